@@ -1,0 +1,58 @@
+# Every target does its own set-up. Needs Python 3.10 or later, a C++ compiler and make.
+PYTHON ?= python3
+CUDA ?= auto
+CUDA_ARCHS ?= auto
+SANITIZE ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+TEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -q
+SETUP := $(VENV)/.setup-$(CUDA)
+
+.PHONY: build demo test test-cpp bench lint docs wheel clean
+
+build: $(SETUP)
+	@$(PIP) install --no-build-isolation --no-deps --editable . \
+	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \
+	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)' \
+	  --config-settings=cmake.define.DPA_SANITIZE=$(SANITIZE)
+	@$(BIN)/python -c 'import dpa; print("dpa is built for", dpa.info()["built for"])'
+
+# The environment, made anew when the pins change.
+$(SETUP): requirements/build.txt requirements/dev.txt requirements/lerobot.txt requirements/nvcc.txt
+	@echo "setting up $(VENV) with the pinned dependencies (torch is 3 GB: the first time takes minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -r requirements/build.txt -r requirements/dev.txt
+	@$(PIP) install --no-deps -r requirements/lerobot.txt || \
+	  echo "no LeRobot for this Python: its tests will be skipped"
+	@if [ "$(CUDA)" = on ] && ! command -v nvcc >/dev/null && ! [ -x /usr/local/cuda/bin/nvcc ]; then \
+	  echo "no nvcc here: taking the compiler from PyPI"; $(PIP) install -r requirements/nvcc.txt; fi
+	@touch $@
+
+demo: build
+	$(BIN)/dpa demo $(DEMO_ARGS)
+
+test: build test-cpp
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-cpp: build
+	@sh test/cpp/run.sh $(BIN)/python
+
+bench: build
+	$(BIN)/dpa bench $(BENCH_ARGS)
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
+
+wheel: $(SETUP)
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist . \
+	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \
+	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
+
+clean:
+	rm -rf build dist out site .venv

@@ -1,0 +1,30 @@
+# Language standard, warnings, ccache, sanitizers.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release)
+endif()
+
+# No code here looks at errno or at floating-point traps; promising so lets loops vectorise.
+add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-Wall> $<$<COMPILE_LANGUAGE:CXX>:-Wextra>
+                    $<$<COMPILE_LANGUAGE:CXX>:-fno-math-errno> $<$<COMPILE_LANGUAGE:CXX>:-fno-trapping-math>)
+add_link_options(-Wl,--no-undefined)
+
+if(DPA_SANITIZE)
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${DPA_SANITIZE}>
+                      $<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>)
+  add_link_options(-fsanitize=${DPA_SANITIZE})
+endif()
+
+find_program(DPA_CCACHE ccache)
+if(DPA_CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${DPA_CCACHE}")
+  set(CMAKE_CUDA_COMPILER_LAUNCHER "${DPA_CCACHE}")
+endif()
+
+# PyTorch's headers take longer to read than our code: several files share one reading.
+set(CMAKE_UNITY_BUILD ON CACHE BOOL "Compile several files as one")
+set(CMAKE_UNITY_BUILD_BATCH_SIZE 7)

@@ -1,0 +1,29 @@
+# torch::cpu and torch::cuda: the libraries of the Python environment's torch.
+#
+# torch's own CMake package wants a whole CUDA toolkit even for a CPU build against a CUDA wheel, and adds flags of its
+# own to the CUDA compiler. The library needs three shared objects and two include folders, so it names them itself.
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" -c "import importlib.util, pathlib, re
+root = pathlib.Path(importlib.util.find_spec('torch').origin).parent
+version = re.search(r\"__version__ = '([^']+)'\", (root / 'version.py').read_text())[1]
+print(f'{root};{version}', end='')"
+  OUTPUT_VARIABLE torch_facts RESULT_VARIABLE failed)
+if(failed)
+  message(FATAL_ERROR "${Python_EXECUTABLE} has no torch: pip install torch==2.11.0")
+endif()
+list(GET torch_facts 0 DPA_TORCH_ROOT)
+list(GET torch_facts 1 DPA_TORCH_VERSION)
+message(STATUS "dpa: torch ${DPA_TORCH_VERSION} in ${DPA_TORCH_ROOT}")
+
+add_library(torch::cpu INTERFACE IMPORTED)
+target_include_directories(torch::cpu SYSTEM INTERFACE
+  "${DPA_TORCH_ROOT}/include" "${DPA_TORCH_ROOT}/include/torch/csrc/api/include")
+target_link_libraries(torch::cpu INTERFACE
+  "${DPA_TORCH_ROOT}/lib/libtorch_cpu.so" "${DPA_TORCH_ROOT}/lib/libc10.so")
+
+add_library(torch::cuda INTERFACE IMPORTED)
+if(DPA_WITH_CUDA)
+  target_compile_definitions(torch::cuda INTERFACE DPA_WITH_CUDA)
+  target_link_libraries(torch::cuda INTERFACE torch::cpu "${DPA_TORCH_ROOT}/lib/libc10_cuda.so" CUDA::cudart)
+endif()

@@ -1,0 +1,70 @@
+// Element types inside kernels: the type to store, the type to compute in, and the way between.
+// Conversions are spelled with intrinsics, because PyTorch's just-in-time builds turn the operators of half types off.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "kernels/common/dtype.h"
+
+namespace dpa::kernels {
+
+/// The type of arithmetic on stored values of type `T`: float for 16-bit types.
+template <class T>
+struct AccumulateOf {
+  using type = T;
+};
+template <>
+struct AccumulateOf<__half> {
+  using type = float;
+};
+template <>
+struct AccumulateOf<__nv_bfloat16> {
+  using type = float;
+};
+template <class T>
+using Accumulate = typename AccumulateOf<T>::type;
+
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+/// `x` rounded to the nearest value of type `T`.
+template <class T>
+__device__ __forceinline__ T narrow(Accumulate<T> x);
+template <>
+__device__ __forceinline__ double narrow<double>(double x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ float narrow<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half narrow<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+template <class T>
+struct TypeTag {
+  using type = T;
+};
+
+/// Calls `f(TypeTag<T>{})` with the C++ type of `dtype`.
+template <class F>
+cudaError_t dispatch(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64: return f(TypeTag<double>{});
+    case DType::kFloat32: return f(TypeTag<float>{});
+    case DType::kFloat16: return f(TypeTag<__half>{});
+    case DType::kBFloat16: return f(TypeTag<__nv_bfloat16>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace dpa::kernels

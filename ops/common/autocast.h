@@ -1,0 +1,29 @@
+// What autocast kernels share: they cast their tensors and call the op again with autocast switched off.
+#pragma once
+#include <ATen/autocast_mode.h>
+
+#include "ops/common/check.h"
+
+namespace dpa {
+
+/// Casts eligible tensors (on the device, floating, not float64) to `type`; autocast is off while it lives.
+class Autocast {
+ public:
+  Autocast(at::DeviceType device, at::ScalarType type)
+      : no_autocast_(at::autocast::get_autocast_dispatch_key_from_device_type(device)), device_(device), type_(type) {}
+  /// The dtype that the user's autocast region asks for.
+  explicit Autocast(at::DeviceType device)
+      : Autocast(device, at::autocast::get_lower_precision_fp_from_device_type(device)) {}
+
+  Tensor operator()(const Tensor& tensor) const { return at::autocast::cached_cast(type_, tensor, device_); }
+  OptionalTensor operator()(const OptionalTensor& tensor) const {
+    return tensor.has_value() ? OptionalTensor((*this)(*tensor)) : std::nullopt;
+  }
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_;
+  at::DeviceType device_;
+  at::ScalarType type_;
+};
+
+}  // namespace dpa

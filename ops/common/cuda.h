@@ -1,0 +1,30 @@
+// What the CUDA side of an op needs of PyTorch: the current stream under a device guard, allocation, the error check.
+// Only files built with CUDA include this.
+#pragma once
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels/common/dtype.h"
+#include "ops/common/check.h"
+
+namespace dpa {
+
+/// The kernels' name of a floating dtype that a check has let through.
+inline kernels::DType kernel_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble: return kernels::DType::kFloat64;
+    case at::kFloat: return kernels::DType::kFloat32;
+    case at::kHalf: return kernels::DType::kFloat16;
+    case at::kBFloat16: return kernels::DType::kBFloat16;
+    default: TORCH_INTERNAL_ASSERT(false, "dpa: unchecked dtype ", type);
+  }
+}
+
+/// The address of the data, or null for an undefined tensor.
+inline const void* data_or_null(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+inline void* mutable_data_or_null(const Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+}
+
+}  // namespace dpa

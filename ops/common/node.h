@@ -1,0 +1,96 @@
+// What every autograd kernel of the library shares.
+//
+// Autograd is a torch::autograd::Node subclass on the Autograd key, as in ATen's generated code: the one way that works
+// in eager mode, under torch.compile, compiled autograd, functorch and TorchScript alike. A node's backward calls a
+// registered op through the dispatcher, never a kernel.
+//
+// Forward-mode AD and second derivatives go through the op's formula in ATen ops (ops/<op>/formula.h), which autograd
+// already knows how to differentiate.
+#pragma once
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <array>
+#include <mutex>
+
+#include "ops/common/check.h"
+
+namespace dpa {
+
+using torch::autograd::variable_list;
+
+/// A node that saves `N` tensors, some of which may be undefined. Subclasses add constants, `collect_constants` and
+/// `backward`.
+template <size_t N>
+class SavingNode : public torch::autograd::Node {
+ public:
+  template <class... Tensors>
+  void save(const Tensors&... tensors) {
+    static_assert(sizeof...(tensors) == N, "a node saves exactly N tensors");
+    size_t i = 0;
+    ((saved_[i++] = torch::autograd::SavedVariable(tensors, /*is_output=*/false)), ...);
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved_) variable.reset_data();
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    std::array<Tensor, N> tensors;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (size_t i = 0; i < N; ++i) tensors[i] = saved_[i].unpack();
+    }
+    return backward(gradients, tensors);
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    for (const auto& variable : saved_) args.collect(variable, /*is_output=*/false);
+    collect_constants(args);
+  }
+
+  variable_list apply_with_saved(const variable_list& gradients,
+                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    for (auto& variable : saved_) saved.before(variable);
+    auto result = apply(variable_list(gradients));
+    for (auto& variable : saved_) saved.after(variable);
+    return result;
+  }
+
+ protected:
+  /// One gradient for each edge, undefined where none is asked for.
+  virtual variable_list backward(const variable_list& gradients, const std::array<Tensor, N>& saved) = 0;
+  /// Everything beside the saved tensors that the backward depends on.
+  virtual void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const = 0;
+
+ private:
+  std::array<torch::autograd::SavedVariable, N> saved_;
+};
+
+/// A node whose edges lead to `inputs`, in their order.
+template <class NodeType, class... Tensors>
+std::shared_ptr<NodeType> make_node(const Tensors&... inputs) {
+  auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  return node;
+}
+
+/// Whether any of the tensors carries a forward-mode tangent.
+template <class... Tensors>
+bool any_tangent(const Tensors&... tensors) {
+  return (torch::autograd::isFwGradDefined(tensors) || ...);
+}
+
+/// The dispatcher's handle of an op. Keep it in a static: the look-up takes a lock.
+template <class Signature>
+auto find_op(const char* name, const char* overload = "") {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
+}
+
+}  // namespace dpa

@@ -1,0 +1,25 @@
+// Under autocast the tensors come in the region's 16-bit dtype; statistics are float32 inside the kernels anyway.
+#include "ops/common/autocast.h"
+
+#include <torch/library.h>
+
+#include "ops/conv1d_gnm/conv1d_gnm.h"
+
+namespace dpa {
+namespace {
+
+template <at::DeviceType Device>
+Tensor conv1d_gnm_autocast(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                           const OptionalTensor& gn_weight, const OptionalTensor& gn_bias, int64_t num_groups,
+                           double eps, const OptionalTensor& scale, const OptionalTensor& shift) {
+  const Autocast cast(Device);
+  return conv1d_gnm(cast(input), cast(conv_weight), cast(conv_bias), cast(gn_weight), cast(gn_bias), num_groups, eps,
+                    cast(scale), cast(shift));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, AutocastCPU, m) { m.impl("conv1d_gnm", &conv1d_gnm_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(dpa, AutocastCUDA, m) { m.impl("conv1d_gnm", &conv1d_gnm_autocast<at::kCUDA>); }
+
+}  // namespace dpa

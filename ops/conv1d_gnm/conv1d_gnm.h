@@ -1,0 +1,19 @@
+// `dpa::conv1d_gnm`: a 1-D convolution that keeps the length, then group_norm_mish.
+#pragma once
+#include "ops/common/check.h"
+
+namespace dpa {
+
+void check_conv1d_gnm(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                      const OptionalTensor& gn_weight, const OptionalTensor& gn_bias, int64_t num_groups, double eps,
+                      const OptionalTensor& scale, const OptionalTensor& shift);
+
+/// Through the dispatcher.
+Tensor conv1d_gnm(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                  const OptionalTensor& gn_weight, const OptionalTensor& gn_bias, int64_t num_groups, double eps,
+                  const OptionalTensor& scale, const OptionalTensor& shift);
+
+/// The convolution alone, through the dispatcher: stride 1, padding that keeps the length.
+Tensor same_length_conv1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+
+}  // namespace dpa

@@ -1,0 +1,31 @@
+#include <torch/library.h>
+
+#include "ops/denoise/denoise.h"
+
+namespace dpa {
+namespace {
+
+Tensor denoise_cpu(const Tensor& model_output, const Tensor& sample, const Tensor& diffusion_constants,
+                   const Tensor& timestep, const Tensor& diffusion_noise) {
+  check_step(kDenoiseNames, model_output, sample, diffusion_constants, timestep, diffusion_noise);
+  const StepInputs in(model_output, sample, diffusion_constants, timestep, diffusion_noise, kDenoiseNames.columns);
+  return step_cpu<math::DenoiseStep>(kDenoiseNames, in, kNoClip);
+}
+
+StepGradients denoise_backward_cpu(const Tensor& grad, const Tensor& model_output, const Tensor& sample,
+                                   const Tensor& diffusion_constants, const Tensor& timestep,
+                                   const Tensor& diffusion_noise, StepMask output_mask) {
+  check_step(kDenoiseNames, model_output, sample, diffusion_constants, timestep, diffusion_noise);
+  const StepInputs in(model_output, sample, diffusion_constants, timestep, diffusion_noise, kDenoiseNames.columns);
+  check_same("denoise_backward", "grad", grad, "sample", sample);
+  return step_backward_cpu<math::DenoiseStep>(kDenoiseNames, in, kNoClip, grad, diffusion_constants, output_mask);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, CPU, m) {
+  m.impl("denoise", &denoise_cpu);
+  m.impl("denoise_backward", &denoise_backward_cpu);
+}
+
+}  // namespace dpa

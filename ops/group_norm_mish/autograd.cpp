@@ -1,0 +1,89 @@
+#include <torch/library.h>
+
+#include "ops/common/node.h"
+#include "ops/group_norm_mish/group_norm_mish.h"
+
+namespace dpa {
+
+Tensor group_norm_mish(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double eps, const OptionalTensor& scale,
+                       const OptionalTensor& shift) {
+  static const auto op = find_op<decltype(group_norm_mish)>("dpa::group_norm_mish");
+  return op.call(input, num_groups, weight, bias, eps, scale, shift);
+}
+
+NormGradients group_norm_mish_backward(const Tensor& grad, const Tensor& input, int64_t num_groups,
+                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                       const OptionalTensor& scale, const OptionalTensor& shift, NormMask output_mask) {
+  static const auto op = find_op<decltype(group_norm_mish_backward)>("dpa::group_norm_mish_backward");
+  return op.call(grad, input, num_groups, weight, bias, eps, scale, shift, output_mask);
+}
+
+namespace {
+
+struct GroupNormMishBackward : SavingNode<5> {
+  int64_t num_groups = 1;
+  double eps = 0;
+
+  std::string name() const override { return "GroupNormMishBackward"; }
+
+  variable_list backward(const variable_list& gradients, const std::array<Tensor, 5>& saved) override {
+    const auto& [input, weight, bias, scale, shift] = saved;
+    if (!gradients[0].defined()) return variable_list(5);
+    NormMask mask;
+    for (size_t i = 0; i < mask.size(); ++i) mask[i] = saved[i].defined() && task_should_compute_output(i);
+    auto [g0, g1, g2, g3, g4] =
+        group_norm_mish_backward(gradients[0], input, num_groups, as_optional(weight), as_optional(bias), eps,
+                                 as_optional(scale), as_optional(shift), mask);
+    return {g0, g1, g2, g3, g4};
+  }
+  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(num_groups);
+    args.collect(eps);
+  }
+};
+
+Tensor group_norm_mish_autograd(const Tensor& input, int64_t num_groups, const OptionalTensor& weight_,
+                                const OptionalTensor& bias_, double eps, const OptionalTensor& scale_,
+                                const OptionalTensor& shift_) {
+  const auto weight = value_or_undefined(weight_), bias = value_or_undefined(bias_);
+  const auto scale = value_or_undefined(scale_), shift = value_or_undefined(shift_);
+  if (any_tangent(input, weight, bias, scale, shift))
+    return group_norm_mish_formula(input, num_groups, weight_, bias_, eps, scale_, shift_);
+  std::shared_ptr<GroupNormMishBackward> node;
+  if (torch::autograd::compute_requires_grad(input, weight, bias, scale, shift)) {
+    node = make_node<GroupNormMishBackward>(input, weight, bias, scale, shift);
+    node->save(input, weight, bias, scale, shift);
+    node->num_groups = num_groups;
+    node->eps = eps;
+  }
+  Tensor out;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    out = group_norm_mish(input, num_groups, weight_, bias_, eps, scale_, shift_);
+  }
+  if (node) torch::autograd::set_history(out, node);
+  return out;
+}
+
+NormGradients group_norm_mish_backward_autograd(const Tensor& grad, const Tensor& input, int64_t num_groups,
+                                                const OptionalTensor& weight_, const OptionalTensor& bias_, double eps,
+                                                const OptionalTensor& scale_, const OptionalTensor& shift_,
+                                                NormMask output_mask) {
+  const auto weight = value_or_undefined(weight_), bias = value_or_undefined(bias_);
+  const auto scale = value_or_undefined(scale_), shift = value_or_undefined(shift_);
+  if (torch::autograd::compute_requires_grad(grad, input, weight, bias, scale, shift) ||
+      any_tangent(grad, input, weight, bias, scale, shift))
+    return group_norm_mish_backward_formula(grad, input, num_groups, weight_, bias_, eps, scale_, shift_, output_mask);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return group_norm_mish_backward(grad, input, num_groups, weight_, bias_, eps, scale_, shift_, output_mask);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
+  m.impl("group_norm_mish", &group_norm_mish_autograd);
+  m.impl("group_norm_mish_backward", &group_norm_mish_backward_autograd);
+}
+
+}  // namespace dpa

@@ -1,0 +1,55 @@
+// The schema of every op: the library's table of contents. docs/ops has a page for each, ops/<op>/ its code.
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
+#include <torch/library.h>
+
+#include <limits>
+
+namespace {
+
+/// The schema with infinity, which the schema language cannot spell, as the default of `argument`.
+c10::FunctionSchema with_infinite_default(const std::string& text, const std::string& argument) {
+  const auto schema = torch::jit::parseSchema(text);
+  auto arguments = schema.arguments();
+  for (auto& a : arguments)
+    if (a.name() == argument)
+      a = c10::Argument(a.name(), a.type(), a.N(), std::numeric_limits<double>::infinity(), a.kwarg_only());
+  return schema.cloneWithArguments(std::move(arguments));
+}
+
+}  // namespace
+
+TORCH_LIBRARY(dpa, m) {
+  const std::vector<at::Tag> functional{at::Tag::pt2_compliant_tag};
+
+  m.def(
+      "denoise(Tensor model_output, Tensor sample, Tensor diffusion_constants, Tensor timestep, "
+      "Tensor diffusion_noise) -> Tensor",
+      functional);
+  m.def(
+      "denoise_backward(Tensor grad, Tensor model_output, Tensor sample, Tensor diffusion_constants, Tensor timestep, "
+      "Tensor diffusion_noise, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      functional);
+
+  m.def(with_infinite_default("scheduler_step(Tensor model_output, Tensor sample, Tensor table, Tensor index, "
+                              "Tensor? noise=None, float clip=0) -> Tensor",
+                              "clip"),
+        functional);
+  m.def(
+      "scheduler_step_backward(Tensor grad, Tensor model_output, Tensor sample, Tensor table, Tensor index, "
+      "Tensor? noise, float clip, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      functional);
+
+  m.def(
+      "group_norm_mish(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+      "Tensor? scale=None, Tensor? shift=None) -> Tensor",
+      functional);
+  m.def(
+      "group_norm_mish_backward(Tensor grad, Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor? scale, Tensor? shift, bool[5] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      functional);
+
+  m.def(
+      "conv1d_gnm(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? gn_weight, Tensor? gn_bias, "
+      "int num_groups, float eps=1e-5, Tensor? scale=None, Tensor? shift=None) -> Tensor",
+      functional);
+}

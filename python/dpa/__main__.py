@@ -1,0 +1,5 @@
+"""``python -m dpa`` is the ``dpa`` command."""
+
+from dpa.cli import main
+
+main()

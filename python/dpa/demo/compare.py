@@ -1,0 +1,113 @@
+"""dpa beside plain PyTorch: the same weights, the same noise, an ordinary diffusers loop."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler
+from torch import Tensor, nn
+
+from .. import reference
+from . import world as W
+from .rollout import make_sampler, make_scheduler
+from .train import Policy
+
+WARMUP = 2
+
+
+@torch.inference_mode()
+def diffusers_sample(
+    unet: nn.Module,
+    scheduler: DDPMScheduler | DDIMScheduler,
+    steps: int,
+    observation: Tensor,
+    noise: Tensor,
+    generator: torch.Generator | None = None,
+    trace: list[Tensor] | None = None,
+) -> Tensor:
+    """Sample chunks in an ordinary diffusers loop; the network runs in the observation's dtype.
+
+    ``trace`` receives the sample before every step, and the chunk.
+    """
+    scheduler.set_timesteps(steps)
+    sample = noise
+    for timestep in scheduler.timesteps:
+        if trace is not None:
+            trace.append(sample)
+        output = unet(sample.to(observation.dtype), timestep, global_cond=observation)
+        output = output.to(sample.dtype)
+        sample = scheduler.step(output, timestep, sample, generator=generator).prev_sample
+    if trace is not None:
+        trace.append(sample)
+    return sample
+
+
+def compare(
+    name: str,
+    policy: Policy,
+    steps: int,
+    observations: Tensor,
+    dtype: torch.dtype,
+    repeats: int,
+    seed: int,
+) -> dict:
+    """Time one action chunk at batch 1 both ways, and compare all the observations' chunks.
+
+    Return milliseconds (medians), their ratio, and the largest difference between the two in
+    actions, whose range is [-1, 1]. Both run in this process, in turn, with the same threads.
+    """
+    device = observations.device
+    observations = observations.to(dtype)
+    plain = reference.plain(policy.unet).to(dtype).eval()
+    scheduler = make_scheduler(name, policy)
+    sampler = make_sampler(name, policy, steps, dtype)
+    draws = torch.Generator(device).manual_seed(seed)
+    shape = (len(observations), W.HORIZON, W.ACTION_DIM)
+    sample_dtype = torch.promote_types(dtype, torch.float32)
+    noise = torch.randn(shape, generator=draws, device=device, dtype=sample_dtype)
+
+    def with_plain(count: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        start, given = noise[:count], observations[:count]
+        return diffusers_sample(plain, scheduler, steps, given, start, generator)
+
+    def with_dpa(count: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        return sampler(observations[:count], noise=noise[:count], generator=generator)
+
+    everything = len(observations)
+    difference = (with_plain(everything).double() - with_dpa(everything).double()).abs().max()
+    plain_ms, dpa_ms = _medians([lambda: with_plain(1), lambda: with_dpa(1)], repeats, device)
+    return {
+        "plain_ms": plain_ms,
+        "dpa_ms": dpa_ms,
+        "ratio": plain_ms / dpa_ms,
+        "max_difference": difference.item(),
+        "compared": everything,
+        "repeats": repeats,
+    }
+
+
+def _medians(calls: list[Callable[[], Tensor]], repeats: int, device: torch.device) -> list[float]:
+    """Median milliseconds of each call. They take turns, to share what disturbs."""
+
+    def timed(call: Callable[[], Tensor]) -> float:
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        return 1e3 * (time.perf_counter() - start)
+
+    for _ in range(WARMUP):
+        for call in calls:
+            call()
+    rounds = [[timed(call) for call in calls] for _ in range(repeats)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,181 @@
+"""The demo from end to end: train, roll out, compare, draw, report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from . import Options, report, show
+from . import train as training
+from . import world as W
+from .compare import compare
+from .files import replacing
+from .rollout import STEPS, Rollout, make_plan, make_sampler, rollout
+from .train import Policy
+
+EVALUATION_EPISODES = 100  # of each evaluation during training
+PICTURED_EPISODES = 48
+COMPARED = 32  # observations whose chunks are compared
+REPEATS = {"DDPM": 7, "DDIM": 25}  # timed chunks
+
+
+def run(options: Options, console: Console) -> dict:
+    """Do everything, in order; return the results, which are also written to results.json."""
+    started, started_cpu = time.perf_counter(), time.process_time()
+    device = choose_device(options.device)
+    results = describe(options, device)
+    console.print(
+        f"[bold]dpa demo[/] on {results['device']}, {results['threads']} CPU threads, "
+        f"seed {options.seed}"
+    )
+    policy = obtain_policy(options, device, console, results)
+    results["passed"], results["misses"] = None, []
+    if not options.train_only:
+        evaluate(options, policy, device, console, results)
+    results["seconds"] = time.perf_counter() - started
+    results["cpu_seconds"] = time.process_time() - started_cpu
+    with replacing(options.out / "results.json") as temporary:
+        temporary.write_text(json.dumps(results, indent=2) + "\n")
+    if not options.train_only:
+        console.print(report.table(results))
+    console.print(f"files in {options.out}: {', '.join(results['files'])}", highlight=False)
+    console.print(report.verdict(results))
+    return results
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device must be one of the {count} CUDA devices here, got {name}")
+    return device
+
+
+def describe(options: Options, device: torch.device) -> dict:
+    """The options and the machine, as the results' first entries."""
+    given = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(options).items()
+    }
+    return {
+        "options": given,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "files": ["results.json"],
+    }
+
+
+def obtain_policy(
+    options: Options, device: torch.device, console: Console, results: dict
+) -> Policy:
+    """Train a policy and save it, or load the checkpoint."""
+    if options.checkpoint:
+        policy = training.load(options.checkpoint, device)
+        console.print(f"policy from {options.checkpoint}", highlight=False)
+    else:
+        started = time.perf_counter()
+        policy = train(options, device, console)
+        results["train_seconds"] = time.perf_counter() - started
+        training.save(policy, options.out / "checkpoint.pt")
+        results["files"].append("checkpoint.pt")
+    results["training"] = {
+        "steps": policy.train_steps,
+        "seed": policy.seed,
+        "history": policy.history,
+        "parameters": sum(value.numel() for value in policy.unet.parameters()),
+    }
+    return policy
+
+
+def train(options: Options, device: torch.device, console: Console) -> Policy:
+    """Train with a progress bar; evaluate the EMA weights now and then."""
+    shown = "loss {task.fields[loss]}, success {task.fields[success]}"
+    with report.progress(console, shown) as bar:
+        task = bar.add_task("training", total=options.train_steps, loss="-", success="-")
+
+        def evaluate_average(unet: torch.nn.Module) -> dict:
+            count = min(EVALUATION_EPISODES, options.episodes)
+            result = episodes("DDIM", Policy(unet), device, count, options.seed + 2).summary()
+            bar.update(task, success=f"{result['success']:.0%}")
+            return result
+
+        def progress(step: int, loss: float) -> None:
+            bar.update(task, completed=step, loss=f"{loss:.4f}")
+
+        return training.train(
+            options.train_steps, options.seed, device, evaluate_average, progress=progress
+        )
+
+
+def episodes(
+    name: str,
+    policy: Policy,
+    device: torch.device,
+    count: int,
+    seed: int,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Rollout:
+    """Closed-loop episodes in the worlds of this seed, sampled by dpa."""
+    draws = torch.Generator().manual_seed(seed)
+    plan = make_plan(make_sampler(name, policy, STEPS[name], dtype), device, seed)
+    return rollout(W.sample_worlds(count, draws), plan, draws, progress)
+
+
+def evaluate(
+    options: Options, policy: Policy, device: torch.device, console: Console, results: dict
+) -> None:
+    """Run the episodes, compare with plain PyTorch, draw, and judge."""
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    seed = options.seed + 1
+    results["episodes"] = options.episodes
+    results["rollout"], results["compare"] = {}, {}
+    observations = observe_starts(COMPARED, seed).to(device)
+    repeats = {name: 2 if options.quick else count for name, count in REPEATS.items()}
+    with report.progress(console, "{task.fields[state]}") as bar:
+        for name, steps in STEPS.items():
+            task = bar.add_task(f"{name}, {steps} steps", total=W.STEP_LIMIT, state="")
+
+            def progress(step: int, live: int, task=task) -> None:
+                bar.update(task, completed=step, state=f"{live} episodes under way")
+
+            result = episodes(name, policy, device, options.episodes, seed, dtype, progress)
+            bar.update(task, completed=W.STEP_LIMIT, state=f"{result.success.sum()} arrived")
+            results["rollout"][name] = {"steps": steps, **result.summary()}
+        task = bar.add_task("timing", total=len(STEPS), state="dpa and plain PyTorch in turn")
+        for name, steps in STEPS.items():
+            results["compare"][name] = compare(
+                name, policy, steps, observations, dtype, repeats[name], seed
+            )
+            bar.advance(task)
+        task = bar.add_task("pictures", total=len(show.PICTURES), state="")
+        count = min(PICTURED_EPISODES, options.episodes)
+        for name, picture in show.PICTURES.items():
+            bar.update(task, state=name)
+            picture(options.out / name, policy, device, count, options.seed)
+            results["files"].append(name)
+            bar.advance(task)
+    if options.episodes >= report.MIN_EPISODES and not options.quick:
+        results["misses"] = report.judge(results["rollout"])
+        results["passed"] = not results["misses"]
+
+
+def observe_starts(count: int, seed: int) -> torch.Tensor:
+    """Observations at the starts of ``count`` worlds."""
+    worlds = W.sample_worlds(count, torch.Generator().manual_seed(seed))
+    return W.observe(worlds, worlds.start, worlds.start)

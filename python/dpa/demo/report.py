@@ -1,0 +1,78 @@
+"""What the demo prints: progress bars, the table, the verdict."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+MIN_SUCCESS = 0.95
+MIN_SIDE = 0.20
+MIN_EPISODES = 50  # with fewer, the shares are too coarse to judge
+
+
+def progress(console: Console, fields: str) -> Progress:
+    """A bar with counts, ``fields`` of the task, the time taken and the time left."""
+    return Progress(
+        TextColumn("{task.description:<18}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TextColumn(fields, style="cyan"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def judge(rollouts: dict[str, dict]) -> list[str]:
+    """What misses the bar, a sentence each; empty where all is well."""
+    misses = []
+    for name, row in rollouts.items():
+        if row["success"] < MIN_SUCCESS:
+            misses.append(f"{name}: success {row['success']:.0%} is below {MIN_SUCCESS:.0%}")
+        for side in ("left", "right"):
+            if row[side] < MIN_SIDE:
+                misses.append(f"{name}: {side} {row[side]:.0%} is below {MIN_SIDE:.0%}")
+    return misses
+
+
+def table(results: dict) -> Table:
+    """The results of each scheduler: how the episodes went, and the speed beside plain PyTorch."""
+    out = Table(title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    out.title = (
+        f"{results['episodes']} episodes a scheduler; an action chunk at batch 1 on "
+        f"{results['device']}, {results['options']['dtype']}"
+    )
+    out.add_column("scheduler")
+    for name in ("success", "left", "right", "plain PyTorch", "dpa", "ratio", "largest difference"):
+        out.add_column(name, justify="right")
+    for name, row in results["rollout"].items():
+        speed = results["compare"][name]
+        out.add_row(
+            f"{name}, {row['steps']} steps",
+            f"{row['success']:.1%}",
+            f"{row['left']:.1%}",
+            f"{row['right']:.1%}",
+            f"{speed['plain_ms']:.2f} ms",
+            f"{speed['dpa_ms']:.2f} ms",
+            f"{speed['ratio']:.2f} x",
+            f"{speed['max_difference']:.1e}",
+        )
+    return out
+
+
+def verdict(results: dict) -> str:
+    """The last line: passed, missed and by what, or not judged."""
+    took = f"{results['seconds']:.0f} s, of which CPU time {results['cpu_seconds']:.0f} s"
+    if results["passed"] is None:
+        return f"done (not judged) in {took}"
+    if results["passed"]:
+        return f"[green]passed[/]: success, and both sides, in {took}"
+    return f"[red]missed[/]: {'; '.join(results['misses'])} ({took})"

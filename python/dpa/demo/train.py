@@ -1,0 +1,191 @@
+"""Trains the demo's diffusion policy on demonstrations and keeps it in a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from diffusers import DDPMScheduler
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..nn import ConditionalUnet1D
+from . import world as W
+from .files import replacing
+
+DEMONSTRATIONS = 1500
+BATCH_SIZE = 128
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 50
+EMA_DECAY = 0.995
+CHECKPOINT_FORMAT = "dpa-demo"
+
+UNET = {
+    "input_dim": W.ACTION_DIM,
+    "global_cond_dim": W.OBSERVATION_DIM,
+    "diffusion_step_embed_dim": 64,
+    "down_dims": [32, 64, 128],
+    "kernel_size": 3,
+    "n_groups": 8,
+    "cond_predict_scale": True,
+}
+SCHEDULER = {
+    "num_train_timesteps": 100,
+    "beta_schedule": "squaredcos_cap_v2",
+    "prediction_type": "epsilon",
+    "clip_sample": True,
+}
+
+Evaluate = Callable[[ConditionalUnet1D], dict]
+Progress = Callable[[int, float], None]
+
+
+@dataclass
+class Policy:
+    """A U-Net with its constructor arguments, its scheduler's and the record of its training.
+
+    ``unet`` holds the EMA weights. ``history`` has a row an evaluation: ``step`` and what the
+    evaluation returned; ``losses`` has pairs (step, mean loss since the pair before).
+    """
+
+    unet: ConditionalUnet1D
+    unet_config: dict = field(default_factory=lambda: dict(UNET))
+    scheduler_config: dict = field(default_factory=lambda: dict(SCHEDULER))
+    history: list[dict] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    train_steps: int = 0
+    seed: int = 0
+
+
+def train(
+    steps: int,
+    seed: int,
+    device: torch.device,
+    evaluate: Evaluate | None = None,
+    evaluations: int = 8,
+    progress: Progress | None = None,
+) -> Policy:
+    """Trains for ``steps`` batches with the DDPM loss, AdamW and a cosine learning rate.
+
+    ``evaluate`` is called with the EMA weights at ``evaluations`` points, the last one after the
+    last step; ``progress`` after every step with the step's number and a smoothed loss.
+    """
+    torch.manual_seed(seed)
+    draws = torch.Generator().manual_seed(seed)
+    observations, chunks = _dataset(draws, device)
+    unet = ConditionalUnet1D(**UNET).to(device)
+    policy = Policy(copy.deepcopy(unet).requires_grad_(False).eval(), train_steps=steps, seed=seed)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=LEARNING_RATE, fused=True)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    scheduler = DDPMScheduler(**SCHEDULER)
+    points = evaluation_points(steps, evaluations)
+
+    running: list[Tensor] = []
+    smoothed = math.nan
+    for number in range(1, steps + 1):
+        index = torch.randint(len(chunks), (BATCH_SIZE,), generator=draws).to(device)
+        loss = diffusion_loss(unet, scheduler, observations[index], chunks[index], draws)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        rate.step()
+        update_ema(policy.unet, unet, number)
+        running.append(loss.detach())
+        # Reading the loss waits for the device, so it is read once in a while.
+        if len(running) == 20 or number == steps:
+            smoothed = torch.stack(running).mean().item()
+            policy.losses.append([number, smoothed])
+            running.clear()
+        if progress:
+            progress(number, smoothed)
+        if evaluate and number in points:
+            policy.history.append({"step": number, **evaluate(policy.unet)})
+    return policy
+
+
+def _dataset(generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+    worlds = W.sample_worlds(DEMONSTRATIONS, generator)
+    usual = W.windows(worlds, W.demonstrate(worlds, generator))
+    recovering = W.windows(*W.demonstrate_recovery(worlds, generator))
+    pairs = zip(usual, recovering, strict=True)
+    observations, chunks = (torch.cat(pair).to(device) for pair in pairs)
+    return observations, chunks
+
+
+def _rate(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to nothing."""
+    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+    return warmup * 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps)))
+
+
+def evaluation_points(steps: int, evaluations: int) -> set[int]:
+    """Steps at which to evaluate: dense at first, when most is learned, and always the last."""
+    shares = (((k + 1) / evaluations) ** 2 for k in range(evaluations))
+    return {max(1, round(steps * share)) for share in shares}
+
+
+def diffusion_loss(
+    unet: ConditionalUnet1D,
+    scheduler: DDPMScheduler,
+    observation: Tensor,
+    chunk: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
+    """Mean squared error of the predicted noise, at a random timestep for each chunk."""
+    noise = torch.randn(chunk.shape, generator=generator).to(chunk.device)
+    count = scheduler.config.num_train_timesteps
+    timestep = torch.randint(count, (len(chunk),), generator=generator).to(chunk.device)
+    noisy = scheduler.add_noise(chunk, noise, timestep)
+    return F.mse_loss(unet(noisy, timestep, global_cond=observation), noise)
+
+
+@torch.no_grad()
+def update_ema(average: torch.nn.Module, model: torch.nn.Module, step: int) -> None:
+    """Moves the average towards the model; early on faster, so that the start is forgotten."""
+    decay = min(EMA_DECAY, (1 + step) / (10 + step))
+    for kept, new in zip(average.parameters(), model.parameters(), strict=True):
+        kept.lerp_(new, 1.0 - decay)
+
+
+def save(policy: Policy, path: Path) -> None:
+    """Writes the policy as plain tensors, numbers, lists and dicts (safe to load)."""
+    content = {
+        "format": CHECKPOINT_FORMAT,
+        "unet": policy.unet_config,
+        "scheduler": policy.scheduler_config,
+        "state_dict": {name: value.cpu() for name, value in policy.unet.state_dict().items()},
+        "history": policy.history,
+        "losses": policy.losses,
+        "train_steps": policy.train_steps,
+        "seed": policy.seed,
+    }
+    with replacing(path) as temporary:
+        torch.save(content, temporary)
+
+
+def load(path: Path, device: torch.device) -> Policy:
+    """Reads a policy back. ValueError where the file is not a checkpoint of this demo."""
+    if not path.is_file():
+        raise ValueError(f"checkpoint must be a file, got {path}")
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"checkpoint must be a file that torch can load, got {path}") from error
+    if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+        raise ValueError(f"checkpoint must be one that the demo wrote, got {path}")
+    unet = ConditionalUnet1D(**content["unet"]).to(device)
+    unet.load_state_dict(content["state_dict"])
+    return Policy(
+        unet.requires_grad_(False).eval(),
+        content["unet"],
+        content["scheduler"],
+        content["history"],
+        content["losses"],
+        content["train_steps"],
+        content["seed"],
+    )

@@ -1,0 +1,345 @@
+"""The conditional 1D U-Net of Diffusion Policy, its blocks on ``dpa::conv1d_gnm``.
+
+Constructors, forward signatures and state-dict keys are those of the original, so published
+checkpoints load as they are. Three traits of the original are kept because checkpoints depend on
+them: every up level ends in an upsampling, the last Conv1dBlock has 8 groups whatever ``n_groups``
+is, and the second block of ``local_cond_encoder`` has weights that never reach the output.
+
+Source: Chi et al., Diffusion Policy: Visuomotor Policy Learning via Action Diffusion (2023).
+
+Everything here compiles with ``torch.jit.script``, ``torch.export`` and
+``torch.compile(fullgraph=True)``. Annotations stay real objects, which TorchScript needs.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Conv1dBlock(nn.Module):
+    """Conv1d, GroupNorm and Mish as one op, with an optional FiLM on top.
+
+    ``mish(group_norm(conv1d(x))) * scale + shift``; stride 1, padding ``kernel_size // 2``.
+
+    Args:
+        inp_channels: channels of the input.
+        out_channels: channels of the output, a multiple of ``n_groups``.
+        kernel_size: odd, so that the length stays as it is.
+        n_groups: groups of the GroupNorm.
+
+    Raises:
+        ValueError: on an even ``kernel_size`` or an indivisible ``out_channels``.
+
+    """
+
+    def __init__(self, inp_channels: int, out_channels: int, kernel_size: int, n_groups: int = 8):
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"Conv1dBlock: kernel_size must be odd, got {kernel_size}")
+        if n_groups < 1 or out_channels % n_groups != 0:
+            raise ValueError(
+                f"Conv1dBlock: out_channels must be a multiple of the {n_groups} groups, "
+                f"got {out_channels}"
+            )
+        # The forward reads the parameters of this Sequential; it is what the state-dict keys name.
+        self.block = nn.Sequential(
+            nn.Conv1d(inp_channels, out_channels, kernel_size, padding=kernel_size // 2),
+            nn.GroupNorm(n_groups, out_channels),
+            nn.Mish(),
+        )
+
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+    ) -> Tensor:
+        """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
+        conv = self.block[0]
+        norm = self.block[1]
+        return torch.ops.dpa.conv1d_gnm(
+            x,
+            conv.weight,
+            conv.bias,
+            norm.weight,
+            norm.bias,
+            norm.num_groups,
+            norm.eps,
+            scale,
+            shift,
+        )
+
+
+class ConditionalResidualBlock1D(nn.Module):
+    """Two Conv1dBlocks with FiLM between them, and a residual connection around both.
+
+    ``FiLM(cond) = Linear(Mish(cond))`` is a shift a channel and, with ``cond_predict_scale``, a
+    scale before it (the first half of the channels).
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output, a multiple of ``n_groups``.
+        cond_dim: width of the conditioning vector.
+        kernel_size: odd kernel size of both convolutions.
+        n_groups: groups of both GroupNorms.
+        cond_predict_scale: whether the conditioning gives a scale besides the shift.
+
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        cond_dim: int,
+        kernel_size: int = 3,
+        n_groups: int = 8,
+        cond_predict_scale: bool = False,
+    ):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [
+                Conv1dBlock(in_channels, out_channels, kernel_size, n_groups=n_groups),
+                Conv1dBlock(out_channels, out_channels, kernel_size, n_groups=n_groups),
+            ]
+        )
+        self.cond_predict_scale = cond_predict_scale
+        self.out_channels = out_channels
+        film_channels = out_channels * 2 if cond_predict_scale else out_channels
+        self.cond_encoder = nn.Sequential(nn.Mish(), nn.Linear(cond_dim, film_channels))
+        if in_channels == out_channels:
+            self.residual_conv = nn.Identity()
+        else:
+            self.residual_conv = nn.Conv1d(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        """Map (B, in_channels, T) under ``cond`` (B, cond_dim) to (B, out_channels, T)."""
+        film = self.cond_encoder(cond)
+        if self.cond_predict_scale:
+            scale, shift = film[:, : self.out_channels], film[:, self.out_channels :]
+            out = self.blocks[0](x, scale, shift)
+        else:
+            out = self.blocks[0](x, None, film)
+        return self.blocks[1](out) + self.residual_conv(x)
+
+
+class _Downsample1d(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv = nn.Conv1d(dim, dim, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class _Upsample1d(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv = nn.ConvTranspose1d(dim, dim, 4, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class _SinusoidalPosEmb(nn.Module):
+    """Sines and cosines of the timestep at ``dim / 2`` frequencies from 1 down to 1e-4.
+
+    The angles reach 1000 radians, which 16-bit types cannot resolve: this part is float32 always.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, timestep: Tensor) -> Tensor:
+        half = self.dim // 2
+        position = torch.arange(half, dtype=torch.float32, device=timestep.device)
+        frequencies = torch.exp(position * (-math.log(10000.0) / (half - 1)))
+        angles = timestep.to(torch.float32)[:, None] * frequencies[None, :]
+        return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class ConditionalUnet1D(nn.Module):
+    """The noise-prediction network of Diffusion Policy: a U-Net over the action sequence.
+
+    A down level is two residual blocks and a halving of the length (none after the last level), the
+    middle is two residual blocks, an up level is a skip connection, two residual blocks and a
+    doubling. All residual blocks are conditioned on the timestep's embedding and ``global_cond``.
+
+    Args:
+        input_dim: width of an action.
+        local_cond_dim: width of ``local_cond``, or None for a network without it.
+        global_cond_dim: width of ``global_cond``, or None for a network without it.
+        diffusion_step_embed_dim: width of the timestep's embedding; even, at least 4.
+        down_dims: channels of the levels; multiples of ``n_groups``, the first also of 8.
+        kernel_size: odd kernel size of the blocks.
+        n_groups: groups of the GroupNorms, but for the last, which has 8.
+        cond_predict_scale: whether FiLM has a scale besides the shift.
+
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        local_cond_dim: int | None = None,
+        global_cond_dim: int | None = None,
+        diffusion_step_embed_dim: int = 256,
+        down_dims: Sequence[int] = (256, 512, 1024),
+        kernel_size: int = 3,
+        n_groups: int = 8,
+        cond_predict_scale: bool = False,
+    ):
+        super().__init__()
+        embed_dim = diffusion_step_embed_dim
+        if embed_dim < 4 or embed_dim % 2 != 0:
+            raise ValueError(
+                "ConditionalUnet1D: diffusion_step_embed_dim must be even and at least 4, "
+                f"got {embed_dim}"
+            )
+        dims = list(down_dims)
+        if len(dims) == 0:
+            raise ValueError("ConditionalUnet1D: down_dims must name at least one level, got none")
+        self.input_dim = input_dim
+        # Zero stands for "none": TorchScript then sees plain integers.
+        self.local_cond_dim = local_cond_dim or 0
+        self.global_cond_dim = global_cond_dim or 0
+        self.horizon_multiple = 2 ** (len(dims) - 1)
+        cond_dim = embed_dim + self.global_cond_dim
+
+        def residual(dim_in: int, dim_out: int) -> ConditionalResidualBlock1D:
+            return ConditionalResidualBlock1D(
+                dim_in, dim_out, cond_dim, kernel_size, n_groups, cond_predict_scale
+            )
+
+        self.diffusion_step_encoder = nn.Sequential(
+            _SinusoidalPosEmb(embed_dim),
+            nn.Linear(embed_dim, embed_dim * 4),
+            nn.Mish(),
+            nn.Linear(embed_dim * 4, embed_dim),
+        )
+        self.local_cond_encoder: nn.ModuleList | None = None
+        if local_cond_dim is not None:
+            self.local_cond_encoder = nn.ModuleList(
+                [residual(local_cond_dim, dims[0]), residual(local_cond_dim, dims[0])]
+            )
+        pairs = list(zip([input_dim] + dims[:-1], dims, strict=True))
+        self.down_modules = nn.ModuleList()
+        for level, (dim_in, dim_out) in enumerate(pairs):
+            is_last = level == len(pairs) - 1
+            sampling = nn.Identity() if is_last else _Downsample1d(dim_out)
+            self.down_modules.append(
+                nn.ModuleList([residual(dim_in, dim_out), residual(dim_out, dim_out), sampling])
+            )
+        self.mid_modules = nn.ModuleList(
+            [residual(dims[-1], dims[-1]), residual(dims[-1], dims[-1])]
+        )
+        self.up_modules = nn.ModuleList()
+        for dim_out, dim_in in reversed(pairs[1:]):
+            sampling = _Upsample1d(dim_out)
+            self.up_modules.append(
+                nn.ModuleList([residual(dim_in * 2, dim_out), residual(dim_out, dim_out), sampling])
+            )
+        self.final_conv = nn.Sequential(
+            Conv1dBlock(dims[0], dims[0], kernel_size), nn.Conv1d(dims[0], input_dim, 1)
+        )
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor | float | int,
+        local_cond: Tensor | None = None,
+        global_cond: Tensor | None = None,
+    ) -> Tensor:
+        """Predict what the scheduler's ``prediction_type`` says: (B, T, input_dim) as ``sample``.
+
+        Args:
+            sample: (B, T, input_dim); T a multiple of ``2 ** (levels - 1)``.
+            timestep: a number, or a tensor of shape (), (1,) or (B,) on any device.
+            local_cond: (B, T, local_cond_dim); without it the first level gets none.
+            global_cond: (B, global_cond_dim).
+
+        Raises:
+            ValueError: naming the argument, the rule and the shape received.
+
+        """
+        self._check(sample, local_cond, global_cond)
+        cond = self._embed(sample, timestep)
+        if global_cond is not None:
+            cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
+        x = sample.transpose(1, 2)
+        local: Tensor | None = None
+        if self.local_cond_encoder is not None and local_cond is not None:
+            # The second block of this encoder never reaches the output, so it is not computed.
+            local = self.local_cond_encoder[0](local_cond.transpose(1, 2), cond)
+        skips: list[Tensor] = []
+        for level in self.down_modules:
+            x = level[0](x, cond)
+            if local is not None:
+                x = x + local
+                local = None
+            x = level[1](x, cond)
+            skips.append(x)
+            x = level[2](x)
+        for block in self.mid_modules:
+            x = block(x, cond)
+        for level in self.up_modules:
+            x = torch.cat([x, skips.pop()], dim=1)
+            x = level[1](level[0](x, cond), cond)
+            x = level[2](x)
+        return self.final_conv(x).transpose(1, 2)
+
+    def _embed(self, sample: Tensor, timestep: Tensor | float | int) -> Tensor:
+        """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""
+        batch = sample.shape[0]
+        if isinstance(timestep, Tensor):
+            steps = timestep.to(sample.device)
+        else:
+            steps = torch.full([1], float(timestep), dtype=torch.float32, device=sample.device)
+        if steps.dim() == 0:
+            steps = steps.reshape(1)
+        if steps.dim() != 1 or (steps.shape[0] != 1 and steps.shape[0] != batch):
+            raise ValueError(
+                "ConditionalUnet1D: timestep must be a number or a tensor of shape (), (1,) or "
+                f"({batch},), got shape {list(steps.shape)}"
+            )
+        encoder = self.diffusion_step_encoder
+        sinusoid = encoder[0](steps).to(encoder[1].weight.dtype)
+        return encoder[3](encoder[2](encoder[1](sinusoid))).expand(batch, -1)
+
+    def _check(self, sample: Tensor, local_cond: Tensor | None, global_cond: Tensor | None) -> None:
+        if sample.dim() != 3 or sample.shape[2] != self.input_dim:
+            raise ValueError(
+                f"ConditionalUnet1D: sample must be (B, T, {self.input_dim}), the last being "
+                f"input_dim, got {list(sample.shape)}"
+            )
+        batch, horizon = sample.shape[0], sample.shape[1]
+        if horizon % self.horizon_multiple != 0:
+            raise ValueError(
+                f"ConditionalUnet1D: horizon must be a multiple of {self.horizon_multiple} "
+                f"(2 ** (levels - 1)), got {horizon}"
+            )
+        if global_cond is None:
+            if self.global_cond_dim != 0:
+                raise ValueError(
+                    "ConditionalUnet1D: global_cond must be given, of shape "
+                    f"({batch}, {self.global_cond_dim}), got None"
+                )
+        elif self.global_cond_dim == 0:
+            raise ValueError(
+                "ConditionalUnet1D: global_cond must be None where global_cond_dim is None, "
+                f"got {list(global_cond.shape)}"
+            )
+        elif list(global_cond.shape) != [batch, self.global_cond_dim]:
+            raise ValueError(
+                f"ConditionalUnet1D: global_cond must be ({batch}, {self.global_cond_dim}), "
+                f"got {list(global_cond.shape)}"
+            )
+        if local_cond is not None:
+            if self.local_cond_dim == 0:
+                raise ValueError(
+                    "ConditionalUnet1D: local_cond must be None where local_cond_dim is None, "
+                    f"got {list(local_cond.shape)}"
+                )
+            if list(local_cond.shape) != [batch, horizon, self.local_cond_dim]:
+                raise ValueError(
+                    f"ConditionalUnet1D: local_cond must be ({batch}, {horizon}, "
+                    f"{self.local_cond_dim}), got {list(local_cond.shape)}"
+                )

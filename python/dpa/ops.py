@@ -1,0 +1,164 @@
+"""Typed wrappers of ``torch.ops.dpa.*``, with their formulas.
+
+Each function calls the registered op of the same name and nothing else; :mod:`dpa.reference` has
+the same formulas in plain PyTorch. Tensors may have any strides and any size, empty ones included,
+and floating tensors may be float64, float32, float16 or bfloat16, on the CPU or a CUDA device;
+16-bit types accumulate in float32. NaN and infinity go through as they do in PyTorch. An invalid
+argument raises a ``RuntimeError`` that begins with ``dpa::<op>:`` and names the argument, the rule
+and the value received.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["conv1d_gnm", "denoise", "group_norm_mish", "scheduler_step"]
+
+
+def denoise(
+    model_output: Tensor,
+    sample: Tensor,
+    diffusion_constants: Tensor,
+    timestep: Tensor,
+    diffusion_noise: Tensor,
+) -> Tensor:
+    """Take one DDPM step from a prediction of the noise, x0 clamped to [-1, 1].
+
+    With ``c = diffusion_constants[timestep]``::
+
+        x0  = clamp((sample - c0 * model_output) / c1, -1, 1)
+        out = c3 * x0 + c2 * sample + (c4 * diffusion_noise if timestep != 0 else 0)
+
+    Args:
+        model_output: (B, ...), the predicted noise.
+        sample: shaped as ``model_output``, the noisy sample at ``timestep``.
+        diffusion_constants: (N, 5) or flat (N * 5), a row a timestep: ``sqrt(1 - alpha_bar)``,
+            ``sqrt(alpha_bar)``, the coefficient of the sample, the coefficient of x0, and
+            ``sqrt(variance)``; in the sample's dtype, or float32 beside 16-bit samples.
+        timestep: integers, one element or (B,), on the sample's device, read there: no
+            synchronisation. A value outside 0..N-1 raises on the CPU, and gives NaN on a GPU.
+        diffusion_noise: shaped as ``sample``, standard normal.
+
+    Returns:
+        The sample one timestep earlier, in the shape and dtype of ``sample``. Differentiable in
+        every floating argument; the gradient through x0 is zero where the clamp is active.
+
+    Source: Ho et al., Denoising Diffusion Probabilistic Models (2020), equations 7 and 11.
+
+    """
+    return torch.ops.dpa.denoise(
+        model_output, sample, diffusion_constants, timestep, diffusion_noise
+    )
+
+
+def scheduler_step(
+    model_output: Tensor,
+    sample: Tensor,
+    table: Tensor,
+    index: Tensor,
+    noise: Tensor | None = None,
+    clip: float = math.inf,
+) -> Tensor:
+    """Take one step of the linear form that covers DDPM and DDIM with every prediction type.
+
+    With ``r = table[index]``::
+
+        x0  = clamp(r0 * sample + r1 * model_output, -clip, clip)
+        out = r2 * x0 + r3 * sample + r4 * model_output + r5 * noise
+
+    Args:
+        model_output: (B, ...), what the network predicts: noise, sample or velocity.
+        sample: shaped as ``model_output``, the noisy sample.
+        table: (S, 6), a row a step; :func:`dpa.schedulers.from_diffusers` makes it. In the sample's
+            dtype, or float32 beside 16-bit samples.
+        index: integers, one element or (B,), the row of the step, on the sample's device, read
+            there: no synchronisation. A value outside 0..S-1 raises on the CPU, and gives NaN on a
+            GPU.
+        noise: shaped as ``sample``, standard normal, or None for a step without noise.
+        clip: bound of the predicted x0; infinity turns clipping off.
+
+    Returns:
+        The sample after the step, in the shape and dtype of ``sample``. Differentiable in every
+        floating tensor; the gradient through x0 is zero where the clamp is active.
+
+    Sources: Ho et al., Denoising Diffusion Probabilistic Models (2020); Song et al., Denoising
+    Diffusion Implicit Models (2020), equation 12.
+
+    """
+    return torch.ops.dpa.scheduler_step(model_output, sample, table, index, noise, clip)
+
+
+def group_norm_mish(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Normalise by groups, apply Mish, then FiLM, in one pass.
+
+    ``mish(group_norm(input)) * scale + shift`` with ``mish(x) = x * tanh(log(1 + exp(x)))``. A
+    group is ``C / num_groups`` neighbouring channels with all their trailing elements; its variance
+    is the biased one.
+
+    Args:
+        input: (B, C, ...), of any rank from 2.
+        num_groups: a positive divisor of C.
+        weight: (C,) scale of the normalisation, or None for 1.
+        bias: (C,) shift of the normalisation, or None for 0.
+        eps: added to the variance, at least 0.
+        scale: (B, C) FiLM scale, or None for 1.
+        shift: (B, C) FiLM shift, or None for 0.
+
+    Returns:
+        A tensor in the shape and dtype of ``input``. Differentiable in every floating tensor.
+
+    Sources: Wu and He, Group Normalization (2018); Misra, Mish: A Self Regularized Non-Monotonic
+    Activation Function (2019); Perez et al., FiLM (2018).
+
+    """
+    return torch.ops.dpa.group_norm_mish(input, num_groups, weight, bias, eps, scale, shift)
+
+
+def conv1d_gnm(
+    input: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    gn_weight: Tensor | None,
+    gn_bias: Tensor | None,
+    num_groups: int,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Convolve, normalise by groups, apply Mish, then FiLM: the block of Diffusion Policy's U-Net.
+
+    ``group_norm_mish(conv1d(input, conv_weight, conv_bias, padding=k // 2), num_groups, gn_weight,
+    gn_bias, eps, scale, shift)``, with stride 1.
+
+    Args:
+        input: (B, C_in, T).
+        conv_weight: (C_out, C_in, k) with k odd, so that the length stays T.
+        conv_bias: (C_out,) or None.
+        gn_weight: (C_out,) scale of the normalisation, or None for 1.
+        gn_bias: (C_out,) shift of the normalisation, or None for 0.
+        num_groups: a positive divisor of C_out.
+        eps: added to the variance, at least 0.
+        scale: (B, C_out) FiLM scale, or None for 1.
+        shift: (B, C_out) FiLM shift, or None for 0.
+
+    Returns:
+        (B, C_out, T), in the dtype of ``input``. Differentiable in every floating tensor. Under
+        autocast the convolution's arguments are cast to the lower precision.
+
+    Source: Chi et al., Diffusion Policy: Visuomotor Policy Learning via Action Diffusion (2023).
+
+    """
+    return torch.ops.dpa.conv1d_gnm(
+        input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups, eps, scale, shift
+    )

@@ -1,0 +1,215 @@
+"""The formulas of the ops in plain PyTorch: slow, obvious, and without the compiled library.
+
+Tests measure the ops against these, the demo measures speed against :func:`plain`, and the
+documentation quotes them. Everything is built of differentiable PyTorch operations, so gradients of
+any order come from autograd. 16-bit inputs are computed in float32 and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .nn import Conv1dBlock
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that arithmetic on ``dtype`` runs in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _along(channels: Tensor, like: Tensor) -> Tensor:
+    """View (B, C), or (B,), so that it broadcasts over the trailing dimensions of ``like``."""
+    return channels.reshape(channels.shape + (1,) * (like.dim() - channels.dim()))
+
+
+def elementwise_mult(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply: ``a * b``."""
+    return a * b
+
+
+def fused_relu_add(x: Tensor, y: Tensor, bias: float = 0.0) -> Tensor:
+    """Compute ``relu(x) + y + bias``."""
+    wide = _wide(x.dtype)
+    return (torch.relu(x.to(wide)) + y.to(wide) + bias).to(x.dtype)
+
+
+def lltm(
+    input: Tensor, weights: Tensor, bias: Tensor, old_h: Tensor, old_cell: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run one LLTM cell: an LSTM without a forget gate and with an ELU candidate.
+
+    ``gates = cat(old_h, input) @ weights^T + bias``, in thirds: input gate, output gate, candidate;
+    ``new_cell = old_cell + elu(candidate) * sigmoid(input_gate)`` and
+    ``new_h = tanh(new_cell) * sigmoid(output_gate)``.
+    """
+    wide = _wide(input.dtype)
+    joined = torch.cat([old_h, input], dim=1).to(wide)
+    gates = joined @ weights.to(wide).t() + bias.to(wide).reshape(1, -1)
+    input_gate, output_gate, candidate = gates.chunk(3, dim=1)
+    new_cell = old_cell.to(wide) + F.elu(candidate) * torch.sigmoid(input_gate)
+    new_h = torch.tanh(new_cell) * torch.sigmoid(output_gate)
+    return new_h.to(input.dtype), new_cell.to(input.dtype)
+
+
+def _rows(table: Tensor, index: Tensor, sample: Tensor) -> list[Tensor]:
+    """Return the columns of the rows that ``index`` names, each broadcastable over ``sample``.
+
+    An index outside the table raises on the CPU. On a GPU, where raising would need a
+    synchronisation, its row is NaN.
+    """
+    steps = table.shape[0]
+    valid = (index >= 0) & (index < steps)
+    if index.device.type == "cpu" and not bool(valid.all()):
+        raise IndexError(f"index must be in 0..{steps - 1}, got {index.tolist()}")
+    index, valid = index.reshape(-1), valid.reshape(-1)
+    rows = table.to(_wide(sample.dtype))[index.clamp(0, steps - 1).long()]
+    rows = torch.where(valid[:, None], rows, math.nan)
+    if index.numel() == 1:
+        return list(rows[0].unbind())
+    return [_along(column, sample) for column in rows.unbind(1)]
+
+
+def denoise(
+    model_output: Tensor,
+    sample: Tensor,
+    diffusion_constants: Tensor,
+    timestep: Tensor,
+    diffusion_noise: Tensor,
+) -> Tensor:
+    """Take one DDPM step from a prediction of the noise, x0 clamped to [-1, 1].
+
+    With ``c`` the timestep's row of the (N, 5) or flat (N * 5) constants:
+    ``x0 = clamp((sample - c0 * model_output) / c1, -1, 1)`` and
+    ``out = c3 * x0 + c2 * sample + (c4 * diffusion_noise where timestep != 0)``.
+    Source: Ho et al., Denoising Diffusion Probabilistic Models (2020), equations 7 and 11.
+    """
+    wide = _wide(sample.dtype)
+    c0, c1, c2, c3, c4 = _rows(diffusion_constants.reshape(-1, 5), timestep, sample)
+    x, model_output, noise = sample.to(wide), model_output.to(wide), diffusion_noise.to(wide)
+    x0 = ((x - c0 * model_output) / c1).clamp(-1, 1)
+    first = timestep.reshape(-1) == 0
+    first = first[0] if first.numel() == 1 else _along(first, sample)
+    out = c3 * x0 + c2 * x + torch.where(first, 0.0, c4 * noise)
+    return out.to(sample.dtype)
+
+
+def scheduler_step(
+    model_output: Tensor,
+    sample: Tensor,
+    table: Tensor,
+    index: Tensor,
+    noise: Tensor | None = None,
+    clip: float = math.inf,
+) -> Tensor:
+    """Take one step of the linear form that covers DDPM and DDIM.
+
+    With ``r`` the index's row of the (S, 6) table:
+    ``x0 = clamp(r0 * sample + r1 * model_output, -clip, clip)`` and
+    ``out = r2 * x0 + r3 * sample + r4 * model_output + r5 * noise``.
+    """
+    wide = _wide(sample.dtype)
+    r0, r1, r2, r3, r4, r5 = _rows(table, index, sample)
+    x, model_output = sample.to(wide), model_output.to(wide)
+    x0 = (r0 * x + r1 * model_output).clamp(-clip, clip)
+    out = r2 * x0 + r3 * x + r4 * model_output
+    if noise is not None:
+        out = out + r5 * noise.to(wide)
+    return out.to(sample.dtype)
+
+
+def group_norm_mish(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Compute ``mish(group_norm(input)) * scale + shift`` on (B, C, ...).
+
+    ``weight`` and ``bias`` are (C,), ``scale`` and ``shift`` (B, C). A group is
+    ``C / num_groups`` neighbouring channels and everything behind them; its variance is the biased
+    one. Sources: Wu and He, Group Normalization (2018); Misra, Mish (2019); Perez et al., FiLM
+    (2018).
+    """
+    wide = _wide(input.dtype)
+    batch, channels = input.shape[:2]
+    group = channels // num_groups * math.prod(input.shape[2:])
+    grouped = input.to(wide).reshape(batch, num_groups, group)
+    centred = grouped - grouped.mean(dim=2, keepdim=True)
+    variance = centred.square().mean(dim=2, keepdim=True)
+    x = (centred * torch.rsqrt(variance + eps)).reshape(input.shape)
+    if weight is not None:
+        x = x * _along(weight.to(wide)[None], x)
+    if bias is not None:
+        x = x + _along(bias.to(wide)[None], x)
+    x = x * torch.tanh(F.softplus(x))
+    if scale is not None:
+        x = x * _along(scale.to(wide), x)
+    if shift is not None:
+        x = x + _along(shift.to(wide), x)
+    return x.to(input.dtype)
+
+
+def conv1d_gnm(
+    input: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    gn_weight: Tensor | None,
+    gn_bias: Tensor | None,
+    num_groups: int,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Compute ``group_norm_mish(conv1d(input, conv_weight, conv_bias, padding=k // 2), ...)``.
+
+    ``input`` is (B, C_in, T), ``conv_weight`` (C_out, C_in, k) with k odd; the result is
+    (B, C_out, T).
+    """
+    wide = _wide(input.dtype)
+    padding = conv_weight.shape[2] // 2
+    bias = None if conv_bias is None else conv_bias.to(wide)
+    x = F.conv1d(input.to(wide), conv_weight.to(wide), bias, padding=padding)
+    x = group_norm_mish(x, num_groups, gn_weight, gn_bias, eps, scale, shift)
+    return x.to(input.dtype)
+
+
+class _PlainConv1dBlock(nn.Module):
+    """A Conv1dBlock that runs its Sequential: convolution, GroupNorm, Mish, each on its own."""
+
+    def __init__(self, block: nn.Sequential):
+        super().__init__()
+        self.block = block
+
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+    ) -> Tensor:
+        x = self.block(x)
+        if scale is not None:
+            x = x * scale.unsqueeze(-1)
+        if shift is not None:
+            x = x + shift.unsqueeze(-1)
+        return x
+
+
+def plain(unet: nn.Module) -> nn.Module:
+    """Copy a dpa module so that it runs without dpa's ops, on equal weights and state-dict keys.
+
+    Every :class:`dpa.nn.Conv1dBlock` in the copy runs its PyTorch Sequential. The copy shares no
+    storage with ``unet``, which is left as it is.
+    """
+    clone = copy.deepcopy(unet)
+    if isinstance(clone, Conv1dBlock):
+        return _PlainConv1dBlock(clone.block)
+    for parent in list(clone.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Conv1dBlock):
+                setattr(parent, name, _PlainConv1dBlock(child.block))
+    return clone

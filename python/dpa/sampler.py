@@ -1,0 +1,291 @@
+"""The denoising loop: from noise and an observation to an action sequence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .schedulers import StepTable, from_diffusers
+
+Generators = torch.Generator | Sequence[torch.Generator] | None
+
+
+def _fail(argument: str, rule: str, got: Any) -> NoReturn:
+    raise ValueError(f"DiffusionSampler: {argument} must {rule}, got {got}")
+
+
+class DiffusionSampler:
+    """Sample action sequences with a U-Net and a DDPM or DDIM scheduler.
+
+    Each step runs the network and then ``dpa::scheduler_step``; the sample and the scheduler's
+    arithmetic are float32 (float64 for a float64 network). Random numbers are drawn as diffusers
+    draws them, so that a generator's stream gives the same noise: the initial noise first, then one
+    draw of the sample's shape in each step that draws (DDPM at t > 0, DDIM with eta > 0), in the
+    sample's dtype, on the generator's device.
+
+    The scheduler is copied here, and changing the object later changes nothing. The network is not:
+    every call samples with the weights that it has then, in the mode (train or eval) that it is in.
+
+    Args:
+        unet: called as ``unet(sample, timestep, global_cond=...)``, with ``local_cond=...`` where
+            there is one, ``sample`` being (B, T, Da) and ``timestep`` (B,). The original's U-Net,
+            LeRobot's and :class:`dpa.nn.ConditionalUnet1D` all are.
+        scheduler: a live diffusers ``DDPMScheduler`` or ``DDIMScheduler``, or a :class:`StepTable`.
+        num_inference_steps: steps of a call; an attribute that may be changed later. None takes the
+            timesteps that the scheduler holds.
+        dtype: what the network runs in. Where it is not the dtype of the weights, each call casts
+            them into a copy that the sampler keeps.
+        horizon: T. Not needed where each call has a ``noise``, ``condition_data`` or
+            ``local_cond``.
+        action_dim: Da. Not needed where the network ends in a ``final_conv`` as the originals do.
+        eta: DDIM's noise weight.
+        use_clipped_model_output: DDIM's option of that name.
+
+    Raises:
+        TypeError, ValueError: as :func:`dpa.schedulers.from_diffusers`.
+
+    """
+
+    def __init__(
+        self,
+        unet: Callable[..., Tensor],
+        scheduler: Any,
+        num_inference_steps: int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        horizon: int | None = None,
+        action_dim: int | None = None,
+        eta: float = 0.0,
+        use_clipped_model_output: bool = False,
+    ):
+        if dtype is not None and not dtype.is_floating_point:
+            _fail("dtype", "be a floating dtype", dtype)
+        if isinstance(scheduler, StepTable) and (eta != 0 or use_clipped_model_output):
+            got = f"{eta} and {use_clipped_model_output}"
+            _fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
+        self.unet = unet
+        self.dtype = dtype
+        self.horizon = horizon
+        self.action_dim = action_dim
+        self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
+        self._scheduler = copy.deepcopy(scheduler)
+        self._tables: dict[Any, StepTable] = {}
+        self._cast: tuple[nn.Module, nn.Module] | None = None
+        self.num_inference_steps = num_inference_steps
+
+    @property
+    def num_inference_steps(self) -> int:
+        """The number of steps of a call."""
+        return len(self.table)
+
+    @num_inference_steps.setter
+    def num_inference_steps(self, steps: int | None) -> None:
+        self._steps = steps
+        # Builds the table now: a count that the scheduler cannot do is refused where it is set.
+        self._table(torch.device("cpu"), torch.float64)
+
+    @property
+    def table(self) -> StepTable:
+        """The steps of a call, on the CPU in float64."""
+        return self._table(torch.device("cpu"), torch.float64)
+
+    def _table(self, device: torch.device, dtype: torch.dtype) -> StepTable:
+        key = (self._steps, device, dtype)
+        if key not in self._tables:
+            self._tables[key] = self._build_table().to(device, dtype)
+        return self._tables[key]
+
+    def _build_table(self) -> StepTable:
+        if not isinstance(self._scheduler, StepTable):
+            return from_diffusers(self._scheduler, self._steps, **self._options)
+        steps = len(self._scheduler)
+        if self._steps not in (None, steps):
+            _fail("num_inference_steps", f"be the StepTable's {steps}", self._steps)
+        return self._scheduler
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        global_cond: Tensor | None = None,
+        *,
+        local_cond: Tensor | None = None,
+        condition_data: Tensor | None = None,
+        condition_mask: Tensor | None = None,
+        noise: Tensor | None = None,
+        generator: Generators = None,
+        batch_size: int | None = None,
+    ) -> Tensor:
+        """Sample action sequences.
+
+        A conditioning of batch 1 serves every sample of a larger ``batch_size``, which gives
+        several samples for one observation.
+
+        Args:
+            global_cond: (B, Dg), in any floating dtype.
+            local_cond: (B, T, Dl), in any floating dtype.
+            condition_data: (B, T, Da); its values where the mask is true are imposed before every
+                call of the network and once after the loop (inpainting).
+            condition_mask: bool, (B, T, Da); given with ``condition_data`` or not at all.
+            noise: (B, T, Da) to start from, instead of a draw.
+            generator: of the random stream; None is the global one of the device. One on the CPU
+                draws there, whatever the device. A sequence has one generator a sample.
+            batch_size: B; by default the batch of the arguments, or 1.
+
+        Returns:
+            (B, T, Da) float32 (float64 for a float64 network), without gradient.
+
+        Raises:
+            ValueError: naming the argument, the rule and what was received.
+
+        """
+        given = {
+            "global_cond": global_cond,
+            "local_cond": local_cond,
+            "condition_data": condition_data,
+            "condition_mask": condition_mask,
+            "noise": noise,
+        }
+        tensors = {name: value for name, value in given.items() if value is not None}
+        device, weights_dtype = self._placement(tensors)
+        shape = self._shape(tensors, batch_size)
+        wide = torch.promote_types(weights_dtype, torch.float32)
+        if (condition_data is None) != (condition_mask is None):
+            missing = "condition_data" if condition_data is None else "condition_mask"
+            _fail(missing, "be given where its counterpart is", None)
+        if condition_mask is not None and condition_mask.dtype != torch.bool:
+            _fail("condition_mask", "be a bool tensor", condition_mask.dtype)
+        if condition_data is not None:
+            condition_data = condition_data.to(wide)
+
+        unet, unet_dtype = self._network(device, weights_dtype)
+        conditions: dict[str, Tensor | None] = {"global_cond": None}
+        for name in ("global_cond", "local_cond"):
+            if name in tensors:
+                value = tensors[name].to(unet_dtype)
+                conditions[name] = value.expand(shape[0], *value.shape[1:])
+
+        def predict(sample: Tensor, timestep: Tensor) -> Tensor:
+            return unet(sample.to(unet_dtype), timestep, **conditions).to(wide)
+
+        def draw() -> Tensor:
+            return _draw(shape, generator, device, wide)
+
+        def impose(sample: Tensor) -> Tensor:
+            if condition_data is None or condition_mask is None:
+                return sample
+            return torch.where(condition_mask, condition_data, sample)
+
+        table = self._table(device, wide)
+        sample = draw() if noise is None else noise.to(wide)
+        return _loop(sample, table, predict, draw, impose)
+
+    def _placement(self, tensors: dict[str, Tensor]) -> tuple[torch.device, torch.dtype]:
+        """Return the device and dtype of the network; every argument must be on that device."""
+        parameters = self.unet.parameters() if isinstance(self.unet, nn.Module) else iter(())
+        first = next((p for p in parameters if p.is_floating_point()), None)
+        if first is not None:
+            device, dtype, whose = first.device, first.dtype, "the network's"
+        else:
+            placed = next(iter(tensors.values()), torch.empty(0))
+            device, dtype, whose = placed.device, torch.float32, "the first argument's"
+        for name, value in tensors.items():
+            if value.device != device:
+                _fail(name, f"be on {whose} device {device}", value.device)
+        return device, dtype
+
+    def _network(
+        self, device: torch.device, weights_dtype: torch.dtype
+    ) -> tuple[Callable[..., Tensor], torch.dtype]:
+        """Return the network to call, and the dtype to call it in."""
+        if self.dtype is None or self.dtype == weights_dtype:
+            return self.unet, weights_dtype
+        if not isinstance(self.unet, nn.Module):
+            return self.unet, self.dtype
+        if self._cast is None or self._cast[0] is not self.unet:
+            self._cast = (self.unet, copy.deepcopy(self.unet))
+        # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
+        cast = self._cast[1].to(device, self.dtype).train(self.unet.training)
+        live = [*self.unet.parameters(), *self.unet.buffers()]
+        for old, new in zip([*cast.parameters(), *cast.buffers()], live, strict=True):
+            old.copy_(new)
+        return cast, self.dtype
+
+    def _shape(self, tensors: dict[str, Tensor], batch_size: int | None) -> tuple[int, int, int]:
+        """Return (B, T, Da), on which all arguments must agree."""
+        for name, value in tensors.items():
+            rank = 2 if name == "global_cond" else 3
+            if value.dim() != rank:
+                _fail(name, f"have {rank} dimensions", tuple(value.shape))
+        sequences = {name: value for name, value in tensors.items() if name != "global_cond"}
+        actions = {name: value for name, value in sequences.items() if name != "local_cond"}
+        batch = batch_size
+        if batch is None:
+            batch = max((value.shape[0] for value in tensors.values()), default=1)
+        horizon, action_dim = self.horizon, self.action_dim
+        if horizon is None and sequences:
+            horizon = next(iter(sequences.values())).shape[1]
+        if action_dim is None:
+            action_dim = _action_dim(self.unet)
+        if action_dim is None and actions:
+            action_dim = next(iter(actions.values())).shape[2]
+        for name, size in (("horizon", horizon), ("action_dim", action_dim)):
+            if size is None:
+                _fail(name, "be given to the constructor, or follow from an argument", None)
+        shape = (batch, horizon, action_dim)
+        for name, value in tensors.items():
+            got = tuple(value.shape)
+            if name == "noise" and got != shape:
+                _fail(name, f"be (B, T, Da) = {shape}", got)
+            if got[0] not in (1, batch):
+                _fail(name, f"have a batch of 1 or {batch}", got)
+            if name in actions and got[1:] != shape[1:]:
+                _fail(name, f"be (B, T, Da) = {shape}", got)
+            if name in sequences and got[1] != horizon:
+                _fail(name, f"have the horizon {horizon}", got)
+        return shape
+
+
+def _loop(
+    sample: Tensor,
+    table: StepTable,
+    predict: Callable[[Tensor, Tensor], Tensor],
+    draw: Callable[[], Tensor],
+    impose: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Run the steps of ``table`` on ``sample``, (B, T, Da)."""
+    timesteps = table.timesteps[:, None].expand(-1, sample.shape[0])
+    index = torch.arange(len(table), device=sample.device)
+    for step in range(len(table)):
+        sample = impose(sample)
+        output = predict(sample, timesteps[step])
+        noise = draw() if table.draws_noise[step] else None
+        sample = torch.ops.dpa.scheduler_step(
+            output, sample, table.coefficients, index[step], noise, table.clip
+        )
+    return impose(sample)
+
+
+def _action_dim(unet: Any) -> int | None:
+    """Return the width of the network's last layer, where it has the original's name."""
+    if not isinstance(unet, nn.Module):
+        return None
+    # Wrappers, such as a compiled module, put a prefix before the name.
+    widths = (p.shape[0] for n, p in unet.named_parameters() if n.endswith("final_conv.1.weight"))
+    return next(widths, None)
+
+
+def _draw(
+    shape: tuple[int, ...], generator: Generators, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Draw normal numbers on the generator's device, and bring them to ``device``."""
+    if isinstance(generator, Sequence):
+        if len(generator) != shape[0]:
+            _fail("generator", f"be one, or a sequence of {shape[0]}", len(generator))
+        one = (1, *shape[1:])
+        return torch.cat([_draw(one, single, device, dtype) for single in generator])
+    source = device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=source, dtype=dtype).to(device)

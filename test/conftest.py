@@ -1,0 +1,33 @@
+"""Fixtures that every test file shares."""
+
+import pytest
+import torch
+
+import dpa  # noqa: F401  (registers the ops)
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+        ),
+    ]
+)
+def device(request):
+    """Each device of this machine."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """The same random inputs on every run, so that a failure can be repeated."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """Compiled code of one test does not count against the recompile limit of the next."""
+    yield
+    torch._dynamo.reset()

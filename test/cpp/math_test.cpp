@@ -1,0 +1,79 @@
+// The scalar formulas that CPU and CUDA kernels share, against libm in long double.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "kernels/math/diffusion_step.h"
+#include "kernels/math/mish.h"
+
+namespace dpa::math {
+namespace {
+
+long double exact_mish(long double x) { return x * std::tanh(std::log1p(std::exp(x))); }
+
+TEST(Exponential, IsGoodToTwoUnitsInTheLastPlace) {
+  for (float x = -87.0f; x <= 88.0f; x += 0.0137f) {
+    const double exact = std::exp(static_cast<double>(x));
+    EXPECT_NEAR(exponential(x) / exact, 1.0, 2.5e-7) << x;
+  }
+}
+
+TEST(Mish, FollowsItsDefinition) {
+  for (double x = -60; x <= 60; x += 0.0173) {
+    const double exact = static_cast<double>(exact_mish(x));
+    EXPECT_NEAR(mish(x), exact, 1e-14 * (1 + std::abs(exact))) << x;
+    EXPECT_NEAR(mish(static_cast<float>(x)), exact_mish(static_cast<float>(x)), 4e-7 * (1 + std::abs(exact))) << x;
+  }
+}
+
+TEST(Mish, DerivativeIsTheSlope) {
+  for (double x = -30; x <= 30; x += 0.0173) {
+    const long double h = 1e-6L;
+    const double slope = static_cast<double>((exact_mish(x + h) - exact_mish(x - h)) / (2 * h));
+    EXPECT_NEAR(mish_derivative(x), slope, 1e-9) << x;
+    EXPECT_NEAR(mish_derivative(static_cast<float>(x)), slope, 2e-6) << x;
+  }
+}
+
+TEST(Mish, KeepsNanAndStaysFiniteFarOut) {
+  EXPECT_TRUE(std::isnan(mish(std::numeric_limits<float>::quiet_NaN())));
+  EXPECT_EQ(mish(1e30f), 1e30f);
+  EXPECT_EQ(mish(-1e30f), -0.0f);
+  EXPECT_EQ(mish_derivative(1e30f), 1.0f);
+}
+
+TEST(Clamp, KeepsNan) {
+  EXPECT_EQ(clamp(2.0, 1.0), 1.0);
+  EXPECT_EQ(clamp(-2.0, 1.0), -1.0);
+  EXPECT_EQ(clamp(0.5, 1.0), 0.5);
+  EXPECT_TRUE(std::isnan(clamp(std::nan(""), 1.0)));
+}
+
+TEST(SchedulerStep, GradientIsTheSlopeOfTheStep) {
+  const double table[6] = {0.9, -0.4, 0.7, 0.2, 0.1, 0.3}, h = 1e-6;
+  for (double clip : {0.1, 10.0}) {
+    const SchedulerStep<double> step(table, 0, clip, true);
+    const double o = 0.6, s = -0.8, n = 0.5;
+    const auto g = step.gradient(1.0, o, s, n);
+    EXPECT_NEAR(g.model_output, (step.step(o + h, s, n) - step.step(o - h, s, n)) / (2 * h), 1e-8);
+    EXPECT_NEAR(g.sample, (step.step(o, s + h, n) - step.step(o, s - h, n)) / (2 * h), 1e-8);
+    EXPECT_NEAR(g.noise, table[5], 1e-12);
+    for (int c = 0; c < 6; ++c) {
+      double up[6], down[6];
+      for (int i = 0; i < 6; ++i) up[i] = table[i] + (i == c ? h : 0), down[i] = table[i] - (i == c ? h : 0);
+      const SchedulerStep<double> a(up, 0, clip, true), b(down, 0, clip, true);
+      EXPECT_NEAR(g.row[c], (a.step(o, s, n) - b.step(o, s, n)) / (2 * h), 1e-8) << c;
+    }
+  }
+}
+
+TEST(DenoiseStep, AddsNoNoiseAtTimestepZero) {
+  const double table[10] = {0.6, 0.8, 0.5, 0.4, 0.3, 0.6, 0.8, 0.5, 0.4, 0.3};
+  const DenoiseStep<double> first(table, 0, 0, true), second(table, 1, 0, true);
+  EXPECT_EQ(first.step(0.1, 0.2, 7.0), first.step(0.1, 0.2, -7.0));
+  EXPECT_NEAR(second.step(0.1, 0.2, 1.0) - second.step(0.1, 0.2, 0.0), 0.3, 1e-15);
+}
+
+}  // namespace
+}  // namespace dpa::math

@@ -1,0 +1,24 @@
+#!/bin/sh
+# Builds and runs the C++ tests against the installed dpa: run.sh PYTHON
+# GoogleTest is the system's package. It is installed where that is possible; elsewhere the C++ tests are skipped.
+set -eu
+python=$1
+here=$(dirname "$0")
+bin=$(dirname "$python")
+
+have_googletest() { [ -f /usr/include/gtest/gtest.h ] || [ -n "${GTest_DIR:-}" ]; }
+if ! have_googletest && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  echo "installing GoogleTest (libgtest-dev)"
+  { apt-get -qq update && apt-get -qq -y install libgtest-dev; } >/dev/null 2>&1 || true
+fi
+if ! have_googletest; then
+  echo "C++ tests skipped: GoogleTest is not here and cannot be installed (Debian: apt-get install libgtest-dev)"
+  exit 0
+fi
+PATH=$(cd "$bin" && pwd):$PATH
+export PATH
+dpa=$(python -c 'import dpa; print(dpa.library_path().parent)')
+cmake -S "$here" -B build/test-cpp -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" >build/test-cpp.log 2>&1 ||
+  { cat build/test-cpp.log; exit 1; }
+cmake --build build/test-cpp
+ctest --test-dir build/test-cpp --output-on-failure

@@ -1,0 +1,269 @@
+"""The six proofs of an op: values, gradients, opcheck, rejected input, capture, inference mode.
+
+A test file names its op, its reference and its samples in a subclass of :class:`OpProofs`; the same
+samples feed every proof.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+from tolerances import gradient_tolerance, tolerance
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@dataclass
+class Sample:
+    """Arguments of one call."""
+
+    args: tuple
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> "Sample":
+        """The sample with ``f`` applied to every tensor."""
+        apply = lambda x: f(x) if isinstance(x, Tensor) else x  # noqa: E731
+        args = tuple(map(apply, self.args))
+        return Sample(args, {key: apply(value) for key, value in self.kwargs.items()})
+
+    def floating(self) -> list[Tensor]:
+        """The floating tensors, in order."""
+        everything = [*self.args, *self.kwargs.values()]
+        return [x for x in everything if isinstance(x, Tensor) and x.is_floating_point()]
+
+    def with_floating(self, tensors: tuple[Tensor, ...]) -> "Sample":
+        """The sample with its floating tensors replaced, in order."""
+        rest = iter(tensors)
+        return self.map(lambda x: next(rest) if x.is_floating_point() else x)
+
+    def requiring_grad(self) -> "Sample":
+        """A copy whose floating tensors are leaves that require gradients."""
+        fresh = lambda x: x.detach().clone().requires_grad_(x.is_floating_point())  # noqa: E731
+        return self.map(fresh)
+
+
+def call(function: Callable, sample: Sample) -> tuple[Tensor, ...]:
+    """The outputs as a tuple."""
+    out = function(*sample.args, **sample.kwargs)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def widened(sample: Sample) -> Sample:
+    """The sample in float64: the reference's arithmetic on the very values that the op receives."""
+    return sample.map(lambda x: x.double() if x.is_floating_point() else x)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values in memory with gaps, at an odd offset, with the dimensions in reverse order."""
+    if x.dim() == 0:
+        return x
+    storage = x.new_zeros(tuple(reversed(x.shape[1:])) + (2 * x.shape[0] + 1,))
+    view = storage[..., 1::2].permute(*reversed(range(x.dim())))
+    return view.copy_(x)
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory holds NaN, so an element that a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def random_gradients(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Random gradients of the outputs."""
+    return [torch.randn_like(out) for out in outputs]
+
+
+class OpProofs:
+    """What every op has to show. Subclasses are named Test... and set the attributes below."""
+
+    op: ClassVar[Any]  # torch.ops.dpa.<op>
+    reference: ClassVar[Callable]
+    double_backward: ClassVar[bool] = True
+    forward_ad: ClassVar[bool] = True
+
+    @staticmethod
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        """Small samples for every proof: odd and empty sizes, optional arguments there or not."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rejected(device: torch.device) -> Iterator[tuple[str, Sample]]:
+        """Invalid samples, each with the regular expression that its message matches."""
+        raise NotImplementedError
+
+    @staticmethod
+    def batches(device: torch.device) -> Iterator[Sample]:
+        """Samples that differ in size alone, so that one compiled frame must serve them all."""
+        raise NotImplementedError
+
+    # 1. values
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("layout", ["contiguous", "strided"])
+    def test_values(self, device, dtype, layout):
+        for sample in self.samples(device, dtype):
+            given = sample.map(strided) if layout == "strided" else sample
+            with poisoned_memory():
+                got = call(type(self).op, given)
+            expected = call(type(self).reference, widened(sample))
+            for g, e in zip(got, expected, strict=True):
+                assert g.dtype == dtype
+                assert g.is_contiguous()
+                assert_close(g, e.to(dtype), **tolerance(dtype))
+
+    def test_input_stays(self, device):
+        for sample in self.samples(device, torch.float32):
+            before = sample.map(torch.clone)
+            call(type(self).op, sample)
+            for a, b in zip(sample.floating(), before.floating(), strict=True):
+                assert torch.equal(a, b)
+
+    # 2. gradients
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_gradients(self, device, dtype):
+        for sample in self.samples(device, dtype):
+            ours, exact = sample.requiring_grad(), widened(sample).requiring_grad()
+            out, out_exact = call(type(self).op, ours), call(type(self).reference, exact)
+            grads = random_gradients(out)
+            with poisoned_memory():
+                torch.autograd.backward(out, grads)
+            torch.autograd.backward(out_exact, [g.double() for g in grads])
+            for a, b in zip(ours.floating(), exact.floating(), strict=True):
+                assert a.grad is not None and a.grad.dtype == dtype
+                assert_close(a.grad, b.grad.to(dtype), **gradient_tolerance(dtype))
+
+    def test_each_gradient_alone(self, device):
+        """The backward computes what is asked for and nothing else."""
+        for sample in self.samples(device, torch.float32):
+            together = sample.requiring_grad()
+            out = call(type(self).op, together)
+            torch.autograd.backward(out, [torch.ones_like(o) for o in out])
+            for i, expected in enumerate(together.floating()):
+                tensors = [x.detach().clone() for x in sample.floating()]
+                tensors[i].requires_grad_()
+                out = call(type(self).op, sample.with_floating(tuple(tensors)))
+                torch.autograd.backward(out, [torch.ones_like(o) for o in out])
+                assert_close(tensors[i].grad, expected.grad, rtol=0, atol=0)
+                assert all(x.grad is None for j, x in enumerate(tensors) if j != i)
+
+    def test_gradcheck(self, device):
+        for sample in self.samples(device, torch.float64):
+            leaf = sample.requiring_grad()
+            run = lambda *tensors: call(type(self).op, leaf.with_floating(tensors))  # noqa: E731, B023
+            assert torch.autograd.gradcheck(
+                run, tuple(leaf.floating()), check_forward_ad=self.forward_ad, fast_mode=True
+            )
+
+    def test_gradgradcheck(self, device):
+        if not self.double_backward:
+            pytest.skip("the op does not claim double backward")
+        for sample in self.samples(device, torch.float64):
+            leaf = sample.requiring_grad()
+            run = lambda *tensors: call(type(self).op, leaf.with_floating(tensors))  # noqa: E731, B023
+            assert torch.autograd.gradgradcheck(run, tuple(leaf.floating()), fast_mode=True)
+
+    def test_functorch(self, device):
+        """torch.func.grad and jvp agree with the reference's."""
+        for sample in self.samples(device, torch.float64):
+            tensors = tuple(sample.floating())
+
+            def total(function, *given, sample=sample):
+                return sum(out.sum() for out in call(function, sample.with_floating(given)))
+
+            ours = lambda *given: total(type(self).op, *given)  # noqa: E731, B023
+            exact = lambda *given: total(type(self).reference, *given)  # noqa: E731, B023
+            everything = tuple(range(len(tensors)))
+            got = torch.func.grad(ours, everything)(*tensors)
+            expected = torch.func.grad(exact, everything)(*tensors)
+            assert_close(got, expected, **gradient_tolerance(torch.float64))
+            if self.forward_ad:
+                tangents = tuple(map(torch.randn_like, tensors))
+                got = torch.func.jvp(ours, tensors, tangents)
+                expected = torch.func.jvp(exact, tensors, tangents)
+                assert_close(got, expected, **gradient_tolerance(torch.float64))
+
+    # 3. opcheck
+    @pytest.mark.parametrize("requires_grad", [False, True])
+    def test_opcheck(self, device, requires_grad):
+        for sample in self.samples(device, torch.float32):
+            given = sample.requiring_grad() if requires_grad else sample
+            torch.library.opcheck(type(self).op, given.args, given.kwargs)
+
+    # 4. rejected input
+    @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference", "meta"])
+    def test_rejected(self, device, mode):
+        guards = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+        count = 0
+        for match, sample in self.rejected(device):
+            given = sample
+            if mode == "meta":
+                if "device" in match or "lie in" in match:
+                    continue  # meta tensors have no second device and no values
+                given = sample.map(lambda x: x.to("meta"))
+            with guards.get(mode, contextlib.nullcontext)(), pytest.raises(RuntimeError) as info:
+                call(type(self).op, given)
+            info.match(match)
+            count += 1
+        assert count > 0
+
+    # 5. capture
+    def test_compile(self, device):
+        """One compiled frame serves every size, values and gradients equal to eager."""
+        counter = CompileCounterWithBackend("aot_eager")
+        op = type(self).op
+        compiled = torch.compile(
+            lambda *args, **kwargs: op(*args, **kwargs), backend=counter, fullgraph=True
+        )
+        frames = []
+        for sample in self.batches(device):
+            ours, exact = sample.requiring_grad(), sample.requiring_grad()
+            # Sizes become dynamic at the second one that is seen.
+            out, expected = call(compiled, ours), call(op, exact)
+            grads = random_gradients(out)
+            torch.autograd.backward(out, grads)
+            torch.autograd.backward(expected, grads)
+            assert_close(out, expected)
+            for a, b in zip(ours.floating(), exact.floating(), strict=True):
+                assert_close(a.grad, b.grad)
+            frames.append(counter.frame_count)
+        assert len(frames) >= 4 and frames[1] == frames[-1] <= 2, frames
+
+    def test_cuda_graph(self, device):
+        """Captured on a side stream and replayed on new data."""
+        if device.type != "cuda":
+            pytest.skip("CUDA graphs need a CUDA device")
+        for sample in self.samples(device, torch.float32):
+            static = sample.map(torch.clone)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                call(type(self).op, static)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                out = call(type(self).op, static)
+            for x in static.floating():
+                x.copy_(torch.randn_like(x).abs() + 0.1)
+            for x in out:
+                x.fill_(float("nan"))
+            graph.replay()
+            assert_close(out, call(type(self).op, static))
+
+    # 6. inference mode
+    def test_inference_mode(self, device):
+        for sample in self.samples(device, torch.float32):
+            expected = call(type(self).op, sample)
+            with torch.inference_mode():
+                got = call(type(self).op, sample)
+            assert all(x.is_inference() for x in got)
+            assert_close(got, expected, rtol=0, atol=0)

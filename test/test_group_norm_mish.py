@@ -1,0 +1,103 @@
+import torch
+
+import dpa
+from proofs import OpProofs, Sample
+
+
+def _sample(device, dtype, shape, groups, affine=True, film=True, **kwargs):
+    new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
+    batch, channels = shape[:2]
+    weight, bias = (new(channels), new(channels)) if affine else (None, None)
+    scale, shift = (new(batch, channels), new(batch, channels)) if film else (None, None)
+    return Sample((new(*shape) * 2 + 1, groups, weight, bias, 1e-5, scale, shift), kwargs)
+
+
+class TestGroupNormMish(OpProofs):
+    op = torch.ops.dpa.group_norm_mish
+    reference = dpa.reference.group_norm_mish
+
+    @staticmethod
+    def samples(device, dtype):
+        yield _sample(device, dtype, (2, 8, 5), 4)
+        yield _sample(device, dtype, (3, 6, 16), 3, film=False)
+        yield _sample(device, dtype, (2, 4, 3, 7), 1, affine=False)
+        yield _sample(device, dtype, (3, 12), 2, affine=False, film=False)
+        yield _sample(device, dtype, (1, 2, 70), 2)
+        yield _sample(device, dtype, (0, 4, 3), 2)
+        yield _sample(device, dtype, (2, 4, 0), 2)
+        x = torch.randn(2, 4, 9, device=device, dtype=dtype)
+        only = torch.randn(2, 4, device=device, dtype=dtype)
+        yield Sample((x, 2), {"shift": only})
+        yield Sample((x, 2), {"scale": only, "bias": only[0].clone()})
+
+    @staticmethod
+    def rejected(device):
+        x = torch.randn(2, 8, 5, device=device)
+        c, film = torch.randn(8, device=device), torch.randn(2, 8, device=device)
+        head = r"^dpa::group_norm_mish: "
+        yield head + r"input must have at least 2 dimensions.*got shape \[8\]", Sample((c, 2))
+        yield head + r"input must be float64, float32.*got Int", Sample((x.int(), 2))
+        yield head + r"num_groups must be positive and divide the 8 channels, got 3", Sample((x, 3))
+        yield head + r"num_groups .*got 0", Sample((x, 0))
+        yield head + r"weight must have shape \(C\) = \[8\], got \[7\]", Sample((x, 2, c[:7]))
+        yield head + r"bias must have the dtype of input", Sample((x, 2, c, c.double()))
+        yield head + r"eps must be at least 0, got -1", Sample((x, 2, c, c, -1.0))
+        yield (
+            head + r"scale must have shape \(B, C\) = \[2, 8\]",
+            Sample((x, 2), {"scale": film[:1]}),
+        )
+        yield head + r"shift must have shape", Sample((x, 2), {"shift": film[:, :4]})
+        if device.type == "cuda":
+            yield head + r"weight must be on the device of input", Sample((x, 2, c.cpu()))
+
+    @staticmethod
+    def batches(device):
+        for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
+            yield _sample(device, torch.float32, (batch, 8, length), 4)
+
+
+def test_matches_torch_modules(device):
+    """Against libtorch's own group_norm and mish, at the sizes of real networks."""
+    for shape in [(1, 256, 16), (4, 512, 8), (2, 1024, 4), (1, 64, 1000)]:
+        x, weight, bias = (torch.randn(*s, device=device) for s in (shape, shape[1:2], shape[1:2]))
+        expected = torch.nn.functional.mish(torch.nn.functional.group_norm(x, 8, weight, bias))
+        got = torch.ops.dpa.group_norm_mish(x, 8, weight, bias)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_large_group(device):
+    """A group far longer than a block, with a mean far from zero."""
+    x = torch.randn(1, 4, 100_003, device=device) + 100
+    expected = dpa.reference.group_norm_mish(x.double(), 2).float()
+    # Values near 100 are stored to 2^-17 * 100 / 2: that, over a deviation of 1, is what is left.
+    torch.testing.assert_close(torch.ops.dpa.group_norm_mish(x, 2), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_nan_and_infinity_stay_in_their_group(device):
+    for bad in (float("nan"), float("inf")):
+        x = torch.randn(2, 8, 5, device=device)
+        x[1, 2, 3] = bad
+        got = torch.ops.dpa.group_norm_mish(x, 4)
+        reference = dpa.reference.group_norm_mish(x, 4)
+        assert torch.equal(got.isnan(), reference.isnan())
+        assert got[1, 2:4].isnan().all() and got.isnan().sum() == 10
+
+
+def test_extreme_activations(device):
+    """mish far out on both sides, where exp overflows or vanishes."""
+    x = torch.tensor([-1e4, -100, -20, -1, 0, 1, 19, 20, 21, 100, 1e4], device=device)
+    shift = x.expand(1, -1).contiguous()
+    bias = x.clone()
+    zero = torch.zeros(1, x.numel(), 3, device=device)  # normalises to zero: only bias reaches mish
+    got = torch.ops.dpa.group_norm_mish(zero, 1, None, bias, 1e-5, None, shift)
+    expected = torch.nn.functional.mish(x.double()) + x.double()
+    torch.testing.assert_close(got[0, :, 0].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_autocast(device):
+    x = torch.randn(2, 8, 5, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        got = torch.ops.dpa.group_norm_mish(x, 4, torch.ones(8, device=device))
+    assert got.dtype == torch.bfloat16
+    expected = torch.ops.dpa.group_norm_mish(x.bfloat16(), 4)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)

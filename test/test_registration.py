@@ -1,0 +1,72 @@
+"""Every op of the library has every key, a Meta kernel that runs, and gradients that are not silently lost."""
+
+import re
+
+import pytest
+import torch
+
+import dpa
+from dpa.info import op_names
+
+# What each op must have beside CPU, CUDA, Meta and Autograd. Backward ops run inside autograd, where
+# the forward has already cast, so they have no Autocast kernel.
+_KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
+_OPS = op_names()
+_FORWARD = [name for name in _OPS if not name.endswith("_backward")]
+_BUILT_WITH_CUDA = "CUDA" in dpa.info()["built for"]
+
+
+def test_the_contract_is_there():
+    expected = {"denoise", "scheduler_step", "group_norm_mish", "conv1d_gnm"}
+    assert {name.removeprefix("dpa::") for name in _FORWARD} >= expected
+
+
+@pytest.mark.parametrize("name", _OPS)
+def test_keys(name):
+    for key in _KEYS:
+        if key.startswith("Autocast") and name.endswith("_backward"):
+            continue
+        if key == "CUDA" and not _BUILT_WITH_CUDA:
+            continue
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
+
+
+@pytest.mark.parametrize("name", _OPS)
+def test_tags_and_schema(name):
+    overload = getattr(torch.ops.dpa, name.removeprefix("dpa::")).default
+    assert torch.Tag.pt2_compliant_tag in overload.tags
+    assert not overload._schema.is_mutable
+    # Sizes would be SymInt; a plain int is a number that does not follow the sizes of tensors.
+    ints = re.findall(r"\bint (\w+)", str(overload._schema))
+    assert set(ints) <= {"num_groups"}, ints
+
+
+def test_every_op_with_gradients_has_a_backward_op():
+    """A backward op for each forward op, or a decomposition into ops that have one."""
+    decomposed = {"dpa::conv1d_gnm"}
+    for name in _FORWARD:
+        assert name in decomposed or f"{name}_backward" in _OPS, name
+
+
+def test_the_schemas_say_what_the_contract_says():
+    schemas = {name: str(getattr(torch.ops.dpa, name[5:]).default._schema) for name in _FORWARD}
+    assert schemas["dpa::scheduler_step"].endswith(
+        "(Tensor model_output, Tensor sample, Tensor table, Tensor index, "
+        "Tensor? noise=None, float clip=inf) -> Tensor"
+    )
+    assert schemas["dpa::group_norm_mish"].endswith(
+        "(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, "
+        "float eps=1.0000000000000001e-05, Tensor? scale=None, Tensor? shift=None) -> Tensor"
+    )
+
+
+def test_loading_twice_is_harmless():
+    torch.ops.load_library(str(dpa.library_path()))
+    dpa._library.load()
+
+
+def test_info_is_complete_and_works():
+    facts = dpa.info()
+    assert facts["torch"] == torch.__version__
+    assert set(facts["smoke test"].values()) == {"ok"}
+    assert facts["ops"]["dpa::denoise"][:1] == ["CPU"]
