@@ -21,6 +21,12 @@ c10::FunctionSchema with_infinite_default(const std::string& text, const std::st
 TORCH_LIBRARY(dpa, m) {
   const std::vector<at::Tag> functional{at::Tag::pt2_compliant_tag};
 
+  m.def("elementwise_mult(Tensor a, Tensor b) -> Tensor", functional);
+  m.def("elementwise_mult.out(Tensor a, Tensor b, *, Tensor(a!) out) -> ()",
+        {at::Tag::pt2_compliant_tag, at::Tag::out_variant});
+
+  m.def("fused_relu_add(Tensor x, Tensor y, float bias=0.0) -> Tensor", functional);
+
   m.def(
       "denoise(Tensor model_output, Tensor sample, Tensor diffusion_constants, Tensor timestep, "
       "Tensor diffusion_noise) -> Tensor",

@@ -17,7 +17,14 @@ _BUILT_WITH_CUDA = "CUDA" in dpa.info()["built for"]
 
 
 def test_the_contract_is_there():
-    expected = {"denoise", "scheduler_step", "group_norm_mish", "conv1d_gnm"}
+    expected = {
+        "elementwise_mult",
+        "fused_relu_add",
+        "denoise",
+        "scheduler_step",
+        "group_norm_mish",
+        "conv1d_gnm",
+    }
     assert {name.removeprefix("dpa::") for name in _FORWARD} >= expected
 
 
@@ -36,14 +43,17 @@ def test_tags_and_schema(name):
     overload = getattr(torch.ops.dpa, name.removeprefix("dpa::")).default
     assert torch.Tag.pt2_compliant_tag in overload.tags
     assert not overload._schema.is_mutable
+    for other in getattr(torch.ops.dpa, name.removeprefix("dpa::")).overloads():
+        tags = getattr(getattr(torch.ops.dpa, name.removeprefix("dpa::")), other).tags
+        assert (torch.Tag.out_variant in tags) == (other == "out")
     # Sizes would be SymInt; a plain int is a number that does not follow the sizes of tensors.
     ints = re.findall(r"\bint (\w+)", str(overload._schema))
     assert set(ints) <= {"num_groups"}, ints
 
 
 def test_every_op_with_gradients_has_a_backward_op():
-    """A backward op for each forward op, or a decomposition into ops that have one."""
-    decomposed = {"dpa::conv1d_gnm"}
+    """A backward op for each forward op, unless its derivative is made of other ops."""
+    decomposed = {"dpa::conv1d_gnm", "dpa::elementwise_mult", "dpa::fused_relu_add"}
     for name in _FORWARD:
         assert name in decomposed or f"{name}_backward" in _OPS, name
 

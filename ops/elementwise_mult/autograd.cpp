@@ -1,0 +1,80 @@
+#include <ATen/ops/mul.h>
+#include <torch/library.h>
+
+#include "ops/common/node.h"
+#include "ops/elementwise_mult/elementwise_mult.h"
+
+namespace dpa {
+
+Tensor elementwise_mult(const Tensor& a, const Tensor& b) {
+  static const auto op = find_op<decltype(elementwise_mult)>("dpa::elementwise_mult");
+  return op.call(a, b);
+}
+
+void elementwise_mult_out(const Tensor& a, const Tensor& b, const Tensor& out) {
+  static const auto op = find_op<decltype(elementwise_mult_out)>("dpa::elementwise_mult", "out");
+  op.call(a, b, out);
+}
+
+namespace {
+
+/// The product's derivatives are products: the op is its own backward, of any order.
+struct ElementwiseMultBackward : SavingNode<2> {
+  std::string name() const override { return "ElementwiseMultBackward"; }
+
+  variable_list backward(const variable_list& gradients, const std::array<Tensor, 2>& saved) override {
+    const auto& [a, b] = saved;
+    const auto& grad = gradients[0];
+    if (!grad.defined()) return variable_list(2);
+    return {task_should_compute_output(0) ? elementwise_mult(grad, b) : Tensor(),
+            task_should_compute_output(1) ? elementwise_mult(grad, a) : Tensor()};
+  }
+  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+};
+
+Tensor elementwise_mult_autograd(const Tensor& a, const Tensor& b) {
+  if (any_tangent(a, b)) {
+    check_pair("elementwise_mult", "a", a, "b", b);
+    return at::mul(a, b);
+  }
+  std::shared_ptr<ElementwiseMultBackward> node;
+  if (torch::autograd::compute_requires_grad(a, b)) {
+    node = make_node<ElementwiseMultBackward>(a, b);
+    node->save(a, b);
+  }
+  Tensor out;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    out = elementwise_mult(a, b);
+  }
+  if (node) torch::autograd::set_history(out, node);
+  return out;
+}
+
+void elementwise_mult_out_autograd(const Tensor& a, const Tensor& b, const Tensor& out) {
+  TORCH_CHECK(!torch::autograd::compute_requires_grad(a, b, out) && !any_tangent(a, b, out),
+              "dpa::elementwise_mult: out must not be given where a gradient is asked for, got a tensor that requires "
+              "grad: leave out away, or call under torch.no_grad()");
+  at::AutoDispatchBelowAutograd guard;
+  elementwise_mult_out(a, b, out);
+}
+
+/// Whoever saved `out` for a backward must learn that it has changed.
+void elementwise_mult_out_inplace(const Tensor& a, const Tensor& b, const Tensor& out) {
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    elementwise_mult_out(a, b, out);
+  }
+  torch::autograd::impl::bump_version(out);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
+  m.impl("elementwise_mult", &elementwise_mult_autograd);
+  m.impl("elementwise_mult.out", &elementwise_mult_out_autograd);
+}
+
+TORCH_LIBRARY_IMPL(dpa, ADInplaceOrView, m) { m.impl("elementwise_mult.out", &elementwise_mult_out_inplace); }
+
+}  // namespace dpa

@@ -1,0 +1,33 @@
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "ops/elementwise_mult/elementwise_mult.h"
+
+namespace dpa {
+namespace {
+
+void multiply_cpu(const Tensor& a, const Tensor& b, const Tensor& out) {
+  auto iterator = binary_iterator(out, a, b);
+  binary_cpu(iterator, [](auto x, auto y) { return x * y; });
+}
+
+Tensor elementwise_mult_cpu(const Tensor& a, const Tensor& b) {
+  check_pair("elementwise_mult", "a", a, "b", b);
+  auto out = at::empty_like(a);
+  multiply_cpu(a, b, out);
+  return out;
+}
+
+void elementwise_mult_out_cpu(const Tensor& a, const Tensor& b, const Tensor& out) {
+  check_elementwise_mult_out(a, b, out);
+  multiply_cpu(a, b, out);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, CPU, m) {
+  m.impl("elementwise_mult", &elementwise_mult_cpu);
+  m.impl("elementwise_mult.out", &elementwise_mult_out_cpu);
+}
+
+}  // namespace dpa

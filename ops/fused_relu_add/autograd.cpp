@@ -1,0 +1,54 @@
+#include <ATen/ops/add.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/threshold_backward.h>
+#include <torch/library.h>
+
+#include "ops/common/node.h"
+#include "ops/fused_relu_add/fused_relu_add.h"
+
+namespace dpa {
+
+Tensor fused_relu_add(const Tensor& x, const Tensor& y, double bias) {
+  static const auto op = find_op<decltype(fused_relu_add)>("dpa::fused_relu_add");
+  return op.call(x, y, bias);
+}
+
+namespace {
+
+/// The gradient of y is the output's own; that of x passes where x is positive, which is libtorch's one kernel.
+struct FusedReluAddBackward : SavingNode<1> {
+  std::string name() const override { return "FusedReluAddBackward"; }
+
+  variable_list backward(const variable_list& gradients, const std::array<Tensor, 1>& saved) override {
+    const auto& grad = gradients[0];
+    if (!grad.defined()) return variable_list(2);
+    return {task_should_compute_output(0) ? at::threshold_backward(grad, saved[0], 0) : Tensor(),
+            task_should_compute_output(1) ? grad : Tensor()};
+  }
+  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+};
+
+Tensor fused_relu_add_autograd(const Tensor& x, const Tensor& y, double bias) {
+  if (any_tangent(x, y)) {
+    check_pair("fused_relu_add", "x", x, "y", y);
+    return at::add(at::add(at::relu(x), y), bias);
+  }
+  std::shared_ptr<FusedReluAddBackward> node;
+  if (torch::autograd::compute_requires_grad(x, y)) {
+    node = make_node<FusedReluAddBackward>(x, y);
+    node->save(x);
+  }
+  Tensor out;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    out = fused_relu_add(x, y, bias);
+  }
+  if (node) torch::autograd::set_history(out, node);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, Autograd, m) { m.impl("fused_relu_add", &fused_relu_add_autograd); }
+
+}  // namespace dpa
