@@ -28,6 +28,19 @@ TORCH_LIBRARY(dpa, m) {
   m.def("fused_relu_add(Tensor x, Tensor y, float bias=0.0) -> Tensor", functional);
 
   m.def(
+      "lltm(Tensor input, Tensor weights, Tensor bias, Tensor old_h, Tensor old_cell) -> "
+      "(Tensor new_h, Tensor new_cell)",
+      functional);
+  m.def(
+      "lltm_forward(Tensor input, Tensor weights, Tensor bias, Tensor old_h, Tensor old_cell) -> "
+      "(Tensor new_h, Tensor new_cell, Tensor gates)",
+      functional);
+  m.def(
+      "lltm_backward(Tensor grad_h, Tensor grad_cell, Tensor input, Tensor weights, Tensor bias, Tensor old_h, "
+      "Tensor old_cell, Tensor gates, bool[5] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      functional);
+
+  m.def(
       "denoise(Tensor model_output, Tensor sample, Tensor diffusion_constants, Tensor timestep, "
       "Tensor diffusion_noise) -> Tensor",
       functional);

@@ -8,11 +8,11 @@ import torch
 import dpa
 from dpa.info import op_names
 
-# What each op must have beside CPU, CUDA, Meta and Autograd. Backward ops run inside autograd, where
-# the forward has already cast, so they have no Autocast kernel.
 _KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
 _OPS = op_names()
-_FORWARD = [name for name in _OPS if not name.endswith("_backward")]
+# Steps that other ops' autograd kernels call, beneath autograd and after autocast.
+_INNER = [name for name in _OPS if name.endswith(("_backward", "_forward"))]
+_FORWARD = [name for name in _OPS if name not in _INNER]
 _BUILT_WITH_CUDA = "CUDA" in dpa.info()["built for"]
 
 
@@ -20,6 +20,7 @@ def test_the_contract_is_there():
     expected = {
         "elementwise_mult",
         "fused_relu_add",
+        "lltm",
         "denoise",
         "scheduler_step",
         "group_norm_mish",
@@ -31,7 +32,7 @@ def test_the_contract_is_there():
 @pytest.mark.parametrize("name", _OPS)
 def test_keys(name):
     for key in _KEYS:
-        if key.startswith("Autocast") and name.endswith("_backward"):
+        if key.startswith("Autocast") and name in _INNER:
             continue
         if key == "CUDA" and not _BUILT_WITH_CUDA:
             continue

@@ -57,6 +57,16 @@ __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Moves registers between groups of four warps of a block: every warp of the group calls it, before it needs or after it frees them.
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // Message words between blocks of one grid: never cached in L1, never reordered with themselves.
 __device__ __forceinline__ uint2 load_message(const uint32_t* address) {
   uint2 value;

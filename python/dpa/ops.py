@@ -21,6 +21,7 @@ __all__ = [
     "elementwise_mult",
     "fused_relu_add",
     "group_norm_mish",
+    "lltm",
     "scheduler_step",
 ]
 
@@ -58,6 +59,32 @@ def fused_relu_add(x: Tensor, y: Tensor, bias: float = 0.0) -> Tensor:
 
     """
     return torch.ops.dpa.fused_relu_add(x, y, bias)
+
+
+def lltm(
+    input: Tensor, weights: Tensor, bias: Tensor, old_h: Tensor, old_cell: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run one step of an LSTM cell without a forget gate and with an ELU candidate.
+
+    With ``gates = cat(old_h, input) @ weights^T + bias``, in thirds ``i``, ``o`` and ``g``::
+
+        new_cell = old_cell + elu(g) * sigmoid(i)
+        new_h    = tanh(new_cell) * sigmoid(o)
+
+    Args:
+        input: (B, I).
+        weights: (3 S, S + I).
+        bias: (3 S) or (1, 3 S).
+        old_h: (B, S).
+        old_cell: (B, S).
+
+    Returns:
+        ``(new_h, new_cell)``, each (B, S). Differentiable in every argument to any order.
+
+    Source: the PyTorch tutorial "Custom C++ and CUDA Extensions".
+
+    """
+    return torch.ops.dpa.lltm(input, weights, bias, old_h, old_cell)
 
 
 def denoise(

@@ -84,27 +84,26 @@ class DiffusionSampler:
 
     @num_inference_steps.setter
     def num_inference_steps(self, steps: int | None) -> None:
-        self._steps = steps
         # Builds the table now: a count that the scheduler cannot do is refused where it is set.
-        self._table(torch.device("cpu"), torch.float64)
+        self._table(torch.device("cpu"), torch.float64, steps)
+        self._steps = steps
 
     @property
     def table(self) -> StepTable:
         """The steps of a call, on the CPU in float64."""
-        return self._table(torch.device("cpu"), torch.float64)
+        return self._table(torch.device("cpu"), torch.float64, self._steps)
 
-    def _table(self, device: torch.device, dtype: torch.dtype) -> StepTable:
-        key = (self._steps, device, dtype)
+    def _table(self, device: torch.device, dtype: torch.dtype, steps: int | None) -> StepTable:
+        key = (steps, device, dtype)
         if key not in self._tables:
-            self._tables[key] = self._build_table().to(device, dtype)
+            self._tables[key] = self._build_table(steps).to(device, dtype)
         return self._tables[key]
 
-    def _build_table(self) -> StepTable:
+    def _build_table(self, steps: int | None) -> StepTable:
         if not isinstance(self._scheduler, StepTable):
-            return from_diffusers(self._scheduler, self._steps, **self._options)
-        steps = len(self._scheduler)
-        if self._steps not in (None, steps):
-            _fail("num_inference_steps", f"be the StepTable's {steps}", self._steps)
+            return from_diffusers(self._scheduler, steps, **self._options)
+        if steps not in (None, len(self._scheduler)):
+            _fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
         return self._scheduler
 
     @torch.no_grad()
@@ -179,7 +178,7 @@ class DiffusionSampler:
                 return sample
             return torch.where(condition_mask, condition_data, sample)
 
-        table = self._table(device, wide)
+        table = self._table(device, wide, self._steps)
         sample = draw() if noise is None else noise.to(wide)
         return _loop(sample, table, predict, draw, impose)
 

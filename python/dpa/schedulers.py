@@ -135,9 +135,11 @@ def from_diffusers(
     kind = _check_scheduler(scheduler, eta, use_clipped_model_output)
     live = _cpu_copy(scheduler)
     if num_inference_steps is not None:
-        if num_inference_steps < 1:
+        most = live.config.num_train_timesteps
+        if not 1 <= num_inference_steps <= most:
             raise ValueError(
-                f"from_diffusers: num_inference_steps must be positive, got {num_inference_steps}"
+                f"from_diffusers: num_inference_steps must lie in 1..{most}, the scheduler's "
+                f"num_train_timesteps, got {num_inference_steps}"
             )
         live.set_timesteps(num_inference_steps)
     elif kind == "DDIMScheduler" and live.num_inference_steps is None:

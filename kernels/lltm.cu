@@ -1,0 +1,208 @@
+// An LLTM cell: gates = X @ weights^T + bias in thirds (input gate, output gate, candidate), then the state.
+// B samples, S states, I features, K = S + I inputs, X = cat(old_h, input) read from its two parts.
+//
+// forward_small      grid (S / 4, B / 4), block 4 warps: a warp owns one state (its three rows of the weights) for four
+//                    samples, whose rows of X the block keeps in shared memory. Lanes split K, so rows of the weights
+//                    are read side by side and once for four samples; lane b ends up with sample b and writes it.
+// state, gate_gradients   a thread owns one (sample, state).
+// product_gradients  two jobs in one launch, told apart by the block's number. The first 3 S blocks own a row of the
+//                    weights' gradient, a thread a column, and sum over the batch. The others own 32 columns of X's
+//                    gradient for one sample: 8 warps split the 3 S gates, lanes are columns, a last sum over warps.
+#include "kernels/common/dtype.cuh"
+#include "kernels/common/launch.cuh"
+#include "kernels/common/reduce.cuh"
+#include "kernels/lltm.h"
+#include "kernels/math/lltm.h"
+
+namespace dpa::kernels {
+namespace {
+
+constexpr int kStates = 4, kSamples = 4, kThreads = 256, kColumns = 32;
+constexpr int64_t kMaxInputs = 1024;  // kSamples rows of float64 in 32 KB of shared memory
+
+/// X[sample, column], from the part that holds it.
+template <class T>
+__device__ Accumulate<T> read_x(const Lltm& args, int64_t sample, int64_t column) {
+  return column < args.state ? widen(static_cast<const T*>(args.old_h)[sample * args.state + column])
+                             : widen(static_cast<const T*>(args.input)[sample * args.features + column - args.state]);
+}
+
+/// The cell of (sample, state) with its products given.
+template <class T>
+__device__ math::LltmCell<Accumulate<T>> cell_of(const Lltm& args, int64_t sample, int64_t state, Accumulate<T> input,
+                                                 Accumulate<T> output, Accumulate<T> candidate) {
+  const T* bias = static_cast<const T*>(args.bias) + state;
+  return {input + widen(bias[0]), output + widen(bias[args.state]), candidate + widen(bias[2 * args.state]),
+          widen(static_cast<const T*>(args.old_cell)[sample * args.state + state])};
+}
+
+template <class T>
+__device__ void write_state(const Lltm& args, int64_t i, const math::LltmCell<Accumulate<T>>& cell) {
+  static_cast<T*>(args.new_h)[i] = narrow<T>(cell.h());
+  static_cast<T*>(args.new_cell)[i] = narrow<T>(cell.cell);
+}
+
+template <class T>
+__global__ void forward_small(Lltm args) {
+  using A = Accumulate<T>;
+  __shared__ A x[kSamples][kMaxInputs];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int64_t blocks = (args.state + kStates - 1) / kStates, inputs = args.state + args.features;
+  const int64_t state = blockIdx.x % blocks * kStates + warp, first = blockIdx.x / blocks * kSamples;
+  for (int64_t k = threadIdx.x; k < inputs; k += blockDim.x)
+    for (int b = 0; b < kSamples; ++b) x[b][k] = first + b < args.batch ? read_x<T>(args, first + b, k) : A(0);
+  __syncthreads();
+  if (state >= args.state) return;  // a whole warp at a time
+
+  A sums[3][kSamples] = {};
+  const T* weights = static_cast<const T*>(args.weights) + state * inputs;
+  const int64_t third = args.state * inputs;
+  for (int64_t k = lane; k < inputs; k += kWarpSize) {
+#pragma unroll
+    for (int gate = 0; gate < 3; ++gate) {
+      const A w = widen(weights[gate * third + k]);
+#pragma unroll
+      for (int b = 0; b < kSamples; ++b) sums[gate][b] += w * x[b][k];
+    }
+  }
+  A mine[3] = {};
+#pragma unroll
+  for (int gate = 0; gate < 3; ++gate)
+#pragma unroll
+    for (int b = 0; b < kSamples; ++b) {
+      const A sum = warp_sum(sums[gate][b]);
+      if (lane == b) mine[gate] = sum;
+    }
+  const int64_t sample = first + lane;
+  if (lane >= kSamples || sample >= args.batch) return;
+  write_state<T>(args, sample * args.state + state, cell_of<T>(args, sample, state, mine[0], mine[1], mine[2]));
+  if (args.gates)
+    for (int gate = 0; gate < 3; ++gate)
+      static_cast<A*>(args.gates)[(sample * 3 + gate) * args.state + state] = mine[gate];
+}
+
+template <class T>
+__device__ math::LltmCell<Accumulate<T>> finished_cell(const Lltm& args, int64_t i) {
+  const int64_t sample = i / args.state, state = i % args.state;
+  const auto* gates = static_cast<const Accumulate<T>*>(args.gates) + sample * 3 * args.state + state;
+  return cell_of<T>(args, sample, state, gates[0], gates[args.state], gates[2 * args.state]);
+}
+
+template <class T>
+__global__ void state(Lltm args) {
+  const int64_t count = args.batch * args.state, step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step)
+    write_state<T>(args, i, finished_cell<T>(args, i));
+}
+
+template <class T>
+__global__ void gate_gradients(LltmBackward args) {
+  using A = Accumulate<T>;
+  const int64_t states = args.forward.state, count = args.forward.batch * states;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
+    const auto grad =
+        finished_cell<T>(args.forward, i)
+            .gradient(widen(static_cast<const T*>(args.grad_h)[i]), widen(static_cast<const T*>(args.grad_cell)[i]));
+    A* to = static_cast<A*>(args.grad_gates) + i / states * 3 * states + i % states;
+    to[0] = grad.input, to[states] = grad.output, to[2 * states] = grad.candidate;
+    if (args.grad_old_cell) static_cast<T*>(args.grad_old_cell)[i] = narrow<T>(grad.old_cell);
+  }
+}
+
+/// One row of the weights' gradient, and the bias's element beside it.
+template <class T>
+__device__ void weight_gradient(const LltmBackward& args, int64_t gate) {
+  using A = Accumulate<T>;
+  const Lltm& in = args.forward;
+  const int64_t inputs = in.state + in.features, gates = 3 * in.state;
+  const A* grad = static_cast<const A*>(args.grad_gates) + gate;
+  if (args.grad_weights)
+    for (int64_t k = threadIdx.x; k < inputs; k += blockDim.x) {
+      A sum = 0;
+      for (int64_t b = 0; b < in.batch; ++b) sum += grad[b * gates] * read_x<T>(in, b, k);
+      static_cast<T*>(args.grad_weights)[gate * inputs + k] = narrow<T>(sum);
+    }
+  if (args.grad_bias && threadIdx.x == 0) {
+    A sum = 0;
+    for (int64_t b = 0; b < in.batch; ++b) sum += grad[b * gates];
+    static_cast<T*>(args.grad_bias)[gate] = narrow<T>(sum);
+  }
+}
+
+/// kColumns columns of one sample's row of X's gradient.
+template <class T>
+__device__ void input_gradient(const LltmBackward& args, int64_t block) {
+  using A = Accumulate<T>;
+  __shared__ A partial[kThreads / kWarpSize][kColumns];
+  const Lltm& in = args.forward;
+  const int64_t inputs = in.state + in.features, gates = 3 * in.state, blocks = (inputs + kColumns - 1) / kColumns;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int64_t sample = block / blocks, k = block % blocks * kColumns + lane;
+  const A* grad = static_cast<const A*>(args.grad_gates) + sample * gates;
+  A sum = 0;
+  if (k < inputs)
+    for (int64_t j = warp; j < gates; j += kThreads / kWarpSize)
+      sum += grad[j] * widen(static_cast<const T*>(in.weights)[j * inputs + k]);
+  partial[warp][lane] = sum;
+  __syncthreads();
+  if (warp != 0 || k >= inputs) return;
+  for (int w = 1; w < kThreads / kWarpSize; ++w) sum += partial[w][lane];
+  if (k < in.state) {
+    if (args.grad_old_h) static_cast<T*>(args.grad_old_h)[sample * in.state + k] = narrow<T>(sum);
+  } else if (args.grad_input) {
+    static_cast<T*>(args.grad_input)[sample * in.features + k - in.state] = narrow<T>(sum);
+  }
+}
+
+template <class T>
+__global__ void product_gradients(LltmBackward args, int64_t weight_blocks) {
+  if (blockIdx.x < weight_blocks)
+    weight_gradient<T>(args, blockIdx.x);
+  else
+    input_gradient<T>(args, blockIdx.x - weight_blocks);
+}
+
+}  // namespace
+
+bool lltm_is_small(int64_t batch, int64_t features, int64_t state) {
+  constexpr int64_t kMaxProducts = int64_t{1} << 23;  // a library's product has caught up by then
+  const int64_t inputs = state + features;
+  return inputs <= kMaxInputs && batch * inputs <= kMaxProducts / (3 * state + 1);
+}
+
+cudaError_t lltm_small(const Lltm& args, cudaStream_t stream) {
+  const int64_t blocks = (args.state + kStates - 1) / kStates * ((args.batch + kSamples - 1) / kSamples);
+  return dispatch(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch(forward_small<T>, grid_for(blocks, 1), kStates * kWarpSize, stream, args);
+  });
+}
+
+cudaError_t lltm_state(const Lltm& args, cudaStream_t stream) {
+  return dispatch(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch(state<T>, grid_for(args.batch * args.state, kThreads), kThreads, stream, args);
+  });
+}
+
+cudaError_t lltm_gate_gradients(const LltmBackward& args, cudaStream_t stream) {
+  return dispatch(args.forward.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch(gate_gradients<T>, grid_for(args.forward.batch * args.forward.state, kThreads), kThreads, stream,
+                  args);
+  });
+}
+
+cudaError_t lltm_product_gradients(const LltmBackward& args, cudaStream_t stream) {
+  const Lltm& in = args.forward;
+  const int64_t weight_blocks = args.grad_weights || args.grad_bias ? 3 * in.state : 0;
+  const int64_t column_blocks = (in.state + in.features + kColumns - 1) / kColumns;
+  const int64_t input_blocks = args.grad_input || args.grad_old_h ? in.batch * column_blocks : 0;
+  return dispatch(in.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch(product_gradients<T>, grid_for(weight_blocks + input_blocks, 1), kThreads, stream, args,
+                  weight_blocks);
+  });
+}
+
+}  // namespace dpa::kernels

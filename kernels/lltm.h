@@ -1,0 +1,48 @@
+// CUDA launchers of `dpa::lltm`. Tensors are contiguous; those marked A are in the dtype of the arithmetic.
+// X = cat(old_h, input) is (batch, inputs), inputs = state + features, and is never put together in memory.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/common/dtype.h"
+
+namespace dpa::kernels {
+
+struct Lltm {
+  DType dtype;
+  const void* input;     // (batch, features)
+  const void* weights;   // (3 * state, state + features)
+  const void* bias;      // (3 * state)
+  const void* old_h;     // (batch, state)
+  const void* old_cell;  // (batch, state)
+  void* new_h;           // (batch, state)
+  void* new_cell;        // (batch, state)
+  void* gates;           // A (batch, 3 * state): the products before the bias
+  int64_t batch, features, state;
+};
+
+struct LltmBackward {
+  Lltm forward;           // `gates` is read; new_h and new_cell are not used
+  const void* grad_h;     // (batch, state)
+  const void* grad_cell;  // (batch, state)
+  void* grad_gates;       // A (batch, 3 * state)
+  void* grad_old_cell;    // (batch, state), or null
+  // What lltm_product_gradients writes; null where nobody asks.
+  void *grad_input, *grad_weights, *grad_bias, *grad_old_h;
+};
+
+/// Whether the one-kernel paths are the faster ones: few multiply-adds, and rows of X that fit into shared memory.
+/// A pure function of the sizes.
+bool lltm_is_small(int64_t batch, int64_t features, int64_t state);
+
+/// Everything in one kernel, for small sizes. `gates` may be null.
+cudaError_t lltm_small(const Lltm& args, cudaStream_t stream);
+/// The state from finished products in `gates`.
+cudaError_t lltm_state(const Lltm& args, cudaStream_t stream);
+/// grad_gates and grad_old_cell.
+cudaError_t lltm_gate_gradients(const LltmBackward& args, cudaStream_t stream);
+/// The gradients of the products' arguments from grad_gates, in one kernel, for small sizes.
+cudaError_t lltm_product_gradients(const LltmBackward& args, cudaStream_t stream);
+
+}  // namespace dpa::kernels

@@ -1,0 +1,42 @@
+// `dpa::lltm`: one step of a long-term memory cell without a forget gate (the cell of PyTorch's extension tutorial).
+#pragma once
+#include "ops/common/check.h"
+
+namespace dpa {
+
+/// new_h and new_cell, and, from lltm_forward, the gates' products before their bias, in the accumulate dtype.
+using LltmState = std::tuple<Tensor, Tensor>;
+using LltmStateAndGates = std::tuple<Tensor, Tensor, Tensor>;
+/// Gradients of input, weights, bias, old_h and old_cell; undefined where the mask asks for none.
+using LltmGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using LltmMask = std::array<bool, 5>;
+
+void check_lltm(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
+                const Tensor& old_cell);
+/// The check of the backward beyond that of the forward's arguments.
+void check_lltm_backward(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& old_h, const Tensor& gates);
+
+/// Through the dispatcher.
+LltmState lltm(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
+               const Tensor& old_cell);
+LltmStateAndGates lltm_forward(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
+                               const Tensor& old_cell);
+LltmGradients lltm_backward(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& input, const Tensor& weights,
+                            const Tensor& bias, const Tensor& old_h, const Tensor& old_cell, const Tensor& gates,
+                            LltmMask output_mask);
+
+/// The op and its backward in ATen ops, differentiable to any order.
+LltmState lltm_formula(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
+                       const Tensor& old_cell);
+LltmGradients lltm_backward_formula(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& input,
+                                    const Tensor& weights, const Tensor& bias, const Tensor& old_h,
+                                    const Tensor& old_cell, LltmMask output_mask);
+
+/// cat(old_h, input) @ weights^T in the dtype of accumulation.
+Tensor lltm_products(const Tensor& input, const Tensor& weights, const Tensor& old_h);
+
+/// The gradients of everything that meets in the gates' products, from the products' own gradient.
+LltmGradients lltm_product_gradients(const Tensor& grad_gates, const Tensor& input, const Tensor& weights,
+                                     const Tensor& bias, const Tensor& old_h, LltmMask output_mask);
+
+}  // namespace dpa

@@ -1,0 +1,292 @@
+"""The denoising loop against the loops that diffusers and LeRobot run."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import dpa
+from dpa.nn import ConditionalUnet1D
+from dpa.schedulers import StepTable, from_diffusers
+from tolerances import gradient_tolerance
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+DDPM, DDIM = diffusers.DDPMScheduler, diffusers.DDIMScheduler
+SHAPE = (3, 8, 2)
+
+SCHEDULERS = {
+    "ddpm": (DDPM, {}, 20, {}),
+    "ddpm_subset": (DDPM, {"clip_sample_range": 2.0}, 5, {}),
+    "ddpm_sample": (DDPM, {"prediction_type": "sample", "timestep_spacing": "trailing"}, 6, {}),
+    "ddim": (DDIM, {}, 5, {}),
+    "ddim_v": (DDIM, {"prediction_type": "v_prediction", "clip_sample": False}, 5, {}),
+    "ddim_eta": (DDIM, {"set_alpha_to_one": False}, 7, {"eta": 0.8}),
+}
+
+
+def make_scheduler(name):
+    kind, options, steps, step_options = SCHEDULERS[name]
+    return kind(20, beta_schedule="squaredcos_cap_v2", **options), steps, step_options
+
+
+def make_unet(device, **options):
+    options = {
+        "global_cond_dim": 4,
+        "diffusion_step_embed_dim": 16,
+        "down_dims": (8, 16),
+        **options,
+    }
+    return ConditionalUnet1D(SHAPE[2], **options).to(device)
+
+
+@torch.no_grad()
+def diffusers_loop(unet, scheduler, steps, cond, noise, generator=None, inpaint=None, **options):
+    """Sample as diffusion_policy does, on diffusers' own step."""
+    sample = noise
+    scheduler.set_timesteps(steps)
+    for timestep in scheduler.timesteps:
+        if inpaint is not None:
+            sample[inpaint[1]] = inpaint[0][inpaint[1]]
+        output = unet(sample, timestep, global_cond=cond)
+        sample = scheduler.step(
+            output, timestep, sample, generator=generator, **options
+        ).prev_sample
+    if inpaint is not None:
+        sample[inpaint[1]] = inpaint[0][inpaint[1]]
+    return sample
+
+
+@pytest.mark.parametrize("inpainting", [False, True], ids=["free", "inpainting"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_follows_the_loop_of_diffusers(name, inpainting, device):
+    # In float64, since an untrained network amplifies rounding from step to step.
+    options = {"device": device, "dtype": torch.float64}
+    unet, cond = make_unet(device).double(), torch.randn(3, 4, **options)
+    data, mask = torch.randn(SHAPE, **options), torch.rand(SHAPE, device=device) < 0.3
+    scheduler, steps, options = make_scheduler(name)
+    inpaint, arguments = None, {}
+    if inpainting:
+        inpaint = (data, mask)
+        arguments = {"condition_data": data, "condition_mask": mask}
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, horizon=8, **options)
+    # A generator on the CPU: the initial noise and each step's draw come from one stream.
+    got = sampler(cond, generator=torch.Generator().manual_seed(1), **arguments)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(device)
+    plain = dpa.reference.plain(unet)
+    want = diffusers_loop(plain, scheduler, steps, cond, noise, generator, inpaint, **options)
+    assert got.shape == SHAPE and got.dtype == torch.float64 and not got.requires_grad
+    torch.testing.assert_close(got, want, **gradient_tolerance(torch.float64))
+    if inpainting:
+        torch.testing.assert_close(got[mask], data[mask], rtol=0, atol=0)
+
+
+def test_global_random_stream(device):
+    scheduler, steps, _ = make_scheduler("ddpm")
+    unet, cond = make_unet(device), torch.randn(3, 4, device=device)
+    torch.manual_seed(5)
+    got = dpa.DiffusionSampler(unet, scheduler, steps, horizon=8)(cond)
+    torch.manual_seed(5)
+    want = diffusers_loop(unet, scheduler, steps, cond, torch.randn(SHAPE, device=device))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_one_generator_a_sample(device):
+    scheduler, steps, _ = make_scheduler("ddpm")
+    unet, cond = make_unet(device), torch.randn(3, 4, device=device)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, horizon=8)
+    got = sampler(cond, generator=[torch.Generator().manual_seed(i) for i in range(3)])
+    for i in range(3):
+        alone = sampler(cond[i : i + 1], generator=torch.Generator().manual_seed(i))
+        torch.testing.assert_close(got[i : i + 1], alone, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"generator must be one, or a sequence of 3, got 2"):
+        sampler(cond, generator=[torch.Generator()] * 2)
+
+
+@pytest.mark.parametrize("name", ["ddpm", "ddim"])
+def test_follows_the_loop_of_lerobot(name):
+    modeling = pytest.importorskip(
+        "lerobot.policies.diffusion.modeling_diffusion",
+        reason="LeRobot is not installed (requirements/lerobot.txt)",
+        exc_type=ImportError,
+    )
+    scheduler, steps, _ = make_scheduler(name)
+    config = SimpleNamespace(
+        action_feature=SimpleNamespace(shape=(2,)),
+        diffusion_step_embed_dim=16,
+        down_dims=(8, 16),
+        kernel_size=3,
+        n_groups=8,
+        use_film_scale_modulation=True,
+        horizon=8,
+    )
+    unet = modeling.DiffusionConditionalUnet1d(config, 4)
+    # The part of LeRobot's DiffusionModel that its sampling loop reads.
+    model = nn.Module()
+    model.config, model.unet, model.noise_scheduler = config, unet, scheduler
+    model.num_inference_steps = steps
+    cond = torch.randn(3, 4)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, horizon=8)
+    got = sampler(cond, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(2)
+        want = modeling.DiffusionModel.conditional_sample(model, 3, cond, generator)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_batch_defaults_and_several_samples_for_one_observation(device):
+    scheduler, steps, _ = make_scheduler("ddim")
+    sampler = dpa.DiffusionSampler(make_unet(device), scheduler, steps, horizon=8)
+    cond, noise = torch.randn(1, 4, device=device), torch.randn(SHAPE, device=device)
+    assert sampler(cond).shape == (1, 8, 2)
+    assert sampler(cond, batch_size=5).shape == (5, 8, 2)
+    assert sampler(cond.expand(0, 4)).shape == (0, 8, 2)
+    got = sampler(cond, noise=noise)
+    want = sampler(cond.expand(3, 4), noise=noise)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    unconditional = make_unet(device, global_cond_dim=None)
+    assert dpa.DiffusionSampler(unconditional, scheduler, horizon=4)().shape == (1, 4, 2)
+
+
+def test_horizon_follows_from_the_arguments(device):
+    scheduler, steps, _ = make_scheduler("ddim")
+    unet = make_unet(device, local_cond_dim=3)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps)
+    cond = torch.randn(2, 4, device=device)
+    assert sampler(cond, local_cond=torch.randn(2, 6, 3, device=device)).shape == (2, 6, 2)
+    assert sampler(cond, noise=torch.randn(2, 10, 2, device=device)).shape == (2, 10, 2)
+    with pytest.raises(ValueError, match="horizon must be given to the constructor"):
+        sampler(cond)
+
+
+def test_step_table_and_any_callable(device):
+    scheduler, steps, _ = make_scheduler("ddpm")
+    seen = []
+
+    def network(sample, timestep, global_cond=None):
+        seen.append((sample.shape, timestep.shape, timestep[0].item()))
+        return 0.1 * sample
+
+    noise = torch.randn(SHAPE, device=device)
+    table = from_diffusers(scheduler, steps)
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    got = dpa.DiffusionSampler(network, table)(noise=noise, generator=generators[0])
+    assert seen == [(SHAPE, (3,), t) for t in table.timesteps.tolist()]
+    want = dpa.DiffusionSampler(network, scheduler, steps)(noise=noise, generator=generators[1])
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_number_of_steps_may_change_later():
+    scheduler, _, _ = make_scheduler("ddim")
+    sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, 10, horizon=8)
+    assert sampler.num_inference_steps == 10
+    sampler.num_inference_steps = 4
+    assert sampler.table.timesteps.tolist() == [15, 10, 5, 0]
+    with pytest.raises(ValueError, match=r"num_inference_steps must lie in 1\.\.20"):
+        sampler.num_inference_steps = 21
+    assert sampler.num_inference_steps == 4
+    sampler.num_inference_steps = None
+    assert sampler.num_inference_steps == 20
+    fixed = dpa.DiffusionSampler(make_unet("cpu"), from_diffusers(scheduler, 4), horizon=8)
+    with pytest.raises(ValueError, match="num_inference_steps must be the StepTable's 4, got 5"):
+        fixed.num_inference_steps = 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_network_in_another_dtype_follows_its_weights(dtype, device):
+    scheduler, steps, _ = make_scheduler("ddim")
+    unet = make_unet(device)
+    cond, noise = torch.randn(3, 4, device=device), torch.randn(SHAPE, device=device)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, dtype)
+    for _ in range(2):
+        got = sampler(cond, noise=noise)
+        cast = copy.deepcopy(unet).to(dtype)
+        want = dpa.DiffusionSampler(cast, scheduler, steps)(cond, noise=noise)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        # Training goes on between two calls, in a way that no version counter shows.
+        for parameter in unet.parameters():
+            parameter.data.mul_(1.5)
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in unet.parameters())
+
+
+def test_float64_network_samples_in_float64(device):
+    scheduler, steps, _ = make_scheduler("ddpm")
+    sampler = dpa.DiffusionSampler(make_unet(device).double(), scheduler, steps, horizon=8)
+    cond = torch.randn(3, 4, device=device)
+    got = sampler(cond, generator=torch.Generator().manual_seed(0))
+    want = sampler(cond.double(), generator=torch.Generator().manual_seed(0))
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_scripted_and_compiled_networks():
+    scheduler, steps, _ = make_scheduler("ddim")
+    unet, cond, noise = make_unet("cpu"), torch.randn(3, 4), torch.randn(SHAPE)
+    want = dpa.DiffusionSampler(unet, scheduler, steps)(cond, noise=noise)
+    for network in (torch.jit.script(unet), torch.compile(unet, backend="eager")):
+        sampler = dpa.DiffusionSampler(network, scheduler, steps, horizon=8)
+        assert sampler(cond).shape == SHAPE
+        torch.testing.assert_close(sampler(cond, noise=noise), want, rtol=1e-4, atol=1e-4)
+
+
+def test_live_scheduler_may_change_afterwards():
+    scheduler, steps, _ = make_scheduler("ddim")
+    sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps)
+    scheduler.set_timesteps(3)
+    scheduler.alphas_cumprod.zero_()
+    sampler.num_inference_steps = 10
+    assert torch.isfinite(sampler.table.coefficients).all()
+
+
+def test_a_loop_never_waits_for_the_gpu(device):
+    if device.type == "cpu":
+        pytest.skip("there is nothing to wait for on the CPU")
+    scheduler, steps, _ = make_scheduler("ddpm")
+    sampler = dpa.DiffusionSampler(make_unet(device), scheduler, steps, horizon=8)
+    cond, data = torch.randn(3, 4, device=device), torch.randn(SHAPE, device=device)
+    arguments = {"condition_data": data, "condition_mask": data > 0}
+    sampler(cond, **arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler(cond, **arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+MASK = torch.zeros(SHAPE, dtype=torch.bool)
+REFUSED = [
+    ({"noise": torch.zeros(3, 8, 3)}, r"noise must be \(B, T, Da\) = \(3, 8, 2\), got \(3, 8, 3\)"),
+    ({"noise": torch.zeros(3, 4, 2)}, r"noise must be .* got \(3, 4, 2\)"),
+    ({"noise": torch.zeros(8, 2)}, r"noise must have 3 dimensions, got \(8, 2\)"),
+    ({"noise": torch.zeros(SHAPE, device="meta")}, "noise must be on the network's device cpu"),
+    ({"batch_size": 4}, r"global_cond must have a batch of 1 or 4, got \(3, 4\)"),
+    ({"condition_data": torch.zeros(SHAPE)}, "condition_mask must be given"),
+    ({"condition_mask": MASK}, "condition_data must be given"),
+    ({"condition_data": torch.zeros(SHAPE), "condition_mask": torch.zeros(SHAPE)}, "bool tensor"),
+    ({"condition_data": torch.zeros(3, 8, 1), "condition_mask": MASK}, r"condition_data must be"),
+    ({"local_cond": torch.zeros(3, 6, 1)}, r"local_cond must have the horizon 8, got \(3, 6, 1\)"),
+    ({"global_cond": torch.zeros(3, 2, 2)}, "global_cond must have 2 dimensions"),
+    ({"global_cond": None}, "global_cond must be given"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_arguments_that_are_refused(change, message):
+    scheduler, steps, _ = make_scheduler("ddim")
+    sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps, horizon=8)
+    with pytest.raises(ValueError, match=message):
+        sampler(**{"global_cond": torch.zeros(3, 4), **change})
+
+
+def test_constructors_that_are_refused():
+    scheduler, _, _ = make_scheduler("ddim")
+    with pytest.raises(ValueError, match=r"dtype must be a floating dtype, got torch.int32"):
+        dpa.DiffusionSampler(make_unet("cpu"), scheduler, 4, torch.int32)
+    with pytest.raises(TypeError, match=r"scheduler must be a DDPMScheduler or a DDIMScheduler"):
+        dpa.DiffusionSampler(make_unet("cpu"), object(), 4)
+    table = StepTable(torch.zeros(1), torch.zeros(1, 6))
+    with pytest.raises(ValueError, match=r"be left out with a StepTable, got 0.5 and False"):
+        dpa.DiffusionSampler(make_unet("cpu"), table, eta=0.5)
