@@ -1,8 +1,9 @@
 // Element-wise kernels of two inputs, for a functor `f(a, b)` in the type of the arithmetic.
 //
-// contiguous: a thread handles kUnroll vectors of 16 bytes, a block's width apart, and loads all of them before it
-//   computes: 64 bytes an input in flight a thread are what it takes to reach the memory's speed. The tail of fewer
-//   elements than a vector, and data that does not start at a multiple of 16, go one element at a time.
+// contiguous: a thread handles `Unroll` vectors of 16 bytes, a block's width apart, and loads all of them before it
+//   computes. Two keep enough bytes in flight to reach the memory's speed; one makes more blocks where the data is too
+//   short to fill the chip. The tail of fewer elements than a vector, and data that does not start at a multiple of
+//   16 bytes, go one element at a time.
 // strided: one thread an element, striding over the grid; the element's place follows from its number by division.
 #pragma once
 #include "kernels/common/dtype.cuh"
@@ -77,16 +78,19 @@ template <class Make>
 cudaError_t launch_elementwise(const Elementwise& args, cudaStream_t stream, const Make& make) {
   return dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kWidth = kVectorBytes / sizeof(T), kUnroll = 2;
+    constexpr int kWidth = kVectorBytes / sizeof(T);
+    constexpr int64_t kFillsTheChip = int64_t{1} << 20;  // vectors
     const auto f = make(Accumulate<T>{});
     if (!args.contiguous) {
       const auto kernel =
           args.count < (int64_t{1} << 31) ? strided<T, uint32_t, decltype(f)> : strided<T, int64_t, decltype(f)>;
       return launch(kernel, grid_for(args.count, kElementwiseThreads), kElementwiseThreads, stream, args, f);
     }
-    if (!starts_at_vector(args)) return launch_contiguous<T, 1, kUnroll>(args, 0, args.count, stream, f);
+    if (!starts_at_vector(args)) return launch_contiguous<T, 1, 2>(args, 0, args.count, stream, f);
     const int64_t whole = args.count / kWidth * kWidth;
-    const cudaError_t error = launch_contiguous<T, kWidth, kUnroll>(args, 0, whole, stream, f);
+    const auto vectorized = whole / kWidth < kFillsTheChip ? launch_contiguous<T, kWidth, 1, decltype(f)>
+                                                           : launch_contiguous<T, kWidth, 2, decltype(f)>;
+    const cudaError_t error = vectorized(args, 0, whole, stream, f);
     if (error != cudaSuccess || whole == args.count) return error;
     return launch_contiguous<T, 1, 1>(args, whole, args.count - whole, stream, f);
   });

@@ -27,6 +27,12 @@ def _seed():
 
 
 @pytest.fixture(autouse=True)
+def _float32_is_float32(monkeypatch):
+    """cuDNN's convolutions round float32 to TF32 by default, which no float32 tolerance covers."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture(autouse=True)
 def _fresh_compiler():
     """Compiled code of one test does not count against the recompile limit of the next."""
     yield

@@ -61,7 +61,7 @@ def widened(sample: Sample) -> Sample:
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same values in memory with gaps, at an odd offset, with the dimensions in reverse order."""
+    """The same values in memory with gaps, at an odd offset, dimensions in reverse order."""
     if x.dim() == 0:
         return x
     storage = x.new_zeros(tuple(reversed(x.shape[1:])) + (2 * x.shape[0] + 1,))
@@ -154,7 +154,7 @@ class OpProofs:
                 tensors[i].requires_grad_()
                 out = call(type(self).op, sample.with_floating(tuple(tensors)))
                 torch.autograd.backward(out, [torch.ones_like(o) for o in out])
-                assert_close(tensors[i].grad, expected.grad, rtol=0, atol=0)
+                assert_close(tensors[i].grad, expected.grad, **tolerance(torch.float32))
                 assert all(x.grad is None for j, x in enumerate(tensors) if j != i)
 
     def test_gradcheck(self, device):
@@ -181,8 +181,8 @@ class OpProofs:
             def total(function, *given, sample=sample):
                 return sum(out.sum() for out in call(function, sample.with_floating(given)))
 
-            ours = lambda *given: total(type(self).op, *given)  # noqa: E731, B023
-            exact = lambda *given: total(type(self).reference, *given)  # noqa: E731, B023
+            ours = lambda *given: total(type(self).op, *given)  # noqa: E731
+            exact = lambda *given: total(type(self).reference, *given)  # noqa: E731
             everything = tuple(range(len(tensors)))
             got = torch.func.grad(ours, everything)(*tensors)
             expected = torch.func.grad(exact, everything)(*tensors)

@@ -1,4 +1,4 @@
-"""Every op of the library has every key, a Meta kernel that runs, and gradients that are not silently lost."""
+"""Every op has every key, a Meta kernel, and gradients that are not silently lost."""
 
 import re
 

@@ -27,10 +27,17 @@ LltmGradients lltm_product_gradients(const Tensor& grad_gates, const Tensor& inp
   const auto grad = grad_gates.to(input.scalar_type());
   const int64_t state = old_h.size(1);
   LltmGradients result;
-  if (mask[0]) std::get<0>(result) = at::mm(grad, weights.slice(1, state));
+  if (mask[0] && mask[3]) {  // one product fills the chip better than two
+    const auto both = at::mm(grad, weights);
+    std::get<0>(result) = both.slice(1, state).contiguous();
+    std::get<3>(result) = both.slice(1, 0, state).contiguous();
+  } else if (mask[0]) {
+    std::get<0>(result) = at::mm(grad, weights.slice(1, state));
+  } else if (mask[3]) {
+    std::get<3>(result) = at::mm(grad, weights.slice(1, 0, state));
+  }
   if (mask[1]) std::get<1>(result) = at::mm(grad.t(), at::cat({old_h, input}, 1));
   if (mask[2]) std::get<2>(result) = grad_gates.sum(0).to(input.scalar_type()).view(bias.sizes());
-  if (mask[3]) std::get<3>(result) = at::mm(grad, weights.slice(1, 0, state));
   return result;
 }
 

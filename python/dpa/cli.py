@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dpa
+from dpa.bench.command import bench
 from dpa.demo.command import demo
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(bench)
 
 
 @app.callback()

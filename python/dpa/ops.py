@@ -32,8 +32,8 @@ def elementwise_mult(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     Args:
         a: any shape and strides.
         b: of the shape, dtype and device of ``a``.
-        out: where the product goes, of the shape, dtype and device of ``a``. It may be ``a`` or ``b``
-            itself, and must not overlap them in part. No gradient may be asked for with it.
+        out: where the product goes, of the shape, dtype and device of ``a``. It may be ``a`` or
+            ``b`` itself, and must not overlap them in part. No gradient may be asked for with it.
 
     Returns:
         The product, or ``out``. Differentiable to any order, forward and backward.

@@ -1,0 +1,1 @@
+"""Measurements: honest medians beside eager PyTorch, torch.compile and the physical floor."""
