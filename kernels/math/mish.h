@@ -12,11 +12,13 @@ namespace dpa::math {
 #ifdef __CUDA_ARCH__
 DPA_HOST_DEVICE float exponential(float x) { return ::expf(x); }
 #else
-/// exp(x) for x <= 88, to 2 units in the last place, without a branch or a call, so that loops over it vectorise.
+/// exp(x) for x <= 88, to 2 units in the last place, without a branch or a call, so that loops over it vectorise. Below
+/// -87, where results leave the normal range, it is zero.
 /// exp(x) = 2^k * exp(r), |r| <= log(2) / 2; adding 1.5 * 2^23 rounds to the integer k and leaves it in the low bits.
 DPA_HOST_DEVICE float exponential(float x) {
   constexpr float kMagic = 12582912.0f;
-  x = x < -87.0f ? -87.0f : x;
+  const bool vanishes = x < -87.0f;
+  x = vanishes ? -87.0f : x;
   const float shifted = x * 1.44269504f + kMagic;
   const float k = shifted - kMagic;
   const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
@@ -32,7 +34,7 @@ DPA_HOST_DEVICE float exponential(float x) {
   bits = (bits + 127) << 23;
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
-  return p * scale;
+  return vanishes ? 0.0f : p * scale;
 }
 #endif
 DPA_HOST_DEVICE double exponential(double x) { return ::exp(x); }
@@ -45,12 +47,13 @@ DPA_HOST_DEVICE A mish(A x) {
   return x * (n / (n + A(2)));
 }
 
-/// d mish(x) / dx
+/// d mish(x) / dx; NaN stays NaN.
 template <class A>
 DPA_HOST_DEVICE A mish_derivative(A x) {
-  const A e = exponential(x < A(20) ? x : A(20));
+  const A limited = x > A(20) ? A(20) : x;
+  const A e = exponential(limited);
   const A n = e * (e + A(2)), m = n + A(2);
-  return n / m + x * (A(4) * e * (e + A(1)) / (m * m));
+  return n / m + limited * (A(4) * e * (e + A(1)) / (m * m));
 }
 
 }  // namespace dpa::math

@@ -41,6 +41,8 @@ TEST(Mish, KeepsNanAndStaysFiniteFarOut) {
   EXPECT_EQ(mish(1e30f), 1e30f);
   EXPECT_EQ(mish(-1e30f), -0.0f);
   EXPECT_EQ(mish_derivative(1e30f), 1.0f);
+  EXPECT_EQ(mish_derivative(-1e30f), 0.0f);
+  EXPECT_TRUE(std::isnan(mish_derivative(std::numeric_limits<float>::quiet_NaN())));
 }
 
 TEST(Clamp, KeepsNan) {

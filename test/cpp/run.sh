@@ -18,7 +18,10 @@ fi
 PATH=$(cd "$bin" && pwd):$PATH
 export PATH
 dpa=$(python -c 'import dpa; print(dpa.library_path().parent)')
-cmake -S "$here" -B build/test-cpp -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" >build/test-cpp.log 2>&1 ||
+models=$PWD/build/test-cpp/models
+python "$here/make_models.py" "$models"
+cmake -S "$here" -B build/test-cpp -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" -DDPA_MODELS="$models" \
+  -DPython_EXECUTABLE="$(command -v python)" >build/test-cpp.log 2>&1 ||
   { cat build/test-cpp.log; exit 1; }
 cmake --build build/test-cpp
 ctest --test-dir build/test-cpp --output-on-failure

@@ -41,7 +41,7 @@ def elementwise(size: int) -> list[dict[str, Any]]:
 
 
 def _train(cell: Callable, args: list[Tensor]) -> Callable[[], object]:
-    """Forward and backward as a training step runs them; gradients are returned, not accumulated."""
+    """Forward and backward as a training step runs them; gradients are returned, not added up."""
 
     def run() -> tuple[Tensor, ...]:
         h, c = cell(*args)
