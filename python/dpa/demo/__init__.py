@@ -34,7 +34,7 @@ class Options:
 
     seed: int = 0
     episodes: int = 100
-    train_steps: int = 1500
+    train_steps: int = 2000
     out: Path = Path("out/demo")
     checkpoint: Path | None = None
     device: str = "auto"

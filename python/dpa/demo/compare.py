@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import reference
 from . import world as W
-from .rollout import make_sampler, make_scheduler
+from .rollout import STEPS, make_sampler, make_scheduler
 from .train import Policy
 
 WARMUP = 2
@@ -23,12 +23,12 @@ def diffusers_sample(
     unet: nn.Module,
     scheduler: DDPMScheduler | DDIMScheduler,
     steps: int,
-    observation: Tensor,
+    global_cond: Tensor,
     noise: Tensor,
     generator: torch.Generator | None = None,
     trace: list[Tensor] | None = None,
 ) -> Tensor:
-    """Sample chunks in an ordinary diffusers loop; the network runs in the observation's dtype.
+    """Sample chunks in an ordinary diffusers loop; the network runs in global_cond's dtype.
 
     ``trace`` receives the sample before every step, and the chunk.
     """
@@ -37,7 +37,7 @@ def diffusers_sample(
     for timestep in scheduler.timesteps:
         if trace is not None:
             trace.append(sample)
-        output = unet(sample.to(observation.dtype), timestep, global_cond=observation)
+        output = unet(sample.to(global_cond.dtype), timestep, global_cond=global_cond)
         output = output.to(sample.dtype)
         sample = scheduler.step(output, timestep, sample, generator=generator).prev_sample
     if trace is not None:
@@ -48,7 +48,6 @@ def diffusers_sample(
 def compare(
     name: str,
     policy: Policy,
-    steps: int,
     observations: Tensor,
     dtype: torch.dtype,
     repeats: int,
@@ -60,10 +59,10 @@ def compare(
     actions, whose range is [-1, 1]. Both run in this process, in turn, with the same threads.
     """
     device = observations.device
-    observations = observations.to(dtype)
-    plain = reference.plain(policy.unet).to(dtype).eval()
+    encoded = policy.network.encoder(observations).to(dtype)
+    plain = reference.plain(policy.network.unet).to(dtype).eval()
     scheduler = make_scheduler(name, policy)
-    sampler = make_sampler(name, policy, steps, dtype)
+    sampler = make_sampler(name, policy, dtype)
     draws = torch.Generator(device).manual_seed(seed)
     shape = (len(observations), W.HORIZON, W.ACTION_DIM)
     sample_dtype = torch.promote_types(dtype, torch.float32)
@@ -71,12 +70,12 @@ def compare(
 
     def with_plain(count: int) -> Tensor:
         generator = torch.Generator(device).manual_seed(seed)
-        start, given = noise[:count], observations[:count]
-        return diffusers_sample(plain, scheduler, steps, given, start, generator)
+        start, given = noise[:count], encoded[:count]
+        return diffusers_sample(plain, scheduler, STEPS[name], given, start, generator)
 
     def with_dpa(count: int) -> Tensor:
         generator = torch.Generator(device).manual_seed(seed)
-        return sampler(observations[:count], noise=noise[:count], generator=generator)
+        return sampler(encoded[:count], noise=noise[:count], generator=generator)
 
     everything = len(observations)
     difference = (with_plain(everything).double() - with_dpa(everything).double()).abs().max()

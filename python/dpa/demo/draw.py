@@ -135,8 +135,8 @@ def draw_chunk(ax: Axes, chunk: np.ndarray, alpha: float) -> None:
 
 def training(path: Path, history: Sequence[dict], losses: Sequence, bar: float) -> None:
     """Success of the EMA weights and the training loss, over the training steps."""
-    steps = [0] + [row["step"] for row in history]
-    success = [0.0] + [100 * row["success"] for row in history]
+    steps = [row["step"] for row in history]
+    success = [100 * row["success"] for row in history]
     with figure(path, (8.4, 4.6)) as fig:
         headline(fig, "Success over training", "Closed-loop episodes that reach the goal, with the "
                  "EMA weights and DDIM.", 0.05)  # fmt: skip

@@ -16,7 +16,7 @@ from . import train as training
 from . import world as W
 from .compare import compare
 from .files import replacing
-from .rollout import STEPS, Rollout, make_plan, make_sampler, rollout
+from .rollout import STEPS, Rollout, make_plan, rollout
 from .train import Policy
 
 EVALUATION_EPISODES = 100  # of each evaluation during training
@@ -97,7 +97,7 @@ def obtain_policy(
         "steps": policy.train_steps,
         "seed": policy.seed,
         "history": policy.history,
-        "parameters": sum(value.numel() for value in policy.unet.parameters()),
+        "parameters": sum(value.numel() for value in policy.network.parameters()),
     }
     return policy
 
@@ -108,9 +108,9 @@ def train(options: Options, device: torch.device, console: Console) -> Policy:
     with report.progress(console, shown) as bar:
         task = bar.add_task("training", total=options.train_steps, loss="-", success="-")
 
-        def evaluate_average(unet: torch.nn.Module) -> dict:
+        def evaluate_average(policy: Policy) -> dict:
             count = min(EVALUATION_EPISODES, options.episodes)
-            result = episodes("DDIM", Policy(unet), device, count, options.seed + 2).summary()
+            result = episodes("DDIM", policy, device, count, options.seed + 2).summary()
             bar.update(task, success=f"{result['success']:.0%}")
             return result
 
@@ -133,7 +133,7 @@ def episodes(
 ) -> Rollout:
     """Closed-loop episodes in the worlds of this seed, sampled by dpa."""
     draws = torch.Generator().manual_seed(seed)
-    plan = make_plan(make_sampler(name, policy, STEPS[name], dtype), device, seed)
+    plan = make_plan(name, policy, device, seed, dtype)
     return rollout(W.sample_worlds(count, draws), plan, draws, progress)
 
 
@@ -158,9 +158,9 @@ def evaluate(
             bar.update(task, completed=W.STEP_LIMIT, state=f"{result.success.sum()} arrived")
             results["rollout"][name] = {"steps": steps, **result.summary()}
         task = bar.add_task("timing", total=len(STEPS), state="dpa and plain PyTorch in turn")
-        for name, steps in STEPS.items():
+        for name in STEPS:
             results["compare"][name] = compare(
-                name, policy, steps, observations, dtype, repeats[name], seed
+                name, policy, observations, dtype, repeats[name], seed
             )
             bar.advance(task)
         task = bar.add_task("pictures", total=len(show.PICTURES), state="")

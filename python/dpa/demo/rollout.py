@@ -79,7 +79,7 @@ def rollout(
 
 
 def judge(world: W.World, path: Tensor, plans: Sequence[tuple[Tensor, Tensor]] = ()) -> Rollout:
-    """What became of paths (B, T + 1, 2): an episode ends at the goal or where it hits the disc."""
+    """Say what became of paths (B, T + 1, 2): an episode ends at the goal or at the disc."""
     count, steps = len(world), path.shape[1] - 1
     every = world.repeat(steps)
     before, after = path[:, :-1].reshape(-1, 2), path[:, 1:].reshape(-1, 2)
@@ -100,19 +100,25 @@ def make_scheduler(name: str, policy: Policy) -> DDPMScheduler | DDIMScheduler:
     return kind(**policy.scheduler_config)
 
 
-def make_sampler(
-    name: str, policy: Policy, steps: int, dtype: torch.dtype | None = None
-) -> DiffusionSampler:
+def make_sampler(name: str, policy: Policy, dtype: torch.dtype | None = None) -> DiffusionSampler:
     """dpa's sampler on the policy's present weights."""
     scheduler = make_scheduler(name, policy)
-    return DiffusionSampler(policy.unet, scheduler, steps, dtype, horizon=W.HORIZON)
+    return DiffusionSampler(policy.network.unet, scheduler, STEPS[name], dtype, horizon=W.HORIZON)
 
 
-def make_plan(sampler: DiffusionSampler, device: torch.device, seed: int) -> Plan:
-    """Samples chunks with the sampler, with a random stream of its own."""
+def make_plan(
+    name: str,
+    policy: Policy,
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """Chunks sampled by dpa, with the usual number of steps and a random stream of their own."""
     generator = torch.Generator(device).manual_seed(seed)
+    sampler = make_sampler(name, policy, dtype)
 
     def plan(observation: Tensor) -> Tensor:
-        return sampler(observation.to(device), generator=generator).float().cpu()
+        encoded = policy.network.encoder(observation.to(device))
+        return sampler(encoded, generator=generator).float().cpu()
 
     return plan

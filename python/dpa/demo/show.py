@@ -17,7 +17,6 @@ from .rollout import (
     Rollout,
     judge,
     make_plan,
-    make_sampler,
     make_scheduler,
     rollout,
 )
@@ -42,7 +41,7 @@ def draw_fan(path: Path, policy: Policy, device: torch.device, episodes: int, se
         ("Demonstrations", judge(worlds, W.demonstrate(worlds, draws)))
     ]
     for name, steps in STEPS.items():
-        plan = make_plan(make_sampler(name, policy, steps), device, seed)
+        plan = make_plan(name, policy, device, seed)
         panels.append((f"Policy, {name} with {steps} steps", rollout(worlds, plan, draws)))
     draw.fan(path, stage(), panels)
 
@@ -55,8 +54,9 @@ def denoise(
     shape = (len(observation), W.HORIZON, W.ACTION_DIM)
     noise = torch.randn(shape, generator=generator, device=device)
     trace: list[Tensor] = []
-    scheduler, given = make_scheduler(name, policy), observation.to(device)
-    diffusers_sample(policy.unet, scheduler, STEPS[name], given, noise, generator, trace)
+    scheduler, network = make_scheduler(name, policy), policy.network
+    encoded = network.encoder(observation.to(device))
+    diffusers_sample(network.unet, scheduler, STEPS[name], encoded, noise, generator, trace)
     return [sample.cpu() for sample in trace]
 
 
@@ -82,15 +82,17 @@ def film_episode(path: Path, policy: Policy, device: torch.device, _: int, seed:
     result = rollout(world, plan, torch.Generator().manual_seed(seed))
     travelled = result.path[0, : int(result.length[0]) + 1]
     film = draw.EpisodeFilm(world)
+    carrying = f"carrying out {EXECUTE} of {W.HORIZON} steps"
     for number, trace in enumerate(traces):
+        name = f"Plan {number + 1}: "
         first = number * EXECUTE
         last = min(first + EXECUTE, len(travelled) - 1)
         candidates = [travelled[first] + W.decode(sample) for sample in trace]
         for sample in candidates[:-1:2]:
-            film.show_noise("Denoising", travelled[: first + 1], sample, 120)
-        film.show_plan("A plan", travelled[: first + 1], candidates[-1], 600)
+            film.show_noise(name + "from noise", travelled[: first + 1], sample, 120)
+        film.show_plan(name + "one of the samples", travelled[: first + 1], candidates[-1], 600)
         for step in range(first + 1, last + 1):
-            film.show_plan("Carrying it out", travelled[: step + 1], candidates[-1], 80)
+            film.show_plan(name + carrying, travelled[: step + 1], candidates[-1], 80)
     end = "At the goal" if result.success[0] else "Failed"
     film.show_plan(end, travelled, travelled[-1].expand(1, 1, 2), 2000)
     film.save(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from diffusers import DDPMScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn import ConditionalUnet1D
@@ -19,18 +19,19 @@ from . import world as W
 from .files import replacing
 
 DEMONSTRATIONS = 1500
-BATCH_SIZE = 128
-LEARNING_RATE = 2e-3
+BATCH_SIZE = 256
+LEARNING_RATE = 3e-3
 WARMUP_STEPS = 50
 EMA_DECAY = 0.995
 CHECKPOINT_FORMAT = "dpa-demo"
 
+ENCODED_DIM = 64
 UNET = {
     "input_dim": W.ACTION_DIM,
-    "global_cond_dim": W.OBSERVATION_DIM,
+    "global_cond_dim": ENCODED_DIM,
     "diffusion_step_embed_dim": 64,
-    "down_dims": [32, 64, 128],
-    "kernel_size": 3,
+    "down_dims": [32, 64],
+    "kernel_size": 5,
     "n_groups": 8,
     "cond_predict_scale": True,
 }
@@ -41,19 +42,37 @@ SCHEDULER = {
     "clip_sample": True,
 }
 
-Evaluate = Callable[[ConditionalUnet1D], dict]
+Evaluate = Callable[["Policy"], dict]
 Progress = Callable[[int, float], None]
+
+
+class Network(nn.Module):
+    """The U-Net, and an encoder that makes its ``global_cond`` of an observation.
+
+    FiLM is linear in its conditioning but for one Mish: geometry needs the encoder before it.
+    """
+
+    def __init__(self, unet: dict):
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Linear(W.OBSERVATION_DIM, 128), nn.Mish(), nn.Linear(128, unet["global_cond_dim"])
+        )
+        self.unet = ConditionalUnet1D(**unet)
+
+    def forward(self, sample: Tensor, timestep: Tensor, observation: Tensor) -> Tensor:
+        """Predict the noise in ``sample`` (B, HORIZON, ACTION_DIM)."""
+        return self.unet(sample, timestep, global_cond=self.encoder(observation))
 
 
 @dataclass
 class Policy:
-    """A U-Net with its constructor arguments, its scheduler's and the record of its training.
+    """A network with its U-Net's constructor arguments, its scheduler's, and its record.
 
-    ``unet`` holds the EMA weights. ``history`` has a row an evaluation: ``step`` and what the
+    ``network`` holds the EMA weights. ``history`` has a row an evaluation: ``step`` and what the
     evaluation returned; ``losses`` has pairs (step, mean loss since the pair before).
     """
 
-    unet: ConditionalUnet1D
+    network: Network
     unet_config: dict = field(default_factory=lambda: dict(UNET))
     scheduler_config: dict = field(default_factory=lambda: dict(SCHEDULER))
     history: list[dict] = field(default_factory=list)
@@ -67,34 +86,41 @@ def train(
     seed: int,
     device: torch.device,
     evaluate: Evaluate | None = None,
-    evaluations: int = 8,
+    evaluations: int = 9,
     progress: Progress | None = None,
 ) -> Policy:
-    """Trains for ``steps`` batches with the DDPM loss, AdamW and a cosine learning rate.
+    """Train for ``steps`` batches with the DDPM loss, AdamW and a cosine learning rate.
 
-    ``evaluate`` is called with the EMA weights at ``evaluations`` points, the last one after the
-    last step; ``progress`` after every step with the step's number and a smoothed loss.
+    ``evaluate`` is called with the EMA weights at ``evaluations`` points, the first one before the
+    first step and the last one after the last; ``progress`` after every step, with its number and
+    a smoothed loss.
     """
     torch.manual_seed(seed)
     draws = torch.Generator().manual_seed(seed)
     observations, chunks = _dataset(draws, device)
-    unet = ConditionalUnet1D(**UNET).to(device)
-    policy = Policy(copy.deepcopy(unet).requires_grad_(False).eval(), train_steps=steps, seed=seed)
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=LEARNING_RATE, fused=True)
+    network = Network(UNET).to(device)
+    average = copy.deepcopy(network).requires_grad_(False).eval()
+    policy = Policy(average, train_steps=steps, seed=seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, fused=True)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     scheduler = DDPMScheduler(**SCHEDULER)
     points = evaluation_points(steps, evaluations)
 
+    def evaluate_at(number: int) -> None:
+        if evaluate and number in points:
+            policy.history.append({"step": number, **evaluate(policy)})
+
     running: list[Tensor] = []
     smoothed = math.nan
+    evaluate_at(0)
     for number in range(1, steps + 1):
         index = torch.randint(len(chunks), (BATCH_SIZE,), generator=draws).to(device)
-        loss = diffusion_loss(unet, scheduler, observations[index], chunks[index], draws)
+        loss = diffusion_loss(network, scheduler, observations[index], chunks[index], draws)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         rate.step()
-        update_ema(policy.unet, unet, number)
+        update_ema(average, network, number)
         running.append(loss.detach())
         # Reading the loss waits for the device, so it is read once in a while.
         if len(running) == 20 or number == steps:
@@ -103,8 +129,7 @@ def train(
             running.clear()
         if progress:
             progress(number, smoothed)
-        if evaluate and number in points:
-            policy.history.append({"step": number, **evaluate(policy.unet)})
+        evaluate_at(number)
     return policy
 
 
@@ -124,13 +149,12 @@ def _rate(step: int, steps: int) -> float:
 
 
 def evaluation_points(steps: int, evaluations: int) -> set[int]:
-    """Steps at which to evaluate: dense at first, when most is learned, and always the last."""
-    shares = (((k + 1) / evaluations) ** 2 for k in range(evaluations))
-    return {max(1, round(steps * share)) for share in shares}
+    """Steps at which to evaluate: the untrained network, densely at first, and the last step."""
+    return {round(steps * (k / (evaluations - 1)) ** 2) for k in range(evaluations)}
 
 
 def diffusion_loss(
-    unet: ConditionalUnet1D,
+    network: Network,
     scheduler: DDPMScheduler,
     observation: Tensor,
     chunk: Tensor,
@@ -141,24 +165,24 @@ def diffusion_loss(
     count = scheduler.config.num_train_timesteps
     timestep = torch.randint(count, (len(chunk),), generator=generator).to(chunk.device)
     noisy = scheduler.add_noise(chunk, noise, timestep)
-    return F.mse_loss(unet(noisy, timestep, global_cond=observation), noise)
+    return F.mse_loss(network(noisy, timestep, observation), noise)
 
 
 @torch.no_grad()
 def update_ema(average: torch.nn.Module, model: torch.nn.Module, step: int) -> None:
-    """Moves the average towards the model; early on faster, so that the start is forgotten."""
+    """Move the average towards the model; early on faster, so that the start is forgotten."""
     decay = min(EMA_DECAY, (1 + step) / (10 + step))
     for kept, new in zip(average.parameters(), model.parameters(), strict=True):
         kept.lerp_(new, 1.0 - decay)
 
 
 def save(policy: Policy, path: Path) -> None:
-    """Writes the policy as plain tensors, numbers, lists and dicts (safe to load)."""
+    """Write the policy as plain tensors, numbers, lists and dicts (safe to load)."""
     content = {
         "format": CHECKPOINT_FORMAT,
         "unet": policy.unet_config,
         "scheduler": policy.scheduler_config,
-        "state_dict": {name: value.cpu() for name, value in policy.unet.state_dict().items()},
+        "state_dict": {name: value.cpu() for name, value in policy.network.state_dict().items()},
         "history": policy.history,
         "losses": policy.losses,
         "train_steps": policy.train_steps,
@@ -169,7 +193,7 @@ def save(policy: Policy, path: Path) -> None:
 
 
 def load(path: Path, device: torch.device) -> Policy:
-    """Reads a policy back. ValueError where the file is not a checkpoint of this demo."""
+    """Read a policy back. ValueError where the file is not a checkpoint of this demo."""
     if not path.is_file():
         raise ValueError(f"checkpoint must be a file, got {path}")
     try:
@@ -178,10 +202,13 @@ def load(path: Path, device: torch.device) -> Policy:
         raise ValueError(f"checkpoint must be a file that torch can load, got {path}") from error
     if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(f"checkpoint must be one that the demo wrote, got {path}")
-    unet = ConditionalUnet1D(**content["unet"]).to(device)
-    unet.load_state_dict(content["state_dict"])
+    network = Network(content["unet"]).to(device)
+    try:
+        network.load_state_dict(content["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(f"checkpoint must fit the demo's network, got {path}") from error
     return Policy(
-        unet.requires_grad_(False).eval(),
+        network.requires_grad_(False).eval(),
         content["unet"],
         content["scheduler"],
         content["history"],

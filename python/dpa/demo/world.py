@@ -130,7 +130,7 @@ def demonstrate_recovery(world: World, generator: torch.Generator) -> tuple[Worl
     """Demonstrations that start off the beaten path, at a walk: the worlds so changed and paths.
 
     They show how to recover, which a policy that only ever saw good paths does not know when its
-    own small mistakes have led it off them. The expert takes the side on which it finds itself.
+    own small mistakes have led it off them. The expert takes the side to which it is heading.
     """
     count = len(world)
     reach = world.radius + 0.05 + 0.6 * torch.rand(count, generator=generator)
@@ -138,7 +138,7 @@ def demonstrate_recovery(world: World, generator: torch.Generator) -> tuple[Worl
     heading = bearing + math.pi * (0.5 + torch.rand(count, generator=generator))
     offset = reach[:, None] * torch.stack([bearing.cos(), bearing.sin()], -1)
     velocity = SPEED * torch.stack([heading.cos(), heading.sin()], -1)
-    side = torch.where(cross(world.goal - world.start, offset) > 0, LEFT, RIGHT)
+    side = torch.where(cross(velocity, offset) > 0, LEFT, RIGHT)
     world = World(world.centre + offset, world.goal, world.centre, world.radius)
     return world, _follow_expert(world, side, velocity, generator)
 
