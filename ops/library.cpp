@@ -71,4 +71,17 @@ TORCH_LIBRARY(dpa, m) {
       "conv1d_gnm(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? gn_weight, Tensor? gn_bias, "
       "int num_groups, float eps=1e-5, Tensor? scale=None, Tensor? shift=None) -> Tensor",
       functional);
+
+  // Inference on packed weights; see ops/unet1d/unet1d.h for `config`.
+  m.def("unet1d_weight_names(int[] config) -> str[]", functional);
+  m.def("unet1d_pack(Tensor[] weights, int[] config, ScalarType dtype) -> Tensor", functional);
+  m.def(
+      "unet1d(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, ScalarType dtype) "
+      "-> Tensor",
+      functional);
+  m.def(
+      "diffusion_sample(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, "
+      "ScalarType dtype, Tensor table, float clip, Tensor? noise=None, Tensor? known=None, Tensor? known_mask=None) "
+      "-> Tensor",
+      functional);
 }

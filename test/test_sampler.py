@@ -95,12 +95,14 @@ def test_global_random_stream(device):
 
 def test_one_generator_a_sample(device):
     scheduler, steps, _ = make_scheduler("ddpm")
-    unet, cond = make_unet(device), torch.randn(3, 4, device=device)
+    # In float64: a loop in float32 shows which algorithm a batch of 1 and one of 3 happen to take.
+    unet = make_unet(device).double()
+    cond = torch.randn(3, 4, device=device, dtype=torch.float64)
     sampler = dpa.DiffusionSampler(unet, scheduler, steps, horizon=8)
     got = sampler(cond, generator=[torch.Generator().manual_seed(i) for i in range(3)])
     for i in range(3):
         alone = sampler(cond[i : i + 1], generator=torch.Generator().manual_seed(i))
-        torch.testing.assert_close(got[i : i + 1], alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got[i : i + 1], alone, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match=r"generator must be one, or a sequence of 3, got 2"):
         sampler(cond, generator=[torch.Generator()] * 2)
 

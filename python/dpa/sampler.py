@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .packed import PackedUnet
 from .schedulers import StepTable, from_diffusers
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
@@ -44,6 +45,9 @@ class DiffusionSampler:
         action_dim: Da. Not needed where the network ends in a ``final_conv`` as the originals do.
         eta: DDIM's noise weight.
         use_clipped_model_output: DDIM's option of that name.
+        fused: run the whole loop as one op on packed weights (:class:`dpa.packed.PackedUnet`, whose
+            docstring says which changes of the weights it notices). For networks with the
+            original's keys on a CUDA device, without local conditioning.
 
     Raises:
         TypeError, ValueError: as :func:`dpa.schedulers.from_diffusers`.
@@ -61,14 +65,19 @@ class DiffusionSampler:
         action_dim: int | None = None,
         eta: float = 0.0,
         use_clipped_model_output: bool = False,
+        fused: bool = False,
     ):
         if dtype is not None and not dtype.is_floating_point:
             _fail("dtype", "be a floating dtype", dtype)
         if isinstance(scheduler, StepTable) and (eta != 0 or use_clipped_model_output):
             got = f"{eta} and {use_clipped_model_output}"
             _fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
+        if fused and not isinstance(unet, nn.Module):
+            _fail("unet", "be a module where fused is asked for", type(unet))
         self.unet = unet
         self.dtype = dtype
+        self.fused = fused
+        self._packed: PackedUnet | None = None
         self.horizon = horizon
         self.action_dim = action_dim
         self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
@@ -160,6 +169,15 @@ class DiffusionSampler:
         if condition_data is not None:
             condition_data = condition_data.to(wide)
 
+        table = self._table(device, wide, self._steps)
+
+        def draw() -> Tensor:
+            return _draw(shape, generator, device, wide)
+
+        sample = draw() if noise is None else noise.to(wide)
+        if self.fused:
+            return self._run_fused(table, sample.expand(shape), draw, given, weights_dtype)
+
         unet, unet_dtype = self._network(device, weights_dtype)
         conditions: dict[str, Tensor | None] = {"global_cond": None}
         for name in ("global_cond", "local_cond"):
@@ -170,17 +188,52 @@ class DiffusionSampler:
         def predict(sample: Tensor, timestep: Tensor) -> Tensor:
             return unet(sample.to(unet_dtype), timestep, **conditions).to(wide)
 
-        def draw() -> Tensor:
-            return _draw(shape, generator, device, wide)
-
         def impose(sample: Tensor) -> Tensor:
             if condition_data is None or condition_mask is None:
                 return sample
             return torch.where(condition_mask, condition_data, sample)
 
-        table = self._table(device, wide, self._steps)
-        sample = draw() if noise is None else noise.to(wide)
         return _loop(sample, table, predict, draw, impose)
+
+    def _run_fused(
+        self,
+        table: StepTable,
+        sample: Tensor,
+        draw: Callable[[], Tensor],
+        given: dict[str, Tensor | None],
+        weights_dtype: torch.dtype,
+    ) -> Tensor:
+        """Run the loop as one op, its random numbers drawn beforehand in the loop's order."""
+        if sample.device.type != "cuda":
+            _fail("fused", "be left out of a network that is not on a CUDA device", sample.device)
+
+        def floats(name: str, *tail: int) -> Tensor | None:
+            value = given[name]
+            return None if value is None else value.float().expand(sample.shape[0], *tail)
+
+        draws = [draw() if needed else torch.zeros_like(sample) for needed in table.draws_noise]
+        mask = given["condition_mask"]
+        return self._pack(weights_dtype).sample(
+            sample.float(),
+            table.timesteps.float(),
+            table.coefficients.float(),
+            table.clip,
+            global_cond=floats("global_cond", -1),
+            noise=torch.stack(draws).float() if any(table.draws_noise) else None,
+            known=floats("condition_data", -1, -1),
+            known_mask=None if mask is None else mask.expand(sample.shape),
+        )
+
+    def _pack(self, weights_dtype: torch.dtype) -> PackedUnet:
+        """Return the packed network, which follows ``self.unet`` and ``self.dtype``."""
+        dtype = self.dtype or weights_dtype
+        if (
+            self._packed is None
+            or self._packed.unet is not self.unet
+            or self._packed.dtype != dtype
+        ):
+            self._packed = PackedUnet(self.unet, dtype)
+        return self._packed
 
     def _placement(self, tensors: dict[str, Tensor]) -> tuple[torch.device, torch.dtype]:
         """Return the device and dtype of the network; every argument must be on that device."""

@@ -103,7 +103,9 @@ def make_scheduler(name: str, policy: Policy) -> DDPMScheduler | DDIMScheduler:
 def make_sampler(name: str, policy: Policy, dtype: torch.dtype | None = None) -> DiffusionSampler:
     """dpa's sampler on the policy's present weights."""
     scheduler = make_scheduler(name, policy)
-    return DiffusionSampler(policy.network.unet, scheduler, STEPS[name], dtype, horizon=W.HORIZON)
+    unet = policy.network.unet
+    fused = next(unet.parameters()).is_cuda  # there the whole loop is one op
+    return DiffusionSampler(unet, scheduler, STEPS[name], dtype, horizon=W.HORIZON, fused=fused)
 
 
 def make_plan(

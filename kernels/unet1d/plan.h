@@ -1,0 +1,133 @@
+// What the U-Net computes, as data: the list of its products, where their packed weights lie, and what becomes of each
+// product's output. No CUDA here: a plan is made and tested on any machine.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/common/dtype.h"
+
+namespace dpa::kernels::unet1d {
+
+constexpr int kMaxLevels = 5;
+constexpr int kMaxConvs = 10 * kMaxLevels - 2;
+constexpr int kFinalGroups = 8;  // of the last Conv1dBlock, whatever num_groups is
+
+/// The architecture. global conditioning of width cond_dim (0: none); film_scale: FiLM has a scale besides its shift.
+struct Config {
+  int action_dim = 2;
+  int levels = 3;
+  int down_dims[kMaxLevels] = {256, 512, 1024};
+  int kernel_size = 5;
+  int num_groups = 8;
+  int step_dim = 256;
+  int cond_dim = 0;
+  bool film_scale = true;
+};
+
+/// The taps of a product over neighbouring times: out[t] += sum_i W_i in[t * stride + first + i].
+struct Segment {
+  int64_t weights = 0;  // byte offset of the packed tiles
+  int taps = 0;
+  int first = 0;
+};
+
+/// One product, and what its consumer does with its raw output:
+///   value = raw + bias;  norm: value = mish(group_norm(value)), then FiLM;  add: value += residual;
+///   keep: residual = value;  skip: skips[skip] = value
+/// A second segment is the 1x1 residual convolution of the same input (its output becomes `residual`), or, in an
+/// upsampling product, the odd output times.
+struct Conv {
+  Segment segments[2];
+  int num_segments = 1;
+  int channels_in = 0, channels_skip = 0, channels_out = 0;  // the input is cat(previous value, skips[skip_in])
+  int skip_in = -1;
+  int level_in = 0, level_out = 0;  // times: horizon >> level
+  int stride = 1;
+  bool upsample = false;
+  int64_t bias[2] = {0, 0};  // offsets into the floats
+  int64_t norm = -1;         // offset of gamma (C) and beta (C), or -1
+  int groups = 0;
+  int64_t film = -1;  // offset into a FiLM row of scale (C, where film_scale) and shift (C), or -1
+  bool add = false, keep = false;
+  int skip = -1;
+};
+
+/// The first convolution and its residual, from the sample itself: weights (taps * A, C) and (A, C) in floats.
+struct Head {
+  int64_t weights = 0, bias = 0, residual = 0, residual_bias = 0, norm = 0, film = 0;
+};
+/// The 1x1 convolution to the actions: weights (A, C) in floats.
+struct Tail {
+  int64_t weights = 0, bias = 0;
+};
+
+/// An original tensor: its state-dict key and shape.
+struct WeightInfo {
+  std::string name;
+  std::vector<int> shape;
+};
+
+/// dst[(i * n1 + j) * n2 + l] = src[offset + i * s0 + j * s1 + l * s2], into floats or into the weights' type.
+struct CopyItem {
+  int weight;
+  bool to_float;
+  int64_t destination;  // byte offset
+  int64_t offset;
+  int n[3];
+  int64_t stride[3];
+};
+/// The tiles of a segment; `weight` -1 is the identity. Tap i reads the original's tap_first + i * tap_step.
+struct TileItem {
+  int weight, conv, segment;
+  int64_t stride_out, stride_in, stride_tap;
+  int tap_first, tap_step;
+};
+
+struct Plan {
+  Config config;
+  DType dtype = DType::kFloat32;  // of the packed weights
+  std::string error;              // why the architecture is refused; empty when it is not
+
+  std::vector<WeightInfo> weights;
+  std::vector<CopyItem> copies;
+  std::vector<TileItem> tiles;
+
+  std::vector<Conv> convs;
+  Head head;
+  Tail tail;
+  int slices_out = 1, slices_in = 1;  // of the tiles: every product is cut into slices_out x slices_in parts
+
+  int64_t floats = 0;                    // byte offset of the floats
+  int64_t film_step = 0, film_cond = 0;  // byte offsets: (film_rows, step_dim), (film_rows, cond_dim)
+  int64_t film_bias = 0;                 // float offset (film_rows)
+  int64_t step_weights[2] = {0, 0}, step_bias[2] = {0, 0};  // byte offsets (4 D, D), (D, 4 D); float offsets
+  int film_rows = 0;
+  int64_t tile_bytes = 0, packed_bytes = 0;
+};
+
+/// The plan of an architecture for weights of type float32, bfloat16 or float16. Check `error` first.
+Plan make_plan(const Config& config, DType dtype);
+
+/// Bytes of one element of a type that a plan may have.
+inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+/// The tiling of a product: 16 x 16 tiles (output channels x input channels of one tap), for each of
+/// slices_out x slices_in parts (slices_in fastest) the steps along K (tap, then channels), for each the rows' tiles.
+struct Tiling {
+  int rows, row_tiles;       // output channels of a slice, and their tiles
+  int in, skip;              // channels of an input slice: of the value, of the skip
+  int in_steps, skip_steps;  // the same in steps of 16 channels
+  int steps_per_tap() const { return in_steps + skip_steps; }
+};
+Tiling tiling(const Plan& plan, const Conv& conv);
+
+/// Element (row, channel) of a tile in the order that matrix instructions hold it: 4-byte types as two 16 x 8 halves.
+inline int tile_index(bool wide, int row, int channel) {
+  if (!wide) return ((row % 8) * 4 + channel % 8 / 2) * 8 + (channel & 1) + (row >= 8 ? 2 : 0) + (channel >= 8 ? 4 : 0);
+  return channel / 8 * 128 + ((row % 8) * 4 + channel % 4) * 4 + (row >= 8 ? 1 : 0) + (channel % 8 >= 4 ? 2 : 0);
+}
+
+}  // namespace dpa::kernels::unet1d

@@ -1,0 +1,109 @@
+// A call from end to end: what is refused, which path runs, where intermediate values lie, and the order of the
+// launches.
+#include <algorithm>
+#include <utility>
+
+#include "kernels/unet1d/workspace.h"
+
+namespace dpa::kernels::unet1d {
+
+#ifdef DPA_SM90A  // the build's architectures include 90a, whose own instructions the resident kernel uses
+constexpr bool kBuiltForHopper = true;
+#else
+constexpr bool kBuiltForHopper = false;
+#endif
+
+size_t message_words(const Plan& plan, int batch, int horizon) {
+  size_t words = 0;
+  for (const Conv& conv : plan.convs) {
+    const size_t output = static_cast<size_t>(batch) * (horizon >> conv.level_out) * conv.channels_out * plan.slices_in;
+    words += output * (conv.num_segments == 2 && !conv.upsample ? 2 : 1);
+  }
+  const size_t tail = (static_cast<size_t>(batch) * horizon * plan.config.action_dim + 31) / 32 * 32;
+  return words + 2 * tail * plan.slices_in * plan.slices_out;
+}
+
+Workspace workspace(const Plan& plan, int batch, int horizon, int steps) {
+  Workspace w = {};
+  size_t at = 0;
+  auto take = [&](size_t floats) {
+    const size_t begin = at;
+    at += (floats * sizeof(float) + 255) / 256 * 256;
+    return begin;
+  };
+  const size_t rows = std::max(steps, batch), dim = plan.config.step_dim,
+               columns = static_cast<size_t>(batch) * horizon;
+  w.sinusoid = take(rows * dim);
+  w.hidden = take(rows * dim * 4);
+  w.embedding = take(rows * dim);
+  w.step = take(rows * plan.film_rows);
+  w.cond = take(static_cast<size_t>(batch) * plan.film_rows);
+  w.sample = take(columns * plan.config.action_dim);
+  size_t widest = columns * plan.config.down_dims[0];
+  for (const Conv& conv : plan.convs)
+    widest = std::max(widest, static_cast<size_t>(batch) * (horizon >> conv.level_out) * conv.channels_out);
+  w.value = take(widest);
+  w.raw = take(widest);
+  w.residual = take(widest);
+  for (int i = 1; i < plan.config.levels; i++)
+    w.skips[i] = take(static_cast<size_t>(batch) * (horizon >> i) * plan.config.down_dims[i]);
+  w.message_bytes = message_words(plan, batch, horizon) * sizeof(uint32_t);
+  w.messages = take(w.message_bytes / sizeof(float));
+  w.bytes = at;
+  return w;
+}
+
+size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps) {
+  return workspace(plan, batch, horizon, steps).bytes;
+}
+
+std::string reject(const Plan& plan, int batch, int horizon, int steps) {
+  if (!plan.error.empty()) return plan.error;
+  if (batch < 0) return "batch must not be negative, got " + std::to_string(batch);
+  if (steps < 0) return "steps must not be negative, got " + std::to_string(steps);
+  const int multiple = 1 << (plan.config.levels - 1);
+  if (horizon < 1 || horizon % multiple) {
+    return "horizon must be a positive multiple of 2^(levels - 1) = " + std::to_string(multiple) + ", got " +
+           std::to_string(horizon);
+  }
+  int64_t widest = 0;
+  for (const Conv& conv : plan.convs)
+    widest = std::max(widest, static_cast<int64_t>(batch) * horizon * conv.channels_out);
+  if (widest >= int64_t{1} << 31) return "batch * horizon * channels must be below 2^31, got " + std::to_string(widest);
+  return "";
+}
+
+Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes) {
+  return resident_fits(plan, batch, horizon, multiprocessors, shared_bytes) ? Path::kResident : Path::kLayered;
+}
+
+cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream) {
+  if (!reject(plan, call.batch, call.horizon, call.steps).empty()) return cudaErrorInvalidValue;
+  if (call.batch == 0 || call.steps == 0) return cudaSuccess;
+  const Workspace at = workspace(plan, call.batch, call.horizon, call.steps);
+  auto* base = static_cast<uint8_t*>(call.workspace);
+  auto floats = [&](size_t offset) { return reinterpret_cast<float*>(base + offset); };
+  const FilmBuffers buffers = {floats(at.sinusoid), floats(at.hidden), floats(at.embedding), floats(at.step),
+                               floats(at.cond)};
+  cudaError_t error = film(plan, call, buffers, stream);
+  if (error != cudaSuccess) return error;
+  Path path = call.path;
+  if (path == Path::kAutomatic) {
+    int device = 0, multiprocessors = 0, shared_bytes = 0, major = 0, minor = 0;
+    error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    for (const auto& [value, attribute] :
+         {std::pair(&multiprocessors, cudaDevAttrMultiProcessorCount),
+          std::pair(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          std::pair(&major, cudaDevAttrComputeCapabilityMajor), std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
+      error = cudaDeviceGetAttribute(value, attribute, device);
+      if (error != cudaSuccess) return error;
+    }
+    path = kBuiltForHopper && major == 9 && minor == 0
+               ? choose_path(plan, call.batch, call.horizon, multiprocessors, shared_bytes)
+               : Path::kLayered;
+  }
+  return path == Path::kResident ? run_resident(plan, call, at, stream) : run_layered(plan, call, at, stream);
+}
+
+}  // namespace dpa::kernels::unet1d

@@ -1,0 +1,103 @@
+// A 16 x 16 tile of weights (output channels x input channels) times 16 x 8 activations (input channels x columns), by
+// one warp. 16-bit weights: one product with 16-bit activations. float32 weights: each factor split into two tf32
+// parts, three products, so that what is lost is of the order of 2^-22. Lane l holds of a column tile: column l / 4; of
+// the accumulators c: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+#pragma once
+#include "kernels/common/dtype.cuh"
+#include "kernels/common/ptx.cuh"
+
+namespace dpa::kernels::unet1d {
+
+__device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t pack_pair(float x, float y, __half) {
+  const __half2 pair = __floats2half2_rn(x, y);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+template <class Weight>
+struct Tile {
+  static constexpr int kBytes = 512;
+  struct A {
+    uint4 v;
+  };
+  struct B {
+    uint32_t v[2];
+  };
+  static __device__ __forceinline__ A load(const uint8_t* tile, int lane) {
+    return {reinterpret_cast<const uint4*>(tile)[lane]};
+  }
+  // The same in two parts: what is loaded (zeros where not `valid`), and what is made of it.
+  using Raw = A;
+  static __device__ __forceinline__ Raw load_raw(const uint8_t* tile, int lane, bool valid) {
+    return valid ? load(tile, lane) : Raw{};
+  }
+  static __device__ __forceinline__ A widen_raw(const Raw& raw) { return raw; }
+  // The column's 16 channels: this lane needs channels 2 q, 2 q + 1, 2 q + 8, 2 q + 9 with q = lane % 4.
+  template <class Get>
+  static __device__ __forceinline__ B gather(Get get, int lane) {
+    const int q = lane % 4 * 2;
+    return {{pack_pair(get(q), get(q + 1), Weight()), pack_pair(get(q + 8), get(q + 9), Weight())}};
+  }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b) {
+    if constexpr (std::is_same_v<Weight, __half>)
+      ptx::mma_f16(c, a.v, b.v[0], b.v[1]);
+    else
+      ptx::mma_bf16(c, a.v, b.v[0], b.v[1]);
+  }
+};
+
+template <>
+struct Tile<float> {
+  static constexpr int kBytes = 1024;
+  struct A {
+    uint4 high[2], low[2];
+  };
+  struct B {
+    uint32_t high[4], low[4];
+  };
+  static __device__ __forceinline__ void split(float x, uint32_t& high, uint32_t& low) {
+    high = ptx::to_tf32(x);
+    low = ptx::to_tf32(x - __uint_as_float(high));
+  }
+  struct Raw {
+    float4 w[2];
+  };
+  static __device__ __forceinline__ Raw load_raw(const uint8_t* tile, int lane, bool valid) {
+    const float4* at = reinterpret_cast<const float4*>(tile) + lane;
+    return valid ? Raw{{at[0], at[32]}} : Raw{};
+  }
+  static __device__ __forceinline__ A widen_raw(const Raw& raw) {
+    A a;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      split(raw.w[h].x, a.high[h].x, a.low[h].x);
+      split(raw.w[h].y, a.high[h].y, a.low[h].y);
+      split(raw.w[h].z, a.high[h].z, a.low[h].z);
+      split(raw.w[h].w, a.high[h].w, a.low[h].w);
+    }
+    return a;
+  }
+  static __device__ __forceinline__ A load(const uint8_t* tile, int lane) {
+    return widen_raw(load_raw(tile, lane, true));
+  }
+  template <class Get>
+  static __device__ __forceinline__ B gather(Get get, int lane) {
+    B b;
+#pragma unroll
+    for (int i = 0; i < 4; i++) split(get(lane % 4 + i * 4), b.high[i], b.low[i]);
+    return b;
+  }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      ptx::mma_tf32(c, a.low[h], b.high[2 * h], b.high[2 * h + 1]);
+      ptx::mma_tf32(c, a.high[h], b.low[2 * h], b.low[2 * h + 1]);
+      ptx::mma_tf32(c, a.high[h], b.high[2 * h], b.high[2 * h + 1]);
+    }
+  }
+};
+
+}  // namespace dpa::kernels::unet1d

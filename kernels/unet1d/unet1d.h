@@ -1,0 +1,61 @@
+// The conditional 1-D U-Net of Diffusion Policy on packed weights: one forward pass, or the whole denoising loop.
+//
+//   plan     what to compute, as data: make_plan is a pure host function of the architecture and the weights' type
+//   pack     the original tensors, rearranged once into one buffer in the order of use
+//   film     scale and shift of every residual block, taken out of the loop:
+//            W Mish(cat(t, g)) + b = W_t Mish(t) + (W_g Mish(g) + b), a table over the timesteps and a row a sample
+//   sample   the loop on one stream: x0 = clamp(r0 x + r1 eps, -clip, clip); x = r2 x0 + r3 x + r4 eps + r5 noise
+//
+// Nothing here allocates, synchronises or reads device memory from the host: every call can be captured into a graph.
+// None of it is differentiable.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/common/dtype.h"
+#include "kernels/unet1d/plan.h"
+
+namespace dpa::kernels::unet1d {
+
+/// Packs the tensors `weights[i]` (device pointers, contiguous, of type `source`, in the order of plan.weights) into
+/// `packed` (plan.packed_bytes, aligned to 128).
+cudaError_t pack(const Plan& plan, const void* const* weights, DType source, void* packed, cudaStream_t stream);
+
+/// How a call is run: one resident kernel for the whole loop, or a chain of kernels, two a layer.
+enum class Path { kAutomatic, kResident, kLayered };
+
+/// One call. Every pointer is on the device; B = batch, T = horizon, A = action_dim, S = steps.
+struct Call {
+  int batch, horizon, steps;
+  const void* packed;
+  void* workspace;         // workspace_bytes(plan, batch, horizon, steps), aligned to 256; holds nothing between calls
+  const float* timesteps;  // (S), or (B) where per_sample_timesteps
+  bool per_sample_timesteps;  // S is 1 and every sample has a timestep of its own
+  const float* global_cond;   // (B, cond_dim), null where cond_dim is 0
+  const float* initial;       // (B, T, A): the noise the loop begins with, or the input of one forward pass
+  const float* table;         // (S, 6): r0 ... r5 of each step; null: the output is the network's, and S is 1
+  float clip;
+  const float* noise;         // (S, B, T, A), or null
+  const float* known;         // (B, T, A): inpainted values, or null
+  const uint8_t* known_mask;  // (B, T, A): 1 where `known` holds; before every step and after the last one
+  float* output;              // (B, T, A)
+  Path path = Path::kAutomatic;
+};
+
+/// Bytes of workspace for a call of these sizes; enough for either path.
+size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps);
+
+/// Why a call of these sizes cannot run (empty when it can): the rule and the values.
+std::string reject(const Plan& plan, int batch, int horizon, int steps);
+
+/// The path that kAutomatic takes on a device with these many multiprocessors and this much shared memory a block.
+Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes);
+
+/// Runs a call on `stream`.
+cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream);
+
+}  // namespace dpa::kernels::unet1d

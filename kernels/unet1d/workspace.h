@@ -1,0 +1,28 @@
+// Where a call's intermediate values lie in its workspace. Both paths share the buffer: it is as large as the larger of
+// them needs.
+#pragma once
+#include "kernels/unet1d/film.h"
+#include "kernels/unet1d/unet1d.h"
+
+namespace dpa::kernels::unet1d {
+
+/// Byte offsets.
+struct Workspace {
+  size_t sinusoid, hidden, embedding, step, cond;  // FilmBuffers
+  size_t sample;                                   // (B, T, A)
+  size_t value, raw, residual, skips[kMaxLevels];  // layered: activations (B, time, C)
+  size_t messages, message_bytes;                  // resident: partial sums
+  size_t bytes;
+};
+Workspace workspace(const Plan& plan, int batch, int horizon, int steps);
+
+/// Words of the resident path's messages: every product's partial sums, and the tail's.
+size_t message_words(const Plan& plan, int batch, int horizon);
+
+cudaError_t run_layered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
+cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
+
+/// Whether the resident kernel can run a call of these sizes on such a device.
+bool resident_fits(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes);
+
+}  // namespace dpa::kernels::unet1d

@@ -1,0 +1,9 @@
+// Packed weights are for inference: asking these ops for a gradient raises.
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
+  m.impl("unet1d_pack", torch::autograd::autogradNotImplementedFallback());
+  m.impl("unet1d", torch::autograd::autogradNotImplementedFallback());
+  m.impl("diffusion_sample", torch::autograd::autogradNotImplementedFallback());
+}

@@ -1,0 +1,112 @@
+#include <map>
+#include <mutex>
+
+#include "ops/unet1d/unet1d.h"
+
+namespace dpa {
+namespace {
+
+constexpr int64_t kFixed = 6;  // integers of a config before down_dims
+
+kernels::DType weights_dtype(const char* op, at::ScalarType dtype) {
+  DPA_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op,
+            "dtype of packed weights must be float32, float16 or bfloat16", dtype);
+  return dtype == at::kFloat  ? kernels::DType::kFloat32
+         : dtype == at::kHalf ? kernels::DType::kFloat16
+                              : kernels::DType::kBFloat16;
+}
+
+Plan make_checked_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype) {
+  const int64_t levels = static_cast<int64_t>(config.size()) - kFixed;
+  DPA_CHECK(
+      levels >= 1 && levels <= kernels::unet1d::kMaxLevels, op,
+      "config must be [action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims] with 1 to 5 "
+      "down_dims",
+      config);
+  for (const int64_t value : config)
+    DPA_CHECK(value >= 0 && value <= 65536, op, "config must hold numbers in 0..65536", value);
+  kernels::unet1d::Config c;
+  c.action_dim = static_cast<int>(config[0]), c.kernel_size = static_cast<int>(config[1]);
+  c.num_groups = static_cast<int>(config[2]), c.step_dim = static_cast<int>(config[3]);
+  c.cond_dim = static_cast<int>(config[4]), c.film_scale = config[5] != 0;
+  c.levels = static_cast<int>(levels);
+  for (int i = 0; i < c.levels; ++i) c.down_dims[i] = static_cast<int>(config[kFixed + i]);
+  auto plan = kernels::unet1d::make_plan(c, weights_dtype(op, dtype));
+  TORCH_CHECK(plan.error.empty(), "dpa::", op, ": config is refused: ", plan.error);
+  return plan;
+}
+
+}  // namespace
+
+std::shared_ptr<const Plan> unet1d_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype) {
+  constexpr size_t kMaxPlans = 64;
+  static std::mutex mutex;
+  static std::map<std::pair<std::vector<int64_t>, at::ScalarType>, std::shared_ptr<const Plan>> plans;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto key = std::pair(config.vec(), dtype);
+  if (const auto found = plans.find(key); found != plans.end()) return found->second;
+  auto plan = std::make_shared<const Plan>(make_checked_plan(op, config, dtype));
+  if (plans.size() >= kMaxPlans) plans.clear();
+  return plans[key] = plan;
+}
+
+void check_unet1d_pack(const Plan& plan, at::TensorList weights) {
+  constexpr const char* op = "unet1d_pack";
+  DPA_CHECK(weights.size() == plan.weights.size(), op,
+            c10::str("weights must be the ", plan.weights.size(), " tensors that unet1d_weight_names lists"),
+            weights.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto& info = plan.weights[i];
+    const std::vector<int64_t> shape(info.shape.begin(), info.shape.end());
+    check_floating(op, info.name.c_str(), weights[i]);
+    check_same_type(op, info.name.c_str(), weights[i], "the first weight", weights[0]);
+    check_same_device(op, info.name.c_str(), weights[i], "the first weight", weights[0]);
+    DPA_CHECK(weights[i].sizes() == at::IntArrayRef(shape), op, c10::str(info.name, " must have shape ", shape),
+              weights[i].sizes());
+  }
+}
+
+void check_unet1d(const char* op, const Plan& plan, const UnetCall& call) {
+  const auto& config = plan.config;
+  const auto& sample = call.sample;
+  DPA_CHECK(sample.scalar_type() == at::kFloat, op, "sample must be float32", sample.scalar_type());
+  DPA_CHECK(sample.dim() == 3 && sample.sym_size(2) == config.action_dim, op,
+            c10::str("sample must have shape (B, T, ", config.action_dim, ")"), sample.sym_sizes());
+  const auto batch = sample.sym_size(0), horizon = sample.sym_size(1);
+  const int64_t multiple = int64_t{1} << (config.levels - 1);
+  DPA_CHECK(horizon > 0 && horizon % multiple == 0, op,
+            c10::str("sample must have a horizon that is a positive multiple of ", multiple), horizon);
+
+  check_same_device(op, "packed", call.packed, "sample", sample);
+  DPA_CHECK(
+      call.packed.scalar_type() == at::kByte && call.packed.dim() == 1 && call.packed.sym_size(0) == plan.packed_bytes,
+      op, c10::str("packed must be the ", plan.packed_bytes, " bytes that unet1d_pack makes for this config"),
+      call.packed.scalar_type(), " ", call.packed.sym_sizes());
+
+  const bool loop = call.table.defined();
+  DPA_CHECK(call.timesteps.dim() == 1, op, "timesteps must have one dimension", "shape ", call.timesteps.sym_sizes());
+  const auto steps = call.timesteps.sym_size(0);
+  check_shape(op, "timesteps", call.timesteps, {loop ? steps : batch}, loop ? "(S)" : "(B)", "sample", sample);
+  if (config.cond_dim > 0) {
+    DPA_CHECK(call.global_cond.defined(), op, "global_cond must be given to this network", "none");
+    check_shape(op, "global_cond", call.global_cond, {batch, config.cond_dim}, "(B, global_cond_dim)", "sample",
+                sample);
+  } else {
+    DPA_CHECK(!call.global_cond.defined(), op, "global_cond must be left out of a network without one", "a tensor");
+  }
+  if (!loop) return;
+  check_shape(op, "table", call.table, {steps, 6}, "(S, 6)", "sample", sample);
+  DPA_CHECK(call.clip >= 0, op, "clip must be at least 0 (infinity turns it off)", call.clip);
+  if (call.noise.defined())
+    check_shape(op, "noise", call.noise, {steps, batch, horizon, config.action_dim}, "(S, B, T, A)", "sample", sample);
+  DPA_CHECK(call.known.defined() == call.known_mask.defined(), op, "known and known_mask must be given together",
+            call.known.defined() ? "known alone" : "known_mask alone");
+  if (!call.known.defined()) return;
+  check_same(op, "known", call.known, "sample", sample);
+  check_same_device(op, "known_mask", call.known_mask, "sample", sample);
+  DPA_CHECK(call.known_mask.scalar_type() == at::kBool && call.known_mask.sym_sizes().equals(sample.sym_sizes()), op,
+            c10::str("known_mask must be bool of the shape of sample ", sample.sym_sizes()),
+            call.known_mask.scalar_type(), " ", call.known_mask.sym_sizes());
+}
+
+}  // namespace dpa

@@ -1,0 +1,98 @@
+#include "ops/common/cuda.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels/unet1d/unet1d.h"
+#include "ops/unet1d/unet1d.h"
+
+namespace dpa {
+namespace {
+
+Tensor unet1d_pack_cuda(at::TensorList weights, at::IntArrayRef config, at::ScalarType dtype) {
+  const auto plan = unet1d_plan("unet1d_pack", config, dtype);
+  check_unet1d_pack(*plan, weights);
+  const c10::cuda::CUDAGuard guard(weights[0].device());
+  // The packer reads float32 and 16-bit sources; others are rounded to float32 first.
+  const auto source = weights[0].scalar_type() == at::kDouble ? at::kFloat : weights[0].scalar_type();
+  std::vector<Tensor> kept;
+  std::vector<const void*> pointers;
+  for (const auto& weight : weights) {
+    kept.push_back(weight.to(source).contiguous());
+    pointers.push_back(kept.back().const_data_ptr());
+  }
+  auto packed = at::empty({plan->packed_bytes}, weights[0].options().dtype(at::kByte));
+  C10_CUDA_CHECK(kernels::unet1d::pack(*plan, pointers.data(), kernel_dtype(source), packed.mutable_data_ptr(),
+                                       c10::cuda::getCurrentCUDAStream()));
+  return packed;
+}
+
+Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
+  check_unet1d(op, plan, in);
+  const c10::cuda::CUDAGuard guard(in.sample.device());
+  for (Tensor* t :
+       {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known, &in.known_mask})
+    if (t->defined()) *t = t->contiguous();
+  const auto floats = [](const Tensor& t) { return static_cast<const float*>(data_or_null(t)); };
+  kernels::unet1d::Call call = {};
+  call.batch = static_cast<int>(in.sample.size(0));
+  call.horizon = static_cast<int>(in.sample.size(1));
+  call.per_sample_timesteps = !in.table.defined();
+  call.steps = call.per_sample_timesteps ? 1 : static_cast<int>(in.timesteps.size(0));
+  const auto refused = kernels::unet1d::reject(plan, call.batch, call.horizon, call.steps);
+  TORCH_CHECK(refused.empty(), "dpa::", op, ": sample is refused: ", refused);
+
+  auto out = at::empty(in.sample.sizes(), in.sample.options());
+  if (call.steps == 0) {
+    out.copy_(in.sample);
+    return out;
+  }
+  const auto bytes = kernels::unet1d::workspace_bytes(plan, call.batch, call.horizon, call.steps);
+  auto workspace = at::empty({static_cast<int64_t>(bytes)}, in.packed.options());
+  call.packed = in.packed.const_data_ptr();
+  call.workspace = workspace.mutable_data_ptr();
+  call.timesteps = floats(in.timesteps);
+  call.global_cond = floats(in.global_cond);
+  call.initial = floats(in.sample);
+  call.table = floats(in.table);
+  call.clip = static_cast<float>(in.clip);
+  call.noise = floats(in.noise);
+  call.known = floats(in.known);
+  call.known_mask = static_cast<const uint8_t*>(data_or_null(in.known_mask));
+  call.output = out.mutable_data_ptr<float>();
+  C10_CUDA_CHECK(kernels::unet1d::sample(plan, call, c10::cuda::getCurrentCUDAStream()));
+  return out;
+}
+
+Tensor unet1d_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                   const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
+  UnetCall call{sample, packed, timesteps};
+  call.global_cond = value_or_undefined(global_cond);
+  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), std::move(call));
+}
+
+Tensor diffusion_sample_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                             const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
+                             double clip, const OptionalTensor& noise, const OptionalTensor& known,
+                             const OptionalTensor& known_mask) {
+  UnetCall call{sample,
+                packed,
+                timesteps,
+                table,
+                value_or_undefined(global_cond),
+                value_or_undefined(noise),
+                value_or_undefined(known),
+                value_or_undefined(known_mask),
+                clip};
+  return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype), std::move(call));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
+  m.impl("unet1d_pack", &unet1d_pack_cuda);
+  m.impl("unet1d", &unet1d_cuda);
+  m.impl("diffusion_sample", &diffusion_sample_cuda);
+}
+
+}  // namespace dpa

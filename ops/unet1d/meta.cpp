@@ -1,0 +1,61 @@
+#include "ops/common/meta.h"
+
+#include <torch/library.h>
+
+#include "ops/unet1d/unet1d.h"
+
+namespace dpa {
+namespace {
+
+Tensor unet1d_pack_meta(at::TensorList weights, at::IntArrayRef config, at::ScalarType dtype) {
+  const auto plan = unet1d_plan("unet1d_pack", config, dtype);
+  check_unet1d_pack(*plan, weights);
+  return at::empty({plan->packed_bytes}, weights[0].options().dtype(at::kByte));
+}
+
+Tensor unet1d_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                   const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
+  UnetCall call{sample, packed, timesteps};
+  call.global_cond = value_or_undefined(global_cond);
+  check_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), call);
+  return meta_like(sample);
+}
+
+Tensor diffusion_sample_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                             const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
+                             double clip, const OptionalTensor& noise, const OptionalTensor& known,
+                             const OptionalTensor& known_mask) {
+  const UnetCall call{sample,
+                      packed,
+                      timesteps,
+                      table,
+                      value_or_undefined(global_cond),
+                      value_or_undefined(noise),
+                      value_or_undefined(known),
+                      value_or_undefined(known_mask),
+                      clip};
+  check_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype), call);
+  return meta_like(sample);
+}
+
+std::vector<std::string> unet1d_weight_names(at::IntArrayRef config) {
+  std::vector<std::string> names;
+  for (const auto& weight : unet1d_plan("unet1d_weight_names", config, at::kFloat)->weights)
+    names.push_back(weight.name);
+  return names;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, Meta, m) {
+  m.impl("unet1d_pack", &unet1d_pack_meta);
+  m.impl("unet1d", &unet1d_meta);
+  m.impl("diffusion_sample", &diffusion_sample_meta);
+}
+
+// No tensor among its arguments, so no backend's key finds it.
+TORCH_LIBRARY_IMPL(dpa, CompositeExplicitAutograd, m) {
+  m.impl("unet1d_weight_names", [](at::IntArrayRef config) { return unet1d_weight_names(config); });
+}
+
+}  // namespace dpa

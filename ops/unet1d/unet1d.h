@@ -1,0 +1,31 @@
+// `dpa::unet1d` and `dpa::diffusion_sample`: the whole conditional U-Net, and the whole denoising loop, on packed
+// weights.
+//
+// An architecture is a list of integers: action_dim, kernel_size, n_groups, diffusion_step_embed_dim, global_cond_dim,
+// whether FiLM has a scale, then down_dims. Packed weights are bytes: what `unet1d_pack` makes of the original tensors,
+// which `unet1d_weight_names` names in the order it wants them.
+#pragma once
+#include <memory>
+
+#include "kernels/unet1d/plan.h"
+#include "ops/common/check.h"
+
+namespace dpa {
+
+using kernels::unet1d::Plan;
+
+/// The plan of an architecture; raises what is wrong with it. Plans are kept, for they are few.
+std::shared_ptr<const Plan> unet1d_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype);
+
+/// The tensors of one call; absent ones are undefined.
+struct UnetCall {
+  Tensor sample, packed, timesteps, table, global_cond, noise, known, known_mask;
+  double clip = 0;
+};
+
+/// The check of both ops. One forward pass has no table; the loop has one, and a timestep a step.
+void check_unet1d(const char* op, const Plan& plan, const UnetCall& call);
+
+void check_unet1d_pack(const Plan& plan, at::TensorList weights);
+
+}  // namespace dpa

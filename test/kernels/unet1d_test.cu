@@ -1,0 +1,372 @@
+// The packed U-Net against the float64 reference, and its speed against the time to read its weights once.
+//   unet1d_test test     every configuration, both paths, both weight types: one forward pass, and a loop with noise
+//   and inpainting unet1d_test quick    the small configurations alone (for compute-sanitizer) unet1d_test step     a
+//   step at batch 1 inside a captured loop; bench: other batches, horizons and the layered path too
+// Workspaces and outputs are poisoned, and followed by guard words that must survive.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+
+#include "test/kernels/unet1d_reference.h"
+
+using namespace dpa::kernels;
+using namespace dpa::kernels::unet1d;
+using dpa::test::Reference;
+using dpa::test::Signal;
+using dpa::test::Weights;
+
+#define CHECK(call)                                                                          \
+  do {                                                                                       \
+    cudaError_t error_ = (call);                                                             \
+    if (error_ != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+      std::exit(1);                                                                          \
+    }                                                                                        \
+  } while (0)
+
+namespace {
+
+struct Case {
+  const char* name;
+  Config config;
+  int batch, horizon;
+  bool large;
+};
+
+const Case kCases[] = {
+    {"64/128/256 T16", {2, 3, {64, 128, 256}, 5, 8, 64, 20, true}, 1, 16, false},
+    {"64/128/256 T8 k3 bias only, da 7, batch 3", {7, 3, {64, 128, 256}, 3, 8, 32, 5, false}, 3, 8, false},
+    {"64/128 T20 da 22", {22, 2, {64, 128}, 5, 8, 32, 0, true}, 1, 20, false},
+    {"128/256 T48 batch 2", {2, 2, {128, 256}, 5, 8, 32, 11, true}, 2, 48, false},
+    {"256/512 T16 batch 5", {2, 2, {256, 512}, 5, 8, 32, 3, true}, 5, 16, false},
+    {"128 T16", {3, 1, {128}, 5, 8, 16, 3, true}, 1, 16, false},
+    {"128/128/256/256 T16 (equal widths)", {2, 4, {128, 128, 256, 256}, 3, 8, 32, 3, true}, 1, 16, false},
+    {"256/128 T8 (joined width equals output)", {2, 2, {256, 128}, 3, 8, 32, 3, true}, 1, 8, false},
+    {"48/80 groups 4 T12", {2, 2, {48, 80}, 5, 4, 16, 3, true}, 2, 12, false},
+    {"32/64/96 groups 16 k7", {5, 3, {32, 64, 96}, 7, 16, 16, 3, true}, 2, 16, false},
+    {"64/128/256 T16 batch 16", {2, 3, {64, 128, 256}, 5, 8, 64, 20, true}, 16, 16, false},
+    {"128/256/512/1024 T16", {2, 4, {128, 256, 512, 1024}, 5, 8, 64, 4, true}, 1, 16, false},
+    {"128 actions on 128", {128, 2, {128, 256}, 3, 8, 16, 0, true}, 1, 8, false},
+    {"256/512/1024 T16 (80 M)", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 1, 16, true},
+    {"256/512/1024 T48 da 16", {16, 3, {256, 512, 1024}, 5, 8, 256, 206, true}, 1, 48, true},
+    {"256/512/1024 T16 batch 16", {2, 3, {256, 512, 1024}, 5, 8, 128, 40, true}, 16, 16, true},
+    {"512/1024/2048 T16 (252 M)", {2, 3, {512, 1024, 2048}, 5, 8, 128, 132, true}, 1, 16, true},
+    {"512/1024/2048 T64 da 6", {6, 3, {512, 1024, 2048}, 5, 8, 128, 268, true}, 1, 64, true},
+};
+
+std::mt19937 generator(1);
+float uniform() { return std::uniform_real_distribution<float>(-1.0f, 1.0f)(generator); }
+std::vector<float> uniform_values(size_t n, float scale = 1.0f) {
+  std::vector<float> v(n);
+  uint32_t state = generator();
+  for (float& x : v) {
+    state = state * 1664525u + 1013904223u;
+    x = (static_cast<float>(state >> 8) / 8388608.0f - 1.0f) * scale;
+  }
+  return v;
+}
+
+template <class T>
+struct Buffer {
+  static constexpr size_t kGuard = 4096;
+  T* data = nullptr;
+  size_t bytes = 0;
+  explicit Buffer(size_t n, int poison = 0xff) : bytes(n * sizeof(T)) {
+    CHECK(cudaMalloc(&data, bytes + kGuard));
+    CHECK(cudaMemset(data, poison, bytes));
+    CHECK(cudaMemset(reinterpret_cast<uint8_t*>(data) + bytes, 0xa5, kGuard));
+  }
+  explicit Buffer(const std::vector<T>& v) : Buffer(v.size()) {
+    CHECK(cudaMemcpy(data, v.data(), bytes, cudaMemcpyHostToDevice));
+  }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { cudaFree(data); }
+  std::vector<T> host() const {
+    std::vector<T> v(bytes / sizeof(T));
+    CHECK(cudaMemcpy(v.data(), data, bytes, cudaMemcpyDeviceToHost));
+    return v;
+  }
+  bool guard_intact() const {
+    std::vector<uint8_t> g(kGuard);
+    CHECK(cudaMemcpy(g.data(), reinterpret_cast<uint8_t*>(data) + bytes, kGuard, cudaMemcpyDeviceToHost));
+    return std::all_of(g.begin(), g.end(), [](uint8_t x) { return x == 0xa5; });
+  }
+};
+
+// A packed network on the device, and its weights on the host as the arithmetic sees them.
+struct Network {
+  Plan plan;
+  Weights weights;
+  Buffer<uint8_t> packed;
+  explicit Network(const Config& config, DType dtype) : plan(checked(config, dtype)), packed(plan.packed_bytes) {
+    std::vector<Buffer<float>*> device;
+    std::vector<const void*> pointers;
+    for (const WeightInfo& info : plan.weights) {
+      size_t n = 1, fan_in = 1;
+      for (size_t i = 0; i < info.shape.size(); i++) n *= info.shape[i], fan_in *= i ? info.shape[i] : 1;
+      std::vector<float> v =
+          uniform_values(n, info.shape.size() > 1 ? 1.7f / std::sqrt(static_cast<float>(fan_in)) : 0.3f);
+      if (info.shape.size() == 1 && info.name.find("block.1.weight") != std::string::npos)
+        for (float& x : v) x += 1.0f;
+      device.push_back(new Buffer<float>(v));
+      pointers.push_back(device.back()->data);
+      const bool kept = info.name == "down_modules.0.0.blocks.0.block.0.weight" ||
+                        info.name == "down_modules.0.0.residual_conv.weight" || info.name == "final_conv.1.weight";
+      if (dtype == DType::kBFloat16 && info.shape.size() > 1 && !kept)
+        for (float& x : v) x = __bfloat162float(__float2bfloat16(x));
+      if (dtype == DType::kFloat16 && info.shape.size() > 1 && !kept)
+        for (float& x : v) x = __half2float(__float2half(x));
+      weights[info.name] = std::move(v);
+    }
+    CHECK(pack(plan, pointers.data(), DType::kFloat32, packed.data, nullptr));
+    CHECK(cudaDeviceSynchronize());
+    for (auto* b : device) delete b;
+  }
+  static Plan checked(const Config& config, DType dtype) {
+    Plan plan = make_plan(config, dtype);
+    if (!plan.error.empty()) std::printf("refused: %s\n", plan.error.c_str()), std::exit(1);
+    return plan;
+  }
+};
+
+bool fits_resident(const Plan& plan, int batch, int horizon) {
+  cudaDeviceProp p;
+  CHECK(cudaGetDeviceProperties(&p, 0));
+  return choose_path(plan, batch, horizon, p.multiProcessorCount, static_cast<int>(p.sharedMemPerBlockOptin)) ==
+         Path::kResident;
+}
+
+int failures = 0;
+
+void test_case(const Case& c, DType dtype, bool loop) {
+  const int steps = loop ? 3 : 1, actions = c.config.action_dim, per_sample = c.horizon * actions,
+            count = c.batch * per_sample;
+  Network net(c.config, dtype);
+  const Reference reference(net.plan.config, net.weights);
+  const bool each = !loop && c.batch > 1;  // a timestep of its own for every sample
+  std::vector<float> timesteps(each ? c.batch : steps);
+  for (size_t i = 0; i < timesteps.size(); i++) timesteps[i] = static_cast<float>(90 - 7 * static_cast<int>(i));
+  const auto initial = uniform_values(count, 1.5f),
+             cond = uniform_values(static_cast<size_t>(c.batch) * c.config.cond_dim),
+             noise = uniform_values(static_cast<size_t>(steps) * count);
+  const auto known = uniform_values(count);
+  std::vector<uint8_t> mask(count);
+  for (auto& v : mask) v = uniform() > 0.5f;
+  const std::vector<float> table = {1.2f, -0.5f, 0.6f, 0.3f,  0.1f,  0.2f, 1.1f, -0.4f, 0.5f,
+                                    0.4f, 0.05f, 0.1f, 1.05f, -0.3f, 0.8f, 0.1f, 0.02f, 0.0f};
+  const float clip = 0.9f;
+
+  std::vector<double> expected(count);
+  const int samples = c.large && c.batch > 2 ? 2 : c.batch;
+  for (int b = 0; b < samples; b++) {
+    std::vector<float> x(initial.begin() + b * per_sample, initial.begin() + (b + 1) * per_sample);
+    const dpa::test::Vector g(cond.begin() + b * c.config.cond_dim, cond.begin() + (b + 1) * c.config.cond_dim);
+    std::vector<double> xd(x.begin(), x.end());
+    for (int s = 0; s < steps; s++) {
+      Signal in = dpa::test::zeros(actions, c.horizon);
+      for (int i = 0; i < per_sample; i++) {
+        if (loop && mask[b * per_sample + i]) xd[i] = known[b * per_sample + i];
+        in.at(i % actions, i / actions) = xd[i];
+      }
+      const Signal out = reference.forward(in, timesteps[each ? b : s], g);
+      for (int i = 0; i < per_sample; i++) {
+        const double eps = out.at(i % actions, i / actions);
+        const float* r = table.data() + s * 6;
+        if (loop) {
+          const double x0 = std::min<double>(std::max<double>(r[0] * xd[i] + r[1] * eps, -clip), clip);
+          xd[i] =
+              r[2] * x0 + r[3] * xd[i] + r[4] * eps + r[5] * noise[static_cast<size_t>(s) * count + b * per_sample + i];
+        } else {
+          xd[i] = eps;
+        }
+      }
+    }
+    for (int i = 0; i < per_sample; i++)
+      expected[b * per_sample + i] = loop && mask[b * per_sample + i] ? known[b * per_sample + i] : xd[i];
+  }
+
+  Buffer<float> d_timesteps(timesteps), d_cond(cond), d_initial(initial), d_table(table), d_noise(noise),
+      d_known(known);
+  Buffer<uint8_t> d_mask(mask);
+  for (Path path : {Path::kLayered, Path::kResident}) {
+    if (path == Path::kResident && !fits_resident(net.plan, c.batch, c.horizon)) continue;
+    double worst = 0;
+    bool intact = true, repeats = true;
+    std::vector<float> before;
+    for (int poison : {0xff, 0x00, 0x7f}) {
+      Buffer<uint8_t> work(workspace_bytes(net.plan, c.batch, c.horizon, steps), poison);
+      Buffer<float> out(count);
+      Call call = {c.batch,
+                   c.horizon,
+                   steps,
+                   net.packed.data,
+                   work.data,
+                   d_timesteps.data,
+                   each,
+                   d_cond.data,
+                   d_initial.data,
+                   loop ? d_table.data : nullptr,
+                   clip,
+                   loop ? d_noise.data : nullptr,
+                   loop ? d_known.data : nullptr,
+                   loop ? d_mask.data : nullptr,
+                   out.data,
+                   path};
+      CHECK(sample(net.plan, call, nullptr));
+      CHECK(cudaDeviceSynchronize());
+      const auto got = out.host();
+      double difference = 0, norm = 0;
+      for (int i = 0; i < samples * per_sample; i++)
+        difference += (got[i] - expected[i]) * (got[i] - expected[i]), norm += expected[i] * expected[i];
+      const double error = std::sqrt(difference / norm);
+      worst = error > worst || !(error == error) ? error : worst;
+      for (int i = 0; i < count; i++) intact = intact && got[i] == got[i];
+      intact = intact && work.guard_intact() && out.guard_intact() && net.packed.guard_intact();
+      repeats = repeats && (before.empty() || before == got);
+      before = got;
+    }
+    const double limit = dtype == DType::kFloat32 ? 1e-5 : dtype == DType::kFloat16 ? 4e-3 : 3e-2;
+    const bool ok = worst < limit && intact && repeats;
+    failures += !ok;
+    std::printf("%s %s %-8s %-45s relative error %.2e%s%s\n", ok ? "ok  " : "FAIL",
+                dtype == DType::kFloat32   ? "fp32"
+                : dtype == DType::kFloat16 ? "fp16"
+                                           : "bf16",
+                path == Path::kResident ? "resident" : "layered",
+                (std::string(c.name) + (loop ? ", loop" : "")).c_str(), worst,
+                intact ? "" : ", unwritten or guard broken", repeats ? "" : ", runs differ");
+  }
+}
+
+__global__ void read_kernel(const uint4* p, size_t n, uint32_t* out) {
+  uint32_t a = 0;
+  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
+       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
+    const uint4 v = __ldcs(p + i);
+    a += v.x ^ v.y ^ v.z ^ v.w;
+  }
+  if (a == 12345) *out = a;
+}
+
+template <class F>
+float median_us(cudaStream_t stream, int repeats, F f) {
+  cudaEvent_t begin, end;
+  CHECK(cudaEventCreate(&begin));
+  CHECK(cudaEventCreate(&end));
+  std::vector<float> t;
+  for (int i = 0; i < repeats; i++) {
+    CHECK(cudaEventRecord(begin, stream));
+    f();
+    CHECK(cudaEventRecord(end, stream));
+    CHECK(cudaEventSynchronize(end));
+    float ms;
+    CHECK(cudaEventElapsedTime(&ms, begin, end));
+    t.push_back(ms * 1e3f);
+  }
+  std::sort(t.begin(), t.end());
+  return t[t.size() / 2];
+}
+
+void bench_case(const char* name, const Config& config, DType dtype, int batch, int horizon, double bandwidth,
+                Path path) {
+  Network net(config, dtype);
+  if (path == Path::kResident && !fits_resident(net.plan, batch, horizon)) {
+    std::printf("%-28s batch %2d: does not fit the resident path\n", name, batch);
+    return;
+  }
+  constexpr int kSteps = 40;
+  const int count = batch * horizon * config.action_dim;
+  std::vector<float> timesteps(kSteps);
+  for (int i = 0; i < kSteps; i++) timesteps[i] = static_cast<float>(99 - 2 * i);
+  std::vector<float> table;
+  for (int i = 0; i < kSteps; i++)
+    for (float r : {1.1f, -0.4f, 0.5f, 0.4f, 0.05f, 0.1f}) table.push_back(r);
+  Buffer<float> d_timesteps(timesteps), d_cond(uniform_values(static_cast<size_t>(batch) * config.cond_dim)),
+      d_initial(uniform_values(count)), d_table(table), d_noise(uniform_values(static_cast<size_t>(kSteps) * count)),
+      out(count);
+  Buffer<uint8_t> work(workspace_bytes(net.plan, batch, horizon, kSteps));
+  cudaStream_t stream;
+  CHECK(cudaStreamCreate(&stream));
+  const double floor_us = net.plan.tile_bytes / bandwidth * 1e6;
+  float us[3];
+  int i = 0;
+  for (int steps : {10, 20, 40}) {
+    Call call = {
+        batch,          horizon,      steps, net.packed.data, work.data, d_timesteps.data, false,    d_cond.data,
+        d_initial.data, d_table.data, 1.0f,  d_noise.data,    nullptr,   nullptr,          out.data, path};
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CHECK(sample(net.plan, call, stream));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int w = 0; w < 3; w++) CHECK(cudaGraphLaunch(exec, stream));
+    us[i++] = median_us(stream, 21, [&] { CHECK(cudaGraphLaunch(exec, stream)); });
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+  }
+  const double step = (us[2] - us[1]) / 20;
+  std::printf(
+      "%-22s %s batch %2d T %2d %s: step %.1f us = %.2f x floor %.1f us (%.1f MB); 10 steps %.0f us = %.1f steps' "
+      "time\n",
+      name, dtype == DType::kFloat32 ? "fp32" : "bf16", batch, horizon,
+      path == Path::kResident ? "resident" : "layered ", step, step / floor_us, floor_us, net.plan.tile_bytes / 1e6,
+      us[0], us[0] / step);
+  CHECK(cudaStreamDestroy(stream));
+}
+
+void bench(bool all) {
+  const size_t bytes = size_t{2} << 30;
+  double bandwidth;
+  {
+    Buffer<uint8_t> big(bytes);
+    Buffer<uint32_t> sink(1);
+    bandwidth = bytes / (median_us(nullptr, 11,
+                                   [&] {
+                                     read_kernel<<<132 * 8, 512>>>(reinterpret_cast<const uint4*>(big.data), bytes / 16,
+                                                                   sink.data);
+                                   }) *
+                         1e-6);
+  }
+  cudaDeviceProp p;
+  CHECK(cudaGetDeviceProperties(&p, 0));
+  std::printf("%s, read %.2f TB/s\n", p.name, bandwidth * 1e-12);
+  const Config small = {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true},
+               large = {2, 3, {512, 1024, 2048}, 5, 8, 128, 132, true};
+  bench_case("80 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kResident);
+  bench_case("80 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
+  bench_case("252 M", large, DType::kBFloat16, 1, 16, bandwidth, Path::kResident);
+  bench_case("252 M", large, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
+  if (!all) return;
+  for (int batch : {2, 4, 8, 16}) bench_case("80 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kResident);
+  bench_case("80 M", small, DType::kBFloat16, 1, 48, bandwidth, Path::kResident);
+  bench_case("80 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kLayered);
+  bench_case("80 M", small, DType::kBFloat16, 16, 16, bandwidth, Path::kLayered);
+  bench_case("80 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kLayered);
+  bench_case("252 M", large, DType::kBFloat16, 1, 16, bandwidth, Path::kLayered);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IONBF, 0);
+  const std::string what = argc > 1 ? argv[1] : "test";
+  if (what == "bench" || what == "step") {
+    bench(what == "bench");
+    return 0;
+  }
+  for (const Case& c : kCases) {
+    if (what == "quick" && c.large) continue;
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      test_case(c, dtype, false);
+      if (!c.large || std::strstr(c.name, "80 M")) test_case(c, dtype, true);
+    }
+  }
+  std::printf("%d failures\n", failures);
+  return failures != 0;
+}

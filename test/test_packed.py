@@ -1,0 +1,289 @@
+"""The U-Net and the whole loop on packed weights, against the network in float64."""
+
+import pytest
+import torch
+
+import dpa
+from dpa.packed import PackedUnet, unet_config
+
+diffusers = pytest.importorskip("diffusers")
+
+# Relative error of a forward pass in the norm. float32: sums in float32, products in three tf32
+# parts. bfloat16 and float16: weights and activations of 8 and 11 bits through some 30 layers.
+_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+_NETS = {
+    "small": {
+        "input_dim": 2,
+        "global_cond_dim": 7,
+        "down_dims": (128, 256),
+        "cond_predict_scale": True,
+    },
+    "no_scale": {
+        "input_dim": 5,
+        "global_cond_dim": 3,
+        "down_dims": (64, 128, 256),
+        "kernel_size": 5,
+    },
+    "unconditional": {
+        "input_dim": 7,
+        "down_dims": (32, 64),
+        "n_groups": 4,
+        "cond_predict_scale": True,
+    },
+    "one_level": {"input_dim": 2, "global_cond_dim": 4, "down_dims": (128,), "kernel_size": 7},
+}
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("packed weights need a CUDA device, and there is none here")
+    return torch.device("cuda")
+
+
+def _net(name, device):
+    unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **_NETS[name]).to(device).eval()
+    for parameter in unet.parameters():  # biases and norms away from their plain beginnings
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return unet
+
+
+def _error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def _cond(unet, batch, device):
+    dim = unet_config(unet)[4]
+    return torch.randn(batch, dim, device=device) if dim else None
+
+
+@pytest.mark.parametrize("name", _NETS)
+@pytest.mark.parametrize("dtype", _ERROR, ids=str)
+def test_forward(cuda, name, dtype):
+    unet = _net(name, cuda)
+    packed, exact = PackedUnet(unet, dtype), dpa.reference.plain(unet).double()
+    for batch, horizon in [(1, 16), (3, 8), (2, 24), (16, 16)]:
+        sample = torch.randn(batch, horizon, unet.input_dim, device=cuda)
+        timestep = torch.randint(100, (batch,), device=cuda)
+        cond = _cond(unet, batch, cuda)
+        with torch.no_grad():
+            wide = None if cond is None else cond.double()
+            expected = exact(sample.double(), timestep, None, wide)
+            got = packed(sample, timestep, cond)
+        assert got.dtype == torch.float32
+        assert _error(got, expected) < _ERROR[dtype]
+        again = packed(sample, timestep, cond)
+        assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_loop_is_the_eager_loop(cuda, kind, batch):
+    """The same generator, hence the same noise: the same actions as the loop of separate ops."""
+    unet = _net("unconditional" if kind == "inpainting" else "small", cuda)
+    cls = diffusers.DDIMScheduler if kind == "ddim" else diffusers.DDPMScheduler
+    scheduler = cls(num_train_timesteps=50, beta_schedule="squaredcos_cap_v2", clip_sample=True)
+    options = {"num_inference_steps": 10 if kind == "ddim" else 50, "horizon": 16}
+    call = {"batch_size": batch}
+    if kind == "inpainting":
+        call["condition_data"] = torch.randn(batch, 16, 7, device=cuda)
+        call["condition_mask"] = torch.rand(batch, 16, 7, device=cuda) < 0.3
+    else:
+        call["global_cond"] = _cond(unet, batch, cuda)
+    results = []
+    for fused in (False, True):
+        sampler = dpa.DiffusionSampler(unet, scheduler, fused=fused, **options)
+        generator = torch.Generator(cuda).manual_seed(5)
+        results.append(sampler(generator=generator, **call))
+        results.append(torch.randn(3, device=cuda, generator=generator))
+    torch.testing.assert_close(results[0], results[2], rtol=1e-3, atol=1e-4)
+    assert torch.equal(results[1], results[3])  # the stream went on equally far
+
+
+def test_changed_weights_are_packed_again(cuda):
+    unet = _net("small", cuda)
+    packed = PackedUnet(unet)
+    sample, t, cond = (
+        torch.randn(1, 16, 2, device=cuda),
+        torch.zeros(1, device=cuda),
+        _cond(unet, 1, cuda),
+    )
+    before = packed(sample, t, cond)
+    with torch.no_grad():
+        unet.final_conv[1].bias.add_(1.0)
+    torch.testing.assert_close(packed(sample, t, cond), before + 1, rtol=1e-5, atol=1e-5)
+    other = _net("small", cuda)
+    unet.load_state_dict(other.state_dict())
+    assert torch.equal(packed(sample, t, cond), PackedUnet(other)(sample, t, cond))
+
+
+def test_cuda_graph(cuda):
+    unet = _net("small", cuda)
+    packed = PackedUnet(unet, torch.bfloat16)
+    sample, t, cond = (
+        torch.randn(1, 16, 2, device=cuda),
+        torch.ones(1, device=cuda),
+        _cond(unet, 1, cuda),
+    )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        packed(sample, t, cond)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = packed(sample, t, cond)
+    for _ in range(3):
+        sample.copy_(torch.randn_like(sample))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, packed(sample, t, cond))
+
+
+def test_two_samplers_on_two_streams(cuda):
+    """Each gives what it gives alone, whichever way the two resident kernels share the GPU."""
+    scheduler = diffusers.DDIMScheduler(num_train_timesteps=50, beta_schedule="squaredcos_cap_v2")
+    nets = [_net("small", cuda) for _ in range(2)]
+    conds = [_cond(net, 1, cuda) for net in nets]
+    noise = torch.randn(1, 16, 2, device=cuda)
+    samplers = [dpa.DiffusionSampler(n, scheduler, 10, horizon=16, fused=True) for n in nets]
+    alone = [s(c, noise=noise) for s, c in zip(samplers, conds, strict=True)]
+    streams = [torch.cuda.Stream() for _ in nets]
+    torch.cuda.synchronize()
+    together = [[], []]
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                together[i].append(samplers[i](conds[i], noise=noise))
+    torch.cuda.synchronize()
+    for expected, got in zip(alone, together, strict=True):
+        assert all(torch.equal(expected, g) for g in got)
+
+
+def test_compile(cuda):
+    """No graph break in a user's function that calls the packed network."""
+    unet = _net("small", cuda)
+    packed = PackedUnet(unet)
+    weights, config = packed.packed, packed.config
+
+    def step(sample, t, cond):
+        return torch.ops.dpa.unet1d(sample, t, cond, weights, config, torch.float32) * 2
+
+    args = (torch.randn(2, 16, 2, device=cuda), torch.ones(2, device=cuda), _cond(unet, 2, cuda))
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*args), step(*args), rtol=0, atol=0)
+
+
+def test_no_gradient_is_pretended(cuda):
+    unet = _net("small", cuda)
+    packed = PackedUnet(unet)
+    sample = torch.randn(1, 16, 2, device=cuda, requires_grad=True)
+    out = packed(sample, torch.zeros(1, device=cuda), _cond(unet, 1, cuda))
+    with pytest.raises(RuntimeError, match=r"dpa::unet1d.*not implemented"):
+        out.sum().backward()
+
+
+def test_weight_names_are_the_networks():
+    """Every parameter of the network is packed: none is forgotten, none invented."""
+    for name in _NETS:
+        unet = _net(name, torch.device("cpu"))
+        names = torch.ops.dpa.unet1d_weight_names(unet_config(unet))
+        assert sorted(names) == sorted(n for n, _ in unet.named_parameters())
+
+
+@pytest.mark.parametrize("target", ["meta", "cuda"])
+def test_rejected(target):
+    if target == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    unet = _net("small", torch.device("cpu"))
+    config = unet_config(unet)
+    names = torch.ops.dpa.unet1d_weight_names(config)
+    weights = [dict(unet.named_parameters())[n].detach().to(target) for n in names]
+    packed = torch.ops.dpa.unet1d_pack(weights, config, torch.float32)
+    new = lambda *shape: torch.zeros(shape, device=target)  # noqa: E731
+    sample, t, cond, table = new(2, 16, 2), new(2), new(2, 7), new(4, 6)
+    f32 = torch.float32
+
+    def unet1d(*args):
+        return torch.ops.dpa.unet1d(*args)
+
+    def loop(*args, **kwargs):
+        return torch.ops.dpa.diffusion_sample(*args, **kwargs)
+
+    wrong = [
+        (
+            r"unet1d: sample must have shape \(B, T, 2\)",
+            unet1d,
+            (sample[0], t, cond, packed, config, f32),
+        ),
+        (
+            r"unet1d: sample must be float32, got Half",
+            unet1d,
+            (sample.half(), t, cond, packed, config, f32),
+        ),
+        (r"multiple of 2, got 15", unet1d, (sample[:, 1:], t, cond, packed, config, f32)),
+        (
+            r"unet1d: timesteps must have shape \(B\)",
+            unet1d,
+            (sample, t[:1], cond, packed, config, f32),
+        ),
+        (r"unet1d: global_cond must be given", unet1d, (sample, t, None, packed, config, f32)),
+        (
+            r"unet1d: global_cond must have shape",
+            unet1d,
+            (sample, t, cond[:, 1:], packed, config, f32),
+        ),
+        (
+            r"unet1d: packed must be the \d+ bytes",
+            unet1d,
+            (sample, t, cond, packed[1:], config, f32),
+        ),
+        (r"unet1d: packed must be the", unet1d, (sample, t, cond, packed, config, torch.bfloat16)),
+        (
+            r"unet1d: dtype of packed weights",
+            unet1d,
+            (sample, t, cond, packed, config, torch.float64),
+        ),
+        (r"unet1d: config must be", unet1d, (sample, t, cond, packed, config[:5], f32)),
+        (
+            r"unet1d: config must hold numbers",
+            unet1d,
+            (sample, t, cond, packed, [2**40, *config[1:]], f32),
+        ),
+        (
+            r"unet1d: config is refused: kernel_size",
+            unet1d,
+            (sample, t, cond, packed, [2, 4, *config[2:]], f32),
+        ),
+        (
+            r"sample: table must have shape",
+            loop,
+            (sample, new(3), cond, packed, config, f32, table, 1.0),
+        ),
+        (r"sample: clip must", loop, (sample, new(4), cond, packed, config, f32, table, -1.0)),
+    ]
+    for match, function, args in wrong:
+        with pytest.raises(RuntimeError, match=r"^dpa::.*" + match):
+            function(*args)
+    with pytest.raises(RuntimeError, match=r"known and known_mask must be given together"):
+        loop(sample, new(4), cond, packed, config, f32, table, 1.0, None, sample)
+    with pytest.raises(RuntimeError, match=r"unet1d_pack: weights must be the \d+ tensors"):
+        torch.ops.dpa.unet1d_pack(weights[1:], config, f32)
+    with pytest.raises(RuntimeError, match=r"unet1d_pack: .* must have shape"):
+        torch.ops.dpa.unet1d_pack([weights[1], *weights[1:]], config, f32)
+
+
+def test_what_cannot_be_packed_says_why():
+    with pytest.raises(ValueError, match="original ConditionalUnet1D"):
+        unet_config(torch.nn.Linear(2, 2))
+    local = dpa.nn.ConditionalUnet1D(
+        2, local_cond_dim=3, diffusion_step_embed_dim=16, down_dims=(16, 32)
+    )
+    with pytest.raises(ValueError, match="no local conditioning"):
+        unet_config(local)
+    unet = _net("unconditional", torch.device("cpu"))
+    sampler = dpa.DiffusionSampler(unet, diffusers.DDPMScheduler(), 5, horizon=8, fused=True)
+    with pytest.raises(ValueError, match="not on a CUDA device"):
+        sampler()
