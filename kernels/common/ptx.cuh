@@ -63,11 +63,15 @@ __device__ __forceinline__ uint64_t evict_last_policy() {
   return policy;
 }
 
-// Copies `bytes` (a multiple of 16, both ends aligned to 16) into shared memory; the barrier counts them. One thread calls it.
-__device__ __forceinline__ void copy_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, uint64_t policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination), "l"(source),
-               "r"(bytes), "r"(barrier), "l"(policy)
-               : "memory");
+// Copies `bytes` (a multiple of 16, both ends aligned to 16) into shared memory; the barrier counts them. One thread
+// calls it.
+__device__ __forceinline__ void copy_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 }
 
 // A barrier among the first `threads` threads that name the same id; whole warps only.
@@ -75,7 +79,8 @@ __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Moves registers between groups of four warps of a block: every warp of the group calls it, before it needs or after it frees them.
+// Moves registers between groups of four warps of a block: every warp of the group calls it, before it needs or after
+// it frees them.
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
