@@ -63,14 +63,16 @@ if(DPA_WITH_CUDA)
   endif()
   set(CMAKE_CUDA_ARCHITECTURES "${archs}")
   set(CMAKE_CUDA_COMPILER "${nvcc}")
-  set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
   set(CMAKE_CUDA_STANDARD 17)
   enable_language(CUDA)
   # CMake 3.25 does not know how nvcc spells C++20.
   set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
-  find_package(CUDAToolkit REQUIRED)
+  # The runtime is the one that torch loads; PyPI's compiler brings none to link with.
+  set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+  find_file(DPA_CUDART libcudart.so.13 REQUIRED
+            PATHS "${Python_SITELIB}/nvidia/cu13/lib" ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} /usr/local/cuda/lib64)
   set(why "the CPU and CUDA ${CMAKE_CUDA_COMPILER_VERSION} for architectures ${archs} (${reason})")
 endif()
 message(STATUS "dpa: building for ${why}")

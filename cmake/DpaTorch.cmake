@@ -25,5 +25,6 @@ target_link_libraries(torch::cpu INTERFACE
 add_library(torch::cuda INTERFACE IMPORTED)
 if(DPA_WITH_CUDA)
   target_compile_definitions(torch::cuda INTERFACE DPA_WITH_CUDA)
-  target_link_libraries(torch::cuda INTERFACE torch::cpu "${DPA_TORCH_ROOT}/lib/libc10_cuda.so" CUDA::cudart)
+  target_include_directories(torch::cuda SYSTEM INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  target_link_libraries(torch::cuda INTERFACE torch::cpu "${DPA_TORCH_ROOT}/lib/libc10_cuda.so" "${DPA_CUDART}")
 endif()
