@@ -49,6 +49,11 @@ lint: $(SETUP)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
+docs: $(SETUP)
+	$(PIP) install -r requirements/docs.txt
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "the site is in site/: open site/index.html"
+
 wheel: $(SETUP)
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist . \
 	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \

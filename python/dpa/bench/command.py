@@ -11,31 +11,33 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dpa.bench import small_ops
+from dpa.bench import cpu, small_ops
 
 
 def bench(
     out: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("out/bench"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure the small ops beside eager PyTorch and torch.compile: medians, in microseconds.
+    """Measure the ops beside eager PyTorch and torch.compile: medians, in microseconds.
 
-    Needs a CUDA device. Writes OUT/small_ops.json.
+    On a GPU the small ops, on the CPU the fused ops and a U-Net. Writes OUT/results.json.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("bench needs a CUDA device, and there is none here")
-    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    results |= small_ops.run()
+    gpu = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
+    results: dict[str, Any] = {"device": name, "torch": torch.__version__}
+    results |= small_ops.run() if gpu else cpu.run()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "small_ops.json").write_text(json.dumps(results, indent=2))
+    (out / "results.json").write_text(json.dumps(results, indent=2))
     if as_json:
         print(json.dumps(results, indent=2))
         return
     console = Console()
     console.print(f"{results['device']}, torch {results['torch']}; median microseconds")
-    for title in ("elementwise", "lltm"):
-        console.print(_table(title, results[title]))
-    console.print(_table("host microseconds a call", [results["host us a call"]]))
+    for title, rows in results.items():
+        if isinstance(rows, list):
+            console.print(_table(title, rows))
+        elif isinstance(rows, dict):
+            console.print(_table(title, [rows]))
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
