@@ -1,5 +1,4 @@
 # Decides whether CUDA kernels are built and for what, and says why. Sets DPA_WITH_CUDA.
-include(CheckLanguage)
 
 # The compiler: CUDACXX, the PATH, the toolkit's usual place, or the one that PyPI's nvidia-cuda-nvcc brings.
 function(dpa_find_nvcc result)

@@ -1,4 +1,3 @@
-#include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
 #include "ops/common/node.h"
