@@ -1,7 +1,7 @@
 """The reference: a page an op, made from its schema, its docstring and the files of its stem.
 
-A hook of MkDocs. Nothing is written down twice: the schema is read from ops/library.cpp, the rest of
-a page is the docstring of ``dpa.ops`` and what ``docs/reference/measured.json`` says of its speed.
+A hook of MkDocs. Nothing is written down twice: the schema is read from ops/library.cpp, the rest
+of a page is the docstring of ``dpa.ops`` and what docs/reference/measured.json says of its speed.
 """
 
 from __future__ import annotations
