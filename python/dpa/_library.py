@@ -8,6 +8,10 @@ from pathlib import Path
 
 import torch
 
+from dpa import _vmap
+
+_loaded: Path | None = None
+
 
 def library_path() -> Path:
     """The shared library that registers ``torch.ops.dpa.*``, for ``torch.ops.load_library``.
@@ -18,10 +22,13 @@ def library_path() -> Path:
         FileNotFoundError: there is no library, because the package was not built.
 
     """
+    if _loaded:
+        return _loaded
     chosen = os.environ.get("DPA_LIBRARY")
+    if chosen == "jit":
+        raise FileNotFoundError("DPA_LIBRARY is jit: call dpa.jit.load(), which builds the library")
     # An editable install leaves the sources here and puts the library where packages are installed.
-    folders = [Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "dpa"]
-    paths = [Path(chosen)] if chosen else [folder / "lib" / "libdpa.so" for folder in folders]
+    paths = [Path(chosen)] if chosen else [folder / "lib" / "libdpa.so" for folder in folders()]
     for path in paths:
         if path.is_file():
             return path
@@ -29,15 +36,24 @@ def library_path() -> Path:
     raise FileNotFoundError(f"{origin} {paths[0]}, which does not exist: run `make build`")
 
 
+def folders() -> list[Path]:
+    """Where the package may lie: beside this file, and, if that is a checkout, as installed."""
+    return [Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "dpa"]
+
+
 def is_loaded() -> bool:
     """Whether ``torch.ops.dpa.*`` is registered."""
     return torch._C._dispatch_has_kernel("dpa::denoise")
 
 
-def load() -> None:
-    """Load the library unless its ops are registered already.
+def load(path: Path | None = None) -> None:
+    """Load the library at ``path``, or the installed one, unless the ops are registered already.
 
     Two libraries that both define the ops would abort the process, so whoever came first stays.
     """
+    global _loaded
     if not is_loaded():
-        torch.ops.load_library(str(library_path()))
+        path = path or library_path()
+        torch.ops.load_library(str(path))
+        _loaded = path
+    _vmap.register()

@@ -1,0 +1,181 @@
+"""Batching rules: what ``torch.vmap`` makes of an op, in one call instead of a loop.
+
+A rule folds the mapped dimension into one that the op has already: into the samples where every
+example shares the parameters, and into the channels, group by group, where each has its own.
+
+The rules are in Python because functorch's public interface is: its C++ headers are internal, and
+want a JSON library at build time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_Dim = int | None
+
+
+class _Fold:
+    """Puts the mapped dimension, of size ``n``, beside dimension ``at`` and makes the two one.
+
+    ``at`` counts in the tensor as the op sees it. A tensor that is not mapped is repeated.
+    """
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def __call__(self, x: Tensor | None, dim: _Dim, at: int = 0) -> Tensor | None:
+        return None if x is None else _leading(x, dim, self.n).movedim(0, at).flatten(at, at + 1)
+
+    def groups(self, num_groups: int) -> int:
+        """How many groups ``n`` examples side by side have; ops take none for an empty map."""
+        return max(self.n, 1) * num_groups
+
+    def undo(self, x: Tensor | None, size: int, at: int = 0) -> Tensor | None:
+        """Take the two apart again, ``size`` being the op's; the mapped dimension is at ``at``."""
+        return None if x is None else x.unflatten(at, (self.n, size))
+
+
+def _leading(x: Tensor, dim: _Dim, n: int) -> Tensor:
+    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _shape(x: Tensor, dim: _Dim) -> list[int]:
+    """The shape of one example."""
+    return [size for i, size in enumerate(x.shape) if i != dim]
+
+
+def _meta(x: Tensor | None, dim: _Dim) -> Tensor | None:
+    """One example without its values."""
+    return None if x is None else torch.empty(_shape(x, dim), dtype=x.dtype, device="meta")
+
+
+def _dims(in_dims: tuple, count: int) -> list[_Dim]:
+    """Where each of ``count`` arguments is mapped; ``in_dims`` leaves trailing defaults out."""
+    return [*in_dims, *[None] * (count - len(in_dims))]
+
+
+def _elementwise(op):
+    def rule(info, in_dims, a, b, *rest):
+        a, b = (_leading(x, d, info.batch_size) for x, d in zip((a, b), in_dims[:2], strict=True))
+        return op(a, b, *rest), 0
+
+    return rule
+
+
+def _group_norm_mish(
+    info, in_dims, input, num_groups, weight=None, bias=None, eps=1e-5, scale=None, shift=None
+):
+    x, _, w, b, _, sc, sh = _dims(in_dims, 7)
+    fold, op = _Fold(info.batch_size), torch.ops.dpa.group_norm_mish
+    if w is None and b is None:
+        out = op(fold(input, x), num_groups, weight, bias, eps, fold(scale, sc), fold(shift, sh))
+        return fold.undo(out, _shape(input, x)[0]), 0
+    out = op(
+        fold(input, x, 1),
+        fold.groups(num_groups),
+        fold(weight, w),
+        fold(bias, b),
+        eps,
+        fold(scale, sc, 1),
+        fold(shift, sh, 1),
+    )
+    return fold.undo(out, _shape(input, x)[1], 1), 1
+
+
+def _group_norm_mish_backward(
+    info, in_dims, grad, input, num_groups, weight, bias, eps, scale, shift, output_mask
+):
+    """Gradients of the parameters are one an example, so asking for them parts the channels."""
+    g, x, _, w, b, _, sc, sh, _ = in_dims
+    fold, op = _Fold(info.batch_size), torch.ops.dpa.group_norm_mish_backward
+    shared = w is None and b is None and not output_mask[1] and not output_mask[2]
+    at = 0 if shared else 1
+    grads = op(
+        fold(grad, g, at),
+        fold(input, x, at),
+        num_groups if shared else fold.groups(num_groups),
+        weight if shared else fold(weight, w),
+        bias if shared else fold(bias, b),
+        eps,
+        fold(scale, sc, at),
+        fold(shift, sh, at),
+        output_mask,
+    )
+    shape = _shape(input, x)
+    places = (at, 0, 0, at, at)
+    sizes = (shape[at], shape[1], shape[1], shape[at], shape[at])
+    grads = tuple(map(fold.undo, grads, sizes, places))
+    return grads, tuple(
+        place if grad is not None else None for grad, place in zip(grads, places, strict=True)
+    )
+
+
+def _conv1d_gnm(
+    info,
+    in_dims,
+    input,
+    conv_weight,
+    conv_bias,
+    gn_weight,
+    gn_bias,
+    num_groups,
+    eps=1e-5,
+    scale=None,
+    shift=None,
+):
+    x, w, b, gw, gb, _, _, sc, sh = _dims(in_dims, 9)
+    fold = _Fold(info.batch_size)
+    if {w, b, gw, gb} == {None}:
+        out = torch.ops.dpa.conv1d_gnm(
+            fold(input, x),
+            conv_weight,
+            conv_bias,
+            gn_weight,
+            gn_bias,
+            num_groups,
+            eps,
+            fold(scale, sc),
+            fold(shift, sh),
+        )
+        return fold.undo(out, _shape(input, x)[0]), 0
+    # One convolution in which every example is a group of channels. It would let pass what the op
+    # rejects, so the op sees one example's shapes first.
+    one = [
+        _meta(t, d)
+        for t, d in zip((input, conv_weight, conv_bias, gn_weight, gn_bias), in_dims, strict=False)
+    ]
+    torch.ops.dpa.conv1d_gnm(*one, num_groups, eps, _meta(scale, sc), _meta(shift, sh))
+    out = F.conv1d(
+        fold(input, x, 1),
+        fold(conv_weight, w),
+        fold(conv_bias, b),
+        padding=conv_weight.shape[-1] // 2,
+        groups=fold.n,
+    )
+    out = torch.ops.dpa.group_norm_mish(
+        out,
+        fold.groups(num_groups),
+        fold(gn_weight, gw),
+        fold(gn_bias, gb),
+        eps,
+        fold(scale, sc, 1),
+        fold(shift, sh, 1),
+    )
+    return fold.undo(out, _shape(conv_weight, w)[0], 1), 1
+
+
+def register() -> None:
+    """Give the ops their rules; the library must be loaded."""
+    ops = torch.ops.dpa
+    rules = {
+        "elementwise_mult": _elementwise(ops.elementwise_mult),
+        "fused_relu_add": _elementwise(ops.fused_relu_add),
+        "group_norm_mish": _group_norm_mish,
+        "group_norm_mish_backward": _group_norm_mish_backward,
+        "conv1d_gnm": _conv1d_gnm,
+    }
+    for name, rule in rules.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", "FuncTorchBatched"):
+            torch.library.register_vmap(f"dpa::{name}", rule)

@@ -1,0 +1,202 @@
+"""torch.vmap over the ops: equal to a loop over examples, in one call, with every transform."""
+
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from proofs import Sample
+from tolerances import gradient_tolerance, tolerance
+
+_N = 3
+_OPS = torch.ops.dpa
+
+
+class _Calls(TorchDispatchMode):
+    """Names of the ops that reach a backend; those on meta tensors compute nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not any(isinstance(x, torch.Tensor) and x.is_meta for x in args):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _no_slow_fallback():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*performance drop.*")
+        yield
+
+
+def _pair(dtype=torch.float64):
+    return Sample(tuple(torch.randn(2, 5, dtype=dtype) for _ in range(2)))
+
+
+def _norm(dtype=torch.float64):
+    new = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
+    return Sample((new(2, 6, 5), 3, new(6), new(6), 1e-5, new(2, 6), new(2, 6)))
+
+
+def _conv(dtype=torch.float64):
+    new = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
+    return Sample(
+        (new(2, 4, 7), new(6, 4, 3), new(6), new(6), new(6), 3, 1e-5, new(2, 6), new(2, 6))
+    )
+
+
+# The op, its sample, which floating tensors are mapped and in which dimension.
+_CASES = [
+    (_OPS.elementwise_mult, _pair, (0, 0)),
+    (_OPS.elementwise_mult, _pair, (2, None)),
+    (_OPS.fused_relu_add, _pair, (1, 0)),
+    (_OPS.fused_relu_add, _pair, (None, 2)),
+    (_OPS.group_norm_mish, _norm, (0, None, None, None, None)),
+    (_OPS.group_norm_mish, _norm, (3, None, None, 1, None)),
+    (_OPS.group_norm_mish, _norm, (1, 0, 1, 0, 2)),
+    (_OPS.group_norm_mish, _norm, (None, 1, None, None, None)),
+    (_OPS.conv1d_gnm, _conv, (0, None, None, None, None, None, 2)),
+    (_OPS.conv1d_gnm, _conv, (2, 1, 1, 0, 0, 1, 0)),
+    (_OPS.conv1d_gnm, _conv, (None, 3, None, None, None, None, None)),
+    (_OPS.conv1d_gnm, _conv, (None, None, None, 0, None, None, None)),
+]
+_IDS = [f"{op.__name__.split('::')[-1]}-{dims}" for op, _, dims in _CASES]
+_each_case = pytest.mark.parametrize("op, make, dims", _CASES, ids=_IDS)
+
+
+def _mapped(device, make, dims, n=_N, dtype=torch.float64):
+    """The op as a function of its floating tensors, and those with a mapped dimension put in."""
+    sample = make(dtype).map(lambda x: x.to(device))
+    tensors = []
+    for x, dim in zip(sample.floating(), dims, strict=True):
+        if dim is not None:
+            shape = list(x.shape)
+            shape.insert(dim, n)
+            x = torch.randn(shape, dtype=dtype, device=device)
+        tensors.append(x)
+    return lambda op: lambda *t: op(*sample.with_floating(t).args), tensors
+
+
+def _loop(f, dims, tensors, n=_N):
+    """What vmap stands for."""
+    examples = [
+        f(*(x if d is None else x.select(d, i) for x, d in zip(tensors, dims, strict=True)))
+        for i in range(n)
+    ]
+    if isinstance(examples[0], tuple):
+        return tuple(map(torch.stack, zip(*examples, strict=True)))
+    return torch.stack(examples)
+
+
+@_each_case
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_values_in_one_call(device, op, make, dims, dtype):
+    bind, tensors = _mapped(device, make, dims, dtype=dtype)
+    with _Calls() as calls:
+        got = torch.vmap(bind(op), dims)(*tensors)
+    assert sum(name.startswith("dpa.") and "backward" not in name for name in calls.names) == 1
+    assert_close(got, _loop(bind(op), dims, tensors), **tolerance(dtype))
+
+
+@_each_case
+def test_vmap_of_grad(device, op, make, dims):
+    bind, tensors = _mapped(device, make, dims)
+    total = lambda *t: bind(op)(*t).sin().sum()  # noqa: E731
+    gradient = torch.func.grad(total, tuple(range(len(tensors))))
+    with _Calls() as calls:
+        got = torch.vmap(gradient, dims)(*tensors)
+    assert sum("_backward" in name and name.startswith("dpa.") for name in calls.names) <= 1
+    expected = _loop(gradient, dims, tensors)
+    assert_close(got, expected, **gradient_tolerance(torch.float64))
+
+
+@_each_case
+def test_gradients_through_vmap(device, op, make, dims):
+    bind, tensors = _mapped(device, make, dims)
+    leaves = [x.requires_grad_() for x in tensors]
+    got = torch.autograd.grad(torch.vmap(bind(op), dims)(*leaves).sin().sum(), leaves)
+    expected = torch.autograd.grad(_loop(bind(op), dims, leaves).sin().sum(), leaves)
+    assert_close(got, expected, **gradient_tolerance(torch.float64))
+
+
+@_each_case
+def test_tangents(device, op, make, dims):
+    """vmap(jvp) and jvp(vmap)."""
+    bind, tensors = _mapped(device, make, dims)
+    tangents = [torch.randn_like(x) for x in tensors]
+    f, mapped = bind(op), torch.vmap(bind(op), dims)
+    push = lambda *both: torch.func.jvp(f, both[: len(dims)], both[len(dims) :])[1]  # noqa: E731
+    expected = _loop(push, dims * 2, tensors + tangents)
+    got = torch.vmap(push, dims * 2)(*tensors, *tangents)
+    assert_close(got, expected, **gradient_tolerance(torch.float64))
+    got = torch.func.jvp(mapped, tuple(tensors), tuple(tangents))[1]
+    assert_close(got, expected, **gradient_tolerance(torch.float64))
+
+
+@_each_case
+def test_vmap_of_vmap(device, op, make, dims):
+    """The inner map sees tensors of the outer one, some of which it does not map itself."""
+    bind, tensors = _mapped(device, make, dims)
+    f = bind(op)
+    first = next(i for i, d in enumerate(dims) if d is not None)
+    outer = tuple(0 if i == first else None for i in range(len(dims)))
+    stacked = list(tensors)
+    stacked[first] = torch.stack([tensors[first], -tensors[first]])
+    inner = torch.vmap(f, dims)
+    assert_close(torch.vmap(inner, outer)(*stacked), _loop(inner, outer, stacked, n=2))
+
+
+@_each_case
+def test_jacobians(device, op, make, dims):
+    sample = make().map(lambda x: x.to(device))
+    tensors = sample.floating()
+    f = lambda *t: op(*sample.with_floating(t).args)  # noqa: E731
+    where = tuple(i for i, d in enumerate(dims) if d is not None)
+    reverse = torch.func.jacrev(f, where)(*tensors)
+    forward = torch.func.jacfwd(f, where)(*tensors)
+    assert_close(reverse, forward, **gradient_tolerance(torch.float64))
+
+
+def test_ensembles(device):
+    """Parameters of several models at once: what torch.func.stack_module_state is for."""
+    from dpa.nn import Conv1dBlock
+
+    blocks = [Conv1dBlock(3, 8, 5, n_groups=4).to(device) for _ in range(4)]
+    parameters, _ = torch.func.stack_module_state(blocks)
+    x = torch.randn(2, 3, 9, device=device)
+
+    def run(weights):
+        return torch.func.functional_call(blocks[0], weights, (x,))
+
+    got = torch.vmap(run)(parameters)
+    assert_close(got, torch.stack([block(x) for block in blocks]), rtol=1e-5, atol=1e-5)
+
+
+def test_compiled(device):
+    bind, tensors = _mapped(device, _norm, (1, 0, 1, 0, 2))
+    mapped = torch.vmap(bind(_OPS.group_norm_mish), (1, 0, 1, 0, 2))
+    compiled = torch.compile(lambda *t: mapped(*t), backend="aot_eager", fullgraph=True)
+    assert_close(compiled(*tensors), mapped(*tensors))
+
+
+def test_empty_map(device):
+    bind, tensors = _mapped(device, _norm, (0, 0, None, None, None), n=0)
+    got = torch.vmap(bind(_OPS.group_norm_mish), (0, 0, None, None, None))(*tensors)
+    assert got.shape == (0, 2, 6, 5)
+
+
+def test_rejected(device):
+    """A rule lets nothing pass that the op rejects."""
+    x = torch.randn(_N, 2, 4, 7, device=device)
+    with pytest.raises(RuntimeError, match=r"dpa::elementwise_mult: b must have the shape of a"):
+        torch.vmap(_OPS.elementwise_mult, (0, None))(x, x[0, 0])
+    with pytest.raises(RuntimeError, match=r"dpa::group_norm_mish: num_groups must be positive"):
+        torch.vmap(lambda x: _OPS.group_norm_mish(x, 3))(x)
+    weight = torch.randn(_N, 6, 4, 2, device=device)
+    with pytest.raises(RuntimeError, match=r"dpa::conv1d_gnm: conv_weight must have an odd kernel"):
+        torch.vmap(lambda x, w: _OPS.conv1d_gnm(x, w, None, None, None, 3))(x, weight)
