@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .family import Network, recognise
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def runs_packed(device: torch.device) -> bool:
+    """Whether this build can run networks on packed weights on such a device."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return key is not None and has_kernel("dpa::diffusion_sample", key)
+
+
 def unet_config(unet: nn.Module) -> list[int]:
-    """Read the architecture off a U-Net with the original's state-dict keys.
+    """Read the architecture off a U-Net of the family.
 
     Returns:
         ``[action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims]``.
@@ -18,38 +27,34 @@ def unet_config(unet: nn.Module) -> list[int]:
         ValueError: the module is not such a network, or has local conditioning.
 
     """
-    weights = dict(unet.named_parameters())
-    norm = dict(unet.named_modules()).get("down_modules.0.0.blocks.0.block.1")
-    if not isinstance(norm, nn.GroupNorm) or "final_conv.1.weight" not in weights:
-        raise ValueError(f"unet must have the original ConditionalUnet1D's keys, got {type(unet)}")
-    if any(name.startswith("local_cond_encoder.") for name in weights):
+    return _config(recognise(unet))
+
+
+def _config(network: Network) -> list[int]:
+    arguments = network.arguments
+    if arguments.get("local_cond_dim") is not None:
         raise ValueError("unet must have no local conditioning to be packed, got one that has")
-    down_dims: list[int] = []
-    while (key := f"down_modules.{len(down_dims)}.0.blocks.0.block.0.weight") in weights:
-        down_dims.append(weights[key].shape[0])
-    step_dim = weights["diffusion_step_encoder.3.weight"].shape[0]
-    film = weights["down_modules.0.0.cond_encoder.1.weight"].shape
     return [
-        weights["final_conv.1.weight"].shape[0],
-        weights["down_modules.0.0.blocks.0.block.0.weight"].shape[2],
-        norm.num_groups,
-        step_dim,
-        film[1] - step_dim,
-        int(film[0] == 2 * down_dims[0]),
-        *down_dims,
+        arguments["input_dim"],
+        arguments["kernel_size"],
+        arguments["n_groups"],
+        arguments["diffusion_step_embed_dim"],
+        arguments["global_cond_dim"] or 0,
+        int(arguments["cond_predict_scale"]),
+        *arguments["down_dims"],
     ]
 
 
 class PackedUnet:
-    """A U-Net on packed weights: one op a forward pass, one op a whole denoising loop. CUDA alone.
+    """A U-Net on packed weights: one op a forward pass, one op a whole denoising loop.
 
     The weights are packed at the first call, and again when a parameter was replaced or changed in
     place. A change through ``parameter.data`` leaves no trace to notice: call :meth:`repack` then.
     No gradient flows through any of it.
 
     Args:
-        unet: a network with the keys of the original ``ConditionalUnet1D``, without local
-            conditioning, on a CUDA device.
+        unet: the original's ``ConditionalUnet1D``, LeRobot's or dpa's, without local conditioning,
+            on a device for which :func:`runs_packed` holds.
         dtype: of the packed weights: float32, float16 or bfloat16. Arithmetic accumulates in
             float32, and inputs and outputs are float32.
 
@@ -63,26 +68,37 @@ class PackedUnet:
             raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
         self.unet = unet
         self.dtype = dtype
-        self.config = unet_config(unet)
+        self.network = recognise(unet)
+        self.config = _config(self.network)
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._packed: Tensor | None = None
         self._seen: list[tuple[int, int]] = []
 
     def repack(self) -> Tensor:
-        """Pack the weights as they are now."""
-        weights = dict(self.unet.named_parameters())
-        given = [weights[name].detach() for name in self._names]
-        self._packed = torch.ops.dpa.unet1d_pack(given, self.config, self.dtype)
+        """Pack the weights as they are now, in the same memory as before where there is one.
+
+        A captured graph that reads the packed weights therefore follows.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            weights = self.network.weights()
+            given = [weights[name] for name in self._names]
+            packed = torch.ops.dpa.unet1d_pack(given, self.config, self.dtype)
+            if self._packed is not None and self._packed.device == packed.device:
+                self._packed.copy_(packed)
+            else:
+                self._packed = packed
+        self._seen = self._versions()
         return self._packed
+
+    def _versions(self) -> list[tuple[int, int]]:
+        found = [module._parameters[name] for module, name in self.network.slots.values()]
+        return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in found]
 
     @property
     def packed(self) -> Tensor:
         """The packed weights, made anew if the network's have changed."""
-        seen = [(p.data_ptr(), p._version) for p in self.unet.parameters()]
-        if self._packed is None or seen != self._seen:
-            self.repack()
-            self._seen = seen
-        assert self._packed is not None
+        if self._packed is None or self._versions() != self._seen:
+            return self.repack()
         return self._packed
 
     def __call__(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .packed import PackedUnet
+from .packed import PackedUnet, runs_packed
 from .schedulers import StepTable, from_diffusers
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
@@ -46,8 +46,7 @@ class DiffusionSampler:
         eta: DDIM's noise weight.
         use_clipped_model_output: DDIM's option of that name.
         fused: run the whole loop as one op on packed weights (:class:`dpa.packed.PackedUnet`, whose
-            docstring says which changes of the weights it notices). For networks with the
-            original's keys on a CUDA device, without local conditioning.
+            docstring says which networks, and which changes of the weights it notices).
 
     Raises:
         TypeError, ValueError: as :func:`dpa.schedulers.from_diffusers`.
@@ -204,8 +203,8 @@ class DiffusionSampler:
         weights_dtype: torch.dtype,
     ) -> Tensor:
         """Run the loop as one op, its random numbers drawn beforehand in the loop's order."""
-        if sample.device.type != "cuda":
-            _fail("fused", "be left out of a network that is not on a CUDA device", sample.device)
+        if not runs_packed(sample.device):
+            _fail("fused", "be left out where no kernel runs packed weights", sample.device)
 
         def floats(name: str, *tail: int) -> Tensor | None:
             value = given[name]
