@@ -63,6 +63,7 @@ cudaError_t dispatch(DType dtype, F&& f) {
     case DType::kFloat32: return f(TypeTag<float>{});
     case DType::kFloat16: return f(TypeTag<__half>{});
     case DType::kBFloat16: return f(TypeTag<__nv_bfloat16>{});
+    case DType::kFloat8E4M3: break;
   }
   return cudaErrorInvalidValue;
 }

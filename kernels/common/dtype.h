@@ -3,6 +3,7 @@
 
 namespace dpa::kernels {
 
-enum class DType { kFloat64, kFloat32, kFloat16, kBFloat16 };
+/// kFloat8E4M3 is for packed weights alone (kernels/unet1d): no arithmetic is done in it.
+enum class DType { kFloat64, kFloat32, kFloat16, kBFloat16, kFloat8E4M3 };
 
 }  // namespace dpa::kernels

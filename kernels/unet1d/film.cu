@@ -118,7 +118,7 @@ cudaError_t film_as(const Plan& plan, const Call& call, const FilmBuffers& b, cu
 }  // namespace
 
 cudaError_t film(const Plan& plan, const Call& call, const FilmBuffers& buffers, cudaStream_t stream) {
-  switch (plan.dtype) {
+  switch (dense_dtype(plan.dtype)) {
     case DType::kFloat32: return film_as<float>(plan, call, buffers, stream);
     case DType::kFloat16: return film_as<__half>(plan, call, buffers, stream);
     case DType::kBFloat16: return film_as<__nv_bfloat16>(plan, call, buffers, stream);

@@ -58,6 +58,7 @@ __global__ void head_kernel(const HeadArguments h) {
 struct ConvArguments {
   const uint8_t* weights[2];
   const float* bias[2];
+  const float* scale[2];  // null without
   const float *value, *skip;
   float* out[2];
   Tiling tiling;
@@ -119,6 +120,7 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(const __grid_constant__ 
     int64_t at = n;
     if (c.upsample)
       at = static_cast<int64_t>(n / c.columns_per_sample) * c.times_out + n % c.columns_per_sample * 2 + segment;
+    if (c.scale[segment]) total *= c.scale[segment][channel];
     c.out[segment][at * c.channels_out + channel] = total + c.bias[segment][channel];
   }
 #endif
@@ -248,6 +250,7 @@ struct Runner {
     for (int s = 0; s < conv.num_segments; s++) {
       c.weights[s] = packed + conv.segments[s].weights;
       c.bias[s] = floats + conv.bias[s];
+      c.scale[s] = conv.scale >= 0 ? floats + conv.scale + s * conv.channels_out : nullptr;
       c.taps[s] = conv.segments[s].taps, c.first[s] = conv.segments[s].first;
     }
     c.out[0] = buffer(at.raw);
@@ -328,6 +331,7 @@ cudaError_t run_layered(const Plan& plan, const Call& call, const Workspace& at,
     case DType::kFloat32: return run<float>(plan, call, at, stream);
     case DType::kFloat16: return run<__half>(plan, call, at, stream);
     case DType::kBFloat16: return run<__nv_bfloat16>(plan, call, at, stream);
+    case DType::kFloat8E4M3: return run<__nv_fp8_e4m3>(plan, call, at, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -4,6 +4,10 @@
 //   grid tiles_kernel   a product's weights as 16 x 16 tiles in the order that matrix instructions hold them:
 //                  (slice_out, slice_in, tap, channel step, row tile, element); a thread an element of the destination.
 //                  Rows and channels that only fill a tile up are zero.
+//   scales_kernel  scale[o] = max over i and taps of |w[o, i, tap]| / 448, the largest e4m3 (1 where all are zero); a
+//                  block an output channel
+#include <cuda_fp8.h>
+
 #include <algorithm>
 
 #include "kernels/common/dtype.cuh"
@@ -38,8 +42,34 @@ __global__ void copy_kernel(const Source* source, Target* target, CopyItem item)
   }
 }
 
+template <class Target>
+__device__ __forceinline__ Target stored(float x) {
+  if constexpr (sizeof(Target) == 1)
+    return Target(x);
+  else
+    return narrow<Target>(x);
+}
+
+template <class Source>
+__global__ void scales_kernel(const Source* source, float* scales, TileItem item, int channels_in) {
+  __shared__ float largest[kThreads];
+  float most = item.weight < 0 ? 1.0f : 0.0f;
+  for (int e = threadIdx.x; item.weight >= 0 && e < channels_in * item.tap_count; e += kThreads) {
+    const int in = e / item.tap_count, tap = e % item.tap_count;
+    most = fmaxf(most, fabsf(static_cast<float>(
+                           widen(source[blockIdx.x * item.stride_out + in * item.stride_in + tap * item.stride_tap]))));
+  }
+  largest[threadIdx.x] = most;
+  for (int n = kThreads / 2; n; n /= 2) {
+    __syncthreads();
+    if (threadIdx.x < n) largest[threadIdx.x] = fmaxf(largest[threadIdx.x], largest[threadIdx.x + n]);
+  }
+  if (threadIdx.x == 0) scales[blockIdx.x] = largest[0] > 0.0f ? largest[0] / 448.0f : 1.0f;
+}
+
 template <class Source, class Target>
-__global__ void tiles_kernel(const Source* source, Target* target, const __grid_constant__ Tiles t) {
+__global__ void tiles_kernel(const Source* source, Target* target, const float* scales,
+                             const __grid_constant__ Tiles t) {
   constexpr bool kWide = sizeof(Target) == 4;
   const int per_tap = t.tiling.in_steps + t.tiling.skip_steps;
   const int64_t slice = static_cast<int64_t>(t.taps) * per_tap * t.tiling.row_tiles * 256;
@@ -75,11 +105,11 @@ __global__ void tiles_kernel(const Source* source, Target* target, const __grid_
         value = static_cast<float>(
             widen(source[out * t.stride_out + in * t.stride_in + (t.tap_first + tap * t.tap_step) * t.stride_tap]));
     }
-    target[e] = narrow<Target>(value);
+    target[e] = stored<Target>(scales && row < t.tiling.rows ? value / scales[out] : value);
   }
 }
 
-template <class Source, class Target>
+template <class Source, class Dense, class Target>
 cudaError_t pack_as(const Plan& plan, const void* const* weights, void* packed, cudaStream_t stream) {
   auto blocks = [](int64_t n) {
     return static_cast<unsigned>(std::min<int64_t>((n + kThreads - 1) / kThreads, kMaxBlocks));
@@ -90,8 +120,8 @@ cudaError_t pack_as(const Plan& plan, const void* const* weights, void* packed, 
     const unsigned grid = blocks(static_cast<int64_t>(item.n[0]) * item.n[1] * item.n[2]);
     cudaError_t error = item.to_float ? launch(copy_kernel<Source, float>, grid, kThreads, stream, source,
                                                reinterpret_cast<float*>(bytes + item.destination), item)
-                                      : launch(copy_kernel<Source, Target>, grid, kThreads, stream, source,
-                                               reinterpret_cast<Target*>(bytes + item.destination), item);
+                                      : launch(copy_kernel<Source, Dense>, grid, kThreads, stream, source,
+                                               reinterpret_cast<Dense*>(bytes + item.destination), item);
     if (error != cudaSuccess) return error;
   }
   for (const TileItem& item : plan.tiles) {
@@ -103,8 +133,16 @@ cudaError_t pack_as(const Plan& plan, const void* const* weights, void* packed, 
     const int64_t count =
         static_cast<int64_t>(t.taps) * t.tiling.steps_per_tap() * t.tiling.row_tiles * 256 * t.slices_out * t.slices_in;
     const auto* source = item.weight >= 0 ? static_cast<const Source*>(weights[item.weight]) : nullptr;
-    cudaError_t error = launch(tiles_kernel<Source, Target>, blocks(count), kThreads, stream, source,
-                               reinterpret_cast<Target*>(bytes + segment.weights), t);
+    float* scales = conv.scale < 0
+                        ? nullptr
+                        : reinterpret_cast<float*>(bytes + plan.floats) + conv.scale + item.segment * conv.channels_out;
+    if (scales) {
+      const cudaError_t error = launch(scales_kernel<Source>, conv.channels_out, kThreads, stream, source, scales, item,
+                                       conv.channels_in + conv.channels_skip);
+      if (error != cudaSuccess) return error;
+    }
+    const cudaError_t error = launch(tiles_kernel<Source, Target>, blocks(count), kThreads, stream, source,
+                                     reinterpret_cast<Target*>(bytes + segment.weights), scales, t);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -113,9 +151,10 @@ cudaError_t pack_as(const Plan& plan, const void* const* weights, void* packed, 
 template <class Source>
 cudaError_t pack_from(const Plan& plan, const void* const* weights, void* packed, cudaStream_t stream) {
   switch (plan.dtype) {
-    case DType::kFloat32: return pack_as<Source, float>(plan, weights, packed, stream);
-    case DType::kFloat16: return pack_as<Source, __half>(plan, weights, packed, stream);
-    case DType::kBFloat16: return pack_as<Source, __nv_bfloat16>(plan, weights, packed, stream);
+    case DType::kFloat32: return pack_as<Source, float, float>(plan, weights, packed, stream);
+    case DType::kFloat16: return pack_as<Source, __half, __half>(plan, weights, packed, stream);
+    case DType::kBFloat16: return pack_as<Source, __nv_bfloat16, __nv_bfloat16>(plan, weights, packed, stream);
+    case DType::kFloat8E4M3: return pack_as<Source, __half, __nv_fp8_e4m3>(plan, weights, packed, stream);
     default: return cudaErrorInvalidValue;
   }
 }

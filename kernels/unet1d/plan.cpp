@@ -10,7 +10,8 @@ constexpr int kTileElements = 256;
 
 std::string refuse(const Config& c, DType dtype) {
   auto say = [](const char* rule, int got) { return std::string(rule) + ", got " + std::to_string(got); };
-  if (dtype == DType::kFloat64) return "packed weights must be float32, float16 or bfloat16, got float64";
+  if (dtype == DType::kFloat64)
+    return "packed weights must be float32, float16, bfloat16 or float8_e4m3fn, got float64";
   if (c.action_dim < 1) return say("action_dim must be at least 1", c.action_dim);
   if (c.levels < 1 || c.levels > kMaxLevels) return say("down_dims must have 1 to 5 levels", c.levels);
   if (c.kernel_size < 1 || c.kernel_size % 2 == 0) return say("kernel_size must be odd", c.kernel_size);
@@ -143,7 +144,8 @@ class Builder {
     Conv& conv = p.convs.back();
     conv.segments[segment].taps = taps, conv.segments[segment].first = first;
     conv.num_segments = segment + 1;
-    p.tiles.push_back({w, static_cast<int>(p.convs.size()) - 1, segment, so, si, st, tap_first, tap_step});
+    const int tap_count = w < 0 ? 1 : p.weights[w].shape[2];
+    p.tiles.push_back({w, static_cast<int>(p.convs.size()) - 1, segment, so, si, st, tap_first, tap_step, tap_count});
   }
   void plain_tiles(int segment, const std::string& name, int in, int out, int k) {
     const int w = weight(name + "weight", {out, in, k});
@@ -241,6 +243,11 @@ class Builder {
       }
     }
     p.tile_bytes = at;
+    for (Conv& conv : p.convs) {
+      if (p.dtype != DType::kFloat8E4M3) break;
+      conv.scale = float_count;
+      float_count += static_cast<int64_t>(conv.num_segments) * conv.channels_out;
+    }
     float_count = (float_count + 3) / 4 * 4;
     p.film_bias = float_count;
     for (const Film& f : films)
@@ -249,30 +256,34 @@ class Builder {
     p.floats = at;
     for (CopyItem& item : p.copies) item.destination += at;
     at = align(at + float_count * 4);
-    const int d = c.step_dim;
+    const int d = c.step_dim, dense_bytes = element_bytes(dense_dtype(p.dtype));
     for (int i = 0; i < 2; i++) {
       p.step_weights[i] = at;
       const int rows = i ? d : 4 * d, columns = i ? 4 * d : d;
       p.copies.push_back({step_weight[2 * i], false, at, 0, {rows, columns, 1}, {columns, 1, 0}});
-      at = align(at + static_cast<int64_t>(4) * d * d * bytes);
+      at = align(at + static_cast<int64_t>(4) * d * d * dense_bytes);
     }
     p.film_step = at;
     for (const Film& f : films)
-      p.copies.push_back(
-          {f.weight, false, at + static_cast<int64_t>(f.row) * d * bytes, 0, {f.rows, d, 1}, {d + c.cond_dim, 1, 0}});
-    at = align(at + static_cast<int64_t>(p.film_rows) * d * bytes);
+      p.copies.push_back({f.weight,
+                          false,
+                          at + static_cast<int64_t>(f.row) * d * dense_bytes,
+                          0,
+                          {f.rows, d, 1},
+                          {d + c.cond_dim, 1, 0}});
+    at = align(at + static_cast<int64_t>(p.film_rows) * d * dense_bytes);
     p.film_cond = at;
     if (c.cond_dim > 0) {
       for (const Film& f : films) {
         p.copies.push_back({f.weight,
                             false,
-                            at + static_cast<int64_t>(f.row) * c.cond_dim * bytes,
+                            at + static_cast<int64_t>(f.row) * c.cond_dim * dense_bytes,
                             d,
                             {f.rows, c.cond_dim, 1},
                             {d + c.cond_dim, 1, 0}});
       }
     }
-    p.packed_bytes = align(at + static_cast<int64_t>(p.film_rows) * c.cond_dim * bytes);
+    p.packed_bytes = align(at + static_cast<int64_t>(p.film_rows) * c.cond_dim * dense_bytes);
   }
 };
 

@@ -47,6 +47,7 @@ struct Conv {
   int stride = 1;
   bool upsample = false;
   int64_t bias[2] = {0, 0};  // offsets into the floats
+  int64_t scale = -1;        // of the segments' scales, C of each, where the tiles are e4m3
   int64_t norm = -1;         // offset of gamma (C) and beta (C), or -1
   int groups = 0;
   int64_t film = -1;  // offset into a FiLM row of scale (C, where film_scale) and shift (C), or -1
@@ -82,12 +83,12 @@ struct CopyItem {
 struct TileItem {
   int weight, conv, segment;
   int64_t stride_out, stride_in, stride_tap;
-  int tap_first, tap_step;
+  int tap_first, tap_step, tap_count;  // tap_count: of the original
 };
 
 struct Plan {
   Config config;
-  DType dtype = DType::kFloat32;  // of the packed weights
+  DType dtype = DType::kFloat32;  // of the tiles
   std::string error;              // why the architecture is refused; empty when it is not
 
   std::vector<WeightInfo> weights;
@@ -107,11 +108,15 @@ struct Plan {
   int64_t tile_bytes = 0, packed_bytes = 0;
 };
 
-/// The plan of an architecture for weights of type float32, bfloat16 or float16. Check `error` first.
+/// The plan of an architecture for weights of type float32, bfloat16, float16 or e4m3. Check `error` first.
+/// e4m3: w = scale q with a scale an output channel, the largest magnitude of its weights over 448; the products'
+/// activations are float16, and so are the weights outside the convolutions.
 Plan make_plan(const Config& config, DType dtype);
 
-/// Bytes of one element of a type that a plan may have.
-inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+/// Bytes of one weight in a tile.
+inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2; }
+/// The type of the weights outside the tiles: the time embedding's and FiLM's.
+inline DType dense_dtype(DType dtype) { return dtype == DType::kFloat8E4M3 ? DType::kFloat16 : dtype; }
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /// The tiling of a product: 16 x 16 tiles (output channels x input channels of one tap), for each of

@@ -25,14 +25,13 @@ namespace {
 // One thread streams the slices of every product, in order, for every step.
 __device__ void stream_weights(const Arguments& a, uint8_t* ring, uint32_t full, uint32_t empty) {
   const ResidentLayout& y = a.layout;
-  const int tile_bytes = y.input_low != y.input ? 1024 : 512;
   // What streams must not push the messages out of L2; a first part of the weights may stay there from step to step.
   const uint64_t pass = ptx::evict_first_policy(), keep = ptx::evict_last_policy();
   int stage = 0, parity = 1;
   for (int step = 0; step < a.steps; step++) {
     for (int i = 1; i <= y.count; i++) {
       for (int s = 0; s < y.layers[i].num_segments; s++) {
-        const int bytes = y.layers[i].tiles[s] * tile_bytes;
+        const int bytes = y.layers[i].tiles[s] * y.tile_bytes;
         const uint8_t* source = a.weights + y.layers[i].weights[s] + static_cast<int64_t>(blockIdx.x) * bytes;
         for (int at = 0; at < bytes; at += kStageBytes) {
           const int size = min(kStageBytes, bytes - at);
@@ -117,7 +116,11 @@ cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
   switch (a.layout.pairs) {
     case 1: return launch_pairs<Weight, 1>(a, stream);
     case 2: return launch_pairs<Weight, 2>(a, stream);
-    default: return launch_pairs<Weight, 0>(a, stream);
+    default:
+      if constexpr (sizeof(Weight) == 1)
+        return cudaErrorInvalidConfiguration;
+      else
+        return launch_pairs<Weight, 0>(a, stream);
   }
 }
 
@@ -155,6 +158,7 @@ cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at
     case DType::kFloat32: return launch_resident<float>(a, stream);
     case DType::kFloat16: return launch_resident<__half>(a, stream);
     case DType::kBFloat16: return launch_resident<__nv_bfloat16>(a, stream);
+    case DType::kFloat8E4M3: return launch_resident<__nv_fp8_e4m3>(a, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -30,6 +30,7 @@ struct ResidentLayer {
   int64_t residual_message;             // word offset of the residual's partial sums, published a layer earlier, or -1
   int bias[2], other_bias, norm, film;  // float offsets, as in Conv; other_bias: of the residual
   int add, keep;
+  int scale;              // float offset, as in Conv
   int skip_out, skip_in;  // byte offsets in shared memory, or -1
 };
 
@@ -45,7 +46,7 @@ struct alignas(16) SoloLayer {
   int stride, columns, steps[2];          // bytes from column to column; steps of K
   int first[2], steps_per_tap, steps_inverse;
   int tap_bytes, shape, out[2];  // bytes from a tap to the next, less its steps; row tiles << 4 | column tiles
-  int out_stride, last_row, stages, unused;
+  int out_stride, last_row, stages, scale;  // scale: float offset of the segments' scales, where weights are e4m3
 };
 enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
 
@@ -57,6 +58,7 @@ struct ResidentLayout {
       0;  // channel pairs a thread finishes of one sample, where there is one sample: 1, 2, or 0 for the general kernel
   SoloLayer solo[kMaxConvs + 1] = {};
   int blocks = 0, slices_out = 0, halo = 0;
+  int tile_bytes = 0;
   int64_t kept_bytes = 0;    // of the packed tiles, from the first on: asked to stay in L2
   int64_t tail_message = 0;  // words (slices_out, slices_in, B T A)
   // Byte offsets in shared memory.

@@ -81,6 +81,11 @@ struct Block {
     asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at));
     return v;
   }
+  static __device__ __forceinline__ float fetch(const float* at) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    return v;
+  }
   __device__ __forceinline__ static float activate(float x) {
     if constexpr (kWide) {
       return math::mish(x);

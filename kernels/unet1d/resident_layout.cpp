@@ -43,11 +43,12 @@ bool solo_layers(ResidentLayout& r, const Config&, bool wide) {
     s.steps_per_tap = l.steps_per_tap, s.steps_inverse = l.steps_inverse,
     s.tap_bytes = s.pitch - l.steps_per_tap * step_bytes;
     s.shape = row_tiles << 4 | column_tiles;
+    s.scale = l.scale;
     s.out_stride = l.upsample ? 2 * l.channels_out : l.channels_out;
     for (int k = 0; k < l.num_segments; k++) {
       s.steps[k] = l.tiles[k] / row_tiles, s.first[k] = l.first[k] * s.pitch;
       s.out[k] = static_cast<int>(l.message[k]) + (l.upsample ? k * l.channels_out : 0);
-      s.stages += ceil_div(l.tiles[k] * 256 * element, kStageBytes);
+      s.stages += ceil_div(l.tiles[k] * r.tile_bytes, kStageBytes);
     }
   }
   return true;
@@ -62,8 +63,9 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.slices_out = plan.slices_out;
   r.blocks = plan.slices_out * kSlicesIn;
   r.halo = std::max(c.kernel_size / 2, 1);
-  const int element = element_bytes(plan.dtype), tile_bytes = 256 * element, threads = kConsumerWarps * 32;
   const bool wide = plan.dtype == DType::kFloat32;
+  const int element = wide ? 4 : 2, threads = kConsumerWarps * 32;  // element: bytes of an activation
+  r.tile_bytes = 256 * element_bytes(plan.dtype);
 
   int input_bytes = 0, units = 0, partial_bytes = 0, skip_bytes[kMaxLevels] = {};
   auto units_of = [&](int channels, int times) {
@@ -111,6 +113,7 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
     l.other_bias = by_message ? previous.bias[1] : l.bias[0];
     l.norm = static_cast<int>(conv.norm), l.film = static_cast<int>(conv.film);
     l.add = conv.add, l.keep = conv.keep;
+    l.scale = static_cast<int>(conv.scale);
     l.skip_out = conv.skip, l.skip_in = conv.skip_in;
     if (conv.skip >= 0) skip_bytes[conv.skip] = units_of(conv.channels_out, l.times_out) * 8;
     input_bytes = std::max(input_bytes, batch * (l.times_in + 2 * r.halo) * (l.steps_per_tap * 16 * element + 16));
@@ -155,7 +158,9 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.stages = std::min(kMaxStages, (shared_bytes - kStatic - at) / kStageBytes);
   r.shared_bytes = at + r.stages * kStageBytes;
   r.pairs = batch == 1 && most <= 2 && solo_layers(r, c, wide) ? most : 0;
-  r.fits = r.stages >= kMinStages && tile_bytes * kConsumerWarps <= kStageBytes;
+  // The general kernel knows no scales.
+  r.fits = r.stages >= kMinStages && r.tile_bytes * kConsumerWarps <= kStageBytes &&
+           (plan.dtype != DType::kFloat8E4M3 || r.pairs > 0);
   return r;
 }
 

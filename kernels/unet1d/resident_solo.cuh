@@ -18,7 +18,7 @@ struct Solo : Block<Weight> {
   using Math = typename Base::Math;
   using Base::a, Base::shared, Base::ring, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::zero, Base::step,
       Base::phase;
-  static constexpr bool kWide = Base::kWide;
+  static constexpr bool kWide = Base::kWide, kScaled = sizeof(Weight) == 1;
   static constexpr int kElement = kWide ? 4 : 2, kStepBytes = 16 * kElement, kShare = kSoloShareFloats * kPairs;
 
   struct Parameters {
@@ -154,7 +154,7 @@ struct Solo : Block<Weight> {
       *reinterpret_cast<uint2*>(shared + at) = high;
       *reinterpret_cast<uint2*>(shared + at + a.layout.input_low - a.layout.input) = low;
     } else {
-      *reinterpret_cast<uint32_t*>(shared + at) = pack_pair(v.x, v.y, Weight());
+      *reinterpret_cast<uint32_t*>(shared + at) = pack_pair(v.x, v.y, typename Math::Activation());
     }
   }
 
@@ -232,7 +232,7 @@ struct Solo : Block<Weight> {
 
   template <int kRows, int kColumns>
   struct Fragments {
-    typename Math::Raw w[kRows * kElement <= 16 ? kRows : 1];
+    typename Math::Raw w[kRows * sizeof(Weight) <= 16 ? kRows : 1];
     typename Math::B x[kColumns];
   };
 
@@ -244,9 +244,9 @@ struct Solo : Block<Weight> {
     constexpr int kStep = kRows * Math::kBytes, kRound = kConsumerWarps * kStep;                            // bytes
     constexpr int kChunk = kRound > 2 * kStageBytes ? kRound / kStageBytes : kRound > kStageBytes ? 2 : 3;  // stages
     constexpr int kRounds = kChunk * kStageBytes / kRound;  // of a chunk
-    constexpr bool kAtOnce = kRows * kElement <= 16, kAhead = kRows * kElement <= 8;
+    constexpr bool kAtOnce = kRows * sizeof(Weight) <= 16, kAhead = kRows * sizeof(Weight) <= 8;
     const int rounds = (steps + kConsumerWarps - 1) / kConsumerWarps, ring_bytes = ring.stages * kStageBytes;
-    const uint8_t* tiles = shared + a.layout.ring + lane * 16;
+    const uint8_t* tiles = shared + a.layout.ring + lane * Math::kLaneBytes;
     float sum[kRows][kColumns][4] = {};
     int s = warp, at = ring.stage * kStageBytes + warp * kStep, left = (steps * kStep + kStageBytes - 1) / kStageBytes;
     if (at >= ring_bytes) at -= ring_bytes;
@@ -329,15 +329,21 @@ struct Solo : Block<Weight> {
       const int n = i * 8 + (!kWide && kColumns > 1 && i % 2 == 0 ? lane >> 4 << 3 : 0) + (lane & 7);
       rows[i] = Base::base + l.input + (n < l.columns ? n : 0) * l.stride + (kWide ? lane >> 3 : lane >> 3 & 1) * 16;
     }
+    constexpr int kLog2 = kRows == 1 ? 4 : kRows == 2 ? 5 : kRows == 4 ? 6 : 7, kPitch = 16 * kRows + 4;
+    const int row = tid & (16 * kRows - 1), n0 = tid >> kLog2;
     float* partial = Base::floats_at(a.layout.partial);
     const int second = l.steps[1];
+    float scale[2] = {1.0f, 1.0f};
+    if constexpr (kScaled) {
+      const float* at = a.floats + l.scale + (m << kLog2) + row;
+      scale[0] = Base::fetch(at);
+      if (second) scale[1] = Base::fetch(at + l.channels);
+    }
     for (int s = 0; s < (second ? 2 : 1); s++) {
       segment<kRows, kColumns>(l, s ? second : l.steps[0], s ? l.first[1] : l.first[0], waited, rows,
                                partial + s * kConsumerWarps * kShare);
     }
     sync_consumers();
-    constexpr int kLog2 = kRows == 1 ? 4 : kRows == 2 ? 5 : kRows == 4 ? 6 : 7, kPitch = 16 * kRows + 4;
-    const int row = tid & (16 * kRows - 1), n0 = tid >> kLog2;
     uint32_t* out = a.messages + (k * l.partial + (m << kLog2) + row + n0 * l.out_stride);
     for (int s = 0; s < (second ? 2 : 1); s++) {
       uint32_t* to = out + (s ? l.out[1] : l.out[0]);
@@ -349,8 +355,8 @@ struct Solo : Block<Weight> {
 #pragma unroll
           for (int w = 0; w < kConsumerWarps; w++)
             v[w] = partial[s * kConsumerWarps * kShare + w * kShare + n * kPitch + row];
-          ptx::store_message_word(to + i * (kThreads >> kLog2) * l.out_stride,
-                                  (__float_as_uint(Base::sum_of(v)) & ~1u) | phase);
+          const float sum = kScaled ? Base::sum_of(v) * (s ? scale[1] : scale[0]) : Base::sum_of(v);
+          ptx::store_message_word(to + i * (kThreads >> kLog2) * l.out_stride, (__float_as_uint(sum) & ~1u) | phase);
         }
       }
     }

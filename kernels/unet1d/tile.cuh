@@ -1,8 +1,10 @@
 // A 16 x 16 tile of weights (output channels x input channels) times 16 x 8 activations (input channels x columns), by
-// one warp. 16-bit weights: one product with 16-bit activations. float32 weights: each factor split into two tf32
-// parts, three products, so that what is lost is of the order of 2^-22. Lane l holds of a column tile: column l / 4; of
-// the accumulators c: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+// one warp. 16-bit weights: one product with 16-bit activations. e4m3 weights: widened to float16. float32 weights:
+// each factor split into two tf32 parts, three products, so that what is lost is of the order of 2^-22. Lane l holds of
+// a column tile: column l / 4; of the accumulators c: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
 #pragma once
+#include <cuda_fp8.h>
+
 #include "kernels/common/dtype.cuh"
 #include "kernels/common/ptx.cuh"
 
@@ -19,7 +21,8 @@ __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half) {
 
 template <class Weight>
 struct Tile {
-  static constexpr int kBytes = 512;
+  static constexpr int kBytes = 512, kLaneBytes = 16;  // of a tile; from lane to lane
+  using Activation = Weight;
   struct A {
     uint4 v;
   };
@@ -49,9 +52,26 @@ struct Tile {
   }
 };
 
+// Their scales are applied to the sums.
+template <>
+struct Tile<__nv_fp8_e4m3> : Tile<__half> {
+  static constexpr int kBytes = 256, kLaneBytes = 8;
+  using Raw = uint2;
+  static __device__ __forceinline__ Raw load_raw(const uint8_t* tile, int lane, bool valid) {
+    return valid ? reinterpret_cast<const uint2*>(tile)[lane] : Raw{};
+  }
+  static __device__ __forceinline__ A widen_raw(const Raw& raw) {
+    return {{ptx::widen_e4m3(static_cast<uint16_t>(raw.x)), ptx::widen_e4m3(static_cast<uint16_t>(raw.x >> 16)),
+             ptx::widen_e4m3(static_cast<uint16_t>(raw.y)), ptx::widen_e4m3(static_cast<uint16_t>(raw.y >> 16))}};
+  }
+  static __device__ __forceinline__ A load(const uint8_t* tile, int lane) {
+    return widen_raw(load_raw(tile, lane, true));
+  }
+};
+
 template <>
 struct Tile<float> {
-  static constexpr int kBytes = 1024;
+  static constexpr int kBytes = 1024, kLaneBytes = 16;
   struct A {
     uint4 high[2], low[2];
   };
