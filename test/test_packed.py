@@ -1,7 +1,11 @@
 """The U-Net and the whole loop on packed weights, against the network in float64."""
 
+import copy
+import os
+
 import pytest
 import torch
+from torch import nn
 
 import dpa
 from dpa.packed import PackedUnet, unet_config
@@ -76,6 +80,64 @@ def test_forward(cuda, name, dtype):
         assert _error(got, expected) < _ERROR[dtype]
         again = packed(sample, timestep, cond)
         assert torch.equal(got, again)
+
+
+def _rounded_to_e4m3(unet):
+    """The network as e4m3 holds it: q = w / scale rounded, scale = max |w| of a channel / 448."""
+    rounded = copy.deepcopy(unet)
+    for name, module in rounded.named_modules():
+        if not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+            continue
+        if name.startswith(
+            ("down_modules.0.0.blocks.0.", "down_modules.0.0.residual", "final_conv.1")
+        ):
+            continue  # float32 in every packing
+        inputs = 0 if isinstance(module, nn.ConvTranspose1d) else 1
+        weight = module.weight.data
+        scale = weight.abs().amax((inputs, 2), keepdim=True) / 448
+        weight.copy_((weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale)
+    return rounded
+
+
+def test_e4m3_reference_rounds_as_e4m3_does():
+    """The rounding below is what its name says: 3 bits of fraction, so 2^-4 of each weight."""
+    unet = _net("one_level", torch.device("cpu"))
+    before = dict(unet.named_parameters())
+    for name, after in _rounded_to_e4m3(unet).named_parameters():
+        kept = after.dim() == 1 or "encoder" in name or "0.0.blocks.0" in name or ".1.w" in name
+        if kept or "0.0.residual" in name:
+            continue
+        off = (after - before[name]).abs()
+        smallest = before[name].abs().amax() / 448 * 2**-10  # half the spacing of its subnormals
+        assert (off <= before[name].abs() * 2**-4 * 1.001 + smallest).all()
+        assert off.max() > 0
+
+
+@pytest.mark.parametrize("name", _NETS)
+def test_forward_e4m3(cuda, name):
+    """The arithmetic's error, on the rounded weights, apart from that of rounding them.
+
+    The arithmetic is float16's, and its bound too. An e4m3 weight is off by up to 2^-4 of itself,
+    2^-5 / sqrt(3) x sqrt(2) = 0.026 in the mean square, and so is each convolution's output; the
+    residual path adds what some ten of them in a row leave.
+    """
+    unet = _net(name, cuda)
+    packed = PackedUnet(unet, torch.float8_e4m3fn)
+    original = dpa.reference.plain(unet).double()
+    rounded = dpa.reference.plain(_rounded_to_e4m3(unet)).double()
+    for batch, horizon in [(1, 16), (1, 24), (3, 8)]:
+        sample = torch.randn(batch, horizon, unet.input_dim, device=cuda)
+        timestep = torch.randint(100, (batch,), device=cuda)
+        cond = _cond(unet, batch, cuda)
+        wide = None if cond is None else cond.double()
+        with torch.no_grad():
+            got = packed(sample, timestep, cond)
+            on_rounded = rounded(sample.double(), timestep, None, wide)
+            on_original = original(sample.double(), timestep, None, wide)
+        assert _error(got, on_rounded) < _ERROR[torch.float16]
+        rounding = _error(on_rounded, on_original)
+        assert rounding < 0.2
+        assert _error(got, on_original) < rounding + _ERROR[torch.float16]
 
 
 @pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting"])
@@ -160,6 +222,37 @@ def test_two_samplers_on_two_streams(cuda):
     torch.cuda.synchronize()
     for expected, got in zip(alone, together, strict=True):
         assert all(torch.equal(expected, g) for g in got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_replays_do_not_drift(cuda, dtype):
+    """A captured loop gives the same bits at every replay, and takes no more memory.
+
+    DPA_TEST_REPLAYS sets how many; 100000 take about a minute and a half.
+    """
+    replays = int(os.environ.get("DPA_TEST_REPLAYS", "300"))
+    scheduler = diffusers.DDIMScheduler(num_train_timesteps=50, beta_schedule="squaredcos_cap_v2")
+    unet = _net("small", cuda)
+    sampler = dpa.DiffusionSampler(unet, scheduler, 5, dtype, horizon=16, fused=True)
+    noise, cond = torch.randn(1, 16, 2, device=cuda), _cond(unet, 1, cuda)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = sampler(cond, noise=noise)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sampler(cond, noise=noise)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    wrong = torch.zeros((), dtype=torch.int64, device=cuda)
+    for replay in range(replays):
+        graph.replay()
+        if replay % max(1, replays // 300) == 0:
+            wrong += (out != expected).any()
+            out.fill_(torch.nan)
+    assert wrong.item() == 0
+    assert torch.cuda.mem_get_info()[0] == free
 
 
 def test_compile(cuda):

@@ -292,3 +292,12 @@ def test_constructors_that_are_refused():
     table = StepTable(torch.zeros(1), torch.zeros(1, 6))
     with pytest.raises(ValueError, match=r"be left out with a StepTable, got 0.5 and False"):
         dpa.DiffusionSampler(make_unet("cpu"), table, eta=0.5)
+
+
+def test_8_bit_dtypes_are_for_packed_weights_alone():
+    """A network itself cannot run in float8: said at construction, not deep in a product."""
+    unet = torch.nn.Linear(2, 2)
+    table = dpa.schedulers.from_diffusers(diffusers.DDPMScheduler(), 2)
+    for dtype, fused in [(torch.float8_e4m3fn, False), (torch.float8_e5m2, True)]:
+        with pytest.raises(ValueError, match="dtype must have 16 bits or more"):
+            dpa.DiffusionSampler(unet, table, dtype=dtype, fused=fused)

@@ -9,11 +9,14 @@ namespace {
 constexpr int64_t kFixed = 6;  // integers of a config before down_dims
 
 kernels::DType weights_dtype(const char* op, at::ScalarType dtype) {
-  DPA_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op,
-            "dtype of packed weights must be float32, float16 or bfloat16", dtype);
-  return dtype == at::kFloat  ? kernels::DType::kFloat32
-         : dtype == at::kHalf ? kernels::DType::kFloat16
-                              : kernels::DType::kBFloat16;
+  switch (dtype) {
+    case at::kFloat: return kernels::DType::kFloat32;
+    case at::kHalf: return kernels::DType::kFloat16;
+    case at::kBFloat16: return kernels::DType::kBFloat16;
+    case at::kFloat8_e4m3fn: return kernels::DType::kFloat8E4M3;
+    default: break;
+  }
+  DPA_CHECK(false, op, "dtype of packed weights must be float32, float16, bfloat16 or float8_e4m3fn", dtype);
 }
 
 Plan make_checked_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype) {

@@ -39,7 +39,8 @@ class DiffusionSampler:
         num_inference_steps: steps of a call; an attribute that may be changed later. None takes the
             timesteps that the scheduler holds.
         dtype: what the network runs in. Where it is not the dtype of the weights, each call casts
-            them into a copy that the sampler keeps.
+            them into a copy that the sampler keeps. With ``fused``, the dtype of the packed ones;
+            float8_e4m3fn then too.
         horizon: T. Not needed where each call has a ``noise``, ``condition_data`` or
             ``local_cond``.
         action_dim: Da. Not needed where the network ends in a ``final_conv`` as the originals do.
@@ -68,6 +69,12 @@ class DiffusionSampler:
     ):
         if dtype is not None and not dtype.is_floating_point:
             _fail("dtype", "be a floating dtype", dtype)
+        if (
+            dtype is not None
+            and dtype.itemsize == 1
+            and not (fused and dtype == torch.float8_e4m3fn)
+        ):
+            _fail("dtype", "have 16 bits or more (float8_e4m3fn where fused is asked for)", dtype)
         if isinstance(scheduler, StepTable) and (eta != 0 or use_clipped_model_output):
             got = f"{eta} and {use_clipped_model_output}"
             _fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
