@@ -6,13 +6,14 @@ SANITIZE ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
+FUZZ_CASES ?= 10000
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 SETUP := $(VENV)/.setup-$(CUDA)
 
-.PHONY: build demo test test-cpp bench lint docs wheel clean
+.PHONY: build demo test test-cpp fuzz bench lint docs wheel clean
 
 build: $(SETUP)
 	@$(PIP) install --no-build-isolation --no-deps --editable . \
@@ -40,6 +41,9 @@ test: build test-cpp
 
 test-cpp: build
 	@sh test/cpp/run.sh $(BIN)/python
+
+fuzz: build
+	DPA_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest test/test_properties.py $(TEST_ARGS)
 
 bench: build
 	$(BIN)/dpa bench $(BENCH_ARGS)

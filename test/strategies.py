@@ -1,0 +1,153 @@
+"""Hypothesis strategies: tensors of any size and layout, hostile values, calls of each op."""
+
+import math
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from proofs import DTYPES, Sample
+
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 33])
+DENORMAL = 1e-40
+
+
+def _layout(x: Tensor, kind: str) -> Tensor:
+    """The values of ``x`` (of one slice of it, where expanded) in another layout."""
+    if x.dim() == 0 or kind == "contiguous":
+        return x
+    if kind == "reversed":
+        return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+    if kind == "expanded" and x.shape[0] > 0:
+        return x[:1].expand_as(x)
+    if kind == "gaps":
+        storage = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan)
+        return storage[..., 1::2].copy_(x)
+    # One element into its storage: aligned to the dtype's own size alone.
+    storage = x.new_full((x.numel() + 1,), math.nan)
+    return storage[1:].view(x.shape).copy_(x)
+
+
+LAYOUTS = st.sampled_from(["contiguous", "reversed", "expanded", "gaps", "offset"])
+
+
+class Draw:
+    """What a call's tensors share: device, dtype, random stream, and whether values are hostile."""
+
+    def __init__(
+        self, data: st.DataObject, device: torch.device, dtype: torch.dtype, hostile: bool
+    ):
+        self.data, self.device, self.dtype, self.hostile = data, device, dtype, hostile
+        self._random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), label="seed"))
+
+    def __call__(self, strategy, label=None):
+        return self.data.draw(strategy, label=label)
+
+    def tensor(self, *shape: int, low: float | None = None, high: float | None = None) -> Tensor:
+        """Normal values, or uniform ones in [low, high], in a layout drawn at random."""
+        x = torch.randn(shape, generator=self._random, dtype=torch.float64)
+        if low is not None and high is not None:
+            x = torch.rand(shape, generator=self._random, dtype=torch.float64)
+            x = low + (high - low) * x
+        elif self.hostile and x.numel() > 0:
+            for value in (math.nan, math.inf, -math.inf, DENORMAL, 0.0, -0.0):
+                if self(st.booleans()):
+                    x.view(-1)[self(st.integers(0, x.numel() - 1))] = value
+        return _layout(x.to(self.dtype).to(self.device), self(LAYOUTS, "layout"))
+
+    def shape(self, least: int = 0, most: int = 4) -> list[int]:
+        """Any sizes, empty ones included, of a rank between ``least`` and ``most``."""
+        return self(st.lists(SIZES, min_size=least, max_size=most), "shape")
+
+
+def elementwise_mult(d: Draw) -> Sample:
+    shape = d.shape()
+    return Sample((d.tensor(*shape), d.tensor(*shape)))
+
+
+def fused_relu_add(d: Draw) -> Sample:
+    shape = d.shape()
+    return Sample((d.tensor(*shape), d.tensor(*shape), d(st.floats(-2, 2))))
+
+
+def lltm(d: Draw) -> Sample:
+    batch, features, state = d(SIZES), d(SIZES), d(SIZES)
+    bias = (3 * state,) if d(st.booleans()) else (1, 3 * state)
+    shapes = [(batch, features), (3 * state, state + features), bias, *[(batch, state)] * 2]
+    return Sample(tuple(d.tensor(*shape) for shape in shapes))
+
+
+def _index(d: Draw, batch: int, rows: int) -> Tensor:
+    count = batch if d(st.booleans()) else 1
+    values = d(st.lists(st.integers(0, rows - 1), min_size=count, max_size=count))
+    dtype = d(st.sampled_from([torch.int32, torch.int64, torch.uint8]))
+    return torch.tensor(values, dtype=dtype, device=d.device)
+
+
+def denoise(d: Draw) -> Sample:
+    shape, rows = d.shape(least=1), d(st.integers(1, 9))
+    # A division by less would magnify the rounding of what it divides.
+    constants = d.tensor(rows, 5, low=0.2, high=1.0)
+    x = [d.tensor(*shape) for _ in range(3)]
+    return Sample((x[0], x[1], constants, _index(d, shape[0], rows), x[2]))
+
+
+def scheduler_step(d: Draw) -> Sample:
+    shape, rows = d.shape(least=1), d(st.integers(1, 9))
+    table = d.tensor(rows, 6, low=-1.0, high=1.0)
+    noise = d.tensor(*shape) if d(st.booleans()) else None
+    clip = d(st.sampled_from([0.0, 0.7, 1.0, math.inf]))
+    args = (d.tensor(*shape), d.tensor(*shape), table, _index(d, shape[0], rows), noise, clip)
+    return Sample(args)
+
+
+def _normalisation(d: Draw, batch: int, channels: int) -> dict[str, Tensor | None]:
+    """Each of the four or None. Factors are finite: rounding decides whether 0 * inf arises."""
+    film = (batch, channels)
+    drawn = {
+        "weight": d.tensor(channels, low=-2.0, high=2.0),
+        "bias": d.tensor(channels),
+        "scale": d.tensor(*film, low=-2.0, high=2.0),
+        "shift": d.tensor(*film),
+    }
+    return {name: x if d(st.booleans(), name) else None for name, x in drawn.items()}
+
+
+def group_norm_mish(d: Draw) -> Sample:
+    batch, groups, width = d(SIZES), d(st.integers(1, 5)), d(st.integers(1, 5))
+    channels = groups * width
+    input = d.tensor(batch, channels, *d.shape(most=2))
+    options = _normalisation(d, batch, channels)
+    return Sample((input, groups), options)
+
+
+def conv1d_gnm(d: Draw) -> Sample:
+    batch, length = d(SIZES), d(st.integers(1, 17))
+    groups, width, inputs = (d(st.integers(1, 5)) for _ in range(3))
+    channels, taps = groups * width, d(st.sampled_from([1, 3, 5]))
+    n = _normalisation(d, batch, channels)
+    bias = d.tensor(channels) if d(st.booleans()) else None
+    # Whether an infinite weight meets the padding, and so gives NaN, differs between convolutions.
+    weight = d.tensor(channels, inputs, taps, low=-2.0, high=2.0)
+    args = (d.tensor(batch, inputs, length), weight, bias, n["weight"], n["bias"], groups)
+    return Sample(args, {"scale": n["scale"], "shift": n["shift"]})
+
+
+CALLS = {
+    call.__name__: call
+    for call in (
+        elementwise_mult,
+        fused_relu_add,
+        lltm,
+        denoise,
+        scheduler_step,
+        group_norm_mish,
+        conv1d_gnm,
+    )
+}
+
+
+def sample(data: st.DataObject, name: str, device: torch.device, hostile: bool) -> Sample:
+    """A valid call of the op ``name``."""
+    dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
+    return CALLS[name](Draw(data, device, dtype, hostile))

@@ -1,0 +1,164 @@
+"""Any valid call equals the reference, any invalid one raises and says why: drawn at random.
+
+`make test` draws a few cases of each, `make fuzz` ten thousand of each.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import dpa
+import strategies
+from proofs import Sample, call, poisoned_memory, random_gradients, widened
+from tolerances import gradient_tolerance, tolerance
+
+_CASES = int(os.environ.get("DPA_FUZZ_CASES", "40"))
+_NORMALISED = ("group_norm_mish", "conv1d_gnm")
+
+cases = settings(
+    max_examples=_CASES,
+    deadline=None,  # the first call of an op loads kernels
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    derandomize="DPA_FUZZ_CASES" not in os.environ,
+)
+every_op = pytest.mark.parametrize("name", strategies.CALLS)
+
+
+def _op(name):
+    return getattr(torch.ops.dpa, name)
+
+
+def _allowed(name: str, sample: Sample, table: dict[str, float]) -> dict[str, float]:
+    """The table's tolerance, and what a nearly constant group magnifies where the op normalises.
+
+    A group's values minus their mean are right to a rounding of the values themselves; with a
+    standard deviation of ``sqrt(eps)`` at the least, the division makes that 316 times as much.
+    """
+    dtype = sample.floating()[0].dtype
+    if name not in _NORMALISED:
+        return table
+    exact = widened(sample)
+    x, groups = exact.args[0], exact.args[5 if name == "conv1d_gnm" else 1]
+    if name == "conv1d_gnm":
+        x = torch.nn.functional.conv1d(x, exact.args[1], exact.args[2], padding="same")
+    if x.numel() == 0:
+        return table
+    parts = x.reshape(x.shape[0] * groups, -1).nan_to_num(0, 0, 0)
+    deviation = (parts.var(1, correction=0) + 1e-5).sqrt()
+    # conv1d_gnm keeps the convolution in the dtype of its input, as two ops in a row would.
+    rounding = torch.finfo(
+        dtype if name == "conv1d_gnm" else torch.promote_types(dtype, torch.float32)
+    ).eps
+    gains = [t.abs().nan_to_num(0, 0, 0).max().item() for t in exact.floating()[1:] if t.numel()]
+    worst = (parts.abs().amax(1) / deviation).max().item() * max([1.0, *gains]) ** 2
+    return {"rtol": table["rtol"], "atol": table["atol"] + 8 * rounding * worst}
+
+
+@every_op
+@cases
+@given(data=st.data())
+def test_values(device, name, data):
+    sample = strategies.sample(data, name, device, hostile=True)
+    before = sample.map(torch.clone)
+    with poisoned_memory():
+        got = call(_op(name), sample)
+    expected = call(getattr(dpa.reference, name), widened(sample))
+    dtype = sample.floating()[0].dtype
+    for g, e in zip(got, expected, strict=True):
+        assert_close(g, e.to(dtype), equal_nan=True, **_allowed(name, sample, tolerance(dtype)))
+    for x, y in zip(sample.floating(), before.floating(), strict=True):
+        assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@every_op
+@cases
+@given(data=st.data())
+def test_gradients(device, name, data):
+    sample = strategies.sample(data, name, device, hostile=False)
+    dtype = sample.floating()[0].dtype
+    ours, exact = sample.requiring_grad(), widened(sample).requiring_grad()
+    out, out_exact = call(_op(name), ours), call(getattr(dpa.reference, name), exact)
+    grads = random_gradients(out)
+    with poisoned_memory():
+        torch.autograd.backward(out, grads)
+    torch.autograd.backward(out_exact, [g.double() for g in grads])
+    allowed = _allowed(name, sample, gradient_tolerance(dtype))
+    if name in _NORMALISED:
+        # A deviation in the denominator of a gradient magnifies once more.
+        assume(allowed["atol"] < 2 * gradient_tolerance(dtype)["atol"])
+    for a, b in zip(ours.floating(), exact.floating(), strict=True):
+        scale = max(1.0, b.grad.abs().max().item()) if b.grad.numel() else 1.0
+        assert a.grad.dtype == dtype
+        assert_close(a.grad, b.grad.to(dtype), rtol=allowed["rtol"], atol=allowed["atol"] * scale)
+
+
+def _broken(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "rank":
+        return tensor[(None,) * 3]
+    if how == "device":
+        return tensor.to("meta")
+    if how == "sparse":
+        return tensor.detach().clone().to_sparse()
+    return tensor.to({"complex": torch.complex64, "bool": torch.bool}[how])
+
+
+@every_op
+@cases
+@given(data=st.data())
+def test_invalid_calls_raise(device, name, data):
+    """One tensor of a valid call is spoilt."""
+    sample = strategies.sample(data, name, device, hostile=True)
+    everything = [*sample.args, *sample.kwargs.values()]
+    tensors = [x for x in everything if isinstance(x, torch.Tensor)]
+    victim = tensors[data.draw(st.integers(0, len(tensors) - 1), label="argument")]
+    how = data.draw(st.sampled_from(["rank", "device", "complex", "bool", "sparse"]), label="how")
+    assume(not (how == "device" and len(tensors) == 1))
+    assume(not (name == "group_norm_mish" and how == "rank" and victim is tensors[0]))
+    assume(not (victim.dim() == 0 and how == "rank" and name in ("denoise", "scheduler_step")))
+    spoilt = sample.map(lambda x: _broken(x, how) if x is victim else x)
+    with pytest.raises((RuntimeError, NotImplementedError), match=rf"dpa::{name}"):
+        call(_op(name), spoilt)
+
+
+@every_op
+@cases
+@given(data=st.data())
+def test_mixed_arguments_never_crash(device, name, data):
+    """Tensors of two calls, shuffled: the reference's shapes, or an error that says why."""
+    samples = [strategies.sample(data, name, device, hostile=True) for _ in range(2)]
+    pick = data.draw(
+        st.lists(st.booleans(), min_size=len(samples[0].args), max_size=len(samples[0].args))
+    )
+    args = tuple(samples[p].args[i] for i, p in enumerate(pick))
+    try:
+        got = call(_op(name), Sample(args, samples[0].kwargs))
+    except RuntimeError as error:
+        assert str(error).startswith(f"dpa::{name}: ")
+        return
+    expected = call(getattr(dpa.reference, name), Sample(args, samples[0].kwargs))
+    assert [g.shape for g in got] == [e.shape for e in expected]
+
+
+def test_the_strategies_reach_the_corners():
+    """Empty tensors, NaN and every layout are drawn: the properties are about them."""
+    seen = {"empty": 0, "nan": 0, "gaps": 0, "expanded": 0}
+
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    @given(data=st.data())
+    def draw(data):
+        x = strategies.sample(data, "elementwise_mult", torch.device("cpu"), hostile=True).args[0]
+        seen["empty"] += x.numel() == 0
+        seen["nan"] += bool(x.isnan().any())
+        seen["expanded"] += x.numel() > 1 and x.dim() > 0 and x.stride(0) == 0
+        seen["gaps"] += x.numel() > 1 and x.dim() > 0 and x.stride(-1) == 2
+
+    draw()
+    assert all(seen.values()), seen
+    assert (
+        math.isfinite(strategies.DENORMAL) and torch.finfo(torch.float32).tiny > strategies.DENORMAL
+    )
