@@ -1,22 +1,25 @@
 """Fast registered operators for Diffusion Policy in PyTorch.
 
-Importing the package loads the library and registers ``torch.ops.dpa.*``.
+Importing the package loads the library and registers ``torch.ops.dpa.*``, unless
+``DPA_LIBRARY=jit`` in the environment leaves that to :func:`dpa.jit.load`.
 """
 
-from dpa._library import library_path, load
+from dpa._library import library_path, load, wants_jit
 
-load()
+if not wants_jit():
+    load()
 
-from dpa import nn, ops, reference, schedulers  # noqa: E402  (they need the ops)
-from dpa.info import info  # noqa: E402
-from dpa.packed import PackedUnet  # noqa: E402
-from dpa.sampler import DiffusionSampler  # noqa: E402
+from dpa import jit, nn, ops, reference, schedulers
+from dpa.info import info
+from dpa.packed import PackedUnet
+from dpa.sampler import DiffusionSampler
 
 __version__ = "0.1.0"
 __all__ = [
     "DiffusionSampler",
     "PackedUnet",
     "info",
+    "jit",
     "library_path",
     "nn",
     "ops",

@@ -25,7 +25,7 @@ def library_path() -> Path:
     if _loaded:
         return _loaded
     chosen = os.environ.get("DPA_LIBRARY")
-    if chosen == "jit":
+    if wants_jit():
         raise FileNotFoundError("DPA_LIBRARY is jit: call dpa.jit.load(), which builds the library")
     # An editable install leaves the sources here and puts the library where packages are installed.
     paths = [Path(chosen)] if chosen else [folder / "lib" / "libdpa.so" for folder in folders()]
@@ -39,6 +39,11 @@ def library_path() -> Path:
 def folders() -> list[Path]:
     """Where the package may lie: beside this file, and, if that is a checkout, as installed."""
     return [Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "dpa"]
+
+
+def wants_jit() -> bool:
+    """Whether the environment leaves the library to :func:`dpa.jit.load`."""
+    return os.environ.get("DPA_LIBRARY") == "jit"
 
 
 def is_loaded() -> bool:

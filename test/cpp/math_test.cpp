@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "kernels/math/diffusion_step.h"
+#include "kernels/math/lltm.h"
 #include "kernels/math/mish.h"
 
 namespace dpa::math {
@@ -50,6 +51,41 @@ TEST(Clamp, KeepsNan) {
   EXPECT_EQ(clamp(-2.0, 1.0), -1.0);
   EXPECT_EQ(clamp(0.5, 1.0), 0.5);
   EXPECT_TRUE(std::isnan(clamp(std::nan(""), 1.0)));
+}
+
+TEST(LltmCell, FollowsItsDefinition) {
+  for (double raw : {-60.0, -1.3, -1e-9, 0.0, 0.4, 7.0}) {
+    const LltmCell<double> cell(0.3, -0.7, raw, 0.2);
+    const double input = 1 / (1 + std::exp(-0.3)), output = 1 / (1 + std::exp(0.7));
+    const double expected = 0.2 + input * (raw > 0 ? raw : std::expm1(raw));
+    EXPECT_NEAR(cell.cell, expected, 1e-15 * (1 + std::abs(expected))) << raw;
+    EXPECT_NEAR(cell.h(), std::tanh(expected) * output, 1e-15) << raw;
+  }
+}
+
+TEST(LltmCell, GradientIsTheSlope) {
+  const double at[4] = {0.3, -0.7, -0.4, 0.2}, h = 1e-6, grad_h = 0.8, grad_cell = -1.7;
+  for (double raw : {-1.1, 0.9}) {
+    const auto loss = [&](int moved, double by) {
+      double x[4] = {at[0], at[1], raw, at[3]};
+      if (moved >= 0) x[moved] += by;
+      const LltmCell<double> cell(x[0], x[1], x[2], x[3]);
+      return grad_h * cell.h() + grad_cell * cell.cell;
+    };
+    const auto slope = [&](int i) { return (loss(i, h) - loss(i, -h)) / (2 * h); };
+    const auto g = LltmCell<double>(at[0], at[1], raw, at[3]).gradient(grad_h, grad_cell);
+    EXPECT_NEAR(g.input, slope(0), 1e-8);
+    EXPECT_NEAR(g.output, slope(1), 1e-8);
+    EXPECT_NEAR(g.candidate, slope(2), 1e-8);
+    EXPECT_NEAR(g.old_cell, slope(3), 1e-8);
+  }
+}
+
+TEST(LltmCell, StaysFiniteFarOutAndKeepsNan) {
+  const LltmCell<float> far(-1e30f, 1e30f, -1e30f, 2.0f);
+  EXPECT_EQ(far.cell, 2.0f);
+  EXPECT_EQ(far.h(), std::tanh(2.0f));
+  EXPECT_TRUE(std::isnan(LltmCell<float>(0, 0, std::numeric_limits<float>::quiet_NaN(), 0).h()));
 }
 
 TEST(SchedulerStep, GradientIsTheSlopeOfTheStep) {
