@@ -4,7 +4,11 @@
 // forward_small      grid (S / 4, B / 4), block 4 warps: a warp owns one state (its three rows of the weights) for four
 //                    samples, whose rows of X the block keeps in shared memory. Lanes split K, so rows of the weights
 //                    are read side by side and once for four samples; lane b ends up with sample b and writes it.
-// state, gate_gradients   a thread owns one (sample, state).
+// state, gate_gradients   a thread owns one (sample, state); its place follows from its number by a 32-bit division
+// where
+//                    the numbers are that small (64-bit ones take a third of the kernel's time).
+// bias_gradient      a block owns 32 gates: 32 warps split the batch, lanes are gates, a last sum over warps.
+// copy_rows          a thread owns one unit of X, of 16 bytes where rows are whole numbers of them, else one element.
 // product_gradients  two jobs in one launch, told apart by the block's number. The first 3 S blocks own a row of the
 //                    weights' gradient, a thread a column, and sum over the batch. The others own 32 columns of X's
 //                    gradient for one sample: 8 warps split the 3 S gates, lanes are columns, a last sum over warps.
@@ -81,31 +85,77 @@ __global__ void forward_small(Lltm args) {
       static_cast<A*>(args.gates)[(sample * 3 + gate) * args.state + state] = mine[gate];
 }
 
+/// Calls f(i, sample, state) for the thread's share of the cells, i counting them row by row.
+template <class Index, class F>
+__device__ void for_each_cell(const Lltm& args, const F& f) {
+  const Index states = static_cast<Index>(args.state), count = static_cast<Index>(args.batch * args.state);
+  const Index step = static_cast<Index>(int64_t{gridDim.x} * blockDim.x);
+  for (Index i = static_cast<Index>(int64_t{blockIdx.x} * blockDim.x + threadIdx.x); i < count; i += step)
+    f(int64_t{i}, int64_t{i / states}, int64_t{i % states});
+}
+
 template <class T>
-__device__ math::LltmCell<Accumulate<T>> finished_cell(const Lltm& args, int64_t i) {
-  const int64_t sample = i / args.state, state = i % args.state;
+__device__ math::LltmCell<Accumulate<T>> finished_cell(const Lltm& args, int64_t sample, int64_t state) {
   const auto* gates = static_cast<const Accumulate<T>*>(args.gates) + sample * 3 * args.state + state;
   return cell_of<T>(args, sample, state, gates[0], gates[args.state], gates[2 * args.state]);
 }
 
-template <class T>
+template <class T, class Index>
 __global__ void state(Lltm args) {
-  const int64_t count = args.batch * args.state, step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step)
-    write_state<T>(args, i, finished_cell<T>(args, i));
+  for_each_cell<Index>(args, [&](int64_t i, int64_t sample, int64_t state) {
+    write_state<T>(args, i, finished_cell<T>(args, sample, state));
+  });
+}
+
+template <class T, class Index>
+__global__ void gate_gradients(LltmBackward args) {
+  using A = Accumulate<T>;
+  const auto at = [](const void* grad, const int64_t* strides, int64_t sample, int64_t state) {
+    return widen(static_cast<const T*>(grad)[sample * strides[0] + state * strides[1]]);
+  };
+  for_each_cell<Index>(args.forward, [&](int64_t i, int64_t sample, int64_t state) {
+    const int64_t states = args.forward.state;
+    const auto grad = finished_cell<T>(args.forward, sample, state)
+                          .gradient(at(args.grad_h, args.grad_h_strides, sample, state),
+                                    at(args.grad_cell, args.grad_cell_strides, sample, state));
+    A* to = static_cast<A*>(args.grad_gates) + sample * 3 * states + state;
+    to[0] = grad.input, to[states] = grad.output, to[2 * states] = grad.candidate;
+    if (args.grad_old_cell) static_cast<T*>(args.grad_old_cell)[i] = narrow<T>(grad.old_cell);
+  });
 }
 
 template <class T>
-__global__ void gate_gradients(LltmBackward args) {
+__global__ void bias_gradient(LltmBackward args) {
   using A = Accumulate<T>;
-  const int64_t states = args.forward.state, count = args.forward.batch * states;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
-    const auto grad =
-        finished_cell<T>(args.forward, i)
-            .gradient(widen(static_cast<const T*>(args.grad_h)[i]), widen(static_cast<const T*>(args.grad_cell)[i]));
-    A* to = static_cast<A*>(args.grad_gates) + i / states * 3 * states + i % states;
-    to[0] = grad.input, to[states] = grad.output, to[2 * states] = grad.candidate;
-    if (args.grad_old_cell) static_cast<T*>(args.grad_old_cell)[i] = narrow<T>(grad.old_cell);
+  __shared__ A partial[kWarpSize][kWarpSize + 1];  // one more, so that columns lie in different banks
+  const int64_t gates = 3 * args.forward.state, first = int64_t{blockIdx.x} * kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  A sum = 0;
+  if (first + lane < gates)
+#pragma unroll 8
+    for (int64_t b = warp; b < args.forward.batch; b += kWarpSize)
+      sum += static_cast<const A*>(args.grad_gates)[b * gates + first + lane];
+  partial[warp][lane] = sum;
+  __syncthreads();
+  sum = warp_sum(partial[lane][warp]);
+  if (lane == 0 && first + warp < gates) static_cast<T*>(args.grad_bias)[first + warp] = narrow<T>(sum);
+}
+
+/// Columns are counted in units.
+template <class Unit, class Index, bool Join>
+__global__ void copy_rows(LltmRows args) {
+  const Index left = static_cast<Index>(args.left_columns), right = static_cast<Index>(args.right_columns);
+  const Index columns = left + right, count = static_cast<Index>(args.rows * (args.left_columns + args.right_columns));
+  const Index step = static_cast<Index>(int64_t{gridDim.x} * blockDim.x);
+  for (Index i = static_cast<Index>(int64_t{blockIdx.x} * blockDim.x + threadIdx.x); i < count; i += step) {
+    const Index row = i / columns, column = i % columns;
+    Unit* part = column < left ? static_cast<Unit*>(args.left) + row * left + column
+                               : static_cast<Unit*>(args.right) + row * right + (column - left);
+    Unit* whole = static_cast<Unit*>(args.both) + i;
+    if constexpr (Join)
+      *whole = *part;
+    else
+      *part = *whole;
   }
 }
 
@@ -162,6 +212,30 @@ __global__ void product_gradients(LltmBackward args, int64_t weight_blocks) {
     input_gradient<T>(args, blockIdx.x - weight_blocks);
 }
 
+/// Whether 32-bit numbers count `items`, and a grid's reach beyond them too.
+bool fits_32_bits(int64_t items) { return items < (int64_t{1} << 31); }
+
+template <bool Join, class Unit>
+cudaError_t launch_units(LltmRows args, int64_t elements, cudaStream_t stream) {
+  args.left_columns /= elements;
+  args.right_columns /= elements;
+  const int64_t count = args.rows * (args.left_columns + args.right_columns);
+  const auto kernel = fits_32_bits(count) ? copy_rows<Unit, uint32_t, Join> : copy_rows<Unit, int64_t, Join>;
+  return launch(kernel, grid_for(count, kThreads), kThreads, stream, args);
+}
+
+template <bool Join>
+cudaError_t launch_rows(const LltmRows& args, cudaStream_t stream) {
+  return dispatch(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int64_t kElements = sizeof(uint4) / sizeof(T);
+    const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+    const bool whole = args.left_columns % kElements == 0 && args.right_columns % kElements == 0 &&
+                       (address(args.left) | address(args.right) | address(args.both)) % sizeof(uint4) == 0;
+    return whole ? launch_units<Join, uint4>(args, kElements, stream) : launch_units<Join, T>(args, 1, stream);
+  });
+}
+
 }  // namespace
 
 bool lltm_is_small(int64_t batch, int64_t features, int64_t state) {
@@ -181,17 +255,29 @@ cudaError_t lltm_small(const Lltm& args, cudaStream_t stream) {
 cudaError_t lltm_state(const Lltm& args, cudaStream_t stream) {
   return dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch(state<T>, grid_for(args.batch * args.state, kThreads), kThreads, stream, args);
+    const auto kernel = fits_32_bits(args.batch * args.state) ? state<T, uint32_t> : state<T, int64_t>;
+    return launch(kernel, grid_for(args.batch * args.state, kThreads), kThreads, stream, args);
   });
 }
 
 cudaError_t lltm_gate_gradients(const LltmBackward& args, cudaStream_t stream) {
+  const int64_t count = args.forward.batch * args.forward.state;
   return dispatch(args.forward.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch(gate_gradients<T>, grid_for(args.forward.batch * args.forward.state, kThreads), kThreads, stream,
-                  args);
+    const auto kernel = fits_32_bits(count) ? gate_gradients<T, uint32_t> : gate_gradients<T, int64_t>;
+    return launch(kernel, grid_for(count, kThreads), kThreads, stream, args);
   });
 }
+
+cudaError_t lltm_bias_gradient(const LltmBackward& args, cudaStream_t stream) {
+  return dispatch(args.forward.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch(bias_gradient<T>, grid_for(3 * args.forward.state, kWarpSize), kWarpSize * kWarpSize, stream, args);
+  });
+}
+
+cudaError_t lltm_join(const LltmRows& args, cudaStream_t stream) { return launch_rows<true>(args, stream); }
+cudaError_t lltm_split(const LltmRows& args, cudaStream_t stream) { return launch_rows<false>(args, stream); }
 
 cudaError_t lltm_product_gradients(const LltmBackward& args, cudaStream_t stream) {
   const Lltm& in = args.forward;

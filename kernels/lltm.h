@@ -1,5 +1,6 @@
 // CUDA launchers of `dpa::lltm`. Tensors are contiguous; those marked A are in the dtype of the arithmetic.
-// X = cat(old_h, input) is (batch, inputs), inputs = state + features, and is never put together in memory.
+// X = cat(old_h, input) is (batch, inputs), inputs = state + features; at small sizes it is never put together in
+// memory.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -24,12 +25,21 @@ struct Lltm {
 
 struct LltmBackward {
   Lltm forward;           // `gates` is read; new_h and new_cell are not used
-  const void* grad_h;     // (batch, state)
-  const void* grad_cell;  // (batch, state)
-  void* grad_gates;       // A (batch, 3 * state)
-  void* grad_old_cell;    // (batch, state), or null
+  const void* grad_h;     // (batch, state), any strides: the gradient of a sum has none
+  const void* grad_cell;  // (batch, state), any strides
+  int64_t grad_h_strides[2], grad_cell_strides[2];
+  void* grad_gates;     // A (batch, 3 * state)
+  void* grad_old_cell;  // (batch, state), or null
   // What lltm_product_gradients writes; null where nobody asks.
   void *grad_input, *grad_weights, *grad_bias, *grad_old_h;
+};
+
+/// Two matrices of as many rows, side by side in a third.
+struct LltmRows {
+  DType dtype;
+  void *left, *right;  // (rows, left_columns), (rows, right_columns)
+  void* both;          // (rows, left_columns + right_columns)
+  int64_t rows, left_columns, right_columns;
 };
 
 /// Whether the one-kernel paths are the faster ones: few multiply-adds, and rows of X that fit into shared memory.
@@ -38,11 +48,17 @@ bool lltm_is_small(int64_t batch, int64_t features, int64_t state);
 
 /// Everything in one kernel, for small sizes. `gates` may be null.
 cudaError_t lltm_small(const Lltm& args, cudaStream_t stream);
+/// `both` from `left` and `right`.
+cudaError_t lltm_join(const LltmRows& args, cudaStream_t stream);
+/// `left` and `right` from `both`.
+cudaError_t lltm_split(const LltmRows& args, cudaStream_t stream);
 /// The state from finished products in `gates`.
 cudaError_t lltm_state(const Lltm& args, cudaStream_t stream);
 /// grad_gates and grad_old_cell.
 cudaError_t lltm_gate_gradients(const LltmBackward& args, cudaStream_t stream);
 /// The gradients of the products' arguments from grad_gates, in one kernel, for small sizes.
 cudaError_t lltm_product_gradients(const LltmBackward& args, cudaStream_t stream);
+/// grad_bias alone: the sum of grad_gates over the batch.
+cudaError_t lltm_bias_gradient(const LltmBackward& args, cudaStream_t stream);
 
 }  // namespace dpa::kernels

@@ -60,6 +60,16 @@ def test_layouts(device):
         assert got.stride() == (a * torch.ones_like(a)).stride()
 
 
+def test_too_many_dimensions(device):
+    """The kernel's launch has room for 16 dimensions that do not merge; the CPU has no limit."""
+    if device.type == "cpu":
+        pytest.skip("the limit is that of the CUDA launch")
+    x = torch.randn((2,) * 18, device=device)
+    message = r"^dpa::elementwise_mult: a must have at most 16 dimensions .*, got 18"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.dpa.elementwise_mult(x, x.permute(*reversed(range(18))))
+
+
 def test_out(device):
     for a, b in layouts(device):
         for out in (torch.full_like(a, torch.nan).contiguous(), strided(torch.zeros_like(a))):

@@ -10,7 +10,7 @@ namespace {
 
 void multiply_cuda(const Tensor& a, const Tensor& b, const Tensor& out) {
   auto iterator = binary_iterator(out, a, b);
-  binary_cuda(iterator, &kernels::elementwise_mult);
+  binary_cuda("elementwise_mult", "a", iterator, &kernels::elementwise_mult);
 }
 
 Tensor elementwise_mult_cuda(const Tensor& a, const Tensor& b) {

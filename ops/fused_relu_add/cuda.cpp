@@ -12,7 +12,7 @@ Tensor fused_relu_add_cuda(const Tensor& x, const Tensor& y, double bias) {
   check_pair("fused_relu_add", "x", x, "y", y);
   auto out = at::empty_like(x);
   auto iterator = binary_iterator(out, x, y);
-  binary_cuda(iterator, [bias](const kernels::Elementwise& args, cudaStream_t stream) {
+  binary_cuda("fused_relu_add", "x", iterator, [bias](const kernels::Elementwise& args, cudaStream_t stream) {
     return kernels::fused_relu_add(args, bias, stream);
   });
   return out;

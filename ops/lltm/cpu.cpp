@@ -1,6 +1,7 @@
 // On the CPU the products are libtorch's, and one pass over the gates makes the state or its gradients.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -35,7 +36,7 @@ void for_each_cell(const Tensor& bias_, const Tensor& old_cell_, const Tensor& g
 LltmStateAndGates lltm_forward_cpu(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
                                    const Tensor& old_cell) {
   check_lltm(input, weights, bias, old_h, old_cell);
-  const auto gates = lltm_products(input, weights, old_h);
+  const auto gates = lltm_products(at::cat({old_h, input}, 1), weights);
   auto new_h = at::empty(old_h.sizes(), old_h.options()), new_cell = at::empty(old_h.sizes(), old_h.options());
   for_each_cell(bias, old_cell, gates, [&]<class T>(T) {
     auto *h = new_h.mutable_data_ptr<T>(), *c = new_cell.mutable_data_ptr<T>();
@@ -73,9 +74,14 @@ LltmGradients lltm_backward_cpu(const Tensor& grad_h_, const Tensor& grad_cell_,
       if (to_cell) to_cell[i] = static_cast<T>(grad.old_cell);
     };
   });
-  auto result = lltm_product_gradients(grad_gates, input, weights, bias, old_h, mask);
-  std::get<4>(result) = grad_old_cell;
-  return result;
+  const auto x = mask[1] ? at::cat({old_h, input}, 1) : Tensor();
+  auto grads = lltm_product_gradients(grad_gates, x, weights, states, mask);
+  if (grads.x.defined()) {
+    grads.input = grads.x.slice(1, states).contiguous();
+    grads.old_h = grads.x.slice(1, 0, states).contiguous();
+  }
+  const auto grad_bias = mask[2] ? grad_gates.sum(0).to(input.scalar_type()).view(bias.sizes()) : Tensor();
+  return {grads.input, grads.weights, grad_bias, grads.old_h, grad_old_cell};
 }
 
 }  // namespace

@@ -35,6 +35,19 @@ struct LltmLaunch {
             input.size(1),
             old_h.size(1)};
   }
+  /// X in memory, for a library's products.
+  Tensor joined() const {
+    auto x = at::empty({args.batch, args.state + args.features}, input.options());
+    const kernels::LltmRows rows{args.dtype,
+                                 const_cast<void*>(args.old_h),
+                                 const_cast<void*>(args.input),
+                                 x.mutable_data_ptr(),
+                                 args.batch,
+                                 args.state,
+                                 args.features};  // both read alone
+    C10_CUDA_CHECK(kernels::lltm_join(rows, c10::cuda::getCurrentCUDAStream()));
+    return x;
+  }
   bool small() const { return kernels::lltm_is_small(args.batch, args.features, args.state); }
 };
 
@@ -48,7 +61,7 @@ LltmStateAndGates run_lltm(const Tensor& input, const Tensor& weights, const Ten
   in.args.new_cell = new_cell.mutable_data_ptr();
   Tensor gates;
   if (!in.small()) {
-    gates = lltm_products(in.input, in.weights, in.old_h);
+    gates = lltm_products(in.joined(), in.weights);
   } else if (keep_gates) {
     const auto type = accumulate_type(input.scalar_type());
     gates = at::empty({input.size(0), 3 * old_h.size(1)}, input.options().dtype(type));
@@ -70,36 +83,70 @@ LltmState lltm_cuda(const Tensor& input, const Tensor& weights, const Tensor& bi
   return {new_h, new_cell};
 }
 
-LltmGradients lltm_backward_cuda(const Tensor& grad_h_, const Tensor& grad_cell_, const Tensor& input,
+Tensor empty_like_if(bool wanted, const Tensor& tensor) {
+  return wanted ? at::empty(tensor.sizes(), tensor.options()) : Tensor();
+}
+
+/// The products' gradients at large sizes; `args.forward` are those of `in`.
+LltmGradients large_product_gradients(const LltmLaunch& in, kernels::LltmBackward args, const Tensor& grad_gates,
+                                      LltmMask mask) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto& size = in.args;
+  auto grads = lltm_product_gradients(grad_gates, mask[1] ? in.joined() : Tensor(), in.weights, size.state, mask);
+  if (grads.x.defined()) {
+    grads.input = empty_like_if(true, in.input);
+    grads.old_h = empty_like_if(true, in.old_h);
+    const kernels::LltmRows rows{size.dtype,
+                                 grads.old_h.mutable_data_ptr(),
+                                 grads.input.mutable_data_ptr(),
+                                 grads.x.mutable_data_ptr(),
+                                 size.batch,
+                                 size.state,
+                                 size.features};
+    C10_CUDA_CHECK(kernels::lltm_split(rows, stream));
+  }
+  constexpr int64_t kOneBlockSums = 4096;  // samples; of more, ATen's sum makes more blocks
+  Tensor grad_bias;
+  if (mask[2] && size.batch > kOneBlockSums) {
+    grad_bias = grad_gates.sum(0).to(in.bias.scalar_type()).view(in.bias.sizes());
+  } else if (mask[2]) {
+    grad_bias = empty_like_if(true, in.bias);
+    args.grad_bias = grad_bias.mutable_data_ptr();
+    C10_CUDA_CHECK(kernels::lltm_bias_gradient(args, stream));
+  }
+  return {grads.input, grads.weights, grad_bias, grads.old_h, Tensor()};
+}
+
+LltmGradients lltm_backward_cuda(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& input,
                                  const Tensor& weights, const Tensor& bias, const Tensor& old_h, const Tensor& old_cell,
                                  const Tensor& gates_, LltmMask mask) {
   check_lltm(input, weights, bias, old_h, old_cell);
-  check_lltm_backward(grad_h_, grad_cell_, old_h, gates_);
+  check_lltm_backward(grad_h, grad_cell, old_h, gates_);
   const c10::cuda::CUDAGuard guard(input.device());
   LltmLaunch in(input, weights, bias, old_h, old_cell);
-  const auto grad_h = grad_h_.contiguous(), grad_cell = grad_cell_.contiguous(), gates = gates_.contiguous();
+  const auto gates = gates_.contiguous();
   in.args.gates = const_cast<void*>(gates.const_data_ptr());  // read alone, in the backward
   auto grad_gates = at::empty(gates.sizes(), gates.options());
-  const auto like = [](bool wanted, const Tensor& t) { return wanted ? at::empty(t.sizes(), t.options()) : Tensor(); };
-  auto grad_old_cell = like(mask[4], old_cell);
-  kernels::LltmBackward args{in.args,
-                             grad_h.const_data_ptr(),
-                             grad_cell.const_data_ptr(),
-                             grad_gates.mutable_data_ptr(),
-                             mutable_data_or_null(grad_old_cell),
-                             nullptr,
-                             nullptr,
-                             nullptr,
-                             nullptr};
+  auto grad_old_cell = empty_like_if(mask[4], old_cell);
+  kernels::LltmBackward args{};
+  args.forward = in.args;
+  args.grad_h = grad_h.const_data_ptr();
+  args.grad_cell = grad_cell.const_data_ptr();
+  for (int d = 0; d < 2; ++d) {
+    args.grad_h_strides[d] = grad_h.stride(d);
+    args.grad_cell_strides[d] = grad_cell.stride(d);
+  }
+  args.grad_gates = grad_gates.mutable_data_ptr();
+  args.grad_old_cell = mutable_data_or_null(grad_old_cell);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(kernels::lltm_gate_gradients(args, stream));
   if (!in.small()) {
-    auto result = lltm_product_gradients(grad_gates, in.input, in.weights, bias, in.old_h, mask);
+    auto result = large_product_gradients(in, args, grad_gates, mask);
     std::get<4>(result) = grad_old_cell;
     return result;
   }
-  auto grad_input = like(mask[0], input), grad_weights = like(mask[1], weights), grad_bias = like(mask[2], bias);
-  auto grad_old_h = like(mask[3], old_h);
+  auto grad_input = empty_like_if(mask[0], input), grad_weights = empty_like_if(mask[1], weights);
+  auto grad_bias = empty_like_if(mask[2], bias), grad_old_h = empty_like_if(mask[3], old_h);
   args.grad_input = mutable_data_or_null(grad_input);
   args.grad_weights = mutable_data_or_null(grad_weights);
   args.grad_bias = mutable_data_or_null(grad_bias);

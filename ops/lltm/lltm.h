@@ -32,11 +32,15 @@ LltmGradients lltm_backward_formula(const Tensor& grad_h, const Tensor& grad_cel
                                     const Tensor& weights, const Tensor& bias, const Tensor& old_h,
                                     const Tensor& old_cell, LltmMask output_mask);
 
-/// cat(old_h, input) @ weights^T in the dtype of accumulation.
-Tensor lltm_products(const Tensor& input, const Tensor& weights, const Tensor& old_h);
+/// x @ weights^T in the dtype of accumulation, x being cat(old_h, input).
+Tensor lltm_products(const Tensor& x, const Tensor& weights);
 
-/// The gradients of everything that meets in the gates' products, from the products' own gradient.
-LltmGradients lltm_product_gradients(const Tensor& grad_gates, const Tensor& input, const Tensor& weights,
-                                     const Tensor& bias, const Tensor& old_h, LltmMask output_mask);
+/// The gradients of what meets in those products, from the products' own. Where those of input and old_h are both asked
+/// for, they come side by side in `x`.
+struct LltmProductGradients {
+  Tensor x, input, old_h, weights;
+};
+LltmProductGradients lltm_product_gradients(const Tensor& grad_gates, const Tensor& x, const Tensor& weights,
+                                            int64_t state, LltmMask output_mask);
 
 }  // namespace dpa

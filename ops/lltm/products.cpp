@@ -1,43 +1,30 @@
 // The matrix products of the cell at sizes where a library's are the faster ones.
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/mm.h>
 
 #include "ops/lltm/lltm.h"
 
 namespace dpa {
-namespace {
 
-/// a @ b in the dtype of accumulation; a GPU keeps the 16-bit operands and rounds nothing on the way out.
-Tensor widening_mm(const Tensor& a, const Tensor& b) {
-  const auto type = accumulate_type(a.scalar_type());
-  if (a.scalar_type() == type) return at::mm(a, b);
-  if (a.is_cuda()) return at::mm(a, b, type);
-  return at::mm(a.to(type), b.to(type));
+Tensor lltm_products(const Tensor& x, const Tensor& weights) {
+  const auto type = accumulate_type(x.scalar_type());
+  if (x.scalar_type() == type) return at::mm(x, weights.t());
+  // A GPU keeps the 16-bit operands and rounds nothing on the way out.
+  if (x.is_cuda()) return at::mm(x, weights.t(), type);
+  return at::mm(x.to(type), weights.t().to(type));
 }
 
-}  // namespace
-
-Tensor lltm_products(const Tensor& input, const Tensor& weights, const Tensor& old_h) {
-  return widening_mm(at::cat({old_h, input}, 1), weights.t());
-}
-
-LltmGradients lltm_product_gradients(const Tensor& grad_gates, const Tensor& input, const Tensor& weights,
-                                     const Tensor& bias, const Tensor& old_h, LltmMask mask) {
-  const auto grad = grad_gates.to(input.scalar_type());
-  const int64_t state = old_h.size(1);
-  LltmGradients result;
-  if (mask[0] && mask[3]) {  // one product fills the chip better than two
-    const auto both = at::mm(grad, weights);
-    std::get<0>(result) = both.slice(1, state).contiguous();
-    std::get<3>(result) = both.slice(1, 0, state).contiguous();
-  } else if (mask[0]) {
-    std::get<0>(result) = at::mm(grad, weights.slice(1, state));
-  } else if (mask[3]) {
-    std::get<3>(result) = at::mm(grad, weights.slice(1, 0, state));
-  }
-  if (mask[1]) std::get<1>(result) = at::mm(grad.t(), at::cat({old_h, input}, 1));
-  if (mask[2]) std::get<2>(result) = grad_gates.sum(0).to(input.scalar_type()).view(bias.sizes());
+LltmProductGradients lltm_product_gradients(const Tensor& grad_gates, const Tensor& x, const Tensor& weights,
+                                            int64_t state, LltmMask mask) {
+  const auto grad = grad_gates.to(weights.scalar_type());
+  LltmProductGradients result;
+  if (mask[0] && mask[3])
+    result.x = at::mm(grad, weights);  // one product fills the chip better than two
+  else if (mask[0])
+    result.input = at::mm(grad, weights.slice(1, state));
+  else if (mask[3])
+    result.old_h = at::mm(grad, weights.slice(1, 0, state));
+  if (mask[1]) result.weights = at::mm(grad.t(), x);
   return result;
 }
 
