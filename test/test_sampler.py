@@ -23,6 +23,7 @@ SCHEDULERS = {
     "ddim": (DDIM, {}, 5, {}),
     "ddim_v": (DDIM, {"prediction_type": "v_prediction", "clip_sample": False}, 5, {}),
     "ddim_eta": (DDIM, {"set_alpha_to_one": False}, 7, {"eta": 0.8}),
+    "dpm_solver": (diffusers.DPMSolverMultistepScheduler, {"prediction_type": "sample"}, 6, {}),
 }
 
 
@@ -287,7 +288,7 @@ def test_constructors_that_are_refused():
     scheduler, _, _ = make_scheduler("ddim")
     with pytest.raises(ValueError, match=r"dtype must be a floating dtype, got torch.int32"):
         dpa.DiffusionSampler(make_unet("cpu"), scheduler, 4, torch.int32)
-    with pytest.raises(TypeError, match=r"scheduler must be a DDPMScheduler or a DDIMScheduler"):
+    with pytest.raises(TypeError, match="scheduler must be a DDPMScheduler, a DDIM"):
         dpa.DiffusionSampler(make_unet("cpu"), object(), 4)
     table = StepTable(torch.zeros(1), torch.zeros(1, 6))
     with pytest.raises(ValueError, match=r"be left out with a StepTable, got 0.5 and False"):
@@ -301,3 +302,31 @@ def test_8_bit_dtypes_are_for_packed_weights_alone():
     for dtype, fused in [(torch.float8_e4m3fn, False), (torch.float8_e5m2, True)]:
         with pytest.raises(ValueError, match="dtype must have 16 bits or more"):
             dpa.DiffusionSampler(unet, table, dtype=dtype, fused=fused)
+
+
+def test_fallback_says_why_and_runs_the_schedulers_own_step(device):
+    scheduler = DDPM(20, beta_schedule="squaredcos_cap_v2", thresholding=True)
+    unet, cond = make_unet(device), torch.randn(3, 4, device=device)
+    with pytest.raises(ValueError, match="thresholding must be False"):
+        dpa.DiffusionSampler(unet, scheduler, 5, horizon=8)
+    with pytest.warns(UserWarning, match=r"thresholding must be False.*own step runs instead"):
+        sampler = dpa.DiffusionSampler(unet, scheduler, 5, horizon=8, fallback=True)
+    noise = torch.randn(SHAPE, device=device)
+    got = sampler(cond, noise=noise, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    want = diffusers_loop(dpa.reference.plain(unet), scheduler, 5, cond, noise, generator)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loop_that_cannot_be_one_op_raises_or_runs_step_by_step(device):
+    kind = diffusers.DPMSolverMultistepScheduler
+    scheduler = kind(20, beta_schedule="squaredcos_cap_v2", prediction_type="sample")
+    unet, cond = make_unet(device), torch.randn(3, 4, device=device)
+    noise = torch.randn(SHAPE, device=device)
+    want = dpa.DiffusionSampler(unet, scheduler, 6)(cond, noise=noise)
+    with pytest.raises(ValueError, match="fused must be left out"):
+        dpa.DiffusionSampler(unet, scheduler, 6, fused=True)(cond, noise=noise)
+    sampler = dpa.DiffusionSampler(unet, scheduler, 6, fused=True, fallback=True)
+    with pytest.warns(UserWarning, match=r"fused must be left out .* runs step by step"):
+        got = sampler(cond, noise=noise)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import dpa
-from dpa.schedulers import StepTable, from_diffusers
+from dpa.schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
 from tolerances import tolerance
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 DDPM, DDIM = diffusers.DDPMScheduler, diffusers.DDIMScheduler
+DPM, EULER = diffusers.DPMSolverMultistepScheduler, diffusers.FlowMatchEulerDiscreteScheduler
 
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 CLIPS = (
@@ -155,6 +156,10 @@ REFUSED = [
     # diffusers takes the square root of a logarithm here, which is NaN.
     (DDPM, {"variance_type": "fixed_large_log"}, "finite, got nan .*'fixed_large_log'"),
     (DDPM, {"prediction_type": "flow"}, "prediction_type must be one of .*, got 'flow'"),
+    (DPM, {"thresholding": True}, "thresholding must be False .*, got True"),
+    (DPM, {"algorithm_type": "sde-dpmsolver++"}, "algorithm_type must .*'sde-dpmsolver"),
+    (DPM, {"variance_type": "learned"}, "variance_type must be None .*, got 'learned'"),
+    (EULER, {"stochastic_sampling": True}, "stochastic_sampling must be False .*, got True"),
 ]
 
 
@@ -165,7 +170,7 @@ def test_options_that_are_refused(kind, options, message):
 
 
 def test_arguments_that_are_refused():
-    with pytest.raises(TypeError, match="must be a DDPMScheduler or a DDIMScheduler, got Euler"):
+    with pytest.raises(TypeError, match=r"must be a DDPMScheduler, a DDIMSch.*, got Euler"):
         from_diffusers(diffusers.EulerDiscreteScheduler())
     with pytest.raises(TypeError, match="got int"):
         from_diffusers(3)
@@ -178,6 +183,13 @@ def test_arguments_that_are_refused():
     for steps in (0, 21):
         with pytest.raises(ValueError, match=rf"num_inference_steps must lie in 1..20.*{steps}"):
             from_diffusers(DDIM(20), steps)
+    for kind in (DPM, EULER):
+        with pytest.raises(
+            ValueError, match=f"num_inference_steps must be given for a {kind.__name__}"
+        ):
+            from_diffusers(kind(20))
+        with pytest.raises(ValueError, match=r"eta must be 0 \(the option is DDIM's\).*, got 0.5"):
+            from_diffusers(kind(20), 5, eta=0.5)
     scheduler = DDPM(20)
     scheduler.register_to_config(novelty=0.5)
     with pytest.raises(ValueError, match=r"novelty must be left at its default, .*, got 0.5"):
@@ -214,3 +226,48 @@ def test_denoise_constants_follow_from_the_table():
     got = torch.ops.dpa.denoise(output, sample, constants.flatten(), timestep, noise)
     want = dpa.reference.scheduler_step(output, sample, table, timestep, noise, 1.0)
     torch.testing.assert_close(got, want, **tolerance(torch.float32))
+
+
+def test_a_solver_that_ran_already_is_measured_from_its_first_step():
+    scheduler = DPM(100, beta_schedule="squaredcos_cap_v2")
+    scheduler.set_timesteps(8)
+    fresh = from_diffusers(scheduler)
+    for timestep in scheduler.timesteps:
+        scheduler.step(torch.randn(1, 4), timestep, torch.randn(1, 4))
+    again = from_diffusers(scheduler)
+    assert isinstance(again, MultistepTable) and again.history == fresh.history
+    assert len(again.history[0]) == 1 and again.history[1][0] != 0 == again.history[0][0]
+    torch.testing.assert_close(again.coefficients, fresh.coefficients, rtol=0, atol=0)
+
+
+def test_euler_steps_are_differences_of_the_noise_levels():
+    scheduler = EULER(1000, shift=3.0)
+    table = from_diffusers(scheduler, 6)
+    scheduler.set_timesteps(6)
+    assert type(table) is StepTable and table.timesteps.dtype == torch.float32
+    want = torch.zeros(6, 6)
+    want[:, 3], want[:, 4] = 1.0, scheduler.sigmas.diff()
+    torch.testing.assert_close(table.coefficients.float(), want)
+
+
+def test_multistep_table_checks_its_history():
+    timesteps, rows = torch.arange(2), torch.ones(2, 6)
+    for history in (((0.5,),), ((0.5,), (0.5, 0.1))):
+        with pytest.raises(ValueError, match="history must have 2 entries of one length"):
+            MultistepTable(timesteps, rows, history=history)
+
+
+def test_live_steps_take_what_no_table_expresses():
+    scheduler = DDIM(20, thresholding=True)
+    steps = LiveSteps(scheduler, 5, eta=0.5)
+    assert len(steps) == 5 and steps.timesteps.tolist() == [16, 12, 8, 4, 0]
+    sample, output = torch.randn(2, 3, 4, 2)
+    got = steps.stepper(torch.Generator().manual_seed(1))(1, output, sample, None)
+    scheduler.set_timesteps(5)
+    generator = torch.Generator().manual_seed(1)
+    want = scheduler.step(output, 12, sample, eta=0.5, generator=generator).prev_sample
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="scheduler must have step, got int"):
+        LiveSteps(3)
+    with pytest.raises(ValueError, match="inputs unscaled, got EulerDiscreteScheduler"):
+        LiveSteps(diffusers.EulerDiscreteScheduler(20), 5)

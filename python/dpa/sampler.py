@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -10,17 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from .packed import PackedUnet, runs_packed
-from .schedulers import StepTable, from_diffusers
+from .schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
+from .step_table import Generators
 
-Generators = torch.Generator | Sequence[torch.Generator] | None
+Steps = StepTable | LiveSteps
 
 
 def _fail(argument: str, rule: str, got: Any) -> NoReturn:
     raise ValueError(f"DiffusionSampler: {argument} must {rule}, got {got}")
 
 
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
 class DiffusionSampler:
-    """Sample action sequences with a U-Net and a DDPM or DDIM scheduler.
+    """Sample action sequences with a U-Net and a scheduler of diffusers.
 
     Each step runs the network and then ``dpa::scheduler_step``; the sample and the scheduler's
     arithmetic are float32 (float64 for a float64 network). Random numbers are drawn as diffusers
@@ -35,7 +41,8 @@ class DiffusionSampler:
         unet: called as ``unet(sample, timestep, global_cond=...)``, with ``local_cond=...`` where
             there is one, ``sample`` being (B, T, Da) and ``timestep`` (B,). The original's U-Net,
             LeRobot's and :class:`dpa.nn.ConditionalUnet1D` all are.
-        scheduler: a live diffusers ``DDPMScheduler`` or ``DDIMScheduler``, or a :class:`StepTable`.
+        scheduler: a live object that :func:`dpa.schedulers.from_diffusers` takes (DDPM, DDIM,
+            DPM-Solver++ or flow-matching Euler of diffusers), or a :class:`StepTable`.
         num_inference_steps: steps of a call; an attribute that may be changed later. None takes the
             timesteps that the scheduler holds.
         dtype: what the network runs in. Where it is not the dtype of the weights, each call casts
@@ -48,6 +55,9 @@ class DiffusionSampler:
         use_clipped_model_output: DDIM's option of that name.
         fused: run the whole loop as one op on packed weights (:class:`dpa.packed.PackedUnet`, whose
             docstring says which networks, and which changes of the weights it notices).
+        fallback: what to do where the scheduler is none that a table expresses, or ``fused`` cannot
+            be had. False raises; True warns with the reason, then runs the scheduler's own step
+            (:class:`dpa.schedulers.LiveSteps`), or the loop step by step.
 
     Raises:
         TypeError, ValueError: as :func:`dpa.schedulers.from_diffusers`.
@@ -66,6 +76,7 @@ class DiffusionSampler:
         eta: float = 0.0,
         use_clipped_model_output: bool = False,
         fused: bool = False,
+        fallback: bool = False,
     ):
         if dtype is not None and not dtype.is_floating_point:
             _fail("dtype", "be a floating dtype", dtype)
@@ -83,12 +94,13 @@ class DiffusionSampler:
         self.unet = unet
         self.dtype = dtype
         self.fused = fused
+        self.fallback = fallback
         self._packed: PackedUnet | None = None
         self.horizon = horizon
         self.action_dim = action_dim
         self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
         self._scheduler = copy.deepcopy(scheduler)
-        self._tables: dict[Any, StepTable] = {}
+        self._tables: dict[Any, Steps] = {}
         self._cast: tuple[nn.Module, nn.Module] | None = None
         self.num_inference_steps = num_inference_steps
 
@@ -104,19 +116,29 @@ class DiffusionSampler:
         self._steps = steps
 
     @property
-    def table(self) -> StepTable:
+    def table(self) -> Steps:
         """The steps of a call, on the CPU in float64."""
         return self._table(torch.device("cpu"), torch.float64, self._steps)
 
-    def _table(self, device: torch.device, dtype: torch.dtype, steps: int | None) -> StepTable:
+    def _table(self, device: torch.device, dtype: torch.dtype, steps: int | None) -> Steps:
         key = (steps, device, dtype)
         if key not in self._tables:
-            self._tables[key] = self._build_table(steps).to(device, dtype)
+            base = (steps, torch.device("cpu"), torch.float64)
+            if base not in self._tables:
+                self._tables[base] = self._build_table(steps).to("cpu", torch.float64)
+            self._tables[key] = self._tables[base].to(device, dtype)
         return self._tables[key]
 
-    def _build_table(self, steps: int | None) -> StepTable:
+    def _build_table(self, steps: int | None) -> Steps:
         if not isinstance(self._scheduler, StepTable):
-            return from_diffusers(self._scheduler, steps, **self._options)
+            try:
+                return from_diffusers(self._scheduler, steps, **self._options)
+            except (TypeError, ValueError) as reason:
+                if not self.fallback:
+                    raise
+                live = LiveSteps(self._scheduler, steps, **self._options)
+                _warn(f"{reason}: the scheduler's own step runs instead")
+                return live
         if steps not in (None, len(self._scheduler)):
             _fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
         return self._scheduler
@@ -181,7 +203,8 @@ class DiffusionSampler:
             return _draw(shape, generator, device, wide)
 
         sample = draw() if noise is None else noise.to(wide)
-        if self.fused:
+        if self.fused and not self._refuse_fused(table, device, given):
+            assert isinstance(table, StepTable)
             return self._run_fused(table, sample.expand(shape), draw, given, weights_dtype)
 
         unet, unet_dtype = self._network(device, weights_dtype)
@@ -199,7 +222,27 @@ class DiffusionSampler:
                 return sample
             return torch.where(condition_mask, condition_data, sample)
 
-        return _loop(sample, table, predict, draw, impose)
+        return _loop(sample, table, predict, draw, impose, generator)
+
+    def _refuse_fused(
+        self, table: Steps, device: torch.device, given: dict[str, Tensor | None]
+    ) -> bool:
+        """Whether the loop cannot be one op; raises the reason, or warns with it, as chosen."""
+        if not runs_packed(device):
+            rule, got = "be left out where no kernel runs packed weights", str(device)
+        elif given["local_cond"] is not None:
+            rule, got = "be left out where there is local_cond", "both"
+        elif isinstance(table, LiveSteps | MultistepTable):
+            rule, got = (
+                "be left out of a scheduler that no StepTable expresses",
+                type(table).__name__,
+            )
+        else:
+            return False
+        if not self.fallback:
+            _fail("fused", rule, got)
+        _warn(f"DiffusionSampler: fused must {rule}, got {got}: the loop runs step by step instead")
+        return True
 
     def _run_fused(
         self,
@@ -210,8 +253,6 @@ class DiffusionSampler:
         weights_dtype: torch.dtype,
     ) -> Tensor:
         """Run the loop as one op, its random numbers drawn beforehand in the loop's order."""
-        if not runs_packed(sample.device):
-            _fail("fused", "be left out where no kernel runs packed weights", sample.device)
 
         def floats(name: str, *tail: int) -> Tensor | None:
             value = given[name]
@@ -309,21 +350,20 @@ class DiffusionSampler:
 
 def _loop(
     sample: Tensor,
-    table: StepTable,
+    table: Steps,
     predict: Callable[[Tensor, Tensor], Tensor],
     draw: Callable[[], Tensor],
     impose: Callable[[Tensor], Tensor],
+    generator: Generators,
 ) -> Tensor:
     """Run the steps of ``table`` on ``sample``, (B, T, Da)."""
     timesteps = table.timesteps[:, None].expand(-1, sample.shape[0])
-    index = torch.arange(len(table), device=sample.device)
+    advance = table.stepper(generator)
     for step in range(len(table)):
         sample = impose(sample)
         output = predict(sample, timesteps[step])
         noise = draw() if table.draws_noise[step] else None
-        sample = torch.ops.dpa.scheduler_step(
-            output, sample, table.coefficients, index[step], noise, table.clip
-        )
+        sample = advance(step, output, sample, noise)
     return impose(sample)
 
 
