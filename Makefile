@@ -23,12 +23,15 @@ build: $(SETUP)
 	@$(BIN)/python -c 'import dpa; print("dpa is built for", dpa.info()["built for"])'
 
 # The environment, made anew when the pins change.
-$(SETUP): requirements/build.txt requirements/dev.txt requirements/lerobot.txt requirements/nvcc.txt
+$(SETUP): requirements/build.txt requirements/dev.txt requirements/lerobot.txt requirements/nvcc.txt \
+          $(wildcard requirements/diffusers-*.txt)
 	@echo "setting up $(VENV) with the pinned dependencies (torch is 3 GB: the first time takes minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -r requirements/build.txt -r requirements/dev.txt
 	@$(PIP) install --no-deps -r requirements/lerobot.txt || \
 	  echo "no LeRobot for this Python: its tests will be skipped"
+	@for pins in requirements/diffusers-*.txt; do \
+	  $(PIP) install --no-deps --upgrade --target $(VENV)/$$(basename $$pins .txt) -r $$pins; done
 	@if [ "$(CUDA)" = on ] && ! command -v nvcc >/dev/null && ! [ -x /usr/local/cuda/bin/nvcc ]; then \
 	  echo "no nvcc here: taking the compiler from PyPI"; $(PIP) install -r requirements/nvcc.txt; fi
 	@touch $@

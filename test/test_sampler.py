@@ -23,7 +23,6 @@ SCHEDULERS = {
     "ddim": (DDIM, {}, 5, {}),
     "ddim_v": (DDIM, {"prediction_type": "v_prediction", "clip_sample": False}, 5, {}),
     "ddim_eta": (DDIM, {"set_alpha_to_one": False}, 7, {"eta": 0.8}),
-    "dpm_solver": (diffusers.DPMSolverMultistepScheduler, {"prediction_type": "sample"}, 6, {}),
 }
 
 
