@@ -39,7 +39,7 @@ def test_tables_follow_an_older_diffusers(version):
         "pytest",
         "-p",
         "no:cacheprovider",
-        "-v",
+        "-vv",
         "test/test_scheduler_combinations.py",
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
