@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from .graphs import Body, Inputs, LoopGraphs, can_capture
+from .noise import draw_normal, draw_steps, generator_on
 from .packed import PackedUnet, runs_packed
 from .schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
 from .step_table import Generators
@@ -58,6 +61,9 @@ class DiffusionSampler:
         fallback: what to do where the scheduler is none that a table expresses, or ``fused`` cannot
             be had. False raises; True warns with the reason, then runs the scheduler's own step
             (:class:`dpa.schedulers.LiveSteps`), or the loop step by step.
+        cuda_graph: on a GPU, capture the fused loop into a CUDA graph at the first call of each
+            shape, and replay it from then on. Eight are kept. Inside a capture of the caller's the
+            kernels go into that one.
 
     Raises:
         TypeError, ValueError: as :func:`dpa.schedulers.from_diffusers`.
@@ -77,6 +83,7 @@ class DiffusionSampler:
         use_clipped_model_output: bool = False,
         fused: bool = False,
         fallback: bool = False,
+        cuda_graph: bool = True,
     ):
         if dtype is not None and not dtype.is_floating_point:
             _fail("dtype", "be a floating dtype", dtype)
@@ -95,7 +102,10 @@ class DiffusionSampler:
         self.dtype = dtype
         self.fused = fused
         self.fallback = fallback
+        self.cuda_graph = cuda_graph
         self._packed: PackedUnet | None = None
+        self._graphs = LoopGraphs()
+        self._width: tuple[Any, int | None] = (None, None)
         self.horizon = horizon
         self.action_dim = action_dim
         self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
@@ -198,15 +208,14 @@ class DiffusionSampler:
             condition_data = condition_data.to(wide)
 
         table = self._table(device, wide, self._steps)
-
-        def draw() -> Tensor:
-            return _draw(shape, generator, device, wide)
-
-        sample = draw() if noise is None else noise.to(wide)
         if self.fused and not self._refuse_fused(table, device, given):
             assert isinstance(table, StepTable)
-            return self._run_fused(table, sample.expand(shape), draw, given, weights_dtype)
+            return self._run_fused(table, shape, given, generator, device, weights_dtype)
 
+        def draw() -> Tensor:
+            return draw_normal(shape, generator, device, wide)
+
+        sample = draw() if noise is None else noise.to(wide)
         unet, unet_dtype = self._network(device, weights_dtype)
         conditions: dict[str, Tensor | None] = {"global_cond": None}
         for name in ("global_cond", "local_cond"):
@@ -247,29 +256,36 @@ class DiffusionSampler:
     def _run_fused(
         self,
         table: StepTable,
-        sample: Tensor,
-        draw: Callable[[], Tensor],
+        shape: tuple[int, int, int],
         given: dict[str, Tensor | None],
+        generator: Generators,
+        device: torch.device,
         weights_dtype: torch.dtype,
     ) -> Tensor:
-        """Run the loop as one op, its random numbers drawn beforehand in the loop's order."""
-
-        def floats(name: str, *tail: int) -> Tensor | None:
-            value = given[name]
-            return None if value is None else value.float().expand(sample.shape[0], *tail)
-
-        draws = [draw() if needed else torch.zeros_like(sample) for needed in table.draws_noise]
-        mask = given["condition_mask"]
-        return self._pack(weights_dtype).sample(
-            sample.float(),
-            table.timesteps.float(),
-            table.coefficients.float(),
-            table.clip,
-            global_cond=floats("global_cond", -1),
-            noise=torch.stack(draws).float() if any(table.draws_noise) else None,
-            known=floats("condition_data", -1, -1),
-            known_mask=None if mask is None else mask.expand(sample.shape),
-        )
+        """Run the loop as one op, in a graph where one can be captured."""
+        inputs = {
+            name: value.expand(shape[0], *value.shape[1:])
+            for name, value in given.items()
+            if value is not None
+        }
+        wide = table.coefficients.dtype
+        source: torch.Generator | None = None
+        if "noise" not in inputs or any(table.draws_noise):
+            source = generator_on(device, generator)
+            if source is None:  # drawn elsewhere, and brought here
+                if "noise" not in inputs:
+                    inputs["noise"] = draw_normal(shape, generator, device, wide)
+                if any(table.draws_noise):
+                    inputs["step_noise"] = draw_steps(table.draws_noise, shape, generator, wide).to(
+                        device
+                    )
+        packed = self._pack(weights_dtype)
+        memory = packed.packed
+        make_body = functools.partial(_fused_loop, packed, table, shape, device)
+        if not (self.cuda_graph and can_capture(device)):
+            return make_body()(inputs, source)
+        key = (shape, table, packed.dtype, memory.data_ptr(), frozenset(inputs), source is None)
+        return self._graphs.run(key, device, inputs, source, make_body)
 
     def _pack(self, weights_dtype: torch.dtype) -> PackedUnet:
         """Return the packed network, which follows ``self.unet`` and ``self.dtype``."""
@@ -328,7 +344,9 @@ class DiffusionSampler:
         if horizon is None and sequences:
             horizon = next(iter(sequences.values())).shape[1]
         if action_dim is None:
-            action_dim = _action_dim(self.unet)
+            if self._width[0] is not self.unet:
+                self._width = (self.unet, _action_dim(self.unet))
+            action_dim = self._width[1]
         if action_dim is None and actions:
             action_dim = next(iter(actions.values())).shape[2]
         for name, size in (("horizon", horizon), ("action_dim", action_dim)):
@@ -346,6 +364,34 @@ class DiffusionSampler:
             if name in sequences and got[1] != horizon:
                 _fail(name, f"have the horizon {horizon}", got)
         return shape
+
+
+def _fused_loop(
+    packed: PackedUnet, table: StepTable, shape: tuple[int, int, int], device: torch.device
+) -> Body:
+    """Return the loop of one op, to be run as it is or captured."""
+    wide = table.coefficients.dtype
+    timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
+
+    def body(inputs: Inputs, generator: torch.Generator | None) -> Tensor:
+        floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
+        noise, step_noise = floats.get("noise"), floats.get("step_noise")
+        if noise is None:
+            noise = draw_normal(shape, generator, device, wide).float()
+        if step_noise is None and any(table.draws_noise):
+            step_noise = draw_steps(table.draws_noise, shape, generator, wide).float()
+        return packed.sample(
+            noise,
+            timesteps,
+            coefficients,
+            table.clip,
+            global_cond=floats.get("global_cond"),
+            noise=step_noise,
+            known=floats.get("condition_data"),
+            known_mask=floats.get("condition_mask"),
+        )
+
+    return body
 
 
 def _loop(
@@ -374,16 +420,3 @@ def _action_dim(unet: Any) -> int | None:
     # Wrappers, such as a compiled module, put a prefix before the name.
     widths = (p.shape[0] for n, p in unet.named_parameters() if n.endswith("final_conv.1.weight"))
     return next(widths, None)
-
-
-def _draw(
-    shape: tuple[int, ...], generator: Generators, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Draw normal numbers on the generator's device, and bring them to ``device``."""
-    if isinstance(generator, Sequence):
-        if len(generator) != shape[0]:
-            _fail("generator", f"be one, or a sequence of {shape[0]}", len(generator))
-        one = (1, *shape[1:])
-        return torch.cat([_draw(one, single, device, dtype) for single in generator])
-    source = device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=source, dtype=dtype).to(device)

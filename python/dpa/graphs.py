@@ -1,0 +1,139 @@
+"""CUDA graphs of whole denoising loops: captured once for each kind of call, then replayed."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+Body = Callable[[Inputs, torch.Generator | None], Tensor]
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether a graph may be captured or replayed here and now.
+
+    Not while torch.compile traces, nor inside a capture of the caller's, which records the kernels
+    themselves.
+    """
+    return (
+        device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+class LoopGraphs:
+    """A bounded cache of captured loops; the least recently used goes first.
+
+    Results are copies, so a later call does not overwrite them. Calls from several streams or
+    threads are safe: each replay waits for the one before it.
+
+    Args:
+        capacity: how many graphs are kept.
+
+    """
+
+    def __init__(self, capacity: int = 8):
+        self.capacity = capacity
+        self.refused: dict[Hashable, str] = {}
+        self._graphs: OrderedDict[Hashable, _LoopGraph] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or what a pickle brings back, captures anew.
+        return (type(self), (self.capacity,))
+
+    def __len__(self) -> int:
+        """Return the number of graphs held."""
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Drop every graph, and forget what could not be captured."""
+        with self._lock:
+            self._graphs.clear()
+            self.refused.clear()
+
+    def run(
+        self,
+        key: Hashable,
+        device: torch.device,
+        inputs: Inputs,
+        generator: torch.Generator | None,
+        make_body: Callable[[], Body],
+    ) -> Tensor:
+        """Return ``body(inputs, generator)``, replayed from the second call with a key on.
+
+        Args:
+            key: everything but the contents of ``inputs`` that the result depends on.
+            device: the CUDA device.
+            inputs: tensors on it, floating or bool; their shapes must follow from the key. The body
+                of a graph receives floating ones as float32.
+            generator: what the body draws from, on that device; None where it draws nothing.
+            make_body: makes the body, whose work is only kernels on the current stream.
+
+        """
+        with self._lock:
+            if (graph := self._graphs.get(key)) is not None:
+                self._graphs.move_to_end(key)
+                return graph.replay(inputs, generator)
+            body = make_body()
+            result = body(inputs, generator)
+            if key not in self.refused:
+                self._capture(key, device, body, inputs, generator is not None)
+            return result
+
+    def _capture(
+        self, key: Hashable, device: torch.device, body: Body, inputs: Inputs, draws: bool
+    ) -> None:
+        try:
+            self._graphs[key] = _LoopGraph(device, body, inputs, draws)
+        except RuntimeError as error:  # the loop still runs, kernel by kernel
+            self.refused[key] = str(error).splitlines()[0]
+        while len(self._graphs) > self.capacity:
+            self._graphs.popitem(last=False)
+
+
+class _LoopGraph:
+    """One captured loop with the memory that its kernels read and write."""
+
+    def __init__(self, device: torch.device, body: Body, inputs: Inputs, draws: bool):
+        self._body = body  # keeps the memory that the kernels read
+        self._graph = torch.cuda.CUDAGraph()
+        self._generator: torch.Generator | None = None
+        if draws:
+            self._generator = torch.Generator(device)
+            self._graph.register_generator_state(self._generator)
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            self._inputs = {name: _static(value) for name, value in inputs.items()}
+            # Other threads, such as a camera's, go on using CUDA while this one captures.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._output = body(self._inputs, self._generator)
+        self._done = torch.cuda.Event()
+
+    def replay(self, inputs: Inputs, generator: torch.Generator | None) -> Tensor:
+        device = self._output.device
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(self._done)
+            for name, value in inputs.items():
+                self._inputs[name].copy_(value)
+            if self._generator is None or generator is None:
+                self._graph.replay()
+            else:
+                self._generator.manual_seed(generator.initial_seed())
+                self._generator.set_offset(generator.get_offset())
+                self._graph.replay()
+                generator.set_offset(self._generator.get_offset())
+            result = self._output.clone()
+            self._done.record(stream)
+        return result
+
+
+def _static(value: Tensor) -> Tensor:
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    return torch.empty(value.shape, dtype=dtype, device=value.device).copy_(value)

@@ -1,0 +1,162 @@
+"""The captured loop of DiffusionSampler: the same numbers as without a graph, call after call."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import dpa
+from dpa.graphs import LoopGraphs, can_capture
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("graphs need a CUDA device, and there is none here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def make(cuda, kind="DDPM", steps=12, **options):
+    unet = dpa.nn.ConditionalUnet1D(
+        2, global_cond_dim=5, down_dims=(32, 64), diffusion_step_embed_dim=32
+    ).to(cuda)
+    scheduler = getattr(diffusers, f"{kind}Scheduler")(20, beta_schedule="squaredcos_cap_v2")
+    options = {"horizon": 16, "fused": True, **options}
+    return dpa.DiffusionSampler(unet, scheduler, steps, **options)
+
+
+def plain_twin(sampler):
+    twin = copy.copy(sampler)
+    twin.cuda_graph = False
+    return twin
+
+
+GENERATORS = {
+    "global": lambda device: None,
+    "device": lambda device: torch.Generator(device).manual_seed(3),
+    "cpu": lambda device: torch.Generator().manual_seed(3),
+    "one_a_sample": lambda device: [torch.Generator(device).manual_seed(i) for i in range(2)],
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+def test_replays_draw_what_the_plain_loop_draws(cuda, name, kind):
+    sampler = make(cuda, kind)
+    results = []
+    for current in (plain_twin(sampler), sampler):
+        torch.manual_seed(7)
+        generator = GENERATORS[name](cuda)
+        conds = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(1)).to(cuda)
+        calls = []
+        for cond in conds:
+            calls.append(current(cond, generator=generator))
+            calls.append(torch.randn(3, device=cuda))  # a neighbour on the global stream
+        results.append(calls)
+    assert len(sampler._graphs) == 1 and not sampler._graphs.refused
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_results_stay_as_they_were_returned(cuda):
+    sampler, cond = make(cuda), torch.randn(1, 5, device=cuda)
+    first = [sampler(cond * i) for i in range(3)]
+    kept = [result.clone() for result in first]
+    for _ in range(3):
+        sampler(cond)
+    for result, expected in zip(first, kept, strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_changed_weights_and_steps_are_followed(cuda):
+    sampler = make(cuda, "DDIM", 5)
+    cond, noise = torch.randn(1, 5, device=cuda), torch.randn(1, 16, 2, device=cuda)
+    before = [sampler(cond, noise=noise) for _ in range(2)][1]
+    with torch.no_grad():
+        for parameter in sampler.unet.parameters():
+            parameter.mul_(1.1)
+    after = sampler(cond, noise=noise)
+    assert len(sampler._graphs) == 1 and not torch.allclose(before, after)
+    assert torch.equal(after, plain_twin(sampler)(cond, noise=noise))
+    sampler.num_inference_steps = 10
+    for _ in range(2):
+        got = sampler(cond, noise=noise)
+        assert torch.equal(got, plain_twin(sampler)(cond, noise=noise))
+    assert len(sampler._graphs) == 2
+
+
+def test_inpainting_and_inference_mode(cuda):
+    sampler = make(cuda, "DDIM", 5)
+    data = torch.randn(2, 16, 2, device=cuda)
+    call = {"condition_data": data, "condition_mask": data > 0, "noise": torch.randn_like(data)}
+    with torch.inference_mode():
+        cond = torch.randn(1, 5, device=cuda)
+        inside = [sampler(cond, **call) for _ in range(2)]
+    outside = sampler(cond.clone(), **call)
+    assert torch.equal(inside[0], outside) and torch.equal(inside[1], outside)
+    assert torch.equal(outside[data > 0], data[data > 0])
+
+
+def test_the_callers_own_capture_gets_the_kernels(cuda):
+    sampler = make(cuda, "DDIM", 5)
+    cond, noise = torch.randn(1, 5, device=cuda), torch.randn(1, 16, 2, device=cuda)
+    expected = sampler(cond, noise=noise)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert not can_capture(cuda)
+        out = sampler(cond, noise=noise)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_two_streams_share_one_sampler(cuda):
+    sampler = make(cuda, "DDIM", 5)
+    noise = torch.randn(1, 16, 2, device=cuda)
+    conds = [torch.randn(1, 5, device=cuda) for _ in range(2)]
+    expected = [sampler(cond, noise=noise) for cond in conds]
+    streams = [torch.cuda.Stream() for _ in conds]
+    torch.cuda.synchronize()
+    got = [[], []]
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(sampler(conds[i], noise=noise))
+    torch.cuda.synchronize()
+    assert all(torch.equal(g, expected[i]) for i in range(2) for g in got[i])
+
+
+def test_the_cache_is_bounded_and_replays_do_not_grow_memory(cuda):
+    sampler = make(cuda, "DDIM", 2)
+    for batch in range(1, 12):
+        sampler(torch.randn(batch, 5, device=cuda))
+    assert len(sampler._graphs) == sampler._graphs.capacity == 8
+    cond = torch.randn(11, 5, device=cuda)
+    sampler(cond)
+    before = torch.cuda.memory_allocated()
+    for _ in range(1000):
+        sampler(cond)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_loop_that_cannot_be_captured_still_runs(cuda):
+    graphs = LoopGraphs()
+    make_body = lambda: lambda inputs, generator: inputs["x"] * float(inputs["x"].sum())  # noqa: E731
+    x = torch.ones(2, device=cuda)
+    for _ in range(2):
+        assert graphs.run("key", cuda, {"x": x}, None, make_body).tolist() == [2, 2]
+    assert list(graphs.refused) == ["key"] and len(graphs) == 0
+
+
+def test_copies_start_without_graphs():
+    graphs = LoopGraphs(3)
+    graphs.refused["key"] = "reason"
+    for other in (copy.deepcopy(graphs), pickle.loads(pickle.dumps(graphs))):
+        assert other.capacity == 3 and len(other) == 0 and not other.refused
+
+
+def test_nothing_is_captured_on_the_cpu():
+    assert not can_capture(torch.device("cpu"))
