@@ -10,6 +10,7 @@ if not wants_jit():
     load()
 
 from dpa import jit, nn, ops, reference, schedulers
+from dpa.acceleration import accelerate, explain, repack, restore
 from dpa.info import info
 from dpa.packed import PackedUnet
 from dpa.sampler import DiffusionSampler
@@ -18,11 +19,15 @@ __version__ = "0.1.0"
 __all__ = [
     "DiffusionSampler",
     "PackedUnet",
+    "accelerate",
+    "explain",
     "info",
     "jit",
     "library_path",
     "nn",
     "ops",
     "reference",
+    "repack",
+    "restore",
     "schedulers",
 ]

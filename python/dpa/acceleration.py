@@ -1,0 +1,248 @@
+"""Accelerate the policies that people already run, in place, and undo it.
+
+The parts that run are replaced, not what the user sees: on each U-Net that is found the attribute
+``forward`` of the object, and on each policy whose loop is known its ``conditional_sample``.
+Modules, parameters, state dicts, queues, normalizers and encoders stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .family import NotInFamily, recognise
+from .packed import runs_packed
+from .schedulers import from_diffusers
+from .standins import FastForward, FastLoop
+
+_MODES = ("loop", "step", "chain")
+_NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
+_LOOPS = (
+    {"batch_size", "global_cond", "generator"},  # LeRobot
+    {"condition_data", "condition_mask", "local_cond", "global_cond", "generator"},  # the original
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of a model: what it is, and what dpa does or would do with it.
+
+    Attributes:
+        path: where it was found, as attributes from the model.
+        part: "U-Net" or "loop".
+        name: its class.
+        can: whether it can be accelerated.
+        active: whether it is accelerated now.
+        how: what runs instead, or why nothing does.
+        errors: relative errors that the self-checks found.
+
+    """
+
+    path: str
+    part: str
+    name: str
+    can: bool
+    active: bool
+    how: str
+    errors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`explain` found, in the order in which it lies in the model."""
+
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        """One line a finding."""
+        if not self.findings:
+            return "no conditional U-Net and no denoising loop was found"
+        lines = []
+        for f in self.findings:
+            state = "accelerated" if f.active else "can be accelerated" if f.can else "unchanged"
+            worst = f"; checked, error {max(f.errors):.1e}" if f.errors else ""
+            lines.append(f"{f.path or '(itself)'} ({f.part}, {f.name}): {state}: {f.how}{worst}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return plain lists and dicts, for JSON."""
+        return [asdict(finding) for finding in self.findings]
+
+
+def accelerate(model: Any, dtype: torch.dtype | None = None, mode: str = "loop") -> Any:
+    """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
+
+    The first call of each kind runs the original too, on the real input, compares, and returns the
+    original's result; where they differ beyond the tolerance, a warning says so and the original
+    runs from then on. In training mode the original runs.
+
+    Weights that change are noticed (optimizer steps, ``load_state_dict``, EMA copies, ``.to()``),
+    except through ``parameter.data``: call :func:`repack` after that.
+
+    Args:
+        model: a LeRobot or diffusion_policy policy, a U-Net, or an object that holds some.
+        dtype: of packed weights, float32, float16 or bfloat16; None takes the dtype that the
+            original computes in. Inputs and results keep their dtypes.
+        mode: "loop" runs whole denoising loops as one op where the policy's loop is known; "step"
+            leaves the loops alone and accelerates each step; "chain" runs the network layer by
+            layer with dpa's fused ops, on the live parameters, with no packed copy.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: nothing in ``model`` can be accelerated; the message says why.
+        ValueError: an unknown ``mode`` or ``dtype``.
+
+    """
+    if mode not in _MODES:
+        raise ValueError(f"accelerate: mode must be one of {', '.join(_MODES)}, got {mode!r}")
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
+    restore(model)
+    found = False
+    for _, module in _modules(model):
+        if _why_no_unet(module) is None:
+            vars(module)["forward"] = FastForward(module, dtype, mode)
+            found = True
+    if not found:
+        raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {explain(model)}")
+    for _, module in _modules(model):
+        if mode != "step" and _why_no_loop(module) is None:
+            vars(module)["conditional_sample"] = FastLoop(module, _network_name(module))
+    return model
+
+
+def restore(model: Any) -> Any:
+    """Undo :func:`accelerate`, attribute for attribute, and return ``model``."""
+    for _, module in _modules(model):
+        if isinstance(vars(module).get("forward"), FastForward):
+            del vars(module)["forward"]
+        if isinstance(vars(module).get("conditional_sample"), FastLoop):
+            del vars(module)["conditional_sample"]
+    return model
+
+
+def repack(model: Any) -> Any:
+    """Pack the weights of every accelerated U-Net anew, and return ``model``."""
+    for _, module in _modules(model):
+        forward = vars(module).get("forward")
+        if isinstance(forward, FastForward):
+            forward._forget()
+    for _, module in _modules(model):
+        loop = vars(module).get("conditional_sample")
+        if isinstance(loop, FastLoop):
+            loop._forget()
+    return model
+
+
+def explain(model: Any) -> Report:
+    """Say what in ``model`` is or can be accelerated, and why the rest is not. Changes nothing."""
+    findings = []
+    for path, module in _modules(model):
+        name = type(module).__name__
+        forward = vars(module).get("forward")
+        if isinstance(forward, FastForward):
+            how, errors = _how(module, forward.mode), tuple(forward.errors.values())
+            findings.append(Finding(path, "U-Net", name, True, True, how, errors))
+        elif all(hasattr(module, part) for part in _NEAR):
+            why = _why_no_unet(module)
+            how = why or _how(module, "loop")
+            findings.append(Finding(path, "U-Net", name, why is None, False, how))
+        if not hasattr(type(module), "conditional_sample"):
+            continue
+        loop = vars(module).get("conditional_sample")
+        active = isinstance(loop, FastLoop)
+        why = None if active else _why_no_loop(module)
+        why = why or _why_no_scheduler(module)
+        how = why or "the whole loop by DiffusionSampler"
+        errors = tuple(loop.errors.values()) if active else ()
+        findings.append(Finding(path, "loop", name, why is None, active and not why, how, errors))
+    return Report(tuple(findings))
+
+
+def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules inside a module, or inside the attributes of a plain object, once each."""
+    seen: set[int] = set()
+
+    def walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module]]:
+        if id(value) in seen:
+            return
+        if isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield ".".join(part for part in (path, name) if part), module
+        elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, type):
+            seen.add(id(value))
+            for name, inner in list(vars(value).items()):
+                yield from walk(f"{path}.{name}".lstrip("."), inner, depth - 1)
+
+    yield from walk("", model, 3)
+
+
+def _why_no_unet(module: nn.Module) -> str | None:
+    """Return why a module cannot be accelerated as a U-Net, or None where it can."""
+    if not all(hasattr(module, part) for part in _NEAR):
+        return "it is no U-Net"
+    if "forward" in vars(module) and not isinstance(vars(module)["forward"], FastForward):
+        return "its forward was replaced on the object"
+    try:
+        network = recognise(module)
+    except NotInFamily as error:
+        return str(error)
+    if network.unconditioned and network.arguments.get("local_cond_dim") is not None:
+        return "blocks without conditioning are not supported beside local conditioning"
+    return None
+
+
+def _why_no_loop(module: nn.Module) -> str | None:
+    """Return why a module's ``conditional_sample`` stays, or None where it is a known loop."""
+    loop = getattr(type(module), "conditional_sample", None)
+    if loop is None:
+        return "it has no conditional_sample"
+    if "conditional_sample" in vars(module):
+        return "its conditional_sample was replaced on the object"
+    names = set(inspect.signature(loop).parameters)
+    if not any(known <= names for known in _LOOPS):
+        return "its conditional_sample takes other arguments than LeRobot's and the original's"
+    missing = [n for n in ("noise_scheduler", "num_inference_steps") if not hasattr(module, n)]
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    if _network_name(module) is None:
+        return "neither its unet nor its model is a U-Net of the family"
+    return None
+
+
+def _why_no_scheduler(module: nn.Module) -> str | None:
+    """Return what in the scheduler the fused step cannot do, or None."""
+    try:
+        from_diffusers(module.noise_scheduler, 1)
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _network_name(policy: nn.Module) -> str | None:
+    """Return the attribute that holds the policy's U-Net."""
+    for name in ("unet", "model"):
+        unet = getattr(policy, name, None)
+        unet = getattr(unet, "_orig_mod", unet)
+        if isinstance(unet, nn.Module) and _why_no_unet(unet) is None:
+            return name
+    return None
+
+
+def _how(module: nn.Module, mode: str) -> str:
+    parameter = next(module.parameters())
+    local = getattr(module, "local_cond_encoder", None) is not None
+    if mode == "chain" or local or parameter.dtype == torch.float64:
+        return "layer by layer with dpa's ops"
+    if not runs_packed(parameter.device):
+        return f"layer by layer with dpa's ops: no packed kernels on {parameter.device.type}"
+    return "one op on packed weights"

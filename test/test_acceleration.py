@@ -1,0 +1,335 @@
+"""dpa.accelerate on unmodified policies: the same actions, and nothing else changes."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dpa
+from dpa.standins import FastForward, FastLoop
+from tolerances import tolerance
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+SMALL = {"diffusion_step_embed_dim": 16, "down_dims": (16, 32)}
+
+
+def lerobot_policy(device="cpu", **options):
+    """LeRobot's own policy on state observations, with small random weights."""
+    modeling = pytest.importorskip(
+        "lerobot.policies.diffusion.modeling_diffusion",
+        reason="LeRobot is not installed (requirements/lerobot.txt)",
+        exc_type=ImportError,
+    )
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+
+    config = DiffusionConfig(
+        input_features={
+            "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
+            "observation.environment_state": PolicyFeature(FeatureType.ENV, (4,)),
+        },
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
+        device="cpu",
+        num_train_timesteps=20,
+        **{**SMALL, "horizon": 8, "n_action_steps": 4, **options},
+    )
+    return modeling.DiffusionPolicy(config).to(device).eval()
+
+
+class OriginalStyle(nn.Module):
+    """A policy with the attributes and the loop of diffusion_policy's lowdim policy."""
+
+    def __init__(self, scheduler, local_cond_dim=None, global_cond_dim=4):
+        super().__init__()
+        unet = dpa.nn.ConditionalUnet1D(2, local_cond_dim, global_cond_dim, **SMALL)
+        self.model = dpa.reference.plain(unet)
+        self.normalizer = nn.Linear(1, 1)
+        self.noise_scheduler = scheduler
+        self.num_inference_steps = 5
+        self.kwargs = {}
+
+    def conditional_sample(
+        self,
+        condition_data,
+        condition_mask,
+        local_cond=None,
+        global_cond=None,
+        generator=None,
+        **kwargs,
+    ):
+        x = torch.randn(
+            condition_data.shape,
+            dtype=condition_data.dtype,
+            device=condition_data.device,
+            generator=generator,
+        )
+        self.noise_scheduler.set_timesteps(self.num_inference_steps)
+        for t in self.noise_scheduler.timesteps:
+            x[condition_mask] = condition_data[condition_mask]
+            out = self.model(x, t, local_cond=local_cond, global_cond=global_cond)
+            x = self.noise_scheduler.step(out, t, x, generator=generator, **kwargs).prev_sample
+        x[condition_mask] = condition_data[condition_mask]
+        return x
+
+
+def original_policy(device, kind="DDIM", **options):
+    scheduler = getattr(diffusers, f"{kind}Scheduler")(20, beta_schedule="squaredcos_cap_v2")
+    return OriginalStyle(scheduler, **options).to(device).eval()
+
+
+def attributes(model):
+    return [
+        (name, list(vars(m)), [id(v) for v in vars(m).values()])
+        for name, m in model.named_modules()
+    ]
+
+
+def observations(steps, device):
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(steps):
+        yield {
+            "observation.state": torch.randn(1, 3, generator=generator).to(device),
+            "observation.environment_state": torch.randn(1, 4, generator=generator).to(device),
+        }
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+def test_lerobot_over_episodes_with_reset(kind, device):
+    plain = lerobot_policy(device, noise_scheduler_type=kind, num_inference_steps=10)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    results = []
+    for policy in (plain, fast):
+        torch.manual_seed(1)
+        actions = []
+        for _ in range(2):
+            policy.reset()
+            actions += [policy.select_action(o) for o in observations(11, device)]
+        results.append(torch.stack([*actions, torch.randn(1, 2, device=device)]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    loop = vars(fast.diffusion)["conditional_sample"]
+    assert isinstance(loop, FastLoop) and max(loop.errors.values()) < 1e-4
+    assert torch.equal(
+        fast.diffusion.noise_scheduler.timesteps, plain.diffusion.noise_scheduler.timesteps
+    )
+
+
+def test_restore_leaves_every_attribute_as_it_was():
+    policy = lerobot_policy()
+    before, state = attributes(policy), {k: v.clone() for k, v in policy.state_dict().items()}
+    assert "can be accelerated" in str(dpa.explain(policy))
+    assert attributes(policy) == before
+    dpa.accelerate(policy)
+    assert policy.state_dict().keys() == state.keys()
+    assert len(list(policy.modules())) == len(before)
+    policy.select_action(next(observations(1, "cpu")))
+    assert [f.active for f in dpa.explain(policy).findings] == [True, True]
+    policy.reset()
+    dpa.restore(policy)
+    queues = next(i for i, (name, *_) in enumerate(before) if name == "")
+    after = attributes(policy)
+    assert [a for i, a in enumerate(after) if i != queues] == [
+        b for i, b in enumerate(before) if i != queues
+    ]
+    assert after[queues][1] == before[queues][1]
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+@pytest.mark.parametrize("inpainting", [False, True])
+def test_original_policy(kind, inpainting, device):
+    policy = original_policy(device, kind, global_cond_dim=None if inpainting else 4)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    data = torch.randn(3, 8, 2, device=device)
+    mask = torch.zeros_like(data, dtype=torch.bool)
+    mask[:, :2, 1] = inpainting
+    cond = None if inpainting else torch.randn(3, 4, device=device)
+    options = {"eta": 0.5} if kind == "DDIM" else {}
+    for steps in (5, 5, 7):
+        results = []
+        for current in (policy, fast):
+            current.num_inference_steps = steps
+            generator = torch.Generator(device).manual_seed(steps)
+            with torch.no_grad():
+                x = current.conditional_sample(
+                    data, mask, global_cond=cond, generator=generator, **options
+                )
+            results.append((x, torch.randn(2, generator=generator, device=device)))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    assert len(vars(fast)["conditional_sample"].errors) == 2
+
+
+def test_local_conditioning_runs_layer_by_layer(device):
+    policy = original_policy(device, local_cond_dim=3)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    data = torch.zeros(2, 8, 2, device=device)
+    mask = torch.zeros_like(data, dtype=torch.bool)
+    call = {
+        "local_cond": torch.randn(2, 8, 3, device=device),
+        "global_cond": torch.randn(2, 4, device=device),
+    }
+    for _ in range(2):
+        results = []
+        for current in (policy, fast):
+            torch.manual_seed(2)
+            with torch.no_grad():
+                results.append(current.conditional_sample(data, mask, **call))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+def unet_and_inputs(device="cpu"):
+    unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(2, None, 4, **SMALL)).to(device).eval()
+    return unet, (
+        torch.randn(3, 8, 2, device=device),
+        torch.arange(3, device=device),
+        None,
+        torch.randn(3, 4, device=device),
+    )
+
+
+@torch.no_grad()
+def test_changed_weights_are_noticed(device):
+    unet, inputs = unet_and_inputs(device)
+    plain = copy.deepcopy(unet)
+    dpa.accelerate(unet)
+    for change in range(4):
+        for current in (unet, plain):
+            parameters = list(current.parameters())
+            if change == 1:
+                for parameter in parameters:
+                    parameter.mul_(1.1)
+            elif change == 2:
+                current.load_state_dict({k: v * 0.9 for k, v in current.state_dict().items()})
+            elif change == 3:
+                vector = nn.utils.parameters_to_vector(parameters) * 1.2
+                nn.utils.vector_to_parameters(vector, parameters)
+        for _ in range(2):
+            torch.testing.assert_close(unet(*inputs), plain(*inputs), **tolerance(torch.float32))
+
+
+@torch.no_grad()
+def test_copies_pickles_and_moves_go_on(device):
+    unet, inputs = unet_and_inputs("cpu")
+    expected = unet(*inputs)
+    dpa.accelerate(unet)
+    unet(*inputs)
+    for other in (copy.deepcopy(unet), pickle.loads(pickle.dumps(unet))):
+        forward = vars(other)["forward"]
+        assert isinstance(forward, FastForward) and forward.unet is other
+        for _ in range(2):
+            torch.testing.assert_close(other(*inputs), expected, **tolerance(torch.float32))
+    unet.to(device)
+    moved = [x if x is None else x.to(device) for x in inputs]
+    for _ in range(2):
+        torch.testing.assert_close(unet(*moved).cpu(), expected, rtol=1e-4, atol=1e-4)
+    unet.double()
+    wide = [x if x is None or not x.is_floating_point() else x.double() for x in moved]
+    for _ in range(2):
+        assert unet(*wide).dtype == torch.float64
+    assert max(vars(unet)["forward"].errors.values()) < 1e-4
+
+
+def test_training_mode_and_gradients(device):
+    unet, inputs = unet_and_inputs(device)
+    plain = copy.deepcopy(unet)
+    dpa.accelerate(unet)
+    for mode in (True, False, False):
+        for current in (unet, plain):
+            current.train(mode).zero_grad()
+            current(*inputs).square().sum().backward()
+        for got, expected in zip(unet.parameters(), plain.parameters(), strict=True):
+            if expected.grad is not None:
+                torch.testing.assert_close(got.grad, expected.grad, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_compile_without_a_graph_break(device):
+    unet, inputs = unet_and_inputs(device)
+    expected = unet(*inputs) * 2
+    dpa.accelerate(unet)
+    compiled = torch.compile(lambda *args: unet(*args) * 2, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_network_that_only_looks_right_falls_back(device):
+    unet, inputs = unet_and_inputs(device)
+
+    class Doubled(type(unet)):
+        def forward(self, sample, timestep, local_cond=None, global_cond=None):
+            return 2 * super().forward(sample, timestep, local_cond, global_cond)
+
+    unet.__class__ = Doubled
+    expected = unet(*inputs)
+    dpa.accelerate(unet)
+    with pytest.warns(RuntimeWarning, match=r"accelerated Doubled differs .* the original runs"):
+        assert torch.equal(unet(*inputs), expected)
+    assert torch.equal(unet(*inputs), expected)
+
+
+def test_hooks_are_still_called():
+    unet, inputs = unet_and_inputs()
+    dpa.accelerate(unet)
+    seen = []
+    unet.mid_modules[0].register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        unet(*inputs)
+        unet(*inputs)
+    assert len(seen) == 2
+
+
+@torch.no_grad()
+def test_a_scheduler_of_another_class_leaves_the_loop(device):
+    policy = original_policy(device)
+    policy.noise_scheduler = diffusers.EulerAncestralDiscreteScheduler(20)
+    data = torch.zeros(1, 8, 2, device=device)
+    call = (data, data.bool(), None, torch.randn(1, 4, device=device))
+    torch.manual_seed(3)
+    expected = policy.conditional_sample(*call)
+    dpa.accelerate(policy)
+    for _ in range(2):
+        torch.manual_seed(3)
+        torch.testing.assert_close(policy.conditional_sample(*call), expected, rtol=1e-3, atol=1e-3)
+    assert "EulerAncestralDiscreteScheduler" in str(dpa.explain(policy))
+
+
+def test_objects_that_only_hold_modules():
+    class Holder:
+        pass
+
+    outer, outer.ema = Holder(), Holder()
+    outer.ema.averaged_model, _ = unet_and_inputs()
+    dpa.accelerate(outer)
+    assert isinstance(vars(outer.ema.averaged_model)["forward"], FastForward)
+    assert dpa.explain(outer).findings[0].path == "ema.averaged_model"
+    dpa.restore(outer)
+    assert "forward" not in vars(outer.ema.averaged_model)
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="no conditional U-Net and no denoising loop was found"):
+        dpa.accelerate(nn.Linear(2, 2))
+    unet, _ = unet_and_inputs()
+    with pytest.raises(ValueError, match="mode must be one of loop, step, chain, got 'fast'"):
+        dpa.accelerate(unet, mode="fast")
+    with pytest.raises(ValueError, match="dtype must be float32, float16 or bfloat16"):
+        dpa.accelerate(unet, torch.float64)
+    unet.final_conv[0] = nn.Identity()
+    with pytest.raises(TypeError, match=r"unchanged: .*parameters differ: missing: final_conv"):
+        dpa.accelerate(unet)
+
+
+def test_bfloat16_on_the_real_input():
+    if not torch.cuda.is_available():
+        pytest.skip("packed bfloat16 weights need a CUDA device here")
+    policy = lerobot_policy("cuda", noise_scheduler_type="DDIM", num_inference_steps=10)
+    fast = dpa.accelerate(copy.deepcopy(policy), dtype=torch.bfloat16)
+    noise = torch.randn(1, 8, 2, device="cuda")
+    cond = torch.randn(1, 14, device="cuda")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            got = fast.diffusion.conditional_sample(1, cond, noise=noise)
+        want = policy.diffusion.conditional_sample(1, cond, noise=noise)
+    assert (got - want).norm() < 0.1 * want.norm()
