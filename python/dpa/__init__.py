@@ -12,11 +12,13 @@ if not wants_jit():
 from dpa import jit, nn, ops, reference, schedulers
 from dpa.acceleration import accelerate, explain, repack, restore
 from dpa.info import info
+from dpa.loading import Checkpoint, load_checkpoint
 from dpa.packed import PackedUnet
 from dpa.sampler import DiffusionSampler
 
 __version__ = "0.1.0"
 __all__ = [
+    "Checkpoint",
     "DiffusionSampler",
     "PackedUnet",
     "accelerate",
@@ -24,6 +26,7 @@ __all__ = [
     "info",
     "jit",
     "library_path",
+    "load_checkpoint",
     "nn",
     "ops",
     "reference",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import dpa
@@ -44,6 +46,46 @@ def info(
         _print_info(facts)
     if any(result != "ok" for result in facts["smoke test"].values()):
         raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file or a LeRobot folder.")],
+    prefix: Annotated[
+        str | None, typer.Option(help="Of the U-Net's parameters, where there are several.")
+    ] = None,
+    ema: Annotated[bool, typer.Option(help="Prefer averaged weights.")] = True,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Unpickle in full, running the file's code.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show the U-Net in a checkpoint, and what dpa would run it with.
+
+    Example: dpa explain outputs/train/checkpoints/last/pretrained_model
+    """
+    loaded = dpa.load_checkpoint(checkpoint, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
+    parameters = list(loaded.unet.parameters())
+    facts = {
+        "checkpoint": str(checkpoint),
+        "weights": loaded.source or "(the file itself)",
+        "other U-Nets": list(loaded.others),
+        "parameters": sum(p.numel() for p in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "arguments": loaded.arguments,
+        "horizon": f"a multiple of {loaded.unet.horizon_multiple}",
+        "accelerated": dpa.explain(loaded.unet).to_dict(),
+    }
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts |= facts.pop("arguments") | {"accelerated": str(dpa.explain(loaded.unet))}
+    for key, value in facts.items():
+        table.add_row(
+            f"[bold]{key}[/bold]", escape(f"{value:,}" if key == "parameters" else str(value))
+        )
+    Console().print(table)
 
 
 def _print_info(facts: dict) -> None:

@@ -94,6 +94,7 @@ class LoopGraphs:
             self._graphs[key] = _LoopGraph(device, body, inputs, draws)
         except RuntimeError as error:  # the loop still runs, kernel by kernel
             self.refused[key] = str(error).splitlines()[0]
+            _leave_capture(device)
         while len(self._graphs) > self.capacity:
             self._graphs.popitem(last=False)
 
@@ -132,6 +133,12 @@ class _LoopGraph:
             result = self._output.clone()
             self._done.record(stream)
         return result
+
+
+def _leave_capture(device: torch.device) -> None:
+    """Bring the global generator out of a capture that failed, which an empty one that ends does."""
+    with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.empty(1, device=device).zero_()
 
 
 def _static(value: Tensor) -> Tensor:

@@ -98,14 +98,25 @@ class PackedUnet:
 
     def _versions(self) -> list[tuple[int, int]]:
         found = [module._parameters[name] for module, name in self.network.slots.values()]
-        return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in found]
+        try:
+            return [(p.data_ptr(), p._version) for p in found]
+        except RuntimeError:  # tensors made in inference mode count no versions
+            return [(p.data_ptr(), 0) for p in found]
+
+    def stale(self) -> bool:
+        """Whether the network's weights have changed since they were packed."""
+        return self._packed is None or self._versions() != self._seen
+
+    def memory(self, device: torch.device) -> Tensor:
+        """Return the packed weights as they are, packing only where there are none there yet."""
+        if self._packed is None or self._packed.device != device:
+            return self.repack()
+        return self._packed
 
     @property
     def packed(self) -> Tensor:
         """The packed weights, made anew if the network's have changed."""
-        if self._packed is None or self._versions() != self._seen:
-            return self.repack()
-        return self._packed
+        return self.repack() if self._packed is None or self.stale() else self._packed
 
     def __call__(
         self, sample: Tensor, timestep: Tensor, global_cond: Tensor | None = None

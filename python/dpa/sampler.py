@@ -280,12 +280,20 @@ class DiffusionSampler:
                         device
                     )
         packed = self._pack(weights_dtype)
-        memory = packed.packed
         make_body = functools.partial(_fused_loop, packed, table, shape, device)
         if not (self.cuda_graph and can_capture(device)):
             return make_body()(inputs, source)
-        key = (shape, table, packed.dtype, memory.data_ptr(), frozenset(inputs), source is None)
-        return self._graphs.run(key, device, inputs, source, make_body)
+        memory = packed.memory(device).data_ptr()
+        key = (shape, table, packed.dtype, memory, frozenset(inputs), source is None)
+        offset = 0 if source is None else source.get_offset()
+        result = self._graphs.run(key, device, inputs, source, make_body)
+        # Looked at while the GPU works already: weights that changed cost a second run.
+        if packed.stale():
+            packed.repack()
+            if source is not None:
+                source.set_offset(offset)
+            result = self._graphs.run(key, device, inputs, source, make_body)
+        return result
 
     def _pack(self, weights_dtype: torch.dtype) -> PackedUnet:
         """Return the packed network, which follows ``self.unet`` and ``self.dtype``."""

@@ -1,0 +1,215 @@
+"""Read the U-Net out of a checkpoint: the original's, LeRobot's, robomimic's, NoMaD's.
+
+Nothing in a file is executed unless the caller says so: safetensors hold tensors alone, and pickles
+are read with ``weights_only``. A diffusion_policy ``.ckpt`` also pickles its configuration
+(omegaconf), which ``weights_only`` refuses; ``trust_pickle=True`` unpickles it in full.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .family import (
+    NotInFamily,
+    arguments_from_shapes,
+    differences,
+    original_name,
+    prefixes,
+    template,
+)
+from .nn.unet1d import ConditionalUnet1D
+
+
+class CheckpointError(ValueError):
+    """The file cannot be read, or does not hold what was asked for; the message says which."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A U-Net read from a file.
+
+    Attributes:
+        unet: in evaluation mode, on the CPU, in the file's dtype.
+        arguments: the constructor's, read off the shapes.
+        source: where in the file the weights lay, such as ``state_dicts.ema_model: model.``.
+        config: LeRobot's ``config.json``, or nothing.
+        others: the further U-Nets in the file, as in ``source``.
+
+    """
+
+    unet: ConditionalUnet1D
+    arguments: dict[str, Any]
+    source: str
+    config: dict[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    ema: bool = True,
+    prefix: str | None = None,
+    n_groups: int | None = None,
+    trust_pickle: bool = False,
+) -> Checkpoint:
+    """Read a U-Net of the family from a checkpoint; its configuration follows from the shapes.
+
+    Args:
+        path: a ``.safetensors`` file, a file of ``torch.save``, or a LeRobot folder with
+            ``model.safetensors`` and ``config.json``.
+        ema: prefer averaged weights where the file has both; False prefers the others.
+        prefix: beginning of the parameter names of the U-Net to take, where there are several.
+        n_groups: of the GroupNorms, which no shape shows; None takes LeRobot's configuration, or 8.
+        trust_pickle: unpickle in full, which runs whatever code the file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged, needs ``trust_pickle``, or holds no such U-Net.
+
+    """
+    path = Path(path)
+    config: dict[str, Any] = {}
+    if path.is_dir():
+        config = _read_config(path / "config.json")
+        path = path / "model.safetensors"
+    content = _read(path, trust_pickle)
+    found = list(_unets(content))
+    if prefix is not None:
+        found = [entry for entry in found if entry[1] == prefix]
+    if not found:
+        wanted = "" if prefix is None else f" under the prefix {prefix!r}"
+        raise CheckpointError(f"{path}: holds no conditional U-Net of the family{wanted}")
+    averaged = [entry for entry in found if "ema" in f"{entry[0]}.{entry[1]}".lower()]
+    plain = [entry for entry in found if entry not in averaged]
+    first, second = (averaged, plain) if ema else (plain, averaged)
+    chosen = (first or second)[0]
+    groups = n_groups if n_groups is not None else int(config.get("n_groups", 8))
+    try:
+        unet = unet_from_state_dict(chosen[2], groups)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    names = [f"{where}: {start}".removeprefix(": ") for where, start, _ in (chosen, *found)]
+    others = tuple(name for name in names[1:] if name != names[0])
+    arguments = arguments_from_shapes(unet.state_dict(), groups)
+    return Checkpoint(unet, arguments, names[0], config, others)
+
+
+def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) -> ConditionalUnet1D:
+    """Build the U-Net that a state dict describes, with its weights, in evaluation mode.
+
+    Args:
+        state_dict: the U-Net's, or one of a whole policy with one U-Net under any prefix, in the
+            original's names or LeRobot's.
+        n_groups: of the GroupNorms, which no shape shows.
+
+    Raises:
+        CheckpointError: listing what is missing, unexpected or of the wrong shape.
+
+    """
+    weights = _renamed(state_dict)
+    try:
+        arguments = arguments_from_shapes(weights, n_groups)
+        unet = template(arguments)
+    except NotInFamily as error:
+        raise CheckpointError(f"the state dict describes no U-Net of the family: {error}") from None
+    _refuse_differences(weights, unet.state_dict())
+    unet = unet.to_empty(device="cpu").to(next(iter(weights.values())).dtype)
+    unet.load_state_dict(weights)
+    return unet.eval()
+
+
+def load_state_dict(unet: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Load weights into a network of the family, whichever of the layouts each of them has.
+
+    Raises:
+        CheckpointError: listing what is missing, unexpected or of the wrong shape; the network is
+            left untouched.
+
+    """
+    weights = _renamed(state_dict)
+    own = {original_name(name): value for name, value in unet.state_dict().items()}
+    _refuse_differences(weights, own)
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(weights[name])
+
+
+def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the U-Net's part of a state dict in the original's names."""
+    names = {name.replace("_orig_mod.", ""): name for name in state_dict}
+    starts = prefixes(names)
+    if len(starts) > 1:
+        raise CheckpointError(f"state_dict must hold one U-Net, got {', '.join(starts)}")
+    start = starts[0] if starts else ""
+    return {
+        original_name(name[len(start) :]): state_dict[full]
+        for name, full in names.items()
+        if name.startswith(start) and isinstance(state_dict[full], Tensor)
+    }
+
+
+def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    if lines := differences(got, expected):
+        raise CheckpointError("the state dict does not fit:\n  " + "\n  ".join(lines))
+
+
+def _unets(content: Any, where: str = "") -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+    """Yield (place, prefix, weights) for each U-Net in nested dicts."""
+    if isinstance(content, nn.Module):
+        content = content.state_dict()
+    if not isinstance(content, Mapping):
+        return
+    tensors = {
+        name.replace("_orig_mod.", ""): value
+        for name, value in content.items()
+        if isinstance(name, str) and isinstance(value, Tensor)
+    }
+    for start in prefixes(tensors):
+        yield where, start, {n: v for n, v in tensors.items() if n.startswith(start)}
+    for name, value in content.items():
+        if isinstance(value, (Mapping, nn.Module)):
+            yield from _unets(value, f"{where}.{name}".lstrip("."))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: is no JSON object: {error}") from None
+
+
+def _read(path: Path, trust_pickle: bool) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors import SafetensorError
+            from safetensors.torch import load_file
+        except ImportError:
+            raise CheckpointError(f"{path}: reading it needs `pip install safetensors`") from None
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
+    except ModuleNotFoundError as error:
+        raise CheckpointError(f"{path}: unpickling it needs the package {error.name}") from None
+    except Exception as error:  # pickle raises whatever a damaged file leads it to
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "Unsupported" in str(error) or "weights_only" in str(error):
+            raise CheckpointError(
+                f"{path}: holds pickled objects besides tensors, as diffusion_policy's .ckpt files "
+                "do. Where you trust its origin, trust_pickle=True reads it, and runs whatever "
+                "code it holds"
+            ) from None
+        raise CheckpointError(f"{path}: is damaged or no checkpoint: {reason}") from None

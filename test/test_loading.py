@@ -1,0 +1,177 @@
+"""Checkpoints of every layout, and files that are damaged, hostile or something else."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dpa
+from dpa import cli, family, loading
+from dpa.loading import CheckpointError, load_checkpoint, load_state_dict, unet_from_state_dict
+
+ARGUMENTS = {
+    "input_dim": 3,
+    "global_cond_dim": 5,
+    "diffusion_step_embed_dim": 8,
+    "down_dims": (8, 16),
+    "kernel_size": 5,
+    "n_groups": 8,
+    "cond_predict_scale": True,
+}
+
+
+@pytest.fixture
+def unet():
+    return dpa.nn.ConditionalUnet1D(**ARGUMENTS)
+
+
+def equal(unet, state):
+    return all(torch.equal(v, state[k]) for k, v in unet.state_dict().items())
+
+
+def prefixed(state, prefix):
+    return {prefix + name: value for name, value in state.items()}
+
+
+def lerobot_names(state):
+    return {family.lerobot_name(name): value for name, value in state.items()}
+
+
+LAYOUTS = {
+    "bare": lambda s: s,
+    "original": lambda s: {"state_dict": prefixed(s, "model.") | {"normalizer.x": torch.ones(2)}},
+    "lerobot": lambda s: prefixed(lerobot_names(s), "diffusion.unet."),
+    "lerobot_compiled": lambda s: prefixed(lerobot_names(s), "diffusion.unet._orig_mod."),
+    "ddp": lambda s: prefixed(s, "module.model."),
+    "robomimic": lambda s: {
+        "model": {"nets": prefixed(s, "policy.noise_pred_net.")},
+        "config": "{}",
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, unet, tmp_path):
+    torch.save(LAYOUTS[name](unet.state_dict()), tmp_path / "model.pt")
+    loaded = load_checkpoint(tmp_path / "model.pt")
+    assert equal(loaded.unet, unet.state_dict()) and loaded.arguments == ARGUMENTS
+    assert not loaded.unet.training and not loaded.others
+
+
+def test_averaged_weights_come_first(unet, tmp_path):
+    state = unet.state_dict()
+    averaged = {name: value + 1 for name, value in state.items()}
+    content = {"model": prefixed(state, "model."), "ema_model": prefixed(averaged, "model.")}
+    torch.save({"state_dicts": content}, tmp_path / "latest.ckpt")
+    loaded = load_checkpoint(tmp_path / "latest.ckpt")
+    assert equal(loaded.unet, averaged) and loaded.source == "state_dicts.ema_model: model."
+    assert loaded.others == ("state_dicts.model: model.",)
+    assert equal(load_checkpoint(tmp_path / "latest.ckpt", ema=False).unet, state)
+
+
+def test_lerobot_folder(unet, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file(
+        prefixed(lerobot_names(unet.state_dict()), "diffusion.unet."),
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"n_groups": 4, "horizon": 16}))
+    loaded = load_checkpoint(tmp_path)
+    assert equal(loaded.unet, unet.state_dict()) and loaded.config["horizon"] == 16
+    assert loaded.arguments["n_groups"] == 4
+
+
+def test_a_partial_state_dict_lists_what_differs_and_changes_nothing(unet):
+    other = dpa.nn.ConditionalUnet1D(**ARGUMENTS)
+    state = dict(other.state_dict())
+    del state["mid_modules.0.blocks.0.block.0.bias"]
+    state["mid_modules.1.blocks.0.block.0.bias"] = torch.zeros(3)
+    state["more"] = torch.zeros(2)
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    for load in (lambda: load_state_dict(unet, state), lambda: unet_from_state_dict(state)):
+        with pytest.raises(CheckpointError) as error:
+            load()
+        for line in (
+            r"missing: mid_modules.0.blocks.0.block.0.bias (16,)",
+            r"unexpected: more (2,)",
+            r"shape: mid_modules.1.blocks.0.block.0.bias must be (16,), got (3,)",
+        ):
+            assert line in str(error.value)
+    assert equal(unet, before)
+    load_state_dict(unet, prefixed(lerobot_names(other.state_dict()), "diffusion.unet."))
+    assert equal(unet, other.state_dict())
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_truncated_and_empty_files(suffix, unet, tmp_path):
+    whole, part = tmp_path / f"whole.{suffix}", tmp_path / f"part.{suffix}"
+    if suffix == "safetensors":
+        pytest.importorskip("safetensors.torch").save_file(unet.state_dict(), whole)
+    else:
+        torch.save(unet.state_dict(), whole)
+    for size in (0, 100, whole.stat().st_size // 2):
+        part.write_bytes(whole.read_bytes()[:size])
+        with pytest.raises(CheckpointError, match=f"part.{suffix}: is damaged"):
+            load_checkpoint(part)
+
+
+class Hostile:
+    def __reduce__(self):
+        return (os.mkdir, ("harm",))
+
+
+@pytest.mark.parametrize("save", ["torch", "pickle"])
+def test_a_hostile_pickle_is_not_run(save, tmp_path, monkeypatch, unet):
+    monkeypatch.chdir(tmp_path)
+    if save == "torch":
+        torch.save({"model": unet.state_dict(), "cfg": Hostile()}, "bad.ckpt")
+    else:
+        (tmp_path / "bad.ckpt").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(CheckpointError, match=r"bad.ckpt: .*(trust_pickle=True|damaged)"):
+        load_checkpoint("bad.ckpt")
+    assert not (tmp_path / "harm").exists()
+
+
+class Settings:
+    """Stands for a configuration object of the training code."""
+
+
+def test_trust_pickle_reads_objects_besides_tensors(unet, tmp_path):
+    content = {"cfg": Settings(), "state_dicts": {"model": prefixed(unet.state_dict(), "model.")}}
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(
+        CheckpointError, match=r"pickled objects besides tensors.*trust_pickle=True"
+    ):
+        load_checkpoint(tmp_path / "a.ckpt")
+    loaded = load_checkpoint(tmp_path / "a.ckpt", trust_pickle=True)
+    assert equal(loaded.unet, unet.state_dict())
+
+
+def test_files_without_a_unet(tmp_path, unet):
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds no conditional U-Net of the family"):
+        load_checkpoint(tmp_path / "a.pt")
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        load_checkpoint(tmp_path / "b.pt")
+    torch.save(unet.state_dict(), tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match=r"under the prefix 'model\.'"):
+        load_checkpoint(tmp_path / "c.pt", prefix="model.")
+    both = prefixed(unet.state_dict(), "a.") | prefixed(unet.state_dict(), "b.")
+    with pytest.raises(CheckpointError, match=r"must hold one U-Net, got a\., b\."):
+        loading.unet_from_state_dict(both)
+
+
+def test_explain_command(unet, tmp_path):
+    torch.save(prefixed(unet.state_dict(), "model."), tmp_path / "a.pt")
+    runner = CliRunner()
+    result = runner.invoke(cli.app, ["explain", str(tmp_path / "a.pt"), "--json"])
+    facts = json.loads(result.stdout)
+    assert result.exit_code == 0 and facts["arguments"]["down_dims"] == [8, 16]
+    assert facts["parameters"] == sum(p.numel() for p in unet.parameters())
+    assert facts["accelerated"][0]["can"] is True
+    result = runner.invoke(cli.app, ["explain", str(tmp_path / "a.pt")])
+    assert result.exit_code == 0 and "can be accelerated" in " ".join(result.stdout.split())
+    assert runner.invoke(cli.app, ["explain", str(tmp_path / "none.pt")]).exit_code != 0
