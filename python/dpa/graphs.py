@@ -136,7 +136,7 @@ class _LoopGraph:
 
 
 def _leave_capture(device: torch.device) -> None:
-    """Bring the global generator out of a capture that failed, which an empty one that ends does."""
+    """Bring the global generator out of a capture that failed, by one that ends well."""
     with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.empty(1, device=device).zero_()
 
