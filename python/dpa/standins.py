@@ -20,7 +20,6 @@ _PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
 # 16-bit networks differ by their own rounding, which some 30 layers and then the loop add up.
 _STEP = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _LOOP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-_TF32 = 5e-3  # the original's convolutions, where PyTorch may round their inputs to TF32
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
@@ -140,14 +139,14 @@ class FastForward:
         precision = self.precision(sample.device, weight.dtype)
         key = (weight.device.type, weight.dtype, precision, torch.is_grad_enabled())
         if key in self.errors:
-            if self.errors[key] > self._tolerance(precision, weight.device):
+            if self.errors[key] > self.limit(_STEP, precision):
                 return self.original(*args, **kwargs)
             return self._run(sample, timestep, conditions, precision)
         expected = self.original(*args, **kwargs)
         with torch.no_grad():
             got = self._run(sample, timestep, conditions, precision)
         self.errors[key] = _error(got, expected.detach())
-        if self.errors[key] > (limit := self._tolerance(precision, weight.device)):
+        if self.errors[key] > (limit := self.limit(_STEP, precision)):
             self.failed = True
             _warn(type(self.unet).__name__, self.errors[key], limit)
         return expected
@@ -183,11 +182,13 @@ class FastForward:
         out = packed(sample.float(), steps, None if cond is None else cond.float())
         return out.to(precision)
 
-    def _tolerance(self, precision: torch.dtype, device: torch.device) -> float:
-        wanted = [_STEP.get(self.dtype or precision, _STEP[torch.bfloat16]), _STEP[precision]]
-        if device.type == "cuda" and torch.backends.cudnn.allow_tf32:
-            wanted.append(_TF32)
-        return max(wanted)
+    def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
+        """Return the error that a table allows: that of the coarsest arithmetic on either side."""
+        kinds = [precision, self.dtype or precision]
+        # The original's convolutions may round to TF32, which has float16's mantissa.
+        if next(self.unet.parameters()).is_cuda and torch.backends.cudnn.allow_tf32:
+            kinds.append(torch.float16)
+        return max(table[kind] for kind in kinds)
 
 
 class FastLoop:
@@ -227,7 +228,7 @@ class FastLoop:
         if prepared is None:
             return self.original(*args, **kwargs)
         key, forward, sampler, call, precision = prepared
-        limit = max(_LOOP[precision], _LOOP.get(forward.dtype or precision, _LOOP[torch.bfloat16]))
+        limit = forward.limit(_LOOP, precision)
         if key not in self.errors:
             return self._compare(key, limit, forward, sampler, call, args, kwargs)
         if self.errors[key] > limit:
