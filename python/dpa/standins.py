@@ -14,6 +14,7 @@ from .family import Network, recognise, template
 from .noise import generator_on
 from .packed import PackedUnet, runs_packed
 from .sampler import DiffusionSampler
+from .schedulers import MultistepTable
 
 _PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
 # Relative error in the norm, of one step and of a whole loop, beyond which the original runs.
@@ -319,7 +320,7 @@ class FastLoop:
         unet = forward.unet if fused else forward.chain
         if unet is None:
             raise ValueError("the network cannot be run layer by layer")
-        return DiffusionSampler(
+        sampler = DiffusionSampler(
             unet,
             scheduler,
             steps,
@@ -329,6 +330,11 @@ class FastLoop:
             horizon=getattr(getattr(self.policy, "config", None), "horizon", None),
             **options,
         )
+        if fused and isinstance(sampler.table, MultistepTable):
+            sampler.fused, sampler.dtype = False, None
+            if forward.chain is None:
+                raise ValueError("the network cannot be run layer by layer")
+        return sampler
 
     def _arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any], weight: Tensor
