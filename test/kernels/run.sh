@@ -1,13 +1,16 @@
 #!/bin/sh
-# Builds test/kernels/unet1d_test on a machine with nvcc and a Hopper GPU and runs it: run.sh [test|quick|bench]...
+# Builds a kernel test on a machine with nvcc and a Hopper GPU and runs it:
+#   run.sh [test|quick|bench]...                     kernels/unet1d
+#   KERNELS=conv1d run.sh [test|bench]...            kernels/conv1d
 set -e
 cd "$(dirname "$0")/../.."
-out=${BUILD_DIR:-/tmp/unet1d}
+kernels=${KERNELS:-unet1d}
+out=${BUILD_DIR:-/tmp/$kernels}
 mkdir -p "$out"
 flags="-O3 -std=c++20 -gencode=arch=compute_90a,code=sm_90a -DDPA_SM90A -I."
-for f in kernels/unet1d/*.cu kernels/unet1d/*.cpp test/kernels/unet1d_test.cu; do
+for f in kernels/"$kernels"/*.cu kernels/"$kernels"/*.cpp test/kernels/"$kernels"_test.cu; do
   nvcc $flags -c "$f" -o "$out/$(basename "$f").o" &
 done
 wait
-nvcc $flags -o "$out/unet1d_test" "$out"/*.o
-for what in "$@"; do "$out/unet1d_test" "$what"; done
+nvcc $flags -o "$out/${kernels}_test" "$out"/*.o
+for what in "$@"; do "$out/${kernels}_test" "$what"; done

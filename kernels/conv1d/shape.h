@@ -1,0 +1,23 @@
+// The sizes of a convolution, for host code with or without CUDA.
+#pragma once
+#include <cstdint>
+
+#include "kernels/common/dtype.h"
+
+namespace dpa::kernels::conv1d {
+
+constexpr int kMaxTaps = 8;
+
+// A narrow and a wide tensor in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
+struct Conv1d {
+  DType dtype;  // of the tensors: float16 or bfloat16
+  int64_t batch;
+  int64_t narrow_length, narrow_channels;
+  int64_t wide_length, wide_channels;
+  int taps, stride, padding;
+};
+
+// The channels of an operand's row: the next multiple of 8.
+constexpr int64_t padded(int64_t channels) { return (channels + 7) / 8 * 8; }
+
+}  // namespace dpa::kernels::conv1d

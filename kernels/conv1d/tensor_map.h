@@ -1,0 +1,24 @@
+// Descriptions of tensors in memory for the copy engine.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/common/dtype.h"
+
+namespace dpa::kernels::conv1d {
+
+// A dense (planes, rows, columns) tensor of 16-bit elements, columns side by side, of which boxes of
+// (box_planes, box_rows, box_columns) are copied, every `row_step`-th row of it. A box's row is 128 or 64 bytes wide
+// and is swizzled over that width.
+struct Boxes {
+  DType dtype;
+  const void* data;
+  int64_t planes, rows, columns;
+  int box_planes, box_rows, box_columns, row_step;
+};
+
+cudaError_t make_map(const Boxes& boxes, CUtensorMap* map);
+
+}  // namespace dpa::kernels::conv1d

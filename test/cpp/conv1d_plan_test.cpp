@@ -1,0 +1,128 @@
+// How a convolution is cut into tiles: every row, tap and place once, within the kernels' limits.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "kernels/conv1d/plan.h"
+
+namespace dpa::kernels::conv1d {
+namespace {
+
+Conv1d convolution(int64_t batch, int64_t length, int64_t narrow, int64_t wide, int taps, int stride) {
+  const int padding = taps == 4 ? 1 : taps / 2;
+  return {DType::kBFloat16, batch,  (length + 2 * padding - taps) / stride + 1, narrow, length, wide, taps,
+          stride,           padding};
+}
+
+std::vector<Conv1d> convolutions() {
+  std::vector<Conv1d> all;
+  for (int64_t batch : {1, 3, 64, 1000}) {
+    for (int64_t length : {4, 6, 16, 48, 64, 200}) {
+      for (auto [taps, stride] : {std::pair{1, 1}, {3, 1}, {5, 1}, {3, 2}, {4, 2}})
+        all.push_back(convolution(batch, length, 256, 96, taps, stride));
+    }
+  }
+  return all;
+}
+
+TEST(RowTiles, CoverEveryRowOnce) {
+  for (int limit : {64, 128}) {
+    for (int64_t batch : {1, 2, 7, 65}) {
+      for (int64_t length : {1, 3, 12, 64, 65, 128, 129, 300}) {
+        const RowTiles tiles = row_tiles(batch, length, limit);
+        EXPECT_LE(tiles.time * tiles.samples, limit);
+        std::multiset<std::pair<int64_t, int64_t>> rows;
+        for (int64_t i = 0; i < tiles.count; ++i) {
+          for (int row = 0; row < tiles.time * tiles.samples; ++row) {
+            const int64_t sample = i / tiles.per_sample * tiles.samples + row / tiles.time;
+            const int64_t time = i % tiles.per_sample * tiles.time + row % tiles.time;
+            if (sample < batch && time < length) rows.emplace(sample, time);
+          }
+        }
+        EXPECT_EQ(rows.size(), static_cast<size_t>(batch * length)) << batch << " " << length << " " << limit;
+        EXPECT_EQ(std::set(rows.begin(), rows.end()).size(), rows.size());
+      }
+    }
+  }
+}
+
+// (narrow time, tap, wide time) of every product that a convolution has.
+using Pairs = std::multiset<std::tuple<int64_t, int, int64_t>>;
+Pairs pairs(const Conv1d& c) {
+  Pairs all;
+  for (int64_t t = 0; t < c.narrow_length; ++t) {
+    for (int k = 0; k < c.taps; ++k) {
+      const int64_t u = c.stride * t + k - c.padding;
+      if (u >= 0 && u < c.wide_length) all.emplace(t, k, u);
+    }
+  }
+  return all;
+}
+
+TEST(ProductPlan, GatherAndScatterMeetEveryPairOnce) {
+  for (const Conv1d& c : convolutions()) {
+    const ProductPlan gather = plan_gather(c, 132), scatter = plan_scatter(c, 132);
+    Pairs gathered, scattered;
+    for (int64_t t = 0; t < c.narrow_length; ++t) {
+      for (int i = 0; i < gather.terms[0]; ++i) {
+        const int64_t u = gather.stride * t + gather.shift[0][i];
+        if (u >= 0 && u < c.wide_length) gathered.emplace(t, gather.tap[0][i], u);
+      }
+    }
+    for (int64_t u = 0; u < c.wide_length; ++u) {
+      const int phase = static_cast<int>(u % scatter.phases);
+      for (int i = 0; i < scatter.terms[phase]; ++i) {
+        const int64_t t = u / scatter.phases + scatter.shift[phase][i];
+        if (t >= 0 && t < c.narrow_length) scattered.emplace(t, scatter.tap[phase][i], u);
+      }
+    }
+    EXPECT_EQ(gathered, pairs(c)) << c.wide_length << " " << c.taps << " " << c.stride;
+    EXPECT_EQ(scattered, pairs(c)) << c.wide_length << " " << c.taps << " " << c.stride;
+  }
+}
+
+TEST(ProductPlan, EveryBlockOfAClusterHasSteps) {
+  for (const Conv1d& c : convolutions()) {
+    for (int multiprocessors : {1, 78, 114, 132}) {
+      for (const ProductPlan& plan : {plan_gather(c, multiprocessors), plan_scatter(c, multiprocessors)}) {
+        EXPECT_TRUE(plan.splits == 1 || plan.splits == 2 || plan.splits == 4 || plan.splits == 8);
+        for (int p = 0; p < plan.phases; ++p) EXPECT_GE(plan.terms[p] * plan.chunks, plan.splits);
+        const int64_t tiles = plan.rows.count * plan.phases * plan.column_tiles;
+        EXPECT_TRUE(plan.splits == 1 || tiles * plan.splits <= multiprocessors) << tiles;
+      }
+      const GradientPlan gradient = plan_gradient(c, multiprocessors);
+      EXPECT_GE(gradient.rows.count, gradient.splits);
+    }
+  }
+}
+
+TEST(ProductPlan, FillsTheDeviceAtTheNetworksSizes) {
+  // The levels of the 80 M network have 64 tiles of 128 x 128 at batch 256 and 16 at batch 64.
+  for (int level = 0; level < 3; ++level) {
+    const int64_t channels = 256 << level, length = 16 >> level;
+    EXPECT_EQ(plan_gather(convolution(64, length, channels, channels, 5, 1), 132).splits, 8);
+    EXPECT_EQ(plan_gather(convolution(256, length, channels, channels, 5, 1), 132).splits, 2);
+    EXPECT_EQ(plan_gather(convolution(1024, length, channels, channels, 5, 1), 132).tile_columns, 256);
+  }
+}
+
+TEST(Serves, WhatTheKernelsAreCompiledFor) {
+  Conv1d c = convolution(2, 16, 8, 8, 5, 1);
+  EXPECT_TRUE(serves(c));
+  for (DType dtype : {DType::kFloat32, DType::kFloat64}) {
+    Conv1d other = c;
+    other.dtype = dtype;
+    EXPECT_FALSE(serves(other));
+  }
+  EXPECT_FALSE(serves(convolution(0, 16, 8, 8, 5, 1)));
+  EXPECT_FALSE(serves(convolution(2, 16, 8, 8, 7, 1)));
+  EXPECT_FALSE(serves(convolution(2, 16, 8, 8, 3, 3)));
+  EXPECT_FALSE(serves(convolution(int64_t{1} << 31, 16, 8, 8, 3, 1)));
+  c.padding = 5;
+  EXPECT_FALSE(serves(c));
+}
+
+}  // namespace
+}  // namespace dpa::kernels::conv1d

@@ -1,0 +1,371 @@
+// The convolution's kernels against sums in float64 on random shapes, and their times: conv1d_test [test] [bench].
+// Outputs are poisoned before and have a guard behind them; inputs are fresh random numbers, rounded as they are
+// stored.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/common/dtype.cuh"
+#include "kernels/conv1d/conv1d.h"
+#include "kernels/conv1d/plan.h"
+
+namespace {
+
+using namespace dpa::kernels;
+using namespace dpa::kernels::conv1d;
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+#define CHECK(call) check(call, #call)
+
+constexpr size_t kGuard = 4096;  // bytes behind every tensor that no kernel may change
+
+struct Buffer {
+  size_t bytes;
+  uint8_t* data = nullptr;
+  explicit Buffer(size_t size) : bytes(size) {
+    CHECK(cudaMalloc(&data, bytes + kGuard));
+    CHECK(cudaMemset(data, 0xFF, bytes + kGuard));
+  }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { cudaFree(data); }
+  bool guard_intact() const {
+    std::vector<uint8_t> guard(kGuard);
+    CHECK(cudaMemcpy(guard.data(), data + bytes, kGuard, cudaMemcpyDeviceToHost));
+    for (uint8_t byte : guard)
+      if (byte != 0xFF) return false;
+    return true;
+  }
+};
+
+__device__ float noise(uint64_t seed, uint64_t i) {  // uniform on -1..1 (splitmix64)
+  uint64_t z = seed * 0x9E3779B97F4A7C15ull + i * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return static_cast<float>(z >> 40) / 8388608.0f - 1.0f;
+}
+
+template <class T>
+__global__ void fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * width;
+       i += int64_t{gridDim.x} * blockDim.x)
+    x[i] = narrow<T>(i % width < channels ? scale * noise(seed, i) : 0.f);
+}
+
+// The three formulas of conv1d.h, a thread an output element.
+template <class T>
+__global__ void slow_gather(Conv1d c, const T* wide, const float* weight, const float* bias, const T* residual,
+                            double* out, int64_t width) {
+  const int64_t total = c.batch * c.narrow_length * c.narrow_channels;
+  for (int64_t e = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; e < total; e += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t i = e % c.narrow_channels, t = e / c.narrow_channels % c.narrow_length,
+                  b = e / c.narrow_channels / c.narrow_length;
+    double sum = (bias ? bias[i] : 0) + (residual ? static_cast<double>(widen(residual[e])) : 0);
+    for (int k = 0; k < c.taps; ++k) {
+      const int64_t u = c.stride * t + k - c.padding;
+      if (u < 0 || u >= c.wide_length) continue;
+      for (int64_t j = 0; j < c.wide_channels; ++j)
+        sum += double(widen(wide[(b * c.wide_length + u) * width + j])) *
+               widen(narrow<T>(weight[(i * c.wide_channels + j) * c.taps + k]));
+    }
+    out[e] = sum;
+  }
+}
+template <class T>
+__global__ void slow_scatter(Conv1d c, const T* narrow_x, const float* weight, const float* bias, const T* residual,
+                             double* out, int64_t width) {
+  const int64_t total = c.batch * c.wide_length * c.wide_channels;
+  for (int64_t e = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; e < total; e += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t j = e % c.wide_channels, u = e / c.wide_channels % c.wide_length,
+                  b = e / c.wide_channels / c.wide_length;
+    double sum = (bias ? bias[j] : 0) + (residual ? static_cast<double>(widen(residual[e])) : 0);
+    for (int k = 0; k < c.taps; ++k) {
+      const int64_t t = u + c.padding - k;
+      if (t < 0 || t % c.stride != 0 || t / c.stride >= c.narrow_length) continue;
+      for (int64_t i = 0; i < c.narrow_channels; ++i)
+        sum += double(widen(narrow_x[(b * c.narrow_length + t / c.stride) * width + i])) *
+               widen(narrow<T>(weight[(i * c.wide_channels + j) * c.taps + k]));
+    }
+    out[e] = sum;
+  }
+}
+template <class T>
+__global__ void slow_gradient(Conv1d c, const T* narrow_x, const T* wide, double* out, int64_t narrow_width,
+                              int64_t wide_width) {
+  const int64_t total = c.narrow_channels * c.wide_channels * c.taps;
+  for (int64_t e = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; e < total; e += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t k = e % c.taps, j = e / c.taps % c.wide_channels, i = e / c.taps / c.wide_channels;
+    double sum = 0;
+    for (int64_t b = 0; b < c.batch; ++b) {
+      for (int64_t t = 0; t < c.narrow_length; ++t) {
+        const int64_t u = c.stride * t + k - c.padding;
+        if (u < 0 || u >= c.wide_length) continue;
+        sum += double(widen(narrow_x[(b * c.narrow_length + t) * narrow_width + i])) *
+               widen(wide[(b * c.wide_length + u) * wide_width + j]);
+      }
+    }
+    out[e] = sum;
+  }
+}
+
+// The largest error in units of what rounding allows: half a unit of the stored type, and `slack` for the sums.
+template <class T>
+double worst(const std::vector<T>& got, const std::vector<double>& exact, double unit, double slack) {
+  double result = 0;
+  for (size_t i = 0; i < exact.size(); ++i) {
+    double value;
+    if constexpr (std::is_same_v<T, float>) {
+      value = got[i];
+    } else {
+      uint32_t bits = 0;
+      std::memcpy(&bits, &got[i], 2);
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        bits <<= 16;
+        float wide;
+        std::memcpy(&wide, &bits, 4);
+        value = wide;
+      } else {
+        value = __half2float(got[i]);
+      }
+    }
+    const double error = std::abs(value - exact[i]) / (unit * std::abs(exact[i]) + slack);
+    if (!(error <= result)) result = error;  // NaN counts
+  }
+  return result;
+}
+
+template <class T>
+std::vector<T> to_host(const Buffer& buffer) {
+  std::vector<T> host(buffer.bytes / sizeof(T));
+  CHECK(cudaMemcpy(host.data(), buffer.data, buffer.bytes, cudaMemcpyDeviceToHost));
+  return host;
+}
+
+// A convolution's tensors, filled, and its three products.
+template <class T>
+struct Case {
+  Conv1d c;
+  int64_t narrow_rows, wide_rows, narrow_width, wide_width, weights;
+  Buffer narrow_x, wide, weight, packed, bias, narrow_out, wide_out, narrow_residual, wide_residual, gradient,
+      half_gradient;
+
+  Case(const Conv1d& conv, uint64_t seed)
+      : c(conv),
+        narrow_rows(c.batch * c.narrow_length),
+        wide_rows(c.batch * c.wide_length),
+        narrow_width(padded(c.narrow_channels)),
+        wide_width(padded(c.wide_channels)),
+        weights(c.narrow_channels * c.wide_channels * c.taps),
+        narrow_x(narrow_rows * narrow_width * 2),
+        wide(wide_rows * wide_width * 2),
+        weight(weights * 4),
+        packed(c.taps * c.narrow_channels * wide_width * 2),
+        bias(std::max(c.narrow_channels, c.wide_channels) * 4),
+        narrow_out(narrow_rows * c.narrow_channels * 2),
+        wide_out(wide_rows * c.wide_channels * 2),
+        narrow_residual(narrow_out.bytes),
+        wide_residual(wide_out.bytes),
+        gradient(weights * 4),
+        half_gradient(weights * 2) {
+    put<T>(narrow_x, narrow_rows, c.narrow_channels, narrow_width, seed, 1);
+    put<T>(wide, wide_rows, c.wide_channels, wide_width, seed + 1, 1);
+    put<float>(weight, c.narrow_channels, c.wide_channels * c.taps, c.wide_channels * c.taps, seed + 2, 0.1f);
+    put<float>(bias, 1, bias.bytes / 4, bias.bytes / 4, seed + 3, 1);
+    put<T>(narrow_residual, narrow_rows, c.narrow_channels, c.narrow_channels, seed + 4, 1);
+    put<T>(wide_residual, wide_rows, c.wide_channels, c.wide_channels, seed + 5, 1);
+    CHECK(
+        pack_weight(DType::kFloat32, c.dtype, weight.data, c.narrow_channels, c.wide_channels, c.taps, packed.data, 0));
+  }
+  template <class S>
+  static void put(Buffer& to, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
+    fill<S><<<1024, 256>>>(reinterpret_cast<S*>(to.data), rows, channels, width, seed, scale);
+  }
+  void run_gather(bool addends, cudaStream_t stream = 0) {
+    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? narrow_residual.data : nullptr};
+    CHECK(gather(c, wide.data, packed.data, add, narrow_out.data, stream));
+  }
+  void run_scatter(bool addends, cudaStream_t stream = 0) {
+    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? wide_residual.data : nullptr};
+    CHECK(scatter(c, narrow_x.data, packed.data, add, wide_out.data, stream));
+  }
+  void run_gradient(bool half, cudaStream_t stream = 0) {
+    CHECK(weight_gradient(c, narrow_x.data, wide.data, half ? half_gradient.data : gradient.data,
+                          half ? c.dtype : DType::kFloat32, stream));
+  }
+};
+
+template <class T>
+T* as(Buffer& buffer) {
+  return reinterpret_cast<T*>(buffer.data);
+}
+
+template <class T>
+bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
+  Case<T> t(c, seed);
+  const double unit = std::is_same_v<T, __half> ? 0.501 / 1024 : 0.501 / 128, slack = 2e-5;
+  const float* bias = addends ? as<float>(t.bias) : nullptr;
+  t.run_gather(addends), t.run_scatter(addends), t.run_gradient(false), t.run_gradient(true);
+  CHECK(cudaDeviceSynchronize());
+  Buffer narrow_exact(t.narrow_out.bytes * 4), wide_exact(t.wide_out.bytes * 4), gradient_exact(t.weights * 8);
+  slow_gather<T><<<2048, 256>>>(c, as<T>(t.wide), as<float>(t.weight), bias,
+                                addends ? as<T>(t.narrow_residual) : nullptr, as<double>(narrow_exact), t.wide_width);
+  slow_scatter<T><<<2048, 256>>>(c, as<T>(t.narrow_x), as<float>(t.weight), bias,
+                                 addends ? as<T>(t.wide_residual) : nullptr, as<double>(wide_exact), t.narrow_width);
+  slow_gradient<T>
+      <<<2048, 256>>>(c, as<T>(t.narrow_x), as<T>(t.wide), as<double>(gradient_exact), t.narrow_width, t.wide_width);
+  CHECK(cudaDeviceSynchronize());
+  const double g = worst(to_host<T>(t.narrow_out), to_host<double>(narrow_exact), unit, slack);
+  const double s = worst(to_host<T>(t.wide_out), to_host<double>(wide_exact), unit, slack);
+  // The tensor cores cut off what an addition of 16 products leaves below the running sum's last place, 2^-23 of it;
+  // a sum of n products of numbers on -1..1 is about sqrt(n) / 3.
+  const double rows = double(c.batch) * c.narrow_length, cut = slack + rows / 16 / (1 << 23) * std::sqrt(rows) / 3;
+  const double w = worst(to_host<float>(t.gradient), to_host<double>(gradient_exact), 2e-6, cut);
+  const double h = worst(to_host<T>(t.half_gradient), to_host<double>(gradient_exact), unit, cut);
+  const bool guards = t.narrow_out.guard_intact() && t.wide_out.guard_intact() && t.gradient.guard_intact() &&
+                      t.half_gradient.guard_intact() && t.packed.guard_intact();
+  // The same call again must give the same bits.
+  const auto once = to_host<float>(t.gradient);
+  const auto once_out = to_host<uint16_t>(t.narrow_out);
+  t.run_gradient(false), t.run_gather(addends);
+  CHECK(cudaDeviceSynchronize());
+  const auto again = to_host<float>(t.gradient);
+  const bool repeats =
+      std::memcmp(once.data(), again.data(), t.gradient.bytes) == 0 && once_out == to_host<uint16_t>(t.narrow_out);
+  const bool good = g <= 1 && s <= 1 && w <= 1 && h <= 1 && guards && repeats;
+  if (!good || seed < 2000)
+    std::printf(
+        "%s B %lld narrow %lldx%lld wide %lldx%lld k %d s %d p %d: gather %.2f scatter %.2f gradient %.2f %.2f%s%s "
+        "%s\n",
+        std::is_same_v<T, __half> ? "f16 " : "bf16", (long long)c.batch, (long long)c.narrow_length,
+        (long long)c.narrow_channels, (long long)c.wide_length, (long long)c.wide_channels, c.taps, c.stride, c.padding,
+        g, s, w, h, guards ? "" : " GUARD", repeats ? "" : " UNSTEADY", good ? "ok" : "WRONG");
+  return good;
+}
+
+bool test_shape(DType dtype, int64_t batch, int64_t length, int64_t narrow_channels, int64_t wide_channels, int taps,
+                int stride, uint64_t seed, bool addends) {
+  const int padding = stride == 2 && taps == 4 ? 1 : taps / 2;
+  const int64_t narrow_length = (length + 2 * padding - taps) / stride + 1;
+  if (narrow_length <= 0) return true;
+  const Conv1d c{dtype, batch, narrow_length, narrow_channels, length, wide_channels, taps, stride, padding};
+  if (!serves(c)) return std::printf("not served\n"), false;
+  return dtype == DType::kFloat16 ? test_case<__half>(c, seed, addends) : test_case<__nv_bfloat16>(c, seed, addends);
+}
+
+int run_tests() {
+  int wrong = 0;
+  uint64_t seed = std::random_device{}() % 1000;
+  std::printf("seed %llu\n", (unsigned long long)seed);
+  const auto try_one = [&](DType dtype, int64_t b, int64_t l, int64_t n, int64_t w, int k, int s, bool add) {
+    wrong += !test_shape(dtype, b, l, n, w, k, s, seed += 7, add);
+  };
+  constexpr auto kB = DType::kBFloat16;
+  // The networks' own.
+  try_one(kB, 64, 16, 256, 256, 5, 1, false), try_one(kB, 64, 8, 512, 512, 5, 1, true);
+  try_one(kB, 64, 4, 1024, 1024, 5, 1, true), try_one(kB, 64, 16, 256, 2, 5, 1, true);
+  try_one(kB, 64, 16, 2, 256, 1, 1, true), try_one(kB, 64, 16, 256, 256, 3, 2, true);
+  try_one(kB, 64, 16, 256, 256, 4, 2, true), try_one(kB, 256, 16, 512, 256, 1, 1, false);
+  try_one(kB, 1024, 16, 256, 256, 5, 1, true), try_one(kB, 3, 48, 256, 256, 5, 1, true);
+  std::mt19937 random(std::random_device{}());
+  seed = 2000 + random() % 100000;
+  const auto pick = [&](int low, int high) { return static_cast<int>(low + random() % (high - low + 1)); };
+  for (int i = 0; i < 120; ++i) {
+    const int taps_of[] = {1, 3, 4, 5};
+    const int taps = taps_of[pick(0, 3)], stride = taps == 4 ? 2 : taps == 3 ? pick(1, 2) : 1;
+    const int length = (i % 4 == 0 ? pick(65, 300) : pick(1, 64)) * (taps == 4 ? 2 : 1);
+    try_one(i % 2 ? kB : DType::kFloat16, pick(1, i % 3 ? 20 : 90), length, pick(1, i % 5 ? 150 : 600),
+            pick(1, i % 5 ? 150 : 600), taps, stride, i % 3 != 0);
+  }
+  std::printf("%s: %d wrong\n", wrong ? "FAILED" : "passed", wrong);
+  return wrong;
+}
+
+// Median time of one call within a graph of `kCalls`, in microseconds.
+template <class F>
+double graph_time(F&& call) {
+  constexpr int kCalls = 20, kRuns = 9;
+  cudaStream_t stream;
+  CHECK(cudaStreamCreate(&stream));
+  call(stream);
+  CHECK(cudaStreamSynchronize(stream));
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < kCalls; ++i) call(stream);
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  cudaEvent_t start, stop;
+  CHECK(cudaEventCreate(&start)), CHECK(cudaEventCreate(&stop));
+  std::vector<float> times;
+  for (int i = 0; i < kRuns + 2; ++i) {
+    CHECK(cudaEventRecord(start, stream));
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaEventRecord(stop, stream));
+    CHECK(cudaEventSynchronize(stop));
+    float ms;
+    CHECK(cudaEventElapsedTime(&ms, start, stop));
+    if (i >= 2) times.push_back(ms * 1000 / kCalls);
+  }
+  std::sort(times.begin(), times.end());
+  CHECK(cudaGraphExecDestroy(exec)), CHECK(cudaGraphDestroy(graph)), CHECK(cudaStreamDestroy(stream));
+  return times[times.size() / 2];
+}
+
+void run_bench() {
+  std::printf("%22s %10s %18s %18s %18s %8s   us (TFLOP/s), splits\n", "B T narrow wide k s", "at 600", "gather",
+              "scatter", "gradient", "pack");
+  struct Row {
+    int64_t batch, length, narrow, wide;
+    int taps, stride;
+  };
+  std::vector<Row> rows;
+  for (int64_t batch : {64, 256, 1024})
+    for (int level = 0; level < 3; ++level) rows.push_back({batch, 16 >> level, 256 << level, 256 << level, 5, 1});
+  rows.push_back({64, 4, 2048, 2048, 5, 1});
+  rows.push_back({64, 8, 512, 2048, 5, 1});
+  rows.push_back({256, 8, 512, 2048, 5, 1});
+  rows.push_back({256, 16, 256, 256, 3, 2});
+  rows.push_back({256, 16, 256, 256, 4, 2});
+  rows.push_back({256, 8, 512, 2048, 1, 1});
+  rows.push_back({256, 16, 256, 2, 5, 1});
+  cudaDeviceProp properties;
+  CHECK(cudaGetDeviceProperties(&properties, 0));
+  for (const auto& r : rows) {
+    const int padding = r.stride == 2 ? 1 : r.taps / 2;
+    const Conv1d c{DType::kBFloat16, r.batch, r.length / r.stride, r.narrow, r.length, r.wide, r.taps,
+                   r.stride,         padding};
+    Case<__nv_bfloat16> t(c, 1);
+    const double work = 2.0 * r.batch * (r.length / r.stride) * r.narrow * r.wide * r.taps;
+    const double g = graph_time([&](cudaStream_t s) { t.run_gather(true, s); });
+    const double x = graph_time([&](cudaStream_t s) { t.run_scatter(true, s); });
+    const double w = graph_time([&](cudaStream_t s) { t.run_gradient(false, s); });
+    const double p = graph_time([&](cudaStream_t s) {
+      CHECK(pack_weight(DType::kFloat32, c.dtype, t.weight.data, r.narrow, r.wide, r.taps, t.packed.data, s));
+    });
+    const auto gather_plan = plan_gather(c, properties.multiProcessorCount);
+    const auto scatter_plan = plan_scatter(c, properties.multiProcessorCount);
+    const auto gradient_plan = plan_gradient(c, properties.multiProcessorCount);
+    std::printf("%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %d %8.1f\n",
+                (long long)r.batch, (long long)r.length, (long long)r.narrow, (long long)r.wide, r.taps, r.stride,
+                work / 600e6, g, work / g / 1e6, gather_plan.tile_columns, gather_plan.splits, x, work / x / 1e6,
+                scatter_plan.tile_columns, scatter_plan.splits, w, work / w / 1e6, gradient_plan.splits, p);
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  int wrong = 0;
+  for (int i = 1; i < count; ++i) {
+    if (arguments[i] == std::string("test")) wrong += run_tests();
+    if (arguments[i] == std::string("bench")) run_bench();
+  }
+  return wrong != 0;
+}
