@@ -56,6 +56,15 @@ struct Ring {
   }
 };
 
+// Where a warp may be late without a change to any result. Built with DPA_TEST_DELAYS, warps are late at random.
+__device__ __forceinline__ void may_be_late() {
+#ifdef DPA_TEST_DELAYS
+  const uint32_t now = static_cast<uint32_t>(clock64());
+  const uint32_t dice = (now ^ (blockIdx.x * 977 + threadIdx.x / 32) * 2654435761u) * 2246822519u;
+  if (__shfl_sync(~0u, dice >> 16, 0) % 97 == 0) __nanosleep(20000);
+#endif
+}
+
 __device__ __forceinline__ void sync_consumers() { ptx::sync_threads(1, kThreads); }
 
 template <class Weight>
@@ -165,6 +174,7 @@ struct Block {
       if (i < words && tid % 8 == 0)
         ptx::store_message_word(messages + static_cast<int64_t>(k) * words + i, (__float_as_uint(sum) & ~1u) | phase);
     }
+    may_be_late();
     float* x = floats_at(a.layout.sample);
     const bool last = step + 1 == a.steps;
     for (int i = tid; i < words; i += kThreads) {

@@ -314,6 +314,7 @@ struct General : Block<Weight> {
           shared + a.layout.ring + load_stage * kStageBytes + (base & (kTilesPerStage - 1)) * Math::kBytes;
 #pragma unroll
       for (int u = 0; u < kGroup; u++) {
+        may_be_late();
         const int within = mine + (u << share_log2), p = base + within;
         const bool valid = p < tiles;
         const int step_k = valid ? p >> l.row_tiles_log2 : 0, tap = step_k * l.steps_inverse >> 16;
@@ -390,6 +391,7 @@ struct General : Block<Weight> {
         break;
     }
     sync_consumers();
+    may_be_late();
     const int rows_log2 = l.row_tiles_log2 + 4, row_pitch = (1 << rows_log2) + 4,
               columns = a.batch * l.columns_per_sample;
     const int shares = 1 << l.k_warps_log2, share_floats = columns * row_pitch;

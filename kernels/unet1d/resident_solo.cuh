@@ -241,8 +241,11 @@ struct Solo : Block<Weight> {
   template <int kRows, int kColumns>
   __device__ __forceinline__ void segment(const SoloLayer& l, int steps, int first, int& waited,
                                           const uint32_t (&rows)[kColumns], float* out) {
-    constexpr int kStep = kRows * Math::kBytes, kRound = kConsumerWarps * kStep;                            // bytes
-    constexpr int kChunk = kRound > 2 * kStageBytes ? kRound / kStageBytes : kRound > kStageBytes ? 2 : 3;  // stages
+    constexpr int kStep = kRows * Math::kBytes, kRound = kConsumerWarps * kStep;  // bytes
+    constexpr int kChunk = kRound > 2 * kStageBytes ? kRound / kStageBytes
+                           : kRound > kStageBytes   ? 2
+                           : kScaled                ? 1
+                                                    : 3;                   // stages
     constexpr int kRounds = kChunk * kStageBytes / kRound;  // of a chunk
     constexpr bool kAtOnce = kRows * sizeof(Weight) <= 16, kAhead = kRows * sizeof(Weight) <= 8;
     const int rounds = (steps + kConsumerWarps - 1) / kConsumerWarps, ring_bytes = ring.stages * kStageBytes;
@@ -252,6 +255,7 @@ struct Solo : Block<Weight> {
     if (at >= ring_bytes) at -= ring_bytes;
     const uint8_t* now = tiles;
     auto load = [&](Fragments<kRows, kColumns>& f) {
+      may_be_late();
       now = tiles + at;
       if constexpr (kAtOnce) {
 #pragma unroll
@@ -344,6 +348,7 @@ struct Solo : Block<Weight> {
                                partial + s * kConsumerWarps * kShare);
     }
     sync_consumers();
+    may_be_late();
     uint32_t* out = a.messages + (k * l.partial + (m << kLog2) + row + n0 * l.out_stride);
     for (int s = 0; s < (second ? 2 : 1); s++) {
       uint32_t* to = out + (s ? l.out[1] : l.out[0]);

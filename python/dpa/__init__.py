@@ -14,6 +14,7 @@ from dpa.acceleration import accelerate, explain, repack, restore
 from dpa.info import info
 from dpa.loading import Checkpoint, load_checkpoint
 from dpa.packed import PackedUnet
+from dpa.parallel import Parallel, ParallelReport
 from dpa.sampler import DiffusionSampler
 
 __version__ = "0.1.0"
@@ -21,6 +22,8 @@ __all__ = [
     "Checkpoint",
     "DiffusionSampler",
     "PackedUnet",
+    "Parallel",
+    "ParallelReport",
     "accelerate",
     "explain",
     "info",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .graphs import Body, Inputs, LoopGraphs, can_capture
 from .noise import draw_normal, draw_steps, generator_on
 from .packed import PackedUnet, runs_packed
+from .parallel import Parallel, ParallelReport, picard
 from .schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
 from .step_table import Generators
 
@@ -64,6 +65,9 @@ class DiffusionSampler:
         cuda_graph: on a GPU, capture the fused loop into a CUDA graph at the first call of each
             shape, and replay it from then on. Eight are kept. Inside a capture of the caller's the
             kernels go into that one.
+        parallel: evaluate a window of timesteps at once, in sweeps, until they no longer move
+            (:class:`dpa.Parallel`): the same actions from the same random stream, within its
+            tolerance. ``last_parallel`` then says what the last call did.
 
     Raises:
         TypeError, ValueError: as :func:`dpa.schedulers.from_diffusers`.
@@ -84,6 +88,7 @@ class DiffusionSampler:
         fused: bool = False,
         fallback: bool = False,
         cuda_graph: bool = True,
+        parallel: Parallel | None = None,
     ):
         if dtype is not None and not dtype.is_floating_point:
             _fail("dtype", "be a floating dtype", dtype)
@@ -103,6 +108,10 @@ class DiffusionSampler:
         self.fused = fused
         self.fallback = fallback
         self.cuda_graph = cuda_graph
+        if fused and parallel is not None:
+            _fail("parallel", "be left out where fused is asked for", parallel)
+        self.parallel = parallel
+        self.last_parallel: ParallelReport | None = None
         self._packed: PackedUnet | None = None
         self._graphs = LoopGraphs()
         self._width: tuple[Any, int | None] = (None, None)
@@ -231,6 +240,24 @@ class DiffusionSampler:
                 return sample
             return torch.where(condition_mask, condition_data, sample)
 
+        if self.parallel is not None:
+            if isinstance(table, LiveSteps | MultistepTable):
+                got = type(table).__name__
+                _fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
+            noise = self._step_noise(table, sample.expand(shape), draw)
+
+            def predict_window(sample: Tensor, timestep: Tensor) -> Tensor:
+                repeats = sample.shape[0] // shape[0]
+                given = {
+                    name: None if value is None else value.repeat(repeats, *[1] * (value.dim() - 1))
+                    for name, value in conditions.items()
+                }
+                return unet(sample.to(unet_dtype), timestep, **given).to(wide)
+
+            found, self.last_parallel = picard(
+                sample.expand(shape), table, noise, predict_window, impose, self.parallel
+            )
+            return found
         return _loop(sample, table, predict, draw, impose, generator)
 
     def _refuse_fused(
@@ -294,6 +321,15 @@ class DiffusionSampler:
                 source.set_offset(offset)
             result = self._graphs.run(key, device, inputs, source, make_body)
         return result
+
+    @staticmethod
+    def _step_noise(table: StepTable, sample: Tensor, draw: Callable[[], Tensor]) -> Tensor | None:
+        """Draw every step's noise in the loop's order: (S, B, T, Da), or None where none draws."""
+        if not any(table.draws_noise):
+            return None
+        return torch.stack(
+            [draw() if needed else torch.zeros_like(sample) for needed in table.draws_noise]
+        )
 
     def _pack(self, weights_dtype: torch.dtype) -> PackedUnet:
         """Return the packed network, which follows ``self.unet`` and ``self.dtype``."""

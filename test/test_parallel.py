@@ -1,0 +1,114 @@
+"""Parallel sampling against the sequential loop, with the same random stream."""
+
+import pytest
+import torch
+
+import dpa
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+_STEPS, _BATCH = 24, 3
+
+
+def _samplers(kind, parallel, dtype=torch.float64):
+    cls = diffusers.DDIMScheduler if kind == "ddim" else diffusers.DDPMScheduler
+    scheduler = cls(_STEPS, beta_schedule="squaredcos_cap_v2")
+    unet = dpa.nn.ConditionalUnet1D(
+        2, global_cond_dim=4, diffusion_step_embed_dim=16, down_dims=(8, 16)
+    )
+    unet = unet.to(dtype)
+    return [
+        dpa.DiffusionSampler(unet, scheduler, _STEPS, horizon=8, parallel=p)
+        for p in (None, parallel)
+    ]
+
+
+def _call(kind, dtype=torch.float64):
+    call = {"global_cond": torch.randn(1, 4, dtype=dtype), "batch_size": _BATCH}
+    if kind == "inpainting":
+        call["condition_data"] = torch.randn(_BATCH, 8, 2, dtype=dtype)
+        call["condition_mask"] = torch.rand(_BATCH, 8, 2) < 0.3
+    return call
+
+
+def _both(kind, parallel):
+    sequential, fast = _samplers(kind, parallel)
+    call, results = _call(kind), []
+    for sampler in (sequential, fast):
+        generator = torch.Generator().manual_seed(3)
+        results += [sampler(generator=generator, **call), torch.randn(3, generator=generator)]
+    assert torch.equal(results[1], results[3])  # the stream went on equally far
+    return results[0], results[2], fast.last_parallel
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting"])
+@pytest.mark.parametrize("window", [1, 5, _STEPS, 100])
+def test_without_tolerance_it_is_the_sequential_loop(kind, window):
+    expected, got, report = _both(kind, dpa.Parallel(window, 0.0))
+    # float64, but for the timestep's sinusoid, which is float32 and rounds as its strides fall.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert report.steps == _STEPS and report.residual == 0
+    assert report.sweeps <= _STEPS
+    if window == 1:
+        assert report.sweeps == report.evaluations == _STEPS
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting"])
+def test_tolerance_bounds_the_error_and_saves_sweeps(kind):
+    """A looser tolerance takes fewer sweeps; the error stays near it.
+
+    The network is the exact one for Gaussian data: what training tends to. An untrained one turns
+    the first steps into a chaos of clipped values, where nothing converges early.
+    """
+    mean = torch.randn(8, 2, dtype=torch.float64) / 2
+    cls = diffusers.DDIMScheduler if kind == "ddim" else diffusers.DDPMScheduler
+    scheduler = cls(_STEPS, beta_schedule="squaredcos_cap_v2")
+    alphas = scheduler.alphas_cumprod.double()
+
+    def unet(sample, timestep, global_cond=None):
+        alpha = alphas[timestep.long()][:, None, None]
+        spread = 0.01 * alpha + 1 - alpha  # data of variance 0.01 around the mean
+        return (1 - alpha).sqrt() * (sample - alpha.sqrt() * mean) / spread
+
+    call = {"batch_size": _BATCH, "noise": torch.randn(_BATCH, 8, 2, dtype=torch.float64)}
+    if kind == "inpainting":
+        call |= {k: v for k, v in _call(kind).items() if k.startswith("condition_")}
+    sweeps = []
+    for tolerance in (1e-2, 1e-3, 1e-5):
+        results = []
+        for parallel in (None, dpa.Parallel(_STEPS, tolerance)):
+            sampler = dpa.DiffusionSampler(
+                unet, scheduler, _STEPS, horizon=8, action_dim=2, parallel=parallel
+            )
+            results.append(sampler(generator=torch.Generator().manual_seed(1), **call).double())
+        (expected, got), report = results, sampler.last_parallel
+        error = (got - expected).square().mean((1, 2)).amax().sqrt()
+        assert error < 10 * tolerance
+        assert report.residual <= tolerance
+        sweeps.append(report.sweeps)
+    assert sweeps == sorted(sweeps)
+    assert sweeps[0] <= 3 * _STEPS // 4
+
+
+def test_a_network_that_gives_nan_ends_in_nan():
+    """And in no more than a sweep a step."""
+    sampler = dpa.DiffusionSampler(
+        lambda sample, timestep, global_cond=None: sample * torch.nan,
+        diffusers.DDIMScheduler(_STEPS, clip_sample=False),
+        _STEPS,
+        horizon=8,
+        action_dim=2,
+        parallel=dpa.Parallel(4),
+    )
+    assert sampler(batch_size=2).isnan().all()
+    assert sampler.last_parallel.sweeps <= _STEPS
+
+
+def test_rejected():
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        dpa.Parallel(0)
+    with pytest.raises(ValueError, match="tolerance must be at least 0, got -1"):
+        dpa.Parallel(tolerance=-1)
+    with pytest.raises(ValueError, match="parallel must be left out where fused"):
+        dpa.DiffusionSampler(
+            torch.nn.Linear(1, 1), diffusers.DDPMScheduler(), 2, fused=True, parallel=dpa.Parallel()
+        )
