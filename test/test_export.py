@@ -5,8 +5,12 @@ import json
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import dpa
+from dpa.cli import app
+from dpa.demo import train, world
+from dpa.demo.rollout import make_scheduler
 from dpa.export import FORMATS, ExportedPolicy, export_policy
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -77,3 +81,38 @@ def test_what_is_refused(tmp_path):
     table = dpa.schedulers.from_diffusers(scheduler, 4)
     with pytest.raises(ValueError, match=r"table must be a StepTable, got .*MultistepTable"):
         ExportedPolicy(policy.unet, table)
+
+
+def test_the_command_exports_a_checkpoint(tmp_path):
+    checkpoint = tmp_path / "checkpoint.pt"
+    policy = train.Policy(train.Network(train.UNET).eval())
+    train.save(policy, checkpoint)
+    options = ["export", str(checkpoint), "--to", "torchscript", "--steps", "3", "--json"]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0, result.output
+    manifest = json.loads(result.stdout)
+    assert manifest["steps"] == 3 and manifest["format"] == "torchscript"
+
+    loaded = torch.jit.load(str(tmp_path / "policy.pt"))
+    observation = torch.randn(1, world.OBSERVATION_DIM)
+    noise = torch.randn(1, 1, world.HORIZON, world.ACTION_DIM)
+    sampler = dpa.DiffusionSampler(policy.network.unet, make_scheduler("DDIM", policy), 3)
+    with torch.no_grad():
+        want = sampler(policy.network.encoder(observation), noise=noise[0])
+        torch.testing.assert_close(loaded(observation, noise), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--to", "onnx"], "to must be one of torchscript, exported-program, aoti, got onnx"),
+        (["--to", "aoti", "--dtype", "int8"], "dtype must be one of float32, bfloat16, got int8"),
+        (["--to", "aoti", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got tpu"),
+        (["--to", "torchscript"], "checkpoint must be a file, got "),
+    ],
+)
+def test_the_command_refuses_in_one_line(options, message, tmp_path):
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "none.pt"), *options])
+    # dpa.cli.main prints an expected failure as its message alone.
+    assert result.exit_code == 1 and str(result.exception).startswith(message)
+    assert not list(tmp_path.iterdir())

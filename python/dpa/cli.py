@@ -15,6 +15,8 @@ from rich.table import Table
 import dpa
 from dpa.bench.command import bench
 from dpa.demo.command import demo
+from dpa.export.command import HELP as EXPORT_HELP
+from dpa.export.command import export
 
 app = typer.Typer(
     help="Fast registered operators for Diffusion Policy in PyTorch.",
@@ -24,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command(help=EXPORT_HELP)(export)
 
 
 @app.callback()
