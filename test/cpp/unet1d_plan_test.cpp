@@ -1,0 +1,196 @@
+// The plan of the packed U-Net: what it lists fits together, reads every weight once, and writes no byte twice.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <set>
+
+#include "kernels/unet1d/plan.h"
+
+namespace dpa::kernels::unet1d {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3};
+
+/// Action, levels, widths, kernel, groups, embedding, condition, FiLM's scale: odd ones beside the usual.
+const Config kConfigs[] = {
+    {2, 3, {32, 64, 128}, 5, 8, 16, 6, true},  // every block but the middle widens
+    {1, 1, {8}, 3, 8, 4, 0, false},            // a single level
+    {7, 2, {24, 24}, 1, 4, 6, 3, false},       // blocks that keep their width
+    {8, 3, {8, 8, 16}, 5, 8, 8, 1, true},      // as many actions as channels: no residual convolution at the head
+    {3, 5, {16, 32, 64, 32, 16}, 3, 8, 12, 0, true},  // as deep as it goes; narrow again
+    {2, 3, {48, 96, 48}, 7, 3, 10, 5, true},          // three groups
+};
+
+class EveryPlan : public testing::TestWithParam<std::tuple<Config, DType>> {
+ protected:
+  Plan plan = make_plan(std::get<0>(GetParam()), std::get<1>(GetParam()));
+  void SetUp() override { ASSERT_EQ(plan.error, ""); }
+};
+
+TEST_P(EveryPlan, HasTheNetworksConvolutions) {
+  const int levels = plan.config.levels;
+  // Two blocks of two a level going down, two in the middle, two a level but the first going up, a convolution between
+  // levels, and the last one; the very first is the head.
+  EXPECT_EQ(plan.convs.size(), 4 * levels + 4 + 4 * (levels - 1) + 2 * (levels - 1) + 1 - 1);
+  EXPECT_LE(static_cast<int>(plan.convs.size()), kMaxConvs);
+  std::set<std::string> names;
+  for (const auto& weight : plan.weights) names.insert(weight.name);
+  EXPECT_EQ(names.size(), plan.weights.size()) << "a weight is listed twice";
+}
+
+TEST_P(EveryPlan, IsAChain) {
+  int level = 0, channels = plan.config.down_dims[0];
+  bool residual = true;  // the head leaves one
+  const Conv* skips[kMaxLevels] = {};
+  for (size_t i = 0; i < plan.convs.size(); ++i) {
+    const Conv& conv = plan.convs[i];
+    EXPECT_EQ(conv.level_in, level) << i;
+    EXPECT_EQ(conv.channels_in, channels) << i;
+    EXPECT_EQ(conv.level_out - conv.level_in, conv.upsample ? -1 : conv.stride - 1) << i;
+    if (conv.skip_in >= 0) {
+      ASSERT_LT(conv.skip_in, plan.config.levels) << i;
+      ASSERT_NE(skips[conv.skip_in], nullptr) << i;
+      EXPECT_EQ(skips[conv.skip_in]->channels_out, conv.channels_skip) << i;
+      EXPECT_EQ(skips[conv.skip_in]->level_out, conv.level_in) << i;
+    } else {
+      EXPECT_EQ(conv.channels_skip, 0) << i;
+    }
+    if (conv.add) {
+      EXPECT_TRUE(residual) << i << " adds a residual that nothing has left";
+      residual = false;
+    }
+    if (conv.keep || (conv.num_segments == 2 && !conv.upsample)) residual = true;
+    if (conv.norm >= 0) {
+      EXPECT_EQ(conv.channels_out % conv.groups, 0) << i;
+    }
+    if (conv.skip >= 0) skips[conv.skip] = &conv;
+    level = conv.level_out, channels = conv.channels_out;
+  }
+  EXPECT_EQ(level, 0);
+  EXPECT_EQ(channels, plan.config.down_dims[0]);
+}
+
+TEST_P(EveryPlan, SlicesCoverTheChannels) {
+  EXPECT_TRUE(plan.slices_in == 1 || plan.slices_in == plan.config.num_groups);
+  for (const Conv& conv : plan.convs) {
+    const Tiling t = tiling(plan, conv);
+    EXPECT_EQ(t.rows * plan.slices_out, conv.channels_out);
+    EXPECT_EQ(t.in * plan.slices_in, conv.channels_in);
+    EXPECT_EQ(t.skip * plan.slices_in, conv.channels_skip);
+    EXPECT_GE(t.row_tiles * 16, t.rows);
+    EXPECT_GE(t.in_steps * 16, t.in);
+    EXPECT_GE(t.skip_steps * 16, t.skip);
+  }
+}
+
+/// Calls `read(place)` for every element of the original that the item copies or tiles.
+void for_each_source(const CopyItem& item, const std::function<void(int64_t)>& read) {
+  for (int i = 0; i < item.n[0]; ++i)
+    for (int j = 0; j < item.n[1]; ++j)
+      for (int l = 0; l < item.n[2]; ++l)
+        read(item.offset + i * item.stride[0] + j * item.stride[1] + l * item.stride[2]);
+}
+void for_each_source(const Conv& conv, const TileItem& item, const std::function<void(int64_t)>& read) {
+  for (int out = 0; out < conv.channels_out; ++out)
+    for (int in = 0; in < conv.channels_in + conv.channels_skip; ++in)
+      for (int tap = 0; tap < conv.segments[item.segment].taps; ++tap)
+        read(out * item.stride_out + in * item.stride_in + (item.tap_first + tap * item.tap_step) * item.stride_tap);
+}
+
+TEST_P(EveryPlan, ReadsEveryWeightOnce) {
+  std::vector<std::vector<int>> reads;
+  for (const auto& weight : plan.weights)
+    reads.emplace_back(std::accumulate(weight.shape.begin(), weight.shape.end(), size_t{1}, std::multiplies<>()), 0);
+  const auto reader = [&](int weight) { return [&reads, weight](int64_t place) { reads[weight].at(place) += 1; }; };
+  for (const auto& item : plan.copies)
+    if (item.weight >= 0) for_each_source(item, reader(item.weight));
+  for (const auto& item : plan.tiles)
+    if (item.weight >= 0) for_each_source(plan.convs[item.conv], item, reader(item.weight));
+  for (size_t w = 0; w < reads.size(); ++w)
+    EXPECT_EQ(static_cast<size_t>(std::count(reads[w].begin(), reads[w].end(), 1)), reads[w].size())
+        << plan.weights[w].name;
+}
+
+/// Bytes [first, last) of the packed buffer.
+using Range = std::pair<int64_t, int64_t>;
+
+std::vector<Range> written(const Plan& plan) {
+  std::vector<Range> ranges;
+  for (const Conv& conv : plan.convs) {
+    const Tiling t = tiling(plan, conv);
+    const int64_t tap =
+        int64_t{plan.slices_out} * plan.slices_in * t.steps_per_tap() * t.row_tiles * 256 * element_bytes(plan.dtype);
+    for (int s = 0; s < conv.num_segments; ++s)
+      ranges.emplace_back(conv.segments[s].weights, conv.segments[s].weights + tap * conv.segments[s].taps);
+    const int64_t scale = plan.floats + 4 * conv.scale;
+    if (conv.scale >= 0) ranges.emplace_back(scale, scale + int64_t{4} * conv.num_segments * conv.channels_out);
+  }
+  for (const CopyItem& item : plan.copies) {
+    const int64_t bytes = item.to_float ? 4 : element_bytes(dense_dtype(plan.dtype));
+    ranges.emplace_back(item.destination, item.destination + bytes * item.n[0] * item.n[1] * item.n[2]);
+  }
+  std::sort(ranges.begin(), ranges.end());
+  return ranges;
+}
+
+TEST_P(EveryPlan, PartsTouchButDoNotOverlap) {
+  constexpr int64_t kAlignment = 128;
+  int64_t end = 0;
+  for (const auto& [first, last] : written(plan)) {
+    EXPECT_GE(first, end) << "two parts share bytes";
+    EXPECT_LT(first - end, kAlignment) << "bytes that nobody writes";
+    end = last;
+  }
+  EXPECT_LE(end, plan.packed_bytes);
+  EXPECT_LT(plan.packed_bytes - end, kAlignment);
+}
+
+TEST_P(EveryPlan, TilesAreAlignedForVectorLoads) {
+  for (const Conv& conv : plan.convs)
+    for (int s = 0; s < conv.num_segments; ++s) EXPECT_EQ(conv.segments[s].weights % 128, 0);
+  for (const int64_t offset : {plan.floats, plan.step_weights[0], plan.step_weights[1], plan.film_step, plan.film_cond})
+    EXPECT_EQ(offset % 128, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Unet1d, EveryPlan, testing::Combine(testing::ValuesIn(kConfigs), testing::ValuesIn(kDTypes)));
+
+TEST(TileIndex, IsAPermutation) {
+  for (const bool wide : {false, true}) {
+    std::set<int> places;
+    for (int row = 0; row < 16; ++row)
+      for (int channel = 0; channel < 16; ++channel) places.insert(tile_index(wide, row, channel));
+    EXPECT_EQ(places.size(), 256u);
+    EXPECT_EQ(*places.begin(), 0);
+    EXPECT_EQ(*places.rbegin(), 255);
+  }
+}
+
+TEST(RefusedPlan, SaysWhyAndListsNothing) {
+  const auto refusal = [](const std::function<void(Config&)>& spoil) {
+    Config config;
+    spoil(config);
+    const Plan plan = make_plan(config, DType::kFloat32);
+    EXPECT_TRUE(plan.convs.empty() && plan.weights.empty() && plan.packed_bytes == 0);
+    return plan.error;
+  };
+  EXPECT_EQ(make_plan(Config(), DType::kFloat32).error, "");
+  EXPECT_EQ(refusal([](Config& c) { c.action_dim = 0; }), "action_dim must be at least 1, got 0");
+  EXPECT_EQ(refusal([](Config& c) { c.levels = 0; }), "down_dims must have 1 to 5 levels, got 0");
+  EXPECT_EQ(refusal([](Config& c) { c.levels = 6; }), "down_dims must have 1 to 5 levels, got 6");
+  EXPECT_EQ(refusal([](Config& c) { c.kernel_size = 4; }), "kernel_size must be odd, got 4");
+  EXPECT_EQ(refusal([](Config& c) { c.kernel_size = -1; }), "kernel_size must be odd, got -1");
+  EXPECT_EQ(refusal([](Config& c) { c.num_groups = 0; }), "n_groups must be at least 1, got 0");
+  EXPECT_EQ(refusal([](Config& c) { c.step_dim = 7; }), "diffusion_step_embed_dim must be even and at least 4, got 7");
+  EXPECT_EQ(refusal([](Config& c) { c.step_dim = 2; }), "diffusion_step_embed_dim must be even and at least 4, got 2");
+  EXPECT_EQ(refusal([](Config& c) { c.cond_dim = -1; }), "global_cond_dim must not be negative, got -1");
+  EXPECT_EQ(refusal([](Config& c) { c.down_dims[1] = 500; }), "every width must be a multiple of n_groups, got 500");
+  EXPECT_EQ(refusal([](Config& c) { c.num_groups = 3, c.down_dims[0] = 12, c.down_dims[1] = c.down_dims[2] = 24; }),
+            "the first width must be a multiple of 8, the groups of the last block, got 12");
+  EXPECT_EQ(make_plan(Config(), DType::kFloat64).error,
+            "packed weights must be float32, float16, bfloat16 or float8_e4m3fn, got float64");
+}
+
+}  // namespace
+}  // namespace dpa::kernels::unet1d
