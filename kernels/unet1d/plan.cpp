@@ -283,7 +283,8 @@ class Builder {
                             {d + c.cond_dim, 1, 0}});
       }
     }
-    p.packed_bytes = align(at + static_cast<int64_t>(p.film_rows) * c.cond_dim * dense_bytes);
+    p.stamp = align(at + static_cast<int64_t>(p.film_rows) * c.cond_dim * dense_bytes);
+    p.packed_bytes = p.stamp + kStampBytes;
   }
 };
 

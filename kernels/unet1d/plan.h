@@ -12,6 +12,7 @@ namespace dpa::kernels::unet1d {
 
 constexpr int kMaxLevels = 5;
 constexpr int kMaxConvs = 10 * kMaxLevels - 2;
+constexpr int kStampBytes = 128;
 constexpr int kFinalGroups = 8;  // of the last Conv1dBlock, whatever num_groups is
 
 /// The architecture. global conditioning of width cond_dim (0: none); film_scale: FiLM has a scale besides its shift.
@@ -105,6 +106,8 @@ struct Plan {
   int64_t film_bias = 0;                 // float offset (film_rows)
   int64_t step_weights[2] = {0, 0}, step_bias[2] = {0, 0};  // byte offsets (4 D, D), (D, 4 D); float offsets
   int film_rows = 0;
+  int64_t stamp =
+      0;  // byte offset of kStampBytes in which the CPU's packer leaves its mark; the GPU's does not use them
   int64_t tile_bytes = 0, packed_bytes = 0;
 };
 

@@ -1,0 +1,28 @@
+// AVX-512 with its products of pairs of bfloat16.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/kernels.h"
+
+#ifdef DPA_X86
+#include <immintrin.h>
+// Headers above are compiled for every machine, what follows for this one alone.
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#define DPA_LEVEL avx512_bf16
+#define DPA_LANES 16
+#define DPA_SUMS 16
+#define DPA_PANELS 4
+/// sums + the products of both halves of each word
+#define DPA_DOT(sums, weights, inputs)                                                                           \
+  reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(weights), \
+                                            reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(inputs)))))
+
+#include "kernels/cpu/dense.h"
+#include "kernels/cpu/finish.h"
+#include "kernels/cpu/product.h"
+
+namespace dpa::kernels::cpu::avx512_bf16 {
+const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, narrow, dot};
+}  // namespace dpa::kernels::cpu::avx512_bf16
+#endif

@@ -1,0 +1,95 @@
+// Small products: FiLM's and the time embedding's linear layers, once a call, and the first and last layers' few
+// actions.
+//
+//   dense    a task is 16 rows of weights; 4 rows x 4 samples (or 1) at a time, columns along the vectors. Weights are
+//            read from memory once: further samples find the 4 rows in the first cache.
+#pragma once
+#include "kernels/cpu/kernels.h"
+#include "kernels/cpu/lanes.h"
+
+namespace dpa::kernels::cpu::DPA_LEVEL {
+
+template <DType kType>
+DPA_INLINE Floats load_weights(const void* weights, int64_t at) {
+  if constexpr (kType == DType::kFloat32) return load(static_cast<const float*>(weights) + at);
+  const Words words = load_halves(static_cast<const uint16_t*>(weights) + at);
+  return kType == DType::kBFloat16 ? from_bfloat16(words) : from_float16(words);
+}
+template <DType kType>
+DPA_INLINE float load_weight(const void* weights, int64_t at) {
+  if constexpr (kType == DType::kFloat32) return static_cast<const float*>(weights)[at];
+  const Words words = Words{} + static_cast<const uint16_t*>(weights)[at];
+  return (kType == DType::kBFloat16 ? from_bfloat16(words) : from_float16(words))[0];
+}
+
+/// Rows row .. row + R - 1 for samples n .. n + N - 1.
+template <DType kType, int R, int N>
+void dense_block(const Dense& d, int row, int n) {
+  Floats sums[R][N] = {};
+  const int64_t at = static_cast<int64_t>(row) * d.columns;
+  const float* in = d.in + static_cast<int64_t>(n) * d.columns;
+  int c = 0;
+  for (; c + kLanes <= d.columns; c += kLanes) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const Floats w = load_weights<kType>(d.weights, at + static_cast<int64_t>(r) * d.columns + c);
+#pragma GCC unroll 4
+      for (int i = 0; i < N; i++) sums[r][i] += w * load(in + static_cast<int64_t>(i) * d.columns + c);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int i = 0; i < N; i++) {
+      float value = sum(sums[r][i]);
+      for (int j = c; j < d.columns; j++)
+        value += load_weight<kType>(d.weights, at + static_cast<int64_t>(r) * d.columns + j) *
+                 in[static_cast<int64_t>(i) * d.columns + j];
+      if (d.bias) value += d.bias[row + r];
+      d.out[static_cast<int64_t>(n + i) * d.rows + row + r] = d.mish ? mish(splat(value))[0] : value;
+    }
+  }
+}
+
+template <DType kType, int R>
+void dense_rows(const Dense& d, int row) {
+  int n = 0;
+  for (; n + 4 <= d.samples; n += 4) dense_block<kType, R, 4>(d, row, n);
+  for (; n < d.samples; n++) dense_block<kType, R, 1>(d, row, n);
+}
+
+template <DType kType>
+void dense_of(const Dense& d, int64_t begin, int64_t end) {
+  int row = static_cast<int>(begin * kDenseRows);
+  const int last = end * kDenseRows < d.rows ? static_cast<int>(end * kDenseRows) : d.rows;
+  for (; row + 4 <= last; row += 4) dense_rows<kType, 4>(d, row);
+  for (; row < last; row++) dense_rows<kType, 1>(d, row);
+}
+
+inline void dense(const Dense& d, int64_t begin, int64_t end) {
+  switch (d.dtype) {
+    case DType::kFloat32: return dense_of<DType::kFloat32>(d, begin, end);
+    case DType::kFloat16: return dense_of<DType::kFloat16>(d, begin, end);
+    case DType::kBFloat16: return dense_of<DType::kBFloat16>(d, begin, end);
+    default: return;
+  }
+}
+
+inline void narrow(const Narrow& n) {
+  for (int c = 0; c < n.channels; c += kLanes) {
+    const int valid = n.channels - c;
+    Floats total = {};
+    for (int i = 0; i < n.inputs; i++)
+      total += load_first(n.weights + static_cast<int64_t>(i) * n.channels + c, valid) * n.in[i];
+    store(n.out + c, total);
+  }
+}
+
+inline float dot(const float* a, const float* b, int count) {
+  Floats total = {};
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) total += load(a + i) * load(b + i);
+  float value = sum(total);
+  for (; i < count; i++) value += a[i] * b[i];
+  return value;
+}
+
+}  // namespace dpa::kernels::cpu::DPA_LEVEL

@@ -1,0 +1,111 @@
+// What follows a product: bias, GroupNorm, Mish, FiLM, residual, and the value's way to its readers.
+//
+//   task     a range of whole groups of one sample, C' channels x T times; channels fill the vectors
+//   passes   sums of each channel over time; with the groups' means, the squares; with the groups' deviations, the
+//   values scratch  two numbers a channel: offset = bias - mean, factor = gamma / deviation
+#pragma once
+#include <cmath>
+
+#include "kernels/cpu/kernels.h"
+#include "kernels/cpu/lanes.h"
+
+namespace dpa::kernels::cpu::DPA_LEVEL {
+
+/// Where channel c0's numbers of sample b begin.
+struct FinishTask {
+  int b, begin, end;  // channels
+  const float* raw;   // of time 0 and channel 0
+  float *offset, *factor;
+};
+
+/// For each channel of the task: the sum over time of raw, or of (raw + offset)^2, into `to`.
+template <bool kSquares>
+DPA_INLINE void sums_over_time(const Finish& f, const FinishTask& task, float* to) {
+  for (int c = task.begin; c < task.end; c += kLanes) {
+    Floats total = {};
+    const Floats offset = kSquares ? load(task.offset + c) : Floats{};
+    for (int t = 0; t < f.times; t++) {
+      const Floats x = load(task.raw + static_cast<int64_t>(t) * f.pitch + c) + offset;
+      total += kSquares ? x * x : x;
+    }
+    store(to + c, total);
+  }
+}
+
+inline void statistics(const Finish& f, const FinishTask& task) {
+  constexpr double kEps = 1e-5;
+  const int group = f.channels / f.groups;
+  const double count = static_cast<double>(group) * f.times;
+  sums_over_time<false>(f, task, task.factor);
+  for (int c0 = task.begin; c0 < task.end; c0 += group) {
+    double mean = 0;
+    for (int c = c0; c < c0 + group; c++) mean += task.factor[c] + static_cast<double>(f.times) * f.bias[c];
+    mean /= count;
+    for (int c = c0; c < c0 + group; c++) task.offset[c] = static_cast<float>(f.bias[c] - mean);
+  }
+  sums_over_time<true>(f, task, task.factor);
+  for (int c0 = task.begin; c0 < task.end; c0 += group) {
+    double squares = 0;
+    for (int c = c0; c < c0 + group; c++) squares += task.factor[c];
+    const float inverse = static_cast<float>(1 / std::sqrt(squares / count + kEps));
+    for (int c = c0; c < c0 + group; c++) task.factor[c] = inverse * f.norm[c];
+  }
+}
+
+DPA_INLINE void write(void* to, int64_t at, Floats value, bool bfloat16) {
+  if (bfloat16)
+    store_halves(static_cast<uint16_t*>(to) + at, to_bfloat16(value));
+  else
+    store(static_cast<float*>(to) + at, value);
+}
+
+/// The values of kLanes channels from c on, at every time.
+inline void finish_channels(const Finish& f, const FinishTask& task, int c) {
+  const int valid = f.channels - c;
+  Floats offset, factor = splat(1.0f), beta = {}, scale = splat(1.0f), shift = {}, residual_bias = {};
+  if (f.norm) {
+    offset = load(task.offset + c), factor = load(task.factor + c);
+    beta = load_first(f.norm + f.channels + c, valid);
+  } else {
+    offset = load_first(f.bias + c, valid);
+  }
+  if (f.film[0]) {
+    if (f.film_scale) scale = Floats{};
+    for (int i = 0; i < 2; i++) {
+      if (!f.film[i]) continue;
+      const float* film = f.film[i] + task.b * f.film_sample[i] + c;
+      if (f.film_scale) scale += load_first(film, valid);
+      shift += load_first(film + (f.film_scale ? f.channels : 0), valid);
+    }
+  }
+  if (f.residual_bias) residual_bias = load_first(f.residual_bias + c, valid);
+  for (int t = 0; t < f.times; t++) {
+    const int64_t at = static_cast<int64_t>(task.b * static_cast<int64_t>(f.times) + t) * f.pitch + c;
+    Floats value = (load(f.raw + at) + offset) * factor + beta;
+    if (f.norm) value = mish(value) * scale + shift;
+    if (f.residual) value += load(f.residual + at) + residual_bias;
+    if (valid < kLanes) value = keep_first(value, valid);
+    if (f.keep) store(f.keep + at, value);
+    if (f.next) write(f.next, task.b * f.next_sample + t * f.next_time + c, value, f.bfloat16);
+    if (f.skip) write(f.skip, task.b * f.skip_sample + t * f.skip_time + c, value, f.bfloat16);
+  }
+}
+
+inline void finish(const Finish& f, int64_t begin, int64_t end) {
+  const int ranges = (f.channels + f.channels_per_task - 1) / f.channels_per_task;
+  for (int64_t i = begin; i < end; i++) {
+    FinishTask task;
+    task.b = static_cast<int>(i / ranges);
+    task.begin = static_cast<int>(i % ranges) * f.channels_per_task;
+    task.end = task.begin + f.channels_per_task < f.channels ? task.begin + f.channels_per_task : f.channels;
+    task.raw = f.raw + static_cast<int64_t>(task.b) * f.times * f.pitch;
+    task.offset = f.scratch + static_cast<int64_t>(task.b) * 2 * f.pitch;
+    task.factor = task.offset + f.pitch;
+    if (f.norm) statistics(f, task);
+    // The last task also writes the zeros of the padded channels, whatever their scratch holds.
+    const int last = task.end == f.channels ? f.pitch : task.end;
+    for (int c = task.begin; c < last; c += kLanes) finish_channels(f, task, c);
+  }
+}
+
+}  // namespace dpa::kernels::cpu::DPA_LEVEL

@@ -1,0 +1,124 @@
+// What a level (an instruction set) must be able to do, as a table of functions. The same sources are compiled once a
+// level; kernels_of gives the table.
+//
+// Channels are padded to multiples of 16 everywhere: 16 channels are one cache line of floats and one panel of weights.
+// Padded channels hold zeros, so that sums may run over them. Nothing here allocates.
+#pragma once
+#include <cstdint>
+
+#include "kernels/common/dtype.h"
+#include "kernels/cpu/level.h"
+
+namespace dpa::kernels::cpu {
+
+constexpr int kPanel = 16;
+inline int padded(int channels) { return (channels + kPanel - 1) / kPanel * kPanel; }
+
+/// How weights are stored, and what they are multiplied with.
+enum class Weights {
+  kFloat32,      // a word a weight
+  kFloat16,      // a word holds two weights, of neighbouring inputs, the first in the low half; inputs are float32
+  kBFloat16,     // the same
+  kBFloat16Dot,  // the same, with inputs in bfloat16
+};
+
+/// A convolution over neighbouring times as one product: in a buffer of rows (time, channel) with zeros around the
+/// sample, the inputs of one output are `depth` = taps * pitch consecutive numbers.
+///   output[b, t, o] = sum_i weights[o, i] * input[b, t * stride_time + i]
+/// Weights lie in panels of 16 outputs, in each the inputs in order: a step is one word for each of the 16 outputs.
+struct Product {
+  Weights kind;
+  const void* input;                 // of the first tap of time 0 of sample 0
+  int64_t input_sample, input_time;  // elements from sample to sample, from one output's inputs to the next's
+  const uint32_t* weights;
+  int steps;  // words a panel and output: depth, or depth / 2 for 16-bit weights
+  int steps_per_tap;
+  float* output;
+  int64_t output_sample, output_time;  // floats; panel p begins at 16 p
+  int batch, times, panels;
+  int stride, first, times_in;  // tap i of output time t reads input time t * stride + first + i
+};
+/// How a product is cut into tasks: groups of panels x ranges of rows (a row is one time of one sample).
+struct Tasks {
+  int panels = 1, rows = 1;
+  int64_t count = 0;
+};
+
+/// What becomes of a product's output, `raw`:
+///   value = raw + bias;  norm: value = mish(group_norm(value) * gamma + beta) * scale + shift;  add: value += residual
+/// A task is a range of whole groups of one sample.
+struct Finish {
+  const float* raw;        // (B, T, pitch)
+  const float* bias;       // (C)
+  const float* norm;       // gamma (C), beta (C), or null
+  const float* film[2];    // two terms of scale (C, where film_scale) and shift (C); null: no FiLM, no term
+  int64_t film_sample[2];  // floats from sample to sample
+  bool film_scale;
+  const float* residual;       // (B, T, pitch), or null
+  const float* residual_bias;  // (C), or null
+  int batch, times, channels, pitch, groups, channels_per_task;
+  void* next;                      // the next product's input at time 0 of sample 0, or null
+  int64_t next_sample, next_time;  // elements
+  void* skip;                      // the same once more, for a skip
+  int64_t skip_sample, skip_time;
+  bool bfloat16;   // of next and skip; else float32
+  float* scratch;  // (B, 2, pitch)
+  float* keep;     // (B, T, pitch): the residual of a later product, or null
+};
+
+/// out[n, r] = act(sum_c weights[r, c] * in[n, c] + bias[r]), rows of weights as in the original layer.
+struct Dense {
+  DType dtype;
+  const void* weights;
+  const float* bias;  // or null
+  const float* in;
+  float* out;
+  int samples, rows, columns;
+  bool mish;  // act is mish; else nothing
+};
+
+/// out[c] = sum_i in[i] * weights[i * channels + c]
+struct Narrow {
+  const float* weights;
+  const float* in;
+  float* out;
+  int inputs, channels;
+};
+
+struct Kernels {
+  int max_panels;     // of a task
+  bool bfloat16_dot;  // runs kBFloat16Dot
+  void (*product)(const Product& product, const Tasks& tasks, int64_t begin, int64_t end);
+  void (*finish)(const Finish& finish, int64_t begin, int64_t end);
+  void (*dense)(const Dense& dense, int64_t begin, int64_t end);  // a task is kDenseRows rows
+  void (*narrow)(const Narrow& narrow);
+  float (*dot)(const float* a, const float* b, int count);
+};
+constexpr int kDenseRows = 16;
+
+/// The tasks of a product for a team of this size. A sum's order does not depend on it.
+Tasks product_tasks(const Kernels& kernels, const Product& product, int team);
+inline int64_t finish_tasks(const Finish& f) {
+  return int64_t{1} * f.batch * ((f.channels + f.channels_per_task - 1) / f.channels_per_task);
+}
+inline int64_t dense_tasks(const Dense& d) { return (d.rows + kDenseRows - 1) / kDenseRows; }
+
+/// The table of a level that this machine has.
+const Kernels& kernels_of(Level level);
+
+namespace portable {
+extern const Kernels kKernels;
+}
+#ifdef DPA_X86
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx512_bf16 {
+extern const Kernels kKernels;
+}
+#endif
+
+}  // namespace dpa::kernels::cpu

@@ -1,0 +1,108 @@
+// Vectors of floats in the compiler's own vector types: one source for every instruction set. A file that includes this
+// header has chosen, before it, the namespace of the level it compiles (DPA_LEVEL: nothing compiled for one instruction
+// set can then be linked in place of another's), how many lanes a register has (DPA_LANES), how many registers hold
+// sums in a product (DPA_SUMS), and how many panels of weights a product takes at once (DPA_PANELS).
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#ifndef DPA_LEVEL
+#define DPA_LEVEL portable
+#define DPA_LANES 4
+#define DPA_SUMS 8
+#define DPA_PANELS 1
+#endif
+#define DPA_INLINE inline __attribute__((always_inline))
+
+namespace dpa::kernels::cpu::DPA_LEVEL {
+
+constexpr int kLanes = DPA_LANES;
+typedef float Floats __attribute__((vector_size(4 * DPA_LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * DPA_LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * DPA_LANES)));
+
+DPA_INLINE Floats splat(float x) { return x - Floats{}; }
+
+DPA_INLINE Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+DPA_INLINE Words load(const uint32_t* from) {
+  Words x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+DPA_INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+/// The first `count` lanes from memory, the others zero; nothing beyond is read.
+DPA_INLINE Floats load_first(const float* from, int count) {
+  if (count >= kLanes) return load(from);
+  Floats x = {};
+  for (int i = 0; i < count; i++) x[i] = from[i];
+  return x;
+}
+/// `x` in the first `count` lanes, zero in the others.
+DPA_INLINE Floats keep_first(Floats x, int count) {
+  for (int i = 0; i < kLanes; i++) x[i] = i < count ? x[i] : 0.0f;
+  return x;
+}
+
+DPA_INLINE Floats as_floats(Words x) { return reinterpret_cast<Floats>(x); }
+DPA_INLINE Words as_words(Floats x) { return reinterpret_cast<Words>(x); }
+
+DPA_INLINE float sum(Floats x) {
+  float total = 0;
+  for (int i = 0; i < kLanes; i++) total += x[i];
+  return total;
+}
+
+/// A half of 16 bits, in the low end of each word, as a float.
+DPA_INLINE Floats from_bfloat16(Words low) { return as_floats(low << 16); }
+DPA_INLINE Floats from_float16(Words low) {
+  // The exponent moves by a multiplication, which handles subnormal numbers too; infinity and NaN keep theirs.
+  constexpr float kRebias = 0x1p112f;
+  const Words magnitude = (low & 0x7fff) << 13;
+  const Words finite = as_words(as_floats(magnitude) * kRebias);
+  const Words special = magnitude | 0x7f800000u;
+  return as_floats(((low & 0x7c00) == 0x7c00 ? special : finite) | (low & 0x8000) << 16);
+}
+/// To the nearest bfloat16, ties to even; NaN stays NaN.
+DPA_INLINE Words to_bfloat16(Floats x) {
+  const Words bits = as_words(x);
+  const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return x == x ? rounded : (bits >> 16 | 0x40);
+}
+DPA_INLINE void store_halves(uint16_t* to, Words low) {
+  const Halves x = __builtin_convertvector(low, Halves);
+  std::memcpy(to, &x, sizeof x);
+}
+DPA_INLINE Words load_halves(const uint16_t* from) {
+  Halves x;
+  std::memcpy(&x, from, sizeof x);
+  return __builtin_convertvector(x, Words);
+}
+
+/// mish(x) as in kernels/math/mish.h.
+DPA_INLINE Floats mish(Floats x) {
+  constexpr float kMagic = 12582912.0f;
+  Floats y = x < 20.0f ? x : splat(20.0f);
+  const auto vanishes = y < -87.0f;
+  y = vanishes ? splat(-87.0f) : y;
+  const Floats shifted = y * 1.44269504f + kMagic;
+  const Floats k = shifted - kMagic;
+  const Floats r = (y - k * 0.693359375f) + k * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Floats scale = as_floats((as_words(shifted) + 127) << 23);
+  const Floats e = vanishes ? Floats{} : p * scale;
+  const Floats n = e * (e + 2.0f);
+  return x * (n / (n + 2.0f));
+}
+
+}  // namespace dpa::kernels::cpu::DPA_LEVEL

@@ -1,0 +1,19 @@
+// The level of every machine: vectors of 4, which the compiler maps to SSE2 or NEON.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/kernels.h"
+
+#define DPA_LEVEL portable
+#define DPA_LANES 4
+#define DPA_SUMS 8
+#define DPA_PANELS 1
+
+#include "kernels/cpu/dense.h"
+#include "kernels/cpu/finish.h"
+#include "kernels/cpu/product.h"
+
+namespace dpa::kernels::cpu::portable {
+const Kernels kKernels = {DPA_PANELS, false, product, finish, dense, narrow, dot};
+}  // namespace dpa::kernels::cpu::portable

@@ -1,0 +1,209 @@
+// A call as data: walks the plan once and gives every product its buffers.
+//
+// Products read (B, halo + times + halo, pitch) with zeros in the halo. Layers of one level and pitch share such a
+// buffer, since a layer's input is dead when its output is written; an upward level's first product, whose input is
+// cat(value, skip), has one of its own, into which the downward level wrote the skip long before.
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "kernels/cpu/unet1d.h"
+
+namespace dpa::kernels::cpu {
+namespace {
+
+constexpr int64_t kAlign = 64;
+
+/// Hands out memory from `base`, or counts it.
+class Space {
+ public:
+  explicit Space(void* base) : base_(static_cast<char*>(base)) {}
+  char* bytes(int64_t count) {
+    char* at = base_ ? base_ + used_ : nullptr;
+    used_ += (count + kAlign - 1) / kAlign * kAlign;
+    return at;
+  }
+  float* floats(int64_t count) { return reinterpret_cast<float*>(bytes(count * 4)); }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+int pitch_of(const unet1d::Conv& conv) { return padded(conv.channels_in) + padded(conv.channels_skip); }
+
+/// The input of products: `data` is time 0 of sample 0.
+struct Input {
+  char* data = nullptr;
+  int64_t sample = 0;  // elements
+  int pitch = 0;
+};
+
+class Builder {
+ public:
+  Builder(const Plan& plan, const Call& call, int team, void* workspace, Program& program)
+      : plan_(plan), call_(call), team_(team), space_(workspace), p_(program) {}
+
+  size_t build() {
+    const auto& config = plan_.config;
+    p_.floats = reinterpret_cast<const float*>(static_cast<const char*>(call_.packed) + plan_.floats);
+    p_.halo = std::max(config.kernel_size / 2, 1);
+    dot_ = plan_.dtype == DType::kBFloat16 && p_.kernels->bfloat16_dot;
+    inputs();
+    scratch();
+    head();
+    p_.layers.clear();
+    for (size_t i = 0; i < plan_.convs.size(); i++) layer(i);
+    return space_.used();
+  }
+
+ private:
+  const Plan& plan_;
+  const Call& call_;
+  const int team_;
+  Space space_;
+  Program& p_;
+  bool dot_ = false;
+  std::map<std::pair<int, int>, Input> shared_;
+  Input joined_[unet1d::kMaxLevels];
+  float* norms_ = nullptr;
+
+  int times(int level) const { return call_.horizon >> level; }
+  int element() const { return dot_ ? 2 : 4; }
+
+  Input take(int level, int pitch) {
+    // Samples a power of two apart would compete for the same lines of a cache.
+    const int64_t sample = static_cast<int64_t>(times(level) + 2 * p_.halo) * pitch + kAlign / element();
+    char* data = space_.bytes(call_.batch * sample * element());
+    return {data ? data + static_cast<int64_t>(p_.halo) * pitch * element() : nullptr, sample, pitch};
+  }
+  Input& input_of(const unet1d::Conv& conv) {
+    return conv.skip_in >= 0 ? joined_[conv.skip_in] : shared_[{conv.level_in, pitch_of(conv)}];
+  }
+  void inputs() {
+    const size_t begin = space_.used();
+    p_.zeroed = space_.bytes(0);
+    for (const auto& conv : plan_.convs)
+      if (Input& input = input_of(conv); input.pitch == 0) input = take(conv.level_in, pitch_of(conv));
+    p_.sample_stride = static_cast<int64_t>(call_.horizon + 2 * p_.halo) * plan_.config.action_dim;
+    p_.sample = space_.floats(call_.batch * p_.sample_stride);
+    p_.zeroed_bytes = space_.used() - begin;
+  }
+
+  void scratch() {
+    const auto& config = plan_.config;
+    const int64_t batch = call_.batch, count = call_.per_sample_timesteps ? call_.batch : call_.steps;
+    int64_t widest = times(0) * padded(config.down_dims[0]), channels = padded(config.down_dims[0]);
+    for (const auto& conv : plan_.convs) {
+      widest = std::max<int64_t>(widest, times(conv.level_out) * padded(conv.channels_out));
+      channels = std::max<int64_t>(channels, padded(conv.channels_out));
+    }
+    p_.raw = space_.floats(batch * widest);
+    p_.residual = space_.floats(batch * widest);
+    p_.value = space_.floats(batch * times(0) * padded(config.down_dims[0]));
+    norms_ = space_.floats(batch * 2 * channels);
+    p_.film_rows = plan_.film_rows;
+    p_.sinusoid = space_.floats(count * config.step_dim);
+    p_.hidden = space_.floats(count * config.step_dim * 4);
+    p_.embedding = space_.floats(count * config.step_dim);
+    p_.film_step = space_.floats(count * plan_.film_rows);
+    p_.mish_cond = space_.floats(batch * config.cond_dim);
+    p_.film_cond = space_.floats(batch * plan_.film_rows);
+  }
+
+  Finish finish(int channels, int level, int groups) const {
+    Finish f = {};
+    f.raw = p_.raw;
+    f.film_scale = plan_.config.film_scale;
+    f.film_sample[0] = call_.per_sample_timesteps ? plan_.film_rows : 0;
+    f.film_sample[1] = plan_.film_rows;
+    f.batch = call_.batch, f.times = times(level);
+    f.channels = channels, f.pitch = padded(channels), f.groups = groups;
+    // Whole groups and whole vectors; 64 channels at least where there is no norm.
+    f.channels_per_task = groups ? std::lcm(channels / groups, kPanel) : 64;
+    f.channels_per_task = std::min(f.channels_per_task, channels);
+    f.bfloat16 = dot_;
+    f.scratch = norms_;
+    return f;
+  }
+  void send_to(Finish& f, size_t next) {
+    const Input& input = input_of(plan_.convs[next]);
+    f.next = input.data, f.next_sample = input.sample, f.next_time = input.pitch;
+  }
+
+  void head() {
+    const auto& config = plan_.config;
+    Finish& f = p_.head = finish(config.down_dims[0], 0, config.num_groups);
+    f.bias = p_.floats + plan_.head.bias, f.norm = p_.floats + plan_.head.norm;
+    send_to(f, 0);
+  }
+
+  void layer(size_t i) {
+    const unet1d::Conv& conv = plan_.convs[i];
+    Layer& layer = p_.layers.emplace_back();
+    layer.num_products = conv.num_segments;
+    for (int s = 0; s < conv.num_segments; s++) {
+      layer.products[s] = product(conv, s);
+      layer.tasks[s] = product_tasks(*p_.kernels, layer.products[s], team_);
+    }
+    layer.film = conv.film;
+    Finish& f = layer.finish = finish(conv.channels_out, conv.level_out, conv.norm >= 0 ? conv.groups : 0);
+    f.bias = p_.floats + conv.bias[0];
+    if (conv.norm >= 0) f.norm = p_.floats + conv.norm;
+    if (conv.add) {
+      f.residual = p_.residual;
+      if (i == 0)
+        f.residual_bias = p_.floats + plan_.head.residual_bias;
+      else if (plan_.convs[i - 1].num_segments == 2 && !plan_.convs[i - 1].upsample)
+        f.residual_bias = p_.floats + plan_.convs[i - 1].bias[1];
+    }
+    if (conv.keep) f.keep = p_.residual;
+    if (i + 1 < plan_.convs.size())
+      send_to(f, i + 1);
+    else
+      f.keep = p_.value;
+    if (conv.skip < 0) return;
+    const Input& joined = joined_[conv.skip];
+    // The skip is as wide as the value it is joined with, and lies behind it.
+    f.skip = joined.data ? joined.data + static_cast<int64_t>(joined.pitch / 2) * element() : nullptr;
+    f.skip_sample = joined.sample, f.skip_time = joined.pitch;
+  }
+
+  Product product(const unet1d::Conv& conv, int s) {
+    const unet1d::Segment& segment = conv.segments[s];
+    const Input& input = input_of(conv);
+    const int words = plan_.dtype == DType::kFloat32 ? 1 : 2, pitch = padded(conv.channels_out);
+    Product p = {};
+    p.kind = dot_                              ? Weights::kBFloat16Dot
+             : plan_.dtype == DType::kBFloat16 ? Weights::kBFloat16
+             : plan_.dtype == DType::kFloat16  ? Weights::kFloat16
+                                               : Weights::kFloat32;
+    p.input = input.data ? input.data + static_cast<int64_t>(segment.first) * input.pitch * element() : nullptr;
+    p.input_sample = input.sample, p.input_time = static_cast<int64_t>(conv.stride) * input.pitch;
+    p.weights = reinterpret_cast<const uint32_t*>(static_cast<const char*>(call_.packed) + segment.weights);
+    p.steps_per_tap = input.pitch / words, p.steps = segment.taps * p.steps_per_tap;
+    p.batch = call_.batch, p.panels = pitch / kPanel;
+    p.stride = conv.stride, p.first = segment.first, p.times_in = times(conv.level_in);
+    p.times = conv.upsample ? p.times_in : times(conv.level_out);
+    const bool residual = s == 1 && !conv.upsample;
+    p.output = (residual ? p_.residual : p_.raw);
+    if (conv.upsample && s == 1 && p.output) p.output += pitch;
+    p.output_sample = static_cast<int64_t>(times(conv.level_out)) * pitch;
+    p.output_time = conv.upsample ? 2 * pitch : pitch;
+    return p;
+  }
+};
+
+}  // namespace
+
+size_t make_program(const Plan& plan, const Kernels& kernels, const Call& call, int team, void* workspace,
+                    Program& program) {
+  program = {};
+  program.plan = &plan;
+  program.kernels = &kernels;
+  program.call = call;
+  return Builder(plan, program.call, team, workspace, program).build();
+}
+
+}  // namespace dpa::kernels::cpu

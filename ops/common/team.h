@@ -1,0 +1,40 @@
+// All of PyTorch's intra-op threads at once, as a team that can wait for one another.
+#pragma once
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <optional>
+#include <thread>
+
+#include "kernels/cpu/team.h"
+
+namespace dpa {
+
+/// Runs `run(team, thread)` on every thread of one parallel region. at::parallel_for promises neither that its pieces
+/// run at the same time nor how many there are: OpenMP runs them all at once, so there each piece signs in, and those
+/// who did are the team. With another thread pool the caller is alone.
+template <class Make, class Run>
+void run_as_team(const Make& make, const Run& run) {
+#if AT_PARALLEL_OPENMP
+  const int wanted = at::in_parallel_region() ? 1 : at::get_num_threads();
+#else
+  const int wanted = 1;
+#endif
+  std::atomic<int> members{0}, covered{0};
+  std::atomic<bool> ready{false};
+  std::optional<kernels::cpu::Team> team;
+  at::parallel_for(0, wanted, 1, [&](int64_t begin, int64_t end) {
+    const int thread = members.fetch_add(1);
+    covered.fetch_add(static_cast<int>(end - begin));
+    if (thread == 0) {
+      while (covered.load() != wanted) std::this_thread::yield();
+      team.emplace(members.load());
+      make(team->size());
+      ready.store(true, std::memory_order_release);
+    }
+    while (!ready.load(std::memory_order_acquire)) std::this_thread::yield();
+    run(*team, thread);
+  });
+}
+
+}  // namespace dpa

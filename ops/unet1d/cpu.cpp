@@ -1,0 +1,125 @@
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include "kernels/cpu/unet1d.h"
+#include "ops/common/team.h"
+#include "ops/unet1d/unet1d.h"
+
+namespace dpa {
+namespace {
+
+namespace cpu = kernels::cpu;
+
+/// Memory for weights that every step streams through: in huge pages where the system has them, or the walks through
+/// the page table cost a tenth of the time.
+Tensor empty_for_streaming(int64_t bytes, const at::TensorOptions& options) {
+  auto tensor = at::empty({bytes}, options.dtype(at::kByte));
+#ifdef __linux__
+  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
+  const auto begin = (reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) + kHuge - 1) / kHuge * kHuge;
+  const auto end = (reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) + bytes) / kHuge * kHuge;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+  return tensor;
+}
+
+Tensor unet1d_pack_cpu(at::TensorList weights, at::IntArrayRef config, at::ScalarType dtype) {
+  const auto plan = unet1d_plan("unet1d_pack", config, dtype);
+  check_unet1d_pack(*plan, weights);
+  DPA_CHECK(cpu::packs(plan->dtype), "unet1d_pack", "dtype must be float32, float16 or bfloat16 on the CPU", dtype);
+  auto sources = cpu::pack_sources(*plan);
+  std::vector<Tensor> kept;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (sources.needs_float[i]) {
+      kept.push_back(weights[i].to(at::kFloat).contiguous());
+      sources.floats[i] = kept.back().const_data_ptr<float>();
+    }
+    if (sources.needs_typed[i]) {
+      kept.push_back(weights[i].to(dtype).contiguous());
+      sources.typed[i] = kept.back().const_data_ptr();
+    }
+  }
+  auto packed = empty_for_streaming(plan->packed_bytes, weights[0].options());
+  void* data = packed.mutable_data_ptr();
+  at::parallel_for(0, cpu::pack_tasks(*plan), 1,
+                   [&](int64_t begin, int64_t end) { cpu::pack(*plan, sources, data, begin, end); });
+  return packed;
+}
+
+Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
+  check_unet1d(op, plan, in);
+  for (Tensor* t :
+       {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known, &in.known_mask})
+    if (t->defined()) *t = t->contiguous();
+  const auto floats = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
+  const auto refused = cpu::reject(plan, in.sample.size(0), in.sample.size(1));
+  TORCH_CHECK(refused.empty(), "dpa::", op, ": sample is refused: ", refused);
+  TORCH_CHECK(cpu::packed_here(plan, in.packed.const_data_ptr()), "dpa::", op,
+              ": packed must be what unet1d_pack made on the CPU, got bytes packed elsewhere");
+  std::string error;
+  const auto& kernels = cpu::kernels_of(cpu::choose_level(error));
+  TORCH_CHECK(error.empty(), "dpa::", op, ": ", error);
+
+  cpu::Call call = {};
+  call.batch = static_cast<int>(in.sample.size(0));
+  call.horizon = static_cast<int>(in.sample.size(1));
+  call.per_sample_timesteps = !in.table.defined();
+  call.steps = call.per_sample_timesteps ? 1 : static_cast<int>(in.timesteps.size(0));
+  auto out = at::empty(in.sample.sizes(), in.sample.options());
+  if (call.steps == 0 || call.batch == 0) return out.copy_(in.sample);
+  call.packed = in.packed.const_data_ptr();
+  call.timesteps = floats(in.timesteps);
+  call.global_cond = floats(in.global_cond);
+  call.initial = floats(in.sample);
+  call.table = floats(in.table);
+  call.clip = static_cast<float>(in.clip);
+  call.noise = floats(in.noise);
+  call.known = floats(in.known);
+  call.known_mask = in.known_mask.defined() ? static_cast<const uint8_t*>(in.known_mask.const_data_ptr()) : nullptr;
+  call.output = out.mutable_data_ptr<float>();
+
+  cpu::Program program;
+  const auto bytes = static_cast<int64_t>(cpu::make_program(plan, kernels, call, 1, nullptr, program));
+  auto workspace = at::empty({bytes}, in.packed.options());
+  run_as_team([&](int team) { cpu::make_program(plan, kernels, call, team, workspace.mutable_data_ptr(), program); },
+              [&](cpu::Team& team, int thread) { cpu::run(program, team, thread); });
+  return out;
+}
+
+Tensor unet1d_cpu(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                  const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
+  UnetCall call{sample, packed, timesteps};
+  call.global_cond = value_or_undefined(global_cond);
+  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), std::move(call));
+}
+
+Tensor diffusion_sample_cpu(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                            const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
+                            double clip, const OptionalTensor& noise, const OptionalTensor& known,
+                            const OptionalTensor& known_mask) {
+  UnetCall call{sample,
+                packed,
+                timesteps,
+                table,
+                value_or_undefined(global_cond),
+                value_or_undefined(noise),
+                value_or_undefined(known),
+                value_or_undefined(known_mask),
+                clip};
+  return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype), std::move(call));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, CPU, m) {
+  m.impl("unet1d_pack", &unet1d_pack_cpu);
+  m.impl("unet1d", &unet1d_cpu);
+  m.impl("diffusion_sample", &diffusion_sample_cpu);
+}
+
+}  // namespace dpa
