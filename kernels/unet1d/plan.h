@@ -106,8 +106,7 @@ struct Plan {
   int64_t film_bias = 0;                 // float offset (film_rows)
   int64_t step_weights[2] = {0, 0}, step_bias[2] = {0, 0};  // byte offsets (4 D, D), (D, 4 D); float offsets
   int film_rows = 0;
-  int64_t stamp =
-      0;  // byte offset of kStampBytes in which the CPU's packer leaves its mark; the GPU's does not use them
+  int64_t stamp = 0;  // byte offset of kStampBytes for the CPU packer's mark, which the GPU's leaves alone
   int64_t tile_bytes = 0, packed_bytes = 0;
 };
 

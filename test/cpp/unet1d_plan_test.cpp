@@ -131,6 +131,7 @@ std::vector<Range> written(const Plan& plan) {
     const int64_t bytes = item.to_float ? 4 : element_bytes(dense_dtype(plan.dtype));
     ranges.emplace_back(item.destination, item.destination + bytes * item.n[0] * item.n[1] * item.n[2]);
   }
+  ranges.emplace_back(plan.stamp, plan.stamp + kStampBytes);
   std::sort(ranges.begin(), ranges.end());
   return ranges;
 }
