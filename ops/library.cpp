@@ -84,4 +84,9 @@ TORCH_LIBRARY(dpa, m) {
       "ScalarType dtype, Tensor table, float clip, Tensor? noise=None, Tensor? known=None, Tensor? known_mask=None) "
       "-> Tensor",
       functional);
+  // Where a step's time goes: the clocks of every block of the one-sample kernel, (blocks, layers, 7) int32.
+  m.def(
+      "diffusion_sample_clocks(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, "
+      "ScalarType dtype, Tensor table, float clip, Tensor? noise=None) -> Tensor",
+      functional);
 }

@@ -13,7 +13,12 @@ _OPS = op_names()
 # Steps that other ops' autograd kernels call, beneath autograd and after autocast.
 _INNER = [name for name in _OPS if name.endswith(("_backward", "_forward"))]
 # Inference on packed weights, on the GPU alone so far: no gradient, no autocast, and no CPU kernel.
-_PACKED = {"dpa::unet1d", "dpa::unet1d_pack", "dpa::diffusion_sample"}
+_PACKED = {
+    "dpa::unet1d",
+    "dpa::unet1d_pack",
+    "dpa::diffusion_sample",
+    "dpa::diffusion_sample_clocks",
+}
 # No tensor among its arguments, so no backend of its own.
 _HOST = {"dpa::unet1d_weight_names"}
 _FORWARD = [name for name in _OPS if name not in {*_INNER, *_PACKED, *_HOST}]

@@ -131,11 +131,12 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const uint4& a, uint32_t 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
-// Two e4m3 as two halves: exact.
-__device__ __forceinline__ uint32_t widen_e4m3(uint16_t pair) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-  return halves;
+// Four e4m3 as two pairs of halves: exact.
+__device__ __forceinline__ void widen_e4m3(uint32_t (&halves)[2], uint32_t four) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, "
+      "high;\n}"
+      : "=r"(halves[0]), "=r"(halves[1])
+      : "r"(four));
 }
 
 // c += a b for a 16 x 8, b 8 x 8 in tf32.

@@ -13,6 +13,12 @@ constexpr int kSlicesIn = 8;  // slices of the input channels are GroupNorm grou
 constexpr int kSoloShareFloats =
     320;  // of a warp's partial sums in the one-sample kernel, for each channel pair a thread
 
+/// Words from one slice's partial sums to the next slice's, in the one-sample kernel, whatever the layer: 16-bit
+/// weights send two sums a word.
+constexpr uint32_t solo_message_stride(int pairs, bool wide) {
+  return kConsumerWarps * 32 * kSlicesIn * pairs * (wide ? 2 : 1);
+}
+
 /// One product in a block's share: rows = 16 << row_tiles_log2 output channels, one group of input channels.
 /// 8 warps = (1 << row_tiles_log2) row tiles x (1 << k_warps_log2) shares of K x the rest over columns.
 struct ResidentLayer {
@@ -38,7 +44,7 @@ struct ResidentLayer {
 /// the faster. Bytes are of shared memory, words of messages, floats of the packed floats. Its 8 warps share K alone.
 struct alignas(16) SoloLayer {
   // What becomes of the layer's output.
-  int message, partial, residual_message, channels;
+  int message, residual_message, channels;
   int half_log2, pairs, bias, other_bias;  // channel pairs of a group: a power of two; of all times
   int norm, film, skip_out, flags;         // offsets or -1
   // The layer's product.

@@ -28,6 +28,7 @@ struct Arguments {
   const uint8_t* mask;
   float* output;
   float clip;
+  uint32_t* record;  // see Call
 };
 
 // The ring as the arithmetic warps see it.
@@ -81,7 +82,6 @@ struct Block {
   uint32_t base;  // of `shared`, as an address
   int step = 0;
   uint32_t phase = 1;
-
   __device__ __forceinline__ float* floats_at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
 
   // Loads that stay where they stand in the code: long before their values are needed.
@@ -102,10 +102,6 @@ struct Block {
       const float e = __expf(fminf(x, 20.0f)), n = e * (e + 2.0f);
       return x * __fdividef(n, n + 2.0f);
     }
-  }
-
-  static __device__ __forceinline__ float sum_of(const float (&v)[8]) {
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
   }
 
   // A pair of the first convolution's output, and of its residual's, from the sample itself.

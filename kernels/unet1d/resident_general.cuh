@@ -87,13 +87,13 @@ struct General : Block<Weight> {
     }
 #pragma unroll
     for (int w = 0; w < kConsumerWarps; w++) n[w] = counts(w), weighted[w] = n[w] * part[w].x;
-    const float mean = Base::sum_of(weighted) * inverse_total;
+    const float mean = sum_of(weighted) * inverse_total;
 #pragma unroll
     for (int w = 0; w < kConsumerWarps; w++) {
       const float d = part[w].x - mean;
       weighted[w] = fmaf(n[w] * d, d, part[w].y);
     }
-    return {mean, rsqrtf(Base::sum_of(weighted) * inverse_total + 1e-5f)};
+    return {mean, rsqrtf(sum_of(weighted) * inverse_total + 1e-5f)};
   }
   // A group's raw values become values, for all samples: get(b, t, c, unit) gives a raw pair with its bias, put(b, t,
   // c, unit, pair) takes the value; c is within the group, and a unit is the same thread's wherever times and width are
@@ -211,7 +211,7 @@ struct General : Block<Weight> {
       float x[kSlicesIn], y[kSlicesIn];
 #pragma unroll
       for (int s = 0; s < kSlicesIn; s++) x[s] = __uint_as_float(words[i][s].x), y[s] = __uint_as_float(words[i][s].y);
-      sum[i] = make_float2(Base::sum_of(x), Base::sum_of(y));
+      sum[i] = make_float2(sum_of(x), sum_of(y));
     }
   }
 
@@ -404,7 +404,7 @@ struct General : Block<Weight> {
 #pragma unroll
         for (int w = 0; w < kConsumerWarps; w++)
           v[w] = w < shares ? partial[w * share_floats + n * row_pitch + row] : 0.0f;
-        const float total = Base::sum_of(v);
+        const float total = sum_of(v);
         int at = n;
         if (l.upsample) {
           const int b = a.batch == 1 ? 0 : n / l.columns_per_sample;

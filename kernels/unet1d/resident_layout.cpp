@@ -21,19 +21,24 @@ bool solo_shape(bool wide, int row_tiles, int column_tiles) {
 }
 
 // Fills in the descriptors of the one-sample kernel; false where it has no code for a shape.
-bool solo_layers(ResidentLayout& r, const Config&, bool wide) {
-  const int element = wide ? 4 : 2, step_bytes = 16 * element;
+bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
+  const int element = wide ? 4 : 2, step_bytes = 16 * element, pack = wide ? 1 : 2;  // sums a message word
+  const int block = kSlicesIn * static_cast<int>(solo_message_stride(pairs, wide));  // words of a product's output
+  int message = 0, second_message = -1;
   for (int i = 0; i <= r.count; i++) {
     const ResidentLayer& l = r.layers[i];
     SoloLayer& s = r.solo[i];
     const int width = l.channels_out / kSlicesIn;
     if (!power_of_two(width) || width < 2) return false;
-    s.message = static_cast<int>(l.message[0]), s.partial = static_cast<int>(l.partial),
-    s.residual_message = static_cast<int>(l.residual_message);
+    s.residual_message = l.residual_message < 0 ? -1 : second_message;
     s.channels = l.channels_out, s.half_log2 = log2_of(width / 2), s.pairs = l.times_out * width / 2;
     s.bias = l.bias[0], s.other_bias = l.other_bias, s.norm = l.norm, s.film = l.film, s.skip_out = l.skip_out;
     s.flags = (l.add ? kSoloAdd : 0) | (l.keep ? kSoloKeep : 0);
+    s.message = message;
     if (i == 0) continue;
+    message += block;
+    second_message = l.num_segments == 2 && !l.upsample ? message : -1;
+    if (second_message >= 0) message += block;
     const int column_tiles = ceil_div(l.columns_per_sample, 8), row_tiles = 1 << l.row_tiles_log2;
     if (width % 16 || !solo_shape(wide, row_tiles, column_tiles) || r.halo > 4) return false;
     s.pitch = l.steps_per_tap * step_bytes + 16, s.input = r.input + r.halo * s.pitch,
@@ -44,13 +49,14 @@ bool solo_layers(ResidentLayout& r, const Config&, bool wide) {
     s.tap_bytes = s.pitch - l.steps_per_tap * step_bytes;
     s.shape = row_tiles << 4 | column_tiles;
     s.scale = l.scale;
-    s.out_stride = l.upsample ? 2 * l.channels_out : l.channels_out;
+    s.out_stride = (l.upsample ? 2 * l.channels_out : l.channels_out) / pack;
     for (int k = 0; k < l.num_segments; k++) {
       s.steps[k] = l.tiles[k] / row_tiles, s.first[k] = l.first[k] * s.pitch;
-      s.out[k] = static_cast<int>(l.message[k]) + (l.upsample ? k * l.channels_out : 0);
+      s.out[k] = (k && second_message >= 0 ? second_message : s.message) + (l.upsample ? k * l.channels_out / pack : 0);
       s.stages += ceil_div(l.tiles[k] * r.tile_bytes, kStageBytes);
     }
   }
+  r.tail_message = message;
   return true;
 }
 
@@ -157,11 +163,16 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.ring = at;
   r.stages = std::min(kMaxStages, (shared_bytes - kStatic - at) / kStageBytes);
   r.shared_bytes = at + r.stages * kStageBytes;
-  r.pairs = batch == 1 && most <= 2 && solo_layers(r, c, wide) ? most : 0;
+  r.pairs = batch == 1 && most <= 2 && solo_layers(r, most, wide) ? most : 0;
   // The general kernel knows no scales.
   r.fits = r.stages >= kMinStages && r.tile_bytes * kConsumerWarps <= kStageBytes &&
            (plan.dtype != DType::kFloat8E4M3 || r.pairs > 0);
   return r;
+}
+
+bool records(const Plan& plan, int batch, int horizon, int shared_bytes) {
+  const ResidentLayout layout = resident_layout(plan, batch, horizon, shared_bytes);
+  return layout.fits && layout.pairs > 0;
 }
 
 bool resident_fits(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes) {

@@ -9,31 +9,47 @@
 //   multiply publish   the 8 warps' partial sums meet in shared memory, a thread an output word
 #pragma once
 #include "kernels/unet1d/resident_block.cuh"
+#include "kernels/unet1d/resident_messages.cuh"
 
 namespace dpa::kernels::unet1d {
 
-template <class Weight, int kPairs>
+// kRecord: the clocks of the last step go to Arguments::record.
+template <class Weight, int kPairs, bool kRecord>
 struct Solo : Block<Weight> {
   using Base = Block<Weight>;
   using Math = typename Base::Math;
+  using Letters = Messages<typename Math::Activation, kPairs>;
   using Base::a, Base::shared, Base::ring, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::zero, Base::step,
       Base::phase;
   static constexpr bool kWide = Base::kWide, kScaled = sizeof(Weight) == 1;
+  // Clocks from publishing to the first look at the others' sums: no message is there sooner, and looking in vain costs
+  // the time of a read through L2 and slows the weights down.
+  static constexpr int kFlight = 600;
   static constexpr int kElement = kWide ? 4 : 2, kStepBytes = 16 * kElement, kShare = kSoloShareFloats * kPairs;
+
+  const float* film = nullptr;  // of this step
+
+  __device__ __forceinline__ void mark(int layer, Mark what) const {
+    if constexpr (kRecord) {
+      if (tid == 0 && step + 1 == a.steps)
+        a.record[(blockIdx.x * (a.layout.count + 1) + layer) * kMarks + what] = static_cast<uint32_t>(clock());
+    }
+  }
 
   struct Parameters {
     float2 bias, gamma, beta, scale, shift;
   };
-  __device__ __forceinline__ void fetch(Parameters& p, const SoloLayer& l, int c) const {
-    p.bias = Base::fetch_pair(a.floats + l.bias + c);
+  __device__ __forceinline__ void fetch(Parameters& p, const SoloLayer& l, uint32_t c) const {
+    p.bias = Base::fetch_pair(a.floats + (l.bias + c));
     if (l.norm >= 0) {
-      p.gamma = Base::fetch_pair(a.floats + l.norm + c);
-      p.beta = Base::fetch_pair(a.floats + l.norm + l.channels + c);
+      const float* at = a.floats + (l.norm + c);
+      p.gamma = Base::fetch_pair(at);
+      p.beta = Base::fetch_pair(at + static_cast<uint32_t>(l.channels));
     }
     if (l.film >= 0) {
-      const float* at = a.film_step + step * a.film_step_stride + l.film + c;
+      const float* at = film + (l.film + c);
       if (a.film_scale) p.scale = Base::fetch_pair(at);
-      p.shift = Base::fetch_pair(at + (a.film_scale ? l.channels : 0));
+      p.shift = Base::fetch_pair(at + (a.film_scale ? static_cast<uint32_t>(l.channels) : 0u));
     }
   }
 
@@ -50,47 +66,12 @@ struct Solo : Block<Weight> {
     const int halo = a.layout.halo;
     if (warp < 2 * halo) {
       const int row = warp < halo ? l.input - (warp + 1) * l.pitch : l.last_row + (warp - halo) * l.pitch;
+#pragma unroll 1
       for (int c = lane * 16; c < l.pitch; c += 512) {
         *reinterpret_cast<uint4*>(shared + row + c) = make_uint4(0, 0, 0, 0);
         if (kWide)
           *reinterpret_cast<uint4*>(shared + row + c + a.layout.input_low - a.layout.input) = make_uint4(0, 0, 0, 0);
       }
-    }
-  }
-
-  __device__ __forceinline__ void receive(const uint32_t* first, int partial, int apart, int count,
-                                          float2 (&sum)[kPairs]) const {
-    // Only what is missing is asked for again: the weights stream through the same L2.
-    uint2 words[kPairs][kSlicesIn];
-    const uint32_t stale = phase ^ 1;
-    auto missing = [&](uint2 w) { return ((w.x ^ phase) | (w.y ^ phase)) & 1; };
-#pragma unroll
-    for (int i = 0; i < kPairs; i++) {
-#pragma unroll
-      for (int s = 0; s < kSlicesIn; s++) words[i][s] = i < count ? make_uint2(stale, stale) : make_uint2(phase, phase);
-    }
-    uint32_t wrong;
-    do {
-      wrong = 0;
-#pragma unroll
-      for (int i = 0; i < kPairs; i++) {
-#pragma unroll
-        for (int s = 0; s < kSlicesIn; s++) {
-          if (missing(words[i][s])) words[i][s] = ptx::load_message(first + i * apart + s * partial);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kPairs; i++) {
-#pragma unroll
-        for (int s = 0; s < kSlicesIn; s++) wrong |= missing(words[i][s]);
-      }
-    } while (wrong);
-#pragma unroll
-    for (int i = 0; i < kPairs; i++) {
-      float x[kSlicesIn], y[kSlicesIn];
-#pragma unroll
-      for (int s = 0; s < kSlicesIn; s++) x[s] = __uint_as_float(words[i][s].x), y[s] = __uint_as_float(words[i][s].y);
-      sum[i] = make_float2(Base::sum_of(x), Base::sum_of(y));
     }
   }
 
@@ -133,16 +114,16 @@ struct Solo : Block<Weight> {
     }
     const float inverse = __fdividef(0.5f, static_cast<float>(pairs));
     if constexpr (!kWide) {
-      const float mean = Base::sum_of(s) * inverse;
-      return make_float2(mean, rsqrtf(fmaxf(fmaf(-mean, mean, Base::sum_of(q) * inverse), 0.0f) + 1e-5f));
+      const float mean = sum_of(s) * inverse;
+      return make_float2(mean, rsqrtf(fmaxf(fmaf(-mean, mean, sum_of(q) * inverse), 0.0f) + 1e-5f));
     } else {
       float part[kConsumerWarps];
 #pragma unroll
       for (int w = 0; w < kConsumerWarps; w++) part[w] = count(w) * s[w];
-      const float mean = Base::sum_of(part) * inverse;
+      const float mean = sum_of(part) * inverse;
 #pragma unroll
       for (int w = 0; w < kConsumerWarps; w++) part[w] = fmaf(count(w) * (s[w] - mean), s[w] - mean, q[w]);
-      return make_float2(mean, rsqrtf(Base::sum_of(part) * inverse + 1e-5f));
+      return make_float2(mean, rsqrtf(sum_of(part) * inverse + 1e-5f));
     }
   }
 
@@ -160,24 +141,35 @@ struct Solo : Block<Weight> {
 
   // The output of `source` becomes the input of `target`, or, for the last, the tail's values. Returns the stages
   // waited for.
-  __device__ __forceinline__ int prepare(const SoloLayer& source, const SoloLayer& target, bool first, bool tail) {
-    const SoloLayer from = source, to = target;  // in registers
-    const int c = (tid & ((1 << from.half_log2) - 1)) * 2, t = tid >> from.half_log2, slice = k << (from.half_log2 + 1);
+  __device__ __forceinline__ int prepare(const SoloLayer& from, const SoloLayer& to, int layer, bool tail) {
+    const bool first = layer == 0;
+    mark(layer, kBegin);
+    const uint32_t began = static_cast<uint32_t>(clock());
+    const uint32_t c = (tid & ((1 << from.half_log2) - 1)) * 2, t = tid >> from.half_log2,
+                   slice = k << (from.half_log2 + 1);
     const int times_apart = kThreads >> from.half_log2, count = (from.pairs - tid + kThreads - 1) / kThreads;
+    const uint32_t at = (t * from.channels + slice + c) / Letters::kWordSums,
+                   apart = times_apart * from.channels / Letters::kWordSums;
+    float2* residual = reinterpret_cast<float2*>(shared + a.layout.residual) + tid;
     Parameters p = {};
     fetch(p, from, slice + c);
-    const uint32_t* at = a.messages + (t * from.channels + slice + c);
-    float2* residual = reinterpret_cast<float2*>(shared + a.layout.residual) + tid;
-    const int apart = times_apart * from.channels;
     int waited = 0;
     if (!tail) {
       pad_input(to);
       waited = wait_weights(to.stages);
     }
+    mark(layer, kWeightsThere);
+    while (!first && static_cast<int>(static_cast<uint32_t>(clock()) - began) < kFlight) {
+    }
+    const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
+    Letters residuals = {a.messages + (at + from.residual_message), apart, phase},
+            sums = {a.messages + (at + from.message), apart, phase};
+    if (other) residuals.look(count);
+    if (!first) sums.look(count);
     float2 v[kPairs], r[kPairs];
-    if (from.residual_message >= 0) {  // published a layer earlier: it is there already
-      const float2 bias = Base::fetch_pair(a.floats + from.other_bias + slice + c);
-      receive(at + from.residual_message, from.partial, apart, count, r);
+    if (other) {
+      const float2 bias = Base::fetch_pair(a.floats + (from.other_bias + slice + c));
+      residuals.receive(r);
 #pragma unroll
       for (int i = 0; i < kPairs; i++) r[i] = make_float2(r[i].x + bias.x, r[i].y + bias.y);
     } else if (from.flags & kSoloAdd) {
@@ -190,16 +182,18 @@ struct Solo : Block<Weight> {
     if (first) {
 #pragma unroll
       for (int i = 0; i < kPairs; i++)
-        v[i] = i < count ? Base::first_conv(p.bias, Base::fetch_pair(a.floats + from.other_bias + slice + c),
+        v[i] = i < count ? Base::first_conv(p.bias, Base::fetch_pair(a.floats + (from.other_bias + slice + c)),
                                             2 << from.half_log2, 0, t + i * times_apart, c, tid + i * kThreads)
                          : make_float2(0.0f, 0.0f);
     } else {
-      receive(at + from.message, from.partial, apart, count, v);
+      sums.receive(v);
 #pragma unroll
       for (int i = 0; i < kPairs; i++) v[i] = make_float2(v[i].x + p.bias.x, v[i].y + p.bias.y);
     }
+    mark(layer, kMessagesThere);
     if (from.norm >= 0) {
       const float2 moment = moments(v, from.pairs);
+      mark(layer, kNormalised);
       const float2 gain = make_float2(moment.y * p.gamma.x, moment.y * p.gamma.y);
 #pragma unroll
       for (int i = 0; i < kPairs; i++) {
@@ -227,6 +221,7 @@ struct Solo : Block<Weight> {
       }
     }
     sync_consumers();
+    mark(layer, kInputWritten);
     return waited;
   }
 
@@ -242,11 +237,11 @@ struct Solo : Block<Weight> {
   __device__ __forceinline__ void segment(const SoloLayer& l, int steps, int first, int& waited,
                                           const uint32_t (&rows)[kColumns], float* out) {
     constexpr int kStep = kRows * Math::kBytes, kRound = kConsumerWarps * kStep;  // bytes
-    constexpr int kChunk = kRound > 2 * kStageBytes ? kRound / kStageBytes
-                           : kRound > kStageBytes   ? 2
-                           : kScaled                ? 1
-                                                    : 3;                   // stages
-    constexpr int kRounds = kChunk * kStageBytes / kRound;  // of a chunk
+    // Stages taken and given back at once: few, so that the stream goes on; of e4m3, whose streams have time, all of a
+    // layer where they are not most of the ring.
+    constexpr int kLeast = kRound > 2 * kStageBytes ? kRound / kStageBytes : kRound > kStageBytes ? 2 : kScaled ? 1 : 3;
+    const int chunk = kScaled && l.stages * 2 <= ring.stages ? l.stages : kLeast;
+    const int chunk_rounds = chunk * kStageBytes / kRound;
     constexpr bool kAtOnce = kRows * sizeof(Weight) <= 16, kAhead = kRows * sizeof(Weight) <= 8;
     const int rounds = (steps + kConsumerWarps - 1) / kConsumerWarps, ring_bytes = ring.stages * kStageBytes;
     const uint8_t* tiles = shared + a.layout.ring + lane * Math::kLaneBytes;
@@ -279,8 +274,9 @@ struct Solo : Block<Weight> {
         for (int j = 0; j < kColumns; j++) Math::multiply(sum[i][j], w, f.x[j]);
       }
     };
-    for (int base = 0; base < rounds; base += kRounds) {
-      const int stages = min(kChunk, left);
+#pragma unroll 1
+    for (int base = 0; base < rounds; base += chunk_rounds) {
+      const int stages = min(chunk, left);
       left -= stages;
       if (waited < stages) {
         if (lane < stages) ring.wait_ahead(lane);
@@ -288,7 +284,7 @@ struct Solo : Block<Weight> {
         waited = stages;
       }
       waited -= stages;
-      int n = min(kRounds, rounds - base);
+      int n = min(chunk_rounds, rounds - base);
       if (base + n == rounds && s + (n - 1) * kConsumerWarps >= steps) n--;  // the last round has no step for this warp
       if constexpr (kAhead) {
         Fragments<kRows, kColumns> even, odd;
@@ -325,8 +321,28 @@ struct Solo : Block<Weight> {
     }
   }
 
+  // The word to publish: the 8 warps' sums of a row, or of two rows, times their scales where weights have any.
+  __device__ __forceinline__ uint32_t message(const float* shares, float2 scale) const {
+    float x[kConsumerWarps];
+    if constexpr (kWide) {
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; w++) x[w] = shares[w * kShare];
+      return __float_as_uint(sum_of(x));
+    } else {
+      float y[kConsumerWarps];
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; w++) {
+        const float2 v = *reinterpret_cast<const float2*>(shares + w * kShare);
+        x[w] = v.x, y[w] = v.y;
+      }
+      float2 sum = make_float2(sum_of(x), sum_of(y));
+      if constexpr (kScaled) sum.x *= scale.x, sum.y *= scale.y;
+      return pack_pair(sum.x, sum.y, typename Math::Activation());
+    }
+  }
+
   template <int kRows, int kColumns>
-  __device__ __forceinline__ void multiply(const SoloLayer& l, int waited) {
+  __device__ __forceinline__ void multiply(const SoloLayer& l, int waited, int layer) {
     uint32_t rows[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; i++) {  // with 16-bit inputs one load serves two column tiles
@@ -334,50 +350,51 @@ struct Solo : Block<Weight> {
       rows[i] = Base::base + l.input + (n < l.columns ? n : 0) * l.stride + (kWide ? lane >> 3 : lane >> 3 & 1) * 16;
     }
     constexpr int kLog2 = kRows == 1 ? 4 : kRows == 2 ? 5 : kRows == 4 ? 6 : 7, kPitch = 16 * kRows + 4;
-    const int row = tid & (16 * kRows - 1), n0 = tid >> kLog2;
+    // A thread publishes one row of some columns, or two neighbours.
+    constexpr int kUnits = Letters::kWordSums, kUnitLog2 = kLog2 - (kUnits - 1);
+    const int unit = tid & ((1 << kUnitLog2) - 1), row = unit * kUnits, n0 = tid >> kUnitLog2;
     float* partial = Base::floats_at(a.layout.partial);
     const int second = l.steps[1];
-    float scale[2] = {1.0f, 1.0f};
+    float2 scale[2] = {};
     if constexpr (kScaled) {
-      const float* at = a.floats + l.scale + (m << kLog2) + row;
-      scale[0] = Base::fetch(at);
-      if (second) scale[1] = Base::fetch(at + l.channels);
+      const float* at = a.floats + (l.scale + static_cast<uint32_t>((m << kLog2) + row));
+      scale[0] = Base::fetch_pair(at);
+      if (second) scale[1] = Base::fetch_pair(at + static_cast<uint32_t>(l.channels));
     }
+#pragma unroll 1
     for (int s = 0; s < (second ? 2 : 1); s++) {
       segment<kRows, kColumns>(l, s ? second : l.steps[0], s ? l.first[1] : l.first[0], waited, rows,
                                partial + s * kConsumerWarps * kShare);
     }
+    mark(layer, kMultiplied);
     sync_consumers();
     may_be_late();
-    uint32_t* out = a.messages + (k * l.partial + (m << kLog2) + row + n0 * l.out_stride);
+    const uint32_t out = k * Letters::kStride + (m << kUnitLog2) + unit + n0 * l.out_stride,
+                   apart = (kThreads >> kUnitLog2) * l.out_stride;
+#pragma unroll 1
     for (int s = 0; s < (second ? 2 : 1); s++) {
-      uint32_t* to = out + (s ? l.out[1] : l.out[0]);
+      const float* from = partial + s * kConsumerWarps * kShare + row;
+      uint32_t* to = a.messages + (out + (s ? l.out[1] : l.out[0]));
 #pragma unroll
-      for (int i = 0; i < kPairs; i++) {
-        const int n = n0 + i * (kThreads >> kLog2);
-        if (n < l.columns) {
-          float v[kConsumerWarps];
-#pragma unroll
-          for (int w = 0; w < kConsumerWarps; w++)
-            v[w] = partial[s * kConsumerWarps * kShare + w * kShare + n * kPitch + row];
-          const float sum = kScaled ? Base::sum_of(v) * (s ? scale[1] : scale[0]) : Base::sum_of(v);
-          ptx::store_message_word(to + i * (kThreads >> kLog2) * l.out_stride, (__float_as_uint(sum) & ~1u) | phase);
-        }
+      for (int i = 0; i < (kPairs + kUnits - 1) / kUnits; i++) {
+        const int n = n0 + i * (kThreads >> kUnitLog2);
+        if (n < l.columns)
+          ptx::store_message_word(to + i * apart, (message(from + n * kPitch, s ? scale[1] : scale[0]) & ~1u) | phase);
       }
     }
+    mark(layer, kPublished);
   }
 
-  __device__ __forceinline__ void product(const SoloLayer& layer, int waited) {
-    const SoloLayer l = layer;  // in registers
+  __device__ __forceinline__ void product(const SoloLayer& l, int waited, int layer) {
     switch (l.shape) {
-      case 0x11: multiply<1, 1>(l, waited); break;
-      case 0x12: multiply<1, 2>(l, waited); break;
-      case 0x21: multiply<2, 1>(l, waited); break;
+      case 0x11: multiply<1, 1>(l, waited, layer); break;
+      case 0x12: multiply<1, 2>(l, waited, layer); break;
+      case 0x21: multiply<2, 1>(l, waited, layer); break;
       case 0x22:
-        if constexpr (kPairs > 1) multiply<2, 2>(l, waited);
+        if constexpr (kPairs > 1) multiply<2, 2>(l, waited, layer);
         break;
-      case 0x41: multiply<4, 1>(l, waited); break;
-      default: multiply<8, 1>(l, waited); break;
+      case 0x41: multiply<4, 1>(l, waited, layer); break;
+      default: multiply<8, 1>(l, waited, layer); break;
     }
   }
 
@@ -386,12 +403,17 @@ struct Solo : Block<Weight> {
     const int count = a.layout.count;
     for (step = 0; step < a.steps; step++) {
       phase = (step & 1) ^ 1;
+      film = a.film_step + step * a.film_step_stride;
+      SoloLayer from = layers[0];  // in registers
       for (int i = 0; i <= count; i++) {
         const bool tail = i == count;
-        const int waited = prepare(layers[i], layers[tail ? i : i + 1], i == 0, tail);
-        if (!tail) product(layers[i + 1], waited);
+        const SoloLayer to = layers[tail ? i : i + 1];
+        const int waited = prepare(from, to, i, tail);
+        if (!tail) product(to, waited, i);
+        from = to;
       }
       Base::tail(1);
+      mark(count, kPublished);
     }
   }
 };

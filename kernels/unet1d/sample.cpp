@@ -14,13 +14,17 @@ constexpr bool kBuiltForHopper = false;
 #endif
 
 size_t message_words(const Plan& plan, int batch, int horizon) {
-  size_t words = 0;
+  // The one-sample kernel gives every output the room of the largest, in steps of what its threads send at once.
+  constexpr size_t kStep = 4096;
+  size_t words = 0, outputs = 0, largest = 0;
   for (const Conv& conv : plan.convs) {
-    const size_t output = static_cast<size_t>(batch) * (horizon >> conv.level_out) * conv.channels_out * plan.slices_in;
-    words += output * (conv.num_segments == 2 && !conv.upsample ? 2 : 1);
+    const size_t output = static_cast<size_t>(batch) * (horizon >> conv.level_out) * conv.channels_out,
+                 segments = conv.num_segments == 2 && !conv.upsample ? 2 : 1;
+    words += output * segments, outputs += segments, largest = std::max(largest, output);
   }
+  if (batch == 1) words = outputs * ((largest + kStep - 1) / kStep * kStep);
   const size_t tail = (static_cast<size_t>(batch) * horizon * plan.config.action_dim + 31) / 32 * 32;
-  return words + 2 * tail * plan.slices_in * plan.slices_out;
+  return (words + 2 * tail * plan.slices_out) * plan.slices_in;
 }
 
 Workspace workspace(const Plan& plan, int batch, int horizon, int steps) {
@@ -77,6 +81,34 @@ Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, 
   return resident_fits(plan, batch, horizon, multiprocessors, shared_bytes) ? Path::kResident : Path::kLayered;
 }
 
+// The path on the current device.
+static cudaError_t path_here(const Plan& plan, int batch, int horizon, Path& path) {
+  int device = 0, multiprocessors = 0, shared_bytes = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  for (const auto& [value, attribute] :
+       {std::pair(&multiprocessors, cudaDevAttrMultiProcessorCount),
+        std::pair(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+        std::pair(&major, cudaDevAttrComputeCapabilityMajor), std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
+    error = cudaDeviceGetAttribute(value, attribute, device);
+    if (error != cudaSuccess) return error;
+  }
+  path = kBuiltForHopper && major == 9 && minor == 0 ? choose_path(plan, batch, horizon, multiprocessors, shared_bytes)
+                                                     : Path::kLayered;
+  return cudaSuccess;
+}
+
+RecordShape record_shape(const Plan& plan, int batch, int horizon) {
+  Path path = Path::kLayered;
+  int device = 0, shared_bytes = 0;
+  if (path_here(plan, batch, horizon, path) != cudaSuccess || path != Path::kResident ||
+      cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess ||
+      !records(plan, batch, horizon, shared_bytes))
+    return {};
+  return {plan.slices_out * plan.slices_in, static_cast<int>(plan.convs.size()) + 1};
+}
+
 cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream) {
   if (!reject(plan, call.batch, call.horizon, call.steps).empty()) return cudaErrorInvalidValue;
   if (call.batch == 0 || call.steps == 0) return cudaSuccess;
@@ -89,19 +121,8 @@ cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   Path path = call.path;
   if (path == Path::kAutomatic) {
-    int device = 0, multiprocessors = 0, shared_bytes = 0, major = 0, minor = 0;
-    error = cudaGetDevice(&device);
+    error = path_here(plan, call.batch, call.horizon, path);
     if (error != cudaSuccess) return error;
-    for (const auto& [value, attribute] :
-         {std::pair(&multiprocessors, cudaDevAttrMultiProcessorCount),
-          std::pair(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          std::pair(&major, cudaDevAttrComputeCapabilityMajor), std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
-      error = cudaDeviceGetAttribute(value, attribute, device);
-      if (error != cudaSuccess) return error;
-    }
-    path = kBuiltForHopper && major == 9 && minor == 0
-               ? choose_path(plan, call.batch, call.horizon, multiprocessors, shared_bytes)
-               : Path::kLayered;
   }
   return path == Path::kResident ? run_resident(plan, call, at, stream) : run_layered(plan, call, at, stream);
 }

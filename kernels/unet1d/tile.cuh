@@ -19,6 +19,24 @@ __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair, __nv_bfloat16) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+}
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair, __half) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+template <int n>
+__device__ __forceinline__ float sum_of(const float (&v)[n]) {
+  float sum[n / 2];
+#pragma unroll
+  for (int i = 0; i < n / 2; i++) sum[i] = v[2 * i] + v[2 * i + 1];
+  if constexpr (n > 2)
+    return sum_of(sum);
+  else
+    return sum[0];
+}
+
 template <class Weight>
 struct Tile {
   static constexpr int kBytes = 512, kLaneBytes = 16;  // of a tile; from lane to lane
@@ -61,8 +79,10 @@ struct Tile<__nv_fp8_e4m3> : Tile<__half> {
     return valid ? reinterpret_cast<const uint2*>(tile)[lane] : Raw{};
   }
   static __device__ __forceinline__ A widen_raw(const Raw& raw) {
-    return {{ptx::widen_e4m3(static_cast<uint16_t>(raw.x)), ptx::widen_e4m3(static_cast<uint16_t>(raw.x >> 16)),
-             ptx::widen_e4m3(static_cast<uint16_t>(raw.y)), ptx::widen_e4m3(static_cast<uint16_t>(raw.y >> 16))}};
+    uint32_t first[2], second[2];
+    ptx::widen_e4m3(first, raw.x);
+    ptx::widen_e4m3(second, raw.y);
+    return {{first[0], first[1], second[0], second[1]}};
   }
   static __device__ __forceinline__ A load(const uint8_t* tile, int lane) {
     return widen_raw(load_raw(tile, lane, true));
@@ -72,6 +92,7 @@ struct Tile<__nv_fp8_e4m3> : Tile<__half> {
 template <>
 struct Tile<float> {
   static constexpr int kBytes = 1024, kLaneBytes = 16;
+  using Activation = float;
   struct A {
     uint4 high[2], low[2];
   };

@@ -44,7 +44,19 @@ struct Call {
   const uint8_t* known_mask;  // (B, T, A): 1 where `known` holds; before every step and after the last one
   float* output;              // (B, T, A)
   Path path = Path::kAutomatic;
+  uint32_t* record = nullptr;  // zeroed; where the one-sample kernel notes its clocks in the last step, or null
 };
+
+/// The shape of a record: blocks, layers (the first convolution, then every product), kMarks. No blocks where the
+/// current device would not run the one-sample kernel.
+struct RecordShape {
+  int blocks = 0, layers = 0;
+};
+RecordShape record_shape(const Plan& plan, int batch, int horizon);
+
+/// What a block has just done when it notes its clock, in each layer; a layer without a norm does not note kNormalised,
+/// and the last one, behind which is the 1x1 convolution to the actions, not kMultiplied.
+enum Mark { kBegin, kWeightsThere, kMessagesThere, kNormalised, kInputWritten, kMultiplied, kPublished, kMarks };
 
 /// Bytes of workspace for a call of these sizes; enough for either path.
 size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps);

@@ -1,6 +1,7 @@
 #include "ops/common/cuda.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "kernels/unet1d/unet1d.h"
@@ -27,7 +28,8 @@ Tensor unet1d_pack_cuda(at::TensorList weights, at::IntArrayRef config, at::Scal
   return packed;
 }
 
-Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
+// `record`: takes the kernel's clocks, or is undefined.
+Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& record = {}) {
   check_unet1d(op, plan, in);
   const c10::cuda::CUDAGuard guard(in.sample.device());
   for (Tensor* t :
@@ -60,6 +62,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   call.known = floats(in.known);
   call.known_mask = static_cast<const uint8_t*>(data_or_null(in.known_mask));
   call.output = out.mutable_data_ptr<float>();
+  if (record.defined()) call.record = reinterpret_cast<uint32_t*>(record.mutable_data_ptr<int32_t>());
   C10_CUDA_CHECK(kernels::unet1d::sample(plan, call, c10::cuda::getCurrentCUDAStream()));
   return out;
 }
@@ -87,12 +90,32 @@ Tensor diffusion_sample_cuda(const Tensor& sample, const Tensor& timesteps, cons
   return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype), std::move(call));
 }
 
+Tensor diffusion_sample_clocks_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                                    const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype,
+                                    const Tensor& table, double clip, const OptionalTensor& noise) {
+  constexpr const char* op = "diffusion_sample_clocks";
+  const auto plan = unet1d_plan(op, config, dtype);
+  UnetCall call{sample, packed, timesteps, table, value_or_undefined(global_cond), value_or_undefined(noise),
+                {},     {},     clip};
+  check_unet1d(op, *plan, call);
+  DPA_CHECK(timesteps.size(0) > 0, op, "timesteps must hold one step or more", timesteps.size(0));
+  const c10::cuda::CUDAGuard guard(sample.device());
+  const auto shape =
+      kernels::unet1d::record_shape(*plan, static_cast<int>(sample.size(0)), static_cast<int>(sample.size(1)));
+  DPA_CHECK(shape.blocks > 0, op, "sample must be of sizes that the one-sample kernel runs on this device",
+            sample.sizes());
+  auto record = at::zeros({shape.blocks, shape.layers, kernels::unet1d::kMarks}, sample.options().dtype(at::kInt));
+  run_unet1d(op, *plan, std::move(call), record);
+  return record;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("unet1d_pack", &unet1d_pack_cuda);
   m.impl("unet1d", &unet1d_cuda);
   m.impl("diffusion_sample", &diffusion_sample_cuda);
+  m.impl("diffusion_sample_clocks", &diffusion_sample_clocks_cuda);
 }
 
 }  // namespace dpa

@@ -38,6 +38,19 @@ Tensor diffusion_sample_meta(const Tensor& sample, const Tensor& timesteps, cons
   return meta_like(sample);
 }
 
+Tensor diffusion_sample_clocks_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                                    const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype,
+                                    const Tensor& table, double clip, const OptionalTensor& noise) {
+  constexpr const char* op = "diffusion_sample_clocks";
+  constexpr int64_t kMarks = 7;  // of the kernel, whose header needs CUDA
+  const auto plan = unet1d_plan(op, config, dtype);
+  check_unet1d(
+      op, *plan,
+      {sample, packed, timesteps, table, value_or_undefined(global_cond), value_or_undefined(noise), {}, {}, clip});
+  return at::empty({int64_t{plan->slices_out} * plan->slices_in, static_cast<int64_t>(plan->convs.size()) + 1, kMarks},
+                   sample.options().dtype(at::kInt));
+}
+
 std::vector<std::string> unet1d_weight_names(at::IntArrayRef config) {
   std::vector<std::string> names;
   for (const auto& weight : unet1d_plan("unet1d_weight_names", config, at::kFloat)->weights)
@@ -51,6 +64,7 @@ TORCH_LIBRARY_IMPL(dpa, Meta, m) {
   m.impl("unet1d_pack", &unet1d_pack_meta);
   m.impl("unet1d", &unet1d_meta);
   m.impl("diffusion_sample", &diffusion_sample_meta);
+  m.impl("diffusion_sample_clocks", &diffusion_sample_clocks_meta);
 }
 
 // No tensor among its arguments, so no backend's key finds it.

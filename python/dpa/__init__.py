@@ -15,6 +15,7 @@ from dpa.info import info
 from dpa.loading import Checkpoint, load_checkpoint
 from dpa.packed import PackedUnet
 from dpa.parallel import Parallel, ParallelReport
+from dpa.profiling import StepProfile, profile
 from dpa.sampler import DiffusionSampler
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "PackedUnet",
     "Parallel",
     "ParallelReport",
+    "StepProfile",
     "accelerate",
     "explain",
     "info",
@@ -32,6 +34,7 @@ __all__ = [
     "load_checkpoint",
     "nn",
     "ops",
+    "profile",
     "reference",
     "repack",
     "restore",

@@ -56,11 +56,12 @@ class PackedUnet:
         unet: the original's ``ConditionalUnet1D``, LeRobot's or dpa's, without local conditioning,
             on a device for which :func:`runs_packed` holds.
         dtype: of the packed weights: float32, float16, bfloat16 or float8_e4m3fn. Arithmetic
-            accumulates in float32, and inputs and outputs are float32. float8_e4m3fn: a
-            convolution's weights are kept as ``scale * q``, ``q`` in e4m3 and a float32 scale an
-            output channel, the largest magnitude of its weights over 448; activations are float16,
-            and so are the weights outside the convolutions. The first and the last convolution stay
-            float32. It is fast for one sample.
+            accumulates in float32, and inputs and outputs are float32. With 16-bit weights the
+            activations between layers are rounded to their type, and on the GPU partial sums too.
+            float8_e4m3fn: a convolution's weights are kept as ``scale * q``, ``q`` in e4m3 and a
+            float32 scale an output channel, the largest magnitude of its weights over 448;
+            activations are float16, and so are the weights outside the convolutions. The first and
+            the last convolution stay float32. It is fast for one sample.
 
     Raises:
         ValueError: the network cannot be packed, with the reason.

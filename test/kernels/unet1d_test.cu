@@ -296,8 +296,11 @@ float median_us(cudaStream_t stream, int repeats, F f) {
   return t[t.size() / 2];
 }
 
+const char* only = "";  // of the benchmarks: those whose names contain it
+
 void bench_case(const char* name, const Config& config, DType dtype, int batch, int horizon, double bandwidth,
                 Path path) {
+  if (!std::strstr(name, only)) return;
   Network net(config, dtype);
   if (path == Path::kResident && !fits_resident(net.plan, batch, horizon)) {
     std::printf("%-28s batch %2d: does not fit the resident path\n", name, batch);
@@ -343,6 +346,73 @@ void bench_case(const char* name, const Config& config, DType dtype, int batch, 
   CHECK(cudaStreamDestroy(stream));
 }
 
+// Where the last step's time goes: clocks of every layer, the median, least and most of the blocks.
+void profile_case(const char* name, const Config& config, DType dtype) {
+  Network net(config, dtype);
+  constexpr int kSteps = 8, kRuns = 9;
+  const int count = 16 * config.action_dim, layers = static_cast<int>(net.plan.convs.size()) + 1,
+            blocks = net.plan.slices_out * net.plan.slices_in;
+  std::vector<float> timesteps(kSteps), table;
+  for (int i = 0; i < kSteps; i++) timesteps[i] = static_cast<float>(99 - 2 * i);
+  for (int i = 0; i < kSteps; i++)
+    for (float r : {1.1f, -0.4f, 0.5f, 0.4f, 0.05f, 0.1f}) table.push_back(r);
+  Buffer<float> d_timesteps(timesteps), d_cond(uniform_values(config.cond_dim)), d_initial(uniform_values(count)),
+      d_table(table), out(count);
+  Buffer<uint8_t> work(workspace_bytes(net.plan, 1, 16, kSteps));
+  const size_t words = static_cast<size_t>(blocks) * layers * kMarks;
+  Buffer<uint32_t> record(words);
+  Call call = {1,       16,          kSteps,         net.packed.data, work.data,  d_timesteps.data,
+               false,   d_cond.data, d_initial.data, d_table.data,    1.0f,       nullptr,
+               nullptr, nullptr,     out.data,       Path::kResident, record.data};
+  std::vector<std::vector<uint32_t>> runs;
+  for (int i = 0; i < kRuns; i++) {
+    CHECK(cudaMemset(record.data, 0, words * 4));
+    CHECK(sample(net.plan, call, nullptr));
+    CHECK(cudaDeviceSynchronize());
+    runs.push_back(record.host());
+  }
+  std::printf("%s %s, clocks (least / median / most of the blocks)\n", name, name_of(dtype));
+  auto at = [&](const std::vector<uint32_t>& r, int b, int l, int what) {
+    return r[(static_cast<size_t>(b) * layers + l) * kMarks + what];
+  };
+  long total[kMarks] = {};
+  for (int l = 0; l < layers; l++) {
+    std::printf("%2d %5d T%-2d ", l, l ? net.plan.convs[l - 1].channels_out : config.down_dims[0],
+                16 >> (l ? net.plan.convs[l - 1].level_out : 0));
+    for (int what = 1; what < kMarks; what++) {
+      std::vector<int> low, middle, high;
+      for (const auto& r : runs) {
+        std::vector<int> d;
+        for (int b = 0; b < blocks; b++) {
+          const uint32_t now = at(r, b, l, what);
+          uint32_t before = at(r, b, l, what - 1);
+          if (before == 0 && what > 1) before = at(r, b, l, what - 2);
+          d.push_back(now ? static_cast<int>(now - before) : 0);
+        }
+        std::sort(d.begin(), d.end());
+        low.push_back(d[0]), middle.push_back(d[blocks / 2]), high.push_back(d[blocks - 1]);
+      }
+      for (auto* v : {&low, &middle, &high}) std::sort(v->begin(), v->end());
+      std::printf(" %5d/%5d/%5d", low[kRuns / 2], middle[kRuns / 2], high[kRuns / 2]);
+      total[what] += middle[kRuns / 2];
+    }
+    std::vector<int> spread;
+    for (const auto& r : runs) {
+      int first = 0, last = 0;
+      for (int b = 0; b < blocks; b++) {
+        const int d = static_cast<int>(at(r, b, l, kMessagesThere) - at(r, 0, 0, kBegin));
+        first = b ? std::min(first, d) : d, last = b ? std::max(last, d) : d;
+      }
+      spread.push_back(last - first);
+    }
+    std::sort(spread.begin(), spread.end());
+    std::printf(" | spread %d\n", spread[kRuns / 2]);
+  }
+  std::printf("sum of medians");
+  for (int what = 1; what < kMarks; what++) std::printf(" %ld", total[what]);
+  std::printf("\n");
+}
+
 void bench(bool all) {
   const size_t bytes = size_t{2} << 30;
   double bandwidth;
@@ -381,6 +451,12 @@ void bench(bool all) {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IONBF, 0);
   const std::string what = argc > 1 ? argv[1] : "test";
+  if (argc > 2) only = argv[2];
+  if (what == "profile") {
+    for (DType dtype : {DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat32})
+      profile_case("80 M", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, dtype);
+    return 0;
+  }
   if (what == "bench" || what == "step") {
     bench(what == "bench");
     return 0;

@@ -15,19 +15,52 @@ from dpa.bench import cpu, small_ops
 
 
 def bench(
-    out: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("out/bench"),
+    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plots.")] = Path(
+        "out/bench"
+    ),
+    only: Annotated[str, typer.Option(help="On a GPU: 'ops', 'sampler' or 'all'.")] = "all",
+    networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "80 M,252 M",
+    batches: Annotated[str, typer.Option(help="Of the sampler's steps.")] = "1,4,16,64",
+    autotune: Annotated[
+        bool, typer.Option(help="torch.compile's max-autotune too: minutes to compile.")
+    ] = True,
+    plain: Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")] = True,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure the ops beside eager PyTorch and torch.compile: medians, in microseconds.
+    """Measure beside eager PyTorch, torch.compile and the physical floor, in microseconds.
 
-    On a GPU the small ops, on the CPU the fused ops and a U-Net. Writes OUT/results.json.
+    On a GPU the small ops, the U-Net's step and the whole denoising loop; on the CPU the fused ops
+    and a U-Net. Writes OUT/results.json and plots.
     """
     gpu = torch.cuda.is_available()
+    if only not in ("all", "ops", "sampler"):
+        raise typer.BadParameter(f"must be 'ops', 'sampler' or 'all', got {only!r}")
+    if profile and not gpu:
+        raise typer.BadParameter("--profile needs a GPU")
     name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     results: dict[str, Any] = {"device": name, "torch": torch.__version__}
-    results |= small_ops.run() if gpu else cpu.run()
+    chosen = [part.strip() for part in networks.split(",")]
+    pictures: list[Path] = []
+    if profile:
+        tables, pictures = _profiles(chosen, out)
+        results |= tables
+    elif gpu:
+        if only != "sampler":
+            results |= small_ops.run()
+        if only != "ops":
+            from dpa.bench import sampler
+
+            sizes = [int(part) for part in batches.split(",")]
+            results |= sampler.run(chosen, sizes, autotune, plain)
+    else:
+        results |= cpu.run()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text(json.dumps(results, indent=2))
+    file = out / ("profile.json" if profile else "results.json")
+    file.write_text(json.dumps(results, indent=2))
+    pictures += _pictures(results, out)
     if as_json:
         print(json.dumps(results, indent=2))
         return
@@ -38,15 +71,54 @@ def bench(
             console.print(_table(title, rows))
         elif isinstance(rows, dict):
             console.print(_table(title, [rows]))
+    if "read TB/s" in results:
+        console.print(f"weights read at {results['read TB/s']:.2f} TB/s")
+    for path in (file, *pictures):
+        console.print(f"written: {path}")
+
+
+def _profiles(networks: list[str], out: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Profile every network with every kind of weights."""
+    from dpa.bench import sampler
+
+    tables: dict[str, Any] = {}
+    pictures = []
+    for size in sampler.SIZES:
+        if size.name not in networks:
+            continue
+        unet = size.build()
+        for label, dtype in sampler.DTYPES.items():
+            found = sampler.profile(unet, dtype)
+            tables[f"{size.name}, {label}: {found.step:.1f} us a step"] = found.rows()
+            path = out / f"profile-{size.name.replace(' ', '')}-{label}.png"
+            pictures.append(found.draw(path))
+    return tables, pictures
+
+
+def _pictures(results: dict[str, Any], out: Path) -> list[Path]:
+    """Draw the tables that have a picture."""
+    try:
+        from dpa.bench import plots
+    except ImportError:  # the command line alone does not need matplotlib
+        return []
+    device = results["device"]
+    found = []
+    if "steps" in results:
+        found.append(plots.draw_steps(results["steps"], device, out / "steps.png"))
+        found.append(plots.draw_batches(results["steps"], device, out / "batches.png"))
+    if "CPU" in results:
+        found.append(plots.draw_bars(results["CPU"], device, out / "cpu.png"))
+    return found
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """A table whose columns are the keys of the rows."""
-    table = Table(*rows[0], title=title, title_justify="left", box=None, header_style="bold")
+    """A table whose columns are the keys of the rows, in the order they first come."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns, title=title, title_justify="left", box=None, header_style="bold")
     for row in rows:
         cells = (
             f"{v:.2f}" if isinstance(v, float) else "" if v is None else str(v)
-            for v in row.values()
+            for v in (row.get(column) for column in columns)
         )
         table.add_row(*cells)
     return table

@@ -22,16 +22,15 @@ def device_us(run: Callable[[], object], repeats: int = 50, inner: int = 1) -> f
         run()
     if not torch.cuda.is_available():
         return statistics.median(_wall_us(run, inner) for _ in range(repeats))
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(inner):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / inner)
-    return statistics.median(times)
+    return statistics.median(_device_us(run, inner) for _ in range(repeats))
+
+
+def device_spread_us(run: Callable[[], object], repeats: int = 200) -> tuple[float, float]:
+    """Median and 99th percentile of the microseconds that a call of ``run`` takes on the GPU."""
+    for _ in range(3):
+        run()
+    times = sorted(_device_us(run, 1) for _ in range(repeats))
+    return statistics.median(times), times[int(0.99 * (repeats - 1))]
 
 
 def host_us(run: Callable[[], object], repeats: int = 200, inner: int = 20) -> float:
@@ -64,3 +63,13 @@ def _wall_us(run: Callable[[], object], inner: int) -> float:
     for _ in range(inner):
         run()
     return (time.perf_counter() - begin) * 1e6 / inner
+
+
+def _device_us(run: Callable[[], object], inner: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(inner):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / inner

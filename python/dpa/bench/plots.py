@@ -1,0 +1,152 @@
+"""Pictures of the measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from dpa.demo.draw import FAINT, INK, MUTED, figure, headline
+
+if TYPE_CHECKING:
+    from dpa.profiling import StepProfile
+
+COLORS = {"multiply": "#1f7a8c", "publish": "#f2b134", "wait": "#d9d8d3", "normalise": "#e0782f"}
+_WAYS = {"dpa": "#1f7a8c", "torch.compile": "#e0782f", "eager": MUTED}
+Row = dict[str, Any]
+
+
+def _color(how: str) -> str:
+    return next((color for name, color in _WAYS.items() if how.startswith(name)), MUTED)
+
+
+def _bare(ax: Axes) -> None:
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+
+
+def draw_steps(rows: list[Row], device: str, path: Path) -> Path:
+    """One step at the smallest batch: a line from the weights' read time to the step's time."""
+    rows = [row for row in rows if row["batch"] == min(r["batch"] for r in rows)]
+    groups = list(dict.fromkeys((row["network"], row["weights"]) for row in rows))
+    with figure(path, (9, 1.7 + 0.25 * (len(rows) + len(groups)))) as fig:
+        line = f"{device}; microseconds. Black: the time to read the weights once"
+        headline(fig, "One step of the U-Net", line)
+        ax = _axes(fig, left=0.42)
+        labels, y = [], 0.0
+        for network, weights in groups:
+            mine = [row for row in rows if (row["network"], row["weights"]) == (network, weights)]
+            for i, row in enumerate(mine):
+                us, floor = row["us"], row["floor us"]
+                ax.plot([floor, us], [y, y], color=_color(row["how"]), lw=5, solid_capstyle="butt")
+                ax.plot([floor] * 2, [y - 0.4, y + 0.4], color=INK, lw=1.6)
+                ax.text(us * 1.06, y, f"{us:.0f}  ({us / floor:.1f} x)", va="center", size=8.5)
+                group = f"{network}, {weights}:   " if i == 0 else ""
+                labels.append((y, group + row["how"]))
+                y += 1
+            y += 0.9
+        ax.set_yticks([at for at, _ in labels], [label for _, label in labels], size=8.5)
+        ax.set_xscale("log")
+        ax.set_xlim(min(row["floor us"] for row in rows) / 1.3, max(row["us"] for row in rows) * 3)
+        ax.set_ylim(y - 0.9, -0.9)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    return path
+
+
+def draw_batches(rows: list[Row], device: str, path: Path) -> Path:
+    """Lines of a step over the batch: a row of panels a network, a panel each kind of weights."""
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    kinds = list(dict.fromkeys(row["weights"] for row in rows))
+    with figure(path, (3.1 * len(kinds) + 0.4, 1.4 + 2.6 * len(networks))) as fig:
+        line = f"{device}; microseconds. Black: the time to read the weights once"
+        headline(fig, "One step over the batch", line)
+        height = fig.get_figheight()
+        grid = fig.add_gridspec(
+            len(networks),
+            len(kinds),
+            left=0.07,
+            right=0.98,
+            top=1 - 1.45 / height,
+            bottom=0.55 / height,
+            hspace=0.45,
+        )
+        axes = grid.subplots(sharex=True, sharey=True, squeeze=False)
+        for i, network in enumerate(networks):
+            for j, weights in enumerate(kinds):
+                found = [r for r in rows if (r["network"], r["weights"]) == (network, weights)]
+                _batch_panel(axes[i, j], found, f"{network}, {weights}")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        place = {"loc": "upper left", "bbox_to_anchor": (0.05, 1 - 0.75 / height)}
+        fig.legend(handles, labels, frameon=False, ncols=4, fontsize=8.5, **place)
+    return path
+
+
+def _batch_panel(ax: Axes, rows: list[Row], title: str) -> None:
+    for how in dict.fromkeys(row["how"] for row in rows):
+        line = [(row["batch"], row["us"]) for row in rows if row["how"] == how]
+        xs, ys = zip(*line, strict=True)
+        style = "o:" if "reduce" in how else "o-"
+        ax.plot(xs, ys, style, color=_color(how), ms=4, label=how)
+    if rows:
+        ax.axhline(rows[0]["floor us"], color=INK, lw=1.2)
+    ax.set_title(title, size=9.5, loc="left")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(sorted({row["batch"] for row in rows}))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.grid(color=FAINT, lw=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw_profile(profile: StepProfile, path: Path) -> Path:
+    """Stacked bars, a layer each, in the network's order."""
+    layers = profile.layers
+    with figure(path, (9, 1.6 + 0.22 * len(layers))) as fig:
+        dtype = str(profile.dtype).removeprefix("torch.")
+        line = f"{profile.device}, {dtype}: {profile.step:.1f} us a step"
+        line += f", {profile.actions:.1f} of them the actions and the scheduler's step"
+        headline(fig, "Where a step's time goes", line)
+        ax = _axes(fig, left=0.3)
+        left = np.zeros(len(layers))
+        for phase, color in COLORS.items():
+            widths = np.array([getattr(layer, phase) for layer in layers])
+            ax.barh(range(len(layers)), widths, left=left, color=color, height=0.78, label=phase)
+            left += widths
+        for y, total in enumerate(left):
+            ax.text(total + 0.04, y, f"{total:.1f}", va="center", size=8)
+        names = [f"{layer.name}   {layer.channels} x {layer.times}" for layer in layers]
+        ax.set_yticks(range(len(layers)), names, size=8)
+        ax.invert_yaxis()
+        ax.set_xlim(0, left.max() * 1.15)
+        ax.set_xlabel("microseconds, the mean of the blocks")
+        ax.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8.5)
+    return path
+
+
+def draw_bars(rows: list[Row], device: str, path: Path) -> Path:
+    """A table of PyTorch's and dpa's microseconds, as pairs of bars."""
+    with figure(path, (8, 1.5 + 0.5 * len(rows))) as fig:
+        headline(fig, "PyTorch and dpa", f"{device}; microseconds, logarithmic")
+        ax = _axes(fig, left=0.34)
+        for y, row in enumerate(rows):
+            for offset, how, color in ((-0.2, "PyTorch", MUTED), (0.2, "dpa", _WAYS["dpa"])):
+                ax.barh(y + offset, row[how], color=color, height=0.36)
+                ax.text(row[how] * 1.05, y + offset, f"{how} {row[how]:.0f}", va="center", size=8.5)
+        ax.set_yticks(range(len(rows)), [row["what"] for row in rows], size=9)
+        ax.set_xscale("log")
+        ax.set_xlim(right=max(row["PyTorch"] for row in rows) * 4)
+        ax.invert_yaxis()
+    return path
+
+
+def _axes(fig: Figure, left: float) -> Axes:
+    height = fig.get_figheight()
+    ax = fig.add_axes((left, 0.55 / height, 0.97 - left, 1 - 1.6 / height))
+    _bare(ax)
+    return ax

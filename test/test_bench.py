@@ -1,0 +1,142 @@
+"""The benchmark's arithmetic, tables and pictures; what it measures is no test's business."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import dpa
+from dpa import profiling
+from dpa.packed import unet_config
+
+_MARKS = 7
+
+
+def test_the_profile_names_the_products_in_the_plan_order():
+    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=3, down_dims=(64, 128, 256, 512))
+    names = torch.ops.dpa.unet1d_weight_names(unet_config(unet))
+    seen = [
+        n for n in names if n.endswith(".weight") and "residual" not in n and "encoder" not in n
+    ]
+    convolutions = [
+        n.removesuffix(".weight").removesuffix(".block.0").removesuffix(".conv")
+        for n in seen
+        if not n.endswith(("block.1.weight", "final_conv.1.weight"))
+    ]
+    found = profiling._convolutions(list(unet_config(unet)[6:]), 16)
+    assert [name for name, _, _ in found] == convolutions
+    state = unet.state_dict()
+    for (name, channels, times), key in zip(
+        found, [s for s in seen if "block.1" not in s], strict=False
+    ):
+        transposed = name.startswith("up_modules") and name.endswith(".2")
+        assert state[key].shape[1 if transposed else 0] == channels, name
+        assert times in (16, 8, 4, 2)
+
+
+def test_shares_add_up_and_survive_the_clock_wrapping():
+    # Two blocks, three layers: clocks that pass 2^32 on the way, as int32 holds them.
+    marks = torch.tensor(
+        [
+            [0, 1, 10, 14, 20, 50, 60],
+            [60, 61, 90, 95, 100, 150, 170],
+            [170, 171, 200, 0, 210, 0, 250],
+        ]
+    )
+    clocks = torch.stack([marks + 2**32 - 100, marks + 17])
+    runs = torch.stack([clocks, clocks + 5]).to(torch.int32)
+    runs[..., 2, 3] = 0  # a layer without a norm
+    phases, actions, total = profiling._shares(runs)
+    assert_close(
+        phases.int(), torch.tensor([[10, 0, 0, 10], [30, 10, 30, 10], [50, 20, 30, 10]]).int()
+    )
+    assert actions == 40
+    assert total == 250
+
+
+def test_what_cannot_be_profiled_is_refused():
+    diffusers = pytest.importorskip("diffusers")
+    unet = dpa.nn.ConditionalUnet1D(2, down_dims=(32, 64)).eval()
+    scheduler = diffusers.DDIMScheduler(num_train_timesteps=10)
+    with pytest.raises(ValueError, match="profile: sampler must be fused"):
+        dpa.profile(dpa.DiffusionSampler(unet, scheduler, 5, horizon=8))
+    with pytest.raises(ValueError, match="profile: sampler must run on a GPU, got cpu"):
+        dpa.profile(dpa.DiffusionSampler(unet, scheduler, 5, horizon=8, fused=True))
+
+
+def _profile():
+    layers = tuple(
+        profiling.LayerTime(name, channels, times, 0.5, 0.1, 0.4, 0.3)
+        for name, channels, times in profiling._convolutions([256, 512, 1024], 16)
+    )
+    return profiling.StepProfile("a GPU", torch.bfloat16, 40.0, layers, 2.3)
+
+
+def test_the_profile_reads_as_a_table():
+    found = _profile()
+    lines = str(found).splitlines()
+    assert len(lines) == len(found.layers) + 4
+    assert lines[2].split() == [
+        "down_modules.0.0.blocks.0",
+        "256",
+        "x",
+        "16",
+        "0.50",
+        "0.10",
+        "0.40",
+        "0.30",
+        "1.30",
+    ]
+    assert json.dumps(found.rows())
+
+
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from dpa.bench import plots
+
+    rows = [
+        {"network": n, "batch": b, "weights": w, "how": h, "us": us * b, "floor us": 20.0}
+        for n in ("80 M", "252 M")
+        for b in (1, 16)
+        for w in ("bfloat16", "float32")
+        for h, us in (
+            ("eager, graph", 1500.0),
+            ("torch.compile reduce-overhead", 1100.0),
+            ("dpa", 80.0),
+        )
+    ]
+    bars = [{"what": "one thing", "PyTorch": 100.0, "dpa": 20.0}]
+    for path in (
+        plots.draw_steps(rows, "a GPU", tmp_path / "steps.png"),
+        plots.draw_batches(rows, "a GPU", tmp_path / "batches.png"),
+        plots.draw_bars(bars, "a CPU", tmp_path / "cpu.png"),
+        _profile().draw(tmp_path / "profile.png"),
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_refuses_what_it_does_not_know():
+    testing = pytest.importorskip("typer.testing")
+    from dpa.cli import app
+
+    result = testing.CliRunner().invoke(app, ["bench", "--only", "nothing"])
+    assert result.exit_code != 0
+    assert "sampler" in result.output
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@gpu
+def test_the_profile_of_a_step_adds_up():
+    diffusers = pytest.importorskip("diffusers")
+    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=20, down_dims=(256, 512, 1024)).cuda().eval()
+    scheduler = diffusers.DDPMScheduler(num_train_timesteps=20)
+    sampler = dpa.DiffusionSampler(unet, scheduler, 20, torch.bfloat16, horizon=16, fused=True)
+    found = dpa.profile(sampler, runs=5)
+    assert len(found.layers) == 29
+    total = sum(layer.total for layer in found.layers) + found.actions
+    assert_close(total, found.step, rtol=1e-3, atol=0)
+    assert all(getattr(layer, phase) >= 0 for layer in found.layers for phase in profiling.PHASES)
+    assert all(layer.multiply > 0 and layer.normalise > 0 for layer in found.layers)
