@@ -1,9 +1,9 @@
 // Element-wise kernels of two inputs, for a functor `f(a, b)` in the type of the arithmetic.
 //
-// contiguous: a thread handles `Unroll` vectors of 16 bytes, a block's width apart, and loads all of them before it
-//   computes. Two keep enough bytes in flight to reach the memory's speed; one makes more blocks where the data is too
-//   short to fill the chip. The tail of fewer elements than a vector, and data that does not start at a multiple of
-//   16 bytes, go one element at a time.
+// contiguous: a thread handles `Unroll` vectors, a block's width apart, and loads all of them before it computes. One
+//   of 16 bytes reaches the memory's speed. The tail of fewer elements than a vector, and data that does not start at a
+//   multiple of 16 bytes, go one element at a time. In a chain of kernels a short one is mostly launch: it starts
+//   before its predecessor has ended, and lets its successor start once its own loads are under way.
 // strided: one thread an element, striding over the grid; the element's place follows from its number by division.
 #pragma once
 #include "kernels/common/dtype.cuh"
@@ -15,21 +15,18 @@ namespace dpa::kernels {
 constexpr int kElementwiseThreads = 256;
 constexpr int kVectorBytes = 16;
 
-template <class T, int Width>
-struct alignas(sizeof(T) * Width) Vector {
-  T data[Width];
-};
-
 template <class T, int Width, int Unroll, class F>
 __global__ void contiguous(T* out, const T* a, const T* b, int64_t vectors, F f) {
   using V = Vector<T, Width>;
   const int64_t first = int64_t{blockIdx.x} * blockDim.x * Unroll + threadIdx.x;
   V x[Unroll], y[Unroll];
+  wait_for_predecessor();
 #pragma unroll
   for (int u = 0; u < Unroll; ++u) {
     const int64_t i = first + int64_t{u} * blockDim.x;
     if (i < vectors) x[u] = reinterpret_cast<const V*>(a)[i], y[u] = reinterpret_cast<const V*>(b)[i];
   }
+  release_successor();
 #pragma unroll
   for (int u = 0; u < Unroll; ++u) {
     const int64_t i = first + int64_t{u} * blockDim.x;
@@ -63,9 +60,9 @@ __global__ void strided(Elementwise args, F f) {
 template <class T, int Width, int Unroll, class F>
 cudaError_t launch_contiguous(const Elementwise& args, int64_t first, int64_t count, cudaStream_t stream, F f) {
   const int64_t vectors = count / Width;
-  return launch(contiguous<T, Width, Unroll, F>, grid_for(vectors, kElementwiseThreads * Unroll), kElementwiseThreads,
-                stream, static_cast<T*>(args.out) + first, static_cast<const T*>(args.a) + first,
-                static_cast<const T*>(args.b) + first, vectors, f);
+  return launch_dependent(contiguous<T, Width, Unroll, F>, grid_for(vectors, kElementwiseThreads * Unroll),
+                          kElementwiseThreads, stream, static_cast<T*>(args.out) + first,
+                          static_cast<const T*>(args.a) + first, static_cast<const T*>(args.b) + first, vectors, f);
 }
 
 inline bool starts_at_vector(const Elementwise& args) {
@@ -79,7 +76,6 @@ cudaError_t launch_elementwise(const Elementwise& args, cudaStream_t stream, con
   return dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kWidth = kVectorBytes / sizeof(T);
-    constexpr int64_t kFillsTheChip = int64_t{1} << 20;  // vectors
     const auto f = make(Accumulate<T>{});
     if (!args.contiguous) {
       const auto kernel =
@@ -88,9 +84,7 @@ cudaError_t launch_elementwise(const Elementwise& args, cudaStream_t stream, con
     }
     if (!starts_at_vector(args)) return launch_contiguous<T, 1, 2>(args, 0, args.count, stream, f);
     const int64_t whole = args.count / kWidth * kWidth;
-    const auto vectorized = whole / kWidth < kFillsTheChip ? launch_contiguous<T, kWidth, 1, decltype(f)>
-                                                           : launch_contiguous<T, kWidth, 2, decltype(f)>;
-    const cudaError_t error = vectorized(args, 0, whole, stream, f);
+    const cudaError_t error = launch_contiguous<T, kWidth, 1>(args, 0, whole, stream, f);
     if (error != cudaSuccess || whole == args.count) return error;
     return launch_contiguous<T, 1, 1>(args, whole, args.count - whole, stream, f);
   });

@@ -4,25 +4,27 @@
 // forward_small      grid (S / 4, B / 4), block 4 warps: a warp owns one state (its three rows of the weights) for four
 //                    samples, whose rows of X the block keeps in shared memory. Lanes split K, so rows of the weights
 //                    are read side by side and once for four samples; lane b ends up with sample b and writes it.
-// state, gate_gradients   a thread owns one (sample, state); its place follows from its number by a 32-bit division
-// where
-//                    the numbers are that small (64-bit ones take a third of the kernel's time).
+// state              a thread owns two neighbouring states of one sample where they lie at multiples of two, else one.
+// gate_gradients     a thread owns one (sample, state). Its place, here and in `state`, follows from its number by a
+//                    32-bit division where the numbers are that small: 64-bit ones take a third of the kernel's time.
 // bias_gradient      a block owns 32 gates: 32 warps split the batch, lanes are gates, a last sum over warps.
 // copy_rows          a thread owns one unit of X, of 16 bytes where rows are whole numbers of them, else one element.
 // product_gradients  two jobs in one launch, told apart by the block's number. The first 3 S blocks own a row of the
 //                    weights' gradient, a thread a column, and sum over the batch. The others own 32 columns of X's
 //                    gradient for one sample: 8 warps split the 3 S gates, lanes are columns, a last sum over warps.
+// A cell follows the last one's in a sequence, and its backward is a chain: kernels that may follow one of these are
+// launched dependent. Those behind a library's product are not: it releases nobody.
 #include "kernels/common/dtype.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/reduce.cuh"
 #include "kernels/lltm.h"
+#include "kernels/lltm_plan.h"
 #include "kernels/math/lltm.h"
 
 namespace dpa::kernels {
 namespace {
 
 constexpr int kStates = 4, kSamples = 4, kThreads = 256, kColumns = 32;
-constexpr int64_t kMaxInputs = 1024;  // kSamples rows of float64 in 32 KB of shared memory
 
 /// X[sample, column], from the part that holds it.
 template <class T>
@@ -49,10 +51,11 @@ __device__ void write_state(const Lltm& args, int64_t i, const math::LltmCell<Ac
 template <class T>
 __global__ void forward_small(Lltm args) {
   using A = Accumulate<T>;
-  __shared__ A x[kSamples][kMaxInputs];
+  __shared__ A x[kSamples][kLltmMaxInputs];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t blocks = (args.state + kStates - 1) / kStates, inputs = args.state + args.features;
   const int64_t state = blockIdx.x % blocks * kStates + warp, first = blockIdx.x / blocks * kSamples;
+  wait_for_predecessor();
   for (int64_t k = threadIdx.x; k < inputs; k += blockDim.x)
     for (int b = 0; b < kSamples; ++b) x[b][k] = first + b < args.batch ? read_x<T>(args, first + b, k) : A(0);
   __syncthreads();
@@ -69,6 +72,7 @@ __global__ void forward_small(Lltm args) {
       for (int b = 0; b < kSamples; ++b) sums[gate][b] += w * x[b][k];
     }
   }
+  release_successor();
   A mine[3] = {};
 #pragma unroll
   for (int gate = 0; gate < 3; ++gate)
@@ -100,16 +104,42 @@ __device__ math::LltmCell<Accumulate<T>> finished_cell(const Lltm& args, int64_t
   return cell_of<T>(args, sample, state, gates[0], gates[args.state], gates[2 * args.state]);
 }
 
-template <class T, class Index>
+template <class T, class Index, int Width>
 __global__ void state(Lltm args) {
-  for_each_cell<Index>(args, [&](int64_t i, int64_t sample, int64_t state) {
-    write_state<T>(args, i, finished_cell<T>(args, sample, state));
-  });
+  using A = Accumulate<T>;
+  using Stored = Vector<T, Width>;
+  using Products = Vector<A, Width>;
+  const Index states = static_cast<Index>(args.state / Width), count = static_cast<Index>(args.batch) * states;
+  const Index step = static_cast<Index>(int64_t{gridDim.x} * blockDim.x);
+  for (Index i = static_cast<Index>(int64_t{blockIdx.x} * blockDim.x + threadIdx.x); i < count; i += step) {
+    const Index column = i % states;
+    const auto* gates = static_cast<const Products*>(args.gates) + 3 * int64_t{i - column} + column;
+    const auto* bias = static_cast<const Stored*>(args.bias) + column;
+    Products x[3];
+    Stored b[3];
+#pragma unroll
+    for (int gate = 0; gate < 3; ++gate)
+      x[gate] = gates[gate * int64_t{states}], b[gate] = bias[gate * int64_t{states}];
+    const Stored old_cell = static_cast<const Stored*>(args.old_cell)[i];
+    release_successor();
+    Stored new_h, new_cell;
+#pragma unroll
+    for (int w = 0; w < Width; ++w) {
+      const auto gate = [&](int third) { return x[third].data[w] + widen(b[third].data[w]); };
+      const math::LltmCell<A> cell(gate(0), gate(1), gate(2), widen(old_cell.data[w]));
+      new_h.data[w] = narrow<T>(cell.h());
+      new_cell.data[w] = narrow<T>(cell.cell);
+    }
+    static_cast<Stored*>(args.new_h)[i] = new_h;
+    static_cast<Stored*>(args.new_cell)[i] = new_cell;
+  }
 }
 
 template <class T, class Index>
 __global__ void gate_gradients(LltmBackward args) {
   using A = Accumulate<T>;
+  wait_for_predecessor();
+  release_successor();
   const auto at = [](const void* grad, const int64_t* strides, int64_t sample, int64_t state) {
     return widen(static_cast<const T*>(grad)[sample * strides[0] + state * strides[1]]);
   };
@@ -131,6 +161,7 @@ __global__ void bias_gradient(LltmBackward args) {
   const int64_t gates = 3 * args.forward.state, first = int64_t{blockIdx.x} * kWarpSize;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   A sum = 0;
+  wait_for_predecessor();
   if (first + lane < gates)
 #pragma unroll 8
     for (int64_t b = warp; b < args.forward.batch; b += kWarpSize)
@@ -147,6 +178,8 @@ __global__ void copy_rows(LltmRows args) {
   const Index left = static_cast<Index>(args.left_columns), right = static_cast<Index>(args.right_columns);
   const Index columns = left + right, count = static_cast<Index>(args.rows * (args.left_columns + args.right_columns));
   const Index step = static_cast<Index>(int64_t{gridDim.x} * blockDim.x);
+  wait_for_predecessor();
+  release_successor();
   for (Index i = static_cast<Index>(int64_t{blockIdx.x} * blockDim.x + threadIdx.x); i < count; i += step) {
     const Index row = i / columns, column = i % columns;
     Unit* part = column < left ? static_cast<Unit*>(args.left) + row * left + column
@@ -206,14 +239,12 @@ __device__ void input_gradient(const LltmBackward& args, int64_t block) {
 
 template <class T>
 __global__ void product_gradients(LltmBackward args, int64_t weight_blocks) {
+  wait_for_predecessor();
   if (blockIdx.x < weight_blocks)
     weight_gradient<T>(args, blockIdx.x);
   else
     input_gradient<T>(args, blockIdx.x - weight_blocks);
 }
-
-/// Whether 32-bit numbers count `items`, and a grid's reach beyond them too.
-bool fits_32_bits(int64_t items) { return items < (int64_t{1} << 31); }
 
 template <bool Join, class Unit>
 cudaError_t launch_units(LltmRows args, int64_t elements, cudaStream_t stream) {
@@ -221,7 +252,7 @@ cudaError_t launch_units(LltmRows args, int64_t elements, cudaStream_t stream) {
   args.right_columns /= elements;
   const int64_t count = args.rows * (args.left_columns + args.right_columns);
   const auto kernel = fits_32_bits(count) ? copy_rows<Unit, uint32_t, Join> : copy_rows<Unit, int64_t, Join>;
-  return launch(kernel, grid_for(count, kThreads), kThreads, stream, args);
+  return launch_dependent(kernel, grid_for(count, kThreads), kThreads, stream, args);
 }
 
 template <bool Join>
@@ -238,25 +269,26 @@ cudaError_t launch_rows(const LltmRows& args, cudaStream_t stream) {
 
 }  // namespace
 
-bool lltm_is_small(int64_t batch, int64_t features, int64_t state) {
-  constexpr int64_t kMaxProducts = int64_t{1} << 23;  // a library's product has caught up by then
-  const int64_t inputs = state + features;
-  return inputs <= kMaxInputs && batch * inputs <= kMaxProducts / (3 * state + 1);
-}
-
 cudaError_t lltm_small(const Lltm& args, cudaStream_t stream) {
   const int64_t blocks = (args.state + kStates - 1) / kStates * ((args.batch + kSamples - 1) / kSamples);
   return dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch(forward_small<T>, grid_for(blocks, 1), kStates * kWarpSize, stream, args);
+    return launch_dependent(forward_small<T>, grid_for(blocks, 1), kStates * kWarpSize, stream, args);
   });
 }
 
 cudaError_t lltm_state(const Lltm& args, cudaStream_t stream) {
   return dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto kernel = fits_32_bits(args.batch * args.state) ? state<T, uint32_t> : state<T, int64_t>;
-    return launch(kernel, grid_for(args.batch * args.state, kThreads), kThreads, stream, args);
+    constexpr int kWidth = 2;
+    const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+    const auto stored = address(args.bias) | address(args.old_cell) | address(args.new_h) | address(args.new_cell);
+    const bool pairs = args.state % kWidth == 0 && stored % sizeof(Vector<T, kWidth>) == 0 &&
+                       address(args.gates) % sizeof(Vector<Accumulate<T>, kWidth>) == 0;
+    const int64_t cells = args.batch * args.state;
+    if (!fits_32_bits(cells)) return launch(state<T, int64_t, 1>, grid_for(cells, kThreads), kThreads, stream, args);
+    if (!pairs) return launch(state<T, uint32_t, 1>, grid_for(cells, kThreads), kThreads, stream, args);
+    return launch(state<T, uint32_t, kWidth>, grid_for(cells / kWidth, kThreads), kThreads, stream, args);
   });
 }
 
@@ -265,14 +297,15 @@ cudaError_t lltm_gate_gradients(const LltmBackward& args, cudaStream_t stream) {
   return dispatch(args.forward.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto kernel = fits_32_bits(count) ? gate_gradients<T, uint32_t> : gate_gradients<T, int64_t>;
-    return launch(kernel, grid_for(count, kThreads), kThreads, stream, args);
+    return launch_dependent(kernel, grid_for(count, kThreads), kThreads, stream, args);
   });
 }
 
 cudaError_t lltm_bias_gradient(const LltmBackward& args, cudaStream_t stream) {
   return dispatch(args.forward.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch(bias_gradient<T>, grid_for(3 * args.forward.state, kWarpSize), kWarpSize * kWarpSize, stream, args);
+    return launch_dependent(bias_gradient<T>, grid_for(3 * args.forward.state, kWarpSize), kWarpSize * kWarpSize,
+                            stream, args);
   });
 }
 
@@ -286,8 +319,8 @@ cudaError_t lltm_product_gradients(const LltmBackward& args, cudaStream_t stream
   const int64_t input_blocks = args.grad_input || args.grad_old_h ? in.batch * column_blocks : 0;
   return dispatch(in.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch(product_gradients<T>, grid_for(weight_blocks + input_blocks, 1), kThreads, stream, args,
-                  weight_blocks);
+    return launch_dependent(product_gradients<T>, grid_for(weight_blocks + input_blocks, 1), kThreads, stream, args,
+                            weight_blocks);
   });
 }
 

@@ -42,10 +42,6 @@ struct LltmRows {
   int64_t rows, left_columns, right_columns;
 };
 
-/// Whether the one-kernel paths are the faster ones: few multiply-adds, and rows of X that fit into shared memory.
-/// A pure function of the sizes.
-bool lltm_is_small(int64_t batch, int64_t features, int64_t state);
-
 /// Everything in one kernel, for small sizes. `gates` may be null.
 cudaError_t lltm_small(const Lltm& args, cudaStream_t stream);
 /// `both` from `left` and `right`.

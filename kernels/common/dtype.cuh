@@ -50,6 +50,12 @@ __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+/// Neighbouring elements that move as one.
+template <class T, int Width>
+struct alignas(sizeof(T) * Width) Vector {
+  T data[Width];
+};
+
 template <class T>
 struct TypeTag {
   using type = T;

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "kernels/lltm.h"
+#include "kernels/lltm_plan.h"
 #include "ops/lltm/lltm.h"
 
 namespace dpa {
