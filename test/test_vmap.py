@@ -162,6 +162,123 @@ def test_jacobians(device, op, make, dims):
     assert_close(reverse, forward, **gradient_tolerance(torch.float64))
 
 
+def _cell(dtype=torch.float64):
+    new = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
+    return Sample((new(2, 4), new(9, 7), new(9), new(2, 3), new(2, 3)))
+
+
+def _denoising(index):
+    def make(dtype=torch.float64):
+        new = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
+        table = torch.rand(5, 5, dtype=dtype) + 0.5
+        return Sample((new(2, 4), new(2, 4), table, torch.tensor(index), new(2, 4)))
+
+    return make
+
+
+def _scheduling(index):
+    def make(dtype=torch.float64):
+        new = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
+        return Sample((new(2, 4), new(2, 4), new(5, 6), torch.tensor(index), new(2, 4), 1.0))
+
+    return make
+
+
+def _cell_op(*args):
+    return torch.stack(_OPS.lltm(*args))
+
+
+# Ops whose samples take the mapped dimension, and loop where each example has a table or weights of
+# its own. Beside the dimensions: how many calls that makes.
+_SAMPLE_CASES = [
+    (_cell_op, _cell, (0, None, None, 1, 2), 1),
+    (_cell_op, _cell, (None, None, None, 1, None), 1),
+    (_cell_op, _cell, (1, 0, 1, None, 0), _N),
+    (_OPS.denoise, _denoising(3), (0, 1, None, None), 1),
+    (_OPS.denoise, _denoising([0, 4]), (None, 2, None, 0), 1),
+    (_OPS.denoise, _denoising([2]), (0, 0, 1, 0), _N),
+    (_OPS.scheduler_step, _scheduling(0), (2, None, None, None), 1),
+    (_OPS.scheduler_step, _scheduling([3, 1]), (0, 1, None, 2), 1),
+    (_OPS.scheduler_step, _scheduling([4]), (None, 0, 2, None), _N),
+]
+_each_sample_case = pytest.mark.parametrize("op, make, dims, count", _SAMPLE_CASES)
+
+
+@_each_sample_case
+def test_samples_in_one_call(device, op, make, dims, count):
+    bind, tensors = _mapped(device, make, dims)
+    with _Calls() as calls:
+        got = torch.vmap(bind(op), dims)(*tensors)
+    assert sum(name.startswith("dpa.") for name in calls.names) == count
+    assert_close(got, _loop(bind(op), dims, tensors))
+
+
+@_each_sample_case
+def test_gradients_of_samples(device, op, make, dims, count):
+    bind, tensors = _mapped(device, make, dims)
+    total = lambda *t: bind(op)(*t).sin().sum()  # noqa: E731
+    gradient = torch.func.grad(total, tuple(range(len(tensors))))
+    got, expected = torch.vmap(gradient, dims)(*tensors), _loop(gradient, dims, tensors)
+    assert_close(got, expected, **gradient_tolerance(torch.float64))
+
+
+@pytest.mark.parametrize(
+    "forward, backward, make, shared",
+    [
+        (_OPS.lltm_forward, _OPS.lltm_backward, _cell, (1, 2)),
+        (_OPS.denoise, _OPS.denoise_backward, _denoising([0, 4]), (2,)),
+        (_OPS.scheduler_step, _OPS.scheduler_step_backward, _scheduling(3), (2,)),
+    ],
+)
+def test_backward_ops(device, forward, backward, make, shared):
+    """One call, unless the gradient of what samples share is asked for."""
+    args = make().map(lambda x: x.to(device)).args
+    places = [
+        i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
+    out = forward(*args)
+    outputs = out[:2] if isinstance(out, tuple) else (out,)
+    kept = out[2:] if isinstance(out, tuple) else ()
+    grads = torch.randn(len(outputs), _N, *outputs[0].shape, dtype=args[0].dtype, device=device)
+    for everything, count in ((False, 1), (True, _N)):
+        mask = [everything or i not in shared for i in range(len(places))]
+        run = lambda *g: tuple(x for x in backward(*g, *args, *kept, mask) if x is not None)  # noqa: E731, B023
+        with _Calls() as calls:
+            got = torch.vmap(run)(*grads)
+        assert sum(name.startswith("dpa.") for name in calls.names) == count
+        assert_close(got, _loop(run, (0,) * len(grads), grads))
+
+
+@_each_sample_case
+def test_transforms_of_samples(device, op, make, dims, count):
+    """Jacobians, a map of a map, and an empty map."""
+    bind, tensors = _mapped(device, make, dims)
+    f, mapped = bind(op), torch.vmap(bind(op), dims)
+    examples = [x if d is None else x.select(d, 0) for x, d in zip(tensors, dims, strict=True)]
+    reverse, forward = (j(f, 0)(*examples) for j in (torch.func.jacrev, torch.func.jacfwd))
+    assert_close(reverse, forward, **gradient_tolerance(torch.float64))
+    first = next(i for i, d in enumerate(dims) if d is not None)
+    outer = tuple(0 if i == first else None for i in range(len(dims)))
+    stacked = [torch.stack([x, -x]) if i == first else x for i, x in enumerate(tensors)]
+    assert_close(torch.vmap(mapped, outer)(*stacked), _loop(mapped, outer, stacked, n=2))
+    bind, tensors = _mapped(device, make, dims, n=0)
+    assert torch.vmap(bind(op), dims)(*tensors).shape == (0, *f(*examples).shape)
+
+
+@pytest.mark.parametrize(
+    "op, make", [(_OPS.denoise, _denoising), (_OPS.scheduler_step, _scheduling)]
+)
+def test_mapped_rows_of_a_table(device, op, make):
+    """Each example at a row of its own: one number, or one a sample."""
+    args = make(0)().map(lambda x: x.to(device)).args
+    for index in (torch.tensor([0, 3, 4]), torch.tensor([[0, 1], [4, 4], [2, 0]])):
+        run = lambda i: op(*args[:3], i, *args[4:])  # noqa: E731
+        with _Calls() as calls:
+            got = torch.vmap(run)(index.to(device))
+        assert sum(name.startswith("dpa.") for name in calls.names) == 1
+        assert_close(got, torch.stack([run(i) for i in index.to(device)]))
+
+
 def test_ensembles(device):
     """Parameters of several models at once: what torch.func.stack_module_state is for."""
     from dpa.nn import Conv1dBlock

@@ -1,13 +1,16 @@
 """Batching rules: what ``torch.vmap`` makes of an op, in one call instead of a loop.
 
 A rule folds the mapped dimension into one that the op has already: into the samples where every
-example shares the parameters, and into the channels, group by group, where each has its own.
+example shares the parameters, and into the channels, group by group, where each has its own. Ops
+without channels (``lltm``, ``denoise``, ``scheduler_step``) loop where each has its own.
 
 The rules are in Python because functorch's public interface is: its C++ headers are internal, and
 want a JSON library at build time.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +169,63 @@ def _conv1d_gnm(
     return fold.undo(out, _shape(conv_weight, w)[0], 1), 1
 
 
+def _loop(op, n: int, dims: list[_Dim], args: tuple):
+    """Call ``op`` for every example: each has parameters of its own, and the op knows one set."""
+    if n == 0:  # an example without values tells the shapes
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        one = [_meta(x, d) if isinstance(x, Tensor) else x for x, d in zip(args, dims, strict=True)]
+        return _each(lambda x: torch.empty((0, *x.shape), dtype=x.dtype, device=device), op(*one))
+    examples = [
+        op(*(x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)))
+        for i in range(n)
+    ]
+    if not isinstance(examples[0], tuple):
+        return torch.stack(examples)
+    outputs = zip(*examples, strict=True)
+    return tuple(None if out[0] is None else torch.stack(out) for out in outputs)
+
+
+def _each(f, out):
+    """``f`` of the output, or of every one that is there."""
+    if isinstance(out, tuple):
+        return tuple(None if x is None else f(x) for x in out)
+    return f(out)
+
+
+def _by_samples(op, samples: tuple[int, ...], index: int | None = None, own: tuple[int, ...] = ()):
+    """Make a rule that folds the mapped dimension into the samples.
+
+    Where an argument that samples share is mapped, or its gradient is asked for, it loops.
+
+    Args:
+        op: the op; its outputs begin with the dimension of the samples.
+        samples: the arguments that do too.
+        index: an argument of integers, one element or one a sample.
+        own: places of shared arguments in the mask of gradients, which is the last argument.
+
+    """
+
+    def rule(info, in_dims, *args):
+        dims = [
+            d if isinstance(x, Tensor) else None
+            for x, d in zip(args, _dims(in_dims, len(args)), strict=True)
+        ]
+        shared = set(range(len(args))) - {*samples, index}
+        if any(dims[i] is not None for i in shared) or any(args[-1][i] for i in own):
+            out = _loop(op, info.batch_size, dims, args)
+        else:
+            fold, size = _Fold(info.batch_size), _shape(args[samples[0]], dims[samples[0]])[0]
+            folded = [fold(x, dims[i]) if i in samples else x for i, x in enumerate(args)]
+            if index is not None:
+                rows = _leading(args[index], dims[index], fold.n)
+                rows = rows.reshape(fold.n, math.prod(rows.shape[1:]))
+                folded[index] = rows.expand(fold.n, size).reshape(-1)
+            out = _each(lambda x: fold.undo(x, size), op(*folded))
+        return out, _each(lambda x: 0, out)
+
+    return rule
+
+
 def register() -> None:
     """Give the ops their rules; the library must be loaded."""
     ops = torch.ops.dpa
@@ -175,6 +235,15 @@ def register() -> None:
         "group_norm_mish": _group_norm_mish,
         "group_norm_mish_backward": _group_norm_mish_backward,
         "conv1d_gnm": _conv1d_gnm,
+        "lltm": _by_samples(ops.lltm, (0, 3, 4)),
+        "lltm_forward": _by_samples(ops.lltm_forward, (0, 3, 4)),
+        "lltm_backward": _by_samples(ops.lltm_backward, (0, 1, 2, 5, 6, 7), own=(1, 2)),
+        "denoise": _by_samples(ops.denoise, (0, 1, 4), 3),
+        "denoise_backward": _by_samples(ops.denoise_backward, (0, 1, 2, 5), 4, own=(2,)),
+        "scheduler_step": _by_samples(ops.scheduler_step, (0, 1, 4), 3),
+        "scheduler_step_backward": _by_samples(
+            ops.scheduler_step_backward, (0, 1, 2, 5), 4, own=(2,)
+        ),
     }
     for name, rule in rules.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", "FuncTorchBatched"):
