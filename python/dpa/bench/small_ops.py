@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 import dpa
-from dpa.bench.timing import device_us, graphed, host_us
+from dpa.bench.timing import Spread, device_us_alternated, graphed, host_us_alternated
 
-_COPIES = 20
+_Runs = dict[str, Callable[[], object]]
 
 
-def _in_graph(run: Callable[[], object]) -> float:
-    return device_us(graphed(run, _COPIES)) / _COPIES
+def _graph_us(runs: _Runs, rounds: int, copies: int) -> dict[str, Spread]:
+    """A run's time inside a CUDA graph of so many copies of it."""
+    graphs = {name: graphed(run, copies) for name, run in runs.items()}
+    return {name: t / copies for name, t in device_us_alternated(graphs, rounds).items()}
 
 
 def elementwise(size: int) -> list[dict[str, Any]]:
@@ -24,19 +26,26 @@ def elementwise(size: int) -> list[dict[str, Any]]:
     x, y = torch.randn(2, size, device="cuda").unbind()
     source = torch.randn(size * 3 // 2, device="cuda")
     target = torch.empty_like(source)
-    copy = _in_graph(lambda: target.copy_(source))
     rows = []
     for name, ours, plain in [
         ("fused_relu_add", dpa.ops.fused_relu_add, lambda a, b: torch.relu(a) + b),
         ("elementwise_mult", dpa.ops.elementwise_mult, torch.mul),
     ]:
         compiled = torch.compile(plain)
-        row = {"op": name, "size": size, "copy of as many bytes": copy}
-        for label, f in [("eager", plain), ("torch.compile", compiled), ("dpa", ours)]:
-            f(x, y)
-            row[f"{label}, graph"] = _in_graph(lambda f=f: f(x, y))
-            row[f"{label}, host"] = host_us(lambda f=f: f(x, y)) if size <= 2**20 else None
-        rows.append(row)
+        runs: _Runs = {
+            "copy": lambda: target.copy_(source),
+            "eager": lambda plain=plain: plain(x, y),
+            "torch.compile": lambda compiled=compiled: compiled(x, y),
+            "dpa": lambda ours=ours: ours(x, y),
+        }
+        runs["torch.compile"]()
+        small = size <= 2**20
+        graph = _graph_us(runs, *((200, 100) if small else (20, 5)))
+        host = host_us_alternated(runs) if small else {}
+        for how in runs:
+            row = {"op": name, "floats": size, "how": how, "graph": graph[how].median}
+            row |= {"from": graph[how].low, "to": graph[how].high}
+            rows.append(row | {"host": host[how].median if small else None})
     return rows
 
 
@@ -56,45 +65,133 @@ def lltm(batch: int, features: int, state: int) -> list[dict[str, Any]]:
     args = [new(batch, features), new(3 * state, state + features), new(3 * state)]
     args += [new(batch, state), new(batch, state)]
     leaves = [x.clone().requires_grad_() for x in args]
-    compiled = torch.compile(dpa.reference.lltm)
+    cells = {
+        "eager": dpa.reference.lltm,
+        "torch.compile": torch.compile(dpa.reference.lltm),
+        "dpa": torch.ops.dpa.lltm,
+    }
+
+    forwards = {how: lambda cell=cell: cell(*args) for how, cell in cells.items()}
+    both = {how: _train(cell, leaves) for how, cell in cells.items()}
+    with torch.no_grad():
+        columns = {
+            "forward, graph": _graph_us(forwards, 100, 50),
+            "forward, call": device_us_alternated(forwards, 40, inner=20),
+            "forward, host": host_us_alternated(forwards),
+        }
+    columns["both, graph"] = _graph_us(both, 40, 20)
+    columns["both, call"] = device_us_alternated(both, 40, inner=20)
+    sizes = f"lltm {batch} x {features} x {state}"
+    return [
+        {"op": sizes, "how": how} | {name: times[how].median for name, times in columns.items()}
+        for how in cells
+    ]
+
+
+def call_cost() -> list[dict[str, Any]]:
+    """Host time of each op, called from Python, beside an aten op of as many tensors."""
+    new = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
+    aten, ours = torch.ops.aten, torch.ops.dpa
+    x, y, v, index = (
+        new(16, 8),
+        new(16, 8),
+        new(8),
+        torch.zeros((), dtype=torch.long, device="cuda"),
+    )
+    signal, kernel = new(2, 8, 16), new(8, 8, 3)
+    table, constants, bias = new(4, 6), new(4, 5), new(32)
+    gates, cell = (new(16, 32), new(16, 32), new(16, 8)), (x, new(24, 16), new(24), y, y)
+    norm = lambda x: aten.native_group_norm.default(x, v, v, 2, 8, 16, 4, 1e-5)  # noqa: E731
+    pairs = [
+        ("elementwise_mult", lambda: ours.elementwise_mult(x, y), "mul", lambda: aten.mul(x, y)),
+        ("fused_relu_add", lambda: ours.fused_relu_add(x, y, 0.5), "add", lambda: aten.add(x, y)),
+        (
+            "lltm",
+            lambda: ours.lltm(*cell),
+            "_thnn_fused_lstm_cell",
+            lambda: aten._thnn_fused_lstm_cell(*gates, bias, bias),
+        ),
+        (
+            "scheduler_step",
+            lambda: ours.scheduler_step(x, y, table, index, y, 1.0),
+            "native_batch_norm",
+            lambda: aten.native_batch_norm(x, v, v, v, v, False, 0.1, 1e-5),
+        ),
+        (
+            "denoise",
+            lambda: ours.denoise(x, y, constants, index, y),
+            "native_batch_norm",
+            lambda: aten.native_batch_norm(x, v, v, v, v, False, 0.1, 1e-5),
+        ),
+        (
+            "group_norm_mish",
+            lambda: ours.group_norm_mish(signal, 4, v, v),
+            "native_group_norm",
+            lambda: norm(signal),
+        ),
+        (
+            "conv1d_gnm",
+            lambda: ours.conv1d_gnm(signal, kernel, v, v, v, 4),
+            "convolution, native_group_norm",
+            lambda: norm(aten.convolution(signal, kernel, v, [1], [1], [1], False, [0], 1)),
+        ),
+    ]
+    runs = {
+        f"{kind} {i}": run
+        for i, (_, a, _, b) in enumerate(pairs)
+        for kind, run in zip("da", (a, b), strict=True)
+    }
+    with torch.no_grad():
+        host = host_us_alternated(runs)
     rows = []
-    for label, f in [
-        ("eager", dpa.reference.lltm),
-        ("torch.compile", compiled),
-        ("dpa", torch.ops.dpa.lltm),
-    ]:
-        with torch.no_grad():
-            forward = lambda f=f: f(*args)  # noqa: E731
-            row = {"op": f"lltm {batch} x {features} x {state}", "how": label}
-            row["forward, call"] = device_us(forward, 100, 10)
-            row["forward, host"] = host_us(forward)
-            row["forward, graph"] = _in_graph(forward)
-        both = _train(f, leaves)
-        row["both, call"] = device_us(both, 100, 5)
-        row["both, graph"] = _in_graph(both)
-        rows.append(row)
+    for i, (name, _, other, _) in enumerate(pairs):
+        mine, theirs = host[f"d {i}"].median, host[f"a {i}"].median
+        rows.append(
+            {"op": name, "host": mine, "aten": other, "its host": theirs, "ratio": mine / theirs}
+        )
     return rows
 
 
-def call_cost() -> dict[str, float]:
-    """Host microseconds of a dpa op beside an aten op of the same arity, from Python."""
-    x, y = torch.randn(2, 16, device="cuda").unbind()
-    return {
-        "aten mul": host_us(lambda: torch.ops.aten.mul.Tensor(x, y)),
-        "torch.mul": host_us(lambda: torch.mul(x, y)),
-        "dpa elementwise_mult": host_us(lambda: torch.ops.dpa.elementwise_mult(x, y)),
-        "dpa elementwise_mult.default": host_us(
-            lambda: torch.ops.dpa.elementwise_mult.default(x, y)
-        ),
-        "aten threshold_backward": host_us(lambda: torch.ops.aten.threshold_backward(x, y, 0.0)),
-        "dpa fused_relu_add": host_us(lambda: torch.ops.dpa.fused_relu_add(x, y, 0.5)),
-    }
+def promises(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What the small ops promise, the figures of this run, and whether they hold."""
+    rows = []
+
+    def at_most(what: str, got: float, bound: float) -> None:
+        rows.append({"promise": what, "figure": got, "at most": bound, "holds": got <= bound})
+
+    for op in ("fused_relu_add", "elementwise_mult"):
+        of = lambda size: {  # noqa: E731
+            r["how"]: r["graph"]
+            for r in results["elementwise"]
+            if (r["op"], r["floats"]) == (op, size)  # noqa: B023
+        }
+        large, small = of(2**26), of(2**20)
+        at_most(f"{op}, 2^26: 1.05 of a copy", large["dpa"], 1.05 * large["copy"])
+        at_most(f"{op}, 2^20, graph: torch.compile", small["dpa"], small["torch.compile"])
+    sizes = dict.fromkeys(row["op"] for row in results["lltm"])
+    for size, op in zip(("small", "large"), sizes, strict=True):
+        by_how = {row["how"]: row for row in results["lltm"] if row["op"] == op}
+        ours, eager, compiled = by_how["dpa"], by_how["eager"], by_how["torch.compile"]
+        if size == "small":
+            at_most(f"{op}, forward, graph: 5 us", ours["forward, graph"], 5)
+            at_most(f"{op}, forward, host: 15 us", ours["forward, host"], 15)
+        for column in ours:
+            if ", " not in column or column == "forward, host":
+                continue
+            best = min(eager[column], compiled[column])
+            if size == "small" and column.startswith("both"):
+                at_most(f"{op}, {column}: a third of eager", ours[column], eager[column] / 3)
+            at_most(f"{op}, {column}: the best other", ours[column], best)
+    for row in results["host time of a call"]:
+        at_most(f"{row['op']}: 1.3 of {row['aten']}", row["host"], 1.3 * row["its host"])
+    return rows
 
 
 def run() -> dict[str, Any]:
     """Every table."""
-    return {
+    results: dict[str, Any] = {
         "elementwise": [row for size in (2**20, 2**26) for row in elementwise(size)],
         "lltm": [row for sizes in ((16, 32, 128), (256, 256, 1024)) for row in lltm(*sizes)],
-        "host us a call": call_cost(),
+        "host time of a call": call_cost(),
     }
+    return results | {"promises": promises(results)}

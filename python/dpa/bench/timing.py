@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -33,14 +34,60 @@ def device_spread_us(run: Callable[[], object], repeats: int = 200) -> tuple[flo
     return statistics.median(times), times[int(0.99 * (repeats - 1))]
 
 
-def host_us(run: Callable[[], object], repeats: int = 200, inner: int = 20) -> float:
-    """Median microseconds that the host spends in a call; the device never falls behind."""
-    times = []
-    for _ in range(repeats):
-        times.append(_wall_us(run, inner))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    return statistics.median(times)
+@dataclass
+class Spread:
+    """A median, and between which values nine tenths of the measurements lie."""
+
+    median: float
+    low: float
+    high: float
+
+    def __truediv__(self, n: float) -> Spread:
+        return Spread(self.median / n, self.low / n, self.high / n)
+
+    @classmethod
+    def of(cls, times: list[float]) -> Spread:
+        """Of measurements."""
+        twentieths = statistics.quantiles(times, n=20)
+        return cls(statistics.median(times), twentieths[0], twentieths[-1])
+
+
+def device_us_alternated(
+    runs: dict[str, Callable[[], object]], rounds: int, inner: int = 1
+) -> dict[str, Spread]:
+    """As :func:`device_us` for several runs, one after the other in every round.
+
+    What changes with time, such as the clocks, meets all of them alike, so that differences of a
+    percent can be told.
+    """
+    return _alternated(runs, rounds, lambda run: _device_us(run, inner))
+
+
+def host_us_alternated(
+    runs: dict[str, Callable[[], object]], rounds: int = 100, inner: int = 20
+) -> dict[str, Spread]:
+    """Microseconds that the host spends in a call; the device never falls behind."""
+
+    def measure(run: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        return _wall_us(run, inner)
+
+    return _alternated(runs, rounds, measure)
+
+
+def _alternated(
+    runs: dict[str, Callable[[], object]],
+    rounds: int,
+    measure: Callable[[Callable[[], object]], float],
+) -> dict[str, Spread]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    warm_up = max(3, rounds // 10)
+    for i in range(warm_up + rounds):
+        for name, run in runs.items():
+            time_us = measure(run)
+            if i >= warm_up:
+                times[name].append(time_us)
+    return {name: Spread.of(values) for name, values in times.items()}
 
 
 def graphed(run: Callable[[], object], copies: int = 20) -> Callable[[], None]:
