@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tolerances import gradient_tolerance, tolerance
 
@@ -77,6 +78,23 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Calls(TorchDispatchMode):
+    """Names of the ops that run, and how many gradients each backward op of dpa returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+        self.gradients: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        if func.namespace == "dpa" and func._opname.endswith("_backward"):
+            returned = out if isinstance(out, tuple) else (out,)
+            self.gradients.append(sum(x is not None for x in returned))
+        return out
 
 
 def random_gradients(outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -153,7 +171,9 @@ class OpProofs:
                 tensors = [x.detach().clone() for x in sample.floating()]
                 tensors[i].requires_grad_()
                 out = call(type(self).op, sample.with_floating(tuple(tensors)))
-                torch.autograd.backward(out, [torch.ones_like(o) for o in out])
+                with Calls() as calls:
+                    torch.autograd.backward(out, [torch.ones_like(o) for o in out])
+                assert set(calls.gradients) <= {1}
                 assert_close(tensors[i].grad, expected.grad, **tolerance(torch.float32))
                 assert all(x.grad is None for j, x in enumerate(tensors) if j != i)
 

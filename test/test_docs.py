@@ -1,9 +1,14 @@
 """Every Python block in the documentation runs."""
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+
+import dpa
+from dpa.cli import app
 
 _ROOT = Path(__file__).parent.parent
 _PAGES = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *sorted(_ROOT.glob("docs/**/*.md"))]
@@ -24,8 +29,38 @@ def test_block_runs(code, tmp_path, monkeypatch):
     exec(compile(code, "block", "exec"), {"__name__": "block"})
 
 
+def _outside_fences(page):
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in _PAGES if p.parent.name != "reference"], ids=lambda p: p.name
+)
+def test_nothing_else_is_shown_unchecked(page):
+    """Fences are Python, which runs, or quotations of files; indented lines name what exists."""
+    languages = set(re.findall(r"^```(\w+)", page.read_text(), re.M))
+    assert languages <= {"python"} or page.name == "own-op.md", languages  # see test_own_op.py
+    makefile = (_ROOT / "Makefile").read_text()
+    for block in re.findall(r"(?:^    \S.*\n)+", _outside_fences(page), re.M):
+        code = textwrap.dedent(block)
+        if code.startswith("make "):
+            for target in re.findall(r"^make (\w+)", code, re.M):
+                assert re.search(rf"^{target}:", makefile, re.M), target
+            continue
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "dpa":
+                assert hasattr(dpa, node.attr), node.attr
+
+
+def test_commands_exist():
+    commands = {c.name or c.callback.__name__ for c in app.registered_commands}
+    for page in _PAGES:
+        for name in re.findall(r"`dpa (\w+)", page.read_text()):
+            assert name in commands, f"{page.name}: dpa {name}"
+
+
 def test_links_lead_somewhere():
     for page in _PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        for target in re.findall(r"\]\(([^)#]+)\)", _outside_fences(page)):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"

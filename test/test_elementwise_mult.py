@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import dpa
-from proofs import OpProofs, Sample, strided
+from proofs import Calls, OpProofs, Sample, strided
 
 
 def _pair(device, dtype, *shape):
@@ -68,6 +68,15 @@ def test_too_many_dimensions(device):
     message = r"^dpa::elementwise_mult: a must have at most 16 dimensions .*, got 18"
     with pytest.raises(RuntimeError, match=message):
         torch.ops.dpa.elementwise_mult(x, x.permute(*reversed(range(18))))
+
+
+@pytest.mark.parametrize("which", [(True, False), (False, True), (True, True)])
+def test_a_gradient_that_nobody_asks_for_is_not_computed(device, which):
+    a, b = torch.randn(2, 6, device=device).unbind()
+    out = torch.ops.dpa.elementwise_mult(a.requires_grad_(which[0]), b.requires_grad_(which[1]))
+    with Calls() as calls:
+        out.backward(torch.ones_like(out))
+    assert calls.names.count("dpa.elementwise_mult.default") == sum(which)
 
 
 def test_out(device):

@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 import dpa
-from proofs import OpProofs, Sample
+from proofs import Calls, OpProofs, Sample
 from test_elementwise_mult import layouts
 
 
@@ -53,6 +54,16 @@ def test_default_bias_and_special_values(device):
     x, y = values.repeat(7), values.repeat_interleave(7)
     got = torch.ops.dpa.fused_relu_add(x, y)
     torch.testing.assert_close(got, torch.relu(x) + y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("which", [(True, False), (False, True), (True, True)])
+def test_a_gradient_that_nobody_asks_for_is_not_computed(device, which):
+    """That of y is the output's own: nothing is computed at all."""
+    x, y = torch.randn(2, 6, device=device).unbind()
+    out = torch.ops.dpa.fused_relu_add(x.requires_grad_(which[0]), y.requires_grad_(which[1]))
+    with Calls() as calls:
+        out.backward(torch.ones_like(out))
+    assert calls.names.count("aten.threshold_backward.default") == which[0]
 
 
 def test_gradient_at_zero_is_pytorchs(device):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dpa
 
@@ -52,20 +53,32 @@ except RuntimeError as error:
     assert "DPA_CUDA must be auto, on or off, got sometimes" in _run(code)
 
 
-def test_builds_and_registers_the_same_ops():
-    """The CPU's half; the folder stays, so that only the first run of the tests compiles."""
+@pytest.mark.parametrize(
+    "cuda",
+    [
+        "off",
+        pytest.param(
+            "on",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+        ),
+    ],
+)
+def test_builds_and_registers_the_same_ops(cuda):
+    """The folders stay, so that only the first run of the tests compiles."""
     names = [name for name in dpa.info()["ops"] if "unet1d_pack" not in name]
+    folder = _ROOT / "build" / f"jit-{cuda}"
     code = f"""
 import dpa, torch
-path = dpa.jit.load(cuda="off", folder={str(_ROOT / "build" / "jit")!r})
+path = dpa.jit.load(cuda={cuda!r}, folder={str(folder)!r})
 assert path == dpa.library_path() == dpa.jit.load() and path.is_file()
 for name in {names}:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta") or "names" in name, name
-x = torch.randn(2, 8, 5)
-expected = dpa.reference.group_norm_mish(x, 4)
-torch.testing.assert_close(torch.ops.dpa.group_norm_mish(x, 4), expected)
-mapped = torch.vmap(lambda x: torch.ops.dpa.fused_relu_add(x, x))(x)
-torch.testing.assert_close(mapped, x.relu() + x)
+for device in ["cpu"] + ["cuda"] * ({cuda!r} == "on"):
+    x = torch.randn(2, 8, 5, device=device)
+    expected = dpa.reference.group_norm_mish(x, 4)
+    torch.testing.assert_close(torch.ops.dpa.group_norm_mish(x, 4), expected)
+    mapped = torch.vmap(lambda x: torch.ops.dpa.fused_relu_add(x, x))(x)
+    torch.testing.assert_close(mapped, x.relu() + x)
 print("works")
 """
     assert _run(code).strip().endswith("works")

@@ -277,6 +277,23 @@ def test_compile(device):
     torch.testing.assert_close(compiled(*args), step(*args), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(device, dtype):
+    unet = _net("small", device)
+    weights, config = PackedUnet(unet, dtype).packed, unet_config(unet)
+    sample, cond = torch.randn(2, 16, 2, device=device), _cond(unet, 2, device)
+    torch.library.opcheck(
+        torch.ops.dpa.unet1d.default,
+        (sample, torch.ones(2, device=device), cond, weights, config, dtype),
+    )
+    table, noise = torch.rand(3, 6, device=device) / 2, torch.randn(3, 2, 16, 2, device=device)
+    steps = torch.arange(3.0, device=device)
+    torch.library.opcheck(
+        torch.ops.dpa.diffusion_sample.default,
+        (sample, steps, cond, weights, config, dtype, table, 1.0, noise, sample, sample > 0),
+    )
+
+
 def test_no_gradient_is_pretended(device):
     unet = _net("small", device)
     packed = PackedUnet(unet)
