@@ -3,9 +3,11 @@
 #pragma once
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <limits>
 #include <type_traits>
 
@@ -38,17 +40,29 @@ struct StepInputs {
              const OptionalTensor& noise, int64_t columns);
 };
 
-/// Calls f(i, formula) for every element i, in parallel, with the formula of its row.
+/// Pieces of neighbouring elements that share a row of the table, the same whatever the number of threads.
+struct StepPieces {
+  static constexpr int64_t kElements = 8192;
+  int64_t inner, per_row, count;
+
+  explicit StepPieces(const StepInputs& in)
+      : inner(in.inner), per_row((in.inner + kElements - 1) / kElements), count(in.batch * per_row) {}
+};
+
+/// Calls f(begin, end, piece, formula) for every piece, in parallel, with the formula of its row.
 template <class T, template <class> class Formula, class F>
-void for_each_step(const StepInputs& in, double clip, const F& f) {
+void for_each_piece(const StepInputs& in, double clip, const F& f) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const StepPieces pieces(in);
   const A* table = in.table.const_data_ptr<A>();
   const int64_t* index = in.index.const_data_ptr<int64_t>();
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, in.inner));
-  at::parallel_for(0, in.batch, in.batch == 1 ? 1 : grain, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      const Formula<A> formula(table, index[b], static_cast<A>(clip), in.noise.defined());
-      for (int64_t i = b * in.inner; i < (b + 1) * in.inner; ++i) f(i, b, formula);
+  const int64_t grain = std::max<int64_t>(1, 2 * StepPieces::kElements / std::max<int64_t>(1, in.inner));
+  at::parallel_for(0, pieces.count, grain, [&](int64_t first, int64_t last) {
+    for (int64_t piece = first; piece < last; ++piece) {
+      const int64_t row = piece / pieces.per_row, begin = piece % pieces.per_row * StepPieces::kElements;
+      const int64_t end = std::min(begin + StepPieces::kElements, in.inner);
+      const Formula<A> formula(table, index[row], static_cast<A>(clip), in.noise.defined());
+      f(row * in.inner + begin, row * in.inner + end, piece, formula);
     }
   });
 }
@@ -63,8 +77,9 @@ Tensor step_cpu(const StepNames& names, const StepInputs& in, double clip) {
     const auto* sample = in.sample.const_data_ptr<scalar_t>();
     const auto* noise = in.noise.defined() ? in.noise.const_data_ptr<scalar_t>() : nullptr;
     auto* result = out.mutable_data_ptr<scalar_t>();
-    for_each_step<scalar_t, Formula>(in, clip, [&](int64_t i, int64_t, const Formula<A>& formula) {
-      result[i] = static_cast<scalar_t>(formula.step(output[i], sample[i], noise ? A(noise[i]) : A(0)));
+    for_each_piece<scalar_t, Formula>(in, clip, [&](int64_t begin, int64_t end, int64_t, const Formula<A>& formula) {
+      for (int64_t i = begin; i < end; ++i)
+        result[i] = static_cast<scalar_t>(formula.step(output[i], sample[i], noise ? A(noise[i]) : A(0)));
     });
   });
   return out;
@@ -85,19 +100,24 @@ StepGradients step_backward_cpu(const StepNames& names, const StepInputs& in, do
     const auto write = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr<scalar_t>() : nullptr; };
     const auto *g = read(grad), *output = read(in.model_output), *sample = read(in.sample), *noise = read(in.noise);
     auto *to_output = write(grad_output), *to_sample = write(grad_sample), *to_noise = write(grad_noise);
-    // A row of sums for each row of the sample: threads never share one.
-    auto sums = at::zeros({in.batch, kColumns}, in.table.options());
-    A* sum = sums.template mutable_data_ptr<A>();
-    for_each_step<scalar_t, Formula>(in, clip, [&](int64_t i, int64_t b, const Formula<A>& formula) {
-      const auto d = formula.gradient(g[i], output[i], sample[i], noise ? A(noise[i]) : A(0));
-      if (to_output) to_output[i] = static_cast<scalar_t>(d.model_output);
-      if (to_sample) to_sample[i] = static_cast<scalar_t>(d.sample);
-      if (to_noise) to_noise[i] = static_cast<scalar_t>(d.noise);
-      for (int c = 0; c < kColumns; ++c) sum[b * kColumns + c] += d.row[c];
-    });
+    const StepPieces pieces(in);
+    auto sums = mask[2] ? at::empty({in.batch, pieces.per_row, kColumns}, in.table.options()) : Tensor();
+    A* to_sums = mask[2] ? sums.template mutable_data_ptr<A>() : nullptr;
+    for_each_piece<scalar_t, Formula>(
+        in, clip, [&](int64_t begin, int64_t end, int64_t piece, const Formula<A>& formula) {
+          A sum[kColumns] = {};
+          for (int64_t i = begin; i < end; ++i) {
+            const auto d = formula.gradient(g[i], output[i], sample[i], noise ? A(noise[i]) : A(0));
+            if (to_output) to_output[i] = static_cast<scalar_t>(d.model_output);
+            if (to_sample) to_sample[i] = static_cast<scalar_t>(d.sample);
+            if (to_noise) to_noise[i] = static_cast<scalar_t>(d.noise);
+            for (int c = 0; to_sums && c < kColumns; ++c) sum[c] += d.row[c];
+          }
+          if (to_sums) std::copy_n(sum, kColumns, to_sums + piece * kColumns);
+        });
     if (mask[2])
       grad_table = at::zeros({in.rows, kColumns}, in.table.options())
-                       .index_add_(0, in.index, sums)
+                       .index_add_(0, in.index, sums.sum(1))
                        .to(table.scalar_type())
                        .view(table.sizes());
   });
