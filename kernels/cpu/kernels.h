@@ -1,5 +1,5 @@
 // What a level (an instruction set) must be able to do, as a table of functions. The same sources are compiled once a
-// level; kernels_of gives the table.
+// level; choose_kernels gives the table.
 //
 // Channels are padded to multiples of 16 everywhere: 16 channels are one cache line of floats and one panel of weights.
 // Padded channels hold zeros, so that sums may run over them. Nothing here allocates.
@@ -103,9 +103,6 @@ inline int64_t finish_tasks(const Finish& f) {
 }
 inline int64_t dense_tasks(const Dense& d) { return (d.rows + kDenseRows - 1) / kDenseRows; }
 
-/// The table of a level that this machine has.
-const Kernels& kernels_of(Level level);
-
 namespace portable {
 extern const Kernels kKernels;
 }
@@ -117,6 +114,14 @@ namespace avx512 {
 extern const Kernels kKernels;
 }
 namespace avx512_bf16 {
+extern const Kernels kKernels;
+}
+#endif
+#ifdef DPA_ARM
+namespace neon {
+extern const Kernels kKernels;
+}
+namespace neon_bf16 {
 extern const Kernels kKernels;
 }
 #endif

@@ -4,56 +4,48 @@
 
 #include "kernels/cpu/kernels.h"
 
+#ifdef DPA_ARM
+#include <sys/auxv.h>
+#endif
+
 namespace dpa::kernels::cpu {
+namespace {
 
-const char* level_name(Level level) {
-  constexpr const char* kNames[kLevels] = {"portable", "avx2", "avx512", "avx512_bf16"};
-  return kNames[static_cast<int>(level)];
-}
-
-bool level_supported(Level level) {
+std::vector<Level> find_levels() {
+  std::vector<Level> found = {{"portable", true, &portable::kKernels}};
 #ifdef DPA_X86
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  switch (level) {
-    case Level::kPortable: return true;
-    case Level::kAvx2: return avx2;
-    case Level::kAvx512: return avx512;
-    case Level::kAvx512Bf16: return avx512 && __builtin_cpu_supports("avx512bf16");
-  }
-  return false;
-#else
-  return level == Level::kPortable;
+  found.push_back({"avx2", avx2, &avx2::kKernels});
+  found.push_back({"avx512", avx512, &avx512::kKernels});
+  found.push_back({"avx512_bf16", avx512 && __builtin_cpu_supports("avx512bf16"), &avx512_bf16::kKernels});
 #endif
+#ifdef DPA_ARM
+  constexpr unsigned long kHasBf16 = 1UL << 14;  // HWCAP2_BF16 of the kernel's interface
+  found.push_back({"neon", true, &neon::kKernels});
+  found.push_back({"neon_bf16", (getauxval(AT_HWCAP2) & kHasBf16) != 0, &neon_bf16::kKernels});
+#endif
+  return found;
 }
 
-Level choose_level(std::string& error) {
-  int level = kLevels - 1;
-  if (const char* wanted = std::getenv("DPA_CPU_LEVEL"); wanted && *wanted) {
-    while (level >= 0 && wanted != std::string(level_name(static_cast<Level>(level)))) level--;
-    if (level < 0 || !level_supported(static_cast<Level>(level))) {
-      error = std::string(
-                  "DPA_CPU_LEVEL must be portable, avx2, avx512 or avx512_bf16, as far as the machine has it, "
-                  "got ") +
-              wanted;
-      return Level::kPortable;
-    }
-    return static_cast<Level>(level);
-  }
-  while (!level_supported(static_cast<Level>(level))) level--;
-  return static_cast<Level>(level);
+}  // namespace
+
+const std::vector<Level>& levels() {
+  static const std::vector<Level> found = find_levels();
+  return found;
 }
 
-const Kernels& kernels_of(Level level) {
-#ifdef DPA_X86
-  switch (level) {
-    case Level::kPortable: return portable::kKernels;
-    case Level::kAvx2: return avx2::kKernels;
-    case Level::kAvx512: return avx512::kKernels;
-    case Level::kAvx512Bf16: return avx512_bf16::kKernels;
+const Kernels& choose_kernels(std::string& error) {
+  const char* wanted = std::getenv("DPA_CPU_LEVEL");
+  const bool any = !wanted || !*wanted;
+  std::string names;
+  for (auto level = levels().rbegin(); level != levels().rend(); ++level) {
+    if (!level->supported) continue;
+    if (any || level->name == std::string(wanted)) return *level->kernels;
+    names = level->name + (names.empty() ? "" : ", " + names);
   }
-#endif
+  error = "DPA_CPU_LEVEL must be one that the machine has (" + names + "), got " + wanted;
   return portable::kKernels;
 }
 

@@ -1,24 +1,29 @@
 // Which instruction set the CPU kernels use: the best that this machine has, or a lower one that DPA_CPU_LEVEL names.
 #pragma once
 #include <string>
+#include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DPA_X86
+#elif defined(__aarch64__) && defined(__GNUC__) && defined(__linux__)
+#define DPA_ARM
 #endif
 
 namespace dpa::kernels::cpu {
 
-enum class Level { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
-constexpr int kLevels = 4;
+struct Kernels;
 
-/// Its name, as DPA_CPU_LEVEL spells it: portable, avx2, avx512, avx512_bf16.
-const char* level_name(Level level);
+struct Level {
+  const char* name;  // as DPA_CPU_LEVEL spells it
+  bool supported;    // by this machine
+  const Kernels* kernels;
+};
 
-/// Whether this machine, and this build, has it.
-bool level_supported(Level level);
+/// The levels of this build, from the least to the best; the first runs on every machine.
+const std::vector<Level>& levels();
 
-/// The level of the environment variable, which is read at every call; without one, the best. Where the variable names
-/// no level, or one that is not here, `error` says so.
-Level choose_level(std::string& error);
+/// The kernels of the level that the environment variable names, which is read at every call; without one, of the best.
+/// Where it names no level, or one that is not here, `error` says so.
+const Kernels& choose_kernels(std::string& error);
 
 }  // namespace dpa::kernels::cpu

@@ -62,7 +62,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   TORCH_CHECK(cpu::packed_here(plan, in.packed.const_data_ptr()), "dpa::", op,
               ": packed must be what unet1d_pack made on the CPU, got bytes packed elsewhere");
   std::string error;
-  const auto& kernels = cpu::kernels_of(cpu::choose_level(error));
+  const auto& kernels = cpu::choose_kernels(error);
   TORCH_CHECK(error.empty(), "dpa::", op, ": ", error);
 
   cpu::Call call = {};

@@ -20,8 +20,10 @@ export PATH
 dpa=$(python -c 'import dpa; print(dpa.library_path().parent)')
 models=$PWD/build/test-cpp/models
 python "$here/make_models.py" "$models"
-cmake -S "$here" -B build/test-cpp -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" -DDPA_MODELS="$models" \
-  -DPython_EXECUTABLE="$(command -v python)" >build/test-cpp.log 2>&1 ||
-  { cat build/test-cpp.log; exit 1; }
-cmake --build build/test-cpp
-ctest --test-dir build/test-cpp --output-on-failure
+build=build/test-cpp${SANITIZE_FLAGS:+-sanitize}
+cmake -S "$here" -B "$build" -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" -DDPA_MODELS="$models" \
+  -DPython_EXECUTABLE="$(command -v python)" -DCMAKE_CXX_FLAGS="${SANITIZE_FLAGS:-}" >"$build.log" 2>&1 ||
+  { cat "$build.log"; exit 1; }
+cmake --build "$build"
+ctest --test-dir "$build" --output-on-failure
+[ -n "${SANITIZE_FLAGS:-}" ] || sh "$here/aarch64.sh" "$models/unets.bin"

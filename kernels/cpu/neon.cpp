@@ -1,0 +1,21 @@
+// NEON: 32 registers of 4.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/kernels.h"
+
+#ifdef DPA_ARM
+#define DPA_LEVEL neon
+#define DPA_LANES 4
+#define DPA_SUMS 16
+#define DPA_PANELS 1
+
+#include "kernels/cpu/dense.h"
+#include "kernels/cpu/finish.h"
+#include "kernels/cpu/product.h"
+
+namespace dpa::kernels::cpu::neon {
+const Kernels kKernels = {DPA_PANELS, false, product, finish, dense, narrow, dot};
+}  // namespace dpa::kernels::cpu::neon
+#endif

@@ -1,0 +1,28 @@
+// NEON with its products of pairs of bfloat16.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/kernels.h"
+
+#ifdef DPA_ARM
+#include <arm_neon.h>
+// Headers above are compiled for every machine, what follows for this one alone.
+#pragma GCC target("arch=armv8.2-a+bf16")
+#define DPA_LEVEL neon_bf16
+#define DPA_LANES 4
+#define DPA_SUMS 16
+#define DPA_PANELS 1
+/// sums + the products of both halves of each word
+#define DPA_DOT(sums, weights, inputs)                                                                       \
+  reinterpret_cast<Floats>(vbfdotq_f32(reinterpret_cast<float32x4_t>(sums), vreinterpretq_bf16_u32(weights), \
+                                       vreinterpretq_bf16_u32(vdupq_n_u32(inputs))))
+
+#include "kernels/cpu/dense.h"
+#include "kernels/cpu/finish.h"
+#include "kernels/cpu/product.h"
+
+namespace dpa::kernels::cpu::neon_bf16 {
+const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, narrow, dot};
+}  // namespace dpa::kernels::cpu::neon_bf16
+#endif
