@@ -1,7 +1,8 @@
 // Small products: FiLM's and the time embedding's linear layers, once a call, and the first and last layers' few
 // actions.
 //
-//   dense    a task is 16 rows of weights; 4 rows x 4 samples (or 1) at a time, columns along the vectors. Weights are
+//   dense    a task is 16 rows of weights; 4 rows x 4 samples (or 2, or 1) at a time, columns along the vectors.
+//   Weights are
 //            read from memory once: further samples find the 4 rows in the first cache.
 #pragma once
 #include "kernels/cpu/kernels.h"
@@ -22,6 +23,8 @@ DPA_INLINE float load_weight(const void* weights, int64_t at) {
   return (kType == DType::kBFloat16 ? from_bfloat16(words) : from_float16(words))[0];
 }
 
+constexpr int kDenseAhead = 4096;  // bytes of the weights that are asked for ahead of their use
+
 /// Rows row .. row + R - 1 for samples n .. n + N - 1.
 template <DType kType, int R, int N>
 void dense_block(const Dense& d, int row, int n) {
@@ -32,7 +35,10 @@ void dense_block(const Dense& d, int row, int n) {
   for (; c + kLanes <= d.columns; c += kLanes) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      const Floats w = load_weights<kType>(d.weights, at + static_cast<int64_t>(r) * d.columns + c);
+      const int64_t from = at + static_cast<int64_t>(r) * d.columns + c;
+      constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+      __builtin_prefetch(static_cast<const char*>(d.weights) + from * kBytes + kDenseAhead);
+      const Floats w = load_weights<kType>(d.weights, from);
 #pragma GCC unroll 4
       for (int i = 0; i < N; i++) sums[r][i] += w * load(in + static_cast<int64_t>(i) * d.columns + c);
     }
@@ -53,6 +59,7 @@ template <DType kType, int R>
 void dense_rows(const Dense& d, int row) {
   int n = 0;
   for (; n + 4 <= d.samples; n += 4) dense_block<kType, R, 4>(d, row, n);
+  for (; n + 2 <= d.samples; n += 2) dense_block<kType, R, 2>(d, row, n);
   for (; n < d.samples; n++) dense_block<kType, R, 1>(d, row, n);
 }
 

@@ -52,9 +52,12 @@ DPA_INLINE Floats as_floats(Words x) { return reinterpret_cast<Floats>(x); }
 DPA_INLINE Words as_words(Floats x) { return reinterpret_cast<Words>(x); }
 
 DPA_INLINE float sum(Floats x) {
-  float total = 0;
-  for (int i = 0; i < kLanes; i++) total += x[i];
-  return total;
+  typedef float Quarter __attribute__((vector_size(16)));
+  Quarter parts[kLanes / 4];
+  std::memcpy(parts, &x, sizeof x);
+  Quarter total = parts[0];
+  for (int i = 1; i < kLanes / 4; i++) total += parts[i];
+  return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
 /// A half of 16 bits, in the low end of each word, as a float.

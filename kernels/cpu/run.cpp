@@ -119,7 +119,7 @@ void one_step(const Program& p, Team& team, int thread, int step) {
   run_finish();
   for (const Layer& layer : p.layers) {
     for (int s = 0; s < layer.num_products; s++) {
-      team.share(thread, layer.tasks[s].count, [&](int64_t begin, int64_t end) {
+      team.share_long(thread, s, layer.tasks[s].count, [&](int64_t begin, int64_t end) {
         p.kernels->product(layer.products[s], layer.tasks[s], begin, end);
       });
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <thread>
 
 #ifdef __x86_64__
@@ -14,7 +15,7 @@ namespace dpa::kernels::cpu {
 /// others after some 10 us, in case there are more threads than cores.
 class Team {
  public:
-  explicit Team(int size) : size_(size) {}
+  explicit Team(int size) : size_(size), queues_(new Queue[size]) {}
   int size() const { return size_; }
 
   void barrier() {
@@ -22,6 +23,8 @@ class Team {
     const uint32_t round = round_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
+      for (int i = 0; i < size_; i++)
+        for (auto& next : queues_[i].next) next.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
       return;
     }
@@ -36,18 +39,41 @@ class Team {
   /// The part of `count` tasks that a thread does; and runs them.
   template <class F>
   void share(int thread, int64_t count, const F& run) const {
-    const int64_t begin = count * thread / size_, end = count * (thread + 1) / size_;
+    const int64_t begin = first(thread, count), end = first(thread + 1, count);
     if (begin < end) run(begin, end);
   }
 
+  /// The same for long tasks: a thread that is done with its part takes from the others', since a core may be away for
+  /// a while or slower. Between two barriers `list` 0 and 1 can be used, once each, and by a team of one too.
+  template <class F>
+  void share_long(int thread, int list, int64_t count, const F& run) {
+    if (size_ == 1) return share(thread, count, run);
+    for (int i = 0; i < size_; i++) {
+      const int owner = (thread + i) % size_;
+      const int64_t end = first(owner + 1, count);
+      for (;;) {
+        const int64_t task = first(owner, count) + queues_[owner].next[list].fetch_add(1, std::memory_order_relaxed);
+        if (task >= end) break;
+        run(task, task + 1);
+      }
+    }
+  }
+
  private:
+  struct alignas(64) Queue {
+    std::atomic<int64_t> next[2] = {0, 0};
+  };
+  int64_t first(int thread, int64_t count) const { return count * thread / size_; }
   static constexpr int kSpins = 2000;
   static void pause() {
 #ifdef __x86_64__
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #endif
   }
   const int size_;
+  const std::unique_ptr<Queue[]> queues_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> round_{0};
 };
