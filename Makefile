@@ -18,8 +18,7 @@ SETUP := $(VENV)/.setup-$(CUDA)
 build: $(SETUP)
 	@$(PIP) install --no-build-isolation --no-deps --editable . \
 	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \
-	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)' \
-	  --config-settings=cmake.define.DPA_SANITIZE=$(SANITIZE)
+	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
 	@$(BIN)/python -c 'import dpa; print("dpa is built for", dpa.info()["built for"])'
 
 # The environment, made anew when the pins change.
@@ -39,8 +38,14 @@ $(SETUP): requirements/build.txt requirements/dev.txt requirements/lerobot.txt r
 demo: build
 	$(BIN)/dpa demo $(DEMO_ARGS)
 
+# SANITIZE=address,undefined runs the tests on a second build, in build/sanitize; the installed one stays as it is.
+ifeq ($(SANITIZE),)
 test: build test-cpp
 	$(BIN)/python -m pytest $(TEST_ARGS)
+else
+test: build
+	@sh test/sanitize.sh $(BIN)/python $(SANITIZE) $(TEST_ARGS)
+endif
 
 test-cpp: build
 	@sh test/cpp/run.sh $(BIN)/python
