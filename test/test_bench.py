@@ -106,14 +106,40 @@ def test_pictures_are_drawn(tmp_path):
             ("dpa", 80.0),
         )
     ]
-    bars = [{"what": "one thing", "PyTorch": 100.0, "dpa": 20.0}]
+    engines = [
+        {"batch": b, "engine": e, "precision": "float32", "median ms": ms * b}
+        for b in (1, 16)
+        for e, ms in (("eager", 20.0), ("dpa", 6.0), ("reading", 5.0))
+    ]
     for path in (
         plots.draw_steps(rows, "a GPU", tmp_path / "steps.png"),
         plots.draw_batches(rows, "a GPU", tmp_path / "batches.png"),
-        plots.draw_bars(bars, "a CPU", tmp_path / "cpu.png"),
+        plots.draw_engines(engines, "a CPU", tmp_path / "cpu.png"),
         _profile().draw(tmp_path / "profile.png"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_cpu_measures_a_network_in_turns():
+    from dpa.bench import cpu_unet
+
+    network = cpu_unet.NETWORK | {"down_dims": (16, 32), "diffusion_step_embed_dim": 16}
+    unet = dpa.nn.ConditionalUnet1D(**network).eval()
+    rows = cpu_unet.forward_rows(unet, 2, rounds=1, compiled=False)
+    found = {(row["engine"], row["precision"]): row for row in rows}
+    assert {"eager", "dpa", "reading"} <= {engine for engine, _ in found}
+    assert all(0 < row["p10 ms"] <= row["median ms"] <= row["p90 ms"] for row in rows)
+    for (engine, precision), row in found.items():
+        if engine != "reading":
+            assert row["error"] < {"float32": 1e-5, "bfloat16": 5e-2}[precision]
+
+
+def test_every_op_is_measured_beside_the_same_arithmetic():
+    from dpa.bench import cpu_ops
+
+    for case in cpu_ops.cases(torch.float64):
+        if case.size[0] == "1":
+            assert_close(case.ours(*case.tensors), case.plain(*case.tensors))
 
 
 def test_the_command_refuses_what_it_does_not_know():

@@ -32,8 +32,9 @@ def bench(
 ) -> None:
     """Measure beside eager PyTorch, torch.compile and the physical floor, in microseconds.
 
-    On a GPU the small ops, the U-Net's step and the whole denoising loop; on the CPU the fused ops
-    and a U-Net. Writes OUT/results.json and plots.
+    On a GPU the small ops, the U-Net's step and the whole denoising loop; on the CPU every op, and
+    the U-Net beside ONNX Runtime and OpenVINO too, where they are installed. Writes
+    OUT/results.json and plots.
     """
     gpu = torch.cuda.is_available()
     if only not in ("all", "ops", "sampler"):
@@ -65,7 +66,7 @@ def bench(
         print(json.dumps(results, indent=2))
         return
     console = Console()
-    console.print(f"{results['device']}, torch {results['torch']}; median microseconds")
+    console.print(f"{results['device']}, torch {results['torch']}; medians, in us")
     for title, rows in results.items():
         if isinstance(rows, list):
             console.print(_table(title, rows))
@@ -106,8 +107,8 @@ def _pictures(results: dict[str, Any], out: Path) -> list[Path]:
     if "steps" in results:
         found.append(plots.draw_steps(results["steps"], device, out / "steps.png"))
         found.append(plots.draw_batches(results["steps"], device, out / "batches.png"))
-    if "CPU" in results:
-        found.append(plots.draw_bars(results["CPU"], device, out / "cpu.png"))
+    if "U-Net, forward pass" in results:
+        found.append(plots.draw_engines(results["U-Net, forward pass"], device, out / "cpu.png"))
     return found
 
 

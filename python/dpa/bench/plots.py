@@ -129,19 +129,28 @@ def draw_profile(profile: StepProfile, path: Path) -> Path:
     return path
 
 
-def draw_bars(rows: list[Row], device: str, path: Path) -> Path:
-    """A table of PyTorch's and dpa's microseconds, as pairs of bars."""
-    with figure(path, (8, 1.5 + 0.5 * len(rows))) as fig:
-        headline(fig, "PyTorch and dpa", f"{device}; microseconds, logarithmic")
-        ax = _axes(fig, left=0.34)
-        for y, row in enumerate(rows):
-            for offset, how, color in ((-0.2, "PyTorch", MUTED), (0.2, "dpa", _WAYS["dpa"])):
-                ax.barh(y + offset, row[how], color=color, height=0.36)
-                ax.text(row[how] * 1.05, y + offset, f"{how} {row[how]:.0f}", va="center", size=8.5)
-        ax.set_yticks(range(len(rows)), [row["what"] for row in rows], size=9)
-        ax.set_xscale("log")
-        ax.set_xlim(right=max(row["PyTorch"] for row in rows) * 4)
-        ax.invert_yaxis()
+def draw_engines(rows: list[Row], device: str, path: Path) -> Path:
+    """One forward pass of the U-Net in every engine: bars, a panel a batch, the slowest on top."""
+    batches = sorted({row["batch"] for row in rows})
+    most = max(sum(row["batch"] == batch for row in rows) for batch in batches)
+    with figure(path, (5.2 * len(batches), 1.7 + 0.3 * most)) as fig:
+        line = f"{device}; milliseconds, median. Reading: every packed weight, once"
+        headline(fig, "One forward pass of the U-Net", line)
+        height = fig.get_figheight()
+        place = {"left": 0.16, "right": 0.97, "top": 1 - 1.35 / height, "bottom": 0.4 / height}
+        grid = fig.add_gridspec(1, len(batches), wspace=0.75, **place)
+        for ax, batch in zip(grid.subplots(squeeze=False)[0], batches, strict=True):
+            found = [row for row in rows if row["batch"] == batch]
+            found.sort(key=lambda row: -row["median ms"])
+            for y, row in enumerate(found):
+                color = FAINT if row["engine"] == "reading" else _color(row["engine"])
+                ax.barh(y, row["median ms"], color=color, height=0.7)
+                ax.text(row["median ms"], y, f" {row['median ms']:.1f}", va="center", size=8.5)
+            names = [f"{row['engine']}, {row['precision']}" for row in found]
+            ax.set_yticks(range(len(found)), names, size=8.5)
+            ax.invert_yaxis()
+            ax.set_title(f"batch {batch}", size=9.5, loc="left")
+            _bare(ax)
     return path
 
 
