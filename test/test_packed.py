@@ -82,6 +82,30 @@ def test_forward(device, name, dtype):
         assert torch.equal(got, again)
 
 
+_SEVERAL = {
+    "input_dim": 3,
+    "global_cond_dim": 5,
+    "down_dims": (256, 512),
+    "cond_predict_scale": True,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_forward_of_several_samples(cuda, dtype):
+    """Sizes for which several samples have a kernel of their own, and a chunk that is not full."""
+    unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **_SEVERAL).to(cuda).eval()
+    packed, exact = PackedUnet(unet, dtype), dpa.reference.plain(unet).double()
+    for batch, horizon in [(5, 16), (16, 16), (33, 16), (16, 8)]:
+        sample = torch.randn(batch, horizon, unet.input_dim, device=cuda)
+        timestep = torch.randint(100, (batch,), device=cuda)
+        cond = _cond(unet, batch, cuda)
+        with torch.no_grad():
+            expected = exact(sample.double(), timestep, None, cond.double())
+        got = packed(sample, timestep, cond)
+        assert _error(got, expected) < _ERROR[dtype]
+        assert torch.equal(got, packed(sample, timestep, cond))
+
+
 def _rounded_to_e4m3(unet):
     """The network as e4m3 holds it: q = w / scale rounded, scale = max |w| of a channel / 448."""
     rounded = copy.deepcopy(unet)

@@ -90,11 +90,73 @@ __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Makes this thread's writes to shared memory visible to warpgroup products; a barrier must follow.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// Clusters. The rank of this block; the address, in the cluster's window, of what block `rank` has at `address`.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Every thread of every block of the cluster calls it; what was written to shared memory before is visible after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Arrives at a barrier of any block of the cluster, and publishes to whoever waits with `barrier_wait_cluster` what
+// this thread wrote, and what it saw written, before.
+__device__ __forceinline__ void barrier_arrive_cluster(uint32_t cluster_barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra "
+      "ready;\nbra wait;\nready:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ float4 load_cluster_16(uint32_t cluster_address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cluster_address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_cluster_8(uint32_t cluster_address, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(cluster_address), "f"(v.x), "f"(v.y) : "memory");
+}
+
 // Message words between blocks of one grid: never cached in L1, never reordered with themselves.
 __device__ __forceinline__ uint2 load_message(const uint32_t* address) {
   uint2 value;
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(address) : "memory");
   return value;
+}
+__device__ __forceinline__ uint4 load_message_16(const void* address) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_message_8(void* address, uint2 v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(address), "r"(v.x), "r"(v.y) : "memory");
 }
 __device__ __forceinline__ uint32_t load_message_word(const uint32_t* address) {
   uint32_t value;

@@ -120,6 +120,13 @@ inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : dt
 /// The type of the weights outside the tiles: the time embedding's and FiLM's.
 inline DType dense_dtype(DType dtype) { return dtype == DType::kFloat8E4M3 ? DType::kFloat16 : dtype; }
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+inline bool power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
+/// The least log with 2^log >= n.
+inline int log2_of(int n) {
+  int log = 0;
+  while ((1 << log) < n) log++;
+  return log;
+}
 
 /// The tiling of a product: 16 x 16 tiles (output channels x input channels of one tap), for each of
 /// slices_out x slices_in parts (slices_in fastest) the steps along K (tap, then channels), for each the rows' tiles.

@@ -6,13 +6,6 @@
 namespace dpa::kernels::unet1d {
 namespace {
 
-int log2_of(int n) {
-  int log = 0;
-  while ((1 << log) < n) log++;
-  return log;
-}
-bool power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
-
 // Whether the kernel of one sample has code for a product of these tiles.
 bool solo_shape(bool wide, int row_tiles, int column_tiles) {
   if (column_tiles == 1) return row_tiles <= (wide ? 4 : 8) || row_tiles == 8;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/unet1d/cluster.h"
 #include "kernels/unet1d/workspace.h"
 
 namespace dpa::kernels::unet1d {
@@ -52,7 +53,8 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps) {
   for (int i = 1; i < plan.config.levels; i++)
     w.skips[i] = take(static_cast<size_t>(batch) * (horizon >> i) * plan.config.down_dims[i]);
   w.message_bytes = message_words(plan, batch, horizon) * sizeof(uint32_t);
-  w.messages = take(w.message_bytes / sizeof(float));
+  const int64_t clustered = batch == 1 ? 0 : cluster_layout(plan, batch, horizon).message_bytes;
+  w.messages = take(std::max(w.message_bytes, static_cast<size_t>(clustered)) / sizeof(float));
   w.bytes = at;
   return w;
 }
@@ -77,7 +79,8 @@ std::string reject(const Plan& plan, int batch, int horizon, int steps) {
   return "";
 }
 
-Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes) {
+Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes, bool clusters) {
+  if (clusters && cluster_serves(plan, batch, horizon)) return Path::kClustered;
   return resident_fits(plan, batch, horizon, multiprocessors, shared_bytes) ? Path::kResident : Path::kLayered;
 }
 
@@ -93,8 +96,9 @@ static cudaError_t path_here(const Plan& plan, int batch, int horizon, Path& pat
     error = cudaDeviceGetAttribute(value, attribute, device);
     if (error != cudaSuccess) return error;
   }
-  path = kBuiltForHopper && major == 9 && minor == 0 ? choose_path(plan, batch, horizon, multiprocessors, shared_bytes)
-                                                     : Path::kLayered;
+  path = kBuiltForHopper && major == 9 && minor == 0
+             ? choose_path(plan, batch, horizon, multiprocessors, shared_bytes, clusters_fit(device))
+             : Path::kLayered;
   return cudaSuccess;
 }
 
@@ -124,7 +128,11 @@ cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream) {
     error = path_here(plan, call.batch, call.horizon, path);
     if (error != cudaSuccess) return error;
   }
-  return path == Path::kResident ? run_resident(plan, call, at, stream) : run_layered(plan, call, at, stream);
+  switch (path) {
+    case Path::kResident: return run_resident(plan, call, at, stream);
+    case Path::kClustered: return run_clustered(plan, call, at, stream);
+    default: return run_layered(plan, call, at, stream);
+  }
 }
 
 }  // namespace dpa::kernels::unet1d

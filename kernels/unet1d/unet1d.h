@@ -25,8 +25,9 @@ namespace dpa::kernels::unet1d {
 /// `packed` (plan.packed_bytes, aligned to 128).
 cudaError_t pack(const Plan& plan, const void* const* weights, DType source, void* packed, cudaStream_t stream);
 
-/// How a call is run: one resident kernel for the whole loop, or a chain of kernels, two a layer.
-enum class Path { kAutomatic, kResident, kLayered };
+/// How a call is run: one resident kernel for the whole loop, or one made for several samples, or a chain of kernels,
+/// two a layer.
+enum class Path { kAutomatic, kResident, kClustered, kLayered };
 
 /// One call. Every pointer is on the device; B = batch, T = horizon, A = action_dim, S = steps.
 struct Call {
@@ -64,8 +65,12 @@ size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps);
 /// Why a call of these sizes cannot run (empty when it can): the rule and the values.
 std::string reject(const Plan& plan, int batch, int horizon, int steps);
 
-/// The path that kAutomatic takes on a device with these many multiprocessors and this much shared memory a block.
-Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes);
+/// The path that kAutomatic takes on a device with these many multiprocessors and this much shared memory a block;
+/// `clusters`: whether the clusters of the kernel for several samples fit it.
+Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes, bool clusters);
+
+/// Whether they do, on a Hopper device; asked once a device.
+bool clusters_fit(int device);
 
 /// Runs a call on `stream`.
 cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream);

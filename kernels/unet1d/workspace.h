@@ -20,6 +20,7 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps);
 size_t message_words(const Plan& plan, int batch, int horizon);
 
 cudaError_t run_layered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
+cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
 cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
 
 /// Whether the resident kernel can run a call of these sizes on such a device.

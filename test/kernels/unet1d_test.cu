@@ -1,7 +1,11 @@
 // The packed U-Net against the float64 reference, and its speed against the time to read its weights once.
-//   unet1d_test test     every configuration, both paths, both weight types: one forward pass, and a loop with noise
-//   and inpainting unet1d_test quick    the small configurations alone (for compute-sanitizer) unet1d_test step     a
-//   step at batch 1 inside a captured loop; bench: other batches, horizons and the layered path too
+//   unet1d_test test     every configuration, every path and weight type: one forward pass, and a loop with noise and
+//                        inpainting
+//   unet1d_test quick    the small configurations alone (for compute-sanitizer)
+//   unet1d_test step     a step at batch 1 inside a captured loop
+//   unet1d_test bench    other batches, horizons and the layered path too
+//   unet1d_test profile  where the one-sample kernel's last step goes
+// A second word, `clustered`, keeps to the clustered path; any other keeps to the benchmarks whose names contain it.
 // Workspaces and outputs are poisoned, and followed by guard words that must survive.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,6 +17,7 @@
 #include <cstring>
 #include <random>
 
+#include "kernels/unet1d/cluster.h"
 #include "test/kernels/unet1d_reference.h"
 
 using namespace dpa::kernels;
@@ -53,9 +58,14 @@ const Case kCases[] = {
     {"64/128/256 T16 batch 16", {2, 3, {64, 128, 256}, 5, 8, 64, 20, true}, 16, 16, false},
     {"128/256/512/1024 T16", {2, 4, {128, 256, 512, 1024}, 5, 8, 64, 4, true}, 1, 16, false},
     {"128 actions on 128", {128, 2, {128, 256}, 3, 8, 16, 0, true}, 1, 8, false},
+    {"256 T16 batch 4", {2, 1, {256}, 5, 8, 32, 3, true}, 4, 16, false},
+    {"256/512 T8 k3 bias only, da 7, batch 16", {7, 2, {256, 512}, 3, 8, 32, 3, false}, 16, 8, false},
+    {"256/512 T16 batch 40", {2, 2, {256, 512}, 5, 8, 32, 0, true}, 40, 16, false},
     {"256/512/1024 T16 (80 M)", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 1, 16, true},
     {"256/512/1024 T48 da 16", {16, 3, {256, 512, 1024}, 5, 8, 256, 206, true}, 1, 48, true},
     {"256/512/1024 T16 batch 16", {2, 3, {256, 512, 1024}, 5, 8, 128, 40, true}, 16, 16, true},
+    {"256/512/1024 T16 batch 2", {2, 3, {256, 512, 1024}, 5, 8, 128, 40, true}, 2, 16, true},
+    {"256/512/1024 T16 batch 5 da 22", {22, 3, {256, 512, 1024}, 5, 8, 128, 40, true}, 5, 16, true},
     {"512/1024/2048 T16 (252 M)", {2, 3, {512, 1024, 2048}, 5, 8, 128, 132, true}, 1, 16, true},
     {"512/1024/2048 T64 da 6", {6, 3, {512, 1024, 2048}, 5, 8, 128, 268, true}, 1, 64, true},
 };
@@ -161,14 +171,21 @@ struct Network {
   }
 };
 
-bool fits_resident(const Plan& plan, int batch, int horizon) {
+// Whether a path other than the layered one takes these sizes.
+bool fits(const Plan& plan, int batch, int horizon, Path path) {
   cudaDeviceProp p;
   CHECK(cudaGetDeviceProperties(&p, 0));
-  return choose_path(plan, batch, horizon, p.multiProcessorCount, static_cast<int>(p.sharedMemPerBlockOptin)) ==
-         Path::kResident;
+  if (path == Path::kClustered) return clusters_fit(0) && cluster_layout(plan, batch, horizon).fits;
+  return choose_path(plan, batch, horizon, p.multiProcessorCount, static_cast<int>(p.sharedMemPerBlockOptin), false) ==
+         path;
+}
+
+const char* name_of(Path path) {
+  return path == Path::kResident ? "resident" : path == Path::kClustered ? "cluster " : "layered ";
 }
 
 int failures = 0;
+bool only_clustered = false;
 
 void test_case(const Case& c, DType dtype, bool loop) {
   const int steps = loop ? 3 : 1, actions = c.config.action_dim, per_sample = c.horizon * actions,
@@ -220,8 +237,9 @@ void test_case(const Case& c, DType dtype, bool loop) {
   Buffer<float> d_timesteps(timesteps), d_cond(cond), d_initial(initial), d_table(table), d_noise(noise),
       d_known(known);
   Buffer<uint8_t> d_mask(mask);
-  for (Path path : {Path::kLayered, Path::kResident}) {
-    if (path == Path::kResident && !fits_resident(net.plan, c.batch, c.horizon)) continue;
+  for (Path path : {Path::kLayered, Path::kResident, Path::kClustered}) {
+    if (path != Path::kLayered && !fits(net.plan, c.batch, c.horizon, path)) continue;
+    if (only_clustered && path != Path::kClustered) continue;
     double worst = 0;
     bool intact = true, repeats = true;
     std::vector<float> before;
@@ -260,8 +278,7 @@ void test_case(const Case& c, DType dtype, bool loop) {
     const double limit = dtype == DType::kFloat32 ? 1e-5 : dtype == DType::kBFloat16 ? 3e-2 : 4e-3;
     const bool ok = worst < limit && intact && repeats;
     failures += !ok;
-    std::printf("%s %s %-8s %-45s relative error %.2e%s%s\n", ok ? "ok  " : "FAIL", name_of(dtype),
-                path == Path::kResident ? "resident" : "layered",
+    std::printf("%s %s %-8s %-45s relative error %.2e%s%s\n", ok ? "ok  " : "FAIL", name_of(dtype), name_of(path),
                 (std::string(c.name) + (loop ? ", loop" : "")).c_str(), worst,
                 intact ? "" : ", unwritten or guard broken", repeats ? "" : ", runs differ");
   }
@@ -302,8 +319,8 @@ void bench_case(const char* name, const Config& config, DType dtype, int batch, 
                 Path path) {
   if (!std::strstr(name, only)) return;
   Network net(config, dtype);
-  if (path == Path::kResident && !fits_resident(net.plan, batch, horizon)) {
-    std::printf("%-28s batch %2d: does not fit the resident path\n", name, batch);
+  if (path != Path::kLayered && !fits(net.plan, batch, horizon, path)) {
+    std::printf("%-28s batch %2d: does not fit the %s path\n", name, batch, name_of(path));
     return;
   }
   constexpr int kSteps = 40;
@@ -341,8 +358,8 @@ void bench_case(const char* name, const Config& config, DType dtype, int batch, 
   std::printf(
       "%-22s %s batch %2d T %2d %s: step %.1f us = %.2f x floor %.1f us (%.1f MB); 10 steps %.0f us = %.1f steps' "
       "time\n",
-      name, name_of(dtype), batch, horizon, path == Path::kResident ? "resident" : "layered ", step, step / floor_us,
-      floor_us, net.plan.tile_bytes / 1e6, us[0], us[0] / step);
+      name, name_of(dtype), batch, horizon, name_of(path), step, step / floor_us, floor_us, net.plan.tile_bytes / 1e6,
+      us[0], us[0] / step);
   CHECK(cudaStreamDestroy(stream));
 }
 
@@ -431,6 +448,11 @@ void bench(bool all) {
   std::printf("%s, read %.2f TB/s\n", p.name, bandwidth * 1e-12);
   const Config small = {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true},
                large = {2, 3, {512, 1024, 2048}, 5, 8, 128, 132, true};
+  if (only_clustered) {
+    for (int batch : {2, 4, 8, 16, 64})
+      bench_case("80 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kClustered);
+    return;
+  }
   bench_case("80 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kResident);
   bench_case("80 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
   bench_case("80 M", small, DType::kFloat8E4M3, 1, 16, bandwidth, Path::kResident);
@@ -438,7 +460,9 @@ void bench(bool all) {
   bench_case("252 M", large, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
   bench_case("252 M", large, DType::kFloat8E4M3, 1, 16, bandwidth, Path::kResident);
   if (!all) return;
-  for (int batch : {2, 4, 8, 16}) bench_case("80 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kResident);
+  for (int batch : {2, 4, 8}) bench_case("80 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kResident);
+  for (int batch : {2, 4, 8, 16, 64})
+    bench_case("80 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kClustered);
   bench_case("80 M", small, DType::kBFloat16, 1, 48, bandwidth, Path::kResident);
   bench_case("80 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kLayered);
   bench_case("80 M", small, DType::kBFloat16, 16, 16, bandwidth, Path::kLayered);
@@ -451,7 +475,8 @@ void bench(bool all) {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IONBF, 0);
   const std::string what = argc > 1 ? argv[1] : "test";
-  if (argc > 2) only = argv[2];
+  only_clustered = argc > 2 && std::string(argv[2]) == "clustered";
+  if (argc > 2 && !only_clustered) only = argv[2];
   if (what == "profile") {
     for (DType dtype : {DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat32})
       profile_case("80 M", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, dtype);
@@ -463,7 +488,9 @@ int main(int argc, char** argv) {
   }
   for (const Case& c : kCases) {
     if (what == "quick" && c.large) continue;
-    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3}) {
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
+      if (dtype == DType::kFloat16 && !fits(make_plan(c.config, dtype), c.batch, c.horizon, Path::kClustered)) continue;
+      if (only_clustered && (dtype == DType::kFloat32 || dtype == DType::kFloat8E4M3)) continue;
       test_case(c, dtype, false);
       if (!c.large || std::strstr(c.name, "80 M")) test_case(c, dtype, true);
     }

@@ -1,0 +1,117 @@
+// What every part of the clustered kernel knows: the arguments, the block's place, its barriers, and the ring.
+#pragma once
+#include "kernels/common/dtype.cuh"
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/wgmma.cuh"
+#include "kernels/math/diffusion_step.h"
+#include "kernels/unet1d/cluster.h"
+#include "kernels/unet1d/tile.cuh"
+#include "kernels/unet1d/workspace.h"
+
+namespace dpa::kernels::unet1d {
+
+constexpr int kComputeThreads = 2 * kGroupThreads;
+constexpr int kClusterThreads = kComputeThreads + 32;  // and a warp that copies weights
+constexpr uint32_t kUnwritten = 0xFFFFFFFF;            // no pair of rounded values, and no sum, has these bits
+
+struct ClusterArguments {
+  ClusterLayout layout;
+  int batch, first_sample, samples;  // samples: of this launch
+  int horizon, steps, actions, taps, film_scale;
+  const uint8_t* weights;
+  const float* floats;
+  const float *film_step, *film_cond;
+  int64_t film_step_stride, film_sample_stride;  // rows of film_step: from step to step, from sample to sample
+  int film_rows;
+  Head head;
+  Tail tail;
+  uint8_t* messages;
+  const float *initial, *table, *noise, *known;
+  const uint8_t* mask;
+  float* output;
+  float clip;
+};
+
+struct ClusterBarriers {
+  uint64_t full[kMaxRingStages], empty[kMaxRingStages];
+  // Between blocks that share a tile, for 8 and for 16 of them: their sums are there; they have been read.
+  uint64_t ready[2], read[2], residual_read[2];
+  uint64_t moments;  // the other half of the group's moments are there
+};
+
+// A walk around the ring: the stage, and the parity of its round.
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance(int n, int stages) {
+    stage += n;
+    while (stage >= stages) stage -= stages, parity ^= 1;
+  }
+};
+
+// The same value, which is one for the whole warp, in a form in which the compiler knows that: products do not run side
+// by side where it must think that lanes may part.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+__device__ __forceinline__ int stages_of(int steps) { return (steps + kRingSteps - 1) / kRingSteps; }
+
+// Built with DPA_TEST_DELAYS, warps are late at random where that must change no result.
+__device__ __forceinline__ void may_be_late_here() {
+#ifdef DPA_TEST_DELAYS
+  const uint32_t now = static_cast<uint32_t>(clock64());
+  const uint32_t dice = (now ^ (blockIdx.x * 977 + threadIdx.x / 32) * 2654435761u) * 2246822519u;
+  if (__shfl_sync(~0u, dice >> 16, 0) % 97 == 0) __nanosleep(20000);
+#endif
+}
+
+__device__ __forceinline__ float quick_mish(float x) {
+  const float e = __expf(fminf(x, 20.0f)), n = e * (e + 2.0f);
+  return x * __fdividef(n, n + 2.0f);
+}
+
+// A warp streams this block's weights, product after product, step after step: lane i copies step j and piece p of a
+// stage, i = j * pieces + p.
+__device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t* shared, ClusterBarriers& barriers,
+                                              int cluster, int rank) {
+  const ClusterLayout& y = a.layout;
+  const auto* layers = reinterpret_cast<const ClusterLayer*>(shared + y.descriptors);
+  const uint64_t pass = ptx::evict_first_policy(), keep = ptx::evict_last_policy();
+  const int lane = threadIdx.x % 32, slice = rank & 7;
+  const uint32_t ring = ptx::shared_address(shared + y.ring);
+  RingPosition at;
+  for (int step = 0; step < a.steps; step++) {
+    for (int i = 1; i <= y.count; i++) {
+      const ClusterLayer& l = layers[i];
+      const Place p(l, cluster, rank);
+      const int piece_tiles_log2 = min(2, l.packed_tiles_log2), pieces_log2 = 2 - piece_tiles_log2;
+      const int j = lane >> pieces_log2, piece = lane & ((1 << pieces_log2) - 1);
+      const int tile = p.row_tile * 4 + (piece << piece_tiles_log2);
+      const int slice_out = tile >> l.packed_tiles_log2, row = tile & ((1 << l.packed_tiles_log2) - 1);
+      const int first_step = p.way && rank >= 8 ? l.packed_steps / 2 : 0;
+      const uint32_t to = j * 2048 + (piece << piece_tiles_log2) * 512, bytes = 512 << piece_tiles_log2;
+      // The residual's weights come first, so that its warpgroup can begin.
+      for (int turn = l.num_segments == 2 && !l.upsample ? 1 : 0; turn >= 0; turn--) {
+        const int s = l.upsample ? p.segment : turn, steps = l.steps[s];
+        const int64_t base = (static_cast<int64_t>(slice_out) * kSlices + slice) * l.taps[s] * l.packed_steps;
+        const uint8_t* from = a.weights + l.weights[s] + row * 512;
+        const uint64_t policy = l.weights[s] < y.kept_bytes ? keep : pass;
+        for (int q0 = 0; q0 < steps; q0 += kRingSteps) {
+          const uint32_t full = ptx::shared_address(&barriers.full[at.stage]);
+          ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.parity ^ 1);
+          if (lane == 0) ptx::barrier_expect(full, min(kRingSteps, steps - q0) * 2048);
+          __syncwarp();
+          const int q = q0 + j;
+          if (j < kRingSteps && q < steps) {
+            const int64_t k =
+                base + (q >> l.steps_log2) * l.packed_steps + (q & ((1 << l.steps_log2) - 1)) + first_step;
+            ptx::copy_bulk(ring + at.stage * kRingStageBytes + to, from + (k << l.packed_tiles_log2) * 512, bytes, full,
+                           policy);
+          }
+          at.advance(1, y.stages);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace dpa::kernels::unet1d

@@ -1,0 +1,235 @@
+// How the clustered kernel divides a network: every input is received once for each tile, every output is finished
+// once, and no block makes a word unwritten again before it can know that all readers have read it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "kernels/unet1d/cluster.h"
+
+namespace dpa::kernels::unet1d {
+namespace {
+
+constexpr int kBlocks = kClusters * kClusterBlocks;
+
+struct Sizes {
+  Config config;
+  int batch, horizon;
+};
+const Sizes kSizes[] = {
+    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 2, 16},
+    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 3, 16},
+    {{2, 3, {256, 512, 1024}, 5, 8, 256, 0, true}, 8, 16},
+    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 64, 16},
+    {{22, 3, {256, 512, 1024}, 3, 8, 64, 7, false}, 16, 8},
+    {{2, 2, {256, 512}, 5, 8, 256, 132, true}, 5, 16},
+    {{2, 1, {256}, 7, 8, 256, 132, true}, 4, 16},
+};
+
+class EveryClusterLayout : public testing::TestWithParam<Sizes> {
+ protected:
+  Plan plan = make_plan(GetParam().config, DType::kBFloat16);
+  ClusterLayout y = cluster_layout(plan, GetParam().batch, GetParam().horizon);
+  void SetUp() override { ASSERT_TRUE(y.fits); }
+
+  Place place(int layer, int block) const {
+    return Place(y.layers[layer], block / kClusterBlocks, block % kClusterBlocks);
+  }
+  int64_t message_bytes(const ClusterLayer& l) const {
+    return (static_cast<int64_t>(l.channels) << (l.times_out_log2 + y.chunk_log2)) * 2;
+  }
+  // The words of 16 bytes, of all messages, that a block receives for a product: as the kernel walks them.
+  std::set<int64_t> received(int layer, int block) const {
+    const ClusterLayer& l = y.layers[layer];
+    const Place p = place(layer, block);
+    const int rank = block % kClusterBlocks, half = p.way ? rank >> 3 : 0;
+    std::set<int64_t> words;
+    for (int octet = 0; octet < l.octets; ++octet) {
+      for (int t = 0; t < 1 << l.times_in_log2; ++t) {
+        for (int s = 0; s < 1 << l.samples_log2; ++s) {
+          const int64_t at = (rank & 7) * l.slice_octets + half * l.half_octets + octet;
+          words.insert(l.source[half] / 16 + (((at << l.times_in_log2) + t) << y.chunk_log2) + p.sample0 + s);
+        }
+      }
+    }
+    return words;
+  }
+  // The halves of such words that a block writes.
+  std::vector<int64_t> written(int layer, int block) const {
+    const ClusterLayer& l = y.layers[layer];
+    const Place p = place(layer, block);
+    std::vector<int64_t> halves;
+    for (int thread = 0; thread < kGroupThreads; ++thread) {
+      const Share s(l, p, thread);
+      if (s.valid) halves.push_back((l.message + s.word(l, p, y.chunk_log2)) / 8);
+    }
+    return halves;
+  }
+};
+
+TEST_P(EveryClusterLayout, FitsTwoBlocksAMultiprocessor) {
+  EXPECT_LE(y.shared_bytes, kClusterSharedBytes);
+  EXPECT_GE(y.stages, kMinRingStages);
+  for (int i = 1; i <= y.count; ++i) {
+    const ClusterLayer& l = y.layers[i];
+    EXPECT_LE(y.activations + l.octets * l.rows * 16, y.residual) << i;
+    EXPECT_LE(l.octets << (l.times_in_log2 + l.samples_log2), kMaxWords) << i;
+  }
+}
+
+TEST_P(EveryClusterLayout, WritesEveryOutputOnce) {
+  for (int i = 0; i < y.count; ++i) {
+    std::set<int64_t> halves;
+    size_t count = 0;
+    for (int block = 0; block < kBlocks; ++block) {
+      for (const int64_t at : written(i, block)) halves.insert(at), ++count;
+    }
+    EXPECT_EQ(count, halves.size()) << "layer " << i << " writes a word twice";
+    EXPECT_EQ(static_cast<int64_t>(halves.size()) * 8, message_bytes(y.layers[i])) << i;
+    EXPECT_EQ(*halves.begin() * 8, y.layers[i].message) << i;
+  }
+}
+
+TEST_P(EveryClusterLayout, TilesReceiveEveryInputOnce) {
+  for (int i = 1; i <= y.count; ++i) {
+    const ClusterLayer& l = y.layers[i];
+    for (int cluster = 0; cluster < kClusters; ++cluster) {
+      for (int tile = 0; tile < 16 / l.ways; ++tile) {
+        std::set<int64_t> words;
+        size_t count = 0;
+        for (int rank = tile * 8; rank < tile * 8 + l.ways; ++rank) {
+          const auto more = received(i, cluster * kClusterBlocks + rank);
+          words.insert(more.begin(), more.end()), count += more.size();
+        }
+        const Conv& conv = plan.convs[i - 1];
+        EXPECT_EQ(count, words.size()) << i;
+        const int octets = (conv.channels_in + conv.channels_skip) / 8;
+        EXPECT_EQ(words.size(), static_cast<size_t>(octets) << (l.times_in_log2 + l.samples_log2)) << i;
+      }
+    }
+  }
+}
+
+TEST_P(EveryClusterLayout, TilesCoverEveryWeight) {
+  for (int i = 1; i <= y.count; ++i) {
+    const ClusterLayer& l = y.layers[i];
+    const Tiling t = tiling(plan, plan.convs[i - 1]);
+    std::set<std::tuple<int, int, int>> tiles;  // segment, tile of 64 rows, first sample
+    for (int block = 0; block < kBlocks; ++block) {
+      const Place p = place(i, block);
+      tiles.insert({p.segment, p.row_tile, p.sample0});
+    }
+    EXPECT_EQ(tiles.size() * l.ways, kBlocks) << i;
+    EXPECT_EQ(l.channels, kTileRows << l.row_tiles_log2) << i;
+    EXPECT_EQ(l.steps[0] * l.ways, l.taps[0] * t.steps_per_tap() * kSlices) << i;
+  }
+}
+
+// Follows what each block can know of the others' progress, through two steps: it has received a product's input when
+// those who wrote it had finished it, and it finishes when all who share its tile have received theirs.
+TEST_P(EveryClusterLayout, ResetsOnlyWhatAllReadersHaveRead) {
+  using Known = std::vector<int>;  // of each block, the last product that it has surely received, counted on and on
+  std::vector<std::vector<Known>> finished(2 * y.count + 1, std::vector<Known>(kBlocks, Known(kBlocks, -1)));
+  std::vector<std::vector<std::set<int64_t>>> reads(y.count + 1);
+  std::vector<std::map<int64_t, int>> writer(y.count + 1);  // of a word
+  for (int i = 0; i <= y.count; ++i) {
+    for (int block = 0; block < kBlocks; ++block) {
+      reads[i].push_back(i ? received(i, block) : std::set<int64_t>());
+      if (i < y.count)
+        for (const int64_t half : written(i, block)) writer[i][half / 2] = block;
+    }
+  }
+  std::map<int64_t, std::vector<std::pair<int, int>>> readers;  // of a word: product, block
+  for (int k = 1; k <= y.count; ++k) {
+    for (int block = 0; block < kBlocks; ++block)
+      for (const int64_t word : reads[k][block]) readers[word].push_back({k, block});
+  }
+  auto layer_of = [&](int64_t word) {
+    for (int j = 0; j < y.count; ++j) {
+      const int64_t begin = y.layers[j].message / 16;
+      if (word >= begin && word < begin + message_bytes(y.layers[j]) / 16) return j;
+    }
+    return -1;
+  };
+  auto join = [](Known& to, const Known& from) {
+    for (int b = 0; b < kBlocks; ++b) to[b] = std::max(to[b], from[b]);
+  };
+  // What the first convolution's outputs imply: those who finished the last product for the same sample.
+  std::vector<Known> first(kBlocks, Known(kBlocks, -1));
+  std::set<int> reset_ever;
+  for (int n = 1; n <= 2 * y.count; ++n) {
+    const int i = (n - 1) % y.count + 1;
+    if (i == 1 && n > 1) {
+      for (int block = 0; block < kBlocks; ++block) {
+        const Share mine(y.layers[0], place(0, block), 0);
+        for (int other = 0; other < kBlocks; ++other) {
+          const Share theirs(y.layers[y.count], place(y.count, other), 0);
+          if (mine.valid && theirs.valid && mine.sample == theirs.sample) join(first[block], finished[n - 1][other]);
+        }
+      }
+    }
+    std::vector<Known> received_by(kBlocks, Known(kBlocks, -1));
+    for (int block = 0; block < kBlocks; ++block) {
+      std::set<std::pair<int, int>> from;
+      for (const int64_t word : reads[i][block]) {
+        const int j = layer_of(word);
+        ASSERT_GE(j, 0);
+        from.insert({j, writer[j].at(word)});
+      }
+      for (const auto& [j, other] : from) {
+        const int when = n - i + j;  // in this step
+        join(received_by[block], j == 0 ? first[other] : finished[when][other]);
+      }
+      received_by[block][block] = n;
+    }
+    for (int block = 0; block < kBlocks; ++block) {
+      const Place p = place(i, block);
+      for (int peer = 0; peer < y.layers[i].ways; ++peer)
+        join(finished[n][block], received_by[block / kClusterBlocks * kClusterBlocks + p.first_peer + peer]);
+    }
+    if (n <= y.count) continue;
+    for (int j = 0; j < y.count; ++j) {
+      if (!(y.layers[i].resets >> j & 1)) continue;
+      EXPECT_TRUE(reset_ever.insert(j).second) << j << " is reset twice";
+      const int age = j < i ? n - i : n - i - y.count;  // of the step that wrote it
+      for (const auto& [word, owner] : writer[j]) {
+        for (const auto& [k, reader] : readers.at(word)) {
+          ASSERT_GE(finished[n][owner][reader], age + k) << "product " << k << " may still read what " << j << " wrote";
+        }
+      }
+    }
+  }
+  EXPECT_EQ(static_cast<int>(reset_ever.size()), y.count);
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, EveryClusterLayout, testing::ValuesIn(kSizes));
+
+TEST(ClusterLayout, RefusesWhatItHasNoTilesFor) {
+  const Config usual = {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true};
+  EXPECT_FALSE(cluster_layout(make_plan(usual, DType::kFloat32), 16, 16).fits);
+  EXPECT_FALSE(cluster_layout(make_plan(usual, DType::kFloat8E4M3), 16, 16).fits);
+  EXPECT_FALSE(cluster_layout(make_plan(usual, DType::kFloat16), 16, 48).fits);
+  for (const Config& other : {Config{2, 3, {512, 1024, 2048}, 5, 8, 256, 132, true}, Config{2, 2, {128, 256}},
+                              Config{2, 2, {256, 768}}, Config{2, 2, {256, 512}, 5, 16}, Config{2, 1, {48}, 5, 4}})
+    EXPECT_FALSE(cluster_layout(make_plan(other, DType::kFloat16), 16, 16).fits);
+}
+
+TEST(ClusterLayout, ServesSeveralSamplesOfNetworksItWasComparedOn) {
+  const Config usual = {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true};
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    const Plan plan = make_plan(usual, dtype);
+    for (const int batch : {5, 16, 17, 1000}) EXPECT_TRUE(cluster_serves(plan, batch, 16)) << batch;
+    for (const int batch : {0, 1, 4}) EXPECT_FALSE(cluster_serves(plan, batch, 16)) << batch;
+    for (const int horizon : {4, 8, 32, 48}) EXPECT_FALSE(cluster_serves(plan, 16, horizon)) << horizon;
+  }
+  EXPECT_FALSE(cluster_serves(make_plan(usual, DType::kFloat32), 16, 16));
+  EXPECT_TRUE(cluster_serves(make_plan({2, 2, {256, 512}, 3}, DType::kFloat16), 16, 8));
+  EXPECT_FALSE(cluster_serves(make_plan({2, 2, {256, 512}, 7}, DType::kFloat16), 16, 16));
+  EXPECT_FALSE(cluster_serves(make_plan({2, 2, {512, 1024}, 5}, DType::kFloat16), 16, 16));
+}
+
+}  // namespace
+}  // namespace dpa::kernels::unet1d
