@@ -108,7 +108,38 @@ def test_rejected():
         dpa.Parallel(0)
     with pytest.raises(ValueError, match="tolerance must be at least 0, got -1"):
         dpa.Parallel(tolerance=-1)
-    with pytest.raises(ValueError, match="parallel must be left out where fused"):
-        dpa.DiffusionSampler(
-            torch.nn.Linear(1, 1), diffusers.DDPMScheduler(), 2, fused=True, parallel=dpa.Parallel()
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting"])
+def test_on_packed_weights(device, kind):
+    """A window of timesteps is one batch of the packed network: the sequential loop's actions."""
+    cls = diffusers.DDIMScheduler if kind == "ddim" else diffusers.DDPMScheduler
+    scheduler = cls(_STEPS, beta_schedule="squaredcos_cap_v2")
+    unet = dpa.nn.ConditionalUnet1D(
+        2, global_cond_dim=4, diffusion_step_embed_dim=16, down_dims=(32, 64)
+    )
+    unet = unet.to(device).eval()
+    call = {
+        n: v if n == "batch_size" else v.to(device) for n, v in _call(kind, torch.float32).items()
+    }
+    results = []
+    for parallel in (None, dpa.Parallel(5, 0.0)):
+        sampler = dpa.DiffusionSampler(
+            unet, scheduler, _STEPS, horizon=8, fused=True, parallel=parallel
         )
+        for seed in (3, 4):  # on a GPU the second call replays what the first captured
+            generator = torch.Generator(device).manual_seed(seed)
+            results.append(sampler(generator=generator, **call))
+            results.append(torch.randn(3, device=device, generator=generator))
+    for expected, got in zip(results[:4], results[4:], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-4)
+    assert sampler.last_parallel.steps == _STEPS
+    assert len(sampler._sweeps) == (device.type == "cuda")
+    with torch.no_grad():  # weights that changed are packed again
+        unet.final_conv[1].bias.add_(1.0)
+    generator = torch.Generator(device).manual_seed(3)
+    changed = sampler(generator=generator, **call)
+    sampler.parallel = None
+    expected = sampler(generator=generator.manual_seed(3), **call)
+    torch.testing.assert_close(changed, expected, rtol=1e-3, atol=2e-4)
+    assert not torch.allclose(changed, results[0])

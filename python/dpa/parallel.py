@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .schedulers import StepTable
+
+Inputs = dict[str, Tensor]
+# The network, of the inputs, samples (N * B, T, Da) and timesteps (N * B,).
+Predict = Callable[[Inputs, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,8 @@ class ParallelReport:
     residual: float
 
 
-def picard(
-    sample: Tensor,
-    table: StepTable,
-    noise: Tensor | None,
-    predict: Callable[[Tensor, Tensor], Tensor],
-    impose: Callable[[Tensor], Tensor],
-    options: Parallel,
-) -> tuple[Tensor, ParallelReport]:
-    r"""Solve for all states of the loop ``x[i + 1] = f_i(x[i])`` by sweeps over a window of them.
+class Sweeps:
+    r"""All states of the loop ``x[i + 1] = f_i(x[i])``, and sweeps over a window of them.
 
     A sweep evaluates every ``f_i`` of the window at the states known so far and sums what they do::
 
@@ -71,51 +69,142 @@ def picard(
 
     The first state of a window is exact after one sweep, so each sweep advances by one step or
     more, and takes as many steps as moved by no more than the tolerance. The states that the window
-    grows by begin as copies of its last one. The host reads one pair of numbers a sweep.
+    grows by begin as copies of its last one. Where the window stands is a number on the device, so
+    a sweep is the same kernels every time and can be captured.
 
     Args:
-        sample: (B, T, Da), the noise to begin with.
+        inputs: ``sample`` (B, T, Da), the noise to begin with; ``step_noise`` (S, B, T, Da), what
+            each step adds; ``condition_data`` and ``condition_mask`` (B, T, Da), inpainting; and
+            what ``predict`` reads. All but the first may be missing.
         table: the steps.
-        noise: (S, B, T, Da), what each step adds, or None.
-        predict: the network, of samples (N * B, T, Da) and timesteps (N * B,).
-        impose: inpainting, of samples (N, B, T, Da).
+        predict: the network.
         options: window and tolerance.
-
-    Returns:
-        (B, T, Da), and the report.
 
     Source: Shih et al., Parallel Sampling of Diffusion Models (arXiv 2305.16317).
 
     """
-    steps, batch, shape = len(table), sample.shape[0], sample.shape
-    states = impose(sample).expand(steps + 1, *shape).clone()
-    index = torch.arange(steps, device=sample.device).repeat_interleave(batch)
-    timesteps = table.timesteps.repeat_interleave(batch)
-    done = sweeps = evaluations = 0
-    residual = 0.0
-    while done < steps:
-        end = min(done + options.window, steps)
-        before = states[done:end]
-        flat, rows = before.flatten(0, 1), slice(done * batch, end * batch)
-        after = torch.ops.dpa.scheduler_step(
-            predict(flat, timesteps[rows]),
-            flat,
-            table.coefficients,
-            index[rows],
-            None if noise is None else noise[done:end].flatten(0, 1),
-            table.clip,
+
+    def __init__(self, inputs: Inputs, table: StepTable, predict: Predict, options: Parallel):
+        sample = inputs["sample"]
+        self.inputs, self.table, self.predict = inputs, table, predict
+        self.steps, self.batch = len(table), sample.shape[0]
+        self.window, self.tolerance = min(options.window, self.steps), options.tolerance
+        # A window that reaches past the end puts what it finds there into rows that no one reads.
+        self._rows = torch.arange(self.steps + 1 + self.window, device=sample.device)
+        self._states = sample.new_empty(len(self._rows), *sample.shape)
+        self._position = torch.zeros((), dtype=torch.int64, device=sample.device)
+        self._evaluations = torch.zeros_like(self._position)
+        self._residual = sample.new_zeros(())
+
+    def begin(self) -> None:
+        """Go back to the noise."""
+        self._states.copy_(self._impose(self.inputs["sample"]))
+        for number in (self._position, self._evaluations, self._residual):
+            number.zero_()
+
+    def run(self, sweep: Callable[[], None]) -> tuple[Tensor, ParallelReport]:
+        """Sweep until all states are found; the result is the last of them, not a copy."""
+        self.begin()
+        position = sweeps = 0
+        while position < self.steps:
+            # No sweep takes more than a window of steps: so many are needed at the least.
+            needed = -(-(self.steps - position) // self.window)
+            for _ in range(needed):
+                sweep()
+            sweeps += needed
+            position = int(self._position.item())
+        report = ParallelReport(
+            self.steps, sweeps, int(self._evaluations.item()), self._residual.item()
         )
-        after = impose(after.view_as(before))
-        found = states[done] + (after - before).cumsum(0)
+        return self._states[self.steps], report
+
+    def sweep(self) -> None:
+        """Evaluate the window once, and move it on."""
+        rows = self._position + self._rows[: self.window]
+        inside = rows < self.steps
+        step = rows.clamp(max=self.steps - 1)
+        index = step.repeat_interleave(self.batch)
+        before, noise = self._states[rows], self.inputs.get("step_noise")
+        flat = before.flatten(0, 1)
+        after = torch.ops.dpa.scheduler_step(
+            self.predict(self.inputs, flat, self.table.timesteps[index]),
+            flat,
+            self.table.coefficients,
+            index,
+            None if noise is None else noise[step].flatten(0, 1),
+            self.table.clip,
+        )
+        after = self._impose(after.view_as(before))
+        found = before[0] + (after - before).cumsum(0)
         found[0] = after[0]  # free of the sum's rounding
-        moved = (found - states[done + 1 : end + 1]).square().mean((2, 3)).amax(1).sqrt()
+        moved = (found - self._states[rows + 1]).square().mean((2, 3)).amax(1).sqrt()
         moved[0] = 0.0  # exact, however far it moved
         # The states before the first one that moved; a NaN always has.
-        within = (moved <= options.tolerance).cumprod(0)
-        largest = (moved * within).nan_to_num().amax()
-        advance, largest = torch.stack([within.sum(), largest]).tolist()
-        states[done + 1 : end + 1] = found
-        states[end + 1 :] = found[-1]
-        sweeps, evaluations = sweeps + 1, evaluations + end - done
-        done, residual = done + int(advance), max(residual, largest)
-    return states[-1], ParallelReport(steps, sweeps, evaluations, residual)
+        within = (moved <= self.tolerance).cumprod(0) * inside
+        self._residual.copy_(torch.maximum(self._residual, (moved * within).nan_to_num().amax()))
+        self._states.index_copy_(0, rows + 1, found)
+        later = (self._rows > rows[-1] + 1).view(-1, 1, 1, 1)
+        self._states.copy_(torch.where(later, found[-1], self._states))
+        self._evaluations.add_(inside.sum())
+        self._position.add_(within.sum())
+
+    def _impose(self, states: Tensor) -> Tensor:
+        mask = self.inputs.get("condition_mask")
+        return states if mask is None else torch.where(mask, self.inputs["condition_data"], states)
+
+
+class SweepGraphs:
+    """Captured sweeps for each kind of call; the least recently used goes first."""
+
+    def __init__(self, capacity: int = 8):
+        self.capacity = capacity
+        self._kept: OrderedDict[Hashable, _CapturedSweeps] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        # A copy, or what a pickle brings back, captures anew.
+        return (type(self), (self.capacity,))
+
+    def __len__(self) -> int:
+        """Return the number of graphs held."""
+        return len(self._kept)
+
+    def run(
+        self, key: Hashable, inputs: Inputs, make: Callable[[Inputs], Sweeps]
+    ) -> tuple[Tensor, ParallelReport]:
+        """Return what ``make(inputs)`` finds, its sweeps replayed.
+
+        Args:
+            key: everything but the contents of ``inputs`` that the result depends on.
+            inputs: of :class:`Sweeps`, on a CUDA device; their shapes follow from the key.
+            make: the sweeps over copies of the inputs, whose work is kernels alone.
+
+        """
+        if key not in self._kept:
+            self._kept[key] = _CapturedSweeps(inputs, make)
+        self._kept.move_to_end(key)
+        while len(self._kept) > self.capacity:
+            self._kept.popitem(last=False)
+        return self._kept[key].run(inputs)
+
+
+class _CapturedSweeps:
+    def __init__(self, inputs: Inputs, make: Callable[[Inputs], Sweeps]):
+        with torch.inference_mode(False), torch.no_grad():
+            self._inputs = {name: value.clone() for name, value in inputs.items()}
+            self._sweeps = make(self._inputs)
+            self._graph = torch.cuda.CUDAGraph()
+            self._sweeps.begin()
+            self._sweeps.sweep()  # what kernels set up at their first launch is not captured
+            # Other threads, such as a camera's, go on using CUDA while this one captures.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._sweeps.sweep()
+        self._done = torch.cuda.Event()
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, ParallelReport]:
+        torch.cuda.current_stream().wait_event(self._done)
+        for name, value in inputs.items():
+            self._inputs[name].copy_(value)
+        found, report = self._sweeps.run(self._graph.replay)
+        found = found.clone()
+        self._done.record()
+        return found, report

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .graphs import Body, Inputs, LoopGraphs, can_capture
-from .noise import draw_normal, draw_steps, generator_on
-from .packed import PackedUnet, runs_packed
-from .parallel import Parallel, ParallelReport, picard
+from . import fused, stepwise
+from .graphs import LoopGraphs, can_capture
+from .noise import draw_normal
+from .packed import PackedUnet
+from .parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
 from .schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
 from .step_table import Generators
 
@@ -108,12 +109,11 @@ class DiffusionSampler:
         self.fused = fused
         self.fallback = fallback
         self.cuda_graph = cuda_graph
-        if fused and parallel is not None:
-            _fail("parallel", "be left out where fused is asked for", parallel)
         self.parallel = parallel
         self.last_parallel: ParallelReport | None = None
         self._packed: PackedUnet | None = None
         self._graphs = LoopGraphs()
+        self._sweeps = SweepGraphs()
         self._width: tuple[Any, int | None] = (None, None)
         self.horizon = horizon
         self.action_dim = action_dim
@@ -217,130 +217,99 @@ class DiffusionSampler:
             condition_data = condition_data.to(wide)
 
         table = self._table(device, wide, self._steps)
-        if self.fused and not self._refuse_fused(table, device, given):
+        packed = self._packed_for(table, device, weights_dtype, local_cond)
+        if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            return self._run_fused(table, shape, given, generator, device, weights_dtype)
+            capture = self.cuda_graph
+            return fused.run(packed, self._graphs, table, shape, given, generator, capture=capture)
 
         def draw() -> Tensor:
             return draw_normal(shape, generator, device, wide)
 
-        sample = draw() if noise is None else noise.to(wide)
+        sample = (draw() if noise is None else noise.to(wide)).expand(shape)
+        conditions = {
+            name: tensors[name].expand(shape[0], *tensors[name].shape[1:])
+            for name in ("global_cond", "local_cond")
+            if name in tensors
+        }
+        if condition_data is not None and condition_mask is not None:
+            inpainting = {"condition_data": condition_data, "condition_mask": condition_mask}
+        else:
+            inpainting = {}
+        if self.parallel is not None:
+            inputs = {"sample": sample, **conditions, **inpainting}
+            return self._run_parallel(table, inputs, draw, packed, weights_dtype)
         unet, unet_dtype = self._network(device, weights_dtype)
-        conditions: dict[str, Tensor | None] = {"global_cond": None}
-        for name in ("global_cond", "local_cond"):
-            if name in tensors:
-                value = tensors[name].to(unet_dtype)
-                conditions[name] = value.expand(shape[0], *value.shape[1:])
+        cast = {"global_cond": None} | {n: v.to(unet_dtype) for n, v in conditions.items()}
 
         def predict(sample: Tensor, timestep: Tensor) -> Tensor:
-            return unet(sample.to(unet_dtype), timestep, **conditions).to(wide)
+            return unet(sample.to(unet_dtype), timestep, **cast).to(wide)
 
         def impose(sample: Tensor) -> Tensor:
-            if condition_data is None or condition_mask is None:
+            if not inpainting:
                 return sample
-            return torch.where(condition_mask, condition_data, sample)
+            return torch.where(inpainting["condition_mask"], inpainting["condition_data"], sample)
 
-        if self.parallel is not None:
-            if isinstance(table, LiveSteps | MultistepTable):
-                got = type(table).__name__
-                _fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
-            noise = self._step_noise(table, sample.expand(shape), draw)
+        return stepwise.loop(sample, table, predict, draw, impose, generator)
 
-            def predict_window(sample: Tensor, timestep: Tensor) -> Tensor:
-                repeats = sample.shape[0] // shape[0]
-                given = {
-                    name: None if value is None else value.repeat(repeats, *[1] * (value.dim() - 1))
-                    for name, value in conditions.items()
-                }
-                return unet(sample.to(unet_dtype), timestep, **given).to(wide)
-
-            found, self.last_parallel = picard(
-                sample.expand(shape), table, noise, predict_window, impose, self.parallel
-            )
-            return found
-        return _loop(sample, table, predict, draw, impose, generator)
-
-    def _refuse_fused(
-        self, table: Steps, device: torch.device, given: dict[str, Tensor | None]
-    ) -> bool:
-        """Whether the loop cannot be one op; raises the reason, or warns with it, as chosen."""
-        if not runs_packed(device):
-            rule, got = "be left out where no kernel runs packed weights", str(device)
-        elif given["local_cond"] is not None:
-            rule, got = "be left out where there is local_cond", "both"
-        elif isinstance(table, LiveSteps | MultistepTable):
-            rule, got = (
-                "be left out of a scheduler that no StepTable expresses",
-                type(table).__name__,
-            )
-        else:
-            return False
+    def _packed_for(
+        self,
+        table: Steps,
+        device: torch.device,
+        weights_dtype: torch.dtype,
+        local_cond: Tensor | None,
+    ) -> PackedUnet | None:
+        """Return the packed network of a fused call; None, after a warning, where it falls back."""
+        if not self.fused:
+            return None
+        reason = fused.refusal(table, device, local_cond)
+        if reason is None:
+            dtype = self.dtype or weights_dtype
+            kept = self._packed
+            if kept is None or kept.unet is not self.unet or kept.dtype != dtype:
+                self._packed = PackedUnet(self.unet, dtype)
+            return self._packed
+        rule, got = reason
         if not self.fallback:
             _fail("fused", rule, got)
         _warn(f"DiffusionSampler: fused must {rule}, got {got}: the loop runs step by step instead")
-        return True
+        return None
 
-    def _run_fused(
+    def _run_parallel(
         self,
-        table: StepTable,
-        shape: tuple[int, int, int],
-        given: dict[str, Tensor | None],
-        generator: Generators,
-        device: torch.device,
+        table: Steps,
+        inputs: dict[str, Tensor],
+        draw: Callable[[], Tensor],
+        packed: PackedUnet | None,
         weights_dtype: torch.dtype,
     ) -> Tensor:
-        """Run the loop as one op, in a graph where one can be captured."""
-        inputs = {
-            name: value.expand(shape[0], *value.shape[1:])
-            for name, value in given.items()
-            if value is not None
-        }
-        wide = table.coefficients.dtype
-        source: torch.Generator | None = None
-        if "noise" not in inputs or any(table.draws_noise):
-            source = generator_on(device, generator)
-            if source is None:  # drawn elsewhere, and brought here
-                if "noise" not in inputs:
-                    inputs["noise"] = draw_normal(shape, generator, device, wide)
-                if any(table.draws_noise):
-                    inputs["step_noise"] = draw_steps(table.draws_noise, shape, generator, wide).to(
-                        device
-                    )
-        packed = self._pack(weights_dtype)
-        make_body = functools.partial(_fused_loop, packed, table, shape, device)
-        if not (self.cuda_graph and can_capture(device)):
-            return make_body()(inputs, source)
-        memory = packed.memory(device).data_ptr()
-        key = (shape, table, packed.dtype, memory, frozenset(inputs), source is None)
-        offset = 0 if source is None else source.get_offset()
-        result = self._graphs.run(key, device, inputs, source, make_body)
-        # Looked at while the GPU works already: weights that changed cost a second run.
-        if packed.stale():
-            packed.repack()
-            if source is not None:
-                source.set_offset(offset)
-            result = self._graphs.run(key, device, inputs, source, make_body)
-        return result
-
-    @staticmethod
-    def _step_noise(table: StepTable, sample: Tensor, draw: Callable[[], Tensor]) -> Tensor | None:
-        """Draw every step's noise in the loop's order: (S, B, T, Da), or None where none draws."""
-        if not any(table.draws_noise):
-            return None
-        return torch.stack(
-            [draw() if needed else torch.zeros_like(sample) for needed in table.draws_noise]
-        )
-
-    def _pack(self, weights_dtype: torch.dtype) -> PackedUnet:
-        """Return the packed network, which follows ``self.unet`` and ``self.dtype``."""
-        dtype = self.dtype or weights_dtype
-        if (
-            self._packed is None
-            or self._packed.unet is not self.unet
-            or self._packed.dtype != dtype
-        ):
-            self._packed = PackedUnet(self.unet, dtype)
-        return self._packed
+        """Find the states of the loop in sweeps; ``draw`` has drawn the first noise already."""
+        options = self.parallel
+        assert options is not None
+        if not isinstance(table, StepTable) or isinstance(table, MultistepTable):
+            got = type(table).__name__
+            _fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
+        if any(table.draws_noise):  # every step's, in the loop's order
+            zero = torch.zeros_like(inputs["sample"])
+            drawn = [draw() if needed else zero for needed in table.draws_noise]
+            inputs["step_noise"] = torch.stack(drawn)
+        device = inputs["sample"].device
+        predict: Predict
+        if packed is None:
+            unet, unet_dtype = self._network(device, weights_dtype)
+            predict = functools.partial(stepwise.predict_window, unet, unet_dtype)
+        else:
+            memory = packed.packed.data_ptr()  # packed anew where weights changed
+            predict = functools.partial(fused.predict, packed)
+        make = functools.partial(Sweeps, table=table, predict=predict, options=options)
+        if packed is not None and self.cuda_graph and can_capture(device):
+            shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
+            key = (shapes, table, packed.dtype, memory, options)
+            found, self.last_parallel = self._sweeps.run(key, inputs, make)
+        else:
+            sweeps = make(inputs)
+            found, self.last_parallel = sweeps.run(sweeps.sweep)
+        return found
 
     def _placement(self, tensors: dict[str, Tensor]) -> tuple[torch.device, torch.dtype]:
         """Return the device and dtype of the network; every argument must be on that device."""
@@ -408,53 +377,6 @@ class DiffusionSampler:
             if name in sequences and got[1] != horizon:
                 _fail(name, f"have the horizon {horizon}", got)
         return shape
-
-
-def _fused_loop(
-    packed: PackedUnet, table: StepTable, shape: tuple[int, int, int], device: torch.device
-) -> Body:
-    """Return the loop of one op, to be run as it is or captured."""
-    wide = table.coefficients.dtype
-    timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
-
-    def body(inputs: Inputs, generator: torch.Generator | None) -> Tensor:
-        floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
-        noise, step_noise = floats.get("noise"), floats.get("step_noise")
-        if noise is None:
-            noise = draw_normal(shape, generator, device, wide).float()
-        if step_noise is None and any(table.draws_noise):
-            step_noise = draw_steps(table.draws_noise, shape, generator, wide).float()
-        return packed.sample(
-            noise,
-            timesteps,
-            coefficients,
-            table.clip,
-            global_cond=floats.get("global_cond"),
-            noise=step_noise,
-            known=floats.get("condition_data"),
-            known_mask=floats.get("condition_mask"),
-        )
-
-    return body
-
-
-def _loop(
-    sample: Tensor,
-    table: Steps,
-    predict: Callable[[Tensor, Tensor], Tensor],
-    draw: Callable[[], Tensor],
-    impose: Callable[[Tensor], Tensor],
-    generator: Generators,
-) -> Tensor:
-    """Run the steps of ``table`` on ``sample``, (B, T, Da)."""
-    timesteps = table.timesteps[:, None].expand(-1, sample.shape[0])
-    advance = table.stepper(generator)
-    for step in range(len(table)):
-        sample = impose(sample)
-        output = predict(sample, timesteps[step])
-        noise = draw() if table.draws_noise[step] else None
-        sample = advance(step, output, sample, noise)
-    return impose(sample)
 
 
 def _action_dim(unet: Any) -> int | None:

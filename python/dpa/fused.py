@@ -1,0 +1,117 @@
+"""The denoising loop as one op on packed weights: what it takes, and how a call of it runs."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .graphs import Body, Inputs, LoopGraphs, can_capture
+from .noise import draw_normal, draw_steps, generator_on
+from .packed import PackedUnet, runs_packed
+from .schedulers import LiveSteps, MultistepTable, StepTable
+from .step_table import Generators
+
+
+def refusal(
+    table: StepTable | LiveSteps, device: torch.device, local_cond: Tensor | None
+) -> tuple[str, str] | None:
+    """Why a loop cannot be one op, what ``fused`` must and what was received; None where it can."""
+    if not runs_packed(device):
+        return "be left out where no kernel runs packed weights", str(device)
+    if local_cond is not None:
+        return "be left out where there is local_cond", "both"
+    if isinstance(table, LiveSteps | MultistepTable):
+        rule = "be left out of a scheduler that no StepTable expresses"
+        return rule, type(table).__name__
+    return None
+
+
+def run(
+    packed: PackedUnet,
+    graphs: LoopGraphs,
+    table: StepTable,
+    shape: tuple[int, int, int],
+    given: dict[str, Tensor | None],
+    generator: Generators,
+    *,
+    capture: bool,
+) -> Tensor:
+    """Run the loop as one op, in a graph where ``capture`` allows it and one can be captured.
+
+    Args:
+        packed: the network.
+        graphs: captured so far.
+        table: the steps, on the network's device.
+        shape: (B, T, Da).
+        given: ``noise``, ``global_cond``, ``condition_data`` and ``condition_mask`` of the call.
+        generator: of the random stream, drawn from as the loop of steps draws.
+        capture: whether a graph is wanted.
+
+    """
+    inputs = {
+        name: value.expand(shape[0], *value.shape[1:])
+        for name, value in given.items()
+        if value is not None
+    }
+    device, wide = table.coefficients.device, table.coefficients.dtype
+    source: torch.Generator | None = None
+    if "noise" not in inputs or any(table.draws_noise):
+        source = generator_on(device, generator)
+        if source is None:  # drawn elsewhere, and brought here
+            if "noise" not in inputs:
+                inputs["noise"] = draw_normal(shape, generator, device, wide)
+            if any(table.draws_noise):
+                drawn = draw_steps(table.draws_noise, shape, generator, wide)
+                inputs["step_noise"] = drawn.to(device)
+    make_body = functools.partial(_body, packed, table, shape, device)
+    if not (capture and can_capture(device)):
+        return make_body()(inputs, source)
+    memory = packed.memory(device).data_ptr()
+    key = (shape, table, packed.dtype, memory, frozenset(inputs), source is None)
+    offset = 0 if source is None else source.get_offset()
+    result = graphs.run(key, device, inputs, source, make_body)
+    # Looked at while the GPU works already: weights that changed cost a second run.
+    if packed.stale():
+        packed.repack()
+        if source is not None:
+            source.set_offset(offset)
+        result = graphs.run(key, device, inputs, source, make_body)
+    return result
+
+
+def _body(
+    packed: PackedUnet, table: StepTable, shape: tuple[int, int, int], device: torch.device
+) -> Body:
+    """Return the loop of one op, to be run as it is or captured."""
+    wide = table.coefficients.dtype
+    timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
+
+    def body(inputs: Inputs, generator: torch.Generator | None) -> Tensor:
+        floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
+        noise, step_noise = floats.get("noise"), floats.get("step_noise")
+        if noise is None:
+            noise = draw_normal(shape, generator, device, wide).float()
+        if step_noise is None and any(table.draws_noise):
+            step_noise = draw_steps(table.draws_noise, shape, generator, wide).float()
+        return packed.sample(
+            noise,
+            timesteps,
+            coefficients,
+            table.clip,
+            global_cond=floats.get("global_cond"),
+            noise=step_noise,
+            known=floats.get("condition_data"),
+            known_mask=floats.get("condition_mask"),
+        )
+
+    return body
+
+
+def predict(packed: PackedUnet, inputs: Inputs, sample: Tensor, timestep: Tensor) -> Tensor:
+    """Predict for a window of states at once: ``global_cond`` serves every one of its timesteps."""
+    cond = inputs.get("global_cond")
+    if cond is not None:
+        cond = cond.float().repeat(sample.shape[0] // cond.shape[0], 1)
+    return packed(sample.float(), timestep, cond).to(sample.dtype)
