@@ -425,3 +425,111 @@ def test_what_cannot_be_packed_says_why():
     )
     with pytest.raises(ValueError, match="no local conditioning"):
         unet_config(local)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(device, dtype):
+    """Schema, autograd registration, fake tensors and tracing, with every optional argument."""
+    unet = _net("small", device)
+    packed = PackedUnet(unet, dtype)
+    cond, weights = _cond(unet, 3, device), (packed.packed, packed.config, dtype)
+    sample = torch.randn(3, 16, 2, device=device)
+    torch.library.opcheck(
+        torch.ops.dpa.unet1d.default, (sample, torch.rand(3, device=device), cond, *weights)
+    )
+    table = torch.rand(4, 6, device=device)
+    noise, mask = torch.randn(4, *sample.shape, device=device), sample > 0
+    loop = (sample, torch.arange(4.0, device=device), cond, *weights, table, 1.0)
+    torch.library.opcheck(torch.ops.dpa.diffusion_sample.default, loop)
+    torch.library.opcheck(
+        torch.ops.dpa.diffusion_sample.default, (*loop, noise, torch.rand_like(sample), mask)
+    )
+
+
+def test_compiled_functions_that_use_packed_weights(device):
+    """The packed network and its loop without a break in the graph; a sampler's call with one."""
+    unet = _net("small", device)
+    packed, cond = PackedUnet(unet), _cond(unet, 2, device)
+    sample, t = torch.randn(2, 16, 2, device=device), torch.ones(2, device=device)
+    times, table = torch.arange(4.0, device=device), torch.rand(4, 6, device=device)
+    assert packed.packed is not None  # packed before it is compiled
+
+    def network(sample, t, cond):
+        return packed(sample, t, cond) * 2
+
+    def loop(sample, times, table, cond):
+        return packed.sample(sample, times, table, 1.0, global_cond=cond) * 2
+
+    for function, args in ((network, (sample, t, cond)), (loop, (sample, times, table, cond))):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*args), function(*args), rtol=0, atol=0)
+
+    scheduler = diffusers.DDIMScheduler(num_train_timesteps=50)
+    sampler = dpa.DiffusionSampler(unet, scheduler, 5, horizon=16, fused=True)
+
+    def policy(observation, noise):
+        return sampler(observation.tanh(), noise=noise) * 2
+
+    compiled = torch.compile(policy, backend="aot_eager")
+    torch.testing.assert_close(compiled(cond, sample), policy(cond, sample), rtol=1e-6, atol=1e-6)
+
+
+def test_sampler_inside_a_capture_of_the_users(cuda):
+    unet = _net("small", cuda)
+    scheduler = diffusers.DDPMScheduler(num_train_timesteps=8)
+    sampler = dpa.DiffusionSampler(unet, scheduler, 8, torch.bfloat16, horizon=16, fused=True)
+    cond, noise = _cond(unet, 1, cuda), torch.randn(1, 16, 2, device=cuda)
+    sampler(cond, noise=noise)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sampler(cond * 2, noise=noise) + 1
+    kept = len(sampler._graphs)
+    for seed in (1, 2):
+        cond.copy_(torch.randn_like(cond))
+        torch.cuda.manual_seed(seed)
+        graph.replay()
+        torch.cuda.manual_seed(seed)
+        assert torch.equal(out, sampler(cond * 2, noise=noise) + 1)
+    assert kept == len(sampler._graphs) == 1
+
+
+def test_local_conditioning_is_refused_or_runs_step_by_step(device):
+    scheduler = diffusers.DDIMScheduler(num_train_timesteps=20)
+    unet = dpa.nn.ConditionalUnet1D(2, local_cond_dim=3, down_dims=(32, 64)).to(device).eval()
+    local, noise = torch.randn(1, 16, 3, device=device), torch.randn(1, 16, 2, device=device)
+    with pytest.raises(ValueError, match="unet must have no local conditioning to be packed"):
+        PackedUnet(unet)
+    sampler = dpa.DiffusionSampler(unet, scheduler, 4, horizon=16, fused=True)
+    with pytest.raises(ValueError, match="fused must be left out where there is local_cond"):
+        sampler(local_cond=local, noise=noise)
+    with pytest.raises(ValueError, match="fused must be left out of a network with local cond"):
+        sampler(noise=noise)
+    sampler.fallback = True
+    plain = dpa.DiffusionSampler(unet, scheduler, 4, horizon=16)
+    for call in ({"local_cond": local, "noise": noise}, {"noise": noise}):
+        with pytest.warns(UserWarning, match="the loop runs step by step instead"):
+            got = sampler(**call)
+        torch.testing.assert_close(got, plain(**call))
+
+
+@pytest.mark.parametrize("dims", [(256, 512, 1024), (512, 1024, 2048)], ids=["80M", "252M"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_published_sizes(cuda, dims, dtype):
+    """The sizes of the published policies, for one sample and for several."""
+    unet = dpa.nn.ConditionalUnet1D(
+        2,
+        global_cond_dim=132,
+        diffusion_step_embed_dim=128,
+        down_dims=dims,
+        cond_predict_scale=True,
+    )
+    unet = unet.to(cuda).eval()
+    kind = torch.float16 if dtype == torch.float8_e4m3fn else dtype
+    exact = dpa.reference.plain(unet if kind == dtype else _rounded_to_e4m3(unet)).double()
+    packed = PackedUnet(unet, dtype)
+    for batch in (1, 3):
+        sample, cond = torch.randn(batch, 16, 2, device=cuda), torch.randn(batch, 132, device=cuda)
+        timestep = torch.randint(100, (batch,), device=cuda)
+        with torch.no_grad():
+            expected = exact(sample.double(), timestep, None, cond.double())
+            assert _error(packed(sample, timestep, cond), expected) < _ERROR[kind]

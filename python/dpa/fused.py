@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .graphs import Body, Inputs, LoopGraphs, can_capture
 from .noise import draw_normal, draw_steps, generator_on
@@ -15,13 +15,18 @@ from .step_table import Generators
 
 
 def refusal(
-    table: StepTable | LiveSteps, device: torch.device, local_cond: Tensor | None
+    unet: nn.Module,
+    table: StepTable | LiveSteps,
+    device: torch.device,
+    local_cond: Tensor | None,
 ) -> tuple[str, str] | None:
     """Why a loop cannot be one op, what ``fused`` must and what was received; None where it can."""
     if not runs_packed(device):
         return "be left out where no kernel runs packed weights", str(device)
     if local_cond is not None:
         return "be left out where there is local_cond", "both"
+    if getattr(unet, "local_cond_encoder", None) is not None:
+        return "be left out of a network with local conditioning", type(unet).__name__
     if isinstance(table, LiveSteps | MultistepTable):
         rule = "be left out of a scheduler that no StepTable expresses"
         return rule, type(table).__name__

@@ -116,7 +116,12 @@ class PackedUnet:
 
     @property
     def packed(self) -> Tensor:
-        """The packed weights, made anew if the network's have changed."""
+        """The packed weights, made anew if the network's have changed.
+
+        A compiled function takes them as they were packed before: its graph holds no such question.
+        """
+        if torch.compiler.is_compiling() and self._packed is not None:
+            return self._packed
         return self.repack() if self._packed is None or self.stale() else self._packed
 
     def __call__(

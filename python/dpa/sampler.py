@@ -39,6 +39,9 @@ class DiffusionSampler:
     draw of the sample's shape in each step that draws (DDPM at t > 0, DDIM with eta > 0), in the
     sample's dtype, on the generator's device.
 
+    In a function that ``torch.compile`` compiles a call runs as it does elsewhere: it is a break in
+    the graph. :class:`dpa.PackedUnet` is not, nor are the ops.
+
     The scheduler is copied here, and changing the object later changes nothing. The network is not:
     every call samples with the weights that it has then, in the mode (train or eval) that it is in.
 
@@ -162,6 +165,7 @@ class DiffusionSampler:
             _fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
         return self._scheduler
 
+    @torch.compiler.disable(reason="the sampler captures its own graphs")
     @torch.no_grad()
     def __call__(
         self,
@@ -262,7 +266,7 @@ class DiffusionSampler:
         """Return the packed network of a fused call; None, after a warning, where it falls back."""
         if not self.fused:
             return None
-        reason = fused.refusal(table, device, local_cond)
+        reason = fused.refusal(self.unet, table, device, local_cond)
         if reason is None:
             dtype = self.dtype or weights_dtype
             kept = self._packed
