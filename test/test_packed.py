@@ -427,25 +427,6 @@ def test_what_cannot_be_packed_says_why():
         unet_config(local)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(device, dtype):
-    """Schema, autograd registration, fake tensors and tracing, with every optional argument."""
-    unet = _net("small", device)
-    packed = PackedUnet(unet, dtype)
-    cond, weights = _cond(unet, 3, device), (packed.packed, packed.config, dtype)
-    sample = torch.randn(3, 16, 2, device=device)
-    torch.library.opcheck(
-        torch.ops.dpa.unet1d.default, (sample, torch.rand(3, device=device), cond, *weights)
-    )
-    table = torch.rand(4, 6, device=device)
-    noise, mask = torch.randn(4, *sample.shape, device=device), sample > 0
-    loop = (sample, torch.arange(4.0, device=device), cond, *weights, table, 1.0)
-    torch.library.opcheck(torch.ops.dpa.diffusion_sample.default, loop)
-    torch.library.opcheck(
-        torch.ops.dpa.diffusion_sample.default, (*loop, noise, torch.rand_like(sample), mask)
-    )
-
-
 def test_compiled_functions_that_use_packed_weights(device):
     """The packed network and its loop without a break in the graph; a sampler's call with one."""
     unet = _net("small", device)

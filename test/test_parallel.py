@@ -127,14 +127,13 @@ def test_on_packed_weights(device, kind):
         sampler = dpa.DiffusionSampler(
             unet, scheduler, _STEPS, horizon=8, fused=True, parallel=parallel
         )
-        for seed in (3, 4):  # on a GPU the second call replays what the first captured
+        for seed in (3, 4):
             generator = torch.Generator(device).manual_seed(seed)
             results.append(sampler(generator=generator, **call))
             results.append(torch.randn(3, device=device, generator=generator))
     for expected, got in zip(results[:4], results[4:], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-4)
     assert sampler.last_parallel.steps == _STEPS
-    assert len(sampler._sweeps) == (device.type == "cuda")
     with torch.no_grad():  # weights that changed are packed again
         unet.final_conv[1].bias.add_(1.0)
     generator = torch.Generator(device).manual_seed(3)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +68,8 @@ class Sweeps:
 
     The first state of a window is exact after one sweep, so each sweep advances by one step or
     more, and takes as many steps as moved by no more than the tolerance. The states that the window
-    grows by begin as copies of its last one. Where the window stands is a number on the device, so
-    a sweep is the same kernels every time and can be captured.
+    grows by begin as copies of its last one. Where the window stands is a number on the device,
+    which the host reads only when the loop may have ended.
 
     Args:
         inputs: ``sample`` (B, T, Da), the noise to begin with; ``step_noise`` (S, B, T, Da), what
@@ -102,7 +101,7 @@ class Sweeps:
         for number in (self._position, self._evaluations, self._residual):
             number.zero_()
 
-    def run(self, sweep: Callable[[], None]) -> tuple[Tensor, ParallelReport]:
+    def run(self) -> tuple[Tensor, ParallelReport]:
         """Sweep until all states are found; the result is the last of them, not a copy."""
         self.begin()
         position = sweeps = 0
@@ -110,7 +109,7 @@ class Sweeps:
             # No sweep takes more than a window of steps: so many are needed at the least.
             needed = -(-(self.steps - position) // self.window)
             for _ in range(needed):
-                sweep()
+                self.sweep()
             sweeps += needed
             position = int(self._position.item())
         report = ParallelReport(
@@ -151,60 +150,3 @@ class Sweeps:
     def _impose(self, states: Tensor) -> Tensor:
         mask = self.inputs.get("condition_mask")
         return states if mask is None else torch.where(mask, self.inputs["condition_data"], states)
-
-
-class SweepGraphs:
-    """Captured sweeps for each kind of call; the least recently used goes first."""
-
-    def __init__(self, capacity: int = 8):
-        self.capacity = capacity
-        self._kept: OrderedDict[Hashable, _CapturedSweeps] = OrderedDict()
-
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        # A copy, or what a pickle brings back, captures anew.
-        return (type(self), (self.capacity,))
-
-    def __len__(self) -> int:
-        """Return the number of graphs held."""
-        return len(self._kept)
-
-    def run(
-        self, key: Hashable, inputs: Inputs, make: Callable[[Inputs], Sweeps]
-    ) -> tuple[Tensor, ParallelReport]:
-        """Return what ``make(inputs)`` finds, its sweeps replayed.
-
-        Args:
-            key: everything but the contents of ``inputs`` that the result depends on.
-            inputs: of :class:`Sweeps`, on a CUDA device; their shapes follow from the key.
-            make: the sweeps over copies of the inputs, whose work is kernels alone.
-
-        """
-        if key not in self._kept:
-            self._kept[key] = _CapturedSweeps(inputs, make)
-        self._kept.move_to_end(key)
-        while len(self._kept) > self.capacity:
-            self._kept.popitem(last=False)
-        return self._kept[key].run(inputs)
-
-
-class _CapturedSweeps:
-    def __init__(self, inputs: Inputs, make: Callable[[Inputs], Sweeps]):
-        with torch.inference_mode(False), torch.no_grad():
-            self._inputs = {name: value.clone() for name, value in inputs.items()}
-            self._sweeps = make(self._inputs)
-            self._graph = torch.cuda.CUDAGraph()
-            self._sweeps.begin()
-            self._sweeps.sweep()  # what kernels set up at their first launch is not captured
-            # Other threads, such as a camera's, go on using CUDA while this one captures.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._sweeps.sweep()
-        self._done = torch.cuda.Event()
-
-    def run(self, inputs: Inputs) -> tuple[Tensor, ParallelReport]:
-        torch.cuda.current_stream().wait_event(self._done)
-        for name, value in inputs.items():
-            self._inputs[name].copy_(value)
-        found, report = self._sweeps.run(self._graph.replay)
-        found = found.clone()
-        self._done.record()
-        return found, report

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from . import fused, stepwise
-from .graphs import LoopGraphs, can_capture
+from .graphs import LoopGraphs
 from .noise import draw_normal
 from .packed import PackedUnet
-from .parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
+from .parallel import Parallel, ParallelReport, Predict, Sweeps
 from .schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
 from .step_table import Generators
 
@@ -116,7 +116,6 @@ class DiffusionSampler:
         self.last_parallel: ParallelReport | None = None
         self._packed: PackedUnet | None = None
         self._graphs = LoopGraphs()
-        self._sweeps = SweepGraphs()
         self._width: tuple[Any, int | None] = (None, None)
         self.horizon = horizon
         self.action_dim = action_dim
@@ -297,22 +296,13 @@ class DiffusionSampler:
             zero = torch.zeros_like(inputs["sample"])
             drawn = [draw() if needed else zero for needed in table.draws_noise]
             inputs["step_noise"] = torch.stack(drawn)
-        device = inputs["sample"].device
         predict: Predict
         if packed is None:
-            unet, unet_dtype = self._network(device, weights_dtype)
+            unet, unet_dtype = self._network(inputs["sample"].device, weights_dtype)
             predict = functools.partial(stepwise.predict_window, unet, unet_dtype)
         else:
-            memory = packed.packed.data_ptr()  # packed anew where weights changed
             predict = functools.partial(fused.predict, packed)
-        make = functools.partial(Sweeps, table=table, predict=predict, options=options)
-        if packed is not None and self.cuda_graph and can_capture(device):
-            shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
-            key = (shapes, table, packed.dtype, memory, options)
-            found, self.last_parallel = self._sweeps.run(key, inputs, make)
-        else:
-            sweeps = make(inputs)
-            found, self.last_parallel = sweeps.run(sweeps.sweep)
+        found, self.last_parallel = Sweeps(inputs, table, predict, options).run()
         return found
 
     def _placement(self, tensors: dict[str, Tensor]) -> tuple[torch.device, torch.dtype]:
