@@ -60,7 +60,7 @@ TORCH_LIBRARY(dpa, m) {
 
   m.def(
       "group_norm_mish(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
-      "Tensor? scale=None, Tensor? shift=None) -> Tensor",
+      "Tensor? scale=None, Tensor? shift=None, Tensor? residual=None) -> Tensor",
       functional);
   m.def(
       "group_norm_mish_backward(Tensor grad, Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, "

@@ -18,6 +18,8 @@ def _layout(x: Tensor, kind: str) -> Tensor:
         return x
     if kind == "reversed":
         return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+    if kind == "channels-last" and x.dim() == 3:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
     if kind == "expanded" and x.shape[0] > 0:
         return x[:1].expand_as(x)
     if kind == "gaps":
@@ -28,7 +30,7 @@ def _layout(x: Tensor, kind: str) -> Tensor:
     return storage[1:].view(x.shape).copy_(x)
 
 
-LAYOUTS = st.sampled_from(["contiguous", "reversed", "expanded", "gaps", "offset"])
+LAYOUTS = st.sampled_from(["contiguous", "channels-last", "reversed", "expanded", "gaps", "offset"])
 
 
 class Draw:
@@ -114,10 +116,12 @@ def _normalisation(d: Draw, batch: int, channels: int) -> dict[str, Tensor | Non
 
 
 def group_norm_mish(d: Draw) -> Sample:
-    batch, groups, width = d(SIZES), d(st.integers(1, 5)), d(st.integers(1, 5))
+    batch, groups, width = d(SIZES), d(st.integers(1, 5)), d(st.sampled_from([1, 2, 3, 5, 8, 24]))
     channels = groups * width
-    input = d.tensor(batch, channels, *d.shape(most=2))
+    shape = (batch, channels, *d.shape(most=2))
+    input = d.tensor(*shape)
     options = _normalisation(d, batch, channels)
+    options["residual"] = d.tensor(*shape) if d(st.booleans()) else None
     return Sample((input, groups), options)
 
 

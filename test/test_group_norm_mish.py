@@ -1,7 +1,9 @@
+import pytest
 import torch
 
 import dpa
 from proofs import OpProofs, Sample
+from tolerances import gradient_tolerance, tolerance
 
 
 def _sample(device, dtype, shape, groups, affine=True, film=True, **kwargs):
@@ -29,6 +31,7 @@ class TestGroupNormMish(OpProofs):
         only = torch.randn(2, 4, device=device, dtype=dtype)
         yield Sample((x, 2), {"shift": only})
         yield Sample((x, 2), {"scale": only, "bias": only[0].clone()})
+        yield Sample((x, 2), {"residual": torch.randn_like(x)})
 
     @staticmethod
     def rejected(device):
@@ -47,6 +50,11 @@ class TestGroupNormMish(OpProofs):
             Sample((x, 2), {"scale": film[:1]}),
         )
         yield head + r"shift must have shape", Sample((x, 2), {"shift": film[:, :4]})
+        yield (
+            head + r"bias must have the dtype of input .* or Float, got Half",
+            Sample((x.bfloat16(), 2, None, c.half())),
+        )
+        yield head + r"residual must have the shape of input", Sample((x, 2), {"residual": x[:1]})
         if device.type == "cuda":
             yield head + r"weight must be on the device of input", Sample((x, 2, c.cpu()))
 
@@ -54,6 +62,118 @@ class TestGroupNormMish(OpProofs):
     def batches(device):
         for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
             yield _sample(device, torch.float32, (batch, 8, length), 4)
+
+
+def _channels_last(x):
+    """The values of (B, C, T) in memory as (B, T, C)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class TestChannelsLast(OpProofs):
+    """The same on channels-last tensors, whose order the output keeps."""
+
+    op = torch.ops.dpa.group_norm_mish
+    reference = dpa.reference.group_norm_mish
+    contiguous_output = False
+
+    @staticmethod
+    def _sample(device, dtype, shape, groups, residual=False, **options):
+        sample = _sample(device, dtype, shape, groups, **options)
+        x = _channels_last(sample.args[0])
+        extra = {"residual": _channels_last(torch.randn_like(x))} if residual else {}
+        return Sample((x, *sample.args[1:]), extra)
+
+    @classmethod
+    def samples(cls, device, dtype):
+        yield cls._sample(device, dtype, (3, 32, 5), 4)  # one vector a row, several groups a warp
+        yield cls._sample(
+            device, dtype, (5, 48, 7), 2, residual=True
+        )  # three vectors: an idle thread
+        yield cls._sample(
+            device, dtype, (2, 64, 33), 1, film=False
+        )  # a group longer than a warp holds
+        yield cls._sample(device, dtype, (1, 16, 3), 2, affine=False)
+        yield cls._sample(device, dtype, (2, 6, 4), 2)  # no whole vectors
+        yield cls._sample(device, dtype, (0, 16, 3), 2)
+
+    rejected = staticmethod(TestGroupNormMish.rejected)
+
+    @classmethod
+    def batches(cls, device):
+        for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
+            yield cls._sample(device, torch.float32, (batch, 32, length), 4)
+
+    def test_order(self, device):
+        """Output and gradient are in the order of the input; Meta says so too."""
+        for sample in self.samples(device, torch.float32):
+            ours = sample.requiring_grad()
+            out = torch.ops.dpa.group_norm_mish(*ours.args, **ours.kwargs)
+            out.backward(torch.randn(out.shape, device=device))
+            meta = sample.map(lambda x: x.to("meta"))
+            expected = sample.args[0].stride()
+            assert torch.ops.dpa.group_norm_mish(*meta.args, **meta.kwargs).stride() == expected
+            assert out.stride() == ours.args[0].grad.stride() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_random_channels_last(device, dtype):
+    """Values and all gradients against float64, at random sizes of any plan, parameters float32."""
+    random = torch.Generator().manual_seed(7)
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=random))  # noqa: E731
+    for _ in range(60 if device.type == "cuda" else 6):
+        groups, width, length = 2 ** draw(0, 4), 8 * draw(1, 20), draw(1, 40)
+        batch = draw(1, 300 if device.type == "cuda" else 4)
+        channels = groups * width
+        new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
+        film = new(batch, 2 * channels).requires_grad_()
+        x = _channels_last(new(batch, channels, length) + 0.5).requires_grad_()
+        residual = new(batch, channels, length).requires_grad_()
+        weight, bias = (torch.randn(channels, device=device, requires_grad=True) for _ in "wb")
+        leaves = (x, weight, bias, film, residual)
+
+        def run(op, x, weight, bias, film, residual, groups=groups):
+            return op(x, groups, weight, bias, 1e-5, *film.chunk(2, dim=1), residual)
+
+        out = run(torch.ops.dpa.group_norm_mish, *leaves)
+        grad = new(*out.shape)
+        got = torch.autograd.grad(out, leaves, grad)
+        wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        exact = run(dpa.reference.group_norm_mish, *wide)
+        expected = torch.autograd.grad(exact, wide, grad.double())
+        torch.testing.assert_close(out, exact.to(dtype), **tolerance(dtype))
+        for g, e, leaf in zip(got, expected, leaves, strict=True):
+            assert g.dtype == leaf.dtype and g.shape == leaf.shape
+            torch.testing.assert_close(g, e.to(g.dtype), **gradient_tolerance(g.dtype))
+
+
+def test_repeats_bit_for_bit(device):
+    """The gradients of the parameters are sums over the batch, taken in one order."""
+    x = _channels_last(torch.randn(70, 64, 16, device=device))
+    weight, grad = torch.randn(64, device=device), torch.randn(70, 64, 16, device=device)
+    run = lambda: torch.ops.dpa.group_norm_mish_backward(  # noqa: E731
+        grad, x, 8, weight, weight, 1e-5, None, None, [True, True, True, False, False]
+    )
+    for a, b in zip(run()[:3], run()[:3], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_leaks_from_idle_threads(device):
+    """With eps 0 a constant group gives NaN; groups and samples beside it must not notice."""
+    x = _channels_last(torch.randn(5, 48, 3, device=device))
+    x[2, :24] = 1.0
+    weight = torch.full((48,), 2.0, device=device)
+    scale = torch.full((5, 48), 3.0, device=device)
+    grads = torch.ops.dpa.group_norm_mish_backward(
+        torch.ones_like(x), x, 2, weight, None, 0.0, scale, None, [True, True, False, True, False]
+    )
+    for grad, bad in (
+        (grads[0], (2, slice(24))),
+        (grads[1], slice(24)),
+        (grads[3], (2, slice(24))),
+    ):
+        expected = torch.zeros_like(grad, dtype=torch.bool)
+        expected[bad] = True
+        assert torch.equal(grad.isnan(), expected)
 
 
 def test_matches_torch_modules(device):

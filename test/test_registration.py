@@ -80,7 +80,8 @@ def test_the_schemas_say_what_the_contract_says():
     )
     assert schemas["dpa::group_norm_mish"].endswith(
         "(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, "
-        "float eps=1.0000000000000001e-05, Tensor? scale=None, Tensor? shift=None) -> Tensor"
+        "float eps=1.0000000000000001e-05, Tensor? scale=None, Tensor? shift=None, "
+        "Tensor? residual=None) -> Tensor"
     )
 
 

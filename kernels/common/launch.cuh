@@ -55,11 +55,11 @@ inline bool launches_dependent(const void* kernel) {
 
 /// Launches `kernel`; a grid of no blocks is no launch and no error. Returns the launch's own error.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, cudaStream_t stream,
+cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, unsigned threads, cudaStream_t stream,
                    Arguments&&... arguments) {
-  if (blocks == 0) return cudaSuccess;
+  if (blocks.x == 0 || blocks.y == 0) return cudaSuccess;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);

@@ -6,10 +6,10 @@
 namespace dpa {
 
 Tensor group_norm_mish(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps, const OptionalTensor& scale,
-                       const OptionalTensor& shift) {
+                       const OptionalTensor& bias, double eps, const OptionalTensor& scale, const OptionalTensor& shift,
+                       const OptionalTensor& residual) {
   static const auto op = find_op<decltype(group_norm_mish)>("dpa::group_norm_mish");
-  return op.call(input, num_groups, weight, bias, eps, scale, shift);
+  return op.call(input, num_groups, weight, bias, eps, scale, shift, residual);
 }
 
 NormGradients group_norm_mish_backward(const Tensor& grad, const Tensor& input, int64_t num_groups,
@@ -21,6 +21,7 @@ NormGradients group_norm_mish_backward(const Tensor& grad, const Tensor& input, 
 
 namespace {
 
+/// Edges lead to input, weight, bias, scale, shift and residual; the last is not saved, its gradient is the output's.
 struct GroupNormMishBackward : SavingNode<5> {
   int64_t num_groups = 1;
   double eps = 0;
@@ -29,13 +30,13 @@ struct GroupNormMishBackward : SavingNode<5> {
 
   variable_list backward(const variable_list& gradients, const std::array<Tensor, 5>& saved) override {
     const auto& [input, weight, bias, scale, shift] = saved;
-    if (!gradients[0].defined()) return variable_list(5);
+    if (!gradients[0].defined()) return variable_list(6);
     NormMask mask;
     for (size_t i = 0; i < mask.size(); ++i) mask[i] = saved[i].defined() && task_should_compute_output(i);
     auto [g0, g1, g2, g3, g4] =
         group_norm_mish_backward(gradients[0], input, num_groups, as_optional(weight), as_optional(bias), eps,
                                  as_optional(scale), as_optional(shift), mask);
-    return {g0, g1, g2, g3, g4};
+    return {g0, g1, g2, g3, g4, task_should_compute_output(5) ? gradients[0] : Tensor()};
   }
   void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(num_groups);
@@ -45,14 +46,15 @@ struct GroupNormMishBackward : SavingNode<5> {
 
 Tensor group_norm_mish_autograd(const Tensor& input, int64_t num_groups, const OptionalTensor& weight_,
                                 const OptionalTensor& bias_, double eps, const OptionalTensor& scale_,
-                                const OptionalTensor& shift_) {
+                                const OptionalTensor& shift_, const OptionalTensor& residual_) {
   const auto weight = value_or_undefined(weight_), bias = value_or_undefined(bias_);
   const auto scale = value_or_undefined(scale_), shift = value_or_undefined(shift_);
-  if (any_tangent(input, weight, bias, scale, shift))
-    return group_norm_mish_formula(input, num_groups, weight_, bias_, eps, scale_, shift_);
+  const auto residual = value_or_undefined(residual_);
+  if (any_tangent(input, weight, bias, scale, shift, residual))
+    return group_norm_mish_formula(input, num_groups, weight_, bias_, eps, scale_, shift_, residual_);
   std::shared_ptr<GroupNormMishBackward> node;
-  if (torch::autograd::compute_requires_grad(input, weight, bias, scale, shift)) {
-    node = make_node<GroupNormMishBackward>(input, weight, bias, scale, shift);
+  if (torch::autograd::compute_requires_grad(input, weight, bias, scale, shift, residual)) {
+    node = make_node<GroupNormMishBackward>(input, weight, bias, scale, shift, residual);
     node->save(input, weight, bias, scale, shift);
     node->num_groups = num_groups;
     node->eps = eps;
@@ -60,7 +62,7 @@ Tensor group_norm_mish_autograd(const Tensor& input, int64_t num_groups, const O
   Tensor out;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    out = group_norm_mish(input, num_groups, weight_, bias_, eps, scale_, shift_);
+    out = group_norm_mish(input, num_groups, weight_, bias_, eps, scale_, shift_, residual_);
   }
   if (node) torch::autograd::set_history(out, node);
   return out;

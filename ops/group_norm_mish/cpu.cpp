@@ -36,40 +36,40 @@ void mish_and_slope(const double* x, double* value, double* slope, int64_t n) {
   }
 }
 
-/// The arguments as plain pointers; null where absent.
+/// The arguments as plain pointers; null where absent. Weight and bias come in the type of the arithmetic.
 template <class T>
 struct Arguments {
-  const T *input, *weight, *bias, *scale, *shift;
+  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const T* input;
+  const A *weight, *bias;
+  const T *scale, *shift, *residual;
   int64_t batch, channels, inner, groups, group_channels, group_size;
   double eps;
 };
 
 /// Keeps the contiguous copies alive.
 struct Contiguous {
-  Tensor input, weight, bias, scale, shift;
+  Tensor input, weight, bias, scale, shift, residual;
 
   Contiguous(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_,
-             const OptionalTensor& scale_, const OptionalTensor& shift_) {
+             const OptionalTensor& scale_, const OptionalTensor& shift_, const OptionalTensor& residual_) {
     const auto contiguous = [](const OptionalTensor& t) { return t.has_value() ? t->contiguous() : Tensor(); };
+    const auto parameter = [&](const OptionalTensor& t) {
+      return t.has_value() ? t->to(accumulate_type(input_.scalar_type())).contiguous() : Tensor();
+    };
     input = input_.contiguous();
-    weight = contiguous(weight_), bias = contiguous(bias_), scale = contiguous(scale_), shift = contiguous(shift_);
+    weight = parameter(weight_), bias = parameter(bias_);
+    scale = contiguous(scale_), shift = contiguous(shift_), residual = contiguous(residual_);
   }
   template <class T>
   Arguments<T> arguments(int64_t groups, double eps) const {
+    using A = typename Arguments<T>::A;
     const auto data = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<T>() : nullptr; };
+    const auto parameter = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<A>() : nullptr; };
     const int64_t batch = input.size(0), channels = input.size(1);
     const int64_t inner = batch * channels > 0 ? input.numel() / (batch * channels) : 0;
-    return {data(input),
-            data(weight),
-            data(bias),
-            data(scale),
-            data(shift),
-            batch,
-            channels,
-            inner,
-            groups,
-            channels / groups,
-            channels / groups * inner,
+    return {data(input), parameter(weight), parameter(bias), data(scale), data(shift),       data(residual),
+            batch,       channels,          inner,           groups,      channels / groups, channels / groups * inner,
             eps};
   }
 };
@@ -109,8 +109,11 @@ void forward_task(const Arguments<T>& args, int64_t task, A* x, T* out) {
   mish_in_place(x, n);
   for (int64_t c = 0; c < args.group_channels; ++c) {
     const A scale = value_or(args.scale, film + first + c, A(1)), shift = value_or(args.shift, film + first + c, A(0));
-    for (int64_t i = c * inner; i < (c + 1) * inner; ++i) out[task * n + i] = static_cast<T>(x[i] * scale + shift);
+    for (int64_t i = c * inner; i < (c + 1) * inner; ++i) x[i] = x[i] * scale + shift;
   }
+  if (args.residual)
+    for (int64_t i = 0; i < n; ++i) x[i] += static_cast<A>(args.residual[task * n + i]);
+  for (int64_t i = 0; i < n; ++i) out[task * n + i] = static_cast<T>(x[i]);
 }
 
 /// Where a task writes: the input's gradient, and each channel's share in the others, (B, C) in the accumulate type.
@@ -165,7 +168,7 @@ NormGradients group_norm_mish_backward_cpu(const Tensor& grad_, const Tensor& in
                                            const OptionalTensor& scale, const OptionalTensor& shift, NormMask mask) {
   check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift);
   check_same("group_norm_mish_backward", "grad", grad_, "input", input);
-  const Contiguous in(input, weight, bias, scale, shift);
+  const Contiguous in(input, weight, bias, scale, shift, std::nullopt);
   const auto grad = grad_.contiguous();
   const auto type = input.scalar_type();
   auto grad_input = mask[0] ? at::empty_like(in.input) : Tensor();
@@ -183,26 +186,29 @@ NormGradients group_norm_mish_backward_cpu(const Tensor& grad_, const Tensor& in
       for (int64_t task = begin; task < end; ++task) backward_task(args, task, g, scratch.data(), to);
     });
   });
-  const auto over_batch = [&](int i, int slot) { return mask[slot] ? sums.select(0, i).sum(0).to(type) : Tensor(); };
+  const auto over_batch = [&](int i, int slot, const OptionalTensor& parameter) {
+    return mask[slot] ? sums.select(0, i).sum(0).to(parameter->scalar_type()) : Tensor();
+  };
   const auto per_sample = [&](int i, int slot) {
     return mask[slot] ? sums.select(0, i).to(type, /*non_blocking=*/false, /*copy=*/true) : Tensor();
   };
-  return {grad_input, over_batch(0, 1), over_batch(1, 2), per_sample(2, 3), per_sample(3, 4)};
+  return {mask[0] ? in_order(grad_input, is_channels_last(input)) : Tensor(), over_batch(0, 1, weight),
+          over_batch(1, 2, bias), per_sample(2, 3), per_sample(3, 4)};
 }
 
 Tensor checked_group_norm_mish_cpu(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
                                    const OptionalTensor& bias, double eps, const OptionalTensor& scale,
-                                   const OptionalTensor& shift) {
-  check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift);
-  return group_norm_mish_cpu(input, num_groups, weight, bias, eps, scale, shift);
+                                   const OptionalTensor& shift, const OptionalTensor& residual) {
+  check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift, residual);
+  return group_norm_mish_cpu(input, num_groups, weight, bias, eps, scale, shift, residual);
 }
 
 }  // namespace
 
 Tensor group_norm_mish_cpu(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, const OptionalTensor& scale,
-                           const OptionalTensor& shift) {
-  const Contiguous in(input, weight, bias, scale, shift);
+                           const OptionalTensor& shift, const OptionalTensor& residual) {
+  const Contiguous in(input, weight, bias, scale, shift, residual);
   auto out = at::empty(input.sizes(), input.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "group_norm_mish", [&] {
     using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
@@ -213,7 +219,7 @@ Tensor group_norm_mish_cpu(const Tensor& input, int64_t num_groups, const Option
       for (int64_t task = begin; task < end; ++task) forward_task(args, task, x.data(), result);
     });
   });
-  return out;
+  return in_order(out, is_channels_last(input));
 }
 
 TORCH_LIBRARY_IMPL(dpa, CPU, m) {

@@ -1,10 +1,14 @@
+// Contiguous tensors of every dtype have kernels, and channels-last ones of 16 bits (kernels/group_norm_mish/). The
+// rest, which no network's training meets, goes through contiguous copies.
 #include "ops/common/cuda.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "kernels/group_norm_mish.h"
+#include "kernels/group_norm_mish/channels_last.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 
 namespace dpa {
@@ -37,12 +41,18 @@ struct Launch {
   }
 };
 
-NormGradients group_norm_mish_backward_cuda(const Tensor& grad_, const Tensor& input, int64_t num_groups,
-                                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                                            const OptionalTensor& scale, const OptionalTensor& shift, NormMask mask) {
-  check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift);
-  check_same("group_norm_mish_backward", "grad", grad_, "input", input);
-  const c10::cuda::CUDAGuard guard(input.device());
+Tensor contiguous_forward(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
+                          const OptionalTensor& bias, double eps, const OptionalTensor& scale,
+                          const OptionalTensor& shift) {
+  auto out = at::empty(input.sizes(), input.options());
+  const Launch in(input, num_groups, weight, bias, eps, scale, shift, out);
+  C10_CUDA_CHECK(kernels::group_norm_mish(in.args, c10::cuda::getCurrentCUDAStream()));
+  return out;
+}
+
+NormGradients contiguous_backward(const Tensor& grad_, const Tensor& input, int64_t num_groups,
+                                  const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                  const OptionalTensor& scale, const OptionalTensor& shift, NormMask mask) {
   const Launch in(input, num_groups, weight, bias, eps, scale, shift, Tensor());
   const auto grad = grad_.contiguous();
   const auto type = input.scalar_type();
@@ -58,23 +68,164 @@ NormGradients group_norm_mish_backward_cuda(const Tensor& grad_, const Tensor& i
   return {grad_input, over_batch(0, 1), over_batch(1, 2), per_sample(2, 3), per_sample(3, 4)};
 }
 
+bool is_aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+/// The kernels read vectors of 16 bytes; a fresh copy is aligned to more.
+Tensor aligned(const Tensor& tensor) { return is_aligned(tensor) ? tensor : tensor.clone(); }
+
+/// The dtype in which the kernels take weight and bias: their own, or float32 where the two differ.
+at::ScalarType parameter_type(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+  const auto given = [&](const OptionalTensor& t) { return t.has_value() ? t->scalar_type() : input.scalar_type(); };
+  if (!weight.has_value()) return given(bias);
+  if (!bias.has_value() || given(weight) == given(bias)) return given(weight);
+  return accumulate_type(input.scalar_type());
+}
+
+kernels::NormShape shape_of(const Tensor& input, int64_t num_groups) {
+  return {input.size(0), input.size(1), input.size(2), num_groups};
+}
+
+/// A plan for the channels-last kernels where they serve, else one that does not fit.
+kernels::NormPlan channels_last_plan(const Tensor& input, int64_t num_groups) {
+  if (input.element_size() != 2 || !is_channels_last(input) || input.numel() == 0) return {};
+  return kernels::teams(shape_of(input, num_groups), 2);
+}
+
+/// The arguments of the channels-last kernels, and the tensors that they point into.
+struct ChannelsLast {
+  at::ScalarType parameter;
+  Tensor input, weight, bias, scale, shift;
+  kernels::channels_last::GroupNormMish args;
+
+  ChannelsLast(const kernels::NormPlan& plan, const Tensor& input_, int64_t num_groups, const OptionalTensor& weight_,
+               const OptionalTensor& bias_, double eps, const OptionalTensor& scale_, const OptionalTensor& shift_)
+      : parameter(parameter_type(input_, weight_, bias_)) {
+    input = ordered(input_);
+    weight = vector(weight_), bias = vector(bias_), scale = film(scale_), shift = film(shift_);
+    args.dtype = kernel_dtype(input_.scalar_type());
+    args.parameter_dtype = kernel_dtype(parameter);
+    args.shape = shape_of(input_, num_groups);
+    args.plan = plan;
+    args.eps = eps;
+    args.input = input.const_data_ptr();
+    args.weight = data_or_null(weight), args.bias = data_or_null(bias);
+    args.scale = data_or_null(scale), args.shift = data_or_null(shift);
+    args.scale_stride = scale.defined() ? scale.stride(0) : 0,
+    args.shift_stride = shift.defined() ? shift.stride(0) : 0;
+  }
+  /// A tensor of the input's shape as the kernels read it.
+  static Tensor ordered(const Tensor& tensor) {
+    const auto result = in_order(tensor, true);
+    return is_aligned(result) ? result : empty(tensor).copy_(result);
+  }
+  static Tensor empty(const Tensor& like) {
+    return empty_in_order(like.size(0), like.size(1), like.size(2), true, like.options());
+  }
+
+ private:
+  Tensor vector(const OptionalTensor& tensor) const {
+    return tensor.has_value() ? aligned(tensor->to(parameter).contiguous()) : Tensor();
+  }
+  /// A (B, C) tensor whose rows may lie apart, such as a half of FiLM's product, is read in place.
+  Tensor film(const OptionalTensor& tensor) const {
+    if (!tensor.has_value()) return Tensor();
+    const bool rows = tensor->stride(1) == 1 && tensor->stride(0) * tensor->element_size() % 16 == 0;
+    return rows && is_aligned(*tensor) ? *tensor : aligned(tensor->contiguous());
+  }
+};
+
+NormGradients channels_last_backward(const ChannelsLast& in, const Tensor& grad_, const OptionalTensor& weight,
+                                     const OptionalTensor& bias, NormMask mask) {
+  const auto grad = in.ordered(grad_);
+  const auto options = in.input.options();
+  const int64_t batch = in.input.size(0), channels = in.input.size(1);
+  const auto wanted = [&](int i, at::IntArrayRef sizes, at::ScalarType type) {
+    return mask[i] ? at::empty(sizes, options.dtype(type)) : Tensor();
+  };
+  auto grad_input = mask[0] ? in.empty(in.input) : Tensor();
+  auto grad_weight = wanted(1, {channels}, in.parameter), grad_bias = wanted(2, {channels}, in.parameter);
+  auto grad_scale = wanted(3, {batch, channels}, in.input.scalar_type());
+  auto grad_shift = wanted(4, {batch, channels}, in.input.scalar_type());
+  Tensor partials;
+  if (mask[1] || mask[2])
+    partials = at::empty({2, backward_slices(in.args.shape, in.args.plan), channels}, options.dtype(at::kFloat));
+  const kernels::channels_last::GroupNormMishBackward args{in.args,
+                                                           grad.const_data_ptr(),
+                                                           mutable_data_or_null(grad_input),
+                                                           mutable_data_or_null(grad_weight),
+                                                           mutable_data_or_null(grad_bias),
+                                                           mutable_data_or_null(grad_scale),
+                                                           mutable_data_or_null(grad_shift),
+                                                           mutable_data_or_null(partials)};
+  C10_CUDA_CHECK(kernels::channels_last::backward(args, c10::cuda::getCurrentCUDAStream()));
+  if (mask[1]) grad_weight = grad_weight.to(weight->scalar_type());
+  if (mask[2]) grad_bias = grad_bias.to(bias->scalar_type());
+  return {grad_input, grad_weight, grad_bias, grad_scale, grad_shift};
+}
+
+OptionalTensor widened(const OptionalTensor& tensor) {
+  return tensor.has_value() ? OptionalTensor(tensor->to(at::kFloat)) : std::nullopt;
+}
+
+/// Whether float32 parameters stand beside a 16-bit input, which the contiguous kernels do not take.
+bool is_mixed(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+  const auto differs = [&](const OptionalTensor& t) {
+    return t.has_value() && t->scalar_type() != input.scalar_type();
+  };
+  return differs(weight) || differs(bias);
+}
+
+NormGradients group_norm_mish_backward_cuda(const Tensor& grad, const Tensor& input, int64_t num_groups,
+                                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                            const OptionalTensor& scale, const OptionalTensor& shift, NormMask mask) {
+  check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift);
+  check_same("group_norm_mish_backward", "grad", grad, "input", input);
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (const auto plan = channels_last_plan(input, num_groups); plan.fits())
+    return channels_last_backward({plan, input, num_groups, weight, bias, eps, scale, shift}, grad, weight, bias, mask);
+  const bool mixed = is_mixed(input, weight, bias);
+  auto [g0, g1, g2, g3, g4] =
+      mixed ? contiguous_backward(grad.to(at::kFloat), input.to(at::kFloat), num_groups, widened(weight), widened(bias),
+                                  eps, widened(scale), widened(shift), mask)
+            : contiguous_backward(grad, input, num_groups, weight, bias, eps, scale, shift, mask);
+  const auto type = input.scalar_type();
+  if (mask[0]) g0 = in_order(g0.to(type), is_channels_last(input));
+  if (mask[1]) g1 = g1.to(weight->scalar_type());
+  if (mask[2]) g2 = g2.to(bias->scalar_type());
+  if (mask[3]) g3 = g3.to(type);
+  if (mask[4]) g4 = g4.to(type);
+  return {g0, g1, g2, g3, g4};
+}
+
 Tensor checked_group_norm_mish_cuda(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
                                     const OptionalTensor& bias, double eps, const OptionalTensor& scale,
-                                    const OptionalTensor& shift) {
-  check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift);
-  return group_norm_mish_cuda(input, num_groups, weight, bias, eps, scale, shift);
+                                    const OptionalTensor& shift, const OptionalTensor& residual) {
+  check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift, residual);
+  return group_norm_mish_cuda(input, num_groups, weight, bias, eps, scale, shift, residual);
 }
 
 }  // namespace
 
 Tensor group_norm_mish_cuda(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
                             const OptionalTensor& bias, double eps, const OptionalTensor& scale,
-                            const OptionalTensor& shift) {
+                            const OptionalTensor& shift, const OptionalTensor& residual) {
   const c10::cuda::CUDAGuard guard(input.device());
-  auto out = at::empty(input.sizes(), input.options());
-  const Launch in(input, num_groups, weight, bias, eps, scale, shift, out);
-  C10_CUDA_CHECK(kernels::group_norm_mish(in.args, c10::cuda::getCurrentCUDAStream()));
-  return out;
+  if (const auto plan = channels_last_plan(input, num_groups); plan.fits()) {
+    ChannelsLast in(plan, input, num_groups, weight, bias, eps, scale, shift);
+    const auto added = residual.has_value() ? in.ordered(*residual) : Tensor();
+    auto out = in.empty(input);
+    in.args.residual = data_or_null(added);
+    in.args.out = out.mutable_data_ptr();
+    C10_CUDA_CHECK(kernels::channels_last::forward(in.args, c10::cuda::getCurrentCUDAStream()));
+    return out;
+  }
+  // A residual is added before the one rounding, so a 16-bit sum is taken in float32.
+  const bool wide = is_mixed(input, weight, bias) || (residual.has_value() && input.element_size() == 2);
+  auto out = wide ? contiguous_forward(input.to(at::kFloat), num_groups, widened(weight), widened(bias), eps,
+                                       widened(scale), widened(shift))
+                  : contiguous_forward(input, num_groups, weight, bias, eps, scale, shift);
+  if (residual.has_value()) out = out + residual->to(out.scalar_type());
+  return in_order(out.to(input.scalar_type()), is_channels_last(input));
 }
 
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {

@@ -43,6 +43,12 @@ struct NormTerms {
   }
 };
 
+/// The values of `tensor` in the shape and order of `input`.
+Tensor like(const Tensor& tensor, const Tensor& input) {
+  const auto shaped = tensor.reshape_symint(input.sym_sizes());
+  return is_channels_last(input) ? shaped.transpose(1, 2).contiguous().transpose(1, 2) : shaped;
+}
+
 /// d mish(u) / du in differentiable ops: tanh(softplus(u)) + u * sigmoid(u) * (1 - tanh(softplus(u))^2)
 Tensor mish_derivative(const Tensor& u) {
   const auto t = at::tanh(at::softplus(u));
@@ -53,12 +59,13 @@ Tensor mish_derivative(const Tensor& u) {
 
 Tensor group_norm_mish_formula(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
                                const OptionalTensor& bias, double eps, const OptionalTensor& scale,
-                               const OptionalTensor& shift) {
-  check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift);
+                               const OptionalTensor& shift, const OptionalTensor& residual) {
+  check_group_norm_mish("group_norm_mish", input, num_groups, weight, bias, eps, scale, shift, residual);
   const NormTerms t(input, num_groups, weight, bias, eps, scale);
   auto out = t.scale.defined() ? t.value * t.scale : t.value;
   if (shift.has_value()) out = out + t.widen(*shift).unsqueeze(-1);
-  return out.reshape_symint(input.sym_sizes()).to(t.type);
+  if (residual.has_value()) out = out + t.by_channel(t.widen(*residual));
+  return like(out, input).to(t.type);
 }
 
 NormGradients group_norm_mish_backward_formula(const Tensor& grad, const Tensor& input, int64_t num_groups,
@@ -74,10 +81,13 @@ NormGradients group_norm_mish_backward_formula(const Tensor& grad, const Tensor&
   if (mask[0]) {
     const auto h = t.by_group(t.weight.defined() ? grad_u * t.weight : grad_u), x = t.by_group(t.normalized);
     const auto grad_input = t.rstd * (h - h.mean(-1, true) - x * (h * x).mean(-1, true));
-    std::get<0>(result) = grad_input.reshape_symint(input.sym_sizes()).to(t.type);
+    std::get<0>(result) = like(grad_input, input).to(t.type);
   }
-  if (mask[1]) std::get<1>(result) = (grad_u * t.normalized).sum(at::IntArrayRef({0, 2})).to(t.type);
-  if (mask[2]) std::get<2>(result) = grad_u.sum(at::IntArrayRef({0, 2})).to(t.type);
+  const auto type_of = [&](const OptionalTensor& tensor) {
+    return tensor.has_value() ? tensor->scalar_type() : t.type;
+  };
+  if (mask[1]) std::get<1>(result) = (grad_u * t.normalized).sum(at::IntArrayRef({0, 2})).to(type_of(weight));
+  if (mask[2]) std::get<2>(result) = grad_u.sum(at::IntArrayRef({0, 2})).to(type_of(bias));
   if (mask[3]) std::get<3>(result) = (g * t.value).sum(-1).to(t.type);
   if (mask[4]) std::get<4>(result) = g.sum(-1).to(t.type);
   return result;

@@ -68,12 +68,22 @@ def _elementwise(op):
 
 
 def _group_norm_mish(
-    info, in_dims, input, num_groups, weight=None, bias=None, eps=1e-5, scale=None, shift=None
+    info,
+    in_dims,
+    input,
+    num_groups,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    scale=None,
+    shift=None,
+    residual=None,
 ):
-    x, _, w, b, _, sc, sh = _dims(in_dims, 7)
+    x, _, w, b, _, sc, sh, r = _dims(in_dims, 8)
     fold, op = _Fold(info.batch_size), torch.ops.dpa.group_norm_mish
     if w is None and b is None:
-        out = op(fold(input, x), num_groups, weight, bias, eps, fold(scale, sc), fold(shift, sh))
+        films = fold(scale, sc), fold(shift, sh)
+        out = op(fold(input, x), num_groups, weight, bias, eps, *films, fold(residual, r))
         return fold.undo(out, _shape(input, x)[0]), 0
     out = op(
         fold(input, x, 1),
@@ -83,6 +93,7 @@ def _group_norm_mish(
         eps,
         fold(scale, sc, 1),
         fold(shift, sh, 1),
+        fold(residual, r, 1),
     )
     return fold.undo(out, _shape(input, x)[1], 1), 1
 

@@ -130,10 +130,12 @@ def group_norm_mish(
     eps: float = 1e-5,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``mish(group_norm(input)) * scale + shift`` on (B, C, ...).
+    """Compute ``mish(group_norm(input)) * scale + shift + residual`` on (B, C, ...).
 
-    ``weight`` and ``bias`` are (C,), ``scale`` and ``shift`` (B, C). A group is
+    ``weight`` and ``bias`` are (C,), ``scale`` and ``shift`` (B, C), ``residual`` is shaped like
+    ``input``. A group is
     ``C / num_groups`` neighbouring channels and everything behind them; its variance is the biased
     one. Sources: Wu and He, Group Normalization (2018); Misra, Mish (2019); Perez et al., FiLM
     (2018).
@@ -154,6 +156,8 @@ def group_norm_mish(
         x = x * _along(scale.to(wide), x)
     if shift is not None:
         x = x + _along(shift.to(wide), x)
+    if residual is not None:
+        x = x + residual.to(wide)
     return x.to(input.dtype)
 
 

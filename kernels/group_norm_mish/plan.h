@@ -1,0 +1,74 @@
+// How group_norm_mish on channels-last activations is cut into teams of threads: pure host arithmetic on sizes.
+#pragma once
+#include <cstdint>
+
+namespace dpa::kernels {
+
+struct NormShape {
+  int64_t batch, channels, inner;  // (B, C, L)
+  int64_t groups;
+};
+
+/// A team owns one group of one sample: `inner` rows of C / G neighbouring channels, read as 16-byte vectors.
+struct NormPlan {
+  int width = 0;     // threads along a row, a power of two; those beyond the row's vectors stay idle
+  int threads = 0;   // of a team: a power of two; one warp or less, or the whole block
+  int vectors = 0;   // that a thread holds, one a pass over threads / width rows: 1, 2 or 4
+  int block = 0;     // threads of a block
+  int groups = 0;    // neighbouring groups a block works on, so that a warp reads whole sectors of narrow groups
+  int channels = 0;  // of a group
+
+  bool fits() const { return threads > 0; }
+  /// Samples a block works on at a time.
+#ifdef __CUDACC__
+  __host__ __device__
+#endif
+      int
+      samples() const {
+    return block / threads / groups;
+  }
+};
+
+constexpr int kWarpThreads = 32, kNormBlock = 128, kMaxTeam = 256, kMaxVectors = 4;
+/// Blocks of kNormBlock threads that an H100 holds at once in the backward: 4 on each of 132 multiprocessors.
+constexpr int64_t kResidentBlocks = 528;
+constexpr int64_t kMaxSlices = 65535;  // the grid's limit
+
+inline int64_t power_of_two_from(int64_t n) {
+  int64_t power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+/// The teams for channels-last tensors of elements of `element_size` bytes that are aligned to 16; a plan that does not
+/// fit where rows are no whole vectors or a group is too large for the registers of a team.
+inline NormPlan teams(const NormShape& shape, int element_size) {
+  const int64_t vector = 16 / element_size, row = shape.channels / shape.groups;
+  if (row % vector != 0 || row == 0 || shape.inner == 0) return {};
+  const int64_t width = power_of_two_from(row / vector), passes = shape.inner;
+  int64_t threads = power_of_two_from(width * passes);
+  if (threads > kWarpThreads) threads = width > kWarpThreads ? width : kWarpThreads;
+  const auto held = [&] { return (passes + threads / width - 1) / (threads / width); };
+  while (held() > kMaxVectors && threads < kMaxTeam) threads *= 2;
+  if (threads > kMaxTeam || held() > kMaxVectors) return {};
+  NormPlan plan;
+  plan.width = static_cast<int>(width);
+  plan.threads = static_cast<int>(threads);
+  plan.vectors = static_cast<int>(power_of_two_from(held()));
+  plan.block = threads > kWarpThreads ? plan.threads : kNormBlock;
+  plan.channels = static_cast<int>(row);
+  plan.groups = 1;
+  while (plan.groups * 2 * threads <= kWarpThreads && shape.groups % (plan.groups * 2) == 0) plan.groups *= 2;
+  return plan;
+}
+
+/// Slices of the samples in the backward; the gradients of weight and bias are added up slice by slice. It depends on
+/// sizes alone, so that results repeat bit for bit.
+inline int64_t backward_slices(const NormShape& shape, const NormPlan& plan) {
+  if (!plan.fits()) return shape.batch;
+  const int64_t useful = (shape.batch + plan.samples() - 1) / plan.samples();
+  const int64_t resident = kResidentBlocks * kNormBlock / plan.block / (shape.groups / plan.groups);
+  return useful < resident ? useful : resident > 0 ? resident : 1;
+}
+
+}  // namespace dpa::kernels

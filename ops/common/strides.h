@@ -1,0 +1,37 @@
+// The two orders in which ops keep a (B, C, T) tensor: contiguous, or channels-last, which is (B, T, C) in memory.
+//
+// An op answers in the order of its input, and its Meta kernel says the same, as with PyTorch's own channels_last.
+// Strides are taken literally, so that a tensor with one channel or one time step, which is contiguous as well, keeps
+// what it is.
+#pragma once
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include "ops/common/check.h"
+
+namespace dpa {
+
+/// Whether `tensor` is (B, C, T) with strides (T C, 1, C).
+inline bool is_channels_last(const Tensor& tensor) {
+  if (tensor.dim() != 3) return false;
+  const auto sizes = tensor.sym_sizes(), strides = tensor.sym_strides();
+  if (strides[1] != 1 || strides[2] != sizes[1]) return false;
+  return strides[0] == sizes[1] * sizes[2] || sizes[0] == 1;
+}
+
+/// An empty (batch, channels, length) tensor, channels-last or contiguous. The sizes may be symbolic.
+inline Tensor empty_in_order(const c10::SymInt& batch, const c10::SymInt& channels, const c10::SymInt& length,
+                             bool channels_last, const at::TensorOptions& options) {
+  if (!channels_last) return at::empty_symint({batch, channels, length}, options);
+  return at::empty_strided_symint({batch, channels, length}, {length * channels, 1, channels}, options);
+}
+
+/// The tensor itself where it is in that order, else a copy.
+inline Tensor in_order(const Tensor& tensor, bool channels_last) {
+  if (!channels_last) return tensor.contiguous();
+  if (is_channels_last(tensor)) return tensor;
+  auto copy = empty_in_order(tensor.sym_size(0), tensor.sym_size(1), tensor.sym_size(2), true, tensor.options());
+  return copy.copy_(tensor);
+}
+
+}  // namespace dpa

@@ -1,0 +1,56 @@
+// How group_norm_mish is cut into teams of threads.
+#include <gtest/gtest.h>
+
+#include <utility>
+
+#include "kernels/group_norm_mish/plan.h"
+
+namespace dpa::kernels {
+namespace {
+
+void expect_sound(const NormShape& shape, int element_size) {
+  const NormPlan plan = teams(shape, element_size);
+  if (!plan.fits()) return;
+  const int64_t row = shape.channels / shape.groups, vector = 16 / element_size;
+  EXPECT_EQ(plan.channels, row);
+  EXPECT_GE(plan.width * vector, row);
+  EXPECT_LE(plan.width, plan.threads);
+  EXPECT_GE(plan.threads / plan.width * plan.vectors, shape.inner) << "every row has a place";
+  EXPECT_TRUE(plan.vectors == 1 || plan.vectors == 2 || plan.vectors == 4);
+  EXPECT_EQ(shape.groups % plan.groups, 0);
+  EXPECT_EQ(plan.block % kWarpThreads, 0);
+  if (plan.threads > kWarpThreads)
+    EXPECT_EQ(plan.block, plan.threads);
+  else
+    EXPECT_LE(plan.groups * plan.threads, kWarpThreads);
+  EXPECT_GE(plan.samples(), 1);
+  const int64_t count = backward_slices(shape, plan);
+  EXPECT_LE(count, kMaxSlices);
+  EXPECT_EQ(count > 0, shape.batch > 0);
+}
+
+TEST(NormPlan, EveryShapeIsCoveredOrLeftAlone) {
+  for (const int64_t batch : {0, 1, 3, 1024, 1000000})
+    for (const int64_t groups : {1, 3, 8, 48})
+      for (int64_t row = 0; row <= 520; row += row < 40 ? 1 : 8)
+        for (const int64_t inner : {0, 1, 2, 4, 7, 16, 48, 64, 1000})
+          for (const int size : {2, 4, 8}) expect_sound({batch, groups * row, inner, groups}, size);
+}
+
+TEST(NormPlan, TheNetworksRunOnWarps) {
+  for (const auto& [channels, inner] :
+       {std::pair<int64_t, int64_t>{256, 16}, {512, 8}, {1024, 4}, {512, 16}, {2048, 4}}) {
+    const NormPlan plan = teams({64, channels, inner, 8}, 2);
+    EXPECT_EQ(plan.threads, kWarpThreads) << channels;
+    EXPECT_LE(plan.vectors, 4) << channels;
+  }
+}
+
+TEST(NormPlan, RowsThatAreNoWholeVectorsAndLongGroupsDoNotFit) {
+  EXPECT_FALSE(teams({64, 36, 16, 8}, 2).fits());
+  EXPECT_FALSE(teams({1, 64, 10000, 8}, 2).fits());
+  EXPECT_FALSE(teams({1, 0, 16, 8}, 2).fits());
+}
+
+}  // namespace
+}  // namespace dpa::kernels
