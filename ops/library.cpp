@@ -68,8 +68,20 @@ TORCH_LIBRARY(dpa, m) {
       functional);
 
   m.def(
+      "conv1d(Tensor input, Tensor weight, Tensor? bias=None, int stride=1, int padding=0, bool transposed=False) -> "
+      "Tensor",
+      functional);
+  m.def(
+      "conv1d_forward(Tensor input, Tensor weight, Tensor? bias, int stride, int padding, bool transposed) -> "
+      "(Tensor out, Tensor packed)",
+      functional);
+  m.def(
+      "conv1d_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor packed, int stride, int padding, "
+      "bool transposed, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      functional);
+  m.def(
       "conv1d_gnm(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? gn_weight, Tensor? gn_bias, "
-      "int num_groups, float eps=1e-5, Tensor? scale=None, Tensor? shift=None) -> Tensor",
+      "int num_groups, float eps=1e-5, Tensor? scale=None, Tensor? shift=None, Tensor? residual=None) -> Tensor",
       functional);
 
   // Inference on packed weights; see ops/unet1d/unet1d.h for `config`.

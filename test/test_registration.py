@@ -62,7 +62,8 @@ def test_tags_and_schema(name):
         assert (torch.Tag.out_variant in tags) == (other == "out")
     # Sizes would be SymInt; a plain int is a number that does not follow the sizes of tensors.
     ints = re.findall(r"\bint (\w+)", str(overload._schema))
-    assert set(ints) <= {"num_groups"}, ints  # int[] config is an architecture, not a size
+    # num_groups, stride, padding and int[] config are an architecture, not sizes.
+    assert set(ints) <= {"num_groups", "stride", "padding"}, ints
 
 
 def test_every_op_with_gradients_has_a_backward_op():

@@ -19,6 +19,9 @@
 
 namespace dpa::kernels::conv1d {
 
+// Whether the current device and this build have the instructions.
+bool supported();
+
 // What is added to a product before it is rounded; either may be null.
 struct Addends {
   const void* bias;      // (channels of the output), in `bias_dtype`

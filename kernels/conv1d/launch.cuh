@@ -17,20 +17,25 @@ cudaError_t dispatch_half(DType dtype, F&& f) {
   return dtype == DType::kFloat16 ? f(TypeTag<__half>{}) : cudaErrorInvalidValue;
 }
 
-// Launches `blocks` blocks of kThreads threads, `cluster` of them a cluster, with `bytes` of shared memory each.
+struct Launch {
+  int64_t blocks;
+  int threads, cluster, bytes;  // of a block; blocks of a cluster; shared memory of a block
+  cudaStream_t stream;
+};
+
 template <class... Parameters, class... Arguments>
-cudaError_t launch_cluster(void (*kernel)(Parameters...), int64_t blocks, int cluster, int bytes, cudaStream_t stream,
-                           const Arguments&... arguments) {
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+cudaError_t launch_cluster(void (*kernel)(Parameters...), const Launch& launch, const Arguments&... arguments) {
+  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.bytes))
+    return error;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.x = launch.cluster;
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
+  config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
+  config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = launch.bytes;
+  config.stream = launch.stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, arguments...);

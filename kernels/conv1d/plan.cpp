@@ -94,11 +94,13 @@ GradientPlan plan_gradient(const Conv1d& conv, int multiprocessors) {
   GradientPlan plan{};
   plan.rows = row_tiles(conv.batch, conv.narrow_length, kChunk);
   plan.wide_channels = conv.taps == 1 ? 128 : conv.taps == 3 ? 64 : 32;
-  plan.narrow_tiles = ceil_div(conv.narrow_channels, kTileRows);
   plan.wide_tiles = ceil_div(conv.wide_channels, plan.wide_channels);
-  // A block fills a multiprocessor here, and a large cluster needs its multiprocessors in one part of the device: not
-  // all of them can be had.
-  plan.splits = splits_for(plan.narrow_tiles * plan.wide_tiles, plan.rows.count, 2, multiprocessors * 7 / 8);
+  // The high tile reads less for each product, but only a grid that fills most of the device is worth it; with three
+  // taps it does not fit.
+  const int64_t high_tiles = ceil_div(conv.narrow_channels, 2 * kTileRows) * plan.wide_tiles;
+  plan.height = conv.taps != 3 && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
+  plan.narrow_tiles = ceil_div(conv.narrow_channels, plan.height * kTileRows);
+  plan.splits = splits_for(plan.narrow_tiles * plan.wide_tiles, plan.rows.count, 2, multiprocessors);
   return plan;
 }
 

@@ -38,6 +38,7 @@ ProductPlan plan_scatter(const Conv1d& conv, int multiprocessors);
 
 struct GradientPlan {
   RowTiles rows;      // pieces of at most kChunk rows
+  int height;         // 128 narrow channels of a tile each
   int wide_channels;  // of a tile; all taps of them
   int64_t narrow_tiles, wide_tiles;
   int splits;

@@ -7,10 +7,13 @@
 // the sample, which is the padding; no patch matrix exists anywhere. Neighbouring blocks of a cluster share a tile's
 // steps.
 //
-// cluster  one output tile; its blocks take consecutive shares of the steps and each finishes an equal share of the
-// rows block    one warp copies, two warpgroups multiply 64 rows x kColumns each, accumulators in registers epilogue
-// sums go to shared memory, each block adds its rows of all the cluster's tiles in rank order, then bias and
-//          residual, and stores 16 bytes a thread, neighbouring threads side by side
+// cluster  one output tile; its blocks take consecutive shares of the steps, and each finishes the rows of an equal
+// share
+//          of its warps
+// block    one warp copies, two warpgroups multiply 64 rows x kColumns each, accumulators in registers
+// epilogue sums go to shared memory; a warp takes a row at a time, four neighbouring columns a lane: it adds the sums
+// of
+//          all the cluster's blocks in rank order, then bias and residual, and stores
 #include "kernels/conv1d/conv1d.h"
 #include "kernels/conv1d/launch.cuh"
 #include "kernels/conv1d/ring.cuh"
@@ -34,21 +37,23 @@ struct ProductShape {
   static constexpr int kStages = kColumns == 128 ? 3 : 4;
   static constexpr uint32_t kRowBytes = kTileRows * kChunk * 2;
   static constexpr uint32_t kStageBytes = kRowBytes + kColumns * kChunk * 2;
-  static constexpr int kStride = kColumns + 8;
   static constexpr int kBytes = kStages * kStageBytes + kAlignment;
+  static constexpr int kStride = kColumns + 8;
   static_assert(kTileRows * kStride * 4 <= kStages * kStageBytes, "the tile of sums takes the ring's place");
 };
 
-// Which tile a block works on.
+// Which tile a block works on. 32-bit arithmetic: `serves` keeps the counts small, and a division is short.
 struct Place {
   int rank, phase, first_sample, first_time, first_column;
   __device__ Place(const ProductPlan& plan, int columns) {
-    int64_t index = blockIdx.x;
-    rank = static_cast<int>(index % plan.splits), index /= plan.splits;
-    first_column = static_cast<int>(index % plan.column_tiles) * columns, index /= plan.column_tiles;
-    phase = static_cast<int>(index % plan.phases), index /= plan.phases;
-    first_sample = static_cast<int>(index / plan.rows.per_sample) * plan.rows.samples;
-    first_time = static_cast<int>(index % plan.rows.per_sample) * plan.rows.time;
+    unsigned index = blockIdx.x;
+    const unsigned splits = plan.splits, column_tiles = static_cast<unsigned>(plan.column_tiles);
+    const unsigned per_sample = plan.rows.per_sample;
+    rank = index % splits, index /= splits;
+    first_column = index % column_tiles * columns, index /= column_tiles;
+    phase = plan.phases == 1 ? 0 : index & 1, index = plan.phases == 1 ? index : index >> 1;
+    first_sample = index / per_sample * plan.rows.samples;
+    first_time = index % per_sample * plan.rows.time;
   }
 };
 
@@ -92,92 +97,89 @@ __device__ __forceinline__ void multiply_tiles(uint32_t ring, Barriers<kStages>&
 }
 
 // Where the output's row that belongs to row `row` of the tile begins, or -1 where there is none.
-__device__ __forceinline__ int64_t row_offset(const ProductArgs& args, const Place& place, int row) {
+__device__ __forceinline__ int64_t row_offset(const ProductArgs& args, const Place& place, unsigned row) {
   const ProductPlan& plan = args.plan;
-  const int64_t sample = place.first_sample + row / plan.rows.time;
-  const int64_t time = static_cast<int64_t>(place.first_time + row % plan.rows.time) * plan.phases + place.phase;
-  const bool there = row < plan.rows.time * plan.rows.samples && sample < args.batch && time < args.out_length;
+  const unsigned times = plan.rows.time;
+  const int sample = place.first_sample + row / times;
+  const int64_t time = static_cast<int64_t>(place.first_time + row % times) * plan.phases + place.phase;
+  const bool there = row < times * plan.rows.samples && sample < args.batch && time < args.out_length;
   return there ? (sample * args.out_length + time) * args.outputs : -1;
 }
 
-// Eight neighbouring sums, those of all the cluster's blocks added in rank order.
-__device__ __forceinline__ void gather_sums(float (&value)[8], const float* from, int splits) {
-  if (splits == 1) {
-    *reinterpret_cast<float4*>(value) = *reinterpret_cast<const float4*>(from);
-    *reinterpret_cast<float4*>(value + 4) = *reinterpret_cast<const float4*>(from + 4);
-    return;
-  }
-  const uint32_t address = ptx::shared_address(from);
+// Adds bias and residual to `kCount` neighbouring sums and stores them, at element `to` of the output.
+template <class T, int kCount>
+__device__ __forceinline__ void finish(const ProductArgs& args, const float* sums, const float* bias, int64_t to) {
+  struct alignas(kCount * 2) Vector {
+    T element[kCount];
+  };
+  Vector out, before;
+  const T* residual = static_cast<const T*>(args.addends.residual);
+  if (residual) before = *reinterpret_cast<const Vector*>(residual + to);
 #pragma unroll
-  for (float& v : value) v = 0;
+  for (int i = 0; i < kCount; ++i) {
+    float sum = sums[i] + bias[i];
+    if (residual) sum += widen(before.element[i]);
+    out.element[i] = narrow<T>(sum);
+  }
+  *reinterpret_cast<Vector*>(static_cast<T*>(args.out) + to) = out;
+}
+
+// Four neighbouring columns, from `column` of the tile on, of the warp's rows: `rows` of them from `first` on.
+template <class T, int kColumns>
+__device__ __forceinline__ void finish_columns(const ProductArgs& args, const Place& place, const float* tile,
+                                               int column, int first, int rows, int64_t lane_offset) {
+  const int n = place.first_column + column, outputs = static_cast<int>(args.outputs), splits = args.plan.splits;
+  const bool whole = outputs % 4 == 0;
+  float bias[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    bias[i] = !args.addends.bias || n + i >= outputs ? 0.f
+              : args.float_bias                      ? static_cast<const float*>(args.addends.bias)[n + i]
+                                                     : widen(static_cast<const T*>(args.addends.bias)[n + i]);
+  const uint32_t from = ptx::shared_address(tile + first * ProductShape<kColumns>::kStride + column);
 #pragma unroll 4
-  for (int peer = 0; peer < splits; ++peer) {
-    const float4 low = load_peer(address, peer), high = load_peer(address + 16, peer);
-    value[0] += low.x, value[1] += low.y, value[2] += low.z, value[3] += low.w;
-    value[4] += high.x, value[5] += high.y, value[6] += high.z, value[7] += high.w;
+  for (int r = 0; r < rows; ++r) {
+    const uint32_t address = from + r * ProductShape<kColumns>::kStride * 4;
+    float4 sum = splits == 1 ? load_shared(address) : load_shared_of(peer_address(address, 0));
+#pragma unroll 4
+    for (int peer = 1; peer < splits; ++peer) {
+      const float4 v = load_shared_of(peer_address(address, peer));
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    const float value[4] = {sum.x, sum.y, sum.z, sum.w};
+    const int64_t row = __shfl_sync(~0u, lane_offset, r);
+    if (row < 0 || n >= outputs) continue;
+    if (whole) {
+      finish<T, 4>(args, value, bias, row + n);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (n + i < outputs) finish<T, 1>(args, value + i, bias + i, row + n + i);
+    }
   }
 }
 
-// A thread's eight columns of kAtOnce rows: what is read from memory for all of them is asked for first.
 template <class T, int kColumns>
-__device__ void finish_rows(const ProductArgs& args, const Place& place, const float* tile) {
-  constexpr int kStride = ProductShape<kColumns>::kStride, kVectors = kColumns / 8;
-  constexpr int kAtOnce = 4, kStep = kMultipliers / kVectors;
-  const int thread = threadIdx.x, share = kTileRows / args.plan.splits, end = (place.rank + 1) * share;
-  const int column = thread % kVectors * 8,
-            count = static_cast<int>(min(int64_t{8}, args.outputs - place.first_column - column));
-  if (count <= 0) return;
-  const bool whole = args.outputs % 8 == 0;
-  float bias[8];
+__device__ __forceinline__ void finish_rows(const ProductArgs& args, const Place& place, const float* tile) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rows = kTileRows / (kMultipliers / 32) / args.plan.splits;
+  const int first = (place.rank * (kMultipliers / 32) + warp) * rows;
+  const int64_t lane_offset = row_offset(args, place, first + lane);  // of the rows, one a lane
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int64_t n = place.first_column + column + i;
-    bias[i] = !args.addends.bias || i >= count ? 0.f
-              : args.float_bias                ? static_cast<const float*>(args.addends.bias)[n]
-                                               : widen(static_cast<const T*>(args.addends.bias)[n]);
-  }
-  T* out = static_cast<T*>(args.out) + place.first_column + column;
-  const T* residual = static_cast<const T*>(args.addends.residual);
-  if (residual) residual += place.first_column + column;
-  for (int row = place.rank * share + thread / kVectors; row < end; row += kAtOnce * kStep) {
-    int64_t offset[kAtOnce];
-    alignas(16) T before[kAtOnce][8];
-#pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
-      offset[r] = row + r * kStep < end ? row_offset(args, place, row + r * kStep) : -1;
-      if (!residual || offset[r] < 0) continue;
-      if (whole) *reinterpret_cast<uint4*>(before[r]) = *reinterpret_cast<const uint4*>(residual + offset[r]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (!whole && i < count) before[r][i] = residual[offset[r] + i];
-    }
-#pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
-      if (offset[r] < 0) continue;
-      float value[8];
-      gather_sums(value, tile + (row + r * kStep) * kStride + column, args.plan.splits);
-      alignas(16) T rounded[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float sum = value[i] + bias[i];
-        rounded[i] = narrow<T>(residual ? sum + widen(before[r][i]) : sum);
-      }
-      if (whole) *reinterpret_cast<uint4*>(out + offset[r]) = *reinterpret_cast<const uint4*>(rounded);
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (!whole && i < count) out[offset[r] + i] = rounded[i];
-    }
-  }
+  for (int half = 0; half < kColumns / 128; ++half)
+    finish_columns<T, kColumns>(args, place, tile, half * 128 + lane * 4, first, rows, lane_offset);
 }
 
 template <class T, int kColumns, bool kScatter>
 __global__ void __launch_bounds__(kThreads, ProductShape<kColumns>::kBlocks)
     product_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
                    const __grid_constant__ ProductArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
   using Shape = ProductShape<kColumns>;
   extern __shared__ uint8_t shared[];
   __shared__ Barriers<Shape::kStages> barriers;
   uint8_t* memory = shared + (kAlignment - ptx::shared_address(shared) % kAlignment) % kAlignment;
+  float* tile = reinterpret_cast<float*>(memory);
   const uint32_t ring = ptx::shared_address(memory);
   const Place place(args.plan, kColumns);
   const int2 steps = share(args.plan.terms[place.phase] * args.plan.chunks, place.rank, args.plan.splits);
@@ -194,12 +196,12 @@ __global__ void __launch_bounds__(kThreads, ProductShape<kColumns>::kBlocks)
     __syncwarp();
     if (!alone) cluster_sync(), cluster_sync();
   } else {
-    float* tile = reinterpret_cast<float*>(memory);
     multiply_tiles<T, kColumns, kScatter>(ring, barriers, steps.y - steps.x, tile);
-    alone ? ptx::sync_threads(1, kMultipliers) : cluster_sync();
+    alone ? __syncwarp() : cluster_sync();  // alone, a warp finishes its own rows
     finish_rows<T, kColumns>(args, place, tile);
     if (!alone) cluster_sync();  // nobody leaves while a peer still reads its tile
   }
+#endif
 }
 
 template <class T, int kColumns, bool kScatter>
@@ -207,8 +209,9 @@ cudaError_t launch_product(const CUtensorMap& x_map, const CUtensorMap& w_map, c
                            cudaStream_t stream) {
   const auto kernel = product_kernel<T, kColumns, kScatter>;
   const ProductPlan& plan = args.plan;
-  return launch_cluster(kernel, plan.rows.count * plan.phases * plan.column_tiles * plan.splits, plan.splits,
-                        ProductShape<kColumns>::kBytes, stream, x_map, w_map, args);
+  const Launch launch{plan.rows.count * plan.phases * plan.column_tiles * plan.splits, kThreads, plan.splits,
+                      ProductShape<kColumns>::kBytes, stream};
+  return launch_cluster(kernel, launch, x_map, w_map, args);
 }
 
 template <bool kScatter>
@@ -245,6 +248,16 @@ cudaError_t run(const Conv1d& conv, const ProductPlan& plan, const void* x, cons
 }
 
 }  // namespace
+
+bool supported() {
+#ifdef DPA_SM90A
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
+#else
+  return false;
+#endif
+}
 
 cudaError_t gather(const Conv1d& conv, const void* wide, const void* weight, const Addends& addends, void* narrow,
                    cudaStream_t stream) {

@@ -103,25 +103,39 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Four floats of the shared memory of block `rank` of the cluster, at the place of `address` in one's own.
-__device__ __forceinline__ float4 load_peer(uint32_t address, uint32_t rank) {
+// Where `address` of one's own shared memory lies in that of block `rank` of the cluster.
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ float4 load_shared_of(uint32_t there) {
   float4 value;
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, "
-      "[there];\n}"
-      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-      : "r"(address), "r"(rank)
-      : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(there));
+  return value;
+}
+__device__ __forceinline__ float load_shared_word_of(uint32_t there) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
+  return value;
+}
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
   return value;
 }
 
-__device__ __forceinline__ float load_peer_word(uint32_t address, uint32_t rank) {
-  float value;
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
-               : "=f"(value)
-               : "r"(address), "r"(rank)
+// One thread asks for a copy of `bytes`, a multiple of 16, from shared to global memory, both aligned to 16 bytes; what
+// it reads must have been written before a fence. `wait_copied_out`: the thread's copies have read their sources.
+__device__ __forceinline__ void copy_out(void* to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
+               "r"(from), "r"(bytes)
                : "memory");
-  return value;
 }
+__device__ __forceinline__ void wait_copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace dpa::kernels::conv1d

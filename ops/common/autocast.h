@@ -20,6 +20,16 @@ class Autocast {
     return tensor.has_value() ? OptionalTensor((*this)(*tensor)) : std::nullopt;
   }
 
+  /// A parameter of an op that takes it in float32 beside 16-bit activations stays as it is: no copy, and a gradient in
+  /// its own precision.
+  Tensor parameter(const Tensor& tensor, const Tensor& input) const {
+    const bool keeps = tensor.scalar_type() == at::kFloat && accumulate_type(input.scalar_type()) == at::kFloat;
+    return keeps ? tensor : (*this)(tensor);
+  }
+  OptionalTensor parameter(const OptionalTensor& tensor, const Tensor& input) const {
+    return tensor.has_value() ? OptionalTensor(parameter(*tensor, input)) : std::nullopt;
+  }
+
  private:
   c10::impl::ExcludeDispatchKeyGuard no_autocast_;
   at::DeviceType device_;

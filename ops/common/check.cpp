@@ -43,6 +43,20 @@ void check_shape(const char* op, const char* name, const OptionalTensor& tensor,
   if (tensor.has_value()) check_shape(op, name, *tensor, sizes, spelled, reference_name, reference);
 }
 
+void check_parameter_type(const char* op, const char* name, const Tensor& parameter, const Tensor& input) {
+  check_same_device(op, name, parameter, "input", input);
+  if (parameter.scalar_type() == at::kFloat && accumulate_type(input.scalar_type()) == at::kFloat) return;
+  check_same_type(op, name, parameter, "input", input);
+}
+
+void check_parameter(const char* op, const char* name, const OptionalTensor& parameter, const c10::SymInt& channels,
+                     const char* spelled, const Tensor& input) {
+  if (!parameter.has_value()) return;
+  check_parameter_type(op, name, *parameter, input);
+  DPA_CHECK(parameter->dim() == 1 && parameter->sym_size(0) == channels, op,
+            c10::str(name, " must have shape ", spelled, " = [", channels, "]"), parameter->sym_sizes());
+}
+
 void check_row_index(const char* op, const char* name, const Tensor& index, const Tensor& sample) {
   DPA_CHECK(at::isIntegralType(index.scalar_type(), /*includeBool=*/false), op,
             c10::str(name, " must be an integer tensor"), index.scalar_type());

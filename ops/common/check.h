@@ -41,6 +41,14 @@ void check_shape(const char* op, const char* name, const Tensor& tensor, c10::Sy
 void check_shape(const char* op, const char* name, const OptionalTensor& tensor, c10::SymIntArrayRef sizes,
                  const char* spelled, const char* reference_name, const Tensor& reference);
 
+/// A parameter is on the device of `input` and of its dtype, or float32 beside 16-bit activations: training in mixed
+/// precision keeps it so.
+void check_parameter_type(const char* op, const char* name, const Tensor& parameter, const Tensor& input);
+
+/// The same for one number a channel, which may be absent; `spelled` is the shape in the message.
+void check_parameter(const char* op, const char* name, const OptionalTensor& parameter, const c10::SymInt& channels,
+                     const char* spelled, const Tensor& input);
+
 /// `index` holds integers: one element, or one for each of the rows of `sample`; on the device of `sample`.
 void check_row_index(const char* op, const char* name, const Tensor& index, const Tensor& sample);
 

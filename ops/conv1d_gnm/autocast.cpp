@@ -11,10 +11,12 @@ namespace {
 template <at::DeviceType Device>
 Tensor conv1d_gnm_autocast(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                            const OptionalTensor& gn_weight, const OptionalTensor& gn_bias, int64_t num_groups,
-                           double eps, const OptionalTensor& scale, const OptionalTensor& shift) {
+                           double eps, const OptionalTensor& scale, const OptionalTensor& shift,
+                           const OptionalTensor& residual) {
   const Autocast cast(Device);
-  return conv1d_gnm(cast(input), cast(conv_weight), cast(conv_bias), cast(gn_weight), cast(gn_bias), num_groups, eps,
-                    cast(scale), cast(shift));
+  const auto narrow = cast(input);
+  return conv1d_gnm(narrow, cast.parameter(conv_weight, narrow), cast.parameter(conv_bias, narrow), cast(gn_weight),
+                    cast(gn_bias), num_groups, eps, cast(scale), cast(shift), cast(residual));
 }
 
 }  // namespace

@@ -1,17 +1,14 @@
-#include <ATen/ops/conv1d.h>
-
 #include "ops/conv1d_gnm/conv1d_gnm.h"
 
 namespace dpa {
 
 void check_conv1d_gnm(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                       const OptionalTensor& gn_weight, const OptionalTensor& gn_bias, int64_t num_groups, double eps,
-                      const OptionalTensor& scale, const OptionalTensor& shift) {
+                      const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& residual) {
   constexpr const char* op = "conv1d_gnm";
   check_floating(op, "input", input);
   DPA_CHECK(input.dim() == 3, op, "input must have 3 dimensions (B, C_in, T)", "shape ", input.sym_sizes());
-  check_same_device(op, "conv_weight", conv_weight, "input", input);
-  check_same_type(op, "conv_weight", conv_weight, "input", input);
+  check_parameter_type(op, "conv_weight", conv_weight, input);
   DPA_CHECK(conv_weight.dim() == 3 && conv_weight.sym_size(1) == input.sym_size(1), op,
             c10::str("conv_weight must have shape (C_out, C_in, k) with C_in = ", input.sym_size(1)),
             conv_weight.sym_sizes());
@@ -21,16 +18,14 @@ void check_conv1d_gnm(const Tensor& input, const Tensor& conv_weight, const Opti
   DPA_CHECK(num_groups > 0 && channels % num_groups == 0, op,
             c10::str("num_groups must be positive and divide the ", channels, " output channels"), num_groups);
   DPA_CHECK(eps >= 0, op, "eps must be at least 0", eps);
-  check_shape(op, "conv_bias", conv_bias, {channels}, "(C_out)", "input", input);
-  check_shape(op, "gn_weight", gn_weight, {channels}, "(C_out)", "input", input);
-  check_shape(op, "gn_bias", gn_bias, {channels}, "(C_out)", "input", input);
+  check_parameter(op, "conv_bias", conv_bias, channels, "(C_out)", input);
+  check_parameter(op, "gn_weight", gn_weight, channels, "(C_out)", input);
+  check_parameter(op, "gn_bias", gn_bias, channels, "(C_out)", input);
   check_shape(op, "scale", scale, {batch, channels}, "(B, C_out)", "input", input);
   check_shape(op, "shift", shift, {batch, channels}, "(B, C_out)", "input", input);
+  check_shape(op, "residual", residual, {batch, channels, input.sym_size(2)}, "(B, C_out, T)", "input", input);
 }
 
-Tensor same_length_conv1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  const c10::SymInt one = 1, padding = weight.sym_size(2) / 2;
-  return at::conv1d_symint(input, weight, bias, /*stride=*/one, padding);
-}
+int64_t conv_padding(const Tensor& conv_weight) { return conv_weight.sym_size(2).expect_int() / 2; }
 
 }  // namespace dpa

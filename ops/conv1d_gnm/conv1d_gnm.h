@@ -6,14 +6,16 @@ namespace dpa {
 
 void check_conv1d_gnm(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                       const OptionalTensor& gn_weight, const OptionalTensor& gn_bias, int64_t num_groups, double eps,
-                      const OptionalTensor& scale, const OptionalTensor& shift);
+                      const OptionalTensor& scale, const OptionalTensor& shift,
+                      const OptionalTensor& residual = std::nullopt);
 
 /// Through the dispatcher.
 Tensor conv1d_gnm(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                   const OptionalTensor& gn_weight, const OptionalTensor& gn_bias, int64_t num_groups, double eps,
-                  const OptionalTensor& scale, const OptionalTensor& shift);
+                  const OptionalTensor& scale, const OptionalTensor& shift,
+                  const OptionalTensor& residual = std::nullopt);
 
-/// The convolution alone, through the dispatcher: stride 1, padding that keeps the length.
-Tensor same_length_conv1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+/// The padding that keeps the length.
+int64_t conv_padding(const Tensor& conv_weight);
 
 }  // namespace dpa

@@ -138,8 +138,9 @@ def _conv1d_gnm(
     eps=1e-5,
     scale=None,
     shift=None,
+    residual=None,
 ):
-    x, w, b, gw, gb, _, _, sc, sh = _dims(in_dims, 9)
+    x, w, b, gw, gb, _, _, sc, sh, re = _dims(in_dims, 10)
     fold = _Fold(info.batch_size)
     if {w, b, gw, gb} == {None}:
         out = torch.ops.dpa.conv1d_gnm(
@@ -152,6 +153,7 @@ def _conv1d_gnm(
             eps,
             fold(scale, sc),
             fold(shift, sh),
+            fold(residual, re),
         )
         return fold.undo(out, _shape(input, x)[0]), 0
     # One convolution in which every example is a group of channels. It would let pass what the op
@@ -160,7 +162,8 @@ def _conv1d_gnm(
         _meta(t, d)
         for t, d in zip((input, conv_weight, conv_bias, gn_weight, gn_bias), in_dims, strict=False)
     ]
-    torch.ops.dpa.conv1d_gnm(*one, num_groups, eps, _meta(scale, sc), _meta(shift, sh))
+    film = (_meta(scale, sc), _meta(shift, sh), _meta(residual, re))
+    torch.ops.dpa.conv1d_gnm(*one, num_groups, eps, *film)
     out = F.conv1d(
         fold(input, x, 1),
         fold(conv_weight, w),
@@ -176,6 +179,7 @@ def _conv1d_gnm(
         eps,
         fold(scale, sc, 1),
         fold(shift, sh, 1),
+        fold(residual, re, 1),
     )
     return fold.undo(out, _shape(conv_weight, w)[0], 1), 1
 
@@ -237,6 +241,62 @@ def _by_samples(op, samples: tuple[int, ...], index: int | None = None, own: tup
     return rule
 
 
+def _conv1d(info, in_dims, input, weight, bias=None, stride=1, padding=0, transposed=False):
+    x, w, b, _, _, _ = _dims(in_dims, 6)
+    fold = _Fold(info.batch_size)
+    if w is None and b is None:
+        out = torch.ops.dpa.conv1d(fold(input, x), weight, bias, stride, padding, transposed)
+        return fold.undo(out, _shape(input, x)[0]), 0
+    torch.ops.dpa.conv1d(
+        _meta(input, x), _meta(weight, w), _meta(bias, b), stride, padding, transposed
+    )
+    convolve = F.conv_transpose1d if transposed else F.conv1d
+    out = convolve(
+        fold(input, x, 1),
+        fold(weight, w).to(input.dtype),
+        None if bias is None else fold(bias, b).to(input.dtype),
+        stride=stride,
+        padding=padding,
+        groups=fold.n,
+    )
+    return fold.undo(out, _shape(weight, w)[1 if transposed else 0], 1), 1
+
+
+def _conv1d_forward(info, in_dims, input, weight, bias, stride, padding, transposed):
+    out, dim = _conv1d(info, in_dims, input, weight, bias, stride, padding, transposed)
+    return (out, input.new_empty(info.batch_size, 0)), (dim, 0)
+
+
+def _conv1d_backward(
+    info, in_dims, grad, input, weight, bias, packed, stride, padding, transposed, output_mask
+):
+    """Every example's convolution is a group of channels."""
+    g, x, w, b, *_ = in_dims
+    fold = _Fold(info.batch_size)
+    channels = _shape(weight, w)[1 if transposed else 0]
+    grads = torch.ops.aten.convolution_backward(
+        fold(grad, g, 1),
+        fold(input, x, 1),
+        fold(weight, w).to(input.dtype),
+        [channels * fold.n],
+        [stride],
+        [padding],
+        [1],
+        transposed,
+        [0],
+        fold.n,
+        output_mask,
+    )
+    types = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    grads = [None if d is None else d.to(t) for d, t in zip(grads, types, strict=True)]
+    sizes = (_shape(input, x)[1], _shape(weight, w)[0], channels)
+    places = (1, 0, 0)
+    grads = tuple(map(fold.undo, grads, sizes, places))
+    return grads, tuple(
+        place if grad is not None else None for grad, place in zip(grads, places, strict=True)
+    )
+
+
 def register() -> None:
     """Give the ops their rules; the library must be loaded."""
     ops = torch.ops.dpa
@@ -245,6 +305,9 @@ def register() -> None:
         "fused_relu_add": _elementwise(ops.fused_relu_add),
         "group_norm_mish": _group_norm_mish,
         "group_norm_mish_backward": _group_norm_mish_backward,
+        "conv1d": _conv1d,
+        "conv1d_forward": _conv1d_forward,
+        "conv1d_backward": _conv1d_backward,
         "conv1d_gnm": _conv1d_gnm,
         "lltm": _by_samples(ops.lltm, (0, 3, 4)),
         "lltm_forward": _by_samples(ops.lltm_forward, (0, 3, 4)),

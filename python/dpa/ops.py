@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "conv1d",
     "conv1d_gnm",
     "denoise",
     "elementwise_mult",
@@ -202,6 +203,39 @@ def group_norm_mish(
     )
 
 
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    transposed: bool = False,
+) -> Tensor:
+    """Convolve along time, or transposed, in whichever order the input has in memory.
+
+    ``torch.nn.functional.conv1d(input, weight, bias, stride, padding)``, or ``conv_transpose1d``. A
+    channels-last input, (B, T, C) in memory, gives a channels-last output; 16-bit ones run on a
+    Hopper GPU's tensor cores without a copy.
+
+    Args:
+        input: (B, C_in, T).
+        weight: (C_out, C_in, k), or (C_in, C_out, k) where ``transposed``; in the input's dtype, or
+            float32 beside a 16-bit input, whose dtype the products then run in.
+        bias: (C_out,) or None; likewise.
+        stride: at least 1.
+        padding: zeros at both ends, or, where ``transposed``, elements left out at both ends.
+        transposed: whether the convolution is the transposed one.
+
+    Returns:
+        (B, C_out, T_out), in the dtype and order of ``input``; T_out is
+        ``(T + 2 padding - k) // stride + 1``, or ``(T - 1) stride - 2 padding + k``. Differentiable
+        in every tensor, each gradient in its tensor's dtype. Under autocast the input alone is
+        cast.
+
+    """
+    return torch.ops.dpa.conv1d(input, weight, bias, stride, padding, transposed)
+
+
 def conv1d_gnm(
     input: Tensor,
     conv_weight: Tensor,
@@ -212,11 +246,12 @@ def conv1d_gnm(
     eps: float = 1e-5,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Convolve, normalise by groups, apply Mish, then FiLM: the block of Diffusion Policy's U-Net.
 
     ``group_norm_mish(conv1d(input, conv_weight, conv_bias, padding=k // 2), num_groups, gn_weight,
-    gn_bias, eps, scale, shift)``, with stride 1.
+    gn_bias, eps, scale, shift, residual)``, with stride 1.
 
     Args:
         input: (B, C_in, T).
@@ -228,14 +263,17 @@ def conv1d_gnm(
         eps: added to the variance, at least 0.
         scale: (B, C_out) FiLM scale, or None for 1.
         shift: (B, C_out) FiLM shift, or None for 0.
+        residual: (B, C_out, T) added at the end, or None for 0.
+
+    The four parameters are in the input's dtype, or float32 beside a 16-bit input.
 
     Returns:
         (B, C_out, T), in the dtype of ``input``. Differentiable in every floating tensor. Under
-        autocast the convolution's arguments are cast to the lower precision.
+        autocast the activations are cast to the lower precision.
 
     Source: Chi et al., Diffusion Policy: Visuomotor Policy Learning via Action Diffusion (2023).
 
     """
     return torch.ops.dpa.conv1d_gnm(
-        input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups, eps, scale, shift
+        input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups, eps, scale, shift, residual
     )

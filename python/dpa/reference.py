@@ -161,6 +161,22 @@ def group_norm_mish(
     return x.to(input.dtype)
 
 
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    transposed: bool = False,
+) -> Tensor:
+    """Convolve along time with zeros beyond both ends, or take the transposed convolution."""
+    wide = _wide(input.dtype)
+    convolve = F.conv_transpose1d if transposed else F.conv1d
+    bias = None if bias is None else bias.to(wide)
+    out = convolve(input.to(wide), weight.to(wide), bias, stride=stride, padding=padding)
+    return out.to(input.dtype)
+
+
 def conv1d_gnm(
     input: Tensor,
     conv_weight: Tensor,
@@ -171,6 +187,7 @@ def conv1d_gnm(
     eps: float = 1e-5,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Compute ``group_norm_mish(conv1d(input, conv_weight, conv_bias, padding=k // 2), ...)``.
 
@@ -181,7 +198,7 @@ def conv1d_gnm(
     padding = conv_weight.shape[2] // 2
     bias = None if conv_bias is None else conv_bias.to(wide)
     x = F.conv1d(input.to(wide), conv_weight.to(wide), bias, padding=padding)
-    x = group_norm_mish(x, num_groups, gn_weight, gn_bias, eps, scale, shift)
+    x = group_norm_mish(x, num_groups, gn_weight, gn_bias, eps, scale, shift, residual)
     return x.to(input.dtype)
 
 
@@ -193,21 +210,25 @@ class _PlainConv1dBlock(nn.Module):
         self.block = block
 
     def forward(
-        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         x = self.block(x)
         if scale is not None:
             x = x * scale.unsqueeze(-1)
         if shift is not None:
             x = x + shift.unsqueeze(-1)
-        return x
+        return x if residual is None else x + residual
 
 
 def plain(unet: nn.Module) -> nn.Module:
     """Copy a dpa module so that it runs without dpa's ops, on equal weights and state-dict keys.
 
-    Every :class:`dpa.nn.Conv1dBlock` in the copy runs its PyTorch Sequential. The copy shares no
-    storage with ``unet``, which is left as it is.
+    Every :class:`dpa.nn.Conv1dBlock` in the copy runs its PyTorch Sequential, and every other
+    convolution is PyTorch's. The copy shares no storage with ``unet``, which is left as it is.
     """
     clone = copy.deepcopy(unet)
     if isinstance(clone, Conv1dBlock):
@@ -216,4 +237,8 @@ def plain(unet: nn.Module) -> nn.Module:
         for name, child in list(parent.named_children()):
             if isinstance(child, Conv1dBlock):
                 setattr(parent, name, _PlainConv1dBlock(child.block))
+            elif isinstance(child, nn.Conv1d):
+                child.__class__ = nn.Conv1d
+            elif isinstance(child, nn.ConvTranspose1d):
+                child.__class__ = nn.ConvTranspose1d
     return clone

@@ -18,10 +18,47 @@ import torch
 from torch import Tensor, nn
 
 
-class Conv1dBlock(nn.Module):
-    """Conv1d, GroupNorm and Mish as one op, with an optional FiLM on top.
+def channels_last(sample: Tensor) -> bool:
+    """Whether activations are kept as (B, T, C) in memory: on a GPU, where they are 16-bit.
 
-    ``mish(group_norm(conv1d(x))) * scale + shift``; stride 1, padding ``kernel_size // 2``.
+    That is the order of the GPU's fast convolutions. Modules map (B, C, T) either way; the order is
+    in the strides, and each op answers in the order of its input.
+    """
+    if not sample.is_cuda:
+        return False
+    half = sample.dtype == torch.float16 or sample.dtype == torch.bfloat16
+    return half or torch.is_autocast_enabled()
+
+
+def _join(x: Tensor, skip: Tensor) -> Tensor:
+    """Concatenate the channels of two tensors, in their order in memory."""
+    if x.stride(1) == 1:
+        return torch.cat([x.transpose(1, 2), skip.transpose(1, 2)], dim=2).transpose(1, 2)
+    return torch.cat([x, skip], dim=1)
+
+
+class _Conv1d(nn.Conv1d):
+    """``nn.Conv1d`` on ``dpa::conv1d``: any stride and padding, one group, no dilation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.dpa.conv1d(
+            x, self.weight, self.bias, self.stride[0], int(self.padding[0]), False
+        )
+
+
+class _ConvTranspose1d(nn.ConvTranspose1d):
+    """``nn.ConvTranspose1d`` on ``dpa::conv1d``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.dpa.conv1d(
+            x, self.weight, self.bias, self.stride[0], int(self.padding[0]), True
+        )
+
+
+class Conv1dBlock(nn.Module):
+    """Conv1d, GroupNorm and Mish as one op, with an optional FiLM and a residual on top.
+
+    ``mish(group_norm(conv1d(x))) * scale + shift + residual``; stride 1, padding ``kernel_size // 2``.
 
     Args:
         inp_channels: channels of the input.
@@ -51,7 +88,11 @@ class Conv1dBlock(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
         conv = self.block[0]
@@ -66,6 +107,7 @@ class Conv1dBlock(nn.Module):
             norm.eps,
             scale,
             shift,
+            residual,
         )
 
 
@@ -108,23 +150,27 @@ class ConditionalResidualBlock1D(nn.Module):
         if in_channels == out_channels:
             self.residual_conv = nn.Identity()
         else:
-            self.residual_conv = nn.Conv1d(in_channels, out_channels, 1)
+            self.residual_conv = _Conv1d(in_channels, out_channels, 1)
 
-    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
-        """Map (B, in_channels, T) under ``cond`` (B, cond_dim) to (B, out_channels, T)."""
-        film = self.cond_encoder(cond)
+    def forward(self, x: Tensor, cond: Tensor, film: Tensor | None = None) -> Tensor:
+        """Map (B, in_channels, T) under ``cond`` (B, cond_dim) to (B, out_channels, T).
+
+        ``film`` is ``cond_encoder(cond)``, for a caller that has it already.
+        """
+        if film is None:
+            film = self.cond_encoder(cond)
         if self.cond_predict_scale:
             scale, shift = film[:, : self.out_channels], film[:, self.out_channels :]
             out = self.blocks[0](x, scale, shift)
         else:
             out = self.blocks[0](x, None, film)
-        return self.blocks[1](out) + self.residual_conv(x)
+        return self.blocks[1](out, None, None, self.residual_conv(x))
 
 
 class _Downsample1d(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.conv = nn.Conv1d(dim, dim, 3, stride=2, padding=1)
+        self.conv = _Conv1d(dim, dim, 3, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x)
@@ -133,7 +179,7 @@ class _Downsample1d(nn.Module):
 class _Upsample1d(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.conv = nn.ConvTranspose1d(dim, dim, 4, stride=2, padding=1)
+        self.conv = _ConvTranspose1d(dim, dim, 4, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x)
@@ -238,7 +284,7 @@ class ConditionalUnet1D(nn.Module):
                 nn.ModuleList([residual(dim_in * 2, dim_out), residual(dim_out, dim_out), sampling])
             )
         self.final_conv = nn.Sequential(
-            Conv1dBlock(dims[0], dims[0], kernel_size), nn.Conv1d(dims[0], input_dim, 1)
+            Conv1dBlock(dims[0], dims[0], kernel_size), _Conv1d(dims[0], input_dim, 1)
         )
 
     def forward(
@@ -265,6 +311,8 @@ class ConditionalUnet1D(nn.Module):
         if global_cond is not None:
             cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
         x = sample.transpose(1, 2)
+        if not channels_last(sample):
+            x = x.contiguous()
         local: Tensor | None = None
         if self.local_cond_encoder is not None and local_cond is not None:
             # The second block of this encoder never reaches the output, so it is not computed.
@@ -281,7 +329,7 @@ class ConditionalUnet1D(nn.Module):
         for block in self.mid_modules:
             x = block(x, cond)
         for level in self.up_modules:
-            x = torch.cat([x, skips.pop()], dim=1)
+            x = _join(x, skips.pop())
             x = level[1](level[0](x, cond), cond)
             x = level[2](x)
         return self.final_conv(x).transpose(1, 2)

@@ -1,0 +1,46 @@
+// `dpa::conv1d`: a convolution, or a transposed one, that keeps its input's order in memory.
+//
+// 16-bit channels-last tensors take the products of kernels/conv1d on a Hopper GPU; everything else takes PyTorch's
+// convolution, on CUDA in channels-last order where the input is.
+#pragma once
+#include "ops/common/check.h"
+
+namespace dpa {
+
+/// Output, and the weight as the products read it: (taps, d0, d1 padded) in the input's dtype, or no elements where
+/// PyTorch's convolution ran.
+using Conv1dForward = std::tuple<Tensor, Tensor>;
+/// Gradients of input, weight and bias; undefined where the mask asks for none.
+using Conv1dGradients = std::tuple<Tensor, Tensor, Tensor>;
+using Conv1dMask = std::array<bool, 3>;
+
+void check_conv1d(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,
+                  int64_t padding, bool transposed);
+void check_conv1d_grad(const Tensor& grad, const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding,
+                       bool transposed);
+
+/// The length that a convolution gives.
+c10::SymInt conv1d_length(const c10::SymInt& length, const c10::SymInt& taps, int64_t stride, int64_t padding,
+                          bool transposed);
+
+/// Whether the products' packed weight is made: a matter of dtypes, order, device, taps and stride alone, so that the
+/// Meta kernel knows it. Sizes that the products do not take fall back later.
+bool conv1d_packs(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding);
+
+/// Through the dispatcher.
+Tensor conv1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride, int64_t padding,
+              bool transposed);
+Conv1dForward conv1d_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,
+                             int64_t padding, bool transposed);
+Conv1dGradients conv1d_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& bias, const Tensor& packed, int64_t stride, int64_t padding,
+                                bool transposed, Conv1dMask output_mask);
+
+/// The op and its backward in ATen ops, differentiable to any order.
+Tensor conv1d_formula(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,
+                      int64_t padding, bool transposed);
+Conv1dGradients conv1d_backward_formula(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                        const OptionalTensor& bias, int64_t stride, int64_t padding, bool transposed,
+                                        Conv1dMask output_mask);
+
+}  // namespace dpa

@@ -1,0 +1,124 @@
+#include "ops/common/cuda.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels/conv1d/conv1d.h"
+#include "kernels/conv1d/plan.h"
+#include "ops/common/strides.h"
+#include "ops/conv1d/conv1d.h"
+
+namespace dpa {
+namespace {
+
+namespace products = kernels::conv1d;
+
+/// Rows of channels as the products read them: padded to a multiple of 8 and aligned to 16 bytes.
+Tensor padded_rows(const Tensor& tensor) {
+  const auto rows = in_order(tensor, /*channels_last=*/true);
+  const int64_t channels = rows.size(1), width = products::padded(channels);
+  if (width == channels && reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0) return rows;
+  auto out = at::empty({rows.size(0) * rows.size(2), width}, rows.options());
+  C10_CUDA_CHECK(products::pad_rows(rows.const_data_ptr(), out.size(0), channels, out.mutable_data_ptr(),
+                                    c10::cuda::getCurrentCUDAStream()));
+  return out;
+}
+
+/// The convolution as the products know it: a Conv1d gathers from the wide input, a transposed one scatters to it.
+products::Conv1d geometry(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding, bool transposed) {
+  const int64_t length = input.size(2), taps = weight.size(2);
+  const int64_t out = conv1d_length(length, taps, stride, padding, transposed).expect_int();
+  return {kernel_dtype(input.scalar_type()), input.size(0),  transposed ? length : out, weight.size(0),
+          transposed ? out : length,         weight.size(1), static_cast<int>(taps),    static_cast<int>(stride),
+          static_cast<int>(padding)};
+}
+
+Tensor pack(const Tensor& weight_, at::ScalarType type) {
+  const auto weight = weight_.contiguous();
+  auto packed =
+      at::empty({weight.size(2), weight.size(0), products::padded(weight.size(1))}, weight.options().dtype(type));
+  if (weight.numel() > 0)
+    C10_CUDA_CHECK(products::pack_weight(
+        kernel_dtype(weight.scalar_type()), kernel_dtype(type), weight.const_data_ptr(), weight.size(0), weight.size(1),
+        static_cast<int>(weight.size(2)), packed.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+  return packed;
+}
+
+bool takes_products(const products::Conv1d& conv) { return products::supported() && products::serves(conv); }
+
+Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_,
+                                  int64_t stride, int64_t padding, bool transposed) {
+  check_conv1d("conv1d", input, weight, bias_, stride, padding, transposed);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const bool channels_last = is_channels_last(input);
+  auto packed = conv1d_packs(input, weight, stride, padding) ? pack(weight, input.scalar_type())
+                                                             : at::empty({0}, input.options());
+  const bool packs = packed.dim() == 3;
+  const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
+  if (!packs || !takes_products(conv))
+    return {in_order(conv1d_formula(input, weight, bias_, stride, padding, transposed), channels_last), packed};
+  const auto x = padded_rows(input), bias = bias_.has_value() ? bias_->contiguous() : Tensor();
+  const products::Addends addends{
+      data_or_null(bias), bias.defined() ? kernel_dtype(bias.scalar_type()) : kernels::DType::kFloat32, nullptr};
+  const int64_t channels = weight.size(transposed ? 1 : 0);
+  auto out = empty_in_order(input.size(0), channels, transposed ? conv.wide_length : conv.narrow_length, channels_last,
+                            input.options());
+  const auto product = transposed ? products::scatter : products::gather;
+  C10_CUDA_CHECK(product(conv, x.const_data_ptr(), packed.const_data_ptr(), addends, out.mutable_data_ptr(),
+                         c10::cuda::getCurrentCUDAStream()));
+  return {out, packed};
+}
+
+Tensor conv1d_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,
+                   int64_t padding, bool transposed) {
+  return std::get<0>(conv1d_forward_cuda(input, weight, bias, stride, padding, transposed));
+}
+
+Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                     const OptionalTensor& bias, const Tensor& packed, int64_t stride, int64_t padding,
+                                     bool transposed, Conv1dMask mask) {
+  check_conv1d("conv1d", input, weight, bias, stride, padding, transposed);
+  check_conv1d_grad(grad, input, weight, stride, padding, transposed);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const bool packs = packed.dim() == 3;
+  const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
+  Tensor grad_input, grad_weight, grad_bias;
+  if (!packs || !takes_products(conv)) {
+    std::tie(grad_input, grad_weight, grad_bias) =
+        conv1d_backward_formula(grad, input, weight, bias, stride, padding, transposed, mask);
+    if (mask[0]) grad_input = in_order(grad_input, is_channels_last(input));
+    if (mask[1]) grad_weight = grad_weight.contiguous();
+    return {grad_input, grad_weight, grad_bias};
+  }
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto g = mask[0] || mask[1] ? padded_rows(grad) : Tensor();
+  if (mask[0]) {
+    grad_input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
+    const auto product = transposed ? products::gather : products::scatter;
+    C10_CUDA_CHECK(
+        product(conv, g.const_data_ptr(), packed.const_data_ptr(), {}, grad_input.mutable_data_ptr(), stream));
+  }
+  if (mask[1]) {
+    grad_weight = at::empty(weight.sizes(), weight.options());
+    const auto x = padded_rows(input);
+    const auto &narrow = transposed ? x : g, &wide = transposed ? g : x;
+    C10_CUDA_CHECK(products::weight_gradient(conv, narrow.const_data_ptr(), wide.const_data_ptr(),
+                                             grad_weight.mutable_data_ptr(), kernel_dtype(weight.scalar_type()),
+                                             stream));
+  }
+  if (mask[2]) {
+    const auto type = bias.has_value() ? bias->scalar_type() : weight.scalar_type();
+    grad_bias = grad.sum(at::IntArrayRef({0, 2}), /*keepdim=*/false, at::kFloat).to(type);
+  }
+  return {grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
+  m.impl("conv1d", &conv1d_cuda);
+  m.impl("conv1d_forward", &conv1d_forward_cuda);
+  m.impl("conv1d_backward", &conv1d_backward_cuda);
+}
+
+}  // namespace dpa

@@ -1,0 +1,64 @@
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels/conv1d/shape.h"
+#include "ops/common/strides.h"
+#include "ops/conv1d/conv1d.h"
+
+namespace dpa {
+
+bool conv1d_packs(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
+#ifdef DPA_SM90A
+  const auto type = input.scalar_type();
+  if (input.device().type() != at::kCUDA || (type != at::kHalf && type != at::kBFloat16)) return false;
+  if (stride > 2 || !is_channels_last(input)) return false;
+  // The numbers of taps for which the weight gradient is compiled.
+  for (const int64_t taps : {1, 3, 4, 5})
+    if (weight.sym_size(2) == taps) return taps >= stride && padding < taps;
+#endif
+  return false;
+}
+
+namespace {
+
+Tensor conv1d_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,
+                   int64_t padding, bool transposed) {
+  check_conv1d("conv1d", input, weight, bias, stride, padding, transposed);
+  return empty_in_order(input.sym_size(0), weight.sym_size(transposed ? 1 : 0),
+                        conv1d_length(input.sym_size(2), weight.sym_size(2), stride, padding, transposed),
+                        is_channels_last(input), input.options());
+}
+
+Conv1dForward conv1d_forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,
+                                  int64_t padding, bool transposed) {
+  auto out = conv1d_meta(input, weight, bias, stride, padding, transposed);
+  if (!conv1d_packs(input, weight, stride, padding)) return {out, at::empty({0}, input.options())};
+  const c10::SymInt width = (weight.sym_size(1) + 7) / 8 * 8;
+  return {out, at::empty_symint({weight.sym_size(2), weight.sym_size(0), width}, input.options())};
+}
+
+Conv1dGradients conv1d_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                     const OptionalTensor& bias, const Tensor&, int64_t stride, int64_t padding,
+                                     bool transposed, Conv1dMask mask) {
+  check_conv1d("conv1d", input, weight, bias, stride, padding, transposed);
+  check_conv1d_grad(grad, input, weight, stride, padding, transposed);
+  Conv1dGradients result;
+  if (mask[0])
+    std::get<0>(result) = empty_in_order(input.sym_size(0), input.sym_size(1), input.sym_size(2),
+                                         is_channels_last(input), input.options());
+  if (mask[1]) std::get<1>(result) = at::empty_symint(weight.sym_sizes(), weight.options());
+  if (mask[2])
+    std::get<2>(result) =
+        at::empty_symint({weight.sym_size(transposed ? 1 : 0)}, bias.has_value() ? bias->options() : weight.options());
+  return result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, Meta, m) {
+  m.impl("conv1d", &conv1d_meta);
+  m.impl("conv1d_forward", &conv1d_forward_meta);
+  m.impl("conv1d_backward", &conv1d_backward_meta);
+}
+
+}  // namespace dpa
