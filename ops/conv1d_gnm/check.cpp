@@ -26,6 +26,6 @@ void check_conv1d_gnm(const Tensor& input, const Tensor& conv_weight, const Opti
   check_shape(op, "residual", residual, {batch, channels, input.sym_size(2)}, "(B, C_out, T)", "input", input);
 }
 
-int64_t conv_padding(const Tensor& conv_weight) { return conv_weight.sym_size(2).expect_int() / 2; }
+int64_t conv_padding(const Tensor& conv_weight) { return conv_weight.sym_size(2).guard_int(__FILE__, __LINE__) / 2; }
 
 }  // namespace dpa

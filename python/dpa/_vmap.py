@@ -271,7 +271,7 @@ def _conv1d_backward(
     info, in_dims, grad, input, weight, bias, packed, stride, padding, transposed, output_mask
 ):
     """Every example's convolution is a group of channels."""
-    g, x, w, b, *_ = in_dims
+    g, x, w = in_dims[:3]
     fold = _Fold(info.batch_size)
     channels = _shape(weight, w)[1 if transposed else 0]
     grads = torch.ops.aten.convolution_backward(

@@ -15,19 +15,27 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 def channels_last(sample: Tensor) -> bool:
-    """Whether activations are kept as (B, T, C) in memory: on a GPU, where they are 16-bit.
+    """Whether activations are kept as (B, T, C) in memory: where they are 16-bit on a Hopper GPU.
 
-    That is the order of the GPU's fast convolutions. Modules map (B, C, T) either way; the order is
-    in the strides, and each op answers in the order of its input.
+    That is the order of its fast convolutions. Modules map (B, C, T) either way; the order is in the
+    strides, and each op answers in the order of its input. Compilers see the usual order.
     """
-    if not sample.is_cuda:
+    if torch.jit.is_scripting() or not sample.is_cuda or torch.compiler.is_compiling():
         return False
     half = sample.dtype == torch.float16 or sample.dtype == torch.bfloat16
-    return half or torch.is_autocast_enabled()
+    if not half and not torch.is_autocast_enabled():
+        return False
+    return _hopper(sample.device)
+
+
+@torch.jit.ignore
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _join(x: Tensor, skip: Tensor) -> Tensor:
@@ -35,6 +43,17 @@ def _join(x: Tensor, skip: Tensor) -> Tensor:
     if x.stride(1) == 1:
         return torch.cat([x.transpose(1, 2), skip.transpose(1, 2)], dim=2).transpose(1, 2)
     return torch.cat([x, skip], dim=1)
+
+
+def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor | None]:
+    """Take a block's scale and shift off the end of a list that may be empty."""
+    if len(film) == 0:
+        return None, None
+    return (film.pop() if parts == 2 else None), film.pop()
+
+
+def _hooked(module: nn.Module) -> bool:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) > 0
 
 
 class _Conv1d(nn.Conv1d):
@@ -58,7 +77,8 @@ class _ConvTranspose1d(nn.ConvTranspose1d):
 class Conv1dBlock(nn.Module):
     """Conv1d, GroupNorm and Mish as one op, with an optional FiLM and a residual on top.
 
-    ``mish(group_norm(conv1d(x))) * scale + shift + residual``; stride 1, padding ``kernel_size // 2``.
+    ``mish(group_norm(conv1d(x))) * scale + shift + residual``, with stride 1 and padding
+    ``kernel_size // 2``.
 
     Args:
         inp_channels: channels of the input.
@@ -152,18 +172,18 @@ class ConditionalResidualBlock1D(nn.Module):
         else:
             self.residual_conv = _Conv1d(in_channels, out_channels, 1)
 
-    def forward(self, x: Tensor, cond: Tensor, film: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cond: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+    ) -> Tensor:
         """Map (B, in_channels, T) under ``cond`` (B, cond_dim) to (B, out_channels, T).
 
-        ``film`` is ``cond_encoder(cond)``, for a caller that has it already.
+        A caller that has ``cond_encoder(cond)`` already gives it as ``scale`` and ``shift``.
         """
-        if film is None:
-            film = self.cond_encoder(cond)
-        if self.cond_predict_scale:
-            scale, shift = film[:, : self.out_channels], film[:, self.out_channels :]
-            out = self.blocks[0](x, scale, shift)
-        else:
-            out = self.blocks[0](x, None, film)
+        if shift is None:
+            shift = self.cond_encoder(cond)
+            if self.cond_predict_scale:
+                scale, shift = shift.chunk(2, dim=1)
+        out = self.blocks[0](x, scale, shift)
         return self.blocks[1](out, None, None, self.residual_conv(x))
 
 
@@ -247,6 +267,7 @@ class ConditionalUnet1D(nn.Module):
         # Zero stands for "none": TorchScript then sees plain integers.
         self.local_cond_dim = local_cond_dim or 0
         self.global_cond_dim = global_cond_dim or 0
+        self.film_parts = 2 if cond_predict_scale else 1
         self.horizon_multiple = 2 ** (len(dims) - 1)
         cond_dim = embed_dim + self.global_cond_dim
 
@@ -311,28 +332,55 @@ class ConditionalUnet1D(nn.Module):
         if global_cond is not None:
             cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
         x = sample.transpose(1, 2)
-        if not channels_last(sample):
+        fast = channels_last(sample)
+        if not fast:
             x = x.contiguous()
+        film: list[Tensor] = []
+        if not torch.jit.is_scripting() and fast:
+            film = self._film(cond)
         local: Tensor | None = None
         if self.local_cond_encoder is not None and local_cond is not None:
             # The second block of this encoder never reaches the output, so it is not computed.
             local = self.local_cond_encoder[0](local_cond.transpose(1, 2), cond)
         skips: list[Tensor] = []
         for level in self.down_modules:
-            x = level[0](x, cond)
+            x = level[0](x, cond, *_next_film(film, self.film_parts))
             if local is not None:
                 x = x + local
                 local = None
-            x = level[1](x, cond)
+            x = level[1](x, cond, *_next_film(film, self.film_parts))
             skips.append(x)
             x = level[2](x)
         for block in self.mid_modules:
-            x = block(x, cond)
+            x = block(x, cond, *_next_film(film, self.film_parts))
         for level in self.up_modules:
             x = _join(x, skips.pop())
-            x = level[1](level[0](x, cond), cond)
+            x = level[1](
+                level[0](x, cond, *_next_film(film, self.film_parts)),
+                cond,
+                *_next_film(film, self.film_parts),
+            )
             x = level[2](x)
         return self.final_conv(x).transpose(1, 2)
+
+    @torch.jit.unused
+    def _film(self, cond: Tensor) -> list[Tensor]:
+        """Return shift and scale of every block, the last block's first, from one product for all.
+
+        Nothing, so that each block computes its own, where a block's layer is not an ordinary one:
+        replaced, hooked, or sharded.
+        """
+        blocks = [block for level in self.down_modules for block in level[:2]]
+        blocks += [*self.mid_modules, *(block for level in self.up_modules for block in level[:2])]
+        layers = [block.cond_encoder[1] for block in blocks]
+        for block, layer in zip(blocks, layers, strict=True):
+            plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
+            if not plain or any(_hooked(m) for m in (block.cond_encoder, *block.cond_encoder)):
+                return []
+        weight = torch.cat([layer.weight for layer in layers])
+        bias = torch.cat([layer.bias for layer in layers])
+        widths = [b.out_channels for b in blocks for _ in range(self.film_parts)]
+        return list(F.linear(F.mish(cond), weight, bias).split(widths, dim=1))[::-1]
 
     def _embed(self, sample: Tensor, timestep: Tensor | float | int) -> Tensor:
         """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""
