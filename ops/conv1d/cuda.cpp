@@ -57,9 +57,8 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
   if (!packs || !takes_products(conv))
     return {in_order(conv1d_formula(input, weight, bias_, stride, padding, transposed), channels_last), packed};
-  const auto x = padded_rows(input), bias = bias_.has_value() ? bias_->contiguous() : Tensor();
-  const products::Addends addends{
-      data_or_null(bias), bias.defined() ? kernel_dtype(bias.scalar_type()) : kernels::DType::kFloat32, nullptr};
+  const auto x = padded_rows(input), bias = bias_.has_value() ? bias_->to(at::kFloat).contiguous() : Tensor();
+  const products::Addends addends{data_or_null(bias), kernels::DType::kFloat32, nullptr};
   const int64_t channels = weight.size(transposed ? 1 : 0);
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.wide_length : conv.narrow_length, channels_last,
                             input.options());
