@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from ..distributed import Ranks, ranks
 from . import Options, report, show
 from . import train as training
 from . import world as W
@@ -26,15 +27,28 @@ REPEATS = {"DDPM": 7, "DDIM": 25}  # timed chunks
 
 
 def run(options: Options, console: Console) -> dict:
-    """Do everything, in order; return the results, which are also written to results.json."""
+    """Do everything, in order; return the results, which are also written to results.json.
+
+    Under torchrun the processes train together; the first of them does all else.
+    """
+    device = None if options.device == "auto" else choose_device(options.device)
+    with ranks(device) as team:
+        if team.first:
+            return _run(options, console, team)
+        if not options.checkpoint:
+            training.train(options.train_steps, options.seed, team.device, team=team)
+        return {"rank": team.rank, "passed": None}
+
+
+def _run(options: Options, console: Console, team: Ranks) -> dict:
     started, started_cpu = time.perf_counter(), time.process_time()
-    device = choose_device(options.device)
+    device = team.device
     results = describe(options, device)
     console.print(
         f"[bold]dpa demo[/] on {results['device']}, {results['threads']} CPU threads, "
         f"seed {options.seed}"
     )
-    policy = obtain_policy(options, device, console, results)
+    policy = obtain_policy(options, team, console, results)
     results["passed"], results["misses"] = None, []
     if not options.train_only:
         evaluate(options, policy, device, console, results)
@@ -80,16 +94,14 @@ def describe(options: Options, device: torch.device) -> dict:
     }
 
 
-def obtain_policy(
-    options: Options, device: torch.device, console: Console, results: dict
-) -> Policy:
+def obtain_policy(options: Options, team: Ranks, console: Console, results: dict) -> Policy:
     """Train a policy and save it, or load the checkpoint."""
     if options.checkpoint:
-        policy = training.load(options.checkpoint, device)
+        policy = training.load(options.checkpoint, team.device)
         console.print(f"policy from {options.checkpoint}", highlight=False)
     else:
         started = time.perf_counter()
-        policy = train(options, device, console)
+        policy = train(options, team, console)
         results["train_seconds"] = time.perf_counter() - started
         training.save(policy, options.out / "checkpoint.pt")
         results["files"].append("checkpoint.pt")
@@ -102,8 +114,9 @@ def obtain_policy(
     return policy
 
 
-def train(options: Options, device: torch.device, console: Console) -> Policy:
+def train(options: Options, team: Ranks, console: Console) -> Policy:
     """Train with a progress bar; evaluate the EMA weights now and then."""
+    device = team.device
     shown = "loss {task.fields[loss]}, success {task.fields[success]}"
     with report.progress(console, shown) as bar:
         task = bar.add_task("training", total=options.train_steps, loss="-", success="-")
@@ -118,7 +131,12 @@ def train(options: Options, device: torch.device, console: Console) -> Policy:
             bar.update(task, completed=step, loss=f"{loss:.4f}")
 
         return training.train(
-            options.train_steps, options.seed, device, evaluate_average, progress=progress
+            options.train_steps,
+            options.seed,
+            device,
+            evaluate_average,
+            progress=progress,
+            team=team,
         )
 
 

@@ -14,6 +14,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..distributed import Ranks
 from ..nn import ConditionalUnet1D
 from . import world as W
 from .files import replacing
@@ -88,17 +89,23 @@ def train(
     evaluate: Evaluate | None = None,
     evaluations: int = 9,
     progress: Progress | None = None,
+    team: Ranks | None = None,
 ) -> Policy:
     """Train for ``steps`` batches with the DDPM loss, AdamW and a cosine learning rate.
+
+    Several processes (``team``) share each batch out among themselves: the gradients, and so the
+    policy, are those of one process up to rounding. The first of them evaluates and reports.
 
     ``evaluate`` is called with the EMA weights at ``evaluations`` points, the first one before the
     first step and the last one after the last; ``progress`` after every step, with its number and
     a smoothed loss.
     """
+    team = team or Ranks(0, 1, device)
     torch.manual_seed(seed)
     draws = torch.Generator().manual_seed(seed)
     observations, chunks = _dataset(draws, device)
     network = Network(UNET).to(device)
+    model = team.wrap(network)
     average = copy.deepcopy(network).requires_grad_(False).eval()
     policy = Policy(average, train_steps=steps, seed=seed)
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, fused=True)
@@ -107,7 +114,7 @@ def train(
     points = evaluation_points(steps, evaluations)
 
     def evaluate_at(number: int) -> None:
-        if evaluate and number in points:
+        if evaluate and team.first and number in points:
             policy.history.append({"step": number, **evaluate(policy)})
 
     running: list[Tensor] = []
@@ -115,7 +122,8 @@ def train(
     evaluate_at(0)
     for number in range(1, steps + 1):
         index = torch.randint(len(chunks), (BATCH_SIZE,), generator=draws).to(device)
-        loss = diffusion_loss(network, scheduler, observations[index], chunks[index], draws)
+        batch = observations[index], chunks[index]
+        loss = diffusion_loss(model, scheduler, *batch, draws, team)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -124,10 +132,10 @@ def train(
         running.append(loss.detach())
         # Reading the loss waits for the device, so it is read once in a while.
         if len(running) == 20 or number == steps:
-            smoothed = torch.stack(running).mean().item()
+            smoothed = team.mean(torch.stack(running).mean()).item()
             policy.losses.append([number, smoothed])
             running.clear()
-        if progress:
+        if progress and team.first:
             progress(number, smoothed)
         evaluate_at(number)
     return policy
@@ -154,18 +162,27 @@ def evaluation_points(steps: int, evaluations: int) -> set[int]:
 
 
 def diffusion_loss(
-    network: Network,
+    network: nn.Module,
     scheduler: DDPMScheduler,
     observation: Tensor,
     chunk: Tensor,
     generator: torch.Generator,
+    team: Ranks | None = None,
 ) -> Tensor:
-    """Mean squared error of the predicted noise, at a random timestep for each chunk."""
+    """Mean squared error of the predicted noise, at a random timestep for each chunk.
+
+    Of several processes each draws for the whole batch and takes its part; the mean of their losses
+    is the batch's.
+    """
     noise = torch.randn(chunk.shape, generator=generator).to(chunk.device)
     count = scheduler.config.num_train_timesteps
     timestep = torch.randint(count, (len(chunk),), generator=generator).to(chunk.device)
     noisy = scheduler.add_noise(chunk, noise, timestep)
-    return F.mse_loss(network(noisy, timestep, observation), noise)
+    if team is None or team.count == 1:
+        return F.mse_loss(network(noisy, timestep, observation), noise)
+    part = team.shard(len(chunk))
+    predicted = network(noisy[part], timestep[part], observation[part])
+    return F.mse_loss(predicted, noise[part], reduction="sum") * (team.count / noise.numel())
 
 
 @torch.no_grad()

@@ -1,0 +1,128 @@
+"""Several processes under torchrun: who this one is, and sampling shared out among them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that torchrun started; one of one without it.
+
+    Attributes:
+        rank: this process, from 0.
+        count: of the processes.
+        device: what this process computes on.
+
+    """
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes files and prints."""
+        return self.rank == 0
+
+    def shard(self, size: int) -> slice:
+        """This process's part of ``size`` things, in order; parts differ by one at most."""
+        return slice(size * self.rank // self.count, size * (self.rank + 1) // self.count)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of ``value`` over all processes."""
+        if self.count > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+            value /= self.count
+        return value
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module under DDP, or itself where there is one process."""
+        return module if self.count == 1 else DistributedDataParallel(module)
+
+
+@contextlib.contextmanager
+def ranks(device: torch.device | None = None) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, and leave them in the end.
+
+    Several processes compute on the CPU and speak Gloo.
+
+    Args:
+        device: what to compute on; by default the CPU for several processes, and for one CUDA where
+            there is one.
+
+    Raises:
+        NotImplementedError: for several processes on CUDA, which no test has seen yet.
+
+    """
+    several = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not several:
+        yield Ranks(0, 1, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return
+    device = device or torch.device("cpu")
+    if device.type != "cpu":
+        raise NotImplementedError(f"ranks: several processes compute on the CPU, got {device}")
+    owner = not dist.is_initialized()
+    if owner:
+        dist.init_process_group("gloo")
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        if owner:
+            dist.destroy_process_group()
+
+
+def sample_sharded(
+    sampler: Any,
+    global_cond: Tensor,
+    generators: Sequence[torch.Generator],
+    team: Ranks,
+    **conditions: Tensor,
+) -> Tensor:
+    """Sample a batch with its rows shared out among processes; each receives all of it.
+
+    Every sample has a random stream of its own, so the result is that of one process that samples
+    them all, up to the rounding of products at another batch size.
+
+    Args:
+        sampler: a :class:`dpa.DiffusionSampler` of the same weights in every process.
+        global_cond: (B, Dg), the same in every process.
+        generators: B of them, seeded alike in every process.
+        team: from :func:`ranks`.
+        conditions: ``noise``, ``local_cond``, ``condition_data``, ``condition_mask``: (B, ...).
+
+    Returns:
+        (B, T, Da), in every process.
+
+    """
+    batch = global_cond.shape[0]
+    if len(generators) != batch:
+        raise ValueError(
+            f"sample_sharded: generators must be one a sample, {batch}, got {len(generators)}"
+        )
+    if batch < team.count:
+        raise ValueError(
+            f"sample_sharded: global_cond must have a row for each of {team.count} processes, "
+            f"got {batch}"
+        )
+    mine = team.shard(batch)
+    part = {name: value[mine] for name, value in conditions.items()}
+    own = sampler(global_cond[mine], generator=generators[mine], **part)
+    if team.count == 1:
+        return own
+    most = -(-batch // team.count)  # gathering wants equal sizes
+    padded = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, most - len(own)))
+    everyone = [torch.empty_like(padded) for _ in range(team.count)]
+    dist.all_gather(everyone, padded.contiguous())
+    sizes = [Ranks(rank, team.count, team.device).shard(batch) for rank in range(team.count)]
+    return torch.cat([x[: s.stop - s.start] for x, s in zip(everyone, sizes, strict=True)])

@@ -1,0 +1,115 @@
+"""EMA, and what PyTorch brings to training: checkpointing, GradScaler."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import dpa
+from dpa.training import EMA
+
+
+def _unet(device, seed=0):
+    torch.manual_seed(seed)
+    return dpa.nn.ConditionalUnet1D(
+        2, global_cond_dim=3, diffusion_step_embed_dim=16, down_dims=(16, 32)
+    ).to(device)
+
+
+def _batch(device, generator=None):
+    draw = lambda *size: torch.randn(size, generator=generator).to(device)  # noqa: E731
+    return draw(4, 8, 2), torch.randint(50, (4,), generator=generator).to(device), draw(4, 3)
+
+
+def test_ema_follows_its_schedule(device):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to(device)
+    ema = EMA(model, power=0.5, max_decay=0.6, min_decay=0.1)
+    expected = [p.detach().double().clone() for p in model.parameters()]
+    decays = []
+    for n in range(12):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        decay = min(max(1 - (1 + n) ** -0.5, 0.1), 0.6)
+        decays.append(decay)
+        expected = [
+            decay * a + (1 - decay) * p.detach().double()
+            for a, p in zip(expected, model.parameters(), strict=True)
+        ]
+        assert ema.decay == pytest.approx(decay)
+        ema.update()
+    assert decays[0] == 0.1 and decays[-1] == 0.6 and ema.updates == 12
+    assert_close(ema.averages, [a.float() for a in expected])
+
+    own = copy.deepcopy(model.state_dict())
+    with ema.applied() as averaged:
+        assert_close(list(averaged.parameters()), ema.averages, rtol=0, atol=0)
+    assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
+    other = copy.deepcopy(model)
+    model[1].running_mean.fill_(7.0)
+    ema.copy_to(other)
+    assert_close(list(other.parameters()), ema.averages, rtol=0, atol=0)
+    assert (other[1].running_mean == 7.0).all()
+    again = EMA(other)
+    again.load_state_dict(ema.state_dict())
+    assert again.updates == 12
+    assert_close(again.averages, ema.averages, rtol=0, atol=0)
+
+
+def test_ema_of_16_bit_weights_is_float32(device):
+    model = torch.nn.Linear(3, 4).to(device, torch.bfloat16)
+    ema = EMA(model, max_decay=0.5, min_decay=0.5)
+    start = [a.clone() for a in ema.averages]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    ema.update()
+    expected = [(a + p.float()) / 2 for a, p in zip(start, model.parameters(), strict=True)]
+    assert_close(ema.averages, expected)
+    with ema.applied():
+        assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_bad_arguments_are_named():
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="EMA: min_decay and max_decay must be ordered"):
+        EMA(model, min_decay=0.9, max_decay=0.5)
+    with pytest.raises(ValueError, match="EMA: power must be at least 0"):
+        EMA(model, power=-1.0)
+    with pytest.raises(ValueError, match="EMA: state must hold 2 averages, got 1"):
+        EMA(model).load_state_dict({"updates": 0, "averages": [torch.zeros(1)]})
+
+
+def test_checkpointed_blocks_have_the_same_gradients(device):
+    torch.manual_seed(1)
+    block = dpa.nn.ConditionalResidualBlock1D(16, 32, 6, n_groups=4, cond_predict_scale=True)
+    block.to(device)
+    x, cond = torch.randn(3, 16, 8, device=device), torch.randn(3, 6, device=device)
+
+    def gradients(run):
+        inputs = [t.clone().requires_grad_() for t in (x, cond)]
+        leaves = [*inputs, *block.parameters()]
+        return torch.autograd.grad(run(*inputs).square().sum(), leaves)
+
+    got = gradients(lambda *inputs: checkpoint(block, *inputs, use_reentrant=False))
+    assert_close(got, gradients(block))
+
+
+def test_a_small_loss_survives_float16(device):
+    """A GradScaler's scale passes through the ops' backward and is divided out again."""
+    if device.type == "cpu":
+        pytest.skip("GradScaler is for CUDA")
+    unet = _unet(device)
+    sample, timestep, cond = _batch(device)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**14)
+    with torch.autocast("cuda", torch.float16):
+        loss = unet(sample, timestep, None, cond).float().mean() * 1e-4
+    scaler.scale(loss).backward()
+    scaled = [p.grad / 2.0**14 for p in unet.parameters()]
+    unet.zero_grad()
+    (unet(sample, timestep, None, cond).mean() * 1e-4).backward()
+    for got, parameter in zip(scaled, unet.parameters(), strict=True):
+        error = (got - parameter.grad).norm() / parameter.grad.norm().clamp_min(1e-9)
+        assert error < 0.03
