@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from .family import NotInFamily, recognise
+from .loops import FastLoop
 from .packed import runs_packed
 from .schedulers import from_diffusers
-from .standins import FastForward, FastLoop
+from .standins import FastForward
+from .steps import FastStep, why_no_step
 
 _MODES = ("loop", "step", "chain")
 _NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
@@ -34,7 +36,7 @@ class Finding:
 
     Attributes:
         path: where it was found, as attributes from the model.
-        part: "U-Net" or "loop".
+        part: "U-Net", "loop" or "scheduler".
         name: its class.
         can: whether it can be accelerated.
         active: whether it is accelerated now.
@@ -85,7 +87,8 @@ def accelerate(model: Any, dtype: torch.dtype | None = None, mode: str = "loop")
     except through ``parameter.data``: call :func:`repack` after that.
 
     Args:
-        model: a LeRobot or diffusion_policy policy, a U-Net, or an object that holds some.
+        model: a LeRobot or diffusion_policy policy, a U-Net, or an object that holds some; or a
+            DDPM or DDIM scheduler of diffusers, whose ``step`` becomes one op.
         dtype: of packed weights, float32, float16 or bfloat16; None takes the dtype that the
             original computes in. Inputs and results keep their dtypes.
         mode: "loop" runs whole denoising loops as one op where the policy's loop is known; "step"
@@ -105,6 +108,11 @@ def accelerate(model: Any, dtype: torch.dtype | None = None, mode: str = "loop")
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
     restore(model)
+    if _is_scheduler(model):
+        if (why := why_no_step(model)) is not None:
+            raise TypeError(f"accelerate: scheduler must be one whose step can be fused: {why}")
+        vars(model)["step"] = FastStep(model)
+        return model
     found = False
     for _, module in _modules(model):
         if _why_no_unet(module) is None:
@@ -120,6 +128,8 @@ def accelerate(model: Any, dtype: torch.dtype | None = None, mode: str = "loop")
 
 def restore(model: Any) -> Any:
     """Undo :func:`accelerate`, attribute for attribute, and return ``model``."""
+    if _is_scheduler(model) and isinstance(vars(model).get("step"), FastStep):
+        del vars(model)["step"]
     for _, module in _modules(model):
         if isinstance(vars(module).get("forward"), FastForward):
             del vars(module)["forward"]
@@ -144,6 +154,12 @@ def repack(model: Any) -> Any:
 def explain(model: Any) -> Report:
     """Say what in ``model`` is or can be accelerated, and why the rest is not. Changes nothing."""
     findings = []
+    if _is_scheduler(model):
+        step, why = vars(model).get("step"), why_no_step(model)
+        active = isinstance(step, FastStep)
+        how, errors = why or "each step one op", tuple(step.errors.values()) if active else ()
+        name = type(model).__name__
+        findings.append(Finding("", "scheduler", name, why is None, active, how, errors))
     for path, module in _modules(model):
         name = type(module).__name__
         forward = vars(module).get("forward")
@@ -184,6 +200,11 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
                 yield from walk(f"{path}.{name}".lstrip("."), inner, depth - 1)
 
     yield from walk("", model, 3)
+
+
+def _is_scheduler(model: Any) -> bool:
+    parts = ("step", "set_timesteps", "timesteps", "config")
+    return not isinstance(model, nn.Module) and all(hasattr(model, part) for part in parts)
 
 
 def _why_no_unet(module: nn.Module) -> str | None:

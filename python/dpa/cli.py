@@ -15,6 +15,8 @@ from rich.table import Table
 import dpa
 from dpa.bench.command import bench
 from dpa.demo.command import demo
+from dpa.eval.command import HELP as EVAL_HELP
+from dpa.eval.command import evaluate
 from dpa.export.command import HELP as EXPORT_HELP
 from dpa.export.command import export
 
@@ -27,6 +29,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command(help=EXPORT_HELP)(export)
+app.command("eval", help=EVAL_HELP)(evaluate)
 
 
 @app.callback()

@@ -41,6 +41,7 @@ def run(
     given: dict[str, Tensor | None],
     generator: Generators,
     *,
+    drawn: torch.dtype,
     capture: bool,
 ) -> Tensor:
     """Run the loop as one op, in a graph where ``capture`` allows it and one can be captured.
@@ -52,6 +53,7 @@ def run(
         shape: (B, T, Da).
         given: ``noise``, ``global_cond``, ``condition_data`` and ``condition_mask`` of the call.
         generator: of the random stream, drawn from as the loop of steps draws.
+        drawn: the dtype that noise is drawn in.
         capture: whether a graph is wanted.
 
     """
@@ -60,21 +62,21 @@ def run(
         for name, value in given.items()
         if value is not None
     }
-    device, wide = table.coefficients.device, table.coefficients.dtype
+    device = table.coefficients.device
     source: torch.Generator | None = None
     if "noise" not in inputs or any(table.draws_noise):
         source = generator_on(device, generator)
         if source is None:  # drawn elsewhere, and brought here
             if "noise" not in inputs:
-                inputs["noise"] = draw_normal(shape, generator, device, wide)
+                inputs["noise"] = draw_normal(shape, generator, device, drawn)
             if any(table.draws_noise):
-                drawn = draw_steps(table.draws_noise, shape, generator, wide)
-                inputs["step_noise"] = drawn.to(device)
-    make_body = functools.partial(_body, packed, table, shape, device)
+                steps = draw_steps(table.draws_noise, shape, generator, drawn)
+                inputs["step_noise"] = steps.to(device)
+    make_body = functools.partial(_body, packed, table, shape, device, drawn)
     if not (capture and can_capture(device)):
         return make_body()(inputs, source)
     memory = packed.memory(device).data_ptr()
-    key = (shape, table, packed.dtype, memory, frozenset(inputs), source is None)
+    key = (shape, table, packed.dtype, drawn, memory, frozenset(inputs), source is None)
     offset = 0 if source is None else source.get_offset()
     result = graphs.run(key, device, inputs, source, make_body)
     # Looked at while the GPU works already: weights that changed cost a second run.
@@ -87,19 +89,22 @@ def run(
 
 
 def _body(
-    packed: PackedUnet, table: StepTable, shape: tuple[int, int, int], device: torch.device
+    packed: PackedUnet,
+    table: StepTable,
+    shape: tuple[int, int, int],
+    device: torch.device,
+    drawn: torch.dtype,
 ) -> Body:
-    """Return the loop of one op, to be run as it is or captured."""
-    wide = table.coefficients.dtype
+    """Return the loop of one op, to be run as it is or captured; it draws in ``drawn``."""
     timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
 
     def body(inputs: Inputs, generator: torch.Generator | None) -> Tensor:
         floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
         noise, step_noise = floats.get("noise"), floats.get("step_noise")
         if noise is None:
-            noise = draw_normal(shape, generator, device, wide).float()
+            noise = draw_normal(shape, generator, device, drawn).float()
         if step_noise is None and any(table.draws_noise):
-            step_noise = draw_steps(table.draws_noise, shape, generator, wide).float()
+            step_noise = draw_steps(table.draws_noise, shape, generator, drawn).float()
         return packed.sample(
             noise,
             timesteps,

@@ -69,6 +69,8 @@ class DiffusionSampler:
         cuda_graph: on a GPU, capture the fused loop into a CUDA graph at the first call of each
             shape, and replay it from then on. Eight are kept. Inside a capture of the caller's the
             kernels go into that one.
+        noise_dtype: what random numbers are drawn in; None is the sample's dtype, as in diffusers
+            where the network is float32. A 16-bit network's own loop draws 16-bit numbers.
         parallel: evaluate a window of timesteps at once, in sweeps, until they no longer move
             (:class:`dpa.Parallel`): the same actions from the same random stream, within its
             tolerance. ``last_parallel`` then says what the last call did.
@@ -92,6 +94,7 @@ class DiffusionSampler:
         fused: bool = False,
         fallback: bool = False,
         cuda_graph: bool = True,
+        noise_dtype: torch.dtype | None = None,
         parallel: Parallel | None = None,
     ):
         if dtype is not None and not dtype.is_floating_point:
@@ -112,6 +115,7 @@ class DiffusionSampler:
         self.fused = fused
         self.fallback = fallback
         self.cuda_graph = cuda_graph
+        self.noise_dtype = noise_dtype
         self.parallel = parallel
         self.last_parallel: ParallelReport | None = None
         self._packed: PackedUnet | None = None
@@ -223,11 +227,13 @@ class DiffusionSampler:
         packed = self._packed_for(table, device, weights_dtype, local_cond)
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            capture = self.cuda_graph
-            return fused.run(packed, self._graphs, table, shape, given, generator, capture=capture)
+            drawn, capture = self.noise_dtype or wide, self.cuda_graph
+            return fused.run(
+                packed, self._graphs, table, shape, given, generator, drawn=drawn, capture=capture
+            )
 
         def draw() -> Tensor:
-            return draw_normal(shape, generator, device, wide)
+            return draw_normal(shape, generator, device, self.noise_dtype or wide).to(wide)
 
         sample = (draw() if noise is None else noise.to(wide)).expand(shape)
         conditions = {

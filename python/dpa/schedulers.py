@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from types import MethodType
 from typing import Any
 
 import torch
@@ -209,6 +210,8 @@ def _cpu_copy(scheduler: Any) -> Any:
     object, while the float64 probes that they multiply add none.
     """
     live = copy.deepcopy(scheduler)
+    if isinstance(getattr(vars(live).get("step"), "original", None), MethodType):
+        del live.step  # dpa.accelerate's, which is made of such a table
     for name, value in vars(live).items():
         if isinstance(value, Tensor):
             setattr(live, name, value.detach().cpu())

@@ -1,35 +1,56 @@
-"""What :func:`dpa.accelerate` puts in the place of a U-Net's forward and of a policy's loop."""
+"""What :func:`dpa.accelerate` puts in the place of a U-Net's forward."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .family import Network, recognise, template
-from .noise import generator_on
 from .packed import PackedUnet, runs_packed
-from .sampler import DiffusionSampler
-from .schedulers import MultistepTable
 
-_PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
-# Relative error in the norm, of one step and of a whole loop, beyond which the original runs.
-# 16-bit networks differ by their own rounding, which some 30 layers and then the loop add up.
-_STEP = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_LOOP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_PACKABLE = (torch.float32, *_SIXTEEN_BITS)
+# Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
+# their own rounding, which some 30 layers add up.
+STEP_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def _error(got: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
     """Return the relative error in the norm; infinity for anything that is not a number."""
     if got.shape != expected.shape:
         return float("inf")
     got, expected = got.double(), expected.double()
     error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
     return float(torch.nan_to_num(error, nan=float("inf")))
+
+
+def run_original(run: Callable[[], Tensor], weight: Tensor) -> Tensor:
+    """Run the original, under autocast where 16-bit weights meet its float32 position embedding.
+
+    The originals compute that embedding in float32 whatever the weights are, so in ``.half()`` and
+    ``.bfloat16()`` they stop with an error of dtypes unless the caller is in autocast.
+    """
+    try:
+        return run()
+    except RuntimeError as error:
+        if weight.dtype not in _SIXTEEN_BITS or "dtype" not in str(error):
+            raise
+    with torch.autocast(weight.device.type, weight.dtype):
+        return run()
+
+
+def warn_of_fallback(what: str, error: float, limit: float) -> None:
+    """Warn that a self-check failed."""
+    warnings.warn(
+        f"dpa: the accelerated {what} differs from the original by {error:.1e} (relative), more "
+        f"than {limit:.0e}, so the original runs; dpa.explain says more",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 class FastForward:
@@ -87,6 +108,11 @@ class FastForward:
             self._share(network)
         return self._chain
 
+    @property
+    def weight(self) -> Tensor:
+        """One of the network's parameters, for its device and dtype."""
+        return next(iter(self.prepare().parameters().values()))
+
     def _share(self, network: Network) -> None:
         for key, parameter in network.parameters().items():
             path, _, name = key.rpartition(".")
@@ -109,7 +135,7 @@ class FastForward:
 
     def precision(self, device: torch.device, weights: torch.dtype) -> torch.dtype:
         """Return the dtype that the original computes in: the weights', or autocast's."""
-        if torch.is_autocast_enabled(device.type):
+        if torch.is_autocast_enabled(device.type) and weights != torch.float64:
             return torch.get_autocast_dtype(device.type)
         return weights
 
@@ -136,20 +162,20 @@ class FastForward:
         if not isinstance(sample, Tensor) or not isinstance(timestep, (Tensor, int)):
             return self.original(*args, **kwargs)  # a float, which the original may truncate
         conditions = {name: value for name, value in call.items() if value is not None}
-        weight = next(iter(network.parameters().values()))
+        weight = self.weight
         precision = self.precision(sample.device, weight.dtype)
         key = (weight.device.type, weight.dtype, precision, torch.is_grad_enabled())
-        if key in self.errors:
-            if self.errors[key] > self.limit(_STEP, precision):
-                return self.original(*args, **kwargs)
+        if key in self.errors and self.errors[key] <= self.limit(STEP_LIMITS, precision):
             return self._run(sample, timestep, conditions, precision)
-        expected = self.original(*args, **kwargs)
+        expected = run_original(lambda: self.original(*args, **kwargs), weight)
+        if key in self.errors:
+            return expected
         with torch.no_grad():
             got = self._run(sample, timestep, conditions, precision)
-        self.errors[key] = _error(got, expected.detach())
-        if self.errors[key] > (limit := self.limit(_STEP, precision)):
+        self.errors[key] = relative_error(got, expected.detach())
+        if self.errors[key] > (limit := self.limit(STEP_LIMITS, precision)):
             self.failed = True
-            _warn(type(self.unet).__name__, self.errors[key], limit)
+            warn_of_fallback(type(self.unet).__name__, self.errors[key], limit)
         return expected
 
     def _trace(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -190,194 +216,3 @@ class FastForward:
         if next(self.unet.parameters()).is_cuda and torch.backends.cudnn.allow_tf32:
             kinds.append(torch.float16)
         return max(table[kind] for kind in kinds)
-
-
-class FastLoop:
-    """Stands in for a policy's ``conditional_sample``: the whole loop by :class:`DiffusionSampler`.
-
-    It reads the policy's network, scheduler and ``num_inference_steps`` at every call. What it
-    cannot run as the original does, the original runs, on the accelerated network.
-    """
-
-    def __init__(self, policy: nn.Module, network: str):
-        self.policy = policy
-        self.network = network
-        self._forget()
-
-    def _forget(self) -> None:
-        self.errors: dict[Any, float] = {}
-        self.refused: str | None = None
-        self._samplers: dict[Any, tuple[Any, ...]] = {}
-        self._signature: inspect.Signature | None = None
-        self._timesteps: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again: a copy has its own."""
-        return {"policy": self.policy, "network": self.network}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    def original(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the loop that this one replaces."""
-        return type(self.policy).conditional_sample(self.policy, *args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Sample, with the arguments of the method that this one replaces."""
-        prepared = self._prepare(args, kwargs)
-        if prepared is None:
-            return self.original(*args, **kwargs)
-        key, forward, sampler, call, precision = prepared
-        limit = forward.limit(_LOOP, precision)
-        if key not in self.errors:
-            return self._compare(key, limit, forward, sampler, call, args, kwargs)
-        if self.errors[key] > limit:
-            return self.original(*args, **kwargs)
-        scheduler = self.policy.noise_scheduler
-        if scheduler.timesteps is not self._timesteps:
-            scheduler.set_timesteps(self.policy.num_inference_steps)  # users look there afterwards
-            self._timesteps = scheduler.timesteps
-        return sampler(**call)
-
-    def _compare(
-        self,
-        key: Any,
-        limit: float,
-        forward: FastForward,
-        sampler: DiffusionSampler,
-        call: dict[str, Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Run both loops on the same random numbers; return the original's result."""
-        weight = next(iter(forward.prepare().parameters().values()))
-        generator = call["generator"] or generator_on(weight.device, None)
-        before = generator.get_state()
-        forward.bypassed = True
-        try:
-            expected = self.original(*args, **kwargs)
-        finally:
-            forward.bypassed = False
-        after = generator.get_state()
-        generator.set_state(before)
-        error = _error(sampler(**call), expected)
-        if not torch.equal(generator.get_state(), after):
-            error = float("inf")
-        generator.set_state(after)
-        self.errors[key] = error
-        if error > limit:
-            _warn(f"{type(self.policy).__name__}.conditional_sample", error, limit)
-        return expected
-
-    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return all that a fast run needs, or None where the original must run."""
-        policy = self.policy
-        unet = getattr(policy, self.network, None)
-        unet = getattr(unet, "_orig_mod", unet)
-        forward = vars(unet).get("forward") if isinstance(unet, nn.Module) else None
-        if torch.compiler.is_compiling() or not isinstance(forward, FastForward):
-            return None
-        if unet.training or torch.is_grad_enabled() or forward.bypassed:
-            return None
-        weight = next(iter(forward.prepare().parameters().values()))
-        if forward.hooked() or weight.dtype not in (torch.float32, torch.float64):
-            return None  # 16-bit policies draw 16-bit noise, step by step
-        call = self._arguments(args, kwargs, weight)
-        if call is None:
-            return None
-        options = call.pop("options")
-        precision = forward.precision(weight.device, weight.dtype)
-        scheduler = policy.noise_scheduler
-        steps = policy.num_inference_steps
-        made = (id(scheduler), id(scheduler.config), steps, weight.device, precision)
-        key = (*made, tuple(sorted(options.items())))
-        if key not in self._samplers:
-            try:
-                sampler = self._make(forward, scheduler, steps, precision, options)
-            except (TypeError, ValueError) as error:
-                self.refused = str(error)
-                sampler = None
-            # The scheduler is kept, so that its id stays its own.
-            self._samplers[key] = (sampler, scheduler, scheduler.config)
-        sampler = self._samplers[key][0]
-        if sampler is None:
-            return None
-        if not sampler.fused:
-            sampler.unet = forward.chain
-        return (key, forward, sampler, call, precision)
-
-    def _make(
-        self,
-        forward: FastForward,
-        scheduler: Any,
-        steps: int,
-        precision: torch.dtype,
-        options: dict[str, Any],
-    ) -> DiffusionSampler:
-        dtype = forward.dtype or precision
-        fused = forward.packed(dtype) is not None
-        unet = forward.unet if fused else forward.chain
-        if unet is None:
-            raise ValueError("the network cannot be run layer by layer")
-        sampler = DiffusionSampler(
-            unet,
-            scheduler,
-            steps,
-            dtype if fused else None,
-            action_dim=forward.prepare().arguments["input_dim"],
-            fused=fused,
-            horizon=getattr(getattr(self.policy, "config", None), "horizon", None),
-            **options,
-        )
-        if fused and isinstance(sampler.table, MultistepTable):
-            sampler.fused, sampler.dtype = False, None
-            if forward.chain is None:
-                raise ValueError("the network cannot be run layer by layer")
-        return sampler
-
-    def _arguments(
-        self, args: Sequence[Any], kwargs: dict[str, Any], weight: Tensor
-    ) -> dict[str, Any] | None:
-        """Translate a call of the policy's into one of the sampler's."""
-        if self._signature is None:
-            self._signature = inspect.signature(type(self.policy).conditional_sample)
-        try:
-            bound = self._signature.bind(self.policy, *args, **kwargs).arguments
-        except TypeError:
-            return None
-        options = dict(bound.get("kwargs", {}))
-        if not options.keys() <= {"eta", "use_clipped_model_output"}:
-            return None
-        call: dict[str, Any] = {"options": options, "generator": bound.get("generator")}
-        call["global_cond"] = bound.get("global_cond")
-        if "condition_data" in bound:
-            data, mask = bound["condition_data"], bound["condition_mask"]
-            if data.dtype != weight.dtype or mask.dtype != torch.bool or mask.shape != data.shape:
-                return None
-            if "condition_data_pc" in self._signature.parameters:
-                call["generator"] = None  # DP3 ignores it
-            call["local_cond"] = bound.get("local_cond")
-            call.update(condition_data=data, condition_mask=mask)
-        else:
-            noise = bound.get("noise")
-            if noise is not None and noise.dtype != weight.dtype:
-                return None
-            if noise is None:
-                call["batch_size"] = bound["batch_size"]
-            call["noise"] = noise
-        if isinstance(call["generator"], Sequence):
-            return None
-        horizon = getattr(getattr(self.policy, "config", None), "horizon", None)
-        if call.get("noise") is None and "condition_data" not in call and horizon is None:
-            return None
-        return call
-
-
-def _warn(what: str, error: float, limit: float) -> None:
-    warnings.warn(
-        f"dpa: the accelerated {what} differs from the original by {error:.1e} (relative), more "
-        f"than {limit:.0e}, so the original runs; dpa.explain says more",
-        RuntimeWarning,
-        stacklevel=4,
-    )

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from ..devices import choose_device
 from ..distributed import Ranks, ranks
 from . import Options, report, show
 from . import train as training
@@ -61,22 +62,6 @@ def _run(options: Options, console: Console, team: Ranks) -> dict:
     console.print(f"files in {options.out}: {', '.join(results['files'])}", highlight=False)
     console.print(report.verdict(results))
     return results
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is CUDA where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name}")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device must be one of the {count} CUDA devices here, got {name}")
-    return device
 
 
 def describe(options: Options, device: torch.device) -> dict:

@@ -67,11 +67,11 @@ def _export(
 ) -> dict:
     import torch
 
+    from ..devices import choose_device
     from . import ExportedPolicy, export_policy
 
     try:
         from ..demo import train, world
-        from ..demo.pipeline import choose_device
         from ..demo.rollout import make_scheduler
         from ..schedulers import from_diffusers
     except ModuleNotFoundError as error:

@@ -1,0 +1,95 @@
+"""The ``dpa eval`` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HELP = """Run a LeRobot checkpoint in closed loop in a simulator.
+
+CHECKPOINT is a folder that LeRobot's save_pretrained wrote. Prints the success rate and how long
+the policy takes to plan; --compare runs the unaccelerated policy through the same episodes too.
+
+Examples:
+
+  dpa eval outputs/train/checkpoints/last/pretrained_model --env PushT --episodes 50
+
+  dpa eval CHECKPOINT --env FetchReach-v4 --compare --video episodes.mp4
+"""
+MODES = ("loop", "step", "chain")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A LeRobot folder.")],
+    env: Annotated[str, typer.Option(help="Of gymnasium: PushT, FetchReach-v4, module:Name-v0.")],
+    episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of the first; each further one has the next.")] = 0,
+    plain: Annotated[bool, typer.Option("--plain", help="Do not accelerate.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Both, on the same seeds.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights, where accelerated.")] = None,
+    mode: Annotated[str, typer.Option(help="loop, step or chain: see dpa.accelerate.")] = "loop",
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Of an episode.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    video: Annotated[Path | None, typer.Option(help="Film the first ones: .gif or .mp4.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run a LeRobot checkpoint in closed loop in a simulator."""
+    import torch
+    from rich.console import Console
+
+    from .pipeline import Options
+    from .pipeline import evaluate as run
+
+    for name, value, known in (("mode", mode, MODES), ("dtype", dtype, (None, *DTYPES))):
+        if value not in known:
+            choices = ", ".join(filter(None, known))
+            raise ValueError(f"{name} must be one of {choices}, got {value}")
+    if plain and compare:
+        raise ValueError("plain and compare exclude each other")
+    kinds = ("plain", "accelerated") if compare else ("plain" if plain else "accelerated",)
+    weights = None if dtype is None else getattr(torch, dtype)
+    console = Console(stderr=as_json)
+    options = Options(
+        checkpoint, env, episodes, seed, kinds, weights, mode, steps, max_steps, device, video
+    )
+    results = run(options, console)
+    if as_json:
+        print(json.dumps(results, indent=2))
+    else:
+        _print(results, console)
+
+
+def _print(results: dict[str, Any], console: Any) -> None:
+    from rich.table import Table
+
+    from .episodes import PERCENTILES
+
+    names = [f"p{p}" for p in PERCENTILES]
+    table = Table("", "success", "plans", *(f"{name} ms" for name in names), "first ms")
+    for kind, run in results["runs"].items():
+        times = [f"{run['plan_ms'][name]:.2f}" for name in names]
+        table.add_row(
+            kind, f"{run['success']:.0%}", str(run["plans"]), *times, f"{run['first_plan_ms']:.0f}"
+        )
+    console.print(
+        f"{results['env']}, {results['episodes']} episodes, on {results['device']}",
+        highlight=False,
+    )
+    console.print(table)
+    if "same_outcomes" in results:
+        same = "the same" if results["same_outcomes"] else "[red]not[/red] the same"
+        difference = results["largest_action_difference"]
+        console.print(f"{same} episodes succeed; the actions differ by at most {difference:.1e}")
+    for finding in results["acceleration"]:
+        console.print(
+            f"{finding['path']} ({finding['part']}): {finding['how']}",
+            highlight=False,
+            markup=False,
+        )
+    if "video" in results:
+        console.print(f"wrote {results['video']}", highlight=False)

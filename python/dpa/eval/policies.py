@@ -1,0 +1,129 @@
+"""LeRobot's diffusion policies from their folders, with the normalisation that lies beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class LeRobotPolicy:
+    """LeRobot's ``DiffusionPolicy`` with its processors: observations in, actions out.
+
+    Args:
+        folder: what ``save_pretrained`` wrote: config.json, model.safetensors, and the processors
+            policy_preprocessor.json and policy_postprocessor.json.
+        device: where it runs.
+        num_inference_steps: denoising steps; None keeps the checkpoint's.
+
+    Attributes:
+        policy: LeRobot's object, in evaluation mode.
+        inputs: shapes of the observations that it takes, by name.
+
+    Raises:
+        FileNotFoundError, ValueError: the folder is no such checkpoint; the message says why.
+        RuntimeError: LeRobot is not installed.
+
+    """
+
+    def __init__(
+        self, folder: str | Path, device: torch.device, num_inference_steps: int | None = None
+    ):
+        folder = Path(folder)
+        _check(folder)
+        try:
+            from lerobot.configs.policies import PreTrainedConfig
+            from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
+        except ImportError as error:
+            raise RuntimeError(f"evaluating a LeRobot checkpoint needs LeRobot: {error}") from None
+        try:
+            config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
+            if config.type != "diffusion":
+                raise ValueError(f"its policy must be of type diffusion, got {config.type}")
+            config.device = str(device)
+            config.pretrained_backbone_weights = None  # the file has them
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.policy = DiffusionPolicy.from_pretrained(folder, config=config, strict=True)
+            self._before, self._after = _processors(folder, device)
+        except (
+            Exception
+        ) as error:  # configuration, weights and processors raise errors of their own
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{folder}: LeRobot cannot load it: {reason}") from error
+        self.device = device
+        self.inputs = {name: tuple(f.shape) for name, f in config.input_features.items()}
+        if num_inference_steps is not None:
+            self.policy.diffusion.num_inference_steps = num_inference_steps
+
+    def reset(self) -> None:
+        """Forget the observations and actions of the episode before."""
+        self.policy.reset()
+        self._before.reset()
+        self._after.reset()
+
+    def plans_next(self) -> bool:
+        """Whether the next :meth:`act` samples a chunk, and not only takes from the last."""
+        return not self.policy._queues["action"]
+
+    def check(self, observation: Mapping[str, Tensor], where: str) -> None:
+        """Raise ValueError where an observation of the environment lacks what the policy takes."""
+        for name, shape in self.inputs.items():
+            got = tuple(observation[name].shape) if name in observation else "nothing"
+            if got != shape:
+                raise ValueError(f"the policy takes {name} of shape {shape}, {where} gives {got}")
+
+    def act(self, observation: Mapping[str, Tensor]) -> np.ndarray:
+        """Return the action for an observation, in the environment's units."""
+        batch: dict[str, Any] = {name: observation[name] for name in self.inputs}
+        action = self._after(self.policy.select_action(self._before(batch)))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return action.squeeze(0).cpu().numpy()
+
+
+def _check(folder: Path) -> None:
+    if folder.is_file():
+        raise ValueError(
+            f"{folder}: must be a folder that LeRobot's save_pretrained wrote; policies of "
+            "other projects need their own code to run"
+        )
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: there is no such file")
+    if not (folder / "policy_preprocessor.json").is_file():
+        raise ValueError(
+            f"{folder}: has no policy_preprocessor.json: it was saved before LeRobot 0.4; "
+            "python -m lerobot.processor.migrate_policy_normalization brings it up to date"
+        )
+
+
+def _processors(folder: Path, device: torch.device) -> tuple[Any, Any]:
+    """Return the pipelines before and behind the policy."""
+    from lerobot.processor import PolicyProcessorPipeline
+    from lerobot.processor import converters as convert
+
+    def load(name: str, to_transition: Any, to_output: Any, overrides: dict[str, Any]) -> Any:
+        return PolicyProcessorPipeline.from_pretrained(
+            folder,
+            config_filename=f"policy_{name}.json",
+            local_files_only=True,
+            overrides=overrides,
+            to_transition=to_transition,
+            to_output=to_output,
+        )
+
+    moved = {"device_processor": {"device": str(device)}}
+    before = load("preprocessor", convert.batch_to_transition, convert.transition_to_batch, moved)
+    after = load(
+        "postprocessor",
+        convert.policy_action_to_transition,
+        convert.transition_to_policy_action,
+        {},
+    )
+    return before, after

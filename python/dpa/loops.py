@@ -1,0 +1,226 @@
+"""What :func:`dpa.accelerate` puts in the place of a policy's denoising loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .noise import draw_normal, generator_on
+from .sampler import DiffusionSampler
+from .schedulers import MultistepTable
+from .standins import FastForward, relative_error, run_original, warn_of_fallback
+
+# Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
+# which the steps add up.
+_LOOP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+class FastLoop:
+    """Stands in for a policy's ``conditional_sample``: the whole loop by :class:`DiffusionSampler`.
+
+    It reads the policy's network, scheduler and ``num_inference_steps`` at every call. What it
+    cannot run as the original does, the original runs, on the accelerated network.
+    """
+
+    def __init__(self, policy: nn.Module, network: str):
+        self.policy = policy
+        self.network = network
+        self._forget()
+
+    def _forget(self) -> None:
+        self.errors: dict[Any, float] = {}
+        self.refused: str | None = None
+        self._samplers: dict[Any, tuple[Any, ...]] = {}
+        self._signature: inspect.Signature | None = None
+        self._timesteps: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again: a copy has its own."""
+        return {"policy": self.policy, "network": self.network}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def original(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the loop that this one replaces."""
+        return type(self.policy).conditional_sample(self.policy, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Sample, with the arguments of the method that this one replaces."""
+        prepared = self._prepare(args, kwargs)
+        if prepared is None:
+            return self.original(*args, **kwargs)
+        key, forward, sampler, call, precision = prepared
+        limit = forward.limit(_LOOP, precision)
+        if key not in self.errors:
+            return self._compare(key, limit, forward, sampler, call, args, kwargs)
+        if self.errors[key] > limit:
+            return self._original(forward.weight, call, args, kwargs)
+        scheduler = self.policy.noise_scheduler
+        if scheduler.timesteps is not self._timesteps:
+            scheduler.set_timesteps(self.policy.num_inference_steps)  # users look there afterwards
+            self._timesteps = scheduler.timesteps
+        return _sample(sampler, call, forward.weight.dtype)
+
+    def _original(
+        self, weight: Tensor, call: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Run the original on the random numbers that are due, 16-bit weights included."""
+        generator = call["generator"] or generator_on(weight.device, None)
+        before = generator.get_state()
+
+        def run() -> Tensor:
+            generator.set_state(before)
+            return self.original(*args, **kwargs)
+
+        return run_original(run, weight)
+
+    def _compare(
+        self,
+        key: Any,
+        limit: float,
+        forward: FastForward,
+        sampler: DiffusionSampler,
+        call: dict[str, Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Run both loops on the same random numbers; return the original's result."""
+        weight = forward.weight
+        generator = call["generator"] or generator_on(weight.device, None)
+        before = generator.get_state()
+        forward.bypassed = True
+        try:
+            expected = self._original(weight, call, args, kwargs)
+        finally:
+            forward.bypassed = False
+        after = generator.get_state()
+        generator.set_state(before)
+        error = relative_error(_sample(sampler, call, weight.dtype), expected)
+        if not torch.equal(generator.get_state(), after):
+            error = float("inf")
+        generator.set_state(after)
+        self.errors[key] = error
+        if error > limit:
+            warn_of_fallback(f"{type(self.policy).__name__}.conditional_sample", error, limit)
+        return expected
+
+    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Return all that a fast run needs, or None where the original must run."""
+        policy = self.policy
+        unet = getattr(policy, self.network, None)
+        unet = getattr(unet, "_orig_mod", unet)
+        forward = vars(unet).get("forward") if isinstance(unet, nn.Module) else None
+        if torch.compiler.is_compiling() or not isinstance(forward, FastForward):
+            return None
+        if unet.training or torch.is_grad_enabled() or forward.bypassed:
+            return None
+        weight = forward.weight
+        if forward.hooked():
+            return None
+        call = self._arguments(args, kwargs, weight)
+        if call is None:
+            return None
+        options = call.pop("options")
+        precision = forward.precision(weight.device, weight.dtype)
+        scheduler = policy.noise_scheduler
+        steps = policy.num_inference_steps
+        made = (id(scheduler), id(scheduler.config), steps, weight.device, weight.dtype, precision)
+        key = (*made, tuple(sorted(options.items())))
+        if key not in self._samplers:
+            try:
+                sampler = self._make(forward, scheduler, steps, precision, options)
+            except (TypeError, ValueError) as error:
+                self.refused = str(error)
+                sampler = None
+            # The scheduler is kept, so that its id stays its own.
+            self._samplers[key] = (sampler, scheduler, scheduler.config)
+        sampler = self._samplers[key][0]
+        if sampler is None:
+            return None
+        if not sampler.fused:
+            sampler.unet = forward.chain
+        return (key, forward, sampler, call, precision)
+
+    def _make(
+        self,
+        forward: FastForward,
+        scheduler: Any,
+        steps: int,
+        precision: torch.dtype,
+        options: dict[str, Any],
+    ) -> DiffusionSampler:
+        dtype = forward.dtype or precision
+        fused = forward.packed(dtype) is not None
+        unet = forward.unet if fused else forward.chain
+        if unet is None:
+            raise ValueError("the network cannot be run layer by layer")
+        sampler = DiffusionSampler(
+            unet,
+            scheduler,
+            steps,
+            dtype if fused else None,
+            action_dim=forward.prepare().arguments["input_dim"],
+            fused=fused,
+            horizon=getattr(getattr(self.policy, "config", None), "horizon", None),
+            noise_dtype=precision,  # the scheduler draws in the dtype of the network's output
+            **options,
+        )
+        if fused and isinstance(sampler.table, MultistepTable):
+            sampler.fused, sampler.dtype = False, None
+            if forward.chain is None:
+                raise ValueError("the network cannot be run layer by layer")
+        return sampler
+
+    def _arguments(
+        self, args: Sequence[Any], kwargs: dict[str, Any], weight: Tensor
+    ) -> dict[str, Any] | None:
+        """Translate a call of the policy's into one of the sampler's."""
+        if self._signature is None:
+            self._signature = inspect.signature(type(self.policy).conditional_sample)
+        try:
+            bound = self._signature.bind(self.policy, *args, **kwargs).arguments
+        except TypeError:
+            return None
+        options = dict(bound.get("kwargs", {}))
+        if not options.keys() <= {"eta", "use_clipped_model_output"}:
+            return None
+        call: dict[str, Any] = {"options": options, "generator": bound.get("generator")}
+        call["global_cond"] = bound.get("global_cond")
+        if "condition_data" in bound:
+            data, mask = bound["condition_data"], bound["condition_mask"]
+            if data.dtype != weight.dtype or mask.dtype != torch.bool or mask.shape != data.shape:
+                return None
+            if "condition_data_pc" in self._signature.parameters:
+                call["generator"] = None  # DP3 ignores it
+            call["local_cond"] = bound.get("local_cond")
+            call.update(condition_data=data, condition_mask=mask)
+        else:
+            noise = bound.get("noise")
+            if noise is not None and noise.dtype != weight.dtype:
+                return None
+            if noise is None:
+                call["batch_size"] = bound["batch_size"]
+            call["noise"] = noise
+        if isinstance(call["generator"], Sequence):
+            return None
+        horizon = getattr(getattr(self.policy, "config", None), "horizon", None)
+        if call.get("noise") is None and "condition_data" not in call and horizon is None:
+            return None
+        return call
+
+
+def _sample(sampler: DiffusionSampler, call: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """Sample as a policy does whose parameters have that dtype: it starts and ends in it."""
+    if call.get("noise") is None and sampler.noise_dtype != dtype:
+        data = call.get("condition_data")
+        shape = (call.get("batch_size"), sampler.horizon, sampler.action_dim)
+        shape = shape if data is None else tuple(data.shape)
+        device = next(sampler.unet.parameters()).device
+        call = call | {"noise": draw_normal(shape, call["generator"], device, dtype)}
+    return sampler(**call).to(dtype)

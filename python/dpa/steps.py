@@ -1,0 +1,180 @@
+"""What :func:`dpa.accelerate` puts in the place of a diffusers scheduler's ``step``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .noise import draw_normal, generator_on
+from .schedulers import StepTable, from_diffusers
+from .standins import STEP_LIMITS, relative_error, warn_of_fallback
+
+_KINDS = ("DDPMScheduler", "DDIMScheduler")
+_OPTIONS = ("eta", "use_clipped_model_output")
+
+
+def why_no_step(scheduler: Any) -> str | None:
+    """Return why a scheduler's ``step`` cannot be one op, or None where it can."""
+    if not {cls.__name__ for cls in type(scheduler).__mro__} & set(_KINDS):
+        return (
+            f"its steps depend on earlier ones, or it is unknown here: {type(scheduler).__name__}"
+        )
+    if "step" in vars(scheduler) and not isinstance(vars(scheduler)["step"], FastStep):
+        return "its step was replaced on the object"
+    try:
+        from_diffusers(scheduler, 1)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+class FastStep:
+    """Stands in for ``step`` of one DDPM or DDIM scheduler of diffusers: ``dpa::scheduler_step``.
+
+    It has the scheduler's signature, draws what the scheduler draws and returns what it returns.
+    The table is measured at the first step after ``set_timesteps`` gave timesteps that are new. A
+    timestep that is not among them, and options beyond the table, are left to the original.
+    The first step of each kind runs both and returns the original's result.
+    """
+
+    def __init__(self, scheduler: Any):
+        self.scheduler = scheduler
+        self._forget()
+
+    def _forget(self) -> None:
+        self.errors: dict[Any, float] = {}
+        self._tables: dict[Any, tuple[dict[int, int], StepTable] | None] = {}
+        self._placed: dict[Any, tuple[Any, ...]] = {}
+        self._output: Any = None
+        self._last: tuple[Any, Any] = (None, None)
+        self._signature = inspect.signature(type(self.scheduler).step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again: a copy has its own."""
+        return {"scheduler": self.scheduler}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step that this one replaces."""
+        return type(self.scheduler).step(self.scheduler, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step, with the arguments of the method that this one replaces."""
+        call = None if torch.compiler.is_compiling() else self._arguments(args, kwargs)
+        if call is None:
+            return self.original(*args, **kwargs)
+        output, sample, timestep = call["model_output"], call["sample"], int(call["timestep"])
+        options = {name: call[name] for name in _OPTIONS if call.get(name)}
+        # Without steps the original says what is missing, where it wants them.
+        found = None if self.scheduler.num_inference_steps is None else self._find(options)
+        if found is None or timestep not in found[0]:
+            return self.original(*args, **kwargs)
+        rows, table, key = found
+        kind = (key, sample.device, sample.dtype, output.dtype)
+
+        def run() -> tuple[Tensor, Tensor]:
+            return self._run(kind, table, rows[timestep], call)
+
+        if kind not in self.errors:
+            return self._compare(kind, run, call, args, kwargs)
+        if self.errors[kind] > STEP_LIMITS[output.dtype]:
+            return self.original(*args, **kwargs)
+        result, x0 = run()
+        return self._output(prev_sample=result, pred_original_sample=x0)
+
+    def _compare(
+        self,
+        kind: Any,
+        run: Callable[[], tuple[Tensor, Tensor]],
+        call: dict[str, Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Take the step both ways, on the same random numbers; return the original's result."""
+        generator = call.get("generator") or generator_on(call["sample"].device, None)
+        before = generator.get_state()
+        expected = self.original(*args, **kwargs)
+        self._output = type(expected)
+        after = generator.get_state()
+        generator.set_state(before)
+        result, x0 = run()
+        error = max(
+            relative_error(result, expected.prev_sample),
+            relative_error(x0, expected.pred_original_sample),
+        )
+        if not torch.equal(generator.get_state(), after):
+            error = float("inf")
+        generator.set_state(after)
+        self.errors[kind] = error
+        if error > (limit := STEP_LIMITS[call["model_output"].dtype]):
+            warn_of_fallback(f"{type(self.scheduler).__name__}.step", error, limit)
+        return expected
+
+    def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments by name, or None where the original must run."""
+        try:
+            bound = self._signature.bind(self.scheduler, *args, **kwargs).arguments
+        except TypeError:
+            return None
+        output, sample = bound["model_output"], bound["sample"]
+        generator, noise = bound.get("generator"), bound.get("variance_noise")
+        tensors = [x for x in (output, sample, noise) if x is not None]
+        if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
+            return None
+        alike = all(x.shape == sample.shape and x.device == sample.device for x in tensors)
+        mixed = torch.promote_types(output.dtype, sample.dtype) != sample.dtype
+        if not alike or mixed or isinstance(generator, Sequence):
+            return None
+        if (noise is not None and generator is not None) or not bound.get("return_dict", True):
+            return None
+        return dict(bound)
+
+    def _find(self, options: dict[str, Any]) -> tuple[dict[int, int], StepTable, Any] | None:
+        """Return the row of each timestep, the table, and what they depend on."""
+        scheduler = self.scheduler
+        if self._last[0] is not scheduler.timesteps:
+            values = (tuple(scheduler.timesteps.tolist()), scheduler.num_inference_steps)
+            self._last = (scheduler.timesteps, values)
+        key = (self._last[1], id(scheduler.config), *sorted(options.items()))
+        if key not in self._tables:
+            self._tables[key] = self._measure(options)
+        found = self._tables[key]
+        return None if found is None else (*found, key)
+
+    def _measure(self, options: dict[str, Any]) -> tuple[dict[int, int], StepTable] | None:
+        try:
+            table = from_diffusers(self.scheduler, **options)
+        except (TypeError, ValueError):
+            return None
+        return {int(t): row for row, t in enumerate(table.timesteps.tolist())}, table
+
+    def _run(
+        self, kind: Any, table: StepTable, row: int, call: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the next sample, and the predicted x0."""
+        output, sample, noise = call["model_output"], call["sample"], call.get("variance_noise")
+        if not table.draws_noise[row]:
+            noise = None
+        elif noise is None:
+            shape, generator = tuple(output.shape), call.get("generator")
+            noise = draw_normal(shape, generator, sample.device, output.dtype)
+        if kind not in self._placed:
+            wide = torch.promote_types(sample.dtype, torch.float32)
+            coefficients = table.coefficients.to(sample.device, wide)
+            x0 = coefficients.clone()  # the op again, with rows that give x0 alone
+            x0[:, 2:] = x0.new_tensor([1.0, 0.0, 0.0, 0.0])
+            rows = torch.arange(len(table), device=sample.device).unbind()
+            self._placed[kind] = (coefficients, x0, rows)
+        coefficients, x0, rows = self._placed[kind]
+        step, index = torch.ops.dpa.scheduler_step, rows[row]
+        output = output.to(sample.dtype)
+        noise = None if noise is None else noise.to(sample.dtype)
+        result = step(output, sample, coefficients, index, noise, table.clip)
+        return result, step(output, sample, x0, index, None, table.clip)
