@@ -23,7 +23,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     """Return the relative error in the norm; infinity for anything that is not a number."""
     if got.shape != expected.shape:
         return float("inf")
-    got, expected = got.double(), expected.double()
+    got, expected = got.detach().double(), expected.detach().double()
     error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
     return float(torch.nan_to_num(error, nan=float("inf")))
 

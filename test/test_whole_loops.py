@@ -1,0 +1,195 @@
+"""Whole denoising loops of dpa.accelerate against LeRobot's own, for real and for random shapes.
+
+float32 agrees to 1e-4 in every action. 16-bit weights have no such bound: how far rounding moves a
+sample depends on the network. The measure is what PyTorch itself gives in those 16 bits: the
+original's loop under autocast. dpa must not be further from the float32 loop than 1.5 times that.
+"""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import dpa
+from dpa.loops import FastLoop
+from test_family import architectures, lerobot_unet
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+MIDDLE, WIDE, NARROW = (256, 512, 1024), (512, 1024, 2048), (64, 128, 256)
+# Action dimension, horizon, widths, kernel, step embedding, condition, scheduler, steps.
+ROWS = {
+    "pusht_lowdim": (2, 16, MIDDLE, 5, 256, 40, "DDPM", 100),
+    "pusht_inpainting": (22, 16, MIDDLE, 5, 256, 0, "DDIM", 8),
+    "notebook": (2, 16, MIDDLE, 5, 256, 1028, "DDPM", 100),
+    "kitchen": (9, 16, MIDDLE, 5, 256, 120, "DDPM", 100),
+    "real_pusht": (2, 16, MIDDLE, 5, 128, 260, "DDIM", 16),
+    "umi": (20, 16, MIDDLE, 5, 128, 1568, "DDIM", 16),
+    "aloha": (16, 48, MIDDLE, 5, 256, 206, "DDIM", 10),
+    "pusht_image": (2, 16, WIDE, 5, 128, 132, "DDPM", 100),
+    "lift_image": (10, 16, WIDE, 5, 128, 2066, "DDPM", 100),
+    "lerobot_0.6_ddpm": (6, 64, WIDE, 5, 128, 268, "DDPM", 100),
+    "lerobot_0.6_ddim": (6, 64, WIDE, 5, 128, 268, "DDIM", 10),
+    "dp3": (24, 16, WIDE, 5, 128, 256, "DDIM", 10),
+    "maniskill": (8, 16, NARROW, 5, 64, 84, "DDPM", 100),
+    "nomad": (2, 8, NARROW, 3, 256, 256, "DDPM", 10),
+}
+OPTIONS = {"dp3": {"prediction_type": "sample"}}
+# Rows whose network another row runs through all its steps on the CPU too.
+SHORT_ON_CPU = {"pusht_lowdim": 10, "kitchen": 10}
+
+
+class Policy(nn.Module):
+    """A network in the loop of diffusion_policy, inpainting included."""
+
+    def __init__(self, unet, scheduler, steps):
+        super().__init__()
+        self.unet = unet
+        self.noise_scheduler, self.num_inference_steps = scheduler, steps
+
+    def conditional_sample(
+        self, condition_data, condition_mask, local_cond=None, global_cond=None, generator=None
+    ):
+        x = torch.randn(
+            condition_data.shape,
+            dtype=condition_data.dtype,
+            device=condition_data.device,
+            generator=generator,
+        )
+        self.noise_scheduler.set_timesteps(self.num_inference_steps)
+        for t in self.noise_scheduler.timesteps:
+            x[condition_mask] = condition_data[condition_mask]
+            times = torch.full(x.shape[:1], t, dtype=torch.long, device=x.device)
+            local = {} if local_cond is None else {"local_cond": local_cond}
+            out = self.unet(x, times, global_cond=global_cond, **local)
+            x = self.noise_scheduler.step(out, t, x, generator=generator).prev_sample
+        x[condition_mask] = condition_data[condition_mask]
+        return x
+
+
+def row_policy(name, device):
+    actions, _, dims, kernel, embedding, cond, kind, steps = ROWS[name]
+    arguments = {
+        "input_dim": actions,
+        "global_cond_dim": cond,
+        "diffusion_step_embed_dim": embedding,
+        "down_dims": dims,
+        "kernel_size": kernel,
+        "cond_predict_scale": name != "nomad",
+    }
+    make = getattr(diffusers, f"{kind}Scheduler")
+    options = {"beta_schedule": "squaredcos_cap_v2", **OPTIONS.get(name, {})}
+    scheduler = make(10 if name == "nomad" else 100, **options)
+    if device.type == "cpu":
+        steps = SHORT_ON_CPU.get(name, steps)
+    with torch.device(device):
+        return Policy(lerobot_unet(arguments), scheduler, steps).eval()
+
+
+def call_of(name, device, batch):
+    """The arguments of a row's call: what is known of the actions, and the condition."""
+    actions, horizon, cond = ROWS[name][0], ROWS[name][1], ROWS[name][5]
+    data = torch.randn(batch, horizon, actions, device=device).clamp(-1, 1)
+    mask = torch.zeros_like(data, dtype=torch.bool)
+    mask[:, :2, 2:] = name == "pusht_inpainting"
+    cond = torch.randn(batch, cond, device=device) if cond else None
+    return {"condition_data": data, "condition_mask": mask, "global_cond": cond}
+
+
+@torch.no_grad()
+def sample(policy, call, seed=0):
+    generator = torch.Generator(call["condition_data"].device).manual_seed(seed)
+    result = policy.conditional_sample(**call, generator=generator)
+    return result, torch.randn(2, generator=generator, device=result.device)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_in_float32(name, device):
+    if device.type == "cpu" and ROWS[name][2] == WIDE:
+        pytest.skip("a network of 250 M parameters is for a GPU")
+    policy, call = row_policy(name, device), call_of(name, device, 2)
+    expected, behind = sample(policy, call)
+    dpa.accelerate(policy)
+    for _ in range(2):
+        got, drawn = sample(policy, call)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(drawn, behind)
+    loop = vars(policy)["conditional_sample"]
+    assert isinstance(loop, FastLoop) and max(loop.errors.values()) < 1e-4
+    # What is clipped would agree in any case.
+    free = ~call["condition_mask"] & (expected.abs() < 0.99)
+    assert free.sum() >= 0.05 * free.numel(), f"{free.float().mean():.3f}"
+
+
+def error(got, exact):
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_in_sixteen_bits(name, dtype, device):
+    if device.type == "cpu" and (ROWS[name][2] != NARROW or dtype == torch.float16):
+        pytest.skip("PyTorch's 16-bit convolutions are too slow on a CPU")
+    policy = row_policy(name, device)
+    call = call_of(name, device, 8)
+    exact, _ = sample(policy, call)
+    # Its output in float32, or the scheduler would draw other, 16-bit numbers.
+    handle = policy.unet.register_forward_hook(lambda *seen: seen[2].float())
+    with torch.autocast(device.type, dtype):
+        theirs, _ = sample(policy, call)
+    handle.remove()
+    dpa.accelerate(policy, dtype)
+    for _ in range(2):
+        ours, _ = sample(policy, call)
+    assert vars(policy)["conditional_sample"].errors
+    assert not torch.equal(ours, exact)  # it is not the original that ran
+    assert error(ours, exact) <= 1.5 * error(theirs, exact)
+
+
+@st.composite
+def schedulers(draw):
+    """DDPM or DDIM of diffusers, with options that change its numbers, and steps."""
+    kind, train = draw(st.sampled_from(["DDPM", "DDIM"])), draw(st.integers(4, 60))
+    options = {
+        "beta_schedule": draw(st.sampled_from(["linear", "scaled_linear", "squaredcos_cap_v2"])),
+        "prediction_type": draw(st.sampled_from(["epsilon", "sample", "v_prediction"])),
+        "timestep_spacing": draw(st.sampled_from(["leading", "linspace", "trailing"])),
+        "clip_sample_range": draw(st.sampled_from([0.5, 1.0, 3.0])),
+    }
+    if kind == "DDPM":
+        options["variance_type"] = draw(st.sampled_from(["fixed_small", "fixed_large"]))
+    else:
+        options["set_alpha_to_one"] = draw(st.booleans())
+    scheduler = getattr(diffusers, f"{kind}Scheduler")(train, **options)
+    return scheduler, draw(st.integers(2, min(train, 20)))
+
+
+@given(architectures(), schedulers(), st.integers(1, 5), st.integers(2, 4), st.booleans())
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_random_configurations(arguments, scheduler, batch, multiple, inpainting):
+    torch.manual_seed(0)
+    local = arguments["local_cond_dim"]
+    horizon = multiple * 2 ** (len(arguments["down_dims"]) - 1)
+    if local is None:
+        unet = lerobot_unet(arguments)
+    else:
+        unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(**arguments))
+    policy = Policy(unet, *scheduler).eval()
+    data = torch.randn(batch, horizon, arguments["input_dim"])
+    call = {
+        "condition_data": data,
+        "condition_mask": (torch.rand_like(data) < 0.3) & inpainting,
+        "local_cond": None if local is None else torch.randn(batch, horizon, local),
+        "global_cond": None,
+    }
+    if (cond := arguments["global_cond_dim"]) is not None:
+        call["global_cond"] = torch.randn(batch, cond)
+    expected, behind = sample(policy, call)
+    dpa.accelerate(policy)
+    for _ in range(2):
+        got, drawn = sample(policy, call)
+        bound = 1e-4 * max(1.0, float(expected.abs().max()))
+        assert (got - expected).abs().max() <= bound
+        assert torch.equal(drawn, behind)
+    assert max(vars(policy)["conditional_sample"].errors.values()) < 1e-4
