@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import dpa
 from dpa.loops import FastLoop
-from dpa.standins import FastForward
+from dpa.standins import LOOK_EVERY, FastForward
 from tolerances import tolerance
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -229,6 +230,99 @@ def test_copies_pickles_and_moves_go_on(device):
     for _ in range(2):
         assert unet(*wide).dtype == torch.float64
     assert max(vars(unet)["forward"].errors.values()) < 1e-4
+
+
+@torch.no_grad()
+def test_weights_written_through_data_are_noticed(device):
+    """As diffusers' EMAModel.copy_to writes them: no version counter moves."""
+    policy = original_policy(device)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    averages = diffusers.training_utils.EMAModel(fast.parameters())
+    for shadow in averages.shadow_params:
+        shadow.mul_(1.2)
+    data = torch.zeros(1, 8, 2, device=device)
+    call = (data, data.bool(), None, torch.randn(1, 4, device=device))
+    step = (torch.randn(1, 8, 2, device=device), torch.tensor([3], device=device), None, call[3])
+    for current in (fast, fast, policy):
+        current.conditional_sample(*call)
+        current.model(*step)
+    averages.copy_to(fast.parameters())
+    policy.load_state_dict(fast.state_dict())
+    time.sleep(2 * LOOK_EVERY)
+    results = []
+    for current in (policy, fast):
+        torch.manual_seed(4)
+        results.append((current.conditional_sample(*call), current.model(*step)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+SIXTEEN_BITS = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_sixteen_bit_policies(kind, dtype, device):
+    """LeRobot's own stops in 16 bits without autocast; the accelerated one runs as under it."""
+    plain = lerobot_policy(device, noise_scheduler_type=kind, num_inference_steps=10)
+    cond = torch.randn(4, 14, device=device)
+    low = copy.deepcopy(plain).to(dtype)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        low.diffusion.conditional_sample(4, cond.to(dtype))
+    fast = dpa.accelerate(copy.deepcopy(low))
+    results = []
+    with torch.no_grad():
+        for policy, autocast in ((low, True), (fast, False), (fast, False)):
+            torch.manual_seed(5)
+            with torch.autocast(device.type, dtype, enabled=autocast):
+                sample = policy.diffusion.conditional_sample(4, cond.to(dtype))
+            results.append((sample, torch.randn(2, device=device)))
+    loop = vars(fast.diffusion)["conditional_sample"]
+    assert len(loop.errors) == 1
+    for sample, behind in results[1:]:
+        assert sample.dtype == dtype and torch.equal(behind, results[0][1])
+        error = (sample.float() - results[0][0].float()).norm() / results[0][0].float().norm()
+        assert error < (5e-2 if dtype == torch.float16 else 1e-1)
+    assert torch.equal(results[1][0], results[0][0])  # the first is the original's
+    assert not torch.equal(results[2][0], results[0][0])
+    actions = [fast.select_action({k: v.to(dtype) for k, v in o.items()})
+               for o in observations(6, device)]  # fmt: skip
+    assert all(a.dtype == dtype and torch.isfinite(a).all() for a in actions)
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_under_autocast(kind, dtype, device):
+    """There DDPM draws its noise in 16 bits, and the policy's parameters stay float32."""
+    policy = lerobot_policy(device, noise_scheduler_type=kind, num_inference_steps=10)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    cond, results = torch.randn(4, 14, device=device), []
+    with torch.no_grad(), torch.autocast(device.type, dtype):
+        for current in (policy, fast, fast):
+            torch.manual_seed(6)
+            results.append(current.diffusion.conditional_sample(4, cond))
+            results.append(torch.randn(2, device=device))
+    assert max(vars(fast.diffusion)["conditional_sample"].errors.values()) < 0.1
+    assert torch.equal(results[5], results[1]) and results[4].dtype == torch.float32
+    assert (results[4] - results[0]).norm() < 0.1 * results[0].norm()
+
+
+def test_policies_are_copied_pickled_and_saved(tmp_path):
+    policy = lerobot_policy(num_inference_steps=5)
+    expected = [policy.select_action(o) for o in observations(9, "cpu")]
+    dpa.accelerate(policy)
+    policy.save_pretrained(tmp_path)
+    read = dpa.accelerate(type(policy).from_pretrained(tmp_path))
+    for other in (policy, copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), read):
+        assert vars(other.diffusion)["conditional_sample"].policy is other.diffusion
+        for _ in range(2):
+            other.reset()
+            torch.manual_seed(0)
+            found = [other.select_action(o) for o in observations(9, "cpu")]
+        assert len(found) == len(expected) and found[0].shape == expected[0].shape
+    torch.manual_seed(0)
+    dpa.restore(policy).reset()
+    plain = [policy.select_action(o) for o in observations(9, "cpu")]
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_training_mode_and_gradients(device):

@@ -83,8 +83,9 @@ def accelerate(model: Any, dtype: torch.dtype | None = None, mode: str = "loop")
     original's result; where they differ beyond the tolerance, a warning says so and the original
     runs from then on. In training mode the original runs.
 
-    Weights that change are noticed (optimizer steps, ``load_state_dict``, EMA copies, ``.to()``),
-    except through ``parameter.data``: call :func:`repack` after that.
+    Weights that change are noticed: optimizer steps, ``load_state_dict``, EMA copies, ``.to()``.
+    What is written through ``parameter.data`` leaves no trace but the values; one of each parameter
+    is looked at, once in 10 ms at most. Where that is not enough, call :func:`repack`.
 
     Args:
         model: a LeRobot or diffusion_policy policy, a U-Net, or an object that holds some; or a

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .noise import draw_normal, generator_on
 from .sampler import DiffusionSampler
 from .schedulers import MultistepTable
-from .standins import FastForward, relative_error, run_original, warn_of_fallback
+from .standins import LOOK_EVERY, FastForward, relative_error, run_original, warn_of_fallback
 
 # Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
 # which the steps add up.
@@ -37,6 +37,7 @@ class FastLoop:
         self._samplers: dict[Any, tuple[Any, ...]] = {}
         self._signature: inspect.Signature | None = None
         self._timesteps: Any = None
+        self._placed: tuple[torch.device, torch.dtype] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again: a copy has its own."""
@@ -65,6 +66,7 @@ class FastLoop:
         if scheduler.timesteps is not self._timesteps:
             scheduler.set_timesteps(self.policy.num_inference_steps)  # users look there afterwards
             self._timesteps = scheduler.timesteps
+        sampler.follow(LOOK_EVERY)
         return _sample(sampler, call, forward.weight.dtype)
 
     def _original(
@@ -132,6 +134,9 @@ class FastLoop:
         steps = policy.num_inference_steps
         made = (id(scheduler), id(scheduler.config), steps, weight.device, weight.dtype, precision)
         key = (*made, tuple(sorted(options.items())))
+        if self._placed != (weight.device, weight.dtype):
+            self._samplers.clear()  # made of weights that are gone
+            self._placed = (weight.device, weight.dtype)
         if key not in self._samplers:
             try:
                 sampler = self._make(forward, scheduler, steps, precision, options)

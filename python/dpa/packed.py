@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +51,7 @@ class PackedUnet:
     """A U-Net on packed weights: one op a forward pass, one op a whole denoising loop.
 
     The weights are packed at the first call, and again when a parameter was replaced or changed in
-    place. A change through ``parameter.data`` leaves no trace to notice: call :meth:`repack` then.
+    place. One through ``parameter.data`` leaves no trace: call :meth:`follow` or :meth:`repack`.
     No gradient flows through any of it.
 
     Args:
@@ -80,6 +82,9 @@ class PackedUnet:
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._packed: Tensor | None = None
         self._seen: list[tuple[int, int]] = []
+        self._elements: list[Tensor] = []
+        self._values: Tensor | None = None
+        self._looked = 0.0
 
     def repack(self) -> Tensor:
         """Pack the weights as they are now, in the same memory as before where there is one.
@@ -94,8 +99,28 @@ class PackedUnet:
                 self._packed.copy_(packed)
             else:
                 self._packed = packed
+            # Views: they show what is written through parameter.data as well.
+            found = [p.detach() for p in self.network.parameters().values()]
+            middle = [p[tuple(size // 2 for size in p.shape)].view(1) for p in found]
+            self._elements, self._values = middle, torch.cat(middle)
         self._seen = self._versions()
         return self._packed
+
+    def follow(self, every: float = 0.0) -> None:
+        """Repack if the network's weights changed, even through ``parameter.data``.
+
+        That leaves no trace but the values, of which one a parameter is compared: it waits for the
+        device, and nothing is looked at inside a capture of a CUDA graph, nor ``every`` so many
+        seconds more than once.
+        """
+        now = time.monotonic()
+        if self._packed is None or now - self._looked < every:
+            return
+        self._looked = now
+        if self._packed.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if self.stale() or not torch.equal(torch.cat(self._elements), self._values):
+            self.repack()
 
     def _versions(self) -> list[tuple[int, int]]:
         found = [module._parameters[name] for module, name in self.network.slots.values()]

@@ -311,6 +311,11 @@ class DiffusionSampler:
         found, self.last_parallel = Sweeps(inputs, table, predict, options).run()
         return found
 
+    def follow(self, every: float = 0.0) -> None:
+        """Pack anew what was changed through ``parameter.data``; see :meth:`PackedUnet.follow`."""
+        if self._packed is not None:
+            self._packed.follow(every)
+
     def _placement(self, tensors: dict[str, Tensor]) -> tuple[torch.device, torch.dtype]:
         """Return the device and dtype of the network; every argument must be on that device."""
         parameters = self.unet.parameters() if isinstance(self.unet, nn.Module) else iter(())

@@ -14,6 +14,7 @@ from .packed import PackedUnet, runs_packed
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _PACKABLE = (torch.float32, *_SIXTEEN_BITS)
+LOOK_EVERY = 0.01  # seconds; no training fits between two looks
 # Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
 # their own rounding, which some 30 layers add up.
 STEP_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -75,6 +76,7 @@ class FastForward:
         self._network: Network | None = None
         self._chain: nn.Module | None = None
         self._packed: dict[torch.dtype, PackedUnet] = {}
+        self._placed: tuple[torch.device, torch.dtype] | None = None
         self._hooks: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,6 +131,9 @@ class FastForward:
         local = network.arguments.get("local_cond_dim") is not None
         if self.mode == "chain" or local or dtype not in _PACKABLE or not runs_packed(device):
             return None
+        if self._placed != (placed := (device, self.weight.dtype)):
+            self._packed.clear()  # made of weights that are gone
+            self._placed = placed
         if dtype not in self._packed:
             self._packed[dtype] = PackedUnet(self.unet, dtype)
         return self._packed[dtype]
@@ -200,6 +205,7 @@ class FastForward:
             if chain is None:
                 return self.original(sample, timestep, **conditions)
             return chain(sample, timestep, **conditions)
+        packed.follow(LOOK_EVERY)
         batch = sample.shape[0]
         if isinstance(timestep, int) or (timestep.device.type == "cpu" and timestep.dim() == 0):
             steps = torch.full((batch,), float(timestep), device=sample.device)
