@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from .noise import draw_normal, generator_on
 from .sampler import DiffusionSampler
 from .schedulers import MultistepTable
-from .standins import LOOK_EVERY, FastForward, relative_error, run_original, warn_of_fallback
+from .standins import (
+    LOOK_EVERY,
+    SIXTEEN_BITS,
+    FastForward,
+    relative_error,
+    run_original,
+    warn_of_fallback,
+)
 
 # Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
 # which the steps add up.
@@ -174,6 +181,8 @@ class FastLoop:
             fused=fused,
             horizon=getattr(getattr(self.policy, "config", None), "horizon", None),
             noise_dtype=precision,  # the scheduler draws in the dtype of the network's output
+            # Replayed draws of 16 bits are unproven: without a graph each call is what was checked.
+            cuda_graph=precision not in SIXTEEN_BITS,
             **options,
         )
         if fused and isinstance(sampler.table, MultistepTable):

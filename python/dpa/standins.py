@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .family import Network, recognise, template
 from .packed import PackedUnet, runs_packed
 
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-_PACKABLE = (torch.float32, *_SIXTEEN_BITS)
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_PACKABLE = (torch.float32, *SIXTEEN_BITS)
 LOOK_EVERY = 0.01  # seconds; no training fits between two looks
 # Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
 # their own rounding, which some 30 layers add up.
@@ -38,7 +38,7 @@ def run_original(run: Callable[[], Tensor], weight: Tensor) -> Tensor:
     try:
         return run()
     except RuntimeError as error:
-        if weight.dtype not in _SIXTEEN_BITS or "dtype" not in str(error):
+        if weight.dtype not in SIXTEEN_BITS or "dtype" not in str(error):
             raise
     with torch.autocast(weight.device.type, weight.dtype):
         return run()
