@@ -101,6 +101,15 @@ def test_what_it_leaves_to_the_original(device):
         got, want = (s.step(x, 3, x, return_dict=False) for s in (fast, plain))
         assert len(got) == len(want) and all(map(torch.equal, got, want))
         assert torch.equal(fast.step(x, 3, x).prev_sample, plain.step(x, 3, x).prev_sample)
+    for odd in (torch.tensor([0, 5]), 2.5):
+        answers = []
+        for scheduler in (fast, plain):
+            try:
+                answers.append(scheduler.step(x, odd, x).prev_sample)
+            except (IndexError, RuntimeError, TypeError) as error:
+                answers.append(str(error))
+        got, want = answers
+        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
     noise = torch.randn_like(x)
     for t in fast.timesteps[:3]:
         got, want = (

@@ -70,7 +70,7 @@ class FastStep:
         call = None if torch.compiler.is_compiling() else self._arguments(args, kwargs)
         if call is None:
             return self.original(*args, **kwargs)
-        output, sample, timestep = call["model_output"], call["sample"], int(call["timestep"])
+        output, sample, timestep = call["model_output"], call["sample"], call["timestep"]
         options = {name: call[name] for name in _OPTIONS if call.get(name)}
         # Without steps the original says what is missing, where it wants them.
         found = None if self.scheduler.num_inference_steps is None else self._find(options)
@@ -131,6 +131,11 @@ class FastStep:
         alike = all(x.shape == sample.shape and x.device == sample.device for x in tensors)
         mixed = torch.promote_types(output.dtype, sample.dtype) != sample.dtype
         if not alike or mixed or isinstance(generator, Sequence):
+            return None
+        timestep = bound["timestep"]
+        if isinstance(timestep, Tensor) and timestep.numel() == 1:
+            bound["timestep"] = timestep.item()
+        elif not isinstance(timestep, int | float):
             return None
         if (noise is not None and generator is not None) or not bound.get("return_dict", True):
             return None
