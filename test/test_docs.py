@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import dpa
 from dpa.cli import app
@@ -46,6 +47,11 @@ def test_nothing_else_is_shown_unchecked(page):
         if code.startswith("make "):
             for target in re.findall(r"^make (\w+)", code, re.M):
                 assert re.search(rf"^{target}:", makefile, re.M), target
+            continue
+        if code.startswith(("pip ", "dpa ")):
+            for name, rest in re.findall(r"^dpa (\w+)(.*)", code, re.M):
+                options = {o for p in get_command(app).commands[name].params for o in p.opts}
+                assert set(re.findall(r"--[\w-]+", rest)) <= options, rest
             continue
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "dpa":
