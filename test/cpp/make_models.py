@@ -82,4 +82,5 @@ def main(folder: Path) -> None:
         torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "package.pt2"))
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

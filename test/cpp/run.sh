@@ -26,4 +26,16 @@ cmake -S "$here" -B "$build" -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" -DDPA_MODELS="$
   { cat "$build.log"; exit 1; }
 cmake --build "$build"
 ctest --test-dir "$build" --output-on-failure
-[ -n "${SANITIZE_FLAGS:-}" ] || sh "$here/aarch64.sh" "$models/unets.bin"
+[ -z "${SANITIZE_FLAGS:-}" ] || exit 0
+sh "$here/aarch64.sh" "$models/unets.bin"
+
+# The robot example, a project of its own, on exported policies: the same actions as in Python, and some cycles.
+policies=$PWD/build/test-cpp/policies
+python "$here/make_policies.py" "$policies"
+cmake -S docs/robot-cpp -B build/robot -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" \
+  -DTORCH="$(python -c 'import torch; print(torch.__path__[0])')" >build/robot.log 2>&1 || { cat build/robot.log; exit 1; }
+cmake --build build/robot
+for policy in "$policies"/*.pt "$policies"/*.pt2; do
+  echo "robot: $(basename "$policy")"
+  DPA_CHECK=$policy.data build/robot/robot "$policy" 5 3 8 2 20 20
+done

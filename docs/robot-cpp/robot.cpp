@@ -1,0 +1,113 @@
+// A fixed-rate control loop on an exported policy, without Python: observations in, actions out.
+//
+//   robot POLICY.pt|POLICY.pt2 OBSERVATION_WIDTH DRAWS HORIZON ACTION_WIDTH [HZ=10] [CYCLES=50]
+//
+// The sizes are those of the policy's manifest, POLICY.json: inputs (1, OBSERVATION_WIDTH) and
+// (DRAWS, 1, HORIZON, ACTION_WIDTH). `read_observation` and `send_actions` stand for the robot. A cycle misses its
+// deadline where the actions are not there when the next cycle is due. With the variable DPA_CHECK set to the file of a
+// scripted module that has the tensors observation, noise and actions, the program first compares and fails on a
+// difference.
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/script.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Policy = std::function<at::Tensor(const at::Tensor& observation, const at::Tensor& noise)>;
+
+Policy open_policy(const std::string& path) {
+  if (path.ends_with(".pt2")) {
+    auto package = std::make_shared<torch::inductor::AOTIModelPackageLoader>(path);
+    return [package](const at::Tensor& observation, const at::Tensor& noise) {
+      return package->run({observation, noise})[0];
+    };
+  }
+  auto module = std::make_shared<torch::jit::Module>(torch::jit::load(path));
+  return [module](const at::Tensor& observation, const at::Tensor& noise) {
+    return module->forward({observation, noise}).toTensor();
+  };
+}
+
+at::Tensor read_observation(int64_t width, int cycle) { return at::full({1, width}, 0.01 * cycle); }
+
+void send_actions(const at::Tensor& actions) {
+  TORCH_CHECK(at::isfinite(actions).all().item<bool>(), "robot: actions must be finite");
+}
+
+// The largest difference from the actions that Python computed.
+double check(const Policy& policy, const std::string& path) {
+  const auto data = torch::jit::load(path);
+  const auto got = policy(data.attr("observation").toTensor(), data.attr("noise").toTensor());
+  return (got - data.attr("actions").toTensor()).abs().max().item<double>();
+}
+
+void print_histogram(std::vector<double> ms) {
+  std::sort(ms.begin(), ms.end());
+  const auto at = [&](double share) { return ms[static_cast<size_t>(share * static_cast<double>(ms.size() - 1))]; };
+  std::printf("latency ms: median %.2f, p90 %.2f, p99 %.2f, worst %.2f\n", at(0.5), at(0.9), at(0.99), ms.back());
+  constexpr int kBins = 8;
+  const double low = ms.front(), width = std::max((ms.back() - low) / kBins, 1e-6);
+  std::vector<int> counts(kBins);
+  for (const double value : ms) ++counts[std::min(kBins - 1, static_cast<int>((value - low) / width))];
+  for (int bin = 0; bin < kBins; ++bin)
+    std::printf("%9.2f ms %5d %s\n", low + bin * width, counts[bin],
+                std::string(60 * counts[bin] / ms.size(), '#').c_str());
+}
+
+int run(int argc, char** argv) {
+  const auto number = [&](int index, int64_t otherwise) { return index < argc ? std::atoll(argv[index]) : otherwise; };
+  const int64_t width = number(2, 0), draws = number(3, 0), horizon = number(4, 0), actions = number(5, 0);
+  const int64_t hz = number(6, 10), cycles = number(7, 50);
+  if (width < 1 || draws < 1 || horizon < 1 || actions < 1 || hz < 1 || cycles < 1) {
+    std::fprintf(stderr, "usage: robot POLICY OBSERVATION_WIDTH DRAWS HORIZON ACTION_WIDTH [HZ] [CYCLES]\n");
+    return 2;
+  }
+  const c10::InferenceMode inference;
+  const Policy policy = open_policy(argv[1]);
+  if (const char* data = std::getenv("DPA_CHECK")) {
+    const double difference = check(policy, data);
+    std::printf("largest difference from Python: %.1e\n", difference);
+    if (!(difference < 1e-4)) return 1;
+  }
+  const auto noise = [&] { return at::randn({draws, 1, horizon, actions}); };
+  for (int i = 0; i < 5; ++i) policy(read_observation(width, 0), noise());  // the first calls are slow
+
+  const auto period = std::chrono::nanoseconds(1'000'000'000 / hz);
+  std::vector<double> latency;
+  int64_t missed = 0;
+  auto due = Clock::now();
+  for (int cycle = 0; cycle < cycles; ++cycle) {
+    const auto start = Clock::now();
+    send_actions(policy(read_observation(width, cycle), noise()));
+    const auto done = Clock::now();
+    latency.push_back(std::chrono::duration<double, std::milli>(done - start).count());
+    due += period;
+    if (done > due) ++missed, due = done;  // a late cycle does not make the next ones late
+    std::this_thread::sleep_until(due);
+  }
+  print_histogram(latency);
+  std::printf("%lld cycles at %lld Hz, %lld deadlines missed\n", static_cast<long long>(cycles),
+              static_cast<long long>(hz), static_cast<long long>(missed));
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "robot: %s\n", error.what());
+    return 1;
+  }
+}
