@@ -106,6 +106,9 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return run(argc, argv);
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "robot: %s\n", error.what_without_backtrace());
+    return 1;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "robot: %s\n", error.what());
     return 1;
