@@ -33,6 +33,23 @@ function(dpa_local_archs result reason)
   set(${reason} "the GPU here" PARENT_SCOPE)
 endfunction()
 
+# nvcc's options for a list of architectures: machine code for each, and where there are several PTX too, compiled by the
+# driver of a GPU that none of them names. Compressed, which costs a few milliseconds when a kernel is first used.
+function(dpa_cuda_code_flags result archs)
+  set(flags "")
+  foreach(arch IN LISTS archs)
+    if(NOT arch MATCHES "^[0-9]+[af]?$")
+      message(FATAL_ERROR "DPA_CUDA_ARCHS must hold architectures such as 80, 90a or 100f, got ${arch}")
+    endif()
+    list(APPEND flags "--generate-code=arch=compute_${arch},code=sm_${arch}")
+  endforeach()
+  list(LENGTH archs count)
+  if(count GREATER 1)
+    list(APPEND flags "--generate-code=arch=compute_80,code=compute_80")
+  endif()
+  set(${result} ${flags} --compress-mode=size PARENT_SCOPE)
+endfunction()
+
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 string(TOLOWER "${DPA_CUDA}" wanted)
 if(NOT wanted MATCHES "^(auto|on|off)$")
@@ -60,14 +77,16 @@ if(DPA_WITH_CUDA)
     set(archs "${DPA_CUDA_ARCHS}")
     set(reason "as asked")
   endif()
-  set(CMAKE_CUDA_ARCHITECTURES "${archs}")
   set(CMAKE_CUDA_COMPILER "${nvcc}")
+  dpa_cuda_code_flags(code_flags "${archs}")
+  set(CMAKE_CUDA_ARCHITECTURES OFF) # older CMakes refuse names such as 100f
   set(CMAKE_CUDA_STANDARD 17)
   enable_language(CUDA)
   # CMake 3.25 does not know how nvcc spells C++20.
   set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:${code_flags}>")
   # The runtime is the one that torch loads; PyPI's compiler brings none to link with.
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
   find_file(DPA_CUDART libcudart.so.13 REQUIRED

@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -195,10 +196,17 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const uint4& a, uint32_t 
 }
 // Four e4m3 as two pairs of halves: exact.
 __device__ __forceinline__ void widen_e4m3(uint32_t (&halves)[2], uint32_t four) {
+#if __CUDA_ARCH__ >= 890
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, "
       "high;\n}"
       : "=r"(halves[0]), "=r"(halves[1])
       : "r"(four));
+#else
+  for (int i = 0; i < 2; ++i) {
+    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(four >> 16 * i), __NV_E4M3);
+    halves[i] = pair.x | static_cast<uint32_t>(pair.y) << 16;
+  }
+#endif
 }
 
 // c += a b for a 16 x 8, b 8 x 8 in tf32.

@@ -69,7 +69,7 @@ struct ConvArguments {
 
 template <class Weight>
 __global__ void __launch_bounds__(kThreads) conv_kernel(const __grid_constant__ ConvArguments c) {
-#if __CUDA_ARCH__ >= 800  // the matrix instructions for bfloat16 and tf32; see sample.cpp
+#if __CUDA_ARCH__ >= 800  // the matrix instructions for bfloat16 and tf32; the op refuses older GPUs
   using Math = Tile<Weight>;
   __shared__ float partial[kWarps][16][kColumns + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, segment = blockIdx.z;

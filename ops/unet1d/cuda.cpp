@@ -32,6 +32,9 @@ Tensor unet1d_pack_cuda(at::TensorList weights, at::IntArrayRef config, at::Scal
 Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& record = {}) {
   check_unet1d(op, plan, in);
   const c10::cuda::CUDAGuard guard(in.sample.device());
+  int major = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, in.sample.device().index()));
+  DPA_CHECK(major >= 8, op, "sample must be on a GPU of compute capability 8.0 or later", major);
   for (Tensor* t :
        {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known, &in.known_mask})
     if (t->defined()) *t = t->contiguous();

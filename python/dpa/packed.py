@@ -16,6 +16,8 @@ def runs_packed(device: torch.device) -> bool:
     """Whether this build can run networks on packed weights on such a device."""
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if key == "CUDA" and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     return key is not None and has_kernel("dpa::diffusion_sample", key)
 
 
