@@ -33,21 +33,24 @@ function(dpa_local_archs result reason)
   set(${reason} "the GPU here" PARENT_SCOPE)
 endfunction()
 
-# nvcc's options for a list of architectures: machine code for each, and where there are several PTX too, compiled by the
-# driver of a GPU that none of them names. Compressed, which costs a few milliseconds when a kernel is first used.
+# nvcc's options for a list of architectures. One: its machine code and PTX. Several, as for a wheel: machine code for
+# each, and PTX that the driver of any other GPU from 8.0 on compiles; compressed to a third.
 function(dpa_cuda_code_flags result archs)
-  set(flags "")
   foreach(arch IN LISTS archs)
     if(NOT arch MATCHES "^[0-9]+[af]?$")
       message(FATAL_ERROR "DPA_CUDA_ARCHS must hold architectures such as 80, 90a or 100f, got ${arch}")
     endif()
-    list(APPEND flags "--generate-code=arch=compute_${arch},code=sm_${arch}")
   endforeach()
   list(LENGTH archs count)
-  if(count GREATER 1)
-    list(APPEND flags "--generate-code=arch=compute_80,code=compute_80")
+  if(count EQUAL 1)
+    set(${result} "--generate-code=arch=compute_${archs},code=[compute_${archs},sm_${archs}]" PARENT_SCOPE)
+    return()
   endif()
-  set(${result} ${flags} --compress-mode=size PARENT_SCOPE)
+  set(flags "--compress-mode=size" "--generate-code=arch=compute_80,code=compute_80")
+  foreach(arch IN LISTS archs)
+    list(APPEND flags "--generate-code=arch=compute_${arch},code=sm_${arch}")
+  endforeach()
+  set(${result} ${flags} PARENT_SCOPE)
 endfunction()
 
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)

@@ -8,98 +8,298 @@ from torch import nn
 from typer.testing import CliRunner
 
 import dpa
+from dpa import family
 from dpa.cli import app
 from dpa.demo import train, world
 from dpa.demo.rollout import make_scheduler
-from dpa.export import FORMATS, ExportedPolicy, export_policy
+from dpa.export import FORMATS, Around, LayeredLoop, PackedLoop, PackedStep, export_policy
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-B, T, DA, DO = 2, 8, 2, 5
+B, T, DA, DO, DG = 2, 8, 2, 5, 4
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+UNET = {"diffusion_step_embed_dim": 16, "down_dims": (8, 16)}
 
 
-def make(name, device, dtype):
+def load(path, to):
+    if to == "torchscript":
+        return torch.jit.load(str(path))
+    if to == "aoti":
+        return torch._inductor.aoti_load_package(str(path))
+    return torch.export.load(path).module()
+
+
+def make(name, device, dtype, kind):
+    """Return a policy, the sampler that it must agree with, and what is around both."""
     torch.manual_seed(3)
-    kind = {"ddim": diffusers.DDIMScheduler, "ddpm": diffusers.DDPMScheduler}[name]
-    scheduler = kind(20, beta_schedule="squaredcos_cap_v2")
-    unet = dpa.nn.ConditionalUnet1D(
-        DA, global_cond_dim=4, diffusion_step_embed_dim=16, down_dims=(8, 16)
-    ).to(device, dtype)
-    encoder = nn.Linear(DO, 4).to(device)
-    sampler = dpa.DiffusionSampler(unet, scheduler, 3, horizon=T)
-    affines = [(torch.rand(DO) + 0.5, torch.randn(DO)), (torch.rand(DA) + 0.5, torch.randn(DA))]
-    policy = ExportedPolicy(unet, sampler.table, encoder, *affines).to(device)
-    policy.unet.to(dtype)
-    return policy, sampler, encoder, affines
+    scheduler = {"ddim": diffusers.DDIMScheduler, "ddpm": diffusers.DDPMScheduler}[name]
+    scheduler = scheduler(20, beta_schedule="squaredcos_cap_v2")
+    unet = dpa.nn.ConditionalUnet1D(DA, global_cond_dim=DG, **UNET).to(device).eval()
+    affines = [(torch.rand(n) + 0.5, torch.randn(n)) for n in (DO, DA)]
+    around = Around(nn.Linear(DO, DG).to(device), *affines)
+    packed = kind is not LayeredLoop
+    if packed and torch.device(device).type == "cuda":
+        pytest.skip("packed policies are for the CPU so far")
+    sampler = dpa.DiffusionSampler(unet, scheduler, 3, dtype, horizon=T, fused=packed)
+    if packed:
+        return kind(unet, sampler.table, dtype, around).to(device), sampler, around
+    unet.to(dtype)  # the sampler's too
+    return LayeredLoop(unet, sampler.table, around).to(device), sampler, around
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def wanted(sampler, around, observation, generator, device):
+    scale, offset = (part.to(device) for part in around.observation)
+    sample = sampler(around.encoder(observation * scale + offset), generator=generator)
+    return sample * around.action[0].to(device) + around.action[1].to(device)
+
+
+def drawn(count, device, seed=7):
+    stream = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randn(B, T, DA, generator=stream) for _ in range(count)]).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["ddim", "ddpm"])
+@pytest.mark.parametrize("kind", [PackedLoop, LayeredLoop])
 @pytest.mark.parametrize("to", FORMATS)
-def test_an_exported_policy_gives_the_samplers_actions(to, name, dtype, device, tmp_path):
-    if to == "aoti" and device.type == "cuda":
-        pytest.skip("AOTInductor packages for the GPU are not tested")
-    if to == "aoti" and (name, dtype) not in [("ddim", torch.float32), ("ddpm", torch.bfloat16)]:
-        pytest.skip("a package takes long to compile: two of the four combinations are")
-    policy, sampler, encoder, (normalise, unnormalise) = make(name, device, dtype)
+def test_an_exported_loop_gives_the_samplers_actions(to, kind, name, dtype, device, tmp_path):
+    if to == "aoti" and (kind, name, dtype) not in [
+        (PackedLoop, "ddpm", "float32"),
+        (PackedLoop, "ddpm", "bfloat16"),
+        (LayeredLoop, "ddim", "float32"),
+    ]:
+        pytest.skip("a package takes long to compile: three of the eight combinations are")
+    policy, sampler, around = make(name, device, DTYPES[dtype], kind)
     example = torch.randn(B, DO, device=device)
     draws = sum(sampler.table.draws_noise)
-    noise = torch.randn(1 + draws, B, T, DA, device=device)
+    inputs = {"observation": example, "noise": torch.randn(1 + draws, B, T, DA, device=device)}
     path = tmp_path / f"policy{FORMATS[to]}"
-    manifest = export_policy(policy, path, to, example, noise)
-    load = {
-        "torchscript": torch.jit.load,
-        "exported-program": lambda p: torch.export.load(p).module(),
-        "aoti": torch._inductor.aoti_load_package,
-    }[to]
-    loaded = load(str(path))
+    manifest = export_policy(policy, path, to, inputs)
+    loaded = load(path, to)
 
     # New inputs; the sampler draws from a generator what the exported policy is given.
-    observation, stream = torch.randn_like(example), torch.Generator().manual_seed(7)
-    noise = torch.stack([torch.randn(B, T, DA, generator=stream) for _ in noise]).to(device)
+    observation, noise = torch.randn_like(example), drawn(1 + draws, device)
     with torch.no_grad():
-        cond = encoder(observation * normalise[0].to(device) + normalise[1].to(device))
-        sample = sampler(cond, generator=stream.manual_seed(7))
-        want = sample * unnormalise[0].to(device) + unnormalise[1].to(device)
+        want = wanted(sampler, around, observation, torch.Generator().manual_seed(7), device)
         got = loaded(observation, noise)
-    # A compiler keeps float32 where eager PyTorch rounds to bfloat16 between two operations.
-    limit = 1e-4 if dtype == torch.float32 else 5e-2 if to == "aoti" else 1e-6
+    # The same kernels on the same numbers; a compiler may contract the products around them, and
+    # keeps float32 in layers where eager PyTorch rounds to bfloat16 between two operations.
+    limit = 1e-4 if kind is LayeredLoop else 1e-5
     torch.testing.assert_close(got, want, rtol=limit, atol=limit)
 
     assert manifest == json.loads((tmp_path / f"{path.name}.json").read_text())
     assert [entry["shape"] for entry in manifest["inputs"]] == [[B, DO], [1 + draws, B, T, DA]]
     assert manifest["outputs"][0] == {"name": "actions", "shape": [B, T, DA], "dtype": "float32"}
+    assert manifest["network_dtype"] == dtype and manifest["part"] == "loop"
     torch.testing.assert_close(
-        torch.tensor(manifest["normalisation"]["action"]["scale"]), unnormalise[0]
+        torch.tensor(manifest["normalisation"]["action"]["scale"]), around.action[0]
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("to", ["torchscript", "exported-program"])
+def test_exported_steps_make_up_the_loop(to, dtype, device, tmp_path):
+    policy, sampler, around = make("ddpm", device, DTYPES[dtype], PackedStep)
+    observation, noise = torch.randn(B, DO, device=device), drawn(4, device)
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    inputs = {"observation": observation, "sample": noise[0], "index": index, "noise": noise[0]}
+    path = tmp_path / "step"
+    manifest = export_policy(policy, path, to, inputs)
+    loaded, sample = load(path, to), noise[0]
+    with torch.no_grad():
+        for step in range(manifest["steps"]):
+            entry = sum(sampler.table.draws_noise[: step + 1]) * sampler.table.draws_noise[step]
+            sample, actions = loaded(observation, sample, index + step, noise[entry])
+        want = wanted(sampler, around, observation, torch.Generator().manual_seed(7), device)
+    # One forward pass is another product than one in a loop on packed weights: sums in another
+    # order, which 16-bit activations round.
+    limit = 1e-4 if dtype == "float32" else 5e-2
+    torch.testing.assert_close(actions, want, rtol=limit, atol=limit)
+    assert manifest["part"] == "step"
+    assert [entry["name"] for entry in manifest["outputs"]] == ["sample", "actions"]
+
+
+def test_an_unconditioned_network(tmp_path):
+    device = torch.device("cpu")
+    unet = dpa.nn.ConditionalUnet1D(DA, **UNET).to(device).eval()
+    table = dpa.schedulers.from_diffusers(diffusers.DDIMScheduler(20), 3)
+    noise = torch.randn(1, B, T, DA, device=device)
+    inputs = {"observation": torch.zeros(B, 0, device=device), "noise": noise}
+    export_policy(PackedLoop(unet, table).to(device), tmp_path / "x.pt", "torchscript", inputs)
+    sampler = dpa.DiffusionSampler(unet, table, fused=True)
+    with torch.no_grad():
+        got = load(tmp_path / "x.pt", "torchscript")(*inputs.values())
+        torch.testing.assert_close(got, sampler(noise=noise[0]), rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_refused(tmp_path):
-    policy, _, _, _ = make("ddim", "cpu", torch.float32)
+    policy, _, _ = make("ddim", "cpu", torch.float32, LayeredLoop)
+    inputs = {"observation": torch.zeros(1, DO), "noise": torch.zeros(1, 1, T, DA)}
     with pytest.raises(ValueError, match=r"format must be one of torchscript, .*, got onnx"):
-        export_policy(policy, tmp_path / "x", "onnx", torch.zeros(1, DO), torch.zeros(1, 1, T, DA))
+        export_policy(policy, tmp_path / "x", "onnx", inputs)
     scheduler = diffusers.DPMSolverMultistepScheduler(20, beta_schedule="squaredcos_cap_v2")
     table = dpa.schedulers.from_diffusers(scheduler, 4)
-    with pytest.raises(ValueError, match=r"table must be a StepTable, got .*MultistepTable"):
-        ExportedPolicy(policy.unet, table)
+    with pytest.raises(ValueError, match=r"table must be a StepTable .*, got .*MultistepTable"):
+        LayeredLoop(policy.unet, table)
 
 
-def test_the_command_exports_a_checkpoint(tmp_path):
+def run(checkpoint, *options):
+    """Export to TorchScript by the command; return the manifest and the loaded policy."""
+    arguments = ["export", str(checkpoint), "--to", "torchscript", "--json", *options]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    manifest = json.loads(result.stdout)
+    folder = checkpoint.parent
+    return manifest, torch.jit.load(str(folder / manifest["file"]))
+
+
+@pytest.fixture
+def unet():
+    torch.manual_seed(5)
+    return dpa.nn.ConditionalUnet1D(DA, global_cond_dim=DO, **UNET).eval()
+
+
+def sampled(unet, scheduler, steps, cond, noise):
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps)
+    with torch.no_grad():
+        return sampler(cond, noise=noise)
+
+
+def test_the_command_on_a_checkpoint_of_the_demo(tmp_path):
     checkpoint = tmp_path / "checkpoint.pt"
     policy = train.Policy(train.Network(train.UNET).eval())
     train.save(policy, checkpoint)
-    options = ["export", str(checkpoint), "--to", "torchscript", "--steps", "3", "--json"]
-    result = CliRunner().invoke(app, options)
-    assert result.exit_code == 0, result.output
-    manifest = json.loads(result.stdout)
+    manifest, loaded = run(checkpoint, "--steps", "3")
     assert manifest["steps"] == 3 and manifest["format"] == "torchscript"
-
-    loaded = torch.jit.load(str(tmp_path / "policy.pt"))
+    assert manifest["checkpoint"] == "dpa demo" and manifest["scheduler"] == "DDIMScheduler"
     observation = torch.randn(1, world.OBSERVATION_DIM)
     noise = torch.randn(1, 1, world.HORIZON, world.ACTION_DIM)
-    sampler = dpa.DiffusionSampler(policy.network.unet, make_scheduler("DDIM", policy), 3)
+    scheduler = make_scheduler("DDIM", policy)
     with torch.no_grad():
-        want = sampler(policy.network.encoder(observation), noise=noise[0])
-        torch.testing.assert_close(loaded(observation, noise), want, rtol=1e-5, atol=1e-5)
+        cond = policy.network.encoder(observation)
+        want = sampled(policy.network.unet, scheduler, 3, cond, noise[0])
+        torch.testing.assert_close(loaded(observation, noise), want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_command_on_a_bare_unet(unet, tmp_path):
+    torch.save(unet.state_dict(), tmp_path / "unet.pt")
+    trained = {"beta_schedule": "linear", "prediction_type": "sample"}
+    scheduler = diffusers.DDPMScheduler(20, **trained)
+    scheduler.save_pretrained(tmp_path)
+    cond, noise = torch.randn(1, DO), torch.randn(5, 1, T, DA)
+    options = ["--scheduler", "DDIM", "--steps", "5", "--horizon", str(T)]
+    config = ["--scheduler-config", str(tmp_path / "scheduler_config.json")]
+    manifest, loaded = run(tmp_path / "unet.pt", *options, *config)
+    assert len(manifest["assumed"]) == 1 and "normalisation" in manifest["assumed"][0]
+    want = sampled(unet, diffusers.DDIMScheduler(20, **trained), 5, cond, noise[0])
+    torch.testing.assert_close(loaded(cond, noise[:1]), want, rtol=1e-4, atol=1e-4)
+
+    # Without a configuration the usual one is assumed, and said.
+    manifest, loaded = run(tmp_path / "unet.pt", *options)
+    assert [line.split(":")[0] for line in manifest["assumed"]] == ["scheduler", "normalisation"]
+    usual = diffusers.DDIMScheduler(100, beta_schedule="squaredcos_cap_v2")
+    want = sampled(unet, usual, 5, cond, noise[0])
+    torch.testing.assert_close(loaded(cond, noise[:1]), want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_command_on_a_checkpoint_of_diffusion_policy(unet, tmp_path):
+    state = {f"model.{name}": value for name, value in unet.state_dict().items()}
+    affines = {"obs": (torch.rand(DO) + 0.5, torch.randn(DO))}
+    affines["action"] = (torch.rand(DA) + 0.5, torch.randn(DA))
+    for name, (scale, offset) in affines.items():
+        state[f"normalizer.params_dict.{name}.scale"] = scale
+        state[f"normalizer.params_dict.{name}.offset"] = offset
+    noise_scheduler = {
+        "_target_": "diffusers.schedulers.scheduling_ddpm.DDPMScheduler",
+        "num_train_timesteps": 30,
+        "beta_schedule": "squaredcos_cap_v2",
+        "variance_type": "fixed_small",
+    }
+    cfg = {
+        "policy": {"horizon": T, "num_inference_steps": 4, "noise_scheduler": noise_scheduler},
+    }
+    torch.save({"cfg": cfg, "state_dicts": {"ema_model": state}}, tmp_path / "latest.ckpt")
+    manifest, loaded = run(tmp_path / "latest.ckpt")
+    assert manifest["checkpoint"] == "diffusion_policy" and not manifest["assumed"]
+    assert manifest["steps"] == 4 and manifest["scheduler"] == "DDPMScheduler"
+    observation, stream = torch.randn(1, DO), torch.Generator().manual_seed(2)
+    noise = torch.stack([torch.randn(1, T, DA, generator=stream) for _ in range(4)])
+    scheduler = diffusers.DDPMScheduler(30, beta_schedule="squaredcos_cap_v2")
+    sampler = dpa.DiffusionSampler(unet, scheduler, 4, horizon=T)
+    with torch.no_grad():
+        cond = observation * affines["obs"][0] + affines["obs"][1]
+        want = sampler(cond, generator=stream.manual_seed(2))
+        want = (want - affines["action"][1]) / affines["action"][0]
+        torch.testing.assert_close(loaded(observation, noise), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["processors", "buffers"])
+def test_the_command_on_a_folder_of_lerobot(layout, unet, tmp_path):
+    """State policies, with LeRobot's own normalizers as the reference where it is installed."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    folder, width = tmp_path / "pretrained_model", {"observation.state": 3}
+    folder.mkdir()
+    width["observation.environment_state"] = DO - 3
+    statistics = {}
+    for name, size in (width | {"action": DA}).items():
+        low = torch.randn(size)
+        statistics[name] = {"min": low, "max": low + torch.rand(size) + 0.5}
+        statistics[name] |= {"mean": low + 1, "std": torch.rand(size) + 0.5}
+    modes = {"STATE": "MIN_MAX", "ENV": "MEAN_STD", "ACTION": "MIN_MAX"}
+    config = {
+        "type": "diffusion",
+        "n_obs_steps": 1,
+        "horizon": T,
+        "noise_scheduler_type": "DDIM",
+        "num_train_timesteps": 20,
+        "beta_schedule": "squaredcos_cap_v2",
+        "num_inference_steps": 3,
+        "normalization_mapping": modes,
+        "input_features": {n: {"type": "STATE", "shape": [size]} for n, size in width.items()},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    state = {
+        "diffusion.unet." + family.lerobot_name(n): v.contiguous()
+        for n, v in unet.state_dict().items()
+    }
+    flat = {f"{n}.{s}": v for n, values in statistics.items() for s, v in values.items()}
+    if layout == "buffers":
+        for name, value in flat.items():
+            feature, _, statistic = name.rpartition(".")
+            part = "unnormalize_outputs" if feature == "action" else "normalize_inputs"
+            state[f"{part}.buffer_{feature.replace('.', '_')}.{statistic}"] = value
+    else:
+        file = "policy_preprocessor_step_3_normalizer_processor.safetensors"
+        save_file(flat, folder / file)
+    save_file(state, folder / "model.safetensors")
+    manifest, loaded = run(folder)
+    assert manifest["checkpoint"] == "LeRobot" and manifest["assumed"] == []
+
+    observation, noise = torch.randn(1, DO), torch.randn(1, 1, T, DA)
+    normal = _normalized(statistics, modes, observation.split(list(width.values()), -1), width)
+    usual = diffusers.DDIMScheduler(20, beta_schedule="squaredcos_cap_v2")
+    want = sampled(unet, usual, 3, torch.cat(normal, -1), noise[0])
+    span = statistics["action"]["max"] - statistics["action"]["min"]
+    want = (want + 1) / 2 * span + statistics["action"]["min"]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(observation, noise), want, rtol=1e-4, atol=1e-4)
+
+
+def _normalized(statistics, modes, parts, names):
+    normalize = pytest.importorskip("lerobot.processor.normalize_processor")
+    types = pytest.importorskip("lerobot.configs.types")
+    kinds = dict(zip(names, ("STATE", "ENV"), strict=True))
+    features = {
+        n: types.PolicyFeature(types.FeatureType[kind], (size,))
+        for (n, kind), size in zip(kinds.items(), names.values(), strict=True)
+    }
+    step = normalize.NormalizerProcessorStep(
+        features=features,
+        norm_map={types.FeatureType[k]: types.NormalizationMode[modes[k]] for k in kinds.values()},
+        stats=statistics,
+    )
+    given = dict(zip(names, parts, strict=True))
+    normal = step._normalize_observation(given, inverse=False)
+    return [normal[name] for name in names]
 
 
 @pytest.mark.parametrize(
@@ -107,12 +307,20 @@ def test_the_command_exports_a_checkpoint(tmp_path):
     [
         (["--to", "onnx"], "to must be one of torchscript, exported-program, aoti, got onnx"),
         (["--to", "aoti", "--dtype", "int8"], "dtype must be one of float32, bfloat16, got int8"),
-        (["--to", "aoti", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got tpu"),
-        (["--to", "torchscript"], "checkpoint must be a file, got "),
+        (["--to", "aoti", "--part", "half"], "part must be one of loop, step, got half"),
+        (["--to", "aoti", "--device", "tpu"], "device must be cpu, cuda or cuda:N, got tpu"),
+        (["--to", "aoti", "--horizon", "9"], "horizon must be a multiple of 2 here, got 9"),
+        (["--to", "aoti", "--steps", "200"], "num_inference_steps must lie in 1..100"),
     ],
 )
-def test_the_command_refuses_in_one_line(options, message, tmp_path):
-    result = CliRunner().invoke(app, ["export", str(tmp_path / "none.pt"), *options])
+def test_the_command_refuses_in_one_line(options, message, unet, tmp_path):
+    torch.save(unet.state_dict(), tmp_path / "unet.pt")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "unet.pt"), *options])
     # dpa.cli.main prints an expected failure as its message alone.
-    assert result.exit_code == 1 and str(result.exception).startswith(message)
-    assert not list(tmp_path.iterdir())
+    assert result.exit_code == 1 and message in str(result.exception).splitlines()[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["unet.pt"]
+
+
+def test_the_command_names_a_missing_file(tmp_path):
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "none.pt"), "--to", "torchscript"])
+    assert result.exit_code == 1 and str(result.exception).endswith("there is no such file")

@@ -12,13 +12,16 @@ _KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
 _OPS = op_names()
 # Steps that other ops' autograd kernels call, beneath autograd and after autocast.
 _INNER = [name for name in _OPS if name.endswith(("_backward", "_forward"))]
-# Inference on packed weights, on the GPU alone so far: no gradient, no autocast, and no CPU kernel.
-_PACKED = {
-    "dpa::unet1d",
-    "dpa::unet1d_pack",
-    "dpa::diffusion_sample",
-    "dpa::diffusion_sample_clocks",
+# Inference on packed weights: no gradient, no autocast; and the backends that each does without.
+_ELSEWHERE = {
+    "dpa::unet1d": (),
+    "dpa::unet1d_pack": (),
+    "dpa::diffusion_sample": (),
+    "dpa::diffusion_sample_clocks": ("CPU",),
+    "dpa::unet1d_by_name": ("CUDA",),
+    "dpa::diffusion_sample_by_name": ("CUDA",),
 }
+_PACKED = set(_ELSEWHERE)
 # No tensor among its arguments, so no backend of its own.
 _HOST = {"dpa::unet1d_weight_names"}
 _FORWARD = [name for name in _OPS if name not in {*_INNER, *_PACKED, *_HOST}]
@@ -43,7 +46,7 @@ def test_keys(name):
     if name in _HOST:
         return
     for key in _KEYS:
-        if name in _PACKED and key in ("CPU", "AutocastCPU", "AutocastCUDA"):
+        if name in _PACKED and key in ("AutocastCPU", "AutocastCUDA", *_ELSEWHERE[name]):
             continue
         if key.startswith("Autocast") and name in _INNER:
             continue

@@ -1,12 +1,12 @@
 // A fixed-rate control loop on an exported policy, without Python: observations in, actions out.
 //
-//   robot POLICY.pt|POLICY.pt2 OBSERVATION_WIDTH DRAWS HORIZON ACTION_WIDTH [HZ=10] [CYCLES=50]
+//   robot POLICY.pt|POLICY.pt2 OBSERVATION_WIDTH DRAWS HORIZON ACTION_WIDTH [HZ=10] [CYCLES=50] [DEVICE=cpu]
 //
 // The sizes are those of the policy's manifest, POLICY.json: inputs (1, OBSERVATION_WIDTH) and
-// (DRAWS, 1, HORIZON, ACTION_WIDTH). `read_observation` and `send_actions` stand for the robot. A cycle misses its
-// deadline where the actions are not there when the next cycle is due. With the variable DPA_CHECK set to the file of a
-// scripted module that has the tensors observation, noise and actions, the program first compares and fails on a
-// difference.
+// (DRAWS, 1, HORIZON, ACTION_WIDTH), and its device. `read_observation` and `send_actions` stand for the robot. A cycle
+// misses its deadline where the actions are not there when the next cycle is due. With the variable DPA_CHECK set to
+// the file of a scripted module that has the tensors observation, noise and actions, the program first compares and
+// fails on a difference.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
@@ -40,15 +40,17 @@ Policy open_policy(const std::string& path) {
 
 at::Tensor read_observation(int64_t width, int cycle) { return at::full({1, width}, 0.01 * cycle); }
 
-void send_actions(const at::Tensor& actions) {
+// Bringing them to the CPU waits for the device.
+void send_actions(const at::Tensor& computed) {
+  const auto actions = computed.cpu();
   TORCH_CHECK(at::isfinite(actions).all().item<bool>(), "robot: actions must be finite");
 }
 
 // The largest difference from the actions that Python computed.
-double check(const Policy& policy, const std::string& path) {
+double check(const Policy& policy, const std::string& path, const at::Device& device) {
   const auto data = torch::jit::load(path);
-  const auto got = policy(data.attr("observation").toTensor(), data.attr("noise").toTensor());
-  return (got - data.attr("actions").toTensor()).abs().max().item<double>();
+  const auto tensor = [&](const char* name) { return data.attr(name).toTensor().to(device); };
+  return (policy(tensor("observation"), tensor("noise")) - tensor("actions")).abs().max().item<double>();
 }
 
 void print_histogram(std::vector<double> ms) {
@@ -69,18 +71,22 @@ int run(int argc, char** argv) {
   const int64_t width = number(2, 0), draws = number(3, 0), horizon = number(4, 0), actions = number(5, 0);
   const int64_t hz = number(6, 10), cycles = number(7, 50);
   if (width < 1 || draws < 1 || horizon < 1 || actions < 1 || hz < 1 || cycles < 1) {
-    std::fprintf(stderr, "usage: robot POLICY OBSERVATION_WIDTH DRAWS HORIZON ACTION_WIDTH [HZ] [CYCLES]\n");
+    std::fprintf(stderr, "usage: robot POLICY OBSERVATION_WIDTH DRAWS HORIZON ACTION_WIDTH [HZ] [CYCLES] [DEVICE]\n");
     return 2;
   }
+  const at::Device device(8 < argc ? argv[8] : "cpu");
   const c10::InferenceMode inference;
   const Policy policy = open_policy(argv[1]);
   if (const char* data = std::getenv("DPA_CHECK")) {
-    const double difference = check(policy, data);
+    const double difference = check(policy, data, device);
     std::printf("largest difference from Python: %.1e\n", difference);
     if (!(difference < 1e-4)) return 1;
   }
-  const auto noise = [&] { return at::randn({draws, 1, horizon, actions}); };
-  for (int i = 0; i < 5; ++i) policy(read_observation(width, 0), noise());  // the first calls are slow
+  const auto plan = [&](int cycle) {
+    const auto noise = at::randn({draws, 1, horizon, actions}, at::device(device));
+    return policy(read_observation(width, cycle).to(device), noise);
+  };
+  for (int i = 0; i < 5; ++i) send_actions(plan(0));  // the first calls are slow
 
   const auto period = std::chrono::nanoseconds(1'000'000'000 / hz);
   std::vector<double> latency;
@@ -88,7 +94,7 @@ int run(int argc, char** argv) {
   auto due = Clock::now();
   for (int cycle = 0; cycle < cycles; ++cycle) {
     const auto start = Clock::now();
-    send_actions(policy(read_observation(width, cycle), noise()));
+    send_actions(plan(cycle));
     const auto done = Clock::now();
     latency.push_back(std::chrono::duration<double, std::milli>(done - start).count());
     due += period;

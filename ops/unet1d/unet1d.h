@@ -19,7 +19,7 @@ std::shared_ptr<const Plan> unet1d_plan(const char* op, at::IntArrayRef config, 
 
 /// The tensors of one call; absent ones are undefined.
 struct UnetCall {
-  Tensor sample, packed, timesteps, table, global_cond, noise, known, known_mask;
+  Tensor sample{}, packed{}, timesteps{}, table{}, global_cond{}, noise{}, known{}, known_mask{};
   double clip = 0;
 };
 

@@ -39,7 +39,9 @@ class Checkpoint:
         unet: in evaluation mode, on the CPU, in the file's dtype.
         arguments: the constructor's, read off the shapes.
         source: where in the file the weights lay, such as ``state_dicts.ema_model: model.``.
-        config: LeRobot's ``config.json``, or nothing.
+        config: what the file says of the policy: LeRobot's ``config.json``, or what lies beside the
+            weights, such as the ``cfg`` of diffusion_policy. May be empty.
+        rest: the other tensors of the state dict that the U-Net lay in, by their names.
         others: the further U-Nets in the file, as in ``source``.
 
     """
@@ -48,6 +50,7 @@ class Checkpoint:
     arguments: dict[str, Any]
     source: str
     config: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, Tensor] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
 
@@ -92,13 +95,17 @@ def load_checkpoint(
     chosen = (first or second)[0]
     groups = n_groups if n_groups is not None else int(config.get("n_groups", 8))
     try:
-        unet = unet_from_state_dict(chosen[2], groups)
+        weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
+        unet = unet_from_state_dict(weights, groups)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     names = [f"{where}: {start}".removeprefix(": ") for where, start, _ in (chosen, *found)]
     others = tuple(name for name in names[1:] if name != names[0])
     arguments = arguments_from_shapes(unet.state_dict(), groups)
-    return Checkpoint(unet, arguments, names[0], config, others)
+    rest = {n: v for n, v in chosen[2].items() if n not in weights}
+    if not config and isinstance(content, Mapping):
+        config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
+    return Checkpoint(unet, arguments, names[0], config, rest, others)
 
 
 def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) -> ConditionalUnet1D:
@@ -161,7 +168,7 @@ def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def _unets(content: Any, where: str = "") -> Iterator[tuple[str, str, dict[str, Tensor]]]:
-    """Yield (place, prefix, weights) for each U-Net in nested dicts."""
+    """Yield (place, prefix, the state dict that it lies in) for each U-Net in nested dicts."""
     if isinstance(content, nn.Module):
         content = content.state_dict()
     if not isinstance(content, Mapping):
@@ -172,10 +179,16 @@ def _unets(content: Any, where: str = "") -> Iterator[tuple[str, str, dict[str, 
         if isinstance(name, str) and isinstance(value, Tensor)
     }
     for start in prefixes(tensors):
-        yield where, start, {n: v for n, v in tensors.items() if n.startswith(start)}
+        yield where, start, tensors
     for name, value in content.items():
         if isinstance(value, (Mapping, nn.Module)):
             yield from _unets(value, f"{where}.{name}".lstrip("."))
+
+
+def _holds_weights(content: Any) -> bool:
+    return isinstance(content, Tensor | nn.Module) or (
+        isinstance(content, dict) and any(_holds_weights(value) for value in content.values())
+    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -12,27 +12,27 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from make_models import Data
 
-from dpa.export import export_policy
-from test_export import make
+from dpa.export import PackedLoop, export_policy
+from test_export import load, make
 
 POLICIES = [
     ("float32.pt", "torchscript", torch.float32),
     ("bfloat16.pt", "torchscript", torch.bfloat16),
     ("float32.pt2", "aoti", torch.float32),
+    ("bfloat16.pt2", "aoti", torch.bfloat16),
 ]
 
 
 def main(folder: Path) -> None:
     """Write each policy, and beside it POLICY.data."""
     for name, to, dtype in POLICIES:
-        policy = make("ddpm", torch.device("cpu"), dtype)[0]
-        observation, noise = torch.randn(1, 5), torch.randn(3, 1, 8, 2)
+        policy = make("ddpm", torch.device("cpu"), dtype, PackedLoop)[0]
+        inputs = {"observation": torch.randn(1, 5), "noise": torch.randn(3, 1, 8, 2)}
         path = folder / name
-        export_policy(policy, path, to, observation, noise)
-        load = torch.jit.load if to == "torchscript" else torch._inductor.aoti_load_package
+        export_policy(policy, path, to, inputs)
         with torch.no_grad():
-            actions = load(str(path))(observation, noise)
-        data = Data(observation=observation, noise=noise, actions=actions)
+            actions = load(path, to)(*inputs.values())
+        data = Data(**inputs, actions=actions)
         torch.jit.script(data).save(f"{path}.data")
 
 

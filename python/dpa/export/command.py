@@ -8,81 +8,91 @@ from typing import Annotated
 
 import typer
 
-HELP = """Write a policy's whole denoising loop into one file for Python or C++.
+HELP = """Write a policy's denoising loop into one file for Python or C++.
 
-CHECKPOINT is a file that `dpa demo` wrote. Beside the file goes a manifest, FILE.json: shapes,
-dtypes, normalisation, steps. The policy maps an observation and noise to actions.
+CHECKPOINT is what `dpa explain` understands: of LeRobot (a folder), of diffusion_policy, of
+`dpa demo`, or a bare U-Net. What it does not say can be given, and is named when it is assumed.
+Beside the file goes a manifest, FILE.json: shapes, dtypes, normalisation, steps.
 
 Examples:
 
   dpa export out/demo/checkpoint.pt --to torchscript
 
-  dpa export out/demo/checkpoint.pt --to aoti --scheduler DDIM --steps 8 --out robot.pt2
+  dpa export outputs/train/checkpoints/last/pretrained_model --to aoti --scheduler DDIM --steps 10
+
+  dpa export latest.ckpt --trust-pickle --to torchscript --dtype bfloat16
+
+  dpa export latest.ckpt --trust-pickle --to torchscript --device cuda --layers
 """
 DTYPES = ("float32", "bfloat16")
 SCHEDULERS = ("DDIM", "DDPM")
+PARTS = ("loop", "step")
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of `dpa demo`.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file or a LeRobot folder.")],
     to: Annotated[str, typer.Option(help="aoti, torchscript or exported-program.")],
     out: Annotated[
         Path | None, typer.Option(help="The file; by default policy.pt or .pt2 beside CHECKPOINT.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the network: float32 or bfloat16.")] = "float32",
-    scheduler: Annotated[str, typer.Option(help="DDIM or DDPM.")] = "DDIM",
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 8,
+    part: Annotated[str, typer.Option(help="loop, or step: one step of it.")] = "loop",
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
+    ] = False,
+    scheduler: Annotated[
+        str | None, typer.Option(help="DDIM or DDPM; by default the checkpoint's.")
+    ] = None,
+    scheduler_config: Annotated[
+        Path | None, typer.Option(help="A scheduler_config.json of diffusers, for a bare U-Net.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
+    ] = None,
+    horizon: Annotated[
+        int | None, typer.Option(min=1, help="Actions in a chunk; by default the checkpoint's.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Observations of a call.")] = 1,
+    prefix: Annotated[
+        str | None, typer.Option(help="Of the U-Net's parameters, where there are several.")
+    ] = None,
+    ema: Annotated[bool, typer.Option(help="Prefer averaged weights.")] = True,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Unpickle in full, running the file's code.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Write a policy's whole denoising loop into one file."""
+    """Write a policy's denoising loop into one file."""
     from rich.console import Console
 
     from . import FORMATS
+    from .checkpoint import read, read_scheduler_config
+    from .making import Choice, make
 
-    choices = {"to": (to, FORMATS), "dtype": (dtype, DTYPES), "scheduler": (scheduler, SCHEDULERS)}
+    choices = {"to": (to, FORMATS), "dtype": (dtype, DTYPES), "part": (part, PARTS)}
+    if scheduler is not None:
+        choices["scheduler"] = (scheduler, SCHEDULERS)
     for name, (value, known) in choices.items():
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value}")
+    if layers and part == "step":
+        raise ValueError("layers must be left out with --part step, got both")
     path = out or checkpoint.with_name(f"policy{FORMATS[to]}")
+    choice = Choice(to, device, dtype, part, layers, scheduler, steps, horizon, batch)
     console = Console(stderr=as_json)
     with console.status(f"exporting {checkpoint} to {to} (a package takes minutes to compile)"):
-        manifest = _export(checkpoint, path, to, device, dtype, scheduler, steps, batch)
+        source = read(checkpoint, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
+        if scheduler_config is not None:
+            source.scheduler = read_scheduler_config(scheduler_config)
+            source.assumed = [line for line in source.assumed if "scheduler" not in line]
+        manifest = make(source, path, choice)
+    for line in manifest["assumed"]:
+        console.print(f"[yellow]note[/yellow] {line}", highlight=False)
     if as_json:
         print(json.dumps(manifest))
-    else:
-        console.print(f"wrote {path} and {path}.json", highlight=False)
-
-
-def _export(
-    checkpoint: Path,
-    path: Path,
-    to: str,
-    device_name: str,
-    dtype: str,
-    scheduler_name: str,
-    steps: int,
-    batch: int,
-) -> dict:
-    import torch
-
-    from ..devices import choose_device
-    from . import ExportedPolicy, export_policy
-
-    try:
-        from ..demo import train, world
-        from ..demo.rollout import make_scheduler
-        from ..schedulers import from_diffusers
-    except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"reading this checkpoint needs the package {error.name}: pip install 'dpa[demo]'"
-        ) from error
-    device = choose_device(device_name)
-    policy = train.load(checkpoint, device)
-    table = from_diffusers(make_scheduler(scheduler_name, policy), steps)
-    policy.network.unet.to(getattr(torch, dtype))
-    exported = ExportedPolicy(policy.network.unet, table, policy.network.encoder).to(device)
-    shape = (1 + sum(table.draws_noise), batch, world.HORIZON, world.ACTION_DIM)
-    observation = torch.zeros(batch, world.OBSERVATION_DIM, device=device)
-    return export_policy(exported, path, to, observation, torch.randn(shape, device=device))
+        return
+    shapes = ", ".join(f"{entry['name']} {tuple(entry['shape'])}" for entry in manifest["inputs"])
+    what = f"{manifest['steps']} steps of {manifest['scheduler']}, {dtype} on {device}"
+    console.print(f"{manifest['checkpoint']}: {what}\ninputs: {shapes}", highlight=False)
+    console.print(f"wrote {path} and {path}.json", highlight=False)

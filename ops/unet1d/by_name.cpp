@@ -1,0 +1,48 @@
+// The packed ops as exported programs call them: the dtype of the weights by its name.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include "ops/unet1d/unet1d.h"
+
+namespace dpa {
+namespace {
+
+at::ScalarType named_dtype(const char* op, std::string_view name) {
+  if (name == "float32") return at::kFloat;
+  if (name == "float16") return at::kHalf;
+  if (name == "bfloat16") return at::kBFloat16;
+  if (name == "float8_e4m3fn") return at::kFloat8_e4m3fn;
+  DPA_CHECK(false, op, "dtype must be float32, float16, bfloat16 or float8_e4m3fn", name);
+}
+
+Tensor unet1d_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                      const Tensor& packed, at::IntArrayRef config, std::string_view dtype) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("dpa::unet1d", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                                           at::IntArrayRef, at::ScalarType)>();
+  return op.call(sample, timesteps, global_cond, packed, config, named_dtype("unet1d_by_name", dtype));
+}
+
+Tensor diffusion_sample_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                                const Tensor& packed, at::IntArrayRef config, std::string_view dtype,
+                                const Tensor& table, double clip, const OptionalTensor& noise) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("dpa::diffusion_sample", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                                           at::IntArrayRef, at::ScalarType, const Tensor&, double,
+                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>();
+  return op.call(sample, timesteps, global_cond, packed, config, named_dtype("diffusion_sample_by_name", dtype), table,
+                 clip, noise, std::nullopt, std::nullopt);
+}
+
+}  // namespace
+}  // namespace dpa
+
+#define DPA_BY_NAME(key)                                                \
+  TORCH_LIBRARY_IMPL(dpa, key, m) {                                     \
+    m.impl("unet1d_by_name", &dpa::unet1d_by_name);                     \
+    m.impl("diffusion_sample_by_name", &dpa::diffusion_sample_by_name); \
+  }
+DPA_BY_NAME(CPU)
+DPA_BY_NAME(Meta)

@@ -1,0 +1,282 @@
+"""What a checkpoint says of its policy besides the U-Net: scheduler, horizon, normalisation."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..loading import Checkpoint, load_checkpoint
+from .policy import Affine, Around
+
+# What nearly every Diffusion Policy is trained with; for checkpoints that do not say.
+USUAL_SCHEDULER = {
+    "_class_name": "DDPMScheduler",
+    "num_train_timesteps": 100,
+    "beta_schedule": "squaredcos_cap_v2",
+    "prediction_type": "epsilon",
+    "clip_sample": True,
+}
+
+
+@dataclass
+class Source:
+    """A policy read from a checkpoint.
+
+    Attributes:
+        kind: "dpa demo", "LeRobot", "diffusion_policy" or "U-Net".
+        unet: in evaluation mode, on the CPU.
+        scheduler: a configuration as diffusers writes it, with ``_class_name``.
+        around: encoder and normalisation.
+        observation_dim: width of an observation.
+        horizon: T, or None where the file does not say.
+        steps: denoising steps, or None where the file does not say.
+        assumed: what the file does not say, one sentence each.
+
+    """
+
+    kind: str
+    unet: nn.Module
+    scheduler: dict[str, Any]
+    around: Around
+    observation_dim: int
+    horizon: int | None = None
+    steps: int | None = None
+    assumed: list[str] = field(default_factory=list)
+
+
+def read(path: Path, **options: Any) -> Source:
+    """Read a checkpoint of any kind that :func:`dpa.load_checkpoint` reads, with its options.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as there.
+
+    """
+    loaded = load_checkpoint(path, **options)
+    config = loaded.config
+    if config.get("format") == "dpa-demo":
+        return _demo(loaded)
+    if "noise_scheduler_type" in config:
+        return _lerobot(loaded, path)
+    if "cfg" in config:
+        return _diffusion_policy(loaded, config["cfg"])
+    return _bare(loaded)
+
+
+def _bare(loaded: Checkpoint) -> Source:
+    usual = "DDPM, 100 training steps, squaredcos_cap_v2, epsilon, clipped to 1"
+    assumed = [
+        f"scheduler: the file does not name it; assumed {usual} (--scheduler-config)",
+        "normalisation: the file names none; observations and actions are the network's own",
+    ]
+    width = loaded.arguments["global_cond_dim"] or 0
+    return Source("U-Net", loaded.unet, USUAL_SCHEDULER, Around(), width, assumed=assumed)
+
+
+def _demo(loaded: Checkpoint) -> Source:
+    from ..demo import train, world
+
+    network = train.Network(loaded.config["unet"])
+    encoder = {n.removeprefix("encoder."): v for n, v in loaded.rest.items()}
+    network.encoder.load_state_dict(encoder)
+    scheduler = {"_class_name": "DDIMScheduler", **loaded.config["scheduler"]}
+    around = Around(network.encoder)
+    width, horizon = world.OBSERVATION_DIM, world.HORIZON
+    return Source("dpa demo", loaded.unet, scheduler, around, width, horizon, steps=8)
+
+
+def _lerobot(loaded: Checkpoint, path: Path) -> Source:
+    config = loaded.config
+    names = (
+        "num_train_timesteps beta_schedule beta_start beta_end prediction_type clip_sample "
+        "clip_sample_range"
+    )
+    scheduler = {name: config[name] for name in names.split() if name in config}
+    scheduler["_class_name"] = f"{config['noise_scheduler_type']}Scheduler"
+    statistics = _lerobot_statistics(loaded.rest, path)
+    modes = config.get("normalization_mapping") or {}
+    assumed = []
+    action = _lerobot_affine(statistics, "action", modes.get("ACTION"))
+    if action is None:
+        assumed.append("actions: the folder holds no statistics; they are the network's own")
+    else:
+        action = _inverse(action)
+    observation = None
+    inputs = config.get("input_features") or {}
+    width = loaded.arguments["global_cond_dim"] or 0
+    if any(feature.get("type") == "VISUAL" for feature in inputs.values()):
+        assumed.append(
+            "observation: the global_cond that the policy makes (_prepare_global_conditioning)"
+        )
+    else:
+        kinds = {"observation.state": "STATE", "observation.environment_state": "ENV"}
+        parts = [
+            _lerobot_affine(statistics, name, modes.get(kind))
+            for name, kind in kinds.items()
+            if name in inputs
+        ]
+        if parts and all(part is not None for part in parts):
+            repeats = config.get("n_obs_steps", 1)
+            observation = _concatenated([part for part in parts if part is not None], repeats)
+        else:
+            assumed.append("observation: the folder holds no statistics; normalise it before")
+    return Source(
+        "LeRobot",
+        loaded.unet,
+        scheduler,
+        Around(None, observation, action),
+        width,
+        config.get("horizon"),
+        config.get("num_inference_steps"),
+        assumed,
+    )
+
+
+def _lerobot_statistics(rest: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Return ``FEATURE.STATISTIC`` tensors, of whichever of LeRobot's two layouts is there."""
+    found = {}
+    for name, value in rest.items():  # within the model, up to LeRobot 0.3
+        _, buffer, name = name.partition(".buffer_")
+        if buffer:
+            feature, _, statistic = name.rpartition(".")
+            feature = feature.replace("observation_", "observation.", 1)
+            found[f"{feature}.{statistic}"] = value
+    files = sorted(path.glob("policy_*processor_step_*.safetensors")) if path.is_dir() else []
+    for file in files:  # in processors of their own, since
+        from safetensors.torch import load_file
+
+        found |= load_file(file)
+    return {name: value.flatten().float() for name, value in found.items()}
+
+
+def _lerobot_affine(statistics: Mapping[str, Tensor], name: str, mode: str | None) -> Affine | None:
+    """Return scale and offset that normalise a feature; None where its statistics are missing."""
+
+    def of(statistic: str) -> Tensor:
+        return statistics[f"{name}.{statistic}"]
+
+    needed = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}.get(mode or "", ())
+    if mode == "IDENTITY":
+        return torch.ones(1), torch.zeros(1)
+    if not needed or any(f"{name}.{statistic}" not in statistics for statistic in needed):
+        return None
+    if mode == "MEAN_STD":
+        scale = 1 / (of("std") + 1e-8)
+        return scale, -of("mean") * scale
+    span = of("max") - of("min")
+    span = torch.where(span == 0, torch.full_like(span, 1e-8), span)
+    return 2 / span, -2 * of("min") / span - 1
+
+
+def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
+    cfg = _plain(cfg)
+    policy = cfg.get("policy") or {}
+    scheduler = dict(policy.get("noise_scheduler") or {})
+    assumed = []
+    if scheduler:
+        scheduler["_class_name"] = str(scheduler.pop("_target_", "DDPMScheduler")).rpartition(".")[
+            2
+        ]
+    else:
+        scheduler = USUAL_SCHEDULER
+        assumed.append("scheduler: cfg.policy names none; assumed DDPM with the usual options")
+    affines = {}
+    for name, value in loaded.rest.items():
+        head, _, tail = name.partition("normalizer.params_dict.")
+        feature, _, part = tail.rpartition(".")
+        if tail and not head.strip(".") and part in ("scale", "offset"):
+            affines.setdefault(feature, {})[part] = value.flatten().float()
+    action = observation = None
+    if {"scale", "offset"} <= set(affines.get("action", ())):
+        action = _inverse((affines["action"]["scale"], affines["action"]["offset"]))
+    else:
+        assumed.append("actions: the file holds no normalizer; they are the network's own")
+    width = loaded.arguments["global_cond_dim"] or 0
+    low = affines.get("obs", {})
+    if (
+        {"scale", "offset"} <= set(low)
+        and low["scale"].numel()
+        and width % low["scale"].numel() == 0
+    ):
+        repeats = width // low["scale"].numel()
+        observation = _concatenated([(low["scale"], low["offset"])], repeats)
+    elif width:
+        assumed.append("observation: the global_cond that the policy's encoder makes")
+    return Source(
+        "diffusion_policy",
+        loaded.unet,
+        scheduler,
+        Around(None, observation, action),
+        width,
+        policy.get("horizon", cfg.get("horizon")),
+        policy.get("num_inference_steps"),
+        assumed,
+    )
+
+
+def _plain(cfg: Any) -> dict[str, Any]:
+    """Return an omegaconf configuration's parts that matter as plain values."""
+    if isinstance(cfg, Mapping):
+        return dict(cfg)
+    from omegaconf import OmegaConf
+
+    policy: dict[str, Any] = {}
+    for name in ("noise_scheduler", "horizon", "num_inference_steps"):
+        value = OmegaConf.select(cfg, f"policy.{name}")
+        policy[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return {"policy": policy}
+
+
+def _inverse(affine: Affine) -> Affine:
+    scale, offset = affine
+    return 1 / scale, -offset / scale
+
+
+def _concatenated(parts: list[Affine], repeats: int) -> Affine:
+    scale, offset = (torch.cat(values).repeat(repeats) for values in zip(*parts, strict=True))
+    return scale, offset
+
+
+def make_scheduler(config: Mapping[str, Any], kind: str | None) -> Any:
+    """Make a live scheduler of diffusers; ``kind`` (DDIM, DDPM) replaces the configuration's class.
+
+    Raises:
+        ValueError: diffusers knows no such class.
+        RuntimeError: diffusers is not installed.
+
+    """
+    try:
+        import diffusers
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            "the scheduler's table needs diffusers: pip install diffusers"
+        ) from error
+    name = f"{kind}Scheduler" if kind else str(config.get("_class_name"))
+    made = getattr(diffusers, name, None)
+    if made is None:
+        raise ValueError(f"scheduler must be a class of diffusers, got {name}")
+    # One class's options that the other does not have, such as DDPM's variance_type, are dropped.
+    known = inspect.signature(made.__init__).parameters
+    return made(**{name: value for name, value in config.items() if name in known})
+
+
+def read_scheduler_config(path: Path) -> dict[str, Any]:
+    """Read a ``scheduler_config.json`` as diffusers writes it.
+
+    Raises:
+        ValueError: it is no JSON object with a ``_class_name``.
+
+    """
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON: {error}") from None
+    if not isinstance(config, dict) or "_class_name" not in config:
+        raise ValueError(f"{path}: must be a JSON object with _class_name, as diffusers writes it")
+    return config

@@ -1,0 +1,89 @@
+"""From a checkpoint that was read, and the user's choices, to the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..schedulers import StepTable, from_diffusers
+from . import LayeredLoop, PackedLoop, PackedStep, export_policy
+from .checkpoint import Source, make_scheduler
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The options of ``dpa export``, in its words; None leaves the choice to the checkpoint."""
+
+    to: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    part: str = "loop"
+    layers: bool = False
+    scheduler: str | None = None
+    steps: int | None = None
+    horizon: int | None = None
+    batch: int = 1
+
+
+def make(source: Source, path: Path, choice: Choice) -> dict[str, Any]:
+    """Write the file and return its manifest.
+
+    Raises:
+        ValueError: what cannot be exported, with the reason.
+
+    """
+    device = _device(choice.device)
+    dtype = getattr(torch, choice.dtype)
+    scheduler = make_scheduler(source.scheduler, choice.scheduler)
+    table = from_diffusers(scheduler, choice.steps or source.steps or len(scheduler.betas))
+    if type(table) is not StepTable:
+        raise ValueError(f"scheduler must be DDPM or DDIM to be exported, got {type(scheduler)}")
+    assumed = list(source.assumed)
+    horizon = choice.horizon or source.horizon
+    multiple = source.unet.horizon_multiple
+    if horizon is None:
+        horizon = -(-16 // multiple) * multiple
+        assumed.append(f"horizon: the file does not name it; assumed {horizon} (--horizon)")
+    if horizon % multiple:
+        raise ValueError(f"horizon must be a multiple of {multiple} here, got {horizon}")
+
+    unet = source.unet.to(device)
+    if choice.layers:
+        policy = LayeredLoop(unet.to(dtype), table, source.around)
+    else:
+        policy = (PackedLoop if choice.part == "loop" else PackedStep)(
+            unet, table, dtype, source.around
+        )
+    action_dim = unet.final_conv[-1].weight.shape[0]
+    shape = (choice.batch, horizon, action_dim)
+    observation = torch.zeros(choice.batch, source.observation_dim)
+    inputs: dict[str, Tensor] = {"observation": observation}
+    if choice.part == "loop":
+        inputs["noise"] = torch.randn(1 + sum(table.draws_noise), *shape)
+    else:
+        inputs |= {
+            "sample": torch.randn(shape),
+            "index": torch.zeros(1, dtype=torch.int64),
+            "noise": torch.randn(shape),
+        }
+    facts = {
+        "checkpoint": source.kind,
+        "scheduler": type(scheduler).__name__,
+        "draws_noise": list(table.draws_noise),
+        "assumed": assumed,
+    }
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    return export_policy(policy.to(device), path, choice.to, inputs, facts)
+
+
+def _device(name: str) -> torch.device:
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu here: PyTorch sees no GPU, got {name}")
+    return torch.device(name)

@@ -1,0 +1,208 @@
+"""A policy as one module without Python inside: observation and noise in, actions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..family import recognise
+from ..packed import PackedUnet
+from ..schedulers import StepTable
+
+Affine = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Around:
+    """What an exported policy does before and after the denoising.
+
+    Attributes:
+        encoder: maps normalised observations (B, Do) to ``global_cond``; None passes them through.
+        observation: scale and offset that observations are normalised with; None is 1 and 0.
+        action: scale and offset that actions are unnormalised with; None is 1 and 0.
+
+    """
+
+    encoder: nn.Module | None = None
+    observation: Affine | None = None
+    action: Affine | None = None
+
+
+class _Exported(nn.Module):
+    """The steps of a table, and what is around them."""
+
+    def __init__(self, table: StepTable, around: Around):
+        super().__init__()
+        if type(table) is not StepTable:
+            raise ValueError(f"table must be a StepTable to be exported, got {type(table)}")
+        self.encoder = nn.Identity() if around.encoder is None else around.encoder
+        self.steps = len(table)
+        self.clip = float(table.clip)
+        draws = iter(range(1, self.steps + 1))
+        # The entry of ``noise`` that a step takes; 0, which starts the loop, stands for none.
+        self.draws = [next(draws) if drawn else 0 for drawn in table.draws_noise]
+        one, zero = torch.ones(1), torch.zeros(1)
+        for name in ("observation", "action"):
+            scale, offset = getattr(around, name) or (one, zero)
+            self.register_buffer(f"{name}_scale", scale.detach().float().clone())
+            self.register_buffer(f"{name}_offset", offset.detach().float().clone())
+        self.register_buffer("timesteps", table.timesteps.float().clone())
+        self.register_buffer("coefficients", table.coefficients.float().clone())
+        self.register_buffer("entries", torch.tensor(self.draws))
+        self.register_buffer("index", torch.arange(self.steps))
+
+    def condition(self, observation: Tensor) -> Tensor:
+        """Return what the network is conditioned on."""
+        return self.encoder(observation * self.observation_scale + self.observation_offset)
+
+    def unnormalised(self, sample: Tensor) -> Tensor:
+        """Return the actions that a sample stands for."""
+        return sample * self.action_scale + self.action_offset
+
+
+class LayeredLoop(_Exported):
+    """The whole loop, layer by layer: ``(observation, noise) -> actions``.
+
+    Random numbers are an input, so that the caller owns the stream: ``noise[0]`` starts the loop,
+    each step that draws takes the next.
+
+    Args:
+        unet: the network, in the dtype that it shall run in.
+        table: the steps, as :func:`dpa.schedulers.from_diffusers` gives them.
+        around: what is around the loop.
+
+    Raises:
+        ValueError: the table is a multistep one, whose memory is not exported.
+
+    """
+
+    def __init__(self, unet: nn.Module, table: StepTable, around: Around = Around()):
+        super().__init__(table, around)
+        self.unet = unet
+        self.dtype = next(unet.parameters()).dtype
+
+    def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
+        """Map (B, Do) and (1 + draws, B, T, Da), float32, to actions (B, T, Da), float32."""
+        cond = self.condition(observation).to(self.dtype)
+        sample = noise[0]
+        for step in range(self.steps):
+            timestep = self.timesteps[step].expand(sample.shape[0])
+            output = self.unet(sample.to(self.dtype), timestep, None, cond).to(torch.float32)
+            drawn: Tensor | None = None
+            if self.draws[step] > 0:
+                drawn = noise[self.draws[step]]
+            sample = torch.ops.dpa.scheduler_step(
+                output, sample, self.coefficients, self.index[step], drawn, self.clip
+            )
+        return self.unnormalised(sample)
+
+
+class _Packed(_Exported):
+    """A network on packed weights, for the CPU."""
+
+    def __init__(self, unet: nn.Module, table: StepTable, dtype: torch.dtype, around: Around):
+        super().__init__(table, around)
+        device = next(unet.parameters()).device
+        if device.type != "cpu":
+            raise ValueError(f"packed policies are for the CPU so far (--layers), got {device}")
+        network = PackedUnet(unet, dtype)
+        self.dtype = dtype
+        self.dtype_name = str(dtype).removeprefix("torch.")
+        self.config = network.config
+        self.conditioned = recognise(unet).arguments.get("global_cond_dim") is not None
+        self.register_buffer("weights", network.repack())
+
+    def condition_or_none(self, observation: Tensor) -> Tensor | None:
+        """Return what the network is conditioned on, if it is."""
+        cond: Tensor | None = None
+        if self.conditioned:
+            cond = self.condition(observation)
+        return cond
+
+
+class PackedLoop(_Packed):
+    """The whole loop as one op on packed weights: ``(observation, noise) -> actions``.
+
+    ``noise`` is as in :class:`LayeredLoop`; a network without ``global_cond`` takes an observation
+    of width 0.
+
+    Args:
+        unet: as in :class:`dpa.PackedUnet`, on the CPU.
+        table: the steps.
+        dtype: of the packed weights.
+        around: what is around the loop.
+
+    Raises:
+        ValueError: a multistep table, a network on a GPU, or one that cannot be packed.
+
+    """
+
+    def __init__(
+        self,
+        unet: nn.Module,
+        table: StepTable,
+        dtype: torch.dtype = torch.float32,
+        around: Around = Around(),
+    ):
+        super().__init__(unet, table, dtype, around)
+        self.draws_any = any(entry > 0 for entry in self.draws)
+
+    def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
+        """Map (B, Do) and (1 + draws, B, T, Da), float32, to actions (B, T, Da), float32."""
+        step_noise: Tensor | None = None
+        if self.draws_any:
+            # Where a step draws nothing its coefficient is 0, and any entry will do.
+            step_noise = noise.index_select(0, self.entries)
+        sample = torch.ops.dpa.diffusion_sample_by_name(
+            noise[0],
+            self.timesteps,
+            self.condition_or_none(observation),
+            self.weights,
+            self.config,
+            self.dtype_name,
+            self.coefficients,
+            self.clip,
+            step_noise,
+        )
+        return self.unnormalised(sample)
+
+
+class PackedStep(_Packed):
+    """One step: ``(observation, sample, index, noise) -> (sample, actions)``.
+
+    The caller runs ``index`` from 0 to ``steps - 1``. Args and errors as in :class:`PackedLoop`.
+    """
+
+    def __init__(
+        self,
+        unet: nn.Module,
+        table: StepTable,
+        dtype: torch.dtype = torch.float32,
+        around: Around = Around(),
+    ):
+        super().__init__(unet, table, dtype, around)
+
+    def forward(
+        self, observation: Tensor, sample: Tensor, index: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Map (B, Do), (B, T, Da), an int64 tensor of one element and (B, T, Da) to two (B, T, Da).
+
+        ``noise`` is a draw of this step's own, of which DDIM with eta 0 and the last step of DDPM
+        take none. The second result is the first in the units of actions.
+        """
+        index = index.reshape(1)
+        timesteps = self.timesteps.index_select(0, index).expand(sample.shape[0])
+        output = torch.ops.dpa.unet1d_by_name(
+            sample,
+            timesteps,
+            self.condition_or_none(observation),
+            self.weights,
+            self.config,
+            self.dtype_name,
+        )
+        sample = torch.ops.dpa.scheduler_step(
+            output, sample, self.coefficients, index, noise, self.clip
+        )
+        return sample, self.unnormalised(sample)
