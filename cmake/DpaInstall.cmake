@@ -2,7 +2,8 @@
 include(CMakePackageConfigHelpers)
 
 install(TARGETS dpa LIBRARY DESTINATION dpa/lib)
-install(FILES "${CMAKE_BINARY_DIR}/built-for.txt" DESTINATION dpa/lib)
+file(WRITE "${CMAKE_BINARY_DIR}/torch-version.txt" "${DPA_TORCH_VERSION}\n")
+install(FILES "${CMAKE_BINARY_DIR}/built-for.txt" "${CMAKE_BINARY_DIR}/torch-version.txt" DESTINATION dpa/lib)
 
 configure_package_config_file(cmake/dpaConfig.cmake.in "${CMAKE_BINARY_DIR}/dpaConfig.cmake"
                               INSTALL_DESTINATION dpa/lib/cmake/dpa)

@@ -51,14 +51,33 @@ def is_loaded() -> bool:
     return torch._C._dispatch_has_kernel("dpa::denoise")
 
 
+def _refuse_other_torch(path: Path) -> None:
+    """Raise ImportError where the library was built against another minor version of torch."""
+    built = path.with_name("torch-version.txt")
+    if not built.is_file():
+        return
+    theirs, ours = built.read_text().strip(), torch.__version__
+    if theirs.split(".")[:2] != ours.split(".")[:2]:
+        raise ImportError(
+            f"dpa: the library was built against torch {theirs}, and this is torch {ours}: install "
+            "a dpa that was built against it, or set DPA_LIBRARY=jit and call dpa.jit.load()"
+        )
+
+
 def load(path: Path | None = None) -> None:
     """Load the library at ``path``, or the installed one, unless the ops are registered already.
 
     Two libraries that both define the ops would abort the process, so whoever came first stays.
+
+    Raises:
+        FileNotFoundError: there is no library.
+        ImportError: it was built against another minor version of torch.
+
     """
     global _loaded
     if not is_loaded():
         path = path or library_path()
+        _refuse_other_torch(path)
         torch.ops.load_library(str(path))
         _loaded = path
     _vmap.register()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _html
 from .family import NotInFamily, recognise
 from .loops import FastLoop
 from .packed import runs_packed
@@ -53,6 +54,11 @@ class Finding:
     how: str
     errors: tuple[float, ...] = ()
 
+    @property
+    def state(self) -> str:
+        """``active`` and ``can`` in words."""
+        return "accelerated" if self.active else "can be accelerated" if self.can else "unchanged"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -66,10 +72,24 @@ class Report:
             return "no conditional U-Net and no denoising loop was found"
         lines = []
         for f in self.findings:
-            state = "accelerated" if f.active else "can be accelerated" if f.can else "unchanged"
             worst = f"; checked, error {max(f.errors):.1e}" if f.errors else ""
-            lines.append(f"{f.path or '(itself)'} ({f.part}, {f.name}): {state}: {f.how}{worst}")
+            lines.append(f"{f.path or '(itself)'} ({f.part}, {f.name}): {f.state}: {f.how}{worst}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if not self.findings:
+            return f"<p>{self}</p>"
+        rows = [
+            (
+                f.path or "(itself)",
+                f"{f.part}, {f.name}",
+                f.state,
+                f.how,
+                f"{max(f.errors):.1e}" if f.errors else "",
+            )
+            for f in self.findings
+        ]
+        return _html.table(rows, ("where", "what", "state", "how", "checked error"))
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return plain lists and dicts, for JSON."""

@@ -104,6 +104,8 @@ def _print_info(facts: dict) -> None:
         mark = "[green]works[/green]" if result == "ok" else f"[red]{result}[/red]"
         summary.add_row(f"[bold]{device}[/bold]", f"{name}: {mark}")
     console.print(summary)
+    for line in facts["advice"]:
+        console.print(f"[yellow]to do[/yellow]  {escape(line)}", highlight=False)
     ops = Table("op", "kernels", box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name, keys in facts["ops"].items():
         ops.add_row(name, " ".join(keys))
@@ -114,7 +116,7 @@ def main() -> None:
     """Run the command line; an expected failure is one line on standard error."""
     try:
         app()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"dpa: {error}", file=sys.stderr)
         sys.exit(1)
 

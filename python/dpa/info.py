@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
+import re
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from dpa import _library, reference
+from dpa import _html, _library, reference
 
 _KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
 
@@ -36,26 +38,86 @@ def _smoke_test(device: torch.device) -> str:
     return "ok"
 
 
-def info() -> dict[str, Any]:
+class Info(dict[str, Any]):
+    """What :func:`info` found: a dictionary fit for JSON, and a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        rows = [(name, value) for name, value in self.items() if isinstance(value, str)]
+        for device, name in self["devices"].items():
+            result = self["smoke test"][device]
+            rows.append((device, f"{name}: {'works' if result == 'ok' else result}"))
+        rows += [("to do", line) for line in self["advice"]]
+        ops = [(name, " ".join(keys)) for name, keys in self["ops"].items()]
+        return _html.table(rows) + _html.table(ops, ("op", "kernels"))
+
+
+def info() -> Info:
     """Versions, device, architectures, ops with their keys, and a smoke test on each device.
 
-    Returns a plain dictionary, fit for JSON.
+    ``advice`` says what to do about each problem found, one line each.
     """
     path = _library.library_path()
     built_for = path.with_name("built-for.txt")
     cuda = torch.cuda.is_available()
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(_cuda_count(cuda))]
-    return {
-        "dpa": metadata.version("dpa"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda if cuda else None,
-        "library": str(path),
-        "built for": built_for.read_text().strip() if built_for.is_file() else "unknown",
-        "devices": {str(d): _device_name(d) for d in devices},
-        "ops": {name: op_keys(name) for name in op_names()},
-        "smoke test": {str(d): _smoke_test(d) for d in devices},
-    }
+    found = Info(
+        {
+            "dpa": metadata.version("dpa"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda if cuda else None,
+            "library": str(path),
+            "built for": built_for.read_text().strip() if built_for.is_file() else "unknown",
+            "devices": {str(d): _device_name(d) for d in devices},
+            "ops": {name: op_keys(name) for name in op_names()},
+            "smoke test": {str(d): _smoke_test(d) for d in devices},
+        }
+    )
+    capabilities = {str(d): torch.cuda.get_device_capability(d) for d in devices[1:]}
+    found["advice"] = advice(found, capabilities, find_spec("diffusers") is not None)
+    return found
+
+
+def advice(
+    found: dict[str, Any], capabilities: dict[str, tuple[int, int]], has_diffusers: bool
+) -> list[str]:
+    """Say what to do about each problem in what was found, one line each.
+
+    Args:
+        found: what :func:`info` found.
+        capabilities: compute capability of each GPU, by device.
+        has_diffusers: whether diffusers is installed.
+
+    """
+    lines = []
+    built_for = found["built for"]
+    gpu_kernels = built_for.startswith("the CPU and CUDA")
+    if capabilities and not gpu_kernels:
+        lines.append("the library has no GPU kernels: rebuild with CUDA=on (make build CUDA=on)")
+    elif capabilities:
+        archs = re.findall(r"\d+", built_for.partition("architectures")[2])
+        for device, (major, minor) in capabilities.items():
+            if archs and f"{major}{minor}" not in archs and len(archs) == 1:
+                name = f"{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+                lines.append(
+                    f"{device} is not what the library is built for: rebuild with CUDA_ARCHS={name}"
+                )
+            if major < 8:
+                lines.append(f"{device} is older than 8.0: networks run layer by layer, not packed")
+    elif found["torch"].endswith("+cpu") and gpu_kernels:
+        lines.append("this torch knows no GPU: install torch with CUDA to use the GPU kernels")
+    elif gpu_kernels:
+        lines.append(
+            "PyTorch sees no GPU: if there is one, look at nvidia-smi; the CPU works without"
+        )
+    if not has_diffusers:
+        lines.append("diffusers is missing, which schedulers come from: pip install diffusers")
+    for device, result in found["smoke test"].items():
+        if result != "ok":
+            lines.append(
+                f"the smoke test failed on {device}: run `make test`, or reinstall ({result})"
+            )
+    return lines
 
 
 def _cuda_count(cuda: bool) -> int:
