@@ -1,12 +1,15 @@
 """Every Python block in the documentation runs."""
 
 import ast
+import json
 import re
+import runpy
+import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
+import typer.main
 
 import dpa
 from dpa.cli import app
@@ -38,9 +41,11 @@ def _outside_fences(page):
     "page", [p for p in _PAGES if p.parent.name != "reference"], ids=lambda p: p.name
 )
 def test_nothing_else_is_shown_unchecked(page):
-    """Fences are Python, which runs, or quotations of files; indented lines name what exists."""
+    """Fences are Python, which runs, commands or quotations; indented lines name what exists."""
     languages = set(re.findall(r"^```(\w+)", page.read_text(), re.M))
-    assert languages <= {"python"} or page.name == "own-op.md", languages  # see test_own_op.py
+    assert languages <= {"python", "sh"} or page.name == "own-op.md", (
+        languages
+    )  # see test_own_op.py
     makefile = (_ROOT / "Makefile").read_text()
     for block in re.findall(r"(?:^    \S.*\n)+", _outside_fences(page), re.M):
         code = textwrap.dedent(block)
@@ -50,7 +55,9 @@ def test_nothing_else_is_shown_unchecked(page):
             continue
         if code.startswith(("pip ", "dpa ")):
             for name, rest in re.findall(r"^dpa (\w+)(.*)", code, re.M):
-                options = {o for p in get_command(app).commands[name].params for o in p.opts}
+                options = {
+                    o for p in typer.main.get_command(app).commands[name].params for o in p.opts
+                }
                 assert set(re.findall(r"--[\w-]+", rest)) <= options, rest
             continue
         for node in ast.walk(ast.parse(code)):
@@ -70,3 +77,26 @@ def test_links_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+)\)", _outside_fences(page)):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def _commands():
+    for page in _PAGES:
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.M | re.S):
+            for line in block.splitlines():
+                if line.startswith("dpa "):
+                    yield pytest.param(line, id=f"{page.stem}: {line.partition('#')[0].strip()}")
+
+
+@pytest.mark.parametrize("line", list(_commands()))
+def test_commands_have_the_options_that_the_pages_use(line):
+    _, name, *words = shlex.split(line, comments=True)
+    command = typer.main.get_command(app).commands[name]
+    with command.make_context(name, words, resilient_parsing=False):
+        pass
+
+
+def test_charts_are_drawn_from_the_figures():
+    figures = runpy.run_path(str(_ROOT / "docs/figures.py"))
+    for name, figure in json.loads((_ROOT / "docs/figures.json").read_text()).items():
+        drawn = (_ROOT / f"docs/images/{name}.svg").read_text()
+        assert drawn == figures["chart"](**figure), f"run docs/figures.py: {name}"

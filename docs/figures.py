@@ -1,0 +1,47 @@
+"""Draws the bar charts of docs/benchmarks.md from docs/figures.json: python docs/figures.py.
+
+Plain SVG with colours that read on white and on black.
+"""
+
+import json
+from html import escape
+from pathlib import Path
+
+_DOCS = Path(__file__).parent
+_TEXT, _OURS, _THEIRS = "#808890", "#1f9e89", "#8a94a6"
+_WIDTH, _LABEL, _BAR, _GAP = 720, 250, 20, 8
+
+
+def chart(title: str, unit: str, rows: list[list]) -> str:
+    """Return an SVG of horizontal bars; a row is label, value, and whether it is dpa's."""
+    top = 34
+    height = top + len(rows) * (_BAR + _GAP) + 4
+    scale = (_WIDTH - _LABEL - 90) / max(value for _, value, _ in rows)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'font-family="system-ui, sans-serif" font-size="14" fill="{_TEXT}">',
+        f"<title>{escape(title)}</title>",
+        f'<text x="0" y="18" font-weight="600">{escape(title)}, {escape(unit)}</text>',
+    ]
+    for i, (label, value, ours) in enumerate(rows):
+        y = top + i * (_BAR + _GAP)
+        width = max(2.0, value * scale)
+        colour = _OURS if ours else _THEIRS
+        middle = y + _BAR - 5
+        parts += [
+            f'<text x="{_LABEL - 10}" y="{middle}" text-anchor="end">{escape(label)}</text>',
+            f'<rect x="{_LABEL}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="3" '
+            f'fill="{colour}"/>',
+            f'<text x="{_LABEL + width + 8:.1f}" y="{middle}">{value:g}</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    """Write each chart to docs/images."""
+    for name, figure in json.loads((_DOCS / "figures.json").read_text()).items():
+        (_DOCS / "images" / f"{name}.svg").write_text(chart(**figure))
+
+
+if __name__ == "__main__":
+    main()
