@@ -112,6 +112,23 @@ def test_out_is_rejected(device):
         call(a.requires_grad_(), b, out=torch.empty(6, device=device))
 
 
+def test_views_that_negate_or_conjugate(device):
+    """PyTorch's own fallback corrupts memory with an out that is one."""
+    z = torch.randn(6, dtype=torch.complex64, device=device)
+    lazy, b = z.conj().imag, torch.randn(6, device=device)
+    assert lazy.is_neg()
+    assert torch.equal(torch.ops.dpa.elementwise_mult(lazy, b), lazy * b)
+    out = torch.empty_like(b)
+    torch.ops.dpa.elementwise_mult.out(lazy, b, out=out)
+    assert torch.equal(out, lazy * b)
+    head = r"^dpa::elementwise_mult: "
+    with pytest.raises(RuntimeError, match=head + r"out must hold its values as they are"):
+        torch.ops.dpa.elementwise_mult.out(b, b, out=lazy)
+    for args in ((z, z, z.conj()), (z.conj(), z, z)):
+        with pytest.raises(RuntimeError, match=head + r"a must be .*got ComplexFloat"):
+            torch.ops.dpa.elementwise_mult.out(*args[:2], out=args[2])
+
+
 def test_out_stops_a_backward_that_needs_the_old_value(device):
     x = torch.randn(4, device=device, requires_grad=True)
     saved = x.exp()  # exp saves its output

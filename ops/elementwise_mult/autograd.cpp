@@ -1,4 +1,5 @@
 #include <ATen/ops/mul.h>
+#include <ATen/ops/resolve_neg.h>
 #include <torch/library.h>
 
 #include "ops/common/node.h"
@@ -68,7 +69,20 @@ void elementwise_mult_out_inplace(const Tensor& a, const Tensor& b, const Tensor
   torch::autograd::impl::bump_version(out);
 }
 
+/// Views that negate or conjugate when they are read, such as z.conj().imag. PyTorch's own fallback for them takes for
+/// granted that an out variant returns its output, and reads beyond the stack where it returns nothing.
+void elementwise_mult_out_lazy(const Tensor& a, const Tensor& b, const Tensor& out) {
+  check_elementwise_mult_out(a, b, out);
+  TORCH_CHECK(!out.is_neg(),
+              "dpa::elementwise_mult: out must hold its values as they are, got a view that negates them when they are "
+              "read: give out.resolve_neg(), or leave out away");
+  elementwise_mult_out(a.resolve_neg(), b.resolve_neg(), out);
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, Negative, m) { m.impl("elementwise_mult.out", &elementwise_mult_out_lazy); }
+TORCH_LIBRARY_IMPL(dpa, Conjugate, m) { m.impl("elementwise_mult.out", &elementwise_mult_out_lazy); }
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
   m.impl("elementwise_mult", &elementwise_mult_autograd);
