@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import random
+import zipfile
 
 import pytest
 import torch
@@ -116,6 +118,92 @@ def test_truncated_and_empty_files(suffix, unet, tmp_path):
         part.write_bytes(whole.read_bytes()[:size])
         with pytest.raises(CheckpointError, match=f"part.{suffix}: is damaged"):
             load_checkpoint(part)
+
+
+def test_flipped_bits_of_a_weight(unet, tmp_path):
+    """torch.load does not look at the checksums that torch.save writes."""
+    path = tmp_path / "flipped.pt"
+    torch.save(unet.state_dict(), path)
+    content = bytearray(path.read_bytes())
+    middle = content.index(next(iter(unet.state_dict().values())).numpy().tobytes())
+    content[middle + 1] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"flipped.pt: is damaged: the checksum of"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_random_damage_raises_one_kind_of_error(suffix, unet, tmp_path):
+    """Or leaves the weights as they were; a safetensors file has no checksum of them."""
+    path, random_ = tmp_path / f"x.{suffix}", random.Random(0)
+    if suffix == "safetensors":
+        pytest.importorskip("safetensors.torch").save_file(unet.state_dict(), path)
+    else:
+        torch.save(unet.state_dict(), path)
+    whole = path.read_bytes()
+    for _ in range(60):
+        content = bytearray(whole)
+        end = 2000 if suffix == "safetensors" else len(content)
+        for _ in range(random_.choice([1, 4, 20])):
+            content[random_.randrange(end)] ^= 1 << random_.randrange(8)
+        path.write_bytes(content)
+        try:
+            loaded = load_checkpoint(path)
+        except CheckpointError:
+            continue
+        assert suffix == "safetensors" or equal(loaded.unet, unet.state_dict())
+
+
+def test_archives_that_unpack_to_more(tmp_path):
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 20))
+    with pytest.raises(CheckpointError, match=r"bomb.pt: holds packed entries"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: x.int(),
+        lambda x: x.cfloat(),
+        lambda x: x > 0,
+        lambda x: x.to_sparse(),
+        lambda x: x.to("meta"),
+        lambda x: torch.quantize_per_tensor(x.contiguous(), 0.1, 0, torch.qint8),
+        lambda x: x.flatten()[:1].expand(2**40),
+    ],
+)
+def test_weights_that_are_no_dense_floating_tensors(spoil, unet):
+    state = dict(unet.state_dict())
+    name = next(n for n, x in state.items() if x.dim() == 3)
+    state[name] = spoil(state[name])
+    before = {n: x.clone() for n, x in unet.state_dict().items()}
+    for load in (lambda: load_state_dict(unet, state), lambda: unet_from_state_dict(state)):
+        with pytest.raises(CheckpointError, match=r"weights must be dense floating tensors"):
+            load()
+    assert equal(unet, before)
+
+
+def test_dicts_without_an_end(unet, tmp_path):
+    """One that holds itself, and one whose paths double with every level."""
+    content = {"model": unet.state_dict()}
+    content["again"] = content
+    many = content
+    for _ in range(60):
+        many = {"left": many, "right": many}
+    torch.save({"here": unet.state_dict(), "many": many, "self": content}, tmp_path / "x.pt")
+    assert equal(load_checkpoint(tmp_path / "x.pt").unet, unet.state_dict())
+
+
+@pytest.mark.parametrize("groups", ["x", 0, -3, None, True, 2.5, [8]])
+def test_groups_that_are_no_number(groups, unet, tmp_path):
+    pytest.importorskip("safetensors.torch").save_file(
+        unet.state_dict(), tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"n_groups": groups}))
+    with pytest.raises(CheckpointError, match=r"n_groups must be a positive integer"):
+        load_checkpoint(tmp_path)
 
 
 class Hostile:

@@ -8,6 +8,7 @@ are read with ``weights_only``. A diffusion_policy ``.ckpt`` also pickles its co
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from .family import (
     template,
 )
 from .nn.unet1d import ConditionalUnet1D
+
+_DEPTH = 16  # of nested dicts
 
 
 class CheckpointError(ValueError):
@@ -93,7 +96,7 @@ def load_checkpoint(
     plain = [entry for entry in found if entry not in averaged]
     first, second = (averaged, plain) if ema else (plain, averaged)
     chosen = (first or second)[0]
-    groups = n_groups if n_groups is not None else int(config.get("n_groups", 8))
+    groups = n_groups if n_groups is not None else _groups(config, path)
     try:
         weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
         unet = unet_from_state_dict(weights, groups)
@@ -155,11 +158,25 @@ def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if len(starts) > 1:
         raise CheckpointError(f"state_dict must hold one U-Net, got {', '.join(starts)}")
     start = starts[0] if starts else ""
-    return {
+    weights = {
         original_name(name[len(start) :]): state_dict[full]
         for name, full in names.items()
         if name.startswith(start) and isinstance(state_dict[full], Tensor)
     }
+    _refuse_kinds(weights)
+    return weights
+
+
+def _refuse_kinds(weights: Mapping[str, Tensor]) -> None:
+    """Refuse what would be converted without a word, or has no values, or not so many."""
+    lines = []
+    for name, value in weights.items():
+        if value.layout != torch.strided or value.is_quantized or not value.is_floating_point():
+            lines.append(f"{name} is {value.layout}, {value.dtype}")
+        elif value.is_meta or value.numel() * value.itemsize > value.untyped_storage().nbytes():
+            lines.append(f"{name} of shape {tuple(value.shape)} has not that many values")
+    if lines:
+        raise CheckpointError("weights must be dense floating tensors:\n  " + "\n  ".join(lines))
 
 
 def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -167,8 +184,14 @@ def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor
         raise CheckpointError("the state dict does not fit:\n  " + "\n  ".join(lines))
 
 
-def _unets(content: Any, where: str = "") -> Iterator[tuple[str, str, dict[str, Tensor]]]:
-    """Yield (place, prefix, the state dict that it lies in) for each U-Net in nested dicts."""
+def _unets(
+    content: Any, where: str = "", seen: dict[int, Any] | None = None
+) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+    """Yield (place, prefix, its whole state dict) for each U-Net in nested dicts, each read once."""
+    seen = {} if seen is None else seen
+    if id(content) in seen or where.count(".") >= _DEPTH:
+        return
+    seen[id(content)] = content
     if isinstance(content, nn.Module):
         content = content.state_dict()
     if not isinstance(content, Mapping):
@@ -182,7 +205,7 @@ def _unets(content: Any, where: str = "") -> Iterator[tuple[str, str, dict[str, 
         yield where, start, tensors
     for name, value in content.items():
         if isinstance(value, (Mapping, nn.Module)):
-            yield from _unets(value, f"{where}.{name}".lstrip("."))
+            yield from _unets(value, f"{where}.{name}".lstrip("."), seen)
 
 
 def _holds_weights(content: Any) -> bool:
@@ -200,6 +223,35 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is no JSON object: {error}") from None
 
 
+def _groups(config: Mapping[str, Any], path: Path) -> int:
+    """LeRobot's ``n_groups``, or the original's default."""
+    groups = config.get("n_groups", 8)
+    if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
+        raise CheckpointError(f"{path}: n_groups must be a positive integer, got {groups!r}")
+    return groups
+
+
+def _refuse_altered_archive(path: Path) -> None:
+    """Check what torch.load does not: the checksums, and that no entry unpacks to more."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
+                raise CheckpointError(
+                    f"{path}: holds packed entries, which torch.save never writes"
+                )
+            damaged = archive.testzip()
+    except CheckpointError:
+        raise
+    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
+    if damaged:
+        raise CheckpointError(f"{path}: is damaged: the checksum of {damaged} does not fit")
+
+
 def _read(path: Path, trust_pickle: bool) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
@@ -213,6 +265,7 @@ def _read(path: Path, trust_pickle: bool) -> Any:
             return load_file(path)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
+    _refuse_altered_archive(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
     except ModuleNotFoundError as error:
