@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 SETUP := $(VENV)/.setup-$(CUDA)
 
-.PHONY: build demo test test-cpp fuzz bench lint docs wheel clean
+.PHONY: build demo test test-cpp fuzz mutations soak bench lint docs wheel clean
 
 build: $(SETUP)
 	@$(PIP) install --no-build-isolation --no-deps --editable . \
@@ -54,6 +54,12 @@ test-cpp: build
 
 fuzz: build
 	DPA_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest test/test_properties.py $(TEST_ARGS)
+
+mutations: $(SETUP)
+	$(BIN)/python test/mutations.py
+
+soak: build
+	$(BIN)/python test/soak.py
 
 bench: build
 	$(BIN)/dpa bench $(BENCH_ARGS)

@@ -187,7 +187,7 @@ def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor
 def _unets(
     content: Any, where: str = "", seen: dict[int, Any] | None = None
 ) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
-    """Yield (place, prefix, its whole state dict) for each U-Net in nested dicts, each read once."""
+    """Yield (place, prefix, its state dict) for each U-Net in nested dicts, each read once."""
     seen = {} if seen is None else seen
     if id(content) in seen or where.count(".") >= _DEPTH:
         return
@@ -208,9 +208,11 @@ def _unets(
             yield from _unets(value, f"{where}.{name}".lstrip("."), seen)
 
 
-def _holds_weights(content: Any) -> bool:
+def _holds_weights(content: Any, depth: int = 0) -> bool:
     return isinstance(content, Tensor | nn.Module) or (
-        isinstance(content, dict) and any(_holds_weights(value) for value in content.values())
+        isinstance(content, dict)
+        and depth < _DEPTH
+        and any(_holds_weights(value, depth + 1) for value in content.values())
     )
 
 

@@ -1,0 +1,241 @@
+"""Breaks kernels on purpose, one line at a time, to see whether a test notices.
+
+mutations.py [WORD]: those whose description or file holds WORD.
+
+Each mutation is one replacement in one file: a bound, a stride, a barrier, a sign. The GoogleTest
+named beside it, which passes on the files as they are, must fail on the broken ones. Those of CUDA
+kernels run where there is a GPU. Exit status 1 if any mutation lives.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+# A test's sources beside itself.
+_TESTS = {
+    "test/cpp/launch_plan_test.cpp": [],
+    "test/cpp/math_test.cpp": [],
+    "test/cpp/conv1d_plan_test.cpp": ["kernels/conv1d/plan.cpp"],
+    "test/cpp/unet1d_plan_test.cpp": ["kernels/unet1d/plan.cpp"],
+    "test/kernels/common_test.cu": [],
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old`` becomes ``new``, once, in ``file``; ``test`` has to notice."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+_LAUNCH, _MATH, _CONV, _UNET, _GPU = _TESTS
+MUTATIONS = [
+    Mutation(
+        "bound: no block for the last items",
+        "kernels/common/grid.h",
+        "items / per_block + (items % per_block != 0)",
+        "items / per_block",
+        _LAUNCH,
+    ),
+    Mutation(
+        "bound: a grid one larger than the largest",
+        "kernels/common/grid.h",
+        "(int64_t{1} << 31) - 1;",
+        "int64_t{1} << 31;",
+        _LAUNCH,
+    ),
+    Mutation(
+        "bound: 32-bit numbers for 2^31 items",
+        "kernels/common/grid.h",
+        "items < (int64_t{1} << 31)",
+        "items <= (int64_t{1} << 31)",
+        _LAUNCH,
+    ),
+    Mutation(
+        "bound: rows longer than the shared memory",
+        "kernels/lltm_plan.h",
+        "inputs <= kLltmMaxInputs",
+        "inputs <= kLltmMaxInputs + 1",
+        _LAUNCH,
+    ),
+    Mutation(
+        "formula: mish's quotient",
+        "kernels/math/mish.h",
+        "x * (n / (n + A(2)))",
+        "x * (n / (n + A(1)))",
+        _MATH,
+    ),
+    Mutation(
+        "bound: exp below the normal range",
+        "kernels/math/mish.h",
+        "return vanishes ? 0.0f : p * scale;",
+        "return p * scale;",
+        _MATH,
+    ),
+    Mutation(
+        "formula: a clamp that swallows NaN",
+        "kernels/math/diffusion_step.h",
+        "x < -limit ? -limit : (x > limit ? limit : x)",
+        "x >= -limit ? (x > limit ? limit : x) : -limit",
+        _MATH,
+    ),
+    Mutation(
+        "stride: the columns of a table",
+        "kernels/math/diffusion_step.h",
+        "const A* c = table + row * kColumns;",
+        "const A* c = table + row * (kColumns - 1);",
+        _MATH,
+    ),
+    Mutation(
+        "formula: noise in the last step",
+        "kernels/math/diffusion_step.h",
+        "noisy = has_noise && row != 0;",
+        "noisy = has_noise;",
+        _MATH,
+    ),
+    Mutation(
+        "sign: the slope of the candidate",
+        "kernels/math/lltm.h",
+        "slope = raw_candidate > A(0)",
+        "slope = raw_candidate < A(0)",
+        _MATH,
+    ),
+    Mutation(
+        "shift: a tap beside its place",
+        "kernels/conv1d/plan.cpp",
+        "plan.shift[0][k] = k - conv.padding;",
+        "plan.shift[0][k] = k - conv.padding + 1;",
+        _CONV,
+    ),
+    Mutation(
+        "stride: every phase of a transposed convolution",
+        "kernels/conv1d/plan.cpp",
+        "const int distance = p + conv.padding - k;",
+        "const int distance = conv.padding - k;",
+        _CONV,
+    ),
+    Mutation(
+        "bound: the last rows of a batch",
+        "kernels/conv1d/plan.cpp",
+        "tiles.count = ceil_div(batch, tiles.samples);",
+        "tiles.count = batch / tiles.samples;",
+        _CONV,
+    ),
+    Mutation(
+        "offset: FiLM rows of two blocks overlap",
+        "kernels/unet1d/plan.cpp",
+        "p.film_rows += rows;",
+        "p.film_rows += rows / 2;",
+        _UNET,
+    ),
+    Mutation(
+        "offset: a vector over the next one",
+        "kernels/unet1d/plan.cpp",
+        "float_count += (2 * channels + 3) / 4 * 4;",
+        "float_count += channels;",
+        _UNET,
+    ),
+    Mutation(
+        "barrier: scratch used again too early",
+        "kernels/common/reduce.cuh",
+        "x = warp_sum(lane < warps ? scratch[lane] : A(0));\n  __syncthreads();",
+        "x = warp_sum(lane < warps ? scratch[lane] : A(0));",
+        _GPU,
+    ),
+    Mutation(
+        "barrier: sums read before they are written",
+        "kernels/common/reduce.cuh",
+        "if (lane == 0) scratch[warp] = x;\n  __syncthreads();",
+        "if (lane == 0) scratch[warp] = x;",
+        _GPU,
+    ),
+    Mutation(
+        "bound: half of a warp",
+        "kernels/common/reduce.cuh",
+        "int offset = width / 2;",
+        "int offset = width / 4;",
+        _GPU,
+    ),
+    Mutation(
+        "rounding: towards zero",
+        "kernels/common/dtype.cuh",
+        "__float2bfloat16_rn(x)",
+        "__float2bfloat16_rz(x)",
+        _GPU,
+    ),
+    Mutation(
+        "flag: nobody waits for the predecessor",
+        "kernels/common/launch.cuh",
+        'asm volatile("griddepcontrol.wait;" ::: "memory");',
+        "",
+        _GPU,
+    ),
+]
+
+
+def _gpu() -> bool:
+    return (
+        bool(shutil.which("nvidia-smi"))
+        and not subprocess.run(["nvidia-smi"], capture_output=True).returncode
+    )
+
+
+def _verdict(tree: Path, test: str, program: Path) -> str:
+    """What a test makes of the files: ``passes``, ``fails`` or ``does not compile``."""
+    compiler = ["nvcc", "-O2", "-arch=native"] if test.endswith(".cu") else ["c++", "-O1"]
+    sources = [str(tree / file) for file in (test, *_TESTS[test])]
+    command = [*compiler, "-std=c++20", f"-I{tree}", *sources, "-o", str(program)]
+    command += ["-lgtest_main", "-lgtest"]
+    if subprocess.run(command, capture_output=True).returncode:
+        return "does not compile"
+    try:
+        failed = subprocess.run([program], capture_output=True, timeout=120).returncode
+    except subprocess.TimeoutExpired:
+        failed = 1
+    return "fails" if failed else "passes"
+
+
+def main(word: str = "") -> int:
+    """Try every mutation whose description or file holds ``word``."""
+    gpu, lives = _gpu(), 0
+    sound: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tree, program = Path(folder) / "tree", Path(folder) / "test"
+        for part in ("kernels", "test"):
+            shutil.copytree(_ROOT / part, tree / part, ignore=shutil.ignore_patterns("*.pyc"))
+        for m in MUTATIONS:
+            if word not in f"{m.what} {m.file}":
+                continue
+            if m.test == _GPU and not gpu:
+                print(f"no GPU    {m.what}")
+                continue
+            if m.test not in sound:
+                sound[m.test] = _verdict(tree, m.test, program)
+                if sound[m.test] != "passes":
+                    print(f"{m.test} {sound[m.test]} on the files as they are")
+                    return 1
+            path = tree / m.file
+            whole = path.read_text()
+            if whole.count(m.old) != 1:
+                print(f"{m.file} must hold once: {m.old}")
+                return 1
+            path.write_text(whole.replace(m.old, m.new))
+            verdict = _verdict(tree, m.test, program)
+            path.write_text(whole)
+            lives += verdict != "fails"
+            result = {"fails": "noticed", "passes": "LIVES"}.get(verdict, "NO MUTATION")
+            print(f"{result:9} {m.what} ({m.file})", flush=True)
+    print(f"{lives} live")
+    return int(lives > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))

@@ -1,0 +1,94 @@
+"""Many at once: Python threads, processes that were forked, and replays by the thousand."""
+
+import threading
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset
+
+import soak
+from everywhere import EveryOp
+from test_everywhere import packed
+
+
+class _Answers(Dataset):
+    """Inputs beside what a model makes of them, in the process that asks."""
+
+    def __init__(self, model, inputs):
+        self.model, self.inputs = model, inputs
+
+    def __len__(self):
+        return len(self.inputs)
+
+    @torch.no_grad()
+    def __getitem__(self, i):
+        return self.model(*self.inputs[i])
+
+
+def _models():
+    device = torch.device("cpu")
+    yield "every op", EveryOp().eval(), [(torch.randn(3, 3, 12),) for _ in range(16)]
+    model, _ = packed(device)
+    yield "packed", model, [packed(device)[1] for _ in range(4)]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["every op", "packed"])
+def test_python_threads(which):
+    _, model, inputs = list(_models())[which]
+    with torch.no_grad():
+        expected = [model(*x) for x in inputs]
+    wrong = []
+
+    @torch.no_grad()
+    def work(start):
+        for i in range(start, start + 40):
+            got = model(*inputs[i % len(inputs)])
+            if not torch.equal(got, expected[i % len(inputs)]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def test_gradients_in_python_threads():
+    """Each has its own inputs; the parameters are shared, their gradients are not asked for."""
+    model, x = EveryOp().requires_grad_(False), torch.randn(3, 3, 12)
+
+    def gradient():
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(model(leaf).sum(), leaf)[0]
+
+    expected, got = gradient(), []
+    threads = [threading.Thread(target=lambda: got.append(gradient())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(got) == 8
+    for g in got:
+        assert_close(g, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["every op", "packed"])
+def test_workers_of_a_data_loader(which):
+    """Forked after the parent has used the ops with all its threads."""
+    _, model, inputs = list(_models())[which]
+    data = _Answers(model, inputs)
+    expected = torch.stack([data[i] for i in range(len(data))])
+    loader = DataLoader(data, num_workers=2, timeout=60, multiprocessing_context="fork")
+    assert_close(torch.cat(list(loader)), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_replays_neither_drift_nor_leak(device):
+    """A short run of what test/soak.py does by the million."""
+    report = soak.run(device, replays=400)
+    assert report["different"] == 0
+    assert report["files"] == 0
+    assert report["MB on the device"] == 0
+    assert report["MB on the host"] < 64
