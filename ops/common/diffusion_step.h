@@ -104,16 +104,24 @@ StepGradients step_backward_cpu(const StepNames& names, const StepInputs& in, do
     auto sums = mask[2] ? at::empty({in.batch, pieces.per_row, kColumns}, in.table.options()) : Tensor();
     A* to_sums = mask[2] ? sums.template mutable_data_ptr<A>() : nullptr;
     for_each_piece<scalar_t, Formula>(
-        in, clip, [&](int64_t begin, int64_t end, int64_t piece, const Formula<A>& formula) {
+        in, clip, [&](int64_t begin, int64_t end, int64_t piece, const Formula<A> formula) {
+          const auto at = [&](int64_t i) {
+            return formula.gradient(g[i], output[i], sample[i], noise ? A(noise[i]) : A(0));
+          };
+          // A loop for each that is asked for: what the others need is then left out.
+          const auto fill = [&](scalar_t* to, auto part) {
+            for (int64_t i = begin; to && i < end; ++i) to[i] = static_cast<scalar_t>(part(at(i)));
+          };
+          fill(to_output, [](const auto& d) { return d.model_output; });
+          fill(to_sample, [](const auto& d) { return d.sample; });
+          fill(to_noise, [](const auto& d) { return d.noise; });
+          if (!to_sums) return;
           A sum[kColumns] = {};
           for (int64_t i = begin; i < end; ++i) {
-            const auto d = formula.gradient(g[i], output[i], sample[i], noise ? A(noise[i]) : A(0));
-            if (to_output) to_output[i] = static_cast<scalar_t>(d.model_output);
-            if (to_sample) to_sample[i] = static_cast<scalar_t>(d.sample);
-            if (to_noise) to_noise[i] = static_cast<scalar_t>(d.noise);
-            for (int c = 0; to_sums && c < kColumns; ++c) sum[c] += d.row[c];
+            const auto d = at(i);
+            for (int c = 0; c < kColumns; ++c) sum[c] += d.row[c];
           }
-          if (to_sums) std::copy_n(sum, kColumns, to_sums + piece * kColumns);
+          std::copy_n(sum, kColumns, to_sums + piece * kColumns);
         });
     if (mask[2])
       grad_table = at::zeros({in.rows, kColumns}, in.table.options())
