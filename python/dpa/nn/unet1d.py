@@ -25,15 +25,12 @@ def channels_last(sample: Tensor, weight: Tensor) -> bool:
     That is the order of its fast convolutions. Modules map (B, C, T) either way; the order is in
     the strides, and each op answers in the order of its input. Compilers see the usual order.
     """
-    if torch.jit.is_scripting() or not sample.is_cuda or torch.compiler.is_compiling():
-        return False
-    single = sample.dtype == torch.float32 and weight.dtype == torch.float32
-    return torch.is_autocast_enabled() and single and _hopper(sample.device)
-
-
-@torch.jit.ignore
-def _hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+    if not torch.jit.is_scripting():
+        single = sample.dtype == torch.float32 and weight.dtype == torch.float32
+        if sample.is_cuda and single and not torch.compiler.is_compiling():
+            hopper = torch.cuda.get_device_capability(sample.device)[0] == 9
+            return hopper and torch.is_autocast_enabled()
+    return False
 
 
 def _join(x: Tensor, skip: Tensor) -> Tensor:
