@@ -53,7 +53,7 @@ def test_nothing_else_is_shown_unchecked(page):
             for target in re.findall(r"^make (\w+)", code, re.M):
                 assert re.search(rf"^{target}:", makefile, re.M), target
             continue
-        if code.startswith(("pip ", "dpa ")):
+        if code.startswith(("pip ", "dpa ", "python ", "torchrun ")):
             for name, rest in re.findall(r"^dpa (\w+)(.*)", code, re.M):
                 options = {
                     o for p in typer.main.get_command(app).commands[name].params for o in p.opts

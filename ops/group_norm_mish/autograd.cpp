@@ -1,5 +1,7 @@
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "ops/common/node.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 
@@ -33,10 +35,13 @@ struct GroupNormMishBackward : SavingNode<5> {
     if (!gradients[0].defined()) return variable_list(6);
     NormMask mask;
     for (size_t i = 0; i < mask.size(); ++i) mask[i] = saved[i].defined() && task_should_compute_output(i);
-    auto [g0, g1, g2, g3, g4] =
-        group_norm_mish_backward(gradients[0], input, num_groups, as_optional(weight), as_optional(bias), eps,
-                                 as_optional(scale), as_optional(shift), mask);
-    return {g0, g1, g2, g3, g4, task_should_compute_output(5) ? gradients[0] : Tensor()};
+    variable_list to(6);
+    if (std::find(mask.begin(), mask.end(), true) != mask.end())
+      std::tie(to[0], to[1], to[2], to[3], to[4]) =
+          group_norm_mish_backward(gradients[0], input, num_groups, as_optional(weight), as_optional(bias), eps,
+                                   as_optional(scale), as_optional(shift), mask);
+    if (task_should_compute_output(5)) to[5] = gradients[0];
+    return to;
   }
   void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(num_groups);
