@@ -209,7 +209,8 @@ def _check_layers(module: nn.Module, twin: nn.Module) -> None:
             continue
         path = lerobot_name(path) if lerobot else path
         got = layers.get(path)
-        if type(got) is not type(expected) or got.extra_repr() != expected.extra_repr():
+        known = (type(expected), type(expected).__base__)  # the U-Net's own class, PyTorch's
+        if type(got) not in known or got.extra_repr() != expected.extra_repr():
             raise NotInFamily(f"{type(module).__name__}.{path} must be {expected}, got {got}")
 
 
