@@ -14,14 +14,15 @@ _WIDTH, _LABEL, _BAR, _GAP = 720, 250, 20, 8
 
 def chart(title: str, unit: str, rows: list[list]) -> str:
     """Return an SVG of horizontal bars; a row is label, value, and whether it is dpa's."""
-    top = 34
+    top = 50
     height = top + len(rows) * (_BAR + _GAP) + 4
     scale = (_WIDTH - _LABEL - 90) / max(value for _, value, _ in rows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'font-family="system-ui, sans-serif" font-size="14" fill="{_TEXT}">',
         f"<title>{escape(title)}</title>",
-        f'<text x="0" y="18" font-weight="600">{escape(title)}, {escape(unit)}</text>',
+        f'<text x="0" y="18" font-weight="600">{escape(title)}</text>',
+        f'<text x="0" y="38">{escape(unit)}</text>',
     ]
     for i, (label, value, ours) in enumerate(rows):
         y = top + i * (_BAR + _GAP)
