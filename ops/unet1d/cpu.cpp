@@ -93,25 +93,15 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
 
 Tensor unet1d_cpu(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                   const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
-  UnetCall call{sample, packed, timesteps};
-  call.global_cond = value_or_undefined(global_cond);
-  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), std::move(call));
+  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), step_call(sample, timesteps, global_cond, packed));
 }
 
 Tensor diffusion_sample_cpu(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                             const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
                             double clip, const OptionalTensor& noise, const OptionalTensor& known,
                             const OptionalTensor& known_mask) {
-  UnetCall call{sample,
-                packed,
-                timesteps,
-                table,
-                value_or_undefined(global_cond),
-                value_or_undefined(noise),
-                value_or_undefined(known),
-                value_or_undefined(known_mask),
-                clip};
-  return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype), std::move(call));
+  return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype),
+                    loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask));
 }
 
 }  // namespace

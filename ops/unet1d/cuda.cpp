@@ -72,25 +72,15 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
 
 Tensor unet1d_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                    const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
-  UnetCall call{sample, packed, timesteps};
-  call.global_cond = value_or_undefined(global_cond);
-  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), std::move(call));
+  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), step_call(sample, timesteps, global_cond, packed));
 }
 
 Tensor diffusion_sample_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                              const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
                              double clip, const OptionalTensor& noise, const OptionalTensor& known,
                              const OptionalTensor& known_mask) {
-  UnetCall call{sample,
-                packed,
-                timesteps,
-                table,
-                value_or_undefined(global_cond),
-                value_or_undefined(noise),
-                value_or_undefined(known),
-                value_or_undefined(known_mask),
-                clip};
-  return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype), std::move(call));
+  return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype),
+                    loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask));
 }
 
 Tensor diffusion_sample_clocks_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
@@ -98,8 +88,7 @@ Tensor diffusion_sample_clocks_cuda(const Tensor& sample, const Tensor& timestep
                                     const Tensor& table, double clip, const OptionalTensor& noise) {
   constexpr const char* op = "diffusion_sample_clocks";
   const auto plan = unet1d_plan(op, config, dtype);
-  UnetCall call{sample, packed, timesteps, table, value_or_undefined(global_cond), value_or_undefined(noise),
-                {},     {},     clip};
+  UnetCall call = loop_call(sample, timesteps, global_cond, packed, table, clip, noise);
   check_unet1d(op, *plan, call);
   DPA_CHECK(timesteps.size(0) > 0, op, "timesteps must hold one step or more", timesteps.size(0));
   const c10::cuda::CUDAGuard guard(sample.device());

@@ -15,9 +15,7 @@ Tensor unet1d_pack_meta(at::TensorList weights, at::IntArrayRef config, at::Scal
 
 Tensor unet1d_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                    const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
-  UnetCall call{sample, packed, timesteps};
-  call.global_cond = value_or_undefined(global_cond);
-  check_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), call);
+  check_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), step_call(sample, timesteps, global_cond, packed));
   return meta_like(sample);
 }
 
@@ -25,16 +23,8 @@ Tensor diffusion_sample_meta(const Tensor& sample, const Tensor& timesteps, cons
                              const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
                              double clip, const OptionalTensor& noise, const OptionalTensor& known,
                              const OptionalTensor& known_mask) {
-  const UnetCall call{sample,
-                      packed,
-                      timesteps,
-                      table,
-                      value_or_undefined(global_cond),
-                      value_or_undefined(noise),
-                      value_or_undefined(known),
-                      value_or_undefined(known_mask),
-                      clip};
-  check_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype), call);
+  check_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype),
+               loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask));
   return meta_like(sample);
 }
 
@@ -44,9 +34,7 @@ Tensor diffusion_sample_clocks_meta(const Tensor& sample, const Tensor& timestep
   constexpr const char* op = "diffusion_sample_clocks";
   constexpr int64_t kMarks = 7;  // of the kernel, whose header needs CUDA
   const auto plan = unet1d_plan(op, config, dtype);
-  check_unet1d(
-      op, *plan,
-      {sample, packed, timesteps, table, value_or_undefined(global_cond), value_or_undefined(noise), {}, {}, clip});
+  check_unet1d(op, *plan, loop_call(sample, timesteps, global_cond, packed, table, clip, noise));
   return at::empty({int64_t{plan->slices_out} * plan->slices_in, static_cast<int64_t>(plan->convs.size()) + 1, kMarks},
                    sample.options().dtype(at::kInt));
 }

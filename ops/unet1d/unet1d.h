@@ -23,6 +23,27 @@ struct UnetCall {
   double clip = 0;
 };
 
+/// The call that `unet1d`'s arguments make.
+inline UnetCall step_call(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                          const Tensor& packed) {
+  return {sample, packed, timesteps, {}, value_or_undefined(global_cond)};
+}
+
+/// The call that `diffusion_sample`'s arguments make.
+inline UnetCall loop_call(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                          const Tensor& packed, const Tensor& table, double clip, const OptionalTensor& noise,
+                          const OptionalTensor& known = {}, const OptionalTensor& known_mask = {}) {
+  return {sample,
+          packed,
+          timesteps,
+          table,
+          value_or_undefined(global_cond),
+          value_or_undefined(noise),
+          value_or_undefined(known),
+          value_or_undefined(known_mask),
+          clip};
+}
+
 /// The check of both ops. One forward pass has no table; the loop has one, and a timestep a step.
 void check_unet1d(const char* op, const Plan& plan, const UnetCall& call);
 
