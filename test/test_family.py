@@ -92,6 +92,13 @@ def test_what_differs_is_named():
     unet.mid_modules[0].blocks[0].block[2] = nn.SiLU()
     with pytest.raises(NotInFamily, match=r"mid_modules\.0\..*\.2 must be Mish\(\), got SiLU"):
         family.recognise(unet)
+    unet.mid_modules[0].blocks[0].block[2] = nn.Module()
+    with pytest.raises(NotInFamily, match=r"mid_modules\.0\..*\.2 must be Mish\(\), got Module"):
+        family.recognise(unet)
+    unet = dpa.nn.ConditionalUnet1D(**SMALL)
+    unet.final_conv[1] = type("Other", (nn.Conv1d,), {})(8, 2, 1)
+    with pytest.raises(NotInFamily, match=r"final_conv\.1 must be .*Conv1d\(8, 2, .*got Other"):
+        family.recognise(unet)
     unet = dpa.nn.ConditionalUnet1D(**SMALL)
     unet.mid_modules[0].blocks[0].block[1].eps = 1e-3
     with pytest.raises(NotInFamily, match=r"must be GroupNorm\(8, 16, eps=1e-05"):

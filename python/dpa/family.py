@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .nn.unet1d import ConditionalUnet1D
+from .nn.unet1d import ConditionalUnet1D, _Conv1d, _ConvTranspose1d
 
 _FIRST_CONV = re.compile(r"down_modules\.0\.0\.(?:blocks\.0|conv1)\.block\.0\.weight$")
 _PARTS = ("diffusion_step_encoder", "down_modules", "mid_modules", "up_modules", "final_conv")
+# What a network of somebody else's has where ours has its own convolutions.
+_PLAIN = {_Conv1d: nn.Conv1d, _ConvTranspose1d: nn.ConvTranspose1d}
 # DP3's switches, and which residual blocks each of them conditions.
 _SWITCHES = {
     "use_down_condition": "down_modules.",
@@ -209,7 +211,7 @@ def _check_layers(module: nn.Module, twin: nn.Module) -> None:
             continue
         path = lerobot_name(path) if lerobot else path
         got = layers.get(path)
-        known = (type(expected), type(expected).__base__)  # the U-Net's own class, PyTorch's
+        known = (type(expected), _PLAIN.get(type(expected)))
         if type(got) not in known or got.extra_repr() != expected.extra_repr():
             raise NotInFamily(f"{type(module).__name__}.{path} must be {expected}, got {got}")
 
