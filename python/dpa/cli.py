@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +13,7 @@ from rich.table import Table
 
 import dpa
 from dpa.bench.command import bench
+from dpa.checkpoint_options import Checkpoint, Ema, Prefix, TrustPickle
 from dpa.demo.command import demo
 from dpa.eval.command import HELP as EVAL_HELP
 from dpa.eval.command import evaluate
@@ -56,14 +56,10 @@ def info(
 
 @app.command()
 def explain(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file or a LeRobot folder.")],
-    prefix: Annotated[
-        str | None, typer.Option(help="Of the U-Net's parameters, where there are several.")
-    ] = None,
-    ema: Annotated[bool, typer.Option(help="Prefer averaged weights.")] = True,
-    trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Unpickle in full, running the file's code.")
-    ] = False,
+    checkpoint: Checkpoint,
+    prefix: Prefix = None,
+    ema: Ema = True,
+    trust_pickle: TrustPickle = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the U-Net in a checkpoint, and what dpa would run it with.

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint_options import Checkpoint, Ema, Prefix, TrustPickle
+
 HELP = """Write a policy's denoising loop into one file for Python or C++.
 
 CHECKPOINT is what `dpa explain` understands: of LeRobot (a folder), of diffusion_policy, of
@@ -30,7 +32,7 @@ PARTS = ("loop", "step")
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file or a LeRobot folder.")],
+    checkpoint: Checkpoint,
     to: Annotated[str, typer.Option(help="aoti, torchscript or exported-program.")],
     out: Annotated[
         Path | None, typer.Option(help="The file; by default policy.pt or .pt2 beside CHECKPOINT.")
@@ -54,13 +56,9 @@ def export(
         int | None, typer.Option(min=1, help="Actions in a chunk; by default the checkpoint's.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Observations of a call.")] = 1,
-    prefix: Annotated[
-        str | None, typer.Option(help="Of the U-Net's parameters, where there are several.")
-    ] = None,
-    ema: Annotated[bool, typer.Option(help="Prefer averaged weights.")] = True,
-    trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Unpickle in full, running the file's code.")
-    ] = False,
+    prefix: Prefix = None,
+    ema: Ema = True,
+    trust_pickle: TrustPickle = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Write a policy's denoising loop into one file."""
