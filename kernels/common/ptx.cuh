@@ -118,17 +118,11 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Arrives at a barrier of any block of the cluster, and publishes to whoever waits with `barrier_wait_cluster` what
-// this thread wrote, and what it saw written, before.
+// Arrives at a barrier of any block of the cluster. Whoever waits for it sees what the threads of this block wrote to
+// their own shared memory before the block barrier that precedes this call: no cache stands before shared memory. For
+// anything else it promises nothing; an arrival that did would wait for the thread's stores to global memory.
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t cluster_barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra "
-      "ready;\nbra wait;\nready:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
 }
 __device__ __forceinline__ float4 load_cluster_16(uint32_t cluster_address) {
   float4 v;
@@ -138,8 +132,12 @@ __device__ __forceinline__ float4 load_cluster_16(uint32_t cluster_address) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ void store_cluster_8(uint32_t cluster_address, float2 v) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(cluster_address), "f"(v.x), "f"(v.y) : "memory");
+// Stores into any block of the cluster; that block's barrier counts the 8 bytes.
+__device__ __forceinline__ void send_cluster_8(uint32_t cluster_address, float2 v, uint32_t cluster_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(cluster_address),
+      "f"(v.x), "f"(v.y), "r"(cluster_barrier)
+      : "memory");
 }
 
 // Message words between blocks of one grid: never cached in L1, never reordered with themselves.

@@ -14,9 +14,10 @@ constexpr int kSumsPitch = kTileRows + 4;           // floats from a column of s
 constexpr int kRingSteps = 4;                       // steps of K in a stage of the ring
 constexpr int kRingStageBytes = kRingSteps * 2048;  // 64 rows x 16 channels a step
 constexpr int kMinRingStages = 4, kMaxRingStages = 12;
-constexpr int kGroupThreads = 128;                // a warpgroup
-constexpr int kMaxWords = 4 * 2 * kGroupThreads;  // of 16 bytes, that a block receives for a product
-constexpr int kClusterSharedBytes = 112 * 1024;   // two blocks a multiprocessor
+constexpr int kGroupThreads = 128;                   // a warpgroup
+constexpr int kMaxWords = 8 * kGroupThreads;         // of 16 bytes, that a block receives for a product
+constexpr int kMaxSteps = 56, kMaxSecondSteps = 16;  // of K, of a block, by segment
+constexpr int kClusterSharedBytes = 112 * 1024;      // two blocks a multiprocessor
 
 /// One product. A tile is 64 output channels times all times of some samples. Its sum over K is shared by `ways`
 /// blocks: 8, each with the input channels of a slice, so that a cluster has two tiles, neighbours in their channels;
@@ -33,13 +34,14 @@ struct alignas(16) ClusterLayer {
   int steps_log2;                               // the same a tap
   int packed_steps;                             // a tap, in the packed weights; of all blocks that share a slice
   int packed_tiles_log2;                        // row tiles of 16 side by side in the packed weights
-  int first_row[2];                             // of a segment's first tap, in times from the first row
   int ways, sample_tiles_log2, row_tiles_log2;  // row tiles: of 64, a segment
   int samples_log2, columns_log2;               // of a tile
   int num_segments, stride, upsample;
   // Input: from octet slice * slice_octets + half * half_octets of source[half] on.
   int64_t source[2];
   int octets, slice_octets, half_octets, times_in_log2, pad, rows;  // rows: of an octet, in shared memory
+  // Where each step's columns begin, in units of 16 bytes from the block's input on: the first segment's, the second's.
+  alignas(8) uint16_t inputs[kMaxSteps + kMaxSecondSteps];
   // Output.
   int64_t message;  // byte offset, or -1 after the last product
   int times_log2, times_out_log2, channels;

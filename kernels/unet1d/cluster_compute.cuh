@@ -1,13 +1,17 @@
-// The arithmetic warps of the clustered kernel: two warpgroups. The first takes products and finishes their outputs;
-// the second takes residual convolutions, and otherwise helps to receive.
+// The arithmetic warps of the clustered kernel, two warpgroups.
 //
+// The first, for each product:
 //   receive   the block's input words, as soon as they are written, into shared memory: [octet of channels][row][16
 //             bytes], a row a (time, sample), samples fastest, with rows of zeros outside of the signal. So the columns
 //             of a tap are the rows from tap * samples on, and no patch is ever made. For stride 2 the odd times
 //             come first, then the even ones.
 //   multiply  64 channels x all columns over this block's part of K, weights from the ring
-//   exchange  sums to shared memory, [column][channel]; the blocks that share the tile collect those of their units
-//   finish    bias, GroupNorm, Mish, FiLM, residual: four channels of one (sample, time) a thread; written as messages
+//   sums      to shared memory, [column][channel], for the blocks that share the tile
+//   and then collects the residual's sums, where there are any, and makes unwritten what has been read.
+// The second, meanwhile, fetches parameters (or multiplies the residual convolution), and then:
+//   collect   the sums of its units from the blocks that share the tile, four channels of one (sample, time) a thread
+//   finish    bias, GroupNorm, Mish, FiLM, residual; written as messages
+// and between two steps the end of one and the beginning of the next.
 #pragma once
 #include "kernels/unet1d/cluster_block.cuh"
 
@@ -22,8 +26,8 @@ struct ClusterCompute {
   float2 (&others)[kGroupThreads / 32];  // of the units of the other half
   const int cluster, rank;
   const ClusterLayer* layers;
-  const int tid, group, thread, warp, lane;  // thread, warp: in the warpgroup
-  const uint32_t base;
+  const int group, thread, warp, lane;  // thread, warp: in the warpgroup
+  const uint32_t base, full, empty;     // addresses: of shared memory, of the ring's first barriers
   int step = 0;
   RingPosition at;
   uint32_t phases = 0;                    // a bit a barrier
@@ -39,20 +43,24 @@ struct ClusterCompute {
         cluster(c),
         rank(r),
         layers(reinterpret_cast<const ClusterLayer*>(memory + arguments.layout.descriptors)),
-        tid(threadIdx.x),
         group(uniform(threadIdx.x / kGroupThreads)),
         thread(threadIdx.x % kGroupThreads),
         warp(uniform(thread / 32)),
         lane(threadIdx.x % 32),
-        base(ptx::shared_address(memory)) {}
+        base(ptx::held(ptx::shared_address(memory))),
+        full(ptx::held(ptx::shared_address(b.full))),
+        empty(ptx::held(ptx::shared_address(b.empty))) {}
 
   enum Phase { kReady, kRead = 2, kResidualRead = 4, kMoments = 6 };
   __device__ __forceinline__ void wait_phase(uint64_t& barrier, int phase) {
-    ptx::barrier_wait_cluster(ptx::shared_address(&barrier), phases >> phase & 1);
+    ptx::barrier_wait(ptx::shared_address(&barrier), phases >> phase & 1);
     phases ^= 1u << phase;
   }
-  __device__ __forceinline__ void sync_all() const { ptx::sync_threads(1, kComputeThreads); }
-  __device__ __forceinline__ void sync_group() const { ptx::sync_threads(2 + group, kGroupThreads); }
+  // Those who receive and multiply; those who finish.
+  __device__ __forceinline__ void sync_receivers(bool residual) const {
+    residual ? ptx::sync_threads(1, kComputeThreads) : ptx::sync_threads(2, kGroupThreads);
+  }
+  __device__ __forceinline__ void sync_finishers() const { ptx::sync_threads(3, kGroupThreads); }
   // A thread for each block that shares the tile.
   __device__ __forceinline__ void arrive(const Place& p, int i, uint64_t& barrier) const {
     if (i < 8 << p.way)
@@ -62,91 +70,88 @@ struct ClusterCompute {
     return v.x == kUnwritten || v.y == kUnwritten || v.z == kUnwritten || v.w == kUnwritten;
   }
 
-  __device__ void receive(const ClusterLayer& l, const Place& p) {
-    constexpr int kEach = kMaxWords / kComputeThreads;
-    const int samples = 1 << l.samples_log2, times = 1 << l.times_in_log2, half = p.way ? rank >> 3 : 0;
-    const int first = (rank & 7) * l.slice_octets + half * l.half_octets;
-    const int words = l.octets << (l.times_in_log2 + l.samples_log2);
-    const uint8_t* from = a.messages + l.source[half];
+  __device__ __forceinline__ void receive(const ClusterLayer& l, const Place& p) {
+    constexpr int kEach = kMaxWords / kGroupThreads;
+    const int samples_log2 = l.samples_log2, times_log2 = l.times_in_log2, octets = l.octets, rows = l.rows;
+    const int samples = 1 << samples_log2, times = 1 << times_log2, words = octets << (times_log2 + samples_log2);
+    const int half = p.way ? rank >> 3 : 0, first = (rank & 7) * l.slice_octets + half * l.half_octets;
+    const uint8_t* from = a.messages + (half ? l.source[1] : l.source[0]) +
+                          ((static_cast<int64_t>(first) << (times_log2 + a.layout.chunk_log2)) + p.sample0) * 16;
     uint8_t* to = shared + a.layout.activations;
-    const int pad = l.pad << l.samples_log2, pads = l.stride == 2 ? pad : 2 * pad, back = l.rows - pads;
+    const bool strided = l.stride == 2;
+    const int before = l.pad, pad = before << samples_log2, pads = strided ? pad : 2 * pad, back = rows - pads;
     uint4 v[kEach];
-    int32_t source[kEach], target[kEach];
+    int source[kEach], target[kEach];
 #pragma unroll
     for (int e = 0; e < kEach; e++) {
-      const int i = tid + e * kComputeThreads;
-      const int s = i & (samples - 1), t = i >> l.samples_log2 & (times - 1),
-                octet = i >> (l.samples_log2 + l.times_in_log2);
-      source[e] = ((((first + octet) << l.times_in_log2) + t) << a.layout.chunk_log2) + p.sample0 + s;
-      const int row = l.stride == 1 ? t + l.pad : (t & 1) ? t / 2 + 1 : times / 2 + 1 + t / 2;
-      target[e] = i < words ? octet * l.rows + (row << l.samples_log2) + s : -1;
-      v[e] = i < words ? make_uint4(kUnwritten, 0, 0, 0) : make_uint4(0, 0, 0, 0);
+      const int i = thread + e * kGroupThreads;
+      const int s = i & (samples - 1), t = i >> samples_log2 & (times - 1), octet = i >> (samples_log2 + times_log2);
+      source[e] = (i >> samples_log2 << a.layout.chunk_log2) + s;
+      const int row = !strided ? t + before : (t & 1) ? t / 2 + 1 : times / 2 + 1 + t / 2;
+      target[e] = octet * rows + (row << samples_log2) + s;
+      v[e] = make_uint4(i < words ? kUnwritten : 0, 0, 0, 0);
     }
     if (unread >= 0) wait_phase(barriers.read[unread], kRead + unread);
     if (unread_residual >= 0) wait_phase(barriers.residual_read[unread_residual], kResidualRead + unread_residual);
-    for (int octet = tid / 32; octet < l.octets; octet += kComputeThreads / 32)
+    for (int octet = warp; octet < octets; octet += kGroupThreads / 32)
       for (int i = lane; i < pads; i += 32)
-        *reinterpret_cast<uint4*>(to + (octet * l.rows + (i < pad ? i : i + back)) * 16) = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(to + (octet * rows + (i < pad ? i : i + back)) * 16) = make_uint4(0, 0, 0, 0);
     bool missing;
     do {
       missing = false;
 #pragma unroll
       for (int e = 0; e < kEach; e++)
-        if (unwritten(v[e])) v[e] = ptx::load_message_16(from + static_cast<int64_t>(source[e]) * 16);
+        if (unwritten(v[e])) v[e] = ptx::load_message_16(from + source[e] * 16);
 #pragma unroll
       for (int e = 0; e < kEach; e++) missing |= unwritten(v[e]);
     } while (missing);
 #pragma unroll
     for (int e = 0; e < kEach; e++)
-      if (target[e] >= 0) *reinterpret_cast<uint4*>(to + target[e] * 16) = v[e];
+      if (thread + e * kGroupThreads < words) *reinterpret_cast<uint4*>(to + target[e] * 16) = v[e];
     ptx::async_proxy_fence();
   }
 
-  // The products of one segment, a stage of the ring after the other: the next stage's weights come to registers while
-  // this one's products run. Steps that only fill the last stage up have weights of zero.
+  // A stage of the ring in registers: the weights of four steps, and where their columns begin, 16 bits each.
+  struct Stage {
+    uint4 weights[kRingSteps];
+    uint2 inputs;
+  };
+  // Steps that only fill the last stage up have weights of zero.
+  __device__ __forceinline__ void load_stage(Stage& to, uint32_t tiles, const uint16_t* inputs, int steps) {
+    ptx::barrier_wait(full + at.stage * 8, at.parity);
+    const uint32_t from = tiles + at.stage * kRingStageBytes;
+#pragma unroll
+    for (int j = 0; j < kRingSteps; j++) to.weights[j] = ptx::load_shared_16(from + j * 2048);
+    to.inputs = *reinterpret_cast<const uint2*>(inputs);
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(empty + at.stage * 8);
+    if (++at.stage == a.layout.stages) at.stage = 0, at.parity ^= 1;
+    if (steps >= kRingSteps) return;
+#pragma unroll
+    for (int j = 1; j < kRingSteps; j++)
+      if (j >= steps) to.weights[j] = make_uint4(0, 0, 0, 0);
+  }
+  template <int kColumns>
+  __device__ __forceinline__ void multiply_stage(const Stage& from, uint32_t input, float (&sum)[kColumns / 2]) {
+    const uint32_t at[kRingSteps] = {from.inputs.x & 0xFFFF, from.inputs.x >> 16, from.inputs.y & 0xFFFF,
+                                     from.inputs.y >> 16};
+    wgmma::fence();
+#pragma unroll
+    for (int j = 0; j < kRingSteps; j++)
+      wgmma::multiply<T, kColumns>(sum, from.weights[j], wgmma::describe(input + at[j], 0));
+    wgmma::commit();
+  }
+  // The products of one segment: the next stage's weights come to registers while this one's products run.
   template <int kColumns>
   __device__ __forceinline__ void multiply(const ClusterLayer& l, int segment, int steps, float (&sum)[kColumns / 2]) {
-    const ClusterLayout& y = a.layout;
-    const int stages = stages_of(steps), mask = (1 << l.steps_log2) - 1;
-    const uint32_t activations = wgmma::units(base + y.activations), tiles = base + y.ring + warp * 512 + lane * 16;
-    auto load = [&](uint4(&w)[kRingSteps], int q0) {
-      ptx::barrier_wait(ptx::shared_address(&barriers.full[at.stage]), at.parity);
-      const uint32_t from = tiles + at.stage * kRingStageBytes;
-#pragma unroll
-      for (int j = 0; j < kRingSteps; j++) {
-        w[j] = ptx::load_shared_16(from + j * 2048);
-        if (q0 + j >= steps) w[j] = make_uint4(0, 0, 0, 0);
-      }
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&barriers.empty[at.stage]));
-      at.advance(1, y.stages);
-    };
-    auto begin = [&](const uint4(&w)[kRingSteps], int q0) {
-      uint64_t b[kRingSteps];
-#pragma unroll
-      for (int j = 0; j < kRingSteps; j++) {
-        const int q = min(q0 + j, steps - 1), tap = q >> l.steps_log2;
-        const int row = l.stride == 1 ? tap + l.first_row[segment]
-                        : tap == 1    ? (1 << (l.times_in_log2 - 1)) + 1
-                                      : tap / 2;
-        b[j] = wgmma::describe(activations + (q & mask) * 2 * l.rows + (row << l.samples_log2), l.rows);
-      }
-      wgmma::fence();
-#pragma unroll
-      for (int j = 0; j < kRingSteps; j++) wgmma::multiply<T, kColumns>(sum, w[j], b[j]);
-      wgmma::commit();
-    };
-    uint4 even[kRingSteps], odd[kRingSteps];
-    if (stages > 0) load(even, 0);
+    const uint32_t tiles = base + a.layout.ring + warp * 512 + lane * 16;
+    const uint32_t input = static_cast<uint32_t>(wgmma::describe(wgmma::units(base + a.layout.activations), l.rows));
+    const uint16_t* inputs = l.inputs + (segment ? kMaxSteps : 0);
 #pragma unroll 1
-    for (int i = 0; i < stages; i += 2) {
-      begin(even, i * kRingSteps);
-      const bool more = i + 1 < stages;
-      if (more) load(odd, (i + 1) * kRingSteps);
-      wgmma::wait<0>();
-      if (!more) break;
-      begin(odd, (i + 1) * kRingSteps);
-      if (i + 2 < stages) load(even, (i + 2) * kRingSteps);
+    for (; steps > 0; steps -= kRingSteps, inputs += kRingSteps) {
+      Stage stage;
+      load_stage(stage, tiles, inputs, steps);
+      multiply_stage<kColumns>(stage, input, sum);
       wgmma::wait<0>();
     }
   }
@@ -155,19 +160,13 @@ struct ClusterCompute {
     return a.layout.activations + which * (kTileColumns * kSumsPitch * 4);
   }
 
-  // This warpgroup's product, if it has one, and its sums to shared memory. The whole block calls.
+  // This warpgroup's product, and its sums to shared memory. Where there is a residual both warpgroups call.
   template <int kColumns>
-  __device__ __forceinline__ void product(const ClusterLayer& l, const Place& p, bool residual) {
+  __device__ __forceinline__ void product(const ClusterLayer& l, int segment, bool residual) {
     float sum[kColumns / 2] = {};
-    const int main = l.upsample ? p.segment : 0, stages = a.layout.stages;
-    const bool first = group == 0;
-    if (first && residual) at.advance(stages_of(l.steps[1]), stages);
-    const int segment = first ? main : 1;
-    multiply<kColumns>(l, segment, uniform(first || residual ? l.steps[segment] : 0), sum);
-    if (!first) at.advance(stages_of(l.steps[main]), stages);
+    multiply<kColumns>(l, segment, uniform(l.steps[segment]), sum);
     may_be_late_here();
-    sync_all();  // the activations make way
-    if (!first && !residual) return;
+    sync_receivers(residual);  // the activations make way
     float* to = reinterpret_cast<float*>(shared + sums_at(group)) + lane % 4 * 2 * kSumsPitch + warp * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < kColumns / 8; i++) {
@@ -175,10 +174,19 @@ struct ClusterCompute {
       column[0] = sum[i * 4], column[kSumsPitch] = sum[i * 4 + 1];
       column[8] = sum[i * 4 + 2], column[kSumsPitch + 8] = sum[i * 4 + 3];
     }
+    sync_receivers(residual);
+  }
+  __device__ __forceinline__ void product(const ClusterLayer& l, int segment, bool residual) {
+    switch (uniform(l.columns_log2)) {
+      case 6: product<64>(l, segment, residual); break;
+      case 5: product<32>(l, segment, residual); break;
+      default: product<16>(l, segment, residual);
+    }
   }
 
   // The sum, in the order of their ranks, of what the blocks that share the tile hold.
-  __device__ __forceinline__ float4 collect(const Place& p, uint32_t address) const {
+  __device__ __forceinline__ float4 collect(const Place& p, int which, int sum) const {
+    const uint32_t address = base + sums_at(which) + sum * 4;
     float4 total = {};
     for (int first = 0; first < 8 << p.way; first += 8) {
       float4 part[8];
@@ -186,10 +194,12 @@ struct ClusterCompute {
       for (int i = 0; i < 8; i++)
         part[i] = ptx::load_cluster_16(ptx::cluster_address(address, p.first_peer + first + i));
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        total.x += part[i].x, total.y += part[i].y, total.z += part[i].z, total.w += part[i].w;
+      for (int i = 0; i < 8; i++) add(total, part[i]);
     }
     return total;
+  }
+  static __device__ __forceinline__ void add(float4& to, const float4& v) {
+    to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
   }
 
   static __device__ __forceinline__ float4 fetch(const float* at) {
@@ -206,16 +216,7 @@ struct ClusterCompute {
   __device__ __forceinline__ const float* film_row(const ClusterLayer& l, const Share& s) const {
     return a.film_step + step * a.film_step_stride + film_sample(s) * a.film_sample_stride + l.film + s.channel;
   }
-  // Asks L2 for the timestep's part of FiLM, which has long been written and may have left it.
-  __device__ __forceinline__ void prefetch_film(const ClusterLayer& l, const Place& p) const {
-    if (l.film < 0 || group > 0) return;
-    const Share s(l, p, thread);
-    if (!s.valid) return;
-    const float* at = film_row(l, s);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-    if (a.film_scale) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + l.channels));
-  }
-  // Asks for what the first warpgroup needs to finish a product; it comes while the sums are exchanged.
+  // Asks for what it takes to finish a product, long before the sums are there.
   __device__ __forceinline__ Parameters fetch_parameters(const ClusterLayer& l, const Share& s) const {
     Parameters r = {};
     if (!s.valid) return r;
@@ -235,7 +236,7 @@ struct ClusterCompute {
     return r;
   }
 
-  // Mean and inverse deviation of the thread's unit. The whole warpgroup calls, and has met behind it.
+  // Mean and inverse deviation of the thread's unit. The whole warpgroup calls, and meets.
   __device__ __forceinline__ float2 moments(const ClusterLayer& l, const Place&, const Share& s, const float4& v) {
     float sum = (v.x + v.y) + (v.z + v.w), squares = fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w);
 #pragma unroll
@@ -244,7 +245,7 @@ struct ClusterCompute {
       squares += __shfl_xor_sync(~0u, squares, i);
     }
     if (lane == 0) sums[warp] = make_float2(sum, squares);
-    sync_group();
+    sync_finishers();
     const int warps = 1 << (l.unit_threads_log2 - 5), unit = s.unit;
     auto of_unit = [&](int u) {
       float2 total = {};
@@ -253,13 +254,12 @@ struct ClusterCompute {
     };
     float2 total = of_unit(unit);
     if (l.paired) {
-      if (warp == 0) {
-        const int peer = rank ^ 8;
-        if (lane < l.share_units)
-          ptx::store_cluster_8(ptx::cluster_address(ptx::shared_address(&others[lane]), peer), of_unit(lane));
-        __syncwarp();
-        if (lane == 0) ptx::barrier_arrive_cluster(ptx::cluster_address(ptx::shared_address(&barriers.moments), peer));
-      }
+      const int peer = rank ^ 8;
+      const uint32_t barrier = ptx::shared_address(&barriers.moments);
+      if (thread == 0) ptx::barrier_expect(barrier, 8 * l.share_units);
+      if (thread < l.share_units)
+        ptx::send_cluster_8(ptx::cluster_address(ptx::shared_address(&others[thread]), peer), of_unit(thread),
+                            ptx::cluster_address(barrier, peer));
       wait_phase(barriers.moments, kMoments);
       const float2 other = others[min(unit, l.share_units - 1)];
       total.x += other.x, total.y += other.y;
@@ -268,7 +268,7 @@ struct ClusterCompute {
     return make_float2(mean, rsqrtf(fmaxf(fmaf(-mean, mean, total.y * l.inverse_count), 0.0f) + 1e-5f));
   }
 
-  // Bias is in `v` already. The whole first warpgroup calls.
+  // Bias is in `v` already. The whole second warpgroup calls.
   __device__ __forceinline__ void modulate(const ClusterLayer& l, const Place& p, const Share& s, const Parameters& r,
                                            float4& v) {
     const float2 m = moments(l, p, s, v);
@@ -294,44 +294,39 @@ struct ClusterCompute {
     ptx::store_message_8(a.messages + l.message + s.word(l, p, a.layout.chunk_log2),
                          make_uint2(pack_pair(v.x, v.y, T()), pack_pair(v.z, v.w, T())));
   }
-  static __device__ __forceinline__ void add(float4& to, const float4& v) {
-    to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
-  }
 
-  // The first warpgroup: from sums to the product's output.
+  // From sums to the product's output.
   __device__ __forceinline__ void finish(const ClusterLayer& l, const Place& p, const Share& s, const Parameters& r) {
     float4 v = {};
     if (s.valid) {
-      v = collect(p, base + sums_at(0) + s.sum * 4);
+      v = collect(p, 0, s.sum);
       add(v, r.bias);
     }
     if (l.norm >= 0)
       modulate(l, p, s, r, v);
     else
-      sync_group();
-    arrive(p, thread, barriers.read[p.way]);
-    if (!s.valid) {
-      if (l.message < 0) tail(l, p, s, v);
-      return;
+      sync_finishers();
+    if (s.valid) {
+      if (l.add) add(v, residual_of(thread));
+      if (l.keep) residual_of(thread) = v;
+      if (l.message >= 0) publish(l, p, s, v);
     }
-    if (l.add) add(v, residual_of(thread));
-    if (l.keep) residual_of(thread) = v;
-    if (l.message >= 0)
-      publish(l, p, s, v);
-    else
-      tail(l, p, s, v);
+    if (l.message < 0) tail(l, s, v);
+    arrive(p, thread, barriers.read[p.way]);
   }
 
-  // The second warpgroup: the residual's sums; and what has been read is made unwritten again.
-  __device__ __forceinline__ void finish_residual(const ClusterLayer& l, const Place& p, const Share& s) const {
+  // The residual's sums, which nothing but the next product's finish needs.
+  __device__ __forceinline__ void keep_residual(const ClusterLayer& l, const Place& p) const {
+    const Share s(l, p, thread);
     if (s.valid) {
-      float4 v = collect(p, base + sums_at(1) + s.sum * 4);
+      float4 v = collect(p, 1, s.sum);
       add(v, fetch(a.floats + l.bias[1] + s.channel));
       residual_of(thread) = v;
     }
-    sync_group();
+    sync_receivers(false);
     arrive(p, thread, barriers.residual_read[p.way]);
   }
+  // Makes unwritten what all readers have read.
   __device__ __forceinline__ void reset(const ClusterLayer& l, bool tail) const {
     for (uint64_t left = l.resets; left; left &= left - 1) {
       const ClusterLayer& old = layers[__ffsll(static_cast<long long>(left)) - 1];
@@ -357,7 +352,7 @@ struct ClusterCompute {
     return reinterpret_cast<uint32_t*>(a.messages + a.layout.tail_message) +
            ((s.sample * kFinalGroups + which) * a.horizon + s.time) * a.actions + d;
   }
-  __device__ __forceinline__ void tail(const ClusterLayer& l, const Place&, const Share& s, const float4& v) const {
+  __device__ __forceinline__ void tail(const ClusterLayer& l, const Share& s, const float4& v) const {
     for (int d = 0; d < a.actions; d++) {
       float part = 0.0f;
       if (s.valid) {
@@ -373,17 +368,17 @@ struct ClusterCompute {
   __device__ __forceinline__ float inpaint(float x, int64_t i) const { return a.mask && a.mask[i] ? a.known[i] : x; }
 
   // The sample after step `step - 1`, from the groups' parts; every block that needs a sample computes it.
-  __device__ void advance_sample(const Share& s) const {
+  __device__ __forceinline__ void advance_sample(const Share& s) const {
     float* x = reinterpret_cast<float*>(shared + a.layout.sample);
     const int count = a.horizon * a.actions;
     if (s.sample >= a.samples) {  // only fills the chunk up
-      for (int i = tid; i < count; i += kComputeThreads) x[i] = 0.0f;
+      for (int i = thread; i < count; i += kGroupThreads) x[i] = 0.0f;
       return;
     }
     const int64_t first = static_cast<int64_t>(a.first_sample + s.sample) * count;
     const auto* words = reinterpret_cast<const uint32_t*>(a.messages + a.layout.tail_message) +
                         static_cast<int64_t>(s.sample) * kFinalGroups * count;
-    for (int i = tid; i < count; i += kComputeThreads) {
+    for (int i = thread; i < count; i += kGroupThreads) {
       if (step == 0) {
         x[i] = inpaint(a.initial[first + i], first + i);
         continue;
@@ -430,17 +425,15 @@ struct ClusterCompute {
   }
 
   // Between two steps, and before the first and after the last one.
-  __device__ void ends() {
+  __device__ __forceinline__ void ends() {
     const ClusterLayer& l = layers[0];
     const Place p(l, cluster, rank);
     const Share s(l, p, thread);
-    const bool mine = p.finisher * l.share_units < l.units;
-    const bool runs = step < a.steps;
     Parameters r = {};
-    if (runs && group == 0) r = fetch_parameters(l, s);
-    if (mine) advance_sample(Share(l, p, 0));
-    sync_all();
-    if (!runs || group > 0) return;
+    if (step < a.steps) r = fetch_parameters(l, s);
+    if (p.finisher * l.share_units < l.units) advance_sample(Share(l, p, 0));
+    sync_finishers();
+    if (step == a.steps) return;
     float4 v = {}, other = {};
     if (s.valid) first_conv(l, s, v, other);
     modulate(l, p, s, r, v);
@@ -449,40 +442,41 @@ struct ClusterCompute {
     publish(l, p, s, v);
   }
 
-  __device__ void layer(int i) {
+  __device__ __forceinline__ void layer(int i) {
     const ClusterLayer& l = layers[i];
     const Place p(l, cluster, rank);
-    const bool residual = l.num_segments == 2 && !l.upsample;
-    prefetch_film(l, p);
-    receive(l, p);
-    sync_all();
-    switch (uniform(l.columns_log2)) {
-      case 6: product<64>(l, p, residual); break;
-      case 5: product<32>(l, p, residual); break;
-      default: product<16>(l, p, residual);
-    }
-    const Share s(l, p, thread);
-    Parameters r = {};
-    if (group == 0) r = fetch_parameters(l, s);
-    sync_all();
-    arrive(p, tid, barriers.ready[p.way]);
-    wait_phase(barriers.ready[p.way], kReady + p.way);
-    may_be_late_here();
+    const int main = l.upsample ? p.segment : 0;
+    const bool residual = uniform(l.num_segments == 2 && !l.upsample);
     if (group == 0) {
-      finish(l, p, s, r);
-    } else {
-      if (residual) finish_residual(l, p, s);
-      reset(l, i == 1);
+      receive(l, p);
+      if (residual) at.advance(stages_of(l.steps[1]), a.layout.stages);
     }
-    unread = p.way, unread_residual = residual ? p.way : -1;
+    if (group == 0 || residual) {
+      sync_receivers(residual);
+      product(l, group == 0 ? main : 1, residual);
+    }
+    if (group == 0) {
+      arrive(p, thread, barriers.ready[p.way]);
+      wait_phase(barriers.ready[p.way], kReady + p.way);
+      if (residual) keep_residual(l, p);
+      reset(l, i == 1);
+      unread = p.way, unread_residual = residual ? p.way : -1;
+    } else {
+      at.advance(stages_of(l.steps[main]), a.layout.stages);
+      const Share s(l, p, thread);
+      const Parameters r = fetch_parameters(l, s);
+      wait_phase(barriers.ready[p.way], kReady + p.way);
+      may_be_late_here();
+      finish(l, p, s, r);
+    }
   }
 
-  __device__ void run() {
-    for (step = 0; step < a.steps; step++) {
-      ends();
+  __device__ __forceinline__ void run() {
+    for (; step < a.steps; step++) {
+      if (group > 0) ends();
       for (int i = 1; i <= a.layout.count; i++) layer(i);
     }
-    ends();
+    if (group > 0) ends();
   }
 };
 

@@ -53,8 +53,16 @@ bool choose_product(ClusterLayer& l, const Plan& plan, const Conv& conv) {
   }
   if (conv.stride == 2 && (conv.segments[0].taps != 3 || conv.segments[0].first != -1)) return false;
   l.pad = conv.stride == 2 ? 1 : reach;
-  for (int s = 0; s < conv.num_segments; s++) l.first_row[s] = conv.segments[s].first + l.pad;
-  l.rows = ((1 << l.times_in_log2) + (conv.stride == 2 ? 1 : 2 * l.pad)) << l.samples_log2;
+  const int times = 1 << l.times_in_log2;
+  l.rows = (times + (conv.stride == 2 ? 1 : 2 * l.pad)) << l.samples_log2;
+  for (int s = 0; s < conv.num_segments; s++) {
+    if (l.steps[s] > (s ? kMaxSecondSteps : kMaxSteps)) return false;
+    for (int q = 0; q < l.steps[s]; q++) {
+      const int tap = q >> l.steps_log2;
+      const int row = conv.stride == 1 ? tap + conv.segments[s].first + l.pad : tap == 1 ? times / 2 + 1 : tap / 2;
+      l.inputs[s * kMaxSteps + q] = static_cast<uint16_t>((q & (steps - 1)) * 2 * l.rows + (row << l.samples_log2));
+    }
+  }
   return l.octets << (l.times_in_log2 + l.samples_log2) <= kMaxWords;
 }
 
@@ -158,7 +166,7 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
 }
 
 bool cluster_serves(const Plan& plan, int batch, int horizon) {
-  constexpr int kMinBatch = 5;
+  constexpr int kMinBatch = 2;
   const Config& c = plan.config;
   if (batch < kMinBatch || c.levels > 3 || (c.kernel_size != 3 && c.kernel_size != 5)) return false;
   if (horizon != 16 && (horizon != 8 || c.levels > 2)) return false;
