@@ -146,10 +146,11 @@ def test_random_channels_last(device, dtype):
             torch.testing.assert_close(g, e.to(g.dtype), **gradient_tolerance(g.dtype))
 
 
-def test_repeats_bit_for_bit(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_repeats_bit_for_bit(device, dtype):
     """The gradients of the parameters are sums over the batch, taken in one order."""
-    x = _channels_last(torch.randn(70, 64, 16, device=device))
-    weight, grad = torch.randn(64, device=device), torch.randn(70, 64, 16, device=device)
+    x = _channels_last(torch.randn(70, 64, 16, device=device, dtype=dtype))
+    weight, grad = torch.randn(64, device=device), torch.randn_like(x)
     run = lambda: torch.ops.dpa.group_norm_mish_backward(  # noqa: E731
         grad, x, 8, weight, weight, 1e-5, None, None, [True, True, True, False, False]
     )
@@ -157,12 +158,13 @@ def test_repeats_bit_for_bit(device):
         assert torch.equal(a, b)
 
 
-def test_nothing_leaks_from_idle_threads(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_leaks_from_idle_threads(device, dtype):
     """With eps 0 a constant group gives NaN; groups and samples beside it must not notice."""
-    x = _channels_last(torch.randn(5, 48, 3, device=device))
+    x = _channels_last(torch.randn(5, 48, 3, device=device, dtype=dtype))
     x[2, :24] = 1.0
-    weight = torch.full((48,), 2.0, device=device)
-    scale = torch.full((5, 48), 3.0, device=device)
+    weight = torch.full((48,), 2.0, device=device, dtype=dtype)
+    scale = torch.full((5, 48), 3.0, device=device, dtype=dtype)
     grads = torch.ops.dpa.group_norm_mish_backward(
         torch.ones_like(x), x, 2, weight, None, 0.0, scale, None, [True, True, False, True, False]
     )

@@ -166,6 +166,24 @@ __device__ __forceinline__ void store_message_word(uint32_t* address, uint32_t v
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// The processor's approximations, to about 2^-22 relative; results below the normal range are zero.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// The smaller one, or NaN if either is.
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // Eight rows of 16 bytes a matrix: a thread receives word lane % 4 of row lane / 4. The whole warp calls; lane i gives
 // the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrix_x2(uint32_t (&words)[2], uint32_t address) {

@@ -1,46 +1,49 @@
 // The last stage of the backward: gradients of weight and bias as sums over slices of the samples.
 //
 // grid   one block for 32 columns of the partials (2, slices, C), a column being a channel of either gradient
-// block  32 x 32 threads; row j adds up slices j, j + 32, ...; then a warp adds up the rows of a column, so that the
-//        order depends on the sizes alone
+// block  32 columns x 8 rows of threads, 32 rows where there are many slices; row j adds up slices j, j + rows, ...,
+//        and the first row adds up the rows, so that the order depends on the sizes alone
+//
+// A dependent launch: the kernel takes its place while the one that writes the partials still runs.
 #include "kernels/group_norm_mish/common.cuh"
 
 namespace dpa::kernels::channels_last {
 namespace {
 
-constexpr int kRows = 32;
+constexpr int kFewRows = 8, kManyRows = 32;
 
-template <class T, class P>
-__global__ void __launch_bounds__(kWarpSize* kRows) add(GroupNormMishBackward args, int64_t slices) {
-  using A = Accumulate<T>;
-  __shared__ A scratch[kRows][kWarpSize + 1];
+template <class P>
+__global__ void __launch_bounds__(kWarpSize* kManyRows) add(GroupNormMishBackward args, int64_t slices) {
+  __shared__ float scratch[kManyRows][kWarpSize];
   const int64_t channels = args.forward.shape.channels;
-  const int lane = threadIdx.x % kWarpSize, row = threadIdx.x / kWarpSize;
-  for (int64_t first = int64_t{blockIdx.x} * kWarpSize; first < 2 * channels; first += int64_t{gridDim.x} * kWarpSize) {
-    const int64_t column = first + lane, channel = column % channels;
-    const A* partials = static_cast<const A*>(args.partials) + column / channels * slices * channels + channel;
-    A sum = 0;
-    for (int64_t slice = row; column < 2 * channels && slice < slices; slice += kRows)
-      sum += partials[slice * channels];
-    scratch[row][lane] = sum;
-    __syncthreads();
-    sum = warp_sum(scratch[lane][row]);  // warp `row` adds up column `row`
-    const int64_t mine = first + row;
-    P* to = static_cast<P*>(mine < channels ? args.grad_weight : args.grad_bias);
-    if (lane == 0 && mine < 2 * channels && to) to[mine % channels] = narrow<P>(sum);
-    __syncthreads();
+  const int lane = threadIdx.x % kWarpSize, row = threadIdx.x / kWarpSize, rows = blockDim.x / kWarpSize;
+  const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
+  const bool second = column >= channels, mine = column < 2 * channels;
+  const int64_t channel = second ? column - channels : column;
+  const float* partials = static_cast<const float*>(args.partials) + (second ? slices * channels : 0) + channel;
+  wait_for_predecessor();
+  float sum = 0;
+  if (mine) {
+#pragma unroll 8
+    for (int64_t slice = row; slice < slices; slice += rows) sum += partials[slice * channels];
   }
+  scratch[row][lane] = sum;
+  __syncthreads();
+  P* to = static_cast<P*>(second ? args.grad_bias : args.grad_weight);
+  if (row != 0 || !mine || !to) return;
+  for (int other = 1; other < rows; ++other) sum += scratch[other][lane];
+  to[channel] = narrow<P>(sum);
 }
 
 }  // namespace
 
 cudaError_t add_slices(const GroupNormMishBackward& args, cudaStream_t stream) {
   const auto& in = args.forward;
-  return dispatch_types(in, [&](auto tag, auto parameter) {
-    using T = typename decltype(tag)::type;
-    using P = typename decltype(parameter)::type;
-    return launch(add<T, P>, grid_for(2 * in.shape.channels, kWarpSize), kWarpSize * kRows, stream, args,
-                  backward_slices(in.shape, in.plan));
+  return dispatch_types(in, [&](auto, auto parameter) {
+    const int64_t count = slices(in.shape, in.plan);
+    const int rows = count > 16 * kFewRows ? kManyRows : kFewRows;
+    return launch_dependent(add<typename decltype(parameter)::type>, grid_for(2 * in.shape.channels, kWarpSize),
+                            kWarpSize * rows, stream, args, count);
   });
 }
 

@@ -31,8 +31,8 @@ struct GroupNormMishBackward {
   void* grad_input;               // (B, C, L), channels-last
   void *grad_weight, *grad_bias;  // (C)
   void *grad_scale, *grad_shift;  // (B, C), contiguous
-  void* partials;  // (2, slices, C) in the dtype of the arithmetic, `slices` from `backward_slices`: what each slice of
-                   // the samples adds to the gradients of weight and bias; null where neither is wanted
+  void* partials;  // (2, slices, C) in float32, `slices` from plan.h: what each slice of the samples adds to the
+                   // gradients of weight and bias; null where neither is wanted
 };
 
 cudaError_t forward(const GroupNormMish& args, cudaStream_t stream);

@@ -2,6 +2,7 @@
 #pragma once
 #include "kernels/common/dtype.cuh"
 #include "kernels/common/launch.cuh"
+#include "kernels/common/ptx.cuh"
 #include "kernels/common/reduce.cuh"
 #include "kernels/group_norm_mish/channels_last.h"
 
@@ -11,17 +12,15 @@ namespace dpa::kernels::channels_last {
 /// mish' = n / m + 4 u e (e + 1) / m^2 (kernels/math/mish.h).
 ///
 /// The exponential and the quotient are the processor's approximations, with relative errors of about 2^-22 + |u| 2^-24
-/// and 2^-22, against 2^-9 or 2^-12 that rounding the result costs.
-template <class T>
+/// and 2^-23, against 2^-9 or 2^-12 that rounding the result costs.
 struct Mish {
-  static_assert(sizeof(T) == 2, "the approximations are for results of 16 bits");
   float value, slope;
 
   __device__ __forceinline__ explicit Mish(float u) {
-    const float limited = u > 20.0f ? 20.0f : u;  // NaN stays NaN
-    const float e = __expf(limited), n = e * (e + 2.0f), r = __fdividef(1.0f, n + 2.0f), t = n * r;
+    const float power = ptx::min_or_nan(u * 1.44269504f, 28.8539008f);  // of 2; from 20 on the quotient is 1
+    const float e = ptx::exp2_approx(power), n = e * (e + 2.0f), r = ptx::reciprocal_approx(n + 2.0f), t = n * r;
     value = u * t;
-    slope = fmaf(4.0f * limited * r, fmaf(e, e, e) * r, t);
+    slope = fmaf(power * r, fmaf(e, e, e) * r * 2.77258872f, t);  // 4 log(2)
   }
 };
 

@@ -30,7 +30,8 @@ struct NormPlan {
 };
 
 constexpr int kWarpThreads = 32, kNormBlock = 128, kMaxTeam = 256, kMaxVectors = 4;
-/// Blocks of kNormBlock threads that an H100 holds at once in the backward: 4 on each of 132 multiprocessors.
+/// Blocks of kNormBlock threads that an H100 holds at once with 128 registers a thread: 4 on each of 132
+/// multiprocessors.
 constexpr int64_t kResidentBlocks = 528;
 constexpr int64_t kMaxSlices = 65535;  // the grid's limit
 
@@ -45,6 +46,7 @@ inline int64_t power_of_two_from(int64_t n) {
 inline NormPlan teams(const NormShape& shape, int element_size) {
   const int64_t vector = 16 / element_size, row = shape.channels / shape.groups;
   if (row % vector != 0 || row == 0 || shape.inner == 0) return {};
+  if (shape.channels * shape.inner > INT32_MAX) return {};  // offsets within a sample are ints
   const int64_t width = power_of_two_from(row / vector), passes = shape.inner;
   int64_t threads = power_of_two_from(width * passes);
   if (threads > kWarpThreads) threads = width > kWarpThreads ? width : kWarpThreads;
@@ -62,9 +64,9 @@ inline NormPlan teams(const NormShape& shape, int element_size) {
   return plan;
 }
 
-/// Slices of the samples in the backward; the gradients of weight and bias are added up slice by slice. It depends on
-/// sizes alone, so that results repeat bit for bit.
-inline int64_t backward_slices(const NormShape& shape, const NormPlan& plan) {
+/// Slices of the samples, which the blocks of a group share out. The gradients of weight and bias are added up slice by
+/// slice, and the number depends on sizes alone, so that results repeat bit for bit.
+inline int64_t slices(const NormShape& shape, const NormPlan& plan) {
   if (!plan.fits()) return shape.batch;
   const int64_t useful = (shape.batch + plan.samples() - 1) / plan.samples();
   const int64_t resident = kResidentBlocks * kNormBlock / plan.block / (shape.groups / plan.groups);

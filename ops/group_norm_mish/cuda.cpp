@@ -148,7 +148,7 @@ NormGradients channels_last_backward(const ChannelsLast& in, const Tensor& grad_
   auto grad_shift = wanted(4, {batch, channels}, in.input.scalar_type());
   Tensor partials;
   if (mask[1] || mask[2])
-    partials = at::empty({2, backward_slices(in.args.shape, in.args.plan), channels}, options.dtype(at::kFloat));
+    partials = at::empty({2, slices(in.args.shape, in.args.plan), channels}, options.dtype(at::kFloat));
   const kernels::channels_last::GroupNormMishBackward args{in.args,
                                                            grad.const_data_ptr(),
                                                            mutable_data_or_null(grad_input),

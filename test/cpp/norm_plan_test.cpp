@@ -24,7 +24,7 @@ void expect_sound(const NormShape& shape, int element_size) {
   else
     EXPECT_LE(plan.groups * plan.threads, kWarpThreads);
   EXPECT_GE(plan.samples(), 1);
-  const int64_t count = backward_slices(shape, plan);
+  const int64_t count = slices(shape, plan);
   EXPECT_LE(count, kMaxSlices);
   EXPECT_EQ(count > 0, shape.batch > 0);
 }
