@@ -13,9 +13,11 @@ constexpr int kSlicesIn = 8;  // slices of the input channels are GroupNorm grou
 constexpr int kSoloShareFloats =
     320;  // of a warp's partial sums in the one-sample kernel, for each channel pair a thread
 
-/// Words from one slice's partial sums to the next slice's where a thread has one pair, whatever the layer: 16-bit
+/// Words from one slice's partial sums to the next slice's, in the one-sample kernel, whatever the layer: 16-bit
 /// weights send two sums a word.
-constexpr uint32_t solo_message_stride(bool wide) { return kConsumerWarps * 32 * kSlicesIn * (wide ? 2 : 1); }
+constexpr uint32_t solo_message_stride(int pairs, bool wide) {
+  return kConsumerWarps * 32 * kSlicesIn * pairs * (wide ? 2 : 1);
+}
 
 /// One product in a block's share: rows = 16 << row_tiles_log2 output channels, one group of input channels.
 /// 8 warps = (1 << row_tiles_log2) row tiles x (1 << k_warps_log2) shares of K x the rest over columns.
@@ -51,7 +53,6 @@ struct alignas(16) SoloLayer {
   int first[2], steps_per_tap, steps_inverse;
   int tap_bytes, shape, out[2];  // bytes from a tap to the next, less its steps; row tiles << 4 | column tiles
   int out_stride, last_row, stages, scale;  // scale: float offset of the segments' scales, where weights are e4m3
-  int partial;                              // words from sum to sum, where a thread has two pairs
 };
 enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
 

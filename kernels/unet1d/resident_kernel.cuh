@@ -9,8 +9,7 @@
 // group alone, and residuals and skips, which are always of the same group, stay in its shared memory. Block: 8 warps
 // of arithmetic and one thread that copies weights into a ring of 16 KB stages, as far ahead as the ring reaches.
 //   A thread owns channel pairs of the group when it reads, normalises and writes the product's input; how a product is
-//   cut among the warps: resident_solo.cuh and resident_two_pairs.cuh (one sample, tuned) and resident_general.cuh (any
-//   number).
+//   cut among the warps: resident_solo.cuh (one sample, tuned) and resident_general.cuh (any number).
 // Hand-over: block (m, k) publishes its partial sum of every output; whoever needs a value reads its 8 partial sums.
 // The lowest
 //   bit of every word is the step's parity, so a word says itself whether it has been written: no flag, no fence, no
@@ -20,7 +19,6 @@
 #pragma once
 #include "kernels/unet1d/resident_general.cuh"
 #include "kernels/unet1d/resident_solo.cuh"
-#include "kernels/unet1d/resident_two_pairs.cuh"
 
 namespace dpa::kernels::unet1d {
 
@@ -88,9 +86,7 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
     const Ring view = {ptx::held(ptx::shared_address(full)), ptx::held(ptx::shared_address(empty)), y.stages, 0, 0};
     const Block<Weight> block = {a,        shared, view, tid,  tid / 32,
                                  tid % 32, m,      k,    zero, ptx::held(ptx::shared_address(shared))};
-    if constexpr (kPairs == 2)
-      TwoPairs<Weight>{block}.run();
-    else if constexpr (kPairs > 0)
+    if constexpr (kPairs > 0)
       Solo<Weight, kPairs, kRecord>{block}.run();
     else
       General<Weight>{block}.run();

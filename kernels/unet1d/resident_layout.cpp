@@ -13,19 +13,10 @@ bool solo_shape(bool wide, int row_tiles, int column_tiles) {
   return false;
 }
 
-// The kernel for two pairs a thread has its messages where the general one has them.
-void place_messages(SoloLayer& s, const ResidentLayer& l) {
-  s.message = static_cast<int>(l.message[0]), s.partial = static_cast<int>(l.partial);
-  s.residual_message = static_cast<int>(l.residual_message);
-  for (int k = 0; k < l.num_segments; k++)
-    s.out[k] = static_cast<int>(l.message[k]) + (l.upsample ? k * l.channels_out : 0);
-}
-
 // Fills in the descriptors of the one-sample kernel; false where it has no code for a shape.
 bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
-  const int element = wide ? 4 : 2, step_bytes = 16 * element,
-            pack = wide || pairs == 2 ? 1 : 2;                                // sums a message word
-  const int block = kSlicesIn * static_cast<int>(solo_message_stride(wide));  // words of a product's output
+  const int element = wide ? 4 : 2, step_bytes = 16 * element, pack = wide ? 1 : 2;  // sums a message word
+  const int block = kSlicesIn * static_cast<int>(solo_message_stride(pairs, wide));  // words of a product's output
   int message = 0, second_message = -1;
   for (int i = 0; i <= r.count; i++) {
     const ResidentLayer& l = r.layers[i];
@@ -37,10 +28,7 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
     s.bias = l.bias[0], s.other_bias = l.other_bias, s.norm = l.norm, s.film = l.film, s.skip_out = l.skip_out;
     s.flags = (l.add ? kSoloAdd : 0) | (l.keep ? kSoloKeep : 0);
     s.message = message;
-    if (i == 0) {
-      if (pairs == 2) place_messages(s, l);
-      continue;
-    }
+    if (i == 0) continue;
     message += block;
     second_message = l.num_segments == 2 && !l.upsample ? message : -1;
     if (second_message >= 0) message += block;
@@ -60,9 +48,8 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
       s.out[k] = (k && second_message >= 0 ? second_message : s.message) + (l.upsample ? k * l.channels_out / pack : 0);
       s.stages += ceil_div(l.tiles[k] * r.tile_bytes, kStageBytes);
     }
-    if (pairs == 2) place_messages(s, l);
   }
-  if (pairs == 1) r.tail_message = message;
+  r.tail_message = message;
   return true;
 }
 
@@ -178,7 +165,7 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
 
 bool records(const Plan& plan, int batch, int horizon, int shared_bytes) {
   const ResidentLayout layout = resident_layout(plan, batch, horizon, shared_bytes);
-  return layout.fits && layout.pairs == 1;
+  return layout.fits && layout.pairs > 0;
 }
 
 bool resident_fits(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes) {

@@ -14,8 +14,8 @@ namespace dpa::kernels::unet1d {
 template <class Activation, int kPairs>
 struct Messages {
   static constexpr bool kWide = sizeof(Activation) == 4;
-  static constexpr uint32_t kStride = solo_message_stride(kWide);  // words from slice to slice
-  static constexpr uint32_t kWordSums = kWide ? 1 : 2;             // partial sums in a word
+  static constexpr uint32_t kStride = solo_message_stride(kPairs, kWide);  // words from slice to slice
+  static constexpr uint32_t kWordSums = kWide ? 1 : 2;                     // partial sums in a word
   using Word = std::conditional_t<kWide, uint2, uint32_t>;
 
   const uint32_t* first;

@@ -6,8 +6,11 @@ namespace {
 
 template <class Weight>
 cudaError_t launch(const Arguments& a, cudaStream_t stream) {
-  if (a.layout.pairs != 1) return cudaErrorInvalidConfiguration;  // the others keep no record
-  return launch_pairs<Weight, 1, true>(a, stream);
+  switch (a.layout.pairs) {
+    case 1: return launch_pairs<Weight, 1, true>(a, stream);
+    case 2: return launch_pairs<Weight, 2, true>(a, stream);
+    default: return cudaErrorInvalidConfiguration;  // the general kernel keeps no record
+  }
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ struct Call {
 };
 
 /// The shape of a record: blocks, layers (the first convolution, then every product), kMarks. No blocks where the
-/// current device would not run the one-sample kernel, or a thread of it would have two channel pairs.
+/// current device would not run the one-sample kernel.
 struct RecordShape {
   int blocks = 0, layers = 0;
 };

@@ -25,7 +25,7 @@ cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at
 
 /// Whether the resident kernel can run a call of these sizes on such a device.
 bool resident_fits(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes);
-/// Whether it would be the one-sample kernel with one pair a thread, which keeps records.
+/// Whether it would be the one-sample kernel, which keeps records.
 bool records(const Plan& plan, int batch, int horizon, int shared_bytes);
 
 }  // namespace dpa::kernels::unet1d

@@ -5,7 +5,8 @@
 //   unet1d_test step     a step at batch 1 inside a captured loop
 //   unet1d_test bench    other batches, horizons and the layered path too
 //   unet1d_test profile  where the one-sample kernel's last step goes
-// A second word, `clustered`, keeps to the clustered path; any other keeps to the benchmarks whose names contain it.
+// A second word, `clustered`, keeps to the clustered path; any other keeps to the tests and benchmarks whose names
+// contain it.
 // Workspaces and outputs are poisoned, and followed by guard words that must survive.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -50,6 +51,7 @@ const Case kCases[] = {
     {"64/128 T20 da 22", {22, 2, {64, 128}, 5, 8, 32, 0, true}, 1, 20, false},
     {"128/256 T48 batch 2", {2, 2, {128, 256}, 5, 8, 32, 11, true}, 2, 48, false},
     {"256/512 T16 batch 5", {2, 2, {256, 512}, 5, 8, 32, 3, true}, 5, 16, false},
+    {"512 T16 (two channel pairs a thread)", {2, 1, {512}, 5, 8, 32, 3, true}, 1, 16, false},
     {"128 T16", {3, 1, {128}, 5, 8, 16, 3, true}, 1, 16, false},
     {"128/128/256/256 T16 (equal widths)", {2, 4, {128, 128, 256, 256}, 3, 8, 32, 3, true}, 1, 16, false},
     {"256/128 T8 (joined width equals output)", {2, 2, {256, 128}, 3, 8, 32, 3, true}, 1, 8, false},
@@ -186,6 +188,7 @@ const char* name_of(Path path) {
 
 int failures = 0;
 bool only_clustered = false;
+const char* only = "";  // of the tests and benchmarks: those whose names contain it
 
 void test_case(const Case& c, DType dtype, bool loop) {
   const int steps = loop ? 3 : 1, actions = c.config.action_dim, per_sample = c.horizon * actions,
@@ -312,8 +315,6 @@ float median_us(cudaStream_t stream, int repeats, F f) {
   std::sort(t.begin(), t.end());
   return t[t.size() / 2];
 }
-
-const char* only = "";  // of the benchmarks: those whose names contain it
 
 void bench_case(const char* name, const Config& config, DType dtype, int batch, int horizon, double bandwidth,
                 Path path) {
@@ -487,7 +488,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   for (const Case& c : kCases) {
-    if (what == "quick" && c.large) continue;
+    if ((what == "quick" && c.large) || !std::strstr(c.name, only)) continue;
     for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
       if (dtype == DType::kFloat16 && !fits(make_plan(c.config, dtype), c.batch, c.horizon, Path::kClustered)) continue;
       if (only_clustered && (dtype == DType::kFloat32 || dtype == DType::kFloat8E4M3)) continue;
