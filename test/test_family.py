@@ -47,6 +47,7 @@ def lerobot_unet(arguments):
         kernel_size=arguments.get("kernel_size", 3),
         n_groups=arguments.get("n_groups", 8),
         use_film_scale_modulation=arguments.get("cond_predict_scale", False),
+        gradient_checkpointing=False,
     )
     return modeling.DiffusionConditionalUnet1d(config, arguments["global_cond_dim"] or 0)
 

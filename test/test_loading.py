@@ -49,9 +49,15 @@ LAYOUTS = {
     "lerobot_compiled": lambda s: prefixed(lerobot_names(s), "diffusion.unet._orig_mod."),
     "ddp": lambda s: prefixed(s, "module.model."),
     "robomimic": lambda s: {
-        "model": {"nets": prefixed(s, "policy.noise_pred_net.")},
-        "config": "{}",
+        "model": {
+            "nets": prefixed(s, "policy.noise_pred_net.") | {"policy.obs_encoder.x": torch.ones(2)},
+            "optimizers": {"policy": {"state": {0: {"exp_avg": torch.ones(2)}}}},
+            "ema": None,
+        },
+        "config": json.dumps({"algo": {"unet": {"n_groups": 8}}}),
+        "algo_name": "diffusion_policy",
     },
+    "nomad": lambda s: prefixed(s, "noise_pred_net.") | {"dist_pred_net.x": torch.ones(2)},
 }
 
 
@@ -72,6 +78,45 @@ def test_averaged_weights_come_first(unet, tmp_path):
     assert equal(loaded.unet, averaged) and loaded.source == "state_dicts.ema_model: model."
     assert loaded.others == ("state_dicts.model: model.",)
     assert equal(load_checkpoint(tmp_path / "latest.ckpt", ema=False).unet, state)
+
+
+def test_robomimic_averages(unet, tmp_path):
+    state = unet.state_dict()
+    averaged = prefixed({name: value + 1 for name, value in state.items()}, "policy.net.")
+    torch.save(
+        {"model": {"nets": prefixed(state, "policy.net."), "ema": averaged}}, tmp_path / "a.pth"
+    )
+    loaded = load_checkpoint(tmp_path / "a.pth")
+    assert loaded.source == "model.ema: policy.net."
+    assert equal(loaded.unet, {name: value + 1 for name, value in state.items()})
+    assert equal(load_checkpoint(tmp_path / "a.pth", ema=False).unet, state)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"cfg": {"policy": {"model": {"n_groups": 4}}}},  # diffusion_policy and DP3
+        {"config": json.dumps({"algo": {"unet": {"n_groups": 4}}})},  # robomimic
+    ],
+)
+def test_groups_follow_the_configuration(config, unet, tmp_path):
+    torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt").arguments["n_groups"] == 4
+    assert load_checkpoint(tmp_path / "a.pt", n_groups=2).arguments["n_groups"] == 2
+    config["more"] = {"n_groups": 8, "self": config}
+    torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"must have one n_groups, got (8, 4|4, 8)"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+@torch.no_grad()
+def test_switched_off_conditioning_follows_the_configuration(unet, tmp_path):
+    config = {"cfg": {"policy": {"use_down_condition": True, "use_mid_condition": False}}}
+    torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / "a.pt")
+    loaded = load_checkpoint(tmp_path / "a.pt").unet
+    unet.use_mid_condition = False
+    expected = family.recognise(unet).weights()
+    assert equal(loaded, expected) and not equal(loaded, unet.state_dict())
 
 
 def test_lerobot_folder(unet, tmp_path):

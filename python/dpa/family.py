@@ -137,6 +137,24 @@ def template(arguments: Mapping[str, Any]) -> ConditionalUnet1D:
         raise NotInFamily(str(error)) from None
 
 
+def switched_off(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the beginnings of the names of the residual blocks that DP3's switches leave bare."""
+    return tuple(begin for name, begin in _SWITCHES.items() if not settings.get(name, True))
+
+
+def without_film(
+    weights: Mapping[str, Tensor], begins: tuple[str, ...], scale: bool
+) -> dict[str, Tensor]:
+    """Return the weights with a constant FiLM, scale 1 and shift 0, where names begin so."""
+    changed = dict(weights)
+    for key, value in weights.items():
+        if key.startswith(begins) and ".cond_encoder." in key:
+            changed[key] = torch.zeros_like(value)
+            if key.endswith(".bias") and scale:
+                changed[key][: value.shape[0] // 2] = 1
+    return changed
+
+
 @dataclass(frozen=True, eq=False)
 class Network:
     """A live module that was recognised as a U-Net of the family.
@@ -146,6 +164,8 @@ class Network:
         inputs: the names of the arguments of its forward, in order.
         slots: where each parameter lives: (module, name in it), by the original's names.
         unconditioned: beginnings of the names of residual blocks that run without FiLM (DP3).
+        tree: what each module that holds others holds now, beside what it held.
+        leaves: what the others hold: nothing, unless a parametrization is registered later.
 
     """
 
@@ -153,6 +173,12 @@ class Network:
     inputs: tuple[str, ...]
     slots: dict[str, tuple[nn.Module, str]] = field(repr=False)
     unconditioned: tuple[str, ...] = ()
+    tree: tuple[tuple[dict, dict], ...] = field(default=(), repr=False)
+    leaves: tuple[dict, ...] = field(default=(), repr=False)
+
+    def altered(self) -> bool:
+        """Whether a module inside was added, removed or replaced since it was recognised."""
+        return any(self.leaves) or any(now != then for now, then in self.tree)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the module has now, by the original's names."""
@@ -161,13 +187,7 @@ class Network:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that give the original's network the mathematics of this one."""
         weights = {key: value.detach() for key, value in self.parameters().items()}
-        for key in weights:
-            if key.startswith(self.unconditioned) and ".cond_encoder." in key:
-                # FiLM of a constant: scale 1, shift 0.
-                weights[key] = torch.zeros_like(weights[key])
-                if key.endswith(".bias") and self.arguments["cond_predict_scale"]:
-                    weights[key][: weights[key].shape[0] // 2] = 1
-        return weights
+        return without_film(weights, self.unconditioned, self.arguments["cond_predict_scale"])
 
 
 def recognise(module: nn.Module) -> Network:
@@ -196,8 +216,11 @@ def recognise(module: nn.Module) -> Network:
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
         raise NotInFamily(f"{type(module).__name__}'s parameters differ: {lines[0]}{more}")
     _check_layers(module, twin)
-    off = tuple(begin for name, begin in _SWITCHES.items() if not getattr(module, name, True))
-    return Network(arguments, _forward_inputs(module), slots, off)
+    off = switched_off({name: getattr(module, name, True) for name in _SWITCHES})
+    held = [part._modules for part in module.modules()]
+    tree = tuple((now, dict(now)) for now in held if now)
+    leaves = tuple(now for now in held if not now)
+    return Network(arguments, _forward_inputs(module), slots, off, tree, leaves)
 
 
 def _check_layers(module: nn.Module, twin: nn.Module) -> None:

@@ -23,7 +23,9 @@ from .family import (
     differences,
     original_name,
     prefixes,
+    switched_off,
     template,
+    without_film,
 )
 from .nn.unet1d import ConditionalUnet1D
 
@@ -72,7 +74,9 @@ def load_checkpoint(
             ``model.safetensors`` and ``config.json``.
         ema: prefer averaged weights where the file has both; False prefers the others.
         prefix: beginning of the parameter names of the U-Net to take, where there are several.
-        n_groups: of the GroupNorms, which no shape shows; None takes LeRobot's configuration, or 8.
+        n_groups: of the GroupNorms, which no shape shows; None takes what a configuration in the
+            file or beside it says, or 8. DP3's ``use_*_condition`` are taken from there too: FiLM
+            is then constant in the blocks that are switched off.
         trust_pickle: unpickle in full, which runs whatever code the file holds.
 
     Raises:
@@ -96,7 +100,10 @@ def load_checkpoint(
     plain = [entry for entry in found if entry not in averaged]
     first, second = (averaged, plain) if ema else (plain, averaged)
     chosen = (first or second)[0]
-    groups = n_groups if n_groups is not None else _groups(config, path)
+    if not config and isinstance(content, Mapping):
+        config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
+    settings = _settings(config, path)
+    groups = settings.get("n_groups", 8) if n_groups is None else n_groups
     try:
         weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
         unet = unet_from_state_dict(weights, groups)
@@ -105,9 +112,9 @@ def load_checkpoint(
     names = [f"{where}: {start}".removeprefix(": ") for where, start, _ in (chosen, *found)]
     others = tuple(name for name in names[1:] if name != names[0])
     arguments = arguments_from_shapes(unet.state_dict(), groups)
+    bare, scale = switched_off(settings), arguments["cond_predict_scale"]
+    unet.load_state_dict(without_film(unet.state_dict(), bare, scale))
     rest = {n: v for n, v in chosen[2].items() if n not in weights}
-    if not config and isinstance(content, Mapping):
-        config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
     return Checkpoint(unet, arguments, names[0], config, rest, others)
 
 
@@ -225,12 +232,40 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is no JSON object: {error}") from None
 
 
-def _groups(config: Mapping[str, Any], path: Path) -> int:
-    """LeRobot's ``n_groups``, or the original's default."""
-    groups = config.get("n_groups", 8)
+_WANTED = ("n_groups", "use_down_condition", "use_mid_condition", "use_up_condition")
+
+
+def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what a configuration says, at whatever depth, that no shape shows."""
+    found: dict[str, list[Any]] = {}
+    seen: list[Any] = [config]
+    for level in seen:
+        # omegaconf's dicts would evaluate expressions that refer to the training code.
+        items = level.items_ex(resolve=False) if hasattr(level, "items_ex") else level.items()
+        for name, value in items:
+            if name in _WANTED and value not in found.setdefault(name, []):
+                found[name].append(value)
+            value = _parsed(value)
+            if isinstance(value, Mapping) and not any(value is other for other in seen):
+                seen.append(value)
+    groups = found.get("n_groups", [8])[0]
     if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
         raise CheckpointError(f"{path}: n_groups must be a positive integer, got {groups!r}")
-    return groups
+    for name, values in found.items():
+        if len(values) > 1:
+            listed = ", ".join(map(repr, values))
+            raise CheckpointError(f"{path}: the configuration must have one {name}, got {listed}")
+    return {name: values[0] for name, values in found.items()}
+
+
+def _parsed(value: Any) -> Any:
+    """robomimic keeps its configuration as text."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
 
 
 def _refuse_altered_archive(path: Path) -> None:
