@@ -43,6 +43,7 @@ def run(
     *,
     drawn: torch.dtype,
     capture: bool,
+    watch: bool = False,
 ) -> Tensor:
     """Run the loop as one op, in a graph where ``capture`` allows it and one can be captured.
 
@@ -55,6 +56,7 @@ def run(
         generator: of the random stream, drawn from as the loop of steps draws.
         drawn: the dtype that noise is drawn in.
         capture: whether a graph is wanted.
+        watch: look for weights written through ``parameter.data`` too.
 
     """
     inputs = {
@@ -74,13 +76,17 @@ def run(
                 inputs["step_noise"] = steps.to(device)
     make_body = functools.partial(_body, packed, table, shape, device, drawn)
     if not (capture and can_capture(device)):
+        if watch:
+            packed.follow()
         return make_body()(inputs, source)
     memory = packed.memory(device).data_ptr()
-    key = (shape, table, packed.dtype, drawn, memory, frozenset(inputs), source is None)
+    network = (packed.dtype, tuple(packed.config), memory)
+    key = (shape, table, *network, drawn, frozenset(inputs), source is None)
     offset = 0 if source is None else source.get_offset()
+    differ = packed.look() if watch else (lambda: False)
     result = graphs.run(key, device, inputs, source, make_body)
     # Looked at while the GPU works already: weights that changed cost a second run.
-    if packed.stale():
+    if packed.stale() or differ():
         packed.repack()
         if source is not None:
             source.set_offset(offset)

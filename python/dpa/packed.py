@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,16 @@ def unet_config(unet: nn.Module) -> list[int]:
 
     """
     return _config(recognise(unet))
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The values as integers, among which a NaN equals itself."""
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
 
 
 def _config(network: Network) -> list[int]:
@@ -79,20 +91,30 @@ class PackedUnet:
             )
         self.unet = unet
         self.dtype = dtype
-        self.network = recognise(unet)
-        self.config = _config(self.network)
-        self._names = torch.ops.dpa.unet1d_weight_names(self.config)
+        self._read()
         self._packed: Tensor | None = None
         self._seen: list[tuple[int, int]] = []
         self._elements: list[Tensor] = []
         self._values: Tensor | None = None
         self._looked = 0.0
 
+    def _read(self) -> None:
+        self.network = recognise(self.unet)
+        self.config = _config(self.network)
+        self._names = torch.ops.dpa.unet1d_weight_names(self.config)
+
     def repack(self) -> Tensor:
         """Pack the weights as they are now, in the same memory as before where there is one.
 
         A captured graph that reads the packed weights therefore follows.
+
+        Raises:
+            ValueError: modules were replaced, and the network can no longer be packed.
+
         """
+        if self.network.altered():
+            self._read()
+            self._packed = None  # of another size, perhaps
         with torch.inference_mode(False), torch.no_grad():
             weights = self.network.weights()
             given = [weights[name] for name in self._names]
@@ -104,7 +126,7 @@ class PackedUnet:
             # Views: they show what is written through parameter.data as well.
             found = [p.detach() for p in self.network.parameters().values()]
             middle = [p[tuple(size // 2 for size in p.shape)].view(1) for p in found]
-            self._elements, self._values = middle, torch.cat(middle)
+            self._elements, self._values = middle, _bits(torch.cat(middle))
         self._seen = self._versions()
         return self._packed
 
@@ -121,8 +143,27 @@ class PackedUnet:
         self._looked = now
         if self._packed.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        if self.stale() or not torch.equal(torch.cat(self._elements), self._values):
+        if self.stale() or self.look()():
             self.repack()
+
+    def look(self) -> Callable[[], bool]:
+        """Return a question: do the values that :meth:`follow` compares differ as of this call?
+
+        On a GPU it is answered on a stream of its own, beside what was launched in the meantime.
+        """
+        values, elements = self._values, self._elements
+        if values is None:
+            return lambda: True
+        if not values.is_cuda:
+            return lambda: not torch.equal(_bits(torch.cat(elements)), values)
+        now = torch.cuda.current_stream(values.device).record_event()
+
+        def differ() -> bool:
+            with torch.cuda.stream(_side_stream(values.device)):
+                torch.cuda.current_stream().wait_event(now)
+                return not torch.equal(_bits(torch.cat(elements)), values)
+
+        return differ
 
     def _versions(self) -> list[tuple[int, int]]:
         found = [module._parameters[name] for module, name in self.network.slots.values()]
@@ -133,7 +174,7 @@ class PackedUnet:
 
     def stale(self) -> bool:
         """Whether the network's weights have changed since they were packed."""
-        return self._packed is None or self._versions() != self._seen
+        return self._packed is None or self.network.altered() or self._versions() != self._seen
 
     def memory(self, device: torch.device) -> Tensor:
         """Return the packed weights as they are, packing only where there are none there yet."""

@@ -69,6 +69,9 @@ class DiffusionSampler:
         cuda_graph: on a GPU, capture the fused loop into a CUDA graph at the first call of each
             shape, and replay it from then on. Eight are kept. Inside a capture of the caller's the
             kernels go into that one.
+        watch: with ``fused``, notice weights written through ``parameter.data`` too, as diffusers'
+            ``EMAModel.copy_to`` writes them: one value of each parameter is compared in each call,
+            on a GPU while the loop runs.
         noise_dtype: what random numbers are drawn in; None is the sample's dtype, as in diffusers
             where the network is float32. A 16-bit network's own loop draws 16-bit numbers.
         parallel: evaluate a window of timesteps at once, in sweeps, until they no longer move
@@ -94,6 +97,7 @@ class DiffusionSampler:
         fused: bool = False,
         fallback: bool = False,
         cuda_graph: bool = True,
+        watch: bool = False,
         noise_dtype: torch.dtype | None = None,
         parallel: Parallel | None = None,
     ):
@@ -115,6 +119,7 @@ class DiffusionSampler:
         self.fused = fused
         self.fallback = fallback
         self.cuda_graph = cuda_graph
+        self.watch = watch
         self.noise_dtype = noise_dtype
         self.parallel = parallel
         self.last_parallel: ParallelReport | None = None
@@ -227,9 +232,16 @@ class DiffusionSampler:
         packed = self._packed_for(table, device, weights_dtype, local_cond)
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            drawn, capture = self.noise_dtype or wide, self.cuda_graph
             return fused.run(
-                packed, self._graphs, table, shape, given, generator, drawn=drawn, capture=capture
+                packed,
+                self._graphs,
+                table,
+                shape,
+                given,
+                generator,
+                drawn=self.noise_dtype or wide,
+                capture=self.cuda_graph,
+                watch=self.watch,
             )
 
         def draw() -> Tensor:
@@ -310,11 +322,6 @@ class DiffusionSampler:
             predict = functools.partial(fused.predict, packed)
         found, self.last_parallel = Sweeps(inputs, table, predict, options).run()
         return found
-
-    def follow(self, every: float = 0.0) -> None:
-        """Pack anew what was changed through ``parameter.data``; see :meth:`PackedUnet.follow`."""
-        if self._packed is not None:
-            self._packed.follow(every)
 
     def _placement(self, tensors: dict[str, Tensor]) -> tuple[torch.device, torch.dtype]:
         """Return the device and dtype of the network; every argument must be on that device."""
