@@ -8,6 +8,7 @@ Modules, parameters, state dicts, queues, normalizers and encoders stay as they 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from .family import NotInFamily, recognise
 from .loops import FastLoop
 from .packed import runs_packed
 from .schedulers import from_diffusers
-from .standins import FastForward
+from .standins import FastForward, Options
 from .steps import FastStep, why_no_step
 
 _MODES = ("loop", "step", "chain")
@@ -96,7 +97,14 @@ class Report:
         return [asdict(finding) for finding in self.findings]
 
 
-def accelerate(model: Any, dtype: torch.dtype | None = None, mode: str = "loop") -> Any:
+def accelerate(
+    model: Any,
+    dtype: torch.dtype | None = None,
+    mode: str = "loop",
+    *,
+    tolerance: float | None = None,
+    fallback: bool = True,
+) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
     The first call of each kind runs the original too, on the real input, compares, and returns the
@@ -105,7 +113,8 @@ def accelerate(model: Any, dtype: torch.dtype | None = None, mode: str = "loop")
 
     Weights that change are noticed: optimizer steps, ``load_state_dict``, EMA copies, ``.to()``.
     What is written through ``parameter.data`` leaves no trace but the values; one of each parameter
-    is looked at, once in 10 ms at most. Where that is not enough, call :func:`repack`.
+    is looked at in every loop, and before single steps once in 10 ms at most. Where that is not
+    enough, call :func:`repack`. Modules that are replaced are noticed too.
 
     Args:
         model: a LeRobot or diffusion_policy policy, a U-Net, or an object that holds some; or a
@@ -115,35 +124,49 @@ def accelerate(model: Any, dtype: torch.dtype | None = None, mode: str = "loop")
         mode: "loop" runs whole denoising loops as one op where the policy's loop is known; "step"
             leaves the loops alone and accelerates each step; "chain" runs the network layer by
             layer with dpa's fused ops, on the live parameters, with no packed copy.
+        tolerance: relative error in the norm beyond which the original runs, of a step or of a
+            whole loop. None is, by the coarsest dtype at work, 1e-4, 1e-2 (float16), 5e-2
+            (bfloat16) for a step, and 1e-3, 5e-2, 1e-1 for a loop.
+        fallback: what to do where a loop cannot be fused, or a self-check fails. True warns with
+            the reason, and the original runs; False raises.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: nothing in ``model`` can be accelerated; the message says why.
-        ValueError: an unknown ``mode`` or ``dtype``.
+        TypeError: nothing in ``model`` can be accelerated, or with ``fallback=False`` not all that
+            was found; the message says why.
+        ValueError: an unknown ``mode`` or ``dtype``, or a ``tolerance`` that is none.
 
     """
     if mode not in _MODES:
         raise ValueError(f"accelerate: mode must be one of {', '.join(_MODES)}, got {mode!r}")
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
+    if tolerance is not None and not 0 < tolerance < float("inf"):
+        raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
     restore(model)
+    options = Options(dtype, mode, tolerance, fallback)
     if _is_scheduler(model):
         if (why := why_no_step(model)) is not None:
             raise TypeError(f"accelerate: scheduler must be one whose step can be fused: {why}")
-        vars(model)["step"] = FastStep(model)
+        vars(model)["step"] = FastStep(model, options)
         return model
-    found = False
+    report = explain(model)
+    left = tuple(finding for finding in report.findings if not finding.can)
+    if not any(finding.can and finding.part == "U-Net" for finding in report.findings):
+        raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {report}")
+    if left and not fallback:
+        raise TypeError(f"accelerate: with fallback=False all must be fused, got: {Report(left)}")
     for _, module in _modules(model):
         if _why_no_unet(module) is None:
-            vars(module)["forward"] = FastForward(module, dtype, mode)
-            found = True
-    if not found:
-        raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {explain(model)}")
+            vars(module)["forward"] = FastForward(module, options)
+    for finding in left:
+        warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=2)
     for _, module in _modules(model):
         if mode != "step" and _why_no_loop(module) is None:
-            vars(module)["conditional_sample"] = FastLoop(module, _network_name(module))
+            loop = vars(module)["conditional_sample"] = FastLoop(module, _network_name(module))
+            loop.refused = _why_no_scheduler(module)  # said already
     return model
 
 
@@ -177,16 +200,18 @@ def explain(model: Any) -> Report:
     findings = []
     if _is_scheduler(model):
         step, why = vars(model).get("step"), why_no_step(model)
-        active = isinstance(step, FastStep)
-        how, errors = why or "each step one op", tuple(step.errors.values()) if active else ()
-        name = type(model).__name__
+        replaced = isinstance(step, FastStep)
+        why = why or (step.failed if replaced else None)
+        errors = tuple(step.errors.values()) if replaced else ()
+        name, how, active = type(model).__name__, why or "each step one op", replaced and not why
         findings.append(Finding("", "scheduler", name, why is None, active, how, errors))
     for path, module in _modules(model):
         name = type(module).__name__
         forward = vars(module).get("forward")
         if isinstance(forward, FastForward):
-            how, errors = _how(module, forward.mode), tuple(forward.errors.values())
-            findings.append(Finding(path, "U-Net", name, True, True, how, errors))
+            why, errors = forward.why_original() or forward.failed, tuple(forward.errors.values())
+            how = why or _how(module, forward.options.mode)
+            findings.append(Finding(path, "U-Net", name, not why, not why, how, errors))
         elif all(hasattr(module, part) for part in _NEAR):
             why = _why_no_unet(module)
             how = why or _how(module, "loop")
@@ -194,12 +219,13 @@ def explain(model: Any) -> Report:
         if not hasattr(type(module), "conditional_sample"):
             continue
         loop = vars(module).get("conditional_sample")
-        active = isinstance(loop, FastLoop)
-        why = None if active else _why_no_loop(module)
-        why = why or _why_no_scheduler(module)
+        replaced = isinstance(loop, FastLoop)
+        why = None if replaced else _why_no_loop(module)
+        why = why or _why_no_scheduler(module) or (loop.failed if replaced else None)
         how = why or "the whole loop by DiffusionSampler"
-        errors = tuple(loop.errors.values()) if active else ()
-        findings.append(Finding(path, "loop", name, why is None, active and not why, how, errors))
+        errors = tuple(loop.errors.values()) if replaced else ()
+        active = replaced and not why
+        findings.append(Finding(path, "loop", name, not why, active, how, errors))
     return Report(tuple(findings))
 
 
@@ -214,6 +240,8 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
             for name, module in value.named_modules():
                 if id(module) not in seen:
                     seen.add(id(module))
+                    if "_orig_mod" in module._modules:  # torch.compile's wrapper shows its parts
+                        continue
                     yield ".".join(part for part in (path, name) if part), module
         elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, type):
             seen.add(id(value))

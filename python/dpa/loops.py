@@ -13,12 +13,11 @@ from .noise import draw_normal, generator_on
 from .sampler import DiffusionSampler
 from .schedulers import MultistepTable
 from .standins import (
-    LOOK_EVERY,
-    SIXTEEN_BITS,
     FastForward,
+    difference,
     relative_error,
     run_original,
-    warn_of_fallback,
+    say_fallback,
 )
 
 # Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
@@ -41,10 +40,11 @@ class FastLoop:
     def _forget(self) -> None:
         self.errors: dict[Any, float] = {}
         self.refused: str | None = None
+        self.failed: str | None = None
         self._samplers: dict[Any, tuple[Any, ...]] = {}
         self._signature: inspect.Signature | None = None
         self._timesteps: Any = None
-        self._placed: tuple[torch.device, torch.dtype] | None = None
+        self._placed: tuple[torch.device, torch.dtype, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again: a copy has its own."""
@@ -73,7 +73,6 @@ class FastLoop:
         if scheduler.timesteps is not self._timesteps:
             scheduler.set_timesteps(self.policy.num_inference_steps)  # users look there afterwards
             self._timesteps = scheduler.timesteps
-        sampler.follow(LOOK_EVERY)
         return _sample(sampler, call, forward.weight.dtype)
 
     def _original(
@@ -114,10 +113,15 @@ class FastLoop:
         if not torch.equal(generator.get_state(), after):
             error = float("inf")
         generator.set_state(after)
-        self.errors[key] = error
         if error > limit:
-            warn_of_fallback(f"{type(self.policy).__name__}.conditional_sample", error, limit)
+            self._say("the accelerated ", why := difference(error, limit), forward)
+            self.failed = why
+        self.errors[key] = error
         return expected
+
+    def _say(self, which: str, why: str, forward: FastForward) -> None:
+        name = f"{which}{type(self.policy).__name__}.conditional_sample"
+        say_fallback(name, why, forward.options.fallback)
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Return all that a fast run needs, or None where the original must run."""
@@ -127,11 +131,9 @@ class FastLoop:
         forward = vars(unet).get("forward") if isinstance(unet, nn.Module) else None
         if torch.compiler.is_compiling() or not isinstance(forward, FastForward):
             return None
-        if unet.training or torch.is_grad_enabled() or forward.bypassed:
+        if torch.is_grad_enabled() or forward.why_original() is not None:
             return None
         weight = forward.weight
-        if forward.hooked():
-            return None
         call = self._arguments(args, kwargs, weight)
         if call is None:
             return None
@@ -139,17 +141,20 @@ class FastLoop:
         precision = forward.precision(weight.device, weight.dtype)
         scheduler = policy.noise_scheduler
         steps = policy.num_inference_steps
-        made = (id(scheduler), id(scheduler.config), steps, weight.device, weight.dtype, precision)
-        key = (*made, tuple(sorted(options.items())))
-        if self._placed != (weight.device, weight.dtype):
+        made = (id(scheduler), id(scheduler.config), steps, precision)
+        placed = (weight.device, weight.dtype, forward.generation)
+        key = (*made, *placed, tuple(sorted(options.items())))
+        if self._placed != placed:
             self._samplers.clear()  # made of weights that are gone
-            self._placed = (weight.device, weight.dtype)
+            self._placed = placed
         if key not in self._samplers:
             try:
                 sampler = self._make(forward, scheduler, steps, precision, options)
             except (TypeError, ValueError) as error:
-                self.refused = str(error)
                 sampler = None
+                if str(error) != self.refused:
+                    self._say("", f"cannot be accelerated: {error}", forward)
+                    self.refused = str(error)
             # The scheduler is kept, so that its id stays its own.
             self._samplers[key] = (sampler, scheduler, scheduler.config)
         sampler = self._samplers[key][0]
@@ -167,7 +172,7 @@ class FastLoop:
         precision: torch.dtype,
         options: dict[str, Any],
     ) -> DiffusionSampler:
-        dtype = forward.dtype or precision
+        dtype = forward.options.dtype or precision
         fused = forward.packed(dtype) is not None
         unet = forward.unet if fused else forward.chain
         if unet is None:
@@ -181,8 +186,7 @@ class FastLoop:
             fused=fused,
             horizon=getattr(getattr(self.policy, "config", None), "horizon", None),
             noise_dtype=precision,  # the scheduler draws in the dtype of the network's output
-            # Replayed draws of 16 bits are unproven: without a graph each call is what was checked.
-            cuda_graph=precision not in SIXTEEN_BITS,
+            watch=True,
             **options,
         )
         if fused and isinstance(sampler.table, MultistepTable):

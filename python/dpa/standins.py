@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .family import Network, recognise, template
+from .family import Network, NotInFamily, recognise, template
 from .packed import PackedUnet, runs_packed
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _PACKABLE = (torch.float32, *SIXTEEN_BITS)
+_DEVICES = ("cpu", "cuda")
 LOOK_EVERY = 0.01  # seconds; no training fits between two looks
 # Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
 # their own rounding, which some 30 layers add up.
@@ -44,14 +46,30 @@ def run_original(run: Callable[[], Tensor], weight: Tensor) -> Tensor:
         return run()
 
 
-def warn_of_fallback(what: str, error: float, limit: float) -> None:
-    """Warn that a self-check failed."""
+def difference(error: float, limit: float) -> str:
+    """Say what a failed self-check found."""
+    return f"differs from the original by {error:.1e} (relative), more than {limit:.0e}"
+
+
+def say_fallback(what: str, why: str, fallback: bool) -> None:
+    """Warn that the original runs, and why; raise where the user wants no fallback."""
+    if not fallback:
+        raise RuntimeError(f"dpa: {what} {why}, and fallback is False")
     warnings.warn(
-        f"dpa: the accelerated {what} differs from the original by {error:.1e} (relative), more "
-        f"than {limit:.0e}, so the original runs; dpa.explain says more",
+        f"dpa: {what} {why}, so the original runs; dpa.explain says more",
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What :func:`dpa.accelerate` was asked for; its docstring says what each of them means."""
+
+    dtype: torch.dtype | None = None
+    mode: str = "loop"
+    tolerance: float | None = None
+    fallback: bool = True
 
 
 class FastForward:
@@ -62,17 +80,18 @@ class FastForward:
     The first call of each kind runs both and returns the original's result.
     """
 
-    def __init__(self, unet: nn.Module, dtype: torch.dtype | None, mode: str):
+    def __init__(self, unet: nn.Module, options: Options):
         self.unet = unet
-        self.dtype = dtype
-        self.mode = mode
+        self.options = options
         self.bypassed = False
+        self.generation = 0
         self._forget()
         self.prepare()
 
     def _forget(self) -> None:
+        self.generation += 1
         self.errors: dict[Any, float] = {}
-        self.failed = False
+        self.failed = self.refused = None
         self._network: Network | None = None
         self._chain: nn.Module | None = None
         self._packed: dict[torch.dtype, PackedUnet] = {}
@@ -81,16 +100,27 @@ class FastForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again from the network: a copy has its own."""
-        return {"unet": self.unet, "dtype": self.dtype, "mode": self.mode}
+        return {"unet": self.unet, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, bypassed=False)
+        self.__dict__.update(state, bypassed=False, generation=0)
         self._forget()  # the network may be half restored now, so it is read at the first call
 
-    def prepare(self) -> Network:
-        """Read the network: its layers, and a chain of dpa's modules on the same parameters."""
-        if self._network is None:
-            network = recognise(self.unet)
+    def prepare(self) -> Network | None:
+        """Read the network: its layers, and a chain of dpa's modules on the same parameters.
+
+        Again after modules were replaced; None where it is then no longer one of the family.
+        """
+        if self._network is not None and self._network.altered():
+            self._forget()
+        if self._network is None and self.refused is None:
+            try:
+                network = recognise(self.unet)
+            except NotInFamily as error:
+                why = f"was altered: {error}"
+                say_fallback(type(self.unet).__name__, why, self.options.fallback)
+                self.refused = why
+                return None
             if not network.unconditioned:
                 self._chain = template(network.arguments).eval()
                 self._share(network)
@@ -102,18 +132,34 @@ class FastForward:
             self._network = network
         return self._network
 
+    def why_original(self) -> str | None:
+        """Return why the original runs now, whatever it is called with; None where dpa's may."""
+        if self.bypassed:
+            return "it is being compared with"
+        if self.unet.training:
+            return "it is in training mode"
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "torch.func transforms it"
+        if self.prepare() is None:
+            return self.refused
+        if any(self._hooks):  # whoever watches the layers would see nothing of a fused run
+            return "its layers have hooks"
+        if self.weight.device.type not in _DEVICES:
+            return f"it is on {self.weight.device}"
+        return None
+
     @property
     def chain(self) -> nn.Module | None:
         """dpa's network on the live parameters, or None where its layers cannot express it."""
-        network = self.prepare()
         if self._chain is not None:
-            self._share(network)
+            self._share(self._network)
         return self._chain
 
     @property
     def weight(self) -> Tensor:
         """One of the network's parameters, for its device and dtype."""
-        return next(iter(self.prepare().parameters().values()))
+        module, name = next(iter(self._network.slots.values()))
+        return module._parameters[name]
 
     def _share(self, network: Network) -> None:
         for key, parameter in network.parameters().items():
@@ -126,10 +172,10 @@ class FastForward:
 
     def packed(self, dtype: torch.dtype) -> PackedUnet | None:
         """Return the network on packed weights, or None where it cannot be packed."""
-        network = self.prepare()
-        device = next(iter(network.parameters().values())).device
-        local = network.arguments.get("local_cond_dim") is not None
-        if self.mode == "chain" or local or dtype not in _PACKABLE or not runs_packed(device):
+        device = self.weight.device
+        local = self._network.arguments.get("local_cond_dim") is not None
+        chain = self.options.mode == "chain"
+        if chain or local or dtype not in _PACKABLE or not runs_packed(device):
             return None
         if self._placed != (placed := (device, self.weight.dtype)):
             self._packed.clear()  # made of weights that are gone
@@ -144,28 +190,21 @@ class FastForward:
             return torch.get_autocast_dtype(device.type)
         return weights
 
-    def hooked(self) -> bool:
-        """Whether anyone watches the network's layers, who would see nothing of a fused run."""
-        return any(self._hooks)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the network, with the arguments of the forward that this one replaces."""
         if torch.compiler.is_compiling():
             return self._trace(*args, **kwargs)
-        network = self.prepare()
-        call = dict(zip(network.inputs, args, strict=False), **kwargs)
-        if (
-            self.bypassed
-            or self.unet.training
-            or self.hooked()
-            or len(args) > len(network.inputs)
-            or not call.keys() <= set(network.inputs)
-        ):
+        if self.why_original() is not None:
             return self.original(*args, **kwargs)
-        sample = call.pop(network.inputs[0], None)
+        inputs = self._network.inputs
+        call = dict(zip(inputs, args, strict=False), **kwargs)
+        if len(args) > len(inputs) or not call.keys() <= set(inputs):
+            return self.original(*args, **kwargs)
+        sample = call.pop(inputs[0], None)
         timestep = call.pop("timestep", None)
-        if not isinstance(sample, Tensor) or not isinstance(timestep, (Tensor, int)):
-            return self.original(*args, **kwargs)  # a float, which the original may truncate
+        # Subclasses trace or distribute; a timestep that is a float, the original may truncate.
+        if type(sample) is not Tensor or not isinstance(timestep, (Tensor, int)):
+            return self.original(*args, **kwargs)
         conditions = {name: value for name, value in call.items() if value is not None}
         weight = self.weight
         precision = self.precision(sample.device, weight.dtype)
@@ -177,16 +216,19 @@ class FastForward:
             return expected
         with torch.no_grad():
             got = self._run(sample, timestep, conditions, precision)
-        self.errors[key] = relative_error(got, expected.detach())
-        if self.errors[key] > (limit := self.limit(STEP_LIMITS, precision)):
-            self.failed = True
-            warn_of_fallback(type(self.unet).__name__, self.errors[key], limit)
+        error = relative_error(got, expected.detach())
+        if error > (limit := self.limit(STEP_LIMITS, precision)):
+            why = difference(error, limit)
+            what = f"the accelerated {type(self.unet).__name__}"
+            say_fallback(what, why, self.options.fallback)
+            self.failed = why
+        self.errors[key] = error
         return expected
 
     def _trace(self, *args: Any, **kwargs: Any) -> Tensor:
         """Under torch.compile: dpa's layers as one graph, unless a check has failed before."""
-        ready = self._network is not None and self._chain is not None and not self.failed
-        if not ready or self.unet.training:
+        ready = self._network is not None and self._chain is not None and self.failed is None
+        if not ready or self.unet.training or self.bypassed:
             return self.original(*args, **kwargs)
         call = dict(zip(self._network.inputs, args, strict=False), **kwargs)
         sample = call.pop(self._network.inputs[0])
@@ -199,7 +241,7 @@ class FastForward:
         conditions: dict[str, Tensor],
         precision: torch.dtype,
     ) -> Tensor:
-        packed = None if torch.is_grad_enabled() else self.packed(self.dtype or precision)
+        packed = None if torch.is_grad_enabled() else self.packed(self.options.dtype or precision)
         if packed is None:
             chain = self.chain
             if chain is None:
@@ -217,7 +259,9 @@ class FastForward:
 
     def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
         """Return the error that a table allows: that of the coarsest arithmetic on either side."""
-        kinds = [precision, self.dtype or precision]
+        if self.options.tolerance is not None:
+            return self.options.tolerance
+        kinds = [precision, self.options.dtype or precision]
         # The original's convolutions may round to TF32, which has float16's mantissa.
         if next(self.unet.parameters()).is_cuda and torch.backends.cudnn.allow_tf32:
             kinds.append(torch.float16)

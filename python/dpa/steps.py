@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .noise import draw_normal, generator_on
 from .schedulers import StepTable, from_diffusers
-from .standins import STEP_LIMITS, relative_error, warn_of_fallback
+from .standins import STEP_LIMITS, Options, difference, relative_error, say_fallback
 
 _KINDS = ("DDPMScheduler", "DDIMScheduler")
 _OPTIONS = ("eta", "use_clipped_model_output")
@@ -41,12 +41,14 @@ class FastStep:
     The first step of each kind runs both and returns the original's result.
     """
 
-    def __init__(self, scheduler: Any):
+    def __init__(self, scheduler: Any, options: Options):
         self.scheduler = scheduler
+        self.options = options
         self._forget()
 
     def _forget(self) -> None:
         self.errors: dict[Any, float] = {}
+        self.failed: str | None = None
         self._tables: dict[Any, tuple[dict[int, int], StepTable] | None] = {}
         self._placed: dict[Any, tuple[Any, ...]] = {}
         self._output: Any = None
@@ -55,7 +57,7 @@ class FastStep:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again: a copy has its own."""
-        return {"scheduler": self.scheduler}
+        return {"scheduler": self.scheduler, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -84,7 +86,7 @@ class FastStep:
 
         if kind not in self.errors:
             return self._compare(kind, run, call, args, kwargs)
-        if self.errors[kind] > STEP_LIMITS[output.dtype]:
+        if self.errors[kind] > self._limit(output):
             return self.original(*args, **kwargs)
         result, x0 = run()
         return self._output(prev_sample=result, pred_original_sample=x0)
@@ -112,10 +114,17 @@ class FastStep:
         if not torch.equal(generator.get_state(), after):
             error = float("inf")
         generator.set_state(after)
+        if error > (limit := self._limit(call["model_output"])):
+            why = difference(error, limit)
+            what = f"the accelerated {type(self.scheduler).__name__}.step"
+            say_fallback(what, why, self.options.fallback)
+            self.failed = why
         self.errors[kind] = error
-        if error > (limit := STEP_LIMITS[call["model_output"].dtype]):
-            warn_of_fallback(f"{type(self.scheduler).__name__}.step", error, limit)
         return expected
+
+    def _limit(self, output: Tensor) -> float:
+        chosen = self.options.tolerance
+        return STEP_LIMITS[output.dtype] if chosen is None else chosen
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by name, or None where the original must run."""

@@ -1,0 +1,340 @@
+"""What users do to an accelerated model afterwards, and what dpa.accelerate then says and does."""
+
+import copy
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dpa
+from dpa.standins import FastForward
+from test_acceleration import SMALL, diffusers, original_policy, unet_and_inputs
+from test_family import lerobot_unet
+
+
+@pytest.fixture
+def warned_of():
+    """No test here warns unless it says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+pytestmark = pytest.mark.usefixtures("warned_of")
+
+
+def running(device="cpu", **options):
+    """An accelerated U-Net whose self-check is over, and its inputs."""
+    unet, inputs = unet_and_inputs(device)
+    dpa.accelerate(unet, **options)
+    with torch.no_grad():
+        unet(*inputs)
+    return unet, inputs
+
+
+@torch.no_grad()
+def assert_follows(unet, inputs):
+    plain = dpa.restore(copy.deepcopy(unet))
+    for _ in range(2):
+        torch.testing.assert_close(unet(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def call_of(device="cpu"):
+    data = torch.zeros(2, 8, 2, device=device)
+    return data, data.bool(), None, torch.randn(2, 4, device=device)
+
+
+@torch.no_grad()
+def sampled(policy, call):
+    torch.manual_seed(7)
+    return policy.conditional_sample(*call)
+
+
+class Adapter(nn.Module):
+    """Wraps a layer, as LoRA does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+def replace_layer(unet):
+    unet.final_conv[1] = nn.Conv1d(16, 2, 1, device=next(unet.parameters()).device)
+
+
+def wrap_layer(unet):
+    unet.mid_modules[0].cond_encoder[1] = Adapter(unet.mid_modules[0].cond_encoder[1])
+
+
+def parametrize_layer(unet):
+    nn.utils.parametrizations.weight_norm(unet.final_conv[1])
+    unet.final_conv[1].parametrizations.weight.original0.data.mul_(2)
+
+
+def change_activation(unet):
+    unet.mid_modules[0].blocks[0].block[2] = nn.SiLU()
+
+
+def test_a_layer_replaced_by_its_like_runs(device):
+    unet, inputs = running(device)
+    replace_layer(unet)
+    assert_follows(unet, inputs)
+    assert vars(unet)["forward"].errors and dpa.explain(unet).findings[0].active
+
+
+@pytest.mark.parametrize("alter", [wrap_layer, parametrize_layer, change_activation])
+def test_layers_that_become_others_stop_it(alter, device):
+    unet, inputs = running(device)
+    alter(unet)
+    with pytest.warns(RuntimeWarning, match="ConditionalUnet1D was altered: .* the original runs"):
+        unet(*inputs)
+    assert_follows(unet, inputs)
+    [finding] = dpa.explain(unet).findings
+    assert not finding.active and finding.state == "unchanged" and "was altered" in finding.how
+
+
+@torch.no_grad()
+def test_loops_notice_replaced_layers(device):
+    fast = dpa.accelerate(policy := original_policy(device))
+    call = call_of(device)
+    sampled(fast, call), sampled(fast, call)
+    replace_layer(fast.model)
+    plain = dpa.restore(copy.deepcopy(policy))
+    for _ in range(2):
+        torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
+    wrap_layer(fast.model)
+    wrap_layer(plain.model)
+    with pytest.warns(RuntimeWarning, match="was altered"):
+        sampled(fast, call)
+    torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_fused_sampler_notices_replaced_layers(device):
+    unet, _ = unet_and_inputs(device)
+    sampler = dpa.DiffusionSampler(
+        unet, diffusers.DDIMScheduler(20), 4, fused=True, horizon=8, watch=True
+    )
+    noise, cond = torch.randn(2, 8, 2, device=device), torch.randn(2, 4, device=device)
+    sampler(cond, noise=noise), sampler(cond, noise=noise)
+    replace_layer(unet)
+    plain = dpa.DiffusionSampler(unet, diffusers.DDIMScheduler(20), 4, horizon=8)
+    for _ in range(2):
+        torch.testing.assert_close(
+            sampler(cond, noise=noise), plain(cond, noise=noise), rtol=1e-4, atol=1e-4
+        )
+    change_activation(unet)
+    with pytest.raises(ValueError, match=r"must be Mish\(\), got SiLU"):
+        sampler(cond, noise=noise)
+
+
+def test_what_looks_inside_runs_the_original():
+    """torch.func, the meta device and fake tensors see the network's own layers."""
+    unet, inputs = running()
+    plain = dpa.restore(copy.deepcopy(unet))
+    weights = dict(unet.named_parameters())
+    gradients = [
+        torch.func.grad(lambda w, u=u: torch.func.functional_call(u, w, inputs).square().sum())(
+            weights
+        )
+        for u in (unet, plain)
+    ]
+    for name, want in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], want)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [x if x is None else mode.from_tensor(x) for x in inputs]
+        assert unet(*fakes).shape == (3, 8, 2)
+    unet.to("meta")
+    assert unet(*[x if x is None else x.to("meta") for x in inputs]).is_meta
+    assert "it is on meta" in str(dpa.explain(unet))
+
+
+def test_inference_mode_and_no_grad_mix(device):
+    policy = original_policy(device)
+    fast, call = dpa.accelerate(copy.deepcopy(policy)), call_of(device)
+    want = sampled(policy, call)
+    for context in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        for _ in range(2):
+            with context():
+                got = sampled(fast, call)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for current in (policy, fast):
+            for parameter in current.model.parameters():
+                parameter.mul_(1.1)
+    want = sampled(policy, call)
+    with torch.inference_mode():
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+
+
+def test_explain_says_why_the_original_runs():
+    unet, _ = running()
+    assert dpa.explain(unet).findings[0].active
+    unet.train()
+    assert "unchanged: it is in training mode" in str(dpa.explain(unet))
+    unet.eval().mid_modules[0].register_forward_hook(lambda *_: None)
+    assert "unchanged: its layers have hooks" in str(dpa.explain(unet))
+
+
+def test_without_fallback_everything_is_fused_or_raises():
+    def unknown():
+        policy = original_policy("cpu")
+        policy.noise_scheduler = diffusers.EulerAncestralDiscreteScheduler(20)
+        return policy
+
+    before = list(vars(policy := unknown()))
+    with pytest.raises(TypeError, match=r"fallback=False all must be fused, got: .*EulerAncestral"):
+        dpa.accelerate(policy, fallback=False)
+    assert list(vars(policy)) == before and "forward" not in vars(policy.model)
+    with pytest.warns(RuntimeWarning, match=r"dpa.accelerate: .* unchanged: .*EulerAncestral"):
+        dpa.accelerate(policy)
+    fast, call = dpa.accelerate(original_policy("cpu"), fallback=False), call_of()
+    sampled(fast, call), sampled(fast, call)
+    fast.noise_scheduler = diffusers.DDIMScheduler(20, thresholding=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cannot be accelerated: .*thresholding"):
+            sampled(fast, call)
+    fast = dpa.accelerate(original_policy("cpu"), fallback=False, tolerance=1e-12)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"differs .* more than 1e-12, and fallback is False"
+        ):
+            sampled(fast, call)
+
+
+def test_a_scheduler_that_is_replaced_later():
+    fast, call = dpa.accelerate(original_policy("cpu")), call_of()
+    sampled(fast, call)
+    fast.noise_scheduler = diffusers.DDIMScheduler(20, thresholding=True)
+    plain = dpa.restore(copy.deepcopy(fast))
+    with pytest.warns(RuntimeWarning, match=r"cannot be accelerated: .*thresholding"):
+        sampled(fast, call)
+    torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-3, atol=1e-3)
+    for policy in (fast, plain):
+        policy.noise_scheduler = diffusers.DDPMScheduler(20)
+    for _ in range(2):
+        torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
+    assert dpa.explain(fast).findings[0].active
+
+
+def test_the_tolerance_decides():
+    unet, inputs = unet_and_inputs()
+
+    class Shifted(type(unet)):
+        def forward(self, sample, timestep, local_cond=None, global_cond=None):
+            return 1.01 * super().forward(sample, timestep, local_cond, global_cond)
+
+    unet.__class__ = Shifted
+    with torch.no_grad():
+        want = unet(*inputs)
+        dpa.accelerate(unet, tolerance=0.1)
+        unet(*inputs)
+        torch.testing.assert_close(1.01 * unet(*inputs), want, rtol=1e-4, atol=1e-4)
+        dpa.accelerate(unet)
+        with pytest.warns(RuntimeWarning, match="the accelerated Shifted differs"):
+            unet(*inputs)
+        assert torch.equal(unet(*inputs), want)
+    assert "unchanged: differs from the original by" in str(dpa.explain(unet))
+    for tolerance in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="tolerance must be positive and finite, got"):
+            dpa.accelerate(unet, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["DPMSolverMultistep", "FlowMatchEulerDiscrete"])
+def test_policies_with_other_solvers(kind, device):
+    policy = original_policy(device)
+    policy.noise_scheduler = getattr(diffusers, f"{kind}Scheduler")(20)
+    fast, call = dpa.accelerate(copy.deepcopy(policy), fallback=False), call_of(device)
+    for steps in (5, 5, 8):
+        policy.num_inference_steps = fast.num_inference_steps = steps
+        want = sampled(policy, call)
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    assert dpa.explain(fast).findings[0].active
+
+
+def test_a_compiled_network_inside_a_policy(device):
+    policy = original_policy(device)
+    fast, call = copy.deepcopy(policy), call_of(device)
+    fast.model = torch.compile(fast.model, backend="eager")
+    dpa.accelerate(fast, fallback=False)
+    for _ in range(2):
+        want = sampled(policy, call)
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    assert [f.active for f in dpa.explain(fast).findings] == [True, True]
+    assert all("_orig_mod" in name for name in fast.state_dict() if "down_modules" in name)
+
+
+def test_a_compiled_network_is_compared_with_the_original():
+    class Doubled(type(original_policy("cpu").model)):
+        def forward(self, sample, timestep, local_cond=None, global_cond=None):
+            return 2 * super().forward(sample, timestep, local_cond, global_cond)
+
+    policy, call = original_policy("cpu"), call_of()
+    policy.model.__class__ = Doubled
+    want = sampled(policy, call)
+    policy.model = torch.compile(policy.model, backend="eager")
+    dpa.accelerate(policy)
+    with pytest.warns(RuntimeWarning, match="the accelerated OriginalStyle.* differs"):
+        sampled(policy, call)
+    dpa.restore(policy)
+    torch.testing.assert_close(sampled(policy, call), want, rtol=1e-4, atol=1e-4)
+
+
+PARTS = {
+    "use_down_condition": "down_modules",
+    "use_mid_condition": "mid_modules",
+    "use_up_condition": "up_modules",
+}
+
+
+@pytest.mark.parametrize("off", [(), *[(name,) for name in PARTS], tuple(PARTS)])
+@pytest.mark.parametrize("scale", [True, False])
+def test_blocks_without_conditioning(off, scale, device):
+    """DP3's use_*_condition: its blocks then leave FiLM out, here LeRobot's blocks."""
+    arguments = {"input_dim": 2, "global_cond_dim": 4, "cond_predict_scale": scale, **SMALL}
+    unet = lerobot_unet(arguments).to(device).eval()
+
+    def without_film(block, x, cond):
+        return block.conv2(block.conv1(x)) + block.residual_conv(x)
+
+    for name in off:
+        setattr(unet, name, False)
+        for block in getattr(unet, PARTS[name]).modules():
+            if hasattr(block, "cond_encoder"):
+                block.forward = types.MethodType(without_film, block)
+    inputs = (torch.randn(3, 8, 2, device=device), torch.arange(3, device=device))
+    cond = torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        want = unet(*inputs, global_cond=cond)
+        dpa.accelerate(unet, fallback=False)
+        for _ in range(2):
+            got = unet(*inputs, global_cond=cond)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_networks_in_dictionaries_and_plain_objects():
+    """As robomimic holds them: an object without forward, its networks in module dictionaries."""
+
+    class Algorithm:
+        def __init__(self):
+            unet, self.inputs = unet_and_inputs()
+            policy = nn.ModuleDict({"noise_pred_net": unet})
+            self.nets = nn.ModuleDict({"policy": policy})
+            self.ema = types.SimpleNamespace(averaged_model=copy.deepcopy(self.nets))
+
+    algorithm = dpa.accelerate(Algorithm(), fallback=False)
+    unets = [
+        nets["policy"]["noise_pred_net"] for nets in (algorithm.nets, algorithm.ema.averaged_model)
+    ]
+    for unet in unets:
+        assert isinstance(vars(unet)["forward"], FastForward)
+        assert_follows(unet, algorithm.inputs)
+    assert [finding.path for finding in dpa.explain(algorithm).findings] == [
+        "nets.policy.noise_pred_net",
+        "ema.averaged_model.policy.noise_pred_net",
+    ]
