@@ -1,4 +1,4 @@
-"""Step tables follow the diffusers that is installed: the same tests under older versions."""
+"""Tables, steps and loops follow the diffusers that is installed: tests under older versions."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def run(folder, *arguments):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_tables_follow_an_older_diffusers(version):
+def test_an_older_diffusers_is_followed(version):
     folder = FOLDERS[version]
     if not folder.is_dir():
         pytest.skip(f"diffusers {version} is not installed in {folder} (make build does it)")
@@ -41,10 +41,15 @@ def test_tables_follow_an_older_diffusers(version):
         "no:cacheprovider",
         "-vv",
         "test/test_scheduler_combinations.py",
+        "test/test_steps.py",
+        "test/test_acceleration.py::test_original_policy",
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     for name in ("DDPM", "DDIM", "DPMSolverMultistep"):
         assert f"[{name}Scheduler] PASSED" in result.stdout
+    for kind in ("DDPM", "DDIM"):  # dpa.accelerate on a scheduler, and on a policy
+        assert f"test_whole_loops[cpu-{kind}-options0] PASSED" in result.stdout
+        assert f"test_original_policy[cpu-True-{kind}] PASSED" in result.stdout
 
 
 def test_the_old_version_is_the_one_that_is_tested():

@@ -165,7 +165,9 @@ class FastStep:
     def _measure(self, options: dict[str, Any]) -> tuple[dict[int, int], StepTable] | None:
         try:
             table = from_diffusers(self.scheduler, **options)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
+            name = f"{type(self.scheduler).__name__}.step"
+            say_fallback(name, f"cannot be fused: {error}", self.options.fallback)
             return None
         return {int(t): row for row, t in enumerate(table.timesteps.tolist())}, table
 
