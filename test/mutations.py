@@ -76,8 +76,8 @@ MUTATIONS = [
     Mutation(
         "bound: exp below the normal range",
         "kernels/math/mish.h",
-        "return vanishes ? 0.0f : p * scale;",
-        "return p * scale;",
+        "return vanishes ? 0.0f : (e.tail + 1.0f) * e.scale;",
+        "return (e.tail + 1.0f) * e.scale;",
         _MATH,
     ),
     Mutation(
@@ -104,8 +104,8 @@ MUTATIONS = [
     Mutation(
         "sign: the slope of the candidate",
         "kernels/math/lltm.h",
-        "slope = raw_candidate > A(0)",
-        "slope = raw_candidate < A(0)",
+        "slope = linear ? A(1)",
+        "slope = !linear ? A(1)",
         _MATH,
     ),
     Mutation(

@@ -75,8 +75,12 @@ def fused_relu_add(d: Draw) -> Sample:
 def lltm(d: Draw) -> Sample:
     batch, features, state = d(SIZES), d(SIZES), d(SIZES)
     bias = (3 * state,) if d(st.booleans()) else (1, 3 * state)
-    shapes = [(batch, features), (3 * state, state + features), bias, *[(batch, state)] * 2]
-    return Sample(tuple(d.tensor(*shape) for shape in shapes))
+    input = d.tensor(batch, features)
+    # Processors' products of bfloat16 take denormal numbers for zero, and an infinite weight makes
+    # NaN of zero.
+    limits = {"low": -2.0, "high": 2.0} if d.dtype == torch.bfloat16 else {}
+    weights = d.tensor(3 * state, state + features, **limits)
+    return Sample((input, weights, *(d.tensor(*s) for s in (bias, *[(batch, state)] * 2))))
 
 
 def _index(d: Draw, batch: int, rows: int) -> Tensor:

@@ -18,6 +18,6 @@
 #include "kernels/cpu/product.h"
 
 namespace dpa::kernels::cpu::avx512 {
-const Kernels kKernels = {DPA_PANELS, false, product, finish, dense, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, false, product, finish, dense, nullptr, narrow, dot};
 }  // namespace dpa::kernels::cpu::avx512
 #endif

@@ -14,15 +14,15 @@
 #define DPA_SUMS 16
 #define DPA_PANELS 4
 /// sums + the products of both halves of each word
-#define DPA_DOT(sums, weights, inputs)                                                                           \
-  reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(weights), \
-                                            reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(inputs)))))
+#define DPA_DOT(sums, a, b) \
+  reinterpret_cast<Floats>( \
+      _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)))
 
 #include "kernels/cpu/dense.h"
 #include "kernels/cpu/finish.h"
 #include "kernels/cpu/product.h"
 
 namespace dpa::kernels::cpu::avx512_bf16 {
-const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, pairs, narrow, dot};
 }  // namespace dpa::kernels::cpu::avx512_bf16
 #endif

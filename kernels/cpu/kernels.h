@@ -77,6 +77,13 @@ struct Dense {
   bool mish;  // act is mish; else nothing
 };
 
+/// out[n, r] = sum_c weights[r, c] * in[n, c], both in bfloat16, with sums in float32.
+struct Pairs {
+  const uint16_t *weights, *in;
+  float* out;
+  int64_t samples, rows, columns;
+};
+
 /// out[c] = sum_i in[i] * weights[i * channels + c]
 struct Narrow {
   const float* weights;
@@ -91,6 +98,7 @@ struct Kernels {
   void (*product)(const Product& product, const Tasks& tasks, int64_t begin, int64_t end);
   void (*finish)(const Finish& finish, int64_t begin, int64_t end);
   void (*dense)(const Dense& dense, int64_t begin, int64_t end);  // a task is kDenseRows rows
+  void (*pairs)(const Pairs& pairs, int64_t begin, int64_t end);  // the same; null where there is no bfloat16_dot
   void (*narrow)(const Narrow& narrow);
   float (*dot)(const float* a, const float* b, int count);
 };
@@ -102,6 +110,7 @@ inline int64_t finish_tasks(const Finish& f) {
   return int64_t{1} * f.batch * ((f.channels + f.channels_per_task - 1) / f.channels_per_task);
 }
 inline int64_t dense_tasks(const Dense& d) { return (d.rows + kDenseRows - 1) / kDenseRows; }
+inline int64_t pairs_tasks(const Pairs& p) { return (p.rows + kDenseRows - 1) / kDenseRows; }
 
 namespace portable {
 extern const Kernels kKernels;

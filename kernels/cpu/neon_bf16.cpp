@@ -14,15 +14,15 @@
 #define DPA_SUMS 16
 #define DPA_PANELS 1
 /// sums + the products of both halves of each word
-#define DPA_DOT(sums, weights, inputs)                                                                       \
-  reinterpret_cast<Floats>(vbfdotq_f32(reinterpret_cast<float32x4_t>(sums), vreinterpretq_bf16_u32(weights), \
-                                       vreinterpretq_bf16_u32(vdupq_n_u32(inputs))))
+#define DPA_DOT(sums, a, b) \
+  reinterpret_cast<Floats>( \
+      vbfdotq_f32(reinterpret_cast<float32x4_t>(sums), vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b)))
 
 #include "kernels/cpu/dense.h"
 #include "kernels/cpu/finish.h"
 #include "kernels/cpu/product.h"
 
 namespace dpa::kernels::cpu::neon_bf16 {
-const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, pairs, narrow, dot};
 }  // namespace dpa::kernels::cpu::neon_bf16
 #endif

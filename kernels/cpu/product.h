@@ -34,7 +34,7 @@ DPA_INLINE void step(Floats (&sums)[R][P * kVectors], const void* const* rows, c
         sums[r][v] += as_floats(words) * static_cast<const float*>(rows[r])[s];
       } else if constexpr (kKind == Weights::kBFloat16Dot) {
 #ifdef DPA_DOT
-        sums[r][v] = DPA_DOT(sums[r][v], words, static_cast<const uint32_t*>(rows[r])[s]);
+        sums[r][v] = DPA_DOT(sums[r][v], words, Words{} + static_cast<const uint32_t*>(rows[r])[s]);
 #endif
       } else {
         constexpr bool kBrain = kKind == Weights::kBFloat16;

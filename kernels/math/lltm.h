@@ -1,8 +1,7 @@
 // One element of an LLTM cell, as a function of scalars: its state from its three gates, and the derivatives.
 #pragma once
-#include <cmath>
-
 #include "kernels/math/host_device.h"
+#include "kernels/math/hyperbolic.h"
 
 namespace dpa::math {
 
@@ -12,15 +11,15 @@ struct LltmCell {
   A input_gate, output_gate, candidate, slope;  // activated; `slope` is the derivative of elu
   A cell, squashed;                             // cell' and its tanh
 
-  DPA_HOST_DEVICE static A sigmoid(A x) { return A(1) / (A(1) + std::exp(-x)); }
-
   DPA_HOST_DEVICE LltmCell(A input, A output, A raw_candidate, A old_cell) {
     input_gate = sigmoid(input);
     output_gate = sigmoid(output);
-    candidate = raw_candidate > A(0) ? raw_candidate : std::expm1(raw_candidate);
-    slope = raw_candidate > A(0) ? A(1) : std::exp(raw_candidate);
+    const bool linear = raw_candidate > A(0);
+    const A bent = linear ? A(0) : raw_candidate;
+    candidate = linear ? raw_candidate : exponential_minus_1(bent);
+    slope = linear ? A(1) : exponential(bent);
     cell = old_cell + candidate * input_gate;
-    squashed = std::tanh(cell);
+    squashed = hyperbolic_tangent(cell);
   }
   DPA_HOST_DEVICE A h() const { return squashed * output_gate; }
 

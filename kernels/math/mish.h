@@ -3,6 +3,7 @@
 // in float64, so limiting the exponent there changes nothing and keeps e^4 finite.
 #pragma once
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 
 #include "kernels/math/host_device.h"
@@ -12,29 +13,36 @@ namespace dpa::math {
 #ifdef __CUDA_ARCH__
 DPA_HOST_DEVICE float exponential(float x) { return ::expf(x); }
 #else
-/// exp(x) for x <= 88, to 2 units in the last place, without a branch or a call, so that loops over it vectorise. Below
-/// -87, where results leave the normal range, it is zero.
-/// exp(x) = 2^k * exp(r), |r| <= log(2) / 2; adding 1.5 * 2^23 rounds to the integer k and leaves it in the low bits.
+/// exp(x) = scale * (1 + tail), for -87 <= x <= 88, to 2 units in the last place, without a branch or a call, so that
+/// loops over it vectorise: scale = 2^k, tail = exp(r) - 1, |r| <= log(2) / 2. Adding 1.5 * 2^23 rounds to the integer
+/// k and leaves it in the low bits.
+struct ScaledExponential {
+  float scale, tail;
+
+  DPA_HOST_DEVICE explicit ScaledExponential(float x) {
+    constexpr float kMagic = 12582912.0f;
+    const float shifted = x * 1.44269504f + kMagic;
+    const float k = shifted - kMagic;
+    const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    tail = p * r * r + r;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits + 127) << 23;
+    std::memcpy(&scale, &bits, sizeof scale);
+  }
+};
+
+/// exp(x) for x <= 88. Below -87, where results leave the normal range, it is zero.
 DPA_HOST_DEVICE float exponential(float x) {
-  constexpr float kMagic = 12582912.0f;
   const bool vanishes = x < -87.0f;
-  x = vanishes ? -87.0f : x;
-  const float shifted = x * 1.44269504f + kMagic;
-  const float k = shifted - kMagic;
-  const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return vanishes ? 0.0f : p * scale;
+  const ScaledExponential e(vanishes ? -87.0f : x);
+  return vanishes ? 0.0f : (e.tail + 1.0f) * e.scale;
 }
 #endif
 DPA_HOST_DEVICE double exponential(double x) { return ::exp(x); }

@@ -20,6 +20,32 @@ TEST(Exponential, IsGoodToTwoUnitsInTheLastPlace) {
   }
 }
 
+TEST(Hyperbolic, FloatsAreGoodToFourUnitsInTheLastPlace) {
+  const auto near = [](float value, double exact, float x) {
+    EXPECT_NEAR(value, exact, 4 * std::abs(exact) * std::numeric_limits<float>::epsilon() + 1e-38) << x;
+  };
+  for (double power = -20; power <= 2; power += 0.00137) {
+    for (const double sign : {1.0, -1.0}) {
+      const auto x = static_cast<float>(sign * std::pow(10.0, power));
+      const auto exact = static_cast<double>(x);
+      if (exact < 88) near(exponential_minus_1(x), std::expm1(exact), x);
+      if (std::abs(exact) < 87) near(sigmoid(x), 1 / (1 + std::exp(-exact)), x);
+      near(hyperbolic_tangent(x), std::tanh(exact), x);
+    }
+  }
+}
+
+TEST(Hyperbolic, KeepsNanAndItsLimits) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kFar = std::numeric_limits<float>::infinity();
+  EXPECT_TRUE(std::isnan(exponential_minus_1(kNan)) && std::isnan(hyperbolic_tangent(kNan)) &&
+              std::isnan(sigmoid(kNan)));
+  EXPECT_EQ(exponential_minus_1(-kFar), -1.0f);
+  EXPECT_EQ(hyperbolic_tangent(-kFar), -1.0f);
+  EXPECT_EQ(hyperbolic_tangent(kFar), 1.0f);
+  EXPECT_EQ(sigmoid(kFar), 1.0f);
+  EXPECT_EQ(sigmoid(-kFar), 0.0f);
+}
+
 TEST(Mish, FollowsItsDefinition) {
   for (double x = -60; x <= 60; x += 0.0173) {
     const double exact = static_cast<double>(exact_mish(x));
