@@ -14,8 +14,8 @@ pytest.importorskip("PIL")
 import dpa
 from dpa.demo import Options, command, report, run, train
 from dpa.demo import world as W
-from dpa.demo.files import replacing
 from dpa.demo.rollout import judge, rollout
+from dpa.files import replacing
 
 CPU = torch.device("cpu")
 

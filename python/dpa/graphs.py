@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -90,11 +91,21 @@ class LoopGraphs:
     def _capture(
         self, key: Hashable, device: torch.device, body: Body, inputs: Inputs, draws: bool
     ) -> None:
+        spare = None
         try:
+            spare = torch.empty(1, device=device)
             self._graphs[key] = _LoopGraph(device, body, inputs, draws)
         except RuntimeError as error:  # the loop still runs, kernel by kernel
-            self.refused[key] = str(error).splitlines()[0]
-            _leave_capture(device)
+            if isinstance(error, torch.OutOfMemoryError):
+                warnings.warn(
+                    "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel "
+                    "by kernel: free some, the next call tries again",
+                    stacklevel=2,
+                )
+            else:
+                self.refused[key] = str(error).splitlines()[0]
+            if spare is not None:
+                _leave_capture(spare)
         while len(self._graphs) > self.capacity:
             self._graphs.popitem(last=False)
 
@@ -135,10 +146,13 @@ class _LoopGraph:
         return result
 
 
-def _leave_capture(device: torch.device) -> None:
-    """Bring the global generator out of a capture that failed, by one that ends well."""
-    with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.empty(1, device=device).zero_()
+def _leave_capture(spare: Tensor) -> None:
+    """Bring the global generator out of a capture that failed, by one that ends well.
+
+    Its one kernel writes to ``spare``: there may be no memory for more.
+    """
+    with torch.cuda.device(spare.device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        spare.zero_()
 
 
 def _static(value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dpa.bench import cpu, small_ops
+from dpa.files import replacing
 
 
 def bench(
@@ -58,9 +59,9 @@ def bench(
             results |= sampler.run(chosen, sizes, autotune, plain)
     else:
         results |= cpu.run()
-    out.mkdir(parents=True, exist_ok=True)
     file = out / ("profile.json" if profile else "results.json")
-    file.write_text(json.dumps(results, indent=2))
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(results, indent=2))
     pictures += _pictures(results, out)
     if as_json:
         print(json.dumps(results, indent=2))

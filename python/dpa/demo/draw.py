@@ -18,8 +18,8 @@ from matplotlib.ticker import LogLocator
 from PIL import Image
 from torch import Tensor
 
+from ..files import replacing
 from . import world as W
-from .files import replacing
 from .rollout import Rollout
 
 PAPER, INK, MUTED, FAINT = "#fcfbf8", "#22272e", "#7b8490", "#d9d8d3"

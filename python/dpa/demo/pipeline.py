@@ -13,11 +13,11 @@ from rich.console import Console
 
 from ..devices import choose_device
 from ..distributed import Ranks, ranks
+from ..files import replacing
 from . import Options, report, show
 from . import train as training
 from . import world as W
 from .compare import compare
-from .files import replacing
 from .rollout import STEPS, Rollout, make_plan, rollout
 from .train import Policy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..distributed import Ranks
+from ..files import replacing
 from ..nn import ConditionalUnet1D
 from . import world as W
-from .files import replacing
 
 DEMONSTRATIONS = 1500
 BATCH_SIZE = 256
@@ -205,8 +206,10 @@ def save(policy: Policy, path: Path) -> None:
         "train_steps": policy.train_steps,
         "seed": policy.seed,
     }
+    whole = io.BytesIO()  # PyTorch's own writer of files aborts the process on a full disk
+    torch.save(content, whole)
     with replacing(path) as temporary:
-        torch.save(content, temporary)
+        temporary.write_bytes(whole.getvalue())
 
 
 def load(path: Path, device: torch.device) -> Policy:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..demo.files import replacing
+from ..files import replacing
 
 FORMATS = (".gif", ".mp4")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..files import replacing
 from .policy import Around, LayeredLoop, PackedLoop, PackedStep
 
 __all__ = ["FORMATS", "Around", "LayeredLoop", "PackedLoop", "PackedStep", "export_policy"]
@@ -44,24 +46,32 @@ def export_policy(
     if to not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {to}")
     policy = policy.eval().requires_grad_(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     arguments = tuple(inputs.values())
     with torch.no_grad():
-        if to == "torchscript":
-            torch.jit.script(policy).save(str(path))
-        else:
-            program = torch.export.export(policy, arguments)
-            if to == "aoti":
-                torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-            else:
-                torch.export.save(program, path)
+        content = _content(policy, to, arguments)
         results = policy(*arguments)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
     outputs = {"actions": results}
     if isinstance(results, tuple):
         outputs = dict(zip(("sample", "actions"), results, strict=True))
     manifest = _manifest(policy, path, to, inputs, outputs) | (facts or {})
-    path.with_name(path.name + ".json").write_text(json.dumps(manifest, indent=2) + "\n")
+    with replacing(path.with_name(path.name + ".json")) as temporary:
+        temporary.write_text(json.dumps(manifest, indent=2) + "\n")
     return manifest
+
+
+def _content(policy: nn.Module, to: str, arguments: tuple[Tensor, ...]) -> bytes:
+    """Make the bytes of the file. PyTorch's writers of files abort the process on a full disk."""
+    if to == "torchscript":
+        return torch.jit.script(policy).save_to_buffer()
+    program = torch.export.export(policy, arguments)
+    buffer = io.BytesIO()
+    if to == "aoti":
+        torch._inductor.aoti_compile_and_package(program, package_path=buffer)
+    else:
+        torch.export.save(program, buffer)
+    return buffer.getvalue()
 
 
 def _manifest(
