@@ -10,7 +10,14 @@ from torch import nn
 
 import dpa
 from dpa.standins import FastForward
-from test_acceleration import SMALL, diffusers, original_policy, unet_and_inputs
+from test_acceleration import (
+    SMALL,
+    diffusers,
+    lerobot_policy,
+    observations,
+    original_policy,
+    unet_and_inputs,
+)
 from test_family import lerobot_unet
 
 
@@ -220,6 +227,53 @@ def test_a_scheduler_that_is_replaced_later():
     for _ in range(2):
         torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
     assert dpa.explain(fast).findings[0].active
+
+
+@torch.no_grad()
+def test_what_is_done_to_a_scheduler(device):
+    """Its step replaced, its noise levels replaced, new ones for every call."""
+    plain = original_policy(device)
+    fast, call = dpa.accelerate(copy.deepcopy(plain)), call_of(device)
+    sampled(fast, call)
+    sampled(fast, call)
+    seen = []
+    for policy in (plain, fast):
+        own = policy.noise_scheduler.step
+        policy.noise_scheduler.step = lambda *a, own=own, **k: seen.append(1) or own(*a, **k)
+    torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
+    assert len(seen) == 2 * fast.num_inference_steps
+    for policy in (plain, fast):
+        del policy.noise_scheduler.step
+        policy.noise_scheduler.alphas_cumprod = policy.noise_scheduler.alphas_cumprod**2
+    for _ in range(2):
+        torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
+    loop = vars(fast)["conditional_sample"]
+    for steps in range(1, 13):
+        fast.num_inference_steps = plain.num_inference_steps = steps
+        fast.noise_scheduler = diffusers.DDPMScheduler(20)
+        plain.noise_scheduler = fast.noise_scheduler
+        for _ in range(2):
+            want = sampled(plain, call)
+            torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    assert len(loop._samplers) == 8
+    assert len({id(sampler._packed) for sampler, _ in loop._samplers.values()}) == 1
+
+
+@torch.no_grad()
+def test_given_noise_replaces_the_draw(device):
+    """LeRobot's ``noise=``, through its public methods."""
+    plain = lerobot_policy(device, noise_scheduler_type="DDIM", num_inference_steps=5)
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
+    noise = torch.randn(1, 8, 2, device=device)
+    for observation in observations(9, device):
+        results = []
+        for policy in (plain, fast):
+            torch.manual_seed(8)
+            results.append(policy.select_action(dict(observation), noise=noise))
+            results.append(torch.randn(2, device=device))
+        torch.testing.assert_close(results[2], results[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(results[3], results[1])
+    assert dpa.explain(fast).findings[0].errors
 
 
 def test_the_tolerance_decides():

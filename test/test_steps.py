@@ -91,7 +91,8 @@ def test_other_dtypes(dtype, device):
             table.clip,
         )
         theirs, ours = ((r.double() - clean).abs().max() for r in (results[0], results[2]))
-        assert ours <= theirs + torch.finfo(dtype).eps * clean.abs().max()
+        units = 8 if dtype == torch.float64 else 1  # to which the reference is rounded itself
+        assert ours <= theirs + units * torch.finfo(dtype).eps * clean.abs().max()
 
 
 def test_what_it_leaves_to_the_original(device):

@@ -19,10 +19,14 @@ from .standins import (
     run_original,
     say_fallback,
 )
+from .steps import FastStep
 
 # Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
 # which the steps add up.
 _LOOP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+_KEPT = 8  # samplers: one for each scheduler, number of steps and kind of call
 
 
 class FastLoop:
@@ -140,8 +144,11 @@ class FastLoop:
         options = call.pop("options")
         precision = forward.precision(weight.device, weight.dtype)
         scheduler = policy.noise_scheduler
+        if "step" in vars(scheduler) and not isinstance(vars(scheduler)["step"], FastStep):
+            return None  # someone else's, which may do more than a step
         steps = policy.num_inference_steps
-        made = (id(scheduler), id(scheduler.config), steps, precision)
+        parts = (scheduler, scheduler.config, getattr(scheduler, "alphas_cumprod", None))
+        made = (*map(id, parts), steps, precision)
         placed = (weight.device, weight.dtype, forward.generation)
         key = (*made, *placed, tuple(sorted(options.items())))
         if self._placed != placed:
@@ -156,7 +163,11 @@ class FastLoop:
                     self._say("", f"cannot be accelerated: {error}", forward)
                     self.refused = str(error)
             # The scheduler is kept, so that its id stays its own.
-            self._samplers[key] = (sampler, scheduler, scheduler.config)
+            self._samplers[key] = (sampler, parts)
+            if len(self._samplers) > _KEPT:
+                oldest = next(iter(self._samplers))
+                del self._samplers[oldest]
+                self.errors.pop(oldest, None)
         sampler = self._samplers[key][0]
         if sampler is None:
             return None
@@ -189,6 +200,7 @@ class FastLoop:
             watch=True,
             **options,
         )
+        sampler._packed = forward.packed(dtype)  # one copy of the weights for every sampler
         if fused and isinstance(sampler.table, MultistepTable):
             sampler.fused, sampler.dtype = False, None
             if forward.chain is None:
