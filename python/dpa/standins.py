@@ -205,6 +205,9 @@ class FastForward:
         # Subclasses trace or distribute; a timestep that is a float, the original may truncate.
         if type(sample) is not Tensor or not isinstance(timestep, (Tensor, int)):
             return self.original(*args, **kwargs)
+        local = self._network.arguments.get("local_cond_dim") is not None
+        if not sample.is_floating_point() or (call.get("local_cond") is not None and not local):
+            return self.original(*args, **kwargs)  # which says what is wrong
         conditions = {name: value for name, value in call.items() if value is not None}
         weight = self.weight
         precision = self.precision(sample.device, weight.dtype)
