@@ -109,7 +109,8 @@ def accelerate(
 
     The first call of each kind runs the original too, on the real input, compares, and returns the
     original's result; where they differ beyond the tolerance, a warning says so and the original
-    runs from then on. In training mode the original runs.
+    runs from then on. In training, and wherever gradients are enabled, the network runs layer by
+    layer with dpa's ops on its own parameters; optimizers, DDP and state dicts notice nothing.
 
     Weights that change are noticed: optimizer steps, ``load_state_dict``, EMA copies, ``.to()``.
     What is written through ``parameter.data`` leaves no trace but the values; one of each parameter
@@ -210,7 +211,7 @@ def explain(model: Any) -> Report:
         forward = vars(module).get("forward")
         if isinstance(forward, FastForward):
             why, errors = forward.why_original() or forward.failed, tuple(forward.errors.values())
-            how = why or _how(module, forward.options.mode)
+            how = why or _how(module, "chain" if module.training else forward.options.mode)
             findings.append(Finding(path, "U-Net", name, not why, not why, how, errors))
         elif all(hasattr(module, part) for part in _NEAR):
             why = _why_no_unet(module)

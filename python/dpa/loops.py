@@ -135,7 +135,8 @@ class FastLoop:
         forward = vars(unet).get("forward") if isinstance(unet, nn.Module) else None
         if torch.compiler.is_compiling() or not isinstance(forward, FastForward):
             return None
-        if torch.is_grad_enabled() or forward.why_original() is not None:
+        trains = forward.unet.training or torch.is_grad_enabled()
+        if trains or forward.why_original() is not None:
             return None
         weight = forward.weight
         call = self._arguments(args, kwargs, weight)

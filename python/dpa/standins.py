@@ -75,8 +75,8 @@ class Options:
 class FastForward:
     """Stands in for the forward of one U-Net: equal results, by dpa's ops.
 
-    On packed weights where no gradient is asked for and the device has the kernels, else layer by
-    layer on the network's own parameters, with gradients. In training mode the original runs.
+    On packed weights in evaluation where no gradient is asked for and the device has the kernels,
+    else layer by layer on the network's own parameters, with gradients.
     The first call of each kind runs both and returns the original's result.
     """
 
@@ -136,8 +136,6 @@ class FastForward:
         """Return why the original runs now, whatever it is called with; None where dpa's may."""
         if self.bypassed:
             return "it is being compared with"
-        if self.unet.training:
-            return "it is in training mode"
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "torch.func transforms it"
         if self.prepare() is None:
@@ -211,7 +209,7 @@ class FastForward:
         conditions = {name: value for name, value in call.items() if value is not None}
         weight = self.weight
         precision = self.precision(sample.device, weight.dtype)
-        key = (weight.device.type, weight.dtype, precision, torch.is_grad_enabled())
+        key = (weight.device.type, weight.dtype, precision, self._trains())
         if key in self.errors and self.errors[key] <= self.limit(STEP_LIMITS, precision):
             return self._run(sample, timestep, conditions, precision)
         expected = run_original(lambda: self.original(*args, **kwargs), weight)
@@ -231,7 +229,7 @@ class FastForward:
     def _trace(self, *args: Any, **kwargs: Any) -> Tensor:
         """Under torch.compile: dpa's layers as one graph, unless a check has failed before."""
         ready = self._network is not None and self._chain is not None and self.failed is None
-        if not ready or self.unet.training or self.bypassed:
+        if not ready or self.bypassed:
             return self.original(*args, **kwargs)
         call = dict(zip(self._network.inputs, args, strict=False), **kwargs)
         sample = call.pop(self._network.inputs[0])
@@ -244,7 +242,7 @@ class FastForward:
         conditions: dict[str, Tensor],
         precision: torch.dtype,
     ) -> Tensor:
-        packed = None if torch.is_grad_enabled() else self.packed(self.options.dtype or precision)
+        packed = None if self._trains() else self.packed(self.options.dtype or precision)
         if packed is None:
             chain = self.chain
             if chain is None:
@@ -259,6 +257,10 @@ class FastForward:
         cond = conditions.get("global_cond")
         out = packed(sample.float(), steps, None if cond is None else cond.float())
         return out.to(precision)
+
+    def _trains(self) -> bool:
+        """Whether gradients may be asked for, or weights are about to change again."""
+        return self.unet.training or torch.is_grad_enabled()
 
     def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
         """Return the error that a table allows: that of the coarsest arithmetic on either side."""
