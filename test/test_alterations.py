@@ -1,6 +1,8 @@
 """What users do to an accelerated model afterwards, and what dpa.accelerate then says and does."""
 
 import copy
+import re
+import types
 
 import pytest
 import torch
@@ -162,6 +164,7 @@ def test_wrong_inputs_raise_as_before(device):
         (sample, timestep, None, cond[:2]),
         (sample, timestep[:2], None, cond),
         (sample.long(), timestep, None, cond),
+        (sample.double(), timestep, None, cond),
         (sample, timestep, local, cond),
     ):
         with pytest.raises((RuntimeError, ValueError)):
@@ -196,6 +199,8 @@ def test_explain_says_why_the_original_runs():
     unet, _ = running()
     assert dpa.explain(unet).findings[0].active
     assert "layer by layer" in str(dpa.explain(unet.train()))
+    unet.config = types.SimpleNamespace(gradient_checkpointing=True)  # LeRobot's
+    assert "unchanged: it recomputes activations" in str(dpa.explain(unet))
     unet.eval().mid_modules[0].register_forward_hook(lambda *_: None)
     assert "unchanged: its layers have hooks" in str(dpa.explain(unet))
 
@@ -252,8 +257,11 @@ def test_what_is_done_to_a_scheduler(device):
     for policy in (plain, fast):
         own = policy.noise_scheduler.step
         policy.noise_scheduler.step = lambda *a, own=own, **k: seen.append(1) or own(*a, **k)
-    torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
+    want = sampled(plain, call)
+    with pytest.warns(RuntimeWarning, match="the scheduler's step was replaced on the object"):
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
     assert len(seen) == 2 * fast.num_inference_steps
+    assert "step was replaced" in str(dpa.explain(fast))
     for policy in (plain, fast):
         del policy.noise_scheduler.step
         policy.noise_scheduler.alphas_cumprod = policy.noise_scheduler.alphas_cumprod**2
@@ -269,6 +277,49 @@ def test_what_is_done_to_a_scheduler(device):
             torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
     assert len(loop._samplers) == 8
     assert len({id(sampler._packed) for sampler, _ in loop._samplers.values()}) == 1
+
+
+@torch.no_grad()
+def test_calls_that_no_fused_loop_takes(device):
+    plain = original_policy(device)
+    fast, (data, mask, _, cond) = dpa.accelerate(copy.deepcopy(plain)), call_of(device)
+    noise = torch.randn_like(data)
+    for options, why in (
+        ({"eta": 0.5, "variance_noise": noise}, "no fused step takes variance_noise"),
+        ({"condition_data": data.double(), "eta": 0.5}, "condition_data is torch.float64"),
+        ({"condition_mask": mask.long()}, "condition_mask is torch.int64"),
+    ):
+        call = {"condition_data": data, "condition_mask": mask, "global_cond": cond, **options}
+        want = error = None
+        try:
+            want = plain.conditional_sample(**call)
+        except (IndexError, RuntimeError) as raised:
+            error = str(raised)
+        with pytest.warns(RuntimeWarning, match=f"cannot be accelerated: {why}"):
+            if error is None:
+                torch.testing.assert_close(fast.conditional_sample(**call).shape, want.shape)
+            else:
+                with pytest.raises((IndexError, RuntimeError), match=re.escape(error)):
+                    fast.conditional_sample(**call)
+        strict = dpa.accelerate(copy.deepcopy(plain), fallback=False)
+        with pytest.raises(RuntimeError, match=why):
+            strict.conditional_sample(**call)
+
+    class Bare:
+        """A scheduler with none of diffusers' attributes besides those that the loop reads."""
+
+        timesteps = torch.arange(4, -1, -1)
+
+        def set_timesteps(self, steps):
+            pass
+
+        def step(self, output, timestep, sample, generator=None):
+            return types.SimpleNamespace(prev_sample=sample - 0.1 * output)
+
+    plain.noise_scheduler = fast.noise_scheduler = Bare()
+    want = sampled(plain, call_ := (data, mask, None, cond))
+    with pytest.warns(RuntimeWarning, match="got Bare"):
+        torch.testing.assert_close(sampled(fast, call_), want, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -222,7 +222,8 @@ def explain(model: Any) -> Report:
         loop = vars(module).get("conditional_sample")
         replaced = isinstance(loop, FastLoop)
         why = None if replaced else _why_no_loop(module)
-        why = why or _why_no_scheduler(module) or (loop.failed if replaced else None)
+        why = why or _why_no_scheduler(module)
+        why = why or ((loop.failed or loop.refused) if replaced else None)
         how = why or "the whole loop by DiffusionSampler"
         errors = tuple(loop.errors.values()) if replaced else ()
         active = replaced and not why

@@ -67,7 +67,7 @@ class FastLoop:
         prepared = self._prepare(args, kwargs)
         if prepared is None:
             return self.original(*args, **kwargs)
-        key, forward, sampler, call, precision = prepared
+        key, forward, sampler, precision, call = prepared
         limit = forward.limit(_LOOP, precision)
         if key not in self.errors:
             return self._compare(key, limit, forward, sampler, call, args, kwargs)
@@ -138,17 +138,32 @@ class FastLoop:
         trains = forward.unet.training or torch.is_grad_enabled()
         if trains or forward.why_original() is not None:
             return None
-        weight = forward.weight
-        call = self._arguments(args, kwargs, weight)
-        if call is None:
+        if self._signature is None:
+            self._signature = inspect.signature(type(policy).conditional_sample)
+        try:
+            bound = self._signature.bind(policy, *args, **kwargs).arguments
+        except TypeError:
+            return None  # the original says what is wrong
+        try:
+            call = self._arguments(bound, forward.weight)
+            found = self._find(forward, call.pop("options"))
+        except (TypeError, ValueError) as error:
+            if str(error) != self.refused:
+                self._say("", f"cannot be accelerated: {error}", forward)
+                self.refused = str(error)
             return None
-        options = call.pop("options")
+        self.refused = None
+        return (*found, call)
+
+    def _find(self, forward: FastForward, options: dict[str, Any]) -> tuple[Any, ...]:
+        """Return a sampler for the scheduler and the network as they are now, and what it is."""
+        policy, weight = self.policy, forward.weight
         precision = forward.precision(weight.device, weight.dtype)
-        scheduler = policy.noise_scheduler
-        if "step" in vars(scheduler) and not isinstance(vars(scheduler)["step"], FastStep):
-            return None  # someone else's, which may do more than a step
-        steps = policy.num_inference_steps
-        parts = (scheduler, scheduler.config, getattr(scheduler, "alphas_cumprod", None))
+        scheduler, steps = policy.noise_scheduler, policy.num_inference_steps
+        step = getattr(scheduler, "__dict__", {}).get("step")
+        if step is not None and not isinstance(step, FastStep):
+            raise ValueError("the scheduler's step was replaced on the object")
+        parts = (scheduler, *(getattr(scheduler, n, None) for n in ("config", "alphas_cumprod")))
         made = (*map(id, parts), steps, precision)
         placed = (weight.device, weight.dtype, forward.generation)
         key = (*made, *placed, tuple(sorted(options.items())))
@@ -158,11 +173,8 @@ class FastLoop:
         if key not in self._samplers:
             try:
                 sampler = self._make(forward, scheduler, steps, precision, options)
-            except (TypeError, ValueError) as error:
-                sampler = None
-                if str(error) != self.refused:
-                    self._say("", f"cannot be accelerated: {error}", forward)
-                    self.refused = str(error)
+            except (AttributeError, TypeError, ValueError) as error:
+                sampler = str(error)
             # The scheduler is kept, so that its id stays its own.
             self._samplers[key] = (sampler, parts)
             if len(self._samplers) > _KEPT:
@@ -170,11 +182,11 @@ class FastLoop:
                 del self._samplers[oldest]
                 self.errors.pop(oldest, None)
         sampler = self._samplers[key][0]
-        if sampler is None:
-            return None
+        if isinstance(sampler, str):
+            raise ValueError(sampler)
         if not sampler.fused:
             sampler.unet = forward.chain
-        return (key, forward, sampler, call, precision)
+        return key, forward, sampler, precision
 
     def _make(
         self,
@@ -208,25 +220,19 @@ class FastLoop:
                 raise ValueError("the network cannot be run layer by layer")
         return sampler
 
-    def _arguments(
-        self, args: Sequence[Any], kwargs: dict[str, Any], weight: Tensor
-    ) -> dict[str, Any] | None:
-        """Translate a call of the policy's into one of the sampler's."""
-        if self._signature is None:
-            self._signature = inspect.signature(type(self.policy).conditional_sample)
-        try:
-            bound = self._signature.bind(self.policy, *args, **kwargs).arguments
-        except TypeError:
-            return None
+    def _arguments(self, bound: dict[str, Any], weight: Tensor) -> dict[str, Any]:
+        """Translate a call of the policy's into one of the sampler's, or raise ValueError."""
         options = dict(bound.get("kwargs", {}))
-        if not options.keys() <= {"eta", "use_clipped_model_output"}:
-            return None
+        if other := options.keys() - {"eta", "use_clipped_model_output"}:
+            raise ValueError(f"no fused step takes {', '.join(sorted(other))}")
         call: dict[str, Any] = {"options": options, "generator": bound.get("generator")}
         call["global_cond"] = bound.get("global_cond")
         if "condition_data" in bound:
             data, mask = bound["condition_data"], bound["condition_mask"]
-            if data.dtype != weight.dtype or mask.dtype != torch.bool or mask.shape != data.shape:
-                return None
+            if data.dtype != weight.dtype:
+                raise ValueError(f"condition_data is {data.dtype}, the network {weight.dtype}")
+            if mask.dtype != torch.bool or mask.shape != data.shape:
+                raise ValueError(f"condition_mask is {mask.dtype}, {tuple(mask.shape)}")
             if "condition_data_pc" in self._signature.parameters:
                 call["generator"] = None  # DP3 ignores it
             call["local_cond"] = bound.get("local_cond")
@@ -234,15 +240,15 @@ class FastLoop:
         else:
             noise = bound.get("noise")
             if noise is not None and noise.dtype != weight.dtype:
-                return None
+                raise ValueError(f"noise is {noise.dtype}, the network {weight.dtype}")
             if noise is None:
                 call["batch_size"] = bound["batch_size"]
             call["noise"] = noise
         if isinstance(call["generator"], Sequence):
-            return None
+            raise ValueError("there are several generators")
         horizon = getattr(getattr(self.policy, "config", None), "horizon", None)
         if call.get("noise") is None and "condition_data" not in call and horizon is None:
-            return None
+            raise ValueError("its config has no horizon")
         return call
 
 

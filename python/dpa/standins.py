@@ -140,6 +140,9 @@ class FastForward:
             return "torch.func transforms it"
         if self.prepare() is None:
             return self.refused
+        config = getattr(self.unet, "config", None)
+        if self.unet.training and getattr(config, "gradient_checkpointing", False):
+            return "it recomputes activations to save memory, as its gradient_checkpointing says"
         if any(self._hooks):  # whoever watches the layers would see nothing of a fused run
             return "its layers have hooks"
         if self.weight.device.type not in _DEVICES:
@@ -203,12 +206,13 @@ class FastForward:
         # Subclasses trace or distribute; a timestep that is a float, the original may truncate.
         if type(sample) is not Tensor or not isinstance(timestep, (Tensor, int)):
             return self.original(*args, **kwargs)
-        local = self._network.arguments.get("local_cond_dim") is not None
-        if not sample.is_floating_point() or (call.get("local_cond") is not None and not local):
-            return self.original(*args, **kwargs)  # which says what is wrong
         conditions = {name: value for name, value in call.items() if value is not None}
         weight = self.weight
-        precision = self.precision(sample.device, weight.dtype)
+        precision = self.precision(weight.device, weight.dtype)
+        local = self._network.arguments.get("local_cond_dim") is not None
+        mixed = sample.dtype != weight.dtype and precision == weight.dtype
+        if mixed or not sample.is_floating_point() or ("local_cond" in conditions and not local):
+            return self.original(*args, **kwargs)  # which says what is wrong
         key = (weight.device.type, weight.dtype, precision, self._trains())
         if key in self.errors and self.errors[key] <= self.limit(STEP_LIMITS, precision):
             return self._run(sample, timestep, conditions, precision)
