@@ -92,8 +92,10 @@ if(DPA_WITH_CUDA)
   add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:${code_flags}>")
   # The runtime is the one that torch loads; PyPI's compiler brings none to link with.
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
-  find_file(DPA_CUDART libcudart.so.13 REQUIRED
-            PATHS "${Python_SITELIB}/nvidia/cu13/lib" ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} /usr/local/cuda/lib64)
+  string(REGEX MATCH "^[0-9]+" DPA_CUDA_MAJOR "${CMAKE_CUDA_COMPILER_VERSION}")
+  find_file(DPA_CUDART libcudart.so.${DPA_CUDA_MAJOR} REQUIRED
+            PATHS "${Python_SITELIB}/nvidia/cu13/lib" "${Python_SITELIB}/nvidia/cuda_runtime/lib"
+                  ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} /usr/local/cuda/lib64)
   set(why "the CPU and CUDA ${CMAKE_CUDA_COMPILER_VERSION} for architectures ${archs} (${reason})")
 endif()
 message(STATUS "dpa: building for ${why}")

@@ -6,14 +6,21 @@ find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c "import importlib.util, pathlib, re
 root = pathlib.Path(importlib.util.find_spec('torch').origin).parent
-version = re.search(r\"__version__ = '([^']+)'\", (root / 'version.py').read_text())[1]
-print(f'{root};{version}', end='')"
+facts = (root / 'version.py').read_text()
+version = re.search(r\"__version__ = '([^']+)'\", facts)[1]
+cuda = re.search(r\"^cuda\\b.*= '(\\d+)\", facts, re.M)
+print(f'{root};{version};{cuda[1] if cuda else 0}', end='')"
   OUTPUT_VARIABLE torch_facts RESULT_VARIABLE failed)
 if(failed)
   message(FATAL_ERROR "${Python_EXECUTABLE} has no torch: pip install torch==2.11.0")
 endif()
 list(GET torch_facts 0 DPA_TORCH_ROOT)
 list(GET torch_facts 1 DPA_TORCH_VERSION)
+list(GET torch_facts 2 torch_cuda)
+if(DPA_WITH_CUDA AND NOT torch_cuda EQUAL DPA_CUDA_MAJOR)
+  message(FATAL_ERROR "torch ${DPA_TORCH_VERSION} goes with CUDA ${torch_cuda} (0: none), and ${DPA_NVCC} is of CUDA "
+                      "${DPA_CUDA_MAJOR}: build with DPA_CUDA=off, or take another torch or another nvcc (CUDACXX)")
+endif()
 message(STATUS "dpa: torch ${DPA_TORCH_VERSION} in ${DPA_TORCH_ROOT}")
 
 add_library(torch::cpu INTERFACE IMPORTED)

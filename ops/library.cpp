@@ -16,14 +16,20 @@ c10::FunctionSchema with_infinite_default(const std::string& text, const std::st
   return schema.cloneWithArguments(std::move(arguments));
 }
 
+/// The tags of an out variant; torch 2.9 has no name for it.
+template <class Tag>
+std::vector<Tag> out_variant_tags() {
+  if constexpr (requires { Tag::out_variant; }) return {Tag::pt2_compliant_tag, Tag::out_variant};
+  return {Tag::pt2_compliant_tag};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(dpa, m) {
-  const std::vector<at::Tag> functional{at::Tag::pt2_compliant_tag};
+  const std::vector<at::Tag> functional{at::Tag::pt2_compliant_tag}, out_variant = out_variant_tags<at::Tag>();
 
   m.def("elementwise_mult(Tensor a, Tensor b) -> Tensor", functional);
-  m.def("elementwise_mult.out(Tensor a, Tensor b, *, Tensor(a!) out) -> ()",
-        {at::Tag::pt2_compliant_tag, at::Tag::out_variant});
+  m.def("elementwise_mult.out(Tensor a, Tensor b, *, Tensor(a!) out) -> ()", out_variant);
 
   m.def("fused_relu_add(Tensor x, Tensor y, float bias=0.0) -> Tensor", functional);
 

@@ -9,6 +9,7 @@
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -16,7 +17,9 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <array>
+#include <memory>
 #include <mutex>
+#include <type_traits>
 
 #include "ops/common/check.h"
 
@@ -73,10 +76,22 @@ class SavingNode : public torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, N> saved_;
 };
 
+/// What owns a node: a std::shared_ptr or, in newer versions of torch, a c10::intrusive_ptr.
+template <class NodeType>
+using NodePtr = std::conditional_t<
+    std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<torch::autograd::Node>>,
+    std::shared_ptr<NodeType>, c10::intrusive_ptr<NodeType>>;
+
 /// A node whose edges lead to `inputs`, in their order.
 template <class NodeType, class... Tensors>
-std::shared_ptr<NodeType> make_node(const Tensors&... inputs) {
-  auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
+NodePtr<NodeType> make_node(const Tensors&... inputs) {
+  NodePtr<NodeType> node;
+  if constexpr (std::is_same_v<NodePtr<NodeType>, std::shared_ptr<NodeType>>) {
+    // Found by its argument, for an intrusive node needs no deleter and torch then has none.
+    node.reset(new NodeType(), [](auto* dead) { deleteNode(dead); });
+  } else {
+    node = c10::make_intrusive<NodeType>();
+  }
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
   return node;
 }

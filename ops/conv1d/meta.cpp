@@ -7,7 +7,8 @@
 
 namespace dpa {
 
-bool conv1d_packs(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
+bool conv1d_packs([[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor& weight,
+                  [[maybe_unused]] int64_t stride, [[maybe_unused]] int64_t padding) {
 #ifdef DPA_SM90A
   const auto type = input.scalar_type();
   if (input.device().type() != at::kCUDA || (type != at::kHalf && type != at::kBFloat16)) return false;

@@ -39,7 +39,7 @@ Tensor denoise_autograd(const Tensor& model_output, const Tensor& sample, const 
                         const Tensor& timestep, const Tensor& diffusion_noise) {
   if (any_tangent(model_output, sample, diffusion_constants, diffusion_noise))
     return denoise_formula(model_output, sample, diffusion_constants, timestep, diffusion_noise);
-  std::shared_ptr<DenoiseBackward> node;
+  NodePtr<DenoiseBackward> node;
   if (torch::autograd::compute_requires_grad(model_output, sample, diffusion_constants, diffusion_noise)) {
     node = make_node<DenoiseBackward>(model_output, sample, diffusion_constants, diffusion_noise);
     node->save(model_output, sample, diffusion_constants, timestep, diffusion_noise);

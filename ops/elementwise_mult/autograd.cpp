@@ -38,7 +38,7 @@ Tensor elementwise_mult_autograd(const Tensor& a, const Tensor& b) {
     check_pair("elementwise_mult", "a", a, "b", b);
     return at::mul(a, b);
   }
-  std::shared_ptr<ElementwiseMultBackward> node;
+  NodePtr<ElementwiseMultBackward> node;
   if (torch::autograd::compute_requires_grad(a, b)) {
     node = make_node<ElementwiseMultBackward>(a, b);
     node->save(a, b);

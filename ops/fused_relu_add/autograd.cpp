@@ -33,7 +33,7 @@ Tensor fused_relu_add_autograd(const Tensor& x, const Tensor& y, double bias) {
     check_pair("fused_relu_add", "x", x, "y", y);
     return at::add(at::add(at::relu(x), y), bias);
   }
-  std::shared_ptr<FusedReluAddBackward> node;
+  NodePtr<FusedReluAddBackward> node;
   if (torch::autograd::compute_requires_grad(x, y)) {
     node = make_node<FusedReluAddBackward>(x, y);
     node->save(x);

@@ -57,7 +57,7 @@ Tensor group_norm_mish_autograd(const Tensor& input, int64_t num_groups, const O
   const auto residual = value_or_undefined(residual_);
   if (any_tangent(input, weight, bias, scale, shift, residual))
     return group_norm_mish_formula(input, num_groups, weight_, bias_, eps, scale_, shift_, residual_);
-  std::shared_ptr<GroupNormMishBackward> node;
+  NodePtr<GroupNormMishBackward> node;
   if (torch::autograd::compute_requires_grad(input, weight, bias, scale, shift, residual)) {
     node = make_node<GroupNormMishBackward>(input, weight, bias, scale, shift, residual);
     node->save(input, weight, bias, scale, shift);

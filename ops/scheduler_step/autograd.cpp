@@ -42,7 +42,7 @@ Tensor scheduler_step_autograd(const Tensor& model_output, const Tensor& sample,
   const auto noise = value_or_undefined(noise_);
   if (any_tangent(model_output, sample, table, noise))
     return scheduler_step_formula(model_output, sample, table, index, noise_, clip);
-  std::shared_ptr<SchedulerStepBackward> node;
+  NodePtr<SchedulerStepBackward> node;
   if (torch::autograd::compute_requires_grad(model_output, sample, table, noise)) {
     node = make_node<SchedulerStepBackward>(model_output, sample, table, noise);
     node->save(model_output, sample, table, index, noise);

@@ -38,7 +38,7 @@ Tensor swiglu_autograd(const Tensor& gate, const Tensor& value) {
     check(gate, value);
     return at::silu(gate) * value;
   }
-  std::shared_ptr<SwigluBackward> node;
+  dpa::NodePtr<SwigluBackward> node;
   if (torch::autograd::compute_requires_grad(gate, value)) {
     node = dpa::make_node<SwigluBackward>(gate, value);
     node->save(gate, value);
