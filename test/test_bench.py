@@ -118,6 +118,7 @@ def test_pictures_are_drawn(tmp_path):
         _profile().draw(tmp_path / "profile.png"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
+    assert _profile()._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
 
 
 def test_the_cpu_measures_a_network_in_turns():

@@ -104,7 +104,7 @@ def test_an_interrupted_bench_leaves_the_files_of_the_last_one(tmp_path, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("dpa.bench.cpu.run", dict)
+    monkeypatch.setattr("dpa.bench.cpu.stages", lambda quick: {"ops": dict})
     monkeypatch.setattr(Path, "write_text", interrupted)
     assert CliRunner().invoke(app, ["bench", "--out", str(tmp_path)]).exit_code != 0
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]

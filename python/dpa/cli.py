@@ -12,8 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 import dpa
+from dpa.bench.command import HELP as BENCH_HELP
 from dpa.bench.command import bench
 from dpa.checkpoint_options import Checkpoint, Ema, Prefix, TrustPickle
+from dpa.demo.command import HELP as DEMO_HELP
 from dpa.demo.command import demo
 from dpa.eval.command import HELP as EVAL_HELP
 from dpa.eval.command import evaluate
@@ -26,8 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(bench)
+app.command(help=DEMO_HELP)(demo)
+app.command(help=BENCH_HELP)(bench)
 app.command(help=EXPORT_HELP)(export)
 app.command("eval", help=EVAL_HELP)(evaluate)
 
@@ -43,7 +45,13 @@ def info(
 ) -> None:
     """Versions, device, architectures, every op with its keys, and a smoke test.
 
-    Fails if the smoke test fails on any device.
+    Says what to do about each problem found. Fails if the smoke test fails on any device.
+
+    Examples:
+
+      dpa info
+
+      dpa info --json
     """
     facts = dpa.info()
     if as_json:
@@ -64,7 +72,11 @@ def explain(
 ) -> None:
     """Show the U-Net in a checkpoint, and what dpa would run it with.
 
-    Example: dpa explain outputs/train/checkpoints/last/pretrained_model
+    Examples:
+
+      dpa explain outputs/train/checkpoints/last/pretrained_model
+
+      dpa explain latest.ckpt --trust-pickle
     """
     loaded = dpa.load_checkpoint(checkpoint, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
     parameters = list(loaded.unet.parameters())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -91,6 +93,13 @@ class StepProfile:
         from dpa.bench.plots import draw_profile
 
         return draw_profile(self, Path(path))
+
+    def _repr_png_(self) -> bytes | None:
+        """In a notebook, the picture; without matplotlib, None, which leaves it the table."""
+        if find_spec("matplotlib") is None:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            return self.draw(Path(folder) / "profile.png").read_bytes()
 
 
 def profile(

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dpa.bench import cpu, small_ops
 from dpa.files import replacing
+
+HELP = """Measure beside eager PyTorch, torch.compile and the physical floor.
+
+On a GPU the small ops, the U-Net's step and the whole denoising loop; on the CPU every op, and
+the U-Net beside ONNX Runtime and OpenVINO too, where they are installed. Writes
+OUT/results.json and plots.
+
+Examples:
+
+  dpa bench --quick
+
+  dpa bench --only sampler --networks "80 M" --batches 1,16
+
+  dpa bench --profile
+"""
+Stages = dict[str, Callable[[], dict[str, Any]]]
 
 
 def bench(
@@ -29,14 +47,12 @@ def bench(
     profile: Annotated[
         bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
     ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One network, one sample, fewer rounds: a minute.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure beside eager PyTorch, torch.compile and the physical floor, in microseconds.
-
-    On a GPU the small ops, the U-Net's step and the whole denoising loop; on the CPU every op, and
-    the U-Net beside ONNX Runtime and OpenVINO too, where they are installed. Writes
-    OUT/results.json and plots.
-    """
+    """Measure beside eager PyTorch, torch.compile and the physical floor."""
     gpu = torch.cuda.is_available()
     if only not in ("all", "ops", "sampler"):
         raise typer.BadParameter(f"must be 'ops', 'sampler' or 'all', got {only!r}")
@@ -49,16 +65,12 @@ def bench(
     if profile:
         tables, pictures = _profiles(chosen, out)
         results |= tables
-    elif gpu:
-        if only != "sampler":
-            results |= small_ops.run()
-        if only != "ops":
-            from dpa.bench import sampler
-
-            sizes = [int(part) for part in batches.split(",")]
-            results |= sampler.run(chosen, sizes, autotune, plain)
     else:
-        results |= cpu.run()
+        if quick:
+            chosen, batches, autotune = ["80 M"], "1", False
+        sizes = [int(part) for part in batches.split(",")]
+        stages = _on_gpu(only, chosen, sizes, autotune, plain) if gpu else cpu.stages(quick)
+        results |= _measured(stages)
     file = out / ("profile.json" if profile else "results.json")
     with replacing(file) as temporary:
         temporary.write_text(json.dumps(results, indent=2))
@@ -67,7 +79,8 @@ def bench(
         print(json.dumps(results, indent=2))
         return
     console = Console()
-    console.print(f"{results['device']}, torch {results['torch']}; medians, in us")
+    unit = "us" if gpu else "us or ms as named"
+    console.print(f"{results['device']}, torch {results['torch']}; medians, in {unit}")
     for title, rows in results.items():
         if isinstance(rows, list):
             console.print(_table(title, rows))
@@ -77,6 +90,41 @@ def bench(
         console.print(f"weights read at {results['read TB/s']:.2f} TB/s")
     for path in (file, *pictures):
         console.print(f"written: {path}")
+
+
+def _on_gpu(
+    only: str, networks: list[str], batches: list[int], autotune: bool, plain: bool
+) -> Stages:
+    """What there is to measure on a GPU, a stage each part."""
+    stages: Stages = {}
+    if only != "sampler":
+        stages["small ops"] = small_ops.run
+    if only != "ops":
+        from dpa.bench import sampler
+
+        stages["sampler"] = lambda: sampler.run(networks, batches, autotune, plain)
+    return stages
+
+
+def _measured(stages: Stages) -> dict[str, Any]:
+    """Every stage's tables, rows of the same table one after the other; a bar on stderr."""
+    results: dict[str, Any] = {}
+    bar = Progress(
+        TextColumn("{task.description:<18}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=len(stages))
+        for name, stage in stages.items():
+            bar.update(task, description=name)
+            for title, rows in stage().items():
+                results[title] = results[title] + rows if title in results else rows
+            bar.advance(task)
+    return results
 
 
 def _profiles(networks: list[str], out: Path) -> tuple[dict[str, Any], list[Path]]:

@@ -119,10 +119,3 @@ def loop_rows(unet: nn.Module, rounds: int = 4) -> list[dict[str, Any]]:
         }
         rows.append(row | {"loop / pass": loop / step})
     return rows
-
-
-def run(network: dict[str, Any] | None = None, rounds: int = 6) -> dict[str, Any]:
-    """The U-Net's tables, for ``network`` (arguments of the U-Net) or the 67 M one."""
-    unet = dpa.nn.ConditionalUnet1D(**(network or NETWORK)).eval()
-    rows = [row for batch in (1, 16) for row in forward_rows(unet, batch, rounds)]
-    return {"U-Net, forward pass": rows, "U-Net, denoising loop": loop_rows(unet, rounds)}

@@ -10,6 +10,19 @@ import typer
 
 from . import DTYPES, Options, run
 
+HELP = """Train a small Diffusion Policy and run it in closed loop, with DDPM and with DDIM.
+
+An agent must get past an obstacle, on either side, to its goal. Fails unless both schedulers
+succeed in at least 95 % of the episodes and pass each side in at least 20 %.
+
+Examples:
+
+  dpa demo
+
+  dpa demo --quick
+
+  dpa demo --checkpoint out/demo/checkpoint.pt --episodes 200
+"""
 DEFAULTS = Options()
 
 
@@ -42,11 +55,7 @@ def demo(
         bool, typer.Option("--json", help="Print the results as JSON; all else to stderr.")
     ] = False,
 ) -> None:
-    """Train a small Diffusion Policy and run it in closed loop, with DDPM and with DDIM.
-
-    An agent must get past an obstacle, on either side, to its goal. Fails unless both schedulers
-    succeed in at least 95 % of the episodes and pass each side in at least 20 %.
-    """
+    """Train a small Diffusion Policy and run it in closed loop, with DDPM and with DDIM."""
     from rich.console import Console
 
     options = Options(
