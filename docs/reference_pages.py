@@ -1,7 +1,8 @@
 """The reference: a page an op, made from its schema, its docstring and the files of its stem.
 
-A hook of MkDocs. Nothing is written down twice: the schema is read from ops/library.cpp, the rest
-of a page is the docstring of ``dpa.ops`` and what docs/reference/measured.json says of its speed.
+A hook of MkDocs. Nothing is written down twice: the schema is read from ops/library.cpp, the
+errors from the test that provokes them, the rest of a page is the docstring of ``dpa.ops`` and
+what docs/reference/measured.json says of its speed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _KEYS = {
     "meta": "Meta",
     "autograd": "Autograd",
     "autocast": "Autocast",
-    "vmap": "vmap",
 }
+# Two ops whose code is one stem.
+_FOLDERS = {"diffusion_sample": "unet1d"}
 
 
 def _schemas() -> dict[str, list[str]]:
@@ -47,7 +49,38 @@ def _wrappers() -> dict[str, str]:
     }
 
 
+def _rules() -> str:
+    """What holds for every op: the second paragraph of the docstring of ``dpa.ops``."""
+    text = ast.get_docstring(ast.parse((_ROOT / "python/dpa/ops.py").read_text())) or ""
+    return re.sub(r":\w+:`([^`]*)`", r"`\1`", text.split("\n\n")[1]).replace("``", "`")
+
+
+def _mapped() -> set[str]:
+    """The ops that have a rule for torch.vmap: the keys of the one table of python/dpa/_vmap.py."""
+    tree = ast.parse((_ROOT / "python/dpa/_vmap.py").read_text())
+    tables = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    return {key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)}
+
+
+def _errors(name: str) -> list[str]:
+    """What the op's test has it refuse, each as the message that the test expects."""
+    path = _ROOT / f"test/test_{name}.py"
+    if not path.exists():
+        return []
+    functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+    found = []
+    for function in [f for f in functions if f.name == "rejected"][:1]:
+        for node in ast.walk(function):
+            # yield head + r"<regular expression>", Sample(...)
+            regex = getattr(getattr(node, "right", None), "value", None)
+            if isinstance(node, ast.BinOp) and isinstance(regex, str):
+                text = re.sub(r"\.\*", " ... ", regex)
+                found.append(re.sub(r"\\(.)", r"\1", re.sub(r" +", " ", text)))
+    return found
+
+
 def _stem_files(name: str) -> list[str]:
+    name = _FOLDERS.get(name, name)
     folders = [_ROOT / "ops" / name, _ROOT / "kernels" / name]
     files = [path for folder in folders for path in sorted(folder.glob("*")) if path.is_file()]
     files += sorted(_ROOT.glob(f"kernels/{name}.*")) + sorted(_ROOT.glob(f"test/test_{name}.py"))
@@ -56,12 +89,22 @@ def _stem_files(name: str) -> list[str]:
 
 def _page(name: str, schemas: list[str], measured: dict[str, str]) -> str:
     files = _stem_files(name)
-    keys = [key for stem, key in _KEYS.items() if f"ops/{name}/{stem}.cpp" in files]
-    schemas = [textwrap.fill(s, 90, subsequent_indent="    ") for s in schemas]
+    folder = _FOLDERS.get(name, name)
+    keys = [key for stem, key in _KEYS.items() if f"ops/{folder}/{stem}.cpp" in files]
+    keys += ["a rule for torch.vmap"] if name in _mapped() else []
+    schemas = [textwrap.fill(s, 80, subsequent_indent="    ") for s in schemas]
     lines = [f"# {name}", "", "```", *schemas, "```", ""]
-    lines += [f"Kernels: {', '.join(keys)}.", "", f"::: dpa.ops.{name}", ""]
-    if name in measured:
-        lines += ["## Measured", "", measured[name], ""]
+    lines += [f"Kernels: {', '.join(keys)}. [What holds for every op](ops.md).", ""]
+    lines += [f"::: dpa.ops.{name}", ""]
+    if errors := _errors(name):
+        lines += [
+            "## Refused",
+            "",
+            f"Errors begin with `dpa::{name}: ` and go on with, such as:",
+            "",
+        ]
+        lines += [*(f"* `{error}`" for error in errors), ""]
+    lines += ["## Measured", "", measured[name], ""]
     lines += ["## Where it is", "", *(f"* `{path}`" for path in files), ""]
     return "\n".join(lines)
 
@@ -84,6 +127,8 @@ def on_files(files: Files, config) -> Files:
         "",
         "Each is registered as `torch.ops.dpa.<name>`; `dpa.ops.<name>` is its typed wrapper.",
         "",
+        _rules(),
+        "",
         "| op | |",
         "|---|---|",
     ]
@@ -96,5 +141,6 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_content(html: str, page, config, files) -> str:
-    """Show one colon where a docstring ends a line in two, which announces a literal block."""
+    """Show docstrings without reStructuredText's marks: roles, and two colons before a block."""
+    html = re.sub(r":(?:class|func|meth|mod|data|attr):(?=<code>)", "", html)
     return html.replace("::</p>", ":</p>")

@@ -1,11 +1,11 @@
 """Typed wrappers of ``torch.ops.dpa.*``, with their formulas.
 
 Each function calls the registered op of the same name and nothing else; :mod:`dpa.reference` has
-the same formulas in plain PyTorch. Tensors may have any strides and any size, empty ones included,
-and floating tensors may be float64, float32, float16 or bfloat16, on the CPU or a CUDA device;
-16-bit types accumulate in float32. NaN and infinity go through as they do in PyTorch. An invalid
-argument raises a ``RuntimeError`` that begins with ``dpa::<op>:`` and names the argument, the rule
-and the value received.
+the same formulas in plain PyTorch. Where an op does not say otherwise, tensors may have any strides
+and any size, empty ones included, and floating tensors may be float64, float32, float16 or
+bfloat16, on the CPU or a CUDA device. 16-bit types accumulate in float32. NaN and infinity go
+through as they do in PyTorch. An invalid argument raises a ``RuntimeError`` that begins with
+``dpa::<op>:`` and names the argument, the rule and the value received.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ __all__ = [
     "conv1d",
     "conv1d_gnm",
     "denoise",
+    "diffusion_sample",
     "elementwise_mult",
     "fused_relu_add",
     "group_norm_mish",
     "lltm",
     "scheduler_step",
+    "unet1d",
 ]
 
 
@@ -276,4 +278,99 @@ def conv1d_gnm(
     """
     return torch.ops.dpa.conv1d_gnm(
         input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups, eps, scale, shift, residual
+    )
+
+
+def unet1d(
+    sample: Tensor,
+    timesteps: Tensor,
+    global_cond: Tensor | None,
+    packed: Tensor,
+    config: list[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Predict the noise: one forward pass of the whole conditional U-Net, on packed weights.
+
+    ``unet(sample, timesteps, global_cond=global_cond)`` of the network that was packed.
+    :class:`dpa.PackedUnet` packs a module, follows its weights and calls this op.
+
+    Args:
+        sample: (B, T, Da), float32; T a positive multiple of ``2 ** (levels - 1)``.
+        timesteps: (B,), float32.
+        global_cond: (B, Dg), float32, or None for a network that has no such condition.
+        packed: uint8, what ``torch.ops.dpa.unet1d_pack(weights, config, dtype)`` makes on the
+            sample's device; its ``weights`` are in the order of
+            ``torch.ops.dpa.unet1d_weight_names(config)``.
+        config: ``[Da, kernel_size, n_groups, diffusion_step_embed_dim, Dg or 0, cond_predict_scale,
+            *down_dims]``, with one to five down_dims.
+        dtype: of the packed weights: float32, float16, bfloat16 or float8_e4m3fn (on a GPU).
+
+    Returns:
+        (B, T, Da), float32. With 16-bit weights the activations between layers are rounded to their
+        type, and on a GPU partial sums too; else sums are float32. Not differentiable: the backward
+        raises.
+
+    Source: Chi et al., Diffusion Policy: Visuomotor Policy Learning via Action Diffusion (2023).
+
+    """
+    return torch.ops.dpa.unet1d(sample, timesteps, global_cond, packed, config, dtype)
+
+
+def diffusion_sample(
+    sample: Tensor,
+    timesteps: Tensor,
+    global_cond: Tensor | None,
+    packed: Tensor,
+    config: list[int],
+    dtype: torch.dtype,
+    table: Tensor,
+    clip: float = math.inf,
+    noise: Tensor | None = None,
+    known: Tensor | None = None,
+    known_mask: Tensor | None = None,
+) -> Tensor:
+    """Denoise a sample: the whole loop of a scheduler's steps over the U-Net, on packed weights.
+
+    For each step ``s``::
+
+        output = unet1d(sample, timesteps[s], global_cond, packed, config, dtype)
+        sample = scheduler_step(output, sample, table, s, noise[s], clip)
+
+    Where ``known`` is given, ``sample = where(known_mask, known, sample)`` comes before each step
+    and after the last.
+
+    :class:`dpa.DiffusionSampler` with ``fused=True`` makes the arguments and calls this op.
+
+    Args:
+        sample: (B, T, Da), float32, standard normal: what the loop starts from.
+        timesteps: (S,), float32, one a step.
+        global_cond: as in :func:`unet1d`.
+        packed: as in :func:`unet1d`.
+        config: as in :func:`unet1d`.
+        dtype: as in :func:`unet1d`.
+        table: (S, 6), float32, a row a step, as in :func:`scheduler_step`.
+        clip: bound of the predicted x0; infinity turns clipping off.
+        noise: (S, B, T, Da), float32, standard normal, or None for a loop without noise.
+        known: (B, T, Da), float32: actions to inpaint, or None.
+        known_mask: (B, T, Da), bool: where ``known`` holds; given with it.
+
+    Returns:
+        (B, T, Da), float32. Not differentiable: the backward raises.
+
+    Sources: Ho et al., Denoising Diffusion Probabilistic Models (2020); Song et al., Denoising
+    Diffusion Implicit Models (2020); Chi et al., Diffusion Policy (2023).
+
+    """
+    return torch.ops.dpa.diffusion_sample(
+        sample,
+        timesteps,
+        global_cond,
+        packed,
+        config,
+        dtype,
+        table,
+        clip,
+        noise,
+        known,
+        known_mask,
     )
