@@ -1,12 +1,11 @@
 // A fixed-rate control loop on an exported policy, without Python: observations in, actions out.
 //
-//   robot POLICY.pt|POLICY.pt2 OBSERVATION_WIDTH DRAWS HORIZON ACTION_WIDTH [HZ=10] [CYCLES=50] [DEVICE=cpu]
+//   robot POLICY.pt|POLICY.pt2 [HZ=10] [CYCLES=50]
 //
-// The sizes are those of the policy's manifest, POLICY.json: inputs (1, OBSERVATION_WIDTH) and
-// (DRAWS, 1, HORIZON, ACTION_WIDTH), and its device. `read_observation` and `send_actions` stand for the robot. A cycle
-// misses its deadline where the actions are not there when the next cycle is due. With the variable DPA_CHECK set to
-// the file of a scripted module that has the tensors observation, noise and actions, the program first compares and
-// fails on a difference.
+// Shapes and device are those of the policy's manifest, POLICY.pt.json. `read_observation` and `send_actions` stand for
+// the robot. A cycle misses its deadline where the actions are not there when the next cycle is due. With the variable
+// DPA_CHECK set to the file of a scripted module that has the tensors observation, noise and actions, the program first
+// compares and fails on a difference.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
@@ -14,8 +13,11 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <functional>
 #include <memory>
+#include <regex>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -38,7 +40,32 @@ Policy open_policy(const std::string& path) {
   };
 }
 
-at::Tensor read_observation(int64_t width, int cycle) { return at::full({1, width}, 0.01 * cycle); }
+struct Manifest {
+  std::vector<int64_t> observation, noise;
+  at::Device device;
+};
+
+// The little that the loop needs of the JSON: the first two shapes are those of the inputs.
+Manifest read_manifest(const std::string& path) {
+  std::ifstream file(path);
+  TORCH_CHECK(file, "robot: cannot read the manifest ", path);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::vector<std::vector<int64_t>> shapes;
+  const std::regex shape(R"re("shape":\s*\[([^\]]*)\])re");
+  for (std::sregex_iterator it(text.begin(), text.end(), shape), end; it != end; ++it) {
+    std::istringstream sizes((*it)[1]);
+    auto& into = shapes.emplace_back();
+    for (std::string size; std::getline(sizes, size, ',');) into.push_back(std::stoll(size));
+  }
+  std::smatch device, part;
+  std::regex_search(text, device, std::regex(R"re("device":\s*"(\w+)")re"));
+  std::regex_search(text, part, std::regex(R"re("part":\s*"(\w+)")re"));
+  TORCH_CHECK(shapes.size() >= 2 && !device.empty() && part[1] == "loop",
+              "robot: the manifest must be of a whole loop (dpa export --part loop), got ", path);
+  return {shapes[0], shapes[1], at::Device(device[1])};
+}
+
+at::Tensor read_observation(at::IntArrayRef shape, int cycle) { return at::full(shape, 0.01 * cycle); }
 
 // Bringing them to the CPU waits for the device.
 void send_actions(const at::Tensor& computed) {
@@ -68,23 +95,23 @@ void print_histogram(std::vector<double> ms) {
 
 int run(int argc, char** argv) {
   const auto number = [&](int index, int64_t otherwise) { return index < argc ? std::atoll(argv[index]) : otherwise; };
-  const int64_t width = number(2, 0), draws = number(3, 0), horizon = number(4, 0), actions = number(5, 0);
-  const int64_t hz = number(6, 10), cycles = number(7, 50);
-  if (width < 1 || draws < 1 || horizon < 1 || actions < 1 || hz < 1 || cycles < 1) {
-    std::fprintf(stderr, "usage: robot POLICY OBSERVATION_WIDTH DRAWS HORIZON ACTION_WIDTH [HZ] [CYCLES] [DEVICE]\n");
+  const int64_t hz = number(2, 10), cycles = number(3, 50);
+  if (argc < 2 || hz < 1 || cycles < 1) {
+    std::fprintf(stderr, "usage: robot POLICY [HZ] [CYCLES]\n");
     return 2;
   }
-  const at::Device device(8 < argc ? argv[8] : "cpu");
+  const std::string path = argv[1];
+  const Manifest manifest = read_manifest(path + ".json");
   const c10::InferenceMode inference;
-  const Policy policy = open_policy(argv[1]);
+  const Policy policy = open_policy(path);
   if (const char* data = std::getenv("DPA_CHECK")) {
-    const double difference = check(policy, data, device);
+    const double difference = check(policy, data, manifest.device);
     std::printf("largest difference from Python: %.1e\n", difference);
     if (!(difference < 1e-4)) return 1;
   }
   const auto plan = [&](int cycle) {
-    const auto noise = at::randn({draws, 1, horizon, actions}, at::device(device));
-    return policy(read_observation(width, cycle).to(device), noise);
+    const auto noise = at::randn(manifest.noise, at::device(manifest.device));
+    return policy(read_observation(manifest.observation, cycle).to(manifest.device), noise);
   };
   for (int i = 0; i < 5; ++i) send_actions(plan(0));  // the first calls are slow
 

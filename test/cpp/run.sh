@@ -29,13 +29,20 @@ ctest --test-dir "$build" --output-on-failure
 [ -z "${SANITIZE_FLAGS:-}" ] || exit 0
 sh "$here/aarch64.sh" "$models/unets.bin"
 
-# The robot example, a project of its own, on exported policies: the same actions as in Python, and some cycles.
+# The robot example, a project of its own, built and run by the very lines of docs/deploy.md; then on every exported policy:
+# the same actions as in Python, and some cycles.
 policies=$PWD/build/test-cpp/policies
 python "$here/make_policies.py" "$policies"
-cmake -S docs/robot-cpp -B build/robot -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" \
-  -DTORCH="$(python -c 'import torch; print(torch.__path__[0])')" >build/robot.log 2>&1 || { cat build/robot.log; exit 1; }
-cmake --build build/robot
+python - docs/deploy.md "$policies/float32.pt" >build/robot.sh <<'EOF'
+import re
+import sys
+
+page, policy = sys.argv[1:]
+(block,) = re.findall(r"^```sh\n([^`]*docs/robot-cpp[^`]*)^```", open(page).read(), re.M)
+print(block.replace("policy.pt", policy))
+EOF
+sh -e build/robot.sh
 for policy in "$policies"/*.pt "$policies"/*.pt2; do
   echo "robot: $(basename "$policy")"
-  DPA_CHECK=$policy.data build/robot/robot "$policy" 5 3 8 2 20 20
+  DPA_CHECK=$policy.data build/robot/robot "$policy" 20 20
 done
