@@ -6,6 +6,7 @@ SANITIZE ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
+TORCH ?= 2.15.0
 FUZZ_CASES ?= 10000
 
 VENV := .venv
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 SETUP := $(VENV)/.setup-$(CUDA)
 
-.PHONY: build demo test test-cpp fuzz mutations soak bench lint docs wheel clean
+.PHONY: build demo test test-cpp fuzz mutations soak test-wheel test-torch bench lint docs wheel sdist clean
 
 build: $(SETUP)
 	@$(PIP) install --no-build-isolation --no-deps --editable . \
@@ -74,10 +75,27 @@ docs: $(SETUP)
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "the site is in site/: open site/index.html"
 
+# The tag promises the oldest glibc that the library runs on; torch and CUDA's runtime come with the torch package.
 wheel: $(SETUP)
-	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist . \
+	@$(PIP) install -r requirements/wheel.txt
+	@rm -rf build/wheel
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel . \
 	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \
 	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
+	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel -q repair --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' \
+	  --exclude 'libcudart.so*' --exclude 'libgomp.so*' build/wheel/*.whl
+	@ls -sh dist/*.whl
+
+sdist: $(SETUP)
+	@$(BIN)/python -c 'from scikit_build_core.build import build_sdist; print("dist/" + build_sdist("dist"))'
+
+# The wheel in an environment without the checkout and without a compiler.
+test-wheel: build wheel
+	@sh test/wheel.sh $(BIN)/python dist/*.whl
+
+# Host code against another torch: it compiles and links.
+test-torch: $(SETUP)
+	@sh test/torch.sh $(BIN)/python $(TORCH)
 
 clean:
 	rm -rf build dist out site .venv
