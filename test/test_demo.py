@@ -14,6 +14,7 @@ pytest.importorskip("PIL")
 import dpa
 from dpa.demo import Options, command, report, run, train
 from dpa.demo import world as W
+from dpa.demo.compare import compare
 from dpa.demo.rollout import judge, rollout
 from dpa.files import replacing
 
@@ -208,3 +209,14 @@ def test_the_command_fails_where_the_bar_is_missed(passed, status, monkeypatch):
     assert result.exit_code == status
     assert json.loads(result.stdout) == {"passed": passed}
     assert (given[0].seed, given[0].quick, given[0].device) == (3, True, "auto")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-9), (torch.float32, 1e-3), (torch.bfloat16, 0.3)]
+)
+def test_both_ways_sample_the_same_actions_in_every_dtype(dtype, limit):
+    torch.manual_seed(2)
+    policy = train.Policy(train.Network(train.UNET).eval())
+    observations = torch.randn(2, W.OBSERVATION_DIM)
+    with torch.no_grad():
+        assert compare("DDIM", policy, observations, dtype, 1, 5)["max_difference"] < limit

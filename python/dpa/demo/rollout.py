@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor
 
 from .. import DiffusionSampler
+from ..packed import runs_packed
 from . import world as W
 from .train import Policy
 
@@ -104,7 +106,9 @@ def make_sampler(name: str, policy: Policy, dtype: torch.dtype | None = None) ->
     """dpa's sampler on the policy's present weights."""
     scheduler = make_scheduler(name, policy)
     unet = policy.network.unet
-    fused = next(unet.parameters()).is_cuda  # there the whole loop is one op
+    fused = runs_packed(next(unet.parameters()).device)  # the whole loop as one op
+    if dtype is torch.float64:  # whose kernels know no float64
+        unet, fused = copy.deepcopy(unet).double(), False
     return DiffusionSampler(unet, scheduler, STEPS[name], dtype, horizon=W.HORIZON, fused=fused)
 
 
