@@ -78,19 +78,22 @@ docs: $(SETUP)
 # The tag promises the oldest glibc that the library runs on; torch and CUDA's runtime come with the torch package.
 wheel: $(SETUP)
 	@$(PIP) install -r requirements/wheel.txt
-	@rm -rf build/wheel
+	@rm -rf build/wheel dist/*.whl
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel . \
 	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \
 	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
-	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel -q repair --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' \
+	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' \
 	  --exclude 'libcudart.so*' --exclude 'libgomp.so*' build/wheel/*.whl
 	@ls -sh dist/*.whl
 
 sdist: $(SETUP)
+	@rm -f dist/*.tar.gz
 	@$(BIN)/python -c 'from scikit_build_core.build import build_sdist; print("dist/" + build_sdist("dist"))'
 
-# The wheel in an environment without the checkout and without a compiler.
-test-wheel: build wheel
+# The wheel in an environment without the checkout and without a compiler; and whether the source distribution is whole.
+test-wheel: build wheel sdist
+	@tar -tzf dist/*.tar.gz | sed 's,^[^/]*/,,' >build/in-sdist
+	@! git ls-files | grep -vxFf build/in-sdist
 	@sh test/wheel.sh $(BIN)/python dist/*.whl
 
 # Host code against another torch: it compiles and links.

@@ -12,7 +12,7 @@ trap 'rm -rf "$folder"' EXIT
 bin=$folder/venv/bin
 "$bin/pip" --disable-pip-version-check -q install --no-deps "$wheel"
 site=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/borrowed.pth"
+"$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("site-packages")), sep="\n")' >"$site/borrowed.pth"
 
 cd "$folder"
 clean() { env -i PATH="$bin" HOME="$folder" ${OMP_NUM_THREADS:+OMP_NUM_THREADS=$OMP_NUM_THREADS} "$@"; }
