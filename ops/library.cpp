@@ -107,7 +107,7 @@ TORCH_LIBRARY(dpa, m) {
       "diffusion_sample_clocks(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, "
       "ScalarType dtype, Tensor table, float clip, Tensor? noise=None) -> Tensor",
       functional);
-  // The two for exported programs, on the CPU so far: AOTInductor of torch 2.11 passes a ScalarType by another number.
+  // The two for exported programs: AOTInductor of torch 2.11 passes a ScalarType by another number.
   m.def(
       "unet1d_by_name(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, str dtype) "
       "-> Tensor",

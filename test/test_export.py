@@ -37,8 +37,6 @@ def make(name, device, dtype, kind):
     affines = [(torch.rand(n) + 0.5, torch.randn(n)) for n in (DO, DA)]
     around = Around(nn.Linear(DO, DG).to(device), *affines)
     packed = kind is not LayeredLoop
-    if packed and torch.device(device).type == "cuda":
-        pytest.skip("packed policies are for the CPU so far")
     sampler = dpa.DiffusionSampler(unet, scheduler, 3, dtype, horizon=T, fused=packed)
     if packed:
         return kind(unet, sampler.table, dtype, around).to(device), sampler, around

@@ -18,8 +18,8 @@ _ELSEWHERE = {
     "dpa::unet1d_pack": (),
     "dpa::diffusion_sample": (),
     "dpa::diffusion_sample_clocks": ("CPU",),
-    "dpa::unet1d_by_name": ("CUDA",),
-    "dpa::diffusion_sample_by_name": ("CUDA",),
+    "dpa::unet1d_by_name": (),
+    "dpa::diffusion_sample_by_name": (),
 }
 _PACKED = set(_ELSEWHERE)
 # No tensor among its arguments, so no backend of its own.

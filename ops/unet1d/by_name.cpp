@@ -46,3 +46,6 @@ Tensor diffusion_sample_by_name(const Tensor& sample, const Tensor& timesteps, c
   }
 DPA_BY_NAME(CPU)
 DPA_BY_NAME(Meta)
+#ifdef DPA_WITH_CUDA
+DPA_BY_NAME(CUDA)
+#endif

@@ -14,7 +14,8 @@ from .sampler import DiffusionSampler
 from .schedulers import MultistepTable
 from .standins import (
     FastForward,
-    compare,
+    difference,
+    relative_error,
     run_original,
     say_fallback,
 )
@@ -23,6 +24,8 @@ from .steps import FastStep
 # Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
 # which the steps add up.
 _LOOP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
 _KEPT = 8  # samplers: one for each scheduler, number of steps and kind of call
 
 
@@ -110,12 +113,12 @@ class FastLoop:
             forward.bypassed = False
         after = generator.get_state()
         generator.set_state(before)
-        error, why = compare(lambda: _sample(sampler, call, weight.dtype), expected, limit)
+        error = relative_error(_sample(sampler, call, weight.dtype), expected)
         if not torch.equal(generator.get_state(), after):
-            error, why = float("inf"), "draws other random numbers than the original"
+            error = float("inf")
         generator.set_state(after)
-        if why is not None:
-            self._say("the accelerated ", why, forward)
+        if error > limit:
+            self._say("the accelerated ", why := difference(error, limit), forward)
             self.failed = why
         self.errors[key] = error
         return expected
@@ -166,7 +169,6 @@ class FastLoop:
         key = (*made, *placed, tuple(sorted(options.items())))
         if self._placed != placed:
             self._samplers.clear()  # made of weights that are gone
-            self.errors.clear()
             self._placed = placed
         if key not in self._samplers:
             try:

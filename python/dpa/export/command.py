@@ -24,7 +24,7 @@ Examples:
 
   dpa export latest.ckpt --trust-pickle --to torchscript --dtype bfloat16
 
-  dpa export latest.ckpt --trust-pickle --to torchscript --device cuda --layers
+  dpa export latest.ckpt --trust-pickle --to torchscript --device cuda
 """
 DTYPES = ("float32", "bfloat16")
 SCHEDULERS = ("DDIM", "DDPM")

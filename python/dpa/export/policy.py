@@ -100,13 +100,10 @@ class LayeredLoop(_Exported):
 
 
 class _Packed(_Exported):
-    """A network on packed weights, for the CPU."""
+    """A network on packed weights."""
 
     def __init__(self, unet: nn.Module, table: StepTable, dtype: torch.dtype, around: Around):
         super().__init__(table, around)
-        device = next(unet.parameters()).device
-        if device.type != "cpu":
-            raise ValueError(f"packed policies are for the CPU so far (--layers), got {device}")
         network = PackedUnet(unet, dtype)
         self.dtype = dtype
         self.dtype_name = str(dtype).removeprefix("torch.")
@@ -129,13 +126,13 @@ class PackedLoop(_Packed):
     of width 0.
 
     Args:
-        unet: as in :class:`dpa.PackedUnet`, on the CPU.
+        unet: as in :class:`dpa.PackedUnet`.
         table: the steps.
         dtype: of the packed weights.
         around: what is around the loop.
 
     Raises:
-        ValueError: a multistep table, a network on a GPU, or one that cannot be packed.
+        ValueError: a multistep table, or a network that cannot be packed.
 
     """
 
