@@ -323,6 +323,27 @@ def test_calls_that_no_fused_loop_takes(device):
 
 
 @torch.no_grad()
+def test_what_raises_where_the_original_did_not(monkeypatch):
+    """No memory for the packed weights, say: the first call finds out, and the original runs."""
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    policy, call = original_policy("cpu"), call_of()
+    want = sampled(policy, call)
+    monkeypatch.setattr(dpa.PackedUnet, "repack", out_of_memory)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    with pytest.warns(RuntimeWarning, match=r"raised CUDA out of memory\., so the original runs"):
+        assert torch.equal(sampled(fast, call), want)
+    with pytest.warns(RuntimeWarning, match="ConditionalUnet1D raised CUDA out of memory"):
+        torch.testing.assert_close(sampled(fast, call), want)
+    torch.testing.assert_close(sampled(fast, call), want)
+    assert "unchanged: raised CUDA out of memory." in str(dpa.explain(fast))
+    with pytest.raises(RuntimeError, match=r"raised CUDA .*, and fallback is False"):
+        sampled(dpa.accelerate(policy, fallback=False), call)
+
+
+@torch.no_grad()
 def test_given_noise_replaces_the_draw(device):
     """LeRobot's ``noise=``, through its public methods."""
     plain = lerobot_policy(device, noise_scheduler_type="DDIM", num_inference_steps=5)

@@ -147,10 +147,15 @@ def assert_as_near_as_autocast(policy, call, dtype, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_in_sixteen_bits(name, dtype, device):
-    if device.type == "cpu" and (ROWS[name][2] != NARROW or dtype == torch.float16):
-        pytest.skip("PyTorch's 16-bit convolutions are too slow on a CPU")
+    cpu = device.type == "cpu"
+    if cpu and ROWS[name][2] == WIDE:
+        pytest.skip("a network of 250 M parameters is for a GPU")
+    if cpu and dtype == torch.float16 and ROWS[name][2] == MIDDLE and name != "pusht_inpainting":
+        pytest.skip("PyTorch's float16 convolutions are slow on a CPU: one row stands for all")
     policy = row_policy(name, device)
-    assert_as_near_as_autocast(policy, call_of(name, device, 8), dtype)
+    if cpu:
+        policy.num_inference_steps = min(policy.num_inference_steps, 16)
+    assert_as_near_as_autocast(policy, call_of(name, device, 2 if cpu else 8), dtype)
 
 
 @st.composite
@@ -202,7 +207,7 @@ def test_random_configurations(arguments, scheduler, batch, multiple, inpainting
 
 
 @given(architectures(), schedulers(), st.integers(2, 4), st.booleans())
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_configurations_in_sixteen_bits(arguments, scheduler, multiple, half):
     torch.manual_seed(0)
     arguments["local_cond_dim"] = None

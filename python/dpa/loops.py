@@ -14,8 +14,7 @@ from .sampler import DiffusionSampler
 from .schedulers import MultistepTable
 from .standins import (
     FastForward,
-    difference,
-    relative_error,
+    compare,
     run_original,
     say_fallback,
 )
@@ -24,8 +23,6 @@ from .steps import FastStep
 # Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
 # which the steps add up.
 _LOOP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-
-
 _KEPT = 8  # samplers: one for each scheduler, number of steps and kind of call
 
 
@@ -113,12 +110,12 @@ class FastLoop:
             forward.bypassed = False
         after = generator.get_state()
         generator.set_state(before)
-        error = relative_error(_sample(sampler, call, weight.dtype), expected)
+        error, why = compare(lambda: _sample(sampler, call, weight.dtype), expected, limit)
         if not torch.equal(generator.get_state(), after):
-            error = float("inf")
+            error, why = float("inf"), "draws other random numbers than the original"
         generator.set_state(after)
-        if error > limit:
-            self._say("the accelerated ", why := difference(error, limit), forward)
+        if why is not None:
+            self._say("the accelerated ", why, forward)
             self.failed = why
         self.errors[key] = error
         return expected
@@ -169,6 +166,7 @@ class FastLoop:
         key = (*made, *placed, tuple(sorted(options.items())))
         if self._placed != placed:
             self._samplers.clear()  # made of weights that are gone
+            self.errors.clear()
             self._placed = placed
         if key not in self._samplers:
             try:

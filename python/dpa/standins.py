@@ -46,6 +46,20 @@ def run_original(run: Callable[[], Tensor], weight: Tensor) -> Tensor:
         return run()
 
 
+def compare(run: Callable[[], Tensor], expected: Tensor, limit: float) -> tuple[float, str | None]:
+    """Return the error of what ``run`` gives, and what is wrong with it, or None.
+
+    An exception is no less a difference, for the original has run on the same input.
+    """
+    try:
+        error = relative_error(run(), expected)
+    except (RuntimeError, ValueError) as problem:
+        return float("inf"), f"raised {str(problem).partition(chr(10))[0]}"
+    if error > limit:
+        return error, difference(error, limit)
+    return error, None
+
+
 def difference(error: float, limit: float) -> str:
     """Say what a failed self-check found."""
     return f"differs from the original by {error:.1e} (relative), more than {limit:.0e}"
@@ -219,11 +233,12 @@ class FastForward:
         expected = run_original(lambda: self.original(*args, **kwargs), weight)
         if key in self.errors:
             return expected
+        limit = self.limit(STEP_LIMITS, precision)
         with torch.no_grad():
-            got = self._run(sample, timestep, conditions, precision)
-        error = relative_error(got, expected.detach())
-        if error > (limit := self.limit(STEP_LIMITS, precision)):
-            why = difference(error, limit)
+            error, why = compare(
+                lambda: self._run(sample, timestep, conditions, precision), expected, limit
+            )
+        if why is not None:
             what = f"the accelerated {type(self.unet).__name__}"
             say_fallback(what, why, self.options.fallback)
             self.failed = why

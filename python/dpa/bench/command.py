@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,9 @@ HELP = """Measure beside eager PyTorch, torch.compile and the physical floor.
 
 On a GPU the small ops, the U-Net's step and the whole denoising loop; on the CPU every op, and
 the U-Net beside ONNX Runtime and OpenVINO too, where they are installed. Writes
-OUT/results.json and plots.
+OUT/results.json and plots. With --train: training steps eager, compiled and on dpa, called and in
+a CUDA graph, their peak memory, DDP where there are two GPUs, and what is required of them;
+OUT/train.json and a plot.
 
 Examples:
 
@@ -29,15 +31,26 @@ Examples:
   dpa bench --only sampler --networks "80 M" --batches 1,16
 
   dpa bench --profile
+
+  dpa bench --train --only curves
 """
+_PARTS = ("all", "ops", "sampler")
+_TRAIN_PARTS = ("all", "networks", "norm", "ddp", "curves")
 Stages = dict[str, Callable[[], dict[str, Any]]]
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return " or ".join(f"'{name}'" for name in names)
 
 
 def bench(
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plots.")] = Path(
         "out/bench"
     ),
-    only: Annotated[str, typer.Option(help="On a GPU: 'ops', 'sampler' or 'all'.")] = "all",
+    only: Annotated[
+        str,
+        typer.Option(help=f"On a GPU: {_quoted(_PARTS)}; of --train: {_quoted(_TRAIN_PARTS)}."),
+    ] = "all",
     networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "80 M,252 M",
     batches: Annotated[str, typer.Option(help="Of the sampler's steps.")] = "1,4,16,64",
     autotune: Annotated[
@@ -50,12 +63,16 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="One network, one sample, fewer rounds: a minute.")
     ] = False,
+    training: Annotated[
+        bool, typer.Option("--train", help="Training steps and what they must reach, alone.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Measure beside eager PyTorch, torch.compile and the physical floor."""
     gpu = torch.cuda.is_available()
-    if only not in ("all", "ops", "sampler"):
-        raise typer.BadParameter(f"must be 'ops', 'sampler' or 'all', got {only!r}")
+    parts = _TRAIN_PARTS if training else _PARTS
+    if only not in parts:
+        raise typer.BadParameter(f"must be {_quoted(parts)}, got {only!r}")
     if profile and not gpu:
         raise typer.BadParameter("--profile needs a GPU")
     name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
@@ -65,13 +82,17 @@ def bench(
     if profile:
         tables, pictures = _profiles(chosen, out)
         results |= tables
+    elif training:
+        from dpa.bench import train_stages
+
+        results |= train_stages.finished(_measured(train_stages.stages(only)))
     else:
         if quick:
             chosen, batches, autotune = ["80 M"], "1", False
         sizes = [int(part) for part in batches.split(",")]
         stages = _on_gpu(only, chosen, sizes, autotune, plain) if gpu else cpu.stages(quick)
         results |= _measured(stages)
-    file = out / ("profile.json" if profile else "results.json")
+    file = out / f"{'profile' if profile else 'train' if training else 'results'}.json"
     with replacing(file) as temporary:
         temporary.write_text(json.dumps(results, indent=2))
     pictures += _pictures(results, out)
@@ -82,7 +103,7 @@ def bench(
     unit = "us" if gpu else "us or ms as named"
     console.print(f"{results['device']}, torch {results['torch']}; medians, in {unit}")
     for title, rows in results.items():
-        if isinstance(rows, list):
+        if isinstance(rows, list) and title != "curves":
             console.print(_table(title, rows))
         elif isinstance(rows, dict):
             console.print(_table(title, [rows]))
@@ -160,6 +181,10 @@ def _pictures(results: dict[str, Any], out: Path) -> list[Path]:
     if "steps" in results:
         found.append(plots.draw_steps(results["steps"], device, out / "steps.png"))
         found.append(plots.draw_batches(results["steps"], device, out / "batches.png"))
+    if "training" in results:
+        found.append(plots.draw_training(results["training"], device, out / "train.png"))
+    if "curves" in results:
+        found.append(plots.draw_curves(results["curves"], device, out / "loss-curves.png"))
     if "U-Net, forward pass" in results:
         found.append(plots.draw_engines(results["U-Net, forward pass"], device, out / "cpu.png"))
     return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from dpa.demo.draw import FAINT, INK, MUTED, figure, headline
@@ -126,6 +127,66 @@ def draw_profile(profile: StepProfile, path: Path) -> Path:
         ax.set_xlim(0, left.max() * 1.15)
         ax.set_xlabel("microseconds, the mean of the blocks")
         ax.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8.5)
+    return path
+
+
+def draw_training(rows: list[Row], device: str, path: Path) -> Path:
+    """Bars of every network and batch, a bar a way, a panel each for time and memory."""
+    columns = [c for c in ("graph", "called", "peak MiB") if any(row[c] for row in rows)]
+    cases = list(dict.fromkeys((r["network"], r["batch"], r["what"]) for r in rows))
+    ways = list(dict.fromkeys(row["how"] for row in rows))
+    with figure(path, (4.0 * len(columns) + 2.4, 1.9 + 0.24 * (len(rows) + len(cases)))) as fig:
+        line = f"{device}; milliseconds in a CUDA graph and called, and MiB"
+        headline(fig, "A training step", line)
+        height = fig.get_figheight()
+        place = {"left": 0.2, "right": 0.96, "top": 1 - 1.6 / height, "bottom": 0.3 / height}
+        grid = fig.add_gridspec(1, len(columns), wspace=0.22, **place)
+        for ax, column in zip(grid.subplots(squeeze=False)[0], columns, strict=True):
+            for row in rows:
+                case = cases.index((row["network"], row["batch"], row["what"]))
+                y, value = case + 0.8 * ways.index(row["how"]) / len(ways), row[column]
+                if value is None:
+                    continue
+                value /= 1 if column == "peak MiB" else 1e3
+                ax.barh(y, value, 0.7 / len(ways), color=_color(row["how"]))
+                ax.text(value, y, f" {value:.3g}", va="center", size=7.5)
+            labels = [f"{network}, batch {batch}\n{what}" for network, batch, what in cases]
+            shown = labels if ax.get_subplotspec().colspan.start == 0 else [""] * len(labels)
+            ax.set_yticks([i + 0.4 * (1 - 1 / len(ways)) for i in range(len(cases))], shown, size=8)
+            ax.invert_yaxis()
+            ax.set_title(column, size=9.5, loc="left")
+            _bare(ax)
+        handles = [Patch(color=_color(way), label=way) for way in ways]
+        corner = {"loc": "upper left", "bbox_to_anchor": (0.02, 1 - 0.75 / height)}
+        fig.legend(handles=handles, frameon=False, ncols=4, fontsize=8.5, **corner)
+    return path
+
+
+def draw_curves(rows: list[Row], device: str, path: Path) -> Path:
+    """Loss curves, a panel for each network and dtype: every seed on PyTorch and on dpa."""
+    cases = list(dict.fromkeys((row["network"], row["dtype"]) for row in rows))
+    with figure(path, (3.1 * len(cases) + 0.6, 3.6)) as fig:
+        line = (
+            f"{device}; the demo's policy, means over a 20th of the steps, a pair of lines a seed"
+        )
+        headline(fig, "The same loss curve", line)
+        place = {"left": 0.06, "right": 0.98, "top": 0.64, "bottom": 0.12}
+        grid = fig.add_gridspec(1, len(cases), wspace=0.2, **place)
+        for ax, case in zip(grid.subplots(squeeze=False, sharey=True)[0], cases, strict=True):
+            for row in rows:
+                if (row["network"], row["dtype"]) != case:
+                    continue
+                for how, style in (("eager", "-"), ("dpa", ":")):
+                    label = how if row["seed"] == rows[0]["seed"] else None
+                    width = 1.0 if how == "eager" else 2.0
+                    ax.plot(row[how], style, color=_color(how), lw=width, label=label)
+            ax.set_title(", ".join(case), size=9.5, loc="left")
+            ax.set_yscale("log")
+            ax.set_xticks([])
+            ax.grid(color=FAINT, lw=0.6)
+            ax.spines[["top", "right"]].set_visible(False)
+        place = {"loc": "upper left", "bbox_to_anchor": (0.05, 0.8)}
+        fig.legend(*ax.get_legend_handles_labels(), frameon=False, ncols=2, fontsize=8.5, **place)
     return path
 
 

@@ -1,0 +1,179 @@
+"""Training steps of whole networks: eager PyTorch, torch.compile and dpa, time and peak memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dpa
+from dpa.bench.timing import device_us, graphed
+
+Row = dict[str, Any]
+
+TF32, EAGER, COMPILED, DPA = "eager, float32 (TF32)", "eager", "torch.compile", "dpa"
+WAYS = (TF32, EAGER, COMPILED, DPA)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The sizes of a U-Net that policies are trained with."""
+
+    name: str
+    down_dims: tuple[int, ...]
+    embed_dim: int
+    cond_dim: int
+    action_dim: int = 2
+    horizon: int = 16
+    kernel_size: int = 5
+
+    def build(self, way: str, device: torch.device) -> nn.Module:
+        """The network in float32, on dpa's ops or on PyTorch's."""
+        torch.manual_seed(0)
+        unet: nn.Module = dpa.nn.ConditionalUnet1D(
+            self.action_dim,
+            global_cond_dim=self.cond_dim,
+            diffusion_step_embed_dim=self.embed_dim,
+            down_dims=self.down_dims,
+            kernel_size=self.kernel_size,
+            cond_predict_scale=True,
+        ).to(device)
+        if way != DPA:
+            unet = dpa.reference.plain(unet)
+        if way == COMPILED:
+            # Kernels' launches are tuned when measured, not as found while others compiled.
+            unet.compile(dynamic=False, options={"autotune_local_cache": False})
+        return unet
+
+    def batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Noisy actions, timesteps, conditions, and the noise to predict."""
+        new = lambda *shape: torch.randn(size, *shape, device=device)  # noqa: E731
+        actions, noise = new(self.horizon, self.action_dim), new(self.horizon, self.action_dim)
+        return actions, torch.randint(100, (size,), device=device), new(self.cond_dim), noise
+
+
+NET_80M = Network("80 M", (256, 512, 1024), 256, 1028)
+NET_252M = Network("252 M", (512, 1024, 2048), 128, 132)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network at a batch size, trained or run forward alone."""
+
+    network: Network
+    batch: int
+    backward: bool = True
+
+    @property
+    def what(self) -> str:
+        """What is run."""
+        return "forward + backward" if self.backward else "forward"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.network.name}, {self.batch}, {self.what}"
+
+
+CASES = (
+    Case(NET_80M, 64),
+    Case(NET_80M, 256),
+    Case(NET_252M, 64),
+    *(Case(NET_80M, batch, backward=False) for batch in (64, 256, 1024)),
+)
+SMALL = (Case(Network("0.3 M", (32, 64), 32, 20), 16),)
+
+
+def measure(case: Case, way: str, repeats: int = 20) -> Row:
+    """Microseconds of a case called and in a CUDA graph, and the peak memory in MiB.
+
+    Called means a plain loop that waits for nothing, the mean of five steps in a row. Gradients are
+    set to None at the start of each. The peak is that of a whole step with fused AdamW.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    row: Row = {"network": case.network.name, "batch": case.batch}
+    row |= {"what": case.what, "how": way}
+    with _precision(way):
+        model = case.network.build(way, device)
+        work = _work(case, way, model)
+        row["called"] = device_us(work, max(repeats // 2, 3), inner=5)
+        row["graph"] = row["peak MiB"] = None
+        if device.type == "cuda":
+            model.zero_grad(set_to_none=True)
+            row["graph"] = device_us(graphed(work, 1), repeats)
+            if case.backward:
+                row["peak MiB"] = _peak_of_a_step(work, model)
+    del model, work
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def _work(case: Case, way: str, model: nn.Module) -> Callable[[], None]:
+    """What is timed: forward, and backward where the case has it."""
+    device = next(model.parameters()).device
+    actions, timestep, cond, noise = case.network.batch(case.batch, device)
+    enabled = way != TF32
+
+    def predict() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            return model(actions, timestep, None, cond)
+
+    def forward() -> None:
+        with torch.no_grad():
+            predict()
+
+    def both() -> None:
+        model.zero_grad(set_to_none=True)
+        F.mse_loss(predict().float(), noise).backward()
+
+    return both if case.backward else forward
+
+
+def _peak_of_a_step(work: Callable[[], None], model: nn.Module) -> float:
+    """MiB: weights, gradients, AdamW's moments, and what the pass keeps at its fullest."""
+    model.zero_grad(set_to_none=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    for measured in (False, True):
+        if measured:
+            torch.cuda.reset_peak_memory_stats()
+        work()
+        optimizer.step()
+    return torch.cuda.max_memory_allocated() / 2**20
+
+
+@contextlib.contextmanager
+def _precision(way: str) -> Iterator[None]:
+    """TF32 where the way says so, for matrix products and convolutions alike."""
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = way == TF32
+    try:
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.allow_tf32 = value
+
+
+def fill_the_compilers_cache(cases: Sequence[Case]) -> None:
+    """Compile all cases at once, each in a process of its own; measuring then finds them cached."""
+    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, cases))
+
+
+def _compile(case: Case) -> None:
+    with _precision(COMPILED):
+        model = case.network.build(COMPILED, torch.device("cuda"))
+        _work(case, COMPILED, model)()
+    torch.cuda.synchronize()

@@ -1,0 +1,71 @@
+"""What a training step is expected to reach, and whether it does."""
+
+from __future__ import annotations
+
+from dpa.bench.train import COMPILED, DPA, TF32, Row
+
+
+def bars(training: list[Row], norm: list[Row], two_gpus: list[Row]) -> list[Row]:
+    """Each requirement with its aim, the ratio reached and whether it holds; unmeasured ones not.
+
+    Ratios are of times (dpa's below), but of peak memory that is dpa's over torch.compile's.
+    """
+    return [*_speed(training), *_memory(training), *_norm(norm), *_scaling(two_gpus)]
+
+
+def _bar(what: str, ratio: float, required: float, aim: float, upper: bool = False) -> Row:
+    holds = ratio <= required if upper else ratio >= required
+    reached = ratio <= aim if upper else ratio >= aim
+    row: Row = {"what": what, "ratio": ratio, "required": required, "aim": aim}
+    return row | {"holds": "aim" if reached else "yes" if holds else "NO"}
+
+
+# network, batch, what, column of dpa, rival and its column, required, aim
+_SPEED = (
+    ("80 M", 256, "forward + backward", "graph", COMPILED, "graph", 3.0, 5.0),
+    ("80 M", 256, "forward + backward", "graph", TF32, "called", 5.0, 9.0),
+    ("80 M", 64, "forward + backward", "graph", COMPILED, "graph", 3.0, 5.0),
+    ("252 M", 64, "forward + backward", "graph", COMPILED, "graph", 4.0, 6.0),
+    ("80 M", 64, "forward + backward", "called", COMPILED, "called", 3.0, 5.0),
+    ("80 M", 64, "forward", "graph", COMPILED, "graph", 4.0, 6.0),
+    ("80 M", 256, "forward", "graph", COMPILED, "graph", 3.5, 5.0),
+    ("80 M", 1024, "forward", "graph", COMPILED, "graph", 2.5, 3.5),
+)
+
+
+def _speed(rows: list[Row]) -> list[Row]:
+    us = {(r["network"], r["batch"], r["what"], r["how"]): r for r in rows}
+    found = []
+    for network, batch, what, own, rival, column, required, aim in _SPEED:
+        ours, theirs = us.get((network, batch, what, DPA)), us.get((network, batch, what, rival))
+        if ours and theirs and ours[own] and theirs[column]:
+            name = f"{network}, batch {batch}, {what}, {own}, against {rival}, {column}"
+            found.append(_bar(name, theirs[column] / ours[own], required, aim))
+    return found
+
+
+def _memory(rows: list[Row]) -> list[Row]:
+    peaks = {(r["network"], r["batch"], r["how"]): r["peak MiB"] for r in rows if r["peak MiB"]}
+    return [
+        _bar(f"{network}, batch {batch}, peak memory of a step", ours / theirs, 1.0, 0.7, True)
+        for (network, batch, how), ours in peaks.items()
+        if how == DPA and (theirs := peaks.get((network, batch, COMPILED)))
+    ]
+
+
+def _norm(rows: list[Row]) -> list[Row]:
+    """The aim is given as a time, 1.3 times the floor; here it is the ratio that this makes."""
+    found = []
+    for row in rows:
+        best = min(us for how, us in row.items() if how.startswith(COMPILED))
+        name = f"GroupNorm + Mish + FiLM, ({row['B, C, T']}), forward + backward, graph"
+        found.append(_bar(name, best / row["dpa"], 2.0, best / (1.3 * row["floor"])))
+    return found
+
+
+def _scaling(rows: list[Row]) -> list[Row]:
+    if not rows:
+        return []
+    one, more = (row["samples a second"] for row in rows)
+    name = f"80 M, batch {rows[0]['batch a GPU']} a GPU, DDP on {rows[1]['GPUs']} GPUs against one"
+    return [_bar(name, more / one, 1.85, 1.95)]

@@ -1,0 +1,66 @@
+"""GroupNorm + Mish + FiLM, forward and backward, as a training step runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import dpa
+from dpa.bench.timing import device_us_alternated, graphed
+
+SIZES = ((1024, 512, 16), (4096, 512, 16))
+_GROUPS = 8
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    normalized = F.group_norm(x, _GROUPS, weight, bias)
+    return F.mish(normalized) * scale[:, :, None] + shift[:, :, None]
+
+
+def _ours(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return dpa.ops.group_norm_mish(x, _GROUPS, weight, bias, 1e-5, scale, shift)
+
+
+def run() -> list[dict[str, Any]]:
+    """A row for each size: microseconds in a CUDA graph, bfloat16, all gradients.
+
+    torch.compile has its choice of the order in memory, (B, C, T) or (B, T, C): the faster counts.
+    The floor is one read and one write of each tensor at the rate of a copy of the largest.
+    """
+    compiled = torch.compile(_plain, dynamic=False)
+    rows, rate = [], _copy_us_an_element()
+    for batch, channels, length in SIZES:
+        new = lambda *size: torch.randn(size, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+        x, grad = new(2, batch, channels, length)
+        last = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, grad)]
+        weight, bias = torch.randn(2, channels, device="cuda", dtype=torch.bfloat16)
+        scale, shift = new(batch, 2 * channels).chunk(2, dim=1)
+        ways = {"torch.compile (B, C, T)": (compiled, x, grad)}
+        ways |= {"torch.compile (B, T, C)": (compiled, *last), "dpa": (_ours, *last)}
+        runs = {}
+        for how, (op, given, grad_out) in ways.items():
+            leaves = [t.detach().requires_grad_() for t in (given, weight, bias, scale, shift)]
+            runs[how] = graphed(
+                lambda op=op, leaves=leaves, grad_out=grad_out: torch.autograd.grad(
+                    op(*leaves), leaves, grad_out
+                ),
+                _COPIES,
+            )
+        us = {how: t.median / _COPIES for how, t in device_us_alternated(runs, 20).items()}
+        floor = 5 * x.numel() * rate  # x twice and the gradient read, two results written
+        rows.append({"B, C, T": f"{batch}, {channels}, {length}"} | us | {"floor": floor})
+    return rows
+
+
+def _copy_us_an_element() -> float:
+    """Half of what copying a tensor of the largest size takes."""
+    x = torch.randn(max(SIZES), device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(x)
+    us = device_us_alternated({"copy": graphed(lambda: target.copy_(x), _COPIES)}, 20)["copy"]
+    return us.median / _COPIES / (2 * x.numel())
+
+
+_COPIES = 10

@@ -1,0 +1,69 @@
+"""Training under DDP on two GPUs against one; run by ``dpa bench --train`` through torchrun."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from dpa.bench.timing import device_us
+from dpa.bench.train import DPA, NET_80M
+from dpa.distributed import Ranks, ranks
+
+_BATCH = 256  # of each GPU
+
+
+def run(count: int = 2) -> list[dict[str, Any]]:
+    """Samples a second on one GPU and on ``count`` under DDP, 256 samples a GPU a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += [f"--nproc-per-node={count}", "-m", __name__, str(file)]
+        subprocess.run(launcher, check=True)
+        return json.loads(file.read_text())
+
+
+def _step_us(team: Ranks) -> float:
+    """Microseconds of a training step with fused AdamW, called; the slowest process counts."""
+    unet = NET_80M.build(DPA, team.device)
+    model = team.wrap(unet)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
+    actions, timestep, cond, noise = NET_80M.batch(_BATCH, team.device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(team.device.type, torch.bfloat16):
+            predicted = model(actions, timestep, None, cond)
+        F.mse_loss(predicted.float(), noise).backward()
+        optimizer.step()
+
+    slowest = torch.tensor(device_us(step, 10, inner=10), device=team.device)
+    if team.count > 1:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def main() -> None:
+    """Measure in every process; the first writes the rows to the file named by the argument."""
+    with ranks() as team:
+        alone = _step_us(Ranks(0, 1, team.device)) if team.first else None
+        dist.barrier()
+        together = _step_us(team)
+        if not team.first:
+            return
+        rows = []
+        for count, us in ((1, alone), (team.count, together)):
+            row = {"network": NET_80M.name, "GPUs": count, "batch a GPU": _BATCH, "step us": us}
+            rows.append(row | {"samples a second": count * _BATCH / us * 1e6})
+        Path(sys.argv[1]).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What ``dpa bench --train`` measures, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dpa.bench import train, train_bars
+
+_TABLES = ("training", "GroupNorm + Mish + FiLM", "DDP")
+
+
+def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Stages by name; each returns tables. On the CPU one small network, to see that it works."""
+    if part == "curves":  # no requirement hangs on them, and they take long: for who asks
+        return {"loss curves": _curves}
+    if not torch.cuda.is_available():
+        return {case.name: _network(case, (train.EAGER, train.DPA)) for case in train.SMALL}
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    if part in ("all", "networks"):
+        found["torch.compile"] = lambda: train.fill_the_compilers_cache(train.CASES) or {}
+        found |= {case.name: _network(case, train.WAYS) for case in train.CASES}
+    if part in ("all", "norm"):
+        found["GroupNorm"] = _norm
+    if part in ("all", "ddp") and torch.cuda.device_count() > 1:
+        found["DDP"] = _ddp
+    return found
+
+
+def finished(results: dict[str, Any]) -> dict[str, Any]:
+    """The tables, and one of what is required and whether it holds."""
+    if "curves" in results or not torch.cuda.is_available():
+        return results
+    return results | {"required": train_bars.bars(*(results.get(name, []) for name in _TABLES))}
+
+
+def _network(case: train.Case, ways: tuple[str, ...]) -> Callable[[], dict[str, Any]]:
+    return lambda: {_TABLES[0]: [train.measure(case, way) for way in ways]}
+
+
+def _norm() -> dict[str, Any]:
+    from dpa.bench import train_norm
+
+    return {_TABLES[1]: train_norm.run()}
+
+
+def _ddp() -> dict[str, Any]:
+    from dpa.bench import train_ranks
+
+    return {_TABLES[2]: train_ranks.run()}
+
+
+def _curves() -> dict[str, Any]:
+    from dpa.bench import loss_curves
+
+    curves = loss_curves.run()
+    return {"curves": curves, "loss curves": loss_curves.summary(curves)}
