@@ -80,6 +80,15 @@ def test_averaged_weights_come_first(unet, tmp_path):
     assert equal(load_checkpoint(tmp_path / "latest.ckpt", ema=False).unet, state)
 
 
+@pytest.mark.parametrize("name", ["semantic", "schema", "demand"])
+def test_names_that_only_sound_averaged(name, unet, tmp_path):
+    state, other = unet.state_dict(), {n: v + 1 for n, v in unet.state_dict().items()}
+    torch.save(
+        {"model": prefixed(state, "unet."), name: prefixed(other, "unet.")}, tmp_path / "a.pt"
+    )
+    assert equal(load_checkpoint(tmp_path / "a.pt").unet, state)
+
+
 def test_robomimic_averages(unet, tmp_path):
     state = unet.state_dict()
     averaged = prefixed({name: value + 1 for name, value in state.items()}, "policy.net.")

@@ -8,6 +8,7 @@ are read with ``weights_only``. A diffusion_policy ``.ckpt`` also pickles its co
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from .family import (
 from .nn.unet1d import ConditionalUnet1D
 
 _DEPTH = 16  # of nested dicts
+_AVERAGED = re.compile(r"(?<![a-z])(ema|averaged)(?![a-z])")  # in where weights lie
 
 
 class CheckpointError(ValueError):
@@ -96,7 +98,7 @@ def load_checkpoint(
     if not found:
         wanted = "" if prefix is None else f" under the prefix {prefix!r}"
         raise CheckpointError(f"{path}: holds no conditional U-Net of the family{wanted}")
-    averaged = [entry for entry in found if "ema" in f"{entry[0]}.{entry[1]}".lower()]
+    averaged = [entry for entry in found if _AVERAGED.search(f"{entry[0]}.{entry[1]}".lower())]
     plain = [entry for entry in found if entry not in averaged]
     first, second = (averaged, plain) if ema else (plain, averaged)
     chosen = (first or second)[0]
