@@ -41,6 +41,7 @@ page, policy = sys.argv[1:]
 (block,) = re.findall(r"^```sh\n([^`]*docs/robot-cpp[^`]*)^```", open(page).read(), re.M)
 print(block.replace("policy.pt", policy))
 EOF
+rm -f build/robot/CMakeCache.txt # of a build with another generator, perhaps
 sh -e build/robot.sh
 for policy in "$policies"/*.pt "$policies"/*.pt2; do
   echo "robot: $(basename "$policy")"
