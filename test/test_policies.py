@@ -56,6 +56,27 @@ def test_a_compiled_network_is_compared_with_the_original():
     torch.testing.assert_close(sampled(policy, call), want, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_lerobots_network_compiles_without_a_graph_break(device):
+    arguments = {"input_dim": 2, "global_cond_dim": 4, "cond_predict_scale": True, **SMALL}
+    unet = dpa.accelerate(lerobot_unet(arguments).to(device).eval())
+    plain = dpa.restore(copy.deepcopy(unet))
+    inputs = (torch.randn(3, 8, 2, device=device), torch.arange(3, device=device))
+    cond = torch.randn(3, 4, device=device)
+    unet(*inputs, global_cond=cond)
+
+    def user(x, timestep):
+        return unet(x, timestep, global_cond=cond) * 2
+
+    compiled = torch.compile(user, backend="aot_eager", fullgraph=True)
+    for scale in (1.0, 0.9):
+        for network in (unet, plain):
+            for parameter in network.parameters():
+                parameter.mul_(scale)
+        want = 2 * plain(*inputs, global_cond=cond)
+        torch.testing.assert_close(compiled(*inputs), want, rtol=1e-5, atol=1e-5)
+
+
 PARTS = {
     "use_down_condition": "down_modules",
     "use_mid_condition": "mid_modules",
