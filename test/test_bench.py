@@ -143,6 +143,17 @@ def test_every_op_is_measured_beside_the_same_arithmetic():
             assert_close(case.ours(*case.tensors), case.plain(*case.tensors))
 
 
+def test_rows_of_several_stages_make_one_table():
+    from dpa.bench import cpu
+    from dpa.bench.command import _cell, _measured
+
+    stages = {"one": lambda: {"ops": [1]}, "two": lambda: {"ops": [2], "loops": [3]}}
+    assert _measured(stages) == {"ops": [1, 2], "loops": [3]}
+    assert [_cell(value) for value in (1.7e-6, 0.01, None, "x")] == ["1.7e-06", "0.01", "", "x"]
+    quick, whole = cpu.stages(quick=True), cpu.stages()
+    assert set(quick) < set(whole) and "U-Net, batch 16" not in quick
+
+
 def test_the_command_refuses_what_it_does_not_know():
     testing = pytest.importorskip("typer.testing")
     from dpa.cli import app

@@ -193,11 +193,16 @@ def _pictures(results: dict[str, Any], out: Path) -> list[Path]:
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     """A table whose columns are the keys of the rows, in the order they first come."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(*columns, title=title, title_justify="left", box=None, header_style="bold")
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=column == columns[0])
     for row in rows:
-        cells = (
-            f"{v:.2f}" if isinstance(v, float) else "" if v is None else str(v)
-            for v in (row.get(column) for column in columns)
-        )
-        table.add_row(*cells)
+        table.add_row(*(_cell(row.get(column)) for column in columns))
     return table
+
+
+def _cell(value: Any) -> str:
+    """Two decimals, or for what is smaller a power of ten."""
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 0.005 else f"{value:.2f}"
+    return "" if value is None else str(value)

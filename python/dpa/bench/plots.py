@@ -194,11 +194,17 @@ def draw_engines(rows: list[Row], device: str, path: Path) -> Path:
     """One forward pass of the U-Net in every engine: bars, a panel a batch, the slowest on top."""
     batches = sorted({row["batch"] for row in rows})
     most = max(sum(row["batch"] == batch for row in rows) for batch in batches)
-    with figure(path, (5.2 * len(batches), 1.7 + 0.3 * most)) as fig:
+    width = max(6.4, 5.2 * len(batches))
+    with figure(path, (width, 1.7 + 0.3 * most)) as fig:
         line = f"{device}; milliseconds, median. Reading: every packed weight, once"
         headline(fig, "One forward pass of the U-Net", line)
         height = fig.get_figheight()
-        place = {"left": 0.16, "right": 0.97, "top": 1 - 1.35 / height, "bottom": 0.4 / height}
+        place = {
+            "left": 1.66 / width,
+            "right": 0.95,
+            "top": 1 - 1.35 / height,
+            "bottom": 0.4 / height,
+        }
         grid = fig.add_gridspec(1, len(batches), wspace=0.75, **place)
         for ax, batch in zip(grid.subplots(squeeze=False)[0], batches, strict=True):
             found = [row for row in rows if row["batch"] == batch]
