@@ -163,6 +163,43 @@ def test_the_command_refuses_what_it_does_not_know():
     assert "sampler" in result.output
 
 
+def test_the_bars_follow_from_the_tables():
+    from dpa.bench.bars import bars
+
+    step = {"network": "80 M", "batch": 1, "weights": "bfloat16", "floor us": 30.0}
+    steps = [
+        step | {"how": "dpa", "us": 75.0},
+        step | {"how": "torch.compile reduce-overhead", "us": 1200.0},
+        step | {"how": "torch.compile max-autotune, graph", "us": 1050.0},
+        step | {"batch": 16, "how": "dpa", "us": 225.0},
+    ]
+    loop = {"network": "80 M", "weights": "bfloat16", "how": "dpa", "step us": 75.0}
+    loops = [loop | {"loop": "DDPM, 100 steps", "us": 8000.0}]
+    fast = [{"weights": "bfloat16", "tolerance": t, "faster": f} for t, f in ((1e-3, 1.4),)]
+    found = {row["bar"]: row for row in bars({"steps": steps, "loops": loops, "parallel": fast})}
+    assert len(found) == 5
+    faster = found["80 M bfloat16: faster than torch.compile"]
+    assert faster["ratio"] == 14 and faster["holds"] and not faster["reached"]
+    floor = found["80 M bfloat16: of the floor, at most"]
+    assert floor["ratio"] == 2.5 and floor["holds"] and not floor["reached"]
+    assert not found["80 M bfloat16, batch 16: of the step of batch 1, at most"]["holds"]
+    assert not found["80 M bfloat16, DDPM, 100 steps: of a step, at most"]["holds"]
+    assert not found["bfloat16, parallel, tolerance 0.001: faster than the loop"]["holds"]
+    assert bars({}) == []
+
+
+def test_parallel_sampling_is_compared_on_a_policy():
+    pytest.importorskip("diffusers")
+    from dpa.bench import parallel
+    from dpa.demo import train
+
+    policy = train.train(3, 0, torch.device("cpu"))
+    rows = parallel.rows(policy, torch.float32, observations=1, episodes=1, repeats=1)
+    assert [row["tolerance"] for row in rows] == [None, *parallel.TOLERANCES]
+    assert all(row["us"] > 0 for row in rows)
+    assert all(row["sweeps"] <= 100 and row["faster"] > 0 for row in rows[1:])
+
+
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 

@@ -18,11 +18,11 @@ from dpa.files import replacing
 
 HELP = """Measure beside eager PyTorch, torch.compile and the physical floor.
 
-On a GPU the small ops, the U-Net's step and the whole denoising loop; on the CPU every op, and
-the U-Net beside ONNX Runtime and OpenVINO too, where they are installed. Writes
-OUT/results.json and plots. With --train: training steps eager, compiled and on dpa, called and in
-a CUDA graph, their peak memory, DDP where there are two GPUs, and what is required of them;
-OUT/train.json and a plot.
+On a GPU the small ops, the U-Net's step and the whole denoising loop, with what the sampler is
+held to and whether it holds: about four minutes; on the CPU every op, and the U-Net beside ONNX
+Runtime and OpenVINO too, where they are installed. Writes OUT/results.json and plots. With
+--train: training steps eager, compiled and on dpa, called and in a CUDA graph, their peak memory,
+DDP where there are two GPUs, and what is required of them; OUT/train.json and a plot.
 
 Examples:
 
@@ -52,11 +52,16 @@ def bench(
         typer.Option(help=f"On a GPU: {_quoted(_PARTS)}; of --train: {_quoted(_TRAIN_PARTS)}."),
     ] = "all",
     networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "80 M,252 M",
-    batches: Annotated[str, typer.Option(help="Of the sampler's steps.")] = "1,4,16,64",
+    batches: Annotated[
+        str, typer.Option(help="Of the sampler's steps; PyTorch's at 1 and 16.")
+    ] = "1,2,4,8,16,32,64",
     autotune: Annotated[
         bool, typer.Option(help="torch.compile's max-autotune too: minutes to compile.")
     ] = True,
     plain: Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")] = True,
+    train_steps: Annotated[
+        int, typer.Option(help="Of the policy that is sampled in parallel; 0 leaves that out.")
+    ] = 1000,
     profile: Annotated[
         bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
     ] = False,
@@ -88,9 +93,12 @@ def bench(
         results |= train_stages.finished(_measured(train_stages.stages(only)))
     else:
         if quick:
-            chosen, batches, autotune = ["80 M"], "1", False
+            chosen, batches, autotune, train_steps = ["80 M"], "1", False, 0
         sizes = [int(part) for part in batches.split(",")]
-        stages = _on_gpu(only, chosen, sizes, autotune, plain) if gpu else cpu.stages(quick)
+        if gpu:
+            stages = _on_gpu(only, chosen, sizes, autotune, plain, train_steps)
+        else:
+            stages = cpu.stages(quick)
         results |= _measured(stages)
     file = out / f"{'profile' if profile else 'train' if training else 'results'}.json"
     with replacing(file) as temporary:
@@ -114,7 +122,12 @@ def bench(
 
 
 def _on_gpu(
-    only: str, networks: list[str], batches: list[int], autotune: bool, plain: bool
+    only: str,
+    networks: list[str],
+    batches: list[int],
+    autotune: bool,
+    plain: bool,
+    train_steps: int,
 ) -> Stages:
     """What there is to measure on a GPU, a stage each part."""
     stages: Stages = {}
@@ -123,7 +136,7 @@ def _on_gpu(
     if only != "ops":
         from dpa.bench import sampler
 
-        stages["sampler"] = lambda: sampler.run(networks, batches, autotune, plain)
+        stages["sampler"] = lambda: sampler.run(networks, batches, autotune, plain, train_steps)
     return stages
 
 
@@ -203,6 +216,8 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 def _cell(value: Any) -> str:
     """Two decimals, or for what is smaller a power of ten."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.1e}" if 0 < abs(value) < 0.005 else f"{value:.2f}"
     return "" if value is None else str(value)

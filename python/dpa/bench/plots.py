@@ -81,6 +81,7 @@ def draw_batches(rows: list[Row], device: str, path: Path) -> Path:
             for j, weights in enumerate(kinds):
                 found = [r for r in rows if (r["network"], r["weights"]) == (network, weights)]
                 _batch_panel(axes[i, j], found, f"{network}, {weights}")
+        axes[0, 0].set_xticks(sorted({row["batch"] for row in rows}))
         handles, labels = axes[0, 0].get_legend_handles_labels()
         place = {"loc": "upper left", "bbox_to_anchor": (0.05, 1 - 0.75 / height)}
         fig.legend(handles, labels, frameon=False, ncols=4, fontsize=8.5, **place)
@@ -98,7 +99,6 @@ def _batch_panel(ax: Axes, rows: list[Row], title: str) -> None:
     ax.set_title(title, size=9.5, loc="left")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.set_xticks(sorted({row["batch"] for row in rows}))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.grid(color=FAINT, lw=0.6)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dpa
-from dpa.bench.timing import device_spread_us, device_us, graphed
+from dpa.bench import compiled, parallel
+from dpa.bench.bars import bars
+from dpa.bench.timing import device_spread_us, device_us, latency
 from dpa.profiling import captured_loop, step_us
 
 HORIZON, ACTION_DIM, COND_DIM = 16, 2, 132
@@ -29,16 +31,17 @@ class Size:
 
     def build(self, device: str = "cuda") -> dpa.nn.ConditionalUnet1D:
         """Return the network with random weights."""
-        unet = dpa.nn.ConditionalUnet1D(
-            ACTION_DIM,
-            global_cond_dim=COND_DIM,
-            diffusion_step_embed_dim=self.step_dim,
-            down_dims=self.down_dims,
-            kernel_size=5,
-            n_groups=8,
-            cond_predict_scale=True,
-        )
-        return unet.to(device).eval()
+        with torch.device(device):
+            unet = dpa.nn.ConditionalUnet1D(
+                ACTION_DIM,
+                global_cond_dim=COND_DIM,
+                diffusion_step_embed_dim=self.step_dim,
+                down_dims=self.down_dims,
+                kernel_size=5,
+                n_groups=8,
+                cond_predict_scale=True,
+            )
+        return unet.eval()
 
 
 SIZES = (Size("80 M", (256, 512, 1024), 256), Size("252 M", (512, 1024, 2048), 128))
@@ -62,67 +65,31 @@ def conv_bytes(unet: nn.Module, dtype: torch.dtype) -> int:
     return sum(p.numel() for p in unet.parameters() if p.dim() == 3) * dtype.itemsize
 
 
-def latency(run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median and 99th percentile, in microseconds, from the call to its result on the device."""
-    times = []
-    for i in range(repeats + 3):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        if i >= 3:
-            times.append((time.perf_counter() - begin) * 1e6)
-    times.sort()
-    return statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
-
-
-def _torch_steps(
-    unet: nn.Module, dtype: torch.dtype, batch: int, autotune: bool
-) -> Iterable[tuple[str, float, float]]:
-    """The plain network's forward pass: eager and compiled, in graphs, and compiled as called.
-
-    In float32 its convolutions do not use TF32, whose errors are a hundred times dpa's.
-    """
-    plain = dpa.reference.plain(unet).to(dtype)
-    new = lambda *shape: torch.randn(shape, device="cuda", dtype=dtype)  # noqa: E731
-    sample, cond = new(batch, HORIZON, ACTION_DIM), new(batch, COND_DIM)
-    timestep = torch.full((batch,), 50, device="cuda")
-
-    def call(module: Callable[..., Tensor]) -> Callable[[], Tensor]:
-        return lambda: module(sample, timestep, None, cond)
-
-    with torch.backends.cudnn.flags(
-        enabled=True, allow_tf32=False
-    ):  # float32 is what its name says
-        yield "eager, graph", *device_spread_us(graphed(call(plain), 1))
-        reduced = torch.compile(plain, mode="reduce-overhead")
-        yield "torch.compile reduce-overhead", *device_spread_us(call(reduced))
-        torch._dynamo.reset()
-        if autotune:
-            tuned = torch.compile(plain, mode="max-autotune-no-cudagraphs")
-            call(tuned)()
-            yield "torch.compile max-autotune, graph", *device_spread_us(graphed(call(tuned), 1))
-            torch._dynamo.reset()
-
-
 @torch.no_grad()
-def steps(size: Size, batch: int, rate: float, autotune: bool, plain: bool = True) -> list[Row]:
+def steps(
+    size: Size, unet: nn.Module, batch: int, rate: float, plain: bool, autotune: bool
+) -> list[Row]:
     """One step at a batch, every way; dpa's is a step inside the captured loop.
 
-    The 99th percentile of dpa's is that of loops of 40 steps, a fortieth of it.
+    The 99th percentile of dpa's is that of loops of 40 steps, a fortieth of it. Batches above 1 are
+    of bfloat16 alone.
     """
-    unet = size.build()
     rows: list[Row] = []
     for label, dtype in DTYPES.items():
+        if dtype != torch.bfloat16 and batch > 1:
+            continue
         floor = conv_bytes(unet, dtype) / rate * 1e6
         row = {"network": size.name, "batch": batch, "weights": label}
         noise = torch.randn(batch, HORIZON, ACTION_DIM, device="cuda")
         cond = torch.randn(batch, COND_DIM, device="cuda")
         packed = dpa.PackedUnet(unet, dtype)
-        _, slow = device_spread_us(captured_loop(packed, noise, cond, 40))
-        ways = [("dpa", step_us(packed, noise, cond), slow / 40)]
+        ways = []
         if plain and dtype.itemsize > 1:
-            ways = [*_torch_steps(unet, dtype, batch, autotune and batch == 1), *ways]
+            ways += compiled.steps(unet, dtype, batch, autotune and batch == 1)
+        us = step_us(packed, noise, cond)
+        repeats = min(200, max(20, round(4e5 / (40 * us))))
+        _, last = device_spread_us(captured_loop(packed, noise, cond, 40), repeats)
+        ways.append(("dpa", us, last / 40))
         for how, us, p99 in ways:
             times = {"us": us, "p99 us": p99, "floor us": floor, "x floor": us / floor}
             rows.append(row | {"how": how} | times)
@@ -130,32 +97,43 @@ def steps(size: Size, batch: int, rate: float, autotune: bool, plain: bool = Tru
 
 
 @torch.no_grad()
-def loops(size: Size, plain: bool = True) -> list[Row]:
+def loops(size: Size, unet: nn.Module, plain: bool = True) -> list[Row]:
     """Whole loops at batch 1, from the call in Python to the result on the device."""
     from diffusers import DDIMScheduler, DDPMScheduler
 
-    unet = size.build()
     cond = torch.randn(1, COND_DIM, device="cuda")
+    noise = torch.randn(1, HORIZON, ACTION_DIM, device="cuda")
     rows: list[Row] = []
-    for scheduler, count in ((DDIMScheduler, 10), (DDPMScheduler, 100)):
-        live = scheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
-        ways: list[tuple[str, str, dict[str, Any]]] = [
-            ("dpa", label, {"fused": True, "dtype": dtype}) for label, dtype in DTYPES.items()
-        ]
-        if plain:
-            ways.insert(0, ("eager, step by step", "float32", {}))
-        for how, label, options in ways:
-            network = unet if options else dpa.reference.plain(unet)
+
+    def measure(how: str, label: str, network: nn.Module, **options: Any) -> None:
+        for scheduler, count in ((DDIMScheduler, 10), (DDPMScheduler, 100)):
+            live = scheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
             sampler = dpa.DiffusionSampler(network, live, count, horizon=HORIZON, **options)
-            run = lambda sampler=sampler: sampler(cond)  # noqa: E731
-            median, p99 = latency(run, 200 if options else 5)
+            begin = time.perf_counter()
+            sampler(cond)
+            torch.cuda.synchronize()
+            first = time.perf_counter() - begin
+            again, _ = latency(partial(sampler, cond), 1)
+            repeats = round(min(200, max(5, 1e6 / again)))
+            median, p99 = latency(partial(sampler, cond), repeats)
             row: Row = {"network": size.name, "loop": f"{scheduler.__name__[:4]}, {count} steps"}
-            row |= {"weights": label, "how": how, "us": median, "p99 us": p99 if options else None}
+            row |= {
+                "weights": label,
+                "how": how,
+                "us": median,
+                "p99 us": p99,
+                "first call s": first,
+            }
             if options:
-                noise = torch.randn(1, HORIZON, ACTION_DIM, device="cuda")
-                packed = dpa.PackedUnet(unet, DTYPES[label])
-                row["steps' time"] = median / step_us(packed, noise, cond)
+                packed = dpa.PackedUnet(unet, options["dtype"])
+                row["step us"] = step_us(packed, noise, cond)
+                row["steps' time"] = median / row["step us"]
             rows.append(row)
+
+    if plain:
+        measure("eager, step by step", "float32", dpa.reference.plain(unet))
+    for label, dtype in DTYPES.items():
+        measure("dpa", label, unet, fused=True, dtype=dtype)
     return rows
 
 
@@ -170,28 +148,34 @@ def profile(unet: nn.Module, dtype: torch.dtype) -> dpa.StepProfile:
 
 def run(
     networks: Iterable[str] = ("80 M", "252 M"),
-    batches: Iterable[int] = (1, 4, 16, 64),
+    batches: Iterable[int] = (1, 2, 4, 8, 16, 32, 64),
     autotune: bool = False,
     plain: bool = True,
+    train_steps: int = parallel.TRAIN_STEPS,
 ) -> dict[str, Any]:
-    """Every table.
+    """Every table, and what of the bars they say.
 
     Args:
         networks: names of :data:`SIZES`.
         batches: of the steps.
-        autotune: measure torch.compile's max-autotune too, which takes minutes to compile.
-        plain: measure PyTorch at all.
+        autotune: measure torch.compile's max-autotune too, at batch 1.
+        plain: measure PyTorch at all: beside the first network, at batches 1 and 16.
+        train_steps: of the policy on which parallel sampling is measured; 0 leaves it out.
 
     """
-    rate = read_rate()
     chosen = [size for size in SIZES if size.name in set(networks)]
-    return {
-        "read TB/s": rate * 1e-12,
-        "steps": [
-            row
-            for s in chosen
-            for batch in batches
-            for row in steps(s, batch, rate, autotune, plain)
-        ],
-        "loops": [row for s in chosen for row in loops(s, plain)],
-    }
+    if plain and chosen:
+        compiled.ahead(chosen[0].name, autotune)
+    rate = read_rate()
+    results: dict[str, Any] = {"read TB/s": rate * 1e-12, "steps": [], "loops": []}
+    for size in chosen:
+        first, unet = plain and size is chosen[0], size.build()
+        for batch in batches:
+            beside = first and batch in compiled.BATCHES
+            results["steps"] += steps(size, unet, batch, rate, beside, autotune)
+        results["loops"] += loops(size, unet, first)
+    if train_steps:
+        policy = parallel.trained(train_steps)
+        results["parallel"] = parallel.rows(policy, torch.bfloat16)
+    results["bars"] = bars(results)
+    return results

@@ -34,6 +34,20 @@ def device_spread_us(run: Callable[[], object], repeats: int = 200) -> tuple[flo
     return statistics.median(times), times[int(0.99 * (repeats - 1))]
 
 
+def latency(run: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Median and 99th percentile, in microseconds, from the call to its result on the device."""
+    times = []
+    for i in range(repeats + 3):
+        _synchronize()
+        begin = time.perf_counter()
+        run()
+        _synchronize()
+        if i >= 3:
+            times.append((time.perf_counter() - begin) * 1e6)
+    times.sort()
+    return statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
+
+
 @dataclass
 class Spread:
     """A median, and between which values nine tenths of the measurements lie."""
@@ -103,6 +117,11 @@ def graphed(run: Callable[[], object], copies: int = 20) -> Callable[[], None]:
         for _ in range(copies):
             run()
     return graph.replay
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _wall_us(run: Callable[[], object], inner: int) -> float:

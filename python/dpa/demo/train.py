@@ -91,6 +91,8 @@ def train(
     evaluations: int = 9,
     progress: Progress | None = None,
     team: Ranks | None = None,
+    unet: dict | None = None,
+    learning_rate: float = LEARNING_RATE,
 ) -> Policy:
     """Train for ``steps`` batches with the DDPM loss, AdamW and a cosine learning rate.
 
@@ -99,17 +101,18 @@ def train(
 
     ``evaluate`` is called with the EMA weights at ``evaluations`` points, the first one before the
     first step and the last one after the last; ``progress`` after every step, with its number and
-    a smoothed loss.
+    a smoothed loss. ``unet`` are constructor arguments of another network than the demo's.
     """
     team = team or Ranks(0, 1, device)
     torch.manual_seed(seed)
     draws = torch.Generator().manual_seed(seed)
     observations, chunks = _dataset(draws, device)
-    network = Network(UNET).to(device)
+    config = dict(unet or UNET)
+    network = Network(config).to(device)
     model = team.wrap(network)
     average = copy.deepcopy(network).requires_grad_(False).eval()
-    policy = Policy(average, train_steps=steps, seed=seed)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, fused=True)
+    policy = Policy(average, config, train_steps=steps, seed=seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, fused=True)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     scheduler = DDPMScheduler(**SCHEDULER)
     points = evaluation_points(steps, evaluations)
