@@ -18,9 +18,17 @@ pytestmark = pytest.mark.skipif(
 _ROOT = Path(__file__).parent.parent
 
 
-def _torchrun(*command, where):
-    """Run two processes on the CPU; return what they printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
+
+
+def _torchrun(*command, where, device):
+    """Run two processes; return what they printed."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two CUDA devices here")
+    # Sums over halves of a batch agree in float32, not in TF32.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*launcher, *map(str, command)],
@@ -34,33 +42,37 @@ def _torchrun(*command, where):
     return done.stdout
 
 
-def test_training_and_sampling_equal_one_process(tmp_path):
+@_DEVICES
+def test_training_and_sampling_equal_one_process(device, tmp_path):
     worker = Path(__file__).with_name("distributed_worker.py")
-    _torchrun(worker, tmp_path, where=tmp_path)
+    _torchrun(worker, tmp_path, where=tmp_path, device=device)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0", "rank1"]
 
 
-def test_the_demo_trains_the_policy_of_one_process(tmp_path):
+@_DEVICES
+def test_the_demo_trains_the_policy_of_one_process(device, tmp_path):
     pytest.importorskip("matplotlib")
     from dpa.demo import train
 
-    options = ("--train-only", "--train-steps", 3, "--episodes", 1, "--device", "cpu", "--json")
-    printed = _torchrun("-m", "dpa", "demo", *options, "--out", tmp_path, where=tmp_path)
+    options = ("--train-only", "--train-steps", 3, "--episodes", 1, "--device", device, "--json")
+    command = ("-m", "dpa", "demo", *options, "--out", tmp_path)
+    printed = _torchrun(*command, where=tmp_path, device=device)
     assert printed.count('"passed"') == 1
-    cpu = torch.device("cpu")
-    together = train.load(tmp_path / "checkpoint.pt", cpu)
-    alone = train.train(3, 0, cpu)
+    device = torch.device(device)
+    together = train.load(tmp_path / "checkpoint.pt", device)
+    alone = train.train(3, 0, device)
     for name, value in alone.network.state_dict().items():
         # AdamW divides by the root of tiny second moments, which magnifies rounding.
         assert_close(together.network.state_dict()[name], value, rtol=1e-3, atol=1e-4)
     assert_close(torch.tensor(together.losses), torch.tensor(alone.losses), rtol=1e-4, atol=1e-4)
 
 
-def test_the_documented_script_runs(tmp_path):
+@_DEVICES
+def test_the_documented_script_runs(device, tmp_path):
     page = (_ROOT / "docs" / "training.md").read_text()
     code = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert code
     (tmp_path / "train.py").write_text(code[1])
-    printed = _torchrun("train.py", where=tmp_path)
+    printed = _torchrun("train.py", where=tmp_path, device=device)
     assert len(set(re.findall(r"of 2: loss ([\d.]+)", printed))) == 1
     assert (tmp_path / "average.pt").is_file()

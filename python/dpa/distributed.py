@@ -48,32 +48,36 @@ class Ranks:
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module under DDP, or itself where there is one process."""
-        return module if self.count == 1 else DistributedDataParallel(module)
+        if self.count == 1:
+            return module
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
 
 
 @contextlib.contextmanager
 def ranks(device: torch.device | None = None) -> Iterator[Ranks]:
     """Join the processes that torchrun started, and leave them in the end.
 
-    Several processes compute on the CPU and speak Gloo.
+    The processes speak NCCL on CUDA and Gloo on the CPU.
 
     Args:
-        device: what to compute on; by default the CPU for several processes, and for one CUDA where
-            there is one.
-
-    Raises:
-        NotImplementedError: for several processes on CUDA, which no test has seen yet.
+        device: what to compute on; by default CUDA where there is one, each process on its own
+            (``LOCAL_RANK``).
 
     """
-    several = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if not several:
-        yield Ranks(0, 1, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        return
+    kind = device.type if device else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and (device is None or device.index is None):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     device = device or torch.device("cpu")
-    if device.type != "cpu":
-        raise NotImplementedError(f"ranks: several processes compute on the CPU, got {device}")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield Ranks(0, 1, device)
+        return
+    if kind == "cuda":
+        torch.cuda.set_device(device)
     owner = not dist.is_initialized()
-    if owner:
+    if owner and kind == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    elif owner:
         dist.init_process_group("gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
