@@ -37,6 +37,15 @@ _NETS = {
     },
     "one_level": {"input_dim": 2, "global_cond_dim": 4, "down_dims": (128,), "kernel_size": 7},
 }
+# A network of which several samples have a kernel of their own on Hopper.
+_SEVERAL = {
+    "input_dim": 3,
+    "global_cond_dim": 5,
+    "down_dims": (256, 512),
+    "cond_predict_scale": True,
+}
+# Both kernels that stay for a whole loop: a network, a batch.
+_RESIDENT = [("small", 1), ("several", 8), ("several", 20)]
 
 
 @pytest.fixture
@@ -47,7 +56,8 @@ def cuda():
 
 
 def _net(name, device):
-    unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **_NETS[name]).to(device).eval()
+    sizes = _SEVERAL if name == "several" else _NETS[name]
+    unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **sizes).to(device).eval()
     for parameter in unet.parameters():  # biases and norms away from their plain beginnings
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -82,20 +92,13 @@ def test_forward(device, name, dtype):
         assert torch.equal(got, again)
 
 
-_SEVERAL = {
-    "input_dim": 3,
-    "global_cond_dim": 5,
-    "down_dims": (256, 512),
-    "cond_predict_scale": True,
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_forward_of_several_samples(cuda, dtype):
-    """Sizes for which several samples have a kernel of their own, and a chunk that is not full."""
-    unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **_SEVERAL).to(cuda).eval()
+    """Sizes for which several samples have a kernel of their own, and chunks that are not full."""
+    unet = _net("several", cuda)
     packed, exact = PackedUnet(unet, dtype), dpa.reference.plain(unet).double()
-    for batch, horizon in [(5, 16), (16, 16), (33, 16), (16, 8)]:
+    batches = torch.randint(1, 65, (4,)).tolist()
+    for batch, horizon in [(2, 16), (5, 16), (16, 16), (16, 8), *((b, 16) for b in batches)]:
         sample = torch.randn(batch, horizon, unet.input_dim, device=cuda)
         timestep = torch.randint(100, (batch,), device=cuda)
         cond = _cond(unet, batch, cuda)
@@ -205,13 +208,14 @@ def test_changed_weights_are_packed_again(device):
     assert torch.equal(packed(sample, t, cond), PackedUnet(other)(sample, t, cond))
 
 
-def test_cuda_graph(cuda):
-    unet = _net("small", cuda)
+@pytest.mark.parametrize(("name", "batch"), _RESIDENT)
+def test_cuda_graph(cuda, name, batch):
+    unet = _net(name, cuda)
     packed = PackedUnet(unet, torch.bfloat16)
     sample, t, cond = (
-        torch.randn(1, 16, 2, device=cuda),
-        torch.ones(1, device=cuda),
-        _cond(unet, 1, cuda),
+        torch.randn(batch, 16, unet.input_dim, device=cuda),
+        torch.ones(batch, device=cuda),
+        _cond(unet, batch, cuda),
     )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -228,13 +232,17 @@ def test_cuda_graph(cuda):
         assert torch.equal(out, packed(sample, t, cond))
 
 
-def test_two_samplers_on_two_streams(cuda):
+@pytest.mark.parametrize(
+    ("name", "batch", "dtype"),
+    [("small", 1, torch.float32), ("several", 8, torch.bfloat16), ("several", 20, torch.float16)],
+)
+def test_two_samplers_on_two_streams(cuda, name, batch, dtype):
     """Each gives what it gives alone, whichever way the two resident kernels share the GPU."""
     scheduler = diffusers.DDIMScheduler(num_train_timesteps=50, beta_schedule="squaredcos_cap_v2")
-    nets = [_net("small", cuda) for _ in range(2)]
-    conds = [_cond(net, 1, cuda) for net in nets]
-    noise = torch.randn(1, 16, 2, device=cuda)
-    samplers = [dpa.DiffusionSampler(n, scheduler, 10, horizon=16, fused=True) for n in nets]
+    nets = [_net(name, cuda) for _ in range(2)]
+    conds = [_cond(net, batch, cuda) for net in nets]
+    noise = torch.randn(batch, 16, nets[0].input_dim, device=cuda)
+    samplers = [dpa.DiffusionSampler(n, scheduler, 10, dtype, horizon=16, fused=True) for n in nets]
     alone = [s(c, noise=noise) for s, c in zip(samplers, conds, strict=True)]
     streams = [torch.cuda.Stream() for _ in nets]
     torch.cuda.synchronize()
@@ -248,19 +256,28 @@ def test_two_samplers_on_two_streams(cuda):
         assert all(torch.equal(expected, g) for g in got)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_replays_do_not_drift(cuda, dtype):
+@pytest.mark.parametrize(
+    ("name", "batch", "dtype"),
+    [
+        ("small", 1, torch.float32),
+        ("small", 1, torch.bfloat16),
+        ("small", 1, torch.float8_e4m3fn),
+        ("several", 8, torch.bfloat16),
+    ],
+)
+def test_replays_do_not_drift(cuda, name, batch, dtype):
     """A captured loop gives the same bits at every replay, and takes no more memory.
 
     DPA_TEST_REPLAYS sets how many; 100000 take about a minute and a half.
     """
     replays = int(os.environ.get("DPA_TEST_REPLAYS", "300"))
     scheduler = diffusers.DDIMScheduler(num_train_timesteps=50, beta_schedule="squaredcos_cap_v2")
-    unet = _net("small", cuda)
+    unet = _net(name, cuda)
     sampler = dpa.DiffusionSampler(
         unet, scheduler, 5, dtype, horizon=16, fused=True, cuda_graph=False
     )
-    noise, cond = torch.randn(1, 16, 2, device=cuda), _cond(unet, 1, cuda)
+    noise = torch.randn(batch, 16, unet.input_dim, device=cuda)
+    cond = _cond(unet, batch, cuda)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -455,11 +472,13 @@ def test_compiled_functions_that_use_packed_weights(device):
     torch.testing.assert_close(compiled(cond, sample), policy(cond, sample), rtol=1e-6, atol=1e-6)
 
 
-def test_sampler_inside_a_capture_of_the_users(cuda):
-    unet = _net("small", cuda)
+@pytest.mark.parametrize(("name", "batch"), _RESIDENT)
+def test_sampler_inside_a_capture_of_the_users(cuda, name, batch):
+    unet = _net(name, cuda)
     scheduler = diffusers.DDPMScheduler(num_train_timesteps=8)
     sampler = dpa.DiffusionSampler(unet, scheduler, 8, torch.bfloat16, horizon=16, fused=True)
-    cond, noise = _cond(unet, 1, cuda), torch.randn(1, 16, 2, device=cuda)
+    cond = _cond(unet, batch, cuda)
+    noise = torch.randn(batch, 16, unet.input_dim, device=cuda)
     sampler(cond, noise=noise)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -494,7 +513,9 @@ def test_local_conditioning_is_refused_or_runs_step_by_step(device):
 
 
 @pytest.mark.parametrize("dims", [(256, 512, 1024), (512, 1024, 2048)], ids=["80M", "252M"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str
+)
 def test_published_sizes(cuda, dims, dtype):
     """The sizes of the published policies, for one sample and for several."""
     unet = dpa.nn.ConditionalUnet1D(
@@ -508,7 +529,7 @@ def test_published_sizes(cuda, dims, dtype):
     kind = torch.float16 if dtype == torch.float8_e4m3fn else dtype
     exact = dpa.reference.plain(unet if kind == dtype else _rounded_to_e4m3(unet)).double()
     packed = PackedUnet(unet, dtype)
-    for batch in (1, 3):
+    for batch in (1, 2, 5, 16):
         sample, cond = torch.randn(batch, 16, 2, device=cuda), torch.randn(batch, 132, device=cuda)
         timestep = torch.randint(100, (batch,), device=cuda)
         with torch.no_grad():

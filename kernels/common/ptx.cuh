@@ -79,7 +79,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t destination, const void* sour
 __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-
 // Moves registers between groups of four warps of a block: every warp of the group calls it, before it needs or after
 // it frees them.
 template <int kRegisters>
@@ -118,26 +117,24 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Arrives at a barrier of any block of the cluster. Whoever waits for it sees what the threads of this block wrote to
-// their own shared memory before the block barrier that precedes this call: no cache stands before shared memory. For
-// anything else it promises nothing; an arrival that did would wait for the thread's stores to global memory.
+// Arrives at a barrier of any block of the cluster. It says that what this thread's block barrier has collected has
+// been read or written in shared memory, before which no cache stands; for anything else it promises nothing. An
+// arrival that did would wait for the thread's stores to global memory.
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t cluster_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
 }
-__device__ __forceinline__ float4 load_cluster_16(uint32_t cluster_address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(cluster_address)
-               : "memory");
-  return v;
-}
-// Stores into any block of the cluster; that block's barrier counts the 8 bytes.
-__device__ __forceinline__ void send_cluster_8(uint32_t cluster_address, float2 v, uint32_t cluster_barrier) {
+// Stores into any block of the cluster; that block's barrier counts the bytes.
+__device__ __forceinline__ void send_cluster_8(uint32_t cluster_address, uint2 v, uint32_t cluster_barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(cluster_address),
-      "f"(v.x), "f"(v.y), "r"(cluster_barrier)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1,%2}, [%3];" ::"r"(cluster_address),
+      "r"(v.x), "r"(v.y), "r"(cluster_barrier)
       : "memory");
+}
+__device__ __forceinline__ void send_cluster_16(uint32_t cluster_address, uint4 v, uint32_t cluster_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+                   cluster_address),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(cluster_barrier)
+               : "memory");
 }
 
 // Message words between blocks of one grid: never cached in L1, never reordered with themselves.
@@ -154,15 +151,12 @@ __device__ __forceinline__ uint4 load_message_16(const void* address) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ void store_message_8(void* address, uint2 v) {
-  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(address), "r"(v.x), "r"(v.y) : "memory");
-}
-__device__ __forceinline__ uint32_t load_message_word(const uint32_t* address) {
+__device__ __forceinline__ uint32_t load_message_word(const void* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
-__device__ __forceinline__ void store_message_word(uint32_t* address, uint32_t value) {
+__device__ __forceinline__ void store_message_word(void* address, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
@@ -184,6 +178,11 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
   return z;
 }
 
+// Asks for the line of an address, to be in the first cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
 // Eight rows of 16 bytes a matrix: a thread receives word lane % 4 of row lane / 4. The whole warp calls; lane i gives
 // the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrix_x2(uint32_t (&words)[2], uint32_t address) {
@@ -197,6 +196,14 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&words)[4], uint32_t ad
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(address)
                : "memory");
+}
+
+// Transposes 8 x 8 values of 16 bits: a thread has, and receives, columns 2 (lane % 4) and the next of row lane / 4.
+// The whole warp calls.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 // c += a b for a 16 x 16, b 16 x 8. The whole warp calls.

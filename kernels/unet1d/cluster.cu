@@ -5,34 +5,39 @@
 //
 // Grid: 8 clusters of 16 blocks, all present at once (a cooperative launch); two blocks fit a multiprocessor, because
 //   some GPCs have fewer than 16. cluster.h says how a product is divided among them.
-// Block: two warpgroups of arithmetic (cluster_compute.cuh) and a warp that streams the block's weights into a ring, as
-//   far ahead as the ring reaches (cluster_block.cuh).
-// Hand-over: inside a cluster, partial sums, through the cluster's shared memory. Between clusters, outputs in 16 bits,
+// Block: a warpgroup that receives and multiplies (cluster_product.cuh), one that finishes outputs
+// (cluster_finish.cuh),
+//   and a warp that streams the block's weights into a ring, as far ahead as the ring reaches (cluster_block.cuh).
+// Hand-over: inside a cluster, partial sums in 16 bits, stored into the shared memory of the block that finishes them.
+// Between clusters, outputs in 16 bits,
 //   through L2, as words that say themselves whether they have been written: an unwritten one has bits that no value
-//   has. So there is no flag, no fence and no grid barrier. Words are made unwritten again when all readers have read.
+//   has. So there is no flag and no grid barrier. Steps take turns with two buffers; a word of the last step is made
+//   unwritten again when the same word of this one is written.
 #include <algorithm>
 #include <atomic>
 
-#include "kernels/unet1d/cluster_compute.cuh"
+#include "kernels/unet1d/cluster_finish.cuh"
+#include "kernels/unet1d/cluster_product.cuh"
 
 namespace dpa::kernels::unet1d {
 namespace {
+
+// Of a thread, instead of 80: two blocks of three warpgroups share 65536.
+constexpr int kProductRegisters = 112, kFinishRegisters = 96, kCopyRegisters = 32;
 
 template <class T>
 __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __grid_constant__ ClusterArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see sample.cpp
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ClusterBarriers barriers;
-  __shared__ float2 sums[kGroupThreads / 32], others[kGroupThreads / 32];
+  __shared__ __align__(16) float2 moments[kGroupThreads / 32];
   const ClusterLayout& y = a.layout;
   const int tid = threadIdx.x, rank = ptx::cluster_rank(), cluster = blockIdx.x / kClusterBlocks;
   if (tid == 0) {
     auto init = [](uint64_t& barrier, int count) { ptx::barrier_init(ptx::shared_address(&barrier), count); };
     for (int i = 0; i < y.stages; i++) init(barriers.full[i], 1), init(barriers.empty[i], kGroupThreads / 32);
-    for (int way = 0; way < 2; way++)
-      init(barriers.ready[way], 8 << way), init(barriers.read[way], 8 << way),
-          init(barriers.residual_read[way], 8 << way);
-    init(barriers.moments, 1);
+    for (auto& barrier : barriers.sums) init(barrier, 1);
+    for (auto& barrier : barriers.taken) init(barrier, 1);
     ptx::barrier_init_fence();
   }
   const auto* descriptors = reinterpret_cast<const uint32_t*>(y.layers);
@@ -40,10 +45,18 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
     reinterpret_cast<uint32_t*>(shared + y.descriptors)[i] = descriptors[i];
   __syncthreads();
   ptx::cluster_sync();
-  if (uniform(tid / 32) >= kComputeThreads / 32)
-    stream_cluster_weights(a, shared, barriers, cluster, rank);
-  else
-    ClusterCompute<T>(a, shared, barriers, sums, others, cluster, rank).run();
+  const ClusterRole role(a, shared, barriers, cluster, rank);
+  const int group = uniform(tid / kGroupThreads);
+  if (group == 0) {
+    ptx::registers_increase<kProductRegisters>();
+    ClusterProduct<T>(role).run();
+  } else if (group == 1) {
+    ptx::registers_increase<kFinishRegisters>();
+    ClusterFinish<T>(role, moments).run();
+  } else {
+    ptx::registers_decrease<kCopyRegisters>();
+    if (uniform(tid / 32) == 2 * kGroupThreads / 32) stream_cluster_weights(a, shared, barriers, cluster, rank);
+  }
   __syncwarp();
   ptx::cluster_sync();  // nobody leaves while a peer may read its sums
 #endif
@@ -104,28 +117,13 @@ bool clusters_fit(int device) {
 }
 
 cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream) {
-  auto* base = static_cast<uint8_t*>(call.workspace);
-  ClusterArguments a = {};
+  ClusterArguments a = {loop_arguments(plan, call, at)};
   a.layout = cluster_layout(plan, call.batch, call.horizon);
   if (!a.layout.fits) return cudaErrorInvalidConfiguration;
-  a.batch = call.batch, a.horizon = call.horizon, a.steps = call.steps;
-  a.actions = plan.config.action_dim, a.taps = plan.config.kernel_size, a.film_scale = plan.config.film_scale;
-  a.weights = static_cast<const uint8_t*>(call.packed);
-  a.floats = reinterpret_cast<const float*>(a.weights + plan.floats);
-  a.film_step = reinterpret_cast<const float*>(base + at.step);
-  a.film_cond = call.batch > 1 ? reinterpret_cast<const float*>(base + at.cond)
-                               : nullptr;  // one sample: it is in film_step already
-  a.film_rows = plan.film_rows;
-  a.film_step_stride = call.per_sample_timesteps ? 0 : plan.film_rows;
-  a.film_sample_stride = call.per_sample_timesteps ? plan.film_rows : 0;
-  a.head = plan.head, a.tail = plan.tail;
-  a.messages = base + at.messages;
-  a.initial = call.initial, a.table = call.table, a.noise = call.noise, a.known = call.known,
-  a.mask = call.known ? call.known_mask : nullptr;
-  a.output = call.output, a.clip = call.clip;
+  a.messages = static_cast<uint8_t*>(call.workspace) + at.messages;
   for (a.first_sample = 0; a.first_sample < call.batch; a.first_sample += kChunkSamples) {
     a.samples = std::min(kChunkSamples, call.batch - a.first_sample);
-    cudaError_t error = cudaMemsetAsync(a.messages, 0xFF, a.layout.message_bytes, stream);
+    cudaError_t error = cudaMemsetAsync(a.messages, 0xFF, 2 * a.layout.message_bytes, stream);
     if (error != cudaSuccess) return error;
     error =
         plan.dtype == DType::kFloat16 ? launch_cluster<__half>(a, stream) : launch_cluster<__nv_bfloat16>(a, stream);

@@ -5,38 +5,26 @@
 #include "kernels/common/wgmma.cuh"
 #include "kernels/math/diffusion_step.h"
 #include "kernels/unet1d/cluster.h"
+#include "kernels/unet1d/loop.cuh"
 #include "kernels/unet1d/tile.cuh"
 #include "kernels/unet1d/workspace.h"
 
 namespace dpa::kernels::unet1d {
 
-constexpr int kComputeThreads = 2 * kGroupThreads;
-constexpr int kClusterThreads = kComputeThreads + 32;  // and a warp that copies weights
-constexpr uint32_t kUnwritten = 0xFFFFFFFF;            // no pair of rounded values, and no sum, has these bits
+constexpr int kClusterThreads = 3 * kGroupThreads;  // products, outputs, and a warp of the third that copies weights
+constexpr int kStepBegun = 3;                       // a barrier of both computing warpgroups
+constexpr uint32_t kUnwritten = 0xFFFFFFFF;         // no pair of rounded values, and no sum, has these bits
 
-struct ClusterArguments {
+struct ClusterArguments : LoopArguments {
   ClusterLayout layout;
-  int batch, first_sample, samples;  // samples: of this launch
-  int horizon, steps, actions, taps, film_scale;
-  const uint8_t* weights;
-  const float* floats;
-  const float *film_step, *film_cond;
-  int64_t film_step_stride, film_sample_stride;  // rows of film_step: from step to step, from sample to sample
-  int film_rows;
-  Head head;
-  Tail tail;
+  int first_sample, samples;  // of this launch
   uint8_t* messages;
-  const float *initial, *table, *noise, *known;
-  const uint8_t* mask;
-  float* output;
-  float clip;
 };
 
 struct ClusterBarriers {
   uint64_t full[kMaxRingStages], empty[kMaxRingStages];
-  // Between blocks that share a tile, for 8 and for 16 of them: their sums are there; they have been read.
-  uint64_t ready[2], read[2], residual_read[2];
-  uint64_t moments;  // the other half of the group's moments are there
+  uint64_t sums[2];                // this block's units have their partial sums: of the product, of the residual
+  uint64_t taken[kClusterBlocks];  // block i has read what this one sent it
 };
 
 // A walk around the ring: the stage, and the parity of its round.
@@ -55,18 +43,40 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, valu
 
 __device__ __forceinline__ int stages_of(int steps) { return (steps + kRingSteps - 1) / kRingSteps; }
 
-// Built with DPA_TEST_DELAYS, warps are late at random where that must change no result.
-__device__ __forceinline__ void may_be_late_here() {
-#ifdef DPA_TEST_DELAYS
-  const uint32_t now = static_cast<uint32_t>(clock64());
-  const uint32_t dice = (now ^ (blockIdx.x * 977 + threadIdx.x / 32) * 2654435761u) * 2246822519u;
-  if (__shfl_sync(~0u, dice >> 16, 0) % 97 == 0) __nanosleep(20000);
-#endif
-}
+// A residual convolution comes with the product, as its second segment.
+__device__ __forceinline__ int has_residual(const ClusterLayer& l) { return l.num_segments == 2 && !l.upsample; }
 
-__device__ __forceinline__ float quick_mish(float x) {
-  const float e = __expf(fminf(x, 20.0f)), n = e * (e + 2.0f);
-  return x * __fdividef(n, n + 2.0f);
+// What a warpgroup that computes knows.
+struct ClusterRole {
+  const ClusterArguments& a;
+  uint8_t* const shared;
+  ClusterBarriers& barriers;
+  const int cluster, rank;
+  const ClusterLayer* const layers;
+  const int thread, warp, lane;  // thread, warp: in the warpgroup
+  const uint32_t base;           // address of `shared`
+  int step = 0;
+  __device__ ClusterRole(const ClusterArguments& arguments, uint8_t* memory, ClusterBarriers& b, int c, int r)
+      : a(arguments),
+        shared(memory),
+        barriers(b),
+        cluster(c),
+        rank(r),
+        layers(reinterpret_cast<const ClusterLayer*>(memory + arguments.layout.descriptors)),
+        thread(threadIdx.x % kGroupThreads),
+        warp(uniform(thread / 32)),
+        lane(threadIdx.x % 32),
+        base(ptx::held(ptx::shared_address(memory))) {}
+  // What a step hands over; the next step's lies in the other half.
+  __device__ __forceinline__ uint8_t* messages_of(int which) const {
+    return a.messages + (which & 1 ? a.layout.message_bytes : 0);
+  }
+};
+
+__device__ __forceinline__ float quick_rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // A warp streams this block's weights, product after product, step after step: lane i copies step j and piece p of a
@@ -89,8 +99,7 @@ __device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t
       const int slice_out = tile >> l.packed_tiles_log2, row = tile & ((1 << l.packed_tiles_log2) - 1);
       const int first_step = p.way && rank >= 8 ? l.packed_steps / 2 : 0;
       const uint32_t to = j * 2048 + (piece << piece_tiles_log2) * 512, bytes = 512 << piece_tiles_log2;
-      // The residual's weights come first, so that its warpgroup can begin.
-      for (int turn = l.num_segments == 2 && !l.upsample ? 1 : 0; turn >= 0; turn--) {
+      for (int turn = has_residual(l); turn >= 0; turn--) {
         const int s = l.upsample ? p.segment : turn, steps = l.steps[s];
         const int64_t base = (static_cast<int64_t>(slice_out) * kSlices + slice) * l.taps[s] * l.packed_steps;
         const uint8_t* from = a.weights + l.weights[s] + row * 512;

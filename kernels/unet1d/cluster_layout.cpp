@@ -18,19 +18,23 @@ bool choose_tiles(ClusterLayer& l, int chunk_log2, int segments) {
   return (tiles() == kClusters || tiles() == 2 * kClusters) && l.sample_tiles_log2 <= log2_of(kClusters);
 }
 
-// Who finishes what of a tile.
+// Who finishes what of a tile, or of a cluster's two.
 bool choose_units(ClusterLayer& l, const Conv& conv) {
   const int width = conv.norm >= 0 ? conv.channels_out / conv.groups : std::min(conv.channels_out / kSlices, kTileRows);
-  l.paired = conv.norm >= 0 && width == 2 * kTileRows;
-  const int rows = l.paired ? kTileRows : width;
-  if (rows < 8 || rows > kTileRows || !power_of_two(rows) || (l.paired && l.ways != 8)) return false;
-  l.group_log2 = log2_of(kTileRows / rows);
-  l.quads_log2 = log2_of(rows / 4);
-  l.unit_threads_log2 = l.quads_log2 + l.times_log2;
+  l.paired = width == 2 * kTileRows;
+  if (width < 16 || width > 2 * kTileRows || !power_of_two(width) || (l.paired && l.ways != 8)) return false;
+  if (l.times_log2 < 1 || l.samples_log2 < 1 || l.columns_log2 < (l.samples_log2 == 4 ? 5 : 4)) return false;
+  l.rows_log2 = log2_of(width);
+  l.group_log2 = l.paired ? 0 : log2_of(kTileRows / width);
+  l.pairs_log2 = l.times_log2 - 1;
+  l.gap_log2 = std::max(0, 3 - l.samples_log2);
   l.units = 1 << (l.group_log2 + l.samples_log2);
-  l.share_units = std::max(1, l.units / l.ways);
+  l.share_log2 = log2_of(std::max(1, l.units / (l.paired ? 16 : l.ways)));
+  l.finishers = l.units >> l.share_log2;
   l.inverse_count = 1.0f / static_cast<float>(width << l.times_log2);
-  return l.unit_threads_log2 >= 5 && l.share_units << l.unit_threads_log2 <= kGroupThreads;
+  const int unit_threads_log2 = l.rows_log2 + l.times_log2 - 2, threads = 1 << (unit_threads_log2 + l.share_log2);
+  l.pitch = threads * 8;
+  return unit_threads_log2 >= 5 && threads <= kGroupThreads;
 }
 
 bool choose_product(ClusterLayer& l, const Plan& plan, const Conv& conv) {
@@ -54,7 +58,7 @@ bool choose_product(ClusterLayer& l, const Plan& plan, const Conv& conv) {
   if (conv.stride == 2 && (conv.segments[0].taps != 3 || conv.segments[0].first != -1)) return false;
   l.pad = conv.stride == 2 ? 1 : reach;
   const int times = 1 << l.times_in_log2;
-  l.rows = (times + (conv.stride == 2 ? 1 : 2 * l.pad)) << l.samples_log2;
+  l.rows = (times + l.pad) << l.samples_log2;
   for (int s = 0; s < conv.num_segments; s++) {
     if (l.steps[s] > (s ? kMaxSecondSteps : kMaxSteps)) return false;
     for (int q = 0; q < l.steps[s]; q++) {
@@ -69,43 +73,27 @@ bool choose_product(ClusterLayer& l, const Plan& plan, const Conv& conv) {
 bool same_output(const ClusterLayer& a, const ClusterLayer& b) {
   return a.ways == b.ways && a.sample_tiles_log2 == b.sample_tiles_log2 && a.row_tiles_log2 == b.row_tiles_log2 &&
          a.samples_log2 == b.samples_log2 && a.times_log2 == b.times_log2 && a.times_out_log2 == b.times_out_log2 &&
-         a.upsample == b.upsample && a.group_log2 == b.group_log2 && a.quads_log2 == b.quads_log2 &&
-         a.share_units == b.share_units;
-}
-
-// What product j handed over is unwritten again at the first product after its last reader whose inputs tell that all
-// readers have read: those depend on every tile that shares samples with them, back to the readers. The walk goes on
-// into the next step, and ends before product j comes again.
-bool choose_resets(ClusterLayout& y, const int (&last_reader)[kMaxConvs + 1]) {
-  auto tiles_log2 = [&](int i) { return y.layers[(i - 1) % y.count + 1].sample_tiles_log2; };
-  for (int j = 0; j < y.count; j++) {
-    const int written = j == 0 ? tiles_log2(1) : tiles_log2(j);
-    int least = tiles_log2(last_reader[j]), i = last_reader[j] + 1;
-    for (;; i++) {
-      if (i >= j + y.count) return false;
-      least = std::min(least, tiles_log2(i));
-      if (least <= written) break;
-    }
-    y.layers[(i - 1) % y.count + 1].resets |= uint64_t{1} << j;
-  }
-  return true;
+         a.upsample == b.upsample && a.rows_log2 == b.rows_log2 && a.share_log2 == b.share_log2;
 }
 
 void place(ClusterLayout& y, const Plan& plan, int horizon) {
-  int activations = 2 * kTileColumns * kSumsPitch * 4, at = 0;
-  for (int i = 1; i <= y.count; i++) activations = std::max(activations, y.layers[i].octets * y.layers[i].rows * 16);
+  int activations = 0, at = 0;
+  for (int i = 1; i <= y.count; i++) {
+    const ClusterLayer& l = y.layers[i];
+    activations = std::max(activations, (l.octets * l.rows + (l.pad << l.samples_log2)) * 16);
+    y.sums_bytes = std::max(y.sums_bytes, l.pitch * l.ways);
+  }
   auto take = [&](int bytes) {
     const int begin = at;
     at += (bytes + 127) / 128 * 128;
     return begin;
   };
   y.activations = take(activations);
-  y.residual = take(kGroupThreads * 16);
+  y.sums = take(2 * y.sums_bytes);
   y.sample = take(horizon * plan.config.action_dim * 4);
   y.descriptors = take((y.count + 1) * static_cast<int>(sizeof(ClusterLayer)));
   y.ring = at;
-  constexpr int kStatic = 1024;
-  y.stages = std::min(kMaxRingStages, (kClusterSharedBytes - kStatic - at) / kRingStageBytes);
+  y.stages = std::min(kMaxRingStages, (kClusterSharedBytes - at) / kRingStageBytes);
   y.shared_bytes = at + y.stages * kRingStageBytes;
 }
 
@@ -116,8 +104,8 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
   const Config& c = plan.config;
   const bool half = plan.dtype == DType::kFloat16 || plan.dtype == DType::kBFloat16;
   if (!half || batch < 1 || plan.slices_in != kSlices || c.num_groups != kSlices || !power_of_two(horizon)) return y;
-  y.chunk_log2 = log2_of(std::clamp(batch, 2, kChunkSamples));
-  int last_reader[kMaxConvs + 1] = {}, residual = 0, skips[kMaxLevels] = {};
+  y.chunk_log2 = log2_of(std::clamp(batch, kMinSamples, kChunkSamples));
+  int residual = 0, skips[kMaxLevels] = {};
   int64_t at = 0;
   auto message = [&](int channels, int times) {
     const int64_t begin = at;
@@ -145,11 +133,10 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
       head.message = message(c.down_dims[0], horizon);
       head.bias[0] = static_cast<int>(plan.head.bias), head.bias[1] = static_cast<int>(plan.head.residual_bias);
       head.norm = static_cast<int>(plan.head.norm), head.film = static_cast<int>(plan.head.film);
-      if (head.share_units != 1 || head.channels != c.down_dims[0] || times_out != horizon) return y;
+      if (head.share_log2 != 0 || head.channels != c.down_dims[0] || times_out != horizon) return y;
     }
     l.source[0] = l.source[1] = y.layers[i - 1].message;
-    last_reader[i - 1] = i;
-    if (conv.skip_in >= 0) l.source[1] = y.layers[skips[conv.skip_in]].message, last_reader[skips[conv.skip_in]] = i;
+    if (conv.skip_in >= 0) l.source[1] = y.layers[skips[conv.skip_in]].message;
     if (conv.skip >= 0) skips[conv.skip] = i;
     if (conv.add && !same_output(l, y.layers[residual])) return y;
     if (conv.keep || (conv.num_segments == 2 && !conv.upsample)) residual = i;
@@ -157,11 +144,11 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
   }
   if (!same_output(y.layers[y.count], y.layers[0])) return y;
   y.tail_message = at;
-  y.message_bytes = at + (static_cast<int64_t>(horizon) * c.action_dim * kFinalGroups << y.chunk_log2) * 4;
+  y.message_bytes = at + (static_cast<int64_t>(horizon) * c.action_dim * (c.down_dims[0] / 16) << y.chunk_log2) * 4;
   constexpr int64_t kKept = 16 << 20;
   y.kept_bytes = kKept;
   place(y, plan, horizon);
-  y.fits = choose_resets(y, last_reader) && y.stages >= kMinRingStages;
+  y.fits = y.stages >= kMinRingStages;
   return y;
 }
 
@@ -169,7 +156,7 @@ bool cluster_serves(const Plan& plan, int batch, int horizon) {
   constexpr int kMinBatch = 2;
   const Config& c = plan.config;
   if (batch < kMinBatch || c.levels > 3 || (c.kernel_size != 3 && c.kernel_size != 5)) return false;
-  if (horizon != 16 && (horizon != 8 || c.levels > 2)) return false;
+  if (horizon != 16 && horizon != 8) return false;
   for (int i = 0; i < c.levels; i++)
     if (c.down_dims[i] != 256 << i) return false;
   return cluster_layout(plan, batch, horizon).fits;

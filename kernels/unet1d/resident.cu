@@ -25,26 +25,11 @@ cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  auto* base = static_cast<uint8_t*>(call.workspace);
-  Arguments a = {};
+  Arguments a = {loop_arguments(plan, call, at)};
   a.layout = resident_layout(plan, call.batch, call.horizon, shared_bytes);
   if (!a.layout.fits) return cudaErrorInvalidConfiguration;
-  a.batch = call.batch, a.horizon = call.horizon, a.steps = call.steps;
-  a.actions = plan.config.action_dim, a.taps = plan.config.kernel_size, a.channels = plan.config.down_dims[0],
-  a.film_scale = plan.config.film_scale;
-  a.weights = static_cast<const uint8_t*>(call.packed);
-  a.floats = reinterpret_cast<const float*>(a.weights + plan.floats);
-  a.film_step = reinterpret_cast<const float*>(base + at.step),
-  a.film_cond = call.batch > 1 ? reinterpret_cast<const float*>(base + at.cond)
-                               : nullptr;  // one sample: it is in film_step already
-  a.film_rows = plan.film_rows;
-  a.film_step_stride = call.per_sample_timesteps ? 0 : plan.film_rows;
-  a.film_sample_stride = call.per_sample_timesteps ? plan.film_rows : 0;
-  a.head = plan.head, a.tail = plan.tail;
-  a.messages = reinterpret_cast<uint32_t*>(base + at.messages);
-  a.initial = call.initial, a.table = call.table, a.noise = call.noise, a.known = call.known,
-  a.mask = call.known ? call.known_mask : nullptr;
-  a.output = call.output, a.clip = call.clip, a.record = call.record;
+  a.channels = plan.config.down_dims[0], a.record = call.record;
+  a.messages = reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(call.workspace) + at.messages);
   error = cudaMemsetAsync(a.messages, 0, at.message_bytes, stream);
   if (error != cudaSuccess) return error;
   if (call.record) return launch_recording(plan.dtype, a, stream);

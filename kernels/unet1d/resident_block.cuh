@@ -5,29 +5,20 @@
 
 #include "kernels/math/diffusion_step.h"
 #include "kernels/math/mish.h"
+#include "kernels/unet1d/loop.cuh"
 #include "kernels/unet1d/resident.h"
 #include "kernels/unet1d/tile.cuh"
+#include "kernels/unet1d/workspace.h"
 
 namespace dpa::kernels::unet1d {
 
 constexpr int kThreads = kConsumerWarps * 32;
 constexpr int kBlock = kThreads + 128;  // registers are moved between groups of four warps
 
-struct Arguments {
+struct Arguments : LoopArguments {
   ResidentLayout layout;
-  int batch, horizon, steps, actions, taps, channels, film_scale;
-  const uint8_t* weights;
-  const float* floats;
-  const float *film_step, *film_cond;
-  int64_t film_step_stride, film_sample_stride;  // rows of film_step: from step to step, from sample to sample
-  int film_rows;
-  Head head;
-  Tail tail;
+  int channels;
   uint32_t* messages;
-  const float *initial, *table, *noise, *known;
-  const uint8_t* mask;
-  float* output;
-  float clip;
   uint32_t* record;  // see Call
 };
 
@@ -56,15 +47,6 @@ struct Ring {
     if (++stage == stages) stage = 0, parity ^= 1;
   }
 };
-
-// Where a warp may be late without a change to any result. Built with DPA_TEST_DELAYS, warps are late at random.
-__device__ __forceinline__ void may_be_late() {
-#ifdef DPA_TEST_DELAYS
-  const uint32_t now = static_cast<uint32_t>(clock64());
-  const uint32_t dice = (now ^ (blockIdx.x * 977 + threadIdx.x / 32) * 2654435761u) * 2246822519u;
-  if (__shfl_sync(~0u, dice >> 16, 0) % 97 == 0) __nanosleep(20000);
-#endif
-}
 
 __device__ __forceinline__ void sync_consumers() { ptx::sync_threads(1, kThreads); }
 
@@ -96,12 +78,10 @@ struct Block {
     return v;
   }
   __device__ __forceinline__ static float activate(float x) {
-    if constexpr (kWide) {
+    if constexpr (kWide)
       return math::mish(x);
-    } else {
-      const float e = __expf(fminf(x, 20.0f)), n = e * (e + 2.0f);
-      return x * __fdividef(n, n + 2.0f);
-    }
+    else
+      return quick_mish(x);
   }
 
   // A pair of the first convolution's output, and of its residual's, from the sample itself.

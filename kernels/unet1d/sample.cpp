@@ -53,10 +53,29 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps) {
   for (int i = 1; i < plan.config.levels; i++)
     w.skips[i] = take(static_cast<size_t>(batch) * (horizon >> i) * plan.config.down_dims[i]);
   w.message_bytes = message_words(plan, batch, horizon) * sizeof(uint32_t);
-  const int64_t clustered = batch == 1 ? 0 : cluster_layout(plan, batch, horizon).message_bytes;
+  const int64_t clustered = batch == 1 ? 0 : 2 * cluster_layout(plan, batch, horizon).message_bytes;
   w.messages = take(std::max(w.message_bytes, static_cast<size_t>(clustered)) / sizeof(float));
   w.bytes = at;
   return w;
+}
+
+LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace& at) {
+  const auto* base = static_cast<const uint8_t*>(call.workspace);
+  LoopArguments a = {};
+  a.batch = call.batch, a.horizon = call.horizon, a.steps = call.steps;
+  a.actions = plan.config.action_dim, a.taps = plan.config.kernel_size, a.film_scale = plan.config.film_scale;
+  a.weights = static_cast<const uint8_t*>(call.packed);
+  a.floats = reinterpret_cast<const float*>(a.weights + plan.floats);
+  a.film_step = reinterpret_cast<const float*>(base + at.step);
+  a.film_cond = call.batch > 1 ? reinterpret_cast<const float*>(base + at.cond) : nullptr;
+  a.film_rows = plan.film_rows;
+  a.film_step_stride = call.per_sample_timesteps ? 0 : plan.film_rows;
+  a.film_sample_stride = call.per_sample_timesteps ? plan.film_rows : 0;
+  a.head = plan.head, a.tail = plan.tail;
+  a.initial = call.initial, a.table = call.table, a.noise = call.noise, a.known = call.known;
+  a.mask = call.known ? call.known_mask : nullptr;
+  a.output = call.output, a.clip = call.clip;
+  return a;
 }
 
 size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps) {

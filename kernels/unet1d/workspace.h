@@ -16,6 +16,23 @@ struct Workspace {
 };
 Workspace workspace(const Plan& plan, int batch, int horizon, int steps);
 
+/// What the kernels that stay for a whole loop are told, whichever they are.
+struct LoopArguments {
+  int batch, horizon, steps, actions, taps, film_scale;
+  const uint8_t* weights;
+  const float* floats;
+  const float *film_step, *film_cond;            // film_cond: null for one sample, where it is in film_step already
+  int64_t film_step_stride, film_sample_stride;  // rows of film_step: from step to step, from sample to sample
+  int film_rows;
+  Head head;
+  Tail tail;
+  const float *initial, *table, *noise, *known;
+  const uint8_t* mask;
+  float* output;
+  float clip;
+};
+LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace& at);
+
 /// Words of the resident path's messages: every product's partial sums, and the tail's.
 size_t message_words(const Plan& plan, int batch, int horizon);
 

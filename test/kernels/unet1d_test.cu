@@ -5,7 +5,7 @@
 //   unet1d_test step     a step at batch 1 inside a captured loop
 //   unet1d_test bench    other batches, horizons and the layered path too
 //   unet1d_test profile  where the one-sample kernel's last step goes
-// A second word, `clustered`, keeps to the clustered path; any other keeps to the tests and benchmarks whose names
+// A second word, `clustered`, keeps to the clustered path. A further word keeps to the cases and benchmarks whose names
 // contain it.
 // Workspaces and outputs are poisoned, and followed by guard words that must survive.
 #include <cuda_bf16.h>
@@ -63,6 +63,7 @@ const Case kCases[] = {
     {"256 T16 batch 4", {2, 1, {256}, 5, 8, 32, 3, true}, 4, 16, false},
     {"256/512 T8 k3 bias only, da 7, batch 16", {7, 2, {256, 512}, 3, 8, 32, 3, false}, 16, 8, false},
     {"256/512 T16 batch 40", {2, 2, {256, 512}, 5, 8, 32, 0, true}, 40, 16, false},
+    {"256/512/1024 T8 batch 12", {3, 3, {256, 512, 1024}, 3, 8, 32, 3, true}, 12, 8, true},
     {"256/512/1024 T16 (80 M)", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 1, 16, true},
     {"256/512/1024 T48 da 16", {16, 3, {256, 512, 1024}, 5, 8, 256, 206, true}, 1, 48, true},
     {"256/512/1024 T16 batch 16", {2, 3, {256, 512, 1024}, 5, 8, 128, 40, true}, 16, 16, true},
@@ -318,7 +319,7 @@ float median_us(cudaStream_t stream, int repeats, F f) {
 
 void bench_case(const char* name, const Config& config, DType dtype, int batch, int horizon, double bandwidth,
                 Path path) {
-  if (!std::strstr(name, only)) return;
+  if (!std::strstr((std::string(name) + " batch " + std::to_string(batch)).c_str(), only)) return;
   Network net(config, dtype);
   if (path != Path::kLayered && !fits(net.plan, batch, horizon, path)) {
     std::printf("%-28s batch %2d: does not fit the %s path\n", name, batch, name_of(path));
@@ -477,7 +478,7 @@ int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IONBF, 0);
   const std::string what = argc > 1 ? argv[1] : "test";
   only_clustered = argc > 2 && std::string(argv[2]) == "clustered";
-  if (argc > 2 && !only_clustered) only = argv[2];
+  if (argc > 2 + only_clustered) only = argv[2 + only_clustered];
   if (what == "profile") {
     for (DType dtype : {DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat32})
       profile_case("80 M", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, dtype);
