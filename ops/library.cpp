@@ -90,6 +90,25 @@ TORCH_LIBRARY(dpa, m) {
       "int num_groups, float eps=1e-5, Tensor? scale=None, Tensor? shift=None, Tensor? residual=None) -> Tensor",
       functional);
 
+  m.def(
+      "residual_block1d(Tensor input, Tensor conv1_weight, Tensor conv1_bias, Tensor gn1_weight, Tensor gn1_bias, "
+      "Tensor conv2_weight, Tensor conv2_bias, Tensor gn2_weight, Tensor gn2_bias, Tensor? residual_weight, "
+      "Tensor? residual_bias, int num_groups, float eps=1e-5, Tensor? scale=None, Tensor? shift=None) -> Tensor",
+      functional);
+  m.def(
+      "residual_block1d_forward(Tensor input, Tensor conv1_weight, Tensor conv1_bias, Tensor gn1_weight, "
+      "Tensor gn1_bias, Tensor conv2_weight, Tensor conv2_bias, Tensor gn2_weight, Tensor gn2_bias, "
+      "Tensor? residual_weight, Tensor? residual_bias, int num_groups, float eps, Tensor? scale, Tensor? shift) -> "
+      "(Tensor out, Tensor conv1, Tensor activation, Tensor conv2, Tensor packed)",
+      functional);
+  m.def(
+      "residual_block1d_backward(Tensor grad, Tensor input, Tensor conv1_weight, Tensor conv1_bias, Tensor gn1_weight, "
+      "Tensor gn1_bias, Tensor conv2_weight, Tensor conv2_bias, Tensor gn2_weight, Tensor gn2_bias, "
+      "Tensor? residual_weight, Tensor? residual_bias, int num_groups, float eps, Tensor? scale, Tensor? shift, "
+      "Tensor conv1, Tensor activation, Tensor conv2, Tensor packed, bool[13] output_mask) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      functional);
+
   // Inference on packed weights; see ops/unet1d/unet1d.h for `config`.
   m.def("unet1d_weight_names(int[] config) -> str[]", functional);
   m.def("unet1d_pack(Tensor[] weights, int[] config, ScalarType dtype) -> Tensor", functional);

@@ -66,6 +66,9 @@ def test_autocast(device):
     sample = _sample(device, torch.float32, 2, 3, 8, 5, 3, 4)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         got = torch.ops.dpa.conv1d_gnm(*sample.args)
-    half = sample.map(lambda x: x.bfloat16())
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got, torch.ops.dpa.conv1d_gnm(*half.args), rtol=0, atol=0)
+    x, *parameters_and_options, scale, shift = sample.args
+    expected = torch.ops.dpa.conv1d_gnm(
+        x.bfloat16(), *parameters_and_options, scale.bfloat16(), shift.bfloat16()
+    )
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)

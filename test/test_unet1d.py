@@ -234,6 +234,53 @@ def test_autocast(device):
     assert all(torch.isfinite(p.grad).all() for p in net.parameters())
 
 
+def test_mixed_precision_gradients_are_as_good_as_plain_pytorchs(device):
+    """Of every parameter, against float64, at widths that the 16-bit kernels take."""
+    if device.type == "cpu":
+        pytest.skip("the 16-bit kernels are the GPU's")
+    torch.manual_seed(0)
+    net = ConditionalUnet1D(2, None, 20, 32, (64, 128), kernel_size=5, cond_predict_scale=True).to(
+        device
+    )
+    plain = dpa.reference.plain(net)
+    exact = copy.deepcopy(plain).double()
+    sample, cond = torch.randn(24, 16, 2, device=device), torch.randn(24, 20, device=device)
+    timestep = torch.arange(24, device=device)
+    for module in (net, plain, exact):
+        dtype = next(module.parameters()).dtype
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.float32):
+            out = module(sample.to(dtype), timestep, global_cond=cond.to(dtype))
+        (out.to(dtype) - sample).square().mean().backward()
+
+    def errors(module):
+        pairs = zip(module.parameters(), exact.parameters(), strict=True)
+        return torch.stack([(p.grad - e.grad).norm() / e.grad.norm() for p, e in pairs])
+
+    ours, theirs = errors(net), errors(plain)
+    assert ours.median() < 1.25 * theirs.median()
+    assert (ours < 1.5 * theirs.clamp(min=theirs.median().item())).all()
+
+
+def test_hooks_and_replaced_layers_are_called():
+    net, inputs = make("film_scale")
+    expected = net(**inputs)
+    block, seen = net.mid_modules[0], []
+    handle = block.blocks[1].block[0].register_forward_hook(lambda *_: seen.append("conv"))
+    net(**inputs)
+    assert not seen  # Conv1dBlock reads its convolution's parameters, as it always did
+    handle.remove()
+    handle = block.blocks[1].register_forward_hook(lambda *_: seen.append("block"))
+    torch.testing.assert_close(net(**inputs), expected, **tolerance(torch.float32))
+    assert seen == ["block"]
+    handle.remove()
+    first = block.blocks[0]
+    block.blocks[0] = torch.nn.Identity()
+    block.blocks[0].forward = lambda x, scale, shift: first(x, scale, shift) * 2
+    assert not torch.allclose(net(**inputs), expected)
+    block.blocks[0] = first
+    torch.testing.assert_close(net(**inputs), expected, rtol=0, atol=0)
+
+
 def test_empty_batch_strided_input_and_inference_mode(device):
     net, inputs = make("film_shift", device)
     empty = net(torch.empty(0, 4, 3, device=device), 1, global_cond=inputs["global_cond"][:0])

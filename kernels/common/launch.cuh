@@ -67,14 +67,14 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, unsigned threads,
 
 /// The same for a kernel whose threads call `wait_for_predecessor`.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_dependent(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, cudaStream_t stream,
+cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 blocks, unsigned threads, cudaStream_t stream,
                              Arguments&&... arguments) {
-  if (blocks == 0) return cudaSuccess;
+  if (blocks.x == 0 || blocks.y == 0) return cudaSuccess;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.stream = stream;
   config.attrs = &attribute;

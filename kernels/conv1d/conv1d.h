@@ -29,18 +29,50 @@ struct Addends {
   const void* residual;  // of the output's shape and dtype
 };
 
+// A normalisation by groups of `group` channels, Mish and FiLM behind a gather (kernels/group_norm_mish).
+struct Normalisation {
+  int group;
+  double eps;
+  DType parameter_dtype;      // of weight and bias: float32 or the dtype of the tensors
+  const void *weight, *bias;  // (channels)
+  const void *scale, *shift;  // (batch, channels), rows the strides apart; may be null
+  int64_t scale_stride, shift_stride;
+  const void* residual;  // of the output's shape; may be null
+  void* out;             // of the output's shape
+};
+
 // Sizes are such that `serves` (plan.h) accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
 cudaError_t gather(const Conv1d& conv, const void* wide, const void* weight, const Addends& addends, void* narrow,
                    cudaStream_t stream);
 cudaError_t scatter(const Conv1d& conv, const void* narrow, const void* weight, const Addends& addends, void* wide,
                     cudaStream_t stream);
+// A gather of stride 1, and what a normalisation makes of it. `narrow`, which the normalisation's backward reads, may
+// be null; `addends` has no residual. Where `normalises` says that the device's tiles hold whole groups.
+bool normalises(const Conv1d& conv, int group);
+cudaError_t gather_normalised(const Conv1d& conv, const void* wide, const void* weight, const Addends& addends,
+                              void* narrow, const Normalisation& normalisation, cudaStream_t stream);
 // `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors.
 cudaError_t weight_gradient(const Conv1d& conv, const void* narrow, const void* wide, void* gradient,
                             DType gradient_dtype, cudaStream_t stream);
 
-// (d0, d1, taps), of `source_dtype` float32 or `dtype`, to (taps, d0, padded d1) of `dtype`.
-cudaError_t pack_weight(DType source_dtype, DType dtype, const void* weight, int64_t d0, int64_t d1, int taps,
-                        void* packed, cudaStream_t stream);
+// sums[c] = sum over `count` rows of rows[r, c], `width` elements apart, in `sums_dtype`, float32 or `dtype`: the
+// bias's gradient. Aligned to 16 bytes, the width a multiple of 8; the order of the sums depends on the sizes alone.
+cudaError_t column_sums(DType dtype, const void* rows, int64_t count, int64_t channels, int64_t width, void* sums,
+                        DType sums_dtype, cudaStream_t stream);
+
+// Weights (d0, d1, taps), of `source_dtype` float32 or `dtype`, to (taps, d0, padded d1) of `dtype`, in one launch.
+struct Packing {
+  const void* weight;
+  void* packed;
+  int64_t d0, d1;
+  int taps;
+};
+constexpr int kMaxPackings = 3;
+struct Packings {
+  Packing each[kMaxPackings];
+  int count;
+};
+cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream);
 // `rows` rows of `channels` 16-bit elements to rows of padded(channels).
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream);
 

@@ -1,5 +1,9 @@
 // Launching the convolution's kernels: clusters, shared memory beyond 48 KB, the two element types.
 #pragma once
+#include <set>
+#include <utility>
+
+#include "kernels/common/launch.cuh"
 #include "kernels/conv1d/ring.cuh"
 
 namespace dpa::kernels::conv1d {
@@ -23,21 +27,34 @@ struct Launch {
   cudaStream_t stream;
 };
 
+// Once for each kernel, device and thread, since asking the driver costs the host a microsecond.
+inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
+  static thread_local std::set<std::pair<const void*, int>> allowed;
+  int device = 0;
+  if (const auto error = cudaGetDevice(&device)) return error;
+  if (allowed.count({kernel, device})) return cudaSuccess;
+  const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) allowed.insert({kernel, device});
+  return error;
+}
+
+// A dependent launch (kernels/common/launch.cuh): the kernel's threads call `wait_for_predecessor`.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_cluster(void (*kernel)(Parameters...), const Launch& launch, const Arguments&... arguments) {
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.bytes))
-    return error;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = launch.cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), launch.bytes)) return error;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = launch.cluster;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
   config.blockDim = dim3(launch.threads);
   config.dynamicSmemBytes = launch.bytes;
   config.stream = launch.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = launches_dependent(reinterpret_cast<const void*>(kernel)) ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

@@ -1,8 +1,12 @@
-// Weights and rows in the form that the products read.
+// Weights and rows in the form that the products read, and the sums of rows.
 //
-// pack_weight  (d0, d1, taps) -> (taps, d0, d1 padded): a block takes 256 neighbouring columns (j, k) of one row i at a
-//              time, reads them side by side and writes each tap's side by side
+// pack_weights (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
+//              of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
+//              thread
 // pad_rows     a thread an element of the padded rows
+// column_sums  a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
+// partial
+//              sums are added in pairs
 #include "kernels/common/launch.cuh"
 #include "kernels/conv1d/conv1d.h"
 #include "kernels/conv1d/launch.cuh"
@@ -11,29 +15,96 @@ namespace dpa::kernels::conv1d {
 namespace {
 
 constexpr int kPackThreads = 128;
-constexpr int kPackChannels = 256;  // channels j of a block's piece
+constexpr int kPackElements = 2048;  // of a block's piece: all taps of as many channels j as fit, a multiple of 8
+
+template <class T>
+struct alignas(16) Eight {
+  T element[8];
+};
+
+template <class S, class T>
+__device__ void pack_piece(const Packing& packing, int64_t row_length, int channels, int64_t index, T* piece) {
+  struct alignas(4 * sizeof(S)) Four {
+    S element[4];
+  };
+  const int64_t d0 = packing.d0, d1 = packing.d1;
+  const int taps = packing.taps;
+  const int64_t pieces = (row_length + channels - 1) / channels;
+  const int64_t i = index / pieces, first = index % pieces * channels;
+  const int read = static_cast<int>(min(int64_t{channels}, d1 - first)) * taps;
+  const S* from = static_cast<const S*>(packing.weight) + (i * d1 + first) * taps;
+  if (d1 % 4 == 0 && reinterpret_cast<uintptr_t>(packing.weight) % sizeof(Four) == 0) {
+#pragma unroll 4
+    for (int e = threadIdx.x * 4; e < read; e += kPackThreads * 4) {
+      const Four four = *reinterpret_cast<const Four*>(from + e);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) piece[e + n] = narrow<T>(widen(four.element[n]));
+    }
+  } else {
+    for (int e = threadIdx.x; e < read; e += kPackThreads) piece[e] = narrow<T>(widen(from[e]));
+  }
+  __syncthreads();
+  const int eights = static_cast<int>(min(int64_t{channels}, row_length - first)) / 8;
+  for (int n = threadIdx.x; n < eights * taps; n += kPackThreads) {
+    const int k = n / eights, j = n % eights * 8;
+    Eight<T> eight;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) eight.element[e] = (j + e) * taps < read ? piece[(j + e) * taps + k] : narrow<T>(0);
+    *reinterpret_cast<Eight<T>*>(static_cast<T*>(packing.packed) + (k * d0 + i) * row_length + first + j) = eight;
+  }
+  __syncthreads();
+}
+
+struct Pieces {
+  int64_t count[kMaxPackings], row_length[kMaxPackings], total;  // pieces and rows of each packing
+  int channels[kMaxPackings];                                    // of a piece
+};
 
 template <class S, class T>
 __global__ void __launch_bounds__(kPackThreads)
-    pack(const S* weight, int64_t d0, int64_t d1, int64_t row_length, int taps, T* packed, int64_t pieces) {
-  __shared__ T piece[kPackChannels * kMaxTaps];
-  for (int64_t block = blockIdx.x; block < d0 * pieces; block += gridDim.x) {
-    const int64_t i = block / pieces, first = block % pieces * kPackChannels;
-    const int read = static_cast<int>(min(int64_t{kPackChannels}, d1 - first)) * taps;
-    const S* from = weight + (i * d1 + first) * taps;
-    for (int e = threadIdx.x; e < read; e += kPackThreads) piece[e] = narrow<T>(widen(from[e]));
-    __syncthreads();
-    const int width = static_cast<int>(min(int64_t{kPackChannels}, row_length - first));
-    for (int k = 0; k < taps; ++k) {
-      T* to = packed + (k * d0 + i) * row_length + first;
-      for (int j = threadIdx.x; j < width; j += kPackThreads)
-        to[j] = j * taps < read ? piece[j * taps + k] : narrow<T>(0);
-    }
-    __syncthreads();
+    pack(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
+  __shared__ alignas(16) T piece[kPackElements];
+  wait_for_predecessor();
+  for (int64_t block = blockIdx.x; block < pieces.total; block += gridDim.x) {
+    int which = 0;
+    int64_t index = block;
+    while (index >= pieces.count[which]) index -= pieces.count[which++];
+    pack_piece<S, T>(packings.each[which], pieces.row_length[which], pieces.channels[which], index, piece);
   }
 }
 
+constexpr int kSumThreads = 256, kSumRows = kSumThreads / 2, kSumColumns = 16;
+
+template <class T, class S>
+__global__ void __launch_bounds__(kSumThreads)
+    column_sums_kernel(const T* rows, int64_t count, int64_t channels, int64_t width, S* sums) {
+  __shared__ float part[kSumRows][kSumColumns + 1];
+  const int64_t first = int64_t{blockIdx.x} * kSumColumns;
+  const int lane = threadIdx.x / 2, column = threadIdx.x % 2 * 8;
+  float sum[8] = {};
+  wait_for_predecessor();
+  if (first + column < width) {
+#pragma unroll 8
+    for (int64_t row = lane; row < count; row += kSumRows) {
+      const auto eight = *reinterpret_cast<const Eight<T>*>(rows + row * width + first + column);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[e] += widen(eight.element[e]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) part[lane][column + e] = sum[e];
+  for (int half = kSumRows / 2; half > 0; half /= 2) {
+    __syncthreads();
+    for (int n = threadIdx.x; n < half * kSumColumns; n += kSumThreads)
+      part[n / kSumColumns][n % kSumColumns] += part[n / kSumColumns + half][n % kSumColumns];
+  }
+  // The thread that made the last addition of a column stores it.
+  if (threadIdx.x < kSumColumns && first + threadIdx.x < channels)
+    sums[first + threadIdx.x] = narrow<S>(part[0][threadIdx.x]);
+}
+
 __global__ void pad(const uint16_t* rows, int64_t count, int64_t channels, int64_t width, uint16_t* out) {
+  wait_for_predecessor();
   for (int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; e < count * width;
        e += int64_t{gridDim.x} * blockDim.x)
     out[e] = e % width < channels ? rows[e / width * channels + e % width] : uint16_t{0};
@@ -41,25 +112,41 @@ __global__ void pad(const uint16_t* rows, int64_t count, int64_t channels, int64
 
 }  // namespace
 
-cudaError_t pack_weight(DType source_dtype, DType dtype, const void* weight, int64_t d0, int64_t d1, int taps,
-                        void* packed, cudaStream_t stream) {
-  if (taps > kMaxTaps) return cudaErrorInvalidValue;
-  const int64_t pieces = (padded(d1) + kPackChannels - 1) / kPackChannels;
+cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream) {
+  Pieces pieces{};
+  for (int n = 0; n < packings.count; ++n) {
+    const Packing& packing = packings.each[n];
+    if (packing.taps > kMaxTaps) return cudaErrorInvalidValue;
+    pieces.row_length[n] = padded(packing.d1);
+    pieces.channels[n] = kPackElements / packing.taps / 8 * 8;
+    pieces.count[n] = packing.d0 * ((pieces.row_length[n] + pieces.channels[n] - 1) / pieces.channels[n]);
+    pieces.total += pieces.count[n];
+  }
   return dispatch_half(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto go = [&](const auto* source) {
-      using S = std::remove_cv_t<std::remove_pointer_t<decltype(source)>>;
-      return launch(pack<S, T>, grid_for(d0 * pieces, 1), kPackThreads, stream, source, d0, d1, padded(d1), taps,
-                    static_cast<T*>(packed), pieces);
-    };
-    return source_dtype == DType::kFloat32 ? go(static_cast<const float*>(weight)) : go(static_cast<const T*>(weight));
+    const auto kernel = source_dtype == DType::kFloat32 ? pack<float, T> : pack<T, T>;
+    return launch_dependent(kernel, grid_for(pieces.total, 1), kPackThreads, stream, packings, pieces);
   });
 }
 
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream) {
   constexpr int kPadThreads = 256;
-  return launch(pad, grid_for(count * padded(channels), kPadThreads), kPadThreads, stream,
-                static_cast<const uint16_t*>(rows), count, channels, padded(channels), static_cast<uint16_t*>(out));
+  return launch_dependent(pad, grid_for(count * padded(channels), kPadThreads), kPadThreads, stream,
+                          static_cast<const uint16_t*>(rows), count, channels, padded(channels),
+                          static_cast<uint16_t*>(out));
+}
+
+cudaError_t column_sums(DType dtype, const void* rows, int64_t count, int64_t channels, int64_t width, void* sums,
+                        DType sums_dtype, cudaStream_t stream) {
+  return dispatch_half(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto go = [&](auto* to) {
+      using S = std::remove_pointer_t<decltype(to)>;
+      return launch_dependent(column_sums_kernel<T, S>, grid_for(channels, kSumColumns), kSumThreads, stream,
+                              static_cast<const T*>(rows), count, channels, width, to);
+    };
+    return sums_dtype == DType::kFloat32 ? go(static_cast<float*>(sums)) : go(static_cast<T*>(sums));
+  });
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -8,10 +8,16 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Blocks a tile: doubled while the grid still fits the device at once and every block keeps `least` steps.
+// Blocks a tile: doubled while every block keeps `least` steps, and twice as many or more where the grid then fills
+// over half of the device. Clusters of eight find no place for that many: multiprocessors come in parts of 16 or 18.
 int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors) {
   int splits = 1;
-  while (splits < kMaxSplits && tiles * splits * 2 <= multiprocessors && steps / (splits * 2) >= least) splits *= 2;
+  while (splits < kMaxSplits) {
+    const int64_t blocks = tiles * splits * 2, left = steps / (splits * 2);
+    const bool full = blocks * 2 > multiprocessors;
+    if (blocks > multiprocessors || left < (full ? 3 * least : least) || (full && splits * 2 == kMaxSplits)) break;
+    splits *= 2;
+  }
   return splits;
 }
 
@@ -20,13 +26,14 @@ void finish(ProductPlan& plan, const Conv1d& conv, int64_t out_length, int64_t c
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
   plan.chunks = static_cast<int>(ceil_div(contracted, kChunk));
   const int64_t row_tiles = plan.rows.count * plan.phases;
-  // The wide tile reads less for each product, but only a grid that fills most of the device is worth it.
-  const bool wide = outputs % 256 == 0 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
+  const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
+  const int64_t steps = static_cast<int64_t>(terms) * plan.chunks;
+  // The wide tile reads less for each product, but takes longer to finish: it is for long sums, and for a grid that
+  // fills most of the device.
+  const bool wide = outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
   plan.tile_columns = wide ? 256 : 128;
   plan.column_tiles = ceil_div(outputs, plan.tile_columns);
-  const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
-  plan.splits =
-      splits_for(row_tiles * plan.column_tiles, static_cast<int64_t>(terms) * plan.chunks, 2, multiprocessors);
+  plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors);
 }
 
 }  // namespace
@@ -90,6 +97,17 @@ ProductPlan plan_scatter(const Conv1d& conv, int multiprocessors) {
   return plan;
 }
 
+bool normalises(const Conv1d& conv, const ProductPlan& plan, int64_t group) {
+  const auto power_of_two = [](int64_t n) { return n > 0 && (n & (n - 1)) == 0; };
+  const int64_t length = conv.narrow_length, elements = length * group;
+  const bool samples = plan.rows.per_sample == 1 && length * plan.rows.samples == kTileRows;
+  // A group is one to eight passes of a warp, four channels a lane.
+  const bool warp = power_of_two(length) && power_of_two(group) && group >= 4 && group <= 128 && elements >= 128 &&
+                    elements <= 8 * 128;
+  return conv.stride == 1 && samples && warp && plan.rows.samples % plan.splits == 0 &&
+         conv.narrow_channels % group == 0;
+}
+
 GradientPlan plan_gradient(const Conv1d& conv, int multiprocessors) {
   GradientPlan plan{};
   plan.rows = row_tiles(conv.batch, conv.narrow_length, kChunk);
@@ -100,7 +118,7 @@ GradientPlan plan_gradient(const Conv1d& conv, int multiprocessors) {
   const int64_t high_tiles = ceil_div(conv.narrow_channels, 2 * kTileRows) * plan.wide_tiles;
   plan.height = conv.taps != 3 && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
   plan.narrow_tiles = ceil_div(conv.narrow_channels, plan.height * kTileRows);
-  plan.splits = splits_for(plan.narrow_tiles * plan.wide_tiles, plan.rows.count, 2, multiprocessors);
+  plan.splits = splits_for(plan.narrow_tiles * plan.wide_tiles, plan.rows.count, 4, multiprocessors);
   return plan;
 }
 

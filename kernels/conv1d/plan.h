@@ -36,6 +36,9 @@ struct ProductPlan {
 ProductPlan plan_gather(const Conv1d& conv, int multiprocessors);
 ProductPlan plan_scatter(const Conv1d& conv, int multiprocessors);
 
+// Whether every block of a gather finishes whole groups of `group` channels of whole samples, each fit for a warp.
+bool normalises(const Conv1d& conv, const ProductPlan& plan, int64_t group);
+
 struct GradientPlan {
   RowTiles rows;      // pieces of at most kChunk rows
   int height;         // 128 narrow channels of a tile each

@@ -79,10 +79,11 @@ __device__ __forceinline__ void store_sums(float* tile, const float (&sums)[kCol
   }
 }
 
-// The step range of block `rank` of `splits`.
+// The step range of block `rank` of `splits`, a power of two.
 __device__ __forceinline__ int2 share(int steps, int rank, int splits) {
-  return make_int2(static_cast<int>(static_cast<int64_t>(steps) * rank / splits),
-                   static_cast<int>(static_cast<int64_t>(steps) * (rank + 1) / splits));
+  const int shift = __ffs(splits) - 1;
+  return make_int2(static_cast<int>(static_cast<int64_t>(steps) * rank >> shift),
+                   static_cast<int>(static_cast<int64_t>(steps) * (rank + 1) >> shift));
 }
 
 }  // namespace dpa::kernels::conv1d

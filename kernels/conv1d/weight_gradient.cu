@@ -182,6 +182,7 @@ __global__ void __launch_bounds__(kMultipliers + Shape::kCopiers, 1)
     barriers.init();
   }
   __syncthreads();
+  wait_for_predecessor();
   if (threadIdx.x >= kMultipliers) {
     if constexpr (Shape::kHeight == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == kMultipliers)

@@ -1,6 +1,7 @@
-// The last stage of the backward: gradients of weight and bias as sums over slices of the samples.
+// The last stage of the backward: gradients of weight and bias, and the sums of the input's, as sums over slices of the
+// samples.
 //
-// grid   one block for 32 columns of the partials (2, slices, C), a column being a channel of either gradient
+// grid   one block for 32 columns of the partials (2 or 3, slices, C), a column being a channel of a gradient
 // block  32 columns x 8 rows of threads, 32 rows where there are many slices; row j adds up slices j, j + rows, ...,
 //        and the first row adds up the rows, so that the order depends on the sizes alone
 //
@@ -18,19 +19,19 @@ __global__ void __launch_bounds__(kWarpSize* kManyRows) add(GroupNormMishBackwar
   const int64_t channels = args.forward.shape.channels;
   const int lane = threadIdx.x % kWarpSize, row = threadIdx.x / kWarpSize, rows = blockDim.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
-  const bool second = column >= channels, mine = column < 2 * channels;
-  const int64_t channel = second ? column - channels : column;
-  const float* partials = static_cast<const float*>(args.partials) + (second ? slices * channels : 0) + channel;
+  const int64_t gradient = column / channels, channel = column % channels;
+  void* const all[] = {args.grad_weight, args.grad_bias, args.grad_input_sums};
+  P* to = gradient < 3 ? static_cast<P*>(all[gradient]) : nullptr;
+  const float* partials = static_cast<const float*>(args.partials) + gradient * slices * channels + channel;
   wait_for_predecessor();
   float sum = 0;
-  if (mine) {
+  if (to) {
 #pragma unroll 8
     for (int64_t slice = row; slice < slices; slice += rows) sum += partials[slice * channels];
   }
   scratch[row][lane] = sum;
   __syncthreads();
-  P* to = static_cast<P*>(second ? args.grad_bias : args.grad_weight);
-  if (row != 0 || !mine || !to) return;
+  if (row != 0 || !to) return;
   for (int other = 1; other < rows; ++other) sum += scratch[other][lane];
   to[channel] = narrow<P>(sum);
 }
@@ -42,8 +43,9 @@ cudaError_t add_slices(const GroupNormMishBackward& args, cudaStream_t stream) {
   return dispatch_types(in, [&](auto, auto parameter) {
     const int64_t count = slices(in.shape, in.plan);
     const int rows = count > 16 * kFewRows ? kManyRows : kFewRows;
-    return launch_dependent(add<typename decltype(parameter)::type>, grid_for(2 * in.shape.channels, kWarpSize),
-                            kWarpSize * rows, stream, args, count);
+    const int64_t columns = (args.grad_input_sums ? 3 : 2) * in.shape.channels;
+    return launch_dependent(add<typename decltype(parameter)::type>, grid_for(columns, kWarpSize), kWarpSize * rows,
+                            stream, args, count);
   });
 }
 

@@ -171,6 +171,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args
   const int64_t batch = args.shape.batch, step = int64_t{gridDim.y} * samples;
   const float over = 1.0f / static_cast<float>(inner * args.plan.channels);
   const Place place(args.plan, blockIdx.x);
+  wait_for_predecessor();
   float weight[kOwned], bias[kOwned];
   load_channels(weight, at_or_null<P>(args.weight, place.channel), 1.0f);
   load_channels(bias, at_or_null<P>(args.bias, place.channel), 0.0f);
@@ -253,17 +254,19 @@ __device__ __forceinline__ void sum_over_block(float (&values)[kCount], const Pl
   __syncthreads();
 }
 
-/// With `kFilm` there are scale and shift, or gradients of them are wanted.
-template <class T, class P, int V, bool kFilm>
+/// With `kFilm` there are scale and shift, or gradients of them are wanted; with `kSums` those of the input's gradient.
+template <class T, class P, int V, bool kFilm, bool kSums>
 __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBackward args) {
-  __shared__ float scratch[kMaxTeam / kWarpSize], sums[2 * kOwned * kMaxTeam];
+  constexpr int kGradients = kSums ? 3 : 2;  // of weight, of bias, and the sums
+  __shared__ float scratch[kMaxTeam / kWarpSize], sums[kGradients * kOwned * kMaxTeam];
   release_successor();
+  wait_for_predecessor();
   const GroupNormMish& in = args.forward;
   const NormPlan& plan = in.plan;
   const int channels = in.shape.channels, inner = in.shape.inner, samples = plan.samples();
   const float over = 1.0f / static_cast<float>(inner * plan.channels);
   const Place place(plan, blockIdx.x);
-  float weight[kOwned], bias[kOwned], parameters[2 * kOwned] = {};  // the latter: gradients of weight, then of bias
+  float weight[kOwned], bias[kOwned], parameters[kGradients * kOwned] = {};
   load_channels(weight, at_or_null<P>(in.weight, place.channel), 1.0f);
   load_channels(bias, at_or_null<P>(in.bias, place.channel), 0.0f);
   for (int64_t base = int64_t{blockIdx.y} * samples; base < in.shape.batch; base += int64_t{gridDim.y} * samples) {
@@ -306,8 +309,10 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
       if (row >= rows || !args.grad_input) break;
       float out[kOwned];
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i)
+      for (int i = 0; i < kOwned; ++i) {
         out[i] = s.normalized(x.vectors[k][i]) * slant + (normalized_grad[k][i] * s.rstd + mean);
+        if constexpr (kSums) parameters[2 * kOwned + i] += out[i];
+      }
       store_channels(static_cast<T*>(args.grad_input) + first + row * channels, out);
     }
     if constexpr (kFilm) {
@@ -330,7 +335,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
   if (!args.partials) return;
   float* partials = static_cast<float*>(args.partials) + int64_t{blockIdx.y} * channels;
   sum_over_block(parameters, place, plan, sums, [&](int i, int group, int channel, float value) {
-    const int64_t gradient = i < kOwned ? 0 : int64_t{gridDim.y} * channels;
+    const int64_t gradient = i / kOwned * int64_t{gridDim.y} * channels;
     partials[gradient + (blockIdx.x * plan.groups + group) * plan.channels + channel + i % kOwned] = value;
   });
 }
@@ -354,7 +359,7 @@ cudaError_t forward(const GroupNormMish& args, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
     return dispatch_vectors(args.plan.vectors, [&](auto vectors) {
-      return launch(forward_kernel<T, P, vectors.value>, blocks, args.plan.block, stream, args);
+      return launch_dependent(forward_kernel<T, P, vectors.value>, blocks, args.plan.block, stream, args);
     });
   });
 }
@@ -368,8 +373,13 @@ cudaError_t backward(const GroupNormMishBackward& args, cudaStream_t stream) {
     using P = typename decltype(parameter)::type;
     return dispatch_vectors(in.plan.vectors, [&](auto vectors) {
       constexpr int V = vectors.value;
-      const auto kernel = film ? backward_kernel<T, P, V, true> : backward_kernel<T, P, V, false>;
-      return launch(kernel, blocks, in.plan.block, stream, args);
+      const auto with = [&](auto film, auto sums) {
+        return launch_dependent(backward_kernel<T, P, V, film.value, sums.value>, blocks, in.plan.block, stream, args);
+      };
+      constexpr std::true_type kYes;
+      constexpr std::false_type kNo;
+      if (args.grad_input_sums) return film ? with(kYes, kYes) : with(kNo, kYes);
+      return film ? with(kYes, kNo) : with(kNo, kNo);
     });
   });
   return error != cudaSuccess || !args.partials ? error : add_slices(args, stream);

@@ -31,8 +31,10 @@ struct GroupNormMishBackward {
   void* grad_input;               // (B, C, L), channels-last
   void *grad_weight, *grad_bias;  // (C)
   void *grad_scale, *grad_shift;  // (B, C), contiguous
-  void* partials;  // (2, slices, C) in float32, `slices` from plan.h: what each slice of the samples adds to the
-                   // gradients of weight and bias; null where neither is wanted
+  void* grad_input_sums;  // (C), of the parameters' dtype: grad_input added up over samples and time, which is the
+                          // gradient of a bias that was added to the input
+  void* partials;  // (2, slices, C) in float32, 3 with the sums, `slices` from plan.h: what each slice of the samples
+                   // adds to the gradients of weight and bias and to the sums; null where none is wanted
 };
 
 cudaError_t forward(const GroupNormMish& args, cudaStream_t stream);

@@ -7,22 +7,10 @@
 #include "kernels/conv1d/plan.h"
 #include "ops/common/strides.h"
 #include "ops/conv1d/conv1d.h"
+#include "ops/conv1d/products.h"
 
 namespace dpa {
 namespace {
-
-namespace products = kernels::conv1d;
-
-/// Rows of channels as the products read them: padded to a multiple of 8 and aligned to 16 bytes.
-Tensor padded_rows(const Tensor& tensor) {
-  const auto rows = in_order(tensor, /*channels_last=*/true);
-  const int64_t channels = rows.size(1), width = products::padded(channels);
-  if (width == channels && reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0) return rows;
-  auto out = at::empty({rows.size(0) * rows.size(2), width}, rows.options());
-  C10_CUDA_CHECK(products::pad_rows(rows.const_data_ptr(), out.size(0), channels, out.mutable_data_ptr(),
-                                    c10::cuda::getCurrentCUDAStream()));
-  return out;
-}
 
 /// The convolution as the products know it: a Conv1d gathers from the wide input, a transposed one scatters to it.
 products::Conv1d geometry(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding, bool transposed) {
@@ -38,9 +26,9 @@ Tensor pack(const Tensor& weight_, at::ScalarType type) {
   auto packed =
       at::empty({weight.size(2), weight.size(0), products::padded(weight.size(1))}, weight.options().dtype(type));
   if (weight.numel() > 0)
-    C10_CUDA_CHECK(products::pack_weight(
-        kernel_dtype(weight.scalar_type()), kernel_dtype(type), weight.const_data_ptr(), weight.size(0), weight.size(1),
-        static_cast<int>(weight.size(2)), packed.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    C10_CUDA_CHECK(products::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(type),
+                                          {{packing(weight, packed.mutable_data_ptr())}, 1},
+                                          c10::cuda::getCurrentCUDAStream()));
   return packed;
 }
 
@@ -57,8 +45,9 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
   if (!packs || !takes_products(conv))
     return {in_order(conv1d_formula(input, weight, bias_, stride, padding, transposed), channels_last), packed};
-  const auto x = padded_rows(input), bias = bias_.has_value() ? bias_->to(at::kFloat).contiguous() : Tensor();
-  const products::Addends addends{data_or_null(bias), kernels::DType::kFloat32, nullptr};
+  const auto x = padded_rows(input), bias = bias_.has_value() ? bias_->contiguous() : Tensor();
+  const products::Addends addends{data_or_null(bias), kernel_dtype((bias.defined() ? bias : input).scalar_type()),
+                                  nullptr};
   const int64_t channels = weight.size(transposed ? 1 : 0);
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.wide_length : conv.narrow_length, channels_last,
                             input.options());
@@ -89,26 +78,30 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
     if (mask[1]) grad_weight = grad_weight.contiguous();
     return {grad_input, grad_weight, grad_bias};
   }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  const auto g = mask[0] || mask[1] ? padded_rows(grad) : Tensor();
-  if (mask[0]) {
-    grad_input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
-    const auto product = transposed ? products::gather : products::scatter;
-    C10_CUDA_CHECK(
-        product(conv, g.const_data_ptr(), packed.const_data_ptr(), {}, grad_input.mutable_data_ptr(), stream));
-  }
+  const auto g = padded_rows(grad), x = mask[1] ? padded_rows(input) : Tensor();
+  Branches branches;
+  branches.fork();
   if (mask[1]) {
     grad_weight = at::empty(weight.sizes(), weight.options());
-    const auto x = padded_rows(input);
     const auto &narrow = transposed ? x : g, &wide = transposed ? g : x;
     C10_CUDA_CHECK(products::weight_gradient(conv, narrow.const_data_ptr(), wide.const_data_ptr(),
                                              grad_weight.mutable_data_ptr(), kernel_dtype(weight.scalar_type()),
-                                             stream));
+                                             branches.side()));
   }
   if (mask[2]) {
-    const auto type = bias.has_value() ? bias->scalar_type() : weight.scalar_type();
-    grad_bias = grad.sum(at::IntArrayRef({0, 2}), /*keepdim=*/false, at::kFloat).to(type);
+    const int64_t channels = weight.size(transposed ? 1 : 0);
+    grad_bias = at::empty({channels}, bias.has_value() ? bias->options() : weight.options());
+    C10_CUDA_CHECK(products::column_sums(conv.dtype, g.const_data_ptr(), grad.size(0) * grad.size(2), channels,
+                                         products::padded(channels), grad_bias.mutable_data_ptr(),
+                                         kernel_dtype(grad_bias.scalar_type()), branches.side()));
   }
+  if (mask[0]) {
+    grad_input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
+    const auto product = transposed ? products::gather : products::scatter;
+    C10_CUDA_CHECK(product(conv, g.const_data_ptr(), packed.const_data_ptr(), {}, grad_input.mutable_data_ptr(),
+                           c10::cuda::getCurrentCUDAStream()));
+  }
+  branches.join();
   return {grad_input, grad_weight, grad_bias};
 }
 

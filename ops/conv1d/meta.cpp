@@ -12,7 +12,7 @@ bool conv1d_packs([[maybe_unused]] const Tensor& input, [[maybe_unused]] const T
 #ifdef DPA_SM90A
   const auto type = input.scalar_type();
   if (input.device().type() != at::kCUDA || (type != at::kHalf && type != at::kBFloat16)) return false;
-  if (weight.scalar_type() != at::kFloat || stride > 2 || !is_channels_last(input)) return false;
+  if (stride > 2 || !is_channels_last(input)) return false;
   // The numbers of taps for which the weight gradient is compiled.
   for (const int64_t taps : {1, 3, 4, 5})
     if (weight.sym_size(2) == taps) return taps >= stride && padding < taps;

@@ -1,4 +1,4 @@
-// Under autocast the tensors come in the region's 16-bit dtype; statistics are float32 inside the kernels anyway.
+// Under autocast the activations come in the region's 16-bit dtype; parameters stay float32, as the two ops take them.
 #include "ops/common/autocast.h"
 
 #include <torch/library.h>
@@ -15,8 +15,9 @@ Tensor conv1d_gnm_autocast(const Tensor& input, const Tensor& conv_weight, const
                            const OptionalTensor& residual) {
   const Autocast cast(Device);
   const auto narrow = cast(input);
-  return conv1d_gnm(narrow, cast.parameter(conv_weight, narrow), cast.parameter(conv_bias, narrow), cast(gn_weight),
-                    cast(gn_bias), num_groups, eps, cast(scale), cast(shift), cast(residual));
+  return conv1d_gnm(narrow, cast.parameter(conv_weight, narrow), cast.parameter(conv_bias, narrow),
+                    cast.parameter(gn_weight, narrow), cast.parameter(gn_bias, narrow), num_groups, eps, cast(scale),
+                    cast(shift), cast(residual));
 }
 
 }  // namespace

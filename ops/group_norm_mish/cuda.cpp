@@ -156,6 +156,7 @@ NormGradients channels_last_backward(const ChannelsLast& in, const Tensor& grad_
                                                            mutable_data_or_null(grad_bias),
                                                            mutable_data_or_null(grad_scale),
                                                            mutable_data_or_null(grad_shift),
+                                                           /*grad_input_sums=*/nullptr,
                                                            mutable_data_or_null(partials)};
   C10_CUDA_CHECK(kernels::channels_last::backward(args, c10::cuda::getCurrentCUDAStream()));
   if (mask[1]) grad_weight = grad_weight.to(weight->scalar_type());

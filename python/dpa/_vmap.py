@@ -297,6 +297,23 @@ def _conv1d_backward(
     )
 
 
+# The block's arguments that begin with the samples: input, scale, shift.
+_BLOCK_SAMPLES = (0, 13, 14)
+
+
+def _residual_block1d_forward(info, in_dims, *args):
+    """As the other rules by samples, but the packed weights are the weights' alone."""
+    dims = _dims(in_dims, len(args))
+    if any(d is not None for i, d in enumerate(dims) if i not in _BLOCK_SAMPLES):
+        op = torch.ops.dpa.residual_block1d_forward
+        out = _loop(op, info.batch_size, dims, args)
+        return out, _each(lambda x: 0, out)
+    fold, size = _Fold(info.batch_size), _shape(args[0], dims[0])[0]
+    folded = [fold(x, dims[i]) if i in _BLOCK_SAMPLES else x for i, x in enumerate(args)]
+    *activations, packed = torch.ops.dpa.residual_block1d_forward(*folded)
+    return (*(fold.undo(x, size) for x in activations), packed), (0, 0, 0, 0, None)
+
+
 def register() -> None:
     """Give the ops their rules; the library must be loaded."""
     ops = torch.ops.dpa
@@ -309,6 +326,11 @@ def register() -> None:
         "conv1d_forward": _conv1d_forward,
         "conv1d_backward": _conv1d_backward,
         "conv1d_gnm": _conv1d_gnm,
+        "residual_block1d": _by_samples(ops.residual_block1d, _BLOCK_SAMPLES),
+        "residual_block1d_forward": _residual_block1d_forward,
+        "residual_block1d_backward": _by_samples(
+            ops.residual_block1d_backward, (0, 1, 14, 15, 16, 17, 18), own=tuple(range(1, 11))
+        ),
         "lltm": _by_samples(ops.lltm, (0, 3, 4)),
         "lltm_forward": _by_samples(ops.lltm_forward, (0, 3, 4)),
         "lltm_backward": _by_samples(ops.lltm_backward, (0, 1, 2, 5, 6, 7), own=(1, 2)),

@@ -202,6 +202,35 @@ def conv1d_gnm(
     return x.to(input.dtype)
 
 
+def residual_block1d(
+    input: Tensor,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    gn1_weight: Tensor,
+    gn1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor,
+    gn2_weight: Tensor,
+    gn2_bias: Tensor,
+    residual_weight: Tensor | None,
+    residual_bias: Tensor | None,
+    num_groups: int,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Compute two of :func:`conv1d_gnm`, FiLM after the first, plus the input or its product.
+
+    ``input`` is (B, C_in, T), the weights (C_out, C_in, k), (C_out, C_out, k) and, where
+    C_in is not C_out, (C_out, C_in, 1). Intermediate results are rounded to the input's dtype.
+    """
+    first = (conv1_weight, conv1_bias, gn1_weight, gn1_bias)
+    second = (conv2_weight, conv2_bias, gn2_weight, gn2_bias)
+    x = conv1d_gnm(input, *first, num_groups, eps, scale, shift)
+    residual = input if residual_weight is None else conv1d(input, residual_weight, residual_bias)
+    return conv1d_gnm(x, *second, num_groups, eps, residual=residual)
+
+
 class _PlainConv1dBlock(nn.Module):
     """A Conv1dBlock that runs its Sequential: convolution, GroupNorm, Mish, each on its own."""
 

@@ -99,12 +99,14 @@ TEST(ProductPlan, EveryBlockOfAClusterHasSteps) {
 }
 
 TEST(ProductPlan, FillsTheDeviceAtTheNetworksSizes) {
-  // The levels of the 80 M network have 64 tiles of 128 x 128 at batch 256 and 16 at batch 64.
+  // The levels of the 80 M network have 64 tiles of 128 x 128 at batch 256 and 16 at batch 64; clusters of eight stay
+  // below half of the device.
   for (int level = 0; level < 3; ++level) {
     const int64_t channels = 256 << level, length = 16 >> level;
-    EXPECT_EQ(plan_gather(convolution(64, length, channels, channels, 5, 1), 132).splits, 8);
+    EXPECT_EQ(plan_gather(convolution(64, length, channels, channels, 5, 1), 132).splits, 4);
     EXPECT_EQ(plan_gather(convolution(256, length, channels, channels, 5, 1), 132).splits, 2);
-    EXPECT_EQ(plan_gather(convolution(1024, length, channels, channels, 5, 1), 132).tile_columns, 256);
+    EXPECT_EQ(plan_gather(convolution(1024, length, channels, channels, 5, 1), 132).tile_columns,
+              level == 2 ? 256 : 128);
   }
 }
 
@@ -125,4 +127,21 @@ TEST(Serves, WhatTheKernelsAreCompiledFor) {
 }
 
 }  // namespace
+TEST(Normalises, WhereATileHoldsWholeGroups) {
+  constexpr int kMultiprocessors = 132;
+  const auto answer = [&](int64_t batch, int64_t length, int64_t channels, int64_t group) {
+    const Conv1d conv{DType::kBFloat16, batch, length, channels, length, channels, 5, 1, 2};
+    return normalises(conv, plan_gather(conv, kMultiprocessors), group);
+  };
+  for (int64_t batch : {63, 64, 256, 1024})
+    for (int level = 0; level < 3; ++level) EXPECT_TRUE(answer(batch, 16 >> level, 256 << level, 32 << level));
+  EXPECT_FALSE(answer(1, 16, 256, 32));     // a tile of fewer samples than it has room for
+  EXPECT_FALSE(answer(64, 12, 256, 32));    // lanes beyond the last row
+  EXPECT_FALSE(answer(64, 16, 192, 24));    // or channel
+  EXPECT_FALSE(answer(64, 4, 2048, 256));   // a group wider than a tile
+  EXPECT_FALSE(answer(64, 256, 256, 32));   // a sample longer than one
+  EXPECT_FALSE(answer(64, 4, 64, 8));       // less than a pass of a warp
+  EXPECT_FALSE(answer(64, 32, 1024, 128));  // more than its registers
+}
+
 }  // namespace dpa::kernels::conv1d

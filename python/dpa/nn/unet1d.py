@@ -19,22 +19,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# For those who ask: the order of activations that trains fastest in mixed precision on Hopper.
-_CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "0") == "1"
+from .plain import PlainLayers
+
+# The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
+_CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
+_HALVES = (torch.float16, torch.bfloat16)
+_BOTH = ("weight", "bias")
 
 
 def channels_last(sample: Tensor, weight: Tensor) -> bool:
-    """Whether activations are (B, T, C) in memory: if asked, in mixed precision on a Hopper GPU.
+    """Whether activations are (B, T, C) in memory: in 16 bits on a Hopper GPU.
 
-    That is the order of its fast convolutions. Modules map (B, C, T) either way; the order is in
-    the strides, and each op answers in the order of its input. Compilers see the usual order.
-    ``DPA_CHANNELS_LAST=1`` in the environment asks for it.
+    That is the order of its fast convolutions, under autocast and in 16-bit modules. Modules map
+    (B, C, T) either way; the order is in the strides, and each op answers in the order of its
+    input. Compilers see the usual order. ``DPA_CHANNELS_LAST=0`` in the environment refuses it.
     """
     if not torch.jit.is_scripting():
-        single = sample.dtype == torch.float32 and weight.dtype == torch.float32
-        if _CHANNELS_LAST and sample.is_cuda and single and not torch.compiler.is_compiling():
-            hopper = torch.cuda.get_device_capability(sample.device)[0] == 9
-            return hopper and torch.is_autocast_enabled()
+        possible = _CHANNELS_LAST and sample.is_cuda and not torch.compiler.is_compiling()
+        if possible:
+            same, half = sample.dtype == weight.dtype, weight.dtype in _HALVES
+            mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled("cuda")
+            if same and (half or mixed):
+                return torch.cuda.get_device_capability(sample.device)[0] == 9
     return False
 
 
@@ -50,10 +56,6 @@ def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor | 
     if len(film) == 0:
         return None, None
     return (film.pop() if parts == 2 else None), film.pop()
-
-
-def _hooked(module: nn.Module) -> bool:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks) > 0
 
 
 class _Conv1d(nn.Conv1d):
@@ -183,8 +185,51 @@ class ConditionalResidualBlock1D(nn.Module):
             shift = self.cond_encoder(cond)
             if self.cond_predict_scale:
                 scale, shift = shift.chunk(2, dim=1)
+        if not torch.jit.is_scripting():
+            parameters = self._parameters_of_layers()
+            if len(parameters) > 0:
+                norm = self.blocks[0].block[1]
+                return torch.ops.dpa.residual_block1d(
+                    x, *parameters, norm.num_groups, norm.eps, scale, shift
+                )
         out = self.blocks[0](x, scale, shift)
         return self.blocks[1](out, None, None, self.residual_conv(x))
+
+    @torch.jit.unused
+    def _parameters_of_layers(self) -> list[Tensor | None]:
+        """Return what the block's one op takes, or nothing where its layers must be called.
+
+        Compilers see the layers too.
+        """
+        parameters = None if torch.compiler.is_compiling() else _BLOCK_LAYERS.of(self)
+        if parameters is None or any(p is None for p in parameters[:8]):
+            return []
+        return parameters
+
+
+_BLOCK_LAYERS = PlainLayers(
+    {
+        "blocks": (nn.ModuleList,),
+        "residual_conv": (_Conv1d, nn.Identity),
+        **{f"blocks.{i}": (Conv1dBlock,) for i in range(2)},
+        **{f"blocks.{i}.block": (nn.Sequential,) for i in range(2)},
+        **{f"blocks.{i}.block.0": (nn.Conv1d,) for i in range(2)},
+        **{f"blocks.{i}.block.1": (nn.GroupNorm,) for i in range(2)},
+        **{f"blocks.{i}.block.2": (nn.Mish,) for i in range(2)},
+    },
+    [
+        *(f"blocks.{i}.block.{j}.{name}" for i in range(2) for j in range(2) for name in _BOTH),
+        *(f"residual_conv.{name}" for name in _BOTH),
+    ],
+)
+_FILM_LAYERS = PlainLayers(
+    {
+        "cond_encoder": (nn.Sequential,),
+        "cond_encoder.0": (nn.Mish,),
+        "cond_encoder.1": (nn.Linear,),
+    },
+    [f"cond_encoder.1.{name}" for name in _BOTH],
+)
 
 
 class _Downsample1d(nn.Module):
@@ -372,15 +417,16 @@ class ConditionalUnet1D(nn.Module):
         """
         blocks = [block for level in self.down_modules for block in level[:2]]
         blocks += [*self.mid_modules, *(block for level in self.up_modules for block in level[:2])]
-        layers = [block.cond_encoder[1] for block in blocks]
-        for block, layer in zip(blocks, layers, strict=True):
-            plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
-            if not plain or any(_hooked(m) for m in (block.cond_encoder, *block.cond_encoder)):
-                return []
-        weight = torch.cat([layer.weight for layer in layers])
-        bias = torch.cat([layer.bias for layer in layers])
+        layers = [_FILM_LAYERS.of(block) for block in blocks]
+        if any(layer is None or any(p is None for p in layer) for layer in layers):
+            return []
+        weight = torch.cat([layer[0] for layer in layers])
+        bias = torch.cat([layer[1] for layer in layers])
         widths = [b.out_channels for b in blocks for _ in range(self.film_parts)]
-        return list(F.linear(F.mish(cond), weight, bias).split(widths, dim=1))[::-1]
+        # The rows of cond are the times of one sample: the product reads float32 weights itself.
+        rows = F.mish(cond).t().unsqueeze(0)
+        film = torch.ops.dpa.conv1d(rows, weight.unsqueeze(2), bias).squeeze(0).t()
+        return list(film.split(widths, dim=1))[::-1]
 
     def _embed(self, sample: Tensor, timestep: Tensor | float | int) -> Tensor:
         """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""

@@ -1,0 +1,58 @@
+// What the ops that call kernels/conv1d share.
+#pragma once
+#include <ATen/ops/empty.h>
+
+#include "kernels/conv1d/conv1d.h"
+#include "kernels/conv1d/plan.h"
+#include "ops/common/cuda.h"
+#include "ops/common/strides.h"
+
+namespace dpa {
+
+namespace products = kernels::conv1d;
+
+/// Rows of channels as the products read them: padded to a multiple of 8 and aligned to 16 bytes.
+inline Tensor padded_rows(const Tensor& tensor) {
+  const auto rows = in_order(tensor, /*channels_last=*/true);
+  const int64_t channels = rows.size(1), width = products::padded(channels);
+  if (width == channels && reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0) return rows;
+  auto out = at::empty({rows.size(0) * rows.size(2), width}, rows.options());
+  C10_CUDA_CHECK(products::pad_rows(rows.const_data_ptr(), out.size(0), channels, out.mutable_data_ptr(),
+                                    c10::cuda::getCurrentCUDAStream()));
+  return out;
+}
+
+/// A contiguous weight to be packed to `packed`.
+inline products::Packing packing(const Tensor& weight, void* packed) {
+  return {weight.const_data_ptr(), packed, weight.size(0), weight.size(1), static_cast<int>(weight.size(2))};
+}
+
+/// While a graph is captured, the gradients of parameters go to a second branch of it: neither they nor the input's
+/// gradient fill the device at the networks' sizes. Outside of a capture the host is the limit, and one stream is less
+/// work for it. `fork`: what the side stream gets from here on follows what the main stream has got. `join`: the other
+/// way round; memory that the side stream uses may be given back after it.
+class Branches {
+ public:
+  Branches() : main_(c10::cuda::getCurrentCUDAStream()), side_(main_) {
+    auto status = cudaStreamCaptureStatusNone;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(main_, &status));
+    if (status == cudaStreamCaptureStatusActive)
+      side_ = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, main_.device_index());
+  }
+  void fork() { follow(side_, main_); }
+  void join() { follow(main_, side_); }
+  c10::cuda::CUDAStream side() const { return side_; }
+
+ private:
+  static void follow(c10::cuda::CUDAStream later, c10::cuda::CUDAStream earlier) {
+    if (later == earlier) return;
+    cudaEvent_t event;
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    C10_CUDA_CHECK(cudaEventRecord(event, earlier));
+    C10_CUDA_CHECK(cudaStreamWaitEvent(later, event));
+    C10_CUDA_CHECK(cudaEventDestroy(event));
+  }
+  c10::cuda::CUDAStream main_, side_;
+};
+
+}  // namespace dpa

@@ -1,0 +1,58 @@
+#include "ops/residual_block1d/residual_block1d.h"
+
+namespace dpa {
+namespace {
+
+constexpr const char* kOp = "residual_block1d";
+
+void check_weight(const char* name, const Tensor& weight, const c10::SymInt& in, const Tensor& input) {
+  check_parameter_type(kOp, name, weight, input);
+  DPA_CHECK(weight.dim() == 3 && weight.sym_size(1) == in, kOp,
+            c10::str(name, " must have shape (C_out, C_in, k) with C_in = ", in), weight.sym_sizes());
+  DPA_CHECK(weight.sym_size(2) % 2 == 1, kOp, c10::str(name, " must have an odd kernel size, so that the length stays"),
+            weight.sym_size(2));
+}
+
+void check_channels(const char* name, const Tensor& parameter, const c10::SymInt& channels, const Tensor& input) {
+  dpa::check_parameter(kOp, name, as_optional(parameter), channels, "(C_out)", input);
+}
+
+}  // namespace
+
+void check_residual_block1d(const ResidualBlock& block) {
+  const Tensor& input = block[kInput];
+  check_floating(kOp, "input", input);
+  DPA_CHECK(input.dim() == 3, kOp, "input must have 3 dimensions (B, C_in, T)", "shape ", input.sym_sizes());
+  const auto batch = input.sym_size(0), in = input.sym_size(1);
+  check_weight("conv1_weight", block[kConv1Weight], in, input);
+  const auto channels = block[kConv1Weight].sym_size(0);
+  check_weight("conv2_weight", block[kConv2Weight], channels, input);
+  DPA_CHECK(block[kConv2Weight].sym_size(0) == channels, kOp,
+            c10::str("conv2_weight must have as many output channels as conv1_weight, ", channels),
+            block[kConv2Weight].sym_size(0));
+  DPA_CHECK(block.num_groups > 0 && channels % block.num_groups == 0, kOp,
+            c10::str("num_groups must be positive and divide the ", channels, " output channels"), block.num_groups);
+  DPA_CHECK(block.eps >= 0, kOp, "eps must be at least 0", block.eps);
+  check_channels("conv1_bias", block[kConv1Bias], channels, input);
+  check_channels("gn1_weight", block[kGn1Weight], channels, input);
+  check_channels("gn1_bias", block[kGn1Bias], channels, input);
+  check_channels("conv2_bias", block[kConv2Bias], channels, input);
+  check_channels("gn2_weight", block[kGn2Weight], channels, input);
+  check_channels("gn2_bias", block[kGn2Bias], channels, input);
+  if (block[kResidualWeight].defined()) {
+    check_weight("residual_weight", block[kResidualWeight], in, input);
+    DPA_CHECK(block[kResidualWeight].sym_size(0) == channels && block[kResidualWeight].sym_size(2) == 1, kOp,
+              c10::str("residual_weight must have shape (C_out, C_in, 1) with C_out = ", channels),
+              block[kResidualWeight].sym_sizes());
+  } else {
+    DPA_CHECK(in == channels, kOp,
+              c10::str("residual_weight must be given where the ", in, " input channels are not the output's"),
+              channels);
+    DPA_CHECK(!block[kResidualBias].defined(), kOp, "residual_bias must be None where residual_weight is", "a tensor");
+  }
+  check_channels("residual_bias", block[kResidualBias], channels, input);
+  check_shape(kOp, "scale", block.optional(kScale), {batch, channels}, "(B, C_out)", "input", input);
+  check_shape(kOp, "shift", block.optional(kShift), {batch, channels}, "(B, C_out)", "input", input);
+}
+
+}  // namespace dpa

@@ -1,0 +1,262 @@
+// Where the products of kernels/conv1d and the channels-last normalisation serve every layer of a block, its kernels
+// are launched one after the other from here, on buffers of this file's own: no dispatcher, no autograd, one packing
+// for all weights. Everything else is the library's ops (formula.cpp).
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels/group_norm_mish/channels_last.h"
+#include "ops/conv1d/products.h"
+#include "ops/residual_block1d/residual_block1d.h"
+
+namespace dpa {
+namespace {
+
+namespace norms = kernels::channels_last;
+
+/// A block whose layers the kernels all take.
+class Chain {
+ public:
+  explicit Chain(const ResidualBlock& block)
+      : block_(block),
+        stream_(c10::cuda::getCurrentCUDAStream()),
+        type_(block[kInput].scalar_type()),
+        batch_(block[kInput].size(0)),
+        length_(block[kInput].size(2)),
+        channels_(block[kConv1Weight].size(0)) {
+    shape_ = {batch_, channels_, length_, block.num_groups};
+    plan_ = block[kInput].numel() > 0 ? kernels::teams(shape_, 2) : kernels::NormPlan{};
+  }
+
+  /// Only where `block_packs`.
+  bool serves() const {
+    if (!products::supported() || !plan_.fits()) return false;
+    for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
+      if (block_[slot].defined() && !(products::serves(convolution(slot)) && block_[slot].is_contiguous()))
+        return false;
+    // The kernels read parameters in place, in one dtype.
+    for (const auto slot : {kConv1Bias, kConv2Bias, kResidualBias, kGn1Weight, kGn1Bias, kGn2Weight, kGn2Bias}) {
+      const Tensor& t = block_[slot];
+      if (t.defined() && !(t.scalar_type() == block_[kConv1Weight].scalar_type() && t.is_contiguous() && aligned(t)))
+        return false;
+    }
+    return true;
+  }
+
+  /// `keep`: what the backward reads is kept, else those places of the result stay undefined.
+  BlockForward forward(const Tensor& packed, bool keep) const {
+    pack(packed);
+    const auto x = padded_rows(block_[kInput]);
+    const auto activated = activation(), out = activation();
+    Tensor conv1 = keep ? activation() : Tensor(), conv2 = keep ? activation() : Tensor();
+    layer(kConv1Weight, kConv1Bias, x, packed, conv1, Tensor(), first_norm(conv1), activated);
+    Tensor residual = x;  // where no convolution is due, the channels are the output's, of whole vectors
+    if (block_[kResidualWeight].defined()) {
+      residual = activation();
+      convolve(kResidualWeight, kResidualBias, x, packed, residual);
+    }
+    layer(kConv2Weight, kConv2Bias, activated, packed, conv2, residual, second_norm(conv2), out);
+    return {out, conv1, activated, conv2, packed};
+  }
+
+  BlockGradients backward(const Tensor& grad_, const BlockSaved& saved, const BlockMask& mask) const {
+    BlockGradients to;
+    const auto grad = padded_rows(grad_), x = padded_rows(block_[kInput]);
+    const auto scratch = at::empty({3, batch_ * length_ * channels_}, grad.options());
+    const auto partials = at::empty({3, slices(shape_, plan_), channels_}, grad.options().dtype(at::kFloat));
+    const auto part = [&](int i) { return static_cast<uint16_t*>(scratch.mutable_data_ptr()) + i * scratch.size(1); };
+    void *grad_conv2 = part(0), *grad_activation = part(1), *grad_conv1 = part(2);
+    const void* through = grad.const_data_ptr();
+    Branches branches;
+    normalise_back(second_norm(saved.conv2), through, grad_conv2, {kGn2Weight, kGn2Bias, kConv2Bias}, mask, partials,
+                   to);
+    branches.fork();
+    weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, branches.side());
+    convolve_back(kConv2Weight, grad_conv2, saved.packed, nullptr, grad_activation);
+    normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, {kGn1Weight, kGn1Bias, kConv1Bias}, mask,
+                   partials, to);
+    branches.fork();
+    weight_back(kConv1Weight, grad_conv1, x, mask, to, branches.side());
+    weight_back(kResidualWeight, through, x, mask, to, branches.side());
+    if (mask[kResidualBias]) {
+      C10_CUDA_CHECK(products::column_sums(kernel_dtype(type_), through, batch_ * length_, channels_, channels_,
+                                           gradient(kResidualBias, mask, to),
+                                           kernel_dtype(block_[kResidualBias].scalar_type()), branches.side()));
+    }
+    if (mask[kInput]) {
+      to[kInput] = input_like();
+      Tensor product;
+      if (block_[kResidualWeight].defined()) {
+        product = input_like();
+        convolve_back(kResidualWeight, through, saved.packed, nullptr, product.mutable_data_ptr());
+        through = product.const_data_ptr();
+      }
+      convolve_back(kConv1Weight, grad_conv1, saved.packed, through, to[kInput].mutable_data_ptr());
+    }
+    branches.join();
+    return to;
+  }
+
+ private:
+  static bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+  products::Conv1d convolution(BlockSlot weight) const {
+    const Tensor& w = block_[weight];
+    const int taps = static_cast<int>(w.size(2));
+    return {kernel_dtype(type_), batch_, length_, w.size(0), length_, w.size(1), taps, /*stride=*/1, taps / 2};
+  }
+  Tensor activation() const {
+    return empty_in_order(batch_, channels_, length_, /*channels_last=*/true, block_[kInput].options());
+  }
+  Tensor input_like() const {
+    return empty_in_order(batch_, block_[kInput].size(1), length_, /*channels_last=*/true, block_[kInput].options());
+  }
+
+  /// Where the packed form of a weight lies.
+  void* place(BlockSlot weight, const Tensor& packed) const {
+    int64_t offset = 0;
+    for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight}) {
+      if (slot == weight) break;
+      offset += packed_size(block_[slot]).expect_int();
+    }
+    return static_cast<uint16_t*>(packed.mutable_data_ptr()) + offset;
+  }
+  void pack(const Tensor& packed) const {
+    products::Packings packings{};
+    for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
+      if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], place(slot, packed));
+    C10_CUDA_CHECK(products::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_),
+                                          packings, stream_));
+  }
+
+  void convolve(BlockSlot weight, BlockSlot bias, const Tensor& x, const Tensor& packed, const Tensor& out) const {
+    const products::Addends addends{data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()),
+                                    nullptr};
+    C10_CUDA_CHECK(products::gather(convolution(weight), x.const_data_ptr(), place(weight, packed), addends,
+                                    out.mutable_data_ptr(), stream_));
+  }
+  /// A convolution and its normalisation, in one kernel where its tiles hold whole groups.
+  void layer(BlockSlot weight, BlockSlot bias, const Tensor& x, const Tensor& packed, Tensor conv,
+             const Tensor& residual, norms::GroupNormMish norm, const Tensor& out) const {
+    norm.residual = data_or_null(residual), norm.out = out.mutable_data_ptr();
+    const int group = static_cast<int>(channels_ / block_.num_groups);
+    if (products::normalises(convolution(weight), group)) {
+      const products::Addends addends{data_or_null(block_[bias]), kernel_dtype(block_[bias].scalar_type()), nullptr};
+      const products::Normalisation normalisation{
+          group,      norm.eps,          norm.parameter_dtype, norm.weight,   norm.bias, norm.scale,
+          norm.shift, norm.scale_stride, norm.shift_stride,    norm.residual, norm.out};
+      C10_CUDA_CHECK(products::gather_normalised(convolution(weight), x.const_data_ptr(), place(weight, packed),
+                                                 addends, mutable_data_or_null(conv), normalisation, stream_));
+      return;
+    }
+    if (!conv.defined()) conv = activation();
+    convolve(weight, bias, x, packed, conv);
+    norm.input = conv.const_data_ptr();
+    C10_CUDA_CHECK(norms::forward(norm, stream_));
+  }
+  void convolve_back(BlockSlot weight, const void* grad, const Tensor& packed, const void* residual, void* out) const {
+    const products::Addends addends{nullptr, kernel_dtype(type_), residual};
+    C10_CUDA_CHECK(products::scatter(convolution(weight), grad, place(weight, packed), addends, out, stream_));
+  }
+  /// Where a gradient goes, or null where it is not wanted.
+  void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {
+    if (!mask[slot]) return nullptr;
+    to[slot] = at::empty(block_[slot].sizes(), block_[slot].options());
+    return to[slot].mutable_data_ptr();
+  }
+  void weight_back(BlockSlot weight, const void* grad, const Tensor& x, const BlockMask& mask, BlockGradients& to,
+                   c10::cuda::CUDAStream stream) const {
+    if (!mask[weight]) return;
+    C10_CUDA_CHECK(products::weight_gradient(convolution(weight), grad, x.const_data_ptr(), gradient(weight, mask, to),
+                                             kernel_dtype(block_[weight].scalar_type()), stream));
+  }
+
+  norms::GroupNormMish norm(const Tensor& input, BlockSlot weight, BlockSlot bias) const {
+    norms::GroupNormMish args{};
+    args.dtype = kernel_dtype(type_);
+    args.parameter_dtype = kernel_dtype(block_[weight].scalar_type());
+    args.shape = shape_, args.plan = plan_, args.eps = block_.eps;
+    args.input = data_or_null(input);
+    args.weight = block_[weight].const_data_ptr(), args.bias = block_[bias].const_data_ptr();
+    return args;
+  }
+  norms::GroupNormMish first_norm(const Tensor& conv1) const {
+    auto args = norm(conv1, kGn1Weight, kGn1Bias);
+    args.scale = data_or_null(film_[0]), args.shift = data_or_null(film_[1]);
+    args.scale_stride = film_[0].defined() ? film_[0].stride(0) : 0;
+    args.shift_stride = film_[1].defined() ? film_[1].stride(0) : 0;
+    return args;
+  }
+  norms::GroupNormMish second_norm(const Tensor& conv2) const { return norm(conv2, kGn2Weight, kGn2Bias); }
+
+  /// `parameters`: weight and bias of the normalisation, and the bias of the convolution before it.
+  void normalise_back(const norms::GroupNormMish& norm, const void* grad, void* grad_input,
+                      std::array<BlockSlot, 3> parameters, const BlockMask& mask, const Tensor& partials,
+                      BlockGradients& to) const {
+    norms::GroupNormMishBackward args{};
+    args.forward = norm, args.grad = grad, args.grad_input = grad_input;
+    args.grad_weight = gradient(parameters[0], mask, to), args.grad_bias = gradient(parameters[1], mask, to);
+    args.grad_input_sums = gradient(parameters[2], mask, to);
+    if (parameters[0] == kGn1Weight)
+      args.grad_scale = gradient(kScale, mask, to), args.grad_shift = gradient(kShift, mask, to);
+    if (args.grad_weight || args.grad_bias || args.grad_input_sums) args.partials = partials.mutable_data_ptr();
+    C10_CUDA_CHECK(norms::backward(args, stream_));
+  }
+
+  /// A (B, C) tensor whose rows may lie apart, such as a piece of FiLM's product, is read in place.
+  static Tensor film(const Tensor& tensor) {
+    if (!tensor.defined()) return Tensor();
+    const bool rows = tensor.stride(1) == 1 && tensor.stride(0) * tensor.element_size() % 16 == 0;
+    if (rows && aligned(tensor)) return tensor;
+    const auto copy = tensor.contiguous();
+    return aligned(copy) ? copy : copy.clone();
+  }
+
+  const ResidualBlock& block_;
+  c10::cuda::CUDAStream stream_;
+  at::ScalarType type_;
+  int64_t batch_, length_, channels_;
+  kernels::NormShape shape_;
+  kernels::NormPlan plan_;
+  Tensor film_[2] = {film(block_[kScale]), film(block_[kShift])};
+};
+
+BlockForward run(const ResidualBlock& block, bool keep) {
+  check_residual_block1d(block);
+  const c10::cuda::CUDAGuard guard(block[kInput].device());
+  if (!block_packs(block)) return residual_block1d_of_ops(block);
+  int64_t size = 0;
+  for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
+    if (block[slot].defined()) size += packed_size(block[slot]).expect_int();
+  const auto packed = at::empty({size}, block[kInput].options());
+  if (const Chain chain(block); chain.serves()) return chain.forward(packed, keep);
+  auto result = residual_block1d_of_ops(block);
+  std::get<4>(result) = packed;
+  return result;
+}
+
+BlockForward residual_block1d_forward_cuda(DPA_BLOCK_PARAMETERS) { return run(DPA_BLOCK, /*keep=*/true); }
+
+Tensor residual_block1d_cuda(DPA_BLOCK_PARAMETERS) { return std::get<0>(run(DPA_BLOCK, /*keep=*/false)); }
+
+BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
+                                                  const Tensor& activation, const Tensor& conv2, const Tensor& packed,
+                                                  BlockMask mask) {
+  const auto block = DPA_BLOCK;
+  check_residual_block1d(block);
+  check_same("residual_block1d_backward", "grad", grad, "activation", activation);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const BlockSaved saved{conv1, activation, conv2, packed};
+  if (block_packs(block) && packed.numel() > 0)
+    if (const Chain chain(block); chain.serves()) return as_tuple(chain.backward(grad, saved, mask));
+  return as_tuple(residual_block1d_backward_of_ops(grad, block, saved, mask));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
+  m.impl("residual_block1d", &residual_block1d_cuda);
+  m.impl("residual_block1d_forward", &residual_block1d_forward_cuda);
+  m.impl("residual_block1d_backward", &residual_block1d_backward_cuda);
+}
+
+}  // namespace dpa

@@ -1,0 +1,74 @@
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "ops/common/strides.h"
+#include "ops/conv1d/conv1d.h"
+#include "ops/residual_block1d/residual_block1d.h"
+
+namespace dpa {
+
+bool block_packs(const ResidualBlock& block) {
+  const auto packs = [&](BlockSlot weight, int64_t padding) {
+    return conv1d_packs(block[kInput], block[weight], 1, padding) &&
+           block[weight].scalar_type() == block[kConv1Weight].scalar_type();
+  };
+  if (block[kInput].device().type() != at::kCUDA) return false;
+  // Padding is less than the taps, whatever their number.
+  return packs(kConv1Weight, 0) && packs(kConv2Weight, 0) &&
+         (!block[kResidualWeight].defined() || packs(kResidualWeight, 0));
+}
+
+c10::SymInt packed_size(const Tensor& weight) {
+  return weight.sym_size(2) * weight.sym_size(0) * ((weight.sym_size(1) + 7) / 8 * 8);
+}
+
+namespace {
+
+/// An activation of the block, in the order of its input.
+Tensor activation_like(const ResidualBlock& block) {
+  const Tensor& input = block[kInput];
+  return empty_in_order(input.sym_size(0), block[kConv1Weight].sym_size(0), input.sym_size(2), is_channels_last(input),
+                        input.options());
+}
+
+Tensor residual_block1d_meta(DPA_BLOCK_PARAMETERS) {
+  const auto block = DPA_BLOCK;
+  check_residual_block1d(block);
+  return activation_like(block);
+}
+
+BlockForward residual_block1d_forward_meta(DPA_BLOCK_PARAMETERS) {
+  const auto block = DPA_BLOCK;
+  check_residual_block1d(block);
+  c10::SymInt packed = 0;
+  if (block_packs(block))
+    for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
+      if (block[slot].defined()) packed = packed + packed_size(block[slot]);
+  return {activation_like(block), activation_like(block), activation_like(block), activation_like(block),
+          at::empty_symint({packed}, input.options())};
+}
+
+BlockGradientTuple residual_block1d_backward_meta(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor&,
+                                                  const Tensor&, const Tensor&, const Tensor&, BlockMask mask) {
+  const auto block = DPA_BLOCK;
+  check_residual_block1d(block);
+  check_shape("residual_block1d_backward", "grad", grad,
+              {input.sym_size(0), conv1_weight.sym_size(0), input.sym_size(2)}, "(B, C_out, T)", "input", input);
+  BlockGradients to;
+  for (size_t i = 0; i < kBlockSlots; ++i)
+    if (mask[i]) to[i] = at::empty_symint(block.tensors[i].sym_sizes(), block.tensors[i].options());
+  if (mask[kInput])
+    to[kInput] = empty_in_order(input.sym_size(0), input.sym_size(1), input.sym_size(2), is_channels_last(input),
+                                input.options());
+  return as_tuple(std::move(to));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, Meta, m) {
+  m.impl("residual_block1d", &residual_block1d_meta);
+  m.impl("residual_block1d_forward", &residual_block1d_forward_meta);
+  m.impl("residual_block1d_backward", &residual_block1d_backward_meta);
+}
+
+}  // namespace dpa

@@ -1,0 +1,101 @@
+// `dpa::residual_block1d`: the residual block of Diffusion Policy's U-Net as one op, since at its sizes the host spends
+// longer on calling a dozen small ops than the GPU on their work.
+//
+//   activation = group_norm_mish(conv1d(input, conv1), gn1) * scale + shift
+//   out        = group_norm_mish(conv1d(activation, conv2), gn2) + (conv1d(input, residual) or input)
+#pragma once
+#include <array>
+
+#include "ops/common/check.h"
+
+namespace dpa {
+
+/// The op's tensors, in the order of its arguments; those that may be absent are undefined then.
+enum BlockSlot : size_t {
+  kInput,
+  kConv1Weight,
+  kConv1Bias,
+  kGn1Weight,
+  kGn1Bias,
+  kConv2Weight,
+  kConv2Bias,
+  kGn2Weight,
+  kGn2Bias,
+  kResidualWeight,
+  kResidualBias,
+  kScale,
+  kShift,
+  kBlockSlots
+};
+struct ResidualBlock {
+  std::array<Tensor, kBlockSlots> tensors;
+  int64_t num_groups;
+  double eps;
+
+  const Tensor& operator[](BlockSlot slot) const { return tensors[slot]; }
+  OptionalTensor optional(BlockSlot slot) const { return as_optional(tensors[slot]); }
+};
+
+/// Output; what the backward reads again: output of the first convolution, activation, output of the second; and the
+/// weights as the products of kernels/conv1d read them, one after the other, or no elements where they do not run.
+using BlockForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+struct BlockSaved {
+  Tensor conv1, activation, conv2, packed;
+};
+using BlockGradients = std::array<Tensor, kBlockSlots>;
+using BlockMask = std::array<bool, kBlockSlots>;
+
+void check_residual_block1d(const ResidualBlock& block);
+
+/// Whether the packed weights are made: a matter of dtypes, order, device and taps alone, so that the Meta kernel knows
+/// it. Sizes that the products do not take fall back later.
+bool block_packs(const ResidualBlock& block);
+/// Elements of one packed weight.
+c10::SymInt packed_size(const Tensor& weight);
+
+/// The block and its backward made of this library's ops, differentiable where autograd is at work.
+BlockForward residual_block1d_of_ops(const ResidualBlock& block);
+BlockGradients residual_block1d_backward_of_ops(const Tensor& grad, const ResidualBlock& block, const BlockSaved& saved,
+                                                const BlockMask& mask);
+
+/// The op's schemas spell its tensors out.
+#define DPA_BLOCK_PARAMETERS                                                                                  \
+  const Tensor &input, const Tensor &conv1_weight, const Tensor &conv1_bias, const Tensor &gn1_weight,        \
+      const Tensor &gn1_bias, const Tensor &conv2_weight, const Tensor &conv2_bias, const Tensor &gn2_weight, \
+      const Tensor &gn2_bias, const OptionalTensor &residual_weight, const OptionalTensor &residual_bias,     \
+      int64_t num_groups, double eps, const OptionalTensor &scale, const OptionalTensor &shift
+#define DPA_BLOCK_ARGUMENTS                                                                              \
+  input, conv1_weight, conv1_bias, gn1_weight, gn1_bias, conv2_weight, conv2_bias, gn2_weight, gn2_bias, \
+      residual_weight, residual_bias, num_groups, eps, scale, shift
+#define DPA_BLOCK                         \
+  ResidualBlock {                         \
+    {input,                               \
+     conv1_weight,                        \
+     conv1_bias,                          \
+     gn1_weight,                          \
+     gn1_bias,                            \
+     conv2_weight,                        \
+     conv2_bias,                          \
+     gn2_weight,                          \
+     gn2_bias,                            \
+     value_or_undefined(residual_weight), \
+     value_or_undefined(residual_bias),   \
+     value_or_undefined(scale),           \
+     value_or_undefined(shift)},          \
+        num_groups, eps                   \
+  }
+using BlockGradientTuple =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+/// Through the dispatcher.
+Tensor residual_block1d(DPA_BLOCK_PARAMETERS);
+BlockForward residual_block1d_forward(DPA_BLOCK_PARAMETERS);
+BlockGradientTuple residual_block1d_backward(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
+                                             const Tensor& activation, const Tensor& conv2, const Tensor& packed,
+                                             BlockMask output_mask);
+
+inline BlockGradientTuple as_tuple(BlockGradients&& gradients) {
+  return std::apply([](auto&... tensors) { return BlockGradientTuple(std::move(tensors)...); }, gradients);
+}
+
+}  // namespace dpa
