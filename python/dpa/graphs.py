@@ -96,7 +96,10 @@ class LoopGraphs:
             spare = torch.empty(1, device=device)
             self._graphs[key] = _LoopGraph(device, body, inputs, draws)
         except RuntimeError as error:  # the loop still runs, kernel by kernel
-            if isinstance(error, torch.OutOfMemoryError):
+            if spare is not None:
+                _leave_capture(spare)
+            # The end of a capture without memory may raise an error of its own.
+            if torch.OutOfMemoryError in (type(error), type(error.__context__)):
                 warnings.warn(
                     "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel "
                     "by kernel: free some, the next call tries again",
@@ -104,8 +107,6 @@ class LoopGraphs:
                 )
             else:
                 self.refused[key] = str(error).splitlines()[0]
-            if spare is not None:
-                _leave_capture(spare)
         while len(self._graphs) > self.capacity:
             self._graphs.popitem(last=False)
 
