@@ -1,4 +1,5 @@
-// On the CPU the products are libtorch's, and one pass over the gates makes the state or its gradients.
+// On the CPU the products are libtorch's, those of bfloat16 our own. One pass over the gates makes the state or its
+// gradients.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
