@@ -3,6 +3,7 @@
 Afterwards the state is usable or whole.
 """
 
+import gc
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 import dpa
 from dpa.cli import app
+from dpa.graphs import LoopGraphs
 from test_graphs import cuda, diffusers, make, plain_twin  # noqa: F401  (cuda is a fixture)
 from test_whole_loops import Policy
 
@@ -135,13 +137,12 @@ def test_a_full_disk_on_export(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["policy.pt", "unet.pt"]
 
 
-def test_no_memory_in_the_middle_of_a_capture(cuda):  # noqa: F811
+def test_no_memory_for_a_capture(cuda):  # noqa: F811
     sampler, cond = make(cuda, "DDIM", 3), torch.randn(2, 5, device=cuda)
     noise = torch.randn(2, 16, 2, device=cuda)
     sampler.cuda_graph = False
     expected = sampler(cond, noise=noise)  # packs the weights
     sampler.cuda_graph = True
-    torch.cuda.synchronize()
     total = torch.cuda.get_device_properties(cuda).total_memory
     before = torch.cuda.memory_allocated()
     try:
@@ -151,12 +152,32 @@ def test_no_memory_in_the_middle_of_a_capture(cuda):  # noqa: F811
             assert torch.equal(sampler(cond, noise=noise), expected)
         assert len(sampler._graphs) == 0 and not sampler._graphs.refused
         assert torch.cuda.memory_allocated() == before
-        assert torch.randn(2, device=cuda).shape == (2,)  # the global generator still works
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     for _ in range(3):
         assert torch.equal(sampler(cond, noise=noise), expected)
     assert len(sampler._graphs) == 1
+
+
+def test_no_memory_in_the_middle_of_a_capture(cuda):  # noqa: F811
+    """The second allocation of the first capture fails, as another process might have it."""
+    graphs, x, failed = LoopGraphs(), torch.ones(2, device=cuda), []
+
+    def body(inputs, generator):
+        y = inputs["x"] * 2
+        if torch.cuda.is_current_stream_capturing() and not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return y + 1
+
+    run = lambda: graphs.run("key", cuda, {"x": x}, None, lambda: body)  # noqa: E731
+    with pytest.warns(UserWarning, match="no memory for a CUDA graph .* tries again"):
+        assert run().tolist() == [3, 3]
+    assert failed and len(graphs) == 0 and not graphs.refused
+    gc.collect()
+    assert torch.randn(2, device=cuda).shape == (2,)  # the global generator still works
+    assert run().tolist() == [3, 3] and len(graphs) == 1
+    assert run().tolist() == [3, 3]
 
 
 def test_a_lost_device_raises(cuda):  # noqa: F811

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 Inputs = dict[str, Tensor]
+# Asked for before a capture, and given back: more than a loop of the published networks takes.
+_ROOM = 64 << 20
+# Captures that failed. PyTorch's allocator may go on asking them which memory is theirs.
+_FAILED: list[torch.cuda.CUDAGraph] = []
+
 Body = Callable[[Inputs, torch.Generator | None], Tensor]
 
 
@@ -91,20 +96,19 @@ class LoopGraphs:
     def _capture(
         self, key: Hashable, device: torch.device, body: Body, inputs: Inputs, draws: bool
     ) -> None:
-        spare = None
         try:
+            # Without memory a capture would end in pieces; here the error is an ordinary one.
+            torch.empty(_ROOM, dtype=torch.uint8, device=device)
             spare = torch.empty(1, device=device)
+        except torch.OutOfMemoryError:
+            _warn_of_memory()
+            return
+        try:
             self._graphs[key] = _LoopGraph(device, body, inputs, draws)
         except RuntimeError as error:  # the loop still runs, kernel by kernel
-            if spare is not None:
-                _leave_capture(spare)
-            # The end of a capture without memory may raise an error of its own.
-            if torch.OutOfMemoryError in (type(error), type(error.__context__)):
-                warnings.warn(
-                    "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel "
-                    "by kernel: free some, the next call tries again",
-                    stacklevel=2,
-                )
+            _leave_capture(spare)
+            if isinstance(error, torch.OutOfMemoryError):
+                _warn_of_memory()
             else:
                 self.refused[key] = str(error).splitlines()[0]
         while len(self._graphs) > self.capacity:
@@ -124,8 +128,12 @@ class _LoopGraph:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             self._inputs = {name: _static(value) for name, value in inputs.items()}
             # Other threads, such as a camera's, go on using CUDA while this one captures.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._output = body(self._inputs, self._generator)
+            try:
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                    self._output = body(self._inputs, self._generator)
+            except BaseException:
+                _FAILED.append(self._graph)
+                raise
         self._done = torch.cuda.Event()
 
     def replay(self, inputs: Inputs, generator: torch.Generator | None) -> Tensor:
@@ -145,6 +153,14 @@ class _LoopGraph:
             result = self._output.clone()
             self._done.record(stream)
         return result
+
+
+def _warn_of_memory() -> None:
+    warnings.warn(
+        "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel by kernel: "
+        "free some, the next call tries again",
+        stacklevel=2,
+    )
 
 
 def _leave_capture(spare: Tensor) -> None:
