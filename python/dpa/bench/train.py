@@ -18,6 +18,7 @@ import dpa
 from dpa.bench.timing import device_us, graphed
 
 Row = dict[str, Any]
+Alone = contextlib.AbstractContextManager[None]
 
 TF32, EAGER, COMPILED, DPA = "eager, float32 (TF32)", "eager", "torch.compile", "dpa"
 WAYS = (TF32, EAGER, COMPILED, DPA)
@@ -49,8 +50,7 @@ class Network:
         if way != DPA:
             unet = dpa.reference.plain(unet)
         if way == COMPILED:
-            # Kernels' launches are tuned when measured, not as found while others compiled.
-            unet.compile(dynamic=False, options={"autotune_local_cache": False})
+            unet.compile(dynamic=False)
         return unet
 
     def batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,27 +92,30 @@ CASES = (
 SMALL = (Case(Network("0.3 M", (32, 64), 32, 20), 16),)
 
 
-def measure(case: Case, way: str, repeats: int = 20) -> Row:
+def measure(
+    case: Case, way: str, repeats: int = 20, alone: Callable[[], Alone] = contextlib.nullcontext
+) -> Row:
     """Microseconds of a case called and in a CUDA graph, and the peak memory in MiB.
 
     Called means a plain loop that waits for nothing, the mean of five steps in a row. Gradients are
-    set to None at the start of each. The peak is that of a whole step with fused AdamW.
+    set to None at the start of each. The peak is that of a whole step with fused AdamW. ``alone``
+    gives the device to this process, after the first call.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     row: Row = {"network": case.network.name, "batch": case.batch}
-    row |= {"what": case.what, "how": way}
+    row |= {"what": case.what, "how": way, "called": None, "graph": None, "peak MiB": None}
     with _precision(way):
         model = case.network.build(way, device)
         work = _work(case, way, model)
-        row["called"] = device_us(work, max(repeats // 2, 3), inner=5)
-        row["graph"] = row["peak MiB"] = None
-        if device.type == "cuda":
-            model.zero_grad(set_to_none=True)
-            row["graph"] = device_us(graphed(work, 1), repeats)
-            if case.backward:
-                row["peak MiB"] = _peak_of_a_step(work, model)
+        work()
+        with alone():
+            row["called"] = device_us(work, max(repeats // 2, 3), inner=5)
+            if device.type == "cuda":
+                model.zero_grad(set_to_none=True)
+                row["graph"] = device_us(graphed(work, 1), repeats)
+                if case.backward:
+                    row["peak MiB"] = _peak_of_a_step(work, model)
     del model, work
-    torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -166,14 +169,32 @@ def _precision(way: str) -> Iterator[None]:
             backend.allow_tf32 = value
 
 
-def fill_the_compilers_cache(cases: Sequence[Case]) -> None:
-    """Compile all cases at once, each in a process of its own; measuring then finds them cached."""
-    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile, cases))
+def measure_compiled(cases: Sequence[Case] = CASES) -> list[Row]:
+    """Rows of torch.compile, each from a process of its own.
+
+    They compile at once, which saves minutes, and measure one after the other once all are done.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    turns = spawn.Barrier(len(cases)), spawn.Lock()
+    with ProcessPoolExecutor(len(cases), spawn, _take_turns, turns) as pool:
+        return list(pool.map(_compiled_row, cases))
 
 
-def _compile(case: Case) -> None:
-    with _precision(COMPILED):
-        model = case.network.build(COMPILED, torch.device("cuda"))
-        _work(case, COMPILED, model)()
+_turns: list[Any] = []
+
+
+def _take_turns(*turns: Any) -> None:
+    _turns[:] = turns
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
     torch.cuda.synchronize()
+    everyone_compiled, lock = _turns
+    everyone_compiled.wait()
+    with lock:
+        yield
+
+
+def _compiled_row(case: Case) -> Row:
+    return measure(case, COMPILED, alone=_turn)
