@@ -127,13 +127,14 @@ def test_on_packed_weights(device, kind):
         sampler = dpa.DiffusionSampler(
             unet, scheduler, _STEPS, horizon=8, fused=True, parallel=parallel
         )
-        for seed in (3, 4):
+        for seed in (3, 4):  # on a GPU the second call replays what the first captured
             generator = torch.Generator(device).manual_seed(seed)
             results.append(sampler(generator=generator, **call))
             results.append(torch.randn(3, device=device, generator=generator))
     for expected, got in zip(results[:4], results[4:], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-4)
     assert sampler.last_parallel.steps == _STEPS
+    assert len(sampler._sweeps) == (device.type == "cuda")
     with torch.no_grad():  # weights that changed are packed again
         unet.final_conv[1].bias.add_(1.0)
     generator = torch.Generator(device).manual_seed(3)
@@ -142,3 +143,57 @@ def test_on_packed_weights(device, kind):
     expected = sampler(generator=generator.manual_seed(3), **call)
     torch.testing.assert_close(changed, expected, rtol=1e-3, atol=2e-4)
     assert not torch.allclose(changed, results[0])
+
+
+def test_trained_predictions_take_half_of_picards_sweeps():
+    """A network whose prediction of x0 stays put: nothing moves after the first two sweeps."""
+    scheduler = diffusers.DDPMScheduler(100, beta_schedule="squaredcos_cap_v2")
+    alphas, mean = scheduler.alphas_cumprod.double(), torch.rand(8, 2, dtype=torch.float64) - 0.5
+
+    def unet(sample, timestep, global_cond=None):
+        alpha = alphas[timestep.long()][:, None, None]
+        return (sample - alpha.sqrt() * mean) / (1 - alpha).sqrt()
+
+    results = []
+    for parallel in (None, dpa.Parallel(16, 1e-3)):
+        sampler = dpa.DiffusionSampler(
+            unet, scheduler, 100, horizon=8, action_dim=2, parallel=parallel
+        )
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn(1, 8, 2, dtype=torch.float64, generator=generator)
+        results.append(sampler(noise=noise, generator=generator))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-3)
+    assert sampler.last_parallel.sweeps <= 2 + 100 // 16 + 1
+
+
+def _fused(device):
+    unet = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=16, down_dims=(32, 64)).to(device)
+    scheduler = diffusers.DDIMScheduler(_STEPS)
+    return dpa.DiffusionSampler(
+        unet.eval(), scheduler, _STEPS, horizon=8, fused=True, parallel=dpa.Parallel(4)
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_capture_of_the_users_is_refused():
+    sampler = _fused("cuda")
+    noise = torch.randn(1, 8, 2, device="cuda")
+    expected = sampler(noise=noise)
+    with (
+        pytest.raises(ValueError, match="parallel must be left out inside a capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        sampler(noise=noise)
+    torch.testing.assert_close(sampler(noise=noise), expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_graphs_are_bounded_and_results_do_not_alias():
+    sampler = _fused("cuda")
+    noise = [torch.randn(1 + i % 10, 8, 2, device="cuda") for i in range(20)]
+    found = [sampler(noise=n) for n in noise]
+    kept = [f.clone() for f in found]
+    assert len(sampler._sweeps) == sampler._sweeps.capacity == 8
+    for n, before, copy in zip(noise, found, kept, strict=True):
+        torch.testing.assert_close(sampler(noise=n), copy, rtol=0, atol=0)
+        assert torch.equal(before, copy)

@@ -125,9 +125,18 @@ def _body(
     return body
 
 
-def predict(packed: PackedUnet, inputs: Inputs, sample: Tensor, timestep: Tensor) -> Tensor:
-    """Predict for a window of states at once: ``global_cond`` serves every one of its timesteps."""
-    cond = inputs.get("global_cond")
-    if cond is not None:
-        cond = cond.float().repeat(sample.shape[0] // cond.shape[0], 1)
-    return packed(sample.float(), timestep, cond).to(sample.dtype)
+class Window:
+    """The packed network as :class:`dpa.parallel.Sweeps` calls it, for a window of states."""
+
+    def __init__(self, packed: PackedUnet):
+        self._packed = packed
+
+    def begin(self, inputs: Inputs, timesteps: Tensor) -> None:
+        """Prepare for a call with these inputs: there is nothing to do."""
+
+    def __call__(self, inputs: Inputs, sample: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
+        """Predict for samples (N * B, T, Da) at timesteps (N * B,), which are these rows' (N,)."""
+        cond = inputs.get("global_cond")
+        if cond is not None:  # it serves every timestep
+            cond = cond.float().repeat(len(rows), 1)
+        return self._packed(sample.float(), timesteps.float(), cond).to(sample.dtype)

@@ -106,7 +106,7 @@ class LoopGraphs:
         try:
             self._graphs[key] = _LoopGraph(device, body, inputs, draws)
         except RuntimeError as error:  # the loop still runs, kernel by kernel
-            _leave_capture(spare)
+            leave_capture(spare)
             if isinstance(error, torch.OutOfMemoryError):
                 _warn_of_memory()
             else:
@@ -163,7 +163,7 @@ def _warn_of_memory() -> None:
     )
 
 
-def _leave_capture(spare: Tensor) -> None:
+def leave_capture(spare: Tensor) -> None:
     """Bring the global generator out of a capture that failed, by one that ends well.
 
     Its one kernel writes to ``spare``: there may be no memory for more.

@@ -58,3 +58,25 @@ def draw_steps(
         else:
             step.normal_(generator=generator)
     return noise
+
+
+def draw_loop(
+    first: bool,
+    draws_noise: Sequence[bool],
+    shape: tuple[int, int, int],
+    generator: Generators,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Draw all that a loop draws, in its order: the sample (where ``first``), then every step's.
+
+    Returns:
+        (1 + S, B, T, Da), (1, ...), (S, ...) or, where nothing is drawn, (0, ...), on ``device``.
+
+    """
+    parts = [torch.empty(0, *shape, dtype=dtype, device=device)]
+    if first:
+        parts.append(draw_normal(shape, generator, device, dtype)[None])
+    if any(draws_noise):
+        parts.append(draw_steps(draws_noise, shape, generator, dtype).to(device))
+    return torch.cat(parts)

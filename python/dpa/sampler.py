@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from . import fused, stepwise
-from .graphs import LoopGraphs
-from .noise import draw_normal
+from .graphs import LoopGraphs, can_capture
+from .noise import draw_loop, draw_normal, generator_on
 from .packed import PackedUnet
-from .parallel import Parallel, ParallelReport, Predict, Sweeps
+from .parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
 from .schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
 from .step_table import Generators
 
@@ -125,6 +125,7 @@ class DiffusionSampler:
         self.last_parallel: ParallelReport | None = None
         self._packed: PackedUnet | None = None
         self._graphs = LoopGraphs()
+        self._sweeps = SweepGraphs()
         self._width: tuple[Any, int | None] = (None, None)
         self.horizon = horizon
         self.action_dim = action_dim
@@ -244,10 +245,6 @@ class DiffusionSampler:
                 watch=self.watch,
             )
 
-        def draw() -> Tensor:
-            return draw_normal(shape, generator, device, self.noise_dtype or wide).to(wide)
-
-        sample = (draw() if noise is None else noise.to(wide)).expand(shape)
         conditions = {
             name: tensors[name].expand(shape[0], *tensors[name].shape[1:])
             for name in ("global_cond", "local_cond")
@@ -258,8 +255,19 @@ class DiffusionSampler:
         else:
             inpainting = {}
         if self.parallel is not None:
-            inputs = {"sample": sample, **conditions, **inpainting}
-            return self._run_parallel(table, inputs, draw, packed, weights_dtype)
+            self._parallel_may_run(table, device)
+            drawn = self._draw_loop(table, shape, noise is None, generator, device, wide)
+            if noise is None:
+                noise, drawn = drawn[0], drawn[1:]
+            inputs = {"sample": noise.to(wide).expand(shape), **conditions, **inpainting}
+            if len(drawn):
+                inputs["step_noise"] = drawn
+            return self._run_parallel(table, inputs, packed, weights_dtype)
+
+        def draw() -> Tensor:
+            return draw_normal(shape, generator, device, self.noise_dtype or wide).to(wide)
+
+        sample = (draw() if noise is None else noise.to(wide)).expand(shape)
         unet, unet_dtype = self._network(device, weights_dtype)
         cast = {"global_cond": None} | {n: v.to(unet_dtype) for n, v in conditions.items()}
 
@@ -296,31 +304,64 @@ class DiffusionSampler:
         _warn(f"DiffusionSampler: fused must {rule}, got {got}: the loop runs step by step instead")
         return None
 
-    def _run_parallel(
-        self,
-        table: Steps,
-        inputs: dict[str, Tensor],
-        draw: Callable[[], Tensor],
-        packed: PackedUnet | None,
-        weights_dtype: torch.dtype,
-    ) -> Tensor:
-        """Find the states of the loop in sweeps; ``draw`` has drawn the first noise already."""
-        options = self.parallel
-        assert options is not None
+    def _parallel_may_run(self, table: Steps, device: torch.device) -> None:
         if not isinstance(table, StepTable) or isinstance(table, MultistepTable):
             got = type(table).__name__
             _fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
-        if any(table.draws_noise):  # every step's, in the loop's order
-            zero = torch.zeros_like(inputs["sample"])
-            drawn = [draw() if needed else zero for needed in table.draws_noise]
-            inputs["step_noise"] = torch.stack(drawn)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            rule = "be left out inside a capture, since how many sweeps it takes depends on values"
+            _fail("parallel", rule, self.parallel)
+
+    def _draw_loop(
+        self,
+        table: StepTable,
+        shape: tuple[int, int, int],
+        first: bool,
+        generator: Generators,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Draw what the sequential loop draws; in one graph, where that can be captured."""
+        drawn = self.noise_dtype or dtype
+        source = generator_on(device, generator)
+
+        def body(_: dict[str, Tensor], given: Generators) -> Tensor:
+            given = generator if given is None else given
+            return draw_loop(first, table.draws_noise, shape, given, device, drawn).to(dtype)
+
+        draws = first or any(table.draws_noise)
+        if not (draws and source is not None and self.cuda_graph and can_capture(device)):
+            return body({}, source)
+        key = ("draws", shape, first, table.draws_noise, drawn, dtype)
+        return self._graphs.run(key, device, {}, source, lambda: body)
+
+    def _run_parallel(
+        self,
+        table: StepTable,
+        inputs: dict[str, Tensor],
+        packed: PackedUnet | None,
+        weights_dtype: torch.dtype,
+    ) -> Tensor:
+        """Find the states of the loop in sweeps."""
+        options = self.parallel
+        assert options is not None
+        device = inputs["sample"].device
         predict: Predict
         if packed is None:
-            unet, unet_dtype = self._network(inputs["sample"].device, weights_dtype)
-            predict = functools.partial(stepwise.predict_window, unet, unet_dtype)
+            unet, unet_dtype = self._network(device, weights_dtype)
+            predict = stepwise.Window(unet, unet_dtype)
         else:
-            predict = functools.partial(fused.predict, packed)
-        found, self.last_parallel = Sweeps(inputs, table, predict, options).run()
+            if self.watch:
+                packed.follow()
+            memory = packed.packed.data_ptr()  # packed anew where weights changed
+            predict = fused.Window(packed)
+        make = functools.partial(Sweeps, table=table, predict=predict, options=options)
+        if packed is not None and self.cuda_graph and can_capture(device):
+            shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
+            key = (shapes, table, packed.dtype, memory, options)
+            found, self.last_parallel = self._sweeps.run(key, inputs, make)
+        else:
+            found, self.last_parallel = make(inputs).run()
         return found
 
     def _placement(self, tensors: dict[str, Tensor]) -> tuple[torch.device, torch.dtype]:

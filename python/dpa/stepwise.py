@@ -11,21 +11,25 @@ from .schedulers import LiveSteps, StepTable
 from .step_table import Generators
 
 
-def predict_window(
-    unet: Callable[..., Tensor],
-    dtype: torch.dtype,
-    inputs: dict[str, Tensor],
-    sample: Tensor,
-    timestep: Tensor,
-) -> Tensor:
-    """Call the network on a window of states; the conditions serve every one of its timesteps."""
-    repeats = sample.shape[0] // inputs["sample"].shape[0]
-    given: dict[str, Tensor | None] = {"global_cond": None}
-    for name in ("global_cond", "local_cond"):
-        if name in inputs:
-            value = inputs[name].to(dtype)
-            given[name] = value.repeat(repeats, *[1] * (value.dim() - 1))
-    return unet(sample.to(dtype), timestep, **given).to(sample.dtype)
+class Window:
+    """A network as :class:`dpa.parallel.Sweeps` calls it, for a window of states at once."""
+
+    def __init__(self, unet: Callable[..., Tensor], dtype: torch.dtype):
+        self._unet, self._dtype = unet, dtype
+
+    def begin(self, inputs: dict[str, Tensor], timesteps: Tensor) -> None:
+        """Prepare for a call with these inputs: there is nothing to do."""
+
+    def __call__(
+        self, inputs: dict[str, Tensor], sample: Tensor, timesteps: Tensor, rows: Tensor
+    ) -> Tensor:
+        """Predict for samples (N * B, T, Da) at timesteps (N * B,), which are these rows' (N,)."""
+        given: dict[str, Tensor | None] = {"global_cond": None}
+        for name in ("global_cond", "local_cond"):
+            if name in inputs:  # it serves every timestep
+                value = inputs[name].to(self._dtype)
+                given[name] = value.repeat(len(rows), *[1] * (value.dim() - 1))
+        return self._unet(sample.to(self._dtype), timesteps, **given).to(sample.dtype)
 
 
 def loop(
