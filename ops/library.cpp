@@ -121,6 +121,12 @@ TORCH_LIBRARY(dpa, m) {
       "ScalarType dtype, Tensor table, float clip, Tensor? noise=None, Tensor? known=None, Tensor? known_mask=None) "
       "-> Tensor",
       functional);
+  // The two halves of unet1d for one observation at many timesteps: FiLM's parameters, (S, R), and the network on rows
+  // of them, one a sample.
+  m.def("unet1d_film(Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, ScalarType dtype) -> Tensor",
+        functional);
+  m.def("unet1d_on_film(Tensor sample, Tensor film, Tensor packed, int[] config, ScalarType dtype) -> Tensor",
+        functional);
   // Where a step's time goes: the clocks of every block of the one-sample kernel, (blocks, layers, 7) int32.
   m.def(
       "diffusion_sample_clocks(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, "

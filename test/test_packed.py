@@ -109,6 +109,47 @@ def test_forward_of_several_samples(cuda, dtype):
         assert torch.equal(got, packed(sample, timestep, cond))
 
 
+@pytest.mark.parametrize("name", [*_NETS, "several"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_forward_on_film(cuda, name, dtype):
+    """FiLM's parameters computed apart, at more timesteps than the network is then asked for."""
+    if name == "several":
+        unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **_SEVERAL).to(cuda).eval()
+    else:
+        unet = _net(name, cuda)
+    packed, exact = PackedUnet(unet, dtype), dpa.reference.plain(unet).double()
+    cond = _cond(unet, 1, cuda)
+    film = packed.film(torch.arange(50.0, device=cuda), cond)
+    for batch in (1, 3, 16):
+        sample = torch.randn(batch, 16, unet.input_dim, device=cuda)
+        timestep = torch.randint(50, (batch,), device=cuda)
+        with torch.no_grad():
+            wide = None if cond is None else cond.double().expand(batch, -1)
+            expected = exact(sample.double(), timestep, None, wide)
+        got = packed.on_film(sample, film[timestep])
+        assert _error(got, expected) < _ERROR[dtype]
+        assert torch.equal(got, packed.on_film(sample, film[timestep]))
+        if batch == 1:
+            assert torch.equal(got, packed(sample, timestep, cond))
+
+
+def test_film_is_checked(cuda):
+    unet = _net("small", cuda)
+    packed, cond, times = PackedUnet(unet), _cond(unet, 1, cuda), torch.arange(3.0, device=cuda)
+    args = (times, cond, packed.packed, packed.config, packed.dtype)
+    torch.library.opcheck(torch.ops.dpa.unet1d_film.default, args)
+    film, sample = packed.film(times, cond), torch.randn(3, 16, 2, device=cuda)
+    args = (sample, film, *args[2:])
+    torch.library.opcheck(torch.ops.dpa.unet1d_on_film.default, args)
+    with pytest.raises(RuntimeError, match=r"dpa::unet1d_on_film: film must .*\(B, R\)"):
+        packed.on_film(sample, film[:2])
+    with pytest.raises(RuntimeError, match=r"dpa::unet1d_film: timesteps must be float32"):
+        packed.film(times.long(), cond)
+    with pytest.raises(RuntimeError, match=r"dpa::unet1d_film: global_cond must"):
+        packed.film(times, None)
+    assert packed.film(times[:0], cond).shape == (0, film.shape[1])
+
+
 def _rounded_to_e4m3(unet):
     """The network as e4m3 holds it: q = w / scale rounded, scale = max |w| of a channel / 448."""
     rounded = copy.deepcopy(unet)

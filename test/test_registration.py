@@ -17,6 +17,8 @@ _ELSEWHERE = {
     "dpa::unet1d": (),
     "dpa::unet1d_pack": (),
     "dpa::diffusion_sample": (),
+    "dpa::unet1d_film": ("CPU",),
+    "dpa::unet1d_on_film": ("CPU",),
     "dpa::diffusion_sample_clocks": ("CPU",),
     "dpa::unet1d_by_name": (),
     "dpa::diffusion_sample_by_name": (),

@@ -234,9 +234,10 @@ struct Runner {
     f.skip = skip >= 0 ? buffer(at.skips[skip]) : nullptr;
     f.norm = norm >= 0 ? floats + norm : nullptr;
     if (film >= 0) {
-      f.film_step = buffer(at.step) + static_cast<int64_t>(step) * plan.film_rows + film;
-      f.film_step_stride = call.per_sample_timesteps ? plan.film_rows : 0;
-      f.film_cond = call.batch > 1 ? buffer(at.cond) + film : nullptr;  // one sample: it is in film_step already
+      const FilmView view = film_view(plan, call, at);
+      f.film_step = view.step + step * view.step_stride + film;
+      f.film_step_stride = view.sample_stride;
+      f.film_cond = view.cond ? view.cond + film : nullptr;
       f.film_cond_stride = plan.film_rows;
       f.film_scale = plan.config.film_scale;
     }

@@ -59,23 +59,43 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps) {
   return w;
 }
 
-LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace& at) {
+FilmView film_view(const Plan& plan, const Call& call, const Workspace& at) {
   const auto* base = static_cast<const uint8_t*>(call.workspace);
+  const bool joined = call.batch == 1 || call.film;  // the observation's part is in `step` already
+  return {call.film ? call.film : reinterpret_cast<const float*>(base + at.step),
+          joined ? nullptr : reinterpret_cast<const float*>(base + at.cond),
+          call.per_sample_timesteps ? 0 : plan.film_rows, call.per_sample_timesteps ? plan.film_rows : 0};
+}
+
+LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace& at) {
   LoopArguments a = {};
   a.batch = call.batch, a.horizon = call.horizon, a.steps = call.steps;
   a.actions = plan.config.action_dim, a.taps = plan.config.kernel_size, a.film_scale = plan.config.film_scale;
   a.weights = static_cast<const uint8_t*>(call.packed);
   a.floats = reinterpret_cast<const float*>(a.weights + plan.floats);
-  a.film_step = reinterpret_cast<const float*>(base + at.step);
-  a.film_cond = call.batch > 1 ? reinterpret_cast<const float*>(base + at.cond) : nullptr;
-  a.film_rows = plan.film_rows;
-  a.film_step_stride = call.per_sample_timesteps ? 0 : plan.film_rows;
-  a.film_sample_stride = call.per_sample_timesteps ? plan.film_rows : 0;
+  const FilmView film = film_view(plan, call, at);
+  a.film_step = film.step, a.film_cond = film.cond, a.film_rows = plan.film_rows;
+  a.film_step_stride = film.step_stride, a.film_sample_stride = film.sample_stride;
   a.head = plan.head, a.tail = plan.tail;
   a.initial = call.initial, a.table = call.table, a.noise = call.noise, a.known = call.known;
   a.mask = call.known ? call.known_mask : nullptr;
   a.output = call.output, a.clip = call.clip;
   return a;
+}
+
+size_t film_workspace_bytes(const Plan& plan, int steps) {
+  return (static_cast<size_t>(steps) * plan.config.step_dim * 6 + plan.film_rows) * sizeof(float);
+}
+
+cudaError_t film_table(const Plan& plan, const void* packed, const float* timesteps, int steps,
+                       const float* global_cond, void* workspace, float* table, cudaStream_t stream) {
+  if (steps == 0) return cudaSuccess;
+  const size_t rows = static_cast<size_t>(steps) * plan.config.step_dim;
+  auto* floats = static_cast<float*>(workspace);
+  Call call = {};
+  call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps;
+  call.global_cond = global_cond;
+  return film(plan, call, {floats, floats + rows, floats + 5 * rows, table, floats + 6 * rows}, stream);
 }
 
 size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps) {
@@ -140,7 +160,7 @@ cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream) {
   auto floats = [&](size_t offset) { return reinterpret_cast<float*>(base + offset); };
   const FilmBuffers buffers = {floats(at.sinusoid), floats(at.hidden), floats(at.embedding), floats(at.step),
                                floats(at.cond)};
-  cudaError_t error = film(plan, call, buffers, stream);
+  cudaError_t error = call.film ? cudaSuccess : film(plan, call, buffers, stream);
   if (error != cudaSuccess) return error;
   Path path = call.path;
   if (path == Path::kAutomatic) {

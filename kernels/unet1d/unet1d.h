@@ -45,7 +45,9 @@ struct Call {
   const uint8_t* known_mask;  // (B, T, A): 1 where `known` holds; before every step and after the last one
   float* output;              // (B, T, A)
   Path path = Path::kAutomatic;
-  uint32_t* record = nullptr;  // zeroed; where the one-sample kernel notes its clocks in the last step, or null
+  uint32_t* record = nullptr;   // zeroed; where the one-sample kernel notes its clocks in the last step, or null
+  const float* film = nullptr;  // of one forward pass: rows of film_table, (B, film_rows), instead of timesteps and
+                                // global_cond
 };
 
 /// The shape of a record: blocks, layers (the first convolution, then every product), kMarks. No blocks where the
@@ -71,6 +73,12 @@ Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, 
 
 /// Whether they do, on a Hopper device; asked once a device.
 bool clusters_fit(int device);
+
+/// FiLM's parameters at every step, with the observation's part: (S, plan.film_rows), for one sample. `workspace`: of
+/// film_workspace_bytes.
+cudaError_t film_table(const Plan& plan, const void* packed, const float* timesteps, int steps,
+                       const float* global_cond, void* workspace, float* table, cudaStream_t stream);
+size_t film_workspace_bytes(const Plan& plan, int steps);
 
 /// Runs a call on `stream`.
 cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream);

@@ -33,6 +33,13 @@ struct LoopArguments {
 };
 LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace& at);
 
+/// FiLM's parameters as the kernels read them: step + cond, or step alone.
+struct FilmView {
+  const float *step, *cond;
+  int64_t step_stride, sample_stride;  // of step; cond has a row a sample
+};
+FilmView film_view(const Plan& plan, const Call& call, const Workspace& at);
+
 /// Words of the resident path's messages: every product's partial sums, and the tail's.
 size_t message_words(const Plan& plan, int batch, int horizon);
 

@@ -69,6 +69,26 @@ void check_unet1d_pack(const Plan& plan, at::TensorList weights) {
   }
 }
 
+static void check_packed(const char* op, const Plan& plan, const Tensor& packed, const char* other_name,
+                         const Tensor& other) {
+  check_same_device(op, "packed", packed, other_name, other);
+  DPA_CHECK(packed.scalar_type() == at::kByte && packed.dim() == 1 && packed.sym_size(0) == plan.packed_bytes, op,
+            c10::str("packed must be the ", plan.packed_bytes, " bytes that unet1d_pack makes for this config"),
+            packed.scalar_type(), " ", packed.sym_sizes());
+}
+
+void check_unet1d_film(const Plan& plan, const Tensor& timesteps, const Tensor& global_cond, const Tensor& packed) {
+  constexpr const char* op = "unet1d_film";
+  DPA_CHECK(timesteps.scalar_type() == at::kFloat && timesteps.dim() == 1, op, "timesteps must be float32 of shape (S)",
+            timesteps.scalar_type(), " ", timesteps.sym_sizes());
+  check_packed(op, plan, packed, "timesteps", timesteps);
+  const int64_t cond = plan.config.cond_dim;
+  DPA_CHECK(global_cond.defined() == (cond > 0), op,
+            "global_cond must be given to a network that has one, and no other",
+            global_cond.defined() ? "a tensor" : "none");
+  if (cond > 0) check_shape(op, "global_cond", global_cond, {1, cond}, "(1, global_cond_dim)", "timesteps", timesteps);
+}
+
 void check_unet1d(const char* op, const Plan& plan, const UnetCall& call) {
   const auto& config = plan.config;
   const auto& sample = call.sample;
@@ -80,12 +100,11 @@ void check_unet1d(const char* op, const Plan& plan, const UnetCall& call) {
   DPA_CHECK(horizon > 0 && horizon % multiple == 0, op,
             c10::str("sample must have a horizon that is a positive multiple of ", multiple), horizon);
 
-  check_same_device(op, "packed", call.packed, "sample", sample);
-  DPA_CHECK(
-      call.packed.scalar_type() == at::kByte && call.packed.dim() == 1 && call.packed.sym_size(0) == plan.packed_bytes,
-      op, c10::str("packed must be the ", plan.packed_bytes, " bytes that unet1d_pack makes for this config"),
-      call.packed.scalar_type(), " ", call.packed.sym_sizes());
-
+  check_packed(op, plan, call.packed, "sample", sample);
+  if (call.film.defined()) {
+    check_shape(op, "film", call.film, {batch, plan.film_rows}, "(B, R), rows of unet1d_film", "sample", sample);
+    return;
+  }
   const bool loop = call.table.defined();
   DPA_CHECK(call.timesteps.dim() == 1, op, "timesteps must have one dimension", "shape ", call.timesteps.sym_sizes());
   const auto steps = call.timesteps.sym_size(0);

@@ -35,8 +35,8 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   int major = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, in.sample.device().index()));
   DPA_CHECK(major >= 8, op, "sample must be on a GPU of compute capability 8.0 or later", major);
-  for (Tensor* t :
-       {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known, &in.known_mask})
+  for (Tensor* t : {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known,
+                    &in.known_mask, &in.film})
     if (t->defined()) *t = t->contiguous();
   const auto floats = [](const Tensor& t) { return static_cast<const float*>(data_or_null(t)); };
   kernels::unet1d::Call call = {};
@@ -62,6 +62,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   call.table = floats(in.table);
   call.clip = static_cast<float>(in.clip);
   call.noise = floats(in.noise);
+  call.film = floats(in.film);
   call.known = floats(in.known);
   call.known_mask = static_cast<const uint8_t*>(data_or_null(in.known_mask));
   call.output = out.mutable_data_ptr<float>();
@@ -73,6 +74,30 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
 Tensor unet1d_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                    const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
   return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), step_call(sample, timesteps, global_cond, packed));
+}
+
+Tensor unet1d_film_cuda(const Tensor& timesteps, const OptionalTensor& global_cond_, const Tensor& packed_,
+                        at::IntArrayRef config, at::ScalarType dtype) {
+  const auto plan = unet1d_plan("unet1d_film", config, dtype);
+  Tensor global_cond = value_or_undefined(global_cond_);
+  check_unet1d_film(*plan, timesteps, global_cond, packed_);
+  const c10::cuda::CUDAGuard guard(timesteps.device());
+  const auto steps = static_cast<int>(timesteps.size(0));
+  const auto times = timesteps.contiguous(), packed = packed_.contiguous();
+  if (global_cond.defined()) global_cond = global_cond.contiguous();
+  auto table = at::empty({steps, plan->film_rows}, timesteps.options());
+  const auto bytes = static_cast<int64_t>(kernels::unet1d::film_workspace_bytes(*plan, steps));
+  auto workspace = at::empty({bytes}, packed.options());
+  C10_CUDA_CHECK(kernels::unet1d::film_table(*plan, packed.const_data_ptr(), times.const_data_ptr<float>(), steps,
+                                             static_cast<const float*>(data_or_null(global_cond)),
+                                             workspace.mutable_data_ptr(), table.mutable_data_ptr<float>(),
+                                             c10::cuda::getCurrentCUDAStream()));
+  return table;
+}
+
+Tensor unet1d_on_film_cuda(const Tensor& sample, const Tensor& film, const Tensor& packed, at::IntArrayRef config,
+                           at::ScalarType dtype) {
+  return run_unet1d("unet1d_on_film", *unet1d_plan("unet1d_on_film", config, dtype), film_call(sample, film, packed));
 }
 
 Tensor diffusion_sample_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
@@ -106,6 +131,8 @@ Tensor diffusion_sample_clocks_cuda(const Tensor& sample, const Tensor& timestep
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("unet1d_pack", &unet1d_pack_cuda);
   m.impl("unet1d", &unet1d_cuda);
+  m.impl("unet1d_film", &unet1d_film_cuda);
+  m.impl("unet1d_on_film", &unet1d_on_film_cuda);
   m.impl("diffusion_sample", &diffusion_sample_cuda);
   m.impl("diffusion_sample_clocks", &diffusion_sample_clocks_cuda);
 }

@@ -19,6 +19,19 @@ Tensor unet1d_meta(const Tensor& sample, const Tensor& timesteps, const Optional
   return meta_like(sample);
 }
 
+Tensor unet1d_film_meta(const Tensor& timesteps, const OptionalTensor& global_cond, const Tensor& packed,
+                        at::IntArrayRef config, at::ScalarType dtype) {
+  const auto plan = unet1d_plan("unet1d_film", config, dtype);
+  check_unet1d_film(*plan, timesteps, value_or_undefined(global_cond), packed);
+  return at::empty_symint({timesteps.sym_size(0), plan->film_rows}, timesteps.options());
+}
+
+Tensor unet1d_on_film_meta(const Tensor& sample, const Tensor& film, const Tensor& packed, at::IntArrayRef config,
+                           at::ScalarType dtype) {
+  check_unet1d("unet1d_on_film", *unet1d_plan("unet1d_on_film", config, dtype), film_call(sample, film, packed));
+  return meta_like(sample);
+}
+
 Tensor diffusion_sample_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                              const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
                              double clip, const OptionalTensor& noise, const OptionalTensor& known,
@@ -51,6 +64,8 @@ std::vector<std::string> unet1d_weight_names(at::IntArrayRef config) {
 TORCH_LIBRARY_IMPL(dpa, Meta, m) {
   m.impl("unet1d_pack", &unet1d_pack_meta);
   m.impl("unet1d", &unet1d_meta);
+  m.impl("unet1d_film", &unet1d_film_meta);
+  m.impl("unet1d_on_film", &unet1d_on_film_meta);
   m.impl("diffusion_sample", &diffusion_sample_meta);
   m.impl("diffusion_sample_clocks", &diffusion_sample_clocks_meta);
 }

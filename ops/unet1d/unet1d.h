@@ -19,7 +19,7 @@ std::shared_ptr<const Plan> unet1d_plan(const char* op, at::IntArrayRef config, 
 
 /// The tensors of one call; absent ones are undefined.
 struct UnetCall {
-  Tensor sample{}, packed{}, timesteps{}, table{}, global_cond{}, noise{}, known{}, known_mask{};
+  Tensor sample{}, packed{}, timesteps{}, table{}, global_cond{}, noise{}, known{}, known_mask{}, film{};
   double clip = 0;
 };
 
@@ -41,11 +41,22 @@ inline UnetCall loop_call(const Tensor& sample, const Tensor& timesteps, const O
           value_or_undefined(noise),
           value_or_undefined(known),
           value_or_undefined(known_mask),
+          {},
           clip};
 }
 
 /// The check of both ops. One forward pass has no table; the loop has one, and a timestep a step.
 void check_unet1d(const char* op, const Plan& plan, const UnetCall& call);
+
+/// Of unet1d_film: global_cond is of one sample.
+void check_unet1d_film(const Plan& plan, const Tensor& timesteps, const Tensor& global_cond, const Tensor& packed);
+
+/// The call that `unet1d_on_film`'s arguments make.
+inline UnetCall film_call(const Tensor& sample, const Tensor& film, const Tensor& packed) {
+  UnetCall call{sample, packed};
+  call.film = film;
+  return call;
+}
 
 void check_unet1d_pack(const Plan& plan, at::TensorList weights);
 

@@ -126,17 +126,26 @@ def _body(
 
 
 class Window:
-    """The packed network as :class:`dpa.parallel.Sweeps` calls it, for a window of states."""
+    """The packed network as :class:`dpa.parallel.Sweeps` calls it, for a window of states at once.
 
-    def __init__(self, packed: PackedUnet):
-        self._packed = packed
+    For one sample on a GPU FiLM's parameters at every timestep are computed once a call.
+    """
+
+    def __init__(self, packed: PackedUnet, one: bool):
+        self.packed, self._one, self._film = packed, one, torch.empty(0)
 
     def begin(self, inputs: Inputs, timesteps: Tensor) -> None:
-        """Prepare for a call with these inputs: there is nothing to do."""
+        """Prepare for a call with these inputs; ``timesteps`` are those of the rows to come."""
+        if self._one:
+            cond = inputs.get("global_cond")
+            cond = None if cond is None else cond.float()
+            self._film = self.packed.film(timesteps.float(), cond)
 
     def __call__(self, inputs: Inputs, sample: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
         """Predict for samples (N * B, T, Da) at timesteps (N * B,), which are these rows' (N,)."""
+        if self._one:
+            return self.packed.on_film(sample.float(), self._film[rows]).to(sample.dtype)
         cond = inputs.get("global_cond")
         if cond is not None:  # it serves every timestep
             cond = cond.float().repeat(len(rows), 1)
-        return self._packed(sample.float(), timesteps.float(), cond).to(sample.dtype)
+        return self.packed(sample.float(), timesteps.float(), cond).to(sample.dtype)

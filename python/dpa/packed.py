@@ -200,6 +200,25 @@ class PackedUnet:
             sample, timestep.float(), global_cond, self.packed, self.config, self.dtype
         )
 
+    def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:
+        """FiLM's parameters of one observation at many timesteps, on a GPU: what no step changes.
+
+        Args:
+            timesteps: (S,), float32.
+            global_cond: (1, Dg).
+
+        Returns:
+            (S, R), float32, rows for :meth:`on_film`.
+
+        """
+        return torch.ops.dpa.unet1d_film(
+            timesteps, global_cond, self.packed, self.config, self.dtype
+        )
+
+    def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
+        """One forward pass of (B, T, Da) on rows of :meth:`film`, (B, R), on a GPU."""
+        return torch.ops.dpa.unet1d_on_film(sample, film, self.packed, self.config, self.dtype)
+
     def sample(
         self,
         initial: Tensor,

@@ -354,7 +354,7 @@ class DiffusionSampler:
             if self.watch:
                 packed.follow()
             memory = packed.packed.data_ptr()  # packed anew where weights changed
-            predict = fused.Window(packed)
+            predict = fused.Window(packed, device.type == "cuda" and len(inputs["sample"]) == 1)
         make = functools.partial(Sweeps, table=table, predict=predict, options=options)
         if packed is not None and self.cuda_graph and can_capture(device):
             shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
