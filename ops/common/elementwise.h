@@ -2,7 +2,10 @@
 // loop over it, and the way from it to a CUDA launch.
 #pragma once
 #include <ATen/Dispatch.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/ops/empty_like.h>
 
 #include "ops/common/check.h"
 #include "ops/common/convert.h"
@@ -43,6 +46,23 @@ void binary_cpu(at::TensorIterator& iterator, const F& f) {
         binary_strided<scalar_t>(data, strides, n, f);
     });
   });
+}
+
+/// f(a, b) in a new tensor. To lay out small contiguous tensors would cost more than to compute them.
+template <class F>
+Tensor binary_cpu(const Tensor& a, const Tensor& b, const F& f) {
+  if (a.numel() <= at::internal::GRAIN_SIZE && a.is_contiguous() && b.is_contiguous()) {
+    const Tensor out(at::detail::empty_cpu(a.sizes(), a.scalar_type()));
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, a.scalar_type(), "dpa::binary", [&] {
+      binary_row(out.mutable_data_ptr<scalar_t>(), a.const_data_ptr<scalar_t>(), b.const_data_ptr<scalar_t>(),
+                 a.numel(), f);
+    });
+    return out;
+  }
+  auto out = at::empty_like(a);
+  auto iterator = binary_iterator(out, a, b);
+  binary_cpu(iterator, f);
+  return out;
 }
 
 }  // namespace dpa

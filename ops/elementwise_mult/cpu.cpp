@@ -1,4 +1,3 @@
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "ops/elementwise_mult/elementwise_mult.h"
@@ -6,21 +5,17 @@
 namespace dpa {
 namespace {
 
-void multiply_cpu(const Tensor& a, const Tensor& b, const Tensor& out) {
-  auto iterator = binary_iterator(out, a, b);
-  binary_cpu(iterator, [](auto x, auto y) { return x * y; });
-}
+constexpr auto multiply = [](auto x, auto y) { return x * y; };
 
 Tensor elementwise_mult_cpu(const Tensor& a, const Tensor& b) {
   check_pair("elementwise_mult", "a", a, "b", b);
-  auto out = at::empty_like(a);
-  multiply_cpu(a, b, out);
-  return out;
+  return binary_cpu(a, b, multiply);
 }
 
 void elementwise_mult_out_cpu(const Tensor& a, const Tensor& b, const Tensor& out) {
   check_elementwise_mult_out(a, b, out);
-  multiply_cpu(a, b, out);
+  auto iterator = binary_iterator(out, a, b);
+  binary_cpu(iterator, multiply);
 }
 
 }  // namespace

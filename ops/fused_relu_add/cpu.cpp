@@ -1,4 +1,3 @@
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "ops/fused_relu_add/fused_relu_add.h"
@@ -8,11 +7,8 @@ namespace {
 
 Tensor fused_relu_add_cpu(const Tensor& x, const Tensor& y, double bias) {
   check_pair("fused_relu_add", "x", x, "y", y);
-  auto out = at::empty_like(x);
-  auto iterator = binary_iterator(out, x, y);
   // The comparison is that way round so that NaN stays NaN.
-  binary_cpu(iterator, [bias](auto u, auto v) { return (u < 0 ? decltype(u)(0) : u) + v + decltype(u)(bias); });
-  return out;
+  return binary_cpu(x, y, [bias](auto u, auto v) { return (u < 0 ? decltype(u)(0) : u) + v + decltype(u)(bias); });
 }
 
 }  // namespace
