@@ -1,6 +1,7 @@
 """Tables, steps and loops follow the diffusers that is installed: tests under older versions."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_an_older_diffusers_is_followed(version):
     for name in ("DDPM", "DDIM", "DPMSolverMultistep"):
         assert f"[{name}Scheduler] PASSED" in result.stdout
     for kind in ("DDPM", "DDIM"):  # dpa.accelerate on a scheduler, and on a policy
-        assert f"test_whole_loops[cpu-{kind}-options0] PASSED" in result.stdout
+        assert re.search(rf"test_whole_loops\[cpu-{kind}-\w+\] PASSED", result.stdout)
         assert f"test_original_policy[cpu-True-{kind}] PASSED" in result.stdout
 
 
