@@ -71,7 +71,13 @@ def _interrupted(command, out, ready, seconds=100):
     command = [sys.executable, "-m", "dpa", *command, "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # What a shell starts in the background ignores interrupts, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     until = time.monotonic() + seconds
     while not ready() and time.monotonic() < until and process.poll() is None:
