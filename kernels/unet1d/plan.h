@@ -144,4 +144,8 @@ inline int tile_index(bool wide, int row, int channel) {
   return channel / 8 * 128 + ((row % 8) * 4 + channel % 4) * 4 + (row >= 8 ? 1 : 0) + (channel % 8 >= 4 ? 2 : 0);
 }
 
+/// What a block has just done when it notes its clock, in each layer; a layer without a norm does not note kNormalised,
+/// and the last one, behind which is the 1x1 convolution to the actions, not kMultiplied.
+enum Mark { kBegin, kWeightsThere, kMessagesThere, kNormalised, kInputWritten, kMultiplied, kPublished, kMarks };
+
 }  // namespace dpa::kernels::unet1d

@@ -57,10 +57,6 @@ struct RecordShape {
 };
 RecordShape record_shape(const Plan& plan, int batch, int horizon);
 
-/// What a block has just done when it notes its clock, in each layer; a layer without a norm does not note kNormalised,
-/// and the last one, behind which is the 1x1 convolution to the actions, not kMultiplied.
-enum Mark { kBegin, kWeightsThere, kMessagesThere, kNormalised, kInputWritten, kMultiplied, kPublished, kMarks };
-
 /// Bytes of workspace for a call of these sizes; enough for either path.
 size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps);
 

@@ -45,10 +45,10 @@ Tensor diffusion_sample_clocks_meta(const Tensor& sample, const Tensor& timestep
                                     const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype,
                                     const Tensor& table, double clip, const OptionalTensor& noise) {
   constexpr const char* op = "diffusion_sample_clocks";
-  constexpr int64_t kMarks = 7;  // of the kernel, whose header needs CUDA
   const auto plan = unet1d_plan(op, config, dtype);
   check_unet1d(op, *plan, loop_call(sample, timesteps, global_cond, packed, table, clip, noise));
-  return at::empty({int64_t{plan->slices_out} * plan->slices_in, static_cast<int64_t>(plan->convs.size()) + 1, kMarks},
+  return at::empty({int64_t{plan->slices_out} * plan->slices_in, static_cast<int64_t>(plan->convs.size()) + 1,
+                    int64_t{kernels::unet1d::kMarks}},
                    sample.options().dtype(at::kInt));
 }
 

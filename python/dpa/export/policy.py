@@ -102,7 +102,13 @@ class LayeredLoop(_Exported):
 class _Packed(_Exported):
     """A network on packed weights."""
 
-    def __init__(self, unet: nn.Module, table: StepTable, dtype: torch.dtype, around: Around):
+    def __init__(
+        self,
+        unet: nn.Module,
+        table: StepTable,
+        dtype: torch.dtype = torch.float32,
+        around: Around = Around(),
+    ):
         super().__init__(table, around)
         network = PackedUnet(unet, dtype)
         self.dtype = dtype
@@ -171,15 +177,6 @@ class PackedStep(_Packed):
 
     The caller runs ``index`` from 0 to ``steps - 1``. Args and errors as in :class:`PackedLoop`.
     """
-
-    def __init__(
-        self,
-        unet: nn.Module,
-        table: StepTable,
-        dtype: torch.dtype = torch.float32,
-        around: Around = Around(),
-    ):
-        super().__init__(unet, table, dtype, around)
 
     def forward(
         self, observation: Tensor, sample: Tensor, index: Tensor, noise: Tensor
