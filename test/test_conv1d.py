@@ -101,3 +101,26 @@ def test_channels_last_values_gradients_and_order(device, dtype, shape):
         torch.testing.assert_close(
             leaf.grad, reference.grad.to(leaf.dtype), **gradient_tolerance(dtype)
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tensors_may_begin_anywhere(device, dtype, transposed):
+    """One element into their storage, aligned to their own size alone."""
+
+    def moved(x):
+        storage = x.new_full((x.numel() + 1,), torch.nan)
+        return storage[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
+
+    batch, channels, length, k = 3, 16, 8, 4
+    x = in_time_order(torch.randn(batch, channels, length, device=device, dtype=dtype))
+    weight = torch.randn(channels, channels, k, device=device, dtype=dtype) / (channels * k) ** 0.5
+    tensors = [x, weight, torch.randn(channels, device=device, dtype=dtype)]
+    assert all(moved(t).data_ptr() % 16 for t in tensors)
+    results = []
+    for place in (torch.clone, moved):
+        leaves = [place(t).requires_grad_() for t in tensors]
+        out = torch.ops.dpa.conv1d(*leaves, 1, 1, transposed)
+        results.append([out, *torch.autograd.grad(out, leaves, place(torch.ones_like(out)))])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, **gradient_tolerance(dtype))

@@ -27,4 +27,8 @@ inline void* mutable_data_or_null(const Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
 
+/// Kernels that read vectors want addresses aligned to 16 bytes; a fresh copy is aligned to more.
+inline bool is_aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+inline Tensor aligned(const Tensor& tensor) { return is_aligned(tensor) ? tensor : tensor.clone(); }
+
 }  // namespace dpa

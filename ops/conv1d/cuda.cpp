@@ -45,7 +45,7 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
   if (!packs || !takes_products(conv))
     return {in_order(conv1d_formula(input, weight, bias_, stride, padding, transposed), channels_last), packed};
-  const auto x = padded_rows(input), bias = bias_.has_value() ? bias_->contiguous() : Tensor();
+  const auto x = padded_rows(input), bias = bias_.has_value() ? aligned(bias_->contiguous()) : Tensor();
   const products::Addends addends{data_or_null(bias), kernel_dtype((bias.defined() ? bias : input).scalar_type()),
                                   nullptr};
   const int64_t channels = weight.size(transposed ? 1 : 0);

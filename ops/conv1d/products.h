@@ -15,7 +15,7 @@ namespace products = kernels::conv1d;
 inline Tensor padded_rows(const Tensor& tensor) {
   const auto rows = in_order(tensor, /*channels_last=*/true);
   const int64_t channels = rows.size(1), width = products::padded(channels);
-  if (width == channels && reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0) return rows;
+  if (width == channels && is_aligned(rows)) return rows;
   auto out = at::empty({rows.size(0) * rows.size(2), width}, rows.options());
   C10_CUDA_CHECK(products::pad_rows(rows.const_data_ptr(), out.size(0), channels, out.mutable_data_ptr(),
                                     c10::cuda::getCurrentCUDAStream()));

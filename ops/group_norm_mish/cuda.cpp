@@ -68,11 +68,6 @@ NormGradients contiguous_backward(const Tensor& grad_, const Tensor& input, int6
   return {grad_input, over_batch(0, 1), over_batch(1, 2), per_sample(2, 3), per_sample(3, 4)};
 }
 
-bool is_aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
-
-/// The kernels read vectors of 16 bytes; a fresh copy is aligned to more.
-Tensor aligned(const Tensor& tensor) { return is_aligned(tensor) ? tensor : tensor.clone(); }
-
 /// The dtype in which the kernels take weight and bias: their own, or float32 where the two differ.
 at::ScalarType parameter_type(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
   const auto given = [&](const OptionalTensor& t) { return t.has_value() ? t->scalar_type() : input.scalar_type(); };
