@@ -23,8 +23,9 @@ _KEYS = {
     "autograd": "Autograd",
     "autocast": "Autocast",
 }
-# Two ops whose code is one stem.
+# Two ops whose code is one stem, and whose tests share a file.
 _FOLDERS = {"diffusion_sample": "unet1d"}
+_TESTS = {"unet1d": "packed", "diffusion_sample": "packed"}
 
 
 def _schemas() -> dict[str, list[str]]:
@@ -64,12 +65,10 @@ def _mapped() -> set[str]:
 
 def _errors(name: str) -> list[str]:
     """What the op's test has it refuse, each as the message that the test expects."""
-    path = _ROOT / f"test/test_{name}.py"
-    if not path.exists():
-        return []
-    functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+    tree = ast.parse((_ROOT / f"test/test_{_TESTS.get(name, name)}.py").read_text())
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     found = []
-    for function in [f for f in functions if f.name == "rejected"][:1]:
+    for function in [f for f in functions if f.name in ("rejected", f"rejected_{name}")][:1]:
         for node in ast.walk(function):
             # yield head + r"<regular expression>", Sample(...)
             regex = getattr(getattr(node, "right", None), "value", None)

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 import typer.main
 
 import dpa
@@ -74,22 +75,55 @@ def test_links_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def _commands():
+def _commands(*programs):
+    """Lines of the pages that call one of ``programs``, in blocks and between backticks."""
     for page in _PAGES:
         fences = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.M | re.S)
-        indented = re.findall(r"(?:^    \S.*\n)+", _outside_fences(page), re.M)
-        for block in fences + indented:
+        outside = _outside_fences(page)
+        indented = re.findall(r"(?:^    \S.*\n)+", outside, re.M)
+        for block in [*fences, *indented, *re.findall(r"`([^`\n]+)`", outside)]:
             for line in textwrap.dedent(block).splitlines():
-                if line.startswith("dpa "):
+                if line.startswith(programs):
                     yield pytest.param(line, id=f"{page.stem}: {line.partition('#')[0].strip()}")
 
 
-@pytest.mark.parametrize("line", list(_commands()))
-def test_commands_have_the_options_that_the_pages_use(line):
-    _, name, *words = shlex.split(line, comments=True)
+def _parse(name, *words):
     command = typer.main.get_command(app).commands[name]
-    with command.make_context(name, words, resilient_parsing=False):
-        pass
+    try:
+        with command.make_context(name, list(words)):
+            pass
+    except Exception as error:  # a sentence may leave out what the command needs
+        if type(error).__name__ != "MissingParameter":
+            raise
+
+
+@pytest.mark.parametrize("line", list(_commands("dpa ")))
+def test_commands_have_the_options_that_the_pages_use(line):
+    _parse(*shlex.split(line, comments=True)[1:])
+
+
+@pytest.mark.parametrize("line", list(_commands("torchrun ", "python ")))
+def test_launchers_have_the_options_that_the_pages_use(line):
+    """What they launch is dpa, or a script of a page, which other tests run."""
+    launcher, *words = shlex.split(line, comments=True)
+    if launcher == "torchrun":
+        arguments = torch.distributed.run.get_args_parser().parse_args(words)
+        words = ["-m"] * arguments.module + [arguments.training_script]
+        words += arguments.training_script_args
+    if words[:2] == ["-m", "dpa"]:
+        _parse(*words[2:])
+    else:
+        assert words == ["train.py"] and "```python" in (_ROOT / "docs/training.md").read_text()
+
+
+@pytest.mark.parametrize("line", list(_commands("pip ")))
+def test_packages_to_install_are_ones_that_are_tested(line):
+    pins = "".join(path.read_text() for path in _ROOT.glob("requirements/*.txt"))
+    command, *words = shlex.split(line, comments=True)[1:]
+    assert command == "install"
+    for word in words:
+        name = re.split(r"[<=>]", word)[0]
+        assert name == "dist/dpa-*.whl" or re.search(rf"^{name}==", pins, re.M), name
 
 
 def test_charts_are_drawn_from_the_figures():

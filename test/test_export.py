@@ -12,7 +12,7 @@ from dpa import family
 from dpa.cli import app
 from dpa.demo import train, world
 from dpa.demo.rollout import make_scheduler
-from dpa.export import FORMATS, Around, LayeredLoop, PackedLoop, PackedStep, export_policy
+from dpa.export import FORMATS, STAGES, Around, LayeredLoop, PackedLoop, PackedStep, export_policy
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 B, T, DA, DO, DG = 2, 8, 2, 5, 4
@@ -122,7 +122,9 @@ def test_an_unconditioned_network(tmp_path):
     table = dpa.schedulers.from_diffusers(diffusers.DDIMScheduler(20), 3)
     noise = torch.randn(1, B, T, DA, device=device)
     inputs = {"observation": torch.zeros(B, 0, device=device), "noise": noise}
-    export_policy(PackedLoop(unet, table).to(device), tmp_path / "x.pt", "torchscript", inputs)
+    policy, begun = PackedLoop(unet, table).to(device), []
+    export_policy(policy, tmp_path / "x.pt", "torchscript", inputs, report=begun.append)
+    assert tuple(begun) == STAGES[2:]  # the command begins the first two
     sampler = dpa.DiffusionSampler(unet, table, fused=True)
     with torch.no_grad():
         got = load(tmp_path / "x.pt", "torchscript")(*inputs.values())

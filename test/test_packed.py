@@ -393,6 +393,68 @@ def test_weight_names_are_the_networks():
         assert sorted(names) == sorted(n for n, _ in unet.named_parameters())
 
 
+def rejected_unet1d(new, packed, config):
+    head, f32 = r"^dpa::unet1d: ", torch.float32
+    sample, t, cond = new(2, 16, 2), new(2), new(2, 7)
+    rest = (packed, config, f32)
+    yield head + r"sample must be float32, got Half", (sample.half(), t, cond, *rest)
+    yield head + r"sample must have shape \(B, T, 2\), got \[16, 2\]", (sample[0], t, cond, *rest)
+    yield (
+        head + r"sample must have a horizon that is a positive multiple of 2, got 15",
+        (sample[:, 1:], t, cond, *rest),
+    )
+    yield head + r"timesteps must have shape \(B\)", (sample, t[:1], cond, *rest)
+    yield head + r"global_cond must be given to this network, got none", (sample, t, None, *rest)
+    yield (
+        head + r"global_cond must have shape \(B, global_cond_dim\)",
+        (sample, t, cond[:, 1:], *rest),
+    )
+    yield (
+        head + r"packed must be the .* bytes that unet1d_pack makes for this config",
+        (sample, t, cond, packed[1:], config, f32),
+    )
+    yield head + r"packed must be the", (sample, t, cond, packed, config, torch.bfloat16)
+    yield (
+        head + r"dtype of packed weights must be float32, float16, bfloat16 or float8_e4m3fn",
+        (sample, t, cond, packed, config, torch.float64),
+    )
+    yield head + r"config must be \[action_dim, ", (sample, t, cond, packed, config[:5], f32)
+    yield (
+        head + r"config must hold numbers in 0..65536, got 1099511627776",
+        (sample, t, cond, packed, [2**40, *config[1:]], f32),
+    )
+    yield (
+        head + r"config is refused: kernel_size",
+        (sample, t, cond, packed, [2, 4, *config[2:]], f32),
+    )
+
+
+def rejected_diffusion_sample(new, packed, config):
+    head = r"^dpa::diffusion_sample: "
+    sample, t, cond, table = new(2, 16, 2), new(4), new(2, 7), new(4, 6)
+    rest = (cond, packed, config, torch.float32)
+    yield head + r"sample must be float32, got Half", (sample.half(), t, *rest, table, 1.0)
+    yield (
+        head + r"timesteps must have one dimension, got shape",
+        (sample, new(4, 1), *rest, table, 1.0),
+    )
+    yield (
+        head + r"table must have shape \(S, 6\) = \[3, 6\], got \[4, 6\]",
+        (sample, new(3), *rest, table, 1.0),
+    )
+    yield head + r"clip must be at least 0", (sample, t, *rest, table, -1.0)
+    noise = new(3, 2, 16, 2)
+    yield head + r"noise must have shape \(S, B, T, A\)", (sample, t, *rest, table, 1.0, noise)
+    yield (
+        head + r"known and known_mask must be given together, got known alone",
+        (sample, t, *rest, table, 1.0, None, sample),
+    )
+    yield (
+        head + r"known_mask must be bool of the shape of sample",
+        (sample, t, *rest, table, 1.0, None, sample, sample),
+    )
+
+
 @pytest.mark.parametrize("target", ["meta", "cpu", "cuda"])
 def test_rejected(target):
     if target == "cuda" and not torch.cuda.is_available():
@@ -403,76 +465,17 @@ def test_rejected(target):
     weights = [dict(unet.named_parameters())[n].detach().to(target) for n in names]
     packed = torch.ops.dpa.unet1d_pack(weights, config, torch.float32)
     new = lambda *shape: torch.zeros(shape, device=target)  # noqa: E731
-    sample, t, cond, table = new(2, 16, 2), new(2), new(2, 7), new(4, 6)
-    f32 = torch.float32
-
-    def unet1d(*args):
-        return torch.ops.dpa.unet1d(*args)
-
-    def loop(*args, **kwargs):
-        return torch.ops.dpa.diffusion_sample(*args, **kwargs)
-
-    wrong = [
-        (
-            r"unet1d: sample must have shape \(B, T, 2\)",
-            unet1d,
-            (sample[0], t, cond, packed, config, f32),
-        ),
-        (
-            r"unet1d: sample must be float32, got Half",
-            unet1d,
-            (sample.half(), t, cond, packed, config, f32),
-        ),
-        (r"multiple of 2, got 15", unet1d, (sample[:, 1:], t, cond, packed, config, f32)),
-        (
-            r"unet1d: timesteps must have shape \(B\)",
-            unet1d,
-            (sample, t[:1], cond, packed, config, f32),
-        ),
-        (r"unet1d: global_cond must be given", unet1d, (sample, t, None, packed, config, f32)),
-        (
-            r"unet1d: global_cond must have shape",
-            unet1d,
-            (sample, t, cond[:, 1:], packed, config, f32),
-        ),
-        (
-            r"unet1d: packed must be the \d+ bytes",
-            unet1d,
-            (sample, t, cond, packed[1:], config, f32),
-        ),
-        (r"unet1d: packed must be the", unet1d, (sample, t, cond, packed, config, torch.bfloat16)),
-        (
-            r"unet1d: dtype of packed weights",
-            unet1d,
-            (sample, t, cond, packed, config, torch.float64),
-        ),
-        (r"unet1d: config must be", unet1d, (sample, t, cond, packed, config[:5], f32)),
-        (
-            r"unet1d: config must hold numbers",
-            unet1d,
-            (sample, t, cond, packed, [2**40, *config[1:]], f32),
-        ),
-        (
-            r"unet1d: config is refused: kernel_size",
-            unet1d,
-            (sample, t, cond, packed, [2, 4, *config[2:]], f32),
-        ),
-        (
-            r"sample: table must have shape",
-            loop,
-            (sample, new(3), cond, packed, config, f32, table, 1.0),
-        ),
-        (r"sample: clip must", loop, (sample, new(4), cond, packed, config, f32, table, -1.0)),
-    ]
-    for match, function, args in wrong:
-        with pytest.raises(RuntimeError, match=r"^dpa::.*" + match):
-            function(*args)
-    with pytest.raises(RuntimeError, match=r"known and known_mask must be given together"):
-        loop(sample, new(4), cond, packed, config, f32, table, 1.0, None, sample)
+    for op, wrong in (
+        (torch.ops.dpa.unet1d, rejected_unet1d),
+        (torch.ops.dpa.diffusion_sample, rejected_diffusion_sample),
+    ):
+        for match, args in wrong(new, packed, config):
+            with pytest.raises(RuntimeError, match=match):
+                op(*args)
     with pytest.raises(RuntimeError, match=r"unet1d_pack: weights must be the \d+ tensors"):
-        torch.ops.dpa.unet1d_pack(weights[1:], config, f32)
+        torch.ops.dpa.unet1d_pack(weights[1:], config, torch.float32)
     with pytest.raises(RuntimeError, match=r"unet1d_pack: .* must have shape"):
-        torch.ops.dpa.unet1d_pack([weights[1], *weights[1:]], config, f32)
+        torch.ops.dpa.unet1d_pack([weights[1], *weights[1:]], config, torch.float32)
 
 
 def test_what_cannot_be_packed_says_why():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .policy import Around, LayeredLoop, PackedLoop, PackedStep
 
 __all__ = ["FORMATS", "Around", "LayeredLoop", "PackedLoop", "PackedStep", "export_policy"]
 
+STAGES = ("reading", "packing", "compiling", "running it", "writing")
 FORMATS = {"torchscript": ".pt", "exported-program": ".pt2", "aoti": ".pt2"}
 
 
@@ -24,6 +26,7 @@ def export_policy(
     to: str,
     inputs: dict[str, Tensor],
     facts: dict[str, Any] | None = None,
+    report: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """Write ``policy`` to ``path`` and its manifest beside it, as ``path`` with ``.json`` appended.
 
@@ -35,6 +38,7 @@ def export_policy(
         inputs: an example of each argument of ``policy.forward`` by its name, in order, of the
             shape and on the device that the file is made for.
         facts: more to say in the manifest.
+        report: called with the name of each stage that begins, of :data:`STAGES`.
 
     Returns:
         The manifest.
@@ -48,8 +52,11 @@ def export_policy(
     policy = policy.eval().requires_grad_(False)
     arguments = tuple(inputs.values())
     with torch.no_grad():
+        report("compiling")
         content = _content(policy, to, arguments)
+        report("running it")
         results = policy(*arguments)
+    report("writing")
     with replacing(path) as temporary:
         temporary.write_bytes(content)
     outputs = {"actions": results}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..checkpoint_options import Checkpoint, Ema, Prefix, TrustPickle
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HELP = """Write a policy's denoising loop into one file for Python or C++.
 
@@ -79,12 +84,13 @@ def export(
     path = out or checkpoint.with_name(f"policy{FORMATS[to]}")
     choice = Choice(to, device, dtype, part, layers, scheduler, steps, horizon, batch)
     console = Console(stderr=as_json)
-    with console.status(f"exporting {checkpoint} to {to} (a package takes minutes to compile)"):
+    with _stages(console, to) as report:
+        report("reading")
         source = read(checkpoint, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
         if scheduler_config is not None:
             source.scheduler = read_scheduler_config(scheduler_config)
             source.assumed = [line for line in source.assumed if "scheduler" not in line]
-        manifest = make(source, path, choice)
+        manifest = make(source, path, choice, report)
     for line in manifest["assumed"]:
         console.print(f"[yellow]note[/yellow] {line}", highlight=False)
     if as_json:
@@ -94,3 +100,22 @@ def export(
     what = f"{manifest['steps']} steps of {manifest['scheduler']}, {dtype} on {device}"
     console.print(f"{manifest['checkpoint']}: {what}\ninputs: {shapes}", highlight=False)
     console.print(f"wrote {path} and {path}.json", highlight=False)
+
+
+@contextmanager
+def _stages(console: Console, to: str) -> Iterator[Callable[[str], None]]:
+    """Show a bar of the stages; give what is to be called with the name of each."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from . import STAGES
+
+    notes = {"compiling": "compiling (a package takes minutes)"} if to == "aoti" else {}
+    columns = (TextColumn("{task.description:<36}"), BarColumn(bar_width=28), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(STAGES))
+
+        def report(stage: str) -> None:
+            text = notes.get(stage, stage)
+            bar.update(task, description=text, completed=STAGES.index(stage))
+
+        yield report

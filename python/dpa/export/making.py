@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,16 @@ class Choice:
     batch: int = 1
 
 
-def make(source: Source, path: Path, choice: Choice) -> dict[str, Any]:
-    """Write the file and return its manifest.
+def make(
+    source: Source, path: Path, choice: Choice, report: Callable[[str], None] = lambda stage: None
+) -> dict[str, Any]:
+    """Write the file and return its manifest; ``report`` is told each stage that begins.
 
     Raises:
         ValueError: what cannot be exported, with the reason.
 
     """
+    report("packing")
     device = _device(choice.device)
     dtype = getattr(torch, choice.dtype)
     scheduler = make_scheduler(source.scheduler, choice.scheduler)
@@ -77,7 +81,7 @@ def make(source: Source, path: Path, choice: Choice) -> dict[str, Any]:
         "assumed": assumed,
     }
     inputs = {name: value.to(device) for name, value in inputs.items()}
-    return export_policy(policy.to(device), path, choice.to, inputs, facts)
+    return export_policy(policy.to(device), path, choice.to, inputs, facts, report)
 
 
 def _device(name: str) -> torch.device:
