@@ -1,6 +1,6 @@
 """Draws the bar charts of docs/benchmarks.md from docs/figures.json: python docs/figures.py.
 
-Plain SVG with colours that read on white and on black.
+Plain SVG with colours that read on white and on black, and narrow enough for a telephone.
 """
 
 import json
@@ -9,20 +9,22 @@ from pathlib import Path
 
 _DOCS = Path(__file__).parent
 _TEXT, _OURS, _THEIRS = "#808890", "#1f9e89", "#8a94a6"
-_WIDTH, _LABEL, _BAR, _GAP = 720, 250, 20, 8
+_WIDTH, _LABEL, _BAR, _GAP = 590, 275, 20, 8
 
 
 def chart(title: str, unit: str, rows: list[list]) -> str:
     """Return an SVG of horizontal bars; a row is label, value, and whether it is dpa's."""
-    top = 50
+    head, _, rest = title.partition(", ")
+    top = 54
     height = top + len(rows) * (_BAR + _GAP) + 4
-    scale = (_WIDTH - _LABEL - 90) / max(value for _, value, _ in rows)
+    scale = (_WIDTH - _LABEL - 60) / max(value for _, value, _ in rows)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="14" fill="{_TEXT}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'font-family="system-ui, sans-serif" font-size="16" fill="{_TEXT}">',
         f"<title>{escape(title)}</title>",
-        f'<text x="0" y="18" font-weight="600">{escape(title)}</text>',
-        f'<text x="0" y="38">{escape(unit)}</text>',
+        f'<text x="0" y="18" font-weight="600">{escape(head)}</text>',
+        f'<text x="0" y="40">{escape(rest)}; {escape(unit)}</text>',
     ]
     for i, (label, value, ours) in enumerate(rows):
         y = top + i * (_BAR + _GAP)

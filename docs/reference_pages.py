@@ -23,7 +23,7 @@ _KEYS = {
     "autograd": "Autograd",
     "autocast": "Autocast",
 }
-# Two ops whose code is one stem, and whose tests share a file.
+# Two ops whose code is one stem, and what their tests' file is called.
 _FOLDERS = {"diffusion_sample": "unet1d"}
 _TESTS = {"unet1d": "packed", "diffusion_sample": "packed"}
 
@@ -75,15 +75,27 @@ def _errors(name: str) -> list[str]:
             if isinstance(node, ast.BinOp) and isinstance(regex, str):
                 text = re.sub(r"\.\*", " ... ", regex)
                 found.append(re.sub(r"\\(.)", r"\1", re.sub(r" +", " ", text)))
-    return found
+    found = list(dict.fromkeys(found))
+    # Without the cases whose message another case gives in full.
+    return [one for one in found if sum(other.startswith(one) for other in found) == 1]
 
 
 def _stem_files(name: str) -> list[str]:
     name = _FOLDERS.get(name, name)
     folders = [_ROOT / "ops" / name, _ROOT / "kernels" / name]
     files = [path for folder in folders for path in sorted(folder.glob("*")) if path.is_file()]
-    files += sorted(_ROOT.glob(f"kernels/{name}.*")) + sorted(_ROOT.glob(f"test/test_{name}.py"))
+    files += sorted(_ROOT.glob(f"kernels/{name}.*"))
+    files.append(_ROOT / f"test/test_{_TESTS.get(name, name)}.py")
     return [str(path.relative_to(_ROOT)) for path in files]
+
+
+def _by_folder(files: list[str]) -> list[str]:
+    """A line of Markdown for each folder, with its files."""
+    folders: dict[str, list[str]] = {}
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        folders.setdefault(folder, []).append(f"`{name}`")
+    return [f"* `{folder}/`: {', '.join(names)}" for folder, names in folders.items()]
 
 
 def _page(name: str, schemas: list[str], measured: dict[str, str]) -> str:
@@ -104,7 +116,7 @@ def _page(name: str, schemas: list[str], measured: dict[str, str]) -> str:
         ]
         lines += [*(f"* `{error}`" for error in errors), ""]
     lines += ["## Measured", "", measured[name], ""]
-    lines += ["## Where it is", "", *(f"* `{path}`" for path in files), ""]
+    lines += ["## Where it is", "", *_by_folder(files), ""]
     return "\n".join(lines)
 
 

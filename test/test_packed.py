@@ -403,14 +403,14 @@ def rejected_unet1d(new, packed, config):
         head + r"sample must have a horizon that is a positive multiple of 2, got 15",
         (sample[:, 1:], t, cond, *rest),
     )
-    yield head + r"timesteps must have shape \(B\)", (sample, t[:1], cond, *rest)
+    yield head + r"timesteps must have shape \(B\) = \[2\], got \[1\]", (sample, t[:1], cond, *rest)
     yield head + r"global_cond must be given to this network, got none", (sample, t, None, *rest)
     yield (
-        head + r"global_cond must have shape \(B, global_cond_dim\)",
+        head + r"global_cond must have shape \(B, global_cond_dim\) = \[2, 7\], got \[2, 6\]",
         (sample, t, cond[:, 1:], *rest),
     )
     yield (
-        head + r"packed must be the .* bytes that unet1d_pack makes for this config",
+        head + r"packed must be the .* bytes that unet1d_pack makes for this config, got",
         (sample, t, cond, packed[1:], config, f32),
     )
     yield head + r"packed must be the", (sample, t, cond, packed, config, torch.bfloat16)
@@ -418,13 +418,16 @@ def rejected_unet1d(new, packed, config):
         head + r"dtype of packed weights must be float32, float16, bfloat16 or float8_e4m3fn",
         (sample, t, cond, packed, config, torch.float64),
     )
-    yield head + r"config must be \[action_dim, ", (sample, t, cond, packed, config[:5], f32)
+    yield (
+        head + r"config must be \[action_dim, kernel_size, n_groups, .* with 1 to 5 down_dims, got",
+        (sample, t, cond, packed, config[:5], f32),
+    )
     yield (
         head + r"config must hold numbers in 0..65536, got 1099511627776",
         (sample, t, cond, packed, [2**40, *config[1:]], f32),
     )
     yield (
-        head + r"config is refused: kernel_size",
+        head + r"config is refused: kernel_size must be odd, got 4",
         (sample, t, cond, packed, [2, 4, *config[2:]], f32),
     )
 
@@ -435,22 +438,25 @@ def rejected_diffusion_sample(new, packed, config):
     rest = (cond, packed, config, torch.float32)
     yield head + r"sample must be float32, got Half", (sample.half(), t, *rest, table, 1.0)
     yield (
-        head + r"timesteps must have one dimension, got shape",
+        head + r"timesteps must have one dimension, got shape \[4, 1\]",
         (sample, new(4, 1), *rest, table, 1.0),
     )
     yield (
         head + r"table must have shape \(S, 6\) = \[3, 6\], got \[4, 6\]",
         (sample, new(3), *rest, table, 1.0),
     )
-    yield head + r"clip must be at least 0", (sample, t, *rest, table, -1.0)
+    yield head + r"clip must be at least 0 .*, got -1", (sample, t, *rest, table, -1.0)
     noise = new(3, 2, 16, 2)
-    yield head + r"noise must have shape \(S, B, T, A\)", (sample, t, *rest, table, 1.0, noise)
+    yield (
+        head + r"noise must have shape \(S, B, T, A\) = \[4, 2, 16, 2\], got",
+        (sample, t, *rest, table, 1.0, noise),
+    )
     yield (
         head + r"known and known_mask must be given together, got known alone",
         (sample, t, *rest, table, 1.0, None, sample),
     )
     yield (
-        head + r"known_mask must be bool of the shape of sample",
+        head + r"known_mask must be bool of the shape of sample .*, got Float",
         (sample, t, *rest, table, 1.0, None, sample, sample),
     )
 
