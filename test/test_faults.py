@@ -3,6 +3,7 @@
 Afterwards the state is usable or whole.
 """
 
+import errno
 import gc
 import os
 import resource
@@ -119,7 +120,8 @@ def test_an_interrupted_bench_leaves_the_files_of_the_last_one(tmp_path, monkeyp
     assert results.read_text() == "the last one"
 
 
-def test_a_full_disk_on_export(tmp_path):
+@pytest.mark.parametrize("to", ["torchscript", "exported-program"])
+def test_a_full_disk_on_export(tmp_path, to):
     """Files may have 20,000 bytes: one line says so, and nothing of the file stays."""
     unet = dpa.nn.ConditionalUnet1D(
         2, global_cond_dim=4, diffusion_step_embed_dim=16, down_dims=(8, 16)
@@ -132,15 +134,36 @@ def test_a_full_disk_on_export(tmp_path):
 
     out = tmp_path / "policy.pt"
     out.write_text("the last one")
-    command = ["export", str(tmp_path / "unet.pt"), "--to", "torchscript", "--out", str(out)]
+    command = ["export", str(tmp_path / "unet.pt"), "--to", to, "--out", str(out)]
     command += ["--horizon", "8", "--scheduler", "DDIM", "--steps", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "dpa", *command], preexec_fn=limit, capture_output=True, text=True
     )
     assert done.returncode == 1, done
-    assert "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert f"File too large: '{out}'" in done.stderr and "Traceback" not in done.stderr
     assert out.read_text() == "the last one"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["policy.pt", "unet.pt"]
+
+
+def test_a_full_disk_while_a_package_is_compiled(tmp_path, monkeypatch):
+    """The compiler's own files do not fit: its error comes out in one line, and nothing stays."""
+    unet = dpa.nn.ConditionalUnet1D(
+        2, global_cond_dim=4, diffusion_step_embed_dim=16, down_dims=(8, 16)
+    )
+    torch.save(unet.state_dict(), tmp_path / "unet.pt")
+    out = tmp_path / "policy.pt2"
+    out.write_text("the last one")
+
+    def compile_and_package(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/a.cpp")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_and_package)
+    command = ["export", str(tmp_path / "unet.pt"), "--to", "aoti", "--out", str(out)]
+    command += ["--horizon", "8", "--scheduler", "DDIM", "--steps", "2"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and isinstance(done.exception, OSError)
+    assert out.read_text() == "the last one"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["policy.pt2", "unet.pt"]
 
 
 def test_no_memory_for_a_capture(cuda):  # noqa: F811

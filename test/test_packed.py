@@ -9,6 +9,7 @@ from torch import nn
 
 import dpa
 from dpa.packed import PackedUnet, unet_config
+from proofs import poisoned_memory
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -230,6 +231,17 @@ def test_loop_is_the_eager_loop(device, kind, batch):
         results.append(torch.randn(3, device=device, generator=generator))
     torch.testing.assert_close(results[0], results[2], rtol=1e-3, atol=1e-4)
     assert torch.equal(results[1], results[3])  # the stream went on equally far
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_byte_is_written(device, dtype):
+    """What lies between the weights too: packed weights go into files, and memory holds secrets."""
+    unet = dpa.nn.ConditionalUnet1D(
+        3, global_cond_dim=5, diffusion_step_embed_dim=32, down_dims=(24, 48, 40), n_groups=4
+    ).to(device)
+    plain = PackedUnet(unet, dtype).packed
+    with poisoned_memory():
+        assert torch.equal(PackedUnet(unet, dtype).packed, plain)
 
 
 def test_changed_weights_are_packed_again(device):

@@ -1,5 +1,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zero.h>
 #include <torch/library.h>
 
 #ifdef __linux__
@@ -15,9 +16,10 @@ namespace {
 
 namespace cpu = kernels::cpu;
 
-/// Memory for weights that every step streams through: in huge pages where the system has them. Without them a step
-/// takes a seventh longer (docs/cpu-log.md).
-Tensor empty_for_streaming(int64_t bytes, const at::TensorOptions& options) {
+/// Zeros for weights that every step streams through: in huge pages where the system has them. Without them a step
+/// takes a seventh longer (docs/cpu-log.md). What lies between two weights goes into files and must not be what the
+/// memory held before.
+Tensor zeros_for_streaming(int64_t bytes, const at::TensorOptions& options) {
   auto tensor = at::empty({bytes}, options.dtype(at::kByte));
 #ifdef __linux__
   constexpr uintptr_t kHuge = uintptr_t{1} << 21;
@@ -25,7 +27,7 @@ Tensor empty_for_streaming(int64_t bytes, const at::TensorOptions& options) {
   const auto end = (reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) + bytes) / kHuge * kHuge;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
-  return tensor;
+  return tensor.zero_();
 }
 
 Tensor unet1d_pack_cpu(at::TensorList weights, at::IntArrayRef config, at::ScalarType dtype) {
@@ -44,7 +46,7 @@ Tensor unet1d_pack_cpu(at::TensorList weights, at::IntArrayRef config, at::Scala
       sources.typed[i] = kept.back().const_data_ptr();
     }
   }
-  auto packed = empty_for_streaming(plan->packed_bytes, weights[0].options());
+  auto packed = zeros_for_streaming(plan->packed_bytes, weights[0].options());
   void* data = packed.mutable_data_ptr();
   at::parallel_for(0, cpu::pack_tasks(*plan), 1,
                    [&](int64_t begin, int64_t end) { cpu::pack(*plan, sources, data, begin, end); });

@@ -22,7 +22,8 @@ Tensor unet1d_pack_cuda(at::TensorList weights, at::IntArrayRef config, at::Scal
     kept.push_back(weight.to(source).contiguous());
     pointers.push_back(kept.back().const_data_ptr());
   }
-  auto packed = at::empty({plan->packed_bytes}, weights[0].options().dtype(at::kByte));
+  // What lies between two weights goes into files and must not be what the memory held before.
+  auto packed = at::zeros({plan->packed_bytes}, weights[0].options().dtype(at::kByte));
   C10_CUDA_CHECK(kernels::unet1d::pack(*plan, pointers.data(), kernel_dtype(source), packed.mutable_data_ptr(),
                                        c10::cuda::getCurrentCUDAStream()));
   return packed;
