@@ -141,6 +141,38 @@ def conv1d_gnm(d: Draw) -> Sample:
     return Sample(args, {"scale": n["scale"], "shift": n["shift"]})
 
 
+def conv1d(d: Draw) -> Sample:
+    """Every stride and padding; inputs long enough for one output."""
+    batch, inputs, outputs = d(SIZES), d(st.integers(1, 9)), d(st.integers(1, 9))
+    taps, stride, padding = d(st.integers(1, 5)), d(st.integers(1, 3)), d(st.integers(0, 2))
+    transposed = d(st.booleans(), "transposed")
+    least = 1 + max(0, 2 * padding - taps + stride) // stride if transposed else taps
+    length = d(st.integers(least, least + 16))
+    shape = (inputs, outputs, taps) if transposed else (outputs, inputs, taps)
+    weight = d.tensor(*shape, low=-2.0, high=2.0)
+    bias = d.tensor(outputs) if d(st.booleans()) else None
+    # As with lltm: PyTorch's convolutions in bfloat16, which the CPU takes, make NaN of infinity.
+    limits = {"low": -3.0, "high": 3.0} if d.dtype == torch.bfloat16 else {}
+    input = d.tensor(batch, inputs, length, **limits)
+    return Sample((input, weight, bias, stride, padding, transposed))
+
+
+def residual_block1d(d: Draw) -> Sample:
+    batch, length = d(SIZES), d(st.integers(1, 17))
+    groups, width, inputs = (d(st.integers(1, 5)) for _ in range(3))
+    channels, taps = groups * width, d(st.sampled_from([1, 3, 5]))
+    finite = lambda *shape: d.tensor(*shape, low=-1.0, high=1.0)  # noqa: E731
+    parameters = []
+    for count in (inputs, channels):
+        # The weights' sums stay below 2, the bound that rounding is multiplied by.
+        weight = d.tensor(channels, count, taps, low=-2 / (count * taps), high=2 / (count * taps))
+        parameters += [weight, finite(channels), finite(channels), finite(channels)]
+    plain = inputs == channels and d(st.booleans())
+    parameters += [None, None] if plain else [finite(channels, inputs, 1), finite(channels)]
+    film = [finite(batch, channels) if d(st.booleans()) else None for _ in range(2)]
+    return Sample((d.tensor(batch, inputs, length), *parameters, groups, 1e-5, *film))
+
+
 CALLS = {
     call.__name__: call
     for call in (
@@ -151,6 +183,8 @@ CALLS = {
         scheduler_step,
         group_norm_mish,
         conv1d_gnm,
+        conv1d,
+        residual_block1d,
     )
 }
 

@@ -18,7 +18,7 @@ from proofs import Sample, call, poisoned_memory, random_gradients, widened
 from tolerances import gradient_tolerance, tolerance
 
 _CASES = int(os.environ.get("DPA_FUZZ_CASES", "40"))
-_NORMALISED = ("group_norm_mish", "conv1d_gnm")
+_NORMALISED = ("group_norm_mish", "conv1d_gnm", "residual_block1d")
 
 cases = settings(
     max_examples=_CASES,
@@ -33,30 +33,66 @@ def _op(name):
     return getattr(torch.ops.dpa, name)
 
 
+def _magnified(x: torch.Tensor, groups: int) -> float:
+    """The most that a normalisation of (B, C, ...) makes of one rounding of its input."""
+    parts = x.reshape(x.shape[0] * groups, -1).nan_to_num(0, 0, 0)
+    deviation = (parts.var(1, correction=0) + 1e-5).sqrt()
+    return (parts.abs().amax(1) / deviation).max().item()
+
+
 def _allowed(name: str, sample: Sample, table: dict[str, float]) -> dict[str, float]:
     """The table's tolerance, and what a nearly constant group magnifies where the op normalises.
 
     A group's values minus their mean are right to a rounding of the values themselves; with a
     standard deviation of ``sqrt(eps)`` at the least, the division makes that 316 times as much.
+    A convolution adds the roundings of its terms, which may cancel.
     """
     dtype = sample.floating()[0].dtype
-    if name not in _NORMALISED:
+    finite = widened(sample).map(lambda x: x.nan_to_num(0, 0, 0) if x.is_floating_point() else x)
+    exact = finite.args
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    extra = 0.0
+    if exact[0].numel() == 0:
         return table
-    exact = widened(sample)
-    x, groups = exact.args[0], exact.args[5 if name == "conv1d_gnm" else 1]
-    if name == "conv1d_gnm":
-        x = torch.nn.functional.conv1d(x, exact.args[1], exact.args[2], padding="same")
-    if x.numel() == 0:
-        return table
-    parts = x.reshape(x.shape[0] * groups, -1).nan_to_num(0, 0, 0)
-    deviation = (parts.var(1, correction=0) + 1e-5).sqrt()
-    # conv1d_gnm keeps the convolution in the dtype of its input, as two ops in a row would.
-    rounding = torch.finfo(
-        dtype if name == "conv1d_gnm" else torch.promote_types(dtype, torch.float32)
-    ).eps
-    gains = [t.abs().nan_to_num(0, 0, 0).max().item() for t in exact.floating()[1:] if t.numel()]
-    worst = (parts.abs().amax(1) / deviation).max().item() * max([1.0, *gains]) ** 2
-    return {"rtol": table["rtol"], "atol": table["atol"] + 8 * rounding * worst}
+    if name == "conv1d":
+        terms = [None if x is None else x.abs() for x in exact[:3]]
+        extra = wide * dpa.reference.conv1d(*terms, *exact[3:]).max().item()
+    elif name == "group_norm_mish":
+        gains = [t.abs().max().item() for t in finite.floating()[1:] if t.numel()]
+        extra = 8 * wide * _magnified(exact[0], exact[1]) * max([1.0, *gains]) ** 2
+    elif name == "conv1d_gnm":
+        x = dpa.reference.conv1d(*exact[:3], 1, exact[1].shape[2] // 2)
+        gains = [t.abs().max().item() for t in finite.floating()[1:] if t.numel()]
+        # The convolution is kept in the dtype of its input, as two ops in a row would.
+        rounding = torch.finfo(dtype).eps
+        extra = 8 * rounding * _magnified(x, exact[5]) * max([1.0, *gains]) ** 2
+    elif name == "residual_block1d":
+        # Weights of the normalisations are at most 1, a row of a convolution's sums to at most 2.
+        rounding, padding = torch.finfo(dtype).eps, exact[1].shape[2] // 2
+        first = dpa.reference.conv1d(*exact[:3], 1, padding)
+        x = dpa.reference.conv1d_gnm(exact[0], *exact[1:5], exact[11], 1e-5, *exact[13:])
+        second = dpa.reference.conv1d(x, *exact[5:7], 1, padding)
+        once = 1 + _magnified(first, exact[11])
+        deviation = second.reshape(len(x) * exact[11], -1).var(1, correction=0).add(1e-5).sqrt()
+        twice = _magnified(second, exact[11]) + 2 * once / deviation.min().item()
+        extra = 8 * rounding * twice
+    return {"rtol": table["rtol"], "atol": table["atol"] + extra}
+
+
+def _near_a_kink(name: str, sample: Sample) -> bool:
+    """Whether rounding decides on which side of a clamp a value lies, and so on its gradient."""
+    exact = widened(sample).args
+    if name == "denoise":
+        c0, c1 = dpa.reference._rows(exact[2].reshape(-1, 5), exact[3], exact[1])[:2]
+        terms, clip = (exact[1] / c1, -c0 / c1 * exact[0]), 1.0
+    elif name == "scheduler_step":
+        r0, r1 = dpa.reference._rows(exact[2], exact[3], exact[1])[:2]
+        terms, clip = (r0 * exact[1], r1 * exact[0]), exact[5]
+    else:
+        return False
+    rounding = torch.finfo(torch.promote_types(sample.args[0].dtype, torch.float32)).eps
+    distance = ((terms[0] + terms[1]).abs() - clip).abs()
+    return bool((distance <= 4 * rounding * (terms[0].abs() + terms[1].abs() + clip)).any())
 
 
 @every_op
@@ -80,6 +116,7 @@ def test_values(device, name, data):
 @given(data=st.data())
 def test_gradients(device, name, data):
     sample = strategies.sample(data, name, device, hostile=False)
+    assume(not _near_a_kink(name, sample))
     dtype = sample.floating()[0].dtype
     ours, exact = sample.requiring_grad(), widened(sample).requiring_grad()
     out, out_exact = call(_op(name), ours), call(getattr(dpa.reference, name), exact)
