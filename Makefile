@@ -7,6 +7,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 TORCH ?= 2.15.0
+SUITE ?=
 FUZZ_CASES ?= 10000
 
 VENV := .venv
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 SETUP := $(VENV)/.setup-$(CUDA)
 
-.PHONY: build demo test test-cpp fuzz mutations soak test-wheel test-torch bench lint docs wheel sdist clean
+.PHONY: build demo test test-cpp fuzz mutations soak test-wheel test-torch test-threads bench lint docs wheel sdist clean
 
 build: $(SETUP)
 	@$(PIP) install --no-build-isolation --no-deps --editable . \
@@ -96,9 +97,13 @@ test-wheel: build wheel sdist
 	@! git ls-files | grep -vxFf build/in-sdist
 	@sh test/wheel.sh $(BIN)/python dist/*.whl
 
-# Host code against another torch: it compiles and links.
+# Host code against another torch: it compiles and links. SUITE=1 runs every test on it too, on the CPU.
 test-torch: $(SETUP)
-	@sh test/torch.sh $(BIN)/python $(TORCH)
+	@sh test/torch$(if $(SUITE),_suite).sh $(BIN)/python $(TORCH) $(if $(SUITE),$(TEST_ARGS))
+
+# Every op from many threads, in a program without Python, under ThreadSanitizer.
+test-threads: $(SETUP)
+	@sh test/threads.sh $(BIN)/python
 
 clean:
 	rm -rf build dist out site .venv
