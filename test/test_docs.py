@@ -68,6 +68,13 @@ def test_commands_exist():
             assert name in commands, f"{page.name}: dpa {name}"
 
 
+def test_help_is_broken_by_the_terminal_alone():
+    for command in app.registered_commands:
+        paragraphs = command.help.split("\n\n")
+        assert "Examples:" in paragraphs and not any("\n" in p for p in paragraphs), command.help
+        assert max(len(p) for p in paragraphs if p.startswith(" ")) <= 78, command.help
+
+
 def test_links_lead_somewhere():
     for page in _PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", _outside_fences(page)):

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint file or a LeRobot folder.")]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint file or a LeRobot folder.")
+]
 Prefix = Annotated[
     str | None, typer.Option(help="Of the U-Net's parameters, where there are several.")
 ]

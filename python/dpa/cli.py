@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from typing import Annotated
@@ -96,9 +97,8 @@ def explain(
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts |= facts.pop("arguments") | {"accelerated": str(dpa.explain(loaded.unet))}
     for key, value in facts.items():
-        table.add_row(
-            f"[bold]{key}[/bold]", escape(f"{value:,}" if key == "parameters" else str(value))
-        )
+        text = f"{value:,}" if key == "parameters" else str(value)
+        table.add_row(f"[bold]{key}[/bold]", escape("none" if value == [] else text))
     Console().print(table)
 
 
@@ -118,6 +118,16 @@ def _print_info(facts: dict) -> None:
     for name, keys in facts["ops"].items():
         ops.add_row(name, " ".join(keys))
     console.print(ops)
+
+
+def _flowing(text: str) -> str:
+    """Join the lines of each paragraph, which the terminal's width shall break; examples stay."""
+    paragraphs = text.strip().split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
+
+
+for _command in app.registered_commands:
+    _command.help = _flowing(_command.help or inspect.getdoc(_command.callback) or "")
 
 
 def main() -> None:

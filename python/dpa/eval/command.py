@@ -15,16 +15,16 @@ the policy takes to plan; --compare runs the unaccelerated policy through the sa
 
 Examples:
 
-  dpa eval outputs/train/checkpoints/last/pretrained_model --env PushT --episodes 50
+  dpa eval pretrained_model --env PushT --episodes 50
 
-  dpa eval CHECKPOINT --env FetchReach-v4 --compare --video episodes.mp4
+  dpa eval pretrained_model --env FetchReach-v4 --compare --video episodes.mp4
 """
 MODES = ("loop", "step", "chain")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A LeRobot folder.")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A LeRobot folder.")],
     env: Annotated[str, typer.Option(help="Of gymnasium: PushT, FetchReach-v4, module:Name-v0.")],
     episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
     seed: Annotated[int, typer.Option(help="Of the first; each further one has the next.")] = 0,

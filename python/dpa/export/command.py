@@ -25,7 +25,7 @@ Examples:
 
   dpa export out/demo/checkpoint.pt --to torchscript
 
-  dpa export outputs/train/checkpoints/last/pretrained_model --to aoti --scheduler DDIM --steps 10
+  dpa export pretrained_model --to aoti --scheduler DDIM --steps 10
 
   dpa export latest.ckpt --trust-pickle --to torchscript --dtype bfloat16
 
@@ -110,8 +110,16 @@ def _stages(console: Console, to: str) -> Iterator[Callable[[str], None]]:
     from . import STAGES
 
     notes = {"compiling": "compiling (a package takes minutes)"} if to == "aoti" else {}
-    columns = (TextColumn("{task.description:<36}"), BarColumn(bar_width=28), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+    bar = Progress(
+        TextColumn("{task.description:<36}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
         task = bar.add_task("", total=len(STAGES))
 
         def report(stage: str) -> None:
