@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -79,19 +80,35 @@ def run(
         if watch:
             packed.follow()
         return make_body()(inputs, source)
-    memory = packed.memory(device).data_ptr()
-    network = (packed.dtype, tuple(packed.config), memory)
-    key = (shape, table, *network, drawn, frozenset(inputs), source is None)
+    if watch:
+        make_body = functools.partial(_watched, packed, make_body)
+
+    def replay() -> Tensor:
+        memory = packed.memory(device).data_ptr()
+        network = (packed.dtype, tuple(packed.config), memory, packed.places if watch else None)
+        key = (shape, table, *network, drawn, frozenset(inputs), source is None)
+        return graphs.run(key, device, inputs, source, make_body)
+
     offset = 0 if source is None else source.get_offset()
-    differ = packed.look() if watch else (lambda: False)
-    result = graphs.run(key, device, inputs, source, make_body)
-    # Looked at while the GPU works already: weights that changed cost a second run.
-    if packed.stale() or differ():
-        packed.repack()
-        if source is not None:
-            source.set_offset(offset)
-        result = graphs.run(key, device, inputs, source, make_body)
+    with packed.lock:
+        result = replay()
+        # Looked at while the GPU works already: weights that changed cost a second run.
+        if packed.stale() or (watch and packed.differed()):
+            packed.repack()
+            if source is not None:
+                source.set_offset(offset)
+            result = replay()
     return result
+
+
+def _watched(packed: PackedUnet, make_body: Callable[[], Body]) -> Body:
+    run = make_body()
+
+    def body(inputs: Inputs, generator: torch.Generator | None) -> Tensor:
+        with packed.looking():
+            return run(inputs, generator)
+
+    return body
 
 
 def _body(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+import operator
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .family import Network, recognise
 
+_version = operator.attrgetter("_version")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -34,11 +38,6 @@ def unet_config(unet: nn.Module) -> list[int]:
 
     """
     return _config(recognise(unet))
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -91,17 +90,33 @@ class PackedUnet:
             )
         self.unet = unet
         self.dtype = dtype
-        self._read()
+        self._start()
+
+    def _start(self) -> None:
         self._packed: Tensor | None = None
-        self._seen: list[tuple[int, int]] = []
+        self._seen: tuple[list[int], list[int]] = ([], [])
         self._elements: list[Tensor] = []
         self._values: Tensor | None = None
+        self._answer = torch.zeros((), dtype=torch.bool)
         self._looked = 0.0
+        self.places = 0
+        self.lock = threading.RLock()
+        self._read()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again from the network: a copy has its own."""
+        return {"unet": self.unet, "dtype": self.dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
 
     def _read(self) -> None:
         self.network = recognise(self.unet)
         self.config = _config(self.network)
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
+        slots = self.network.slots.values()
+        self._homes = [module._parameters for module, _ in slots], [name for _, name in slots]
 
     def repack(self) -> Tensor:
         """Pack the weights as they are now, in the same memory as before where there is one.
@@ -125,10 +140,20 @@ class PackedUnet:
                 self._packed = packed
             # Views: they show what is written through parameter.data as well.
             found = [p.detach() for p in self.network.parameters().values()]
-            middle = [p[tuple(size // 2 for size in p.shape)].view(1) for p in found]
-            self._elements, self._values = middle, _bits(torch.cat(middle))
+            self._remember([p[tuple(size // 2 for size in p.shape)].view(1) for p in found])
         self._seen = self._versions()
         return self._packed
+
+    def _remember(self, elements: list[Tensor]) -> None:
+        """Keep the elements and their values, in the memory that captured graphs read."""
+        values, kept = _bits(torch.cat(elements)), self._values
+        if kept is not None and list(map(Tensor.data_ptr, elements)) == self._addresses:
+            kept.copy_(values)
+            return
+        self._elements, self._values = elements, values
+        self._addresses = list(map(Tensor.data_ptr, elements))
+        self._answer = torch.zeros((), dtype=torch.bool, pin_memory=values.is_cuda)
+        self.places += 1
 
     def follow(self, every: float = 0.0) -> None:
         """Repack if the network's weights changed, even through ``parameter.data``.
@@ -143,34 +168,42 @@ class PackedUnet:
         self._looked = now
         if self._packed.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        if self.stale() or self.look()():
+        if self.stale() or bool(self._differ()):
             self.repack()
 
-    def look(self) -> Callable[[], bool]:
-        """Return a question: do the values that :meth:`follow` compares differ as of this call?
+    def _differ(self) -> Tensor:
+        """Whether the values that :meth:`follow` compares are others now."""
+        return (_bits(torch.cat(self._elements)) != self._values).any()
 
-        On a GPU it is answered on a stream of its own, beside what was launched in the meantime.
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """On a GPU, compare what :meth:`follow` compares beside the kernels launched inside.
+
+        May be captured, for as long as ``places`` is the same. :meth:`differed` has the answer.
         """
-        values, elements = self._values, self._elements
-        if values is None:
-            return lambda: True
-        if not values.is_cuda:
-            return lambda: not torch.equal(_bits(torch.cat(elements)), values)
-        now = torch.cuda.current_stream(values.device).record_event()
+        main = torch.cuda.current_stream(self._elements[0].device)
+        beside = torch.cuda.Stream(main.device)
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            self._answer.copy_(self._differ(), non_blocking=True)
+        yield
+        main.wait_stream(beside)
 
-        def differ() -> bool:
-            with torch.cuda.stream(_side_stream(values.device)):
-                torch.cuda.current_stream().wait_event(now)
-                return not torch.equal(_bits(torch.cat(elements)), values)
+    def differed(self) -> bool:
+        """Wait for the current stream, and return the answer of the last :meth:`looking`.
 
-        return differ
+        Calls that share this object and run in several threads hold ``lock`` from one to the other.
+        """
+        torch.cuda.current_stream(self._elements[0].device).synchronize()
+        return bool(self._answer)
 
-    def _versions(self) -> list[tuple[int, int]]:
-        found = [module._parameters[name] for module, name in self.network.slots.values()]
+    def _versions(self) -> tuple[list[int], list[int]]:
+        found = list(map(operator.getitem, *self._homes))
         try:
-            return [(p.data_ptr(), p._version) for p in found]
+            versions = list(map(_version, found))
         except RuntimeError:  # tensors made in inference mode count no versions
-            return [(p.data_ptr(), 0) for p in found]
+            versions = []
+        return list(map(Tensor.data_ptr, found)), versions
 
     def stale(self) -> bool:
         """Whether the network's weights have changed since they were packed."""
