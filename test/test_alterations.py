@@ -195,6 +195,17 @@ def test_inference_mode_and_no_grad_mix(device):
         torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
 
 
+def test_a_default_device_is_not_taken(device):
+    """torch.set_default_device moves nothing that is measured, packed or drawn."""
+    policy = original_policy(device)
+    fast, call = copy.deepcopy(policy), call_of(device)
+    want = sampled(policy, call)
+    with torch.device("meta"):
+        dpa.accelerate(fast, fallback=False)
+        for _ in range(2):
+            torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+
+
 def test_explain_says_why_the_original_runs():
     unet, _ = running()
     assert dpa.explain(unet).findings[0].active

@@ -16,41 +16,60 @@ VERSIONS = sorted(
 FOLDERS = {version: Path(sys.prefix) / f"diffusers-{version}" for version in VERSIONS}
 
 
-def run(folder, *arguments):
-    """Run Python with the packages of ``folder`` before all others."""
+TESTS = (
+    "test/test_scheduler_combinations.py",
+    "test/test_steps.py",
+    "test/test_acceleration.py::test_original_policy",
+)
+
+
+def run(folder, *arguments, **options):
+    """Start Python with the packages of ``folder`` before all others."""
     paths = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "DPA_FUZZ_CASES": "20",  # random schedulers a test; the newest version is tried on more
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
         [sys.executable, *arguments],
-        env=environment,
-        capture_output=True,
+        env=os.environ | environment,
         text=True,
         cwd=HERE.parent,
+        **options,
     )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The tests under every version that is installed, all at once, and what they print."""
+    folder, started = tmp_path_factory.mktemp("versions"), {}
+    for version, packages in FOLDERS.items():
+        if packages.is_dir():
+            with (folder / version).open("w") as log:
+                options = ("-m", "pytest", "-p", "no:cacheprovider", "-vv")
+                started[version] = (
+                    run(packages, *options, *TESTS, stdout=log, stderr=subprocess.STDOUT),
+                    folder / version,
+                )
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_older_diffusers_is_followed(version):
-    folder = FOLDERS[version]
-    if not folder.is_dir():
-        pytest.skip(f"diffusers {version} is not installed in {folder} (make build does it)")
-    result = run(
-        folder,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-vv",
-        "test/test_scheduler_combinations.py",
-        "test/test_steps.py",
-        "test/test_acceleration.py::test_original_policy",
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+def test_an_older_diffusers_is_followed(version, runs):
+    if version not in runs:
+        pytest.skip(f"diffusers {version} is not in {FOLDERS[version]} (make build installs it)")
+    process, log = runs[version]
+    status, output = process.wait(), log.read_text()
+    assert status == 0, output[-6000:]
     for name in ("DDPM", "DDIM", "DPMSolverMultistep"):
-        assert f"[{name}Scheduler] PASSED" in result.stdout
+        assert f"[{name}Scheduler] PASSED" in output
     for kind in ("DDPM", "DDIM"):  # dpa.accelerate on a scheduler, and on a policy
-        assert re.search(rf"test_whole_loops\[cpu-{kind}-\w+\] PASSED", result.stdout)
-        assert f"test_original_policy[cpu-True-{kind}] PASSED" in result.stdout
+        assert re.search(rf"test_whole_loops\[cpu-{kind}-\w+\] PASSED", output)
+        assert f"test_original_policy[cpu-True-{kind}] PASSED" in output
 
 
 def test_the_old_version_is_the_one_that_is_tested():
@@ -63,5 +82,5 @@ def test_the_old_version_is_the_one_that_is_tested():
         "s = diffusers.DDIMScheduler(20, prediction_type='sample', clip_sample=False); "
         "print(dpa.schedulers.from_diffusers(s, 5).coefficients[0, 3].item())"
     )
-    result = run(FOLDERS[version], "-W", "ignore", "-c", code)
-    assert result.stdout.split() == [version, "0.0"], result.stdout + result.stderr
+    process = run(FOLDERS[version], "-W", "ignore", "-c", code, stdout=subprocess.PIPE)
+    assert process.communicate()[0].split() == [version, "0.0"]

@@ -4,6 +4,7 @@ Runs under any version of diffusers: options that its constructors lack are left
 """
 
 import inspect
+import os
 
 import pytest
 import torch
@@ -146,7 +147,8 @@ def hold_against_the_live_loop(process):
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
 
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+CASES = int(os.environ.get("DPA_FUZZ_CASES", "60"))
+SETTINGS = settings(max_examples=CASES, deadline=None, derandomize=True, database=None)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -7,6 +7,7 @@ and half a rounding step. Of 60 random configurations it is 0.57 times as far in
 """
 
 import copy
+import os
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ ROWS = {
     "maniskill": (8, 16, NARROW, 5, 64, 84, "DDPM", 100),
     "nomad": (2, 8, NARROW, 3, 256, 256, "DDPM", 10),
 }
+CASES = int(os.environ.get("DPA_FUZZ_CASES", "30"))
 OPTIONS = {"dp3": {"prediction_type": "sample"}}
 # Rows whose network another row runs through all its steps on the CPU too.
 SHORT_ON_CPU = {"pusht_lowdim": 10, "kitchen": 10}
@@ -194,8 +196,22 @@ def in_double(policy, call):
     return sample(twin, call)[0]
 
 
+def assert_as_near_as_rounding(plain, call, got):
+    """A group of few values, nearly equal, magnifies rounding: the original's own is the measure.
+
+    Which is chance, so its weights are moved by a unit in the last place to see more of it.
+    """
+    exact, own = in_double(plain, call), []
+    for _ in range(4):
+        own.append(float((sample(plain, call)[0] - exact).abs().max()))
+        for parameter in plain.parameters():
+            away = torch.randn_like(parameter).sign() * torch.inf
+            parameter.data = torch.nextafter(parameter.data, away)
+    assert (got - exact).abs().max() <= 2 * max(own)
+
+
 @given(architectures(), schedulers(), st.integers(1, 5), st.integers(2, 4), st.booleans())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=CASES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_configurations(arguments, scheduler, batch, multiple, inpainting):
     torch.manual_seed(0)
     local = arguments["local_cond_dim"]
@@ -216,19 +232,18 @@ def test_random_configurations(arguments, scheduler, batch, multiple, inpainting
         call["global_cond"] = torch.randn(batch, cond)
     expected, behind = sample(policy, call)
     bound = 1e-4 * max(1.0, float(expected.abs().max()))
-    exact = in_double(policy, call)
-    # A group of few values, nearly equal, magnifies rounding: the original's own is the measure.
-    own = 2 * (expected - exact).abs().max()
+    plain = copy.deepcopy(policy)
     dpa.accelerate(policy)
     for _ in range(2):
         got, drawn = sample(policy, call)
-        assert (got - expected).abs().max() <= bound or (got - exact).abs().max() <= own
         assert torch.equal(drawn, behind)
+        if (got - expected).abs().max() > bound:
+            assert_as_near_as_rounding(plain, call, got)
     assert vars(policy)["conditional_sample"].errors
 
 
 @given(architectures(), schedulers(), st.integers(2, 4), st.booleans())
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=CASES * 2 // 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_configurations_in_sixteen_bits(arguments, scheduler, multiple, half):
     torch.manual_seed(0)
     arguments["local_cond_dim"] = None

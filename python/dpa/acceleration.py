@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -228,7 +228,17 @@ def explain(model: Any) -> Report:
         errors = tuple(loop.errors.values()) if replaced else ()
         active = replaced and not why
         findings.append(Finding(path, "loop", name, not why, active, how, errors))
+    if not any(finding.part == "loop" for finding in findings):
+        findings = [_alone(finding) for finding in findings]
     return Report(tuple(findings))
+
+
+def _alone(finding: Finding) -> Finding:
+    """Say of a U-Net inside a model in which no loop was found that its loop stays (robomimic)."""
+    if finding.part != "U-Net" or not finding.path or not finding.can:
+        return finding
+    how = f"{finding.how}, step by step: the loop around it is not one that is known here"
+    return replace(finding, how=how)
 
 
 def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:

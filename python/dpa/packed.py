@@ -97,7 +97,7 @@ class PackedUnet:
         self._seen: tuple[list[int], list[int]] = ([], [])
         self._elements: list[Tensor] = []
         self._values: Tensor | None = None
-        self._answer = torch.zeros((), dtype=torch.bool)
+        self._answer = torch.zeros((), dtype=torch.bool, device="cpu")
         self._looked = 0.0
         self.places = 0
         self.lock = threading.RLock()
@@ -152,7 +152,8 @@ class PackedUnet:
             return
         self._elements, self._values = elements, values
         self._addresses = list(map(Tensor.data_ptr, elements))
-        self._answer = torch.zeros((), dtype=torch.bool, pin_memory=values.is_cuda)
+        with torch.device("cpu"):
+            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=values.is_cuda)
         self.places += 1
 
     def follow(self, every: float = 0.0) -> None:

@@ -123,7 +123,20 @@ def from_diffusers(
 
     """
     kind = _check_scheduler(scheduler, eta, use_clipped_model_output)
-    live = _cpu_copy(scheduler)
+    with torch.device("cpu"):  # whatever torch.set_default_device says
+        return _measure(
+            kind, _cpu_copy(scheduler), num_inference_steps, eta, use_clipped_model_output
+        )
+
+
+def _measure(
+    kind: str,
+    live: Any,
+    num_inference_steps: int | None,
+    eta: float,
+    use_clipped_model_output: bool,
+) -> StepTable:
+    """Measure a copy that may be changed."""
     if num_inference_steps is not None:
         most = live.config.num_train_timesteps
         if not 1 <= num_inference_steps <= most:
