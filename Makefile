@@ -25,12 +25,14 @@ build: $(SETUP)
 
 # The environment, made anew when the pins change.
 $(SETUP): requirements/build.txt requirements/dev.txt requirements/lerobot.txt requirements/nvcc.txt \
-          requirements/simulators.txt $(wildcard requirements/diffusers-*.txt)
+          requirements/robomimic.txt requirements/simulators.txt $(wildcard requirements/diffusers-*.txt)
 	@echo "setting up $(VENV) with the pinned dependencies (torch is 3 GB: the first time takes minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -r requirements/build.txt -r requirements/dev.txt
 	@$(PIP) install --no-deps -r requirements/lerobot.txt || \
 	  echo "no LeRobot for this Python: its tests will be skipped"
+	@$(PIP) install --no-deps -r requirements/robomimic.txt || \
+	  echo "no robomimic for this Python: its tests will be skipped"
 	@$(PIP) install --no-deps -r requirements/simulators.txt || \
 	  echo "no simulators for this Python: dpa eval will not be tested"
 	@for pins in requirements/diffusers-*.txt; do \

@@ -12,74 +12,8 @@ from torch import nn
 import dpa
 from dpa.loops import FastLoop
 from dpa.standins import LOOK_EVERY, FastForward
+from policies import diffusers, lerobot_policy, observations, original_policy, unet_and_inputs
 from tolerances import tolerance
-
-diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-SMALL = {"diffusion_step_embed_dim": 16, "down_dims": (16, 32)}
-
-
-def lerobot_policy(device="cpu", **options):
-    """LeRobot's own policy on state observations, with small random weights."""
-    modeling = pytest.importorskip(
-        "lerobot.policies.diffusion.modeling_diffusion",
-        reason="LeRobot is not installed (requirements/lerobot.txt)",
-        exc_type=ImportError,
-    )
-    from lerobot.configs.types import FeatureType, PolicyFeature
-    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
-
-    config = DiffusionConfig(
-        input_features={
-            "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
-            "observation.environment_state": PolicyFeature(FeatureType.ENV, (4,)),
-        },
-        output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
-        device="cpu",
-        num_train_timesteps=20,
-        **{**SMALL, "horizon": 8, "n_action_steps": 4, **options},
-    )
-    return modeling.DiffusionPolicy(config).to(device).eval()
-
-
-class OriginalStyle(nn.Module):
-    """A policy with the attributes and the loop of diffusion_policy's lowdim policy."""
-
-    def __init__(self, scheduler, local_cond_dim=None, global_cond_dim=4):
-        super().__init__()
-        unet = dpa.nn.ConditionalUnet1D(2, local_cond_dim, global_cond_dim, **SMALL)
-        self.model = dpa.reference.plain(unet)
-        self.normalizer = nn.Linear(1, 1)
-        self.noise_scheduler = scheduler
-        self.num_inference_steps = 5
-        self.kwargs = {}
-
-    def conditional_sample(
-        self,
-        condition_data,
-        condition_mask,
-        local_cond=None,
-        global_cond=None,
-        generator=None,
-        **kwargs,
-    ):
-        x = torch.randn(
-            condition_data.shape,
-            dtype=condition_data.dtype,
-            device=condition_data.device,
-            generator=generator,
-        )
-        self.noise_scheduler.set_timesteps(self.num_inference_steps)
-        for t in self.noise_scheduler.timesteps:
-            x[condition_mask] = condition_data[condition_mask]
-            out = self.model(x, t, local_cond=local_cond, global_cond=global_cond)
-            x = self.noise_scheduler.step(out, t, x, generator=generator, **kwargs).prev_sample
-        x[condition_mask] = condition_data[condition_mask]
-        return x
-
-
-def original_policy(device, kind="DDIM", **options):
-    scheduler = getattr(diffusers, f"{kind}Scheduler")(20, beta_schedule="squaredcos_cap_v2")
-    return OriginalStyle(scheduler, **options).to(device).eval()
 
 
 def attributes(model):
@@ -87,15 +21,6 @@ def attributes(model):
         (name, list(vars(m)), [id(v) for v in vars(m).values()])
         for name, m in model.named_modules()
     ]
-
-
-def observations(steps, device):
-    generator = torch.Generator().manual_seed(9)
-    for _ in range(steps):
-        yield {
-            "observation.state": torch.randn(1, 3, generator=generator).to(device),
-            "observation.environment_state": torch.randn(1, 4, generator=generator).to(device),
-        }
 
 
 @pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
@@ -178,16 +103,6 @@ def test_local_conditioning_runs_layer_by_layer(device):
             with torch.no_grad():
                 results.append(current.conditional_sample(data, mask, **call))
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
-
-
-def unet_and_inputs(device="cpu"):
-    unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(2, None, 4, **SMALL)).to(device).eval()
-    return unet, (
-        torch.randn(3, 8, 2, device=device),
-        torch.arange(3, device=device),
-        None,
-        torch.randn(3, 4, device=device),
-    )
 
 
 @torch.no_grad()

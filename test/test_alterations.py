@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dpa
-from test_acceleration import (
+from policies import (
     diffusers,
     lerobot_policy,
     observations,

@@ -1,7 +1,5 @@
 """Recognising the networks of the family, and what is not one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +9,7 @@ from torch import nn
 import dpa
 from dpa import family
 from dpa.family import NotInFamily
+from policies import lerobot_unet
 
 SMALL = {"input_dim": 2, "diffusion_step_embed_dim": 8, "down_dims": (8, 16), "global_cond_dim": 3}
 
@@ -31,25 +30,6 @@ def architectures(draw):
         "n_groups": groups,
         "cond_predict_scale": draw(st.booleans()),
     }
-
-
-def lerobot_unet(arguments):
-    """LeRobot's network of the same arguments."""
-    modeling = pytest.importorskip(
-        "lerobot.policies.diffusion.modeling_diffusion",
-        reason="LeRobot is not installed (requirements/lerobot.txt)",
-        exc_type=ImportError,
-    )
-    config = SimpleNamespace(
-        action_feature=SimpleNamespace(shape=(arguments["input_dim"],)),
-        diffusion_step_embed_dim=arguments["diffusion_step_embed_dim"],
-        down_dims=arguments["down_dims"],
-        kernel_size=arguments.get("kernel_size", 3),
-        n_groups=arguments.get("n_groups", 8),
-        use_film_scale_modulation=arguments.get("cond_predict_scale", False),
-        gradient_checkpointing=False,
-    )
-    return modeling.DiffusionConditionalUnet1d(config, arguments["global_cond_dim"] or 0)
 
 
 @given(architectures())

@@ -22,13 +22,13 @@ from typer.testing import CliRunner
 import dpa
 from dpa.cli import app
 from dpa.graphs import LoopGraphs
+from policies import OriginalPolicy
 from test_graphs import cuda, diffusers, make, plain_twin  # noqa: F401  (cuda is a fixture)
-from test_whole_loops import Policy
 
 PYTHON = [sys.executable, "-c"]
 
 
-class Encoded(Policy):
+class Encoded(OriginalPolicy):
     """A policy with an encoder that gives up on what is not finite."""
 
     def __init__(self, unet, scheduler, steps):
@@ -56,7 +56,7 @@ def test_an_exception_in_an_observation_encoder(device):
         torch.manual_seed(5)
         expected = fast.act(good)
         if broken:
-            hooks.append(fast.unet.register_forward_pre_hook(lambda *_: 1 / 0))
+            hooks.append(fast.model.register_forward_pre_hook(lambda *_: 1 / 0))
             with pytest.raises(ZeroDivisionError):
                 fast.act(good)
             hooks.pop().remove()

@@ -1,5 +1,6 @@
 """Checkpoints of every layout, and files that are damaged, hostile or something else."""
 
+import collections
 import json
 import os
 import pickle
@@ -290,6 +291,24 @@ def test_trust_pickle_reads_objects_besides_tensors(unet, tmp_path):
         load_checkpoint(tmp_path / "a.ckpt")
     loaded = load_checkpoint(tmp_path / "a.ckpt", trust_pickle=True)
     assert equal(loaded.unet, unet.state_dict())
+
+
+class Interpolated(collections.UserDict):
+    """As omegaconf's DictConfig, with an expression of hydra's inside, such as ${now:%Y.%m.%d}."""
+
+    def items(self):
+        raise ValueError("Unsupported interpolation type now")
+
+    def items_ex(self, resolve):
+        assert not resolve
+        return self.data.items()
+
+
+def test_expressions_in_a_configuration_stay_as_they_are(unet, tmp_path):
+    config = Interpolated(name="${now:%H}", policy=Interpolated(model={"n_groups": 4}))
+    torch.save({"cfg": config, "state_dicts": {"model": unet.state_dict()}}, tmp_path / "a.ckpt")
+    loaded = load_checkpoint(tmp_path / "a.ckpt", trust_pickle=True)
+    assert loaded.arguments["n_groups"] == 4
 
 
 def test_files_without_a_unet(tmp_path, unet):

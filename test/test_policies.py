@@ -9,9 +9,8 @@ from torch import nn
 
 import dpa
 from dpa.standins import FastForward
-from test_acceleration import SMALL, diffusers, original_policy, unet_and_inputs
+from policies import SMALL, diffusers, lerobot_unet, original_policy, unet_and_inputs
 from test_alterations import assert_follows, call_of, sampled
-from test_family import lerobot_unet
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -50,7 +49,7 @@ def test_a_compiled_network_is_compared_with_the_original():
     want = sampled(policy, call)
     policy.model = torch.compile(policy.model, backend="eager")
     dpa.accelerate(policy)
-    with pytest.warns(RuntimeWarning, match="the accelerated OriginalStyle.* differs"):
+    with pytest.warns(RuntimeWarning, match="the accelerated OriginalPolicy.* differs"):
         sampled(policy, call)
     dpa.restore(policy)
     torch.testing.assert_close(sampled(policy, call), want, rtol=1e-4, atol=1e-4)

@@ -13,13 +13,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import dpa
 from dpa.loops import FastLoop
-from test_family import architectures, lerobot_unet
-
-diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+from policies import AroundLeRobots, OriginalPolicy, diffusers, lerobot_unet
+from test_family import architectures
 
 MIDDLE, WIDE, NARROW = (256, 512, 1024), (512, 1024, 2048), (64, 128, 256)
 # Action dimension, horizon, widths, kernel, step embedding, condition, scheduler, steps.
@@ -45,34 +43,6 @@ OPTIONS = {"dp3": {"prediction_type": "sample"}}
 SHORT_ON_CPU = {"pusht_lowdim": 10, "kitchen": 10}
 
 
-class Policy(nn.Module):
-    """A network in the loop of diffusion_policy, inpainting included."""
-
-    def __init__(self, unet, scheduler, steps):
-        super().__init__()
-        self.unet = unet
-        self.noise_scheduler, self.num_inference_steps = scheduler, steps
-
-    def conditional_sample(
-        self, condition_data, condition_mask, local_cond=None, global_cond=None, generator=None
-    ):
-        x = torch.randn(
-            condition_data.shape,
-            dtype=condition_data.dtype,
-            device=condition_data.device,
-            generator=generator,
-        )
-        self.noise_scheduler.set_timesteps(self.num_inference_steps)
-        for t in self.noise_scheduler.timesteps:
-            x[condition_mask] = condition_data[condition_mask]
-            times = torch.full(x.shape[:1], t, dtype=torch.long, device=x.device)
-            local = {} if local_cond is None else {"local_cond": local_cond}
-            out = self.unet(x, times, global_cond=global_cond, **local)
-            x = self.noise_scheduler.step(out, t, x, generator=generator).prev_sample
-        x[condition_mask] = condition_data[condition_mask]
-        return x
-
-
 def row_policy(name, device):
     actions, _, dims, kernel, embedding, cond, kind, steps = ROWS[name]
     arguments = {
@@ -89,7 +59,7 @@ def row_policy(name, device):
     if device.type == "cpu":
         steps = SHORT_ON_CPU.get(name, steps)
     with torch.device(device):
-        return Policy(lerobot_unet(arguments), scheduler, steps).eval()
+        return AroundLeRobots(lerobot_unet(arguments), scheduler, steps).eval()
 
 
 def call_of(name, device, batch):
@@ -134,7 +104,7 @@ def error(got, exact):
 def assert_as_near_as_autocast(policy, call, dtype, **options):
     exact, _ = sample(policy, call)
     # Its output in float32, or the scheduler would draw other, 16-bit numbers.
-    handle = policy.unet.register_forward_hook(lambda *seen: seen[2].float())
+    handle = policy.model.register_forward_hook(lambda *seen: seen[2].float())
     with torch.autocast(exact.device.type, dtype):
         theirs, _ = sample(policy, call)
     handle.remove()
@@ -182,7 +152,7 @@ def schedulers(draw):
 
 def in_double(policy, call):
     """The loop in float32 with the network in float64."""
-    unet = copy.deepcopy(policy.unet).double()
+    unet = copy.deepcopy(policy.model).double()
     # The position embedding is float32 whatever the weights are.
     unet.diffusion_step_encoder[0].register_forward_hook(lambda *seen: seen[2].double())
 
@@ -192,7 +162,7 @@ def in_double(policy, call):
 
     twin = copy.copy(policy)
     twin._modules = {}
-    vars(twin)["unet"] = network
+    vars(twin)["model"] = network
     return sample(twin, call)[0]
 
 
@@ -217,10 +187,10 @@ def test_random_configurations(arguments, scheduler, batch, multiple, inpainting
     local = arguments["local_cond_dim"]
     horizon = multiple * 2 ** (len(arguments["down_dims"]) - 1)
     if local is None:
-        unet = lerobot_unet(arguments)
+        policy = AroundLeRobots(lerobot_unet(arguments), *scheduler).eval()
     else:
         unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(**arguments))
-    policy = Policy(unet, *scheduler).eval()
+        policy = OriginalPolicy(unet, *scheduler).eval()
     data = torch.randn(batch, horizon, arguments["input_dim"])
     call = {
         "condition_data": data,
@@ -248,7 +218,7 @@ def test_random_configurations_in_sixteen_bits(arguments, scheduler, multiple, h
     torch.manual_seed(0)
     arguments["local_cond_dim"] = None
     horizon = multiple * 2 ** (len(arguments["down_dims"]) - 1)
-    policy = Policy(lerobot_unet(arguments), *scheduler).eval()
+    policy = AroundLeRobots(lerobot_unet(arguments), *scheduler).eval()
     data = torch.randn(8, horizon, arguments["input_dim"])
     mask = torch.zeros_like(data, dtype=torch.bool)
     call = {"condition_data": data, "condition_mask": mask, "global_cond": None}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,12 +207,12 @@ def _unets(
         return
     tensors = {
         name.replace("_orig_mod.", ""): value
-        for name, value in content.items()
+        for name, value in _items(content)
         if isinstance(name, str) and isinstance(value, Tensor)
     }
     for start in prefixes(tensors):
         yield where, start, tensors
-    for name, value in content.items():
+    for name, value in _items(content):
         if isinstance(value, (Mapping, nn.Module)):
             yield from _unets(value, f"{where}.{name}".lstrip("."), seen)
 
@@ -242,9 +242,7 @@ def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     seen: list[Any] = [config]
     for level in seen:
-        # omegaconf's dicts would evaluate expressions that refer to the training code.
-        items = level.items_ex(resolve=False) if hasattr(level, "items_ex") else level.items()
-        for name, value in items:
+        for name, value in _items(level):
             if name in _WANTED and value not in found.setdefault(name, []):
                 found[name].append(value)
             value = _parsed(value)
@@ -258,6 +256,14 @@ def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
             listed = ", ".join(map(repr, values))
             raise CheckpointError(f"{path}: the configuration must have one {name}, got {listed}")
     return {name: values[0] for name, values in found.items()}
+
+
+def _items(content: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a dict, or of one of omegaconf's as they are written.
+
+    Its expressions refer to the training code, and to resolvers that only hydra registers.
+    """
+    return content.items_ex(resolve=False) if hasattr(content, "items_ex") else content.items()
 
 
 def _parsed(value: Any) -> Any:
