@@ -18,6 +18,7 @@ from torch import nn
 
 from . import _html
 from .family import NotInFamily, recognise
+from .graphed_calls import GraphedForward, ungraph_calls
 from .loops import FastLoop
 from .packed import runs_packed
 from .schedulers import from_diffusers
@@ -176,8 +177,8 @@ def restore(model: Any) -> Any:
     if _is_scheduler(model) and isinstance(vars(model).get("step"), FastStep):
         del vars(model)["step"]
     for _, module in _modules(model):
-        if isinstance(vars(module).get("forward"), FastForward):
-            del vars(module)["forward"]
+        if isinstance(_forward(module), FastForward):
+            del vars(ungraph_calls(module))["forward"]
         if isinstance(vars(module).get("conditional_sample"), FastLoop):
             del vars(module)["conditional_sample"]
     return model
@@ -186,7 +187,7 @@ def restore(model: Any) -> Any:
 def repack(model: Any) -> Any:
     """Pack the weights of every accelerated U-Net anew, and return ``model``."""
     for _, module in _modules(model):
-        forward = vars(module).get("forward")
+        forward = _forward(module)
         if isinstance(forward, FastForward):
             forward._forget()
     for _, module in _modules(model):
@@ -208,7 +209,7 @@ def explain(model: Any) -> Report:
         findings.append(Finding("", "scheduler", name, why is None, active, how, errors))
     for path, module in _modules(model):
         name = type(module).__name__
-        forward = vars(module).get("forward")
+        forward = _forward(module)
         if isinstance(forward, FastForward):
             why, errors = forward.why_original() or forward.failed, tuple(forward.errors.values())
             how = why or _how(module, "chain" if module.training else forward.options.mode)
@@ -263,6 +264,12 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     yield from walk("", model, 3)
 
 
+def _forward(module: nn.Module) -> Any:
+    """What replaces a module's forward on the object, beneath graphs of its calls; or None."""
+    forward = vars(module).get("forward")
+    return forward.inner if isinstance(forward, GraphedForward) else forward
+
+
 def _is_scheduler(model: Any) -> bool:
     parts = ("step", "set_timesteps", "timesteps", "config")
     return not isinstance(model, nn.Module) and all(hasattr(model, part) for part in parts)
@@ -272,7 +279,7 @@ def _why_no_unet(module: nn.Module) -> str | None:
     """Return why a module cannot be accelerated as a U-Net, or None where it can."""
     if not all(hasattr(module, part) for part in _NEAR):
         return "it is no U-Net"
-    if "forward" in vars(module) and not isinstance(vars(module)["forward"], FastForward):
+    if not isinstance(_forward(module), (FastForward, type(None))):
         return "its forward was replaced on the object"
     try:
         network = recognise(module)

@@ -1,4 +1,4 @@
-"""Helpers of a training loop: the average of the weights, and the whole step in one CUDA graph."""
+"""Helpers of a training loop: the average of the weights, and CUDA graphs of calls or whole steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .graphed_calls import graph_calls, ungraph_calls
+
+__all__ = ["EMA", "GraphedStep", "graph_calls", "ungraph_calls"]
 
 
 def _local(tensor: Tensor) -> Tensor:

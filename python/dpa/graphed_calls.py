@@ -1,0 +1,365 @@
+"""A module's calls in training as CUDA graphs: one of its forward, one of its backward.
+
+The training loop stays as it is. Where the host takes longer to launch a small network's kernels
+than the GPU to run them, a step then takes as long as the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .graphs import _FAILED, can_capture, leave_capture
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Module:
+    """Let a module's calls replay CUDA graphs while it trains, in place.
+
+    Only the attribute ``forward`` of the object is replaced. In training mode with gradients
+    enabled, the first ``warmup`` calls of a kind (shapes, dtypes, autocast, which parameters train)
+    run as they are, the next one is captured, forward and backward, and later ones replay: two
+    launches, whatever the number of kernels. Optimizer, loss, clipping, EMA, checkpoints and loop
+    stay what they are. ``GradScaler`` and hooks of parameters work as before, and copies of the
+    module capture anew. Gradients are written to the same memory each time; where somebody still
+    holds the last ones, in ``grad`` or elsewhere, those are left alone. So begin steps with
+    ``zero_grad(set_to_none=True)``; adding gradients of several batches up costs a copy of them.
+
+    A call runs as it is where a graph cannot stand for it: no gradients, evaluation mode, arguments
+    that are not CUDA tensors or None, hooks on inner modules, checkpointing, a second call before
+    the first one's backward, replaced modules, inside a capture or ``torch.compile``. What it may
+    not do is look at values on the host, or depend on Python values that change. There is no second
+    derivative through a replay. Under DDP, gradients are exchanged after the backward, not during
+    it: :class:`GraphedStep` captures both.
+
+    Args:
+        module: takes tensors and returns one; a policy's U-Net, say.
+        warmup: calls of a kind before it is captured.
+        capacity: kinds that stay captured, each with its activations and gradients in memory.
+
+    Returns:
+        ``module``.
+
+    """
+    if warmup < 1 or capacity < 1:
+        raise ValueError(
+            f"graph_calls: warmup and capacity must be at least 1, got {warmup}, {capacity}"
+        )
+    ungraph_calls(module)
+    vars(module)["forward"] = GraphedForward(module, warmup, capacity)
+    return module
+
+
+def ungraph_calls(module: nn.Module) -> nn.Module:
+    """Undo :func:`graph_calls` and return ``module``."""
+    graphed = vars(module).get("forward")
+    if isinstance(graphed, GraphedForward):
+        del vars(module)["forward"]
+        if graphed.inner is not None:
+            vars(module)["forward"] = graphed.inner
+    return module
+
+
+class GraphedForward:
+    """What stands in for the forward of a module whose calls are graphed."""
+
+    def __init__(self, module: nn.Module, warmup: int, capacity: int):
+        self.module = module
+        self.inner = vars(module).get("forward")
+        self.warmup = warmup
+        self.capacity = capacity
+        self._forget()
+
+    def _forget(self) -> None:
+        self._parts: _Parts | None = None
+        self._calls: Counter[Hashable] = Counter()
+        self._captures: OrderedDict[Hashable, _Capture] = OrderedDict()
+        self.refused: dict[Hashable, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the graphs out: a copy captures its own."""
+        kept = ("module", "inner", "warmup", "capacity")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    @property
+    def captured(self) -> int:
+        """How many kinds of calls replay by now."""
+        return len(self._captures)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that this one replaces."""
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, by a replay where there is one."""
+        names, values = (*range(len(args)), *kwargs), (*args, *kwargs.values())
+        key = self._key(names, values)
+        if key is None or key in self.refused:
+            return self.original(*args, **kwargs)
+        capture = self._captures.get(key)
+        if capture is None:
+            self._calls[key] += 1
+            if self._calls[key] > self.warmup:
+                capture = self._capture(key, args, kwargs)
+        if capture is None or capture.is_open():
+            return self.original(*args, **kwargs)
+        self._captures.move_to_end(key)
+        tensors = tuple(x for x in values if x is not None)
+        return _Replay.apply(capture, tensors, *capture.trained(tensors))
+
+    def _key(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> Hashable | None:
+        """All that a capture depends on, or None where the call has to run as it is."""
+        kinds = {type(x) for x in values if x is not None}
+        if not kinds or not kinds <= {Tensor, nn.Parameter} or _is_special():
+            return None
+        device = next(x.device for x in values if x is not None)
+        if not self.module.training or not can_capture(device):
+            return None
+        parts = self._parts
+        if parts is None or not parts.unchanged():
+            self._forget()
+            parts = self._parts = _Parts(self.module)
+        if not parts.are_plain(device) or any(x is not None and x.device != device for x in values):
+            return None
+        arguments = tuple(
+            None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad) for x in values
+        )
+        mode = (
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        )
+        return names, arguments, mode, parts.state()
+
+    def _capture(self, key: Hashable, args: Any, kwargs: dict[str, Any]) -> _Capture | None:
+        assert self._parts is not None
+        try:
+            capture = _Capture(self.original, self._parts, args, kwargs)
+        except RuntimeError as error:  # calls go on, kernel by kernel
+            self.refused[key] = str(error).partition("\n")[0]
+            warnings.warn(
+                f"graph_calls: {type(self.module).__name__} runs kernel by kernel, for its call "
+                f"could not be captured: {self.refused[key]}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+        self._captures[key] = capture
+        while len(self._captures) > self.capacity:
+            gone, _ = self._captures.popitem(last=False)
+            del self._calls[gone]
+        return capture
+
+
+def _is_special() -> bool:
+    """Whether somebody looks on or changes what calls mean, or no gradient is asked for."""
+    return (
+        not torch.is_grad_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or nn.modules.module._has_any_global_hook()
+    )
+
+
+class _Parts:
+    """The modules, parameters and buffers that a capture has in it.
+
+    Looked at in every call, so a look is made of dictionary lookups alone.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.modules = list(module.modules())
+        places = [(m._modules, m._parameters, m._buffers) for m in self.modules]
+        self._slots = [(d, name, d[name]) for three in places for d in three for name in d]
+        self._parameter_slots = [(d, n) for _, d, _ in places for n in d if d[n] is not None]
+        self.parameters = list(module.parameters())
+        self._tensors = [*self.parameters, *module.buffers()]
+        self._hooks = [getattr(m, name) for m in self.modules[1:] for name in _HOOKS]
+
+    def unchanged(self) -> bool:
+        """Whether nothing has been replaced."""
+        return all(d.get(name) is value for d, name, value in self._slots)
+
+    def are_plain(self, device: torch.device) -> bool:
+        """Whether a graph can stand for the module: on one device, not sharded, not watched."""
+        return (
+            not any(self._hooks)
+            and all(type(p) is nn.Parameter for p in self.parameters)
+            and all(t.device == device for t in self._tensors)
+        )
+
+    def state(self) -> Hashable:
+        """Where the parameters and buffers lie, which of them train, and each module's mode."""
+        return (
+            tuple([t.data_ptr() for t in self._tensors]),
+            tuple([p.requires_grad for p in self.parameters]),
+            tuple([m.training for m in self.modules]),
+        )
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[list[nn.Parameter]]:
+        """Lend the module parameters of the same memory, without hooks or history."""
+        new = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters}
+        own = [(d, name, d[name]) for d, name in self._parameter_slots]
+        try:
+            for d, name, parameter in own:
+                d[name] = new[id(parameter)]
+            yield list(new.values())
+        finally:
+            for d, name, parameter in own:
+                d[name] = parameter
+
+
+class _Capture:
+    """One kind of call: its graphs, and the memory that they read and write.
+
+    The activations are those of the last replay, so there is no second one as long as the first's
+    backward may come. The captured run's own autograd graph is kept: it computes the gradients
+    where those of the last replay are still in somebody's hands.
+    """
+
+    def __init__(self, forward: Callable[..., Any], parts: _Parts, args: Any, kwargs: Any):
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
+        self._call: Callable[[], Any] = lambda: None
+        lend = lambda x: None if x is None else x.detach().clone().requires_grad_(x.requires_grad)  # noqa: E731
+        args, kwargs = [lend(x) for x in args], {name: lend(x) for name, x in kwargs.items()}
+        self._inputs = [x for x in (*args, *kwargs.values()) if x is not None]
+        self.mark = spare = torch.empty(1, device=self._inputs[0].device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # casts of parameters belong to each replay
+        try:
+            with parts.replaced() as parameters:
+                self._record(forward, args, kwargs, parameters)
+        except BaseException:
+            _FAILED.extend((self._forward, self._backward))
+            leave_capture(spare)
+            raise
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+        self._parameters = [p for p in parts.parameters if p.requires_grad]
+        self._storages = [g.untyped_storage() for g in self._gradients if g is not None]
+        self._users = [torch._C._storage_Use_Count(s._cdata) for s in self._storages]
+
+    def _record(self, forward: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> None:
+        options = {
+            "pool": torch.cuda.graph_pool_handle(),
+            "stream": self._stream,
+            # Other threads, such as a data loader's, go on using CUDA while this one captures.
+            "capture_error_mode": "thread_local",
+        }
+        with torch.cuda.graph(self._forward, **options):
+            self._output = forward(*args, **kwargs)
+        if not isinstance(self._output, Tensor) or not self._output.requires_grad:
+            raise RuntimeError("it must return one tensor that has a gradient")
+        self._grad = torch.empty_like(self._output)
+        self._trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
+        with torch.cuda.graph(self._backward, **options):
+            self._gradients = self._differentiate(self._grad)
+
+    def _differentiate(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(
+            self._output, self._trained, grad, retain_graph=True, allow_unused=True
+        )
+
+    def is_open(self) -> bool:
+        """Whether the backward of the last call may still come."""
+        call = self._call()
+        if call is None:
+            return False
+        try:
+            return call.saved_tensors is not None
+        except RuntimeError:  # a backward has been, and has freed them
+            return False
+
+    def trained(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """The inputs and parameters of a call that get gradients."""
+        return [*(x for x in inputs if x.requires_grad), *self._parameters]
+
+    def forward(self, call: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        self._call = weakref.ref(call)
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._done)
+        for kept, new in zip(self._inputs, inputs, strict=True):
+            kept.detach().copy_(new)
+        self._forward.replay()
+        result = self._output.detach().clone()
+        self._done.record(stream)
+        return result
+
+    def backward(self, call: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if self._call() is not call:
+            raise RuntimeError(
+                "graph_calls: a backward must come before the module's next call of the same kind"
+            )
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._done)
+        if self._are_held():
+            self._give_away()
+        if self._are_held():
+            return self._backward_on_side_stream(grad)
+        self._grad.copy_(grad)
+        self._backward.replay()
+        self._done.record(stream)
+        return tuple(g if g is None else g.detach() for g in self._gradients)
+
+    def _are_held(self) -> bool:
+        """Whether somebody still has gradients of the last replay."""
+        count = torch._C._storage_Use_Count
+        return any(count(s._cdata) != n for s, n in zip(self._storages, self._users, strict=True))
+
+    def _give_away(self) -> None:
+        """Move what the parameters hold of the last gradients to memory of its own."""
+        written = {g.data_ptr() for g in self._gradients if g is not None}
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.data_ptr() in written:
+                parameter.grad = parameter.grad.clone()
+
+    def _backward_on_side_stream(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Without the graph, into new memory, on the stream that the captured nodes belong to."""
+        stream = torch.cuda.current_stream()
+        self._stream.wait_stream(stream)
+        with torch.cuda.stream(self._stream):
+            gradients = self._differentiate(grad)
+        stream.wait_stream(self._stream)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.record_stream(stream)
+        self._done.record(stream)
+        return gradients
+
+
+class _Replay(torch.autograd.Function):
+    """A call by replay; what it saves tells whether its backward may still come."""
+
+    @staticmethod
+    def forward(ctx: Any, capture: _Capture, inputs: tuple[Tensor, ...], *trained: Tensor) -> Any:
+        ctx.save_for_backward(capture.mark)
+        ctx.capture = capture
+        return capture.forward(ctx, inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _ = ctx.saved_tensors  # PyTorch's own error where they are freed
+        return None, None, *ctx.capture.backward(ctx, grad)

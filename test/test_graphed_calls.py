@@ -1,0 +1,385 @@
+"""Calls by replay give the gradients of calls as they are, whatever a training loop does.
+
+On the CPU a stand-in runs the captured function again at each replay, into the same gradients: what
+belongs to whom, and when a replay is allowed, is tested without a GPU.
+"""
+
+import contextlib
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import dpa
+from dpa import graphed_calls
+from dpa.training import graph_calls, ungraph_calls
+
+
+class _StandIn(graphed_calls._Capture):
+    def _record(self, forward, args, kwargs, parameters):
+        module = forward.__self__.module
+        lent = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
+
+        def run():
+            with _reparametrize_module(module, lent), torch.enable_grad():
+                self._output = forward(*args, **kwargs)
+
+        def back():
+            for kept, new in zip(self._gradients, self._differentiate(self._grad), strict=True):
+                if kept is not None:
+                    kept.copy_(new)
+
+        run()
+        self._grad = torch.empty_like(self._output)
+        self._trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
+        self._gradients = [g if g is None else g.clone() for g in self._differentiate(self._grad)]
+        self._forward.replay, self._backward.replay = run, back
+
+
+@pytest.fixture(autouse=True)
+def _graphs(device, monkeypatch):
+    if device.type == "cuda":
+        return
+    nothing = types.SimpleNamespace(wait_event=id, wait_stream=id, record=id)
+    for name in ("CUDAGraph", "Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: copy.copy(nothing))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(graphed_calls, "can_capture", lambda _: True)
+    monkeypatch.setattr(graphed_calls, "_Capture", _StandIn)
+
+
+class _Small(nn.Module):
+    """Two layers, one of them used twice, and a parameter that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 8), nn.Linear(8, 8)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, scale=None):
+        y = self.two(self.two(self.one(x).tanh()).tanh())
+        return y if scale is None else y * scale
+
+
+def _pair(device, warmup=1, make=_Small):
+    """A module, and an equal one whose calls of the usual kind replay by now."""
+    torch.manual_seed(0)
+    plain = make().to(device)
+    graphed = graph_calls(copy.deepcopy(plain), warmup=warmup)
+    for _ in range(warmup + 1):
+        graphed(_x(device)).sum().backward()
+    graphed.zero_grad(set_to_none=True)
+    assert graphed.forward.captured == 1
+    return plain, graphed
+
+
+def _x(device):
+    return torch.randn(5, 3, device=device)
+
+
+def _same_gradients(plain, graphed):
+    for one, other in zip(plain.parameters(), graphed.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            assert_close(other.grad, one.grad)
+
+
+def _count_replays(graphed, monkeypatch):
+    count = []
+    replay = graphed_calls._Capture.forward
+    counted = lambda *args: count.append(1) or replay(*args)  # noqa: E731
+    monkeypatch.setattr(graphed_calls._Capture, "forward", counted)
+    return count
+
+
+def _trained(module, batches, optimizer):
+    for x in batches:
+        optimizer.zero_grad(set_to_none=True)
+        module(x).square().sum().backward()
+        optimizer.step()
+    return list(module.parameters())
+
+
+def test_a_loop_trains_to_the_same_weights(device):
+    plain, graphed = _pair(device)
+    batches = [_x(device) for _ in range(6)]
+    one, other = (
+        _trained(m, batches, torch.optim.AdamW(m.parameters(), lr=0.1)) for m in (plain, graphed)
+    )
+    assert_close(other, one)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_add_up(device, set_to_none):
+    plain, graphed = _pair(device)
+    for _ in range(2):
+        for x in [_x(device) for _ in range(3)]:
+            plain(x).square().sum().backward()
+            graphed(x).square().sum().backward()
+        _same_gradients(plain, graphed)
+        plain.zero_grad(set_to_none=set_to_none)
+        graphed.zero_grad(set_to_none=set_to_none)
+
+
+def test_gradients_in_other_hands_stay(device):
+    plain, graphed = _pair(device)
+    first, second = _x(device), _x(device)
+    parameters = [p for p in graphed.parameters() if p is not graphed.unused]
+    kept = torch.autograd.grad(graphed(first).sum(), parameters)
+    before = [g.clone() for g in kept]
+    graphed(second).square().sum().backward()
+    assert_close(list(kept), before, rtol=0, atol=0)
+    plain(second).square().sum().backward()
+    _same_gradients(plain, graphed)
+
+
+def test_two_calls_before_a_backward(device, monkeypatch):
+    plain, graphed = _pair(device)
+    replays = _count_replays(graphed, monkeypatch)
+    first, second = _x(device), _x(device)
+    for module in (plain, graphed):
+        a, b = module(first), module(second)
+        (a.square().sum() + b.sum()).backward()
+    assert len(replays) == 1
+    _same_gradients(plain, graphed)
+
+
+def test_a_graph_that_is_kept_for_a_second_backward(device, monkeypatch):
+    plain, graphed = _pair(device)
+    replays = _count_replays(graphed, monkeypatch)
+    first, second = _x(device), _x(device)
+    for module in (plain, graphed):
+        loss = module(first).square().sum()
+        loss.backward(retain_graph=True)
+        module(second).sum().backward()  # between the two
+        loss.backward()
+    assert len(replays) == 1
+    _same_gradients(plain, graphed)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_loss_that_nobody_differentiates(device, monkeypatch):
+    plain, graphed = _pair(device)
+    replays = _count_replays(graphed, monkeypatch)
+    graphed(_x(device))
+    x = _x(device)
+    plain(x).sum().backward()
+    graphed(x).sum().backward()
+    assert len(replays) == 2
+    _same_gradients(plain, graphed)
+
+
+def test_results_stay(device):
+    _, graphed = _pair(device)
+    first = graphed(_x(device)).detach()
+    before = first.clone()
+    graphed(_x(device)).sum().backward()
+    assert torch.equal(first, before)
+
+
+def test_inputs_get_gradients(device):
+    plain, graphed = _pair(device)
+    for _ in range(4):
+        x = _x(device)
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        plain(one).square().sum().backward()
+        graphed(other).square().sum().backward()
+        assert_close(other.grad, one.grad)
+    assert graphed.forward.captured == 2
+
+
+def test_parameters_that_stop_training(device):
+    plain, graphed = _pair(device)
+    for module in (plain, graphed):
+        module.two.requires_grad_(False)
+    for _ in range(4):
+        x = _x(device)
+        for module in (plain, graphed):
+            module.zero_grad(set_to_none=True)
+            module(x).square().sum().backward()
+        _same_gradients(plain, graphed)
+    assert graphed.two.weight.grad is None and graphed.forward.captured == 2
+
+
+def test_hooks_of_parameters_run_once_a_backward(device):
+    plain, graphed = _pair(device)
+    for module in (plain, graphed):
+        module.one.weight.register_hook(lambda grad: 3 * grad)
+    graphed = graph_calls(graphed, warmup=1)  # captured with the hook in place
+    seen = []
+    graphed.two.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    for _ in range(4):
+        x = _x(device)
+        for module in (plain, graphed):
+            module.zero_grad(set_to_none=True)
+            module(x).square().sum().backward()
+        _same_gradients(plain, graphed)
+    assert len(seen) == 4 and graphed.forward.captured == 1
+
+
+def test_hooks_of_layers_are_called(device):
+    _, graphed = _pair(device)
+    seen = []
+    handle = graphed.one.register_forward_hook(lambda *_: seen.append(1))
+    graphed(_x(device))
+    assert len(seen) == 1
+    handle.remove()
+    graphed(_x(device))
+    assert len(seen) == 1
+    graphed.register_forward_hook(lambda *_: seen.append(1))  # around the replay
+    graphed(_x(device))
+    assert len(seen) == 2
+
+
+def test_replaced_modules_and_parameters_are_noticed(device):
+    plain, graphed = _pair(device)
+    for module in (plain, graphed):
+        torch.manual_seed(1)
+        module.one = nn.Linear(3, 8).to(device)
+        module.two.weight.data = torch.randn(8, 8, device=device)
+    for _ in range(4):
+        x = _x(device)
+        for module in (plain, graphed):
+            module.zero_grad(set_to_none=True)
+            module(x).square().sum().backward()
+        _same_gradients(plain, graphed)
+
+
+def test_other_calls_run_as_they_are(device, monkeypatch):
+    plain, graphed = _pair(device)
+    replays = _count_replays(graphed, monkeypatch)
+    x, scale = _x(device), torch.full((8,), 2.0, device=device)
+    assert_close(graphed(x, scale), plain(x, scale))
+    assert_close(graphed(x, scale=scale), plain(x, scale))
+    assert_close(graphed(x[:2]), plain(x[:2]))
+    assert_close(graphed(x, 2.0), plain(x, 2.0))
+    with torch.no_grad():
+        assert_close(graphed(x), plain(x))
+    with torch.autocast(device.type, torch.bfloat16):
+        assert graphed(x).dtype == torch.bfloat16
+    graphed.eval()
+    assert_close(graphed(x), plain(x))
+    graphed.train()
+    x.requires_grad_()
+    got = torch.autograd.grad(checkpoint(graphed, x, use_reentrant=False).square().sum(), x)
+    assert_close(got, torch.autograd.grad(plain(x).square().sum(), x))
+    assert_close(torch.func.vmap(graphed)(x), plain(x))
+    assert not replays
+    graphed(_x(device))
+    assert replays
+
+
+def test_keyword_arguments_and_capacity(device):
+    plain, graphed = _pair(device)
+    scale = torch.randn(8, device=device)
+    for rows in (5, 4, 3):
+        for _ in range(3):
+            x = torch.randn(rows, 3, device=device)
+            for module in (plain, graphed):
+                module.zero_grad(set_to_none=True)
+                module(x, scale=scale).square().sum().backward()
+            _same_gradients(plain, graphed)
+    assert graphed.forward.captured == 2
+
+
+def test_copies_and_state_dicts(device):
+    plain, graphed = _pair(device)
+    assert list(graphed.state_dict()) == list(plain.state_dict())
+    other = copy.deepcopy(graphed)
+    assert other.forward.module is other and other.forward.captured == 0
+    with torch.no_grad():
+        other.one.weight.mul_(2)
+    for _ in range(4):
+        x = _x(device)
+        assert_close(graphed(x), plain(x))
+        assert (other(x) - plain(x)).abs().max() > 1e-3
+    assert other.forward.captured == 1
+    graphed.load_state_dict(other.state_dict())  # in place: a replay reads the new values
+    assert_close(graphed(x), other(x))
+    assert ungraph_calls(graphed) is graphed and "forward" not in vars(graphed)
+    assert_close(graphed(x), other(x))
+
+
+def test_second_derivatives_are_refused(device):
+    _, graphed = _pair(device)
+    x = graphed.one.weight
+    (grad,) = torch.autograd.grad(graphed(_x(device)).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_accelerated_networks(device):
+    """Both replacements of a forward, undone in any order."""
+    make = lambda: dpa.nn.ConditionalUnet1D(  # noqa: E731
+        2, global_cond_dim=3, diffusion_step_embed_dim=16, down_dims=(16, 32)
+    )
+    unet = make().to(device)
+    dpa.accelerate(unet)
+    inner = vars(unet)["forward"]
+    graph_calls(unet)
+    assert dpa.explain(unet).findings[0].active
+    ungraph_calls(unet)
+    assert vars(unet)["forward"] is inner
+    graph_calls(unet)
+    dpa.restore(unet)
+    assert "forward" not in vars(unet)
+
+
+@pytest.mark.parametrize("lower", [None, torch.bfloat16, torch.float16], ids=str)
+def test_a_unet_trains_to_the_same_weights(device, lower):
+    torch.manual_seed(0)
+    plain = dpa.nn.ConditionalUnet1D(
+        2, global_cond_dim=3, diffusion_step_embed_dim=16, down_dims=(64, 128)
+    ).to(device)
+    modules = plain, graph_calls(copy.deepcopy(plain), warmup=2)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in modules]
+    scalers = [torch.amp.GradScaler(device.type, enabled=lower == torch.float16) for _ in modules]
+    start = nn.utils.parameters_to_vector(plain.parameters()).detach().clone()
+    for _ in range(6):
+        draw = lambda *size: torch.randn(4, *size, device=device)  # noqa: E731
+        batch, noise = (
+            (draw(8, 2), torch.randint(50, (4,), device=device), None, draw(3)),
+            draw(8, 2),
+        )
+        for module, optimizer, scaler in zip(modules, optimizers, scalers, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, lower or torch.bfloat16, enabled=lower is not None):
+                loss = F.mse_loss(module(*batch).float(), noise)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    one, other = (nn.utils.parameters_to_vector(m.parameters()).detach() for m in modules)
+    assert modules[1].forward.captured == 1
+    assert (other - one).norm() < 2e-2 * (one - start).norm()
+
+
+def test_what_cannot_be_captured_says_so_and_runs(device):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return (self.layer(x),)
+
+    if device.type == "cpu":
+        pytest.skip("the stand-in captures nothing")
+    module = graph_calls(Pair().to(device), warmup=1)
+    module(_x(device))
+    with pytest.warns(RuntimeWarning, match=r"Pair runs kernel by kernel.*must return one tensor"):
+        module(_x(device))
+    module(_x(device))[0].sum().backward()
+    assert module.layer.weight.grad is not None
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"graph_calls: warmup and capacity .* got 0, 2"):
+        graph_calls(_Small(), warmup=0)
