@@ -1,4 +1,4 @@
-"""Helpers of a training loop: the average of the weights, and CUDA graphs of calls or whole steps."""
+"""Helpers of a training loop: the average of the weights, CUDA graphs of calls and of steps."""
 
 from __future__ import annotations
 
