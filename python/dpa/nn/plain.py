@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-_KINDS = {nn.Parameter, type(None)}
+_KINDS = frozenset({nn.Parameter, type(None)})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -34,6 +34,15 @@ class PlainLayers:
         if found is None or not found.still_there():
             found = self._found[module] = _Found(module, self._types, self._parameters)
         return found.parameters()
+
+    def traced(self, module: nn.Module) -> list[Tensor | None] | None:
+        """The same in what compilers can trace, where looking costs nothing at run time."""
+        for path, kinds in self._types.items():
+            layer = module.get_submodule(path)
+            if type(layer) not in kinds or any(len(getattr(layer, name)) > 0 for name in _HOOKS):
+                return None
+        found = [getattr(module.get_submodule(path), name, None) for path, name in self._parameters]
+        return found if all(type(p) in _KINDS for p in found) else None
 
 
 def _inside(root: nn.Module, path: str) -> nn.Module | None:

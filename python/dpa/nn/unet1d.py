@@ -27,20 +27,26 @@ _HALVES = (torch.float16, torch.bfloat16)
 _BOTH = ("weight", "bias")
 
 
+def _is_exporting() -> bool:
+    # torch.compiler.is_exporting() says yes to torch.compile too.
+    return torch.compiler._is_exporting_flag
+
+
 def channels_last(sample: Tensor, weight: Tensor) -> bool:
     """Whether activations are (B, T, C) in memory: in 16 bits on a Hopper GPU.
 
     That is the order of its fast convolutions, under autocast and in 16-bit modules. Modules map
     (B, C, T) either way; the order is in the strides, and each op answers in the order of its
-    input. Compilers see the usual order. ``DPA_CHANNELS_LAST=0`` in the environment refuses it.
+    input. Exported programs have the usual order, for they may run anywhere.
+    ``DPA_CHANNELS_LAST=0`` in the environment refuses it.
     """
     if not torch.jit.is_scripting():
-        possible = _CHANNELS_LAST and sample.is_cuda and not torch.compiler.is_compiling()
+        possible = _CHANNELS_LAST and sample.is_cuda and not _is_exporting()
         if possible:
             same, half = sample.dtype == weight.dtype, weight.dtype in _HALVES
             mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled("cuda")
             if same and (half or mixed):
-                return torch.cuda.get_device_capability(sample.device)[0] == 9
+                return torch.cuda.get_device_properties(sample.device).major == 9
     return False
 
 
@@ -199,9 +205,9 @@ class ConditionalResidualBlock1D(nn.Module):
     def _parameters_of_layers(self) -> list[Tensor | None]:
         """Return what the block's one op takes, or nothing where its layers must be called.
 
-        Compilers see the layers too.
+        What is exported has the layers too.
         """
-        parameters = None if torch.compiler.is_compiling() else _BLOCK_LAYERS.of(self)
+        parameters = _parameters_of(_BLOCK_LAYERS, self)
         if parameters is None or any(p is None for p in parameters[:8]):
             return []
         return parameters
@@ -230,6 +236,13 @@ _FILM_LAYERS = PlainLayers(
     },
     [f"cond_encoder.1.{name}" for name in _BOTH],
 )
+
+
+def _parameters_of(layers: PlainLayers, module: nn.Module) -> list[Tensor | None] | None:
+    """Return the parameters of a module's layers where one op may run in their stead."""
+    if _is_exporting():
+        return None
+    return layers.traced(module) if torch.compiler.is_compiling() else layers.of(module)
 
 
 class _Downsample1d(nn.Module):
@@ -417,7 +430,7 @@ class ConditionalUnet1D(nn.Module):
         """
         blocks = [block for level in self.down_modules for block in level[:2]]
         blocks += [*self.mid_modules, *(block for level in self.up_modules for block in level[:2])]
-        layers = [_FILM_LAYERS.of(block) for block in blocks]
+        layers = [_parameters_of(_FILM_LAYERS, block) for block in blocks]
         if any(layer is None or any(p is None for p in layer) for layer in layers):
             return []
         weight = torch.cat([layer[0] for layer in layers])
