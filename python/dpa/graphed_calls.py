@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .graphs import _FAILED, can_capture, leave_capture
+from .graphs import _FAILED, can_capture, leave_capture, no_garbage
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -249,7 +249,7 @@ class _Capture:
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # casts of parameters belong to each replay
         try:
-            with parts.replaced() as parameters:
+            with no_garbage(), parts.replaced() as parameters:
                 self._record(forward, args, kwargs, parameters)
         except BaseException:
             _FAILED.extend((self._forward, self._backward))
@@ -307,11 +307,7 @@ class _Capture:
         self._done.record(stream)
         return result
 
-    def backward(self, call: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if self._call() is not call:
-            raise RuntimeError(
-                "graph_calls: a backward must come before the module's next call of the same kind"
-            )
+    def backward(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         stream = torch.cuda.current_stream()
         stream.wait_event(self._done)
         if self._are_held():
@@ -362,4 +358,4 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         _ = ctx.saved_tensors  # PyTorch's own error where they are freed
-        return None, None, *ctx.capture.backward(ctx, grad)
+        return None, None, *ctx.capture.backward(grad)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -161,6 +163,19 @@ def _warn_of_memory() -> None:
         "free some, the next call tries again",
         stacklevel=2,
     )
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Collect garbage before a capture and none during it: the end of a dead graph would end it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def leave_capture(spare: Tensor) -> None:

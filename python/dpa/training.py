@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .graphed_calls import graph_calls, ungraph_calls
+from .graphs import no_garbage
 
 __all__ = ["EMA", "GraphedStep", "graph_calls", "ungraph_calls"]
 
@@ -187,7 +188,8 @@ class GraphedStep:
         self._batch = tuple(x.detach().clone() for x in batch)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as a data loader's, go on using CUDA while this one captures.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        options = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        with no_garbage(), torch.cuda.graph(graph, **options):
             self._result = self.step(*self._batch)
         self._graph = graph
 
