@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from dpa.profiling import StepProfile
 
 COLORS = {"multiply": "#1f7a8c", "publish": "#f2b134", "wait": "#d9d8d3", "normalise": "#e0782f"}
-_WAYS = {"dpa": "#1f7a8c", "torch.compile": "#e0782f", "eager": MUTED}
+_WAYS = {
+    "dpa, graph_calls": "#7fb8c4",
+    "dpa": "#1f7a8c",
+    "torch.compile": "#e0782f",
+    "eager": MUTED,
+}
 Row = dict[str, Any]
 
 

@@ -16,12 +16,14 @@ from torch.nn import functional as F
 
 import dpa
 from dpa.bench.timing import device_us, graphed
+from dpa.training import graph_calls
 
 Row = dict[str, Any]
 Alone = contextlib.AbstractContextManager[None]
 
 TF32, EAGER, COMPILED, DPA = "eager, float32 (TF32)", "eager", "torch.compile", "dpa"
-WAYS = (TF32, EAGER, COMPILED, DPA)
+CALLS = "dpa, graph_calls"  # the same loop, the network's calls being replayed
+WAYS = (TF32, EAGER, COMPILED, DPA, CALLS)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class Network:
             kernel_size=self.kernel_size,
             cond_predict_scale=True,
         ).to(device)
-        if way != DPA:
+        if way == CALLS:
+            graph_calls(unet)
+        elif way != DPA:
             unet = dpa.reference.plain(unet)
         if way == COMPILED:
             unet.compile(dynamic=False)
@@ -112,7 +116,8 @@ def measure(
             row["called"] = device_us(work, max(repeats // 2, 3), inner=5)
             if device.type == "cuda":
                 model.zero_grad(set_to_none=True)
-                row["graph"] = device_us(graphed(work, 1), repeats)
+                if way != CALLS:
+                    row["graph"] = device_us(graphed(work, 1), repeats)
                 if case.backward:
                     row["peak MiB"] = _peak_of_a_step(work, model)
     del model, work

@@ -22,7 +22,8 @@ def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
     if part in ("all", "networks"):
         others = (train.TF32, train.EAGER, train.DPA)
         found["torch.compile"] = lambda: {_TABLES[0]: train.measure_compiled()}
-        found |= {case.name: _network(case, others) for case in train.CASES}
+        calls = {case: (train.CALLS,) if case.backward else () for case in train.CASES}
+        found |= {case.name: _network(case, others + calls[case]) for case in train.CASES}
     if part in ("all", "norm"):
         found["GroupNorm"] = _norm
     if part in ("all", "ddp") and torch.cuda.device_count() > 1:
