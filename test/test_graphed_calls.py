@@ -134,6 +134,10 @@ def test_gradients_in_other_hands_stay(device):
     parameters = [p for p in graphed.parameters() if p is not graphed.unused]
     kept = torch.autograd.grad(graphed(first).sum(), parameters)
     before = [g.clone() for g in kept]
+    for module in (plain, graphed):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
     graphed(second).square().sum().backward()
     assert_close(list(kept), before, rtol=0, atol=0)
     plain(second).square().sum().backward()

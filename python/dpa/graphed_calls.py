@@ -218,7 +218,8 @@ class _Parts:
     @contextlib.contextmanager
     def replaced(self) -> Iterator[list[nn.Parameter]]:
         """Lend the module parameters of the same memory, without hooks or history."""
-        new = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters}
+        # `data`, since replays follow changes of the values, which autograd would object to.
+        new = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self.parameters}
         own = [(d, name, d[name]) for d, name in self._parameter_slots]
         try:
             for d, name, parameter in own:
@@ -301,7 +302,7 @@ class _Capture:
         stream = torch.cuda.current_stream()
         stream.wait_event(self._done)
         for kept, new in zip(self._inputs, inputs, strict=True):
-            kept.detach().copy_(new)
+            kept.data.copy_(new)  # unseen by autograd: what was captured takes the new values
         self._forward.replay()
         result = self._output.detach().clone()
         self._done.record(stream)
