@@ -267,8 +267,9 @@ def test_hooks_and_replaced_layers_are_called():
     block, seen = net.mid_modules[0], []
     handle = block.blocks[1].block[0].register_forward_hook(lambda *_: seen.append("conv"))
     net(**inputs)
-    assert not seen  # Conv1dBlock reads its convolution's parameters, as it always did
+    assert seen == ["conv"]
     handle.remove()
+    seen.clear()
     handle = block.blocks[1].register_forward_hook(lambda *_: seen.append("block"))
     torch.testing.assert_close(net(**inputs), expected, **tolerance(torch.float32))
     assert seen == ["block"]
@@ -279,6 +280,83 @@ def test_hooks_and_replaced_layers_are_called():
     assert not torch.allclose(net(**inputs), expected)
     block.blocks[0] = first
     torch.testing.assert_close(net(**inputs), expected, rtol=0, atol=0)
+
+
+class _Adapted(torch.nn.Module):
+    """As adapters wrap a layer: it still shows the layer's parameters."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+        self.weight, self.bias = conv.weight, conv.bias
+
+    def forward(self, x):
+        return self.conv(x) + self.conv(x).roll(1, 1)
+
+
+def _own_forward(block):
+    conv = block.blocks[0].block[0]
+    conv.forward = lambda x: torch.nn.Conv1d.forward(conv, x).roll(1, 1)
+
+
+def _own_forward_of_the_shortcut(block):
+    block.residual_conv.forward = lambda x: 2 * x
+
+
+def _activation(block):
+    block.blocks[1].block[2] = torch.nn.ReLU()
+
+
+def _adapter(block):
+    block.blocks[1].block[0] = _Adapted(block.blocks[1].block[0])
+
+
+def _padding(block):
+    block.blocks[0].block[0].padding_mode = "circular"
+
+
+def _eps(block):
+    block.blocks[1].block[1].eps = 0.1
+
+
+def _hook(block):
+    block.blocks[0].block[1].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+CHANGES = [
+    _own_forward,
+    _own_forward_of_the_shortcut,
+    _activation,
+    _adapter,
+    _padding,
+    _eps,
+    _hook,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_changed_layers_count(change):
+    """Whatever is done to a layer inside a block, the network is what PyTorch makes of it."""
+    net, inputs = make("film_scale")
+    before = net(**inputs)
+    change(net.mid_modules[0])
+    got = net(**inputs)
+    torch.testing.assert_close(got, dpa.reference.plain(net)(**inputs), **tolerance(torch.float32))
+    assert not torch.allclose(got, before)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="eager")(**inputs)
+    torch.testing.assert_close(compiled, got, **tolerance(torch.float32))
+
+
+def test_hooks_on_all_modules_see_the_layers():
+    net, inputs = make("film_scale")
+    expected, seen = net(**inputs), set()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.add(type(m)))
+    try:
+        torch.testing.assert_close(net(**inputs), expected, **tolerance(torch.float32))
+    finally:
+        handle.remove()
+    assert Conv1dBlock in seen and torch.nn.Linear in seen
 
 
 def test_empty_batch_strided_input_and_inference_mode(device):

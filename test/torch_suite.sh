@@ -24,7 +24,6 @@ if ! [ -f "$folder/ready" ]; then
 fi
 PATH=$bin:$PATH
 export PATH
-cmake -S . -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$bin/python" -DDPA_CUDA=off \
-  >"$folder/cmake.log" 2>&1 || { cat "$folder/cmake.log"; exit 1; }
-cmake --build "$folder/build" >"$folder/build.log" 2>&1 || { cat "$folder/build.log"; exit 1; }
-DPA_LIBRARY=$folder/build/libdpa.so PYTHONPATH=$PWD/python "$bin/python" -m pytest "$@"
+"$bin/pip" --disable-pip-version-check -q install --no-build-isolation --no-deps --editable . \
+  --config-settings=build-dir="$folder/build" --config-settings=cmake.define.DPA_CUDA=off
+"$bin/python" -m pytest "$@"

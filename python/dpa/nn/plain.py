@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 _KINDS = frozenset({nn.Parameter, type(None)})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
+_has_its_own = operator.methodcaller("__contains__", "forward")
 
 
 class PlainLayers:
@@ -29,7 +33,7 @@ class PlainLayers:
         self._found: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> list[Tensor | None] | None:
-        """Return the parameters, or None where a layer is replaced, hooked, or sharded."""
+        """Return the parameters, or None where a layer is replaced, changed, hooked, or sharded."""
         found = self._found.get(module)
         if found is None or not found.still_there():
             found = self._found[module] = _Found(module, self._types, self._parameters)
@@ -37,12 +41,21 @@ class PlainLayers:
 
     def traced(self, module: nn.Module) -> list[Tensor | None] | None:
         """The same in what compilers can trace, where looking costs nothing at run time."""
-        for path, kinds in self._types.items():
-            layer = module.get_submodule(path)
-            if type(layer) not in kinds or any(len(getattr(layer, name)) > 0 for name in _HOOKS):
+        layers = [module.get_submodule(path) for path in self._types]
+        for layer, kinds in zip(layers, self._types.values(), strict=True):
+            if type(layer) not in kinds or is_changed(layer):
                 return None
+        norms = [(m.eps, m.num_groups) for m in layers if isinstance(m, nn.GroupNorm)]
+        if any(norm != norms[0] for norm in norms):
+            return None
         found = [getattr(module.get_submodule(path), name, None) for path, name in self._parameters]
         return found if all(type(p) in _KINDS for p in found) else None
+
+
+def is_changed(layer: nn.Module) -> bool:
+    """Whether a layer has hooks, a forward of its own or a padding other than zeros."""
+    hooked = any(len(getattr(layer, name)) > 0 for name in _HOOKS)
+    return hooked or "forward" in vars(layer) or getattr(layer, "padding_mode", "zeros") != "zeros"
 
 
 def _inside(root: nn.Module, path: str) -> nn.Module | None:
@@ -61,6 +74,10 @@ class _Found:
         if not self._plain:
             return
         self._hooks = [getattr(module, name) for module in self._modules for name in _HOOKS]
+        self._hooks += _HOOKS_OF_ALL
+        self._own = [vars(module) for module in self._modules]
+        self._convs = [vars(m) for m in self._modules if isinstance(m, nn.Conv1d)]
+        self._norms = [vars(m) for m in self._modules if isinstance(m, nn.GroupNorm)]
         parents = [path.rpartition(".")[::2] for path in types]
         self._places = [(root.get_submodule(parent)._modules, name) for parent, name in parents]
         self._slots = [(modules[path]._parameters, name) for path, name in parameters]
@@ -73,7 +90,14 @@ class _Found:
         return there == self._modules and list(map(type, there)) == self._classes
 
     def parameters(self) -> list[Tensor | None] | None:
-        if not self._plain or any(self._hooks):
+        if not self._plain or any(self._hooks) or any(map(_has_its_own, self._own)):
             return None
+        for conv in self._convs:
+            if conv["padding_mode"] != "zeros":
+                return None
+        for norm in self._norms:  # the op has one eps and one number of groups
+            first = self._norms[0]
+            if norm["eps"] != first["eps"] or norm["num_groups"] != first["num_groups"]:
+                return None
         found = [layer.get(name) for layer, name in self._slots]
         return found if _KINDS.issuperset(map(type, found)) else None

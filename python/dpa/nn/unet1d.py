@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .plain import PlainLayers
+from .plain import PlainLayers, is_changed
 
 # The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
 _CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
@@ -108,7 +108,8 @@ class Conv1dBlock(nn.Module):
                 f"Conv1dBlock: out_channels must be a multiple of the {n_groups} groups, "
                 f"got {out_channels}"
             )
-        # The forward reads the parameters of this Sequential; it is what the state-dict keys name.
+        # The forward reads the parameters of this Sequential, and calls it where a layer of it has
+        # been changed; it is what the state-dict keys name.
         self.block = nn.Sequential(
             nn.Conv1d(inp_channels, out_channels, kernel_size, padding=kernel_size // 2),
             nn.GroupNorm(n_groups, out_channels),
@@ -125,6 +126,10 @@ class Conv1dBlock(nn.Module):
         """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
         conv = self.block[0]
         norm = self.block[1]
+        if not torch.jit.is_scripting():
+            layers = (conv, norm, self.block[2])
+            if any(map(_is_another, layers, (nn.Conv1d, nn.GroupNorm, nn.Mish))):
+                return self._layer_by_layer(x, scale, shift, residual)
         return torch.ops.dpa.conv1d_gnm(
             x,
             conv.weight,
@@ -137,6 +142,22 @@ class Conv1dBlock(nn.Module):
             shift,
             residual,
         )
+
+    @torch.jit.unused
+    def _layer_by_layer(
+        self, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        x = self.block(x)
+        if scale is not None:
+            x = x * scale.unsqueeze(2)
+        if shift is not None:
+            x = x + shift.unsqueeze(2)
+        return x if residual is None else x + residual
+
+
+def _is_another(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a layer is another one than was made, or changed."""
+    return type(layer) is not kind or is_changed(layer)
 
 
 class ConditionalResidualBlock1D(nn.Module):
