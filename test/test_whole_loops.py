@@ -203,7 +203,8 @@ def test_random_configurations(arguments, scheduler, batch, multiple, inpainting
     expected, behind = sample(policy, call)
     bound = 1e-4 * max(1.0, float(expected.abs().max()))
     plain = copy.deepcopy(policy)
-    dpa.accelerate(policy)
+    # The self-check knows no reason for a difference, and would run the original.
+    dpa.accelerate(policy, tolerance=10.0, fallback=False)
     for _ in range(2):
         got, drawn = sample(policy, call)
         assert torch.equal(drawn, behind)

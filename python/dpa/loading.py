@@ -320,7 +320,7 @@ def _read(path: Path, trust_pickle: bool) -> Any:
         if "Unsupported" in str(error) or "weights_only" in str(error):
             raise CheckpointError(
                 f"{path}: holds pickled objects besides tensors, as diffusion_policy's .ckpt files "
-                "do. Where you trust its origin, trust_pickle=True reads it, and runs whatever "
-                "code it holds"
+                "do. Where you trust its origin, trust_pickle=True (--trust-pickle) reads it, and "
+                "runs whatever code it holds"
             ) from None
         raise CheckpointError(f"{path}: is damaged or no checkpoint: {reason}") from None
