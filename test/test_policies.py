@@ -125,6 +125,7 @@ def test_networks_in_dictionaries_and_plain_objects():
     for unet in unets:
         assert isinstance(vars(unet)["forward"], FastForward)
         assert_follows(unet, algorithm.inputs)
+    assert str(dpa.explain(algorithm)).count("step by step: the loop around it") == 2
     assert [finding.path for finding in dpa.explain(algorithm).findings] == [
         "nets.policy.noise_pred_net",
         "ema.averaged_model.policy.noise_pred_net",
