@@ -1,6 +1,7 @@
 """What users do to an accelerated model afterwards, and what dpa.accelerate then says and does."""
 
 import copy
+import pickle
 import re
 import types
 
@@ -127,6 +128,25 @@ def test_a_fused_sampler_notices_replaced_layers(device):
     change_activation(unet)
     with pytest.raises(ValueError, match=r"must be Mish\(\), got SiLU"):
         sampler(cond, noise=noise)
+
+
+@torch.no_grad()
+def test_copies_of_a_fused_sampler_follow_their_own_weights(device):
+    unet, _ = unet_and_inputs(device)
+    sampler = dpa.DiffusionSampler(
+        unet, diffusers.DDIMScheduler(20), 4, fused=True, horizon=8, watch=True
+    )
+    noise, cond = torch.randn(2, 8, 2, device=device), torch.randn(2, 4, device=device)
+    want = sampler(cond, noise=noise)
+    for other in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        torch.testing.assert_close(other(cond, noise=noise), want)
+        for parameter in other.unet.parameters():
+            parameter.data.mul_(1.1)
+        plain = dpa.DiffusionSampler(other.unet, diffusers.DDIMScheduler(20), 4, horizon=8)
+        for _ in range(2):
+            got, expected = other(cond, noise=noise), plain(cond, noise=noise)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sampler(cond, noise=noise), want)
 
 
 def test_what_looks_inside_runs_the_original():
