@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import dpa
-from dpa.training import EMA, GraphedStep
+from dpa.training import EMA, GraphedStep, release_graphs
 
 
 def _unet(device, seed=0):
@@ -111,12 +111,17 @@ def test_a_graphed_step_trains_as_the_step_does(device, precision):
         run = GraphedStep(step) if graphed else step
         draws = torch.Generator().manual_seed(5)
         losses = [run(*_batch(device, draws)) for _ in range(7)]
+        weights = copy.deepcopy(unet.state_dict())
         if graphed:
             assert run.captured == cuda
             if cuda:
                 with pytest.raises(ValueError, match="GraphedStep: batch must be as captured"):
                     run(*(x[:2] for x in _batch(device, draws)))
-        return torch.stack(losses), unet.state_dict()
+            release_graphs()
+            assert not run.captured
+            run(*_batch(device))
+            assert run.captured == cuda
+        return torch.stack(losses), weights
 
     (losses, weights), (expected_losses, expected) = train(True), train(False)
     # Kernels chosen under capture may round differently, which AdamW's division magnifies.

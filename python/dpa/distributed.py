@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .training import release_graphs
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -22,12 +24,14 @@ class Ranks:
         rank: this process, from 0.
         count: of the processes.
         device: what this process computes on.
+        captured: whether steps are to be captured in CUDA graphs.
 
     """
 
     rank: int
     count: int
     device: torch.device
+    captured: bool = False
 
     @property
     def first(self) -> bool:
@@ -50,19 +54,33 @@ class Ranks:
         """The module under DDP, or itself where there is one process."""
         if self.count == 1:
             return module
-        devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+        if self.device.type != "cuda":
+            return DistributedDataParallel(module, gradient_as_bucket_view=True)
+        # Gradients are taken up on the stream that DDP is made on. A capture cannot wait for the
+        # default one; a plain loop is faster on it.
+        main = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.Stream(self.device) if self.captured else main
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            model = DistributedDataParallel(
+                module, device_ids=[self.device], gradient_as_bucket_view=True
+            )
+        main.wait_stream(stream)
+        return model
 
 
 @contextlib.contextmanager
-def ranks(device: torch.device | None = None) -> Iterator[Ranks]:
+def ranks(device: torch.device | None = None, captured: bool = False) -> Iterator[Ranks]:
     """Join the processes that torchrun started, and leave them in the end.
 
-    The processes speak NCCL on CUDA and Gloo on the CPU.
+    The processes speak NCCL on CUDA and Gloo on the CPU. What :class:`dpa.training.GraphedStep` has
+    captured ends with them.
 
     Args:
         device: what to compute on; by default CUDA where there is one, each process on its own
             (``LOCAL_RANK``).
+        captured: whether whole steps are to be captured by ``GraphedStep(step, warmup=11)``, the
+            exchange of gradients among them. NCCL's own thread then looks for no errors.
 
     """
     kind = device.type if device else "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,19 +88,22 @@ def ranks(device: torch.device | None = None) -> Iterator[Ranks]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     device = device or torch.device("cpu")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield Ranks(0, 1, device)
+        yield Ranks(0, 1, device, captured)
         return
     if kind == "cuda":
         torch.cuda.set_device(device)
+        if captured:
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     owner = not dist.is_initialized()
     if owner and kind == "cuda":
         dist.init_process_group("nccl", device_id=device)
     elif owner:
         dist.init_process_group("gloo")
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device, captured)
     finally:
         if owner:
+            release_graphs()  # NCCL waits for the end of every graph that it is part of
             dist.destroy_process_group()
 
 

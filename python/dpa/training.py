@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,15 @@ from .graphed_calls import graph_calls, ungraph_calls
 from .graphs import no_garbage
 
 __all__ = ["EMA", "GraphedStep", "graph_calls", "ungraph_calls"]
+
+
+_captured: weakref.WeakSet[GraphedStep] = weakref.WeakSet()
+
+
+def release_graphs() -> None:
+    """Drop the graph of every captured step; its next call captures anew."""
+    for step in list(_captured):
+        step.release()
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -192,6 +202,12 @@ class GraphedStep:
         with no_garbage(), torch.cuda.graph(graph, **options):
             self._result = self.step(*self._batch)
         self._graph = graph
+        _captured.add(self)
+
+    def release(self) -> None:
+        """Drop the graph and its memory; the next call captures anew."""
+        self._graph, self._batch, self._result = None, (), None
+        _captured.discard(self)
 
     def _fill(self, batch: tuple[Tensor, ...]) -> None:
         describe = lambda tensors: [(tuple(x.shape), x.dtype) for x in tensors]  # noqa: E731

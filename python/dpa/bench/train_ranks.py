@@ -1,4 +1,7 @@
-"""Training under DDP on two GPUs against one; run by ``dpa bench --train`` through torchrun."""
+"""Training under DDP on two GPUs against one; run by ``dpa bench --train`` through torchrun.
+
+Whole steps are captured, on one GPU and on two.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 from dpa.bench.timing import device_us
 from dpa.bench.train import DPA, NET_80M
 from dpa.distributed import Ranks, ranks
+from dpa.training import GraphedStep
 
 _BATCH = 256  # of each GPU
 
@@ -31,20 +36,23 @@ def run(count: int = 2) -> list[dict[str, Any]]:
 
 
 def _step_us(team: Ranks) -> float:
-    """Microseconds of a training step with fused AdamW, called; the slowest process counts."""
+    """Microseconds of a training step with fused AdamW; the slowest process counts."""
     unet = NET_80M.build(DPA, team.device)
     model = team.wrap(unet)
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
-    actions, timestep, cond, noise = NET_80M.batch(_BATCH, team.device)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True, capturable=True)
+    batch = NET_80M.batch(_BATCH, team.device)
 
-    def step() -> None:
+    def step(actions: Tensor, timestep: Tensor, cond: Tensor, noise: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(team.device.type, torch.bfloat16):
             predicted = model(actions, timestep, None, cond)
-        F.mse_loss(predicted.float(), noise).backward()
+        loss = F.mse_loss(predicted.float(), noise)
+        loss.backward()
         optimizer.step()
+        return loss
 
-    slowest = torch.tensor(device_us(step, 10, inner=10), device=team.device)
+    run = GraphedStep(step, warmup=11)
+    slowest = torch.tensor(device_us(lambda: run(*batch), 10, inner=10), device=team.device)
     if team.count > 1:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
@@ -52,7 +60,7 @@ def _step_us(team: Ranks) -> float:
 
 def main() -> None:
     """Measure in every process; the first writes the rows to the file named by the argument."""
-    with ranks() as team:
+    with ranks(captured=True) as team:
         alone = _step_us(Ranks(0, 1, team.device)) if team.first else None
         dist.barrier()
         together = _step_us(team)
