@@ -22,6 +22,14 @@ namespace dpa::kernels::conv1d {
 // Whether the current device and this build have the instructions.
 bool supported();
 
+// Packed weights. `settled`: between the kernel that wrote them and the product lies another kernel of the stream that
+// lets its successor start only after its own wait for its predecessor (kernels/common/launch.cuh), as all kernels of
+// this folder do. The product then reads them before its predecessor's end.
+struct Weights {
+  const void* packed;
+  bool settled;
+};
+
 // What is added to a product before it is rounded; either may be null.
 struct Addends {
   const void* bias;      // (channels of the output), in `bias_dtype`
@@ -42,15 +50,23 @@ struct Normalisation {
 };
 
 // Sizes are such that `serves` (plan.h) accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
-cudaError_t gather(const Conv1d& conv, const void* wide, const void* weight, const Addends& addends, void* narrow,
+cudaError_t gather(const Conv1d& conv, const void* wide, const Weights& weights, const Addends& addends, void* narrow,
                    cudaStream_t stream);
-cudaError_t scatter(const Conv1d& conv, const void* narrow, const void* weight, const Addends& addends, void* wide,
+cudaError_t scatter(const Conv1d& conv, const void* narrow, const Weights& weights, const Addends& addends, void* wide,
                     cudaStream_t stream);
 // A gather of stride 1, and what a normalisation makes of it. `narrow`, which the normalisation's backward reads, may
 // be null; `addends` has no residual. Where `normalises` says that the device's tiles hold whole groups.
 bool normalises(const Conv1d& conv, int group);
-cudaError_t gather_normalised(const Conv1d& conv, const void* wide, const void* weight, const Addends& addends,
-                              void* narrow, const Normalisation& normalisation, cudaStream_t stream);
+// Beside it, in the same launch: a convolution of one tap of the same input to as many channels, without a
+// normalisation. Where `takes_side` says that its sums can be cut as the other's are.
+struct Side {
+  Weights weights;
+  Addends addends;
+  void* out;  // null for none
+};
+bool takes_side(const Conv1d& conv);
+cudaError_t gather_normalised(const Conv1d& conv, const void* wide, const Weights& weights, const Addends& addends,
+                              void* narrow, const Normalisation& normalisation, const Side& side, cudaStream_t stream);
 // `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors.
 cudaError_t weight_gradient(const Conv1d& conv, const void* narrow, const void* wide, void* gradient,
                             DType gradient_dtype, cudaStream_t stream);
@@ -67,12 +83,17 @@ struct Packing {
   int64_t d0, d1;
   int taps;
 };
-constexpr int kMaxPackings = 3;
+constexpr int kMaxPackings = 48;
 struct Packings {
   Packing each[kMaxPackings];
   int count;
+  const int* wanted = nullptr;  // on the device, one a weight: which to pack; null for all
 };
 cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream);
+// Whether weights have changed, as far as kLooks elements of each tell: wanted[w] says whether one of them differs from
+// what `seen`, (count, kLooks), holds from the last time.
+cudaError_t look_for_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
+                             cudaStream_t stream);
 // `rows` rows of `channels` 16-bit elements to rows of padded(channels).
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream);
 

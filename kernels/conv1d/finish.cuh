@@ -1,6 +1,8 @@
 // The end of a product: a warp takes rows of the tile, a lane four neighbouring columns of each; sums of the cluster's
 // blocks are added in rank order, then bias and residual.
 //
+// `to` says what is added and where the sums go: the product's own, or the side's.
+//
 // This code runs once a launch, so its instructions come from far away: it is short rather than unrolled.
 #pragma once
 #include "kernels/conv1d/product.cuh"
@@ -10,10 +12,10 @@ namespace dpa::kernels::conv1d {
 // Where the output's row that belongs to row `row` of the tile begins, or -1 where there is none.
 __device__ __forceinline__ int64_t row_offset(const ProductArgs& args, const Place& place, unsigned row) {
   const ProductPlan& plan = args.plan;
-  const unsigned times = plan.rows.time;
-  const int sample = place.first_sample + row / times;
-  const int64_t time = static_cast<int64_t>(place.first_time + row % times) * plan.phases + place.phase;
-  const bool there = row < times * plan.rows.samples && sample < args.batch && time < args.out_length;
+  const unsigned samples = plan.rows.samples;
+  const int sample = place.first_sample + row % samples;
+  const int64_t time = static_cast<int64_t>(place.first_time + row / samples) * plan.phases + place.phase;
+  const bool there = row < samples * plan.rows.time && sample < args.batch && time < args.out_length;
   return there ? (sample * args.out_length + time) * args.outputs : -1;
 }
 
@@ -29,41 +31,46 @@ struct WarpRows {
   }
 };
 
+struct Destination {
+  const void *bias, *residual;
+  void* out;
+};
+
 // The lane's four columns from column `column` of the tile on. What a few rows need is loaded before any of them is
 // finished.
 template <class T, int kColumns>
-__device__ __forceinline__ void finish_columns(const ProductArgs& args, const Place& place, const float* tile,
-                                               const WarpRows& rows, int column) {
+__device__ __forceinline__ void finish_columns(const ProductArgs& args, const Destination& to, const Place& place,
+                                               const float* tile, const WarpRows& rows, int column) {
   constexpr int kRows = 4, kRow = ProductShape<kColumns>::kStride * 4;
   const int n = place.first_column + column;
   const bool here = n < args.outputs;
-  const float4 bias = here ? load_four<T>(args.addends.bias, args.float_bias, n, 0.f) : float4{};
+  const float4 bias = here ? load_four<T>(to.bias, args.float_bias, n, 0.f) : float4{};
   uint32_t from = ptx::shared_address(tile) + rows.first * kRow + column * 4;
 #pragma unroll 1
   for (int r = 0; r < rows.count; r += kRows, from += kRows * kRow) {
-    int64_t to[kRows];
+    int64_t at[kRows];
     float4 before[kRows], sums[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = __shfl_sync(~0u, rows.lane_offset, r + i);
-      to[i] = row < 0 || !here || r + i >= rows.count ? -1 : row + n;
-      before[i] = load_four<T>(to[i] < 0 ? nullptr : args.addends.residual, false, to[i], 0.f);
+      at[i] = row < 0 || !here || r + i >= rows.count ? -1 : row + n;
+      before[i] = load_four<T>(at[i] < 0 ? nullptr : to.residual, false, at[i], 0.f);
     }
     add_peers<kRows>(sums, from, kRow, args.plan.splits);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float out[4] = {sums[i].x + bias.x + before[i].x, sums[i].y + bias.y + before[i].y,
                             sums[i].z + bias.z + before[i].z, sums[i].w + bias.w + before[i].w};
-      if (to[i] >= 0) store_four<T>(args.out, to[i], out);
+      if (at[i] >= 0) store_four<T>(to.out, at[i], out);
     }
   }
 }
 
 // The same for a number of columns that is no multiple of four: element by element.
 template <class T, int kColumns>
-__device__ __noinline__ void finish_ragged(const ProductArgs& args, const Place& place, const float* tile,
-                                           const WarpRows& rows) {
-  const T* residual = static_cast<const T*>(args.addends.residual);
+__device__ __noinline__ void finish_ragged(const ProductArgs& args, const Destination& to, const Place& place,
+                                           const float* tile, const WarpRows& rows) {
+  const T* residual = static_cast<const T*>(to.residual);
 #pragma unroll 1
   for (int r = 0; r < rows.count; ++r) {
     const int64_t row = __shfl_sync(~0u, rows.lane_offset, r);
@@ -76,22 +83,22 @@ __device__ __noinline__ void finish_ragged(const ProductArgs& args, const Place&
                                         : load_shared_word_of(peer_address(from, 0));
 #pragma unroll 1
       for (int peer = 1; peer < args.plan.splits; ++peer) sum += load_shared_word_of(peer_address(from, peer));
-      if (args.addends.bias)
-        sum += args.float_bias ? static_cast<const float*>(args.addends.bias)[n]
-                               : widen(static_cast<const T*>(args.addends.bias)[n]);
+      if (to.bias)
+        sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);
       if (residual) sum += widen(residual[row + n]);
-      static_cast<T*>(args.out)[row + n] = narrow<T>(sum);
+      static_cast<T*>(to.out)[row + n] = narrow<T>(sum);
     }
   }
 }
 
 template <class T, int kColumns>
-__device__ __forceinline__ void finish_rows(const ProductArgs& args, const Place& place, const float* tile) {
+__device__ __forceinline__ void finish_rows(const ProductArgs& args, const Destination& to, const Place& place,
+                                            const float* tile) {
   const WarpRows rows(args, place);
-  if (args.outputs % 4 != 0) return finish_ragged<T, kColumns>(args, place, tile, rows);
+  if (args.outputs % 4 != 0) return finish_ragged<T, kColumns>(args, to, place, tile, rows);
 #pragma unroll 1
   for (int half = 0; half < kColumns; half += 128)
-    finish_columns<T, kColumns>(args, place, tile, rows, half + threadIdx.x % 32 * 4);
+    finish_columns<T, kColumns>(args, to, place, tile, rows, half + threadIdx.x % 32 * 4);
 }
 
 }  // namespace dpa::kernels::conv1d

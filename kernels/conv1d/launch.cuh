@@ -1,6 +1,6 @@
 // Launching the convolution's kernels: clusters, shared memory beyond 48 KB, the two element types.
 #pragma once
-#include <set>
+#include <map>
 #include <utility>
 
 #include "kernels/common/launch.cuh"
@@ -27,14 +27,16 @@ struct Launch {
   cudaStream_t stream;
 };
 
-// Once for each kernel, device and thread, since asking the driver costs the host a microsecond.
+// Remembers for each kernel, device and thread what has been allowed, since asking the driver costs the host a
+// microsecond.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
-  static thread_local std::set<std::pair<const void*, int>> allowed;
+  static thread_local std::map<std::pair<const void*, int>, int> allowed;
   int device = 0;
   if (const auto error = cudaGetDevice(&device)) return error;
-  if (allowed.count({kernel, device})) return cudaSuccess;
+  int& most = allowed[{kernel, device}];
+  if (bytes <= most) return cudaSuccess;
   const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) allowed.insert({kernel, device});
+  if (error == cudaSuccess) most = bytes;
   return error;
 }
 

@@ -3,9 +3,10 @@
 //
 //   x = sums + bias, rounded to the tensors' type;  out = mish(normalised x * weight + bias) * scale + shift + residual
 //
-// A warp takes one group of one sample at a time: `time` rows of `group` neighbouring columns, four columns a lane, in
-// kPasses passes over as many rows as 32 lanes hold. The group stays in the warp's registers, so its statistics need no
-// other warp. Values, statistics and rounding are those of kernels/group_norm_mish on the rounded x.
+// A warp takes one group of one sample at a time: its `time` rows, `samples` apart in the tile, of `group` neighbouring
+// columns, four columns a lane, in kPasses passes over as many rows as 32 lanes hold. The group stays in the warp's
+// registers, so its statistics need no other warp. Values, statistics and rounding are those of kernels/group_norm_mish
+// on the rounded x.
 #pragma once
 #include "kernels/conv1d/product.cuh"
 #include "kernels/group_norm_mish/common.cuh"
@@ -28,7 +29,7 @@ __device__ __forceinline__ void normalise_group(const ProductArgs& args, uint32_
   const float4 weight = load_four<T>(norm.weight, wide, n, 1.f), bias = load_four<T>(norm.bias, wide, n, 0.f);
   const float4 scale = load_four<T>(norm.scale, false, sample * norm.scale_stride + n, 1.f);
   const float4 shift = load_four<T>(norm.shift, false, sample * norm.shift_stride + n, 0.f);
-  add_peers<kPasses>(sums, from, rows_a_pass * kStride * 4, args.plan.splits);
+  add_peers<kPasses>(sums, from, rows_a_pass * args.plan.rows.samples * kStride * 4, args.plan.splits);
   float x[kPasses][4], sum = 0, squares = 0;
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
@@ -70,7 +71,8 @@ __device__ __forceinline__ void finish_groups(const ProductArgs& args, const Pla
     const int in_tile = place.rank * samples + pair / groups, first = pair % groups * group;
     const int sample = place.first_sample + in_tile, n = place.first_column + first + column;
     if (sample >= args.batch || place.first_column + first >= args.outputs) continue;
-    const float* from = tile + (in_tile * time + row) * ProductShape<kColumns>::kStride + first + column;
+    const float* from =
+        tile + (row * args.plan.rows.samples + in_tile) * ProductShape<kColumns>::kStride + first + column;
     const int64_t at = (static_cast<int64_t>(sample) * time + row) * args.outputs + n;
     normalise_group<T, kColumns, kPasses>(args, ptx::shared_address(from), rows_a_pass, sample, n, at);
   }

@@ -3,10 +3,13 @@
 // pack_weights (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
 //              of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
 //              thread
+// look_for_changes  a block compares some elements of a weight with what they were
 // pad_rows     a thread an element of the padded rows
 // column_sums  a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
 // partial
 //              sums are added in pairs
+#include <algorithm>
+
 #include "kernels/common/launch.cuh"
 #include "kernels/conv1d/conv1d.h"
 #include "kernels/conv1d/launch.cuh"
@@ -60,17 +63,35 @@ struct Pieces {
   int channels[kMaxPackings];                                    // of a piece
 };
 
+// The blocks take pieces in turn, on from one weight to the next.
 template <class S, class T>
 __global__ void __launch_bounds__(kPackThreads)
     pack(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
   __shared__ alignas(16) T piece[kPackElements];
+  __shared__ int wanted[kMaxPackings];
   wait_for_predecessor();
-  for (int64_t block = blockIdx.x; block < pieces.total; block += gridDim.x) {
-    int which = 0;
-    int64_t index = block;
-    while (index >= pieces.count[which]) index -= pieces.count[which++];
-    pack_piece<S, T>(packings.each[which], pieces.row_length[which], pieces.channels[which], index, piece);
+  for (int w = threadIdx.x; w < packings.count; w += kPackThreads) wanted[w] = !packings.wanted || packings.wanted[w];
+  __syncthreads();
+  int64_t index = blockIdx.x;
+  for (int w = 0; w < packings.count; ++w) {
+    if (!wanted[w]) continue;
+    for (; index < pieces.count[w]; index += gridDim.x)
+      pack_piece<S, T>(packings.each[w], pieces.row_length[w], pieces.channels[w], index, piece);
+    index -= pieces.count[w];
   }
+}
+
+// A block a weight, a thread an element, spread over all of it.
+template <class Bits>
+__global__ void __launch_bounds__(kLooks) look(const __grid_constant__ Packings packings, uint32_t* seen, int* wanted) {
+  const Packing& packing = packings.each[blockIdx.x];
+  const int64_t last = packing.d0 * packing.d1 * packing.taps - 1;
+  wait_for_predecessor();
+  const uint32_t bits = static_cast<const Bits*>(packing.weight)[last * threadIdx.x / (kLooks - 1)];
+  uint32_t& before = seen[blockIdx.x * kLooks + threadIdx.x];
+  const int differs = __syncthreads_or(bits != before);
+  before = bits;
+  if (threadIdx.x == 0) wanted[blockIdx.x] = differs;
 }
 
 constexpr int kSumThreads = 256, kSumRows = kSumThreads / 2, kSumColumns = 16;
@@ -125,8 +146,17 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
   return dispatch_half(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto kernel = source_dtype == DType::kFloat32 ? pack<float, T> : pack<T, T>;
-    return launch_dependent(kernel, grid_for(pieces.total, 1), kPackThreads, stream, packings, pieces);
+    // As many as are resident at once; few where perhaps nothing is to be done.
+    const int64_t blocks = multiprocessors() * (packings.wanted ? 8 : 16);
+    return launch_dependent(kernel, grid_for(std::min(pieces.total, blocks), 1), kPackThreads, stream, packings,
+                            pieces);
   });
+}
+
+cudaError_t look_for_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
+                             cudaStream_t stream) {
+  const auto kernel = source_dtype == DType::kFloat32 ? look<uint32_t> : look<uint16_t>;
+  return launch_dependent(kernel, packings.count, kLooks, stream, packings, seen, wanted);
 }
 
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream) {

@@ -34,6 +34,13 @@ void finish(ProductPlan& plan, const Conv1d& conv, int64_t out_length, int64_t c
   plan.tile_columns = wide ? 256 : 128;
   plan.column_tiles = ceil_div(outputs, plan.tile_columns);
   plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors);
+  // A term's rows must begin at a whole swizzled piece of 8 rows. A cluster's blocks then share out chunks.
+  const int* const shift = plan.shift[0];
+  plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
+  plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
+                  plan.rows.samples % 8 == 0 && (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows &&
+                  plan.splits <= plan.chunks;
+  if (!plan.together) plan.lowest = plan.reach = 0;
 }
 
 }  // namespace

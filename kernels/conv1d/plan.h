@@ -27,7 +27,11 @@ struct ProductPlan {
   int phases, stride;
   int terms[kMaxPhases];
   int tap[kMaxPhases][kMaxTaps], shift[kMaxPhases][kMaxTaps];
-  RowTiles rows;
+  RowTiles rows;  // row r of a tile is time r / samples of sample r % samples
+  // Whether one box of x serves all terms of a chunk: it holds `reach` more times from `lowest` on, and each term's
+  // rows begin at another of them. Else every term has a box.
+  bool together;
+  int lowest, reach;
   int tile_columns;  // 128 or 256
   int64_t column_tiles;
   int chunks;  // of the contracted channels

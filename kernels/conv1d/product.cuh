@@ -13,25 +13,41 @@ struct ProductArgs {
   bool float_bias;
   void* out;  // with a normalisation it may be null
   Normalisation normalisation;
+  bool settled;                   // the weights: see `Weights`
+  bool release;                   // let the next kernel's blocks take their places once the products are done
+  unsigned blocks;                // of the product; those behind are the side's
+  int boxes;                      // in the ring of them
+  uint32_t box_bytes, box_stage;  // what the copy engine brings, and the distance in the ring
+  Side side;
+};
+
+constexpr int kMaxBoxes = 4;
+
+// The barriers of the two rings between the copying thread and the multiplying warpgroups.
+template <int kWeights>
+struct Rings {
+  Barriers<kMaxBoxes> boxes;
+  Barriers<kWeights> weights;
 };
 
 template <int kColumns>
 struct ProductShape {
   // Two blocks of the narrow tile share a multiprocessor: one multiplies while the other fills its ring or finishes.
   static constexpr int kBlocks = kColumns == 128 ? 2 : 1;
-  static constexpr int kStages = kColumns == 128 ? 3 : 4;
-  static constexpr uint32_t kRowBytes = kTileRows * kChunk * 2;
-  static constexpr uint32_t kStageBytes = kRowBytes + kColumns * kChunk * 2;
-  static constexpr int kBytes = kStages * kStageBytes + kAlignment;
+  // Boxes of x, of a size that the plan gives, then weights, then the barriers of both rings.
+  static constexpr uint32_t kBoxesBytes = 64 * 1024, kWeightBytes = kColumns * kChunk * 2;
+  static constexpr int kWeights = kColumns == 128 ? 3 : 4;
+  static constexpr uint32_t kBarriersAt = kBoxesBytes + kWeights * kWeightBytes;
+  static constexpr int kBytes = kBarriersAt + sizeof(Rings<kWeights>);
   static constexpr int kStride = kColumns + 8;
-  static_assert(kTileRows * kStride * 4 <= kStages * kStageBytes, "the tile of sums takes the ring's place");
+  static_assert(kTileRows * kStride * 4 <= kBarriersAt, "the tile of sums takes the rings' place");
+  static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024, "that many blocks find their place");
 };
 
 // Which tile a block works on. 32-bit arithmetic: `serves` keeps the counts small, and a division is short.
 struct Place {
   int rank, phase, first_sample, first_time, first_column;
-  __device__ Place(const ProductPlan& plan, int columns) {
-    unsigned index = blockIdx.x;
+  __device__ Place(const ProductPlan& plan, int columns, unsigned index) {
     const unsigned splits = plan.splits, column_tiles = static_cast<unsigned>(plan.column_tiles);
     const unsigned per_sample = plan.rows.per_sample;
     rank = index % splits, index /= splits;
@@ -65,19 +81,26 @@ __device__ __forceinline__ void store_four(void* values, int64_t n, const float 
   *reinterpret_cast<Four<T>*>(static_cast<T*>(values) + n) = four;
 }
 
-// Adds up the cluster's sums of four columns of `kRows` rows, the first at `from`, `distance` bytes apart.
+// Adds up the cluster's sums of four columns of `kRows` rows, the first at `from`, `distance` bytes apart. Loads from
+// two peers are under way at a time, where the registers allow it.
 template <int kRows>
 __device__ __forceinline__ void add_peers(float4 (&sums)[kRows], uint32_t from, uint32_t distance, int splits) {
+  constexpr int kAtOnce = kRows <= 4 ? 2 : 1;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i)
-    sums[i] = splits == 1 ? load_shared(from + i * distance) : load_shared_of(peer_address(from + i * distance, 0));
+  for (int i = 0; i < kRows; ++i) sums[i] = splits == 1 ? load_shared(from + i * distance) : float4{};
+  if (splits == 1) return;
 #pragma unroll 1
-  for (int peer = 1; peer < splits; ++peer) {
+  for (int peer = 0; peer < splits; peer += kAtOnce) {
+    float4 v[kAtOnce][kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float4 v = load_shared_of(peer_address(from + i * distance, peer));
-      sums[i].x += v.x, sums[i].y += v.y, sums[i].z += v.z, sums[i].w += v.w;
-    }
+    for (int p = 0; p < kAtOnce; ++p)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) v[p][i] = load_shared_of(peer_address(from + i * distance, peer + p));
+#pragma unroll
+    for (int p = 0; p < kAtOnce; ++p)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        sums[i].x += v[p][i].x, sums[i].y += v[p][i].y, sums[i].z += v[p][i].z, sums[i].w += v[p][i].w;
   }
 }
 

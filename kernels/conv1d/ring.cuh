@@ -26,23 +26,34 @@ struct Barriers {
   }
 };
 
-// A walk around the ring: the stage, and the parity of its round.
+// A walk around the ring: the stage, and the parity of its round. A ring may use fewer stages than it has barriers for.
 template <int kStages>
 struct Position {
   int stage = 0;
   uint32_t round = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, round ^= 1;
+  __device__ __forceinline__ void advance(int stages = kStages) {
+    if (++stage == stages) stage = 0, round ^= 1;
   }
 };
+
+template <int kStages>
+__device__ __forceinline__ uint32_t full_barrier(Barriers<kStages>& barriers, const Position<kStages>& at) {
+  return ptx::shared_address(&barriers.full[at.stage]);
+}
 
 // The copying thread waits until a stage may be written, and announces its bytes.
 template <int kStages>
 __device__ __forceinline__ uint32_t acquire(Barriers<kStages>& barriers, const Position<kStages>& at, uint32_t bytes) {
   ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.round ^ 1);
-  const uint32_t full = ptx::shared_address(&barriers.full[at.stage]);
+  const uint32_t full = full_barrier(barriers, at);
   ptx::barrier_expect(full, bytes);
   return full;
+}
+
+// A warpgroup gives a stage back.
+template <int kStages>
+__device__ __forceinline__ void release(Barriers<kStages>& barriers, int stage) {
+  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(ptx::shared_address(&barriers.empty[stage]));
 }
 
 // The multiplying warpgroups' loop: `multiply(stage, first)` issues the products of one stage. A stage is given back
@@ -57,7 +68,7 @@ __device__ __forceinline__ void consume(Barriers<kStages>& barriers, int steps, 
     products_commit();
     if (step > 0) {
       products_wait<1>();
-      if (threadIdx.x % 32 == 0) ptx::barrier_arrive(ptx::shared_address(&barriers.empty[before.stage]));
+      release(barriers, before.stage);
     }
     before = at;
     at.advance();

@@ -7,6 +7,7 @@
 namespace dpa::kernels::conv1d {
 
 constexpr int kMaxTaps = 8;
+constexpr int kLooks = 128;  // elements of a weight that tell whether it has changed
 
 // A narrow and a wide tensor in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
 struct Conv1d {

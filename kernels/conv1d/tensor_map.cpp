@@ -22,12 +22,14 @@ cudaError_t make_map(const Boxes& boxes, CUtensorMap* map) {
   if (!encode) return cudaErrorNotSupported;
   constexpr cuuint64_t kElement = 2;
   const auto columns = static_cast<cuuint64_t>(boxes.columns), rows = static_cast<cuuint64_t>(boxes.rows);
-  const cuuint64_t sizes[3] = {columns, rows, static_cast<cuuint64_t>(boxes.planes)};
-  const cuuint64_t strides[2] = {columns * kElement, columns * rows * kElement};
+  const int of_rows = boxes.planes_inside ? 2 : 1, of_planes = 3 - of_rows;
+  cuuint64_t sizes[3] = {columns}, strides[2];
+  sizes[of_rows] = rows, strides[of_rows - 1] = columns * kElement;
+  sizes[of_planes] = static_cast<cuuint64_t>(boxes.planes), strides[of_planes - 1] = columns * rows * kElement;
   const auto step = static_cast<cuuint32_t>(boxes.row_step);
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(boxes.box_columns), static_cast<cuuint32_t>(boxes.box_rows) * step,
-                             static_cast<cuuint32_t>(boxes.box_planes)};
-  const cuuint32_t steps[3] = {1, step, 1};
+  cuuint32_t box[3] = {static_cast<cuuint32_t>(boxes.box_columns)}, steps[3] = {1, 1, 1};
+  box[of_rows] = static_cast<cuuint32_t>(boxes.box_rows) * step, steps[of_rows] = step;
+  box[of_planes] = static_cast<cuuint32_t>(boxes.box_planes);
   const auto type =
       boxes.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto swizzle = boxes.box_columns * kElement == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;

@@ -52,8 +52,8 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.wide_length : conv.narrow_length, channels_last,
                             input.options());
   const auto product = transposed ? products::scatter : products::gather;
-  C10_CUDA_CHECK(product(conv, x.const_data_ptr(), packed.const_data_ptr(), addends, out.mutable_data_ptr(),
-                         c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(product(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/false}, addends,
+                         out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
   return {out, packed};
 }
 
@@ -98,8 +98,8 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   if (mask[0]) {
     grad_input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
     const auto product = transposed ? products::gather : products::scatter;
-    C10_CUDA_CHECK(product(conv, g.const_data_ptr(), packed.const_data_ptr(), {}, grad_input.mutable_data_ptr(),
-                           c10::cuda::getCurrentCUDAStream()));
+    C10_CUDA_CHECK(product(conv, g.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/true}, {},
+                           grad_input.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
   }
   branches.join();
   return {grad_input, grad_weight, grad_bias};

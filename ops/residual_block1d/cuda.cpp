@@ -42,19 +42,21 @@ class Chain {
     return true;
   }
 
-  /// `keep`: what the backward reads is kept, else those places of the result stay undefined.
-  BlockForward forward(const Tensor& packed, bool keep) const {
-    pack(packed);
+  /// `keep`: what the backward reads is kept, else those places of the result stay undefined. `fresh`: the weights are
+  /// yet to be packed.
+  BlockForward forward(const Tensor& packed, bool keep, bool fresh) const {
+    if (fresh) pack(packed);
     const auto x = padded_rows(block_[kInput]);
     const auto activated = activation(), out = activation();
     Tensor conv1 = keep ? activation() : Tensor(), conv2 = keep ? activation() : Tensor();
-    layer(kConv1Weight, kConv1Bias, x, packed, conv1, Tensor(), first_norm(conv1), activated);
-    Tensor residual = x;  // where no convolution is due, the channels are the output's, of whole vectors
-    if (block_[kResidualWeight].defined()) {
-      residual = activation();
-      convolve(kResidualWeight, kResidualBias, x, packed, residual);
-    }
-    layer(kConv2Weight, kConv2Bias, activated, packed, conv2, residual, second_norm(conv2), out);
+    const bool convolves = block_[kResidualWeight].defined();
+    // Without a convolution the channels are the output's, of whole vectors.
+    const auto residual = convolves ? activation() : x;
+    const bool beside = convolves && takes_side();
+    layer({kConv1Weight, kConv1Bias, !fresh}, x, packed, conv1, Tensor(), first_norm(conv1), activated,
+          beside ? residual : Tensor());
+    if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, x, packed, residual);
+    layer({kConv2Weight, kConv2Bias, true}, activated, packed, conv2, residual, second_norm(conv2), out);
     return {out, conv1, activated, conv2, packed};
   }
 
@@ -128,34 +130,54 @@ class Chain {
                                           packings, stream_));
   }
 
-  void convolve(BlockSlot weight, BlockSlot bias, const Tensor& x, const Tensor& packed, const Tensor& out) const {
-    const products::Addends addends{data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()),
-                                    nullptr};
-    C10_CUDA_CHECK(products::gather(convolution(weight), x.const_data_ptr(), place(weight, packed), addends,
+  /// `settled`: see `products::Weights`. Behind the first product all of the block's weights are.
+  struct Convolution {
+    BlockSlot weight, bias;
+    bool settled;
+  };
+  products::Weights weights(const Convolution& c, const Tensor& packed) const {
+    return {place(c.weight, packed), c.settled};
+  }
+  products::Addends addends(BlockSlot bias) const {
+    return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), nullptr};
+  }
+  void convolve(const Convolution& c, const Tensor& x, const Tensor& packed, const Tensor& out) const {
+    C10_CUDA_CHECK(products::gather(convolution(c.weight), x.const_data_ptr(), weights(c, packed), addends(c.bias),
                                     out.mutable_data_ptr(), stream_));
   }
-  /// A convolution and its normalisation, in one kernel where its tiles hold whole groups.
-  void layer(BlockSlot weight, BlockSlot bias, const Tensor& x, const Tensor& packed, Tensor conv,
-             const Tensor& residual, norms::GroupNormMish norm, const Tensor& out) const {
+  int group() const { return static_cast<int>(channels_ / block_.num_groups); }
+  /// Whether the residual convolution can run in the launch of the first one.
+  bool takes_side() const {
+    const auto conv = convolution(kConv1Weight);
+    return block_[kResidualWeight].size(2) == 1 && products::normalises(conv, group()) && products::takes_side(conv);
+  }
+  /// A convolution and its normalisation, in one kernel where its tiles hold whole groups; `side`: where the residual
+  /// convolution goes that runs beside it.
+  void layer(const Convolution& c, const Tensor& x, const Tensor& packed, Tensor conv, const Tensor& residual,
+             norms::GroupNormMish norm, const Tensor& out, const Tensor& side = {}) const {
     norm.residual = data_or_null(residual), norm.out = out.mutable_data_ptr();
-    const int group = static_cast<int>(channels_ / block_.num_groups);
-    if (products::normalises(convolution(weight), group)) {
-      const products::Addends addends{data_or_null(block_[bias]), kernel_dtype(block_[bias].scalar_type()), nullptr};
+    if (products::normalises(convolution(c.weight), group())) {
       const products::Normalisation normalisation{
-          group,      norm.eps,          norm.parameter_dtype, norm.weight,   norm.bias, norm.scale,
+          group(),    norm.eps,          norm.parameter_dtype, norm.weight,   norm.bias, norm.scale,
           norm.shift, norm.scale_stride, norm.shift_stride,    norm.residual, norm.out};
-      C10_CUDA_CHECK(products::gather_normalised(convolution(weight), x.const_data_ptr(), place(weight, packed),
-                                                 addends, mutable_data_or_null(conv), normalisation, stream_));
+      products::Side beside{};
+      if (side.defined())
+        beside = {weights({kResidualWeight, kResidualBias, c.settled}, packed), addends(kResidualBias),
+                  side.mutable_data_ptr()};
+      C10_CUDA_CHECK(products::gather_normalised(convolution(c.weight), x.const_data_ptr(), weights(c, packed),
+                                                 addends(c.bias), mutable_data_or_null(conv), normalisation, beside,
+                                                 stream_));
       return;
     }
     if (!conv.defined()) conv = activation();
-    convolve(weight, bias, x, packed, conv);
+    convolve(c, x, packed, conv);
     norm.input = conv.const_data_ptr();
     C10_CUDA_CHECK(norms::forward(norm, stream_));
   }
   void convolve_back(BlockSlot weight, const void* grad, const Tensor& packed, const void* residual, void* out) const {
     const products::Addends addends{nullptr, kernel_dtype(type_), residual};
-    C10_CUDA_CHECK(products::scatter(convolution(weight), grad, place(weight, packed), addends, out, stream_));
+    C10_CUDA_CHECK(
+        products::scatter(convolution(weight), grad, {place(weight, packed), /*settled=*/true}, addends, out, stream_));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {
@@ -224,11 +246,8 @@ BlockForward run(const ResidualBlock& block, bool keep) {
   check_residual_block1d(block);
   const c10::cuda::CUDAGuard guard(block[kInput].device());
   if (!block_packs(block)) return residual_block1d_of_ops(block);
-  int64_t size = 0;
-  for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
-    if (block[slot].defined()) size += packed_size(block[slot]).expect_int();
-  const auto packed = at::empty({size}, block[kInput].options());
-  if (const Chain chain(block); chain.serves()) return chain.forward(packed, keep);
+  const auto packed = at::empty({block_packed_size(block).expect_int()}, block[kInput].options());
+  if (const Chain chain(block); chain.serves()) return chain.forward(packed, keep, /*fresh=*/true);
   auto result = residual_block1d_of_ops(block);
   std::get<4>(result) = packed;
   return result;
@@ -252,6 +271,11 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
 }
 
 }  // namespace
+
+Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed) {
+  const Chain chain(block);
+  return chain.serves() ? std::get<0>(chain.forward(packed, /*keep=*/false, /*fresh=*/false)) : Tensor();
+}
 
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("residual_block1d", &residual_block1d_cuda);

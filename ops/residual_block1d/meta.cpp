@@ -22,6 +22,13 @@ c10::SymInt packed_size(const Tensor& weight) {
   return weight.sym_size(2) * weight.sym_size(0) * ((weight.sym_size(1) + 7) / 8 * 8);
 }
 
+c10::SymInt block_packed_size(const ResidualBlock& block) {
+  c10::SymInt size = 0;
+  for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
+    if (block[slot].defined()) size = size + packed_size(block[slot]);
+  return size;
+}
+
 namespace {
 
 /// An activation of the block, in the order of its input.
@@ -40,10 +47,7 @@ Tensor residual_block1d_meta(DPA_BLOCK_PARAMETERS) {
 BlockForward residual_block1d_forward_meta(DPA_BLOCK_PARAMETERS) {
   const auto block = DPA_BLOCK;
   check_residual_block1d(block);
-  c10::SymInt packed = 0;
-  if (block_packs(block))
-    for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
-      if (block[slot].defined()) packed = packed + packed_size(block[slot]);
+  const auto packed = block_packs(block) ? block_packed_size(block) : c10::SymInt(0);
   return {activation_like(block), activation_like(block), activation_like(block), activation_like(block),
           at::empty_symint({packed}, input.options())};
 }

@@ -50,8 +50,9 @@ void check_residual_block1d(const ResidualBlock& block);
 /// Whether the packed weights are made: a matter of dtypes, order, device and taps alone, so that the Meta kernel knows
 /// it. Sizes that the products do not take fall back later.
 bool block_packs(const ResidualBlock& block);
-/// Elements of one packed weight.
+/// Elements of one packed weight, and of all of a block's.
 c10::SymInt packed_size(const Tensor& weight);
+c10::SymInt block_packed_size(const ResidualBlock& block);
 
 /// The block and its backward made of this library's ops, differentiable where autograd is at work.
 BlockForward residual_block1d_of_ops(const ResidualBlock& block);
@@ -93,6 +94,11 @@ BlockForward residual_block1d_forward(DPA_BLOCK_PARAMETERS);
 BlockGradientTuple residual_block1d_backward(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
                                              const Tensor& activation, const Tensor& conv2, const Tensor& packed,
                                              BlockMask output_mask);
+
+/// The block without gradients, on CUDA, on weights that were packed before, by an earlier kernel than the last. The
+/// caller has checked it; the channels of a channels-last input of 16 bits may be padded to a multiple of 8. Undefined
+/// where the kernels do not take it.
+Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed);
 
 inline BlockGradientTuple as_tuple(BlockGradients&& gradients) {
   return std::apply([](auto&... tensors) { return BlockGradientTuple(std::move(tensors)...); }, gradients);

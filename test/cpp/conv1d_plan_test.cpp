@@ -98,6 +98,33 @@ TEST(ProductPlan, EveryBlockOfAClusterHasSteps) {
   }
 }
 
+TEST(ProductPlan, OneBoxServesAllTermsWhereItsRowsAreWholePieces) {
+  for (const Conv1d& c : convolutions()) {
+    for (const ProductPlan& plan : {plan_gather(c, 132), plan_scatter(c, 132)}) {
+      if (!plan.together) {
+        EXPECT_EQ(plan.reach, 0);
+        continue;
+      }
+      EXPECT_EQ(plan.rows.samples % 8, 0);
+      EXPECT_LE((plan.rows.time + plan.reach) * plan.rows.samples, 2 * kTileRows);
+      EXPECT_GE(plan.chunks, plan.splits);
+      EXPECT_LE(plan.lowest, 0);  // time 0 of a side's one tap is in the box
+      for (int i = 0; i < plan.terms[0]; ++i) {
+        EXPECT_GE(plan.shift[0][i], plan.lowest);
+        EXPECT_LE(plan.shift[0][i], plan.lowest + plan.reach);
+        // The kernel goes from term to term by one distance.
+        if (i > 0) EXPECT_EQ(plan.shift[0][i] - plan.shift[0][i - 1], plan.shift[0][1] - plan.shift[0][0]);
+      }
+    }
+  }
+  for (int level = 0; level < 3; ++level)
+    for (int64_t batch : {64, 256, 1024})
+      EXPECT_TRUE(plan_gather(convolution(batch, 16 >> level, 256 << level, 256 << level, 5, 1), 132).together);
+  EXPECT_FALSE(plan_gather(convolution(64, 16, 256, 256, 3, 2), 132).together);
+  EXPECT_FALSE(plan_gather(convolution(64, 32, 256, 256, 5, 1), 132).together);
+  EXPECT_FALSE(plan_gather(convolution(64, 16, 256, 256, 1, 1), 132).together);
+}
+
 TEST(ProductPlan, FillsTheDeviceAtTheNetworksSizes) {
   // The levels of the 80 M network have 64 tiles of 128 x 128 at batch 256 and 16 at batch 64; clusters of eight stay
   // below half of the device.

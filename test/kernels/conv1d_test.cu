@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/common/dtype.cuh"
+#include "kernels/common/launch.cuh"
 #include "kernels/conv1d/conv1d.h"
 #include "kernels/conv1d/plan.h"
 
@@ -53,10 +54,23 @@ __device__ float noise(uint64_t seed, uint64_t i) {  // uniform on -1..1 (splitm
 }
 
 template <class T>
-__global__ void fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
+__device__ void put_noise(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * width;
        i += int64_t{gridDim.x} * blockDim.x)
     x[i] = narrow<T>(i % width < channels ? scale * noise(seed, i) : 0.f);
+}
+
+template <class T>
+__global__ void fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
+  put_noise(x, rows, channels, width, seed, scale);
+}
+// The same as late as a predecessor can be: its successor has taken its places long before.
+template <class T>
+__global__ void late_fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
+  release_successor();
+  wait_for_predecessor();
+  for (int i = 0; i < 100; ++i) __nanosleep(1000);
+  put_noise(x, rows, channels, width, seed, scale);
 }
 
 // The three formulas of conv1d.h, a thread an output element.
@@ -168,6 +182,7 @@ std::vector<T> to_host(const Buffer& buffer) {
 template <class T>
 struct Case {
   Conv1d c;
+  bool settled = true;
   int64_t narrow_rows, wide_rows, narrow_width, wide_width, weights;
   Buffer narrow_x, wide, weight, packed, bias, narrow_out, wide_out, narrow_residual, wide_residual, gradient,
       half_gradient;
@@ -197,6 +212,7 @@ struct Case {
     put<T>(narrow_residual, narrow_rows, c.narrow_channels, c.narrow_channels, seed + 4, 1);
     put<T>(wide_residual, wide_rows, c.wide_channels, c.wide_channels, seed + 5, 1);
     CHECK(pack_weights(DType::kFloat32, c.dtype, packings(), 0));
+    CHECK(cudaDeviceSynchronize());  // the weights are settled
   }
   Packings packings() const { return {{{weight.data, packed.data, c.narrow_channels, c.wide_channels, c.taps}}, 1}; }
   template <class S>
@@ -205,17 +221,33 @@ struct Case {
   }
   void run_gather(bool addends, cudaStream_t stream = 0) {
     const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? narrow_residual.data : nullptr};
-    CHECK(gather(c, wide.data, packed.data, add, narrow_out.data, stream));
+    CHECK(gather(c, wide.data, {packed.data, settled}, add, narrow_out.data, stream));
   }
   void run_scatter(bool addends, cudaStream_t stream = 0) {
     const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? wide_residual.data : nullptr};
-    CHECK(scatter(c, narrow_x.data, packed.data, add, wide_out.data, stream));
+    CHECK(scatter(c, narrow_x.data, {packed.data, settled}, add, wide_out.data, stream));
   }
   void run_gradient(bool half, cudaStream_t stream = 0) {
     CHECK(weight_gradient(c, narrow_x.data, wide.data, half ? half_gradient.data : gradient.data,
                           half ? c.dtype : DType::kFloat32, stream));
   }
 };
+
+// Whether products whose input is only being written, behind a release and a wait, give the same bits.
+template <class T>
+bool waits_for_late_input(Case<T>& t, uint64_t seed, bool addends) {
+  const auto narrow_once = to_host<uint16_t>(t.narrow_out), wide_once = to_host<uint16_t>(t.wide_out);
+  for (auto* buffer : {&t.wide, &t.narrow_x, &t.narrow_out, &t.wide_out})
+    CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
+  CHECK(launch_dependent(late_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.wide.data), t.wide_rows, t.c.wide_channels,
+                         t.wide_width, seed + 1, 1.0f));
+  t.run_gather(addends);
+  CHECK(launch_dependent(late_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.narrow_x.data), t.narrow_rows,
+                         t.c.narrow_channels, t.narrow_width, seed, 1.0f));
+  t.run_scatter(addends);
+  CHECK(cudaDeviceSynchronize());
+  return narrow_once == to_host<uint16_t>(t.narrow_out) && wide_once == to_host<uint16_t>(t.wide_out);
+}
 
 template <class T>
 T* as(Buffer& buffer) {
@@ -257,14 +289,15 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   const auto again = to_host<float>(t.gradient);
   const bool repeats =
       std::memcmp(once.data(), again.data(), t.gradient.bytes) == 0 && once_out == to_host<uint16_t>(t.narrow_out);
-  const bool good = g <= 1 && s <= 1 && w <= 1 && h <= 1 && guards && repeats;
+  const bool late = waits_for_late_input(t, seed, addends);
+  const bool good = g <= 1 && s <= 1 && w <= 1 && h <= 1 && guards && repeats && late;
   if (!good || seed < 2000)
     std::printf(
         "%s B %lld narrow %lldx%lld wide %lldx%lld k %d s %d p %d: gather %.2f scatter %.2f gradient %.2f %.2f%s%s "
-        "%s\n",
+        "%s%s\n",
         std::is_same_v<T, __half> ? "f16 " : "bf16", (long long)c.batch, (long long)c.narrow_length,
         (long long)c.narrow_channels, (long long)c.wide_length, (long long)c.wide_channels, c.taps, c.stride, c.padding,
-        g, s, w, h, guards ? "" : " GUARD", repeats ? "" : " UNSTEADY", good ? "ok" : "WRONG");
+        g, s, w, h, guards ? "" : " GUARD", repeats ? "" : " UNSTEADY", late ? "" : " EARLY", good ? "ok" : "WRONG");
   return good;
 }
 
