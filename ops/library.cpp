@@ -109,6 +109,18 @@ TORCH_LIBRARY(dpa, m) {
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       functional);
 
+  // Inference for many samples; see ops/unet1d_batch/unet1d_batch.h. The out variant packs into the memory of before,
+  // with `seen` the weights alone of which some elements differ from what the last such call saw.
+  m.def(
+      "unet1d_batch(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor[] parameters, Tensor packed, "
+      "int[] config) -> Tensor",
+      functional);
+  m.def("unet1d_batch_pack(Tensor[] parameters, int[] config, ScalarType dtype) -> Tensor", functional);
+  m.def(
+      "unet1d_batch_pack.out(Tensor[] parameters, int[] config, ScalarType dtype, Tensor(a!)? seen=None, *, "
+      "Tensor(b!) out) -> ()",
+      out_variant);
+
   // Inference on packed weights; see ops/unet1d/unet1d.h for `config`.
   m.def("unet1d_weight_names(int[] config) -> str[]", functional);
   m.def("unet1d_pack(Tensor[] weights, int[] config, ScalarType dtype) -> Tensor", functional);

@@ -22,6 +22,8 @@ _ELSEWHERE = {
     "dpa::diffusion_sample_clocks": ("CPU",),
     "dpa::unet1d_by_name": (),
     "dpa::diffusion_sample_by_name": (),
+    "dpa::unet1d_batch": ("CPU",),
+    "dpa::unet1d_batch_pack": ("CPU",),
 }
 _PACKED = set(_ELSEWHERE)
 # No tensor among its arguments, so no backend of its own.

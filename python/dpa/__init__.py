@@ -12,6 +12,7 @@ if not wants_jit():
 from dpa import jit, nn, ops, reference, schedulers
 from dpa.acceleration import accelerate, explain, repack, restore
 from dpa.info import info
+from dpa.kept import fixed_weights
 from dpa.loading import Checkpoint, load_checkpoint
 from dpa.packed import PackedUnet
 from dpa.parallel import Parallel, ParallelReport
@@ -28,6 +29,7 @@ __all__ = [
     "StepProfile",
     "accelerate",
     "explain",
+    "fixed_weights",
     "info",
     "jit",
     "library_path",

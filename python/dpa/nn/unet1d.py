@@ -407,6 +407,10 @@ class ConditionalUnet1D(nn.Module):
 
         """
         self._check(sample, local_cond, global_cond)
+        if not torch.jit.is_scripting():
+            out = self._on_kept_weights(sample, timestep, local_cond, global_cond)
+            if out is not None:
+                return out
         cond = self._embed(sample, timestep)
         if global_cond is not None:
             cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
@@ -462,8 +466,34 @@ class ConditionalUnet1D(nn.Module):
         film = torch.ops.dpa.conv1d(rows, weight.unsqueeze(2), bias).squeeze(0).t()
         return list(film.split(widths, dim=1))[::-1]
 
+    @torch.jit.unused
+    def _on_kept_weights(
+        self,
+        sample: Tensor,
+        timestep: Tensor | float | int,
+        local_cond: Tensor | None,
+        global_cond: Tensor | None,
+    ) -> Tensor | None:
+        """Run the network as one op where no gradient is wanted and it serves, else None."""
+        weight = self.final_conv[1].weight
+        if torch.compiler.is_compiling() or not channels_last(sample, weight):
+            return None
+        if local_cond is not None or type(sample) is not Tensor or torch.jit.is_tracing():
+            return None
+        from dpa import kept
+
+        half = torch.get_autocast_dtype("cuda") if weight.dtype not in _HALVES else weight.dtype
+        return kept.forward(self, sample, self._steps(sample, timestep), global_cond, half)
+
     def _embed(self, sample: Tensor, timestep: Tensor | float | int) -> Tensor:
         """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""
+        steps = self._steps(sample, timestep)
+        encoder = self.diffusion_step_encoder
+        sinusoid = encoder[0](steps).to(encoder[1].weight.dtype)
+        return encoder[3](encoder[2](encoder[1](sinusoid))).expand(sample.shape[0], -1)
+
+    def _steps(self, sample: Tensor, timestep: Tensor | float | int) -> Tensor:
+        """Return the timestep as a tensor on the sample's device, (1,) or (B,)."""
         batch = sample.shape[0]
         if isinstance(timestep, Tensor):
             steps = timestep.to(sample.device)
@@ -476,9 +506,7 @@ class ConditionalUnet1D(nn.Module):
                 "ConditionalUnet1D: timestep must be a number or a tensor of shape (), (1,) or "
                 f"({batch},), got shape {list(steps.shape)}"
             )
-        encoder = self.diffusion_step_encoder
-        sinusoid = encoder[0](steps).to(encoder[1].weight.dtype)
-        return encoder[3](encoder[2](encoder[1](sinusoid))).expand(batch, -1)
+        return steps
 
     def _check(self, sample: Tensor, local_cond: Tensor | None, global_cond: Tensor | None) -> None:
         if sample.dim() != 3 or sample.shape[2] != self.input_dim:

@@ -1,0 +1,261 @@
+// The network's walk: each layer is a launch or two of kernels/conv1d; what those do not take is the library's ops.
+#include "ops/common/cuda.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels/unet1d_batch.h"
+#include "ops/conv1d/conv1d.h"
+#include "ops/conv1d/products.h"
+#include "ops/conv1d_gnm/conv1d_gnm.h"
+#include "ops/group_norm_mish/group_norm_mish.h"
+#include "ops/residual_block1d/residual_block1d.h"
+#include "ops/unet1d_batch/unet1d_batch.h"
+
+namespace dpa {
+namespace {
+
+namespace rows = kernels::unet1d_batch;
+
+constexpr int kFinalGroups = 8;  // of the last Conv1dBlock, whatever num_groups is
+constexpr double kEps = 1e-5;    // of the GroupNorms
+
+/// Packs all weights, or those that have changed as far as `seen` tells.
+void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, const Tensor& out) {
+  if (parameters[0].numel() == 0) return;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto source = kernel_dtype(parameters[0].scalar_type()), target = kernel_dtype(out.scalar_type());
+  const auto wanted = seen.defined() ? at::empty({static_cast<int64_t>(plan.items.size())}, seen.options()) : Tensor();
+  std::vector<Tensor> kept;
+  for (size_t first = 0; first < plan.items.size(); first += products::kMaxPackings) {
+    products::Packings packings{};
+    const size_t end = std::min(plan.items.size(), first + products::kMaxPackings);
+    for (size_t i = first; i < end; ++i) {
+      const auto& item = plan.items[i];
+      kept.push_back(parameters[item.parameter].contiguous());
+      packings.each[packings.count++] = {kept.back().const_data_ptr(),
+                                         static_cast<uint16_t*>(out.mutable_data_ptr()) + item.offset, item.d0, item.d1,
+                                         item.taps};
+    }
+    if (seen.defined()) {
+      auto* const looks = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * products::kLooks;
+      auto* const changed = wanted.mutable_data_ptr<int>() + first;
+      C10_CUDA_CHECK(products::look_for_changes(source, packings, looks, changed, stream));
+      packings.wanted = changed;
+    }
+    C10_CUDA_CHECK(products::pack_weights(source, target, packings, stream));
+  }
+}
+
+class Forward {
+ public:
+  Forward(const BatchPlan& plan, at::TensorList parameters, const Tensor& packed)
+      : plan_(plan), parameters_(parameters), packed_(packed), stream_(c10::cuda::getCurrentCUDAStream()) {
+    dtype_ = kernel_dtype(packed.scalar_type());
+    parameter_dtype_ = kernel_dtype(parameters[0].scalar_type());
+  }
+
+  Tensor run(const Tensor& sample, const Tensor& timesteps, const Tensor& global_cond) {
+    batch_ = sample.size(0), length_ = sample.size(1);
+    auto x = prepare(sample, timesteps);
+    modulate(global_cond);
+    std::vector<Tensor> skips;
+    const size_t levels = plan_.levels;
+    for (size_t i = 0; i < levels; ++i) {
+      x = block(block(x));
+      skips.push_back(x);
+      if (i + 1 < levels) x = resample(x, plan_.down[i], /*up=*/false);
+    }
+    x = block(block(x));
+    for (size_t i = 0; i + 1 < levels; ++i) {
+      const auto joined = at::cat({x.transpose(1, 2), skips.back().transpose(1, 2)}, 2);
+      skips.pop_back();
+      x = resample(block(block(joined.transpose(1, 2))), plan_.up[i], /*up=*/true);
+    }
+    return last(final_block(x));
+  }
+
+ private:
+  Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, packed_.options()); }
+  const Tensor& parameter(int place) const { return parameters_[place]; }
+  const uint16_t* packed(int64_t offset) const {
+    return static_cast<const uint16_t*>(packed_.const_data_ptr()) + offset;
+  }
+  /// Packed weights are older than the kernel that prepares the inputs, behind which every product is.
+  products::Weights weights(int64_t offset) const { return {packed(offset), /*settled=*/true}; }
+
+  /// The sample as channels-last activations, channels padded to a multiple of 8; keeps the timesteps' sinusoids.
+  Tensor prepare(const Tensor& sample, const Tensor& timesteps) {
+    const int64_t width = products::padded(plan_.action_dim), step_width = products::padded(plan_.step_dim);
+    const auto given = sample.scalar_type() == packed_.scalar_type() ? sample : sample.to(at::kFloat);
+    const bool integers = timesteps.scalar_type() == at::kLong;
+    const auto x = given.contiguous(), steps = (integers ? timesteps : timesteps.to(at::kFloat)).contiguous();
+    auto out = empty({batch_, length_, width});
+    embedding_ = empty({steps.size(0), step_width});
+    C10_CUDA_CHECK(
+        rows::prepare({dtype_, kernel_dtype(x.scalar_type()), x.const_data_ptr(), batch_ * length_, plan_.action_dim,
+                       static_cast<int>(width), steps.const_data_ptr(), integers, steps.size(0), plan_.step_dim,
+                       static_cast<int>(step_width), out.mutable_data_ptr(), embedding_.mutable_data_ptr()},
+                      stream_));
+    return out.transpose(1, 2);
+  }
+
+  /// Rows (n, channels padded) times a matrix: the rows are the times of one sample.
+  Tensor dense(const Tensor& x, int64_t in, int64_t out_channels, int64_t packed_at, const void* bias,
+               kernels::DType bias_dtype) const {
+    const int64_t n = x.size(0);
+    const products::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
+    auto out = empty({n, out_channels});
+    C10_CUDA_CHECK(products::gather(conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, nullptr},
+                                    out.mutable_data_ptr(), stream_));
+    return out;
+  }
+  Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
+    const auto& shape = plan_.shapes[layer.weight];
+    return dense(x, shape[1], shape[0], layer.packed, parameter(layer.bias).const_data_ptr(), parameter_dtype_);
+  }
+
+  Tensor activate(const Tensor& first, const Tensor& second, int64_t batch) const {
+    const int64_t channels = first.size(1) + (second.defined() ? second.size(1) : 0),
+                  width = products::padded(channels);
+    auto out = empty({batch, width});
+    C10_CUDA_CHECK(
+        rows::condition({dtype_, second.defined() ? kernel_dtype(second.scalar_type()) : dtype_, batch,
+                         first.const_data_ptr(), first.size(0), static_cast<int>(first.size(1)), data_or_null(second),
+                         static_cast<int>(channels - first.size(1)), out.mutable_data_ptr(), static_cast<int>(width)},
+                        stream_));
+    return out;
+  }
+
+  /// FiLM's parameters of every block, (B, film_rows).
+  void modulate(const Tensor& global_cond) {
+    Tensor cond;
+    if (global_cond.defined())
+      cond =
+          (global_cond.scalar_type() == packed_.scalar_type() ? global_cond : global_cond.to(at::kFloat)).contiguous();
+    const auto hidden = activate(dense(embedding_, plan_.time[0]), Tensor(), embedding_.size(0));
+    const auto x = activate(dense(hidden, plan_.time[1]), cond, batch_);
+    film_ =
+        dense(x, plan_.step_dim + plan_.cond_dim, plan_.film_rows, plan_.film_packed, packed(plan_.film_bias), dtype_);
+  }
+
+  Tensor block(const Tensor& x) {
+    const auto& b = plan_.blocks[next_block_++];
+    const auto get = [&](int i) { return b.parameters[i] < 0 ? Tensor() : parameter(b.parameters[i]); };
+    const int64_t channels = plan_.shapes[b.parameters[0]][0];
+    const int64_t shift_at = b.film + (plan_.film_scale ? channels : 0);
+    const auto scale = plan_.film_scale ? film_.narrow(1, b.film, channels) : Tensor();
+    const ResidualBlock block{{x, get(0), get(1), get(2), get(3), get(4), get(5), get(6), get(7), get(8), get(9), scale,
+                               film_.narrow(1, shift_at, channels)},
+                              plan_.num_groups,
+                              kEps};
+    if (auto out = residual_block1d_on_packed(block, packed_.narrow(0, b.packed, b.size)); out.defined()) return out;
+    const auto input = x.narrow(1, 0, plan_.shapes[b.parameters[0]][1]);  // without padded channels
+    return residual_block1d(in_order(input, /*channels_last=*/true), get(0), get(1), get(2), get(3), get(4), get(5),
+                            get(6), get(7), as_optional(get(8)), as_optional(get(9)), plan_.num_groups, kEps,
+                            as_optional(scale), block.tensors[kShift]);
+  }
+
+  /// Halves the time by a convolution of 3 taps, or doubles it by a transposed one of 4.
+  Tensor resample(const Tensor& x, const BatchPlan::Layer& layer, bool up) const {
+    const auto& shape = plan_.shapes[layer.weight];
+    const int64_t length = x.size(2), other = up ? 2 * length : (length - 1) / 2 + 1;
+    const products::Conv1d conv{
+        dtype_,       batch_, up ? length : other, shape[0], up ? other : length, shape[1], static_cast<int>(shape[2]),
+        /*stride=*/2,
+        /*padding=*/1};
+    auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
+    const auto product = up ? products::scatter : products::gather;
+    C10_CUDA_CHECK(product(conv, x.const_data_ptr(), weights(layer.packed),
+                           {parameter(layer.bias).const_data_ptr(), parameter_dtype_, nullptr}, out.mutable_data_ptr(),
+                           stream_));
+    return out;
+  }
+
+  Tensor final_block(const Tensor& x) const {
+    const auto& layer = plan_.final_conv;
+    const auto &weight = parameter(layer.weight), &bias = parameter(layer.bias);
+    const auto &gamma = parameter(plan_.final_norm[0]), &beta = parameter(plan_.final_norm[1]);
+    const int64_t channels = weight.size(0);
+    const int taps = static_cast<int>(weight.size(2)), group = static_cast<int>(channels / kFinalGroups);
+    const products::Conv1d conv{dtype_, batch_, x.size(2), channels, x.size(2), channels, taps, 1, taps / 2};
+    if (!products::serves(conv) || !products::normalises(conv, group))
+      return conv1d_gnm(x, weight, bias, gamma, beta, kFinalGroups, kEps, std::nullopt, std::nullopt, std::nullopt);
+    auto out = empty_in_order(batch_, channels, x.size(2), /*channels_last=*/true, packed_.options());
+    products::Normalisation norm{};
+    norm.group = group, norm.eps = kEps, norm.parameter_dtype = parameter_dtype_;
+    norm.weight = gamma.const_data_ptr(), norm.bias = beta.const_data_ptr(), norm.out = out.mutable_data_ptr();
+    C10_CUDA_CHECK(products::gather_normalised(conv, x.const_data_ptr(), weights(layer.packed),
+                                               {bias.const_data_ptr(), parameter_dtype_, nullptr}, nullptr, norm, {},
+                                               stream_));
+    return out;
+  }
+
+  /// The 1x1 convolution to the actions: (B, T, A).
+  Tensor last(const Tensor& x) const {
+    const auto& shape = plan_.shapes[plan_.last.weight];
+    const void* bias = parameter(plan_.last.bias).const_data_ptr();
+    auto out = empty({batch_, length_, shape[0]});
+    if (shape[0] <= rows::kMaxActions) {
+      C10_CUDA_CHECK(rows::to_actions(
+          {dtype_, parameter_dtype_, x.const_data_ptr(), packed(plan_.last.packed), bias, out.mutable_data_ptr(),
+           batch_ * length_, static_cast<int>(shape[1]), static_cast<int>(shape[0])},
+          stream_));
+      return out;
+    }
+    const products::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0};
+    C10_CUDA_CHECK(products::gather(conv, x.const_data_ptr(), weights(plan_.last.packed),
+                                    {bias, parameter_dtype_, nullptr}, out.mutable_data_ptr(), stream_));
+    return out;
+  }
+
+  const BatchPlan& plan_;
+  at::TensorList parameters_;
+  const Tensor& packed_;
+  c10::cuda::CUDAStream stream_;
+  kernels::DType dtype_, parameter_dtype_;
+  int64_t batch_ = 0, length_ = 0;
+  size_t next_block_ = 0;
+  Tensor embedding_, film_;
+};
+
+Tensor unet1d_batch_pack_cuda(at::TensorList parameters, at::IntArrayRef config, at::ScalarType dtype) {
+  const auto plan = unet1d_batch_plan("unet1d_batch_pack", config);
+  check_unet1d_batch_parameters("unet1d_batch_pack", *plan, parameters, dtype);
+  const c10::cuda::CUDAGuard guard(parameters[0].device());
+  auto packed = at::empty({plan->elements}, parameters[0].options().dtype(dtype));
+  pack(*plan, parameters, Tensor(), packed);
+  return packed;
+}
+
+void unet1d_batch_pack_out_cuda(at::TensorList parameters, at::IntArrayRef config, at::ScalarType dtype,
+                                const OptionalTensor& seen, Tensor& out) {
+  const auto plan = unet1d_batch_plan("unet1d_batch_pack", config);
+  check_unet1d_batch_pack_out(*plan, parameters, dtype, seen, out);
+  const c10::cuda::CUDAGuard guard(out.device());
+  pack(*plan, parameters, value_or_undefined(seen), out);
+}
+
+Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                         at::TensorList parameters, const Tensor& packed, at::IntArrayRef config) {
+  const auto plan = unet1d_batch_plan("unet1d_batch", config);
+  check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed);
+  const c10::cuda::CUDAGuard guard(sample.device());
+  DPA_CHECK(products::supported(), "unet1d_batch", "sample must be on a Hopper GPU, in a build for sm_90a",
+            sample.device());
+  if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
+  std::vector<Tensor> kept;
+  for (const auto& parameter : parameters) kept.push_back(aligned(parameter.contiguous()));
+  return Forward(*plan, kept, packed).run(sample, timesteps, value_or_undefined(global_cond));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
+  m.impl("unet1d_batch", &unet1d_batch_cuda);
+  m.impl("unet1d_batch_pack", &unet1d_batch_pack_cuda);
+  m.impl("unet1d_batch_pack.out", &unet1d_batch_pack_out_cuda);
+}
+
+}  // namespace dpa

@@ -1,0 +1,370 @@
+"""Weights kept packed where no gradient is wanted: values, and that every change is seen."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+
+import dpa
+from dpa.nn import ConditionalUnet1D
+
+WIDE = {"down_dims": (64, 128), "diffusion_step_embed_dim": 32, "kernel_size": 5}
+# name: (constructor arguments, batch, horizon)
+CONFIGS = {
+    "film_scale": (
+        {"input_dim": 2, "global_cond_dim": 20, "cond_predict_scale": True, **WIDE},
+        9,
+        16,
+    ),
+    "film_shift": ({"input_dim": 8, "global_cond_dim": 5, **WIDE}, 70, 8),
+    "unconditional": ({"input_dim": 3, **WIDE, "kernel_size": 3}, 1, 4),
+    "odd_widths": (
+        {
+            "input_dim": 5,
+            "global_cond_dim": 1,
+            "diffusion_step_embed_dim": 10,
+            "down_dims": (16, 8, 24),
+            "kernel_size": 7,
+            "n_groups": 4,
+            "cond_predict_scale": True,
+        },
+        2,
+        8,
+    ),
+    "one_level": ({"input_dim": 1, "diffusion_step_embed_dim": 4, "down_dims": [8]}, 2, 5),
+    "long": ({"input_dim": 2, **WIDE}, 2, 300),
+}
+
+
+@pytest.fixture
+def hopper():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return torch.device("cuda")
+
+
+def make(name, device, dtype=torch.float32):
+    options, batch, horizon = CONFIGS[name]
+    net = ConditionalUnet1D(**options).to(device, dtype)
+    new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
+    inputs = {"sample": new(batch, horizon, options["input_dim"])}
+    inputs["timestep"] = torch.randint(0, 100, (batch,), device=device)
+    if "global_cond_dim" in options:
+        inputs["global_cond"] = new(batch, options["global_cond_dim"])
+    return net, inputs
+
+
+@torch.no_grad()
+def call(net, inputs, dtype=torch.bfloat16):
+    with torch.autocast("cuda", dtype):
+        return net(**inputs)
+
+
+def fresh(net, inputs, dtype=torch.bfloat16):
+    """What a module that has never been called gives."""
+    return call(copy.deepcopy(net), inputs, dtype)
+
+
+def error(got, expected):
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_values(name, dtype, hopper):
+    """Against float64, beside what plain PyTorch's rounding costs; float32 and 16-bit weights."""
+    for own in (torch.float32, dtype):
+        net, inputs = make(name, hopper, own)
+        exact = dpa.reference.plain(net).double()
+        double = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+        expected = exact(**double)
+        with torch.no_grad(), torch.autocast("cuda", dtype):
+            plain = dpa.reference.plain(net)(**inputs)
+        for _ in range(2):  # packed, then kept
+            got = call(net, inputs, dtype)
+            assert got.dtype == dtype and got.shape == expected.shape and got.is_contiguous()
+            assert error(got, expected) < 1.3 * error(plain, expected) + 1e-4
+        assert torch.equal(got, call(net, inputs, dtype))
+
+
+@pytest.mark.parametrize("kind", [int, float, "scalar", "one", "float32", "int32"], ids=str)
+def test_timesteps(kind, hopper):
+    net, inputs = make("film_scale", hopper)
+    inputs["timestep"] = torch.full((9,), 7, device=hopper)
+    expected = call(net, inputs)
+    steps = {
+        int: 7,
+        float: 7.0,
+        "scalar": torch.tensor(7),
+        "one": torch.tensor([7], device=hopper),
+        "float32": inputs["timestep"].float(),
+        "int32": inputs["timestep"].int(),
+    }
+    assert torch.equal(call(net, inputs | {"timestep": steps[kind]}), expected)
+
+
+def test_empty_batches_and_other_dtypes(hopper):
+    net, inputs = make("film_scale", hopper)
+    assert call(net, {k: v[:0] for k, v in inputs.items()}).shape == (0, 16, 2)
+    inputs["global_cond"] = inputs["global_cond"].bfloat16()
+    wide = inputs | {"global_cond": inputs["global_cond"].double()}
+    assert torch.equal(call(net, inputs), call(net, wide))
+
+
+def _step(net):
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True).step()
+
+
+def _through_data(net):
+    """As EMA helpers put averages into a model."""
+    for p in net.parameters():
+        p.data.copy_(p.data * 1.5)
+
+
+def _one_weight(net):
+    with torch.no_grad():
+        net.mid_modules[0].blocks[0].block[0].weight[3, 1, 2] += 5
+
+
+def _load(net):
+    net.load_state_dict({k: v * 0.7 for k, v in net.state_dict().items()})
+
+
+def _replace_parameter(net):
+    layer = net.up_modules[0][2].conv
+    layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight))
+
+
+def _replace_storage(net):
+    layer = net.down_modules[0][1].cond_encoder[1]
+    layer.bias.data = torch.randn_like(layer.bias)
+
+
+def _replace_layer(net):
+    old = net.mid_modules[1].blocks[1].block[0]
+    net.mid_modules[1].blocks[1].block[0] = torch.nn.Conv1d(
+        old.in_channels, old.out_channels, 5, padding=2, device="cuda"
+    )
+
+
+def _norm(net):
+    net.final_conv[0].block[1].weight.data.mul_(2)  # read where it is
+
+
+CHANGES = [_step, _through_data, _one_weight, _load, _replace_parameter, _replace_storage]
+CHANGES += [_replace_layer, _norm]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_change_is_seen_at_once(change, hopper):
+    """Without a wait between the change and the call; many times, to catch a race."""
+    net, inputs = make("film_scale", hopper)
+    before = call(net, inputs)
+    for round_ in range(20):
+        if round_ % 2:
+            torch.cuda._sleep(200_000)  # the change is still to be made when the call is
+        change(net)
+        after = call(net, inputs)
+        assert torch.equal(after, fresh(net, inputs))
+        assert not torch.equal(after, before)
+        before = after
+
+
+def test_two_streams(hopper):
+    net, inputs = make("film_scale", hopper)
+    call(net, inputs)
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        _through_data(net)
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda._sleep(500_000)
+        first = call(net, inputs)  # packs on this stream, late
+        with torch.cuda.stream(side):
+            second = call(net, inputs)
+        torch.cuda.synchronize()
+        assert torch.equal(first, second)
+
+
+def test_calls_never_wait(hopper):
+    net, inputs = make("film_scale", hopper)
+    call(net, inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _through_data(net)
+        call(net, inputs)
+        _one_weight(net)
+        call(net, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_of_it_shows_in_the_module_and_it_goes_with_it(hopper):
+    net, inputs = make("film_scale", hopper)
+    keys, size = list(net.state_dict()), len(pickle.dumps(net))
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    call(net, inputs)
+    kept = torch.cuda.memory_allocated() - before
+    weights = 2 * sum(p.numel() for p in net.parameters() if p.dim() > 1)
+    assert weights < kept < 1.2 * weights
+    for _ in range(5):
+        _load(net)
+        call(net, inputs)
+    assert torch.cuda.memory_allocated() - before == kept
+    assert list(net.state_dict()) == keys and len(pickle.dumps(net)) == size
+    twin = copy.deepcopy(net)
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    assert torch.cuda.memory_allocated() - before < kept + 1.1 * sum(
+        4 * p.numel() for p in net.parameters()
+    ) + 512 * len(list(net.parameters()))
+    del net, twin
+    gc.collect()
+    assert torch.cuda.memory_allocated() < before
+
+
+def test_gradients_hooks_and_sharded_layers_are_not_passed_by(hopper):
+    net, inputs = make("film_scale", hopper)
+    call(net, inputs)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert net(**inputs).requires_grad
+        net.requires_grad_(False)
+        assert not net(**inputs).requires_grad
+        inputs["sample"].requires_grad_()
+        assert net(**inputs).requires_grad
+    seen = []
+    net.mid_modules[0].register_forward_hook(lambda *_: seen.append(1))
+    call(net, inputs)
+    assert seen == [1]
+
+
+def _capture(net, inputs):
+    call(net, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(net, inputs)
+    return graph, out
+
+
+@pytest.mark.parametrize("change", [_step, _through_data, _one_weight], ids=lambda f: f.__name__)
+def test_a_captured_call_follows_changes(change, hopper):
+    net, inputs = make("film_scale", hopper)
+    graph, out = _capture(net, inputs)
+    for _ in range(3):
+        change(net)
+        graph.replay()
+        assert torch.equal(out, fresh(net, inputs))
+
+
+def test_a_capture_with_fixed_weights_reads_the_kept_ones(hopper):
+    net, inputs = make("film_scale", hopper)
+    with dpa.fixed_weights():
+        graph, out = _capture(net, inputs)
+    expected = fresh(net, inputs)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(out, expected)
+    before = expected
+    for _ in range(3):
+        _one_weight(net)
+        graph.replay()
+        assert torch.equal(out, before)  # as promised: they were not to change
+        call(net, inputs)
+        graph.replay()
+        before = fresh(net, inputs)
+        assert torch.equal(out, before)
+
+
+def test_a_capture_with_fixed_weights_that_changed_before_it_packs_them(hopper):
+    net, inputs = make("film_scale", hopper)
+    call(net, inputs)
+    _one_weight(net)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with dpa.fixed_weights(), torch.cuda.graph(graph):
+        out = call(net, inputs)
+    graph.replay()
+    assert torch.equal(out, fresh(net, inputs))
+
+
+CONFIG = [2, 5, 8, 32, 20, 1, 64, 128]
+
+
+def _meta(dtype=torch.float32):
+    with torch.device("meta"):
+        net = ConditionalUnet1D(**CONFIGS["film_scale"][0]).to(dtype)
+    names = torch.ops.dpa.unet1d_weight_names(CONFIG)
+    parameters = dict(net.named_parameters())
+    return [parameters[name].detach() for name in names]
+
+
+def test_shapes_without_a_gpu():
+    parameters = _meta()
+    packed = torch.ops.dpa.unet1d_batch_pack(parameters, CONFIG, torch.bfloat16)
+    assert packed.dtype == torch.bfloat16 and packed.dim() == 1
+    new = lambda *size: torch.empty(size, device="meta")  # noqa: E731
+    out = torch.ops.dpa.unet1d_batch(new(3, 8, 2), new(3), new(3, 20), parameters, packed, CONFIG)
+    assert out.shape == (3, 8, 2) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sample": (3, 8, 5)}, r"sample must have shape \(B, T, 2\), got \[3, 8, 5\]"),
+        ({"sample": (3, 7, 2)}, "sample must have a horizon that is a positive multiple of 2"),
+        ({"timesteps": (2,)}, r"timesteps must have shape \(1\) or \(B\), got \[2\]"),
+        ({"global_cond": (3, 4)}, r"global_cond must have shape \(B, 20\), got \[3, 4\]"),
+        ({"packed": (7,)}, r"packed must be the \d+ elements that unet1d_batch_pack makes"),
+    ],
+    ids=str,
+)
+def test_rejected(change, message):
+    parameters = _meta()
+    sizes = {"sample": (3, 8, 2), "timesteps": (3,), "global_cond": (3, 20)}
+    packed = torch.ops.dpa.unet1d_batch_pack(parameters, CONFIG, torch.bfloat16)
+    sizes = {"sample": (3, 8, 2), "timesteps": (3,), "global_cond": (3, 20)}
+    sizes = {**sizes, "packed": packed.shape, **change}
+    dtypes = {"packed": torch.bfloat16}
+    args = {
+        k: torch.empty(v, device="meta", dtype=dtypes.get(k, torch.float32))
+        for k, v in sizes.items()
+    }
+    with pytest.raises(RuntimeError, match=f"^dpa::unet1d_batch: {message}"):
+        torch.ops.dpa.unet1d_batch(
+            args["sample"],
+            args["timesteps"],
+            args["global_cond"],
+            parameters,
+            args["packed"],
+            CONFIG,
+        )
+
+
+def test_rejected_parameters():
+    pack = torch.ops.dpa.unet1d_batch_pack
+    parameters = _meta()
+    head = "^dpa::unet1d_batch_pack: "
+    with pytest.raises(RuntimeError, match=head + "dtype must be float16 or bfloat16, got Float"):
+        pack(parameters, CONFIG, torch.float32)
+    with pytest.raises(RuntimeError, match=head + "parameters must be the .* tensors"):
+        pack(parameters[1:], CONFIG, torch.bfloat16)
+    with pytest.raises(RuntimeError, match=head + "config must have down_dims"):
+        pack(parameters, [2, 5, 4, 32, 20, 1, 64, 132], torch.bfloat16)
+    with pytest.raises(RuntimeError, match=head + "parameters must be float32 or BFloat16"):
+        pack(_meta(torch.float16), CONFIG, torch.bfloat16)
+    parameters[3] = torch.empty(5, device="meta")
+    with pytest.raises(RuntimeError, match=head + "diffusion_step_encoder.* must have shape"):
+        pack(parameters, CONFIG, torch.bfloat16)
+
+
+def test_gradients_are_refused():
+    parameters = [p.requires_grad_() for p in _meta()]
+    packed = torch.ops.dpa.unet1d_batch_pack(parameters, CONFIG, torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"not implemented|derivative"):
+        packed.sum().backward()
