@@ -47,6 +47,10 @@ def test_the_bars_compare_ratios():
     assert_close([row["ratio"] for row in found[9:]], [0.9] * 3 + [4.0, 1.9])
     assert [row["holds"] for row in found[9:]] == ["yes"] * 3 + ["aim", "yes"]
     assert_close(found[12]["aim"], 8.0 / 2.6)
+    # Weights of 16 bits may be the faster rival, forward alone.
+    rows = [r | {"graph": 600.0} if r["how"] == train.HALVES else r for r in _rows(200.0)]
+    forward = [r["ratio"] for r in train_bars.bars(rows, [], []) if ", forward, " in r["what"]]
+    assert_close(forward, [3.0] * 3)
     slow = train_bars.bars(_rows(500.0), [], [])
     assert {row["holds"] for row in slow[:9]} == {"NO"}
     assert train_bars.bars([], [], []) == []
