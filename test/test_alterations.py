@@ -77,6 +77,20 @@ def change_activation(unet):
     unet.mid_modules[0].blocks[0].block[2] = nn.SiLU()
 
 
+def give_a_layer_its_own_forward(unet):
+    """As those do that move layers to the GPU one by one, or quantize them."""
+    layer = unet.mid_modules[0].cond_encoder[1]
+    layer.forward = lambda x: 2 * type(layer).forward(layer, x)
+
+
+def change_eps(unet):
+    unet.mid_modules[0].blocks[0].block[1].eps = 0.1
+
+
+def change_padding(unet):
+    unet.final_conv[0].block[0].padding_mode = "circular"
+
+
 def test_a_layer_replaced_by_its_like_runs(device):
     unet, inputs = running(device)
     replace_layer(unet)
@@ -84,7 +98,17 @@ def test_a_layer_replaced_by_its_like_runs(device):
     assert vars(unet)["forward"].errors and dpa.explain(unet).findings[0].active
 
 
-@pytest.mark.parametrize("alter", [wrap_layer, parametrize_layer, change_activation])
+@pytest.mark.parametrize(
+    "alter",
+    [
+        wrap_layer,
+        parametrize_layer,
+        change_activation,
+        give_a_layer_its_own_forward,
+        change_eps,
+        change_padding,
+    ],
+)
 def test_layers_that_become_others_stop_it(alter, device):
     unet, inputs = running(device)
     alter(unet)
@@ -195,6 +219,26 @@ def test_wrong_inputs_raise_as_before(device):
     for wrong in ((data[:, :7], mask[:, :7], None, cond), (data, mask), (data, mask, data, cond)):
         with pytest.raises((RuntimeError, ValueError)):
             fast.conditional_sample(*wrong)
+
+
+@pytest.mark.parametrize("whose", ["all", "one"])
+@pytest.mark.parametrize("kind", ["forward", "full_backward"])
+def test_whoever_watches_the_layers_sees_them(whose, kind):
+    unet, inputs = running()
+    seen = []
+    every = torch.nn.modules.module
+    register = (
+        getattr(every, f"register_module_{kind}_hook")
+        if whose == "all"
+        else getattr(unet.mid_modules[0].cond_encoder[1], f"register_{kind}_hook")
+    )
+    handle = register(lambda module, *_: seen.append(module))
+    try:
+        for _ in range(2):
+            unet(*inputs).sum().backward()
+    finally:
+        handle.remove()
+    assert sum(module is unet.mid_modules[0].cond_encoder[1] for module in seen) == 2
 
 
 def test_inference_mode_and_no_grad_mix(device):

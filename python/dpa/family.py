@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ _SWITCHES = {
     "use_mid_condition": "mid_modules.",
     "use_up_condition": "up_modules.",
 }
+
+
+# Settings of layers that somebody may write to. Looked at in every call, so they are few.
+_SETTINGS = {nn.GroupNorm: "eps", (nn.Conv1d, nn.ConvTranspose1d): "padding_mode"}
+Trait = Callable[[dict], Any]
 
 
 class NotInFamily(ValueError):
@@ -166,6 +172,7 @@ class Network:
         unconditioned: beginnings of the names of residual blocks that run without FiLM (DP3).
         tree: what each module that holds others holds now, beside what it held.
         leaves: what the others hold: nothing, unless a parametrization is registered later.
+        traits: what else is looked at: how, in the attributes of which layers, and what it was.
 
     """
 
@@ -175,10 +182,15 @@ class Network:
     unconditioned: tuple[str, ...] = ()
     tree: tuple[tuple[dict, dict], ...] = field(default=(), repr=False)
     leaves: tuple[dict, ...] = field(default=(), repr=False)
+    traits: tuple[tuple[Trait, list[dict], list], ...] = field(default=(), repr=False)
 
     def altered(self) -> bool:
-        """Whether a module inside was added, removed or replaced since it was recognised."""
-        return any(self.leaves) or any(now != then for now, then in self.tree)
+        """Whether a module inside was added, removed, replaced or set up anew since then."""
+        return (
+            any(self.leaves)
+            or any(now != then for now, then in self.tree)
+            or any(list(map(read, places)) != then for read, places, then in self.traits)
+        )
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the module has now, by the original's names."""
@@ -220,7 +232,17 @@ def recognise(module: nn.Module) -> Network:
     held = [part._modules for part in module.modules()]
     tree = tuple((now, dict(now)) for now in held if now)
     leaves = tuple(now for now in held if not now)
-    return Network(arguments, _forward_inputs(module), slots, off, tree, leaves)
+    return Network(arguments, _forward_inputs(module), slots, off, tree, leaves, _traits(module))
+
+
+def _traits(module: nn.Module) -> tuple[tuple[Trait, list[dict], list], ...]:
+    """Return what of the layers inside is looked at besides what they hold."""
+    layers = list(module.modules())[1:]  # the network's own forward is dpa's affair
+    # A forward of a layer's own is an attribute more.
+    looked: list[tuple[Trait, list[dict]]] = [(len, [vars(m) for m in layers])]
+    for kinds, name in _SETTINGS.items():
+        looked.append((itemgetter(name), [vars(m) for m in layers if isinstance(m, kinds)]))
+    return tuple((read, places, list(map(read, places))) for read, places in looked)
 
 
 def _check_layers(module: nn.Module, twin: nn.Module) -> None:
@@ -235,6 +257,8 @@ def _check_layers(module: nn.Module, twin: nn.Module) -> None:
         path = lerobot_name(path) if lerobot else path
         got = layers.get(path)
         known = (type(expected), _PLAIN.get(type(expected)))
+        if type(got) in known and "forward" in vars(got):
+            raise NotInFamily(f"{type(module).__name__}.{path} has a forward of its own")
         if type(got) not in known or got.extra_repr() != expected.extra_repr():
             raise NotInFamily(f"{type(module).__name__}.{path} must be {expected}, got {got}")
 

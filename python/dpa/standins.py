@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .family import Network, NotInFamily, recognise, template
+from .nn.plain import HOOKS, HOOKS_OF_ALL
 from .packed import PackedUnet, runs_packed
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -138,11 +139,8 @@ class FastForward:
             if not network.unconditioned:
                 self._chain = template(network.arguments).eval()
                 self._share(network)
-            self._hooks = [
-                hooks
-                for module in self.unet.modules()
-                for hooks in (module._forward_hooks, module._forward_pre_hooks)
-            ]
+            self._hooks = [getattr(m, name) for m in self.unet.modules() for name in HOOKS]
+            self._hooks += HOOKS_OF_ALL
             self._network = network
         return self._network
 

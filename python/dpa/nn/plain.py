@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 _KINDS = frozenset({nn.Parameter, type(None)})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
 _has_its_own = operator.methodcaller("__contains__", "forward")
 
 
@@ -54,7 +54,7 @@ class PlainLayers:
 
 def is_changed(layer: nn.Module) -> bool:
     """Whether a layer has hooks, a forward of its own or a padding other than zeros."""
-    hooked = any(len(getattr(layer, name)) > 0 for name in _HOOKS)
+    hooked = any(len(getattr(layer, name)) > 0 for name in HOOKS)
     return hooked or "forward" in vars(layer) or getattr(layer, "padding_mode", "zeros") != "zeros"
 
 
@@ -73,8 +73,8 @@ class _Found:
         self._classes = list(map(type, self._modules))
         if not self._plain:
             return
-        self._hooks = [getattr(module, name) for module in self._modules for name in _HOOKS]
-        self._hooks += _HOOKS_OF_ALL
+        self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
+        self._hooks += HOOKS_OF_ALL
         self._own = [vars(module) for module in self._modules]
         self._convs = [vars(m) for m in self._modules if isinstance(m, nn.Conv1d)]
         self._norms = [vars(m) for m in self._modules if isinstance(m, nn.GroupNorm)]
