@@ -24,9 +24,12 @@ from dpa.training import graph_calls, ungraph_calls
 class _StandIn(graphed_calls._Capture):
     def _record(self, forward, args, kwargs, parameters):
         module = forward.__self__.module
+        self._output = None
         lent = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
 
         def run():
+            if isinstance(self._output, torch.Tensor):
+                self._output.data.fill_(torch.nan)  # as a replay writes over the last one's
             with _reparametrize_module(module, lent), torch.enable_grad():
                 self._output = forward(*args, **kwargs)
 
@@ -243,12 +246,34 @@ def test_hooks_of_layers_are_called(device):
     assert len(seen) == 2
 
 
-def test_replaced_modules_and_parameters_are_noticed(device):
+def _replace_module(module, device):
+    module.one = nn.Linear(3, 8).to(device)
+
+
+def _replace_parameter(module, device):
+    module.two.weight = nn.Parameter(torch.randn(8, 8, device=device))
+
+
+def _replace_values(module, device):
+    module.two.weight.data = torch.randn(8, 8, device=device)
+
+
+def _stop_a_layer(module, device):
+    """Whose mode the forward might ask for."""
+    module.two.eval()
+
+
+@pytest.mark.parametrize(
+    "change", [_replace_module, _replace_parameter, _replace_values, _stop_a_layer]
+)
+def test_changes_are_noticed(device, monkeypatch, change):
     plain, graphed = _pair(device)
     for module in (plain, graphed):
         torch.manual_seed(1)
-        module.one = nn.Linear(3, 8).to(device)
-        module.two.weight.data = torch.randn(8, 8, device=device)
+        change(module, device)
+    replays = _count_replays(graphed, monkeypatch)
+    graphed(_x(device))
+    assert not replays
     for _ in range(4):
         x = _x(device)
         for module in (plain, graphed):

@@ -113,6 +113,23 @@ def test_a_compiled_step_has_no_graph_breaks(device):
     assert graphs.frame_count == 1
 
 
+def test_compilers_see_one_op_a_residual_block(device):
+    """But exported programs, which may run anywhere, have the layers."""
+    unet, batch = _unet(device), _batch(device)[:3]
+    args = (batch[0], batch[1], None, batch[2])
+    seen = []
+
+    def backend(module, inputs):
+        seen.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    torch.compile(unet, backend=backend, fullgraph=True)(*args)
+    blocks = [m for m in unet.modules() if isinstance(m, dpa.nn.ConditionalResidualBlock1D)]
+    assert sum("residual_block1d" in name for name in seen) == len(blocks) == 8
+    exported = torch.export.export(unet, args)
+    assert not any("residual_block1d" in str(node.target) for node in exported.graph.nodes)
+
+
 @_DTYPES
 def test_checkpointed_steps_have_the_same_gradients(device, lower):
     unet, batch = _unet(device), _batch(device)
