@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -368,3 +369,55 @@ def test_gradients_are_refused():
     packed = torch.ops.dpa.unet1d_batch_pack(parameters, CONFIG, torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"not implemented|derivative"):
         packed.sum().backward()
+
+
+def _other_block(net):
+    class Skipped(dpa.nn.ConditionalResidualBlock1D):
+        def forward(self, x, *_):
+            return x
+
+    net.mid_modules[0].__class__ = Skipped
+
+
+def _other_embedding(net):
+    net.diffusion_step_encoder[0] = torch.nn.Identity()
+
+
+def _appended(net):
+    net.mid_modules[0].blocks[1].block.append(torch.nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("change", [_other_block, _other_embedding, _appended])
+def test_networks_with_other_layers_are_left_alone(change):
+    """Before the first look or after it."""
+    from dpa import kept
+
+    for groups in (4, 8):
+        net = ConditionalUnet1D(2, down_dims=(16, 32), diffusion_step_embed_dim=16, n_groups=groups)
+        network = kept._Network(net)
+        assert network.parameters() is not None
+        change(net)
+        assert not network.still_there() or network.parameters() is None
+        assert kept._Network(net).parameters() is None
+
+
+def test_threads_with_streams_of_their_own(hopper):
+    """The first calls at once: one packs, the others wait for what it packs."""
+    net, inputs = make("film_scale", hopper)
+    expected = call(net, inputs)
+    for _ in range(10):
+        twin, got, start = copy.deepcopy(net), [], threading.Barrier(4)
+
+        def work(twin=twin, got=got, start=start):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                start.wait()
+                got.append(call(twin, inputs))
+                torch.cuda.current_stream().synchronize()
+
+        torch.cuda.synchronize()
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(g, expected) for g in got) and len(got) == 4

@@ -319,6 +319,15 @@ def _eps(block):
     block.blocks[1].block[1].eps = 0.1
 
 
+def _appended(block):
+    block.blocks[0].block.append(torch.nn.Tanh())
+
+
+def _dilation(block):
+    conv = block.blocks[0].block[0]
+    conv.dilation, conv.padding = (2,), (2 * conv.padding[0],)
+
+
 def _hook(block):
     block.blocks[0].block[1].register_forward_hook(lambda module, args, out: 2 * out)
 
@@ -330,6 +339,8 @@ CHANGES = [
     _adapter,
     _padding,
     _eps,
+    _appended,
+    _dilation,
     _hook,
 ]
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .family import NotInFamily, recognise
+from .family import NotInFamily, recognise, template
 from .nn.plain import _Found
 
 _LOOKS = 128  # elements of each weight that ops/unet1d_batch compares
@@ -86,7 +86,7 @@ class _Network:
         self._packs: dict[torch.dtype, _Pack] = {}
         paths = {path: (type(m),) for path, m in unet.named_modules() if path}
         try:
-            names = self._names(unet)
+            names = self._names(unet, paths)
         except NotInFamily:
             names = []
         self._found = _Found(unet, paths, [name.rpartition(".")[::2] for name in names])
@@ -94,8 +94,11 @@ class _Network:
         self._norms = [vars(norm) for norm in norms]
         self._groups = [norm.num_groups for norm in norms]
 
-    def _names(self, unet: nn.Module) -> list[str]:
+    def _names(self, unet: nn.Module, paths: dict[str, tuple[type]]) -> list[str]:
         arguments = recognise(unet).arguments
+        made = template(arguments).named_modules()
+        if paths != {path: (type(m),) for path, m in made if path}:
+            return []
         dims = arguments["down_dims"]
         if arguments.get("local_cond_dim") is not None or len(dims) > _MAX_LEVELS:
             return []
@@ -137,8 +140,14 @@ class _Pack:
     def __init__(self, config: list[int], dtype: torch.dtype):
         self._config, self._dtype = config, dtype
         self._packed: Tensor | None = None
+        self._lock = threading.Lock()
 
     def current(self, parameters: list[Tensor], weights: list[Tensor]) -> Tensor:
+        # Of threads on streams of their own each waits for what another has begun to pack.
+        with self._lock:
+            return self._current(parameters, weights)
+
+    def _current(self, parameters: list[Tensor], weights: list[Tensor]) -> Tensor:
         versions = _versions(weights)
         fresh = self._packed is not None and versions == self._versions
         fixed = getattr(_promise, "given", False)

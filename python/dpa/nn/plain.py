@@ -30,6 +30,8 @@ class PlainLayers:
     def __init__(self, types: Mapping[str, tuple[type, ...]], parameters: Sequence[str]):
         self._types = types
         self._parameters = [path.rpartition(".")[::2] for path in parameters]
+        parents = [path.rpartition(".")[0] for path in types]
+        self._children = [parents.count(path) for path in types]
         self._found: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> list[Tensor | None] | None:
@@ -37,13 +39,13 @@ class PlainLayers:
         found = self._found.get(module)
         if found is None or not found.still_there():
             found = self._found[module] = _Found(module, self._types, self._parameters)
-        return found.parameters()
+        return found.parameters() if found.has_one_kind_of_norm() else None
 
     def traced(self, module: nn.Module) -> list[Tensor | None] | None:
         """The same in what compilers can trace, where looking costs nothing at run time."""
         layers = [module.get_submodule(path) for path in self._types]
-        for layer, kinds in zip(layers, self._types.values(), strict=True):
-            if type(layer) not in kinds or is_changed(layer):
+        for layer, kinds, count in zip(layers, self._types.values(), self._children, strict=True):
+            if type(layer) not in kinds or is_changed(layer) or len(layer._modules) != count:
                 return None
         norms = [(m.eps, m.num_groups) for m in layers if isinstance(m, nn.GroupNorm)]
         if any(norm != norms[0] for norm in norms):
@@ -53,9 +55,11 @@ class PlainLayers:
 
 
 def is_changed(layer: nn.Module) -> bool:
-    """Whether a layer has hooks, a forward of its own or a padding other than zeros."""
-    hooked = any(len(getattr(layer, name)) > 0 for name in HOOKS)
-    return hooked or "forward" in vars(layer) or getattr(layer, "padding_mode", "zeros") != "zeros"
+    """Whether a layer has hooks, a forward of its own, a dilation or a padding but zeros."""
+    if any(len(getattr(layer, name)) > 0 for name in HOOKS) or "forward" in vars(layer):
+        return True
+    zeros = getattr(layer, "padding_mode", "zeros") == "zeros"
+    return not zeros or getattr(layer, "dilation", (1,)) != (1,)
 
 
 def _inside(root: nn.Module, path: str) -> nn.Module | None:
@@ -79,6 +83,8 @@ class _Found:
         self._convs = [vars(m) for m in self._modules if isinstance(m, nn.Conv1d)]
         self._norms = [vars(m) for m in self._modules if isinstance(m, nn.GroupNorm)]
         parents = [path.rpartition(".")[::2] for path in types]
+        holders = [(vars(modules[p])["_modules"], sum(q == p for q, _ in parents)) for p in types]
+        self._holders = [(c, count) for c, count in holders if count > 0 or len(c) > 0]
         self._places = [(root.get_submodule(parent)._modules, name) for parent, name in parents]
         self._slots = [(modules[path]._parameters, name) for path, name in parameters]
 
@@ -93,11 +99,18 @@ class _Found:
         if not self._plain or any(self._hooks) or any(map(_has_its_own, self._own)):
             return None
         for conv in self._convs:
-            if conv["padding_mode"] != "zeros":
+            if conv["padding_mode"] != "zeros" or conv["dilation"] != (1,):
                 return None
-        for norm in self._norms:  # the op has one eps and one number of groups
-            first = self._norms[0]
-            if norm["eps"] != first["eps"] or norm["num_groups"] != first["num_groups"]:
+        for children, count in self._holders:
+            if len(children) != count:
                 return None
         found = [layer.get(name) for layer, name in self._slots]
         return found if _KINDS.issuperset(map(type, found)) else None
+
+    def has_one_kind_of_norm(self) -> bool:
+        """Whether all have the first one's eps and number of groups, for an op that has one."""
+        for norm in getattr(self, "_norms", ()):
+            first = self._norms[0]
+            if norm["eps"] != first["eps"] or norm["num_groups"] != first["num_groups"]:
+                return False
+        return True

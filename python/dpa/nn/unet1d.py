@@ -128,7 +128,9 @@ class Conv1dBlock(nn.Module):
         norm = self.block[1]
         if not torch.jit.is_scripting():
             layers = (conv, norm, self.block[2])
-            if any(map(_is_another, layers, (nn.Conv1d, nn.GroupNorm, nn.Mish))):
+            if len(self.block) != 3 or any(
+                map(_is_another, layers, (nn.Conv1d, nn.GroupNorm, nn.Mish))
+            ):
                 return self._layer_by_layer(x, scale, shift, residual)
         return torch.ops.dpa.conv1d_gnm(
             x,
