@@ -176,6 +176,20 @@ def test_a_change_is_seen_at_once(change, hopper):
         before = after
 
 
+def test_what_a_replayed_graph_changes_is_seen(hopper):
+    """As ``GraphedStep`` updates weights: no version counts it."""
+    net, inputs = make("film_scale", hopper)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        torch._foreach_mul_([p.data for p in net.parameters()], 1.25)
+    for _ in range(3):
+        before = call(net, inputs)
+        graph.replay()
+        after = call(net, inputs)
+        assert torch.equal(after, fresh(net, inputs)) and not torch.equal(after, before)
+
+
 def test_two_streams(hopper):
     net, inputs = make("film_scale", hopper)
     call(net, inputs)

@@ -32,11 +32,12 @@ def fixed_weights() -> Iterator[None]:
 
     A CUDA graph of a network's forward pass packs the weights in every replay, since they may have
     changed since the last. Captured in this context it reads the packed weights that the module
-    keeps, of the last call outside of a capture: call the network once before the capture, and
-    once after weights have changed, which brings the kept ones, and so the graph, up to date. The
-    module must live as long as the graph.
+    keeps, of the last call outside of a capture: call the network once before the capture, and,
+    outside of this context, once after weights have changed, which brings the kept ones, and so the
+    graph, up to date. The module must live as long as the graph.
 
-    In this context calls outside of captures do not look for changes through ``parameter.data``.
+    In this context calls outside of captures see changes that count as versions of a parameter, but
+    do not look for others: through ``parameter.data``, or by the replay of a graph.
     """
     before = getattr(_promise, "given", False)
     _promise.given = True
