@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tolerances import gradient_tolerance, tolerance
 
@@ -23,7 +24,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @dataclass
 class Sample:
-    """Arguments of one call."""
+    """Arguments of one call, lists of tensors among them."""
 
     args: tuple
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -31,12 +32,11 @@ class Sample:
     def map(self, f: Callable[[Tensor], Tensor]) -> "Sample":
         """The sample with ``f`` applied to every tensor."""
         apply = lambda x: f(x) if isinstance(x, Tensor) else x  # noqa: E731
-        args = tuple(map(apply, self.args))
-        return Sample(args, {key: apply(value) for key, value in self.kwargs.items()})
+        return Sample(tree_map(apply, self.args), tree_map(apply, self.kwargs))
 
     def floating(self) -> list[Tensor]:
         """The floating tensors, in order."""
-        everything = [*self.args, *self.kwargs.values()]
+        everything = tree_leaves((self.args, self.kwargs))
         return [x for x in everything if isinstance(x, Tensor) and x.is_floating_point()]
 
     def with_floating(self, tensors: tuple[Tensor, ...]) -> "Sample":

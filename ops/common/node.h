@@ -20,6 +20,7 @@
 #include <memory>
 #include <mutex>
 #include <type_traits>
+#include <vector>
 
 #include "ops/common/check.h"
 
@@ -27,16 +28,22 @@ namespace dpa {
 
 using torch::autograd::variable_list;
 
-/// A node that saves `N` tensors, some of which may be undefined. Subclasses add constants, `collect_constants` and
-/// `backward`.
+/// A node that saves `N` tensors, or any number where N is 0, some of which may be undefined. Subclasses add constants,
+/// `collect_constants` and `backward`.
 template <size_t N>
 class SavingNode : public torch::autograd::Node {
  public:
+  template <class T>
+  using Several = std::conditional_t<N == 0, std::vector<T>, std::array<T, N>>;
+
   template <class... Tensors>
   void save(const Tensors&... tensors) {
     static_assert(sizeof...(tensors) == N, "a node saves exactly N tensors");
     size_t i = 0;
     ((saved_[i++] = torch::autograd::SavedVariable(tensors, /*is_output=*/false)), ...);
+  }
+  void save_all(const std::vector<Tensor>& tensors) {
+    for (const auto& tensor : tensors) saved_.emplace_back(tensor, /*is_output=*/false);
   }
 
   void release_variables() override {
@@ -45,10 +52,11 @@ class SavingNode : public torch::autograd::Node {
   }
 
   variable_list apply(variable_list&& gradients) override {
-    std::array<Tensor, N> tensors;
+    Several<Tensor> tensors;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      for (size_t i = 0; i < N; ++i) tensors[i] = saved_[i].unpack();
+      if constexpr (N == 0) tensors.resize(saved_.size());
+      for (size_t i = 0; i < tensors.size(); ++i) tensors[i] = saved_[i].unpack();
     }
     return backward(gradients, tensors);
   }
@@ -68,12 +76,12 @@ class SavingNode : public torch::autograd::Node {
 
  protected:
   /// One gradient for each edge, undefined where none is asked for.
-  virtual variable_list backward(const variable_list& gradients, const std::array<Tensor, N>& saved) = 0;
+  virtual variable_list backward(const variable_list& gradients, const Several<Tensor>& saved) = 0;
   /// Everything beside the saved tensors that the backward depends on.
   virtual void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const = 0;
 
  private:
-  std::array<torch::autograd::SavedVariable, N> saved_;
+  Several<torch::autograd::SavedVariable> saved_;
 };
 
 /// What owns a node: a std::shared_ptr or, in newer versions of torch, a c10::intrusive_ptr.

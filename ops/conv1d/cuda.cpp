@@ -32,8 +32,6 @@ Tensor pack(const Tensor& weight_, at::ScalarType type) {
   return packed;
 }
 
-bool takes_products(const products::Conv1d& conv) { return products::supported() && products::serves(conv); }
-
 Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_,
                                   int64_t stride, int64_t padding, bool transposed) {
   check_conv1d("conv1d", input, weight, bias_, stride, padding, transposed);

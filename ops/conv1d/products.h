@@ -11,6 +11,8 @@ namespace dpa {
 
 namespace products = kernels::conv1d;
 
+inline bool takes_products(const products::Conv1d& conv) { return products::supported() && products::serves(conv); }
+
 /// Rows of channels as the products read them: padded to a multiple of 8 and aligned to 16 bytes.
 inline Tensor padded_rows(const Tensor& tensor) {
   const auto rows = in_order(tensor, /*channels_last=*/true);

@@ -314,6 +314,44 @@ def _residual_block1d_forward(info, in_dims, *args):
     return (*(fold.undo(x, size) for x in activations), packed), (0, 0, 0, 0, None)
 
 
+def _joined(tensors: list[Tensor], dims: list[_Dim] | None, n: int, dtype: torch.dtype) -> Tensor:
+    """Weights or biases of all layers, an example a matrix or a row."""
+    each = zip(tensors, dims or [None] * len(tensors), strict=True)
+    return torch.cat([_leading(x, d, n) for x, d in each], dim=1).to(dtype)
+
+
+def _joint_linear(info, in_dims, input, weights, biases):
+    x, w, b = in_dims
+    n, dtype = info.batch_size, input.dtype
+    one = [
+        [_meta(t, d) for t, d in zip(tensors, dims or [None] * len(tensors), strict=True)]
+        for tensors, dims in ((weights, w), (biases, b))
+    ]
+    torch.ops.dpa.joint_linear(_meta(input, x), *one)  # it rejects what products would let pass
+    weight = _joined(weights, w, n, dtype).transpose(1, 2)
+    bias = _joined(biases, b, n, dtype).unsqueeze(1)
+    return torch.baddbmm(bias, _leading(input, x, n), weight), 0
+
+
+def _joint_linear_forward(info, in_dims, input, weights, biases):
+    out, dim = _joint_linear(info, in_dims, input, weights, biases)
+    return (out, input.new_empty(info.batch_size, 0)), (dim, 0)
+
+
+def _joint_linear_backward(info, in_dims, grad, input, weights, biases, packed, output_mask):
+    n, dtype = info.batch_size, input.dtype
+    g, x = _leading(grad, in_dims[0], n), _leading(input, in_dims[1], n)
+    wanted = (
+        lambda: torch.bmm(g, _joined(weights, in_dims[2], n, dtype)),
+        lambda: torch.bmm(g.transpose(1, 2), x).to(weights[0].dtype),
+        lambda: g.sum(1).to(biases[0].dtype),
+    )
+    grads = tuple(
+        make() if is_wanted else None for make, is_wanted in zip(wanted, output_mask, strict=True)
+    )
+    return grads, tuple(None if d is None else 0 for d in grads)
+
+
 def register() -> None:
     """Give the ops their rules; the library must be loaded."""
     ops = torch.ops.dpa
@@ -326,6 +364,9 @@ def register() -> None:
         "conv1d_forward": _conv1d_forward,
         "conv1d_backward": _conv1d_backward,
         "conv1d_gnm": _conv1d_gnm,
+        "joint_linear": _joint_linear,
+        "joint_linear_forward": _joint_linear_forward,
+        "joint_linear_backward": _joint_linear_backward,
         "residual_block1d": _by_samples(ops.residual_block1d, _BLOCK_SAMPLES),
         "residual_block1d_forward": _residual_block1d_forward,
         "residual_block1d_backward": _by_samples(

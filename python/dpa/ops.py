@@ -23,6 +23,7 @@ __all__ = [
     "elementwise_mult",
     "fused_relu_add",
     "group_norm_mish",
+    "joint_linear",
     "lltm",
     "residual_block1d",
     "scheduler_step",
@@ -350,6 +351,29 @@ def residual_block1d(
         scale,
         shift,
     )
+
+
+def joint_linear(input: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """Run linear layers of one input as one product, their outputs side by side.
+
+    ``cat([input @ w.T + b for w, b in zip(weights, biases)], dim=1)``: the FiLM of all blocks of a
+    U-Net, say, without a copy of the weights in one piece. What is kept for the backward is, in 16
+    bits on a Hopper GPU, the weights in that type alone; the weights' gradients are parts of one
+    tensor.
+
+    Args:
+        input: (B, C_in).
+        weights: at least one, each (C_i, C_in), all of one dtype.
+        biases: as many, each (C_i,), in the weights' dtype.
+
+    The parameters are in the input's dtype, or float32 beside a 16-bit input.
+
+    Returns:
+        (B, sum of C_i), in the dtype of ``input``. Differentiable in every tensor, each gradient in
+        its tensor's dtype. Under autocast the input alone is cast.
+
+    """
+    return torch.ops.dpa.joint_linear(input, weights, biases)
 
 
 def unet1d(

@@ -231,6 +231,14 @@ def residual_block1d(
     return conv1d_gnm(x, *second, num_groups, eps, residual=residual)
 
 
+def joint_linear(input: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """Compute ``input @ w.T + b`` of every layer, side by side: (B, C_in) to (B, sum of C_i)."""
+    wide = _wide(input.dtype)
+    layers = zip(weights, biases, strict=True)
+    outs = [F.linear(input.to(wide), weight.to(wide), bias.to(wide)) for weight, bias in layers]
+    return torch.cat(outs, dim=1).to(input.dtype)
+
+
 class _PlainConv1dBlock(nn.Module):
     """A Conv1dBlock that runs its Sequential: convolution, GroupNorm, Mish, each on its own."""
 

@@ -460,12 +460,9 @@ class ConditionalUnet1D(nn.Module):
         layers = [_parameters_of(_FILM_LAYERS, block) for block in blocks]
         if any(layer is None or any(p is None for p in layer) for layer in layers):
             return []
-        weight = torch.cat([layer[0] for layer in layers])
-        bias = torch.cat([layer[1] for layer in layers])
+        weights, biases = zip(*layers, strict=True)
         widths = [b.out_channels for b in blocks for _ in range(self.film_parts)]
-        # The rows of cond are the times of one sample: the product reads float32 weights itself.
-        rows = F.mish(cond).t().unsqueeze(0)
-        film = torch.ops.dpa.conv1d(rows, weight.unsqueeze(2), bias).squeeze(0).t()
+        film = torch.ops.dpa.joint_linear(F.mish(cond), weights, biases)
         return list(film.split(widths, dim=1))[::-1]
 
     @torch.jit.unused

@@ -1,0 +1,28 @@
+// Under autocast the input comes in the region's 16-bit dtype; parameters stay as they are, as those of `dpa::conv1d`.
+#include "ops/common/autocast.h"
+
+#include <torch/library.h>
+
+#include "ops/joint_linear/joint_linear.h"
+
+namespace dpa {
+namespace {
+
+template <at::DeviceType Device>
+Tensor joint_linear_autocast(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  const Autocast cast(Device);
+  const auto narrow = cast(input);
+  const auto parameters = [&](at::TensorList tensors) {
+    std::vector<Tensor> result;
+    for (const auto& tensor : tensors) result.push_back(cast.parameter(tensor, narrow));
+    return result;
+  };
+  return joint_linear(narrow, parameters(weights), parameters(biases));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, AutocastCPU, m) { m.impl("joint_linear", &joint_linear_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(dpa, AutocastCUDA, m) { m.impl("joint_linear", &joint_linear_autocast<at::kCUDA>); }
+
+}  // namespace dpa

@@ -1,0 +1,33 @@
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "ops/joint_linear/joint_linear.h"
+
+namespace dpa {
+namespace {
+
+Tensor joint_linear_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  check_joint_linear(input, weights, biases);
+  return joint_linear_formula(input, weights, biases);
+}
+
+JointLinearForward joint_linear_forward_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  return {joint_linear_cpu(input, weights, biases), at::empty({0}, input.options())};
+}
+
+JointLinearGradients joint_linear_backward_cpu(const Tensor& grad, const Tensor& input, at::TensorList weights,
+                                               at::TensorList biases, const Tensor&, JointLinearMask mask) {
+  check_joint_linear(input, weights, biases);
+  check_joint_linear_grad(grad, input, weights);
+  return joint_linear_backward_formula(grad, input, weights, biases, mask);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpa, CPU, m) {
+  m.impl("joint_linear", &joint_linear_cpu);
+  m.impl("joint_linear_forward", &joint_linear_forward_cpu);
+  m.impl("joint_linear_backward", &joint_linear_backward_cpu);
+}
+
+}  // namespace dpa

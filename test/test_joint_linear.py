@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+import dpa
+from proofs import OpProofs, Sample
+from tolerances import gradient_tolerance, tolerance
+
+
+def _sample(device, dtype, batch, c_in, *outs):
+    new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
+    return Sample((new(batch, c_in), [new(n, c_in) / 3 for n in outs], [new(n) for n in outs]))
+
+
+class TestJointLinear(OpProofs):
+    op = torch.ops.dpa.joint_linear
+    reference = dpa.reference.joint_linear
+
+    @staticmethod
+    def samples(device, dtype):
+        yield _sample(device, dtype, 3, 5, 4, 1, 7)
+        yield _sample(device, dtype, 2, 8, 16)
+        yield _sample(device, dtype, 1, 3, 2, 2, 2, 2)
+
+    @staticmethod
+    def rejected(device):
+        new = lambda *size: torch.randn(size, device=device)  # noqa: E731
+        x, ws, bs = new(2, 3), [new(4, 3), new(5, 3)], [new(4), new(5)]
+        head = r"^dpa::joint_linear: "
+        yield head + r"input must have 2 dimensions", Sample((x[0], ws, bs))
+        yield head + r"weights must name at least one layer, got none", Sample((x, [], []))
+        yield head + r"biases must be as many as the 2 weights, got 1", Sample((x, ws, bs[:1]))
+        yield (
+            head + r"weights must have shape \(C_i, C_in\) with C_in = 3, got \[5, 2\]",
+            Sample((x, [ws[0], new(5, 2)], bs)),
+        )
+        yield (
+            head + r"weights must have the dtype of input",
+            Sample((x, [w.half() for w in ws], bs)),
+        )
+        yield (
+            head + r"biases must have shape \(C_i\) = \[5\], got \[4\]",
+            Sample((x, ws, [bs[0]] * 2)),
+        )
+        yield head + r"biases must have the dtype", Sample((x, ws, [bs[0], bs[1].double()]))
+        if device.type == "cuda":
+            yield head + r"weights must be on the device", Sample((x, [ws[0], ws[1].cpu()], bs))
+
+    @staticmethod
+    def batches(device):
+        for batch in (2, 3, 5, 6):
+            yield _sample(device, torch.float32, batch, 3, 4, 8)
+
+
+# batch, channels in, channels out of each layer
+SHAPES = [
+    (2, 16, (24, 8)),
+    (3, 5, (7, 16, 1)),
+    (70, 136, (64, 128, 520)),
+    (256, 1284, (512,) * 5),
+    (4, 8, (8,) * 60),
+    (0, 8, (8, 16)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients_beside_float32_parameters(device, dtype, shape):
+    """Against float64; what a U-Net's training asks for under autocast."""
+    batch, c_in, outs = shape
+    x = torch.randn(batch, c_in, device=device, dtype=dtype)
+    # Values that the input's dtype can hold: the products read the weights in it.
+    held = lambda *size: torch.randn(size, device=device).to(dtype).float()  # noqa: E731
+    weights, biases = [held(n, c_in) / 64 for n in outs], [held(n) for n in outs]
+    leaves = [t.detach().requires_grad_() for t in (x, *weights, *biases)]
+    n = len(outs)
+    out = torch.ops.dpa.joint_linear(leaves[0], leaves[1 : n + 1], leaves[n + 1 :])
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    expected = dpa.reference.joint_linear(exact[0], exact[1 : n + 1], exact[n + 1 :])
+    expected.backward(grad.double())
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected.to(dtype), **tolerance(dtype))
+    for leaf, reference in zip(leaves, exact, strict=True):
+        assert leaf.grad.dtype == leaf.dtype and leaf.grad.is_contiguous()
+        torch.testing.assert_close(
+            leaf.grad, reference.grad.to(leaf.dtype), **gradient_tolerance(dtype)
+        )
+
+
+def test_weights_are_not_kept_twice(device):
+    """Beside its arguments the backward holds their packed form alone."""
+    sample = _sample(device, torch.float32, 4, 8, 16, 24)
+    x, weights, biases = sample.requiring_grad().args
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        torch.ops.dpa.joint_linear(x, weights, biases)
+    given = {t.data_ptr() for t in (x, *weights, *biases)}
+    assert sum(t.numel() for t in kept if t.data_ptr() not in given) == 0
+
+
+@pytest.mark.parametrize("mapped", ["input", "weight", "bias", "all"])
+def test_vmap_equals_a_loop(device, mapped):
+    """Values and gradients, each example with an input, a weight or a bias of its own."""
+    new = lambda *size: torch.randn(size, device=device, dtype=torch.float64)  # noqa: E731
+    examples = 3
+    own = lambda name, *size: new(examples, *size) if mapped in (name, "all") else new(*size)  # noqa: E731
+    x, w, b = own("input", 2, 5), own("weight", 4, 5), own("bias", 4)
+    rest = new(3, 5), new(3)
+
+    def loss(x, w, b):
+        return torch.ops.dpa.joint_linear(x, [w, rest[0]], [b, rest[1]]).square().sum()
+
+    step = torch.func.grad_and_value(loss, (0, 1, 2))
+    dims = tuple(0 if mapped in (name, "all") else None for name in ("input", "weight", "bias"))
+    got = torch.vmap(step, dims)(x, w, b)
+    pick = lambda t, d, i: t if d is None else t[i]  # noqa: E731
+    for i in range(examples):
+        expected = step(*(pick(t, d, i) for t, d in zip((x, w, b), dims, strict=True)))
+        each = torch.utils._pytree.tree_map(lambda t, i=i: t[i], got)
+        torch.testing.assert_close(each, expected)
