@@ -20,6 +20,7 @@ COLORS = {"multiply": "#1f7a8c", "publish": "#f2b134", "wait": "#d9d8d3", "norma
 _WAYS = {
     "dpa, graph_calls": "#7fb8c4",
     "dpa": "#1f7a8c",
+    "torch.compile, bfloat16 weights": "#f0bb97",
     "torch.compile": "#e0782f",
     "eager": MUTED,
 }
@@ -154,7 +155,13 @@ def draw_training(rows: list[Row], device: str, path: Path) -> Path:
                     continue
                 value /= 1 if column == "peak MiB" else 1e3
                 ax.barh(y, value, 0.7 / len(ways), color=_color(row["how"]))
-                ax.text(value, y, f" {value:.3g}", va="center", size=7.5)
+                ax.text(
+                    value,
+                    y,
+                    f" {value:.3g}" if value < 1000 else f" {value:.0f}",
+                    va="center",
+                    size=7.5,
+                )
             labels = [f"{network}, batch {batch}\n{what}" for network, batch, what in cases]
             shown = labels if ax.get_subplotspec().colspan.start == 0 else [""] * len(labels)
             ax.set_yticks([i + 0.4 * (1 - 1 / len(ways)) for i in range(len(cases))], shown, size=8)
