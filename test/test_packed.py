@@ -130,8 +130,8 @@ def test_forward_on_film(cuda, name, dtype):
         got = packed.on_film(sample, film[timestep])
         assert _error(got, expected) < _ERROR[dtype]
         assert torch.equal(got, packed.on_film(sample, film[timestep]))
-        if batch == 1:
-            assert torch.equal(got, packed(sample, timestep, cond))
+        rows = packed.film(timestep.float(), cond)  # few timesteps take another kernel
+        torch.testing.assert_close(film[timestep], rows, rtol=1e-5, atol=1e-5)
 
 
 def test_film_is_checked(cuda):
@@ -343,14 +343,16 @@ def test_replays_do_not_drift(cuda, name, batch, dtype):
     graph.replay()
     wrong += (out != expected).any()  # once beforehand: the comparison itself takes memory
     torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
+    free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
     for replay in range(replays):
         graph.replay()
         if replay % max(1, replays // 300) == 0:
             wrong += (out != expected).any()
             out.fill_(torch.nan)
     assert wrong.item() == 0
-    assert torch.cuda.mem_get_info()[0] == free
+    assert torch.cuda.memory_reserved() == reserved
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # there the others' memory comes and goes
+        assert torch.cuda.mem_get_info()[0] == free
 
 
 def test_compile(device):

@@ -6,7 +6,6 @@ namespace dpa::kernels::unet1d {
 
 /// Scratch and results, all floats on the device. R = film_rows, D = step_dim, N = S timesteps or B.
 struct FilmBuffers {
-  float* sinusoid;   // (N, D)
   float* hidden;     // (N, 4 D)
   float* embedding;  // (N, D)
   float* step;       // (N, R): W_t Mish(t), plus `cond` where there is one sample

@@ -38,7 +38,6 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps) {
   };
   const size_t rows = std::max(steps, batch), dim = plan.config.step_dim,
                columns = static_cast<size_t>(batch) * horizon;
-  w.sinusoid = take(rows * dim);
   w.hidden = take(rows * dim * 4);
   w.embedding = take(rows * dim);
   w.step = take(rows * plan.film_rows);
@@ -84,7 +83,7 @@ LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace
 }
 
 size_t film_workspace_bytes(const Plan& plan, int steps) {
-  return (static_cast<size_t>(steps) * plan.config.step_dim * 6 + plan.film_rows) * sizeof(float);
+  return (static_cast<size_t>(steps) * plan.config.step_dim * 5 + plan.film_rows) * sizeof(float);
 }
 
 cudaError_t film_table(const Plan& plan, const void* packed, const float* timesteps, int steps,
@@ -95,7 +94,7 @@ cudaError_t film_table(const Plan& plan, const void* packed, const float* timest
   Call call = {};
   call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps;
   call.global_cond = global_cond;
-  return film(plan, call, {floats, floats + rows, floats + 5 * rows, table, floats + 6 * rows}, stream);
+  return film(plan, call, {floats, floats + 4 * rows, table, floats + 5 * rows}, stream);
 }
 
 size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps) {
@@ -158,8 +157,7 @@ cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream) {
   const Workspace at = workspace(plan, call.batch, call.horizon, call.steps);
   auto* base = static_cast<uint8_t*>(call.workspace);
   auto floats = [&](size_t offset) { return reinterpret_cast<float*>(base + offset); };
-  const FilmBuffers buffers = {floats(at.sinusoid), floats(at.hidden), floats(at.embedding), floats(at.step),
-                               floats(at.cond)};
+  const FilmBuffers buffers = {floats(at.hidden), floats(at.embedding), floats(at.step), floats(at.cond)};
   cudaError_t error = call.film ? cudaSuccess : film(plan, call, buffers, stream);
   if (error != cudaSuccess) return error;
   Path path = call.path;

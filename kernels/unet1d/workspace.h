@@ -8,7 +8,7 @@ namespace dpa::kernels::unet1d {
 
 /// Byte offsets.
 struct Workspace {
-  size_t sinusoid, hidden, embedding, step, cond;  // FilmBuffers
+  size_t hidden, embedding, step, cond;            // FilmBuffers
   size_t sample;                                   // (B, T, A)
   size_t value, raw, residual, skips[kMaxLevels];  // layered: activations (B, time, C)
   size_t messages, message_bytes;                  // resident: partial sums
