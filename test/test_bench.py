@@ -106,6 +106,12 @@ def test_pictures_are_drawn(tmp_path):
             ("dpa", 80.0),
         )
     ]
+    loops = [
+        {"network": "80 M", "batch": 1, "weights": "bfloat16", "loop": f"DDPM, {n} steps"}
+        | {"how": how, "us": n * 80.0, **more}
+        for n in (10, 100)
+        for how, more in (("eager, step by step", {}), ("dpa", {"steps' time": n * 1.02}))
+    ]
     engines = [
         {"batch": b, "engine": e, "precision": "float32", "median ms": ms * b}
         for b in (1, 16)
@@ -114,6 +120,7 @@ def test_pictures_are_drawn(tmp_path):
     for path in (
         plots.draw_steps(rows, "a GPU", tmp_path / "steps.png"),
         plots.draw_batches(rows, "a GPU", tmp_path / "batches.png"),
+        plots.draw_loops(loops, "a GPU", tmp_path / "loops.png"),
         plots.draw_engines(engines, "a CPU", tmp_path / "cpu.png"),
         _profile().draw(tmp_path / "profile.png"),
     ):
@@ -174,10 +181,11 @@ def test_the_bars_follow_from_the_tables():
         step | {"batch": 16, "how": "dpa", "us": 225.0},
     ]
     loop = {"network": "80 M", "weights": "bfloat16", "how": "dpa", "step us": 75.0}
+    loop |= {"batch": 1, "first call s": 0.5}
     loops = [loop | {"loop": "DDPM, 100 steps", "us": 8000.0}]
     fast = [{"weights": "bfloat16", "tolerance": t, "faster": f} for t, f in ((1e-3, 1.4),)]
     found = {row["bar"]: row for row in bars({"steps": steps, "loops": loops, "parallel": fast})}
-    assert len(found) == 5
+    assert len(found) == 6
     faster = found["80 M bfloat16: faster than torch.compile"]
     assert faster["ratio"] == 14 and faster["holds"] and not faster["reached"]
     floor = found["80 M bfloat16: of the floor, at most"]

@@ -194,6 +194,8 @@ def _pictures(results: dict[str, Any], out: Path) -> list[Path]:
     if "steps" in results:
         found.append(plots.draw_steps(results["steps"], device, out / "steps.png"))
         found.append(plots.draw_batches(results["steps"], device, out / "batches.png"))
+    if "loops" in results:
+        found.append(plots.draw_loops(results["loops"], device, out / "loops.png"))
     if "training" in results:
         found.append(plots.draw_training(results["training"], device, out / "train.png"))
     if "curves" in results:

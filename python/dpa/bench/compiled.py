@@ -1,81 +1,168 @@
-"""PyTorch's own ways to run the U-Net: eager, and through torch.compile."""
+"""PyTorch's own ways to run the U-Net and the loop: eager, and through torch.compile."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import dpa
-from dpa.bench.timing import device_spread_us, graphed
+from dpa import stepwise
+from dpa.bench.timing import device_spread_us, graphed, latency
 
 BATCHES = (1, 16)  # at which they are measured
+COUNTS = {"DDIM": 10, "DDPM": 100}  # steps of the loops
 _REDUCED, _TUNED = "reduce-overhead", "max-autotune-no-cudagraphs"
+_READY = "ready"
+Row = dict[str, Any]
+Call = Callable[[], Tensor]
 
 
-def ahead(network: str, autotune: bool) -> None:
-    """Compile in a process each, at once, into the cache that torch.compile looks into.
+class Ahead:
+    """Compiled networks, each in a process of its own, which compile at once and measure in turn.
 
-    One after the other they take minutes. A process that fails costs time alone.
+    Compiled one after the other they take minutes. A process waits, idle, until it is asked.
+
+    Args:
+        network: the name of one of :data:`dpa.bench.sampler.SIZES`.
+        autotune: compile with max-autotune too, in float32 instead of with reduce-overhead, which
+            is slower and would take as long to compile.
+
     """
-    kinds = [(_REDUCED, "bfloat16", b) for b in BATCHES] + [(_REDUCED, "float32", 1)]
-    kinds += [(_TUNED, dtype, 1) for dtype in ("bfloat16", "float32") if autotune]
-    start = [sys.executable, "-m", "dpa.bench.compiled", network]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    running = [subprocess.Popen([*start, *map(str, kind)], **quiet) for kind in kinds]
-    for process in running:
-        process.wait()
+
+    def __init__(self, network: str, autotune: bool):
+        kinds = [(_REDUCED, "bfloat16", b) for b in BATCHES]
+        kinds += [(_TUNED if autotune else _REDUCED, "float32", 1)]
+        kinds += [(_TUNED, "bfloat16", 1)] if autotune else []
+        start = [sys.executable, "-m", "dpa.bench.compiled", network]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._running = {
+            kind: subprocess.Popen([*start, *map(str, kind)], stderr=subprocess.DEVNULL, **pipes)
+            for kind in kinds
+        }
+
+    def wait(self) -> None:
+        """Wait until all have compiled: before that nothing may be measured."""
+        for kind, process in self._running.items():
+            if not any(line.strip() == _READY for line in process.stdout):
+                raise RuntimeError(f"torch.compile failed: {', '.join(map(str, kind))}")
+
+    def rows(self) -> list[tuple[str, Row]]:
+        """Measure, after :meth:`wait`: rows of the tables "steps" and "loops"."""
+        found = []
+        for process in self._running.values():
+            answer, _ = process.communicate("\n")
+            found += [(table, row) for table, row in json.loads(answer.splitlines()[-1])]
+        return found
 
 
-@torch.no_grad()
-def steps(
-    unet: nn.Module, dtype: torch.dtype, batch: int, autotune: bool
-) -> Iterable[tuple[str, float, float]]:
-    """The plain network's forward pass: eager and compiled, in graphs, and compiled as called.
+def eager(unet: nn.Module, dtype: torch.dtype, batch: int) -> list[tuple[str, Row]]:
+    """Measure the plain network as it is: rows of "steps" and, of one sample, of "loops"."""
+    with _plain(unet, dtype) as plain:
+        loops = {"eager, step by step": lambda loop: loop} if batch == 1 else {}
+        return _rows(plain, dtype, batch, "eager, graph", lambda call: graphed(call, 1), loops, 3)
 
-    In float32 its convolutions do not use TF32, whose errors are a hundred times dpa's.
+
+@contextmanager
+def _plain(unet: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """The network of PyTorch's own layers; in float32 without TF32.
+
+    TF32's errors are a hundred times dpa's.
     """
-    plain = dpa.reference.plain(unet).to(dtype)
-    call = _caller(dtype, batch)
-    with torch.backends.cudnn.flags(
-        enabled=True, allow_tf32=False
-    ):  # float32 is what its name says
-        yield "eager, graph", *device_spread_us(graphed(call(plain), 1))
-        reduced = torch.compile(plain, mode=_REDUCED)
-        yield "torch.compile reduce-overhead", *device_spread_us(call(reduced))
-        torch._dynamo.reset()
-        if autotune:
-            tuned = torch.compile(plain, mode=_TUNED)
-            call(tuned)()
-            yield "torch.compile max-autotune, graph", *device_spread_us(graphed(call(tuned), 1))
-            torch._dynamo.reset()
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield dpa.reference.plain(unet).to(dtype)
 
 
-def _caller(
-    dtype: torch.dtype, batch: int
-) -> Callable[[Callable[..., Tensor]], Callable[[], Tensor]]:
-    """Return what makes a call without arguments of a network."""
-    from dpa.bench.sampler import ACTION_DIM, COND_DIM, HORIZON
+def _rows(
+    network: Callable[..., Tensor],
+    dtype: torch.dtype,
+    batch: int,
+    how: str,
+    run: Callable[[Call], Callable[[], object]],
+    loops: dict[str, Callable[[Call], Callable[[], object]]],
+    repeats: int,
+) -> list[tuple[str, Row]]:
+    """A step and the loops, as what ``run`` and ``loops`` make of their calls; rows of tables."""
+    about = {"batch": batch, "weights": str(dtype).removeprefix("torch.")}
+    us, p99 = device_spread_us(run(_step(network, dtype, batch)))
+    rows: list[tuple[str, Row]] = [("steps", about | {"how": how, "us": us, "p99 us": p99})]
+    for scheduler, count in COUNTS.items():
+        for name, make in loops.items():
+            us, p99 = latency(make(_loop(network, dtype, batch, scheduler)), repeats)
+            label = {"loop": f"{scheduler}, {count} steps", "how": name}
+            rows.append(("loops", about | label | {"us": us, "p99 us": p99}))
+    return rows
 
-    new = lambda *shape: torch.randn(shape, device="cuda", dtype=dtype)  # noqa: E731
-    sample, cond = new(batch, HORIZON, ACTION_DIM), new(batch, COND_DIM)
-    timestep = torch.full((batch,), 50, device="cuda")
-    return lambda module: lambda: module(sample, timestep, None, cond)
+
+def scheduler_of(name: str) -> Any:
+    """DDIM or DDPM of diffusers, as policies are trained with."""
+    import diffusers
+
+    cls = getattr(diffusers, f"{name}Scheduler")
+    return cls(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
 
 
-@torch.no_grad()
-def _compile(network: str, mode: str, dtype: str, batch: str) -> None:
+def _told(dtype: torch.dtype, batch: int, scheduler: str) -> tuple[Any, Tensor]:
+    """The steps of a loop, and an observation."""
+    from dpa.bench.sampler import COND_DIM
+
+    table = dpa.schedulers.from_diffusers(scheduler_of(scheduler), COUNTS[scheduler])
+    return table.to("cuda", torch.float32), torch.randn(batch, COND_DIM, device="cuda", dtype=dtype)
+
+
+def _step(network: Callable[..., Tensor], dtype: torch.dtype, batch: int) -> Call:
+    """One forward pass, called as the loop calls it, so that it is compiled once."""
+    from dpa.bench.sampler import ACTION_DIM, HORIZON
+
+    table, cond = _told(dtype, batch, "DDPM")
+    sample = torch.randn(batch, HORIZON, ACTION_DIM, device="cuda").to(dtype)
+    timestep = table.timesteps[:, None].expand(-1, batch)[5]
+    return lambda: network(sample, timestep, global_cond=cond)
+
+
+def _loop(network: Callable[..., Tensor], dtype: torch.dtype, batch: int, scheduler: str) -> Call:
+    """The loop of the network's forward passes and ``dpa::scheduler_step``, in float32."""
+    from dpa.bench.sampler import ACTION_DIM, HORIZON
+
+    table, cond = _told(dtype, batch, scheduler)
+    draw = lambda: torch.randn(batch, HORIZON, ACTION_DIM, device="cuda")  # noqa: E731
+
+    def predict(sample: Tensor, timestep: Tensor) -> Tensor:
+        return network(sample.to(dtype), timestep, global_cond=cond).float()
+
+    return lambda: stepwise.loop(draw(), table, predict, draw, lambda sample: sample, None)
+
+
+def _measure(network: str, mode: str, dtype: str, batch: str) -> None:
+    """Compile, say so, and wait for the word to measure."""
     from dpa.bench.sampler import SIZES
 
+    kind, count = getattr(torch, dtype), int(batch)
     size = next(size for size in SIZES if size.name == network)
-    kind = getattr(torch, dtype)
-    plain = dpa.reference.plain(size.build()).to(kind)
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        _caller(kind, int(batch))(torch.compile(plain, mode=mode))()
+    with _plain(size.build(), kind) as plain:
+        compiled = torch.compile(plain, mode=mode)
+        _loop(compiled, kind, count, "DDIM")()
+        torch.cuda.synchronize()
+        print(_READY, flush=True)
+        sys.stdin.readline()
+        if mode == _TUNED:
+            how = "torch.compile max-autotune, graph"
+            rows = _rows(compiled, kind, count, how, lambda c: graphed(c, 1), {how: _graphed}, 5)
+        else:
+            how = f"torch.compile {mode}"
+            rows = _rows(compiled, kind, count, how, lambda c: c, {how: lambda c: c}, 5)
+    print(json.dumps(rows))
+
+
+def _graphed(loop: Call) -> Callable[[], None]:
+    return graphed(loop, 1)
 
 
 if __name__ == "__main__":
-    _compile(*sys.argv[1:])
+    _measure(*sys.argv[1:])

@@ -65,32 +65,52 @@ def draw_steps(rows: list[Row], device: str, path: Path) -> Path:
     return path
 
 
+def draw_loops(rows: list[Row], device: str, path: Path) -> Path:
+    """Whole loops of one sample: a bar each, and how many of its steps' times a loop takes."""
+    rows = [row for row in rows if row["batch"] == 1]
+    groups = list(dict.fromkeys((row["network"], row["loop"]) for row in rows))
+    with figure(path, (9, 1.7 + 0.25 * (len(rows) + len(groups)))) as fig:
+        headline(fig, "The denoising loop", f"{device}; from the call to the result, milliseconds")
+        ax = _axes(fig, left=0.5)
+        labels, y = [], 0.0
+        for network, loop in groups:
+            for i, row in enumerate(
+                r for r in rows if (r["network"], r["loop"]) == (network, loop)
+            ):
+                ms, steps = row["us"] / 1e3, row.get("steps' time")
+                note = f"  (as {steps:.1f} steps)" if steps else ""
+                ax.barh(y, ms, color=_color(row["how"]), height=0.78)
+                ax.text(ms * 1.06, y, f"{ms:.3g}{note}", va="center", size=8.5)
+                group = f"{network}, {loop}:   " if i == 0 else ""
+                labels.append((y, f"{group}{row['how']}, {row['weights']}"))
+                y += 1
+            y += 0.9
+        ax.set_yticks([at for at, _ in labels], [label for _, label in labels], size=8.5)
+        ax.set_xscale("log")
+        ax.set_xlim(min(row["us"] for row in rows) / 2e3, max(row["us"] for row in rows) / 1e3 * 3)
+        ax.set_ylim(y - 0.9, -0.9)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    return path
+
+
 def draw_batches(rows: list[Row], device: str, path: Path) -> Path:
-    """Lines of a step over the batch: a row of panels a network, a panel each kind of weights."""
-    networks = list(dict.fromkeys(row["network"] for row in rows))
-    kinds = list(dict.fromkeys(row["weights"] for row in rows))
-    with figure(path, (3.1 * len(kinds) + 0.4, 1.4 + 2.6 * len(networks))) as fig:
+    """Lines of a step over the batch: a panel each network and kind of weights with several."""
+    groups = list(dict.fromkeys((row["network"], row["weights"]) for row in rows))
+    found = [[r for r in rows if (r["network"], r["weights"]) == group] for group in groups]
+    found = [mine for mine in found if len({row["batch"] for row in mine}) > 1] or found[:1]
+    with figure(path, (max(8.2, 3.6 * len(found) + 0.4), 4.4)) as fig:
         line = f"{device}; microseconds. Black: the time to read the weights once"
         headline(fig, "One step over the batch", line)
         height = fig.get_figheight()
-        grid = fig.add_gridspec(
-            len(networks),
-            len(kinds),
-            left=0.07,
-            right=0.98,
-            top=1 - 1.45 / height,
-            bottom=0.55 / height,
-            hspace=0.45,
-        )
-        axes = grid.subplots(sharex=True, sharey=True, squeeze=False)
-        for i, network in enumerate(networks):
-            for j, weights in enumerate(kinds):
-                found = [r for r in rows if (r["network"], r["weights"]) == (network, weights)]
-                _batch_panel(axes[i, j], found, f"{network}, {weights}")
-        axes[0, 0].set_xticks(sorted({row["batch"] for row in rows}))
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        place = {"loc": "upper left", "bbox_to_anchor": (0.05, 1 - 0.75 / height)}
-        fig.legend(handles, labels, frameon=False, ncols=4, fontsize=8.5, **place)
+        place = {"left": 0.09, "right": 0.98, "top": 1 - 1.45 / height, "bottom": 0.55 / height}
+        grid = fig.add_gridspec(1, len(found), **place)
+        axes = grid.subplots(sharex=True, sharey=True, squeeze=False)[0]
+        for ax, mine in zip(axes, found, strict=True):
+            _batch_panel(ax, mine, f"{mine[0]['network']}, {mine[0]['weights']}")
+        axes[0].set_xticks(sorted({row["batch"] for mine in found for row in mine}))
+        handles, labels = axes[0].get_legend_handles_labels()
+        corner = {"loc": "upper left", "bbox_to_anchor": (0.05, 1 - 0.75 / height)}
+        fig.legend(handles, labels, frameon=False, ncols=4, fontsize=8.5, **corner)
     return path
 
 

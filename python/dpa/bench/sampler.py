@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,89 +66,54 @@ def conv_bytes(unet: nn.Module, dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def steps(
-    size: Size, unet: nn.Module, batch: int, rate: float, plain: bool, autotune: bool
-) -> list[Row]:
-    """One step at a batch, every way; dpa's is a step inside the captured loop.
+def measured(size: Size, unet: nn.Module, batch: int) -> list[tuple[str, Row]]:
+    """One step inside the captured loop, and loops from the call in Python to the result.
 
-    The 99th percentile of dpa's is that of loops of 40 steps, a fortieth of it. Batches above 1 are
-    of bfloat16 alone.
+    The 99th percentile of a step is that of loops of 40 steps, a fortieth of it. Batches above 1
+    are of bfloat16 alone. Rows of the tables "steps" and "loops".
     """
-    rows: list[Row] = []
+    rows: list[tuple[str, Row]] = []
     for label, dtype in DTYPES.items():
         if dtype != torch.bfloat16 and batch > 1:
             continue
-        floor = conv_bytes(unet, dtype) / rate * 1e6
-        row = {"network": size.name, "batch": batch, "weights": label}
+        about: Row = {"batch": batch, "weights": label, "how": "dpa"}
         noise = torch.randn(batch, HORIZON, ACTION_DIM, device="cuda")
         cond = torch.randn(batch, COND_DIM, device="cuda")
         packed = dpa.PackedUnet(unet, dtype)
-        ways = []
-        if plain and dtype.itemsize > 1:
-            ways += compiled.steps(unet, dtype, batch, autotune and batch == 1)
-        us = step_us(packed, noise, cond)
-        repeats = min(200, max(20, round(4e5 / (40 * us))))
+        step = step_us(packed, noise, cond)
+        repeats = min(200, max(20, round(4e5 / (40 * step))))
         _, last = device_spread_us(captured_loop(packed, noise, cond, 40), repeats)
-        ways.append(("dpa", us, last / 40))
-        for how, us, p99 in ways:
-            times = {"us": us, "p99 us": p99, "floor us": floor, "x floor": us / floor}
-            rows.append(row | {"how": how} | times)
-    return rows
-
-
-@torch.no_grad()
-def loops(size: Size, unet: nn.Module, plain: bool = True) -> list[Row]:
-    """Whole loops at batch 1, from the call in Python to the result on the device."""
-    from diffusers import DDIMScheduler, DDPMScheduler
-
-    cond = torch.randn(1, COND_DIM, device="cuda")
-    noise = torch.randn(1, HORIZON, ACTION_DIM, device="cuda")
-    rows: list[Row] = []
-
-    def measure(how: str, label: str, network: nn.Module, **options: Any) -> None:
-        for scheduler, count in ((DDIMScheduler, 10), (DDPMScheduler, 100)):
-            live = scheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
-            sampler = dpa.DiffusionSampler(network, live, count, horizon=HORIZON, **options)
+        rows.append(("steps", about | {"us": step, "p99 us": last / 40}))
+        for name, count in compiled.COUNTS.items():
+            live = compiled.scheduler_of(name)
+            sampler = dpa.DiffusionSampler(unet, live, count, dtype, horizon=HORIZON, fused=True)
             begin = time.perf_counter()
             sampler(cond)
             torch.cuda.synchronize()
             first = time.perf_counter() - begin
-            again, _ = latency(partial(sampler, cond), 1)
-            repeats = round(min(200, max(5, 1e6 / again)))
-            median, p99 = latency(partial(sampler, cond), repeats)
-            row: Row = {"network": size.name, "loop": f"{scheduler.__name__[:4]}, {count} steps"}
-            row |= {
-                "weights": label,
-                "how": how,
-                "us": median,
+            us, p99 = latency(
+                partial(sampler, cond), min(200, max(20, round(1e6 / (step * count))))
+            )
+            loop = {
+                "loop": f"{name}, {count} steps",
+                "us": us,
                 "p99 us": p99,
                 "first call s": first,
             }
-            if options:
-                packed = dpa.PackedUnet(unet, options["dtype"])
-                row["step us"] = step_us(packed, noise, cond)
-                row["steps' time"] = median / row["step us"]
-            rows.append(row)
-
-    if plain:
-        measure("eager, step by step", "float32", dpa.reference.plain(unet))
-    for label, dtype in DTYPES.items():
-        measure("dpa", label, unet, fused=True, dtype=dtype)
+            rows.append(("loops", about | loop | {"step us": step, "steps' time": us / step}))
     return rows
 
 
 def profile(unet: nn.Module, dtype: torch.dtype) -> dpa.StepProfile:
     """Where the time of a step goes, in a DDIM loop on a network of the benchmark's sizes."""
-    from diffusers import DDIMScheduler
-
-    live = DDIMScheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
+    live = compiled.scheduler_of("DDIM")
     sampler = dpa.DiffusionSampler(unet, live, 10, dtype, horizon=HORIZON, fused=True)
     return dpa.profile(sampler)
 
 
 def run(
-    networks: Iterable[str] = ("80 M", "252 M"),
-    batches: Iterable[int] = (1, 2, 4, 8, 16, 32, 64),
+    networks: Sequence[str] = ("80 M", "252 M"),
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
     autotune: bool = False,
     plain: bool = True,
     train_steps: int = parallel.TRAIN_STEPS,
@@ -157,25 +122,47 @@ def run(
 
     Args:
         networks: names of :data:`SIZES`.
-        batches: of the steps.
+        batches: of the first network; of the others 1.
         autotune: measure torch.compile's max-autotune too, at batch 1.
         plain: measure PyTorch at all: beside the first network, at batches 1 and 16.
         train_steps: of the policy on which parallel sampling is measured; 0 leaves it out.
 
     """
-    chosen = [size for size in SIZES if size.name in set(networks)]
-    if plain and chosen:
-        compiled.ahead(chosen[0].name, autotune)
+    chosen = [size for size in SIZES if size.name in networks]
+    theirs = compiled.Ahead(chosen[0].name, autotune) if plain and chosen else None
+    # Trained meanwhile; nothing else is done before all have compiled.
+    policy = parallel.trained(train_steps) if train_steps else None
+    if theirs:
+        theirs.wait()
     rate = read_rate()
     results: dict[str, Any] = {"read TB/s": rate * 1e-12, "steps": [], "loops": []}
     for size in chosen:
-        first, unet = plain and size is chosen[0], size.build()
+        unet, found = size.build(), []
+        if theirs and size is chosen[0]:
+            found = theirs.rows()
+            for label, batch in (("bfloat16", 1), ("bfloat16", 16), ("float32", 1)):
+                found += compiled.eager(unet, DTYPES[label], batch)
         for batch in batches:
-            beside = first and batch in compiled.BATCHES
-            results["steps"] += steps(size, unet, batch, rate, beside, autotune)
-        results["loops"] += loops(size, unet, first)
-    if train_steps:
-        policy = parallel.trained(train_steps)
+            if batch == 1 or size is chosen[0]:
+                found += measured(size, unet, batch)
+        for table, row in found:
+            row = {"network": size.name} | row
+            if table == "steps":
+                floor = conv_bytes(unet, DTYPES[row["weights"]]) / rate * 1e6
+                row |= {"floor us": floor, "x floor": row["us"] / floor}
+            results[table].append(row)
+    for table in ("steps", "loops"):  # beside one another, whoever measured them
+        results[table].sort(key=_place)
+    if policy is not None:
         results["parallel"] = parallel.rows(policy, torch.bfloat16)
     results["bars"] = bars(results)
     return results
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """Where a row stands in its table: as the sizes, dtypes and ways are listed."""
+    ways = ("eager", "torch.compile reduce", "torch.compile max", "dpa")
+    way = next(i for i, name in enumerate(ways) if row["how"].startswith(name))
+    names = [size.name for size in SIZES]
+    weights = list(DTYPES).index(row["weights"])
+    return names.index(row["network"]), row.get("loop", ""), row["batch"], weights, way
