@@ -33,5 +33,7 @@ add_library(torch::cuda INTERFACE IMPORTED)
 if(DPA_WITH_CUDA)
   target_compile_definitions(torch::cuda INTERFACE DPA_WITH_CUDA)
   target_include_directories(torch::cuda SYSTEM INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-  target_link_libraries(torch::cuda INTERFACE torch::cpu "${DPA_TORCH_ROOT}/lib/libc10_cuda.so" "${DPA_CUDART}")
+  # libtorch_cuda has the generator whose stream dpa::normal_draws goes on with.
+  target_link_libraries(torch::cuda INTERFACE torch::cpu "${DPA_TORCH_ROOT}/lib/libc10_cuda.so"
+                                              "${DPA_TORCH_ROOT}/lib/libtorch_cuda.so" "${DPA_CUDART}")
 endif()

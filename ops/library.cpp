@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <utility>
 
 namespace {
 
@@ -128,6 +129,21 @@ TORCH_LIBRARY(dpa, m) {
       "unet1d_batch_pack.out(Tensor[] parameters, int[] config, ScalarType dtype, Tensor(a!)? seen=None, *, "
       "Tensor(b!) out) -> ()",
       out_variant);
+
+  // A denoising loop's random numbers, in the order and the pieces in which a loop of steps draws them.
+  m.def("normal_draws(Tensor like, SymInt draws, SymInt rows, Generator? generator=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  auto seeded_out = out_variant;
+  seeded_out.push_back(at::Tag::nondeterministic_seeded);
+  m.def("normal_draws.out(SymInt draws, Generator? generator=None, *, Tensor(a!) out) -> ()",
+        std::as_const(seeded_out));
+
+  // A sweep of parallel sampling, but for the network: the states it begins with, and what becomes of its output.
+  m.def("parallel_window(Tensor states, Tensor table, Tensor position, SymInt window) -> (Tensor, Tensor)", functional);
+  m.def(
+      "parallel_move_(Tensor(a!) states, Tensor(b!) position, Tensor(c!) residual, Tensor output, Tensor coefficients, "
+      "Tensor? noise, Tensor? known, Tensor? known_mask, SymInt steps, float clip, float tolerance) -> ()",
+      functional);
 
   // Inference on packed weights; see ops/unet1d/unet1d.h for `config`.
   m.def("unet1d_weight_names(int[] config) -> str[]", functional);

@@ -192,7 +192,7 @@ def test_no_memory_in_the_middle_of_a_capture(cuda):  # noqa: F811
     """The second allocation of the first capture fails, as another process might have it."""
     graphs, x, failed = LoopGraphs(), torch.ones(2, device=cuda), []
 
-    def body(inputs, generator):
+    def body(inputs):
         y = inputs["x"] * 2
         if torch.cuda.is_current_stream_capturing() and not failed:
             failed.append(True)

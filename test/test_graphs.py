@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 
 import pytest
 import torch
@@ -88,6 +89,32 @@ def test_changed_weights_and_steps_are_followed(cuda):
     assert len(sampler._graphs) == 2
 
 
+def test_attributes_and_arguments_that_change_are_followed(cuda):
+    """A call of the last one's kind goes straight to its graph; any other is looked up."""
+    sampler, cond = make(cuda), torch.randn(2, 5, device=cuda)
+    draw = lambda: torch.Generator(cuda).manual_seed(1)  # noqa: E731
+    first = sampler(cond, generator=draw())
+    assert sampler._again is not None
+    assert torch.equal(sampler(cond, generator=draw()), first)
+    assert copy.copy(sampler)._again is None and copy.deepcopy(sampler)._again is None
+    sampler.horizon = 8
+    assert sampler._again is None and sampler(cond, generator=draw()).shape == (2, 8, 2)
+    sampler.horizon = 16
+    assert torch.equal(sampler(cond, generator=draw()), first)
+    assert sampler(cond[:1], batch_size=3).shape == (3, 16, 2)
+    drawn = [torch.Generator().manual_seed(1), [draw(), draw()]]
+    found = [sampler(cond, generator=g) for g in drawn]  # on the CPU, and one a sample
+    twin = plain_twin(sampler)
+    again = [torch.Generator().manual_seed(1), [draw(), draw()]]
+    for got, generator in zip(found, again, strict=True):
+        assert torch.equal(got, twin(cond, generator=generator))
+    sampler.unet.half()  # the same parameters, elsewhere and in another dtype
+    assert sampler(cond, generator=draw()).dtype == torch.float32
+    assert sampler._packed.dtype == torch.float16
+    with pytest.raises(ValueError, match="condition_mask must be given"):
+        sampler(cond, condition_data=torch.zeros(2, 16, 2, device=cuda))
+
+
 def test_inpainting_and_inference_mode(cuda):
     sampler = make(cuda, "DDIM", 5)
     data = torch.randn(2, 16, 2, device=cuda)
@@ -142,9 +169,29 @@ def test_the_cache_is_bounded_and_replays_do_not_grow_memory(cuda):
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_capture_takes_at_most_a_second(cuda, dtype):
+    """The published size and 100 steps; the weights are packed in the same call."""
+    with cuda:
+        unet = dpa.nn.ConditionalUnet1D(
+            2, global_cond_dim=132, down_dims=(256, 512, 1024), kernel_size=5
+        )
+    scheduler = diffusers.DDPMScheduler(100, beta_schedule="squaredcos_cap_v2")
+    cond = torch.randn(1, 132, device=cuda)
+    for _ in range(2):  # the first loads the kernels
+        sampler = dpa.DiffusionSampler(unet, scheduler, 100, dtype, horizon=16, fused=True)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        sampler(cond)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        assert len(sampler._graphs) == 1
+    assert seconds <= 1.0, f"the call took {seconds:.2f} s"
+
+
 def test_a_loop_that_cannot_be_captured_still_runs(cuda):
     graphs = LoopGraphs()
-    make_body = lambda: lambda inputs, generator: inputs["x"] * float(inputs["x"].sum())  # noqa: E731
+    make_body = lambda: lambda inputs: inputs["x"] * float(inputs["x"].sum())  # noqa: E731
     x = torch.ones(2, device=cuda)
     for _ in range(2):
         assert graphs.run("key", cuda, {"x": x}, None, make_body).tolist() == [2, 2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dpa
+import dpa.parallel
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 _STEPS, _BATCH = 24, 3
@@ -143,6 +144,84 @@ def test_on_packed_weights(device, kind):
     expected = sampler(generator=generator.manual_seed(3), **call)
     torch.testing.assert_close(changed, expected, rtol=1e-3, atol=2e-4)
     assert not torch.allclose(changed, results[0])
+
+
+class _Gaussian:
+    """The exact network for narrow Gaussian data, told its timestep alone."""
+
+    def __init__(self, alphas, mean):
+        self.alphas, self.mean = alphas, mean
+
+    def begin(self, inputs, timesteps):
+        return timesteps.float()[:, None]
+
+    def __call__(self, inputs, sample, told):
+        alpha = self.alphas[told.expand(-1, len(sample) // len(told)).flatten().long()]
+        alpha = alpha[:, None, None]
+        spread = 0.01 * alpha + 1 - alpha
+        return (1 - alpha).sqrt() * (sample - alpha.sqrt() * self.mean) / spread
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("batch, times, actions", [(1, 16, 2), (3, 8, 7), (2, 48, 16)])
+@pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting", "sample"])
+def test_on_a_gpu_two_launches_are_the_sweep(monkeypatch, kind, batch, times, actions):
+    """State by state, against the same in PyTorch's ops."""
+    cls = diffusers.DDIMScheduler if kind == "ddim" else diffusers.DDPMScheduler
+    options = {"prediction_type": "sample"} if kind == "sample" else {}
+    scheduler = cls(_STEPS, beta_schedule="squaredcos_cap_v2", **options)
+    table = dpa.schedulers.from_diffusers(scheduler, _STEPS).to("cuda", torch.float32)
+    new = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
+    inputs = {"sample": new(batch, times, actions)}
+    if kind != "ddim":
+        inputs["step_noise"] = new(_STEPS, batch, times, actions)
+    if kind == "inpainting":
+        inputs["condition_data"] = new(1, times, actions)
+        inputs["condition_mask"] = new(batch, times, actions) > 0.5
+    predict = _Gaussian(scheduler.alphas_cumprod.cuda(), new(times, actions) / 2)
+    pair = [dpa.parallel.Sweeps(inputs, table, predict, dpa.Parallel(7, 1e-3)) for _ in range(2)]
+    for sweeps in pair:
+        sweeps.begin()
+    for _ in range(_STEPS):
+        pair[0].sweep()
+        with monkeypatch.context() as plain:
+            plain.setattr(dpa.parallel, "_LARGEST_WINDOW", 0)
+            pair[1].sweep()
+        got, expected = (sweeps._states for sweeps in pair)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert pair[0]._position == pair[1]._position
+        torch.testing.assert_close(pair[0]._residual, pair[1]._residual, rtol=1e-2, atol=1e-5)
+    assert pair[0]._position == _STEPS
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_a_move_is_checked_and_stays_in_bounds():
+    states, told = torch.randn(15, 1, 4, 2, device="cuda"), torch.randn(14, 3, device="cuda")
+    output, table = states[:3].clone(), torch.randn(14, 6, device="cuda")
+    position, residual = torch.tensor(1, device="cuda"), torch.zeros((), device="cuda")
+    window, move = torch.ops.dpa.parallel_window, torch.ops.dpa.parallel_move_
+    samples, rows = window(states, told, position, 3)
+    assert torch.equal(samples, states[1:4]) and torch.equal(rows, told[1:4])
+    for beyond, last in ((10**6, 11), (-(10**6), 0)):  # is kept to the rows there are
+        samples, rows = window(states, told, torch.tensor(beyond, device="cuda"), 3)
+        assert torch.equal(samples, states[last : last + 3])
+        assert torch.equal(rows, told[last : last + 3])
+    with pytest.raises(RuntimeError, match="dpa::parallel_window: the window must be 1 to 128"):
+        window(states, told, position, 129)
+    with pytest.raises(RuntimeError, match="dpa::parallel_window: position must be one int64"):
+        window(states, told, position.float(), 3)
+    rest = (None, None, None, 8, 1.0, 0.0)
+    far = torch.tensor(10**6, device="cuda")
+    move(states, far, residual, output, table, *rest)
+    assert far == 8
+    with pytest.raises(RuntimeError, match="dpa::parallel_move_: states must have shape"):
+        move(states[:-1], position, residual, output, table, *rest)
+    with pytest.raises(RuntimeError, match="dpa::parallel_move_: known must be given"):
+        move(states, position, residual, output, table, None, output[0], *rest[2:])
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(window.default, (states, told, position, 3), test_utils=checks)
+    arguments = (states, position, residual, output, table, *rest)
+    torch.library.opcheck(move.default, arguments, test_utils=checks)
 
 
 def test_trained_predictions_take_half_of_picards_sweeps():

@@ -12,7 +12,8 @@ _KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
 _OPS = op_names()
 # Steps that other ops' autograd kernels call, beneath autograd and after autocast.
 _INNER = [name for name in _OPS if name.endswith(("_backward", "_forward"))]
-# Inference on packed weights: no gradient, no autocast; and the backends that each does without.
+# Inference on packed weights, and a loop's other work: no gradient, no autocast; and the backends
+# that each does without.
 _ELSEWHERE = {
     "dpa::unet1d": (),
     "dpa::unet1d_pack": (),
@@ -24,6 +25,9 @@ _ELSEWHERE = {
     "dpa::diffusion_sample_by_name": (),
     "dpa::unet1d_batch": ("CPU",),
     "dpa::unet1d_batch_pack": ("CPU",),
+    "dpa::normal_draws": (),
+    "dpa::parallel_window": ("CPU",),
+    "dpa::parallel_move_": ("CPU",),
 }
 _PACKED = set(_ELSEWHERE)
 # No tensor among its arguments, so no backend of its own.
@@ -63,7 +67,8 @@ def test_keys(name):
 def test_tags_and_schema(name):
     overload = getattr(torch.ops.dpa, name.removeprefix("dpa::")).default
     assert torch.Tag.pt2_compliant_tag in overload.tags
-    assert not overload._schema.is_mutable
+    # By the name, as in PyTorch, an op writes in place.
+    assert overload._schema.is_mutable == name.endswith("_")
     for other in getattr(torch.ops.dpa, name.removeprefix("dpa::")).overloads():
         tags = getattr(getattr(torch.ops.dpa, name.removeprefix("dpa::")), other).tags
         if hasattr(torch.Tag, "out_variant"):  # torch 2.9 has none

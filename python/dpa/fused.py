@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .graphs import Body, Inputs, LoopGraphs, can_capture
-from .noise import draw_normal, draw_steps, generator_on
+from .noise import Draws, rewinding
 from .packed import PackedUnet, runs_packed
 from .schedulers import LiveSteps, MultistepTable, StepTable
 from .step_table import Generators
+
+Given = Mapping[str, Tensor | None]
 
 
 def refusal(
@@ -34,18 +37,65 @@ def refusal(
     return None
 
 
+@dataclass(frozen=True)
+class Captured:
+    """Calls of one kind, whose loop is in a graph: what they share was looked up and checked once.
+
+    Attributes:
+        packed: the network.
+        graphs: captured so far.
+        kind: of the calls; with the packed weights' place the key of a graph.
+        draws: what the loop draws.
+        make_body: makes the loop, where it has to be captured anew.
+        watch: look for weights written through ``parameter.data`` too.
+
+    """
+
+    packed: PackedUnet
+    graphs: LoopGraphs
+    kind: Hashable
+    draws: Draws
+    make_body: Callable[[], Body]
+    watch: bool
+
+    def __call__(self, given: Given, generator: Generators) -> Tensor:
+        """Return the actions; weights that changed since they were packed cost a second run."""
+        device, draw, rewind = self.draws.device, None, None
+        if len(self.draws):
+            rewind = rewinding(device, generator)
+            shape = (len(self.draws), *self.draws.shape)
+            draw = (shape, functools.partial(self.draws.into, generator=generator))
+        inputs, packed = _expanded(given, self.draws.shape), self.packed
+
+        def replay() -> Tensor:
+            memory = packed.memory(device).data_ptr()
+            places = packed.places if self.watch else None
+            key = (self.kind, packed.dtype, tuple(packed.config), memory, places)
+            return self.graphs.run(key, device, inputs, draw, self.make_body)
+
+        with packed.lock:
+            result = replay()
+            # Looked at while the GPU works already.
+            if packed.stale() or (self.watch and packed.differed()):
+                packed.repack()
+                if rewind is not None:
+                    rewind()
+                result = replay()
+        return result
+
+
 def run(
     packed: PackedUnet,
     graphs: LoopGraphs,
     table: StepTable,
     shape: tuple[int, int, int],
-    given: dict[str, Tensor | None],
+    given: Given,
     generator: Generators,
     *,
     drawn: torch.dtype,
     capture: bool,
     watch: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, Captured | None]:
     """Run the loop as one op, in a graph where ``capture`` allows it and one can be captured.
 
     Args:
@@ -59,82 +109,60 @@ def run(
         capture: whether a graph is wanted.
         watch: look for weights written through ``parameter.data`` too.
 
+    Returns:
+        The actions, and what runs further calls of this kind, where those can be captured.
+
     """
-    inputs = {
-        name: value.expand(shape[0], *value.shape[1:])
-        for name, value in given.items()
-        if value is not None
-    }
-    device = table.coefficients.device
-    source: torch.Generator | None = None
-    if "noise" not in inputs or any(table.draws_noise):
-        source = generator_on(device, generator)
-        if source is None:  # drawn elsewhere, and brought here
-            if "noise" not in inputs:
-                inputs["noise"] = draw_normal(shape, generator, device, drawn)
-            if any(table.draws_noise):
-                steps = draw_steps(table.draws_noise, shape, generator, drawn)
-                inputs["step_noise"] = steps.to(device)
-    make_body = functools.partial(_body, packed, table, shape, device, drawn)
+    device, inputs = table.coefficients.device, _expanded(given, shape)
+    draws = Draws("noise" not in inputs, table.draws_noise, shape, drawn, device)
+    make_body = functools.partial(_body, packed, table)
     if not (capture and can_capture(device)):
         if watch:
             packed.follow()
-        return make_body()(inputs, source)
+        return make_body()(inputs | {"draws": draws(generator)}), None
     if watch:
         make_body = functools.partial(_watched, packed, make_body)
-
-    def replay() -> Tensor:
-        memory = packed.memory(device).data_ptr()
-        network = (packed.dtype, tuple(packed.config), memory, packed.places if watch else None)
-        key = (shape, table, *network, drawn, frozenset(inputs), source is None)
-        return graphs.run(key, device, inputs, source, make_body)
-
-    offset = 0 if source is None else source.get_offset()
-    with packed.lock:
-        result = replay()
-        # Looked at while the GPU works already: weights that changed cost a second run.
-        if packed.stale() or (watch and packed.differed()):
-            packed.repack()
-            if source is not None:
-                source.set_offset(offset)
-            result = replay()
-    return result
+    kind = (shape, table, drawn, frozenset(inputs))
+    call = Captured(packed, graphs, kind, draws, make_body, watch)
+    return call(inputs, generator), call
 
 
 def _watched(packed: PackedUnet, make_body: Callable[[], Body]) -> Body:
     run = make_body()
 
-    def body(inputs: Inputs, generator: torch.Generator | None) -> Tensor:
+    def body(inputs: Inputs) -> Tensor:
         with packed.looking():
-            return run(inputs, generator)
+            return run(inputs)
 
     return body
 
 
-def _body(
-    packed: PackedUnet,
-    table: StepTable,
-    shape: tuple[int, int, int],
-    device: torch.device,
-    drawn: torch.dtype,
-) -> Body:
-    """Return the loop of one op, to be run as it is or captured; it draws in ``drawn``."""
+def _expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
+    """The tensors that there are, every one of the call's batch."""
+    return {
+        name: value if value.shape[0] == shape[0] else value.expand(shape[0], *value.shape[1:])
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _body(packed: PackedUnet, table: StepTable) -> Body:
+    """Return the loop of one op, to be run as it is or captured."""
     timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
 
-    def body(inputs: Inputs, generator: torch.Generator | None) -> Tensor:
+    def body(inputs: Inputs) -> Tensor:
         floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
-        noise, step_noise = floats.get("noise"), floats.get("step_noise")
+        noise, draws = floats.get("noise"), floats.get("draws")
         if noise is None:
-            noise = draw_normal(shape, generator, device, drawn).float()
-        if step_noise is None and any(table.draws_noise):
-            step_noise = draw_steps(table.draws_noise, shape, generator, drawn).float()
+            assert draws is not None
+            noise, draws = draws[0], draws[1:]
         return packed.sample(
             noise,
             timesteps,
             coefficients,
             table.clip,
             global_cond=floats.get("global_cond"),
-            noise=step_noise,
+            noise=draws if draws is not None and len(draws) else None,
             known=floats.get("condition_data"),
             known_mask=floats.get("condition_mask"),
         )
@@ -149,20 +177,21 @@ class Window:
     """
 
     def __init__(self, packed: PackedUnet, one: bool):
-        self.packed, self._one, self._film = packed, one, torch.empty(0)
+        self.packed, self._one = packed, one
 
-    def begin(self, inputs: Inputs, timesteps: Tensor) -> None:
-        """Prepare for a call with these inputs; ``timesteps`` are those of the rows to come."""
-        if self._one:
-            cond = inputs.get("global_cond")
-            cond = None if cond is None else cond.float()
-            self._film = self.packed.film(timesteps.float(), cond)
+    def begin(self, inputs: Inputs, timesteps: Tensor) -> Tensor:
+        """Return FiLM's parameters of each of the timesteps, or the timesteps, a row each."""
+        if not self._one:
+            return timesteps.float()[:, None]
+        cond = inputs.get("global_cond")
+        return self.packed.film(timesteps.float(), None if cond is None else cond.float())
 
-    def __call__(self, inputs: Inputs, sample: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
-        """Predict for samples (N * B, T, Da) at timesteps (N * B,), which are these rows' (N,)."""
+    def __call__(self, inputs: Inputs, sample: Tensor, told: Tensor) -> Tensor:
+        """Predict for samples (N * B, T, Da) at timesteps of which these are the rows, (N, R)."""
         if self._one:
-            return self.packed.on_film(sample.float(), self._film[rows]).to(sample.dtype)
+            return self.packed.on_film(sample.float(), told).to(sample.dtype)
         cond = inputs.get("global_cond")
         if cond is not None:  # it serves every timestep
-            cond = cond.float().repeat(len(rows), 1)
-        return self.packed(sample.float(), timesteps.float(), cond).to(sample.dtype)
+            cond = cond.float().repeat(len(told), 1)
+        timesteps = told.expand(-1, len(sample) // len(told)).flatten()
+        return self.packed(sample.float(), timesteps, cond).to(sample.dtype)

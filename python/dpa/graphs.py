@@ -19,7 +19,9 @@ _ROOM = 64 << 20
 # Captures that failed. PyTorch's allocator may go on asking them which memory is theirs.
 _FAILED: list[torch.cuda.CUDAGraph] = []
 
-Body = Callable[[Inputs, torch.Generator | None], Tensor]
+Body = Callable[[Inputs], Tensor]
+# The shape of what a loop draws, and what writes it: in each call, before the graph.
+Draw = tuple[tuple[int, ...], Callable[[Tensor], object]]
 
 
 def can_capture(device: torch.device) -> bool:
@@ -71,33 +73,36 @@ class LoopGraphs:
         key: Hashable,
         device: torch.device,
         inputs: Inputs,
-        generator: torch.Generator | None,
+        draw: Draw | None,
         make_body: Callable[[], Body],
     ) -> Tensor:
-        """Return ``body(inputs, generator)``, replayed from the second call with a key on.
+        """Return ``body(inputs)``, replayed from the second call with a key on.
 
         Args:
             key: everything but the contents of ``inputs`` that the result depends on.
             device: the CUDA device.
             inputs: tensors on it, floating or bool; their shapes must follow from the key. The body
                 of a graph receives floating ones as float32.
-            generator: what the body draws from, on that device; None where it draws nothing.
+            draw: writes the random numbers that the body receives as ``draws``, float32.
             make_body: makes the body, whose work is only kernels on the current stream.
 
         """
         with self._lock:
             if (graph := self._graphs.get(key)) is not None:
                 self._graphs.move_to_end(key)
-                return graph.replay(inputs, generator)
+                return graph.replay(inputs, draw)
             body = make_body()
-            result = body(inputs, generator)
+            if draw is not None:
+                shape, write = draw
+                drawn = torch.empty(shape, device=device)
+                write(drawn)
+                inputs = inputs | {"draws": drawn}
+            result = body(inputs)
             if key not in self.refused:
-                self._capture(key, device, body, inputs, generator is not None)
+                self._capture(key, device, body, inputs)
             return result
 
-    def _capture(
-        self, key: Hashable, device: torch.device, body: Body, inputs: Inputs, draws: bool
-    ) -> None:
+    def _capture(self, key: Hashable, device: torch.device, body: Body, inputs: Inputs) -> None:
         try:
             # Without memory a capture would end in pieces; here the error is an ordinary one.
             torch.empty(_ROOM, dtype=torch.uint8, device=device)
@@ -106,7 +111,7 @@ class LoopGraphs:
             _warn_of_memory()
             return
         try:
-            self._graphs[key] = _LoopGraph(device, body, inputs, draws)
+            self._graphs[key] = _LoopGraph(device, body, inputs)
         except RuntimeError as error:  # the loop still runs, kernel by kernel
             leave_capture(spare)
             if isinstance(error, torch.OutOfMemoryError):
@@ -120,38 +125,30 @@ class LoopGraphs:
 class _LoopGraph:
     """One captured loop with the memory that its kernels read and write."""
 
-    def __init__(self, device: torch.device, body: Body, inputs: Inputs, draws: bool):
+    def __init__(self, device: torch.device, body: Body, inputs: Inputs):
         self._body = body  # keeps the memory that the kernels read
         self._graph = torch.cuda.CUDAGraph()
-        self._generator: torch.Generator | None = None
-        if draws:
-            self._generator = torch.Generator(device)
-            self._graph.register_generator_state(self._generator)
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             self._inputs = {name: _static(value) for name, value in inputs.items()}
             # Other threads, such as a camera's, go on using CUDA while this one captures.
             try:
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                    self._output = body(self._inputs, self._generator)
+                    self._output = body(self._inputs)
             except BaseException:
                 _FAILED.append(self._graph)
                 raise
         self._done = torch.cuda.Event()
 
-    def replay(self, inputs: Inputs, generator: torch.Generator | None) -> Tensor:
+    def replay(self, inputs: Inputs, draw: Draw | None) -> Tensor:
         device = self._output.device
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream(device)
             stream.wait_event(self._done)
             for name, value in inputs.items():
                 self._inputs[name].copy_(value)
-            if self._generator is None or generator is None:
-                self._graph.replay()
-            else:
-                self._generator.manual_seed(generator.initial_seed())
-                self._generator.set_offset(generator.get_offset())
-                self._graph.replay()
-                generator.set_offset(self._generator.get_offset())
+            if draw is not None:
+                draw[1](self._inputs["draws"])
+            self._graph.replay()
             result = self._output.clone()
             self._done.record(stream)
         return result

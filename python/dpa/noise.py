@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,46 +38,107 @@ def generator_on(device: torch.device, generator: Generators) -> torch.Generator
     return None
 
 
-def draw_steps(
-    draws_noise: Sequence[bool],
-    shape: tuple[int, int, int],
-    generator: Generators,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Draw the noise of all steps, (S, B, T, Da), on the generator's device.
+# Where normal_draws was compared with PyTorch's own draws: (device, shape of a draw, dtype).
+_AGREES: dict[tuple[torch.device, torch.Size, torch.dtype], bool] = {}
 
-    One draw a step, since one large draw would not give a stream's numbers in the same places.
+
+def _draws_as_pytorch(like: Tensor) -> bool:
+    """Whether ``normal_draws`` gives the bits of PyTorch's own draws, which promises no algorithm.
+
+    Compared once for each kind of draw, outside of captures.
     """
-    first = generator[0] if isinstance(generator, Sequence) else generator
-    assert first is not None
-    noise = torch.empty((len(draws_noise), *shape), dtype=dtype, device=first.device)
-    for step, needed in zip(noise, draws_noise, strict=True):
-        if not needed:
-            step.zero_()
-        elif isinstance(generator, Sequence):
-            step.copy_(draw_normal(shape, generator, noise.device, dtype))
+    if not like.is_cuda:
+        return True
+    key = (like.device, like.shape, like.dtype)
+    if key not in _AGREES:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        made, drawn = (torch.Generator(like.device).manual_seed(1) for _ in range(2))
+        found = torch.ops.dpa.normal_draws(like, 2, 2, made)
+        expected = [torch.empty_like(like).normal_(generator=drawn) for _ in range(2)]
+        same = torch.equal(found, torch.stack(expected))
+        _AGREES[key] = same and made.get_offset() == drawn.get_offset()
+    return _AGREES[key]
+
+
+class Draws:
+    """All that a loop draws, in its order: the sample (where ``first``), then every step's noise.
+
+    One draw each, since one large draw would not give a stream's numbers in the same places; zero
+    where a step draws none.
+
+    Args:
+        first: whether the sample is drawn.
+        draws_noise: whether each step draws; where none does, steps have no rows.
+        shape: of a draw, (B, T, Da).
+        dtype: that is drawn in.
+        device: that the numbers are wanted on.
+
+    """
+
+    def __init__(
+        self,
+        first: bool,
+        draws_noise: Sequence[bool],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        steps = tuple(draws_noise) if any(draws_noise) else ()
+        self._flags = (True, *steps) if first else steps
+        self._draws = sum(self._flags)
+        # Such as DDPM's, whose last step alone draws none.
+        self._in_a_row = all(self._flags[: self._draws])
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+    def __len__(self) -> int:
+        """Return the number of rows: none where nothing is drawn."""
+        return len(self._flags)
+
+    def __call__(self, generator: Generators) -> Tensor:
+        """Draw (rows, B, T, Da), on the device."""
+        source = generator_on(self.device, generator)
+        if source is None and generator is not None:  # drawn elsewhere, and brought here
+            first = generator[0] if isinstance(generator, Sequence) else generator
+            device = first.device
         else:
-            step.normal_(generator=generator)
-    return noise
+            device = self.device
+        out = torch.empty((len(self), *self.shape), dtype=self.dtype, device=device)
+        return self._fill(out, generator if source is None else source).to(self.device)
+
+    def into(self, out: Tensor, generator: Generators) -> None:
+        """Draw into (rows, B, T, Da), a contiguous tensor on the device."""
+        source = generator_on(self.device, generator)
+        if source is not None and out.dtype == self.dtype:
+            self._fill(out, source)
+        else:
+            out.copy_(self(generator))
+
+    def _fill(self, out: Tensor, generator: Generators) -> Tensor:
+        if not self._draws:
+            return out.zero_()
+        one = isinstance(generator, torch.Generator) and self._in_a_row
+        if one and _draws_as_pytorch(out[0]):
+            torch.ops.dpa.normal_draws.out(self._draws, generator, out=out)
+            return out
+        for row, drawn in zip(out, self._flags, strict=True):
+            if drawn:
+                row.copy_(draw_normal(self.shape, generator, out.device, self.dtype))
+            else:
+                row.zero_()
+        return out
 
 
-def draw_loop(
-    first: bool,
-    draws_noise: Sequence[bool],
-    shape: tuple[int, int, int],
-    generator: Generators,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Draw all that a loop draws, in its order: the sample (where ``first``), then every step's.
+def rewinding(device: torch.device, generator: Generators) -> Callable[[], object]:
+    """Return what brings the random stream back to where it is now."""
+    source = generator_on(device, generator)
+    if source is not None and source.device.type == "cuda":
+        return functools.partial(source.set_offset, source.get_offset())
+    several = generator if isinstance(generator, Sequence) else [source or generator]
+    states = [(one, one.get_state()) for one in several]
 
-    Returns:
-        (1 + S, B, T, Da), (1, ...), (S, ...) or, where nothing is drawn, (0, ...), on ``device``.
+    def back() -> None:
+        for one, state in states:
+            one.set_state(state)
 
-    """
-    parts = [torch.empty(0, *shape, dtype=dtype, device=device)]
-    if first:
-        parts.append(draw_normal(shape, generator, device, dtype)[None])
-    if any(draws_noise):
-        parts.append(draw_steps(draws_noise, shape, generator, dtype).to(device))
-    return torch.cat(parts)
+    return back

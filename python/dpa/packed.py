@@ -198,6 +198,13 @@ class PackedUnet:
         torch.cuda.current_stream(self._elements[0].device).synchronize()
         return bool(self._answer)
 
+    @property
+    def placement(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the network, by one of its parameters."""
+        first = self._homes[0][0][self._homes[1][0]]
+        assert first is not None
+        return first.device, first.dtype
+
     def _versions(self) -> tuple[list[int], list[int]]:
         found = list(map(operator.getitem, *self._homes))
         try:

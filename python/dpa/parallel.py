@@ -15,16 +15,17 @@ from .graphs import leave_capture
 from .schedulers import StepTable
 
 Inputs = dict[str, Tensor]
+_LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's
 
 
 class Predict(Protocol):
     """The network: :class:`dpa.fused.Window` and :class:`dpa.stepwise.Window`."""
 
-    def begin(self, inputs: Inputs, timesteps: Tensor) -> None:
-        """Prepare for a call with these inputs; ``timesteps`` are those of the rows to come."""
+    def begin(self, inputs: Inputs, timesteps: Tensor) -> Tensor:
+        """Return what the network is told of each of the timesteps, a row each, (N, R)."""
 
-    def __call__(self, inputs: Inputs, sample: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
-        """Predict for samples (N * B, T, Da) at timesteps (N * B,), which are these rows' (N,)."""
+    def __call__(self, inputs: Inputs, sample: Tensor, told: Tensor) -> Tensor:
+        """Predict for samples (N * B, T, Da) at timesteps of which these are the rows, (N, R)."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,13 @@ class Sweeps:
         self._mean = max(1, sample[0].numel()) ** -0.5 if self.batch else 1.0
         self._position = torch.zeros((), dtype=torch.int64, device=sample.device)
         self._residual = sample.new_zeros(())
+        self._told = sample.new_empty(0)
 
     def begin(self) -> None:
         """Go back to the noise; the states after it begin as where a prediction of 0 leads to."""
         self._position.zero_()
         self._residual.zero_()
-        self.predict.begin(self.inputs, self._timesteps)
+        self._told = self.predict.begin(self.inputs, self._timesteps)
         if self._noise is not None:
             self._noise[: self.steps].copy_(self.inputs["step_noise"])
         sample = self._impose(self.inputs["sample"])
@@ -167,13 +169,15 @@ class Sweeps:
 
     def sweep(self) -> None:
         """Evaluate the window once, and move it on."""
-        # Small kernels, each of which costs a percent of a sweep: as few as possible.
+        told = self._told
+        plain = {self._states.dtype, told.dtype} == {torch.float32}
+        if told.is_cuda and plain and self.window <= _LARGEST_WINDOW:
+            self._sweep_on_gpu()
+            return
         rows, size = self._position + self._ahead, self.window
         window, following = rows[:size], rows + 1
         before = self._states[window]
-        timesteps = self._repeated(self._timesteps[window])
-        output = self.predict(self.inputs, before.flatten(0, 1), timesteps, window)
-        output = output.view_as(before)
+        output = self.predict(self.inputs, before.flatten(0, 1), told[window]).view_as(before)
         r0, r1, inverse, slope = self._columns[rows].unbind(1)
         # The output that a state of 0 has in the steps ahead if the last x0 stays.
         x0 = torch.addcmul(r1[size - 1] * output[-1], r0[size - 1], before[-1])
@@ -194,6 +198,27 @@ class Sweeps:
         torch.maximum(self._residual, accepted, out=self._residual)
         self._states.index_copy_(0, following, found)
         self._position.add_(within.sum()).clamp_(max=self.steps)
+
+    def _sweep_on_gpu(self) -> None:
+        """The same in two launches beside the network's: small kernels would take as long as it."""
+        samples, told = torch.ops.dpa.parallel_window(
+            self._states, self._told, self._position, self.window
+        )
+        output = self.predict(self.inputs, samples.flatten(0, 1), told).view_as(samples)
+        known, mask = (self.inputs.get(f"condition_{name}") for name in ("data", "mask"))
+        torch.ops.dpa.parallel_move_(
+            self._states,
+            self._position,
+            self._residual,
+            output,
+            self._coefficients,
+            self._noise,
+            None if known is None else known.expand_as(samples[0]),
+            None if mask is None else mask.expand_as(samples[0]),
+            self.steps,
+            self.clip,
+            self.tolerance,
+        )
 
     def _repeated(self, rows: Tensor) -> Tensor:
         """A row's number for each of the batch's samples."""

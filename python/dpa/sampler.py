@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import fused, stepwise
 from .graphs import LoopGraphs, can_capture
-from .noise import draw_loop, draw_normal, generator_on
+from .noise import Draws, draw_normal
 from .packed import PackedUnet
 from .parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
 from .schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
@@ -124,6 +124,8 @@ class DiffusionSampler:
         self.parallel = parallel
         self.last_parallel: ParallelReport | None = None
         self._packed: PackedUnet | None = None
+        # What the last call came to, for others of its kind: they need not look all of it up again.
+        self._again: tuple[Any, Any, fused.Captured] | None = None
         self._graphs = LoopGraphs()
         self._sweeps = SweepGraphs()
         self._width: tuple[Any, int | None] = (None, None)
@@ -134,6 +136,16 @@ class DiffusionSampler:
         self._tables: dict[Any, Steps] = {}
         self._cast: tuple[nn.Module, nn.Module] | None = None
         self.num_inference_steps = num_inference_steps
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the next call looks everything up."""
+        super().__setattr__(name, value)
+        if not name.startswith("_"):
+            self._again = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy holds: all but what is looked up again."""
+        return self.__dict__ | {"_again": None}
 
     @property
     def num_inference_steps(self) -> int:
@@ -217,6 +229,11 @@ class DiffusionSampler:
             "condition_mask": condition_mask,
             "noise": noise,
         }
+        kind = _kind(given, batch_size, generator)
+        if self._again is not None and kind is not None:
+            then, placement, call = self._again
+            if (then, placement) == (kind, call.packed.placement) and can_capture(placement[0]):
+                return call(given, generator)
         tensors = {name: value for name, value in given.items() if value is not None}
         device, weights_dtype = self._placement(tensors)
         shape = self._shape(tensors, batch_size)
@@ -233,7 +250,7 @@ class DiffusionSampler:
         packed = self._packed_for(table, device, weights_dtype, local_cond)
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            return fused.run(
+            result, call = fused.run(
                 packed,
                 self._graphs,
                 table,
@@ -244,6 +261,8 @@ class DiffusionSampler:
                 capture=self.cuda_graph,
                 watch=self.watch,
             )
+            self._again = None if call is None else (kind, packed.placement, call)
+            return result
 
         conditions = {
             name: tensors[name].expand(shape[0], *tensors[name].shape[1:])
@@ -256,7 +275,9 @@ class DiffusionSampler:
             inpainting = {}
         if self.parallel is not None:
             self._parallel_may_run(table, device)
-            drawn = self._draw_loop(table, shape, noise is None, generator, device, wide)
+            dtype = self.noise_dtype or wide
+            draws = Draws(noise is None, table.draws_noise, shape, dtype, device)
+            drawn = draws(generator).to(wide)
             if noise is None:
                 noise, drawn = drawn[0], drawn[1:]
             inputs = {"sample": noise.to(wide).expand(shape), **conditions, **inpainting}
@@ -311,29 +332,6 @@ class DiffusionSampler:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             rule = "be left out inside a capture, since how many sweeps it takes depends on values"
             _fail("parallel", rule, self.parallel)
-
-    def _draw_loop(
-        self,
-        table: StepTable,
-        shape: tuple[int, int, int],
-        first: bool,
-        generator: Generators,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Draw what the sequential loop draws; in one graph, where that can be captured."""
-        drawn = self.noise_dtype or dtype
-        source = generator_on(device, generator)
-
-        def body(_: dict[str, Tensor], given: Generators) -> Tensor:
-            given = generator if given is None else given
-            return draw_loop(first, table.draws_noise, shape, given, device, drawn).to(dtype)
-
-        draws = first or any(table.draws_noise)
-        if not (draws and source is not None and self.cuda_graph and can_capture(device)):
-            return body({}, source)
-        key = ("draws", shape, first, table.draws_noise, drawn, dtype)
-        return self._graphs.run(key, device, {}, source, lambda: body)
 
     def _run_parallel(
         self,
@@ -430,6 +428,16 @@ class DiffusionSampler:
             if name in sequences and got[1] != horizon:
                 _fail(name, f"have the horizon {horizon}", got)
         return shape
+
+
+def _kind(
+    given: dict[str, Tensor | None], batch_size: int | None, generator: Generators
+) -> tuple[Any, ...] | None:
+    """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        return None
+    tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
+    return (*tensors, batch_size, None if generator is None else generator.device)
 
 
 def _action_dim(unet: Any) -> int | None:

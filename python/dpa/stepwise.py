@@ -17,18 +17,18 @@ class Window:
     def __init__(self, unet: Callable[..., Tensor], dtype: torch.dtype):
         self._unet, self._dtype = unet, dtype
 
-    def begin(self, inputs: dict[str, Tensor], timesteps: Tensor) -> None:
-        """Prepare for a call with these inputs: there is nothing to do."""
+    def begin(self, inputs: dict[str, Tensor], timesteps: Tensor) -> Tensor:
+        """Return the timesteps, a row each, (N, 1)."""
+        return timesteps[:, None]
 
-    def __call__(
-        self, inputs: dict[str, Tensor], sample: Tensor, timesteps: Tensor, rows: Tensor
-    ) -> Tensor:
-        """Predict for samples (N * B, T, Da) at timesteps (N * B,), which are these rows' (N,)."""
+    def __call__(self, inputs: dict[str, Tensor], sample: Tensor, told: Tensor) -> Tensor:
+        """Predict for samples (N * B, T, Da) at timesteps (N, 1)."""
+        timesteps = told.expand(-1, len(sample) // len(told)).flatten()
         given: dict[str, Tensor | None] = {"global_cond": None}
         for name in ("global_cond", "local_cond"):
             if name in inputs:  # it serves every timestep
                 value = inputs[name].to(self._dtype)
-                given[name] = value.repeat(len(rows), *[1] * (value.dim() - 1))
+                given[name] = value.repeat(len(told), *[1] * (value.dim() - 1))
         return self._unet(sample.to(self._dtype), timesteps, **given).to(sample.dtype)
 
 

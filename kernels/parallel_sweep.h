@@ -1,0 +1,37 @@
+// CUDA launchers of `dpa::parallel_window` and `dpa::parallel_move_`: what a sweep of parallel sampling does before and
+// after the network.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace dpa::kernels {
+
+/// Rows [*position, *position + window) of two matrices, whose widths are given.
+struct ParallelWindow {
+  const float *states, *table;
+  const int64_t* position;
+  int64_t window, state_width, table_width;
+  int64_t last;  // the largest position that both matrices have room for
+  float *samples, *rows;
+};
+cudaError_t parallel_window(const ParallelWindow& args, cudaStream_t stream);
+
+/// The most timesteps of a window: sums of so many rows fit the shared memory of every GPU.
+constexpr int64_t kLargestWindow = 128;
+
+struct ParallelMove {
+  float* states;              // (rows + 1, batch, inner)
+  int64_t* position;          // where the window begins
+  float* residual;            // the largest move that was accepted
+  const float* output;        // (window, batch, inner), the network's
+  const float* coefficients;  // (rows, 6), of dpa::scheduler_step
+  const float* noise;         // (rows, batch, inner), or null
+  const float* known;         // (batch, inner): inpainted values, or null
+  const uint8_t* mask;        // (batch, inner): where `known` holds
+  int64_t steps, window, batch, inner;
+  float clip, tolerance;
+};
+cudaError_t parallel_move(const ParallelMove& args, cudaStream_t stream);
+
+}  // namespace dpa::kernels

@@ -1,0 +1,32 @@
+#include <ATen/ops/empty.h>
+
+#include "ops/normal_draws/normal_draws.h"
+
+namespace dpa {
+
+void check_normal_draws(const Tensor& like, const c10::SymInt& draws, const c10::SymInt& rows) {
+  constexpr const char* op = "normal_draws";
+  check_floating(op, "like", like);
+  DPA_CHECK(draws >= 0, op, "draws must be at least 0", draws);
+  DPA_CHECK(rows >= draws, op, "rows must be at least draws", rows, " and ", draws);
+}
+
+void check_normal_draws_out(const Tensor& out, const c10::SymInt& draws) {
+  constexpr const char* op = "normal_draws";
+  check_floating(op, "out", out);
+  DPA_CHECK(out.dim() > 0 && out.is_contiguous(), op, "out must be contiguous, with a row a draw", out.sym_sizes());
+  DPA_CHECK(draws >= 0 && draws <= out.sym_size(0), op, "draws must be 0 to the rows of out", draws);
+}
+
+void normal_draws_each(Tensor out, int64_t draws, const OptionalGenerator& generator) {
+  for (int64_t d = 0; d < draws; d++) out.select(0, d).normal_(0.0, 1.0, generator);
+  if (draws < out.size(0)) out.narrow(0, draws, out.size(0) - draws).zero_();
+}
+
+Tensor normal_draws_empty(const Tensor& like, int64_t rows) {
+  auto sizes = like.sizes().vec();
+  sizes.insert(sizes.begin(), rows);
+  return at::empty(sizes, like.options());
+}
+
+}  // namespace dpa
