@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .graphs import _FAILED, can_capture, leave_capture, no_garbage
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from .nn.plain import HOOKS
 
 
 def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Module:
@@ -193,7 +192,7 @@ class _Parts:
         self._parameter_slots = [(d, n) for _, d, _ in places for n in d if d[n] is not None]
         self.parameters = list(module.parameters())
         self._tensors = [*self.parameters, *module.buffers()]
-        self._hooks = [getattr(m, name) for m in self.modules[1:] for name in _HOOKS]
+        self._hooks = [getattr(m, name) for m in self.modules[1:] for name in HOOKS]
 
     def unchanged(self) -> bool:
         """Whether nothing has been replaced."""
