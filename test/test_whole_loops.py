@@ -124,8 +124,6 @@ def test_rows_in_sixteen_bits(name, dtype, device):
     cpu = device.type == "cpu"
     if cpu and ROWS[name][2] == WIDE:
         pytest.skip("a network of 250 M parameters is for a GPU")
-    if cpu and dtype == torch.float16 and ROWS[name][2] == MIDDLE and name != "pusht_inpainting":
-        pytest.skip("PyTorch's float16 convolutions are slow on a CPU: one row stands for all")
     policy = row_policy(name, device)
     if cpu:
         policy.num_inference_steps = min(policy.num_inference_steps, 16)
