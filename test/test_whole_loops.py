@@ -38,6 +38,8 @@ ROWS = {
     "nomad": (2, 8, NARROW, 3, 256, 256, "DDPM", 10),
 }
 CASES = int(os.environ.get("DPA_FUZZ_CASES", "30"))
+# The same cases in every run, but for who asks for more.
+SAME = "DPA_FUZZ_CASES" not in os.environ
 OPTIONS = {"dp3": {"prediction_type": "sample"}}
 # Rows whose network another row runs through all its steps on the CPU too.
 SHORT_ON_CPU = {"pusht_lowdim": 10, "kitchen": 10}
@@ -179,7 +181,12 @@ def assert_as_near_as_rounding(plain, call, got):
 
 
 @given(architectures(), schedulers(), st.integers(1, 5), st.integers(2, 4), st.booleans())
-@settings(max_examples=CASES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=CASES,
+    deadline=None,
+    derandomize=SAME,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 def test_random_configurations(arguments, scheduler, batch, multiple, inpainting):
     torch.manual_seed(0)
     local = arguments["local_cond_dim"]
@@ -212,7 +219,12 @@ def test_random_configurations(arguments, scheduler, batch, multiple, inpainting
 
 
 @given(architectures(), schedulers(), st.integers(2, 4), st.booleans())
-@settings(max_examples=CASES * 2 // 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=CASES * 2 // 5,
+    deadline=None,
+    derandomize=SAME,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 def test_random_configurations_in_sixteen_bits(arguments, scheduler, multiple, half):
     torch.manual_seed(0)
     arguments["local_cond_dim"] = None
