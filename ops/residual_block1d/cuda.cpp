@@ -36,7 +36,7 @@ class Chain {
     // The kernels read parameters in place, in one dtype.
     for (const auto slot : {kConv1Bias, kConv2Bias, kResidualBias, kGn1Weight, kGn1Bias, kGn2Weight, kGn2Bias}) {
       const Tensor& t = block_[slot];
-      if (t.defined() && !(t.scalar_type() == block_[kConv1Weight].scalar_type() && t.is_contiguous() && aligned(t)))
+      if (t.defined() && !(t.scalar_type() == block_[kConv1Weight].scalar_type() && t.is_contiguous() && is_aligned(t)))
         return false;
     }
     return true;
@@ -99,8 +99,6 @@ class Chain {
   }
 
  private:
-  static bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
-
   products::Conv1d convolution(BlockSlot weight) const {
     const Tensor& w = block_[weight];
     const int taps = static_cast<int>(w.size(2));
@@ -228,9 +226,7 @@ class Chain {
   static Tensor film(const Tensor& tensor) {
     if (!tensor.defined()) return Tensor();
     const bool rows = tensor.stride(1) == 1 && tensor.stride(0) * tensor.element_size() % 16 == 0;
-    if (rows && aligned(tensor)) return tensor;
-    const auto copy = tensor.contiguous();
-    return aligned(copy) ? copy : copy.clone();
+    return rows && is_aligned(tensor) ? tensor : aligned(tensor.contiguous());
   }
 
   const ResidualBlock& block_;

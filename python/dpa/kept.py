@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from .family import NotInFamily, recognise, template
-from .nn.plain import _Found
+from .nn.plain import FoundLayers
 
 _LOOKS = 128  # elements of each weight that ops/unet1d_batch compares
 _MAX_LEVELS = 5
-_EPS, _FINAL_GROUPS = 1e-5, 8  # of the GroupNorms that the op runs
+_EPS = 1e-5  # of the GroupNorms that the op runs
 
 _promise = threading.local()
 
@@ -90,7 +90,7 @@ class _Network:
             names = self._names(unet, paths)
         except NotInFamily:
             names = []
-        self._found = _Found(unet, paths, [name.rpartition(".")[::2] for name in names])
+        self._found = FoundLayers(unet, paths, [name.rpartition(".")[::2] for name in names])
         norms = [m for m in unet.modules() if isinstance(m, nn.GroupNorm)]
         self._norms = [vars(norm) for norm in norms]
         self._groups = [norm.num_groups for norm in norms]

@@ -32,13 +32,13 @@ class PlainLayers:
         self._parameters = [path.rpartition(".")[::2] for path in parameters]
         parents = [path.rpartition(".")[0] for path in types]
         self._children = [parents.count(path) for path in types]
-        self._found: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
+        self._found: WeakKeyDictionary[nn.Module, FoundLayers] = WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> list[Tensor | None] | None:
         """Return the parameters, or None where a layer is replaced, changed, hooked, or sharded."""
         found = self._found.get(module)
         if found is None or not found.still_there():
-            found = self._found[module] = _Found(module, self._types, self._parameters)
+            found = self._found[module] = FoundLayers(module, self._types, self._parameters)
         return found.parameters() if found.has_one_kind_of_norm() else None
 
     def traced(self, module: nn.Module) -> list[Tensor | None] | None:
@@ -69,7 +69,9 @@ def _inside(root: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-class _Found:
+class FoundLayers:
+    """One module's layers and where their parameters lie, for looks by dictionary alone."""
+
     def __init__(self, root, types, parameters):
         modules = {path: _inside(root, path) for path in types}
         self._plain = all(type(modules[path]) in types[path] for path in types)
@@ -96,6 +98,7 @@ class _Found:
         return there == self._modules and list(map(type, there)) == self._classes
 
     def parameters(self) -> list[Tensor | None] | None:
+        """Return the parameters, or None where a layer is changed, hooked, or sharded."""
         if not self._plain or any(self._hooks) or any(map(_has_its_own, self._own)):
             return None
         for conv in self._convs:
