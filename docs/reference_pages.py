@@ -41,18 +41,14 @@ def _schemas() -> dict[str, list[str]]:
 
 def _wrappers() -> dict[str, str]:
     """The first line of each public wrapper's docstring by the op's name."""
-    tree = ast.parse((_ROOT / "python/dpa/ops.py").read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return {
-        f.name: (ast.get_docstring(f) or "").partition("\n")[0]
-        for f in functions
-        if not f.name.startswith("_")
-    }
+    trees = [ast.parse(path.read_text()) for path in (_ROOT / "python/dpa/ops").glob("*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {f.name: (ast.get_docstring(f) or "").partition("\n")[0] for f in functions}
 
 
 def _rules() -> str:
     """What holds for every op: the second paragraph of the docstring of ``dpa.ops``."""
-    text = ast.get_docstring(ast.parse((_ROOT / "python/dpa/ops.py").read_text())) or ""
+    text = ast.get_docstring(ast.parse((_ROOT / "python/dpa/ops/__init__.py").read_text())) or ""
     return re.sub(r":\w+:`([^`]*)`", r"`\1`", text.split("\n\n")[1]).replace("``", "`")
 
 

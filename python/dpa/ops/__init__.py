@@ -1,0 +1,28 @@
+"""Typed wrappers of ``torch.ops.dpa.*``, with their formulas.
+
+Each function calls the registered op of the same name and nothing else; :mod:`dpa.reference` has
+the same formulas in plain PyTorch. Where an op does not say otherwise, tensors may have any strides
+and any size, empty ones included, and floating tensors may be float64, float32, float16 or
+bfloat16, on the CPU or a CUDA device. 16-bit types accumulate in float32. NaN and infinity go
+through as they do in PyTorch. An invalid argument raises a ``RuntimeError`` that begins with
+``dpa::<op>:`` and names the argument, the rule and the value received.
+"""
+
+from .denoising import denoise, diffusion_sample, scheduler_step, unet1d
+from .elementwise import elementwise_mult, fused_relu_add
+from .layers import conv1d, conv1d_gnm, group_norm_mish, joint_linear, lltm, residual_block1d
+
+__all__ = [
+    "conv1d",
+    "conv1d_gnm",
+    "denoise",
+    "diffusion_sample",
+    "elementwise_mult",
+    "fused_relu_add",
+    "group_norm_mish",
+    "joint_linear",
+    "lltm",
+    "residual_block1d",
+    "scheduler_step",
+    "unet1d",
+]
