@@ -1,10 +1,11 @@
 """The fused sampler over and over: soak.py [REPLAYS [SECONDS]]. Prints what drifted or leaked.
 
-On a GPU the loop is a captured graph. After 20,000 calls many of them are captured into one graph,
-each with its comparison, two at a time, so that a million take less than a minute. The CPU runs it
-on packed weights.
+On a GPU the loop is a captured graph. After 20,000 calls, or a quarter of the time, many of them
+are captured into one graph, each with its comparison, eight at a time, so that a million take less
+than a minute. The CPU runs it on packed weights.
 """
 
+import functools
 import json
 import math
 import os
@@ -17,8 +18,9 @@ import torch
 
 import dpa
 
-_CALLS = 20_000  # one by one
-_TOGETHER = 50  # from then on, on a GPU
+_CALLS = 20_000  # one by one, in a quarter of the time at the most
+_STREAMS = 8  # of a graph of many calls, on a GPU
+_TOGETHER = 400  # calls in that graph
 
 
 def _resident_mb() -> float:
@@ -57,10 +59,12 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
     """Sample the same actions ``replays`` times and compare all with the first, bit for bit.
 
     It ends after ``limit`` seconds with the replays that it has made. Memory is read at the
-    beginning, after the calls one by one, and at each tenth.
+    beginning, after the calls one by one, and at each tenth; each reading is told on stderr.
     """
     from diffusers import DDIMScheduler
 
+    start = time.perf_counter()
+    elapsed = lambda: time.perf_counter() - start  # noqa: E731
     torch.manual_seed(0)
     unet = dpa.nn.ConditionalUnet1D(
         2, global_cond_dim=8, diffusion_step_embed_dim=16, down_dims=(128,)
@@ -71,7 +75,7 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
     cond, noise = torch.randn(1, 8, device=device), torch.randn(1, 8, 2, device=device)
     call = lambda: sampler(global_cond=cond, noise=noise)  # noqa: E731
     bits = call().clone().view(torch.int32)
-    different = torch.zeros((2, *bits.shape), dtype=bits.dtype, device=device)
+    different = torch.zeros((_STREAMS, *bits.shape), dtype=bits.dtype, device=device)
 
     def once(stream: int = 0) -> None:
         different[stream].bitwise_or_(call().view(torch.int32) ^ bits)
@@ -79,7 +83,8 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
     once(), once()  # on a GPU the second captures the loop
     many = None
     if device.type == "cuda":
-        many = _captured([once, lambda: once(1)], _TOGETHER // 2)
+        works = [functools.partial(once, stream) for stream in range(_STREAMS)]
+        many = _captured(works, _TOGETHER // _STREAMS)
     for _ in range(20 if many is None else 1000):
         once()
     if many:
@@ -89,33 +94,43 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
     count()
 
     readings: list[dict[str, float]] = []
-    files, start, made = _files(), time.perf_counter(), 0
-    due = sorted({0, min(_CALLS, replays), *(replays * i // 10 for i in range(1, 11))})
+    files, made = _files(), 0
+    singly: int | None = None
+    due = [replays * i // 10 for i in range(11)]
     while True:
-        if made >= due[len(readings)]:
-            count()
-            memory = {"host": round(_resident_mb(), 1), "device": round(_taken_mb(device), 1)}
-            readings.append({"replays": made, **memory})
-        if made >= replays or time.perf_counter() - start >= limit:
+        over = elapsed() >= limit
+        one_by_one = many is None or (made < _CALLS and elapsed() < limit / 4)
+        end_of_calls = singly is None and not one_by_one
+        if end_of_calls:
+            singly = made
+        if over or end_of_calls or made >= due[0]:
+            due = [at for at in due if at > made]
+            reading = {"replays": made, "seconds": round(elapsed(), 1), "different": count()}
+            reading |= {"host": round(_resident_mb(), 1), "device": round(_taken_mb(device), 1)}
+            readings.append(reading)
+            print(json.dumps(reading), file=sys.stderr, flush=True)
+        if over or made >= replays:
             break
-        if many and made >= _CALLS:
-            many()
-            made += _TOGETHER
-        else:
+        if one_by_one:
             once()
             made += 1
-    seconds = time.perf_counter() - start
+        else:
+            many()
+            made += _TOGETHER
+            if made // _TOGETHER % 16 == 0:
+                torch.cuda.synchronize()  # what waits in the device's queue counts as time, too
     first, last = readings[0], readings[-1]
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "replays": made,
-        "seconds": round(seconds, 1),
-        "different": count(),
-        "MB on the host": round(_resident_mb() - first["host"], 1),
+        "one by one": made if singly is None else singly,
+        "seconds": round(elapsed(), 1),
+        "different": last["different"],
+        "MB on the host": round(last["host"] - first["host"], 1),
         "MB on the host in the second half": round(
             last["host"] - readings[len(readings) // 2]["host"], 1
         ),
-        "MB on the device": round(_taken_mb(device) - first["device"], 1),
+        "MB on the device": round(last["device"] - first["device"], 1),
         "files": _files() - files,
         "MB": readings,
     }

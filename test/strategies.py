@@ -173,6 +173,17 @@ def residual_block1d(d: Draw) -> Sample:
     return Sample((d.tensor(batch, inputs, length), *parameters, groups, 1e-5, *film))
 
 
+def joint_linear(d: Draw) -> Sample:
+    """One to five layers on one input."""
+    batch, inputs = d(SIZES), d(SIZES)
+    outputs = d(st.lists(SIZES, min_size=1, max_size=5), "outputs")
+    # As with lltm: processors' products of bfloat16.
+    limits = {"low": -2.0, "high": 2.0} if d.dtype == torch.bfloat16 else {}
+    weights = [d.tensor(count, inputs, **limits) for count in outputs]
+    input = d.tensor(batch, inputs, **limits)
+    return Sample((input, weights, [d.tensor(count) for count in outputs]))
+
+
 CALLS = {
     call.__name__: call
     for call in (
@@ -185,6 +196,7 @@ CALLS = {
         conv1d_gnm,
         conv1d,
         residual_block1d,
+        joint_linear,
     )
 }
 

@@ -3,6 +3,7 @@
 Afterwards the state is usable or whole.
 """
 
+import contextlib
 import errno
 import gc
 import os
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 import dpa
 from dpa.cli import app
-from dpa.graphs import LoopGraphs
+from dpa.graphs import _ROOM, LoopGraphs
 from policies import OriginalPolicy
 from test_graphs import cuda, diffusers, make, plain_twin  # noqa: F401  (cuda is a fixture)
 
@@ -166,6 +167,15 @@ def test_a_full_disk_while_a_package_is_compiled(tmp_path, monkeypatch):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["policy.pt2", "unet.pt"]
 
 
+def _all_room(device):
+    """Everything that is large enough for a capture."""
+    taken = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            taken.append(torch.empty(_ROOM, dtype=torch.uint8, device=device))
+    return taken
+
+
 def test_no_memory_for_a_capture(cuda):  # noqa: F811
     sampler, cond = make(cuda, "DDIM", 3), torch.randn(2, 5, device=cuda)
     noise = torch.randn(2, 16, 2, device=cuda)
@@ -173,16 +183,21 @@ def test_no_memory_for_a_capture(cuda):  # noqa: F811
     expected = sampler(cond, noise=noise)  # packs the weights
     sampler.cuda_graph = True
     total = torch.cuda.get_device_properties(cuda).total_memory
-    before = torch.cuda.memory_allocated()
+    gc.collect()
+    torch.cuda.empty_cache()
     try:
-        # What is reserved serves the loop; a capture's own pool would need more.
+        # What is reserved serves the loop; a capture's own pool would need more, and what other
+        # tests left reserved might have room for it.
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        taken = _all_room(cuda)
+        before = torch.cuda.memory_allocated()
         with pytest.warns(UserWarning, match="no memory for a CUDA graph .* tries again"):
             assert torch.equal(sampler(cond, noise=noise), expected)
         assert len(sampler._graphs) == 0 and not sampler._graphs.refused
         assert torch.cuda.memory_allocated() == before
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    del taken
     for _ in range(3):
         assert torch.equal(sampler(cond, noise=noise), expected)
     assert len(sampler._graphs) == 1

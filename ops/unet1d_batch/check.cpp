@@ -159,6 +159,9 @@ void check_unet1d_batch(const BatchPlan& plan, const Tensor& sample, const Tenso
   check_same_device(op, "timesteps", timesteps, "sample", sample);
   DPA_CHECK(timesteps.dim() == 1 && (timesteps.sym_size(0) == 1 || timesteps.sym_size(0) == sample.sym_size(0)), op,
             "timesteps must have shape (1) or (B)", timesteps.sym_sizes());
+  const auto type = timesteps.scalar_type();
+  DPA_CHECK(at::isFloatingType(type) || at::isIntegralType(type, /*includeBool=*/false), op,
+            "timesteps must be numbers, whole or floating", type);
   DPA_CHECK(global_cond.has_value() == (plan.cond_dim > 0), op,
             "global_cond must be given to a network that has one, and no other",
             global_cond.has_value() ? "a tensor" : "none");

@@ -1,0 +1,99 @@
+"""Inference ops, one tensor of a valid call spoilt in every way: an error that names the op.
+
+Where the device has no kernel for an op its rule of shapes, which all devices share, is asked.
+"""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import dpa
+from proofs import Sample, call
+
+# action_dim, kernel_size, n_groups, diffusion_step_embed_dim, global_cond_dim, scale, down_dims
+CONFIG = [2, 3, 8, 16, 7, 1, 16, 32]
+F32 = torch.float32
+
+
+def _samples(device):
+    new = lambda *shape: torch.zeros(shape, device=device)  # noqa: E731
+    unet = dpa.nn.ConditionalUnet1D(
+        2,
+        global_cond_dim=7,
+        diffusion_step_embed_dim=16,
+        down_dims=(16, 32),
+        kernel_size=3,
+        cond_predict_scale=True,
+    ).to(device)
+    named = {name: p.detach() for name, p in unet.named_parameters()}
+    weights = [named[name] for name in torch.ops.dpa.unet1d_weight_names(CONFIG)]
+    packed = torch.ops.dpa.unet1d_pack(weights, CONFIG, F32)
+    sample, cond, table, noise = new(2, 4, 2), new(2, 7), new(3, 6), new(3, 2, 4, 2)
+    mask = sample.bool()
+    step, loop = (sample, new(2), cond, packed, CONFIG), (sample, new(3), cond, packed, CONFIG)
+    yield "unet1d", Sample((*step, F32))
+    yield "unet1d_by_name", Sample((*step, "float32"))
+    yield "unet1d_pack", Sample((weights, CONFIG, F32))
+    yield "diffusion_sample", Sample((*loop, F32, table, 1.0, noise, sample, mask))
+    yield "diffusion_sample_by_name", Sample((*loop, "float32", table, 1.0, noise))
+    one = (sample[:1], new(3), cond[:1], packed, CONFIG, F32, table, 1.0, noise[:, :1])
+    yield "diffusion_sample_clocks", Sample(one)
+    film = torch.ops.dpa.unet1d_film(
+        *(x.to("meta") for x in (new(2), cond[:1], packed)), CONFIG, F32
+    )
+    yield "unet1d_film", Sample((new(2), cond[:1], packed, CONFIG, F32))
+    yield "unet1d_on_film", Sample((sample, new(*film.shape), packed, CONFIG, F32))
+    batch_dtype = torch.bfloat16
+    batch = torch.ops.dpa.unet1d_batch_pack([w.to("meta") for w in weights], CONFIG, batch_dtype)
+    kept = torch.zeros(batch.shape, dtype=batch_dtype, device=device)
+    yield "unet1d_batch_pack", Sample((weights, CONFIG, batch_dtype))
+    yield "unet1d_batch", Sample((sample, new(2), cond, weights, kept, CONFIG))
+    yield "normal_draws", Sample((new(2, 3), 1, 2))
+    states, position = new(4, 2, 4, 2), torch.zeros(1, dtype=torch.int64, device=device)
+    yield "parallel_window", Sample((states, table, position, 2))
+
+
+# What another value of is no mistake: by op and place among its tensors.
+_VALID = {
+    ("normal_draws", 0): {"rank", "length", "double"},
+    ("unet1d_batch", 0): {"double"},
+    ("unet1d_batch", 1): {"double", "integer"},
+    ("unet1d_batch", 2): {"double"},
+    ("unet1d_film", 0): {"length"},
+    ("parallel_window", 0): {"length", "rank"},
+    ("parallel_window", 1): {"length"},
+    ("parallel_window", 2): {"rank"},
+}
+NAMES = [name for name, _ in _samples(torch.device("meta"))]
+
+
+def _has_kernel(name, device):
+    if name == "unet1d_batch" and device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] == 9
+    key = {"cpu": "CPU", "cuda": "CUDA"}[device.type]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", key)
+
+
+def _spoilt(tensor):
+    yield "rank", tensor[(None,) * 3]
+    yield "length", torch.cat([tensor, tensor]) if tensor.dim() else tensor.expand(2)
+    yield "complex", tensor.to(torch.complex64)
+    yield "integer", tensor.to(torch.int8)
+    yield "double", tensor.double()
+    yield "sparse", tensor.to_sparse() if not tensor.is_meta else tensor.to(torch.complex64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_spoilt_tensor_raises(device, name):
+    where = device if _has_kernel(name, device) else torch.device("meta")
+    sample = dict(_samples(where))[name]
+    op = getattr(torch.ops.dpa, name)
+    call(op, sample)  # it is valid
+    tensors = [x for x in tree_leaves(sample.args) if isinstance(x, torch.Tensor)]
+    for place, victim in enumerate(tensors):
+        for how, wrong in _spoilt(victim):
+            if how in _VALID.get((name, place), ()):
+                continue
+            spoilt = sample.map(lambda x: wrong if x is victim else x)  # noqa: B023
+            with pytest.raises((RuntimeError, NotImplementedError), match="dpa::"):
+                call(op, spoilt)
