@@ -69,8 +69,9 @@ def _norm(rows: list[Row]) -> list[Row]:
 
 
 def _scaling(rows: list[Row]) -> list[Row]:
-    if not rows:
-        return []
-    one, more = (row["samples a second"] for row in rows)
-    name = f"80 M, batch {rows[0]['batch a GPU']} a GPU, DDP on {rows[1]['GPUs']} GPUs against one"
-    return [_bar(name, more / one, 1.85, 1.95)]
+    """Of each batch a row on one GPU, then one on several."""
+    found = []
+    for one, more in zip(rows[::2], rows[1::2], strict=True):
+        name = f"80 M, batch {one['batch a GPU']} a GPU, DDP on {more['GPUs']} GPUs against one"
+        found.append(_bar(name, more["samples a second"] / one["samples a second"], 1.85, 1.95))
+    return found

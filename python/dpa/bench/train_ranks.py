@@ -22,11 +22,11 @@ from dpa.bench.train import DPA, NET_80M
 from dpa.distributed import Ranks, ranks
 from dpa.training import GraphedStep
 
-_BATCH = 256  # of each GPU
+_BATCHES = (256, 1024)  # of each GPU
 
 
 def run(count: int = 2) -> list[dict[str, Any]]:
-    """Samples a second on one GPU and on ``count`` under DDP, 256 samples a GPU a step."""
+    """Samples a second on one GPU and on ``count`` under DDP, each of the batches a GPU a step."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -35,12 +35,12 @@ def run(count: int = 2) -> list[dict[str, Any]]:
         return json.loads(file.read_text())
 
 
-def _step_us(team: Ranks) -> float:
+def _step_us(team: Ranks, batch_size: int) -> float:
     """Microseconds of a training step with fused AdamW; the slowest process counts."""
     unet = NET_80M.build(DPA, team.device)
     model = team.wrap(unet)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True, capturable=True)
-    batch = NET_80M.batch(_BATCH, team.device)
+    batch = NET_80M.batch(batch_size, team.device)
 
     def step(actions: Tensor, timestep: Tensor, cond: Tensor, noise: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -61,16 +61,15 @@ def _step_us(team: Ranks) -> float:
 def main() -> None:
     """Measure in every process; the first writes the rows to the file named by the argument."""
     with ranks(captured=True) as team:
-        alone = _step_us(Ranks(0, 1, team.device)) if team.first else None
-        dist.barrier()
-        together = _step_us(team)
-        if not team.first:
-            return
         rows = []
-        for count, us in ((1, alone), (team.count, together)):
-            row = {"network": NET_80M.name, "GPUs": count, "batch a GPU": _BATCH, "step us": us}
-            rows.append(row | {"samples a second": count * _BATCH / us * 1e6})
-        Path(sys.argv[1]).write_text(json.dumps(rows))
+        for batch in _BATCHES:
+            alone = _step_us(Ranks(0, 1, team.device), batch) if team.first else 0.0
+            dist.barrier()
+            for count, us in ((1, alone), (team.count, _step_us(team, batch))):
+                row = {"network": NET_80M.name, "GPUs": count, "batch a GPU": batch, "step us": us}
+                rows.append(row | {"samples a second": count * batch / us * 1e6 if us else 0.0})
+        if team.first:
+            Path(sys.argv[1]).write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":
