@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("PIL")
 
 import dpa
-from dpa.demo import Options, command, report, run, train
+from dpa.demo import Options, command, pipeline, report, run, train
 from dpa.demo import world as W
 from dpa.demo.compare import compare
 from dpa.demo.rollout import judge, rollout
@@ -139,6 +139,15 @@ def test_results_hold_the_figures_of_both_schedulers(tiny_run):
     assert written["training"]["history"][-1]["step"] == 3
 
 
+def test_cpu_threads_are_as_before_afterwards(tiny_run):
+    assert tiny_run[1]["threads"] == 1
+    before = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt), pipeline.cpu_threads(before + 2):
+        assert torch.get_num_threads() == before + 2
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == before
+
+
 def test_the_checkpoint_gives_the_same_policy(tiny_run):
     out, _ = tiny_run
     path = out / "checkpoint.pt"
@@ -168,6 +177,7 @@ def test_training_repeats_with_the_seed():
     [
         ({"episodes": 0}, "episodes must be at least 1, got 0"),
         ({"train_steps": -1}, "train_steps must be at least 1, got -1"),
+        ({"threads": 0}, "threads must be at least 1, got 0"),
         ({"dtype": "int8"}, "dtype must be one of .*, got int8"),
         ({"checkpoint": "x", "train_only": True}, "train_only must not be set with a checkpoint"),
     ],

@@ -14,7 +14,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 @dataclass
 class Options:
-    """What to run. The defaults meet the bar in a few minutes on two CPU cores.
+    """What to run. The defaults meet the bar in two minutes on one CPU core.
 
     Attributes:
         seed: of everything random.
@@ -26,6 +26,8 @@ class Options:
         dtype: of sampling; training is in float32.
         train_only: stop once the policy is trained and saved.
         quick: a little of everything, to see that it runs; the result is not judged.
+        threads: of the CPU. At the demo's sizes a second one gains little, and where another
+            program runs beside it each waits for the other: ten times slower.
 
     Raises:
         ValueError: naming the option, the rule and the value received.
@@ -41,9 +43,10 @@ class Options:
     dtype: str = "float32"
     train_only: bool = False
     quick: bool = False
+    threads: int = 1
 
     def __post_init__(self):
-        for name in ("episodes", "train_steps"):
+        for name in ("episodes", "train_steps", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.dtype not in DTYPES:

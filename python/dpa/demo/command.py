@@ -51,6 +51,7 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="A little of everything, not judged.")
     ] = False,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = DEFAULTS.threads,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the results as JSON; all else to stderr.")
     ] = False,
@@ -59,7 +60,7 @@ def demo(
     from rich.console import Console
 
     options = Options(
-        seed, episodes, train_steps, out, checkpoint, device, dtype, train_only, quick
+        seed, episodes, train_steps, out, checkpoint, device, dtype, train_only, quick, threads
     )
     try:
         results = run(options, Console(stderr=as_json))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def run(options: Options, console: Console) -> dict:
     Under torchrun the processes train together; the first of them does all else.
     """
     device = None if options.device == "auto" else choose_device(options.device)
-    with ranks(device) as team:
+    with cpu_threads(options.threads), ranks(device) as team:
         if team.first:
             return _run(options, console, team)
         if not options.checkpoint:
@@ -41,12 +42,23 @@ def run(options: Options, console: Console) -> dict:
         return {"rank": team.rank, "passed": None}
 
 
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Have PyTorch use so many CPU threads, and afterwards as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _run(options: Options, console: Console, team: Ranks) -> dict:
     started, started_cpu = time.perf_counter(), time.process_time()
     device = team.device
     results = describe(options, device)
     console.print(
-        f"[bold]dpa demo[/] on {results['device']}, {results['threads']} CPU threads, "
+        f"[bold]dpa demo[/] on {results['device']}, CPU threads: {results['threads']}, "
         f"seed {options.seed}"
     )
     policy = obtain_policy(options, team, console, results)
