@@ -20,6 +20,14 @@ def device(request):
     return torch.device(request.param)
 
 
+@pytest.fixture
+def cuda():
+    """The GPU, for what only a GPU does."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and there is none here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     """The same random inputs on every run, so that a failure can be repeated."""

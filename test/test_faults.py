@@ -24,7 +24,7 @@ import dpa
 from dpa.cli import app
 from dpa.graphs import _ROOM, LoopGraphs
 from policies import OriginalPolicy
-from test_graphs import cuda, diffusers, make, plain_twin  # noqa: F401  (cuda is a fixture)
+from test_graphs import diffusers, make, plain_twin
 
 PYTHON = [sys.executable, "-c"]
 
@@ -176,7 +176,7 @@ def _all_room(device):
     return taken
 
 
-def test_no_memory_for_a_capture(cuda):  # noqa: F811
+def test_no_memory_for_a_capture(cuda):
     sampler, cond = make(cuda, "DDIM", 3), torch.randn(2, 5, device=cuda)
     noise = torch.randn(2, 16, 2, device=cuda)
     sampler.cuda_graph = False
@@ -203,7 +203,7 @@ def test_no_memory_for_a_capture(cuda):  # noqa: F811
     assert len(sampler._graphs) == 1
 
 
-def test_no_memory_in_the_middle_of_a_capture(cuda):  # noqa: F811
+def test_no_memory_in_the_middle_of_a_capture(cuda):
     """The second allocation of the first capture fails, as another process might have it."""
     graphs, x, failed = LoopGraphs(), torch.ones(2, device=cuda), []
 
@@ -224,7 +224,7 @@ def test_no_memory_in_the_middle_of_a_capture(cuda):  # noqa: F811
     assert run().tolist() == [3, 3]
 
 
-def test_a_lost_device_raises(cuda):  # noqa: F811
+def test_a_lost_device_raises(cuda):
     """A kernel that traps takes the context with it: every later call raises, none hangs."""
     script = """
 import torch, dpa
@@ -252,7 +252,7 @@ for call in (lambda: sampler(cond), lambda: torch.ops.dpa.elementwise_mult(x, x)
     assert done.stdout.split("\n")[:3] == ["raised True"] * 3, done.stdout + done.stderr[-2000:]
 
 
-def test_several_processes_on_one_device(cuda):  # noqa: F811
+def test_several_processes_on_one_device(cuda):
     script = """
 import hashlib, torch
 from test_graphs import make
@@ -273,7 +273,7 @@ print(hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest())
     assert printed[0][0] == "True" and printed.count(printed[0]) == 3, printed
 
 
-def test_capture_in_one_thread_while_another_runs(cuda):  # noqa: F811
+def test_capture_in_one_thread_while_another_runs(cuda):
     sampler, other = make(cuda, "DDIM", 3), make(cuda, "DDIM", 2)
     conds, noise = torch.randn(2, 2, 5, device=cuda), torch.randn(2, 16, 2, device=cuda)
     expected = [plain_twin(s)(c, noise=noise) for s, c in zip((sampler, other), conds, strict=True)]
@@ -303,7 +303,7 @@ def test_capture_in_one_thread_while_another_runs(cuda):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["elementwise_mult", "fused_relu_add"])
-def test_more_than_2_31_elements(cuda, name):  # noqa: F811
+def test_more_than_2_31_elements(cuda, name):
     count = 2**31 + 1001
     if torch.cuda.mem_get_info()[0] < 8 * count:
         pytest.skip("needs 16 GiB of GPU memory")

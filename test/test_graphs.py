@@ -13,13 +13,6 @@ from dpa.graphs import LoopGraphs, can_capture
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 
-@pytest.fixture
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("graphs need a CUDA device, and there is none here")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def make(cuda, kind="DDPM", steps=12, **options):
     unet = dpa.nn.ConditionalUnet1D(
         2, global_cond_dim=5, down_dims=(32, 64), diffusion_step_embed_dim=32

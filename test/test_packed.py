@@ -1,7 +1,6 @@
 """The U-Net and the whole loop on packed weights, against the network in float64."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -9,86 +8,27 @@ from torch import nn
 
 import dpa
 from dpa.packed import PackedUnet, unet_config
+from packed_nets import ERROR, NETS, SEVERAL, cond_of, error, net
 from proofs import poisoned_memory
 
 diffusers = pytest.importorskip("diffusers")
 
-# Relative error of a forward pass in the norm. float32: sums in float32, products in three tf32
-# parts. bfloat16 and float16: weights and activations of 8 and 11 bits through some 30 layers.
-_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
-_NETS = {
-    "small": {
-        "input_dim": 2,
-        "global_cond_dim": 7,
-        "down_dims": (128, 256),
-        "cond_predict_scale": True,
-    },
-    "no_scale": {
-        "input_dim": 5,
-        "global_cond_dim": 3,
-        "down_dims": (64, 128, 256),
-        "kernel_size": 5,
-    },
-    "unconditional": {
-        "input_dim": 7,
-        "down_dims": (32, 64),
-        "n_groups": 4,
-        "cond_predict_scale": True,
-    },
-    "one_level": {"input_dim": 2, "global_cond_dim": 4, "down_dims": (128,), "kernel_size": 7},
-}
-# A network of which several samples have a kernel of their own on Hopper.
-_SEVERAL = {
-    "input_dim": 3,
-    "global_cond_dim": 5,
-    "down_dims": (256, 512),
-    "cond_predict_scale": True,
-}
-# Both kernels that stay for a whole loop: a network, a batch.
-_RESIDENT = [("small", 1), ("several", 8), ("several", 20)]
-
-
-@pytest.fixture
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("packed weights need a CUDA device, and there is none here")
-    return torch.device("cuda")
-
-
-def _net(name, device):
-    sizes = _SEVERAL if name == "several" else _NETS[name]
-    unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **sizes).to(device).eval()
-    for parameter in unet.parameters():  # biases and norms away from their plain beginnings
-        if parameter.dim() == 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    return unet
-
-
-def _error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
-
-
-def _cond(unet, batch, device):
-    dim = unet_config(unet)[4]
-    return torch.randn(batch, dim, device=device) if dim else None
-
-
-@pytest.mark.parametrize("name", _NETS)
-@pytest.mark.parametrize("dtype", _ERROR, ids=str)
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
 def test_forward(device, name, dtype):
-    unet = _net(name, device)
+    unet = net(name, device)
     packed, exact = PackedUnet(unet, dtype), dpa.reference.plain(unet).double()
     for batch, horizon in [(1, 16), (3, 8), (2, 24), (16, 16)]:
         sample = torch.randn(batch, horizon, unet.input_dim, device=device)
         timestep = torch.randint(100, (batch,), device=device)
-        cond = _cond(unet, batch, device)
+        cond = cond_of(unet, batch, device)
         with torch.no_grad():
             wide = None if cond is None else cond.double()
             expected = exact(sample.double(), timestep, None, wide)
             got = packed(sample, timestep, cond)
         assert got.dtype == torch.float32
-        assert _error(got, expected) < _ERROR[dtype]
+        assert error(got, expected) < ERROR[dtype]
         again = packed(sample, timestep, cond)
         assert torch.equal(got, again)
 
@@ -96,30 +36,30 @@ def test_forward(device, name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_forward_of_several_samples(cuda, dtype):
     """Sizes for which several samples have a kernel of their own, and chunks that are not full."""
-    unet = _net("several", cuda)
+    unet = net("several", cuda)
     packed, exact = PackedUnet(unet, dtype), dpa.reference.plain(unet).double()
     batches = torch.randint(1, 65, (4,)).tolist()
     for batch, horizon in [(2, 16), (5, 16), (16, 16), (16, 8), *((b, 16) for b in batches)]:
         sample = torch.randn(batch, horizon, unet.input_dim, device=cuda)
         timestep = torch.randint(100, (batch,), device=cuda)
-        cond = _cond(unet, batch, cuda)
+        cond = cond_of(unet, batch, cuda)
         with torch.no_grad():
             expected = exact(sample.double(), timestep, None, cond.double())
         got = packed(sample, timestep, cond)
-        assert _error(got, expected) < _ERROR[dtype]
+        assert error(got, expected) < ERROR[dtype]
         assert torch.equal(got, packed(sample, timestep, cond))
 
 
-@pytest.mark.parametrize("name", [*_NETS, "several"])
+@pytest.mark.parametrize("name", [*NETS, "several"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_forward_on_film(cuda, name, dtype):
     """FiLM's parameters computed apart, at more timesteps than the network is then asked for."""
     if name == "several":
-        unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **_SEVERAL).to(cuda).eval()
+        unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **SEVERAL).to(cuda).eval()
     else:
-        unet = _net(name, cuda)
+        unet = net(name, cuda)
     packed, exact = PackedUnet(unet, dtype), dpa.reference.plain(unet).double()
-    cond = _cond(unet, 1, cuda)
+    cond = cond_of(unet, 1, cuda)
     film = packed.film(torch.arange(50.0, device=cuda), cond)
     for batch in (1, 3, 16):
         sample = torch.randn(batch, 16, unet.input_dim, device=cuda)
@@ -128,15 +68,15 @@ def test_forward_on_film(cuda, name, dtype):
             wide = None if cond is None else cond.double().expand(batch, -1)
             expected = exact(sample.double(), timestep, None, wide)
         got = packed.on_film(sample, film[timestep])
-        assert _error(got, expected) < _ERROR[dtype]
+        assert error(got, expected) < ERROR[dtype]
         assert torch.equal(got, packed.on_film(sample, film[timestep]))
         rows = packed.film(timestep.float(), cond)  # few timesteps take another kernel
         torch.testing.assert_close(film[timestep], rows, rtol=1e-5, atol=1e-5)
 
 
 def test_film_is_checked(cuda):
-    unet = _net("small", cuda)
-    packed, cond, times = PackedUnet(unet), _cond(unet, 1, cuda), torch.arange(3.0, device=cuda)
+    unet = net("small", cuda)
+    packed, cond, times = PackedUnet(unet), cond_of(unet, 1, cuda), torch.arange(3.0, device=cuda)
     args = (times, cond, packed.packed, packed.config, packed.dtype)
     torch.library.opcheck(torch.ops.dpa.unet1d_film.default, args)
     film, sample = packed.film(times, cond), torch.randn(3, 16, 2, device=cuda)
@@ -170,7 +110,7 @@ def _rounded_to_e4m3(unet):
 
 def test_e4m3_reference_rounds_as_e4m3_does():
     """The rounding below is what its name says: 3 bits of fraction, so 2^-4 of each weight."""
-    unet = _net("one_level", torch.device("cpu"))
+    unet = net("one_level", torch.device("cpu"))
     before = dict(unet.named_parameters())
     for name, after in _rounded_to_e4m3(unet).named_parameters():
         kept = after.dim() == 1 or "encoder" in name or "0.0.blocks.0" in name or ".1.w" in name
@@ -182,7 +122,7 @@ def test_e4m3_reference_rounds_as_e4m3_does():
         assert off.max() > 0
 
 
-@pytest.mark.parametrize("name", _NETS)
+@pytest.mark.parametrize("name", NETS)
 def test_forward_e4m3(cuda, name):
     """The arithmetic's error, on the rounded weights, apart from that of rounding them.
 
@@ -190,30 +130,30 @@ def test_forward_e4m3(cuda, name):
     2^-5 / sqrt(3) x sqrt(2) = 0.026 in the mean square, and so is each convolution's output; the
     residual path adds what some ten of them in a row leave.
     """
-    unet = _net(name, cuda)
+    unet = net(name, cuda)
     packed = PackedUnet(unet, torch.float8_e4m3fn)
     original = dpa.reference.plain(unet).double()
     rounded = dpa.reference.plain(_rounded_to_e4m3(unet)).double()
     for batch, horizon in [(1, 16), (1, 24), (3, 8)]:
         sample = torch.randn(batch, horizon, unet.input_dim, device=cuda)
         timestep = torch.randint(100, (batch,), device=cuda)
-        cond = _cond(unet, batch, cuda)
+        cond = cond_of(unet, batch, cuda)
         wide = None if cond is None else cond.double()
         with torch.no_grad():
             got = packed(sample, timestep, cond)
             on_rounded = rounded(sample.double(), timestep, None, wide)
             on_original = original(sample.double(), timestep, None, wide)
-        assert _error(got, on_rounded) < _ERROR[torch.float16]
-        rounding = _error(on_rounded, on_original)
+        assert error(got, on_rounded) < ERROR[torch.float16]
+        rounding = error(on_rounded, on_original)
         assert rounding < 0.2
-        assert _error(got, on_original) < rounding + _ERROR[torch.float16]
+        assert error(got, on_original) < rounding + ERROR[torch.float16]
 
 
 @pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_loop_is_the_eager_loop(device, kind, batch):
     """The same generator, hence the same noise: the same actions as the loop of separate ops."""
-    unet = _net("unconditional" if kind == "inpainting" else "small", device)
+    unet = net("unconditional" if kind == "inpainting" else "small", device)
     cls = diffusers.DDIMScheduler if kind == "ddim" else diffusers.DDPMScheduler
     scheduler = cls(num_train_timesteps=50, beta_schedule="squaredcos_cap_v2", clip_sample=True)
     options = {"num_inference_steps": 10 if kind == "ddim" else 50, "horizon": 16}
@@ -222,7 +162,7 @@ def test_loop_is_the_eager_loop(device, kind, batch):
         call["condition_data"] = torch.randn(batch, 16, 7, device=device)
         call["condition_mask"] = torch.rand(batch, 16, 7, device=device) < 0.3
     else:
-        call["global_cond"] = _cond(unet, batch, device)
+        call["global_cond"] = cond_of(unet, batch, device)
     results = []
     for fused in (False, True):
         sampler = dpa.DiffusionSampler(unet, scheduler, fused=fused, **options)
@@ -245,139 +185,27 @@ def test_every_byte_is_written(device, dtype):
 
 
 def test_changed_weights_are_packed_again(device):
-    unet = _net("small", device)
+    unet = net("small", device)
     packed = PackedUnet(unet)
     sample, t, cond = (
         torch.randn(1, 16, 2, device=device),
         torch.zeros(1, device=device),
-        _cond(unet, 1, device),
+        cond_of(unet, 1, device),
     )
     before = packed(sample, t, cond)
     with torch.no_grad():
         unet.final_conv[1].bias.add_(1.0)
     torch.testing.assert_close(packed(sample, t, cond), before + 1, rtol=1e-5, atol=1e-5)
-    other = _net("small", device)
+    other = net("small", device)
     unet.load_state_dict(other.state_dict())
     assert torch.equal(packed(sample, t, cond), PackedUnet(other)(sample, t, cond))
 
 
-@pytest.mark.parametrize(("name", "batch"), _RESIDENT)
-def test_cuda_graph(cuda, name, batch):
-    unet = _net(name, cuda)
-    packed = PackedUnet(unet, torch.bfloat16)
-    sample, t, cond = (
-        torch.randn(batch, 16, unet.input_dim, device=cuda),
-        torch.ones(batch, device=cuda),
-        _cond(unet, batch, cuda),
-    )
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        packed(sample, t, cond)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = packed(sample, t, cond)
-    for _ in range(3):
-        sample.copy_(torch.randn_like(sample))
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, packed(sample, t, cond))
-
-
-@pytest.mark.parametrize(
-    ("name", "batch", "dtype"),
-    [("small", 1, torch.float32), ("several", 8, torch.bfloat16), ("several", 20, torch.float16)],
-)
-def test_two_samplers_on_two_streams(cuda, name, batch, dtype):
-    """Each gives what it gives alone, whichever way the two resident kernels share the GPU."""
-    scheduler = diffusers.DDIMScheduler(num_train_timesteps=50, beta_schedule="squaredcos_cap_v2")
-    nets = [_net(name, cuda) for _ in range(2)]
-    conds = [_cond(net, batch, cuda) for net in nets]
-    noise = torch.randn(batch, 16, nets[0].input_dim, device=cuda)
-    samplers = [dpa.DiffusionSampler(n, scheduler, 10, dtype, horizon=16, fused=True) for n in nets]
-    alone = [s(c, noise=noise) for s, c in zip(samplers, conds, strict=True)]
-    streams = [torch.cuda.Stream() for _ in nets]
-    torch.cuda.synchronize()
-    together = [[], []]
-    for _ in range(20):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                together[i].append(samplers[i](conds[i], noise=noise))
-    torch.cuda.synchronize()
-    for expected, got in zip(alone, together, strict=True):
-        assert all(torch.equal(expected, g) for g in got)
-
-
-@pytest.mark.parametrize(
-    ("name", "batch", "dtype"),
-    [
-        ("small", 1, torch.float32),
-        ("small", 1, torch.bfloat16),
-        ("small", 1, torch.float8_e4m3fn),
-        ("several", 8, torch.bfloat16),
-    ],
-)
-def test_replays_do_not_drift(cuda, name, batch, dtype):
-    """A captured loop gives the same bits at every replay, and takes no more memory.
-
-    DPA_TEST_REPLAYS sets how many; 100000 take about a minute and a half.
-    """
-    replays = int(os.environ.get("DPA_TEST_REPLAYS", "300"))
-    scheduler = diffusers.DDIMScheduler(num_train_timesteps=50, beta_schedule="squaredcos_cap_v2")
-    unet = _net(name, cuda)
-    sampler = dpa.DiffusionSampler(
-        unet, scheduler, 5, dtype, horizon=16, fused=True, cuda_graph=False
-    )
-    noise = torch.randn(batch, 16, unet.input_dim, device=cuda)
-    cond = _cond(unet, batch, cuda)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = sampler(cond, noise=noise)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = sampler(cond, noise=noise)
-    wrong = torch.zeros((), dtype=torch.int64, device=cuda)
-    graph.replay()
-    wrong += (out != expected).any()  # once beforehand: the comparison itself takes memory
-    torch.cuda.synchronize()
-    free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
-    for replay in range(replays):
-        graph.replay()
-        if replay % max(1, replays // 300) == 0:
-            wrong += (out != expected).any()
-            out.fill_(torch.nan)
-    assert wrong.item() == 0
-    assert torch.cuda.memory_reserved() == reserved
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # there the others' memory comes and goes
-        assert torch.cuda.mem_get_info()[0] == free
-
-
-def test_compile(device):
-    """No graph break in a user's function that calls the packed network."""
-    unet = _net("small", device)
-    packed = PackedUnet(unet)
-    weights, config = packed.packed, packed.config
-
-    def step(sample, t, cond):
-        return torch.ops.dpa.unet1d(sample, t, cond, weights, config, torch.float32) * 2
-
-    args = (
-        torch.randn(2, 16, 2, device=device),
-        torch.ones(2, device=device),
-        _cond(unet, 2, device),
-    )
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*args), step(*args), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(device, dtype):
-    unet = _net("small", device)
+    unet = net("small", device)
     weights, config = PackedUnet(unet, dtype).packed, unet_config(unet)
-    sample, cond = torch.randn(2, 16, 2, device=device), _cond(unet, 2, device)
+    sample, cond = torch.randn(2, 16, 2, device=device), cond_of(unet, 2, device)
     torch.library.opcheck(
         torch.ops.dpa.unet1d.default,
         (sample, torch.ones(2, device=device), cond, weights, config, dtype),
@@ -391,18 +219,18 @@ def test_opcheck(device, dtype):
 
 
 def test_no_gradient_is_pretended(device):
-    unet = _net("small", device)
+    unet = net("small", device)
     packed = PackedUnet(unet)
     sample = torch.randn(1, 16, 2, device=device, requires_grad=True)
-    out = packed(sample, torch.zeros(1, device=device), _cond(unet, 1, device))
+    out = packed(sample, torch.zeros(1, device=device), cond_of(unet, 1, device))
     with pytest.raises(RuntimeError, match=r"dpa::unet1d.*not implemented"):
         out.sum().backward()
 
 
 def test_weight_names_are_the_networks():
     """Every parameter of the network is packed: none is forgotten, none invented."""
-    for name in _NETS:
-        unet = _net(name, torch.device("cpu"))
+    for name in NETS:
+        unet = net(name, torch.device("cpu"))
         names = torch.ops.dpa.unet1d_weight_names(unet_config(unet))
         assert sorted(names) == sorted(n for n, _ in unet.named_parameters())
 
@@ -479,7 +307,7 @@ def rejected_diffusion_sample(new, packed, config):
 def test_rejected(target):
     if target == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
-    unet = _net("small", torch.device("cpu"))
+    unet = net("small", torch.device("cpu"))
     config = unet_config(unet)
     names = torch.ops.dpa.unet1d_weight_names(config)
     weights = [dict(unet.named_parameters())[n].detach().to(target) for n in names]
@@ -506,55 +334,6 @@ def test_what_cannot_be_packed_says_why():
     )
     with pytest.raises(ValueError, match="no local conditioning"):
         unet_config(local)
-
-
-def test_compiled_functions_that_use_packed_weights(device):
-    """The packed network and its loop without a break in the graph; a sampler's call with one."""
-    unet = _net("small", device)
-    packed, cond = PackedUnet(unet), _cond(unet, 2, device)
-    sample, t = torch.randn(2, 16, 2, device=device), torch.ones(2, device=device)
-    times, table = torch.arange(4.0, device=device), torch.rand(4, 6, device=device)
-    assert packed.packed is not None  # packed before it is compiled
-
-    def network(sample, t, cond):
-        return packed(sample, t, cond) * 2
-
-    def loop(sample, times, table, cond):
-        return packed.sample(sample, times, table, 1.0, global_cond=cond) * 2
-
-    for function, args in ((network, (sample, t, cond)), (loop, (sample, times, table, cond))):
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(*args), function(*args), rtol=0, atol=0)
-
-    scheduler = diffusers.DDIMScheduler(num_train_timesteps=50)
-    sampler = dpa.DiffusionSampler(unet, scheduler, 5, horizon=16, fused=True)
-
-    def policy(observation, noise):
-        return sampler(observation.tanh(), noise=noise) * 2
-
-    compiled = torch.compile(policy, backend="aot_eager")
-    torch.testing.assert_close(compiled(cond, sample), policy(cond, sample), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "batch"), _RESIDENT)
-def test_sampler_inside_a_capture_of_the_users(cuda, name, batch):
-    unet = _net(name, cuda)
-    scheduler = diffusers.DDPMScheduler(num_train_timesteps=8)
-    sampler = dpa.DiffusionSampler(unet, scheduler, 8, torch.bfloat16, horizon=16, fused=True)
-    cond = _cond(unet, batch, cuda)
-    noise = torch.randn(batch, 16, unet.input_dim, device=cuda)
-    sampler(cond, noise=noise)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = sampler(cond * 2, noise=noise) + 1
-    kept = len(sampler._graphs)
-    for seed in (1, 2):
-        cond.copy_(torch.randn_like(cond))
-        torch.cuda.manual_seed(seed)
-        graph.replay()
-        torch.cuda.manual_seed(seed)
-        assert torch.equal(out, sampler(cond * 2, noise=noise) + 1)
-    assert kept == len(sampler._graphs) == 1
 
 
 def test_local_conditioning_is_refused_or_runs_step_by_step(device):
@@ -598,4 +377,4 @@ def test_published_sizes(cuda, dims, dtype):
         timestep = torch.randint(100, (batch,), device=cuda)
         with torch.no_grad():
             expected = exact(sample.double(), timestep, None, cond.double())
-            assert _error(packed(sample, timestep, cond), expected) < _ERROR[kind]
+            assert error(packed(sample, timestep, cond), expected) < ERROR[kind]
