@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dpa
-from dpa.graphs import LoopGraphs, can_capture
+from dpa.graphs import LoopGraphs, can_capture, capturing
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -131,6 +131,27 @@ def test_the_callers_own_capture_gets_the_kernels(cuda):
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, expected)
+
+
+def test_a_replay_does_not_get_the_captures_seed(cuda, monkeypatch):
+    """However late the capture's stream comes to write it, as on a GPU with much else to do."""
+    graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    generator, expected = torch.Generator(cuda), torch.Generator(cuda)
+    graph.register_generator_state(generator)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        torch.cuda._sleep(50_000_000)
+    with monkeypatch.context() as patch:
+        for waits in ("synchronize", "empty_cache"):
+            patch.setattr(torch.cuda, waits, lambda: None)
+        with capturing(graph, stream=beside):
+            torch.cuda._sleep(100_000_000)
+            drawn = torch.randn(4, device=cuda, generator=generator)
+    generator.manual_seed(3)
+    expected.manual_seed(3)
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(drawn, torch.randn(4, device=cuda, generator=expected))
 
 
 def test_two_streams_share_one_sampler(cuda):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .graphs import _FAILED, can_capture, leave_capture, no_garbage
+from .graphs import _FAILED, can_capture, capturing, leave_capture, no_garbage
 from .nn.plain import HOOKS
 
 
@@ -262,19 +262,14 @@ class _Capture:
         self._users = [torch._C._storage_Use_Count(s._cdata) for s in self._storages]
 
     def _record(self, forward: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> None:
-        options = {
-            "pool": torch.cuda.graph_pool_handle(),
-            "stream": self._stream,
-            # Other threads, such as a data loader's, go on using CUDA while this one captures.
-            "capture_error_mode": "thread_local",
-        }
-        with torch.cuda.graph(self._forward, **options):
+        options = {"pool": torch.cuda.graph_pool_handle(), "stream": self._stream}
+        with capturing(self._forward, **options):
             self._output = forward(*args, **kwargs)
         if not isinstance(self._output, Tensor) or not self._output.requires_grad:
             raise RuntimeError("it must return one tensor that has a gradient")
         self._grad = torch.empty_like(self._output)
         self._trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
-        with torch.cuda.graph(self._backward, **options):
+        with capturing(self._backward, **options):
             self._gradients = self._differentiate(self._grad)
 
     def _differentiate(self, grad: Tensor) -> tuple[Tensor | None, ...]:

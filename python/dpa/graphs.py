@@ -130,9 +130,8 @@ class _LoopGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             self._inputs = {name: _static(value) for name, value in inputs.items()}
-            # Other threads, such as a camera's, go on using CUDA while this one captures.
             try:
-                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                with capturing(self._graph):
                     self._output = body(self._inputs)
             except BaseException:
                 _FAILED.append(self._graph)
@@ -160,6 +159,21 @@ def _warn_of_memory() -> None:
         "free some, the next call tries again",
         stacklevel=2,
     )
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """Capture what runs inside, as ``torch.cuda.graph`` does; the current stream then waits for it.
+
+    A capture first writes the seed and offset of random numbers, on its own stream; a replay writes
+    its own, on the current one. Nothing else orders the two, and on a busy GPU the capture's may
+    come last.
+    """
+    # Other threads, such as a camera's or a data loader's, go on using CUDA in the meantime.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+        beside = torch.cuda.current_stream()
+        yield
+    torch.cuda.current_stream().wait_stream(beside)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .graphs import leave_capture
+from .graphs import capturing, leave_capture
 from .schedulers import StepTable
 
 Inputs = dict[str, Tensor]
@@ -312,8 +312,7 @@ class _CapturedSweeps:
                 (self._sweep, self._sweeps.sweep),
             ):
                 work()  # what kernels set up at their first launch is not captured
-                # Other threads, such as a camera's, go on using CUDA while this one captures.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                with capturing(graph):
                     work()
         self._done = torch.cuda.Event()
 

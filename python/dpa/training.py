@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .graphed_calls import graph_calls, ungraph_calls
-from .graphs import no_garbage
+from .graphs import capturing, no_garbage
 
 __all__ = ["EMA", "GraphedStep", "graph_calls", "ungraph_calls"]
 
@@ -197,9 +197,7 @@ class GraphedStep:
     def _capture(self, batch: tuple[Tensor, ...]) -> None:
         self._batch = tuple(x.detach().clone() for x in batch)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a data loader's, go on using CUDA while this one captures.
-        options = {"stream": self._stream, "capture_error_mode": "thread_local"}
-        with no_garbage(), torch.cuda.graph(graph, **options):
+        with no_garbage(), capturing(graph, stream=self._stream):
             self._result = self.step(*self._batch)
         self._graph = graph
         _captured.add(self)
