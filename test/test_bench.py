@@ -155,10 +155,89 @@ def test_rows_of_several_stages_make_one_table():
     from dpa.bench.command import _cell, _measured
 
     stages = {"one": lambda: {"ops": [1]}, "two": lambda: {"ops": [2], "loops": [3]}}
-    assert _measured(stages) == {"ops": [1, 2], "loops": [3]}
+    kept = []
+    done = _measured(stages, {"device": "x"}, lambda so_far: so_far | {"bars": []}, kept.append)
+    assert done.pop("seconds").keys() == stages.keys()
+    assert done == {"device": "x", "ops": [1, 2], "loops": [3], "bars": []}
+    assert [(found["ops"], found.get("to come")) for found in kept] == [
+        ([1], ["two"]),
+        ([1, 2], None),
+    ]
     assert [_cell(value) for value in (1.7e-6, 0.01, None, "x")] == ["1.7e-06", "0.01", "", "x"]
     quick, whole = cpu.stages(quick=True), cpu.stages()
     assert set(quick) < set(whole) and "U-Net, batch 16" not in quick
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
+    testing = pytest.importorskip("typer.testing")
+    from dpa.bench import cpu
+    from dpa.cli import app
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    stages = {"ops": lambda: {"ops": [{"op": "a", "us": 1.0}]}, "loop": interrupted, "end": dict}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu, "stages", lambda quick: stages)
+    result = testing.CliRunner().invoke(app, ["bench", "--out", str(tmp_path)])
+    assert result.exit_code != 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["ops"] == [{"op": "a", "us": 1.0}] and found["to come"] == ["loop", "end"]
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_the_samplers_parts_are_tables_of_one_run(monkeypatch):
+    """In their order, whoever measured them, with floors and bars."""
+    from dpa.bench import sampler
+    from dpa.bench.command import _measured
+
+    unet = dpa.nn.ConditionalUnet1D(2, down_dims=(8, 16), n_groups=4)
+    monkeypatch.setattr(sampler.Size, "build", lambda self: unet)
+    monkeypatch.setattr(sampler, "read_rate", lambda: 4e12)
+
+    class Ahead:
+        def __init__(self, network, autotune):
+            self.network = network
+
+        def wait(self):
+            pass
+
+        def rows(self):
+            how = {"how": "torch.compile reduce-overhead", "weights": "bfloat16", "batch": 1}
+            return [("steps", how | {"us": 1000.0})]
+
+    def eager(unet, dtype, batch):
+        row = {"how": "eager, graph", "weights": str(dtype)[6:], "batch": batch, "us": 2000.0}
+        return [("steps", row)]
+
+    def measured(size, unet, batch):
+        row = {"how": "dpa", "weights": "bfloat16", "batch": batch, "us": 50.0 * batch}
+        loop = {"loop": "DDIM, 10 steps", "step us": 50.0, "first call s": 0.1}
+        return [("steps", row), ("loops", row | loop | {"us": 550.0})]
+
+    monkeypatch.setattr(sampler.compiled, "Ahead", Ahead)
+    monkeypatch.setattr(sampler.compiled, "eager", eager)
+    monkeypatch.setattr(sampler, "measured", measured)
+    run = sampler.Run(batches=(1, 16), train_steps=0)
+    kept = []
+    done = _measured(run.stages(), {}, sampler.finished, kept.append)
+    ways = [(row["network"], row["batch"], row["how"].split(",")[0]) for row in done["steps"]]
+    assert ways == [
+        ("80 M", 1, "eager"),
+        ("80 M", 1, "torch.compile reduce-overhead"),
+        ("80 M", 1, "dpa"),
+        ("80 M", 1, "eager"),  # in float32
+        ("80 M", 16, "eager"),
+        ("80 M", 16, "dpa"),
+        ("252 M", 1, "dpa"),
+    ]
+    floor = sampler.conv_bytes(unet, torch.bfloat16) / 4e12 * 1e6
+    assert done["steps"][0]["floor us"] == floor and done["steps"][0]["x floor"] == 2000 / floor
+    found = {row["bar"]: row["ratio"] for row in done["bars"]}
+    assert found["80 M bfloat16: faster than torch.compile"] == 20
+    assert found["80 M bfloat16, DDIM, 10 steps: of a step, at most"] == 11
+    assert "steps" not in kept[0] and len(kept) == len(run.stages()) == 8
+    assert all(json.dumps(tables) for tables in kept)
 
 
 def test_the_command_refuses_what_it_does_not_know():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +22,10 @@ HELP = """Measure beside eager PyTorch, torch.compile and the physical floor.
 
 On a GPU the small ops, the U-Net's step and the whole denoising loop, with what the sampler is
 held to and whether it holds: about four minutes; on the CPU every op, and the U-Net beside ONNX
-Runtime and OpenVINO too, where they are installed. Writes OUT/results.json and plots. With
---train: training steps eager, compiled and on dpa, called and in a CUDA graph, their peak memory,
-DDP where there are two GPUs, and what is required of them; OUT/train.json and a plot.
+Runtime and OpenVINO too, where they are installed. Writes OUT/results.json, after each part what
+there is by then, and plots. With --train: training steps eager, compiled and on dpa, called and in
+a CUDA graph, their peak memory, DDP where there are two GPUs, and what is required of them;
+OUT/train.json and a plot.
 
 Examples:
 
@@ -36,7 +39,8 @@ Examples:
 """
 _PARTS = ("all", "ops", "sampler")
 _TRAIN_PARTS = ("all", "networks", "norm", "ddp", "curves")
-Stages = dict[str, Callable[[], dict[str, Any]]]
+Tables = dict[str, Any]
+Stages = dict[str, Callable[[], Tables]]
 
 
 def _quoted(names: Sequence[str]) -> str:
@@ -81,28 +85,28 @@ def bench(
     if profile and not gpu:
         raise typer.BadParameter("--profile needs a GPU")
     name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
-    results: dict[str, Any] = {"device": name, "torch": torch.__version__}
+    results: Tables = {"device": name, "torch": torch.__version__}
     chosen = [part.strip() for part in networks.split(",")]
     pictures: list[Path] = []
+    file = out / f"{'profile' if profile else 'train' if training else 'results'}.json"
     if profile:
         tables, pictures = _profiles(chosen, out)
         results |= tables
-    elif training:
-        from dpa.bench import train_stages
-
-        results |= train_stages.finished(_measured(train_stages.stages(only)))
+        _write(results, file)
     else:
         if quick:
             chosen, batches, autotune, train_steps = ["80 M"], "1", False, 0
         sizes = [int(part) for part in batches.split(",")]
-        if gpu:
-            stages = _on_gpu(only, chosen, sizes, autotune, plain, train_steps)
+        finish: Callable[[Tables], Tables] = dict
+        if training:
+            from dpa.bench import train_stages
+
+            stages, finish = train_stages.stages(only), train_stages.finished
+        elif gpu:
+            stages, finish = _on_gpu(only, chosen, sizes, autotune, plain, train_steps)
         else:
             stages = cpu.stages(quick)
-        results |= _measured(stages)
-    file = out / f"{'profile' if profile else 'train' if training else 'results'}.json"
-    with replacing(file) as temporary:
-        temporary.write_text(json.dumps(results, indent=2))
+        results = _measured(stages, results, finish, partial(_write, file=file))
     pictures += _pictures(results, out)
     if as_json:
         print(json.dumps(results, indent=2))
@@ -113,7 +117,7 @@ def bench(
     for title, rows in results.items():
         if isinstance(rows, list) and title != "curves":
             console.print(_table(title, rows))
-        elif isinstance(rows, dict):
+        elif isinstance(rows, dict) and title != "seconds":
             console.print(_table(title, [rows]))
     if "read TB/s" in results:
         console.print(f"weights read at {results['read TB/s']:.2f} TB/s")
@@ -128,44 +132,69 @@ def _on_gpu(
     autotune: bool,
     plain: bool,
     train_steps: int,
-) -> Stages:
-    """What there is to measure on a GPU, a stage each part."""
+) -> tuple[Stages, Callable[[Tables], Tables]]:
+    """What there is to measure on a GPU, and what makes the last of the tables."""
     stages: Stages = {}
     if only != "sampler":
         stages["small ops"] = small_ops.run
-    if only != "ops":
-        from dpa.bench import sampler
+    if only == "ops":
+        return stages, dict
+    from dpa.bench import sampler
 
-        stages["sampler"] = lambda: sampler.run(networks, batches, autotune, plain, train_steps)
-    return stages
+    run = sampler.Run(networks, batches, autotune, plain, train_steps)
+    return stages | run.stages(), sampler.finished
 
 
-def _measured(stages: Stages) -> dict[str, Any]:
-    """Every stage's tables, rows of the same table one after the other; a bar on stderr."""
-    results: dict[str, Any] = {}
+def _measured(
+    stages: Stages,
+    results: Tables,
+    finish: Callable[[Tables], Tables],
+    keep: Callable[[Tables], None],
+) -> Tables:
+    """Every stage's tables, rows of the same table one after the other; a bar on stderr.
+
+    Args:
+        stages: by name.
+        results: what there is besides.
+        finish: makes of all tables so far what follows from them.
+        keep: receives the finished tables after every stage, with the names of those "to come".
+
+    """
     bar = Progress(
-        TextColumn("{task.description:<18}"),
+        TextColumn("{task.description:<22}"),
         BarColumn(bar_width=28),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
     )
+    seconds: dict[str, float] = {}
+    done = results
     with bar:
         task = bar.add_task("", total=len(stages))
         for name, stage in stages.items():
             bar.update(task, description=name)
+            begin = time.perf_counter()
             for title, rows in stage().items():
                 results[title] = results[title] + rows if title in results else rows
+            seconds[name] = time.perf_counter() - begin
+            left = list(stages)[len(seconds) :]
+            done = finish(results) | {"seconds": seconds}
+            keep(done | {"to come": left} if left else done)
             bar.advance(task)
-    return results
+    return done
 
 
-def _profiles(networks: list[str], out: Path) -> tuple[dict[str, Any], list[Path]]:
+def _write(results: Tables, file: Path) -> None:
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(results, indent=2))
+
+
+def _profiles(networks: list[str], out: Path) -> tuple[Tables, list[Path]]:
     """Profile every network with every kind of weights."""
     from dpa.bench import sampler
 
-    tables: dict[str, Any] = {}
+    tables: Tables = {}
     pictures = []
     for size in sampler.SIZES:
         if size.name not in networks:
@@ -183,7 +212,7 @@ def _profiles(networks: list[str], out: Path) -> tuple[dict[str, Any], list[Path
     return tables, pictures
 
 
-def _pictures(results: dict[str, Any], out: Path) -> list[Path]:
+def _pictures(results: Tables, out: Path) -> list[Path]:
     """Draw the tables that have a picture."""
     try:
         from dpa.bench import plots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from dpa.bench.timing import device_spread_us, device_us, latency
 from dpa.profiling import captured_loop, step_us
 
 HORIZON, ACTION_DIM, COND_DIM = 16, 2, 132
+_ORDERED = ("steps", "loops")  # tables to which several ways add rows
 Row = dict[str, Any]
 
 
@@ -111,14 +112,8 @@ def profile(unet: nn.Module, dtype: torch.dtype) -> dpa.StepProfile:
     return dpa.profile(sampler)
 
 
-def run(
-    networks: Sequence[str] = ("80 M", "252 M"),
-    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
-    autotune: bool = False,
-    plain: bool = True,
-    train_steps: int = parallel.TRAIN_STEPS,
-) -> dict[str, Any]:
-    """Every table, and what of the bars they say.
+class Run:
+    """A run of the benchmark, in stages that give rows of tables: "steps", "loops", "parallel".
 
     Args:
         networks: names of :data:`SIZES`.
@@ -128,35 +123,85 @@ def run(
         train_steps: of the policy on which parallel sampling is measured; 0 leaves it out.
 
     """
-    chosen = [size for size in SIZES if size.name in networks]
-    theirs = compiled.Ahead(chosen[0].name, autotune) if plain and chosen else None
-    # Trained meanwhile; nothing else is done before all have compiled.
-    policy = parallel.trained(train_steps) if train_steps else None
-    if theirs:
-        theirs.wait()
-    rate = read_rate()
-    results: dict[str, Any] = {"read TB/s": rate * 1e-12, "steps": [], "loops": []}
-    for size in chosen:
-        unet, found = size.build(), []
-        if theirs and size is chosen[0]:
-            found = theirs.rows()
+
+    def __init__(
+        self,
+        networks: Sequence[str] = ("80 M", "252 M"),
+        batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+        autotune: bool = False,
+        plain: bool = True,
+        train_steps: int = parallel.TRAIN_STEPS,
+    ):
+        self._sizes = [size for size in SIZES if size.name in networks]
+        self._batches, self._autotune, self._train_steps = batches, autotune, train_steps
+        self._plain = plain and bool(self._sizes)
+        self._built: tuple[Size, dpa.nn.ConditionalUnet1D] | None = None
+        self._theirs: compiled.Ahead | None = None
+        self._policy: Any = None
+        self._rate = 0.0
+
+    def stages(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """What there is to measure, to be called in order."""
+        found: dict[str, Callable[[], dict[str, Any]]] = {"preparing": self._prepare}
+        if self._plain:
+            found["torch.compile"] = self._compiled
             for label, batch in (("bfloat16", 1), ("bfloat16", 16), ("float32", 1)):
-                found += compiled.eager(unet, DTYPES[label], batch)
-        for batch in batches:
-            if batch == 1 or size is chosen[0]:
-                found += measured(size, unet, batch)
+                found[f"eager {label}, batch {batch}"] = partial(self._eager, label, batch)
+        for size in self._sizes:
+            for batch in self._batches:
+                if batch == 1 or size is self._sizes[0]:
+                    found[f"{size.name}, batch {batch}"] = partial(self._ours, size, batch)
+        if self._train_steps:
+            found["parallel sampling"] = self._parallel
+        return found
+
+    def _prepare(self) -> dict[str, Any]:
+        if self._plain:
+            self._theirs = compiled.Ahead(self._sizes[0].name, self._autotune)
+        # Trained meanwhile; nothing else is done before all have compiled.
+        if self._train_steps:
+            self._policy = parallel.trained(self._train_steps)
+        if self._theirs is not None:
+            self._theirs.wait()
+        self._rate = read_rate()
+        return {"read TB/s": self._rate * 1e-12}
+
+    def _unet(self, size: Size) -> dpa.nn.ConditionalUnet1D:
+        if self._built is None or self._built[0] is not size:
+            self._built = (size, size.build())
+        return self._built[1]
+
+    def _compiled(self) -> dict[str, Any]:
+        assert self._theirs is not None
+        return self._tables(self._sizes[0], self._theirs.rows())
+
+    def _eager(self, label: str, batch: int) -> dict[str, Any]:
+        size = self._sizes[0]
+        return self._tables(size, compiled.eager(self._unet(size), DTYPES[label], batch))
+
+    def _ours(self, size: Size, batch: int) -> dict[str, Any]:
+        return self._tables(size, measured(size, self._unet(size), batch))
+
+    def _parallel(self) -> dict[str, Any]:
+        return {"parallel": parallel.rows(self._policy, torch.bfloat16)}
+
+    def _tables(self, size: Size, found: list[tuple[str, Row]]) -> dict[str, Any]:
+        tables: dict[str, Any] = {"steps": [], "loops": []}
         for table, row in found:
             row = {"network": size.name} | row
             if table == "steps":
-                floor = conv_bytes(unet, DTYPES[row["weights"]]) / rate * 1e6
+                read = conv_bytes(self._unet(size), DTYPES[row["weights"]])
+                floor = read / self._rate * 1e6
                 row |= {"floor us": floor, "x floor": row["us"] / floor}
-            results[table].append(row)
-    for table in ("steps", "loops"):  # beside one another, whoever measured them
-        results[table].sort(key=_place)
-    if policy is not None:
-        results["parallel"] = parallel.rows(policy, torch.bfloat16)
-    results["bars"] = bars(results)
-    return results
+            tables[table].append(row)
+        return tables
+
+
+def finished(results: dict[str, Any]) -> dict[str, Any]:
+    """The tables in their order, whoever measured them, and what of the bars they say."""
+    ordered = {name: sorted(results[name], key=_place) for name in _ORDERED if name in results}
+    tables = results | ordered
+    return tables | {"bars": bars(tables)}
 
 
 def _place(row: Row) -> tuple[Any, ...]:
