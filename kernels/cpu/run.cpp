@@ -142,6 +142,17 @@ std::string reject(const Plan& plan, int64_t batch, int64_t horizon) {
   return "";
 }
 
+int64_t useful_threads(const Plan& plan, int batch, int horizon) {
+  int64_t products = 0;
+  for (const auto& conv : plan.convs) {
+    // The two segments of an upsampling product make every other output time each.
+    const int64_t times = int64_t{batch} * (horizon >> conv.level_out) / (conv.upsample ? 2 : 1);
+    for (int i = 0; i < conv.num_segments; i++)
+      products += times * conv.segments[i].taps * (conv.channels_in + conv.channels_skip) * conv.channels_out;
+  }
+  return std::max<int64_t>(1, products / 8'000'000);
+}
+
 void run(const Program& p, Team& team, int thread) {
   team.share(thread, static_cast<int64_t>(p.zeroed_bytes),
              [&](int64_t begin, int64_t end) { std::memset(p.zeroed + begin, 0, end - begin); });

@@ -88,8 +88,10 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   cpu::Program program;
   const auto bytes = static_cast<int64_t>(cpu::make_program(plan, kernels, call, 1, nullptr, program));
   auto workspace = at::empty({bytes}, in.packed.options());
-  run_as_team([&](int team) { cpu::make_program(plan, kernels, call, team, workspace.mutable_data_ptr(), program); },
-              [&](cpu::Team& team, int thread) { cpu::run(program, team, thread); });
+  run_as_team(
+      cpu::useful_threads(plan, call.batch, call.horizon),
+      [&](int team) { cpu::make_program(plan, kernels, call, team, workspace.mutable_data_ptr(), program); },
+      [&](cpu::Team& team, int thread) { cpu::run(program, team, thread); });
   return out;
 }
 

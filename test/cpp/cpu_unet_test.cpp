@@ -130,13 +130,27 @@ bool check(const Case& c, int number) {
   return good;
 }
 
+/// Whether small networks are left to one thread, and large ones and batches are not.
+bool check_useful_threads() {
+  const auto threads = [](int first, int levels, int batch) {
+    unet1d::Config config;
+    config.levels = levels;
+    for (int i = 0; i < levels; i++) config.down_dims[i] = first << i;
+    return cpu::useful_threads(unet1d::make_plan(config, DType::kFloat32), batch, 16);
+  };
+  const bool good = threads(32, 2, 1) == 1 && threads(64, 3, 1) == 2 && threads(64, 3, 16) == 36 &&
+                    threads(128, 3, 1) == 9 && threads(256, 3, 1) == 36;
+  if (!good) std::printf("useful_threads counts otherwise\n");
+  return good;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
   if (count != 2) return 2;
   File file(arguments[1]);
   int number = 0;
-  bool good = true;
+  bool good = check_useful_threads();
   for (; file.more(); number++) good = check(Case(file), number) && good;
   if (number == 0) std::printf("no networks in %s\n", arguments[1]);
   return good && number > 0 ? 0 : 1;
