@@ -163,6 +163,13 @@ TORCH_LIBRARY(dpa, m) {
         functional);
   m.def("unet1d_on_film(Tensor sample, Tensor film, Tensor packed, int[] config, ScalarType dtype) -> Tensor",
         functional);
+  // The timesteps' part of FiLM's parameters, (S, R), which no observation changes, and the loop on it.
+  m.def("unet1d_step_film(Tensor timesteps, Tensor packed, int[] config, ScalarType dtype) -> Tensor", functional);
+  m.def(
+      "diffusion_sample_on_film(Tensor sample, Tensor step_film, Tensor? global_cond, Tensor packed, int[] config, "
+      "ScalarType dtype, Tensor table, float clip, Tensor? noise=None, Tensor? known=None, Tensor? known_mask=None) "
+      "-> Tensor",
+      functional);
   // Where a step's time goes: the clocks of every block of the one-sample kernel, (blocks, layers, 7) int32.
   m.def(
       "diffusion_sample_clocks(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, "

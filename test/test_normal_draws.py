@@ -56,7 +56,7 @@ def test_in_a_graph():
     like, graph = torch.empty(1, 16, 2, device=device), torch.cuda.CUDAGraph()
     generator = torch.Generator(device)
     graph.register_generator_state(generator)
-    assert noise._draws_as_pytorch(like)
+    assert noise._draws_as_pytorch(device, like.shape, like.dtype)
     with torch.cuda.graph(graph):
         single = torch.randn(1, 16, 2, device=device, generator=generator)
         got = torch.ops.dpa.normal_draws(like, 4, 5, generator)

@@ -20,6 +20,8 @@ _ELSEWHERE = {
     "dpa::diffusion_sample": (),
     "dpa::unet1d_film": ("CPU",),
     "dpa::unet1d_on_film": ("CPU",),
+    "dpa::unet1d_step_film": ("CPU",),
+    "dpa::diffusion_sample_on_film": ("CPU",),
     "dpa::diffusion_sample_clocks": ("CPU",),
     "dpa::unet1d_by_name": (),
     "dpa::diffusion_sample_by_name": (),

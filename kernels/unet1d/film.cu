@@ -9,7 +9,8 @@
 //                  neighbouring columns.
 //   table_kernel   the widest product, for many timesteps. A block owns 128 rows and 32 samples, 32 columns at a time,
 //                  which lie in shared memory column by column; a thread owns 8 rows and 4 samples.
-// A call is three launches: each costs more than the small products do.
+// A call is three launches: each costs more than the small products do. Where the timesteps' part is there already it
+// is one, whose blocks add the observation's rows to all steps of that part.
 #include "kernels/common/dtype.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/math/mish.h"
@@ -29,6 +30,8 @@ struct Dense {
   float* out;
   int samples, rows, columns;
   bool mish_in, mish_out;
+  const float* part = nullptr;  // (parts, rows), of one sample: out is (parts, rows), its sum with each of them
+  int parts = 0;
 
   __host__ __device__ int row_blocks() const { return (rows + kRows - 1) / kRows; }
   __host__ __device__ int blocks() const { return row_blocks() * ((samples + kSamples - 1) / kSamples); }
@@ -94,6 +97,22 @@ __device__ __forceinline__ void fold(float* sum, int lane) {
   if constexpr (M > 1) fold<M / 2>(sum, lane);
 }
 
+// Adds a block's values, of rows from `row0` on, to those of every part. A thread holds the value of its row where
+// `any`; all of the block's come here. `values`: kRows floats of shared memory, which may be in use until now.
+__device__ __forceinline__ void add_to_parts(const Dense& d, float value, bool any, int row0, float* values) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __syncthreads();
+  if (any) values[warp * kRowsPerWarp + lane / kSamples] = value;
+  __syncthreads();
+  if (row0 + lane >= d.rows) return;
+  static_assert(kRows == 32, "a lane a row");
+#pragma unroll 4
+  for (int part = warp; part < d.parts; part += kWarps) {
+    const int64_t at = static_cast<int64_t>(part) * d.rows + row0 + lane;
+    d.out[at] = d.part[at] + values[lane];
+  }
+}
+
 template <class Weight, bool kFour>
 __global__ void __launch_bounds__(kThreads) dense_kernel(const __grid_constant__ DensePair pair) {
   __shared__ __align__(16) float in[kSamples][kColumns];
@@ -132,8 +151,10 @@ __global__ void __launch_bounds__(kThreads) dense_kernel(const __grid_constant__
   static_assert(kRowsPerWarp * kSamples == 32, "a warp's sums are one a lane");
   fold<16>(sum, lane);
   const int row = row0 + lane / kSamples, sample = sample0 + lane % kSamples;
-  if (row >= d.rows || sample >= d.samples) return;
-  const float value = d.bias ? sum[0] + d.bias[row] : sum[0];
+  const bool any = row < d.rows && sample < d.samples;
+  const float value = any && d.bias ? sum[0] + d.bias[row] : sum[0];
+  if (d.part) return add_to_parts(d, value, any, block % d.row_blocks() * kRows, in[0]);
+  if (!any) return;
   d.out[static_cast<int64_t>(sample) * d.rows + row] = d.mish_out ? math::mish(value) : value;
 }
 
@@ -202,7 +223,11 @@ __global__ void __launch_bounds__(kTableThreads) table_kernel(const Dense d) {
 
 template <class Weight>
 cudaError_t dense(const Dense& first, const Dense& second, cudaStream_t stream) {
-  const bool fours = first.columns % 4 == 0 && second.columns % 4 == 0;
+  const bool fours = first.columns % 4 == 0;
+  if (fours != (second.columns % 4 == 0) && second.rows) {  // sums do not depend on what a product is launched with
+    const cudaError_t error = dense<Weight>(first, {}, stream);
+    return error == cudaSuccess ? dense<Weight>(second, {}, stream) : error;
+  }
   const dim3 blocks(first.blocks() + second.blocks());
   const DensePair pair = {{first, second}};
   return fours ? launch(dense_kernel<Weight, true>, blocks, kThreads, stream, pair)
@@ -220,26 +245,31 @@ cudaError_t table(const Dense& d, cudaStream_t stream) {
 template <class Weight>
 cudaError_t film_as(const Plan& plan, const Call& call, const FilmBuffers& b, cudaStream_t stream) {
   const int dim = plan.config.step_dim, count = call.per_sample_timesteps ? call.batch : call.steps;
+  const bool joined = call.batch == 1 && b.cond;
   const auto* packed = static_cast<const uint8_t*>(call.packed);
   const auto* floats = reinterpret_cast<const float*>(packed + plan.floats);
   const auto bias = [&](int i) { return floats + plan.step_bias[i]; };
+  Dense cond = {packed + plan.film_cond,
+                floats + plan.film_bias,
+                call.global_cond,
+                nullptr,
+                b.cond,
+                call.batch,
+                plan.film_rows,
+                plan.config.cond_dim,
+                true,
+                false};
+  if (call.step_film) {
+    if (joined) cond.out = b.step, cond.part = call.step_film, cond.parts = count;
+    return dense<Weight>(cond, {}, stream);
+  }
   const Dense
       hidden =
           {packed + plan.step_weights[0], bias(0), nullptr, call.timesteps, b.hidden, count, 4 * dim, dim, false, true},
       embedding =
           {packed + plan.step_weights[1], bias(1), b.hidden, nullptr, b.embedding, count, dim, 4 * dim, false, true},
-      cond = {packed + plan.film_cond,
-              floats + plan.film_bias,
-              call.global_cond,
-              nullptr,
-              b.cond,
-              call.batch,
-              plan.film_rows,
-              plan.config.cond_dim,
-              true,
-              false},
       step = {packed + plan.film_step,
-              call.batch == 1 ? b.cond : nullptr,
+              joined ? b.cond : nullptr,
               b.embedding,
               nullptr,
               b.step,
@@ -248,7 +278,7 @@ cudaError_t film_as(const Plan& plan, const Call& call, const FilmBuffers& b, cu
               dim,
               false,
               false};
-  cudaError_t error = dense<Weight>(hidden, cond, stream);
+  cudaError_t error = dense<Weight>(hidden, b.cond ? cond : Dense{}, stream);
   if (error == cudaSuccess) error = dense<Weight>(embedding, {}, stream);
   return error == cudaSuccess ? table<Weight>(step, stream) : error;
 }

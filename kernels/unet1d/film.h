@@ -9,7 +9,7 @@ struct FilmBuffers {
   float* hidden;     // (N, 4 D)
   float* embedding;  // (N, D)
   float* step;       // (N, R): W_t Mish(t), plus `cond` where there is one sample
-  float* cond;       // (B, R): W_g Mish(g) + b
+  float* cond;       // (B, R): W_g Mish(g) + b, or null where the timesteps' part alone is wanted
 };
 
 cudaError_t film(const Plan& plan, const Call& call, const FilmBuffers& buffers, cudaStream_t stream);

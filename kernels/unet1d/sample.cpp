@@ -61,7 +61,8 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps) {
 FilmView film_view(const Plan& plan, const Call& call, const Workspace& at) {
   const auto* base = static_cast<const uint8_t*>(call.workspace);
   const bool joined = call.batch == 1 || call.film;  // the observation's part is in `step` already
-  return {call.film ? call.film : reinterpret_cast<const float*>(base + at.step),
+  const float* step = call.film ? call.film : joined ? nullptr : call.step_film;
+  return {step ? step : reinterpret_cast<const float*>(base + at.step),
           joined ? nullptr : reinterpret_cast<const float*>(base + at.cond),
           call.per_sample_timesteps ? 0 : plan.film_rows, call.per_sample_timesteps ? plan.film_rows : 0};
 }
@@ -95,6 +96,16 @@ cudaError_t film_table(const Plan& plan, const void* packed, const float* timest
   call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps;
   call.global_cond = global_cond;
   return film(plan, call, {floats, floats + 4 * rows, table, floats + 5 * rows}, stream);
+}
+
+cudaError_t step_film_table(const Plan& plan, const void* packed, const float* timesteps, int steps, void* workspace,
+                            float* table, cudaStream_t stream) {
+  if (steps == 0) return cudaSuccess;
+  auto* floats = static_cast<float*>(workspace);
+  Call call = {};
+  call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps;
+  return film(plan, call, {floats, floats + static_cast<size_t>(steps) * plan.config.step_dim * 4, table, nullptr},
+              stream);
 }
 
 size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps) {

@@ -48,6 +48,7 @@ struct Call {
   uint32_t* record = nullptr;   // zeroed; where the one-sample kernel notes its clocks in the last step, or null
   const float* film = nullptr;  // of one forward pass: rows of film_table, (B, film_rows), instead of timesteps and
                                 // global_cond
+  const float* step_film = nullptr;  // of a loop: step_film_table's, (S, film_rows), instead of timesteps
 };
 
 /// The shape of a record: blocks, layers (the first convolution, then every product), kMarks. No blocks where the
@@ -75,6 +76,10 @@ bool clusters_fit(int device);
 cudaError_t film_table(const Plan& plan, const void* packed, const float* timesteps, int steps,
                        const float* global_cond, void* workspace, float* table, cudaStream_t stream);
 size_t film_workspace_bytes(const Plan& plan, int steps);
+
+/// The part of FiLM's parameters that the timesteps alone decide: (S, plan.film_rows). `workspace` as above.
+cudaError_t step_film_table(const Plan& plan, const void* packed, const float* timesteps, int steps, void* workspace,
+                            float* table, cudaStream_t stream);
 
 /// Runs a call on `stream`.
 cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream);

@@ -77,11 +77,15 @@ static void check_packed(const char* op, const Plan& plan, const Tensor& packed,
             packed.scalar_type(), " ", packed.sym_sizes());
 }
 
-void check_unet1d_film(const Plan& plan, const Tensor& timesteps, const Tensor& global_cond, const Tensor& packed) {
-  constexpr const char* op = "unet1d_film";
+void check_unet1d_step_film(const char* op, const Plan& plan, const Tensor& timesteps, const Tensor& packed) {
   DPA_CHECK(timesteps.scalar_type() == at::kFloat && timesteps.dim() == 1, op, "timesteps must be float32 of shape (S)",
             timesteps.scalar_type(), " ", timesteps.sym_sizes());
   check_packed(op, plan, packed, "timesteps", timesteps);
+}
+
+void check_unet1d_film(const Plan& plan, const Tensor& timesteps, const Tensor& global_cond, const Tensor& packed) {
+  constexpr const char* op = "unet1d_film";
+  check_unet1d_step_film(op, plan, timesteps, packed);
   const int64_t cond = plan.config.cond_dim;
   DPA_CHECK(global_cond.defined() == (cond > 0), op,
             "global_cond must be given to a network that has one, and no other",
@@ -106,9 +110,16 @@ void check_unet1d(const char* op, const Plan& plan, const UnetCall& call) {
     return;
   }
   const bool loop = call.table.defined();
-  DPA_CHECK(call.timesteps.dim() == 1, op, "timesteps must have one dimension", "shape ", call.timesteps.sym_sizes());
-  const auto steps = call.timesteps.sym_size(0);
-  check_shape(op, "timesteps", call.timesteps, {loop ? steps : batch}, loop ? "(S)" : "(B)", "sample", sample);
+  const Tensor& rows = call.step_film.defined() ? call.step_film : call.timesteps;
+  const int64_t rank = call.step_film.defined() ? 2 : 1;
+  const char* name = call.step_film.defined() ? "step_film" : "timesteps";
+  DPA_CHECK(rows.dim() == rank, op, c10::str(name, " must have ", rank == 1 ? "one dimension" : "two dimensions"),
+            "shape ", rows.sym_sizes());
+  const auto steps = rows.sym_size(0);
+  if (rank == 2)
+    check_shape(op, name, rows, {steps, plan.film_rows}, "(S, R), of unet1d_step_film", "sample", sample);
+  else
+    check_shape(op, name, rows, {loop ? steps : batch}, loop ? "(S)" : "(B)", "sample", sample);
   if (config.cond_dim > 0) {
     DPA_CHECK(call.global_cond.defined(), op, "global_cond must be given to this network", "none");
     check_shape(op, "global_cond", call.global_cond, {batch, config.cond_dim}, "(B, global_cond_dim)", "sample",

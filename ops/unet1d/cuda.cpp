@@ -37,14 +37,14 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, in.sample.device().index()));
   DPA_CHECK(major >= 8, op, "sample must be on a GPU of compute capability 8.0 or later", major);
   for (Tensor* t : {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known,
-                    &in.known_mask, &in.film})
+                    &in.known_mask, &in.film, &in.step_film})
     if (t->defined()) *t = t->contiguous();
   const auto floats = [](const Tensor& t) { return static_cast<const float*>(data_or_null(t)); };
   kernels::unet1d::Call call = {};
   call.batch = static_cast<int>(in.sample.size(0));
   call.horizon = static_cast<int>(in.sample.size(1));
   call.per_sample_timesteps = !in.table.defined();
-  call.steps = call.per_sample_timesteps ? 1 : static_cast<int>(in.timesteps.size(0));
+  call.steps = call.per_sample_timesteps ? 1 : static_cast<int>(in.table.size(0));
   const auto refused = kernels::unet1d::reject(plan, call.batch, call.horizon, call.steps);
   TORCH_CHECK(refused.empty(), "dpa::", op, ": sample is refused: ", refused);
 
@@ -64,6 +64,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   call.clip = static_cast<float>(in.clip);
   call.noise = floats(in.noise);
   call.film = floats(in.film);
+  call.step_film = floats(in.step_film);
   call.known = floats(in.known);
   call.known_mask = static_cast<const uint8_t*>(data_or_null(in.known_mask));
   call.output = out.mutable_data_ptr<float>();
@@ -96,6 +97,23 @@ Tensor unet1d_film_cuda(const Tensor& timesteps, const OptionalTensor& global_co
   return table;
 }
 
+Tensor unet1d_step_film_cuda(const Tensor& timesteps, const Tensor& packed_, at::IntArrayRef config,
+                             at::ScalarType dtype) {
+  constexpr const char* op = "unet1d_step_film";
+  const auto plan = unet1d_plan(op, config, dtype);
+  check_unet1d_step_film(op, *plan, timesteps, packed_);
+  const c10::cuda::CUDAGuard guard(timesteps.device());
+  const auto steps = static_cast<int>(timesteps.size(0));
+  const auto times = timesteps.contiguous(), packed = packed_.contiguous();
+  auto table = at::empty({steps, plan->film_rows}, timesteps.options());
+  auto workspace =
+      at::empty({static_cast<int64_t>(kernels::unet1d::film_workspace_bytes(*plan, steps))}, packed.options());
+  C10_CUDA_CHECK(kernels::unet1d::step_film_table(*plan, packed.const_data_ptr(), times.const_data_ptr<float>(), steps,
+                                                  workspace.mutable_data_ptr(), table.mutable_data_ptr<float>(),
+                                                  c10::cuda::getCurrentCUDAStream()));
+  return table;
+}
+
 Tensor unet1d_on_film_cuda(const Tensor& sample, const Tensor& film, const Tensor& packed, at::IntArrayRef config,
                            at::ScalarType dtype) {
   return run_unet1d("unet1d_on_film", *unet1d_plan("unet1d_on_film", config, dtype), film_call(sample, film, packed));
@@ -107,6 +125,15 @@ Tensor diffusion_sample_cuda(const Tensor& sample, const Tensor& timesteps, cons
                              const OptionalTensor& known_mask) {
   return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype),
                     loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask));
+}
+
+Tensor diffusion_sample_on_film_cuda(const Tensor& sample, const Tensor& step_film, const OptionalTensor& global_cond,
+                                     const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype,
+                                     const Tensor& table, double clip, const OptionalTensor& noise,
+                                     const OptionalTensor& known, const OptionalTensor& known_mask) {
+  constexpr const char* op = "diffusion_sample_on_film";
+  return run_unet1d(op, *unet1d_plan(op, config, dtype),
+                    loop_on_film_call(sample, step_film, global_cond, packed, table, clip, noise, known, known_mask));
 }
 
 Tensor diffusion_sample_clocks_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
@@ -133,8 +160,10 @@ TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("unet1d_pack", &unet1d_pack_cuda);
   m.impl("unet1d", &unet1d_cuda);
   m.impl("unet1d_film", &unet1d_film_cuda);
+  m.impl("unet1d_step_film", &unet1d_step_film_cuda);
   m.impl("unet1d_on_film", &unet1d_on_film_cuda);
   m.impl("diffusion_sample", &diffusion_sample_cuda);
+  m.impl("diffusion_sample_on_film", &diffusion_sample_on_film_cuda);
   m.impl("diffusion_sample_clocks", &diffusion_sample_clocks_cuda);
 }
 

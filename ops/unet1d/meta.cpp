@@ -26,6 +26,14 @@ Tensor unet1d_film_meta(const Tensor& timesteps, const OptionalTensor& global_co
   return at::empty_symint({timesteps.sym_size(0), plan->film_rows}, timesteps.options());
 }
 
+Tensor unet1d_step_film_meta(const Tensor& timesteps, const Tensor& packed, at::IntArrayRef config,
+                             at::ScalarType dtype) {
+  constexpr const char* op = "unet1d_step_film";
+  const auto plan = unet1d_plan(op, config, dtype);
+  check_unet1d_step_film(op, *plan, timesteps, packed);
+  return at::empty_symint({timesteps.sym_size(0), plan->film_rows}, timesteps.options());
+}
+
 Tensor unet1d_on_film_meta(const Tensor& sample, const Tensor& film, const Tensor& packed, at::IntArrayRef config,
                            at::ScalarType dtype) {
   check_unet1d("unet1d_on_film", *unet1d_plan("unet1d_on_film", config, dtype), film_call(sample, film, packed));
@@ -38,6 +46,16 @@ Tensor diffusion_sample_meta(const Tensor& sample, const Tensor& timesteps, cons
                              const OptionalTensor& known_mask) {
   check_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype),
                loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask));
+  return meta_like(sample);
+}
+
+Tensor diffusion_sample_on_film_meta(const Tensor& sample, const Tensor& step_film, const OptionalTensor& global_cond,
+                                     const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype,
+                                     const Tensor& table, double clip, const OptionalTensor& noise,
+                                     const OptionalTensor& known, const OptionalTensor& known_mask) {
+  constexpr const char* op = "diffusion_sample_on_film";
+  check_unet1d(op, *unet1d_plan(op, config, dtype),
+               loop_on_film_call(sample, step_film, global_cond, packed, table, clip, noise, known, known_mask));
   return meta_like(sample);
 }
 
@@ -65,8 +83,10 @@ TORCH_LIBRARY_IMPL(dpa, Meta, m) {
   m.impl("unet1d_pack", &unet1d_pack_meta);
   m.impl("unet1d", &unet1d_meta);
   m.impl("unet1d_film", &unet1d_film_meta);
+  m.impl("unet1d_step_film", &unet1d_step_film_meta);
   m.impl("unet1d_on_film", &unet1d_on_film_meta);
   m.impl("diffusion_sample", &diffusion_sample_meta);
+  m.impl("diffusion_sample_on_film", &diffusion_sample_on_film_meta);
   m.impl("diffusion_sample_clocks", &diffusion_sample_clocks_meta);
 }
 

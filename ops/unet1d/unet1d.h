@@ -21,6 +21,7 @@ std::shared_ptr<const Plan> unet1d_plan(const char* op, at::IntArrayRef config, 
 struct UnetCall {
   Tensor sample{}, packed{}, timesteps{}, table{}, global_cond{}, noise{}, known{}, known_mask{}, film{};
   double clip = 0;
+  Tensor step_film{};
 };
 
 /// The call that `unet1d`'s arguments make.
@@ -48,8 +49,19 @@ inline UnetCall loop_call(const Tensor& sample, const Tensor& timesteps, const O
 /// The check of both ops. One forward pass has no table; the loop has one, and a timestep a step.
 void check_unet1d(const char* op, const Plan& plan, const UnetCall& call);
 
+/// The call that `diffusion_sample_on_film`'s arguments make.
+inline UnetCall loop_on_film_call(const Tensor& sample, const Tensor& step_film, const OptionalTensor& global_cond,
+                                  const Tensor& packed, const Tensor& table, double clip, const OptionalTensor& noise,
+                                  const OptionalTensor& known, const OptionalTensor& known_mask) {
+  auto call = loop_call(sample, {}, global_cond, packed, table, clip, noise, known, known_mask);
+  call.step_film = step_film;
+  return call;
+}
+
 /// Of unet1d_film: global_cond is of one sample.
 void check_unet1d_film(const Plan& plan, const Tensor& timesteps, const Tensor& global_cond, const Tensor& packed);
+/// Of unet1d_step_film.
+void check_unet1d_step_film(const char* op, const Plan& plan, const Tensor& timesteps, const Tensor& packed);
 
 /// The call that `unet1d_on_film`'s arguments make.
 inline UnetCall film_call(const Tensor& sample, const Tensor& film, const Tensor& packed) {

@@ -60,18 +60,16 @@ class Captured:
 
     def __call__(self, given: Given, generator: Generators) -> Tensor:
         """Return the actions; weights that changed since they were packed cost a second run."""
-        device, draw, rewind = self.draws.device, None, None
-        if len(self.draws):
-            rewind = rewinding(device, generator)
-            shape = (len(self.draws), *self.draws.shape)
-            draw = (shape, functools.partial(self.draws.into, generator=generator))
-        inputs, packed = _expanded(given, self.draws.shape), self.packed
+        draws, packed, draw, rewind = self.draws, self.packed, None, None
+        if draws.rows:
+            rewind = rewinding(draws.device, generator)
+            draw = (draws.rows, functools.partial(draws.into, generator=generator))
+        inputs = _expanded(given, draws.shape)
 
         def replay() -> Tensor:
-            memory = packed.memory(device).data_ptr()
-            places = packed.places if self.watch else None
-            key = (self.kind, packed.dtype, tuple(packed.config), memory, places)
-            return self.graphs.run(key, device, inputs, draw, self.make_body)
+            packed.memory(draws.device)
+            key = (self.kind, packed.generation, packed.places if self.watch else None)
+            return self.graphs.run(key, draws.device, inputs, draw, self.make_body)
 
         with packed.lock:
             result = replay()
@@ -115,11 +113,11 @@ def run(
     """
     device, inputs = table.coefficients.device, _expanded(given, shape)
     draws = Draws("noise" not in inputs, table.draws_noise, shape, drawn, device)
-    make_body = functools.partial(_body, packed, table)
     if not (capture and can_capture(device)):
         if watch:
             packed.follow()
-        return make_body()(inputs | {"draws": draws(generator)}), None
+        return _body(packed, table, film=False)(inputs | {"draws": draws(generator)}), None
+    make_body = functools.partial(_body, packed, table, film=True)
     if watch:
         make_body = functools.partial(_watched, packed, make_body)
     kind = (shape, table, drawn, frozenset(inputs))
@@ -138,17 +136,30 @@ def _watched(packed: PackedUnet, make_body: Callable[[], Body]) -> Body:
 
 
 def _expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
-    """The tensors that there are, every one of the call's batch."""
-    return {
-        name: value if value.shape[0] == shape[0] else value.expand(shape[0], *value.shape[1:])
-        for name, value in given.items()
-        if value is not None
-    }
+    """The tensors that there are, every one of the call's batch, without gradient."""
+    found = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if value.requires_grad:
+            value = value.detach()
+        if len(value) != shape[0]:
+            value = value.expand(shape[0], *value.shape[1:])
+        found[name] = value
+    return found
 
 
-def _body(packed: PackedUnet, table: StepTable) -> Body:
-    """Return the loop of one op, to be run as it is or captured."""
+def _body(packed: PackedUnet, table: StepTable, film: bool) -> Body:
+    """Return the loop of one op, to be run as it is or captured.
+
+    Args:
+        packed: the network.
+        table: the steps.
+        film: whether what FiLM makes of the timesteps is kept from run to run.
+
+    """
     timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
+    step_film = packed.step_film(timesteps) if film else None
 
     def body(inputs: Inputs) -> Tensor:
         floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
@@ -165,6 +176,7 @@ def _body(packed: PackedUnet, table: StepTable) -> Body:
             noise=draws if draws is not None and len(draws) else None,
             known=floats.get("condition_data"),
             known_mask=floats.get("condition_mask"),
+            step_film=step_film,
         )
 
     return body

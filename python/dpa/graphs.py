@@ -139,17 +139,16 @@ class _LoopGraph:
         self._done = torch.cuda.Event()
 
     def replay(self, inputs: Inputs, draw: Draw | None) -> Tensor:
-        device = self._output.device
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(self._done)
-            for name, value in inputs.items():
-                self._inputs[name].copy_(value)
-            if draw is not None:
-                draw[1](self._inputs["draws"])
-            self._graph.replay()
-            result = self._output.clone()
-            self._done.record(stream)
+        # The GPU waits meanwhile: nothing is done here that the launch does not need.
+        stream = torch.cuda.current_stream(self._output.device)
+        stream.wait_event(self._done)
+        for name, value in inputs.items():
+            self._inputs[name].copy_(value)
+        if draw is not None:
+            draw[1](self._inputs["draws"])
+        self._graph.replay()
+        result = self._output.clone()
+        self._done.record(stream)
         return result
 
 

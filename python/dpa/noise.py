@@ -39,21 +39,22 @@ def generator_on(device: torch.device, generator: Generators) -> torch.Generator
 
 
 # Where normal_draws was compared with PyTorch's own draws: (device, shape of a draw, dtype).
-_AGREES: dict[tuple[torch.device, torch.Size, torch.dtype], bool] = {}
+_AGREES: dict[tuple[torch.device, Sequence[int], torch.dtype], bool] = {}
 
 
-def _draws_as_pytorch(like: Tensor) -> bool:
+def _draws_as_pytorch(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether ``normal_draws`` gives the bits of PyTorch's own draws, which promises no algorithm.
 
     Compared once for each kind of draw, outside of captures.
     """
-    if not like.is_cuda:
+    if device.type != "cuda":
         return True
-    key = (like.device, like.shape, like.dtype)
+    key = (device, shape, dtype)
     if key not in _AGREES:
         if torch.cuda.is_current_stream_capturing():
             return False
-        made, drawn = (torch.Generator(like.device).manual_seed(1) for _ in range(2))
+        like = torch.empty(shape, dtype=dtype, device=device)
+        made, drawn = (torch.Generator(device).manual_seed(1) for _ in range(2))
         found = torch.ops.dpa.normal_draws(like, 2, 2, made)
         expected = [torch.empty_like(like).normal_(generator=drawn) for _ in range(2)]
         same = torch.equal(found, torch.stack(expected))
@@ -90,6 +91,7 @@ class Draws:
         # Such as DDPM's, whose last step alone draws none.
         self._in_a_row = all(self._flags[: self._draws])
         self.shape, self.dtype, self.device = shape, dtype, device
+        self.rows = (len(self), *shape) if self._flags else None
 
     def __len__(self) -> int:
         """Return the number of rows: none where nothing is drawn."""
@@ -118,7 +120,7 @@ class Draws:
         if not self._draws:
             return out.zero_()
         one = isinstance(generator, torch.Generator) and self._in_a_row
-        if one and _draws_as_pytorch(out[0]):
+        if one and _draws_as_pytorch(out.device, self.shape, out.dtype):
             torch.ops.dpa.normal_draws.out(self._draws, generator, out=out)
             return out
         for row, drawn in zip(out, self._flags, strict=True):

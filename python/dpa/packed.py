@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from .family import Network, recognise
 
 _version = operator.attrgetter("_version")
+_memories = itertools.count(1)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -94,6 +97,8 @@ class PackedUnet:
 
     def _start(self) -> None:
         self._packed: Tensor | None = None
+        self.generation = 0
+        self._films: list[tuple[weakref.ref[Tensor], Tensor]] = []
         self._seen: tuple[list[int], list[int]] = ([], [])
         self._elements: list[Tensor] = []
         self._values: Tensor | None = None
@@ -121,7 +126,8 @@ class PackedUnet:
     def repack(self) -> Tensor:
         """Pack the weights as they are now, in the same memory as before where there is one.
 
-        A captured graph that reads the packed weights therefore follows.
+        A captured graph that reads the packed weights therefore follows. ``generation`` is another
+        number, of no other network, where there was no such memory.
 
         Raises:
             ValueError: modules were replaced, and the network can no longer be packed.
@@ -137,12 +143,22 @@ class PackedUnet:
             if self._packed is not None and self._packed.device == packed.device:
                 self._packed.copy_(packed)
             else:
-                self._packed = packed
+                self._packed, self.generation, self._films = packed, next(_memories), []
+            self._refresh_films()
             # Views: they show what is written through parameter.data as well.
             found = [p.detach() for p in self.network.parameters().values()]
             self._remember([p[tuple(size // 2 for size in p.shape)].view(1) for p in found])
         self._seen = self._versions()
         return self._packed
+
+    def _refresh_films(self) -> None:
+        alive = [(film, of) for film, of in self._films if film() is not None]
+        for film, timesteps in alive:
+            film().copy_(self._step_film(timesteps))
+        self._films = alive
+
+    def _step_film(self, timesteps: Tensor) -> Tensor:
+        return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
 
     def _remember(self, elements: list[Tensor]) -> None:
         """Keep the elements and their values, in the memory that captured graphs read."""
@@ -256,6 +272,26 @@ class PackedUnet:
             timesteps, global_cond, self.packed, self.config, self.dtype
         )
 
+    def step_film(self, timesteps: Tensor) -> Tensor:
+        """FiLM's parameters at many timesteps, but for the observation's part, on a GPU.
+
+        They are made anew, in the same memory, when the weights are packed again into theirs.
+
+        Args:
+            timesteps: (S,), float32.
+
+        Returns:
+            (S, R), float32, for :meth:`sample`.
+
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self._packed is None or self.stale():
+                self.repack()
+            timesteps = timesteps.clone()
+            film = self._step_film(timesteps)
+        self._films.append((weakref.ref(film), timesteps))
+        return film
+
     def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
         """One forward pass of (B, T, Da) on rows of :meth:`film`, (B, R), on a GPU."""
         return torch.ops.dpa.unet1d_on_film(sample, film, self.packed, self.config, self.dtype)
@@ -271,6 +307,7 @@ class PackedUnet:
         noise: Tensor | None = None,
         known: Tensor | None = None,
         known_mask: Tensor | None = None,
+        step_film: Tensor | None = None,
     ) -> Tensor:
         """Run the whole loop: S steps of the network and of :func:`dpa.ops.scheduler_step`.
 
@@ -283,21 +320,15 @@ class PackedUnet:
             noise: (S, B, T, Da), or None where no step adds any.
             known: (B, T, Da), imposed where ``known_mask`` before every step and after the last.
             known_mask: bool, (B, T, Da).
+            step_film: :meth:`step_film` of the timesteps, on a GPU; None computes it.
 
         Returns:
             (B, T, Da), float32.
 
         """
-        return torch.ops.dpa.diffusion_sample(
-            initial,
-            timesteps,
-            global_cond,
-            self.packed,
-            self.config,
-            self.dtype,
-            coefficients,
-            clip,
-            noise,
-            known,
-            known_mask,
-        )
+        weights = (self.packed, self.config, self.dtype)
+        rest = (coefficients, clip, noise, known, known_mask)
+        if step_film is not None:
+            op = torch.ops.dpa.diffusion_sample_on_film
+            return op(initial, step_film, global_cond, *weights, *rest)
+        return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *rest)

@@ -6,12 +6,13 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import fused, stepwise
+from .call_arguments import fail, inpainting, kind_of, last_width, placement, shape_of
 from .graphs import LoopGraphs, can_capture
 from .noise import Draws, draw_normal
 from .packed import PackedUnet
@@ -20,10 +21,6 @@ from .schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
 from .step_table import Generators
 
 Steps = StepTable | LiveSteps
-
-
-def _fail(argument: str, rule: str, got: Any) -> NoReturn:
-    raise ValueError(f"DiffusionSampler: {argument} must {rule}, got {got}")
 
 
 def _warn(message: str) -> None:
@@ -102,18 +99,18 @@ class DiffusionSampler:
         parallel: Parallel | None = None,
     ):
         if dtype is not None and not dtype.is_floating_point:
-            _fail("dtype", "be a floating dtype", dtype)
+            fail("dtype", "be a floating dtype", dtype)
         if (
             dtype is not None
             and dtype.itemsize == 1
             and not (fused and dtype == torch.float8_e4m3fn)
         ):
-            _fail("dtype", "have 16 bits or more (float8_e4m3fn where fused is asked for)", dtype)
+            fail("dtype", "have 16 bits or more (float8_e4m3fn where fused is asked for)", dtype)
         if isinstance(scheduler, StepTable) and (eta != 0 or use_clipped_model_output):
             got = f"{eta} and {use_clipped_model_output}"
-            _fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
+            fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
         if fused and not isinstance(unet, nn.Module):
-            _fail("unet", "be a module where fused is asked for", type(unet))
+            fail("unet", "be a module where fused is asked for", type(unet))
         self.unet = unet
         self.dtype = dtype
         self.fused = fused
@@ -183,11 +180,9 @@ class DiffusionSampler:
                 _warn(f"{reason}: the scheduler's own step runs instead")
                 return live
         if steps not in (None, len(self._scheduler)):
-            _fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
+            fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
         return self._scheduler
 
-    @torch.compiler.disable(reason="the sampler captures its own graphs")
-    @torch.no_grad()
     def __call__(
         self,
         global_cond: Tensor | None = None,
@@ -229,39 +224,39 @@ class DiffusionSampler:
             "condition_mask": condition_mask,
             "noise": noise,
         }
-        kind = _kind(given, batch_size, generator)
-        if self._again is not None and kind is not None:
-            then, placement, call = self._again
-            if (then, placement) == (kind, call.packed.placement) and can_capture(placement[0]):
+        if not torch.compiler.is_compiling() and self._again is not None:
+            kind, placed, call = self._again
+            same = kind_of(given, batch_size, generator) == kind
+            if same and call.packed.placement == placed and can_capture(placed[0]):
                 return call(given, generator)
-        tensors = {name: value for name, value in given.items() if value is not None}
-        device, weights_dtype = self._placement(tensors)
-        shape = self._shape(tensors, batch_size)
-        wide = torch.promote_types(weights_dtype, torch.float32)
-        if (condition_data is None) != (condition_mask is None):
-            missing = "condition_data" if condition_data is None else "condition_mask"
-            _fail(missing, "be given where its counterpart is", None)
-        if condition_mask is not None and condition_mask.dtype != torch.bool:
-            _fail("condition_mask", "be a bool tensor", condition_mask.dtype)
-        if condition_data is not None:
-            condition_data = condition_data.to(wide)
+        return self._sample(given, batch_size, generator)
 
+    @torch.compiler.disable(reason="the sampler captures its own graphs")
+    @torch.no_grad()
+    def _sample(
+        self, given: dict[str, Tensor | None], batch_size: int | None, generator: Generators
+    ) -> Tensor:
+        """Sample, with everything looked up and checked anew."""
+        tensors = {name: value for name, value in given.items() if value is not None}
+        device, weights_dtype = placement(self.unet, tensors)
+        if self.action_dim is None and self._width[0] is not self.unet:
+            self._width = (self.unet, last_width(self.unet))
+        action_dim = self._width[1] if self.action_dim is None else self.action_dim
+        shape = shape_of(tensors, batch_size, self.horizon, action_dim)
+        wide = torch.promote_types(weights_dtype, torch.float32)
+        drawn = self.noise_dtype or wide
+        imposed = inpainting(given, wide)
         table = self._table(device, wide, self._steps)
-        packed = self._packed_for(table, device, weights_dtype, local_cond)
+        packed = self._packed_for(table, device, weights_dtype, given["local_cond"])
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
+            options = {"drawn": drawn, "capture": self.cuda_graph, "watch": self.watch}
             result, call = fused.run(
-                packed,
-                self._graphs,
-                table,
-                shape,
-                given,
-                generator,
-                drawn=self.noise_dtype or wide,
-                capture=self.cuda_graph,
-                watch=self.watch,
+                packed, self._graphs, table, shape, given, generator, **options
             )
-            self._again = None if call is None else (kind, packed.placement, call)
+            kind = kind_of(given, batch_size, generator)
+            known = call is not None and kind is not None
+            self._again = (kind, packed.placement, call) if known else None
             return result
 
         conditions = {
@@ -269,38 +264,24 @@ class DiffusionSampler:
             for name in ("global_cond", "local_cond")
             if name in tensors
         }
-        if condition_data is not None and condition_mask is not None:
-            inpainting = {"condition_data": condition_data, "condition_mask": condition_mask}
-        else:
-            inpainting = {}
+        noise = tensors.get("noise")
         if self.parallel is not None:
             self._parallel_may_run(table, device)
-            dtype = self.noise_dtype or wide
-            draws = Draws(noise is None, table.draws_noise, shape, dtype, device)
-            drawn = draws(generator).to(wide)
+            draws = Draws(noise is None, table.draws_noise, shape, drawn, device)
+            numbers = draws(generator).to(wide)
             if noise is None:
-                noise, drawn = drawn[0], drawn[1:]
-            inputs = {"sample": noise.to(wide).expand(shape), **conditions, **inpainting}
-            if len(drawn):
-                inputs["step_noise"] = drawn
+                noise, numbers = numbers[0], numbers[1:]
+            inputs = {"sample": noise.to(wide).expand(shape), **conditions, **imposed}
+            if len(numbers):
+                inputs["step_noise"] = numbers
             return self._run_parallel(table, inputs, packed, weights_dtype)
 
         def draw() -> Tensor:
-            return draw_normal(shape, generator, device, self.noise_dtype or wide).to(wide)
+            return draw_normal(shape, generator, device, drawn).to(wide)
 
         sample = (draw() if noise is None else noise.to(wide)).expand(shape)
-        unet, unet_dtype = self._network(device, weights_dtype)
-        cast = {"global_cond": None} | {n: v.to(unet_dtype) for n, v in conditions.items()}
-
-        def predict(sample: Tensor, timestep: Tensor) -> Tensor:
-            return unet(sample.to(unet_dtype), timestep, **cast).to(wide)
-
-        def impose(sample: Tensor) -> Tensor:
-            if not inpainting:
-                return sample
-            return torch.where(inpainting["condition_mask"], inpainting["condition_data"], sample)
-
-        return stepwise.loop(sample, table, predict, draw, impose, generator)
+        predict = stepwise.Prediction(*self._network(device, weights_dtype), conditions)
+        return stepwise.loop(sample, table, predict, draw, imposed, generator)
 
     def _packed_for(
         self,
@@ -321,17 +302,17 @@ class DiffusionSampler:
             return self._packed
         rule, got = reason
         if not self.fallback:
-            _fail("fused", rule, got)
+            fail("fused", rule, got)
         _warn(f"DiffusionSampler: fused must {rule}, got {got}: the loop runs step by step instead")
         return None
 
     def _parallel_may_run(self, table: Steps, device: torch.device) -> None:
         if not isinstance(table, StepTable) or isinstance(table, MultistepTable):
             got = type(table).__name__
-            _fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
+            fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             rule = "be left out inside a capture, since how many sweeps it takes depends on values"
-            _fail("parallel", rule, self.parallel)
+            fail("parallel", rule, self.parallel)
 
     def _run_parallel(
         self,
@@ -362,20 +343,6 @@ class DiffusionSampler:
             found, self.last_parallel = make(inputs).run()
         return found
 
-    def _placement(self, tensors: dict[str, Tensor]) -> tuple[torch.device, torch.dtype]:
-        """Return the device and dtype of the network; every argument must be on that device."""
-        parameters = self.unet.parameters() if isinstance(self.unet, nn.Module) else iter(())
-        first = next((p for p in parameters if p.is_floating_point()), None)
-        if first is not None:
-            device, dtype, whose = first.device, first.dtype, "the network's"
-        else:
-            placed = next(iter(tensors.values()), torch.empty(0))
-            device, dtype, whose = placed.device, torch.float32, "the first argument's"
-        for name, value in tensors.items():
-            if value.device != device:
-                _fail(name, f"be on {whose} device {device}", value.device)
-        return device, dtype
-
     def _network(
         self, device: torch.device, weights_dtype: torch.dtype
     ) -> tuple[Callable[..., Tensor], torch.dtype]:
@@ -392,58 +359,3 @@ class DiffusionSampler:
         for old, new in zip([*cast.parameters(), *cast.buffers()], live, strict=True):
             old.copy_(new)
         return cast, self.dtype
-
-    def _shape(self, tensors: dict[str, Tensor], batch_size: int | None) -> tuple[int, int, int]:
-        """Return (B, T, Da), on which all arguments must agree."""
-        for name, value in tensors.items():
-            rank = 2 if name == "global_cond" else 3
-            if value.dim() != rank:
-                _fail(name, f"have {rank} dimensions", tuple(value.shape))
-        sequences = {name: value for name, value in tensors.items() if name != "global_cond"}
-        actions = {name: value for name, value in sequences.items() if name != "local_cond"}
-        batch = batch_size
-        if batch is None:
-            batch = max((value.shape[0] for value in tensors.values()), default=1)
-        horizon, action_dim = self.horizon, self.action_dim
-        if horizon is None and sequences:
-            horizon = next(iter(sequences.values())).shape[1]
-        if action_dim is None:
-            if self._width[0] is not self.unet:
-                self._width = (self.unet, _action_dim(self.unet))
-            action_dim = self._width[1]
-        if action_dim is None and actions:
-            action_dim = next(iter(actions.values())).shape[2]
-        for name, size in (("horizon", horizon), ("action_dim", action_dim)):
-            if size is None:
-                _fail(name, "be given to the constructor, or follow from an argument", None)
-        shape = (batch, horizon, action_dim)
-        for name, value in tensors.items():
-            got = tuple(value.shape)
-            if name == "noise" and got != shape:
-                _fail(name, f"be (B, T, Da) = {shape}", got)
-            if got[0] not in (1, batch):
-                _fail(name, f"have a batch of 1 or {batch}", got)
-            if name in actions and got[1:] != shape[1:]:
-                _fail(name, f"be (B, T, Da) = {shape}", got)
-            if name in sequences and got[1] != horizon:
-                _fail(name, f"have the horizon {horizon}", got)
-        return shape
-
-
-def _kind(
-    given: dict[str, Tensor | None], batch_size: int | None, generator: Generators
-) -> tuple[Any, ...] | None:
-    """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        return None
-    tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
-    return (*tensors, batch_size, None if generator is None else generator.device)
-
-
-def _action_dim(unet: Any) -> int | None:
-    """Return the width of the network's last layer, where it has the original's name."""
-    if not isinstance(unet, nn.Module):
-        return None
-    # Wrappers, such as a compiled module, put a prefix before the name.
-    widths = (p.shape[0] for n, p in unet.named_parameters() if n.endswith("final_conv.1.weight"))
-    return next(widths, None)

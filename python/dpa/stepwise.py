@@ -11,6 +11,21 @@ from .schedulers import LiveSteps, StepTable
 from .step_table import Generators
 
 
+class Prediction:
+    """A network of a loop of steps: it is called in ``dtype``, on conditions of that dtype."""
+
+    def __init__(
+        self, unet: Callable[..., Tensor], dtype: torch.dtype, conditions: dict[str, Tensor]
+    ):
+        self._unet, self._dtype = unet, dtype
+        given = {name: value.to(dtype) for name, value in conditions.items()}
+        self._given = {"global_cond": None} | given
+
+    def __call__(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        """Predict for samples (B, T, Da) at timesteps (B,), in the sample's dtype."""
+        return self._unet(sample.to(self._dtype), timestep, **self._given).to(sample.dtype)
+
+
 class Window:
     """A network as :class:`dpa.parallel.Sweeps` calls it, for a window of states at once."""
 
@@ -37,10 +52,19 @@ def loop(
     table: StepTable | LiveSteps,
     predict: Callable[[Tensor, Tensor], Tensor],
     draw: Callable[[], Tensor],
-    impose: Callable[[Tensor], Tensor],
+    imposed: dict[str, Tensor],
     generator: Generators,
 ) -> Tensor:
-    """Run the steps of ``table`` on ``sample``, (B, T, Da)."""
+    """Run the steps of ``table`` on ``sample``, (B, T, Da).
+
+    ``imposed``: the ``condition_data`` that hold where ``condition_mask`` does, or nothing.
+    """
+
+    def impose(sample: Tensor) -> Tensor:
+        if not imposed:
+            return sample
+        return torch.where(imposed["condition_mask"], imposed["condition_data"], sample)
+
     timesteps = table.timesteps[:, None].expand(-1, sample.shape[0])
     advance = table.stepper(generator)
     for step in range(len(table)):

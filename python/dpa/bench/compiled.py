@@ -136,7 +136,7 @@ def _loop(network: Callable[..., Tensor], dtype: torch.dtype, batch: int, schedu
     def predict(sample: Tensor, timestep: Tensor) -> Tensor:
         return network(sample.to(dtype), timestep, global_cond=cond).float()
 
-    return lambda: stepwise.loop(draw(), table, predict, draw, lambda sample: sample, None)
+    return lambda: stepwise.loop(draw(), table, predict, draw, {}, None)
 
 
 def _measure(network: str, mode: str, dtype: str, batch: str) -> None:
