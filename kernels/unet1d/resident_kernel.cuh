@@ -87,9 +87,9 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
     const Block<Weight> block = {a,        shared, view, tid,  tid / 32,
                                  tid % 32, m,      k,    zero, ptx::held(ptx::shared_address(shared))};
     if constexpr (kPairs > 0)
-      Solo<Weight, kPairs, kRecord>{block}.run();
+      Solo<Weight, kPairs, kRecord>{{block}}.run();
     else
-      General<Weight>{block}.run();
+      General<Weight>{{block}}.run();
   }
 #endif
 }
