@@ -91,6 +91,20 @@ def change_padding(unet):
     unet.final_conv[0].block[0].padding_mode = "circular"
 
 
+def change_dilation(unet):
+    conv = unet.mid_modules[0].blocks[0].block[0]
+    conv.dilation, conv.padding = (2,), (2 * conv.padding[0],)
+
+
+def change_paddings(unet):
+    for i, padding in enumerate((2, 0)):
+        unet.mid_modules[0].blocks[i].block[0].padding = (padding,)
+
+
+def change_groups_of_a_norm(unet):
+    unet.mid_modules[0].blocks[0].block[1].num_groups = 2
+
+
 def test_a_layer_replaced_by_its_like_runs(device):
     unet, inputs = running(device)
     replace_layer(unet)
@@ -107,6 +121,9 @@ def test_a_layer_replaced_by_its_like_runs(device):
         give_a_layer_its_own_forward,
         change_eps,
         change_padding,
+        change_dilation,
+        change_paddings,
+        change_groups_of_a_norm,
     ],
 )
 def test_layers_that_become_others_stop_it(alter, device):

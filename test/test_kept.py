@@ -157,8 +157,20 @@ def _norm(net):
     net.final_conv[0].block[1].weight.data.mul_(2)  # read where it is
 
 
+def _dilated_halving(net):
+    conv = net.down_modules[0][2].conv
+    rate = 3 - conv.dilation[0]  # there and back
+    conv.dilation, conv.padding = (rate,), (rate,)
+
+
+def _paddings(net):
+    first, second = (net.mid_modules[0].blocks[i].block[0] for i in range(2))
+    other = (1,) if first.padding == (2,) else (2,)
+    first.padding, second.padding = other, (4 - other[0],)
+
+
 CHANGES = [_step, _through_data, _one_weight, _load, _replace_parameter, _replace_storage]
-CHANGES += [_replace_layer, _norm]
+CHANGES += [_replace_layer, _norm, _dilated_halving, _paddings]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)

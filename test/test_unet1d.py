@@ -328,6 +328,12 @@ def _dilation(block):
     conv.dilation, conv.padding = (2,), (2 * conv.padding[0],)
 
 
+def _paddings(block):
+    for i, more in enumerate((1, -1)):
+        conv = block.blocks[i].block[0]
+        conv.padding = (conv.padding[0] + more,)
+
+
 def _hook(block):
     block.blocks[0].block[1].register_forward_hook(lambda module, args, out: 2 * out)
 
@@ -341,6 +347,7 @@ CHANGES = [
     _eps,
     _appended,
     _dilation,
+    _paddings,
     _hook,
 ]
 
@@ -355,8 +362,45 @@ def test_changed_layers_count(change):
     torch.testing.assert_close(got, dpa.reference.plain(net)(**inputs), **tolerance(torch.float32))
     assert not torch.allclose(got, before)
     torch._dynamo.reset()
-    compiled = torch.compile(net, backend="eager")(**inputs)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)(**inputs)
     torch.testing.assert_close(compiled, got, **tolerance(torch.float32))
+
+
+def _circular_halving(net):
+    net.down_modules[0][2].conv.padding_mode = "circular"
+
+
+def _dilated_halving(net):
+    conv = net.down_modules[0][2].conv
+    conv.dilation, conv.padding = (2,), (2,)
+
+
+def _dilated_doubling(net):
+    conv = net.up_modules[0][2].conv
+    conv.dilation, conv.padding, conv.output_padding = (2,), (3,), (1,)
+
+
+def _strided_end(net):
+    net.final_conv[1].stride = (2,)
+
+
+def _padded_end(net):
+    net.final_conv[1].padding = (1,)
+
+
+SETTINGS = [_circular_halving, _dilated_halving, _dilated_doubling, _strided_end, _padded_end]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("change", SETTINGS, ids=lambda change: change.__name__[1:])
+def test_settings_of_the_layers_between_the_blocks_count(change, grad):
+    net, inputs = make("film_scale")
+    with torch.set_grad_enabled(grad):
+        before = net(**inputs)
+        change(net)
+        got, expected = net(**inputs), dpa.reference.plain(net)(**inputs)
+    torch.testing.assert_close(got, expected, **tolerance(torch.float32))
+    assert got.shape != before.shape or not torch.allclose(got, before)
 
 
 def test_hooks_on_all_modules_see_the_layers():

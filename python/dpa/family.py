@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .nn.plain import convolution_settings
 from .nn.unet1d import ConditionalUnet1D, _Conv1d, _ConvTranspose1d
 
 _FIRST_CONV = re.compile(r"down_modules\.0\.0\.(?:blocks\.0|conv1)\.block\.0\.weight$")
@@ -36,8 +37,11 @@ _SWITCHES = {
 }
 
 
-# Settings of layers that somebody may write to. Looked at in every call, so they are few.
-_SETTINGS = {nn.GroupNorm: "eps", (nn.Conv1d, nn.ConvTranspose1d): "padding_mode"}
+# Settings of layers that somebody may write to, and what reads them. Looked at in every call.
+_SETTINGS = {
+    nn.GroupNorm: itemgetter("eps", "num_groups"),
+    (nn.Conv1d, nn.ConvTranspose1d): convolution_settings,
+}
 Trait = Callable[[dict], Any]
 
 
@@ -240,8 +244,8 @@ def _traits(module: nn.Module) -> tuple[tuple[Trait, list[dict], list], ...]:
     layers = list(module.modules())[1:]  # the network's own forward is dpa's affair
     # A forward of a layer's own is an attribute more.
     looked: list[tuple[Trait, list[dict]]] = [(len, [vars(m) for m in layers])]
-    for kinds, name in _SETTINGS.items():
-        looked.append((itemgetter(name), [vars(m) for m in layers if isinstance(m, kinds)]))
+    for kinds, read in _SETTINGS.items():
+        looked.append((read, [vars(m) for m in layers if isinstance(m, kinds)]))
     return tuple((read, places, list(map(read, places))) for read, places in looked)
 
 

@@ -13,6 +13,10 @@ _KINDS = frozenset({nn.Parameter, type(None)})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
 _has_its_own = operator.methodcaller("__contains__", "forward")
+# Of the attributes of a convolution.
+convolution_settings = operator.itemgetter(
+    "padding_mode", "padding", "stride", "dilation", "groups", "output_padding"
+)
 
 
 class PlainLayers:
@@ -39,7 +43,8 @@ class PlainLayers:
         found = self._found.get(module)
         if found is None or not found.still_there():
             found = self._found[module] = FoundLayers(module, self._types, self._parameters)
-        return found.parameters() if found.has_one_kind_of_norm() else None
+        usual = found.keeps_length and found.has_one_kind_of_norm()
+        return found.parameters() if usual else None
 
     def traced(self, module: nn.Module) -> list[Tensor | None] | None:
         """The same in what compilers can trace, where looking costs nothing at run time."""
@@ -55,11 +60,20 @@ class PlainLayers:
 
 
 def is_changed(layer: nn.Module) -> bool:
-    """Whether a layer has hooks, a forward of its own, a dilation or a padding but zeros."""
+    """Whether a layer has hooks, a forward of its own, or settings that change the length."""
     if any(len(getattr(layer, name)) > 0 for name in HOOKS) or "forward" in vars(layer):
         return True
-    zeros = getattr(layer, "padding_mode", "zeros") == "zeros"
-    return not zeros or getattr(layer, "dilation", (1,)) != (1,)
+    return isinstance(layer, nn.Conv1d) and not _keeps_length(layer)
+
+
+def _keeps_length(conv: nn.Conv1d) -> bool:
+    """Whether a convolution is an ordinary one, with half its kernel of zeros at both ends."""
+    return (
+        conv.padding_mode == "zeros"
+        and conv.padding == (conv.kernel_size[0] // 2,)
+        and conv.stride == conv.dilation == (1,)
+        and conv.groups == 1
+    )
 
 
 def _inside(root: nn.Module, path: str) -> nn.Module | None:
@@ -70,7 +84,14 @@ def _inside(root: nn.Module, path: str) -> nn.Module | None:
 
 
 class FoundLayers:
-    """One module's layers and where their parameters lie, for looks by dictionary alone."""
+    """One module's layers and where their parameters lie, for looks by dictionary alone.
+
+    Attributes:
+        keeps_length: whether all convolutions are ordinary ones that keep the length.
+
+    """
+
+    keeps_length = False
 
     def __init__(self, root, types, parameters):
         modules = {path: _inside(root, path) for path in types}
@@ -82,7 +103,10 @@ class FoundLayers:
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
         self._hooks += HOOKS_OF_ALL
         self._own = [vars(module) for module in self._modules]
-        self._convs = [vars(m) for m in self._modules if isinstance(m, nn.Conv1d)]
+        convs = [m for m in self._modules if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))]
+        self._convs = [vars(conv) for conv in convs]
+        self._settings = list(map(convolution_settings, self._convs))
+        self.keeps_length = all(map(_keeps_length, convs))
         self._norms = [vars(m) for m in self._modules if isinstance(m, nn.GroupNorm)]
         parents = [path.rpartition(".")[::2] for path in types]
         holders = [(vars(modules[p])["_modules"], sum(q == p for q, _ in parents)) for p in types]
@@ -101,9 +125,8 @@ class FoundLayers:
         """Return the parameters, or None where a layer is changed, hooked, or sharded."""
         if not self._plain or any(self._hooks) or any(map(_has_its_own, self._own)):
             return None
-        for conv in self._convs:
-            if conv["padding_mode"] != "zeros" or conv["dilation"] != (1,):
-                return None
+        if list(map(convolution_settings, self._convs)) != self._settings:
+            return None
         for children, count in self._holders:
             if len(children) != count:
                 return None

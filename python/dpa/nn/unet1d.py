@@ -65,9 +65,11 @@ def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor | 
 
 
 class _Conv1d(nn.Conv1d):
-    """``nn.Conv1d`` on ``dpa::conv1d``: any stride and padding, one group, no dilation."""
+    """``nn.Conv1d`` on ``dpa::conv1d``: any stride and padding of zeros, one group, no dilation."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.padding_mode != "zeros" or self.dilation[0] != 1 or self.groups != 1:
+            return self._conv_forward(x, self.weight, self.bias)
         return torch.ops.dpa.conv1d(
             x, self.weight, self.bias, self.stride[0], int(self.padding[0]), False
         )
@@ -77,6 +79,17 @@ class _ConvTranspose1d(nn.ConvTranspose1d):
     """``nn.ConvTranspose1d`` on ``dpa::conv1d``."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.output_padding[0] != 0 or self.dilation[0] != 1 or self.groups != 1:
+            return F.conv_transpose1d(
+                x,
+                self.weight,
+                self.bias,
+                self.stride,
+                self.padding,
+                self.output_padding,
+                self.groups,
+                self.dilation,
+            )
         return torch.ops.dpa.conv1d(
             x, self.weight, self.bias, self.stride[0], int(self.padding[0]), True
         )
