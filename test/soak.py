@@ -1,6 +1,6 @@
 """The fused sampler over and over: soak.py [REPLAYS [SECONDS]]. Prints what drifted or leaked.
 
-On a GPU the loop is a captured graph. After 20,000 calls, or a quarter of the time, many of them
+On a GPU the loop is a captured graph. After 10,000 calls, or a quarter of the time, many of them
 are captured into one graph, each with its comparison, eight at a time, so that a million take less
 than a minute. The CPU runs it on packed weights.
 """
@@ -18,7 +18,7 @@ import torch
 
 import dpa
 
-_CALLS = 20_000  # one by one, in a quarter of the time at the most
+_CALLS = 10_000  # one by one, in a quarter of the time at the most
 _STREAMS = 8  # of a graph of many calls, on a GPU
 _TOGETHER = 400  # calls in that graph
 
