@@ -42,6 +42,10 @@ def _samples(device):
         *(x.to("meta") for x in (new(2), cond[:1], packed)), CONFIG, F32
     )
     yield "unet1d_film", Sample((new(2), cond[:1], packed, CONFIG, F32))
+    yield "unet1d_step_film", Sample((new(3), packed, CONFIG, F32))
+    rest = (packed, CONFIG, F32, table, 1.0, noise[:, :1], sample[:1], mask[:1])
+    step_film = new(3, film.shape[1])
+    yield "diffusion_sample_on_film", Sample((sample[:1], step_film, cond[:1], *rest))
     yield "unet1d_on_film", Sample((sample, new(*film.shape), packed, CONFIG, F32))
     batch_dtype = torch.bfloat16
     batch = torch.ops.dpa.unet1d_batch_pack([w.to("meta") for w in weights], CONFIG, batch_dtype)
@@ -60,6 +64,7 @@ _VALID = {
     ("unet1d_batch", 1): {"double", "integer"},
     ("unet1d_batch", 2): {"double"},
     ("unet1d_film", 0): {"length"},
+    ("unet1d_step_film", 0): {"length"},
     ("parallel_window", 0): {"length", "rank"},
     ("parallel_window", 1): {"length"},
     ("parallel_window", 2): {"rank"},
