@@ -1,6 +1,8 @@
 """The benchmark's arithmetic, tables and pictures; what it measures is no test's business."""
 
 import json
+import os
+import re
 
 import pytest
 import torch
@@ -166,6 +168,15 @@ def test_rows_of_several_stages_make_one_table():
     assert [_cell(value) for value in (1.7e-6, 0.01, None, "x")] == ["1.7e-06", "0.01", "", "x"]
     quick, whole = cpu.stages(quick=True), cpu.stages()
     assert set(quick) < set(whole) and "U-Net, batch 16" not in quick
+
+
+def test_a_busy_machine_is_named(monkeypatch):
+    from dpa.bench import command
+
+    cores = len(os.sched_getaffinity(0))
+    for load, words in ((0.4 * cores, "^$"), (0.6 * cores, rf"busy \(load .* on {cores} cores\)")):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert re.search(words, command._busy())
 
 
 def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -86,6 +87,8 @@ def bench(
         raise typer.BadParameter("--profile needs a GPU")
     name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     results: Tables = {"device": name, "torch": torch.__version__}
+    if not gpu and (busy := _busy()):
+        Console(stderr=True).print(f"[yellow]{busy}[/]", highlight=False)
     chosen = [part.strip() for part in networks.split(",")]
     pictures: list[Path] = []
     file = out / f"{'profile' if profile else 'train' if training else 'results'}.json"
@@ -123,6 +126,17 @@ def bench(
         console.print(f"weights read at {results['read TB/s']:.2f} TB/s")
     for path in (file, *pictures):
         console.print(f"written: {path}")
+
+
+def _busy() -> str:
+    """Say so where other programs want the cores that threads would be measured on."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load < cores / 2:
+        return ""
+    return (
+        f"this machine is busy (load {load:.1f} on {cores} cores): threads that wait for one "
+        "another take many times as long then, PyTorch's and dpa's"
+    )
 
 
 def _on_gpu(
