@@ -133,6 +133,27 @@ def test_packages_to_install_are_ones_that_are_tested(line):
         assert name == "dist/dpa-*.whl" or re.search(rf"^{name}==", pins, re.M), name
 
 
+def test_pages_name_the_figures_of_the_charts():
+    """Whoever measures anew changes one file, and this names the sentences that are left."""
+    chart = json.loads((_ROOT / "docs/figures.json").read_text())["step-gpu"]
+    figures = {label: f"{value:g}" for label, value, _ in chart["rows"]}
+    ways = ("PyTorch eager", "torch.compile", "dpa")
+    float32, bfloat16 = ([figures[f"{t}, {way}"] for way in ways] for t in ("float32", "bfloat16"))
+    eager, compiled, ours = zip(float32, bfloat16, strict=True)
+    said = {
+        "README.md": [" | ".join(float32), " | ".join(bfloat16)],
+        "docs/comparison.md": [f"| {a} | {b} |" for a, b in (eager, compiled, ours)],
+        "docs/benchmarks.md": [f"torch.compile ({us} us)" for us in compiled],
+        "docs/reference/measured.json": [
+            f"{ours[0]} us in float32, {ours[1]} in bfloat16",
+            f"takes {eager[0]} in float32 and {eager[1]} in bfloat16",
+        ],
+    }
+    for page, sentences in said.items():
+        text = (_ROOT / page).read_text()
+        assert [words for words in sentences if words not in text] == [], page
+
+
 def test_charts_are_drawn_from_the_figures():
     figures = runpy.run_path(str(_ROOT / "docs/figures.py"))
     for name, figure in json.loads((_ROOT / "docs/figures.json").read_text()).items():
