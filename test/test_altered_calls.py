@@ -1,0 +1,173 @@
+"""What is done to a scheduler, and to a policy's calls: accelerated policies do as the original."""
+
+import copy
+import re
+import types
+
+import pytest
+import torch
+
+import dpa
+from policies import (
+    diffusers,
+    lerobot_policy,
+    observations,
+    original_policy,
+    unet_and_inputs,
+)
+from test_alterations import call_of, sampled
+
+# Nothing falls back here unless a test says so.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+
+def test_a_scheduler_that_is_replaced_later():
+    fast, call = dpa.accelerate(original_policy("cpu")), call_of()
+    sampled(fast, call)
+    fast.noise_scheduler = diffusers.DDIMScheduler(20, thresholding=True)
+    plain = dpa.restore(copy.deepcopy(fast))
+    with pytest.warns(RuntimeWarning, match=r"cannot be accelerated: .*thresholding"):
+        sampled(fast, call)
+    torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-3, atol=1e-3)
+    for policy in (fast, plain):
+        policy.noise_scheduler = diffusers.DDPMScheduler(20)
+    for _ in range(2):
+        torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
+    assert dpa.explain(fast).findings[0].active
+
+
+@torch.no_grad()
+def test_what_is_done_to_a_scheduler(device):
+    """Its step replaced, its noise levels replaced, new ones for every call."""
+    plain = original_policy(device)
+    fast, call = dpa.accelerate(copy.deepcopy(plain)), call_of(device)
+    sampled(fast, call)
+    sampled(fast, call)
+    seen = []
+    for policy in (plain, fast):
+        own = policy.noise_scheduler.step
+        policy.noise_scheduler.step = lambda *a, own=own, **k: seen.append(1) or own(*a, **k)
+    want = sampled(plain, call)
+    with pytest.warns(RuntimeWarning, match="the scheduler's step was replaced on the object"):
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    assert len(seen) == 2 * fast.num_inference_steps
+    assert "step was replaced" in str(dpa.explain(fast))
+    for policy in (plain, fast):
+        del policy.noise_scheduler.step
+        policy.noise_scheduler.alphas_cumprod = policy.noise_scheduler.alphas_cumprod**2
+    for _ in range(2):
+        torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
+    loop = vars(fast)["conditional_sample"]
+    for steps in range(1, 13):
+        fast.num_inference_steps = plain.num_inference_steps = steps
+        fast.noise_scheduler = diffusers.DDPMScheduler(20)
+        plain.noise_scheduler = fast.noise_scheduler
+        for _ in range(2):
+            want = sampled(plain, call)
+            torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    assert len(loop._samplers) == 8
+    assert len({id(sampler._packed) for sampler, _ in loop._samplers.values()}) == 1
+
+
+@torch.no_grad()
+def test_calls_that_no_fused_loop_takes(device):
+    plain = original_policy(device)
+    fast, (data, mask, _, cond) = dpa.accelerate(copy.deepcopy(plain)), call_of(device)
+    noise = torch.randn_like(data)
+    for options, why in (
+        ({"eta": 0.5, "variance_noise": noise}, "no fused step takes variance_noise"),
+        ({"condition_data": data.double(), "eta": 0.5}, "condition_data is torch.float64"),
+        ({"condition_mask": mask.long()}, "condition_mask is torch.int64"),
+    ):
+        call = {"condition_data": data, "condition_mask": mask, "global_cond": cond, **options}
+        want = error = None
+        try:
+            want = plain.conditional_sample(**call)
+        except (IndexError, RuntimeError) as raised:
+            error = str(raised)
+        with pytest.warns(RuntimeWarning, match=f"cannot be accelerated: {why}"):
+            if error is None:
+                torch.testing.assert_close(fast.conditional_sample(**call).shape, want.shape)
+            else:
+                with pytest.raises((IndexError, RuntimeError), match=re.escape(error)):
+                    fast.conditional_sample(**call)
+        strict = dpa.accelerate(copy.deepcopy(plain), fallback=False)
+        with pytest.raises(RuntimeError, match=why):
+            strict.conditional_sample(**call)
+
+    class Bare:
+        """A scheduler with none of diffusers' attributes besides those that the loop reads."""
+
+        timesteps = torch.arange(4, -1, -1)
+
+        def set_timesteps(self, steps):
+            pass
+
+        def step(self, output, timestep, sample, generator=None):
+            return types.SimpleNamespace(prev_sample=sample - 0.1 * output)
+
+    plain.noise_scheduler = fast.noise_scheduler = Bare()
+    want = sampled(plain, call_ := (data, mask, None, cond))
+    with pytest.warns(RuntimeWarning, match="got Bare"):
+        torch.testing.assert_close(sampled(fast, call_), want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_what_raises_where_the_original_did_not(monkeypatch):
+    """No memory for the packed weights, say: the first call finds out, and the original runs."""
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    policy, call = original_policy("cpu"), call_of()
+    want = sampled(policy, call)
+    monkeypatch.setattr(dpa.PackedUnet, "repack", out_of_memory)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    with pytest.warns(RuntimeWarning, match=r"raised CUDA out of memory\., so the original runs"):
+        assert torch.equal(sampled(fast, call), want)
+    with pytest.warns(RuntimeWarning, match="ConditionalUnet1D raised CUDA out of memory"):
+        torch.testing.assert_close(sampled(fast, call), want)
+    torch.testing.assert_close(sampled(fast, call), want)
+    assert "unchanged: raised CUDA out of memory." in str(dpa.explain(fast))
+    with pytest.raises(RuntimeError, match=r"raised CUDA .*, and fallback is False"):
+        sampled(dpa.accelerate(policy, fallback=False), call)
+
+
+@torch.no_grad()
+def test_given_noise_replaces_the_draw(device):
+    """LeRobot's ``noise=``, through its public methods."""
+    plain = lerobot_policy(device, noise_scheduler_type="DDIM", num_inference_steps=5)
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
+    noise = torch.randn(1, 8, 2, device=device)
+    for observation in observations(9, device):
+        results = []
+        for policy in (plain, fast):
+            torch.manual_seed(8)
+            results.append(policy.select_action(dict(observation), noise=noise))
+            results.append(torch.randn(2, device=device))
+        torch.testing.assert_close(results[2], results[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(results[3], results[1])
+    assert dpa.explain(fast).findings[0].errors
+
+
+def test_the_tolerance_decides():
+    unet, inputs = unet_and_inputs()
+
+    class Shifted(type(unet)):
+        def forward(self, sample, timestep, local_cond=None, global_cond=None):
+            return 1.01 * super().forward(sample, timestep, local_cond, global_cond)
+
+    unet.__class__ = Shifted
+    with torch.no_grad():
+        want = unet(*inputs)
+        dpa.accelerate(unet, tolerance=0.1)
+        unet(*inputs)
+        torch.testing.assert_close(1.01 * unet(*inputs), want, rtol=1e-4, atol=1e-4)
+        dpa.accelerate(unet)
+        with pytest.warns(RuntimeWarning, match="the accelerated Shifted differs"):
+            unet(*inputs)
+        assert torch.equal(unet(*inputs), want)
+    assert "unchanged: differs from the original by" in str(dpa.explain(unet))
+    for tolerance in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="tolerance must be positive and finite, got"):
+            dpa.accelerate(unet, tolerance=tolerance)
