@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,7 +120,9 @@ def _stages(console: Console, to: str) -> Iterator[Callable[[str], None]]:
         transient=True,
         disable=not console.is_terminal,
     )
-    with bar:
+    with bar, warnings.catch_warnings():
+        # PyTorch's exporter warns of its own future, which is nothing to act on here.
+        warnings.simplefilter("ignore", FutureWarning)
         task = bar.add_task("", total=len(STAGES))
 
         def report(stage: str) -> None:
