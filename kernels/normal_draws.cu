@@ -5,7 +5,8 @@
 //               key = the seed, counter = (offset / 4 + d, i): PyTorch gives number i of a draw to sequence i, and
 //               every draw moves the offset by 4
 //
-// Grid: a thread a number of out, rows * numel of them; rows from `draws` on are zero. The arithmetic is that of
+// Grid: a thread a number of out, rows * numel of them; rows from `draws` on are zero. `loop_inputs` has kCopyBlocks
+// blocks more for each copy, which go through it side by side. The arithmetic is that of
 // cuRAND, operation by operation, for the same bits: the fast sine, the exact logarithm.
 #include "kernels/common/dtype.cuh"
 #include "kernels/common/launch.cuh"
@@ -14,7 +15,7 @@
 namespace dpa::kernels {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kCopyBlocks = 8;
 
 // The first two of the four words.
 __device__ __forceinline__ uint2 philox(uint64_t seed, uint64_t sequence, uint64_t position) {
@@ -39,9 +40,10 @@ __device__ __forceinline__ float normal(uint2 words) {
   return sine * sqrtf(-2.0f * logf(u)) + 0.0f;  // PyTorch adds the mean: no number is -0
 }
 
+// Number `e` of out.
 template <class T>
-__global__ void __launch_bounds__(kThreads) normal_draws_kernel(const NormalDraws a) {
-  const int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x, draw = e / a.numel;
+__device__ __forceinline__ void draw_one(const NormalDraws& a, int64_t e) {
+  const int64_t draw = e / a.numel;
   if (draw >= a.rows) return;
   const bool captured = a.stream.seed_at != nullptr;
   const uint64_t seed = captured ? static_cast<uint64_t>(*a.stream.seed_at) : a.stream.seed;
@@ -50,16 +52,57 @@ __global__ void __launch_bounds__(kThreads) normal_draws_kernel(const NormalDraw
   static_cast<T*>(a.out)[e] = narrow<T>(value);
 }
 
+template <class T>
+__global__ void __launch_bounds__(kThreads) normal_draws_kernel(const NormalDraws a) {
+  draw_one<T>(a, blockIdx.x * int64_t{kThreads} + threadIdx.x);
+}
+
+// One of kCopyBlocks blocks.
+template <class Word>
+__device__ __forceinline__ void copy(const Copies::Copy& c, int block) {
+  const auto* from = static_cast<const Word*>(c.from);
+  auto* to = static_cast<Word*>(c.to);
+  for (int64_t i = block * kThreads + static_cast<int>(threadIdx.x); i < c.bytes / static_cast<int64_t>(sizeof(Word));
+       i += kCopyBlocks * kThreads)
+    to[i] = from[i];
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) loop_inputs_kernel(const NormalDraws a, const Copies copies) {
+  const int draw_blocks = static_cast<int>(gridDim.x) - copies.count * kCopyBlocks,
+            beyond = static_cast<int>(blockIdx.x) - draw_blocks;
+  if (beyond < 0) return draw_one<T>(a, blockIdx.x * int64_t{kThreads} + threadIdx.x);
+  const Copies::Copy& c = copies.of[beyond / kCopyBlocks];
+  if ((reinterpret_cast<uintptr_t>(c.from) | reinterpret_cast<uintptr_t>(c.to) | c.bytes) % 4 == 0)
+    copy<uint32_t>(c, beyond % kCopyBlocks);
+  else
+    copy<uint8_t>(c, beyond % kCopyBlocks);
+}
+
+// Calls `run` with a value of the draws' type.
+template <class Run>
+cudaError_t of_dtype(DType dtype, Run run) {
+  switch (dtype) {
+    case DType::kFloat32: return run(float{});
+    case DType::kFloat16: return run(__half{});
+    case DType::kBFloat16: return run(__nv_bfloat16{});
+    default: return cudaErrorInvalidValue;
+  }
+}
+
 }  // namespace
 
 cudaError_t normal_draws(const NormalDraws& args, cudaStream_t stream) {
   const dim3 blocks(grid_for(args.rows * args.numel, kThreads));
-  switch (args.dtype) {
-    case DType::kFloat32: return launch(normal_draws_kernel<float>, blocks, kThreads, stream, args);
-    case DType::kFloat16: return launch(normal_draws_kernel<__half>, blocks, kThreads, stream, args);
-    case DType::kBFloat16: return launch(normal_draws_kernel<__nv_bfloat16>, blocks, kThreads, stream, args);
-    default: return cudaErrorInvalidValue;
-  }
+  return of_dtype(args.dtype,
+                  [&](auto one) { return launch(normal_draws_kernel<decltype(one)>, blocks, kThreads, stream, args); });
+}
+
+cudaError_t loop_inputs(const NormalDraws& args, const Copies& copies, cudaStream_t stream) {
+  const dim3 blocks(grid_for(args.rows * args.numel, kThreads) + copies.count * kCopyBlocks);
+  return of_dtype(args.dtype, [&](auto one) {
+    return launch(loop_inputs_kernel<decltype(one)>, blocks, kThreads, stream, args, copies);
+  });
 }
 
 }  // namespace dpa::kernels

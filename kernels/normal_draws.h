@@ -1,4 +1,4 @@
-// CUDA launcher of `dpa::normal_draws`.
+// CUDA launchers of `dpa::normal_draws` and `dpa::loop_inputs_`.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -27,5 +27,18 @@ struct NormalDraws {
   PhiloxStream stream;
 };
 cudaError_t normal_draws(const NormalDraws& args, cudaStream_t stream);
+
+/// Memory that is copied beside the draws.
+constexpr int kMostCopies = 4;
+struct Copies {
+  struct Copy {
+    const void* from;
+    void* to;
+    int64_t bytes;
+  } of[kMostCopies];
+  int count;
+};
+/// Both in one launch; `args` may have no rows.
+cudaError_t loop_inputs(const NormalDraws& args, const Copies& copies, cudaStream_t stream);
 
 }  // namespace dpa::kernels

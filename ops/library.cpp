@@ -138,6 +138,12 @@ TORCH_LIBRARY(dpa, m) {
   m.def("normal_draws.out(SymInt draws, Generator? generator=None, *, Tensor(a!) out) -> ()",
         std::as_const(seeded_out));
 
+  // What a captured loop reads: those numbers, and copies of what the call is given.
+  m.def(
+      "loop_inputs_(Tensor(a!)[] kept, Tensor[] given, Tensor(b!)? out=None, SymInt draws=0, "
+      "Generator? generator=None) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+
   // A sweep of parallel sampling, but for the network: the states it begins with, and what becomes of its output.
   m.def("parallel_window(Tensor states, Tensor table, Tensor position, SymInt window) -> (Tensor, Tensor)", functional);
   m.def(

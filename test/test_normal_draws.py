@@ -99,6 +99,45 @@ def test_a_loop_draws_what_its_steps_draw(device, first, flags):
             back()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loops_inputs_are_written_at_once(device, dtype):
+    """Beside the draws: copies of all kinds, more than one launch takes, odd places in memory."""
+    new = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
+    given = [
+        new(3, 37),
+        new(2, 5, 3) > 0,
+        new(1, 132).half(),
+        new(4, 6).t(),
+        new(0, 3),
+        new(1, 4).expand(3, 4),
+        new(5000)[3:],
+        (new(1001) > 0)[1:],
+    ]
+    kept = [torch.empty(x.shape, device=device, dtype=x.dtype) for x in given]
+    kept[2] = kept[2].float()
+    kept[6] = torch.empty(4998, device=device)[1:]
+    made, expected = (torch.Generator(device).manual_seed(5) for _ in range(2))
+    out = torch.full((4, 2, 16, 3), torch.nan, device=device, dtype=dtype)
+    for numbers in ((out, 3, made), ()):
+        for x in kept:
+            x.fill_(1)
+        torch.ops.dpa.loop_inputs_(kept, given, *numbers)
+        assert all(torch.equal(k, x.to(k.dtype)) for k, x in zip(kept, given, strict=True))
+    draw = {"generator": expected, "dtype": dtype, "device": device}
+    assert torch.equal(out[:3], torch.stack([torch.randn(2, 16, 3, **draw) for _ in range(3)]))
+    assert not out[3:].any()
+    assert torch.equal(made.get_state(), expected.get_state())
+    op = torch.ops.dpa.loop_inputs_
+    with pytest.raises(RuntimeError, match="dpa::loop_inputs_: given must be as many tensors"):
+        op(kept, given[1:])
+    with pytest.raises(RuntimeError, match="dpa::loop_inputs_: given must have the shapes of kept"):
+        op(kept[1:], given[:-1])
+    with pytest.raises(RuntimeError, match="dpa::loop_inputs_: out must be contiguous"):
+        op([], [], out, 5)
+    with pytest.raises(RuntimeError, match="dpa::loop_inputs_: out must be given"):
+        op(kept[:1], given[:1], None, 1)
+
+
 def test_rejected_and_registered(device):
     op, like = torch.ops.dpa.normal_draws, torch.empty(2, 3, device=device)
     with pytest.raises(RuntimeError, match="dpa::normal_draws: draws must be at least 0, got -1"):

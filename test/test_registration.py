@@ -28,6 +28,7 @@ _ELSEWHERE = {
     "dpa::unet1d_batch": ("CPU",),
     "dpa::unet1d_batch_pack": ("CPU",),
     "dpa::normal_draws": (),
+    "dpa::loop_inputs_": (),
     "dpa::parallel_window": ("CPU",),
     "dpa::parallel_move_": ("CPU",),
 }

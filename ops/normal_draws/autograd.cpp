@@ -2,4 +2,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-TORCH_LIBRARY_IMPL(dpa, Autograd, m) { m.impl("normal_draws", torch::autograd::autogradNotImplementedFallback()); }
+TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
+  m.impl("normal_draws", torch::autograd::autogradNotImplementedFallback());
+  m.impl("loop_inputs_", torch::CppFunction::makeFallthrough());
+}

@@ -18,6 +18,16 @@ void check_normal_draws_out(const Tensor& out, const c10::SymInt& draws) {
   DPA_CHECK(draws >= 0 && draws <= out.sym_size(0), op, "draws must be 0 to the rows of out", draws);
 }
 
+void check_loop_inputs(at::TensorList kept, at::TensorList given, const Tensor& out, int64_t draws) {
+  constexpr const char* op = "loop_inputs_";
+  DPA_CHECK(kept.size() == given.size(), op, "given must be as many tensors as kept", given.size());
+  for (size_t i = 0; i < kept.size(); i++)
+    DPA_CHECK(kept[i].sizes() == given[i].sizes(), op, "given must have the shapes of kept", given[i].sizes());
+  DPA_CHECK(out.defined() || draws == 0, op, "out must be given where there are draws", "none");
+  DPA_CHECK(!out.defined() || (out.dim() > 0 && out.is_contiguous() && draws >= 0 && draws <= out.size(0)), op,
+            "out must be contiguous, with a row a draw or more", out.sizes());
+}
+
 void normal_draws_each(Tensor out, int64_t draws, const OptionalGenerator& generator) {
   for (int64_t d = 0; d < draws; d++) out.select(0, d).normal_(0.0, 1.0, generator);
   if (draws < out.size(0)) out.narrow(0, draws, out.size(0) - draws).zero_();

@@ -17,11 +17,20 @@ void normal_draws_out_cpu(int64_t draws, const OptionalGenerator& generator, con
   normal_draws_each(out, draws, generator);
 }
 
+void loop_inputs_cpu(at::TensorList kept, at::TensorList given, const OptionalTensor& out_, int64_t draws,
+                     const OptionalGenerator& generator) {
+  const Tensor out = value_or_undefined(out_);
+  check_loop_inputs(kept, given, out, draws);
+  for (size_t i = 0; i < kept.size(); i++) kept[i].copy_(given[i]);
+  if (out.defined()) normal_draws_each(out, draws, generator);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpa, CPU, m) {
   m.impl("normal_draws", &normal_draws_cpu);
   m.impl("normal_draws.out", &normal_draws_out_cpu);
+  m.impl("loop_inputs_", &loop_inputs_cpu);
 }
 
 }  // namespace dpa

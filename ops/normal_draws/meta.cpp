@@ -18,11 +18,14 @@ void normal_draws_out_meta(c10::SymInt draws, const OptionalGenerator&, const Te
   check_normal_draws_out(out, draws);
 }
 
+void loop_inputs_meta(at::TensorList, at::TensorList, const OptionalTensor&, c10::SymInt, const OptionalGenerator&) {}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpa, Meta, m) {
   m.impl("normal_draws", &normal_draws_meta);
   m.impl("normal_draws.out", &normal_draws_out_meta);
+  m.impl("loop_inputs_", &loop_inputs_meta);
 }
 
 }  // namespace dpa

@@ -4,6 +4,9 @@
 //   rows
 //
 // On CUDA one launch makes them all, where a draw has few numbers. Not differentiable: the numbers depend on nothing.
+//
+// `dpa::loop_inputs_`: what a captured loop reads, written before it runs: draws into `out`, and `given[i]` into
+// `kept[i]`, whose shape it has. On CUDA one launch too, where types are the same and memory is contiguous.
 #pragma once
 #include <ATen/core/Generator.h>
 
@@ -17,6 +20,9 @@ using OptionalGenerator = std::optional<at::Generator>;
 /// has a row a draw.
 void check_normal_draws(const Tensor& like, const c10::SymInt& draws, const c10::SymInt& rows);
 void check_normal_draws_out(const Tensor& out, const c10::SymInt& draws);
+
+/// Of `loop_inputs_`.
+void check_loop_inputs(at::TensorList kept, at::TensorList given, const Tensor& out, int64_t draws);
 
 /// Writes rows of `out` one after the other.
 void normal_draws_each(Tensor out, int64_t draws, const OptionalGenerator& generator);

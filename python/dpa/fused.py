@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .graphs import Body, Inputs, LoopGraphs, can_capture
-from .noise import Draws, rewinding
+from .noise import Drawing, Draws
 from .packed import PackedUnet, runs_packed
 from .schedulers import LiveSteps, MultistepTable, StepTable
 from .step_table import Generators
@@ -60,10 +60,8 @@ class Captured:
 
     def __call__(self, given: Given, generator: Generators) -> Tensor:
         """Return the actions; weights that changed since they were packed cost a second run."""
-        draws, packed, draw, rewind = self.draws, self.packed, None, None
-        if draws.rows:
-            rewind = rewinding(draws.device, generator)
-            draw = (draws.rows, functools.partial(draws.into, generator=generator))
+        draws, packed = self.draws, self.packed
+        draw = None if draws.rows is None else Drawing(draws, generator)
         inputs = _expanded(given, draws.shape)
 
         def replay() -> Tensor:
@@ -76,8 +74,8 @@ class Captured:
             # Looked at while the GPU works already.
             if packed.stale() or (self.watch and packed.differed()):
                 packed.repack()
-                if rewind is not None:
-                    rewind()
+                if draw is not None and draw.back is not None:
+                    draw.back()
                 result = replay()
         return result
 
@@ -143,7 +141,7 @@ def _expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
             continue
         if value.requires_grad:
             value = value.detach()
-        if len(value) != shape[0]:
+        if value.shape[0] != shape[0]:
             value = value.expand(shape[0], *value.shape[1:])
         found[name] = value
     return found

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .noise import Drawing
+
 Inputs = dict[str, Tensor]
 # Asked for before a capture, and given back: more than a loop of the published networks takes.
 _ROOM = 64 << 20
 # Captures that failed. PyTorch's allocator may go on asking them which memory is theirs.
 _FAILED: list[torch.cuda.CUDAGraph] = []
 
+_DEFAULT = 0  # the default stream's address
+
 Body = Callable[[Inputs], Tensor]
-# The shape of what a loop draws, and what writes it: in each call, before the graph.
-Draw = tuple[tuple[int, ...], Callable[[Tensor], object]]
 
 
 def can_capture(device: torch.device) -> bool:
@@ -73,7 +75,7 @@ class LoopGraphs:
         key: Hashable,
         device: torch.device,
         inputs: Inputs,
-        draw: Draw | None,
+        draw: Drawing | None,
         make_body: Callable[[], Body],
     ) -> Tensor:
         """Return ``body(inputs)``, replayed from the second call with a key on.
@@ -83,7 +85,7 @@ class LoopGraphs:
             device: the CUDA device.
             inputs: tensors on it, floating or bool; their shapes must follow from the key. The body
                 of a graph receives floating ones as float32.
-            draw: writes the random numbers that the body receives as ``draws``, float32.
+            draw: the random numbers that the body receives as ``draws``, float32.
             make_body: makes the body, whose work is only kernels on the current stream.
 
         """
@@ -93,9 +95,8 @@ class LoopGraphs:
                 return graph.replay(inputs, draw)
             body = make_body()
             if draw is not None:
-                shape, write = draw
-                drawn = torch.empty(shape, device=device)
-                write(drawn)
+                drawn = torch.empty(draw.shape, device=device)
+                draw.begin(drawn, [], [])
                 inputs = inputs | {"draws": drawn}
             result = body(inputs)
             if key not in self.refused:
@@ -137,18 +138,24 @@ class _LoopGraph:
                 _FAILED.append(self._graph)
                 raise
         self._done = torch.cuda.Event()
+        self._last = _DEFAULT
 
-    def replay(self, inputs: Inputs, draw: Draw | None) -> Tensor:
-        # The GPU waits meanwhile: nothing is done here that the launch does not need.
-        stream = torch.cuda.current_stream(self._output.device)
-        stream.wait_event(self._done)
-        for name, value in inputs.items():
-            self._inputs[name].copy_(value)
-        if draw is not None:
-            draw[1](self._inputs["draws"])
+    def replay(self, inputs: Inputs, draw: Drawing | None) -> Tensor:
+        # The GPU waits meanwhile: nothing comes before the launch that it does not need. What ran
+        # on the default stream last is ahead of this on it; another stream may be one that is gone.
+        device = self._output.device
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        if stream != _DEFAULT or self._last != _DEFAULT:
+            torch.cuda.current_stream(device).wait_event(self._done)
+        kept, given = [self._inputs[name] for name in inputs], list(inputs.values())
+        if draw is None:
+            torch.ops.dpa.loop_inputs_(kept, given)
+        else:
+            draw.begin(self._inputs["draws"], kept, given)
         self._graph.replay()
         result = self._output.clone()
-        self._done.record(stream)
+        self._done.record(torch.cuda.current_stream(device))
+        self._last = stream
         return result
 
 

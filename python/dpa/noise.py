@@ -116,11 +116,30 @@ class Draws:
         else:
             out.copy_(self(generator))
 
+    def launch(
+        self, out: Tensor, generator: Generators, kept: list[Tensor], given: list[Tensor]
+    ) -> Callable[[], object] | None:
+        """As :meth:`into`, with ``given`` copied into ``kept``, in one launch on a GPU.
+
+        Returns:
+            What brings the stream back to where it was; None where one launch cannot do it, and
+            nothing has been done.
+
+        """
+        source = generator_on(self.device, generator)
+        if source is None or out.dtype != self.dtype or not self._one_launch(self.device):
+            return None
+        back = functools.partial(source.set_offset, source.get_offset())
+        torch.ops.dpa.loop_inputs_(kept, given, out, self._draws, source)
+        return back
+
+    def _one_launch(self, device: torch.device) -> bool:
+        return self._in_a_row and _draws_as_pytorch(device, self.shape, self.dtype)
+
     def _fill(self, out: Tensor, generator: Generators) -> Tensor:
         if not self._draws:
             return out.zero_()
-        one = isinstance(generator, torch.Generator) and self._in_a_row
-        if one and _draws_as_pytorch(out.device, self.shape, out.dtype):
+        if isinstance(generator, torch.Generator) and self._one_launch(out.device):
             torch.ops.dpa.normal_draws.out(self._draws, generator, out=out)
             return out
         for row, drawn in zip(out, self._flags, strict=True):
@@ -129,6 +148,32 @@ class Draws:
             else:
                 row.zero_()
         return out
+
+
+class Drawing:
+    """What one call draws, of a generator.
+
+    Attributes:
+        shape: of the numbers, (rows, B, T, Da).
+        back: brings the random stream back to where it was; None before it has moved.
+
+    """
+
+    def __init__(self, draws: Draws, generator: Generators):
+        assert draws.rows is not None
+        self.shape, self.back = draws.rows, None
+        self._draws, self._generator = draws, generator
+
+    def begin(self, out: Tensor, kept: list[Tensor], given: list[Tensor]) -> None:
+        """Draw into ``out``, and copy ``given`` into ``kept``."""
+        draws, generator = self._draws, self._generator
+        if draws.device.type == "cuda":
+            self.back = draws.launch(out, generator, kept, given)
+        if self.back is None:
+            self.back = rewinding(draws.device, generator)
+            if kept:
+                torch.ops.dpa.loop_inputs_(kept, given)
+            draws.into(out, generator)
 
 
 def rewinding(device: torch.device, generator: Generators) -> Callable[[], object]:
