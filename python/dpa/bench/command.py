@@ -148,15 +148,13 @@ def _on_gpu(
     train_steps: int,
 ) -> tuple[Stages, Callable[[Tables], Tables]]:
     """What there is to measure on a GPU, and what makes the last of the tables."""
-    stages: Stages = {}
-    if only != "sampler":
-        stages["small ops"] = small_ops.run
+    ops: Stages = {} if only == "sampler" else {"small ops": small_ops.run}
     if only == "ops":
-        return stages, dict
+        return ops, dict
     from dpa.bench import sampler
 
     run = sampler.Run(networks, batches, autotune, plain, train_steps)
-    return stages | run.stages(), sampler.finished
+    return run.stages() | ops, sampler.finished
 
 
 def _measured(

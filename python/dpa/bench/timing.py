@@ -36,13 +36,14 @@ def device_spread_us(run: Callable[[], object], repeats: int = 200) -> tuple[flo
 
 def latency(run: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Median and 99th percentile, in microseconds, from the call to its result on the device."""
-    times = []
-    for i in range(repeats + 3):
+    times: list[float] = []
+    warm_up = min(3, (repeats + 1) // 3)
+    for i in range(repeats + warm_up):
         _synchronize()
         begin = time.perf_counter()
         run()
         _synchronize()
-        if i >= 3:
+        if i >= warm_up:
             times.append((time.perf_counter() - begin) * 1e6)
     times.sort()
     return statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
