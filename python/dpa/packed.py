@@ -152,10 +152,12 @@ class PackedUnet:
         return self._packed
 
     def _refresh_films(self) -> None:
-        alive = [(film, of) for film, of in self._films if film() is not None]
-        for film, timesteps in alive:
+        for film, timesteps in self._living_films():
             film().copy_(self._step_film(timesteps))
-        self._films = alive
+
+    def _living_films(self) -> list[tuple[weakref.ref[Tensor], Tensor]]:
+        self._films = [(film, of) for film, of in self._films if film() is not None]
+        return self._films
 
     def _step_film(self, timesteps: Tensor) -> Tensor:
         return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
@@ -289,7 +291,7 @@ class PackedUnet:
                 self.repack()
             timesteps = timesteps.clone()
             film = self._step_film(timesteps)
-        self._films.append((weakref.ref(film), timesteps))
+        self._living_films().append((weakref.ref(film), timesteps))
         return film
 
     def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
