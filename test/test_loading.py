@@ -282,6 +282,15 @@ class Settings:
     """Stands for a configuration object of the training code."""
 
 
+@pytest.mark.parametrize("content", [b"", b"# a text\n", b"\x89PNG\r\n\x1a\n"])
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_file_of_another_kind_is_called_so(content, trust, tmp_path):
+    path = tmp_path / "unet.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged or no checkpoint: it begins as neither"):
+        load_checkpoint(path, trust_pickle=trust)
+
+
 def test_trust_pickle_reads_objects_besides_tensors(unet, tmp_path):
     content = {"cfg": Settings(), "state_dicts": {"model": prefixed(unet.state_dict(), "model.")}}
     torch.save(content, tmp_path / "a.ckpt")

@@ -317,6 +317,11 @@ def _read(path: Path, trust_pickle: bool) -> Any:
         raise CheckpointError(f"{path}: unpickling it needs the package {error.name}") from None
     except Exception as error:  # pickle raises whatever a damaged file leads it to
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        with path.open("rb") as file:
+            begins = file.read(2)
+        if begins[:1] != b"\x80" and begins != b"PK":  # a pickle, or the archive of torch.save
+            reason = "it begins as neither torch.save's files nor pickles do"
+            raise CheckpointError(f"{path}: is damaged or no checkpoint: {reason}") from None
         if "Unsupported" in str(error) or "weights_only" in str(error):
             raise CheckpointError(
                 f"{path}: holds pickled objects besides tensors, as diffusion_policy's .ckpt files "
