@@ -70,6 +70,25 @@ def test_loops_on_the_timesteps_part_of_film(cuda, name, batch, steps):
         torch.ops.dpa.unet1d_step_film(times.long(), *args[3:])
 
 
+def test_tables_are_refreshed_as_long_as_somebody_holds_them(monkeypatch):
+    unet = net("small", torch.device("cpu"))
+    packed, packings = PackedUnet(unet), []
+    monkeypatch.setattr(packed, "_step_film", lambda times: times[:, None] + len(packings))
+    times = torch.arange(3.0)
+    film, address = packed.step_film(times), packed.packed.data_ptr()
+    generation = packed.generation
+    for _ in range(3):
+        packed.step_film(times)
+    assert len(packed._films) == 2  # one of them is dead
+    packings.append(1)
+    packed.repack()
+    assert torch.equal(film, times[:, None] + 1) and len(packed._films) == 1
+    assert packed.packed.data_ptr() == address and packed.generation == generation
+    packed._packed = None  # as after a change of the network's modules: other memory
+    packed.repack()
+    assert packed.generation > generation and not packed._films
+
+
 def test_film_is_checked(cuda):
     unet = net("small", cuda)
     packed, cond, times = PackedUnet(unet), cond_of(unet, 1, cuda), torch.arange(3.0, device=cuda)
