@@ -222,3 +222,98 @@ def test_copies_start_without_graphs():
 
 def test_nothing_is_captured_on_the_cpu():
     assert not can_capture(torch.device("cpu"))
+
+
+def _slow_stream(cuda):
+    """A stream that has much to do before what comes next."""
+    stream = torch.cuda.Stream(cuda)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+    return stream
+
+
+def _two_kinds(cuda):
+    sampler = make(cuda, "DDIM", 3)
+    calls = [(torch.randn(b, 5, device=cuda), torch.randn(b, 16, 2, device=cuda)) for b in (1, 3)]
+    for cond, noise in [*calls, *calls]:
+        sampler(cond, noise=noise)
+    return sampler, calls
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_stream_waits_for_the_weights_that_another_packs(cuda, captured):
+    sampler, calls = _two_kinds(cuda)
+    sampler.cuda_graph = captured
+    for _ in range(5):
+        with torch.no_grad():
+            for p in sampler.unet.parameters():
+                p.mul_(1.05)
+        slow, other = _slow_stream(cuda), torch.cuda.Stream(cuda)
+        other.wait_stream(torch.cuda.current_stream())
+        results = []
+        for stream, (cond, noise) in zip((slow, other), calls, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(sampler(cond, noise=noise))
+        torch.cuda.synchronize()
+        for result, (cond, noise) in zip(results, calls, strict=True):
+            assert torch.equal(result, copy.deepcopy(sampler)(cond, noise=noise))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_weights_are_packed_anew_after_a_slow_stream_has_read_the_last(cuda, captured):
+    sampler, calls = _two_kinds(cuda)
+    sampler.cuda_graph = captured
+    for _ in range(5):
+        expected = [copy.deepcopy(sampler)(cond, noise=noise) for cond, noise in calls]
+        with torch.cuda.stream(_slow_stream(cuda)):
+            before = sampler(calls[0][0], noise=calls[0][1])
+        for module in sampler.unet.modules():
+            for name, p in list(module._parameters.items()):
+                if p is not None:
+                    module._parameters[name] = torch.nn.Parameter(p.detach() * 1.05)
+        after = sampler(calls[1][0], noise=calls[1][1])
+        torch.cuda.synchronize()
+        assert torch.equal(before, expected[0])
+        assert torch.equal(after, copy.deepcopy(sampler)(calls[1][0], noise=calls[1][1]))
+        assert not torch.equal(after, expected[1])
+
+
+def test_what_a_slow_replay_reads_is_not_given_away(cuda):
+    """A sampler that goes while a side stream still replays its graph."""
+    for _ in range(5):
+        sampler, calls = _two_kinds(cuda)
+        cond, noise = calls[1]
+        expected = sampler(cond, noise=noise)
+        with torch.cuda.stream(_slow_stream(cuda)):
+            result = sampler(cond, noise=noise)
+        del sampler
+        for size in [noise.numel(), cond.numel()] * 50:
+            torch.full((size,), torch.nan, device=cuda)
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_first_call_inside_a_capture_of_the_users(cuda, changed):
+    """The graph packs the weights; calls outside do not take its memory for packed weights."""
+    sampler, cond = make(cuda, "DDIM", 3), torch.randn(2, 5, device=cuda)
+    noise = torch.randn(2, 16, 2, device=cuda)
+    twin = copy.deepcopy(sampler)
+    twin(cond, noise=noise)  # loads the kernels
+    if changed:
+        sampler(cond, noise=noise)
+        with torch.no_grad():
+            for net in (sampler.unet, twin.unet):
+                net.final_conv[1].weight.mul_(2)
+    table = sampler._table(cuda, torch.float32, 3)
+    assert len(table) == 3  # on the device before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sampler(cond, noise=noise)
+    expected = twin(cond, noise=noise)
+    assert torch.equal(sampler(cond, noise=noise), expected)
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert torch.equal(sampler(cond, noise=noise), expected)

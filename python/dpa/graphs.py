@@ -138,6 +138,7 @@ class _LoopGraph:
                 _FAILED.append(self._graph)
                 raise
         self._done = torch.cuda.Event()
+        self._home = torch._C._cuda_getCurrentRawStream(device.index)
         self._last = _DEFAULT
 
     def replay(self, inputs: Inputs, draw: Drawing | None) -> Tensor:
@@ -147,6 +148,9 @@ class _LoopGraph:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         if stream != _DEFAULT or self._last != _DEFAULT:
             torch.cuda.current_stream(device).wait_event(self._done)
+        if stream != self._home:  # whose memory the inputs are
+            for value in self._inputs.values():
+                value.record_stream(torch.cuda.current_stream(device))
         kept, given = [self._inputs[name] for name in inputs], list(inputs.values())
         if draw is None:
             torch.ops.dpa.loop_inputs_(kept, given)

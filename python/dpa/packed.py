@@ -99,6 +99,10 @@ class PackedUnet:
         self._packed: Tensor | None = None
         self.generation = 0
         self._films: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        # On a GPU: the stream that packed, what is recorded there, and the others that read since.
+        self._stream: torch.cuda.Stream | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._readers: set[torch.cuda.Stream] = set()
         self._seen: tuple[list[int], list[int]] = ([], [])
         self._elements: list[Tensor] = []
         self._values: Tensor | None = None
@@ -127,7 +131,8 @@ class PackedUnet:
         """Pack the weights as they are now, in the same memory as before where there is one.
 
         A captured graph that reads the packed weights therefore follows. ``generation`` is another
-        number, of no other network, where there was no such memory.
+        number, of no other network, where there was no such memory. Other streams read what is
+        there before it is written over, and wait for what is written.
 
         Raises:
             ValueError: modules were replaced, and the network can no longer be packed.
@@ -136,10 +141,9 @@ class PackedUnet:
         if self.network.altered():
             self._read()
             self._packed = None  # of another size, perhaps
+        packed = self._pack()
+        self._wait_for_readers()
         with torch.inference_mode(False), torch.no_grad():
-            weights = self.network.weights()
-            given = [weights[name] for name in self._names]
-            packed = torch.ops.dpa.unet1d_pack(given, self.config, self.dtype)
             if self._packed is not None and self._packed.device == packed.device:
                 self._packed.copy_(packed)
             else:
@@ -149,6 +153,36 @@ class PackedUnet:
             found = [p.detach() for p in self.network.parameters().values()]
             self._remember([p[tuple(size // 2 for size in p.shape)].view(1) for p in found])
         self._seen = self._versions()
+        self._stream = None
+        if self._packed.is_cuda:
+            self._stream = torch.cuda.current_stream(self._packed.device)
+            self._packed.record_stream(self._stream)
+            self._ready = self._stream.record_event()
+        return self._packed
+
+    def _pack(self) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            weights = self.network.weights()
+            given = [weights[name] for name in self._names]
+            return torch.ops.dpa.unet1d_pack(given, self.config, self.dtype)
+
+    def _wait_for_readers(self) -> None:
+        if self._stream is not None:
+            stream = torch.cuda.current_stream(self._stream.device)
+            for other in self._readers | {self._stream}:
+                stream.wait_stream(other)
+        self._readers.clear()
+
+    def _readable(self) -> Tensor:
+        """The packed weights, once the current stream waits for the one that packed them."""
+        home = self._stream
+        if home is None or torch._C._cuda_getCurrentRawStream(home.device_index) == home.cuda_stream:
+            return self._packed
+        if not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(home.device)
+            stream.wait_event(self._ready)
+            self._packed.record_stream(stream)
+            self._readers.add(stream)
         return self._packed
 
     def _refresh_films(self) -> None:
@@ -239,17 +273,22 @@ class PackedUnet:
         """Return the packed weights as they are, packing only where there are none there yet."""
         if self._packed is None or self._packed.device != device:
             return self.repack()
-        return self._packed
+        return self._readable()
 
     @property
     def packed(self) -> Tensor:
         """The packed weights, made anew if the network's have changed.
 
         A compiled function takes them as they were packed before: its graph holds no such question.
+        A capture that finds them changed packs them in every replay, and for itself alone.
         """
         if torch.compiler.is_compiling() and self._packed is not None:
             return self._packed
-        return self.repack() if self._packed is None or self.stale() else self._packed
+        if not self.stale():
+            return self._readable()
+        on_gpu = self.placement[0].type == "cuda"
+        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+        return self._pack() if capturing else self.repack()
 
     def __call__(
         self, sample: Tensor, timestep: Tensor, global_cond: Tensor | None = None

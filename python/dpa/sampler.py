@@ -224,8 +224,9 @@ class DiffusionSampler:
             "condition_mask": condition_mask,
             "noise": noise,
         }
-        if not torch.compiler.is_compiling() and self._again is not None:
-            kind, placed, call = self._again
+        again = self._again  # read once: another thread's call may replace it
+        if not torch.compiler.is_compiling() and again is not None:
+            kind, placed, call = again
             same = kind_of(given, batch_size, generator) == kind
             if same and call.packed.placement == placed and can_capture(placed[0]):
                 return call(given, generator)
