@@ -52,6 +52,7 @@ def _graphs(device, monkeypatch):
     nothing = types.SimpleNamespace(wait_event=id, wait_stream=id, record=id)
     for name in ("CUDAGraph", "Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: copy.copy(nothing))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device.index)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(graphed_calls, "can_capture", lambda _: True)

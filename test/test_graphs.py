@@ -317,3 +317,27 @@ def test_a_first_call_inside_a_capture_of_the_users(cuda, changed):
     graph.replay()
     assert torch.equal(out, expected)
     assert torch.equal(sampler(cond, noise=noise), expected)
+
+
+@pytest.mark.parametrize("how", ["loop", "sweeps", "calls"])
+def test_graphs_on_another_device_than_the_current_one(how):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    conds = [torch.randn(2, 5, device=other) for _ in range(4)]
+    noise = torch.randn(2, 16, 2, device=other)
+    if how == "calls":
+        unet = make(other).unet.train()
+        plain = copy.deepcopy(unet)
+        dpa.graph_calls(unet, warmup=1)
+        for cond in conds:
+            results = [net(noise, 7, global_cond=cond) for net in (unet, plain)]
+            torch.testing.assert_close(*results)
+        return
+    sampler = make(other, parallel=dpa.Parallel(4, 1e-3) if how == "sweeps" else None)
+    for cond in conds:
+        torch.testing.assert_close(
+            sampler(cond, noise=noise, generator=torch.Generator(other).manual_seed(1)),
+            plain_twin(sampler)(cond, noise=noise, generator=torch.Generator(other).manual_seed(1)),
+        )

@@ -129,6 +129,8 @@ class GraphedForward:
         device = next(x.device for x in values if x is not None)
         if not self.module.training or not can_capture(device):
             return None
+        if device.index != torch.cuda.current_device():  # whose streams are what is captured
+            return None
         parts = self._parts
         if parts is None or not parts.unchanged():
             self._forget()

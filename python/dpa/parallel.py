@@ -285,9 +285,10 @@ class SweepGraphs:
             make: the sweeps over copies of the inputs, whose work is kernels alone.
 
         """
-        with self._lock:
+        device = inputs["sample"].device
+        with self._lock, torch.cuda.device(device):
             if key not in self._kept and key not in self.refused:
-                spare = torch.empty(1, device=inputs["sample"].device)
+                spare = torch.empty(1, device=device)
                 try:
                     self._kept[key] = _CapturedSweeps(inputs, make)
                 except RuntimeError as error:  # the sweeps still run, kernel by kernel
