@@ -38,7 +38,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   DPA_CHECK(major >= 8, op, "sample must be on a GPU of compute capability 8.0 or later", major);
   for (Tensor* t : {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known,
                     &in.known_mask, &in.film, &in.step_film})
-    if (t->defined()) *t = t->contiguous();
+    if (t->defined()) *t = aligned(t->contiguous());
   const auto floats = [](const Tensor& t) { return static_cast<const float*>(data_or_null(t)); };
   kernels::unet1d::Call call = {};
   call.batch = static_cast<int>(in.sample.size(0));
@@ -85,7 +85,7 @@ Tensor unet1d_film_cuda(const Tensor& timesteps, const OptionalTensor& global_co
   check_unet1d_film(*plan, timesteps, global_cond, packed_);
   const c10::cuda::CUDAGuard guard(timesteps.device());
   const auto steps = static_cast<int>(timesteps.size(0));
-  const auto times = timesteps.contiguous(), packed = packed_.contiguous();
+  const auto times = timesteps.contiguous(), packed = aligned(packed_.contiguous());
   if (global_cond.defined()) global_cond = global_cond.contiguous();
   auto table = at::empty({steps, plan->film_rows}, timesteps.options());
   const auto bytes = static_cast<int64_t>(kernels::unet1d::film_workspace_bytes(*plan, steps));
@@ -104,7 +104,7 @@ Tensor unet1d_step_film_cuda(const Tensor& timesteps, const Tensor& packed_, at:
   check_unet1d_step_film(op, *plan, timesteps, packed_);
   const c10::cuda::CUDAGuard guard(timesteps.device());
   const auto steps = static_cast<int>(timesteps.size(0));
-  const auto times = timesteps.contiguous(), packed = packed_.contiguous();
+  const auto times = timesteps.contiguous(), packed = aligned(packed_.contiguous());
   auto table = at::empty({steps, plan->film_rows}, timesteps.options());
   auto workspace =
       at::empty({static_cast<int64_t>(kernels::unet1d::film_workspace_bytes(*plan, steps))}, packed.options());

@@ -212,7 +212,7 @@ class Forward {
 
   const BatchPlan& plan_;
   at::TensorList parameters_;
-  const Tensor& packed_;
+  const Tensor packed_;
   c10::cuda::CUDAStream stream_;
   kernels::DType dtype_, parameter_dtype_;
   int64_t batch_ = 0, length_ = 0;
@@ -247,7 +247,7 @@ Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const Op
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
   std::vector<Tensor> kept;
   for (const auto& parameter : parameters) kept.push_back(aligned(parameter.contiguous()));
-  return Forward(*plan, kept, packed).run(sample, timesteps, value_or_undefined(global_cond));
+  return Forward(*plan, kept, aligned(packed)).run(sample, timesteps, value_or_undefined(global_cond));
 }
 
 }  // namespace
