@@ -74,6 +74,8 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
     )
     cond, noise = torch.randn(1, 8, device=device), torch.randn(1, 8, 2, device=device)
     call = lambda: sampler(global_cond=cond, noise=noise)  # noqa: E731
+    # Of this process alone, while what is taken is the device's, with its other users'.
+    reserved = torch.cuda.memory_reserved if device.type == "cuda" else lambda: 0
     bits = call().clone().view(torch.int32)
     different = torch.zeros((_STREAMS, *bits.shape), dtype=bits.dtype, device=device)
 
@@ -94,7 +96,7 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
     count()
 
     readings: list[dict[str, float]] = []
-    files, made = _files(), 0
+    files, reserved_first, made = _files(), reserved(), 0
     singly: int | None = None
     due = [replays * i // 10 for i in range(11)]
     while True:
@@ -131,6 +133,7 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
             last["host"] - readings[len(readings) // 2]["host"], 1
         ),
         "MB on the device": round(last["device"] - first["device"], 1),
+        "bytes reserved": reserved() - reserved_first,
         "files": _files() - files,
         "MB": readings,
     }

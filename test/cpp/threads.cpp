@@ -2,6 +2,7 @@
 // any program opens it; what is shared is what users share: parameters, a graph that several threads go back through,
 // packed weights, and more networks than the library keeps plans of.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <dlfcn.h>
@@ -54,8 +55,8 @@ struct Shared {
   Tensors parameters;
 
   Shared() {
-    const std::vector<std::vector<int64_t>> shapes = {{4, 4, 3}, {4}, {4}, {4},      {4, 4, 3},
-                                                      {4},       {4}, {4}, {15, 12}, {15}};
+    const std::vector<std::vector<int64_t>> shapes = {{4, 4, 3}, {4}, {4},      {4},  {4, 4, 3}, {4},
+                                                      {4},       {4}, {15, 12}, {15}, {5, 24},   {5}};
     for (const auto& shape : shapes) parameters.push_back(at::randn(shape).set_requires_grad(true));
   }
 
@@ -69,8 +70,10 @@ struct Shared {
     y = first("fused_relu_add", {first("elementwise_mult", {y, y}), y, 0.5});
     y = first("denoise", {y, x, constants, index, x});
     y = first("scheduler_step", {y, x, table, index});
+    y = y + first("normal_draws", {x, 1, 2, at::detail::createCPUGenerator(7)})[0];
     const auto state = call("lltm", {features, p[8], p[9], h, h});
-    return y.sum() + (state[0].toTensor() * state[1].toTensor()).sum();
+    const auto joint = first("joint_linear", {y.flatten(1), Tensors{p[10], p[10]}, Tensors{p[11], p[11]}});
+    return y.sum() + joint.square().sum() + (state[0].toTensor() * state[1].toTensor()).sum();
   }
 };
 
