@@ -1,8 +1,8 @@
 """The fused sampler over and over: soak.py [REPLAYS [SECONDS]]. Prints what drifted or leaked.
 
 On a GPU the loop is a captured graph. After 10,000 calls, or a quarter of the time, many of them
-are captured into one graph, each with its comparison, eight at a time, so that a million take less
-than a minute. The CPU runs it on packed weights.
+are captured into one graph, each with its comparison, eight at a time, so that a million take about
+a minute. The CPU runs it on packed weights.
 """
 
 import functools

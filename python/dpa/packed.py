@@ -176,7 +176,10 @@ class PackedUnet:
     def _readable(self) -> Tensor:
         """The packed weights, once the current stream waits for the one that packed them."""
         home = self._stream
-        if home is None or torch._C._cuda_getCurrentRawStream(home.device_index) == home.cuda_stream:
+        if (
+            home is None
+            or torch._C._cuda_getCurrentRawStream(home.device_index) == home.cuda_stream
+        ):
             return self._packed
         if not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(home.device)
