@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .nn.blocks1d import Conv1d, ConvTranspose1d
 from .nn.plain import convolution_settings
-from .nn.unet1d import ConditionalUnet1D, _Conv1d, _ConvTranspose1d
+from .nn.unet1d import ConditionalUnet1D
 
 _FIRST_CONV = re.compile(r"down_modules\.0\.0\.(?:blocks\.0|conv1)\.block\.0\.weight$")
 _PARTS = ("diffusion_step_encoder", "down_modules", "mid_modules", "up_modules", "final_conv")
 # What a network of somebody else's has where ours has its own convolutions.
-_PLAIN = {_Conv1d: nn.Conv1d, _ConvTranspose1d: nn.ConvTranspose1d}
+_PLAIN = {Conv1d: nn.Conv1d, ConvTranspose1d: nn.ConvTranspose1d}
 # DP3's switches, and which residual blocks each of them conditions.
 _SWITCHES = {
     "use_down_condition": "down_modules.",

@@ -1,4 +1,4 @@
-"""The conditional 1D U-Net of Diffusion Policy, its blocks on ``dpa::conv1d_gnm``.
+"""The conditional 1D U-Net of Diffusion Policy.
 
 Constructors, forward signatures and state-dict keys are those of the original, so published
 checkpoints load as they are. Three traits of the original are kept because checkpoints depend on
@@ -19,17 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .plain import PlainLayers, is_changed
+from .blocks1d import (
+    WEIGHT_AND_BIAS,
+    ConditionalResidualBlock1D,
+    Conv1d,
+    Conv1dBlock,
+    Downsample1d,
+    Upsample1d,
+    is_exporting,
+    parameters_of,
+)
+from .plain import PlainLayers
 
 # The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
 _CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
 _HALVES = (torch.float16, torch.bfloat16)
-_BOTH = ("weight", "bias")
-
-
-def _is_exporting() -> bool:
-    # torch.compiler.is_exporting() says yes to torch.compile too.
-    return torch.compiler._is_exporting_flag
 
 
 def channels_last(sample: Tensor, weight: Tensor) -> bool:
@@ -41,7 +45,7 @@ def channels_last(sample: Tensor, weight: Tensor) -> bool:
     ``DPA_CHANNELS_LAST=0`` in the environment refuses it.
     """
     if not torch.jit.is_scripting():
-        possible = _CHANNELS_LAST and sample.is_cuda and not _is_exporting()
+        possible = _CHANNELS_LAST and sample.is_cuda and not is_exporting()
         if possible:
             same, half = sample.dtype == weight.dtype, weight.dtype in _HALVES
             mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled("cuda")
@@ -64,239 +68,14 @@ def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor | 
     return (film.pop() if parts == 2 else None), film.pop()
 
 
-class _Conv1d(nn.Conv1d):
-    """``nn.Conv1d`` on ``dpa::conv1d``: any stride and padding of zeros, one group, no dilation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.padding_mode != "zeros" or self.dilation[0] != 1 or self.groups != 1:
-            return self._conv_forward(x, self.weight, self.bias)
-        return torch.ops.dpa.conv1d(
-            x, self.weight, self.bias, self.stride[0], int(self.padding[0]), False
-        )
-
-
-class _ConvTranspose1d(nn.ConvTranspose1d):
-    """``nn.ConvTranspose1d`` on ``dpa::conv1d``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.output_padding[0] != 0 or self.dilation[0] != 1 or self.groups != 1:
-            return F.conv_transpose1d(
-                x,
-                self.weight,
-                self.bias,
-                self.stride,
-                self.padding,
-                self.output_padding,
-                self.groups,
-                self.dilation,
-            )
-        return torch.ops.dpa.conv1d(
-            x, self.weight, self.bias, self.stride[0], int(self.padding[0]), True
-        )
-
-
-class Conv1dBlock(nn.Module):
-    """Conv1d, GroupNorm and Mish as one op, with an optional FiLM and a residual on top.
-
-    ``mish(group_norm(conv1d(x))) * scale + shift + residual``, with stride 1 and padding
-    ``kernel_size // 2``.
-
-    Args:
-        inp_channels: channels of the input.
-        out_channels: channels of the output, a multiple of ``n_groups``.
-        kernel_size: odd, so that the length stays as it is.
-        n_groups: groups of the GroupNorm.
-
-    Raises:
-        ValueError: on an even ``kernel_size`` or an indivisible ``out_channels``.
-
-    """
-
-    def __init__(self, inp_channels: int, out_channels: int, kernel_size: int, n_groups: int = 8):
-        super().__init__()
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"Conv1dBlock: kernel_size must be odd, got {kernel_size}")
-        if n_groups < 1 or out_channels % n_groups != 0:
-            raise ValueError(
-                f"Conv1dBlock: out_channels must be a multiple of the {n_groups} groups, "
-                f"got {out_channels}"
-            )
-        # The forward reads the parameters of this Sequential, and calls it where a layer of it has
-        # been changed; it is what the state-dict keys name.
-        self.block = nn.Sequential(
-            nn.Conv1d(inp_channels, out_channels, kernel_size, padding=kernel_size // 2),
-            nn.GroupNorm(n_groups, out_channels),
-            nn.Mish(),
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
-        conv = self.block[0]
-        norm = self.block[1]
-        if not torch.jit.is_scripting():
-            layers = (conv, norm, self.block[2])
-            if len(self.block) != 3 or any(
-                map(_is_another, layers, (nn.Conv1d, nn.GroupNorm, nn.Mish))
-            ):
-                return self._layer_by_layer(x, scale, shift, residual)
-        return torch.ops.dpa.conv1d_gnm(
-            x,
-            conv.weight,
-            conv.bias,
-            norm.weight,
-            norm.bias,
-            norm.num_groups,
-            norm.eps,
-            scale,
-            shift,
-            residual,
-        )
-
-    @torch.jit.unused
-    def _layer_by_layer(
-        self, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
-        x = self.block(x)
-        if scale is not None:
-            x = x * scale.unsqueeze(2)
-        if shift is not None:
-            x = x + shift.unsqueeze(2)
-        return x if residual is None else x + residual
-
-
-def _is_another(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a layer is another one than was made, or changed."""
-    return type(layer) is not kind or is_changed(layer)
-
-
-class ConditionalResidualBlock1D(nn.Module):
-    """Two Conv1dBlocks with FiLM between them, and a residual connection around both.
-
-    ``FiLM(cond) = Linear(Mish(cond))`` is a shift a channel and, with ``cond_predict_scale``, a
-    scale before it (the first half of the channels).
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output, a multiple of ``n_groups``.
-        cond_dim: width of the conditioning vector.
-        kernel_size: odd kernel size of both convolutions.
-        n_groups: groups of both GroupNorms.
-        cond_predict_scale: whether the conditioning gives a scale besides the shift.
-
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        cond_dim: int,
-        kernel_size: int = 3,
-        n_groups: int = 8,
-        cond_predict_scale: bool = False,
-    ):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            [
-                Conv1dBlock(in_channels, out_channels, kernel_size, n_groups=n_groups),
-                Conv1dBlock(out_channels, out_channels, kernel_size, n_groups=n_groups),
-            ]
-        )
-        self.cond_predict_scale = cond_predict_scale
-        self.out_channels = out_channels
-        film_channels = out_channels * 2 if cond_predict_scale else out_channels
-        self.cond_encoder = nn.Sequential(nn.Mish(), nn.Linear(cond_dim, film_channels))
-        if in_channels == out_channels:
-            self.residual_conv = nn.Identity()
-        else:
-            self.residual_conv = _Conv1d(in_channels, out_channels, 1)
-
-    def forward(
-        self, x: Tensor, cond: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
-    ) -> Tensor:
-        """Map (B, in_channels, T) under ``cond`` (B, cond_dim) to (B, out_channels, T).
-
-        A caller that has ``cond_encoder(cond)`` already gives it as ``scale`` and ``shift``.
-        """
-        if shift is None:
-            shift = self.cond_encoder(cond)
-            if self.cond_predict_scale:
-                scale, shift = shift.chunk(2, dim=1)
-        if not torch.jit.is_scripting():
-            parameters = self._parameters_of_layers()
-            if len(parameters) > 0:
-                norm = self.blocks[0].block[1]
-                return torch.ops.dpa.residual_block1d(
-                    x, *parameters, norm.num_groups, norm.eps, scale, shift
-                )
-        out = self.blocks[0](x, scale, shift)
-        return self.blocks[1](out, None, None, self.residual_conv(x))
-
-    @torch.jit.unused
-    def _parameters_of_layers(self) -> list[Tensor | None]:
-        """Return what the block's one op takes, or nothing where its layers must be called.
-
-        What is exported has the layers too.
-        """
-        parameters = _parameters_of(_BLOCK_LAYERS, self)
-        if parameters is None or any(p is None for p in parameters[:8]):
-            return []
-        return parameters
-
-
-_BLOCK_LAYERS = PlainLayers(
-    {
-        "blocks": (nn.ModuleList,),
-        "residual_conv": (_Conv1d, nn.Identity),
-        **{f"blocks.{i}": (Conv1dBlock,) for i in range(2)},
-        **{f"blocks.{i}.block": (nn.Sequential,) for i in range(2)},
-        **{f"blocks.{i}.block.0": (nn.Conv1d,) for i in range(2)},
-        **{f"blocks.{i}.block.1": (nn.GroupNorm,) for i in range(2)},
-        **{f"blocks.{i}.block.2": (nn.Mish,) for i in range(2)},
-    },
-    [
-        *(f"blocks.{i}.block.{j}.{name}" for i in range(2) for j in range(2) for name in _BOTH),
-        *(f"residual_conv.{name}" for name in _BOTH),
-    ],
-)
 _FILM_LAYERS = PlainLayers(
     {
         "cond_encoder": (nn.Sequential,),
         "cond_encoder.0": (nn.Mish,),
         "cond_encoder.1": (nn.Linear,),
     },
-    [f"cond_encoder.1.{name}" for name in _BOTH],
+    [f"cond_encoder.1.{name}" for name in WEIGHT_AND_BIAS],
 )
-
-
-def _parameters_of(layers: PlainLayers, module: nn.Module) -> list[Tensor | None] | None:
-    """Return the parameters of a module's layers where one op may run in their stead."""
-    if _is_exporting():
-        return None
-    return layers.traced(module) if torch.compiler.is_compiling() else layers.of(module)
-
-
-class _Downsample1d(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.conv = _Conv1d(dim, dim, 3, stride=2, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
-
-
-class _Upsample1d(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.conv = _ConvTranspose1d(dim, dim, 4, stride=2, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
 
 
 class _SinusoidalPosEmb(nn.Module):
@@ -315,6 +94,18 @@ class _SinusoidalPosEmb(nn.Module):
         frequencies = torch.exp(position * (-math.log(10000.0) / (half - 1)))
         angles = timestep.to(torch.float32)[:, None] * frequencies[None, :]
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+_TIME_LAYERS = PlainLayers(
+    {
+        "diffusion_step_encoder": (nn.Sequential,),
+        "diffusion_step_encoder.0": (_SinusoidalPosEmb,),
+        "diffusion_step_encoder.1": (nn.Linear,),
+        "diffusion_step_encoder.2": (nn.Mish,),
+        "diffusion_step_encoder.3": (nn.Linear,),
+    },
+    [f"diffusion_step_encoder.{i}.{name}" for i in (1, 3) for name in WEIGHT_AND_BIAS],
+)
 
 
 class ConditionalUnet1D(nn.Module):
@@ -385,7 +176,7 @@ class ConditionalUnet1D(nn.Module):
         self.down_modules = nn.ModuleList()
         for level, (dim_in, dim_out) in enumerate(pairs):
             is_last = level == len(pairs) - 1
-            sampling = nn.Identity() if is_last else _Downsample1d(dim_out)
+            sampling = nn.Identity() if is_last else Downsample1d(dim_out)
             self.down_modules.append(
                 nn.ModuleList([residual(dim_in, dim_out), residual(dim_out, dim_out), sampling])
             )
@@ -394,12 +185,12 @@ class ConditionalUnet1D(nn.Module):
         )
         self.up_modules = nn.ModuleList()
         for dim_out, dim_in in reversed(pairs[1:]):
-            sampling = _Upsample1d(dim_out)
+            sampling = Upsample1d(dim_out)
             self.up_modules.append(
                 nn.ModuleList([residual(dim_in * 2, dim_out), residual(dim_out, dim_out), sampling])
             )
         self.final_conv = nn.Sequential(
-            Conv1dBlock(dims[0], dims[0], kernel_size), _Conv1d(dims[0], input_dim, 1)
+            Conv1dBlock(dims[0], dims[0], kernel_size), Conv1d(dims[0], input_dim, 1)
         )
 
     def forward(
@@ -426,11 +217,11 @@ class ConditionalUnet1D(nn.Module):
             out = self._on_kept_weights(sample, timestep, local_cond, global_cond)
             if out is not None:
                 return out
-        cond = self._embed(sample, timestep)
+        fast = channels_last(sample, self.final_conv[1].weight)
+        cond = self._embed(sample, timestep, fast)
         if global_cond is not None:
             cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
         x = sample.transpose(1, 2)
-        fast = channels_last(sample, self.final_conv[1].weight)
         if not fast:
             x = x.contiguous()
         film: list[Tensor] = []
@@ -470,7 +261,7 @@ class ConditionalUnet1D(nn.Module):
         """
         blocks = [block for level in self.down_modules for block in level[:2]]
         blocks += [*self.mid_modules, *(block for level in self.up_modules for block in level[:2])]
-        layers = [_parameters_of(_FILM_LAYERS, block) for block in blocks]
+        layers = [parameters_of(_FILM_LAYERS, block) for block in blocks]
         if any(layer is None or any(p is None for p in layer) for layer in layers):
             return []
         weights, biases = zip(*layers, strict=True)
@@ -497,12 +288,30 @@ class ConditionalUnet1D(nn.Module):
         half = torch.get_autocast_dtype("cuda") if weight.dtype not in _HALVES else weight.dtype
         return kept.forward(self, sample, self._steps(sample, timestep), global_cond, half)
 
-    def _embed(self, sample: Tensor, timestep: Tensor | float | int) -> Tensor:
+    def _embed(self, sample: Tensor, timestep: Tensor | float | int, fast: bool) -> Tensor:
         """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""
         steps = self._steps(sample, timestep)
         encoder = self.diffusion_step_encoder
         sinusoid = encoder[0](steps).to(encoder[1].weight.dtype)
-        return encoder[3](encoder[2](encoder[1](sinusoid))).expand(sample.shape[0], -1)
+        embedding: Tensor | None = None
+        if not torch.jit.is_scripting() and fast:
+            embedding = self._embed_by_products(sinusoid)
+        if embedding is None:
+            embedding = encoder[3](encoder[2](encoder[1](sinusoid)))
+        return embedding.expand(sample.shape[0], -1)
+
+    @torch.jit.unused
+    def _embed_by_products(self, sinusoid: Tensor) -> Tensor | None:
+        """Run the encoder's layers on the products of FiLM, or nothing where one is changed.
+
+        They read float32 weights where they lie, and want no workspace of a library.
+        """
+        parameters = parameters_of(_TIME_LAYERS, self)
+        if parameters is None or any(p is None for p in parameters):
+            return None
+        first, first_bias, second, second_bias = parameters
+        hidden = torch.ops.dpa.joint_linear(sinusoid, [first], [first_bias])
+        return torch.ops.dpa.joint_linear(F.mish(hidden), [second], [second_bias])
 
     def _steps(self, sample: Tensor, timestep: Tensor | float | int) -> Tensor:
         """Return the timestep as a tensor on the sample's device, (1,) or (B,)."""

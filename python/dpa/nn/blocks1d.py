@@ -1,0 +1,259 @@
+"""The blocks of the conditional 1D U-Net, on ``dpa::conv1d_gnm`` and ``dpa::residual_block1d``.
+
+Like the network they compile with ``torch.jit.script``, ``torch.export`` and
+``torch.compile(fullgraph=True)``, and annotations stay real objects, which TorchScript needs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .plain import PlainLayers, is_changed
+
+WEIGHT_AND_BIAS = ("weight", "bias")
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` is at work, whose programs have the layers one by one."""
+    # torch.compiler.is_exporting() says yes to torch.compile too.
+    return torch.compiler._is_exporting_flag
+
+
+class Conv1d(nn.Conv1d):
+    """``nn.Conv1d`` on ``dpa::conv1d``: any stride and padding of zeros, one group, no dilation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, C_in, T) to (B, C_out, T')."""
+        if self.padding_mode != "zeros" or self.dilation[0] != 1 or self.groups != 1:
+            return self._conv_forward(x, self.weight, self.bias)
+        return torch.ops.dpa.conv1d(
+            x, self.weight, self.bias, self.stride[0], int(self.padding[0]), False
+        )
+
+
+class ConvTranspose1d(nn.ConvTranspose1d):
+    """``nn.ConvTranspose1d`` on ``dpa::conv1d``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, C_in, T) to (B, C_out, T')."""
+        if self.output_padding[0] != 0 or self.dilation[0] != 1 or self.groups != 1:
+            return F.conv_transpose1d(
+                x,
+                self.weight,
+                self.bias,
+                self.stride,
+                self.padding,
+                self.output_padding,
+                self.groups,
+                self.dilation,
+            )
+        return torch.ops.dpa.conv1d(
+            x, self.weight, self.bias, self.stride[0], int(self.padding[0]), True
+        )
+
+
+class Conv1dBlock(nn.Module):
+    """Conv1d, GroupNorm and Mish as one op, with an optional FiLM and a residual on top.
+
+    ``mish(group_norm(conv1d(x))) * scale + shift + residual``, with stride 1 and padding
+    ``kernel_size // 2``.
+
+    Args:
+        inp_channels: channels of the input.
+        out_channels: channels of the output, a multiple of ``n_groups``.
+        kernel_size: odd, so that the length stays as it is.
+        n_groups: groups of the GroupNorm.
+
+    Raises:
+        ValueError: on an even ``kernel_size`` or an indivisible ``out_channels``.
+
+    """
+
+    def __init__(self, inp_channels: int, out_channels: int, kernel_size: int, n_groups: int = 8):
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"Conv1dBlock: kernel_size must be odd, got {kernel_size}")
+        if n_groups < 1 or out_channels % n_groups != 0:
+            raise ValueError(
+                f"Conv1dBlock: out_channels must be a multiple of the {n_groups} groups, "
+                f"got {out_channels}"
+            )
+        # The forward reads the parameters of this Sequential, and calls it where a layer of it has
+        # been changed; it is what the state-dict keys name.
+        self.block = nn.Sequential(
+            nn.Conv1d(inp_channels, out_channels, kernel_size, padding=kernel_size // 2),
+            nn.GroupNorm(n_groups, out_channels),
+            nn.Mish(),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
+        conv = self.block[0]
+        norm = self.block[1]
+        if not torch.jit.is_scripting():
+            layers = (conv, norm, self.block[2])
+            if len(self.block) != 3 or any(
+                map(_is_another, layers, (nn.Conv1d, nn.GroupNorm, nn.Mish))
+            ):
+                return self._layer_by_layer(x, scale, shift, residual)
+        return torch.ops.dpa.conv1d_gnm(
+            x,
+            conv.weight,
+            conv.bias,
+            norm.weight,
+            norm.bias,
+            norm.num_groups,
+            norm.eps,
+            scale,
+            shift,
+            residual,
+        )
+
+    @torch.jit.unused
+    def _layer_by_layer(
+        self, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        x = self.block(x)
+        if scale is not None:
+            x = x * scale.unsqueeze(2)
+        if shift is not None:
+            x = x + shift.unsqueeze(2)
+        return x if residual is None else x + residual
+
+
+def _is_another(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a layer is another one than was made, or changed."""
+    return type(layer) is not kind or is_changed(layer)
+
+
+class ConditionalResidualBlock1D(nn.Module):
+    """Two Conv1dBlocks with FiLM between them, and a residual connection around both.
+
+    ``FiLM(cond) = Linear(Mish(cond))`` is a shift a channel and, with ``cond_predict_scale``, a
+    scale before it (the first half of the channels).
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output, a multiple of ``n_groups``.
+        cond_dim: width of the conditioning vector.
+        kernel_size: odd kernel size of both convolutions.
+        n_groups: groups of both GroupNorms.
+        cond_predict_scale: whether the conditioning gives a scale besides the shift.
+
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        cond_dim: int,
+        kernel_size: int = 3,
+        n_groups: int = 8,
+        cond_predict_scale: bool = False,
+    ):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [
+                Conv1dBlock(in_channels, out_channels, kernel_size, n_groups=n_groups),
+                Conv1dBlock(out_channels, out_channels, kernel_size, n_groups=n_groups),
+            ]
+        )
+        self.cond_predict_scale = cond_predict_scale
+        self.out_channels = out_channels
+        film_channels = out_channels * 2 if cond_predict_scale else out_channels
+        self.cond_encoder = nn.Sequential(nn.Mish(), nn.Linear(cond_dim, film_channels))
+        if in_channels == out_channels:
+            self.residual_conv = nn.Identity()
+        else:
+            self.residual_conv = Conv1d(in_channels, out_channels, 1)
+
+    def forward(
+        self, x: Tensor, cond: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+    ) -> Tensor:
+        """Map (B, in_channels, T) under ``cond`` (B, cond_dim) to (B, out_channels, T).
+
+        A caller that has ``cond_encoder(cond)`` already gives it as ``scale`` and ``shift``.
+        """
+        if shift is None:
+            shift = self.cond_encoder(cond)
+            if self.cond_predict_scale:
+                scale, shift = shift.chunk(2, dim=1)
+        if not torch.jit.is_scripting():
+            parameters = self._parameters_of_layers()
+            if len(parameters) > 0:
+                norm = self.blocks[0].block[1]
+                return torch.ops.dpa.residual_block1d(
+                    x, *parameters, norm.num_groups, norm.eps, scale, shift
+                )
+        out = self.blocks[0](x, scale, shift)
+        return self.blocks[1](out, None, None, self.residual_conv(x))
+
+    @torch.jit.unused
+    def _parameters_of_layers(self) -> list[Tensor | None]:
+        """Return what the block's one op takes, or nothing where its layers must be called.
+
+        What is exported has the layers too.
+        """
+        parameters = parameters_of(_BLOCK_LAYERS, self)
+        if parameters is None or any(p is None for p in parameters[:8]):
+            return []
+        return parameters
+
+
+_BLOCK_LAYERS = PlainLayers(
+    {
+        "blocks": (nn.ModuleList,),
+        "residual_conv": (Conv1d, nn.Identity),
+        **{f"blocks.{i}": (Conv1dBlock,) for i in range(2)},
+        **{f"blocks.{i}.block": (nn.Sequential,) for i in range(2)},
+        **{f"blocks.{i}.block.0": (nn.Conv1d,) for i in range(2)},
+        **{f"blocks.{i}.block.1": (nn.GroupNorm,) for i in range(2)},
+        **{f"blocks.{i}.block.2": (nn.Mish,) for i in range(2)},
+    },
+    [
+        *(
+            f"blocks.{i}.block.{j}.{name}"
+            for i in range(2)
+            for j in range(2)
+            for name in WEIGHT_AND_BIAS
+        ),
+        *(f"residual_conv.{name}" for name in WEIGHT_AND_BIAS),
+    ],
+)
+
+
+def parameters_of(layers: PlainLayers, module: nn.Module) -> list[Tensor | None] | None:
+    """Return the parameters of a module's layers where one op may run in their stead."""
+    if is_exporting():
+        return None
+    return layers.traced(module) if torch.compiler.is_compiling() else layers.of(module)
+
+
+class Downsample1d(nn.Module):
+    """Halves the length: a convolution of three taps and stride 2."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv = Conv1d(dim, dim, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, dim, T) to (B, dim, T')."""
+        return self.conv(x)
+
+
+class Upsample1d(nn.Module):
+    """Doubles the length: a transposed convolution of four taps and stride 2."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv = ConvTranspose1d(dim, dim, 4, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, dim, T) to (B, dim, T')."""
+        return self.conv(x)
