@@ -119,3 +119,23 @@ def test_vmap_equals_a_loop(device, mapped):
         expected = step(*(pick(t, d, i) for t, d in zip((x, w, b), dims, strict=True)))
         each = torch.utils._pytree.tree_map(lambda t, i=i: t[i], got)
         torch.testing.assert_close(each, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's memory is counted")
+def test_packed_weights_go_before_the_gradients_of_the_weights_come(device):
+    """A backward's peak is the gradients alone, unless the graph is kept."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).major != 9:
+        pytest.skip("packed weights are Hopper's")
+    x, weights, biases = _sample(device, torch.bfloat16, 64, 1024, 4096, 4096).requiring_grad().args
+    packed = sum(w.numel() for w in weights) * 2
+
+    def peak(keep):
+        out = torch.ops.dpa.joint_linear(x, weights, biases)
+        grad = torch.ones_like(out)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, [x, *weights], grad, retain_graph=keep)
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(False)
+    assert peak(True) - peak(False) > packed * 0.9

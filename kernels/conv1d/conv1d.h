@@ -50,6 +50,7 @@ struct Normalisation {
 };
 
 // Sizes are such that `serves` (plan.h) accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
+// In a captured graph products go before what other branches have waiting.
 cudaError_t gather(const Conv1d& conv, const void* wide, const Weights& weights, const Addends& addends, void* narrow,
                    cudaStream_t stream);
 cudaError_t scatter(const Conv1d& conv, const void* narrow, const Weights& weights, const Addends& addends, void* wide,

@@ -25,6 +25,7 @@ struct Launch {
   int64_t blocks;
   int threads, cluster, bytes;  // of a block; blocks of a cluster; shared memory of a block
   cudaStream_t stream;
+  bool urgent = false;  // where a graph is captured: its blocks go before those of other branches that wait for places
 };
 
 // Remembers for each kernel, device and thread what has been allowed, since asking the driver costs the host a
@@ -40,23 +41,38 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   return error;
 }
 
+// Whether work beside this stream's may be captured with it, at the lowest priority as this stream's own is.
+inline bool has_branches(cudaStream_t stream) {
+  auto status = cudaStreamCaptureStatusNone;
+  int priority = 0;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive &&
+         cudaStreamGetPriority(stream, &priority) == cudaSuccess && priority == 0;
+}
+
 // A dependent launch (kernels/common/launch.cuh): the kernel's threads call `wait_for_predecessor`.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_cluster(void (*kernel)(Parameters...), const Launch& launch, const Arguments&... arguments) {
   if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), launch.bytes)) return error;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = launch.cluster;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[3] = {};
+  unsigned count = 0;
+  attributes[count].id = cudaLaunchAttributeClusterDimension;
+  attributes[count].val.clusterDim.x = launch.cluster;
+  attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1, ++count;
+  if (launches_dependent(reinterpret_cast<const void*>(kernel))) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count].val.programmaticStreamSerializationAllowed = 1, ++count;
+  }
+  if (launch.urgent && has_branches(launch.stream)) {
+    attributes[count].id = cudaLaunchAttributePriority;
+    attributes[count].val.priority = -1, ++count;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
   config.blockDim = dim3(launch.threads);
   config.dynamicSmemBytes = launch.bytes;
   config.stream = launch.stream;
   config.attrs = attributes;
-  config.numAttrs = launches_dependent(reinterpret_cast<const void*>(kernel)) ? 2 : 1;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

@@ -9,13 +9,16 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Blocks a tile: doubled while every block keeps `least` steps, and twice as many or more where the grid then fills
-// over half of the device. Clusters of eight find no place for that many: multiprocessors come in parts of 16 or 18.
+// over half of the device. Clusters of eight find no place for many more than four fifths of it: multiprocessors come
+// in parts of 16 or 18.
 int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors) {
   int splits = 1;
   while (splits < kMaxSplits) {
     const int64_t blocks = tiles * splits * 2, left = steps / (splits * 2);
     const bool full = blocks * 2 > multiprocessors;
-    if (blocks > multiprocessors || left < (full ? 3 * least : least) || (full && splits * 2 == kMaxSplits)) break;
+    if (blocks > multiprocessors || left < (full ? 3 * least : least) ||
+        (splits * 2 == kMaxSplits && blocks * 5 > multiprocessors * 4))
+      break;
     splits *= 2;
   }
   return splits;

@@ -204,7 +204,7 @@ cudaError_t launch_product(const Maps& maps, const ProductArgs& args, cudaStream
   const int64_t blocks = int64_t{args.blocks} * (args.side.out ? 2 : 1);
   const int bytes =
       args.release ? std::max(ProductShape<kColumns>::kBytes, kAloneBytes) : ProductShape<kColumns>::kBytes;
-  const Launch launch{blocks, kThreads, args.plan.splits, bytes, stream};
+  const Launch launch{blocks, kThreads, args.plan.splits, bytes, stream, /*urgent=*/true};
   return launch_cluster(kernel, launch, maps.x, maps.weights, maps.side, args);
 }
 

@@ -1,7 +1,7 @@
-// The last stage of the backward: gradients of weight and bias, and the sums of the input's, as sums over slices of the
-// samples.
+// The last stage of backwards: gradients of weight and bias, and the sums of the input's, as sums over slices of the
+// samples. Those of several normalisations with as many channels and slices in one launch.
 //
-// grid   one block for 32 columns of the partials (2 or 3, slices, C), a column being a channel of a gradient
+// grid   one block for 32 columns of the partials (gradients, slices, C), a column being a channel of a gradient
 // block  32 columns x 8 rows of threads, 32 rows where there are many slices; row j adds up slices j, j + rows, ...,
 //        and the first row adds up the rows, so that the order depends on the sizes alone
 //
@@ -14,20 +14,18 @@ namespace {
 constexpr int kFewRows = 8, kManyRows = 32;
 
 template <class P>
-__global__ void __launch_bounds__(kWarpSize* kManyRows) add(GroupNormMishBackward args, int64_t slices) {
+__global__ void __launch_bounds__(kWarpSize* kManyRows) add(const __grid_constant__ SliceSums args) {
   __shared__ float scratch[kManyRows][kWarpSize];
-  const int64_t channels = args.forward.shape.channels;
   const int lane = threadIdx.x % kWarpSize, row = threadIdx.x / kWarpSize, rows = blockDim.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
-  const int64_t gradient = column / channels, channel = column % channels;
-  void* const all[] = {args.grad_weight, args.grad_bias, args.grad_input_sums};
-  P* to = gradient < 3 ? static_cast<P*>(all[gradient]) : nullptr;
-  const float* partials = static_cast<const float*>(args.partials) + gradient * slices * channels + channel;
+  const int64_t gradient = column / args.channels, channel = column % args.channels;
+  P* const to = gradient < args.gradients ? static_cast<P*>(args.sums[gradient]) : nullptr;
+  const float* partials = args.partials + gradient * args.slices * args.channels + channel;
   wait_for_predecessor();
   float sum = 0;
   if (to) {
 #pragma unroll 8
-    for (int64_t slice = row; slice < slices; slice += rows) sum += partials[slice * channels];
+    for (int64_t slice = row; slice < args.slices; slice += rows) sum += partials[slice * args.channels];
   }
   scratch[row][lane] = sum;
   __syncthreads();
@@ -38,15 +36,18 @@ __global__ void __launch_bounds__(kWarpSize* kManyRows) add(GroupNormMishBackwar
 
 }  // namespace
 
-cudaError_t add_slices(const GroupNormMishBackward& args, cudaStream_t stream) {
-  const auto& in = args.forward;
-  return dispatch_types(in, [&](auto, auto parameter) {
-    const int64_t count = slices(in.shape, in.plan);
-    const int rows = count > 16 * kFewRows ? kManyRows : kFewRows;
-    const int64_t columns = (args.grad_input_sums ? 3 : 2) * in.shape.channels;
-    return launch_dependent(add<typename decltype(parameter)::type>, grid_for(columns, kWarpSize), kWarpSize * rows,
-                            stream, args, count);
-  });
+cudaError_t add_slices(const SliceSums& args, cudaStream_t stream) {
+  const auto run = [&](auto tag) {
+    const int rows = args.slices > 16 * kFewRows ? kManyRows : kFewRows;
+    return launch_dependent(add<typename decltype(tag)::type>, grid_for(args.gradients * args.channels, kWarpSize),
+                            kWarpSize * rows, stream, args);
+  };
+  switch (args.dtype) {
+    case DType::kFloat32: return run(TypeTag<float>{});
+    case DType::kBFloat16: return run(TypeTag<__nv_bfloat16>{});
+    case DType::kFloat16: return run(TypeTag<__half>{});
+    default: return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace dpa::kernels::channels_last

@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
     }
   }
   if (!args.partials) return;
-  float* partials = static_cast<float*>(args.partials) + int64_t{blockIdx.y} * channels;
+  float* partials = args.partials + int64_t{blockIdx.y} * channels;
   sum_over_block(parameters, place, plan, sums, [&](int i, int group, int channel, float value) {
     const int64_t gradient = i / kOwned * int64_t{gridDim.y} * channels;
     partials[gradient + (blockIdx.x * plan.groups + group) * plan.channels + channel + i % kOwned] = value;
@@ -368,7 +368,7 @@ cudaError_t backward(const GroupNormMishBackward& args, cudaStream_t stream) {
   const GroupNormMish& in = args.forward;
   const dim3 blocks(in.shape.groups / in.plan.groups, slices(in.shape, in.plan));
   const bool film = in.scale || args.grad_scale || args.grad_shift;
-  const auto error = dispatch_types(in, [&](auto tag, auto parameter) {
+  return dispatch_types(in, [&](auto tag, auto parameter) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
     return dispatch_vectors(in.plan.vectors, [&](auto vectors) {
@@ -378,11 +378,10 @@ cudaError_t backward(const GroupNormMishBackward& args, cudaStream_t stream) {
       };
       constexpr std::true_type kYes;
       constexpr std::false_type kNo;
-      if (args.grad_input_sums) return film ? with(kYes, kYes) : with(kNo, kYes);
+      if (args.sums) return film ? with(kYes, kYes) : with(kNo, kYes);
       return film ? with(kYes, kNo) : with(kNo, kNo);
     });
   });
-  return error != cudaSuccess || !args.partials ? error : add_slices(args, stream);
 }
 
 }  // namespace dpa::kernels::channels_last

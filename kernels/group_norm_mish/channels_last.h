@@ -29,15 +29,24 @@ struct GroupNormMishBackward {
   GroupNormMish forward;          // `residual` and `out` are not used
   const void* grad;               // (B, C, L), channels-last
   void* grad_input;               // (B, C, L), channels-last
-  void *grad_weight, *grad_bias;  // (C)
   void *grad_scale, *grad_shift;  // (B, C), contiguous
-  void* grad_input_sums;  // (C), of the parameters' dtype: grad_input added up over samples and time, which is the
-                          // gradient of a bias that was added to the input
-  void* partials;  // (2, slices, C) in float32, 3 with the sums, `slices` from plan.h: what each slice of the samples
-                   // adds to the gradients of weight and bias and to the sums; null where none is wanted
+  float* partials;  // (2, slices, C), `slices` from plan.h: what each slice of the samples adds to the gradients of
+                    // weight and bias; null where neither is wanted
+  bool sums;        // a third row of partials: grad_input added up over samples and time, which is the gradient of a
+                    // bias that was added to the input
+};
+
+/// Gradients as sums over the slices of what backwards wrote: sums[i] = sum over s of partials[i, s].
+struct SliceSums {
+  DType dtype;  // of the sums: float32 or 16 bits
+  int64_t channels, slices;
+  const float* partials;  // (gradients, slices, C)
+  int gradients;
+  void* sums[6];  // (C) each, or null where it is not wanted
 };
 
 cudaError_t forward(const GroupNormMish& args, cudaStream_t stream);
 cudaError_t backward(const GroupNormMishBackward& args, cudaStream_t stream);
+cudaError_t add_slices(const SliceSums& args, cudaStream_t stream);
 
 }  // namespace dpa::kernels::channels_last

@@ -39,7 +39,4 @@ cudaError_t dispatch_types(const GroupNormMish& args, F&& f) {
   }
 }
 
-/// Adds up the partial sums of a backward that has them.
-cudaError_t add_slices(const GroupNormMishBackward& args, cudaStream_t stream);
-
 }  // namespace dpa::kernels::channels_last

@@ -33,7 +33,7 @@ struct Conv1dBackward : SavingNode<4> {
 
   std::string name() const override { return "Conv1dBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::array<Tensor, 4>& saved) override {
+  variable_list backward(const variable_list& gradients, std::array<Tensor, 4>& saved) override {
     const auto& [input, weight, bias, packed] = saved;
     if (!gradients[0].defined()) return variable_list(3);
     Conv1dMask mask;

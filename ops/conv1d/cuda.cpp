@@ -68,39 +68,21 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   const c10::cuda::CUDAGuard guard(input.device());
   const bool packs = packed.dim() == 3;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
-  Tensor grad_input, grad_weight, grad_bias;
   if (!packs || !takes_products(conv)) {
-    std::tie(grad_input, grad_weight, grad_bias) =
+    auto [grad_input, grad_weight, grad_bias] =
         conv1d_backward_formula(grad, input, weight, bias, stride, padding, transposed, mask);
     if (mask[0]) grad_input = in_order(grad_input, is_channels_last(input));
     if (mask[1]) grad_weight = grad_weight.contiguous();
     return {grad_input, grad_weight, grad_bias};
   }
   const auto g = padded_rows(grad), x = mask[1] ? padded_rows(input) : Tensor();
-  Branches branches;
-  branches.fork();
-  if (mask[1]) {
-    grad_weight = at::empty(weight.sizes(), weight.options());
-    const auto &narrow = transposed ? x : g, &wide = transposed ? g : x;
-    C10_CUDA_CHECK(products::weight_gradient(conv, narrow.const_data_ptr(), wide.const_data_ptr(),
-                                             grad_weight.mutable_data_ptr(), kernel_dtype(weight.scalar_type()),
-                                             branches.side()));
-  }
-  if (mask[2]) {
-    const int64_t channels = weight.size(transposed ? 1 : 0);
-    grad_bias = at::empty({channels}, bias.has_value() ? bias->options() : weight.options());
-    C10_CUDA_CHECK(products::column_sums(conv.dtype, g.const_data_ptr(), grad.size(0) * grad.size(2), channels,
-                                         products::padded(channels), grad_bias.mutable_data_ptr(),
-                                         kernel_dtype(grad_bias.scalar_type()), branches.side()));
-  }
-  if (mask[0]) {
-    grad_input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
-    const auto product = transposed ? products::gather : products::scatter;
-    C10_CUDA_CHECK(product(conv, g.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/true}, {},
-                           grad_input.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
-  }
-  branches.join();
-  return {grad_input, grad_weight, grad_bias};
+  LayerGradients to;
+  if (mask[0])
+    to.input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
+  if (mask[1]) to.weight = at::empty(weight.sizes(), weight.options());
+  if (mask[2]) to.bias = at::empty({weight.size(transposed ? 1 : 0)}, (bias.has_value() ? *bias : weight).options());
+  layer_backward(conv, transposed, g, x, packed, to);
+  return {to.input, to.weight, to.bias};
 }
 
 }  // namespace

@@ -29,10 +29,11 @@ inline products::Packing packing(const Tensor& weight, void* packed) {
   return {weight.const_data_ptr(), packed, weight.size(0), weight.size(1), static_cast<int>(weight.size(2))};
 }
 
-/// While a graph is captured, the gradients of parameters go to a second branch of it: neither they nor the input's
-/// gradient fill the device at the networks' sizes. Outside of a capture the host is the limit, and one stream is less
-/// work for it. `fork`: what the side stream gets from here on follows what the main stream has got. `join`: the other
-/// way round; memory that the side stream uses may be given back after it.
+/// While a graph is captured, work that others need not wait for goes to a second branch of it, such as the gradients
+/// of parameters: neither they nor the input's gradient fill the device at the networks' sizes. Outside of a capture
+/// the host is the limit, and one stream is less work for it. `fork`: what the side stream gets from here on follows
+/// what the main stream has got. `join`: the other way round; memory that the side stream uses may be given back after
+/// it.
 class Branches {
  public:
   Branches() : main_(c10::cuda::getCurrentCUDAStream()), side_(main_) {
@@ -44,6 +45,8 @@ class Branches {
   void fork() { follow(side_, main_); }
   void join() { follow(main_, side_); }
   c10::cuda::CUDAStream side() const { return side_; }
+  /// Whether there are two.
+  bool apart() const { return side_ != main_; }
 
  private:
   static void follow(c10::cuda::CUDAStream later, c10::cuda::CUDAStream earlier) {
@@ -56,5 +59,34 @@ class Branches {
   }
   c10::cuda::CUDAStream main_, side_;
 };
+
+/// The gradients of a layer that is one product, side by side: input, weight and bias, undefined where not wanted, else
+/// of the layer's own sizes. `grad` and `input` are padded rows; a transposed layer's input is the narrow tensor.
+struct LayerGradients {
+  Tensor input, weight, bias;
+};
+inline void layer_backward(const products::Conv1d& conv, bool transposed, const Tensor& grad, const Tensor& input,
+                           const Tensor& packed, const LayerGradients& to) {
+  const int64_t rows = conv.batch * (transposed ? conv.wide_length : conv.narrow_length);
+  const int64_t channels = transposed ? conv.wide_channels : conv.narrow_channels;
+  Branches branches;
+  branches.fork();
+  if (to.input.defined()) {  // first: others wait for it
+    const auto product = transposed ? products::gather : products::scatter;
+    C10_CUDA_CHECK(product(conv, grad.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/true}, {},
+                           to.input.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+  }
+  if (to.weight.defined()) {
+    const auto &narrow = transposed ? input : grad, &wide = transposed ? grad : input;
+    C10_CUDA_CHECK(products::weight_gradient(conv, narrow.const_data_ptr(), wide.const_data_ptr(),
+                                             to.weight.mutable_data_ptr(), kernel_dtype(to.weight.scalar_type()),
+                                             branches.side()));
+  }
+  if (to.bias.defined())
+    C10_CUDA_CHECK(products::column_sums(conv.dtype, grad.const_data_ptr(), rows, channels, products::padded(channels),
+                                         to.bias.mutable_data_ptr(), kernel_dtype(to.bias.scalar_type()),
+                                         branches.side()));
+  branches.join();
+}
 
 }  // namespace dpa

@@ -23,7 +23,7 @@ namespace {
 struct DenoiseBackward : SavingNode<5> {
   std::string name() const override { return "DenoiseBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::array<Tensor, 5>& saved) override {
+  variable_list backward(const variable_list& gradients, std::array<Tensor, 5>& saved) override {
     const auto& [model_output, sample, diffusion_constants, timestep, diffusion_noise] = saved;
     if (!gradients[0].defined()) return variable_list(4);
     const StepMask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2),

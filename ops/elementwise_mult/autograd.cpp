@@ -23,7 +23,7 @@ namespace {
 struct ElementwiseMultBackward : SavingNode<2> {
   std::string name() const override { return "ElementwiseMultBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::array<Tensor, 2>& saved) override {
+  variable_list backward(const variable_list& gradients, std::array<Tensor, 2>& saved) override {
     const auto& [a, b] = saved;
     const auto& grad = gradients[0];
     if (!grad.defined()) return variable_list(2);

@@ -19,7 +19,7 @@ namespace {
 struct FusedReluAddBackward : SavingNode<1> {
   std::string name() const override { return "FusedReluAddBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::array<Tensor, 1>& saved) override {
+  variable_list backward(const variable_list& gradients, std::array<Tensor, 1>& saved) override {
     const auto& grad = gradients[0];
     if (!grad.defined()) return variable_list(2);
     return {task_should_compute_output(0) ? at::threshold_backward(grad, saved[0], 0) : Tensor(),

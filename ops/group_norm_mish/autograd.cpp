@@ -30,7 +30,7 @@ struct GroupNormMishBackward : SavingNode<5> {
 
   std::string name() const override { return "GroupNormMishBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::array<Tensor, 5>& saved) override {
+  variable_list backward(const variable_list& gradients, std::array<Tensor, 5>& saved) override {
     const auto& [input, weight, bias, scale, shift] = saved;
     if (!gradients[0].defined()) return variable_list(6);
     NormMask mask;

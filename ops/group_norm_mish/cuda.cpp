@@ -96,7 +96,8 @@ struct ChannelsLast {
                const OptionalTensor& bias_, double eps, const OptionalTensor& scale_, const OptionalTensor& shift_)
       : parameter(parameter_type(input_, weight_, bias_)) {
     input = ordered(input_);
-    weight = vector(weight_), bias = vector(bias_), scale = film(scale_), shift = film(shift_);
+    weight = vector(weight_), bias = vector(bias_), scale = aligned_rows(value_or_undefined(scale_));
+    shift = aligned_rows(value_or_undefined(shift_));
     args.dtype = kernel_dtype(input_.scalar_type());
     args.parameter_dtype = kernel_dtype(parameter);
     args.shape = shape_of(input_, num_groups);
@@ -121,12 +122,6 @@ struct ChannelsLast {
   Tensor vector(const OptionalTensor& tensor) const {
     return tensor.has_value() ? aligned(tensor->to(parameter).contiguous()) : Tensor();
   }
-  /// A (B, C) tensor whose rows may lie apart, such as a half of FiLM's product, is read in place.
-  Tensor film(const OptionalTensor& tensor) const {
-    if (!tensor.has_value()) return Tensor();
-    const bool rows = tensor->stride(1) == 1 && tensor->stride(0) * tensor->element_size() % 16 == 0;
-    return rows && is_aligned(*tensor) ? *tensor : aligned(tensor->contiguous());
-  }
 };
 
 NormGradients channels_last_backward(const ChannelsLast& in, const Tensor& grad_, const OptionalTensor& weight,
@@ -144,16 +139,21 @@ NormGradients channels_last_backward(const ChannelsLast& in, const Tensor& grad_
   Tensor partials;
   if (mask[1] || mask[2])
     partials = at::empty({2, slices(in.args.shape, in.args.plan), channels}, options.dtype(at::kFloat));
-  const kernels::channels_last::GroupNormMishBackward args{in.args,
-                                                           grad.const_data_ptr(),
-                                                           mutable_data_or_null(grad_input),
-                                                           mutable_data_or_null(grad_weight),
-                                                           mutable_data_or_null(grad_bias),
-                                                           mutable_data_or_null(grad_scale),
-                                                           mutable_data_or_null(grad_shift),
-                                                           /*grad_input_sums=*/nullptr,
-                                                           mutable_data_or_null(partials)};
-  C10_CUDA_CHECK(kernels::channels_last::backward(args, c10::cuda::getCurrentCUDAStream()));
+  namespace norms = kernels::channels_last;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  auto* const sums = partials.defined() ? partials.mutable_data_ptr<float>() : nullptr;
+  C10_CUDA_CHECK(norms::backward({in.args, grad.const_data_ptr(), mutable_data_or_null(grad_input),
+                                  mutable_data_or_null(grad_scale), mutable_data_or_null(grad_shift), sums,
+                                  /*sums=*/false},
+                                 stream));
+  if (partials.defined())
+    C10_CUDA_CHECK(norms::add_slices({kernel_dtype(in.parameter),
+                                      channels,
+                                      partials.size(1),
+                                      sums,
+                                      2,
+                                      {mutable_data_or_null(grad_weight), mutable_data_or_null(grad_bias)}},
+                                     stream));
   if (mask[1]) grad_weight = grad_weight.to(weight->scalar_type());
   if (mask[2]) grad_bias = grad_bias.to(bias->scalar_type());
   return {grad_input, grad_weight, grad_bias, grad_scale, grad_shift};

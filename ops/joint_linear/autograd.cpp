@@ -1,8 +1,11 @@
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "ops/common/capture.h"
 #include "ops/common/node.h"
 #include "ops/joint_linear/joint_linear.h"
 
@@ -34,7 +37,7 @@ bool any_tangent_in(at::TensorList tensors) {
 struct JointLinearBackward : SavingNode<0> {
   std::string name() const override { return "JointLinearBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::vector<Tensor>& saved) override {
+  variable_list backward(const variable_list& gradients, std::vector<Tensor>& saved) override {
     const size_t layers = saved.size() / 2 - 1;
     variable_list result(1 + 2 * layers);
     if (!gradients[0].defined()) return result;
@@ -45,8 +48,7 @@ struct JointLinearBackward : SavingNode<0> {
       return false;
     };
     const JointLinearMask mask{wanted(0, 1), wanted(1, layers), wanted(1 + layers, layers)};
-    const auto [input, weight, bias] =
-        joint_linear_backward(gradients[0], saved[0], weights, biases, saved.back(), mask);
+    const auto [input, weight, bias] = backward_of(gradients[0], saved, weights, biases, mask);
     result[0] = input;
     c10::SymInt row = 0;
     for (size_t i = 0; i < layers; ++i) {
@@ -58,6 +60,24 @@ struct JointLinearBackward : SavingNode<0> {
     return result;
   }
   void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+ private:
+  /// The packed weights serve the input's gradient alone. Unless the graph is kept they go before the gradients of the
+  /// weights come, which are twice as large: that is where a step's memory is fullest. In a capture all three gradients
+  /// are made side by side instead.
+  JointLinearGradients backward_of(const Tensor& grad, std::vector<Tensor>& saved, at::TensorList weights,
+                                   at::TensorList biases, JointLinearMask mask) {
+    const bool both = mask[0] && (mask[1] || mask[2]) && saved.back().dim() == 2;  // and there are packed weights
+    const bool apart = both && !torch::autograd::get_current_graph_task_keep_graph() && !is_captured(grad);
+    if (!apart) return joint_linear_backward(grad, saved[0], weights, biases, saved.back(), mask);
+    auto input =
+        std::get<0>(joint_linear_backward(grad, saved[0], weights, biases, saved.back(), {true, false, false}));
+    const auto none = at::empty({0}, saved[0].options());
+    let_go(saved.size() - 1, saved);
+    const auto [nothing, weight, bias] =
+        joint_linear_backward(grad, saved[0], weights, biases, none, {false, mask[1], mask[2]});
+    return {input, weight, bias};
+  }
 };
 
 Tensor joint_linear_autograd(const Tensor& input, at::TensorList weights, at::TensorList biases) {

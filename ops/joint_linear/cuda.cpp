@@ -57,7 +57,8 @@ JointLinearForward joint_linear_forward_cuda(const Tensor& input, at::TensorList
   const auto conv = geometry(input, outputs);
   if (!takes_products(conv)) return {joint_linear_formula(input, weights, biases), packed};
   pack(weights, packed);
-  const auto x = padded_rows(as_sample(input)), bias = at::cat(biases);
+  const auto x = padded_rows(as_sample(input));
+  const auto bias = biases.size() == 1 ? aligned(biases[0].contiguous()) : at::cat(biases);
   auto out = at::empty({input.size(0), outputs}, input.options());
   C10_CUDA_CHECK(products::gather(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/false},
                                   {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr},
@@ -76,31 +77,15 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t batch = input.size(0), outputs = joint_outputs(weights).expect_int();
   const auto conv = geometry(input, outputs);
-  if (!joint_linear_packs(input, weights) || packed.numel() == 0 || !takes_products(conv))
+  if (!joint_linear_packs(input, weights) || (mask[0] && packed.numel() == 0) || !takes_products(conv))
     return joint_linear_backward_formula(grad, input, weights, biases, mask);
   const auto g = padded_rows(as_sample(grad)), x = mask[1] ? padded_rows(as_sample(input)) : Tensor();
-  Tensor grad_input, grad_weight, grad_bias;
-  Branches branches;
-  branches.fork();
-  if (mask[1]) {
-    grad_weight = at::empty({outputs, input.size(1)}, weights[0].options());
-    C10_CUDA_CHECK(products::weight_gradient(conv, g.const_data_ptr(), x.const_data_ptr(),
-                                             grad_weight.mutable_data_ptr(), kernel_dtype(weights[0].scalar_type()),
-                                             branches.side()));
-  }
-  if (mask[2]) {
-    grad_bias = at::empty({outputs}, biases[0].options());
-    C10_CUDA_CHECK(products::column_sums(conv.dtype, g.const_data_ptr(), batch, outputs, products::padded(outputs),
-                                         grad_bias.mutable_data_ptr(), kernel_dtype(biases[0].scalar_type()),
-                                         branches.side()));
-  }
-  if (mask[0]) {
-    grad_input = at::empty({batch, input.size(1)}, input.options());
-    C10_CUDA_CHECK(products::scatter(conv, g.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/true}, {},
-                                     grad_input.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
-  }
-  branches.join();
-  return {grad_input, grad_weight, grad_bias};
+  LayerGradients to;
+  if (mask[0]) to.input = at::empty({batch, input.size(1)}, input.options());
+  if (mask[1]) to.weight = at::empty({outputs, input.size(1)}, weights[0].options());
+  if (mask[2]) to.bias = at::empty({outputs}, biases[0].options());
+  layer_backward(conv, /*transposed=*/false, g, x, packed, to);
+  return {to.input, to.weight, to.bias};
 }
 
 }  // namespace

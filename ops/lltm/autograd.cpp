@@ -34,7 +34,7 @@ namespace {
 struct LltmBackward : SavingNode<6> {
   std::string name() const override { return "LltmBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::array<Tensor, 6>& saved) override {
+  variable_list backward(const variable_list& gradients, std::array<Tensor, 6>& saved) override {
     const auto& [input, weights, bias, old_h, old_cell, gates] = saved;
     if (!gradients[0].defined() && !gradients[1].defined()) return variable_list(5);
     const auto grad_h = gradients[0].defined() ? gradients[0] : at::zeros_like(old_h);

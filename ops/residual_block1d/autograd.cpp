@@ -40,7 +40,7 @@ struct ResidualBlock1dBackward : SavingNode<kBlockSlots + 4> {
 
   std::string name() const override { return "ResidualBlock1dBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::array<Tensor, kBlockSlots + 4>& saved) override {
+  variable_list backward(const variable_list& gradients, std::array<Tensor, kBlockSlots + 4>& saved) override {
     if (!gradients[0].defined()) return variable_list(kBlockSlots);
     BlockMask mask;
     for (size_t i = 0; i < kBlockSlots; ++i) mask[i] = saved[i].defined() && task_should_compute_output(i);

@@ -45,7 +45,8 @@ class Chain {
   /// `keep`: what the backward reads is kept, else those places of the result stay undefined. `fresh`: the weights are
   /// yet to be packed.
   BlockForward forward(const Tensor& packed, bool keep, bool fresh) const {
-    if (fresh) pack(packed);
+    Branches packing;
+    if (fresh) pack(packed, packing);
     const auto x = padded_rows(block_[kInput]);
     const auto activated = activation(), out = activation();
     Tensor conv1 = keep ? activation() : Tensor(), conv2 = keep ? activation() : Tensor();
@@ -56,45 +57,47 @@ class Chain {
     layer({kConv1Weight, kConv1Bias, !fresh}, x, packed, conv1, Tensor(), first_norm(conv1), activated,
           beside ? residual : Tensor());
     if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, x, packed, residual);
-    layer({kConv2Weight, kConv2Bias, true}, activated, packed, conv2, residual, second_norm(conv2), out);
+    if (fresh) packing.join();
+    layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, activated, packed, conv2, residual,
+          second_norm(conv2), out);
     return {out, conv1, activated, conv2, packed};
   }
 
+  /// What the parameters' gradients need goes to branches beside the way to the input's gradient, which comes first
+  /// wherever both are ready: it is the longer one.
   BlockGradients backward(const Tensor& grad_, const BlockSaved& saved, const BlockMask& mask) const {
     BlockGradients to;
     const auto grad = padded_rows(grad_), x = padded_rows(block_[kInput]);
     const auto scratch = at::empty({3, batch_ * length_ * channels_}, grad.options());
-    const auto partials = at::empty({3, slices(shape_, plan_), channels_}, grad.options().dtype(at::kFloat));
+    const auto partials = at::empty({2, 3, slices(shape_, plan_), channels_}, grad.options().dtype(at::kFloat));
     const auto part = [&](int i) { return static_cast<uint16_t*>(scratch.mutable_data_ptr()) + i * scratch.size(1); };
     void *grad_conv2 = part(0), *grad_activation = part(1), *grad_conv1 = part(2);
     const void* through = grad.const_data_ptr();
-    Branches branches;
-    normalise_back(second_norm(saved.conv2), through, grad_conv2, {kGn2Weight, kGn2Bias, kConv2Bias}, mask, partials,
-                   to);
-    branches.fork();
-    weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, branches.side());
-    convolve_back(kConv2Weight, grad_conv2, saved.packed, nullptr, grad_activation);
-    normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, {kGn1Weight, kGn1Bias, kConv1Bias}, mask,
-                   partials, to);
-    branches.fork();
-    weight_back(kConv1Weight, grad_conv1, x, mask, to, branches.side());
-    weight_back(kResidualWeight, through, x, mask, to, branches.side());
-    if (mask[kResidualBias]) {
-      C10_CUDA_CHECK(products::column_sums(kernel_dtype(type_), through, batch_ * length_, channels_, channels_,
-                                           gradient(kResidualBias, mask, to),
-                                           kernel_dtype(block_[kResidualBias].scalar_type()), branches.side()));
+    const bool convolves = block_[kResidualWeight].defined() && mask[kInput];
+    Tensor residual;
+    Branches parameters, beside;
+    parameters.fork();
+    if (convolves) beside.fork();
+    normalise_back(second_norm(saved.conv2), through, grad_conv2, kSecond, mask, partials[0], to);
+    if (convolves) {
+      residual = input_like();
+      convolve_back(kResidualWeight, through, saved.packed, nullptr, residual.mutable_data_ptr(), beside.side());
+      through = residual.const_data_ptr();
     }
+    residual_back(grad, x, mask, to, parameters.side());
+    parameters.fork();
+    convolve_back(kConv2Weight, grad_conv2, saved.packed, nullptr, grad_activation, stream_);
+    weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters.side());
+    normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, kFirst, mask, partials[1], to);
+    parameters.fork();
+    if (convolves) beside.join();
     if (mask[kInput]) {
       to[kInput] = input_like();
-      Tensor product;
-      if (block_[kResidualWeight].defined()) {
-        product = input_like();
-        convolve_back(kResidualWeight, through, saved.packed, nullptr, product.mutable_data_ptr());
-        through = product.const_data_ptr();
-      }
-      convolve_back(kConv1Weight, grad_conv1, saved.packed, through, to[kInput].mutable_data_ptr());
+      convolve_back(kConv1Weight, grad_conv1, saved.packed, through, to[kInput].mutable_data_ptr(), stream_);
     }
-    branches.join();
+    add_slices(partials, mask, to, parameters.side());
+    weight_back(kConv1Weight, grad_conv1, x, mask, to, parameters.side());
+    parameters.join();
     return to;
   }
 
@@ -120,15 +123,24 @@ class Chain {
     }
     return static_cast<uint16_t*>(packed.mutable_data_ptr()) + offset;
   }
-  void pack(const Tensor& packed) const {
+  void pack(std::initializer_list<BlockSlot> weights, const Tensor& packed, c10::cuda::CUDAStream stream) const {
     products::Packings packings{};
-    for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
+    for (const auto slot : weights)
       if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], place(slot, packed));
     C10_CUDA_CHECK(products::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_),
-                                          packings, stream_));
+                                          packings, stream));
+  }
+  /// In a graph the second convolution's weights are packed while the first one runs: memory limits one, latency and
+  /// the tensor cores the other. Launched one by one, a launch less is worth more.
+  void pack(const Tensor& packed, Branches& branch) const {
+    if (!branch.apart()) return pack({kConv1Weight, kConv2Weight, kResidualWeight}, packed, stream_);
+    pack({kConv1Weight, kResidualWeight}, packed, stream_);
+    branch.fork();
+    pack({kConv2Weight}, packed, branch.side());
   }
 
-  /// `settled`: see `products::Weights`. Behind the first product all of the block's weights are.
+  /// `settled`: see `products::Weights`. Behind the first product all of the block's weights are, but for those that
+  /// another branch has packed.
   struct Convolution {
     BlockSlot weight, bias;
     bool settled;
@@ -172,10 +184,11 @@ class Chain {
     norm.input = conv.const_data_ptr();
     C10_CUDA_CHECK(norms::forward(norm, stream_));
   }
-  void convolve_back(BlockSlot weight, const void* grad, const Tensor& packed, const void* residual, void* out) const {
+  void convolve_back(BlockSlot weight, const void* grad, const Tensor& packed, const void* residual, void* out,
+                     c10::cuda::CUDAStream stream) const {
     const products::Addends addends{nullptr, kernel_dtype(type_), residual};
     C10_CUDA_CHECK(
-        products::scatter(convolution(weight), grad, {place(weight, packed), /*settled=*/true}, addends, out, stream_));
+        products::scatter(convolution(weight), grad, {place(weight, packed), /*settled=*/true}, addends, out, stream));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {
@@ -208,25 +221,45 @@ class Chain {
   }
   norms::GroupNormMish second_norm(const Tensor& conv2) const { return norm(conv2, kGn2Weight, kGn2Bias); }
 
-  /// `parameters`: weight and bias of the normalisation, and the bias of the convolution before it.
+  /// Of the residual convolution, whose gradient is the block's own.
+  void residual_back(const Tensor& grad, const Tensor& x, const BlockMask& mask, BlockGradients& to,
+                     c10::cuda::CUDAStream stream) const {
+    if (mask[kResidualBias]) {
+      C10_CUDA_CHECK(products::column_sums(kernel_dtype(type_), grad.const_data_ptr(), batch_ * length_, channels_,
+                                           channels_, gradient(kResidualBias, mask, to),
+                                           kernel_dtype(block_[kResidualBias].scalar_type()), stream));
+    }
+    weight_back(kResidualWeight, grad.const_data_ptr(), x, mask, to, stream);
+  }
+
+  /// Weight and bias of a normalisation, and the bias of the convolution before it: a backward's sums over slices.
+  using Parameters = std::array<BlockSlot, 3>;
+  static constexpr Parameters kFirst{kGn1Weight, kGn1Bias, kConv1Bias}, kSecond{kGn2Weight, kGn2Bias, kConv2Bias};
+
+  static bool any(const Parameters& parameters, const BlockMask& mask) {
+    return mask[parameters[0]] || mask[parameters[1]] || mask[parameters[2]];
+  }
   void normalise_back(const norms::GroupNormMish& norm, const void* grad, void* grad_input,
-                      std::array<BlockSlot, 3> parameters, const BlockMask& mask, const Tensor& partials,
+                      const Parameters& parameters, const BlockMask& mask, const Tensor& partials,
                       BlockGradients& to) const {
     norms::GroupNormMishBackward args{};
     args.forward = norm, args.grad = grad, args.grad_input = grad_input;
-    args.grad_weight = gradient(parameters[0], mask, to), args.grad_bias = gradient(parameters[1], mask, to);
-    args.grad_input_sums = gradient(parameters[2], mask, to);
-    if (parameters[0] == kGn1Weight)
+    if (parameters == kFirst)
       args.grad_scale = gradient(kScale, mask, to), args.grad_shift = gradient(kShift, mask, to);
-    if (args.grad_weight || args.grad_bias || args.grad_input_sums) args.partials = partials.mutable_data_ptr();
+    if (any(parameters, mask)) args.partials = partials.mutable_data_ptr<float>(), args.sums = true;
     C10_CUDA_CHECK(norms::backward(args, stream_));
   }
-
-  /// A (B, C) tensor whose rows may lie apart, such as a piece of FiLM's product, is read in place.
-  static Tensor film(const Tensor& tensor) {
-    if (!tensor.defined()) return Tensor();
-    const bool rows = tensor.stride(1) == 1 && tensor.stride(0) * tensor.element_size() % 16 == 0;
-    return rows && is_aligned(tensor) ? tensor : aligned(tensor.contiguous());
+  /// `partials` are of the second normalisation, then of the first.
+  void add_slices(const Tensor& partials, const BlockMask& mask, BlockGradients& to,
+                  c10::cuda::CUDAStream stream) const {
+    norms::SliceSums sums{kernel_dtype(block_[kGn1Weight].scalar_type()),
+                          channels_,
+                          partials.size(2),
+                          partials.const_data_ptr<float>(),
+                          6,
+                          {}};
+    for (int i = 0; i < 6; ++i) sums.sums[i] = gradient((i < 3 ? kSecond : kFirst)[i % 3], mask, to);
+    if (any(kFirst, mask) || any(kSecond, mask)) C10_CUDA_CHECK(norms::add_slices(sums, stream));
   }
 
   const ResidualBlock& block_;
@@ -235,7 +268,7 @@ class Chain {
   int64_t batch_, length_, channels_;
   kernels::NormShape shape_;
   kernels::NormPlan plan_;
-  Tensor film_[2] = {film(block_[kScale]), film(block_[kShift])};
+  Tensor film_[2] = {aligned_rows(block_[kScale]), aligned_rows(block_[kShift])};
 };
 
 BlockForward run(const ResidualBlock& block, bool keep) {
