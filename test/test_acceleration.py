@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dpa
+from dpa.graphed_calls import replaced_forward
 from dpa.loops import FastLoop
 from dpa.standins import LOOK_EVERY, FastForward
 from policies import diffusers, lerobot_policy, observations, original_policy, unet_and_inputs
@@ -132,7 +133,7 @@ def test_copies_pickles_and_moves_go_on(device):
     dpa.accelerate(unet)
     unet(*inputs)
     for other in (copy.deepcopy(unet), pickle.loads(pickle.dumps(unet))):
-        forward = vars(other)["forward"]
+        forward = replaced_forward(other)
         assert isinstance(forward, FastForward) and forward.unet is other
         for _ in range(2):
             torch.testing.assert_close(other(*inputs), expected, **tolerance(torch.float32))
@@ -144,7 +145,7 @@ def test_copies_pickles_and_moves_go_on(device):
     wide = [x if x is None or not x.is_floating_point() else x.double() for x in moved]
     for _ in range(2):
         assert unet(*wide).dtype == torch.float64
-    assert max(vars(unet)["forward"].errors.values()) < 1e-4
+    assert max(replaced_forward(unet).errors.values()) < 1e-4
 
 
 @torch.no_grad()
@@ -251,7 +252,7 @@ def test_training_mode_and_gradients(device):
             optimizer.step()
             current.train(mode).zero_grad()
             current(*inputs).square().sum().backward()
-        vars(unet)["forward"].original = None  # the first call compared; no later one needs it
+        replaced_forward(unet).original = None  # the first call compared; no later one needs it
         for got, expected in zip(unet.parameters(), plain.parameters(), strict=True):
             if expected.grad is not None:
                 torch.testing.assert_close(got.grad, expected.grad, rtol=1e-3, atol=1e-4)
@@ -316,7 +317,7 @@ def test_objects_that_only_hold_modules():
     outer, outer.ema = Holder(), Holder()
     outer.ema.averaged_model, _ = unet_and_inputs()
     dpa.accelerate(outer)
-    assert isinstance(vars(outer.ema.averaged_model)["forward"], FastForward)
+    assert isinstance(replaced_forward(outer.ema.averaged_model), FastForward)
     assert dpa.explain(outer).findings[0].path == "ema.averaged_model"
     dpa.restore(outer)
     assert "forward" not in vars(outer.ema.averaged_model)

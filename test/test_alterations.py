@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import dpa
+from dpa.graphed_calls import replaced_forward
 from policies import (
     diffusers,
     original_policy,
@@ -106,7 +107,7 @@ def test_a_layer_replaced_by_its_like_runs(device):
     unet, inputs = running(device)
     replace_layer(unet)
     assert_follows(unet, inputs)
-    assert vars(unet)["forward"].errors and dpa.explain(unet).findings[0].active
+    assert replaced_forward(unet).errors and dpa.explain(unet).findings[0].active
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import dpa
+from dpa.graphed_calls import replaced_forward
 from dpa.standins import FastForward
 from policies import SMALL, diffusers, lerobot_unet, original_policy, unet_and_inputs
 from test_alterations import assert_follows, call_of, sampled
@@ -123,7 +124,7 @@ def test_networks_in_dictionaries_and_plain_objects():
         nets["policy"]["noise_pred_net"] for nets in (algorithm.nets, algorithm.ema.averaged_model)
     ]
     for unet in unets:
-        assert isinstance(vars(unet)["forward"], FastForward)
+        assert isinstance(replaced_forward(unet), FastForward)
         assert_follows(unet, algorithm.inputs)
     assert str(dpa.explain(algorithm)).count("step by step: the loop around it") == 2
     assert [finding.path for finding in dpa.explain(algorithm).findings] == [

@@ -18,7 +18,7 @@ from torch import nn
 
 from . import _html
 from .family import NotInFamily, recognise
-from .graphed_calls import GraphedForward, ungraph_calls
+from .graphed_calls import graph_calls, replaced_forward, ungraph_calls
 from .loops import FastLoop
 from .packed import runs_packed
 from .schedulers import from_diffusers
@@ -105,13 +105,15 @@ def accelerate(
     *,
     tolerance: float | None = None,
     fallback: bool = True,
+    graphs: bool = True,
 ) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
     The first call of each kind runs the original too, on the real input, compares, and returns the
     original's result; where they differ beyond the tolerance, a warning says so and the original
     runs from then on. In training, and wherever gradients are enabled, the network runs layer by
-    layer with dpa's ops on its own parameters; optimizers, DDP and state dicts notice nothing.
+    layer with dpa's ops on its own parameters; optimizers, DDP and state dicts notice nothing. On a
+    GPU its calls in training then replay CUDA graphs, as :func:`dpa.training.graph_calls` says.
 
     Weights that change are noticed: optimizer steps, ``load_state_dict``, EMA copies, ``.to()``.
     What is written through ``parameter.data`` leaves no trace but the values; one of each parameter
@@ -131,6 +133,8 @@ def accelerate(
             (bfloat16) for a step, and 1e-3, 5e-2, 1e-1 for a loop.
         fallback: what to do where a loop cannot be fused, or a self-check fails. True warns with
             the reason, and the original runs; False raises.
+        graphs: whether calls in training replay. They keep a network's activations and gradients in
+            memory of their own: False where that is short.
 
     Returns:
         ``model``.
@@ -163,6 +167,8 @@ def accelerate(
     for _, module in _modules(model):
         if _why_no_unet(module) is None:
             vars(module)["forward"] = FastForward(module, options)
+            if graphs:
+                graph_calls(module)
     for finding in left:
         warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=2)
     for _, module in _modules(model):
@@ -177,7 +183,7 @@ def restore(model: Any) -> Any:
     if _is_scheduler(model) and isinstance(vars(model).get("step"), FastStep):
         del vars(model)["step"]
     for _, module in _modules(model):
-        if isinstance(_forward(module), FastForward):
+        if isinstance(replaced_forward(module), FastForward):
             del vars(ungraph_calls(module))["forward"]
         if isinstance(vars(module).get("conditional_sample"), FastLoop):
             del vars(module)["conditional_sample"]
@@ -187,7 +193,7 @@ def restore(model: Any) -> Any:
 def repack(model: Any) -> Any:
     """Pack the weights of every accelerated U-Net anew, and return ``model``."""
     for _, module in _modules(model):
-        forward = _forward(module)
+        forward = replaced_forward(module)
         if isinstance(forward, FastForward):
             forward._forget()
     for _, module in _modules(model):
@@ -209,7 +215,7 @@ def explain(model: Any) -> Report:
         findings.append(Finding("", "scheduler", name, why is None, active, how, errors))
     for path, module in _modules(model):
         name = type(module).__name__
-        forward = _forward(module)
+        forward = replaced_forward(module)
         if isinstance(forward, FastForward):
             why, errors = forward.why_original() or forward.failed, tuple(forward.errors.values())
             how = why or _how(module, "chain" if module.training else forward.options.mode)
@@ -264,12 +270,6 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     yield from walk("", model, 3)
 
 
-def _forward(module: nn.Module) -> Any:
-    """What replaces a module's forward on the object, beneath graphs of its calls; or None."""
-    forward = vars(module).get("forward")
-    return forward.inner if isinstance(forward, GraphedForward) else forward
-
-
 def _is_scheduler(model: Any) -> bool:
     parts = ("step", "set_timesteps", "timesteps", "config")
     return not isinstance(model, nn.Module) and all(hasattr(model, part) for part in parts)
@@ -279,7 +279,7 @@ def _why_no_unet(module: nn.Module) -> str | None:
     """Return why a module cannot be accelerated as a U-Net, or None where it can."""
     if not all(hasattr(module, part) for part in _NEAR):
         return "it is no U-Net"
-    if not isinstance(_forward(module), (FastForward, type(None))):
+    if not isinstance(replaced_forward(module), (FastForward, type(None))):
         return "its forward was replaced on the object"
     try:
         network = recognise(module)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .graphs import _FAILED, can_capture, capturing, leave_capture, no_garbage
 from .nn.plain import HOOKS
+from .standins import FastForward
 
 
 def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Module:
@@ -36,9 +36,9 @@ def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Mod
     A call runs as it is where a graph cannot stand for it: no gradients, evaluation mode, arguments
     that are not CUDA tensors or None, hooks on inner modules, checkpointing, a second call before
     the first one's backward, replaced modules, inside a capture or ``torch.compile``. What it may
-    not do is look at values on the host, or depend on Python values that change. There is no second
-    derivative through a replay. Under DDP, gradients are exchanged after the backward, not during
-    it: :class:`GraphedStep` captures both.
+    not do is look at values on the host, or depend on Python values that change. A backward with
+    ``create_graph=True`` calls the module again, without graphs. Under DDP, gradients are exchanged
+    after the backward, not during it: :class:`GraphedStep` captures both.
 
     Args:
         module: takes tensors and returns one; a policy's U-Net, say.
@@ -66,6 +66,12 @@ def ungraph_calls(module: nn.Module) -> nn.Module:
         if graphed.inner is not None:
             vars(module)["forward"] = graphed.inner
     return module
+
+
+def replaced_forward(module: Any) -> Any:
+    """Return what replaces a module's forward, beneath graphs of its calls; or None."""
+    forward = vars(module).get("forward")
+    return forward.inner if isinstance(forward, GraphedForward) else forward
 
 
 class GraphedForward:
@@ -106,6 +112,8 @@ class GraphedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, by a replay where there is one."""
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
         names, values = (*range(len(args)), *kwargs), (*args, *kwargs.values())
         key = self._key(names, values)
         if key is None or key in self.refused:
@@ -131,6 +139,9 @@ class GraphedForward:
             return None
         if device.index != torch.cuda.current_device():  # whose streams are what is captured
             return None
+        inner = self.inner
+        if isinstance(inner, FastForward) and inner.why_original() is not None:
+            return None
         parts = self._parts
         if parts is None or not parts.unchanged():
             self._forget()
@@ -146,7 +157,7 @@ class GraphedForward:
             torch.backends.cuda.matmul.allow_tf32,
             torch.backends.cudnn.allow_tf32,
         )
-        return names, arguments, mode, parts.state()
+        return names, arguments, mode, parts.state(), getattr(inner, "generation", None)
 
     def _capture(self, key: Hashable, args: Any, kwargs: dict[str, Any]) -> _Capture | None:
         assert self._parts is not None
@@ -195,6 +206,7 @@ class _Parts:
         self.parameters = list(module.parameters())
         self._tensors = [*self.parameters, *module.buffers()]
         self._hooks = [getattr(m, name) for m in self.modules[1:] for name in HOOKS]
+        self._own = [vars(m) for m in self.modules[1:]]
 
     def unchanged(self) -> bool:
         """Whether nothing has been replaced."""
@@ -209,11 +221,12 @@ class _Parts:
         )
 
     def state(self) -> Hashable:
-        """Where the parameters and buffers lie, which of them train, and each module's mode."""
+        """Where parameters and buffers lie, which of them train, modes, and forwards replaced."""
         return (
             tuple([t.data_ptr() for t in self._tensors]),
             tuple([p.requires_grad for p in self.parameters]),
             tuple([m.training for m in self.modules]),
+            tuple([own.get("forward") for own in self._own]),
         )
 
     @contextlib.contextmanager
@@ -245,6 +258,7 @@ class _Capture:
         self._call: Callable[[], Any] = lambda: None
         lend = lambda x: None if x is None else x.detach().clone().requires_grad_(x.requires_grad)  # noqa: E731
         args, kwargs = [lend(x) for x in args], {name: lend(x) for name, x in kwargs.items()}
+        self._original, self._args, self._kwargs = forward, args, kwargs
         self._inputs = [x for x in (*args, *kwargs.values()) if x is not None]
         self.mark = spare = torch.empty(1, device=self._inputs[0].device)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -316,6 +330,16 @@ class _Capture:
         self._done.record(stream)
         return tuple(g if g is None else g.detach() for g in self._gradients)
 
+    def call_again(self, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Without graphs, and so that the gradients can be differentiated themselves."""
+        given = iter(inputs)
+        take = lambda x: None if x is None else next(given)  # noqa: E731
+        args = [take(x) for x in self._args]
+        output = self._original(*args, **{name: take(x) for name, x in self._kwargs.items()})
+        return torch.autograd.grad(
+            output, self.trained(inputs), grad, create_graph=True, allow_unused=True
+        )
+
     def _are_held(self) -> bool:
         """Whether somebody still has gradients of the last replay."""
         count = torch._C._storage_Use_Count
@@ -348,11 +372,12 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, capture: _Capture, inputs: tuple[Tensor, ...], *trained: Tensor) -> Any:
         ctx.save_for_backward(capture.mark)
-        ctx.capture = capture
+        ctx.capture, ctx.inputs = capture, inputs
         return capture.forward(ctx, inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         _ = ctx.saved_tensors  # PyTorch's own error where they are freed
+        if torch.is_grad_enabled():  # create_graph: somebody will differentiate the gradients
+            return None, None, *ctx.capture.call_again(ctx.inputs, grad)
         return None, None, *ctx.capture.backward(grad)

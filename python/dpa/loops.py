@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .graphed_calls import replaced_forward
 from .noise import draw_normal, generator_on
 from .sampler import DiffusionSampler
 from .schedulers import MultistepTable
@@ -129,7 +130,7 @@ class FastLoop:
         policy = self.policy
         unet = getattr(policy, self.network, None)
         unet = getattr(unet, "_orig_mod", unet)
-        forward = vars(unet).get("forward") if isinstance(unet, nn.Module) else None
+        forward = replaced_forward(unet) if isinstance(unet, nn.Module) else None
         if torch.compiler.is_compiling() or not isinstance(forward, FastForward):
             return None
         trains = forward.unet.training or torch.is_grad_enabled()

@@ -16,13 +16,12 @@ from torch.nn import functional as F
 
 import dpa
 from dpa.bench.timing import device_us, graphed
-from dpa.training import graph_calls
 
 Row = dict[str, Any]
 Alone = contextlib.AbstractContextManager[None]
 
 TF32, EAGER, COMPILED, DPA = "eager, float32 (TF32)", "eager", "torch.compile", "dpa"
-CALLS = "dpa, graph_calls"  # the same loop, the network's calls being replayed
+CALLS = "dpa.accelerate"  # PyTorch's network accelerated in place: its calls replay
 HALVES = "torch.compile, bfloat16 weights"  # forward alone: weights that stay need no autocast
 WAYS = (TF32, EAGER, COMPILED, HALVES, DPA, CALLS)
 
@@ -50,10 +49,10 @@ class Network:
             kernel_size=self.kernel_size,
             cond_predict_scale=True,
         ).to(device)
-        if way == CALLS:
-            graph_calls(unet)
-        elif way != DPA:
+        if way != DPA:
             unet = dpa.reference.plain(unet)
+        if way == CALLS:
+            dpa.accelerate(unet)
         if way == HALVES:
             unet = unet.bfloat16()
         if way in (COMPILED, HALVES):
