@@ -36,13 +36,6 @@ CONFIGS = {
         8,
     ),
     "one_level": ({"input_dim": 1, "diffusion_step_embed_dim": 4, "down_dims": [8]}, 2, 5),
-    # the widths of a timestep's embedding that have a kernel of their own
-    "embedding_128": (
-        {"input_dim": 2, "global_cond_dim": 21, **WIDE, "diffusion_step_embed_dim": 128},
-        37,
-        8,
-    ),
-    "embedding_256": ({"input_dim": 2, **WIDE, "diffusion_step_embed_dim": 256}, 5, 4),
     "long": ({"input_dim": 2, **WIDE}, 2, 300),
 }
 
@@ -114,10 +107,9 @@ def test_values(name, dtype, own, hopper):
 
 
 @pytest.mark.parametrize("kind", [int, float, "scalar", "one", "float32", "int32"], ids=str)
-@pytest.mark.parametrize("name", ["film_scale", "embedding_128", "embedding_256"])
-def test_timesteps(kind, name, hopper):
-    net, inputs = make(name, hopper)
-    inputs["timestep"] = torch.full_like(inputs["timestep"], 7)
+def test_timesteps(kind, hopper):
+    net, inputs = make("film_scale", hopper)
+    inputs["timestep"] = torch.full((9,), 7, device=hopper)
     expected = call(net, inputs)
     steps = {
         int: 7,
