@@ -58,6 +58,8 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   for (Tensor* t :
        {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known, &in.known_mask})
     if (t->defined()) *t = t->contiguous();
+  // Bytes may begin anywhere; the kernels read numbers.
+  if (reinterpret_cast<uintptr_t>(in.packed.const_data_ptr()) % alignof(float) != 0) in.packed = in.packed.clone();
   const auto floats = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
   const auto refused = cpu::reject(plan, in.sample.size(0), in.sample.size(1));
   TORCH_CHECK(refused.empty(), "dpa::", op, ": sample is refused: ", refused);
