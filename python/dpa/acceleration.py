@@ -105,7 +105,7 @@ def accelerate(
     *,
     tolerance: float | None = None,
     fallback: bool = True,
-    graphs: bool = True,
+    graphs: bool = False,
 ) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
@@ -113,7 +113,8 @@ def accelerate(
     original's result; where they differ beyond the tolerance, a warning says so and the original
     runs from then on. In training, and wherever gradients are enabled, the network runs layer by
     layer with dpa's ops on its own parameters; optimizers, DDP and state dicts notice nothing. On a
-    GPU its calls in training then replay CUDA graphs, as :func:`dpa.training.graph_calls` says.
+    GPU, with ``graphs=True``, its calls in training replay CUDA graphs, as
+    :func:`dpa.training.graph_calls` says.
 
     Weights that change are noticed: optimizer steps, ``load_state_dict``, EMA copies, ``.to()``.
     What is written through ``parameter.data`` leaves no trace but the values; one of each parameter
@@ -134,7 +135,7 @@ def accelerate(
         fallback: what to do where a loop cannot be fused, or a self-check fails. True warns with
             the reason, and the original runs; False raises.
         graphs: whether calls in training replay. They keep a network's activations and gradients in
-            memory of their own: False where that is short.
+            memory of their own.
 
     Returns:
         ``model``.

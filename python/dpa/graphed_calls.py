@@ -278,14 +278,16 @@ class _Capture:
         self._users = [torch._C._storage_Use_Count(s._cdata) for s in self._storages]
 
     def _record(self, forward: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> None:
-        options = {"pool": torch.cuda.graph_pool_handle(), "stream": self._stream}
-        with capturing(self._forward, **options):
+        # Each graph has memory of its own: gradients of one replay may be in somebody's hands while
+        # the next forward replays, which writes over what it had freed by the end of its capture.
+        pool = torch.cuda.graph_pool_handle
+        with capturing(self._forward, pool=pool(), stream=self._stream):
             self._output = forward(*args, **kwargs)
         if not isinstance(self._output, Tensor) or not self._output.requires_grad:
             raise RuntimeError("it must return one tensor that has a gradient")
         self._grad = torch.empty_like(self._output)
         self._trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
-        with capturing(self._backward, **options):
+        with capturing(self._backward, pool=pool(), stream=self._stream):
             self._gradients = self._differentiate(self._grad)
 
     def _differentiate(self, grad: Tensor) -> tuple[Tensor | None, ...]:
