@@ -25,7 +25,7 @@ using torch::autograd::variable_list;
 struct SwigluBackward : dpa::SavingNode<2> {
   std::string name() const override { return "SwigluBackward"; }
 
-  variable_list backward(const variable_list& gradients, const std::array<Tensor, 2>& saved) override {
+  variable_list backward(const variable_list& gradients, std::array<Tensor, 2>& saved) override {
     if (!gradients[0].defined()) return variable_list(2);
     auto [gate, value] = swiglu_backward(gradients[0], saved[0], saved[1]);
     return {task_should_compute_output(0) ? gate : Tensor(), task_should_compute_output(1) ? value : Tensor()};
