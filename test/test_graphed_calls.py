@@ -24,25 +24,32 @@ from dpa.training import graph_calls, ungraph_calls
 class _StandIn(graphed_calls._Capture):
     def _record(self, forward, args, kwargs, parameters):
         module = forward.__self__.module
-        self._output = None
         lent = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
+        trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
+        run = None
 
-        def run():
-            if isinstance(self._output, torch.Tensor):
-                self._output.data.fill_(torch.nan)  # as a replay writes over the last one's
+        def replay():
+            nonlocal run
+            # A replay writes over the last one's results, and over gradients by its activations.
+            for written in (self._output, *self._gradients):
+                if written is not None:
+                    written.fill_(torch.nan)
             with _reparametrize_module(module, lent), torch.enable_grad():
-                self._output = forward(*args, **kwargs)
+                run = forward(*args, **kwargs)
+            self._output.copy_(run.detach())
 
-        def back():
-            for kept, new in zip(self._gradients, self._differentiate(self._grad), strict=True):
+        def differentiate():
+            new = torch.autograd.grad(run, trained, self._grad, allow_unused=True)
+            self._gradients = self._gradients or [g if g is None else g.clone() for g in new]
+            for kept, value in zip(self._gradients, new, strict=True):
                 if kept is not None:
-                    kept.copy_(new)
+                    kept.copy_(value)
 
-        run()
-        self._grad = torch.empty_like(self._output)
-        self._trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
-        self._gradients = [g if g is None else g.clone() for g in self._differentiate(self._grad)]
-        self._forward.replay, self._backward.replay = run, back
+        with _reparametrize_module(module, lent):
+            run = forward(*args, **kwargs)
+        self._output, self._grad, self._gradients = run.detach().clone(), torch.ones_like(run), []
+        differentiate()
+        self._forward.replay, self._backward.replay = replay, differentiate
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +175,7 @@ def test_a_graph_that_is_kept_for_a_second_backward(device, monkeypatch):
         loss.backward(retain_graph=True)
         module(second).sum().backward()  # between the two
         loss.backward()
-    assert len(replays) == 1
+    assert len(replays) == 2
     _same_gradients(plain, graphed)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
@@ -348,6 +355,27 @@ def test_second_derivatives(device):
         (grad,) = torch.autograd.grad(module(x).square().sum(), weight, create_graph=True)
         grad.square().sum().backward()
     _same_gradients(plain, graphed)
+
+
+def test_hooks_run_once_in_a_backward_that_calls_again(device):
+    plain, graphed = _pair(device)
+    for module in (plain, graphed):
+        module.one.weight.register_hook(lambda grad: 3 * grad)
+    x = _x(device)
+    for module in (plain, graphed):
+        loss = module(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward(create_graph=True)
+    _same_gradients(plain, graphed)
+
+
+def test_weights_that_change_before_the_backward(device):
+    for module in _pair(device):
+        loss = module(_x(device)).sum()
+        with torch.no_grad():
+            module.two.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def _unet(device):

@@ -330,7 +330,7 @@ def test_graphs_on_another_device_than_the_current_one(how):
     if how == "calls":
         unet = make(other).unet.train()
         plain = copy.deepcopy(unet)
-        dpa.graph_calls(unet, warmup=1)
+        dpa.training.graph_calls(unet, warmup=1)
         for cond in conds:
             results = [net(noise, 7, global_cond=cond) for net in (unet, plain)]
             torch.testing.assert_close(*results)

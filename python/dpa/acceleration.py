@@ -105,7 +105,7 @@ def accelerate(
     *,
     tolerance: float | None = None,
     fallback: bool = True,
-    graphs: bool = False,
+    graphs: bool = True,
 ) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
@@ -113,8 +113,7 @@ def accelerate(
     original's result; where they differ beyond the tolerance, a warning says so and the original
     runs from then on. In training, and wherever gradients are enabled, the network runs layer by
     layer with dpa's ops on its own parameters; optimizers, DDP and state dicts notice nothing. On a
-    GPU, with ``graphs=True``, its calls in training replay CUDA graphs, as
-    :func:`dpa.training.graph_calls` says.
+    GPU its calls in training replay CUDA graphs, as :func:`dpa.training.graph_calls` says.
 
     Weights that change are noticed: optimizer steps, ``load_state_dict``, EMA copies, ``.to()``.
     What is written through ``parameter.data`` leaves no trace but the values; one of each parameter
@@ -134,8 +133,8 @@ def accelerate(
             (bfloat16) for a step, and 1e-3, 5e-2, 1e-1 for a loop.
         fallback: what to do where a loop cannot be fused, or a self-check fails. True warns with
             the reason, and the original runs; False raises.
-        graphs: whether calls in training replay. They keep a network's activations and gradients in
-            memory of their own.
+        graphs: whether calls in training replay. Their activations and gradients stay allocated
+            between the steps.
 
     Returns:
         ``model``.

@@ -29,16 +29,18 @@ def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Mod
     run as they are, the next one is captured, forward and backward, and later ones replay: two
     launches, whatever the number of kernels. Optimizer, loss, clipping, EMA, checkpoints and loop
     stay what they are. ``GradScaler`` and hooks of parameters work as before, and copies of the
-    module capture anew. Gradients are written to the same memory each time; where somebody still
-    holds the last ones, in ``grad`` or elsewhere, those are left alone. So begin steps with
-    ``zero_grad(set_to_none=True)``; adding gradients of several batches up costs a copy of them.
+    module capture anew. Each call writes over the gradients of the one before. Where parameters
+    still have those in ``grad``, they are moved first; where somebody else has, the call runs as it
+    is. So let ``zero_grad(set_to_none=True)`` come before the call; adding gradients of several
+    batches up costs a copy of them.
 
     A call runs as it is where a graph cannot stand for it: no gradients, evaluation mode, arguments
     that are not CUDA tensors or None, hooks on inner modules, checkpointing, a second call before
     the first one's backward, replaced modules, inside a capture or ``torch.compile``. What it may
     not do is look at values on the host, or depend on Python values that change. A backward with
-    ``create_graph=True`` calls the module again, without graphs. Under DDP, gradients are exchanged
-    after the backward, not during it: :class:`GraphedStep` captures both.
+    ``create_graph=True``, and a second one of the same call, call the module again, without graphs.
+    Under DDP, gradients are exchanged after the backward, not during it: :class:`GraphedStep`
+    captures both.
 
     Args:
         module: takes tensors and returns one; a policy's U-Net, say.
@@ -123,7 +125,7 @@ class GraphedForward:
             self._calls[key] += 1
             if self._calls[key] > self.warmup:
                 capture = self._capture(key, args, kwargs)
-        if capture is None or capture.is_open():
+        if capture is None or not capture.is_free():
             return self.original(*args, **kwargs)
         self._captures.move_to_end(key)
         tensors = tuple(x for x in values if x is not None)
@@ -229,11 +231,14 @@ class _Parts:
             tuple([own.get("forward") for own in self._own]),
         )
 
+    def versions(self) -> list[int]:
+        """How often each parameter has been written."""
+        return [p._version for p in self.parameters]
+
     @contextlib.contextmanager
-    def replaced(self) -> Iterator[list[nn.Parameter]]:
-        """Lend the module parameters of the same memory, without hooks or history."""
-        # `data`, since replays follow changes of the values, which autograd would object to.
-        new = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self.parameters}
+    def replaced(self, make: Callable[[nn.Parameter], Tensor]) -> Iterator[list[Tensor]]:
+        """Lend the module what ``make`` makes of its parameters."""
+        new = {id(p): make(p) for p in self.parameters}
         own = [(d, name, d[name]) for d, name in self._parameter_slots]
         try:
             for d, name, parameter in own:
@@ -247,9 +252,9 @@ class _Parts:
 class _Capture:
     """One kind of call: its graphs, and the memory that they read and write.
 
-    The activations are those of the last replay, so there is no second one as long as the first's
-    backward may come. The captured run's own autograd graph is kept: it computes the gradients
-    where those of the last replay are still in somebody's hands.
+    Both graphs share their memory, as forward and backward of a plain call do: gradients lie where
+    activations did. So a forward may replay only when no backward of the last call may come, and
+    nobody has its gradients any more.
     """
 
     def __init__(self, forward: Callable[..., Any], parts: _Parts, args: Any, kwargs: Any):
@@ -258,14 +263,14 @@ class _Capture:
         self._call: Callable[[], Any] = lambda: None
         lend = lambda x: None if x is None else x.detach().clone().requires_grad_(x.requires_grad)  # noqa: E731
         args, kwargs = [lend(x) for x in args], {name: lend(x) for name, x in kwargs.items()}
-        self._original, self._args, self._kwargs = forward, args, kwargs
+        self._original, self._parts, self._args, self._kwargs = forward, parts, args, kwargs
         self._inputs = [x for x in (*args, *kwargs.values()) if x is not None]
         self.mark = spare = torch.empty(1, device=self._inputs[0].device)
         self._stream.wait_stream(torch.cuda.current_stream())
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # casts of parameters belong to each replay
         try:
-            with no_garbage(), parts.replaced() as parameters:
+            with no_garbage(), parts.replaced(_without_history) as parameters:
                 self._record(forward, args, kwargs, parameters)
         except BaseException:
             _FAILED.extend((self._forward, self._backward))
@@ -278,69 +283,33 @@ class _Capture:
         self._users = [torch._C._storage_Use_Count(s._cdata) for s in self._storages]
 
     def _record(self, forward: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> None:
-        # Each graph has memory of its own: gradients of one replay may be in somebody's hands while
-        # the next forward replays, which writes over what it had freed by the end of its capture.
-        pool = torch.cuda.graph_pool_handle
-        with capturing(self._forward, pool=pool(), stream=self._stream):
-            self._output = forward(*args, **kwargs)
-        if not isinstance(self._output, Tensor) or not self._output.requires_grad:
+        pool = torch.cuda.graph_pool_handle()
+        with capturing(self._forward, pool=pool, stream=self._stream):
+            output = forward(*args, **kwargs)
+        if not isinstance(output, Tensor) or not output.requires_grad:
             raise RuntimeError("it must return one tensor that has a gradient")
-        self._grad = torch.empty_like(self._output)
-        self._trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
-        with capturing(self._backward, pool=pool(), stream=self._stream):
-            self._gradients = self._differentiate(self._grad)
+        self._output, self._grad = output.detach(), torch.empty_like(output)
+        trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
+        with capturing(self._backward, pool=pool, stream=self._stream):
+            self._gradients = torch.autograd.grad(output, trained, self._grad, allow_unused=True)
 
-    def _differentiate(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(
-            self._output, self._trained, grad, retain_graph=True, allow_unused=True
-        )
+    def is_free(self) -> bool:
+        """Whether a replay may write: nothing of the last one is wanted any more."""
+        if self._is_open():
+            return False
+        if self._are_held():
+            self._give_away()
+        return not self._are_held()
 
-    def is_open(self) -> bool:
+    def _is_open(self) -> bool:
         """Whether the backward of the last call may still come."""
         call = self._call()
-        if call is None:
+        if call is None or call.differentiated:
             return False
         try:
             return call.saved_tensors is not None
-        except RuntimeError:  # a backward has been, and has freed them
+        except RuntimeError:  # somebody let go of them without a backward of this call
             return False
-
-    def trained(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """The inputs and parameters of a call that get gradients."""
-        return [*(x for x in inputs if x.requires_grad), *self._parameters]
-
-    def forward(self, call: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        self._call = weakref.ref(call)
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self._done)
-        for kept, new in zip(self._inputs, inputs, strict=True):
-            kept.data.copy_(new)  # unseen by autograd: what was captured takes the new values
-        self._forward.replay()
-        result = self._output.detach().clone()
-        self._done.record(stream)
-        return result
-
-    def backward(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self._done)
-        if self._are_held():
-            self._give_away()
-        if self._are_held():
-            return self._backward_on_side_stream(grad)
-        self._grad.copy_(grad)
-        self._backward.replay()
-        self._done.record(stream)
-        return tuple(g if g is None else g.detach() for g in self._gradients)
-
-    def call_again(self, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Without graphs, and so that the gradients can be differentiated themselves."""
-        given = iter(inputs)
-        take = lambda x: None if x is None else next(given)  # noqa: E731
-        args = [take(x) for x in self._args]
-        output = self._original(*args, **{name: take(x) for name, x in self._kwargs.items()})
-        return torch.autograd.grad(
-            output, self.trained(inputs), grad, create_graph=True, allow_unused=True
-        )
 
     def _are_held(self) -> bool:
         """Whether somebody still has gradients of the last replay."""
@@ -354,18 +323,61 @@ class _Capture:
             if parameter.grad is not None and parameter.grad.data_ptr() in written:
                 parameter.grad = parameter.grad.clone()
 
-    def _backward_on_side_stream(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Without the graph, into new memory, on the stream that the captured nodes belong to."""
+    def trained(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """The inputs and parameters of a call that get gradients."""
+        return [*(x for x in inputs if x.requires_grad), *self._parameters]
+
+    def forward(self, call: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        self._call = weakref.ref(call)
+        call.versions = self._parts.versions()
         stream = torch.cuda.current_stream()
-        self._stream.wait_stream(stream)
-        with torch.cuda.stream(self._stream):
-            gradients = self._differentiate(grad)
-        stream.wait_stream(self._stream)
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.record_stream(stream)
+        stream.wait_event(self._done)
+        for kept, new in zip(self._inputs, inputs, strict=True):
+            kept.data.copy_(new)  # unseen by autograd: what was captured takes the new values
+        self._forward.replay()
+        result = self._output.clone()
         self._done.record(stream)
-        return gradients
+        return result
+
+    def backward(self, call: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if call.versions != self._parts.versions():
+            raise RuntimeError(
+                "graph_calls: parameters have been modified by an inplace operation between a call "
+                "and its backward"
+            )
+        # With create_graph somebody will differentiate the gradients; and a second backward finds
+        # them where the activations were.
+        if torch.is_grad_enabled() or call.differentiated:
+            return self._call_again(call.inputs, grad)
+        call.differentiated = True
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._done)
+        self._grad.copy_(grad)
+        self._backward.replay()
+        self._done.record(stream)
+        return tuple(g if g is None else g.detach() for g in self._gradients)
+
+    def _call_again(self, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Without graphs, on views, since hooks of the parameters run behind this backward."""
+        with torch.enable_grad(), self._parts.replaced(_with_history) as parameters:
+            views = [_with_history(x) for x in inputs]
+            given = iter(views)
+            take = lambda x: None if x is None else next(given)  # noqa: E731
+            args = [take(x) for x in self._args]
+            output = self._original(*args, **{name: take(x) for name, x in self._kwargs.items()})
+            trained = [x for x in (*views, *parameters) if x.requires_grad]
+        again = torch.is_grad_enabled()
+        return torch.autograd.grad(output, trained, grad, create_graph=again, allow_unused=True)
+
+
+def _without_history(parameter: nn.Parameter) -> nn.Parameter:
+    """The same memory without hooks; `data`, for autograd would object to what replays change."""
+    return nn.Parameter(parameter.data, parameter.requires_grad)
+
+
+def _with_history(tensor: Tensor) -> Tensor:
+    """The same values, differentiable as what they are a view of; of integers as they are."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
 class _Replay(torch.autograd.Function):
@@ -374,12 +386,10 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, capture: _Capture, inputs: tuple[Tensor, ...], *trained: Tensor) -> Any:
         ctx.save_for_backward(capture.mark)
-        ctx.capture, ctx.inputs = capture, inputs
+        ctx.capture, ctx.inputs, ctx.differentiated = capture, inputs, False
         return capture.forward(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         _ = ctx.saved_tensors  # PyTorch's own error where they are freed
-        if torch.is_grad_enabled():  # create_graph: somebody will differentiate the gradients
-            return None, None, *ctx.capture.call_again(ctx.inputs, grad)
-        return None, None, *ctx.capture.backward(grad)
+        return None, None, *ctx.capture.backward(ctx, grad)

@@ -232,10 +232,10 @@ class FastForward:
         if key in self.errors:
             return expected
         limit = self.limit(STEP_LIMITS, precision)
-        with torch.no_grad():
-            error, why = compare(
-                lambda: self._run(sample, timestep, conditions, precision), expected, limit
-            )
+        # In the caller's own mode: without gradients the network would keep weights packed for it.
+        error, why = compare(
+            lambda: self._run(sample, timestep, conditions, precision), expected, limit
+        )
         if why is not None:
             what = f"the accelerated {type(self.unet).__name__}"
             say_fallback(what, why, self.options.fallback)

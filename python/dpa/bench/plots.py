@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COLORS = {"multiply": "#1f7a8c", "publish": "#f2b134", "wait": "#d9d8d3", "normalise": "#e0782f"}
 _WAYS = {
-    "dpa.accelerate, graphs": "#7fb8c4",
+    "dpa.accelerate": "#7fb8c4",
     "dpa": "#1f7a8c",
     "torch.compile, bfloat16 weights": "#f0bb97",
     "torch.compile": "#e0782f",

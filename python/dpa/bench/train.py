@@ -21,7 +21,7 @@ Row = dict[str, Any]
 Alone = contextlib.AbstractContextManager[None]
 
 TF32, EAGER, COMPILED, DPA = "eager, float32 (TF32)", "eager", "torch.compile", "dpa"
-CALLS = "dpa.accelerate, graphs"  # PyTorch's network accelerated in place: its calls replay
+CALLS = "dpa.accelerate"  # PyTorch's network accelerated in place: its calls replay
 HALVES = "torch.compile, bfloat16 weights"  # forward alone: weights that stay need no autocast
 WAYS = (TF32, EAGER, COMPILED, HALVES, DPA, CALLS)
 
@@ -52,7 +52,7 @@ class Network:
         if way != DPA:
             unet = dpa.reference.plain(unet)
         if way == CALLS:
-            dpa.accelerate(unet, graphs=True)
+            dpa.accelerate(unet)
         if way == HALVES:
             unet = unet.bfloat16()
         if way in (COMPILED, HALVES):

@@ -52,9 +52,11 @@ def _speed(rows: list[Row]) -> list[Row]:
 def _memory(rows: list[Row]) -> list[Row]:
     peaks = {(r["network"], r["batch"], r["how"]): r["peak MiB"] for r in rows if r["peak MiB"]}
     return [
-        _bar(f"{network}, batch {batch}, peak memory of a step", ours / theirs, 1.0, 0.7, True)
+        _bar(
+            f"{network}, batch {batch}, peak memory of a step, {how}", ours / theirs, 1.0, 0.7, True
+        )
         for (network, batch, how), ours in peaks.items()
-        if how == DPA and (theirs := peaks.get((network, batch, COMPILED)))
+        if how in (DPA, CALLS) and (theirs := peaks.get((network, batch, COMPILED)))
     ]
 
 
