@@ -40,14 +40,14 @@ def test_the_bars_compare_ratios():
     speeds = ((256, 1, 10), (256, 2, 16), (1024, 1, 10), (1024, 2, 19))
     gpus = [{"GPUs": n, "batch a GPU": b, "samples a second": s} for b, n, s in speeds]
     found = train_bars.bars(_rows(200.0), norm, gpus)
-    assert len(found) == 9 + 3 + 1 + 2
+    assert len(found) == 9 + 6 + 1 + 2
     assert_close([row["ratio"] for row in found[:9]], [5.0] * 9)
     assert [row["holds"] for row in found[:9]] == [
         *("aim", "yes", "aim", "yes", "aim", "aim", "yes", "aim", "aim")
     ]
-    assert_close([row["ratio"] for row in found[9:]], [0.9] * 3 + [4.0, 1.6, 1.9])
-    assert [row["holds"] for row in found[9:]] == ["yes"] * 3 + ["aim", "NO", "yes"]
-    assert_close(found[12]["aim"], 8.0 / 2.6)
+    assert_close([row["ratio"] for row in found[9:]], [0.9] * 6 + [4.0, 1.6, 1.9])
+    assert [row["holds"] for row in found[9:]] == ["yes"] * 6 + ["aim", "NO", "yes"]
+    assert_close(found[15]["aim"], 8.0 / 2.6)
     # Weights of 16 bits may be the faster rival, forward alone.
     rows = [r | {"graph": 600.0} if r["how"] == train.HALVES else r for r in _rows(200.0)]
     forward = [r["ratio"] for r in train_bars.bars(rows, [], []) if ", forward, " in r["what"]]

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import dpa
 from dpa.bench.timing import device_us, graphed
+from dpa.training import graph_calls
 
 Row = dict[str, Any]
 Alone = contextlib.AbstractContextManager[None]
@@ -104,8 +105,8 @@ def measure(
     """Microseconds of a case called and in a CUDA graph, and the peak memory in MiB.
 
     Called means a plain loop that waits for nothing, the mean of five steps in a row. Gradients are
-    set to None at the start of each. The peak is that of a whole step with fused AdamW. ``alone``
-    gives the device to this process, after the first call.
+    set to None at the start of each. The peak is that of six whole steps with fused AdamW, captures
+    of calls among them. ``alone`` gives the device to this process, after the first call.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     row: Row = {"network": case.network.name, "batch": case.batch}
@@ -124,7 +125,9 @@ def measure(
                     if way != CALLS:
                         row["graph"] = device_us(graphed(work, 1), repeats)
                 if case.backward:
-                    row["peak MiB"] = _peak_of_a_step(work, model)
+                    if way == CALLS:
+                        graph_calls(model)  # captured anew, so that the captures count
+                    row["peak MiB"] = _peak_of_steps(work, model)
     del model, work
     gc.collect()
     if device.type == "cuda":
@@ -155,15 +158,14 @@ def _work(case: Case, way: str, model: nn.Module) -> Callable[[], None]:
     return both if case.backward else forward
 
 
-def _peak_of_a_step(work: Callable[[], None], model: nn.Module) -> float:
+def _peak_of_steps(work: Callable[[], None], model: nn.Module) -> float:
     """MiB: weights, gradients, AdamW's moments, and what the pass keeps at its fullest."""
     model.zero_grad(set_to_none=True)
     # cuBLAS keeps 32 MiB for every stream that ever asked; each capture before this one did.
     torch._C._cuda_clearCublasWorkspaces()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    for measured in (False, True):
-        if measured:
-            torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(6):
         work()
         optimizer.step()
     return torch.cuda.max_memory_allocated() / 2**20
