@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -168,6 +169,25 @@ def test_rows_of_several_stages_make_one_table():
     assert [_cell(value) for value in (1.7e-6, 0.01, None, "x")] == ["1.7e-06", "0.01", "", "x"]
     quick, whole = cpu.stages(quick=True), cpu.stages()
     assert set(quick) < set(whole) and "U-Net, batch 16" not in quick
+
+
+def test_a_process_waits_until_it_is_asked(tmp_path, monkeypatch):
+    from dpa.bench.ahead import Process
+
+    (tmp_path / "measuring.py").write_text(
+        "import sys\n"
+        "from dpa.bench.ahead import when_asked\n"
+        "print('compiling', sys.argv[1])\n"
+        "when_asked(lambda: open(sys.argv[1]).read())\n"
+    )
+    (tmp_path / "failing.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    process = Process("measuring", str(tmp_path / "written later"))
+    process.wait()
+    (tmp_path / "written later").write_text("42")
+    assert process.answer() == "42"
+    with pytest.raises(RuntimeError, match="failing ended with status 3"):
+        Process("failing").wait()
 
 
 def test_a_busy_machine_is_named(monkeypatch):

@@ -13,20 +13,21 @@ from dpa import family
 from dpa.cli import app
 from dpa.demo import train, world
 from dpa.demo.rollout import make_scheduler
-from dpa.export import FORMATS, STAGES, Around, LayeredLoop, PackedLoop, PackedStep, export_policy
+from dpa.export import (
+    FORMATS,
+    STAGES,
+    Around,
+    LayeredLoop,
+    PackedLoop,
+    PackedStep,
+    export_policy,
+    load_policy,
+)
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 B, T, DA, DO, DG = 2, 8, 2, 5, 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 UNET = {"diffusion_step_embed_dim": 16, "down_dims": (8, 16)}
-
-
-def load(path, to):
-    if to == "torchscript":
-        return torch.jit.load(str(path))
-    if to == "aoti":
-        return torch._inductor.aoti_load_package(str(path))
-    return torch.export.load(path).module()
 
 
 def make(name, device, dtype, kind, seed=3):
@@ -73,7 +74,7 @@ def test_an_exported_loop_gives_the_samplers_actions(to, kind, name, dtype, devi
     inputs = {"observation": example, "noise": torch.randn(1 + draws, B, T, DA, device=device)}
     path = tmp_path / f"policy{FORMATS[to]}"
     manifest = export_policy(policy, path, to, inputs)
-    loaded = load(path, to)
+    loaded = load_policy(path)
 
     # New inputs; the sampler draws from a generator what the exported policy is given.
     observation, noise = torch.randn_like(example), drawn(1 + draws, device)
@@ -128,7 +129,7 @@ def test_exported_steps_make_up_the_loop(to, dtype, device, tmp_path):
     inputs = {"observation": observation, "sample": noise[0], "index": index, "noise": noise[0]}
     path = tmp_path / "step"
     manifest = export_policy(policy, path, to, inputs)
-    loaded, sample = load(path, to), noise[0]
+    loaded, sample = load_policy(path), noise[0]
     with torch.no_grad():
         for step in range(manifest["steps"]):
             entry = sum(sampler.table.draws_noise[: step + 1]) * sampler.table.draws_noise[step]
@@ -153,7 +154,7 @@ def test_an_unconditioned_network(tmp_path):
     assert tuple(begun) == STAGES[2:]  # the command begins the first two
     sampler = dpa.DiffusionSampler(unet, table, fused=True)
     with torch.no_grad():
-        got = load(tmp_path / "x.pt", "torchscript")(*inputs.values())
+        got = load_policy(tmp_path / "x.pt")(*inputs.values())
         torch.testing.assert_close(got, sampler(noise=noise[0]), rtol=1e-5, atol=1e-5)
 
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dpa.bench import cpu, small_ops
+from dpa.bench.ahead import Process
 from dpa.files import replacing
 
 HELP = """Measure beside eager PyTorch, torch.compile and the physical floor.
@@ -148,13 +149,16 @@ def _on_gpu(
     train_steps: int,
 ) -> tuple[Stages, Callable[[Tables], Tables]]:
     """What there is to measure on a GPU, and what makes the last of the tables."""
-    ops: Stages = {} if only == "sampler" else {"small ops": small_ops.run}
     if only == "ops":
-        return ops, dict
+        return {"small ops": small_ops.run}, dict
     from dpa.bench import sampler
 
-    run = sampler.Run(networks, batches, autotune, plain, train_steps)
-    return run.stages() | ops, sampler.finished
+    if only == "sampler":
+        run = sampler.Run(networks, batches, autotune, plain, train_steps)
+        return run.stages(), sampler.finished
+    ops = Process(small_ops.__name__)
+    run = sampler.Run(networks, batches, autotune, plain, train_steps, [ops])
+    return run.stages() | {"small ops": ops.answer}, sampler.finished
 
 
 def _measured(

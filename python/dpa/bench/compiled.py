@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +12,12 @@ from torch import Tensor, nn
 
 import dpa
 from dpa import stepwise
+from dpa.bench.ahead import Process, when_asked
 from dpa.bench.timing import device_spread_us, graphed, latency
 
 BATCHES = (1, 16)  # at which they are measured
 COUNTS = {"DDIM": 10, "DDPM": 100}  # steps of the loops
 _DEFAULT, _REDUCED, _TUNED = "default", "reduce-overhead", "max-autotune-no-cudagraphs"
-_READY = "ready"
 Row = dict[str, Any]
 Call = Callable[[], Tensor]
 
@@ -40,26 +38,16 @@ class Ahead:
         kinds = [(_REDUCED, "bfloat16", b) for b in BATCHES]
         kinds += [(_DEFAULT, "float32", 1)]
         kinds += [(_TUNED, "bfloat16", 1)] if autotune else []
-        start = [sys.executable, "-m", "dpa.bench.compiled", network]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._running = {
-            kind: subprocess.Popen([*start, *map(str, kind)], stderr=subprocess.DEVNULL, **pipes)
-            for kind in kinds
-        }
+        self._running = [Process(__name__, network, *map(str, kind)) for kind in kinds]
 
     def wait(self) -> None:
         """Wait until all have compiled: before that nothing may be measured."""
-        for kind, process in self._running.items():
-            if not any(line.strip() == _READY for line in process.stdout):
-                raise RuntimeError(f"torch.compile failed: {', '.join(map(str, kind))}")
+        for process in self._running:
+            process.wait()
 
     def rows(self) -> list[tuple[str, Row]]:
         """Measure, after :meth:`wait`: rows of the tables "steps" and "loops"."""
-        found = []
-        for process in self._running.values():
-            answer, _ = process.communicate("\n")
-            found += [(table, row) for table, row in json.loads(answer.splitlines()[-1])]
-        return found
+        return [(table, row) for process in self._running for table, row in process.answer()]
 
 
 def eager(unet: nn.Module, dtype: torch.dtype, batch: int) -> list[tuple[str, Row]]:
@@ -140,7 +128,7 @@ def _loop(network: Callable[..., Tensor], dtype: torch.dtype, batch: int, schedu
 
 
 def _measure(network: str, mode: str, dtype: str, batch: str) -> None:
-    """Compile, say so, and wait for the word to measure."""
+    """Compile, and measure when asked."""
     from dpa.bench.sampler import SIZES
 
     kind, count = getattr(torch, dtype), int(batch)
@@ -149,19 +137,16 @@ def _measure(network: str, mode: str, dtype: str, batch: str) -> None:
         compiled = torch.compile(plain, mode=mode)
         _loop(compiled, kind, count, "DDIM")()
         torch.cuda.synchronize()
-        print(_READY, flush=True)
-        sys.stdin.readline()
         if mode != _REDUCED:
             how = "torch.compile max-autotune, graph" if mode == _TUNED else "torch.compile, graph"
-            rows = _rows(compiled, kind, count, how, lambda c: graphed(c, 1), {how: _graphed}, 5)
+            step, loop = lambda call: graphed(call, 1), _graphed
         else:
-            how = f"torch.compile {mode}"
-            rows = _rows(compiled, kind, count, how, lambda c: c, {how: lambda c: c}, 5)
-    print(json.dumps(rows))
+            how, step, loop = f"torch.compile {mode}", lambda call: call, lambda call: call
+        when_asked(lambda: _rows(compiled, kind, count, how, step, {how: loop}, 5))
 
 
 def _graphed(loop: Call) -> Callable[[], None]:
-    return graphed(loop, 1)
+    return graphed(loop, 1, warm_up=1)
 
 
 if __name__ == "__main__":

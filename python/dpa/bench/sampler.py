@@ -13,6 +13,7 @@ from torch import nn
 
 import dpa
 from dpa.bench import compiled, parallel
+from dpa.bench.ahead import Process
 from dpa.bench.bars import bars
 from dpa.bench.timing import device_spread_us, device_us, latency
 from dpa.profiling import captured_loop, step_us
@@ -121,6 +122,7 @@ class Run:
         autotune: measure torch.compile's max-autotune too, at batch 1.
         plain: measure PyTorch at all: beside the first network, at batches 1 and 16.
         train_steps: of the policy on which parallel sampling is measured; 0 leaves it out.
+        others: processes that must be ready, too, before anything is measured.
 
     """
 
@@ -131,9 +133,11 @@ class Run:
         autotune: bool = False,
         plain: bool = True,
         train_steps: int = parallel.TRAIN_STEPS,
+        others: Sequence[Process] = (),
     ):
         self._sizes = [size for size in SIZES if size.name in networks]
         self._batches, self._autotune, self._train_steps = batches, autotune, train_steps
+        self._others = others
         self._plain = plain and bool(self._sizes)
         self._built: tuple[Size, dpa.nn.ConditionalUnet1D] | None = None
         self._theirs: compiled.Ahead | None = None
@@ -170,6 +174,8 @@ class Run:
             self._policy = parallel.trained(self._train_steps)
         if self._theirs is not None:
             self._theirs.wait()
+        for process in self._others:
+            process.wait()
         self._rate = read_rate()
         return {"read TB/s": self._rate * 1e-12}
 

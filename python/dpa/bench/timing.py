@@ -105,12 +105,12 @@ def _alternated(
     return {name: Spread.of(values) for name, values in times.items()}
 
 
-def graphed(run: Callable[[], object], copies: int = 20) -> Callable[[], None]:
+def graphed(run: Callable[[], object], copies: int = 20, warm_up: int = 3) -> Callable[[], None]:
     """A CUDA graph of ``copies`` calls of ``run``, so that launch costs leave the measurement."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(warm_up):
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

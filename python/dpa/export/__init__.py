@@ -12,9 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from ..files import replacing
+from .packages import compile_package, open_package
 from .policy import Around, LayeredLoop, PackedLoop, PackedStep
 
-__all__ = ["FORMATS", "Around", "LayeredLoop", "PackedLoop", "PackedStep", "export_policy"]
+__all__ = [
+    "FORMATS",
+    "Around",
+    "LayeredLoop",
+    "PackedLoop",
+    "PackedStep",
+    "export_policy",
+    "load_policy",
+]
 
 STAGES = ("reading", "packing", "compiling", "running it", "writing")
 FORMATS = {"torchscript": ".pt", "exported-program": ".pt2", "aoti": ".pt2"}
@@ -68,16 +77,34 @@ def export_policy(
     return manifest
 
 
+def load_policy(path: str | Path) -> Callable[..., Any]:
+    """Open an exported policy of any format, to be called with its inputs in order.
+
+    ``torch.jit.load``, ``torch.export.load`` and ``torch._inductor.aoti_load_package`` open them
+    too, the last after compiling small programs to see what the CPU can.
+
+    Args:
+        path: the file; its manifest lies beside it.
+
+    Raises:
+        FileNotFoundError: no such file, or no manifest.
+
+    """
+    path = Path(path)
+    to = json.loads(path.with_name(path.name + ".json").read_text())["format"]
+    if to == "aoti":
+        return open_package(path)
+    return torch.jit.load(path) if to == "torchscript" else torch.export.load(path).module()
+
+
 def _content(policy: nn.Module, to: str, arguments: tuple[Tensor, ...]) -> bytes:
     """Make the bytes of the file. PyTorch's writers of files abort the process on a full disk."""
     if to == "torchscript":
         return torch.jit.script(policy).save_to_buffer()
-    program = torch.export.export(policy, arguments)
-    buffer = io.BytesIO()
     if to == "aoti":
-        torch._inductor.aoti_compile_and_package(program, package_path=buffer)
-    else:
-        torch.export.save(program, buffer)
+        return compile_package(policy, arguments)
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(policy, arguments), buffer)
     return buffer.getvalue()
 
 

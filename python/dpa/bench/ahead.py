@@ -1,0 +1,59 @@
+"""Processes that compile at once, before anything is measured, and measure one after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_READY, _ANSWER = "ready", "answer: "
+
+
+class Process:
+    """A module that runs in a process of its own until it calls :func:`when_asked`.
+
+    Args:
+        module: what to run, as ``python -m`` does.
+        arguments: of its command line.
+
+    """
+
+    def __init__(self, module: str, *arguments: str):
+        command = [sys.executable, "-m", module, *arguments]
+        self._name = " ".join(command[2:])
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def wait(self) -> None:
+        """Wait until it has nothing to do but to be asked."""
+        self._line(_READY)
+
+    def answer(self) -> Any:
+        """Have it measure, after :meth:`wait`, and return what it found."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found = json.loads(self._line(_ANSWER))
+        # To end by itself takes a process that has compiled some seconds.
+        self._process.kill()
+        self._process.wait()
+        return found
+
+    def _line(self, begin: str) -> str:
+        for line in self._process.stdout:
+            if line.startswith(begin):
+                return line.removeprefix(begin)
+        raise RuntimeError(f"{self._name} ended with status {self._process.wait()}")
+
+
+def when_asked(measure: Callable[[], Any]) -> None:
+    """In the process: say that it is ready, wait, and send what ``measure`` returns as JSON."""
+    print(_READY, flush=True)
+    if sys.stdin.readline():  # nothing where the one who would ask is gone
+        print(_ANSWER + json.dumps(measure()), flush=True)
