@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -351,3 +354,24 @@ def test_the_command_refuses_in_one_line(options, message, unet, tmp_path):
 def test_the_command_names_a_missing_file(tmp_path):
     result = CliRunner().invoke(app, ["export", str(tmp_path / "none.pt"), "--to", "torchscript"])
     assert result.exit_code == 1 and str(result.exception).endswith("there is no such file")
+
+
+def test_a_package_of_a_compiler_with_a_static_library_opens(tmp_path, monkeypatch):
+    """As of a gcc built without shared libraries; PyTorch's own package fails there."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None or not Path("/proc/self/maps").exists():
+        pytest.skip("needs g++ on Linux")
+    script = tmp_path / "g++"
+    script.write_text(f'#!/bin/sh\nexec {compiler} "$@" -static-libstdc++\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(script)))
+    policy, _, _ = make("ddim", "cpu", torch.float32, PackedLoop)
+    inputs = {"observation": torch.randn(B, DO), "noise": torch.randn(1, B, T, DA)}
+    export_policy(policy, tmp_path / "policy.pt2", "aoti", inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            load_policy(tmp_path / "policy.pt2")(*inputs.values()),
+            policy(*inputs.values()),
+            rtol=1e-5,
+            atol=1e-5,
+        )

@@ -49,7 +49,10 @@ class Process:
         for line in self._process.stdout:
             if line.startswith(begin):
                 return line.removeprefix(begin)
-        raise RuntimeError(f"{self._name} ended with status {self._process.wait()}")
+        status = self._process.wait()
+        raise RuntimeError(
+            f"{self._name} ended with status {status}: python -m {self._name} says why"
+        )
 
 
 def when_asked(measure: Callable[[], Any]) -> None:

@@ -8,6 +8,7 @@ GPU, leaves nothing to the CPU that vectors would speed up.
 from __future__ import annotations
 
 import io
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,11 @@ def compile_package(policy: nn.Module, arguments: tuple[Tensor, ...]) -> bytes:
     buffer = io.BytesIO()
     # There is one file to compile: headers compiled beforehand, and processes to share the
     # kernels among, would take longer than they save.
-    options = {"aot_inductor.precompile_headers": False, "compile_threads": 1}
+    options = {
+        "aot_inductor.precompile_headers": False,
+        "aot_inductor.custom_op_libs": _shared_libraries(),
+        "compile_threads": 1,
+    }
     with _vectors(asked=on_cpu and isinstance(policy, LayeredLoop)):
         torch._inductor.aoti_compile_and_package(
             program, package_path=buffer, inductor_configs=options
@@ -38,6 +43,20 @@ def open_package(path: Path) -> Any:
     """Open a package, to be called as the policy was."""
     with _vectors(asked=False):
         return torch._inductor.aoti_load_package(str(path))
+
+
+def _shared_libraries() -> list[str]:
+    """C++'s library as PyTorch has it: a compiler's static one beside it cannot parse locales.
+
+    A package that brings a copy along, as those of a gcc built without shared libraries do, ends
+    the process that opens it.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    name = "libstdc++.so.6"
+    command = [get_cpp_compiler(), f"-print-file-name={name}"]
+    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return [f":{name}"] if Path(found).is_absolute() else []
 
 
 @contextmanager
