@@ -288,7 +288,7 @@ def test_a_default_device_is_not_taken(device):
 def test_explain_says_why_the_original_runs():
     unet, _ = running()
     assert dpa.explain(unet).findings[0].active
-    assert "layer by layer" in str(dpa.explain(unet.train()))
+    assert "in training mode" in str(dpa.explain(unet.train()))
     unet.config = types.SimpleNamespace(gradient_checkpointing=True)  # LeRobot's
     assert "unchanged: it recomputes activations" in str(dpa.explain(unet))
     unet.eval().mid_modules[0].register_forward_hook(lambda *_: None)

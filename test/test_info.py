@@ -48,6 +48,7 @@ def test_info_in_a_notebook():
 def test_a_report_in_a_notebook():
     unet = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=16, down_dims=(8, 16))
     html = dpa.explain(unet)._repr_html_()
+    assert "checked error" not in html  # nothing has run that could have been checked
     assert "can be accelerated" in html and "(itself)" in html
     unet.mid_modules[0].blocks[0].block[0] = torch.nn.Identity()
     assert "unchanged" in dpa.explain(unet)._repr_html_()

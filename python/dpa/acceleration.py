@@ -82,16 +82,14 @@ class Report:
         if not self.findings:
             return f"<p>{self}</p>"
         rows = [
-            (
-                f.path or "(itself)",
-                f"{f.part}, {f.name}",
-                f.state,
-                f.how,
-                f"{max(f.errors):.1e}" if f.errors else "",
-            )
-            for f in self.findings
+            [f.path or "(itself)", f"{f.part}, {f.name}", f.state, f.how] for f in self.findings
         ]
-        return _html.table(rows, ("where", "what", "state", "how", "checked error"))
+        heads = ["where", "what", "state", "how"]
+        if any(f.errors for f in self.findings):
+            heads.append("checked error")
+            for row, f in zip(rows, self.findings, strict=True):
+                row.append(f"{max(f.errors):.1e}" if f.errors else "")
+        return _html.table(rows, heads)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return plain lists and dicts, for JSON."""
@@ -218,7 +216,8 @@ def explain(model: Any) -> Report:
         forward = replaced_forward(module)
         if isinstance(forward, FastForward):
             why, errors = forward.why_original() or forward.failed, tuple(forward.errors.values())
-            how = why or _how(module, "chain" if module.training else forward.options.mode)
+            training = "layer by layer with dpa's ops while it is in training mode"
+            how = why or (training if module.training else _how(module, forward.options.mode))
             findings.append(Finding(path, "U-Net", name, not why, not why, how, errors))
         elif all(hasattr(module, part) for part in _NEAR):
             why = _why_no_unet(module)

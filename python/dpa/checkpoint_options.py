@@ -9,9 +9,9 @@ Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint file or a LeRobot folder.")
 ]
 Prefix = Annotated[
-    str | None, typer.Option(help="Of the U-Net's parameters, where there are several.")
+    str | None, typer.Option(help="Where the file has several U-Nets: what one's names begin with.")
 ]
-Ema = Annotated[bool, typer.Option(help="Prefer averaged weights.")]
+Ema = Annotated[bool, typer.Option(help="Averaged weights, where the file has them.")]
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Unpickle in full, running the file's code.")
 ]

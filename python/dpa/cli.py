@@ -29,10 +29,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(help=DEMO_HELP)(demo)
-app.command(help=BENCH_HELP)(bench)
-app.command(help=EXPORT_HELP)(export)
-app.command("eval", help=EVAL_HELP)(evaluate)
 
 
 @app.callback()
@@ -73,6 +69,9 @@ def explain(
 ) -> None:
     """Show the U-Net in a checkpoint, and what dpa would run it with.
 
+    CHECKPOINT is of LeRobot (a folder), of diffusion_policy or robomimic, of `dpa demo`, or a bare
+    U-Net's weights. The network's sizes follow from the shapes; nothing is changed.
+
     Examples:
 
       dpa explain outputs/train/checkpoints/last/pretrained_model
@@ -100,6 +99,12 @@ def explain(
         text = f"{value:,}" if key == "parameters" else str(value)
         table.add_row(f"[bold]{key}[/bold]", escape("none" if value == [] else text))
     Console().print(table)
+
+
+app.command(help=DEMO_HELP)(demo)
+app.command(help=BENCH_HELP)(bench)
+app.command(help=EXPORT_HELP)(export)
+app.command("eval", help=EVAL_HELP)(evaluate)
 
 
 def _print_info(facts: dict) -> None:

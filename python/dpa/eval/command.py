@@ -26,16 +26,24 @@ DTYPES = ("float32", "float16", "bfloat16")
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A LeRobot folder.")],
     env: Annotated[str, typer.Option(help="Of gymnasium: PushT, FetchReach-v4, module:Name-v0.")],
-    episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of the first; each further one has the next.")] = 0,
+    episodes: Annotated[int, typer.Option(min=1, help="To run.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of the first episode; each next one adds 1.")] = 0,
     plain: Annotated[bool, typer.Option("--plain", help="Do not accelerate.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Both, on the same seeds.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights, where accelerated.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Plain too, same episodes.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of accelerated weights: float32, float16, bfloat16.")
+    ] = None,
     mode: Annotated[str, typer.Option(help="loop, step or chain: see dpa.accelerate.")] = "loop",
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Of an episode.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps; by default the policy's.")
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Of an episode; by default the environment's.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    video: Annotated[Path | None, typer.Option(help="Film the first ones: .gif or .mp4.")] = None,
+    video: Annotated[
+        Path | None, typer.Option(help="A film of the first episodes: .gif or .mp4.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run a LeRobot checkpoint in closed loop in a simulator."""

@@ -80,8 +80,8 @@ def export_policy(
 def load_policy(path: str | Path) -> Callable[..., Any]:
     """Open an exported policy of any format, to be called with its inputs in order.
 
-    ``torch.jit.load``, ``torch.export.load`` and ``torch._inductor.aoti_load_package`` open them
-    too, the last after compiling small programs to see what the CPU can.
+    A package of AOTInductor opens without the small programs that PyTorch compiles first to see
+    what vectors the CPU has.
 
     Args:
         path: the file; its manifest lies beside it.

@@ -110,7 +110,7 @@ def _stages(console: Console, to: str) -> Iterator[Callable[[str], None]]:
 
     from . import STAGES
 
-    notes = {"compiling": "compiling (a package takes minutes)"} if to == "aoti" else {}
+    notes = {"compiling": "compiling (half a minute)"} if to == "aoti" else {}
     bar = Progress(
         TextColumn("{task.description:<36}"),
         BarColumn(bar_width=28),
