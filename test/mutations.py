@@ -2,15 +2,17 @@
 
 mutations.py [WORD]: those whose description or file holds WORD.
 
-Each mutation is one replacement in one file: a bound, a stride, a barrier, a sign. The GoogleTest
-named beside it, which passes on the files as they are, must fail on the broken ones. Those of CUDA
-kernels run where there is a GPU. Exit status 1 if any mutation lives.
+Each mutation is one replacement in one file: a bound, a stride, a barrier, a sign. The test named
+beside it, which passes on the files as they are, must fail on the broken ones, or not end. Those of
+CUDA kernels run where there is a GPU, those of the convolution's products where it is a Hopper.
+Exit status 1 if any mutation lives.
 """
 
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,10 @@ _TESTS = {
     "test/cpp/conv1d_plan_test.cpp": ["kernels/conv1d/plan.cpp"],
     "test/cpp/unet1d_plan_test.cpp": ["kernels/unet1d/plan.cpp"],
     "test/kernels/common_test.cu": [],
+    "test/kernels/conv1d_test.cu": [
+        f"kernels/conv1d/{name}"
+        for name in ("product.cu", "weight_gradient.cu", "pack.cu", "plan.cpp", "tensor_map.cpp")
+    ],
 }
 
 
@@ -36,7 +42,7 @@ class Mutation:
     test: str
 
 
-_LAUNCH, _MATH, _CONV, _UNET, _GPU = _TESTS
+_LAUNCH, _MATH, _CONV, _UNET, _GPU, _PRODUCTS = _TESTS
 MUTATIONS = [
     Mutation(
         "bound: no block for the last items",
@@ -178,26 +184,113 @@ MUTATIONS = [
         "",
         _GPU,
     ),
+    Mutation(
+        "bound: samples behind the last one",
+        "kernels/conv1d/finish.cuh",
+        "sample < args.batch && time < args.out_length;",
+        "time < args.out_length;",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "bound: rows of a stage that nobody writes",
+        "kernels/conv1d/weight_gradient.cu",
+        "if (used == kChunk) return;",
+        "if (used >= 0) return;",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "stride: a box of every row",
+        "kernels/conv1d/tensor_map.cpp",
+        "steps[of_rows] = step;",
+        "steps[of_rows] = 1;",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "stride: eight rows of weights",
+        "kernels/conv1d/product.cu",
+        "kScatter ? kChunk * 128 : 16, 1024, Swizzle::k128);",
+        "kScatter ? kChunk * 128 : 16, 512, Swizzle::k128);",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "barrier: weights read before they have come",
+        "kernels/conv1d/product.cu",
+        "    ptx::barrier_wait(full_barrier(rings.weights, weight_at), weight_at.round);\n",
+        "",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "barrier: a stage written before it was read",
+        "kernels/conv1d/ring.cuh",
+        "  ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.round ^ 1);\n",
+        "",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "barrier: sums take the place of what another warpgroup reads",
+        "kernels/conv1d/product.cu",
+        "release_successor();\n  ptx::sync_threads(1, kMultipliers);",
+        "release_successor();\n",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "barrier: a cluster's blocks do not wait for one another",
+        "kernels/conv1d/wgmma.cuh",
+        '"barrier.cluster.arrive.release.aligned;\\nbarrier.cluster.wait.acquire.aligned;"',
+        '""',
+        _PRODUCTS,
+    ),
+    Mutation(
+        "flag: the product does not wait for its predecessor",
+        "kernels/conv1d/product.cu",
+        "wait_for_predecessor();\n    Position<kMaxBoxes> box_at;",
+        "Position<kMaxBoxes> box_at;",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "flag: the weight gradient does not wait for its predecessor",
+        "kernels/conv1d/weight_gradient.cu",
+        "  wait_for_predecessor();\n",
+        "",
+        _PRODUCTS,
+    ),
 ]
 
 
-def _gpu() -> bool:
-    return (
-        bool(shutil.which("nvidia-smi"))
-        and not subprocess.run(["nvidia-smi"], capture_output=True).returncode
-    )
+def _capability() -> str:
+    """Compute capability of the first GPU, such as ``9.0``; empty without one."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+
+
+def _build(tree: Path, test: str, program: Path) -> bool:
+    """Compile a test, its sources side by side. Whether it could be."""
+    compiler = ["nvcc", "-O2", "-arch=native"] if test.endswith(".cu") else ["c++", "-O1"]
+    libraries = ["-lgtest_main", "-lgtest"]
+    if test == _PRODUCTS:
+        compiler = ["nvcc", "-O2", "-gencode=arch=compute_90a,code=sm_90a", "-DDPA_SM90A"]
+        libraries = []
+    sources = [tree / file for file in (test, *_TESTS[test])]
+    objects = [program.with_name(f"{source.name}.o") for source in sources]
+
+    def run(*arguments: object) -> int:
+        command = [*compiler, "-std=c++20", f"-I{tree}", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True).returncode
+
+    with ThreadPoolExecutor() as pool:
+        failed = list(pool.map(lambda s, o: run("-c", s, "-o", o), sources, objects))
+    return not any(failed) and not run(*objects, "-o", program, *libraries)
 
 
 def _verdict(tree: Path, test: str, program: Path) -> str:
     """What a test makes of the files: ``passes``, ``fails`` or ``does not compile``."""
-    compiler = ["nvcc", "-O2", "-arch=native"] if test.endswith(".cu") else ["c++", "-O1"]
-    sources = [str(tree / file) for file in (test, *_TESTS[test])]
-    command = [*compiler, "-std=c++20", f"-I{tree}", *sources, "-o", str(program)]
-    command += ["-lgtest_main", "-lgtest"]
-    if subprocess.run(command, capture_output=True).returncode:
+    if not _build(tree, test, program):
         return "does not compile"
+    arguments = ["test"] if test == _PRODUCTS else []
     try:
-        failed = subprocess.run([program], capture_output=True, timeout=120).returncode
+        failed = subprocess.run([program, *arguments], capture_output=True, timeout=60).returncode
     except subprocess.TimeoutExpired:
         failed = 1
     return "fails" if failed else "passes"
@@ -205,7 +298,7 @@ def _verdict(tree: Path, test: str, program: Path) -> str:
 
 def main(word: str = "") -> int:
     """Try every mutation whose description or file holds ``word``."""
-    gpu, lives = _gpu(), 0
+    capability, lives = _capability(), 0
     sound: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         tree, program = Path(folder) / "tree", Path(folder) / "test"
@@ -214,7 +307,8 @@ def main(word: str = "") -> int:
         for m in MUTATIONS:
             if word not in f"{m.what} {m.file}":
                 continue
-            if m.test == _GPU and not gpu:
+            needed = {_GPU: "", _PRODUCTS: "9."}.get(m.test)
+            if needed is not None and not (capability and capability.startswith(needed)):
                 print(f"no GPU    {m.what}")
                 continue
             if m.test not in sound:

@@ -2,9 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
+import dpa
 from dpa.nn import ConditionalUnet1D
-from test_kept import CONFIGS
+from dpa.packed import unet_config
+from proofs import poisoned_memory
+from strategies import Draw
+from test_kept import CONFIGS, hopper  # noqa: F401  (a fixture)
+from test_properties import cases
 
 CONFIG = [2, 5, 8, 32, 20, 1, 64, 128]
 
@@ -81,3 +88,61 @@ def test_gradients_are_refused():
     packed = torch.ops.dpa.unet1d_batch_pack(parameters, CONFIG, torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"not implemented|derivative"):
         packed.sum().backward()
+
+
+def _drawn_network(data, device):
+    """A network of any sizes that the op takes, and the levels of its horizon."""
+    pick = lambda strategy, label: data.draw(strategy, label=label)  # noqa: E731
+    groups = pick(st.sampled_from([1, 2, 4, 8]), "groups")
+    widths = st.integers(1, 12).map(lambda n: 8 * n)
+    dims = pick(st.lists(widths, min_size=1, max_size=3), "down_dims")
+    assume(all(dim % groups == 0 for dim in dims))
+    torch.manual_seed(pick(st.integers(0, 2**32), "seed"))
+    net = ConditionalUnet1D(
+        pick(st.integers(1, 9), "action_dim"),
+        global_cond_dim=pick(st.sampled_from([None, 1, 3, 20]), "global_cond_dim"),
+        diffusion_step_embed_dim=pick(st.sampled_from([4, 10, 32]), "diffusion_step_embed_dim"),
+        down_dims=dims,
+        kernel_size=pick(st.sampled_from([3, 5]), "kernel_size"),
+        n_groups=groups,
+        cond_predict_scale=pick(st.booleans(), "cond_predict_scale"),
+    )
+    for parameter in net.parameters():  # biases and norms away from their plain beginnings
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return net.to(device).eval(), len(dims)
+
+
+@cases
+@given(data=st.data())
+def test_any_network(hopper, data):  # noqa: F811
+    """Drawn networks, batches and layouts against float64, beside plain PyTorch's rounding."""
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    net, levels = _drawn_network(data, hopper)
+    draw = Draw(data, hopper, torch.float32, hostile=False)
+    batch = draw(st.sampled_from([0, 1, 2, 3, 7, 16, 33]), "batch")
+    horizon = draw(st.integers(1, 40 >> levels)) << (levels - 1)
+    # PyTorch normalises no single value a channel.
+    assume(batch * (horizon >> (levels - 1)) != 1)
+    config = unet_config(net)
+    sample = draw.tensor(batch, horizon, config[0])
+    cond = draw.tensor(batch, config[4]) if config[4] else None
+    steps = torch.randint(0, 100, (batch,), device=hopper)
+    named = dict(net.named_parameters())
+    parameters = [named[name].detach() for name in torch.ops.dpa.unet1d_weight_names(config)]
+    with poisoned_memory():
+        packed = torch.ops.dpa.unet1d_batch_pack(parameters, config, dtype)
+        got = torch.ops.dpa.unet1d_batch(sample, steps.float(), cond, parameters, packed, config)
+    plain = dpa.reference.plain(net)
+    with torch.no_grad():
+        with torch.autocast("cuda", dtype):
+            rounded = plain(sample, steps, global_cond=cond)
+        exact = plain.double()(
+            sample.double(), steps, global_cond=None if cond is None else cond.double()
+        )
+    assert got.shape == exact.shape and got.dtype == dtype
+    if batch:
+        # Both errors are estimates: over few outputs they differ by chance.
+        unit = torch.finfo(dtype).eps * exact.abs().max()
+        apart = lambda x: (x.double() - exact).abs().max()  # noqa: E731
+        assert apart(got) <= 3 * apart(rounded) + 4 * unit

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dpa
-from dpa.nn import Conv1dBlock
+from dpa.nn import Conv1dBlock, unet1d
 from test_unet1d import make
 from tolerances import tolerance
 
@@ -160,3 +160,95 @@ def test_hooks_on_all_modules_see_the_layers():
     finally:
         handle.remove()
     assert Conv1dBlock in seen and torch.nn.Linear in seen
+
+
+class _Doubled(torch.nn.Module):
+    """A block of the user's own, called as the original calls its blocks."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, cond):
+        return 2 * self.block(x, cond)
+
+
+class _Louder(dpa.nn.ConditionalResidualBlock1D):
+    def forward(self, x, cond):
+        return super().forward(x, 2 * cond)
+
+
+def _replaced_block(net):
+    net.mid_modules[0] = _Doubled(net.mid_modules[0])
+    net.down_modules[0][1] = _Doubled(net.down_modules[0][1])
+
+
+def _block_of_a_subclass(net):
+    net.up_modules[0][0].__class__ = _Louder
+
+
+def _own_forward_of_a_block(net):
+    block = net.mid_modules[1]
+    block.forward = lambda x, cond: type(block).forward(block, x, 2 * cond)
+
+
+def _hook_on_what_a_block_gets(net):
+    louder = lambda _, args: (args[0], 2 * args[1], *args[2:])  # noqa: E731
+    net.mid_modules[0].register_forward_pre_hook(louder)
+
+
+def _hook_on_the_encoder(net):
+    net.diffusion_step_encoder.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def _longer_encoder(net):
+    net.diffusion_step_encoder.append(torch.nn.Tanh())
+
+
+def _own_forward_of_the_encoder(net):
+    encoder = net.diffusion_step_encoder
+    encoder.forward = lambda steps: type(encoder).forward(encoder, steps + 50)
+
+
+PARTS = [
+    _hook_on_the_encoder,
+    _longer_encoder,
+    _own_forward_of_the_encoder,
+    _replaced_block,
+    _block_of_a_subclass,
+    _own_forward_of_a_block,
+    _hook_on_what_a_block_gets,
+]
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["film_by_block", "joint_film"])
+@pytest.mark.parametrize("change", PARTS, ids=lambda change: change.__name__[1:])
+def test_changed_parts_count(change, joint, monkeypatch):
+    """Also where FiLM of all blocks would be one product."""
+    monkeypatch.setattr(unet1d, "channels_last", lambda *_: joint)
+    net, inputs = make("film_scale")
+    before = net(**inputs)
+    change(net)
+    got = net(**inputs)
+    torch.testing.assert_close(got, _as_the_original(net, **inputs), **tolerance(torch.float32))
+    assert not torch.allclose(got, before)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)(**inputs)
+    torch.testing.assert_close(compiled, got, **tolerance(torch.float32))
+
+
+def _as_the_original(net, sample, timestep, global_cond=None):
+    """Call the network's modules one by one, each block with two arguments."""
+    cond = net.diffusion_step_encoder(net._steps(sample, timestep)).expand(len(sample), -1)
+    if global_cond is not None:
+        cond = torch.cat([cond, global_cond], dim=-1)
+    x, skips = sample.transpose(1, 2).contiguous(), []
+    for first, second, halve in net.down_modules:
+        x = second(first(x, cond), cond)
+        skips.append(x)
+        x = halve(x)
+    for block in net.mid_modules:
+        x = block(x, cond)
+    for first, second, double in net.up_modules:
+        x = double(second(first(torch.cat([x, skips.pop()], 1), cond), cond))
+    return net.final_conv(x).transpose(1, 2)

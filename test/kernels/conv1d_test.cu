@@ -246,7 +246,14 @@ bool waits_for_late_input(Case<T>& t, uint64_t seed, bool addends) {
                          t.c.narrow_channels, t.narrow_width, seed, 1.0f));
   t.run_scatter(addends);
   CHECK(cudaDeviceSynchronize());
-  return narrow_once == to_host<uint16_t>(t.narrow_out) && wide_once == to_host<uint16_t>(t.wide_out);
+  const auto gradient_once = to_host<uint32_t>(t.gradient);
+  for (auto* buffer : {&t.wide, &t.gradient}) CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
+  CHECK(launch_dependent(late_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.wide.data), t.wide_rows, t.c.wide_channels,
+                         t.wide_width, seed + 1, 1.0f));
+  t.run_gradient(false);
+  CHECK(cudaDeviceSynchronize());
+  return narrow_once == to_host<uint16_t>(t.narrow_out) && wide_once == to_host<uint16_t>(t.wide_out) &&
+         gradient_once == to_host<uint32_t>(t.gradient);
 }
 
 template <class T>

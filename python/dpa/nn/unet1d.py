@@ -29,7 +29,7 @@ from .blocks1d import (
     is_exporting,
     parameters_of,
 )
-from .plain import PlainLayers
+from .plain import PlainLayers, is_changed
 
 # The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
 _CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
@@ -61,10 +61,8 @@ def _join(x: Tensor, skip: Tensor) -> Tensor:
     return torch.cat([x, skip], dim=1)
 
 
-def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor | None]:
-    """Take a block's scale and shift off the end of a list that may be empty."""
-    if len(film) == 0:
-        return None, None
+def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor]:
+    """Take a block's scale and shift off the end of a list."""
     return (film.pop() if parts == 2 else None), film.pop()
 
 
@@ -227,28 +225,27 @@ class ConditionalUnet1D(nn.Module):
         film: list[Tensor] = []
         if not torch.jit.is_scripting() and fast:
             film = self._film(cond)
+        # Without it blocks are called as the original's, for they may be the user's own.
+        alone, parts = len(film) == 0, self.film_parts
         local: Tensor | None = None
         if self.local_cond_encoder is not None and local_cond is not None:
             # The second block of this encoder never reaches the output, so it is not computed.
             local = self.local_cond_encoder[0](local_cond.transpose(1, 2), cond)
         skips: list[Tensor] = []
         for level in self.down_modules:
-            x = level[0](x, cond, *_next_film(film, self.film_parts))
+            x = level[0](x, cond) if alone else level[0](x, cond, *_next_film(film, parts))
             if local is not None:
                 x = x + local
                 local = None
-            x = level[1](x, cond, *_next_film(film, self.film_parts))
+            x = level[1](x, cond) if alone else level[1](x, cond, *_next_film(film, parts))
             skips.append(x)
             x = level[2](x)
         for block in self.mid_modules:
-            x = block(x, cond, *_next_film(film, self.film_parts))
+            x = block(x, cond) if alone else block(x, cond, *_next_film(film, parts))
         for level in self.up_modules:
             x = _join(x, skips.pop())
-            x = level[1](
-                level[0](x, cond, *_next_film(film, self.film_parts)),
-                cond,
-                *_next_film(film, self.film_parts),
-            )
+            x = level[0](x, cond) if alone else level[0](x, cond, *_next_film(film, parts))
+            x = level[1](x, cond) if alone else level[1](x, cond, *_next_film(film, parts))
             x = level[2](x)
         return self.final_conv(x).transpose(1, 2)
 
@@ -256,11 +253,13 @@ class ConditionalUnet1D(nn.Module):
     def _film(self, cond: Tensor) -> list[Tensor]:
         """Return shift and scale of every block, the last block's first, from one product for all.
 
-        Nothing, so that each block computes its own, where a block's layer is not an ordinary one:
-        replaced, hooked, or sharded.
+        Nothing, so that each block computes its own, where a block or its layer is not an ordinary
+        one: replaced, hooked, or sharded.
         """
         blocks = [block for level in self.down_modules for block in level[:2]]
         blocks += [*self.mid_modules, *(block for level in self.up_modules for block in level[:2])]
+        if any(type(b) is not ConditionalResidualBlock1D or is_changed(b) for b in blocks):
+            return []
         layers = [parameters_of(_FILM_LAYERS, block) for block in blocks]
         if any(layer is None or any(p is None for p in layer) for layer in layers):
             return []
@@ -292,16 +291,19 @@ class ConditionalUnet1D(nn.Module):
         """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""
         steps = self._steps(sample, timestep)
         encoder = self.diffusion_step_encoder
-        sinusoid = encoder[0](steps).to(encoder[1].weight.dtype)
         embedding: Tensor | None = None
-        if not torch.jit.is_scripting() and fast:
-            embedding = self._embed_by_products(sinusoid)
+        if not torch.jit.is_scripting():
+            if type(encoder) is not nn.Sequential or len(encoder) != 4 or is_changed(encoder):
+                embedding = encoder(steps)
+            elif fast:
+                embedding = self._embed_by_products(steps)
         if embedding is None:
+            sinusoid = encoder[0](steps).to(encoder[1].weight.dtype)
             embedding = encoder[3](encoder[2](encoder[1](sinusoid)))
         return embedding.expand(sample.shape[0], -1)
 
     @torch.jit.unused
-    def _embed_by_products(self, sinusoid: Tensor) -> Tensor | None:
+    def _embed_by_products(self, steps: Tensor) -> Tensor | None:
         """Run the encoder's layers on the products of FiLM, or nothing where one is changed.
 
         They read float32 weights where they lie, and want no workspace of a library.
@@ -310,6 +312,7 @@ class ConditionalUnet1D(nn.Module):
         if parameters is None or any(p is None for p in parameters):
             return None
         first, first_bias, second, second_bias = parameters
+        sinusoid = self.diffusion_step_encoder[0](steps).to(first.dtype)
         hidden = torch.ops.dpa.joint_linear(sinusoid, [first], [first_bias])
         return torch.ops.dpa.joint_linear(F.mish(hidden), [second], [second_bias])
 
