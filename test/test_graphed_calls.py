@@ -1,69 +1,15 @@
-"""Calls by replay give the gradients of calls as they are, whatever a training loop does.
+"""Calls by replay give the gradients of calls as they are, whatever a training loop does."""
 
-On the CPU a stand-in runs the captured function again at each replay, into the same gradients: what
-belongs to whom, and when a replay is allowed, is tested without a GPU.
-"""
-
-import contextlib
 import copy
-import types
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-import dpa
-from dpa import graphed_calls
 from dpa.training import graph_calls, ungraph_calls
-
-
-class _StandIn(graphed_calls._Capture):
-    def _record(self, forward, args, kwargs, parameters):
-        module = forward.__self__.module
-        lent = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
-        trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
-        run = None
-
-        def replay():
-            nonlocal run
-            # A replay writes over the last one's results, and over gradients by its activations.
-            for written in (self._output, *self._gradients):
-                if written is not None:
-                    written.fill_(torch.nan)
-            with _reparametrize_module(module, lent), torch.enable_grad():
-                run = forward(*args, **kwargs)
-            self._output.copy_(run.detach())
-
-        def differentiate():
-            new = torch.autograd.grad(run, trained, self._grad, allow_unused=True)
-            self._gradients = self._gradients or [g if g is None else g.clone() for g in new]
-            for kept, value in zip(self._gradients, new, strict=True):
-                if kept is not None:
-                    kept.copy_(value)
-
-        with _reparametrize_module(module, lent):
-            run = forward(*args, **kwargs)
-        self._output, self._grad, self._gradients = run.detach().clone(), torch.ones_like(run), []
-        differentiate()
-        self._forward.replay, self._backward.replay = replay, differentiate
-
-
-@pytest.fixture(autouse=True)
-def _graphs(device, monkeypatch):
-    if device.type == "cuda":
-        return
-    nothing = types.SimpleNamespace(wait_event=id, wait_stream=id, record=id)
-    for name in ("CUDAGraph", "Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: copy.copy(nothing))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: device.index)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(graphed_calls, "can_capture", lambda _: True)
-    monkeypatch.setattr(graphed_calls, "_Capture", _StandIn)
+from graphed import count_replays, graphs, same_gradients  # noqa: F401  (a fixture)
 
 
 class _Small(nn.Module):
@@ -95,21 +41,6 @@ def _x(device):
     return torch.randn(5, 3, device=device)
 
 
-def _same_gradients(plain, graphed):
-    for one, other in zip(plain.parameters(), graphed.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        if one.grad is not None:
-            assert_close(other.grad, one.grad)
-
-
-def _count_replays(graphed, monkeypatch):
-    count = []
-    replay = graphed_calls._Capture.forward
-    counted = lambda *args: count.append(1) or replay(*args)  # noqa: E731
-    monkeypatch.setattr(graphed_calls._Capture, "forward", counted)
-    return count
-
-
 def _trained(module, batches, optimizer):
     for x in batches:
         optimizer.zero_grad(set_to_none=True)
@@ -134,7 +65,7 @@ def test_gradients_add_up(device, set_to_none):
         for x in [_x(device) for _ in range(3)]:
             plain(x).square().sum().backward()
             graphed(x).square().sum().backward()
-        _same_gradients(plain, graphed)
+        same_gradients(plain, graphed)
         plain.zero_grad(set_to_none=set_to_none)
         graphed.zero_grad(set_to_none=set_to_none)
 
@@ -152,23 +83,23 @@ def test_gradients_in_other_hands_stay(device):
     graphed(second).square().sum().backward()
     assert_close(list(kept), before, rtol=0, atol=0)
     plain(second).square().sum().backward()
-    _same_gradients(plain, graphed)
+    same_gradients(plain, graphed)
 
 
 def test_two_calls_before_a_backward(device, monkeypatch):
     plain, graphed = _pair(device)
-    replays = _count_replays(graphed, monkeypatch)
+    replays = count_replays(monkeypatch)
     first, second = _x(device), _x(device)
     for module in (plain, graphed):
         a, b = module(first), module(second)
         (a.square().sum() + b.sum()).backward()
     assert len(replays) == 1
-    _same_gradients(plain, graphed)
+    same_gradients(plain, graphed)
 
 
 def test_a_graph_that_is_kept_for_a_second_backward(device, monkeypatch):
     plain, graphed = _pair(device)
-    replays = _count_replays(graphed, monkeypatch)
+    replays = count_replays(monkeypatch)
     first, second = _x(device), _x(device)
     for module in (plain, graphed):
         loss = module(first).square().sum()
@@ -176,20 +107,20 @@ def test_a_graph_that_is_kept_for_a_second_backward(device, monkeypatch):
         module(second).sum().backward()  # between the two
         loss.backward()
     assert len(replays) == 2
-    _same_gradients(plain, graphed)
+    same_gradients(plain, graphed)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
 
 def test_a_loss_that_nobody_differentiates(device, monkeypatch):
     plain, graphed = _pair(device)
-    replays = _count_replays(graphed, monkeypatch)
+    replays = count_replays(monkeypatch)
     graphed(_x(device))
     x = _x(device)
     plain(x).sum().backward()
     graphed(x).sum().backward()
     assert len(replays) == 2
-    _same_gradients(plain, graphed)
+    same_gradients(plain, graphed)
 
 
 def test_results_stay(device):
@@ -220,7 +151,7 @@ def test_parameters_that_stop_training(device):
         for module in (plain, graphed):
             module.zero_grad(set_to_none=True)
             module(x).square().sum().backward()
-        _same_gradients(plain, graphed)
+        same_gradients(plain, graphed)
     assert graphed.two.weight.grad is None and graphed.forward.captured == 2
 
 
@@ -236,13 +167,13 @@ def test_hooks_of_parameters_run_once_a_backward(device):
         for module in (plain, graphed):
             module.zero_grad(set_to_none=True)
             module(x).square().sum().backward()
-        _same_gradients(plain, graphed)
+        same_gradients(plain, graphed)
     assert len(seen) == 4 and graphed.forward.captured == 1
 
 
 def test_hooks_of_layers_are_called(device, monkeypatch):
     _, graphed = _pair(device)
-    replays = _count_replays(graphed, monkeypatch)
+    replays = count_replays(monkeypatch)
     seen = []
     handle = graphed.one.register_forward_hook(lambda *_: seen.append(1))
     graphed(_x(device))
@@ -267,20 +198,25 @@ def _replace_values(module, device):
     module.two.weight.data = torch.randn(8, 8, device=device)
 
 
+def _turn_values(module, device):
+    """At the same place in memory."""
+    module.two.weight.data = module.two.weight.data.t()
+
+
 def _stop_a_layer(module, device):
     """Whose mode the forward might ask for."""
     module.two.eval()
 
 
 @pytest.mark.parametrize(
-    "change", [_replace_module, _replace_parameter, _replace_values, _stop_a_layer]
+    "change", [_replace_module, _replace_parameter, _replace_values, _turn_values, _stop_a_layer]
 )
 def test_changes_are_noticed(device, monkeypatch, change):
     plain, graphed = _pair(device)
     for module in (plain, graphed):
         torch.manual_seed(1)
         change(module, device)
-    replays = _count_replays(graphed, monkeypatch)
+    replays = count_replays(monkeypatch)
     graphed(_x(device))
     assert not replays
     for _ in range(4):
@@ -288,12 +224,12 @@ def test_changes_are_noticed(device, monkeypatch, change):
         for module in (plain, graphed):
             module.zero_grad(set_to_none=True)
             module(x).square().sum().backward()
-        _same_gradients(plain, graphed)
+        same_gradients(plain, graphed)
 
 
 def test_other_calls_run_as_they_are(device, monkeypatch):
     plain, graphed = _pair(device)
-    replays = _count_replays(graphed, monkeypatch)
+    replays = count_replays(monkeypatch)
     x, scale = _x(device), torch.full((8,), 2.0, device=device)
     assert_close(graphed(x, scale), plain(x, scale))
     assert_close(graphed(x, scale=scale), plain(x, scale))
@@ -324,7 +260,7 @@ def test_keyword_arguments_and_capacity(device):
             for module in (plain, graphed):
                 module.zero_grad(set_to_none=True)
                 module(x, scale=scale).square().sum().backward()
-            _same_gradients(plain, graphed)
+            same_gradients(plain, graphed)
     assert graphed.forward.captured == 2
 
 
@@ -354,7 +290,7 @@ def test_second_derivatives(device):
         weight = module.one.weight
         (grad,) = torch.autograd.grad(module(x).square().sum(), weight, create_graph=True)
         grad.square().sum().backward()
-    _same_gradients(plain, graphed)
+    same_gradients(plain, graphed)
 
 
 def test_hooks_run_once_in_a_backward_that_calls_again(device):
@@ -366,7 +302,7 @@ def test_hooks_run_once_in_a_backward_that_calls_again(device):
         loss = module(x).square().sum()
         loss.backward(retain_graph=True)
         loss.backward(create_graph=True)
-    _same_gradients(plain, graphed)
+    same_gradients(plain, graphed)
 
 
 def test_weights_that_change_before_the_backward(device):
@@ -376,151 +312,6 @@ def test_weights_that_change_before_the_backward(device):
             module.two.weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def _unet(device):
-    torch.manual_seed(0)
-    return dpa.nn.ConditionalUnet1D(
-        2, global_cond_dim=3, diffusion_step_embed_dim=16, down_dims=(16, 32)
-    ).to(device)
-
-
-def test_accelerated_networks(device):
-    """Both replacements of a forward, undone in any order."""
-    unet = _unet(device)
-    dpa.accelerate(unet, graphs=False)
-    inner = vars(unet)["forward"]
-    graph_calls(unet)
-    assert dpa.explain(unet).findings[0].active
-    ungraph_calls(unet)
-    assert vars(unet)["forward"] is inner
-    graph_calls(unet)
-    dpa.restore(unet)
-    assert "forward" not in vars(unet)
-
-
-class _Loop:
-    """A plain training loop of a U-Net, and of an accelerated one beside it."""
-
-    def __init__(self, device):
-        self.plain = _unet(device)
-        self.fast = dpa.accelerate(copy.deepcopy(self.plain), graphs=True)
-        self.device = device
-
-    def step(self, batch=4, autocast=False, backwards=1):
-        draw = lambda *size: torch.randn(batch, *size, device=self.device)  # noqa: E731
-        for module in (self.plain, self.fast):
-            module.zero_grad(set_to_none=True)
-        for _ in range(backwards):
-            x, t, cond = draw(8, 2), torch.randint(50, (batch,), device=self.device), draw(3)
-            for module in (self.plain, self.fast):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
-                    out = module(x, t, None, cond)
-                out.float().square().mean().backward()
-        for one, other in zip(self.plain.parameters(), self.fast.parameters(), strict=True):
-            assert (one.grad is None) == (other.grad is None)
-            if one.grad is not None:
-                limit = (0.1 if autocast else 1e-3) * one.grad.norm()
-                assert (one.grad - other.grad).norm() <= limit + 1e-6
-
-    def change(self, what):
-        for module in (self.plain, self.fast):
-            what(module)
-
-
-def _evaluate(module):
-    device = next(module.parameters()).device
-    with torch.no_grad():
-        module.eval()(torch.zeros(2, 8, 2, device=device), 3, None, torch.ones(2, 3, device=device))
-    module.train()
-
-
-def _double(module):
-    """Give the last layer a forward of its own."""
-    last = module.final_conv[1]
-    last.forward = lambda x: 2 * type(last).forward(last, x)
-
-
-def _other_eps(module):
-    for norm in module.modules():
-        if isinstance(norm, nn.GroupNorm):
-            norm.eps = 0.5
-
-
-@pytest.mark.filterwarnings("ignore:dpa. ConditionalUnet1D was altered")
-@pytest.mark.parametrize(
-    "then",
-    [
-        lambda loop: loop.step(backwards=3),
-        lambda loop: loop.step(batch=2),
-        lambda loop: loop.step(autocast=True),
-        lambda loop: loop.change(_evaluate),
-        lambda loop: loop.change(lambda m: m.mid_modules.requires_grad_(False)),
-        lambda loop: loop.change(lambda m: m.up_modules[0].register_forward_hook(lambda *_: None)),
-        lambda loop: loop.change(lambda m: m.final_conv[1].weight.data.mul_(2)),
-        lambda loop: loop.change(lambda m: m.load_state_dict(_unet(loop.device).state_dict())),
-    ],
-    ids=["accumulation", "batch", "autocast", "evaluation", "frozen", "hook", "data", "state_dict"],
-)
-def test_accelerated_training_by_replays(device, monkeypatch, then):
-    """With the gradients of a plain loop, whatever happens."""
-    loop = _Loop(device)
-    for _ in range(4):
-        loop.step()
-    replays = _count_replays(loop.fast, monkeypatch)
-    loop.step()
-    assert len(replays) == 1
-    then(loop)
-    for _ in range(5):
-        loop.step()
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_accelerated_training_under_ddp(device, monkeypatch, tmp_path, views):
-    """Its hooks see every gradient, and its buckets may be the gradients' memory."""
-    distributed = torch.distributed
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        loop = _Loop(device)
-        wrap = nn.parallel.DistributedDataParallel
-        loop.fast = wrap(loop.fast, gradient_as_bucket_view=views)
-        for _ in range(5):
-            loop.step()
-        replays = _count_replays(loop.fast, monkeypatch)
-        for _ in range(3):
-            loop.step()
-        assert len(replays) == 3
-    finally:
-        distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("lower", [None, torch.bfloat16, torch.float16], ids=str)
-def test_a_unet_trains_to_the_same_weights(device, lower):
-    torch.manual_seed(0)
-    plain = dpa.nn.ConditionalUnet1D(
-        2, global_cond_dim=3, diffusion_step_embed_dim=16, down_dims=(64, 128)
-    ).to(device)
-    modules = plain, graph_calls(copy.deepcopy(plain), warmup=2)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in modules]
-    scalers = [torch.amp.GradScaler(device.type, enabled=lower == torch.float16) for _ in modules]
-    start = nn.utils.parameters_to_vector(plain.parameters()).detach().clone()
-    for _ in range(6):
-        draw = lambda *size: torch.randn(4, *size, device=device)  # noqa: E731
-        batch, noise = (
-            (draw(8, 2), torch.randint(50, (4,), device=device), None, draw(3)),
-            draw(8, 2),
-        )
-        for module, optimizer, scaler in zip(modules, optimizers, scalers, strict=True):
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, lower or torch.bfloat16, enabled=lower is not None):
-                loss = F.mse_loss(module(*batch).float(), noise)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    one, other = (nn.utils.parameters_to_vector(m.parameters()).detach() for m in modules)
-    assert modules[1].forward.captured == 1
-    assert (other - one).norm() < 2e-2 * (one - start).norm()
 
 
 def test_what_cannot_be_captured_says_so_and_runs(device):

@@ -223,9 +223,9 @@ class _Parts:
         )
 
     def state(self) -> Hashable:
-        """Where parameters and buffers lie, which of them train, modes, and forwards replaced."""
+        """Where and how parameters and buffers lie, which train, modes, and forwards replaced."""
         return (
-            tuple([t.data_ptr() for t in self._tensors]),
+            tuple([(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._tensors]),
             tuple([p.requires_grad for p in self.parameters]),
             tuple([m.training for m in self.modules]),
             tuple([own.get("forward") for own in self._own]),
