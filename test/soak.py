@@ -55,16 +55,75 @@ def _captured(works: list[Callable[[], None]], times: int) -> Callable[[], None]
     return graph.replay
 
 
-def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str, Any]:
-    """Sample the same actions ``replays`` times and compare all with the first, bit for bit.
+class _Soak:
+    """One loop's calls, each compared with the first, and what they have taken."""
 
-    It ends after ``limit`` seconds with the replays that it has made. Memory is read at the
-    beginning, after the calls one by one, and at each tenth; each reading is told on stderr.
-    """
+    def __init__(self, device: torch.device):
+        self.device, self._start = device, time.perf_counter()
+        self._call = _call_of_a_loop(device)
+        self._bits = self._call().clone().view(torch.int32)
+        self._different = torch.zeros(
+            (_STREAMS, *self._bits.shape), dtype=self._bits.dtype, device=device
+        )
+        self.once(), self.once()  # on a GPU the second captures the loop
+        self.many: Callable[[], None] | None = None
+        if device.type == "cuda":
+            works = [functools.partial(self.once, stream) for stream in range(_STREAMS)]
+            self.many = _captured(works, _TOGETHER // _STREAMS)
+        for _ in range(1000 if self.many else 20):
+            self.once()
+        if self.many:
+            self.many()
+        # The first count loads the kernels that count, 71 MB on the host.
+        self._count()
+        self._files, self._reserved = _files(), self._reserved_bytes()
+        self.readings: list[dict[str, float]] = []
+
+    def once(self, stream: int = 0) -> None:
+        """One call, and its comparison."""
+        self._different[stream].bitwise_or_(self._call().view(torch.int32) ^ self._bits)
+
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self._start
+
+    def read(self, made: int) -> None:
+        """Take a reading after so many calls, and tell it on stderr. Waits for the device."""
+        reading = {"replays": made, "seconds": round(self.elapsed(), 1), "different": self._count()}
+        reading |= {"host": round(_resident_mb(), 1), "device": round(_taken_mb(self.device), 1)}
+        self.readings.append(reading)
+        print(json.dumps(reading), file=sys.stderr, flush=True)
+
+    def _count(self) -> int:
+        return int(self._different.count_nonzero())
+
+    def _reserved_bytes(self) -> int:
+        """Of this process alone, while what is taken is the device's, with its other users'."""
+        return torch.cuda.memory_reserved() if self.device.type == "cuda" else 0
+
+    def report(self, one_by_one: int) -> dict[str, Any]:
+        """What drifted or leaked from the first reading to the last."""
+        first, last = self.readings[0], self.readings[-1]
+        middle = self.readings[len(self.readings) // 2]
+        cuda = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name() if cuda else "CPU",
+            "replays": last["replays"],
+            "one by one": one_by_one,
+            "seconds": round(self.elapsed(), 1),
+            "different": last["different"],
+            "MB on the host": round(last["host"] - first["host"], 1),
+            "MB on the host in the second half": round(last["host"] - middle["host"], 1),
+            "MB on the device": round(last["device"] - first["device"], 1),
+            "bytes reserved": self._reserved_bytes() - self._reserved,
+            "files": _files() - self._files,
+            "MB": self.readings,
+        }
+
+
+def _call_of_a_loop(device: torch.device) -> Callable[[], torch.Tensor]:
     from diffusers import DDIMScheduler
 
-    start = time.perf_counter()
-    elapsed = lambda: time.perf_counter() - start  # noqa: E731
     torch.manual_seed(0)
     unet = dpa.nn.ConditionalUnet1D(
         2, global_cond_dim=8, diffusion_step_embed_dim=16, down_dims=(128,)
@@ -73,70 +132,37 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
         unet.to(device).eval(), DDIMScheduler(100), num_inference_steps=2, horizon=8, fused=True
     )
     cond, noise = torch.randn(1, 8, device=device), torch.randn(1, 8, 2, device=device)
-    call = lambda: sampler(global_cond=cond, noise=noise)  # noqa: E731
-    # Of this process alone, while what is taken is the device's, with its other users'.
-    reserved = torch.cuda.memory_reserved if device.type == "cuda" else lambda: 0
-    bits = call().clone().view(torch.int32)
-    different = torch.zeros((_STREAMS, *bits.shape), dtype=bits.dtype, device=device)
+    return lambda: sampler(global_cond=cond, noise=noise)
 
-    def once(stream: int = 0) -> None:
-        different[stream].bitwise_or_(call().view(torch.int32) ^ bits)
 
-    once(), once()  # on a GPU the second captures the loop
-    many = None
-    if device.type == "cuda":
-        works = [functools.partial(once, stream) for stream in range(_STREAMS)]
-        many = _captured(works, _TOGETHER // _STREAMS)
-    for _ in range(20 if many is None else 1000):
-        once()
-    if many:
-        many()
-    # Waits for the device. The first count loads the kernels that count, 71 MB on the host.
-    count = lambda: int(different.count_nonzero())  # noqa: E731
-    count()
+def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str, Any]:
+    """Sample the same actions ``replays`` times and compare all with the first, bit for bit.
 
-    readings: list[dict[str, float]] = []
-    files, reserved_first, made = _files(), reserved(), 0
+    It ends after ``limit`` seconds with the replays that it has made. Memory is read at the
+    beginning, after the calls one by one, and at each tenth; each reading is told on stderr.
+    """
+    soak, made = _Soak(device), 0
     singly: int | None = None
     due = [replays * i // 10 for i in range(11)]
     while True:
-        over = elapsed() >= limit
-        one_by_one = many is None or (made < _CALLS and elapsed() < limit / 4)
+        over = soak.elapsed() >= limit
+        one_by_one = soak.many is None or (made < _CALLS and soak.elapsed() < limit / 4)
         end_of_calls = singly is None and not one_by_one
         if end_of_calls:
             singly = made
         if over or end_of_calls or made >= due[0]:
             due = [at for at in due if at > made]
-            reading = {"replays": made, "seconds": round(elapsed(), 1), "different": count()}
-            reading |= {"host": round(_resident_mb(), 1), "device": round(_taken_mb(device), 1)}
-            readings.append(reading)
-            print(json.dumps(reading), file=sys.stderr, flush=True)
+            soak.read(made)
         if over or made >= replays:
-            break
+            return soak.report(made if singly is None else singly)
         if one_by_one:
-            once()
+            soak.once()
             made += 1
         else:
-            many()
+            soak.many()
             made += _TOGETHER
             if made // _TOGETHER % 16 == 0:
                 torch.cuda.synchronize()  # what waits in the device's queue counts as time, too
-    first, last = readings[0], readings[-1]
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "replays": made,
-        "one by one": made if singly is None else singly,
-        "seconds": round(elapsed(), 1),
-        "different": last["different"],
-        "MB on the host": round(last["host"] - first["host"], 1),
-        "MB on the host in the second half": round(
-            last["host"] - readings[len(readings) // 2]["host"], 1
-        ),
-        "MB on the device": round(last["device"] - first["device"], 1),
-        "bytes reserved": reserved() - reserved_first,
-        "files": _files() - files,
-        "MB": readings,
-    }
 
 
 if __name__ == "__main__":
