@@ -45,17 +45,29 @@ class Draw:
     def __call__(self, strategy, label=None):
         return self.data.draw(strategy, label=label)
 
-    def tensor(self, *shape: int, low: float | None = None, high: float | None = None) -> Tensor:
+    def tensor(
+        self,
+        *shape: int,
+        low: float | None = None,
+        high: float | None = None,
+        infinite: bool = True,
+    ) -> Tensor:
         """Normal values, or uniform ones in [low, high], in a layout drawn at random."""
         x = torch.randn(shape, generator=self._random, dtype=torch.float64)
         if low is not None and high is not None:
             x = torch.rand(shape, generator=self._random, dtype=torch.float64)
             x = low + (high - low) * x
         elif self.hostile and x.numel() > 0:
-            for value in (math.nan, math.inf, -math.inf, DENORMAL, 0.0, -0.0):
+            infinities = (math.inf, -math.inf) if infinite else ()
+            for value in (math.nan, *infinities, DENORMAL, 0.0, -0.0):
                 if self(st.booleans()):
                     x.view(-1)[self(st.integers(0, x.numel() - 1))] = value
         return _layout(x.to(self.dtype).to(self.device), self(LAYOUTS, "layout"))
+
+    def convolved(self, *shape: int, **limits: float) -> Tensor:
+        """The input of a convolution. On a GPU cuDNN takes most in float16: it makes 0 of -inf."""
+        infinite = self.dtype != torch.float16 or self.device.type != "cuda"
+        return self.tensor(*shape, infinite=infinite, **limits)
 
     def shape(self, least: int = 0, most: int = 4) -> list[int]:
         """Any sizes, empty ones included, of a rank between ``least`` and ``most``."""
@@ -137,7 +149,7 @@ def conv1d_gnm(d: Draw) -> Sample:
     bias = d.tensor(channels) if d(st.booleans()) else None
     # Whether an infinite weight meets the padding, and so gives NaN, differs between convolutions.
     weight = d.tensor(channels, inputs, taps, low=-2.0, high=2.0)
-    args = (d.tensor(batch, inputs, length), weight, bias, n["weight"], n["bias"], groups)
+    args = (d.convolved(batch, inputs, length), weight, bias, n["weight"], n["bias"], groups)
     return Sample(args, {"scale": n["scale"], "shift": n["shift"]})
 
 
@@ -153,7 +165,7 @@ def conv1d(d: Draw) -> Sample:
     bias = d.tensor(outputs) if d(st.booleans()) else None
     # As with lltm: PyTorch's convolutions in bfloat16, which the CPU takes, make NaN of infinity.
     limits = {"low": -3.0, "high": 3.0} if d.dtype == torch.bfloat16 else {}
-    input = d.tensor(batch, inputs, length, **limits)
+    input = d.convolved(batch, inputs, length, **limits)
     return Sample((input, weight, bias, stride, padding, transposed))
 
 
@@ -170,7 +182,7 @@ def residual_block1d(d: Draw) -> Sample:
     plain = inputs == channels and d(st.booleans())
     parameters += [None, None] if plain else [finite(channels, inputs, 1), finite(channels)]
     film = [finite(batch, channels) if d(st.booleans()) else None for _ in range(2)]
-    return Sample((d.tensor(batch, inputs, length), *parameters, groups, 1e-5, *film))
+    return Sample((d.convolved(batch, inputs, length), *parameters, groups, 1e-5, *film))
 
 
 def joint_linear(d: Draw) -> Sample:

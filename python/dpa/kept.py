@@ -56,9 +56,11 @@ def forward(
 ) -> Tensor | None:
     """Run the network on kept weights: (B, T, Da) of ``dtype``, or None where it cannot be.
 
-    It cannot where a gradient may be wanted, a layer is replaced, hooked or sharded, or the network
-    has local conditioning.
+    It cannot where a gradient may be wanted, a layer is replaced, hooked or sharded, the network
+    has local conditioning, or the library was built without the instructions.
     """
+    if sample.device in _UNSERVED:
+        return None
     network = _NETWORKS.get(unet)
     if network is None or not network.still_there():
         network = _NETWORKS[unet] = _Network(unet)
@@ -66,9 +68,16 @@ def forward(
     if parameters is None or _wants_gradients(parameters, sample, global_cond):
         return None
     packed = network.packed(parameters, dtype)
-    return torch.ops.dpa.unet1d_batch(
-        sample, timesteps, global_cond, parameters, packed, network.config
-    )
+    try:
+        return torch.ops.dpa.unet1d_batch(
+            sample, timesteps, global_cond, parameters, packed, network.config
+        )
+    except RuntimeError as error:
+        if "in a build for sm_90a" not in str(error):
+            raise
+        _UNSERVED.add(sample.device)
+        _NETWORKS.pop(unet, None)  # and its packed weights
+        return None
 
 
 def _wants_gradients(parameters: list[Tensor], *inputs: Tensor | None) -> bool:
@@ -187,3 +196,4 @@ def _versions(weights: list[Tensor]) -> list[tuple[int, int]]:
 
 
 _NETWORKS: WeakKeyDictionary[nn.Module, _Network] = WeakKeyDictionary()
+_UNSERVED: set[torch.device] = set()  # by this build
