@@ -9,6 +9,7 @@ import torch
 
 import dpa
 from dpa.graphs import LoopGraphs, can_capture, capturing
+from dpa.training import graph_calls
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -330,7 +331,7 @@ def test_graphs_on_another_device_than_the_current_one(how):
     if how == "calls":
         unet = make(other).unet.train()
         plain = copy.deepcopy(unet)
-        dpa.training.graph_calls(unet, warmup=1)
+        graph_calls(unet, warmup=1)
         for cond in conds:
             results = [net(noise, 7, global_cond=cond) for net in (unet, plain)]
             torch.testing.assert_close(*results)
