@@ -14,6 +14,7 @@
 //   every sum has one owner and one order.
 #include "kernels/common/launch.cuh"
 #include "kernels/common/reduce.cuh"
+#include "kernels/common/shared_memory.h"
 #include "kernels/math/diffusion_step.h"
 #include "kernels/parallel_sweep.h"
 
@@ -132,11 +133,8 @@ cudaError_t parallel_window(const ParallelWindow& args, cudaStream_t stream) {
 
 cudaError_t parallel_move(const ParallelMove& args, cudaStream_t stream) {
   const size_t bytes = static_cast<size_t>(args.window) * (3 * 32 + 4) * sizeof(float);
-  if (bytes > 48 * 1024) {
-    const auto error =
-        cudaFuncSetAttribute(move_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    if (error != cudaSuccess) return error;
-  }
+  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(move_kernel), static_cast<int>(bytes)))
+    return error;
   move_kernel<<<1, kThreads, bytes, stream>>>(args);
   return cudaGetLastError();
 }

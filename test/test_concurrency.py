@@ -75,6 +75,26 @@ def test_gradients_in_python_threads():
         assert_close(g, expected, rtol=0, atol=0)
 
 
+def test_threads_whose_kernels_take_different_memory(cuda):
+    """The driver keeps one limit of shared memory a kernel, for all threads.
+
+    A product on a small grid asks for more of it than one on a large grid.
+    """
+
+    def product(rows, outputs):
+        x, weight = (torch.randn(n, 256, device=cuda) for n in (rows, outputs))
+        bias = torch.randn(outputs, device=cuda)
+        got = torch.ops.dpa.joint_linear(x.bfloat16(), [weight], [bias])
+        expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        assert (got - expected).norm() < 1e-2 * expected.norm()
+
+    product(1024, 1024)
+    other = threading.Thread(target=product, args=(4096, 4096))
+    other.start()
+    other.join()
+    product(1024, 1024)
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["every op", "packed"])
 def test_workers_of_a_data_loader(which):
     """Forked after the parent has used the ops with all its threads."""

@@ -1,9 +1,7 @@
 // Launching the convolution's kernels: clusters, shared memory beyond 48 KB, the two element types.
 #pragma once
-#include <map>
-#include <utility>
-
 #include "kernels/common/launch.cuh"
+#include "kernels/common/shared_memory.h"
 #include "kernels/conv1d/ring.cuh"
 
 namespace dpa::kernels::conv1d {
@@ -27,19 +25,6 @@ struct Launch {
   cudaStream_t stream;
   bool urgent = false;  // where a graph is captured: its blocks go before those of other branches that wait for places
 };
-
-// Remembers for each kernel, device and thread what has been allowed, since asking the driver costs the host a
-// microsecond.
-inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
-  static thread_local std::map<std::pair<const void*, int>, int> allowed;
-  int device = 0;
-  if (const auto error = cudaGetDevice(&device)) return error;
-  int& most = allowed[{kernel, device}];
-  if (bytes <= most) return cudaSuccess;
-  const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) most = bytes;
-  return error;
-}
 
 // Whether work beside this stream's may be captured with it, at the lowest priority as this stream's own is.
 inline bool has_branches(cudaStream_t stream) {

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "kernels/common/shared_memory.h"
 #include "kernels/unet1d/cluster_finish.cuh"
 #include "kernels/unet1d/cluster_product.cuh"
 
@@ -81,7 +82,7 @@ template <class T>
 cudaError_t allow() {
   const cudaError_t error = cudaFuncSetAttribute(cluster_kernel<T>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
-  return cudaFuncSetAttribute(cluster_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kClusterSharedBytes);
+  return allow_shared_memory(reinterpret_cast<const void*>(cluster_kernel<T>), kClusterSharedBytes);
 }
 
 template <class T>

@@ -17,6 +17,7 @@
 //   step later, when every reader has long passed it: a block publishes a product only when its inputs have arrived,
 //   and those depend on every block's product but one before.
 #pragma once
+#include "kernels/common/shared_memory.h"
 #include "kernels/unet1d/resident_general.cuh"
 #include "kernels/unet1d/resident_solo.cuh"
 
@@ -96,9 +97,9 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
 
 template <class Weight, int kPairs, bool kRecord = false>
 cudaError_t launch_pairs(const Arguments& a, cudaStream_t stream) {
-  cudaError_t error = cudaFuncSetAttribute(resident_kernel<Weight, kPairs, kRecord>,
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize, a.layout.shared_bytes);
-  if (error != cudaSuccess) return error;
+  const auto kernel = resident_kernel<Weight, kPairs, kRecord>;
+  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), a.layout.shared_bytes))
+    return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = a.layout.blocks;
   config.blockDim = kBlock;
@@ -109,7 +110,7 @@ cudaError_t launch_pairs(const Arguments& a, cudaStream_t stream) {
   attribute.val.cooperative = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, resident_kernel<Weight, kPairs, kRecord>, a);
+  return cudaLaunchKernelEx(&config, kernel, a);
 }
 
 // Launches the one-sample kernel that records its clocks: a unit of its own, so that it is compiled beside the others.
