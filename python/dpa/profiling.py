@@ -124,7 +124,10 @@ def profile(
     """
     table = sampler.table
     if not sampler.fused or sampler.horizon is None or not isinstance(table, StepTable):
-        raise ValueError("profile: sampler must be fused, with a StepTable and a horizon")
+        raise ValueError(
+            "profile: sampler must be fused, with a StepTable and a horizon, got "
+            f"fused={sampler.fused}, {type(table).__name__}, horizon={sampler.horizon}"
+        )
     parameter = next(sampler.unet.parameters())
     if not parameter.is_cuda:
         raise ValueError(f"profile: sampler must run on a GPU, got {parameter.device}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,6 +124,8 @@ def _stages(console: Console, to: str) -> Iterator[Callable[[str], None]]:
     with bar, warnings.catch_warnings():
         # PyTorch's exporter warns of its own future, which is nothing to act on here.
         warnings.simplefilter("ignore", FutureWarning)
+        # And on a machine without a GPU of the CUDA that it finds.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         task = bar.add_task("", total=len(STAGES))
 
         def report(stage: str) -> None:
