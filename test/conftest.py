@@ -28,6 +28,14 @@ def cuda():
     return torch.device("cuda", torch.cuda.current_device())
 
 
+@pytest.fixture
+def hopper():
+    """A Hopper GPU, for what only its own instructions do."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return torch.device("cuda")
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     """The same random inputs on every run, so that a failure can be repeated."""

@@ -40,13 +40,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture
-def hopper():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    return torch.device("cuda")
-
-
 def make(name, device, dtype=torch.float32):
     options, batch, horizon = CONFIGS[name]
     net = ConditionalUnet1D(**options).to(device, dtype)

@@ -10,7 +10,7 @@ from dpa.nn import ConditionalUnet1D
 from dpa.packed import unet_config
 from proofs import poisoned_memory
 from strategies import Draw
-from test_kept import CONFIGS, hopper  # noqa: F401  (a fixture)
+from test_kept import CONFIGS
 from test_properties import cases
 
 CONFIG = [2, 5, 8, 32, 20, 1, 64, 128]
@@ -115,7 +115,7 @@ def _drawn_network(data, device):
 
 @cases
 @given(data=st.data())
-def test_any_network(hopper, data):  # noqa: F811
+def test_any_network(hopper, data):
     """Drawn networks, batches and layouts against float64, beside plain PyTorch's rounding."""
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
     net, levels = _drawn_network(data, hopper)
