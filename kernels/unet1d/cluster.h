@@ -51,6 +51,7 @@ struct alignas(16) ClusterLayer {
   int16_t rows_log2, pairs_log2, group_log2, gap_log2;
   int16_t units, share_log2, finishers, paired;  // of those that share the units
   int16_t pitch;                                 // bytes that a finisher receives from each block
+  int16_t next_by_all;                           // whether all of a cluster share the next product's units
 };
 
 /// Where a layer's tile and this block's share of it lie.
@@ -73,6 +74,21 @@ struct Place {
     const int mine = cluster & ((1 << clusters_log2) - 1), tile = way ? mine : 2 * mine + (rank >> 3);
     segment = tile >> l.row_tiles_log2, row_tile = tile & ((1 << l.row_tiles_log2) - 1);
     first_channel = (l.paired ? row_tile & ~1 : row_tile) * kTileRows;
+  }
+};
+
+/// A block sends a product's sums when those who receive them have read what they received for the last one. Each
+/// finisher tells all who may send to it next: those who share its units, and the whole cluster where the next
+/// product's are shared by all. These are the ranks that it tells, and those of the finishers that tell a block, a bit
+/// each.
+struct Told {
+  int first, count;
+  uint32_t by;
+  DPA_HOST_DEVICE Told(const ClusterLayer& l, const Place& p) {
+    const bool all = p.peers == kClusterBlocks || l.next_by_all;
+    first = all ? 0 : p.first_peer, count = all ? kClusterBlocks : p.peers;
+    by = ((1u << l.finishers) - 1) << p.first_peer;
+    if (count > p.peers) by |= p.first_peer ? by >> 8 : by << 8;
   }
 };
 

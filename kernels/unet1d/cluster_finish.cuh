@@ -113,9 +113,10 @@ struct ClusterFinish : ClusterRole {
   }
 
   // Bias is in `x` already. The whole warpgroup calls.
-  __device__ __forceinline__ void modulate(const Norm& n, const Parameters& r, Values& x, const Place& p, bool taken) {
+  __device__ __forceinline__ void modulate(const Norm& n, const Parameters& r, Values& x, const Told& told,
+                                           bool taken) {
     const float2 m = moments(n, x);
-    acknowledge(p, taken);
+    acknowledge(told, taken);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float& v = x.v[i];
@@ -154,11 +155,11 @@ struct ClusterFinish : ClusterRole {
     hand_over(to.at + to.next, second);
   }
 
-  // Tells those who share the units that their sums have been read. The whole warpgroup has met since.
-  __device__ __forceinline__ void acknowledge(const Place& p, bool now) const {
-    if (now && thread < p.peers)
+  // Says that the sums have been read. The whole warpgroup has met since.
+  __device__ __forceinline__ void acknowledge(const Told& told, bool now) const {
+    if (now && thread < told.count)
       ptx::barrier_arrive_cluster(
-          ptx::cluster_address(ptx::shared_address(&barriers.taken[rank]), p.first_peer + thread));
+          ptx::cluster_address(ptx::shared_address(&barriers.taken[rank]), told.first + thread));
   }
   // From sums to the product's output.
   __device__ __forceinline__ void finish(const ClusterLayer& l, const Place& p, const Share& s, const Parameters& r) {
@@ -168,14 +169,15 @@ struct ClusterFinish : ClusterRole {
     // Before the sums are there, and not after.
     const Target to = target(l, p);
     const Norm norm(l);
+    const Told told(l, p);
     const bool normed = l.norm >= 0, added = l.add, kept = l.keep, last = l.message < 0;
     Values x = collect(l, s, 0);
     add(x, r.bias.x, r.bias.y);
     const bool early = !with_residual;
     if (normed)
-      modulate(norm, r, x, p, early);
+      modulate(norm, r, x, told, early);
     else
-      sync(), acknowledge(p, early);
+      sync(), acknowledge(told, early);
     if (added)
 #pragma unroll
       for (int i = 0; i < 4; i++) x.v[i] += residual.v[i];
@@ -193,7 +195,7 @@ struct ClusterFinish : ClusterRole {
     }
     __threadfence();  // whoever receives what follows from the next product finds the other half unwritten
     sync();
-    acknowledge(p, !early);
+    acknowledge(told, !early);
   }
 
   // The part of an action that 16 channels have, as a message: (sample, channels / 16, time, action).
@@ -320,7 +322,7 @@ struct ClusterFinish : ClusterRole {
     if (step == a.steps) return;
     Values x = {}, other = {};
     if (s.valid) first_conv(l, s, x, other);
-    modulate(Norm(l), r, x, p, false);
+    modulate(Norm(l), r, x, Told(l, p), false);
     residual = other;
     publish(target(l, p), x);
   }

@@ -16,8 +16,8 @@ template <class T>
 struct ClusterProduct : ClusterRole {
   const uint32_t full, empty;  // addresses of the ring's first barriers
   RingPosition at;
-  uint32_t taken_parity = 0;       // of barriers.taken[lane]
-  int owing_first = 0, owing = 0;  // the blocks that must have read what this one sent last, before it sends again
+  uint32_t taken_parity = 0;  // of barriers.taken[lane]
+  uint32_t owing = 0;         // a bit a block: who must have read what it received last, before this one sends again
 
   __device__ explicit ClusterProduct(const ClusterRole& role)
       : ClusterRole(role),
@@ -124,10 +124,11 @@ struct ClusterProduct : ClusterRole {
     wgmma::wait<0>();
   }
 
-  // Looks in vain would be in the way of what they look for, and of the weights: so none before the sums that this
-  // block sent last have been read, or, in a step's first product, before the other warpgroup has begun it.
+  // Looks in vain would be in the way of what they look for, and of the weights: so none before the last sums have been
+  // read by those to whom this block sends next, or, in a step's first product, before the other warpgroup has begun
+  // it.
   __device__ __forceinline__ void wait_until_due(bool first_of_step) {
-    if (static_cast<uint32_t>(lane - owing_first) < static_cast<uint32_t>(owing)) {
+    if (owing >> lane & 1) {
       ptx::barrier_wait(ptx::shared_address(&barriers.taken[lane]), taken_parity);
       taken_parity ^= 1;
     }
@@ -210,7 +211,7 @@ struct ClusterProduct : ClusterRole {
         receive(l, p, i == 1);
         // The residual convolution comes first: it is short.
         for (int which = has_residual(l); which >= 0; which--) product(l, p, l.upsample ? p.segment : which, which);
-        owing_first = p.first_peer, owing = l.finishers;
+        owing = Told(l, p).by;
       }
     }
   }

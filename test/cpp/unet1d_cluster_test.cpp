@@ -1,5 +1,6 @@
 // How the clustered kernel divides a network: every input is received once for each tile, every output is finished
-// once, and no block makes a word unwritten again before it can know that all readers have read it.
+// once, no block makes a word unwritten again before it can know that all readers have read it, and none sends sums to
+// a block that may not have read its last ones.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,13 +21,10 @@ struct Sizes {
   int batch, horizon;
 };
 const Sizes kSizes[] = {
-    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 2, 16},
-    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 3, 16},
-    {{2, 3, {256, 512, 1024}, 5, 8, 256, 0, true}, 8, 16},
-    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 64, 16},
-    {{22, 3, {256, 512, 1024}, 3, 8, 64, 7, false}, 16, 8},
-    {{2, 2, {256, 512}, 5, 8, 256, 132, true}, 5, 16},
-    {{2, 1, {256}, 7, 8, 256, 132, true}, 4, 16},
+    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 2, 16}, {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 3, 16},
+    {{2, 3, {256, 512, 1024}, 5, 8, 256, 0, true}, 8, 16},   {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 64, 16},
+    {{22, 3, {256, 512, 1024}, 3, 8, 64, 7, false}, 16, 8},  {{2, 2, {256, 512}, 5, 8, 256, 132, true}, 5, 16},
+    {{2, 2, {256, 512}, 3, 8, 32, 8, true}, 16, 16},         {{2, 1, {256}, 7, 8, 256, 132, true}, 4, 16},
 };
 
 class EveryClusterLayout : public testing::TestWithParam<Sizes> {
@@ -204,6 +202,80 @@ TEST_P(EveryClusterLayout, MakesUnwrittenWhatAllReadersHaveReadBeforeTheyLookAga
         ASSERT_GE(at_reset[reader], k) << "product " << k << " may still read what " << j << " wrote";
         ASSERT_GE(known[2 * y.count + k - 1][reader][owner], y.count + j + 3)
             << "product " << k << " may read what " << j << " wrote a step before";
+      }
+    }
+  }
+}
+
+// Sums of two products would mix, in memory and in the barrier's count, where a block sent the second one's to a block
+// that has not read the first one's.
+TEST_P(EveryClusterLayout, SendsNoSumsBeforeTheLastOnesAreRead) {
+  using Known = std::vector<int>;  // of each block, the last product whose sums it has surely read, counted on and on
+  const std::vector<Known> nothing(kBlocks, Known(kBlocks, -1));
+  std::vector<std::vector<Known>> finished(1, nothing);  // of a product: what those who have finished it know
+  std::vector<Known> sent = nothing, done = nothing;     // what each block's two warpgroups know
+  std::vector<uint32_t> owing(kBlocks, 0);
+  std::vector<std::map<int64_t, std::set<int>>> writers(y.count + 1);
+  for (int j = 0; j < y.count; ++j)
+    for (int block = 0; block < kBlocks; ++block)
+      for (const int64_t quarter : written(j, block)) writers[j][quarter / 4].insert(block);
+  auto join = [](Known& to, const Known& from) {
+    for (int b = 0; b < kBlocks; ++b) to[b] = std::max(to[b], from[b]);
+  };
+  auto finishes = [&](int i, int block) { return place(i, block).finisher < y.layers[i].finishers; };
+  for (int n = 1; n <= 2 * y.count; ++n) {
+    const int step = (n - 1) / y.count, i = n - step * y.count;
+    if (i == 1) {  // the step begins with the outputs of all who have finished the last one's samples
+      const auto last = finished.back();
+      finished.assign(1, nothing);
+      for (int block = 0; block < kBlocks; ++block) {
+        if (!finishes(0, block)) continue;
+        for (int other = 0; step > 0 && other < kBlocks; ++other)
+          if (finishes(y.count, other) && Share(y.layers[0], place(0, block), 0).sample ==
+                                              Share(y.layers[y.count], place(y.count, other), 0).sample)
+            join(done[block], last[other]);
+        finished[0][block] = done[block];
+        join(sent[block], done[block]);  // its two warpgroups meet
+      }
+    }
+    for (int block = 0; block < kBlocks; ++block) {
+      const int cluster = block / kClusterBlocks * kClusterBlocks;
+      std::set<std::pair<int, int>> from;
+      for (const int64_t word : received(i, block))
+        for (int j = 0; j < i; ++j)
+          if (const auto found = writers[j].find(word); found != writers[j].end())
+            for (const int writer : found->second) from.insert({j, writer});
+      for (const auto& [j, writer] : from) join(sent[block], finished[j][writer]);
+      for (int rank = 0; rank < kClusterBlocks; ++rank)
+        if (owing[block] >> rank & 1) join(sent[block], done[cluster + rank]);
+      const Place p = place(i, block);
+      for (int f = 0; f < y.layers[i].finishers; ++f) {
+        const int to = cluster + p.first_peer + f;
+        ASSERT_GE(sent[block][to], done[to][to]) << "product " << n << ", " << block << " to " << to;
+      }
+    }
+    finished.push_back(nothing);
+    for (int block = 0; block < kBlocks; ++block) {
+      const Place p = place(i, block);
+      if (!finishes(i, block)) continue;
+      for (int peer = 0; peer < p.peers; ++peer)
+        join(done[block], sent[block / kClusterBlocks * kClusterBlocks + p.first_peer + peer]);
+      done[block][block] = n;
+      finished[i][block] = done[block];
+    }
+    for (int block = 0; block < kBlocks; ++block) owing[block] = Told(y.layers[i], place(i, block)).by;
+  }
+}
+
+// Who waits for a block is who is told by it.
+TEST_P(EveryClusterLayout, TellsThoseWhoWait) {
+  for (int i = 1; i <= y.count; ++i) {
+    for (int block = 0; block < kClusterBlocks; ++block) {
+      for (int other = 0; other < kClusterBlocks; ++other) {
+        const Told told(y.layers[i], place(i, other));
+        const bool tells =
+            place(i, other).finisher < y.layers[i].finishers && block >= told.first && block < told.first + told.count;
+        EXPECT_EQ(Told(y.layers[i], place(i, block)).by >> other & 1, tells) << i << ": " << other << " to " << block;
       }
     }
   }
