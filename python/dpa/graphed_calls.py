@@ -65,6 +65,7 @@ def ungraph_calls(module: nn.Module) -> nn.Module:
     graphed = vars(module).get("forward")
     if isinstance(graphed, GraphedForward):
         del vars(module)["forward"]
+        graphed.forget()  # captures lead back to it: memory goes now rather than with the garbage
         if graphed.inner is not None:
             vars(module)["forward"] = graphed.inner
     return module
@@ -84,9 +85,10 @@ class GraphedForward:
         self.inner = vars(module).get("forward")
         self.warmup = warmup
         self.capacity = capacity
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop every capture, and what calls have shown."""
         self._parts: _Parts | None = None
         self._calls: Counter[Hashable] = Counter()
         self._captures: OrderedDict[Hashable, _Capture] = OrderedDict()
@@ -99,7 +101,7 @@ class GraphedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self.forget()
 
     @property
     def captured(self) -> int:
@@ -146,7 +148,7 @@ class GraphedForward:
             return None
         parts = self._parts
         if parts is None or not parts.unchanged():
-            self._forget()
+            self.forget()
             parts = self._parts = _Parts(self.module)
         if not parts.are_plain(device) or any(x is not None and x.device != device for x in values):
             return None
