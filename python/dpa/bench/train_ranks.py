@@ -22,7 +22,7 @@ from dpa.bench.train import DPA, NET_80M
 from dpa.distributed import Ranks, ranks
 from dpa.training import GraphedStep
 
-_BATCHES = (256, 1024)  # of each GPU
+_BATCHES = (256, 1024, 4096)  # of each GPU
 
 
 def run(count: int = 2) -> list[dict[str, Any]]:
