@@ -36,6 +36,17 @@ CONFIGS = {
         8,
     ),
     "one_level": ({"input_dim": 1, "diffusion_step_embed_dim": 4, "down_dims": [8]}, 2, 5),
+    "clusters": (
+        {
+            "input_dim": 2,
+            "global_cond_dim": 70,
+            "diffusion_step_embed_dim": 64,
+            "down_dims": (128, 512),
+            "cond_predict_scale": True,
+        },
+        40,
+        16,
+    ),
     "long": ({"input_dim": 2, **WIDE}, 2, 300),
 }
 

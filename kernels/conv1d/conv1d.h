@@ -49,6 +49,13 @@ struct Normalisation {
   void* out;             // of the output's shape
 };
 
+// The wide tensor's rows; or those of two tensors, side by side: the first's channels are a multiple of 64.
+struct Wide {
+  const void* rows;
+  const void* more = nullptr;
+  int64_t channels = 0;  // of the first of two
+};
+
 // Sizes are such that `serves` (plan.h) accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
 // In a captured graph products go before what other branches have waiting.
 cudaError_t gather(const Conv1d& conv, const void* wide, const Weights& weights, const Addends& addends, void* narrow,
@@ -59,14 +66,14 @@ cudaError_t scatter(const Conv1d& conv, const void* narrow, const Weights& weigh
 // be null; `addends` has no residual. Where `normalises` says that the device's tiles hold whole groups.
 bool normalises(const Conv1d& conv, int group);
 // Beside it, in the same launch: a convolution of one tap of the same input to as many channels, without a
-// normalisation. Where `takes_side` says that its sums can be cut as the other's are.
+// normalisation. Where `takes_side` says that the device has a multiprocessor for each block.
 struct Side {
   Weights weights;
   Addends addends;
   void* out;  // null for none
 };
 bool takes_side(const Conv1d& conv);
-cudaError_t gather_normalised(const Conv1d& conv, const void* wide, const Weights& weights, const Addends& addends,
+cudaError_t gather_normalised(const Conv1d& conv, const Wide& wide, const Weights& weights, const Addends& addends,
                               void* narrow, const Normalisation& normalisation, const Side& side, cudaStream_t stream);
 // `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors.
 cudaError_t weight_gradient(const Conv1d& conv, const void* narrow, const void* wide, void* gradient,
@@ -83,6 +90,7 @@ struct Packing {
   void* packed;
   int64_t d0, d1;
   int taps;
+  int64_t width = 0;  // of a packed row, where it is more than padded(d1)
 };
 constexpr int kMaxPackings = 48;
 struct Packings {

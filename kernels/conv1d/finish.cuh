@@ -38,29 +38,34 @@ struct Destination {
 
 // The lane's four columns from column `column` of the tile on. What a few rows need is loaded before any of them is
 // finished.
-template <class T, int kColumns>
+template <class T, int kColumns, bool kSplit>
 __device__ __forceinline__ void finish_columns(const ProductArgs& args, const Destination& to, const Place& place,
                                                const float* tile, const WarpRows& rows, int column) {
   constexpr int kRows = 4, kRow = ProductShape<kColumns>::kStride * 4;
   const int n = place.first_column + column;
   const bool here = n < args.outputs;
-  const float4 bias = here ? load_four<T>(to.bias, args.float_bias, n, 0.f) : float4{};
+  WideBits bias_bits{};
+  if (here) bias_bits.ask<T>(to.bias, args.float_bias, n);
   uint32_t from = ptx::shared_address(tile) + rows.first * kRow + column * 4;
 #pragma unroll 1
   for (int r = 0; r < rows.count; r += kRows, from += kRows * kRow) {
     int64_t at[kRows];
-    float4 before[kRows], sums[kRows];
+    Bits<T> residual[kRows];
+    float4 sums[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = __shfl_sync(~0u, rows.lane_offset, r + i);
       at[i] = row < 0 || !here || r + i >= rows.count ? -1 : row + n;
-      before[i] = load_four<T>(at[i] < 0 ? nullptr : to.residual, false, at[i], 0.f);
+      residual[i].ask(at[i] < 0 ? nullptr : to.residual, at[i]);
     }
-    add_peers<kRows>(sums, from, kRow, args.plan.splits);
+    if (!__any_sync(~0u, at[0] >= 0 || at[1] >= 0 || at[2] >= 0 || at[3] >= 0)) continue;
+    add_peers<kRows, kSplit>(sums, from, kRow, args.plan.splits, place.rank);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float out[4] = {sums[i].x + bias.x + before[i].x, sums[i].y + bias.y + before[i].y,
-                            sums[i].z + bias.z + before[i].z, sums[i].w + bias.w + before[i].w};
+      const float4 bias = bias_bits.values<T>(to.bias, args.float_bias, 0.f);
+      const float4 before = residual[i].values(at[i] < 0 ? nullptr : to.residual, 0.f);
+      const float out[4] = {sums[i].x + bias.x + before.x, sums[i].y + bias.y + before.y, sums[i].z + bias.z + before.z,
+                            sums[i].w + bias.w + before.w};
       if (at[i] >= 0) store_four<T>(to.out, at[i], out);
     }
   }
@@ -79,10 +84,10 @@ __device__ __noinline__ void finish_ragged(const ProductArgs& args, const Destin
       const int n = place.first_column + column;
       if (row < 0 || n >= args.outputs) continue;
       const uint32_t from = ptx::shared_address(tile + (rows.first + r) * ProductShape<kColumns>::kStride + column);
-      float sum = args.plan.splits == 1 ? *(tile + (rows.first + r) * ProductShape<kColumns>::kStride + column)
-                                        : load_shared_word_of(peer_address(from, 0));
+      float sum = load_peer_word(peer_address(from, place.rank));
 #pragma unroll 1
-      for (int peer = 1; peer < args.plan.splits; ++peer) sum += load_shared_word_of(peer_address(from, peer));
+      for (int next = 1; next < args.plan.splits; ++next)
+        sum += load_peer_word(peer_address(from, (place.rank + next) & (args.plan.splits - 1)));
       if (to.bias)
         sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);
       if (residual) sum += widen(residual[row + n]);
@@ -91,14 +96,14 @@ __device__ __noinline__ void finish_ragged(const ProductArgs& args, const Destin
   }
 }
 
-template <class T, int kColumns>
+template <class T, int kColumns, bool kSplit>
 __device__ __forceinline__ void finish_rows(const ProductArgs& args, const Destination& to, const Place& place,
                                             const float* tile) {
   const WarpRows rows(args, place);
   if (args.outputs % 4 != 0) return finish_ragged<T, kColumns>(args, to, place, tile, rows);
 #pragma unroll 1
   for (int half = 0; half < kColumns; half += 128)
-    finish_columns<T, kColumns>(args, to, place, tile, rows, half + threadIdx.x % 32 * 4);
+    finish_columns<T, kColumns, kSplit>(args, to, place, tile, rows, half + threadIdx.x % 32 * 4);
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -13,29 +13,45 @@
 
 namespace dpa::kernels::conv1d {
 
-// One group of one sample. The whole warp calls; `from` is the address of the lane's first sums, `at` the place of its
-// first element in the tensors, `n` its channel.
-template <class T, int kColumns, int kPasses>
-__device__ __forceinline__ void normalise_group(const ProductArgs& args, uint32_t from, int rows_a_pass, int sample,
-                                                int n, int64_t at) {
-  constexpr int kStride = ProductShape<kColumns>::kStride;
+// Where a lane is in the tensors: `n` is the channel of its first element, `at` that element's place, `pass` the
+// distance to the next pass.
+struct GroupPlace {
+  int sample, n;
+  int64_t at, pass;
+};
+
+// What a group needs beside its sums, on its way from memory.
+template <class T, int kPasses>
+struct GroupNeeds {
+  Bits<T> residual[kPasses], scale, shift;
+  WideBits conv_bias, weight, bias;
+
+  __device__ __forceinline__ GroupNeeds(const ProductArgs& args, const GroupPlace& place) {
+    const Normalisation& norm = args.normalisation;
+    const bool wide = norm.parameter_dtype == DType::kFloat32;
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) residual[p].ask(norm.residual, place.at + p * place.pass);
+    scale.ask(norm.scale, place.sample * norm.scale_stride + place.n);
+    shift.ask(norm.shift, place.sample * norm.shift_stride + place.n);
+    conv_bias.template ask<T>(args.addends.bias, args.float_bias, place.n);
+    weight.template ask<T>(norm.weight, wide, place.n);
+    bias.template ask<T>(norm.bias, wide, place.n);
+  }
+};
+
+// One group of one sample, from its sums. The whole warp calls.
+template <class T, int kPasses>
+__device__ __forceinline__ void normalise_group(const ProductArgs& args, const GroupPlace& place,
+                                                const GroupNeeds<T, kPasses>& needs, const float4 (&sums)[kPasses]) {
   const Normalisation& norm = args.normalisation;
   const bool wide = norm.parameter_dtype == DType::kFloat32;
-  const int64_t pass = rows_a_pass * args.outputs;
-  float4 residual[kPasses], sums[kPasses];
-#pragma unroll
-  for (int p = 0; p < kPasses; ++p) residual[p] = load_four<T>(norm.residual, false, at + p * pass, 0.f);
-  const float4 conv_bias = load_four<T>(args.addends.bias, args.float_bias, n, 0.f);
-  const float4 weight = load_four<T>(norm.weight, wide, n, 1.f), bias = load_four<T>(norm.bias, wide, n, 0.f);
-  const float4 scale = load_four<T>(norm.scale, false, sample * norm.scale_stride + n, 1.f);
-  const float4 shift = load_four<T>(norm.shift, false, sample * norm.shift_stride + n, 0.f);
-  add_peers<kPasses>(sums, from, rows_a_pass * args.plan.rows.samples * kStride * 4, args.plan.splits);
+  const float4 conv_bias = needs.conv_bias.template values<T>(args.addends.bias, args.float_bias, 0.f);
   float x[kPasses][4], sum = 0, squares = 0;
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
     const float raw[4] = {sums[p].x + conv_bias.x, sums[p].y + conv_bias.y, sums[p].z + conv_bias.z,
                           sums[p].w + conv_bias.w};
-    if (args.out) store_four<T>(args.out, at + p * pass, raw);
+    if (args.out) store_four<T>(args.out, place.at + p * place.pass, raw);
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[p][e] = widen(narrow<T>(raw[e])), sum += x[p][e];
   }
@@ -45,37 +61,54 @@ __device__ __forceinline__ void normalise_group(const ProductArgs& args, uint32_
 #pragma unroll
     for (int e = 0; e < 4; ++e) squares += (x[p][e] - mean) * (x[p][e] - mean);
   const float rstd = rsqrtf(warp_sum(squares) * over + static_cast<float>(norm.eps));
+  const float4 weight = needs.weight.template values<T>(norm.weight, wide, 1.f);
+  const float4 bias = needs.bias.template values<T>(norm.bias, wide, 0.f);
+  const float4 scale = needs.scale.values(norm.scale, 1.f), shift = needs.shift.values(norm.shift, 0.f);
   const float slope[4] = {weight.x, weight.y, weight.z, weight.w}, start[4] = {bias.x, bias.y, bias.z, bias.w};
   const float times[4] = {scale.x, scale.y, scale.z, scale.w}, plus[4] = {shift.x, shift.y, shift.z, shift.w};
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
-    const float before[4] = {residual[p].x, residual[p].y, residual[p].z, residual[p].w};
+    const float4 residual = needs.residual[p].values(norm.residual, 0.f);
+    const float before[4] = {residual.x, residual.y, residual.z, residual.w};
     float out[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float normalised = fmaf(x[p][e], rstd, -mean * rstd);
       out[e] = channels_last::Mish(normalised * slope[e] + start[e]).value * times[e] + plus[e] + before[e];
     }
-    store_four<T>(norm.out, at + p * pass, out);
+    store_four<T>(norm.out, place.at + p * place.pass, out);
   }
 }
 
-// The block's share of the tile's samples, group by group.
-template <class T, int kColumns, int kPasses>
-__device__ __forceinline__ void finish_groups(const ProductArgs& args, const Place& place, const float* tile) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int time = args.plan.rows.time, group = args.normalisation.group;
-  const int samples = args.plan.rows.samples / args.plan.splits, groups = kColumns / group;
-  const int lanes = group / 4, column = lane % lanes * 4, row = lane / lanes, rows_a_pass = 32 / lanes;
-  for (int pair = warp; pair < samples * groups; pair += kMultipliers / 32) {
-    const int in_tile = place.rank * samples + pair / groups, first = pair % groups * group;
-    const int sample = place.first_sample + in_tile, n = place.first_column + first + column;
+// The block's share of the tile's samples, group by group. Where `leaves`, a warp says when it has read its last sums;
+// returns whether it has. Groups, samples of a share and the rest are powers of two.
+template <class T, int kColumns, int kPasses, bool kSplit>
+__device__ __forceinline__ bool finish_groups(const ProductArgs& args, const Place& place, const float* tile,
+                                              bool leaves) {
+  constexpr int kStride = ProductShape<kColumns>::kStride, kWarps = kMultipliers / 32;
+  const auto log2 = [](int n) { return __ffs(n) - 1; };
+  const int lane = threadIdx.x % 32, group = log2(args.normalisation.group), lanes = group - 2;
+  const int groups = log2(kColumns) - group, samples = args.plan.rows.samples;
+  const int share = kSplit ? samples >> log2(args.plan.splits) : samples, pairs = share << groups;
+  const int row = lane >> lanes, rows_a_pass = 32 >> lanes, column = (lane & ((1 << lanes) - 1)) * 4;
+  bool left = false;
+  for (int pair = threadIdx.x / 32; pair < pairs; pair += kWarps) {
+    const int in_tile = place.rank * share + (pair >> groups), first = (pair & ((1 << groups) - 1)) << group;
+    const int sample = place.first_sample + in_tile;
     if (sample >= args.batch || place.first_column + first >= args.outputs) continue;
-    const float* from =
-        tile + (row * args.plan.rows.samples + in_tile) * ProductShape<kColumns>::kStride + first + column;
-    const int64_t at = (static_cast<int64_t>(sample) * time + row) * args.outputs + n;
-    normalise_group<T, kColumns, kPasses>(args, ptx::shared_address(from), rows_a_pass, sample, n, at);
+    const GroupPlace at{
+        sample, place.first_column + first + column,
+        (static_cast<int64_t>(sample) * args.plan.rows.time + row) * args.outputs + place.first_column + first + column,
+        rows_a_pass * args.outputs};
+    const GroupNeeds<T, kPasses> needs(args, at);
+    float4 sums[kPasses];
+    add_peers<kPasses, kSplit>(sums, ptx::shared_address(tile + (row * samples + in_tile) * kStride + first + column),
+                               rows_a_pass * samples * kStride * 4, args.plan.splits, place.rank);
+    left = leaves && pair + kWarps >= pairs;
+    if (left) done_reading(sums);
+    normalise_group<T, kPasses>(args, at, needs, sums);
   }
+  return left;
 }
 
 }  // namespace dpa::kernels::conv1d

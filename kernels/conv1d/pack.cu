@@ -138,7 +138,7 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
   for (int n = 0; n < packings.count; ++n) {
     const Packing& packing = packings.each[n];
     if (packing.taps > kMaxTaps) return cudaErrorInvalidValue;
-    pieces.row_length[n] = padded(packing.d1);
+    pieces.row_length[n] = std::max(packing.width, padded(packing.d1));
     pieces.channels[n] = kPackElements / packing.taps / 8 * 8;
     pieces.count[n] = packing.d0 * ((pieces.row_length[n] + pieces.channels[n] - 1) / pieces.channels[n]);
     pieces.total += pieces.count[n];

@@ -9,23 +9,38 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Blocks a tile: doubled while every block keeps `least` steps, and twice as many or more where the grid then fills
-// over half of the device. Clusters of eight find no place for many more than four fifths of it: multiprocessors come
-// in parts of 16 or 18.
-int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors) {
+// over half of the device. Clusters of `crowd` blocks or more find no place for many more than four fifths of it:
+// multiprocessors come in parts of 16 or 18. That is 8, or 4 where a block has a multiprocessor to itself.
+int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors, int crowd) {
   int splits = 1;
   while (splits < kMaxSplits) {
     const int64_t blocks = tiles * splits * 2, left = steps / (splits * 2);
     const bool full = blocks * 2 > multiprocessors;
     if (blocks > multiprocessors || left < (full ? 3 * least : least) ||
-        (splits * 2 == kMaxSplits && blocks * 5 > multiprocessors * 4))
+        (splits * 2 >= crowd && blocks * 5 > multiprocessors * 4))
       break;
     splits *= 2;
   }
   return splits;
 }
 
-void finish(ProductPlan& plan, const Conv1d& conv, int64_t out_length, int64_t contracted, int64_t outputs,
-            int multiprocessors) {
+void find_padding(ProductPlan& plan, int64_t x_length) {
+  for (int w = 0; w < 2; ++w) {
+    int &first = plan.first_term[w], &end = plan.end_term[w];
+    first = 0, end = plan.terms[0];
+    if (!plan.together) continue;
+    const int from = w * 64 / plan.rows.samples, to = (w * 64 + 63) / plan.rows.samples;
+    const auto padding = [&](int term) {
+      const int shift = plan.shift[0][term];
+      return to + shift < 0 || from + shift >= x_length;
+    };
+    while (first < end && padding(first)) ++first;
+    while (first < end && padding(end - 1)) --end;
+  }
+}
+
+void finish(ProductPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
+            int64_t outputs, int multiprocessors) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
   plan.chunks = static_cast<int>(ceil_div(contracted, kChunk));
   const int64_t row_tiles = plan.rows.count * plan.phases;
@@ -36,14 +51,15 @@ void finish(ProductPlan& plan, const Conv1d& conv, int64_t out_length, int64_t c
   const bool wide = outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
   plan.tile_columns = wide ? 256 : 128;
   plan.column_tiles = ceil_div(outputs, plan.tile_columns);
-  plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors);
+  plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors, 4);
   // A term's rows must begin at a whole swizzled piece of 8 rows. A cluster's blocks then share out chunks.
   const int* const shift = plan.shift[0];
   plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
   plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
-                  plan.rows.samples % 8 == 0 && (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows &&
-                  plan.splits <= plan.chunks;
+                  plan.rows.samples % 8 == 0 && (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
+  while (plan.together && plan.splits > plan.chunks) plan.splits /= 2;
   if (!plan.together) plan.lowest = plan.reach = 0;
+  find_padding(plan, x_length);
 }
 
 }  // namespace
@@ -87,7 +103,7 @@ ProductPlan plan_gather(const Conv1d& conv, int multiprocessors) {
   plan.stride = conv.stride;
   plan.terms[0] = conv.taps;
   for (int k = 0; k < conv.taps; ++k) plan.tap[0][k] = k, plan.shift[0][k] = k - conv.padding;
-  finish(plan, conv, conv.narrow_length, conv.wide_channels, conv.narrow_channels, multiprocessors);
+  finish(plan, conv, conv.wide_length, conv.narrow_length, conv.wide_channels, conv.narrow_channels, multiprocessors);
   return plan;
 }
 
@@ -103,7 +119,7 @@ ProductPlan plan_scatter(const Conv1d& conv, int multiprocessors) {
       plan.tap[p][i] = k, plan.shift[p][i] = distance / conv.stride;
     }
   }
-  finish(plan, conv, conv.wide_length, conv.narrow_channels, conv.wide_channels, multiprocessors);
+  finish(plan, conv, conv.narrow_length, conv.wide_length, conv.narrow_channels, conv.wide_channels, multiprocessors);
   return plan;
 }
 
@@ -128,7 +144,7 @@ GradientPlan plan_gradient(const Conv1d& conv, int multiprocessors) {
   const int64_t high_tiles = ceil_div(conv.narrow_channels, 2 * kTileRows) * plan.wide_tiles;
   plan.height = conv.taps != 3 && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
   plan.narrow_tiles = ceil_div(conv.narrow_channels, plan.height * kTileRows);
-  plan.splits = splits_for(plan.narrow_tiles * plan.wide_tiles, plan.rows.count, 4, multiprocessors);
+  plan.splits = splits_for(plan.narrow_tiles * plan.wide_tiles, plan.rows.count, 4, multiprocessors, 8);
   return plan;
 }
 

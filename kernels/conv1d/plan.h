@@ -32,6 +32,9 @@ struct ProductPlan {
   // rows begin at another of them. Else every term has a box.
   bool together;
   int lowest, reach;
+  // Near a sample's ends the outer terms meet nothing but padding: those that do not, in rows 64 w to 64 w + 63 of a
+  // tile, are the terms from first_term[w] to before end_term[w]. All of them where each has a box.
+  int first_term[2], end_term[2];
   int tile_columns;  // 128 or 256
   int64_t column_tiles;
   int chunks;  // of the contracted channels

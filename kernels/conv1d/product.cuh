@@ -13,21 +13,26 @@ struct ProductArgs {
   bool float_bias;
   void* out;  // with a normalisation it may be null
   Normalisation normalisation;
-  bool settled;                   // the weights: see `Weights`
-  bool release;                   // let the next kernel's blocks take their places once the products are done
-  unsigned blocks;                // of the product; those behind are the side's
-  int boxes;                      // in the ring of them
+  int early;     // stages of weights that are read before the predecessor's end
+  bool release;  // let the next kernel's blocks take their places once the products are done
+  unsigned blocks;
+  int x_chunks;                   // of the first of two tensors side by side
+  int boxes, weights;             // stages of the two rings
   uint32_t box_bytes, box_stage;  // what the copy engine brings, and the distance in the ring
   Side side;
 };
 
-constexpr int kMaxBoxes = 4;
+struct ProductMaps {
+  CUtensorMap x, more_x, weights, side;
+};
+
+constexpr int kMaxBoxes = 4, kMaxWeights = 9;
+constexpr int kFewWeights = 4;  // stages that come in the time of a wait
 
 // The barriers of the two rings between the copying thread and the multiplying warpgroups.
-template <int kWeights>
 struct Rings {
   Barriers<kMaxBoxes> boxes;
-  Barriers<kWeights> weights;
+  Barriers<kMaxWeights> weights;
 };
 
 template <int kColumns>
@@ -37,10 +42,11 @@ struct ProductShape {
   // Boxes of x, of a size that the plan gives, then weights, then the barriers of both rings.
   static constexpr uint32_t kBoxesBytes = 64 * 1024, kWeightBytes = kColumns * kChunk * 2;
   static constexpr int kWeights = kColumns == 128 ? 3 : 4;
-  static constexpr uint32_t kBarriersAt = kBoxesBytes + kWeights * kWeightBytes;
-  static constexpr int kBytes = kBarriersAt + sizeof(Rings<kWeights>);
-  static constexpr int kStride = kColumns + 8;
-  static_assert(kTileRows * kStride * 4 <= kBarriersAt, "the tile of sums takes the rings' place");
+  static constexpr int bytes(int weights) { return kBoxesBytes + weights * kWeightBytes + sizeof(Rings); }
+  static constexpr int kBytes = bytes(kWeights);
+  static constexpr int kStride = kColumns + 8, kTile = kTileRows * kStride;
+  static_assert(kTileRows * kStride * 4 <= kBytes - sizeof(Rings), "the tile of sums takes the rings' place");
+  static_assert(2 * kTile * 4 <= bytes(kMaxWeights) - sizeof(Rings) || kColumns > 128, "and so do two, with a side");
   static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024, "that many blocks find their place");
 };
 
@@ -64,14 +70,43 @@ struct alignas(8) Four {
   T element[4];
 };
 
-// Four neighbouring values at `n`, float32 or T; `otherwise` without any.
 template <class T>
-__device__ __forceinline__ float4 load_four(const void* values, bool wide, int64_t n, float otherwise) {
-  if (!values) return make_float4(otherwise, otherwise, otherwise, otherwise);
-  if (wide) return *reinterpret_cast<const float4*>(static_cast<const float*>(values) + n);
-  const auto four = *reinterpret_cast<const Four<T>*>(static_cast<const T*>(values) + n);
+__device__ __forceinline__ float4 widen_four(uint2 bits) {
+  const auto& four = reinterpret_cast<const Four<T>&>(bits);
   return make_float4(widen(four.element[0]), widen(four.element[1]), widen(four.element[2]), widen(four.element[3]));
 }
+
+// Four neighbouring elements of a tensor that may be null, as they come from memory. Nothing waits for them before
+// `values`, so that many can be on their way.
+template <class T>
+struct Bits {
+  uint2 bits;
+  __device__ __forceinline__ void ask(const void* tensor, int64_t n) {
+    if (tensor) bits = *reinterpret_cast<const uint2*>(static_cast<const T*>(tensor) + n);
+  }
+  __device__ __forceinline__ float4 values(const void* tensor, float otherwise) const {
+    return tensor ? widen_four<T>(bits) : make_float4(otherwise, otherwise, otherwise, otherwise);
+  }
+};
+// The same of float32, if `wide`, or T.
+struct WideBits {
+  float4 bits;
+  template <class T>
+  __device__ __forceinline__ void ask(const void* tensor, bool wide, int64_t n) {
+    if (!tensor) return;
+    if (wide) {
+      bits = *reinterpret_cast<const float4*>(static_cast<const float*>(tensor) + n);
+    } else {
+      const float2 half = *reinterpret_cast<const float2*>(static_cast<const T*>(tensor) + n);
+      bits.x = half.x, bits.y = half.y;
+    }
+  }
+  template <class T>
+  __device__ __forceinline__ float4 values(const void* tensor, bool wide, float otherwise) const {
+    if (!tensor) return make_float4(otherwise, otherwise, otherwise, otherwise);
+    return wide ? bits : widen_four<T>(make_uint2(__float_as_uint(bits.x), __float_as_uint(bits.y)));
+  }
+};
 
 template <class T>
 __device__ __forceinline__ void store_four(void* values, int64_t n, const float (&x)[4]) {
@@ -81,26 +116,44 @@ __device__ __forceinline__ void store_four(void* values, int64_t n, const float 
   *reinterpret_cast<Four<T>*>(static_cast<T*>(values) + n) = four;
 }
 
-// Adds up the cluster's sums of four columns of `kRows` rows, the first at `from`, `distance` bytes apart. Loads from
-// two peers are under way at a time, where the registers allow it.
+// A block may go once no peer reads its sums any more: each warp says so behind its last reads, and waits for the
+// others' at its end. Values that were read are handed in, so that they have arrived.
 template <int kRows>
-__device__ __forceinline__ void add_peers(float4 (&sums)[kRows], uint32_t from, uint32_t distance, int splits) {
-  constexpr int kAtOnce = kRows <= 4 ? 2 : 1;
+__device__ __forceinline__ void done_reading(const float4 (&read)[kRows]) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) sums[i] = splits == 1 ? load_shared(from + i * distance) : float4{};
-  if (splits == 1) return;
+  for (int i = 0; i < kRows; ++i) asm volatile("" ::"f"(read[i].x), "f"(read[i].y), "f"(read[i].z), "f"(read[i].w));
+  cluster_arrive_relaxed();
+}
+
+// Adds up the cluster's sums of four columns of `kRows` rows, the first at `from`, `distance` bytes apart: the block's
+// own, then those of the ranks behind it, in a ring, so that no two blocks read the same one's at a time. Loads from
+// several peers are under way at once, since each takes the better part of a microsecond.
+template <int kRows, bool kSplit>
+__device__ __forceinline__ void add_peers(float4 (&sums)[kRows], uint32_t from, uint32_t distance, int splits,
+                                          int rank) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) sums[i] = load_shared(from + i * distance);
+  if constexpr (kSplit) {
+    constexpr int kAtOnce = kRows <= 4 ? 3 : 1;
 #pragma unroll 1
-  for (int peer = 0; peer < splits; peer += kAtOnce) {
-    float4 v[kAtOnce][kRows];
+    for (int next = 1; next < splits; next += kAtOnce) {
+      float4 v[kAtOnce][kRows];
 #pragma unroll
-    for (int p = 0; p < kAtOnce; ++p)
+      for (int p = 0; p < kAtOnce; ++p) {
+        const uint64_t peer = peer_address(from, (rank + next + p) & (splits - 1));
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) v[p][i] = load_shared_of(peer_address(from + i * distance, peer + p));
+        for (int i = 0; i < kRows; ++i) v[p][i] = load_peer(peer + i * distance, next + p < splits);
+      }
 #pragma unroll
-    for (int p = 0; p < kAtOnce; ++p)
+      for (int p = 0; p < kAtOnce; ++p)
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        sums[i].x += v[p][i].x, sums[i].y += v[p][i].y, sums[i].z += v[p][i].z, sums[i].w += v[p][i].w;
+        for (int i = 0; i < kRows; ++i) arrived(v[p][i]);
+#pragma unroll
+      for (int p = 0; p < kAtOnce; ++p)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+          sums[i].x += v[p][i].x, sums[i].y += v[p][i].y, sums[i].z += v[p][i].z, sums[i].w += v[p][i].w;
+    }
   }
 }
 

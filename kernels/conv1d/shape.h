@@ -20,5 +20,7 @@ struct Conv1d {
 
 // The channels of an operand's row: the next multiple of 8.
 constexpr int64_t padded(int64_t channels) { return (channels + 7) / 8 * 8; }
+// The same for long rows: of whole lines of memory, which the copy engine brings faster than pieces of two.
+constexpr int64_t padded_to_lines(int64_t channels) { return (channels + 63) / 64 * 64; }
 
 }  // namespace dpa::kernels::conv1d

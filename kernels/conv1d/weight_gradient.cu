@@ -135,9 +135,9 @@ __device__ __forceinline__ void add_channels(const GradientArgs& args, const Pie
     for (int e = quads ? lane * 4 : lane; e < piece.elements; e += quads ? 128 : 32) {
       float4 sum = {};
 #pragma unroll 4
-      for (int peer = 0; peer < splits; ++peer) {
-        const uint32_t there = peer_address(from + e * 4, peer);
-        const float4 v = quads ? load_shared_of(there) : make_float4(load_shared_word_of(there), 0, 0, 0);
+      for (int next = 0; next < splits; ++next) {  // in a ring, so that no two blocks read the same one's at a time
+        const uint64_t there = peer_address(from + e * 4, (rank + next) & (splits - 1));
+        const float4 v = quads ? load_peer(there, true) : make_float4(load_peer_word(there), 0, 0, 0);
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
       if (quads)

@@ -103,22 +103,36 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Where `address` of one's own shared memory lies in that of block `rank` of the cluster.
-__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+// The two halves of that barrier; the second form of the first orders no memory.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// Where `address` of one's own shared memory lies in that of block `rank` of the cluster, as a generic address.
+__device__ __forceinline__ uint64_t peer_address(uint32_t address, uint32_t rank) {
+  uint64_t there;
+  asm("{\n.reg .u64 here;\ncvt.u64.u32 here, %1;\ncvta.shared.u64 here, here;\nmapa.u64 %0, here, %2;\n}"
+      : "=l"(there)
+      : "r"(address), "r"(rank));
   return there;
 }
-__device__ __forceinline__ float4 load_shared_of(uint32_t there) {
-  float4 value;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(there));
+// Zeros unless `wanted`. `arrived`: nothing that uses the value goes before what stands here.
+__device__ __forceinline__ float4 load_peer(uint64_t there, bool wanted) {
+  float4 value = {};
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n@wanted ld.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
+               : "l"(there), "r"(static_cast<int>(wanted)));
   return value;
 }
-__device__ __forceinline__ float load_shared_word_of(uint32_t there) {
+__device__ __forceinline__ void arrived(float4& value) {
+  asm volatile("" : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w));
+}
+__device__ __forceinline__ float load_peer_word(uint64_t there) {
   float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
+  asm volatile("ld.f32 %0, [%1];" : "=f"(value) : "l"(there));
   return value;
 }
 __device__ __forceinline__ float4 load_shared(uint32_t address) {

@@ -16,8 +16,10 @@ namespace norms = kernels::channels_last;
 /// A block whose layers the kernels all take.
 class Chain {
  public:
-  explicit Chain(const ResidualBlock& block)
+  /// `more`: a tensor whose channels follow the input's.
+  explicit Chain(const ResidualBlock& block, const Tensor& more = {})
       : block_(block),
+        more_(more),
         stream_(c10::cuda::getCurrentCUDAStream()),
         type_(block[kInput].scalar_type()),
         batch_(block[kInput].size(0)),
@@ -30,6 +32,7 @@ class Chain {
   /// Only where `block_packs`.
   bool serves() const {
     if (!products::supported() || !plan_.fits()) return false;
+    if (more_.defined() && !takes_more()) return false;
     for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
       if (block_[slot].defined() && !(products::serves(convolution(slot)) && block_[slot].is_contiguous()))
         return false;
@@ -47,18 +50,19 @@ class Chain {
   BlockForward forward(const Tensor& packed, bool keep, bool fresh) const {
     Branches packing;
     if (fresh) pack(packed, packing);
-    const auto x = padded_rows(block_[kInput]);
+    const auto x = padded_rows(block_[kInput]), more = more_.defined() ? padded_rows(more_) : Tensor();
+    const products::Wide wide{x.const_data_ptr(), data_or_null(more), block_[kInput].size(1)};
     const auto activated = activation(), out = activation();
     Tensor conv1 = keep ? activation() : Tensor(), conv2 = keep ? activation() : Tensor();
     const bool convolves = block_[kResidualWeight].defined();
     // Without a convolution the channels are the output's, of whole vectors.
     const auto residual = convolves ? activation() : x;
     const bool beside = convolves && takes_side();
-    layer({kConv1Weight, kConv1Bias, !fresh}, x, packed, conv1, Tensor(), first_norm(conv1), activated,
+    layer({kConv1Weight, kConv1Bias, !fresh}, wide, packed, conv1, Tensor(), first_norm(conv1), activated,
           beside ? residual : Tensor());
-    if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, x, packed, residual);
+    if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, wide, packed, residual);
     if (fresh) packing.join();
-    layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, activated, packed, conv2, residual,
+    layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, {activated.const_data_ptr()}, packed, conv2, residual,
           second_norm(conv2), out);
     return {out, conv1, activated, conv2, packed};
   }
@@ -151,8 +155,8 @@ class Chain {
   products::Addends addends(BlockSlot bias) const {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), nullptr};
   }
-  void convolve(const Convolution& c, const Tensor& x, const Tensor& packed, const Tensor& out) const {
-    C10_CUDA_CHECK(products::gather(convolution(c.weight), x.const_data_ptr(), weights(c, packed), addends(c.bias),
+  void convolve(const Convolution& c, const products::Wide& x, const Tensor& packed, const Tensor& out) const {
+    C10_CUDA_CHECK(products::gather(convolution(c.weight), x.rows, weights(c, packed), addends(c.bias),
                                     out.mutable_data_ptr(), stream_));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
@@ -161,9 +165,13 @@ class Chain {
     const auto conv = convolution(kConv1Weight);
     return block_[kResidualWeight].size(2) == 1 && products::normalises(conv, group()) && products::takes_side(conv);
   }
+  /// Whether the input can come as two tensors: the first product and its side read them, and nothing else does.
+  bool takes_more() const {
+    return block_[kInput].size(1) % products::kChunk == 0 && block_[kResidualWeight].defined() && takes_side();
+  }
   /// A convolution and its normalisation, in one kernel where its tiles hold whole groups; `side`: where the residual
   /// convolution goes that runs beside it.
-  void layer(const Convolution& c, const Tensor& x, const Tensor& packed, Tensor conv, const Tensor& residual,
+  void layer(const Convolution& c, const products::Wide& x, const Tensor& packed, Tensor conv, const Tensor& residual,
              norms::GroupNormMish norm, const Tensor& out, const Tensor& side = {}) const {
     norm.residual = data_or_null(residual), norm.out = out.mutable_data_ptr();
     if (products::normalises(convolution(c.weight), group())) {
@@ -174,9 +182,8 @@ class Chain {
       if (side.defined())
         beside = {weights({kResidualWeight, kResidualBias, c.settled}, packed), addends(kResidualBias),
                   side.mutable_data_ptr()};
-      C10_CUDA_CHECK(products::gather_normalised(convolution(c.weight), x.const_data_ptr(), weights(c, packed),
-                                                 addends(c.bias), mutable_data_or_null(conv), normalisation, beside,
-                                                 stream_));
+      C10_CUDA_CHECK(products::gather_normalised(convolution(c.weight), x, weights(c, packed), addends(c.bias),
+                                                 mutable_data_or_null(conv), normalisation, beside, stream_));
       return;
     }
     if (!conv.defined()) conv = activation();
@@ -263,6 +270,7 @@ class Chain {
   }
 
   const ResidualBlock& block_;
+  const Tensor more_;
   c10::cuda::CUDAStream stream_;
   at::ScalarType type_;
   int64_t batch_, length_, channels_;
@@ -301,8 +309,8 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
 
 }  // namespace
 
-Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed) {
-  const Chain chain(block);
+Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed, const Tensor& more) {
+  const Chain chain(block, more);
   return chain.serves() ? std::get<0>(chain.forward(packed, /*keep=*/false, /*fresh=*/false)) : Tensor();
 }
 

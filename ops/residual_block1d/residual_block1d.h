@@ -97,8 +97,8 @@ BlockGradientTuple residual_block1d_backward(const Tensor& grad, DPA_BLOCK_PARAM
 
 /// The block without gradients, on CUDA, on weights that were packed before, by an earlier kernel than the last. The
 /// caller has checked it; the channels of a channels-last input of 16 bits may be padded to a multiple of 8. Undefined
-/// where the kernels do not take it.
-Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed);
+/// where the kernels do not take it. `more`, if defined, holds further channels of the input, behind the first ones.
+Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed, const Tensor& more = {});
 
 inline BlockGradientTuple as_tuple(BlockGradients&& gradients) {
   return std::apply([](auto&... tensors) { return BlockGradientTuple(std::move(tensors)...); }, gradients);

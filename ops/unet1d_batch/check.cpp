@@ -64,14 +64,15 @@ class BatchBuilder {
     return found == places_.end() ? -1 : found->second;
   }
   /// Gives a weight, or a bias as a row, its place among the packed.
-  int64_t pack(int parameter) {
+  int64_t pack(int parameter, bool whole_lines = false) {
     const auto& shape = plan_.shapes[parameter];
     const bool row = shape.size() == 1;
     const int64_t d0 = row ? 1 : shape[0], d1 = row ? shape[0] : shape[1];
     const int taps = shape.size() == 3 ? static_cast<int>(shape[2]) : 1;
     const int64_t offset = next_;
-    plan_.items.push_back({parameter, offset, d0, d1, taps});
-    next_ += taps * d0 * kernels::conv1d::padded(d1);
+    const int64_t width = whole_lines ? kernels::conv1d::padded_to_lines(d1) : kernels::conv1d::padded(d1);
+    plan_.items.push_back({parameter, offset, d0, d1, taps, width});
+    next_ += taps * d0 * width;
     return offset;
   }
   BatchPlan::Layer layer(const std::string& name) {
@@ -83,7 +84,7 @@ class BatchBuilder {
     plan_.film_rows = 0;
     for (const auto& name : block_names()) {
       const int weight = place(name + "cond_encoder.1.weight");
-      pack(weight);
+      pack(weight, /*whole_lines=*/true);
       plan_.film_rows += plan_.shapes[weight][0];
     }
     plan_.film_bias = next_;

@@ -35,8 +35,11 @@ void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, 
       const auto& item = plan.items[i];
       kept.push_back(parameters[item.parameter].contiguous());
       packings.each[packings.count++] = {kept.back().const_data_ptr(),
-                                         static_cast<uint16_t*>(out.mutable_data_ptr()) + item.offset, item.d0, item.d1,
-                                         item.taps};
+                                         static_cast<uint16_t*>(out.mutable_data_ptr()) + item.offset,
+                                         item.d0,
+                                         item.d1,
+                                         item.taps,
+                                         item.width};
     }
     if (seen.defined()) {
       auto* const looks = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * products::kLooks;
@@ -69,9 +72,8 @@ class Forward {
     }
     x = block(block(x));
     for (size_t i = 0; i + 1 < levels; ++i) {
-      const auto joined = at::cat({x.transpose(1, 2), skips.back().transpose(1, 2)}, 2);
+      x = resample(block(block(x, skips.back())), plan_.up[i], /*up=*/true);
       skips.pop_back();
-      x = resample(block(block(joined.transpose(1, 2))), plan_.up[i], /*up=*/true);
     }
     return last(final_block(x));
   }
@@ -116,9 +118,8 @@ class Forward {
     return dense(x, shape[1], shape[0], layer.packed, parameter(layer.bias).const_data_ptr(), parameter_dtype_);
   }
 
-  Tensor activate(const Tensor& first, const Tensor& second, int64_t batch) const {
-    const int64_t channels = first.size(1) + (second.defined() ? second.size(1) : 0),
-                  width = products::padded(channels);
+  Tensor activate(const Tensor& first, const Tensor& second, int64_t batch, int64_t width) const {
+    const int64_t channels = first.size(1) + (second.defined() ? second.size(1) : 0);
     auto out = empty({batch, width});
     C10_CUDA_CHECK(
         rows::condition({dtype_, second.defined() ? kernel_dtype(second.scalar_type()) : dtype_, batch,
@@ -134,14 +135,16 @@ class Forward {
     if (global_cond.defined())
       cond =
           (global_cond.scalar_type() == packed_.scalar_type() ? global_cond : global_cond.to(at::kFloat)).contiguous();
-    const auto hidden = activate(dense(embedding_, plan_.time[0]), Tensor(), embedding_.size(0));
-    const auto x = activate(dense(hidden, plan_.time[1]), cond, batch_);
-    film_ =
-        dense(x, plan_.step_dim + plan_.cond_dim, plan_.film_rows, plan_.film_packed, packed(plan_.film_bias), dtype_);
+    const auto hidden = activate(dense(embedding_, plan_.time[0]), Tensor(), embedding_.size(0),
+                                 products::padded(plan_.shapes[plan_.time[0].weight][0]));
+    const auto x = activate(dense(hidden, plan_.time[1]), cond, batch_,
+                            products::padded_to_lines(plan_.step_dim + plan_.cond_dim));
+    film_ = dense(x, x.size(1), plan_.film_rows, plan_.film_packed, packed(plan_.film_bias), dtype_);
   }
 
-  Tensor block(const Tensor& x) {
-    const auto& b = plan_.blocks[next_block_++];
+  /// `skip`: further channels of the input, or undefined.
+  Tensor block(const Tensor& x, const Tensor& skip = {}) {
+    const auto& b = plan_.blocks[next_block_];
     const auto get = [&](int i) { return b.parameters[i] < 0 ? Tensor() : parameter(b.parameters[i]); };
     const int64_t channels = plan_.shapes[b.parameters[0]][0];
     const int64_t shift_at = b.film + (plan_.film_scale ? channels : 0);
@@ -150,7 +153,10 @@ class Forward {
                                film_.narrow(1, shift_at, channels)},
                               plan_.num_groups,
                               kEps};
-    if (auto out = residual_block1d_on_packed(block, packed_.narrow(0, b.packed, b.size)); out.defined()) return out;
+    const auto packed = packed_.narrow(0, b.packed, b.size);
+    if (auto out = residual_block1d_on_packed(block, packed, skip); out.defined()) return ++next_block_, out;
+    if (skip.defined()) return this->block(at::cat({x.transpose(1, 2), skip.transpose(1, 2)}, 2).transpose(1, 2));
+    ++next_block_;
     const auto input = x.narrow(1, 0, plan_.shapes[b.parameters[0]][1]);  // without padded channels
     return residual_block1d(in_order(input, /*channels_last=*/true), get(0), get(1), get(2), get(3), get(4), get(5),
                             get(6), get(7), as_optional(get(8)), as_optional(get(9)), plan_.num_groups, kEps,
@@ -186,7 +192,7 @@ class Forward {
     products::Normalisation norm{};
     norm.group = group, norm.eps = kEps, norm.parameter_dtype = parameter_dtype_;
     norm.weight = gamma.const_data_ptr(), norm.bias = beta.const_data_ptr(), norm.out = out.mutable_data_ptr();
-    C10_CUDA_CHECK(products::gather_normalised(conv, x.const_data_ptr(), weights(layer.packed),
+    C10_CUDA_CHECK(products::gather_normalised(conv, {x.const_data_ptr()}, weights(layer.packed),
                                                {bias.const_data_ptr(), parameter_dtype_, nullptr}, nullptr, norm, {},
                                                stream_));
     return out;

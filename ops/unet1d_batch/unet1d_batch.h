@@ -18,6 +18,7 @@ struct BatchPlan {
     int parameter;
     int64_t offset, d0, d1;
     int taps;
+    int64_t width;  // of a packed row
   };
   struct Layer {
     int weight, bias;

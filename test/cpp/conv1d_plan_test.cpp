@@ -125,6 +125,41 @@ TEST(ProductPlan, OneBoxServesAllTermsWhereItsRowsAreWholePieces) {
   EXPECT_FALSE(plan_gather(convolution(64, 16, 256, 256, 1, 1), 132).together);
 }
 
+TEST(ProductPlan, PassesOverNothingButPadding) {
+  for (const Conv1d& c : convolutions()) {
+    for (bool gathers : {true, false}) {
+      const ProductPlan plan = gathers ? plan_gather(c, 132) : plan_scatter(c, 132);
+      const int64_t x_length = gathers ? c.wide_length : c.narrow_length;
+      for (int row = 0; plan.together && row < plan.rows.time * plan.rows.samples; ++row) {
+        for (int i = 0; i < plan.terms[0]; ++i) {
+          const int64_t time = row / plan.rows.samples + plan.shift[0][i];
+          if (time < 0 || time >= x_length) continue;
+          EXPECT_GE(i, plan.first_term[row / 64]);
+          EXPECT_LT(i, plan.end_term[row / 64]);
+        }
+      }
+    }
+  }
+  const ProductPlan plan = plan_gather(convolution(64, 4, 1024, 1024, 5, 1), 132);  // two times a warpgroup
+  EXPECT_EQ(plan.first_term[0], 1);
+  EXPECT_EQ(plan.end_term[0], 5);
+  EXPECT_EQ(plan.first_term[1], 0);
+  EXPECT_EQ(plan.end_term[1], 4);
+}
+
+TEST(ProductPlan, ClustersOfFourAndMoreFindTheirPlaces) {
+  // 30 of four and 15 of eight fit the 132 multiprocessors of an H200, one block on each.
+  for (int64_t batch : {16, 64, 128, 256, 512, 1024}) {
+    for (int64_t channels : {256, 512, 1024, 2048}) {
+      for (const ProductPlan& plan : {plan_gather(convolution(batch, 4, channels, channels, 5, 1), 132),
+                                      plan_scatter(convolution(batch, 8, channels, channels, 4, 2), 132)}) {
+        const int64_t clusters = plan.rows.count * plan.phases * plan.column_tiles;
+        if (plan.splits >= 4) EXPECT_LE(clusters, plan.splits == 4 ? 30 : 15);
+      }
+    }
+  }
+}
+
 TEST(ProductPlan, FillsTheDeviceAtTheNetworksSizes) {
   // The levels of the 80 M network have 64 tiles of 128 x 128 at batch 256 and 16 at batch 64; clusters of eight stay
   // below half of the device.
