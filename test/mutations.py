@@ -136,6 +136,13 @@ MUTATIONS = [
         _CONV,
     ),
     Mutation(
+        "bound: terms passed over that meet more than padding",
+        "kernels/conv1d/plan.cpp",
+        "return to + shift < 0 ||",
+        "return from + shift < 0 ||",
+        _CONV,
+    ),
+    Mutation(
         "offset: FiLM rows of two blocks overlap",
         "kernels/unet1d/plan.cpp",
         "p.film_rows += rows;",
@@ -215,8 +222,8 @@ MUTATIONS = [
     Mutation(
         "barrier: weights read before they have come",
         "kernels/conv1d/product.cu",
-        "    ptx::barrier_wait(full_barrier(rings.weights, weight_at), weight_at.round);\n",
-        "",
+        "(full_barrier(rings.weights, weight_at), weight_at.round);\n      if (term",
+        "(full_barrier(rings.weights, weight_at), weight_at.round ^ 1);\n      if (term",
         _PRODUCTS,
     ),
     Mutation(
