@@ -1,5 +1,8 @@
-"""Many at once: Python threads, processes that were forked, and replays by the thousand."""
+"""Many at once: threads, processes that were forked or share a GPU, replays by the thousand."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -10,6 +13,41 @@ from torch.utils.data import DataLoader, Dataset
 import soak
 from everywhere import EveryOp
 from test_everywhere import packed
+
+# A network whose clusters of blocks exchange partial sums, on two inputs by turns: the sums that
+# one call leaves behind are not the next one's. A graph has many calls, each compared on the GPU.
+_CLUSTERED = """
+import sys, time, torch, dpa
+
+batch, seconds = int(sys.argv[1]), float(sys.argv[2])
+torch.manual_seed(0)
+torch.set_grad_enabled(False)
+device = torch.device("cuda")
+unet = dpa.nn.ConditionalUnet1D(
+    2, global_cond_dim=8, diffusion_step_embed_dim=32, down_dims=(256, 512), kernel_size=3,
+    cond_predict_scale=True,
+).to(device)
+packed = dpa.PackedUnet(unet, torch.float16)
+times = torch.arange(batch, device=device).float()
+cond = torch.randn(batch, 8, device=device)
+given = [torch.randn(batch, 16, 2, device=device) for _ in range(2)]
+first = [packed(x, times, cond).clone() for x in given]
+differ = torch.zeros((), dtype=torch.int64, device=device)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    for _ in range(25):
+        for x, y in zip(given, first):
+            differ += (packed(x, times, cond) != y).any()
+print("ready", flush=True)
+sys.stdin.readline()
+calls, end = 0, time.monotonic() + seconds
+while time.monotonic() < end:
+    for _ in range(4):
+        graph.replay()
+    torch.cuda.synchronize()
+    calls += 4 * 50
+print(calls, differ.item())
+"""
 
 
 class _Answers(Dataset):
@@ -93,6 +131,32 @@ def test_threads_whose_kernels_take_different_memory(cuda):
     other.start()
     other.join()
     product(1024, 1024)
+
+
+def test_processes_that_share_a_device(hopper):
+    """The device takes turns between them in the middle of a call, and stops blocks anywhere."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _CLUSTERED, batch, "3"],
+            cwd=os.path.dirname(__file__),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for batch in ("16", "40") * 3
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 6
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        printed = [process.communicate(timeout=120)[0].split() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    calls, differ = (sum(map(int, numbers)) for numbers in zip(*printed, strict=True))
+    assert calls >= 1000
+    assert differ == 0, f"{differ} of {calls} calls gave other bits than the first"
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["every op", "packed"])
