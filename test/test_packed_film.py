@@ -79,10 +79,10 @@ def test_tables_are_refreshed_as_long_as_somebody_holds_them(monkeypatch):
     generation = packed.generation
     for _ in range(3):
         packed.step_film(times)
-    assert len(packed._films) == 2  # one of them is dead
+    assert len(packed._films) == 1  # nothing is kept of those that nobody holds
     packings.append(1)
     packed.repack()
-    assert torch.equal(film, times[:, None] + 1) and len(packed._films) == 1
+    assert torch.equal(film, times[:, None] + 1)
     assert packed.packed.data_ptr() == address and packed.generation == generation
     packed._packed = None  # as after a change of the network's modules: other memory
     packed.repack()

@@ -6,13 +6,13 @@ import itertools
 import operator
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .family import Network, recognise
 
@@ -98,7 +98,7 @@ class PackedUnet:
     def _start(self) -> None:
         self._packed: Tensor | None = None
         self.generation = 0
-        self._films: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        self._films = WeakTensorKeyDictionary()  # the timesteps of each that step_film made
         # On a GPU: the stream that packed, what is recorded there, and the others that read since.
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
@@ -147,8 +147,10 @@ class PackedUnet:
             if self._packed is not None and self._packed.device == packed.device:
                 self._packed.copy_(packed)
             else:
-                self._packed, self.generation, self._films = packed, next(_memories), []
-            self._refresh_films()
+                self._packed, self.generation = packed, next(_memories)
+                self._films.clear()
+            for film, timesteps in self._films.items():
+                film.copy_(self._step_film(timesteps))
             # Views: they show what is written through parameter.data as well.
             found = [p.detach() for p in self.network.parameters().values()]
             self._remember([p[tuple(size // 2 for size in p.shape)].view(1) for p in found])
@@ -187,14 +189,6 @@ class PackedUnet:
             self._packed.record_stream(stream)
             self._readers.add(stream)
         return self._packed
-
-    def _refresh_films(self) -> None:
-        for film, timesteps in self._living_films():
-            film().copy_(self._step_film(timesteps))
-
-    def _living_films(self) -> list[tuple[weakref.ref[Tensor], Tensor]]:
-        self._films = [(film, of) for film, of in self._films if film() is not None]
-        return self._films
 
     def _step_film(self, timesteps: Tensor) -> Tensor:
         return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
@@ -333,7 +327,7 @@ class PackedUnet:
                 self.repack()
             timesteps = timesteps.clone()
             film = self._step_film(timesteps)
-        self._living_films().append((weakref.ref(film), timesteps))
+        self._films[film] = timesteps
         return film
 
     def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
