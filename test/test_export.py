@@ -356,7 +356,7 @@ def test_the_command_names_a_missing_file(tmp_path):
     assert result.exit_code == 1 and str(result.exception).endswith("there is no such file")
 
 
-def test_a_package_of_a_compiler_with_a_static_library_opens(tmp_path, monkeypatch):
+def test_a_package_of_a_compiler_with_a_static_library_opens(tmp_path):
     """As of a gcc built without shared libraries; PyTorch's own package fails there."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None or not Path("/proc/self/maps").exists():
@@ -364,10 +364,10 @@ def test_a_package_of_a_compiler_with_a_static_library_opens(tmp_path, monkeypat
     script = tmp_path / "g++"
     script.write_text(f'#!/bin/sh\nexec {compiler} "$@" -static-libstdc++\n')
     script.chmod(0o755)
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(script)))
     policy, _, _ = make("ddim", "cpu", torch.float32, PackedLoop)
     inputs = {"observation": torch.randn(B, DO), "noise": torch.randn(1, B, T, DA)}
-    export_policy(policy, tmp_path / "policy.pt2", "aoti", inputs)
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(script))}):
+        export_policy(policy, tmp_path / "policy.pt2", "aoti", inputs)
     with torch.no_grad():
         torch.testing.assert_close(
             load_policy(tmp_path / "policy.pt2")(*inputs.values()),
