@@ -26,7 +26,8 @@ _ELEMENTWISE = {
     "fused_relu_add": (dpa.ops.fused_relu_add, _relu_add),
     "elementwise_mult": (dpa.ops.elementwise_mult, torch.mul),
 }
-_compiled = functools.cache(torch.compile)
+# Every size has kernels of its own, whichever was compiled last.
+_compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
 
 
 def _graph_us(runs: _Runs, rounds: int, copies: int) -> dict[str, Spread]:
