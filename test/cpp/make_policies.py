@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from make_models import Data
 
-from dpa.export import PackedLoop, export_policy
-from test_export import load, make
+from dpa.export import PackedLoop, export_policy, load_policy
+from test_export import make
 
 POLICIES = [
     ("float32.pt", "torchscript", torch.float32),
@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
         path = folder / name
         export_policy(policy, path, to, inputs)
         with torch.no_grad():
-            actions = load(path, to)(*inputs.values())
+            actions = load_policy(path)(*inputs.values())
         data = Data(**inputs, actions=actions)
         torch.jit.script(data).save(f"{path}.data")
 
