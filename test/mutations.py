@@ -23,6 +23,9 @@ _TESTS = {
     "test/cpp/math_test.cpp": [],
     "test/cpp/conv1d_plan_test.cpp": ["kernels/conv1d/plan.cpp"],
     "test/cpp/unet1d_plan_test.cpp": ["kernels/unet1d/plan.cpp"],
+    "test/cpp/unet1d_cluster_test.cpp": [
+        f"kernels/unet1d/{name}" for name in ("cluster_layout.cpp", "plan.cpp")
+    ],
     "test/kernels/common_test.cu": [],
     "test/kernels/conv1d_test.cu": [
         f"kernels/conv1d/{name}"
@@ -42,7 +45,7 @@ class Mutation:
     test: str
 
 
-_LAUNCH, _MATH, _CONV, _UNET, _GPU, _PRODUCTS = _TESTS
+_LAUNCH, _MATH, _CONV, _UNET, _CLUSTERS, _GPU, _PRODUCTS = _TESTS
 MUTATIONS = [
     Mutation(
         "bound: no block for the last items",
@@ -155,6 +158,20 @@ MUTATIONS = [
         "float_count += (2 * channels + 3) / 4 * 4;",
         "float_count += channels;",
         _UNET,
+    ),
+    Mutation(
+        "barrier: sums sent to blocks that still wait for the last ones",
+        "kernels/unet1d/cluster_layout.cpp",
+        "next_by_all = next.ways == 16 || next.paired;",
+        "next_by_all = 0;",
+        _CLUSTERS,
+    ),
+    Mutation(
+        "barrier: a finisher waited for that tells nobody",
+        "kernels/unet1d/cluster.h",
+        "by = ((1u << l.finishers) - 1) << p.first_peer;",
+        "by = ((1u << p.peers) - 1) << p.first_peer;",
+        _CLUSTERS,
     ),
     Mutation(
         "barrier: scratch used again too early",
