@@ -162,7 +162,7 @@ MUTATIONS = [
     Mutation(
         "barrier: sums sent to blocks that still wait for the last ones",
         "kernels/unet1d/cluster_layout.cpp",
-        "next_by_all = next.ways == 16 || next.paired;",
+        "next_by_all = Place(next, 0, 0).peers == kClusterBlocks;",
         "next_by_all = 0;",
         _CLUSTERS,
     ),

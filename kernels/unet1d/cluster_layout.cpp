@@ -145,7 +145,7 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
   if (!same_output(y.layers[y.count], y.layers[0])) return y;
   for (int i = 1; i <= y.count; i++) {
     const ClusterLayer& next = y.layers[i < y.count ? i + 1 : 1];
-    y.layers[i].next_by_all = next.ways == 16 || next.paired;
+    y.layers[i].next_by_all = Place(next, 0, 0).peers == kClusterBlocks;
   }
   y.tail_message = at;
   y.message_bytes = at + (static_cast<int64_t>(horizon) * c.action_dim * (c.down_dims[0] / 16) << y.chunk_log2) * 4;
