@@ -111,11 +111,9 @@ TORCH_LIBRARY(dpa, m) {
       functional);
 
   m.def("joint_linear(Tensor input, Tensor[] weights, Tensor[] biases) -> Tensor", functional);
-  m.def("joint_linear_forward(Tensor input, Tensor[] weights, Tensor[] biases) -> (Tensor out, Tensor packed)",
-        functional);
   m.def(
-      "joint_linear_backward(Tensor grad, Tensor input, Tensor[] weights, Tensor[] biases, Tensor packed, "
-      "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      "joint_linear_backward(Tensor grad, Tensor input, Tensor[] weights, Tensor[] biases, bool[3] output_mask) -> "
+      "(Tensor, Tensor, Tensor)",
       functional);
 
   // Inference for many samples; see ops/unet1d_batch/unet1d_batch.h. The out variant packs into the memory of before,

@@ -77,12 +77,6 @@ class SavingNode : public torch::autograd::Node {
  protected:
   /// One gradient for each edge, undefined where none is asked for.
   virtual variable_list backward(const variable_list& gradients, Several<Tensor>& saved) = 0;
-  /// For a backward that has read a saved tensor for the last time: its memory is free before the backward's end.
-  void let_go(size_t i, Several<Tensor>& saved) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    saved_[i].reset_data();
-    saved[i] = Tensor();
-  }
   /// Everything beside the saved tensors that the backward depends on.
   virtual void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const = 0;
 

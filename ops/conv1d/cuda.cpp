@@ -76,13 +76,17 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
     return {grad_input, grad_weight, grad_bias};
   }
   const auto g = padded_rows(grad), x = mask[1] ? padded_rows(input) : Tensor();
-  LayerGradients to;
+  Tensor grad_input, grad_weight, grad_bias;
   if (mask[0])
-    to.input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
-  if (mask[1]) to.weight = at::empty(weight.sizes(), weight.options());
-  if (mask[2]) to.bias = at::empty({weight.size(transposed ? 1 : 0)}, (bias.has_value() ? *bias : weight).options());
-  layer_backward(conv, transposed, g, x, packed, to);
-  return {to.input, to.weight, to.bias};
+    grad_input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
+  if (mask[1]) grad_weight = at::empty(weight.sizes(), weight.options());
+  if (mask[2]) grad_bias = at::empty({weight.size(transposed ? 1 : 0)}, (bias.has_value() ? *bias : weight).options());
+  Branches branches;
+  branches.fork();
+  if (mask[0]) input_backward(conv, transposed, g, {packed.const_data_ptr(), /*settled=*/true}, grad_input);
+  parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches.side());
+  branches.join();
+  return {grad_input, grad_weight, grad_bias};
 }
 
 }  // namespace

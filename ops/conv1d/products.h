@@ -60,33 +60,27 @@ class Branches {
   c10::cuda::CUDAStream main_, side_;
 };
 
-/// The gradients of a layer that is one product, side by side: input, weight and bias, undefined where not wanted, else
-/// of the layer's own sizes. `grad` and `input` are padded rows; a transposed layer's input is the narrow tensor.
-struct LayerGradients {
-  Tensor input, weight, bias;
-};
-inline void layer_backward(const products::Conv1d& conv, bool transposed, const Tensor& grad, const Tensor& input,
-                           const Tensor& packed, const LayerGradients& to) {
+/// The gradients of a layer that is one product, each where it is wanted, of the layer's own sizes. `grad` and `input`
+/// are padded rows; a transposed layer's input is the narrow tensor. The input's gradient goes first: others wait for
+/// it.
+inline void input_backward(const products::Conv1d& conv, bool transposed, const Tensor& grad,
+                           const products::Weights& weights, const Tensor& to) {
+  const auto product = transposed ? products::gather : products::scatter;
+  C10_CUDA_CHECK(
+      product(conv, grad.const_data_ptr(), weights, {}, to.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+}
+inline void parameter_backward(const products::Conv1d& conv, bool transposed, const Tensor& grad, const Tensor& input,
+                               const Tensor& weight, const Tensor& bias, c10::cuda::CUDAStream stream) {
   const int64_t rows = conv.batch * (transposed ? conv.wide_length : conv.narrow_length);
   const int64_t channels = transposed ? conv.wide_channels : conv.narrow_channels;
-  Branches branches;
-  branches.fork();
-  if (to.input.defined()) {  // first: others wait for it
-    const auto product = transposed ? products::gather : products::scatter;
-    C10_CUDA_CHECK(product(conv, grad.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/true}, {},
-                           to.input.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
-  }
-  if (to.weight.defined()) {
+  if (weight.defined()) {
     const auto &narrow = transposed ? input : grad, &wide = transposed ? grad : input;
     C10_CUDA_CHECK(products::weight_gradient(conv, narrow.const_data_ptr(), wide.const_data_ptr(),
-                                             to.weight.mutable_data_ptr(), kernel_dtype(to.weight.scalar_type()),
-                                             branches.side()));
+                                             weight.mutable_data_ptr(), kernel_dtype(weight.scalar_type()), stream));
   }
-  if (to.bias.defined())
+  if (bias.defined())
     C10_CUDA_CHECK(products::column_sums(conv.dtype, grad.const_data_ptr(), rows, channels, products::padded(channels),
-                                         to.bias.mutable_data_ptr(), kernel_dtype(to.bias.scalar_type()),
-                                         branches.side()));
-  branches.join();
+                                         bias.mutable_data_ptr(), kernel_dtype(bias.scalar_type()), stream));
 }
 
 }  // namespace dpa

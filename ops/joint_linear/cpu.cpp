@@ -1,4 +1,3 @@
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "ops/joint_linear/joint_linear.h"
@@ -11,12 +10,8 @@ Tensor joint_linear_cpu(const Tensor& input, at::TensorList weights, at::TensorL
   return joint_linear_formula(input, weights, biases);
 }
 
-JointLinearForward joint_linear_forward_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {
-  return {joint_linear_cpu(input, weights, biases), at::empty({0}, input.options())};
-}
-
 JointLinearGradients joint_linear_backward_cpu(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                               at::TensorList biases, const Tensor&, JointLinearMask mask) {
+                                               at::TensorList biases, JointLinearMask mask) {
   check_joint_linear(input, weights, biases);
   check_joint_linear_grad(grad, input, weights);
   return joint_linear_backward_formula(grad, input, weights, biases, mask);
@@ -26,7 +21,6 @@ JointLinearGradients joint_linear_backward_cpu(const Tensor& grad, const Tensor&
 
 TORCH_LIBRARY_IMPL(dpa, CPU, m) {
   m.impl("joint_linear", &joint_linear_cpu);
-  m.impl("joint_linear_forward", &joint_linear_forward_cpu);
   m.impl("joint_linear_backward", &joint_linear_backward_cpu);
 }
 

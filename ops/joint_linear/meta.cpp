@@ -1,15 +1,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "ops/conv1d/conv1d.h"
 #include "ops/joint_linear/joint_linear.h"
 
 namespace dpa {
-
-bool joint_linear_packs(const Tensor& input, at::TensorList weights) {
-  return conv1d_packs(as_sample(input), weights[0].unsqueeze(2), 1, 0);
-}
-
 namespace {
 
 Tensor joint_linear_meta(const Tensor& input, at::TensorList weights, at::TensorList biases) {
@@ -17,15 +11,8 @@ Tensor joint_linear_meta(const Tensor& input, at::TensorList weights, at::Tensor
   return at::empty_symint({input.sym_size(0), joint_outputs(weights)}, input.options());
 }
 
-JointLinearForward joint_linear_forward_meta(const Tensor& input, at::TensorList weights, at::TensorList biases) {
-  auto out = joint_linear_meta(input, weights, biases);
-  if (!joint_linear_packs(input, weights)) return {out, at::empty({0}, input.options())};
-  const c10::SymInt width = (input.sym_size(1) + 7) / 8 * 8;
-  return {out, at::empty_symint({joint_outputs(weights), width}, input.options())};
-}
-
 JointLinearGradients joint_linear_backward_meta(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                                at::TensorList biases, const Tensor&, JointLinearMask mask) {
+                                                at::TensorList biases, JointLinearMask mask) {
   check_joint_linear(input, weights, biases);
   check_joint_linear_grad(grad, input, weights);
   const auto outputs = joint_outputs(weights);
@@ -41,7 +28,6 @@ JointLinearGradients joint_linear_backward_meta(const Tensor& grad, const Tensor
 
 TORCH_LIBRARY_IMPL(dpa, Meta, m) {
   m.impl("joint_linear", &joint_linear_meta);
-  m.impl("joint_linear_forward", &joint_linear_forward_meta);
   m.impl("joint_linear_backward", &joint_linear_backward_meta);
 }
 

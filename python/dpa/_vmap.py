@@ -333,12 +333,7 @@ def _joint_linear(info, in_dims, input, weights, biases):
     return torch.baddbmm(bias, _leading(input, x, n), weight), 0
 
 
-def _joint_linear_forward(info, in_dims, input, weights, biases):
-    out, dim = _joint_linear(info, in_dims, input, weights, biases)
-    return (out, input.new_empty(info.batch_size, 0)), (dim, 0)
-
-
-def _joint_linear_backward(info, in_dims, grad, input, weights, biases, packed, output_mask):
+def _joint_linear_backward(info, in_dims, grad, input, weights, biases, output_mask):
     n, dtype = info.batch_size, input.dtype
     g, x = _leading(grad, in_dims[0], n), _leading(input, in_dims[1], n)
     wanted = (
@@ -365,7 +360,6 @@ def register() -> None:
         "conv1d_backward": _conv1d_backward,
         "conv1d_gnm": _conv1d_gnm,
         "joint_linear": _joint_linear,
-        "joint_linear_forward": _joint_linear_forward,
         "joint_linear_backward": _joint_linear_backward,
         "residual_block1d": _by_samples(ops.residual_block1d, _BLOCK_SAMPLES),
         "residual_block1d_forward": _residual_block1d_forward,
