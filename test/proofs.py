@@ -213,6 +213,31 @@ class OpProofs:
                 expected = torch.func.jvp(exact, tensors, tangents)
                 assert_close(got, expected, **gradient_tolerance(torch.float64))
 
+    def test_functorch_twice(self, device):
+        """Second derivatives by torch.func, reverse over reverse and forward over reverse."""
+        if not self.double_backward:
+            pytest.skip("the op does not claim double backward")
+        for sample in self.samples(device, torch.float64):
+            tensors = tuple(sample.floating())
+            everything = tuple(range(len(tensors)))
+            directions = tuple(map(torch.randn_like, tensors))
+
+            def gradients(function, *given, sample=sample, everything=everything):
+                total = lambda *t: sum(  # noqa: E731
+                    out.square().sum() for out in call(function, sample.with_floating(t))
+                )
+                return torch.func.grad(total, everything)(*given)
+
+            ours = lambda *given: gradients(type(self).op, *given)  # noqa: E731
+            exact = lambda *given: gradients(type(self).reference, *given)  # noqa: E731
+            expected = torch.func.vjp(exact, *tensors)[1](directions)
+            got = torch.func.vjp(ours, *tensors)[1](directions)
+            assert_close(got, expected, **gradient_tolerance(torch.float64))
+            if self.forward_ad:
+                expected = torch.func.jvp(exact, tensors, directions)[1]
+                got = torch.func.jvp(ours, tensors, directions)[1]
+                assert_close(got, expected, **gradient_tolerance(torch.float64))
+
     # 3. opcheck
     @pytest.mark.parametrize("requires_grad", [False, True])
     def test_opcheck(self, device, requires_grad):
@@ -238,6 +263,16 @@ class OpProofs:
             info.match(match)
             count += 1
         assert count > 0
+
+    def test_missing_tensor(self, device):
+        """None in the place of a tensor that must be there."""
+        schema = getattr(type(self).op, "default", type(self).op)._schema
+        sample = next(iter(self.samples(device, torch.float32)))
+        for i, argument in enumerate(schema.arguments[: len(sample.args)]):
+            if str(argument.type) == "Tensor":
+                given = Sample((*sample.args[:i], None, *sample.args[i + 1 :]), sample.kwargs)
+                with pytest.raises(RuntimeError, match=f"^{schema.name}: {argument.name} must"):
+                    call(type(self).op, given)
 
     # 5. capture
     def test_compile(self, device):

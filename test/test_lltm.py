@@ -128,3 +128,8 @@ def test_autocast(device):
     half = sample.map(lambda x: x.bfloat16())
     for a, b in zip(got, torch.ops.dpa.lltm(*half.args), strict=True):
         assert a.dtype == torch.bfloat16 and torch.equal(a, b)
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(ValueError, match=r"LLTM: .* must be at least 0, got -1 and 3"):
+        dpa.nn.LLTM(-1, 3)

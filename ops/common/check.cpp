@@ -10,6 +10,7 @@ void check_floating(const char* op, const char* name, const Tensor& tensor) {
 
 void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* reference_name,
                        const Tensor& reference) {
+  DPA_CHECK(tensor.defined(), op, c10::str(name, " must be a tensor"), "None");
   DPA_CHECK(tensor.device() == reference.device(), op,
             c10::str(name, " must be on the device of ", reference_name, " (", reference.device(), ")"),
             tensor.device());

@@ -23,7 +23,7 @@ inline at::ScalarType accumulate_type(at::ScalarType type) {
 /// `tensor` has one of the four floating dtypes.
 void check_floating(const char* op, const char* name, const Tensor& tensor);
 
-/// `tensor` is on the device of `reference`, and of its dtype.
+/// `tensor` is there, on the device of `reference`, and of its dtype.
 void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* reference_name,
                        const Tensor& reference);
 void check_same_type(const char* op, const char* name, const Tensor& tensor, const char* reference_name,

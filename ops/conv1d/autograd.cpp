@@ -1,4 +1,4 @@
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "ops/common/node.h"
@@ -72,6 +72,17 @@ Tensor conv1d_autograd(const Tensor& input, const Tensor& weight, const Optional
   return out;
 }
 
+/// Below conv1d's own node only a transform around it (torch.func) asks for derivatives: then it is the op once more,
+/// which packs nothing.
+Conv1dForward conv1d_forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_,
+                                      int64_t stride, int64_t padding, bool transposed) {
+  const auto bias = value_or_undefined(bias_);
+  if (torch::autograd::compute_requires_grad(input, weight, bias) || any_tangent(input, weight, bias))
+    return {conv1d(input, weight, bias_, stride, padding, transposed), at::empty({0}, input.options())};
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return conv1d_forward(input, weight, bias_, stride, padding, transposed);
+}
+
 Conv1dGradients conv1d_backward_autograd(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                          const OptionalTensor& bias_, const Tensor& packed, int64_t stride,
                                          int64_t padding, bool transposed, Conv1dMask output_mask) {
@@ -86,7 +97,7 @@ Conv1dGradients conv1d_backward_autograd(const Tensor& grad, const Tensor& input
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
   m.impl("conv1d", &conv1d_autograd);
-  m.impl("conv1d_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("conv1d_forward", &conv1d_forward_autograd);
   m.impl("conv1d_backward", &conv1d_backward_autograd);
 }
 

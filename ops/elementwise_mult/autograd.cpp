@@ -55,7 +55,7 @@ Tensor elementwise_mult_autograd(const Tensor& a, const Tensor& b) {
 void elementwise_mult_out_autograd(const Tensor& a, const Tensor& b, const Tensor& out) {
   TORCH_CHECK(!torch::autograd::compute_requires_grad(a, b, out) && !any_tangent(a, b, out),
               "dpa::elementwise_mult: out must not be given where a gradient is asked for, got a tensor that requires "
-              "grad: leave out away, or call under torch.no_grad()");
+              "grad: omit out, or call under torch.no_grad()");
   at::AutoDispatchBelowAutograd guard;
   elementwise_mult_out(a, b, out);
 }
@@ -75,7 +75,7 @@ void elementwise_mult_out_lazy(const Tensor& a, const Tensor& b, const Tensor& o
   check_elementwise_mult_out(a, b, out);
   TORCH_CHECK(!out.is_neg(),
               "dpa::elementwise_mult: out must hold its values as they are, got a view that negates them when they are "
-              "read: give out.resolve_neg(), or leave out away");
+              "read: give out.resolve_neg(), or omit out");
   elementwise_mult_out(a.resolve_neg(), b.resolve_neg(), out);
 }
 

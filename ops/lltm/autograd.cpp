@@ -71,12 +71,22 @@ LltmState lltm_autograd(const Tensor& input, const Tensor& weights, const Tensor
   return {new_h, new_cell};
 }
 
+/// Below lltm's own node only a transform around it (torch.func) asks for derivatives.
+LltmStateAndGates lltm_forward_autograd(const Tensor& input, const Tensor& weights, const Tensor& bias,
+                                        const Tensor& old_h, const Tensor& old_cell) {
+  if (torch::autograd::compute_requires_grad(input, weights, bias, old_h, old_cell) ||
+      any_tangent(input, weights, bias, old_h, old_cell))
+    return lltm_forward_formula(input, weights, bias, old_h, old_cell);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return lltm_forward(input, weights, bias, old_h, old_cell);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
   m.impl("lltm", &lltm_autograd);
-  // Steps on the way, which users do not differentiate: asking for it raises.
-  m.impl("lltm_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("lltm_forward", &lltm_forward_autograd);
+  // A step on the way, which users do not differentiate: asking for it raises.
   m.impl("lltm_backward", torch::autograd::autogradNotImplementedFallback());
 }
 

@@ -17,14 +17,15 @@ namespace {
 /// The cell's quantities in the dtype of the arithmetic.
 struct LltmTerms {
   at::ScalarType wide;
-  Tensor inputs, weights, input_gate, output_gate, raw_candidate, candidate, cell, squashed;
+  Tensor inputs, weights, products, input_gate, output_gate, raw_candidate, candidate, cell, squashed;
 
   LltmTerms(const Tensor& input, const Tensor& weights_, const Tensor& bias, const Tensor& old_h,
             const Tensor& old_cell)
       : wide(accumulate_type(input.scalar_type())) {
     inputs = at::cat({old_h, input}, 1).to(wide);
     weights = weights_.to(wide);
-    const auto gates = (at::mm(inputs, weights.t()) + bias.to(wide)).chunk(3, 1);
+    products = at::mm(inputs, weights.t());
+    const auto gates = (products + bias.to(wide)).chunk(3, 1);
     input_gate = at::sigmoid(gates[0]);
     output_gate = at::sigmoid(gates[1]);
     raw_candidate = gates[2];
@@ -38,9 +39,15 @@ struct LltmTerms {
 
 LltmState lltm_formula(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
                        const Tensor& old_cell) {
+  auto [new_h, new_cell, products] = lltm_forward_formula(input, weights, bias, old_h, old_cell);
+  return {new_h, new_cell};
+}
+
+LltmStateAndGates lltm_forward_formula(const Tensor& input, const Tensor& weights, const Tensor& bias,
+                                       const Tensor& old_h, const Tensor& old_cell) {
   check_lltm(input, weights, bias, old_h, old_cell);
   const LltmTerms t(input, weights, bias, old_h, old_cell);
-  return {(t.squashed * t.output_gate).to(input.scalar_type()), t.cell.to(input.scalar_type())};
+  return {(t.squashed * t.output_gate).to(input.scalar_type()), t.cell.to(input.scalar_type()), t.products};
 }
 
 LltmGradients lltm_backward_formula(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& input,

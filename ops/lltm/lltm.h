@@ -28,6 +28,8 @@ LltmGradients lltm_backward(const Tensor& grad_h, const Tensor& grad_cell, const
 /// The op and its backward in ATen ops, differentiable to any order.
 LltmState lltm_formula(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
                        const Tensor& old_cell);
+LltmStateAndGates lltm_forward_formula(const Tensor& input, const Tensor& weights, const Tensor& bias,
+                                       const Tensor& old_h, const Tensor& old_cell);
 LltmGradients lltm_backward_formula(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& input,
                                     const Tensor& weights, const Tensor& bias, const Tensor& old_h,
                                     const Tensor& old_cell, LltmMask output_mask);

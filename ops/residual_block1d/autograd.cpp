@@ -1,4 +1,3 @@
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "ops/common/node.h"
@@ -77,6 +76,14 @@ Tensor residual_block1d_autograd(DPA_BLOCK_PARAMETERS) {
   return out;
 }
 
+/// Below the block's own node only a transform around it (torch.func) asks for derivatives.
+BlockForward residual_block1d_forward_autograd(DPA_BLOCK_PARAMETERS) {
+  const auto block = DPA_BLOCK;
+  if (requires_grad(block) || has_tangent(block)) return residual_block1d_of_ops(block);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return residual_block1d_forward(DPA_BLOCK_ARGUMENTS);
+}
+
 BlockGradientTuple residual_block1d_backward_autograd(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
                                                       const Tensor& activation, const Tensor& conv2,
                                                       const Tensor& packed, BlockMask mask) {
@@ -94,7 +101,7 @@ BlockGradientTuple residual_block1d_backward_autograd(const Tensor& grad, DPA_BL
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
   m.impl("residual_block1d", &residual_block1d_autograd);
-  m.impl("residual_block1d_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("residual_block1d_forward", &residual_block1d_forward_autograd);
   m.impl("residual_block1d_backward", &residual_block1d_backward_autograd);
 }
 

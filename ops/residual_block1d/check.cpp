@@ -14,7 +14,8 @@ void check_weight(const char* name, const Tensor& weight, const c10::SymInt& in,
 }
 
 void check_channels(const char* name, const Tensor& parameter, const c10::SymInt& channels, const Tensor& input) {
-  dpa::check_parameter(kOp, name, as_optional(parameter), channels, "(C_out)", input);
+  DPA_CHECK(parameter.defined(), kOp, c10::str(name, " must be a tensor"), "None");
+  dpa::check_parameter(kOp, name, parameter, channels, "(C_out)", input);
 }
 
 }  // namespace
@@ -50,7 +51,7 @@ void check_residual_block1d(const ResidualBlock& block) {
               channels);
     DPA_CHECK(!block[kResidualBias].defined(), kOp, "residual_bias must be None where residual_weight is", "a tensor");
   }
-  check_channels("residual_bias", block[kResidualBias], channels, input);
+  dpa::check_parameter(kOp, "residual_bias", block.optional(kResidualBias), channels, "(C_out)", input);
   check_shape(kOp, "scale", block.optional(kScale), {batch, channels}, "(B, C_out)", "input", input);
   check_shape(kOp, "shift", block.optional(kShift), {batch, channels}, "(B, C_out)", "input", input);
 }

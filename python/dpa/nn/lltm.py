@@ -23,6 +23,11 @@ class LLTM(nn.Module):
 
     def __init__(self, input_features: int, state_size: int):
         super().__init__()
+        if input_features < 0 or state_size < 0:
+            raise ValueError(
+                "LLTM: input_features and state_size must be at least 0, "
+                f"got {input_features} and {state_size}"
+            )
         self.input_features = input_features
         self.state_size = state_size
         self.weights = nn.Parameter(torch.empty(3 * state_size, state_size + input_features))

@@ -224,9 +224,8 @@ def joint_linear(input: Tensor, weights: list[Tensor], biases: list[Tensor]) -> 
     """Run linear layers of one input as one product, their outputs side by side.
 
     ``cat([input @ w.T + b for w, b in zip(weights, biases)], dim=1)``: the FiLM of all blocks of a
-    U-Net, say, without a copy of the weights in one piece. What is kept for the backward is, in 16
-    bits on a Hopper GPU, the weights in that type alone; the weights' gradients are parts of one
-    tensor.
+    U-Net, say, without a copy of the weights in one piece. The backward keeps nothing but the
+    arguments; the weights' gradients are parts of one tensor.
 
     Args:
         input: (B, C_in).
