@@ -26,6 +26,7 @@ from dpa.export import (
     export_policy,
     load_policy,
 )
+from dpa.loading import CheckpointError
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 B, T, DA, DO, DG = 2, 8, 2, 5, 4
@@ -152,13 +153,40 @@ def test_an_unconditioned_network(tmp_path):
     table = dpa.schedulers.from_diffusers(diffusers.DDIMScheduler(20), 3)
     noise = torch.randn(1, B, T, DA, device=device)
     inputs = {"observation": torch.zeros(B, 0, device=device), "noise": noise}
-    policy, begun = PackedLoop(unet, table).to(device), []
-    export_policy(policy, tmp_path / "x.pt", "torchscript", inputs, report=begun.append)
-    assert tuple(begun) == STAGES[2:]  # the command begins the first two
     sampler = dpa.DiffusionSampler(unet, table, fused=True)
-    with torch.no_grad():
-        got = load_policy(tmp_path / "x.pt")(*inputs.values())
-        torch.testing.assert_close(got, sampler(noise=noise[0]), rtol=1e-5, atol=1e-5)
+    for kind in (PackedLoop, LayeredLoop):
+        policy, begun = kind(unet, table).to(device), []
+        export_policy(policy, tmp_path / "x.pt", "torchscript", inputs, report=begun.append)
+        assert tuple(begun) == STAGES[2:]  # the command begins the first two
+        with torch.no_grad():
+            got = load_policy(tmp_path / "x.pt")(*inputs.values())
+            torch.testing.assert_close(got, sampler(noise=noise[0]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["torchscript", "exported-program"])
+def test_a_damaged_file_or_manifest_is_refused(to, tmp_path):
+    policy, _, _ = make("ddim", torch.device("cpu"), torch.float32, PackedLoop)
+    inputs = {"observation": torch.zeros(B, DO), "noise": drawn(1, torch.device("cpu"))}
+    path, beside = tmp_path / "policy", tmp_path / "policy.json"
+    export_policy(policy, path, to, inputs)
+    whole, manifest = path.read_bytes(), beside.read_text()
+    place = whole.index(policy.weights.numpy().tobytes()[:64])  # weights: PyTorch would not notice
+    flipped = bytearray(whole)
+    flipped[place + 40] ^= 1
+    for content in (bytes(flipped), whole[: len(whole) // 2], b"", whole + b"x"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="policy: is damaged, or not the file"):
+            load_policy(path)
+    path.write_bytes(whole)
+    for text in (manifest[:50], "[]", "{}", manifest.replace(f'"{to}"', '"onnx"'), "\xff\xfe"):
+        beside.write_bytes(text.encode("latin-1"))
+        with pytest.raises(CheckpointError, match=r"policy.json: "):
+            load_policy(path)
+    beside.write_text(manifest)
+    load_policy(path)
+    beside.unlink()
+    with pytest.raises(FileNotFoundError, match=r"policy.json: there is no such file"):
+        load_policy(path)
 
 
 def test_what_is_refused(tmp_path):
@@ -263,7 +291,8 @@ def test_the_command_on_a_checkpoint_of_diffusion_policy(unet, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["processors", "buffers"])
-def test_the_command_on_a_folder_of_lerobot(layout, unet, tmp_path):
+@pytest.mark.parametrize("environment", ["MEAN_STD", "IDENTITY", None])
+def test_the_command_on_a_folder_of_lerobot(environment, layout, unet, tmp_path):
     """State policies, with LeRobot's own normalizers as the reference where it is installed."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     folder, width = tmp_path / "pretrained_model", {"observation.state": 3}
@@ -274,7 +303,9 @@ def test_the_command_on_a_folder_of_lerobot(layout, unet, tmp_path):
         low = torch.randn(size)
         statistics[name] = {"min": low, "max": low + torch.rand(size) + 0.5}
         statistics[name] |= {"mean": low + 1, "std": torch.rand(size) + 0.5}
-    modes = {"STATE": "MIN_MAX", "ENV": "MEAN_STD", "ACTION": "MIN_MAX"}
+    modes = {"STATE": "MIN_MAX", "ENV": environment, "ACTION": "MIN_MAX"}
+    if environment is None:  # as in LeRobot's own default, which leaves such a kind as it is
+        del modes["ENV"]
     config = {
         "type": "diffusion",
         "n_obs_steps": 1,
@@ -324,7 +355,7 @@ def _normalized(statistics, modes, parts, names):
     }
     step = normalize.NormalizerProcessorStep(
         features=features,
-        norm_map={types.FeatureType[k]: types.NormalizationMode[modes[k]] for k in kinds.values()},
+        norm_map={types.FeatureType[k]: types.NormalizationMode[mode] for k, mode in modes.items()},
         stats=statistics,
     )
     given = dict(zip(names, parts, strict=True))
@@ -349,6 +380,68 @@ def test_the_command_refuses_in_one_line(options, message, unet, tmp_path):
     # dpa.cli.main prints an expected failure as its message alone.
     assert result.exit_code == 1 and message in str(result.exception).splitlines()[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["unet.pt"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"_class_name": "PNDMScheduler"}, "scheduler must be DDPM or DDIM to be exported"),
+        ({"_class_name": "utils"}, "scheduler must be a class of diffusers, got utils"),
+        (
+            {"_class_name": "DDIMScheduler", "num_train_timesteps": "x"},
+            "scheduler must have options that DDIMScheduler takes",
+        ),
+        (
+            {"_class_name": "DDIMScheduler", "clip_sample_range": "x"},
+            "scheduler must be DDPM or DDIM to be exported",
+        ),
+    ],
+)
+def test_the_command_refuses_a_scheduler_in_one_line(config, message, unet, tmp_path):
+    torch.save(unet.state_dict(), tmp_path / "unet.pt")
+    (tmp_path / "scheduler.json").write_text(json.dumps(config))
+    options = ["--to", "torchscript", "--scheduler-config", str(tmp_path / "scheduler.json")]
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "unet.pt"), *options])
+    assert isinstance(result.exception, ValueError) and message in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"horizon": "16"}, "horizon must be a positive integer, got '16'"),
+        ({"num_inference_steps": -1}, "steps must be a positive integer, got -1"),
+        ([1], "its configuration cannot be read: AttributeError"),
+    ],
+)
+def test_the_command_refuses_a_configuration_in_one_line(policy, message, unet, tmp_path):
+    state = {f"model.{name}": value for name, value in unet.state_dict().items()}
+    torch.save({"cfg": {"policy": policy}, "state_dict": state}, tmp_path / "latest.ckpt")
+    command = ["export", str(tmp_path / "latest.ckpt"), "--to", "torchscript"]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, CheckpointError) and message in str(result.exception)
+
+
+@pytest.mark.parametrize("layers", [[], ["--layers"]])
+@pytest.mark.parametrize("conditions", [{}, {"local_cond_dim": 3}])
+def test_the_command_refuses_policies_that_impose_or_localise(conditions, layers, tmp_path):
+    unet = dpa.nn.ConditionalUnet1D(DA, **conditions, **UNET)
+    state = {f"model.{name}": value for name, value in unet.state_dict().items()}
+    torch.save({"cfg": {"policy": {"horizon": T}}, "state_dict": state}, tmp_path / "latest.ckpt")
+    command = ["export", str(tmp_path / "latest.ckpt"), "--to", "torchscript", *layers]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, CheckpointError)
+    assert "the network has no global_cond" in str(result.exception)
+
+
+def test_the_file_is_beside_the_folder_that_is_worked_in(tmp_path, monkeypatch):
+    folder = tmp_path / "pretrained_model"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(app, ["export", ".", "--to", "torchscript"])
+    assert "model.safetensors: there is no such file" in str(result.exception)
+    options = ["--to", "torchscript", "--out", str(folder)]
+    result = CliRunner().invoke(app, ["export", ".", *options])
+    assert result.exit_code != 0 and "is a directory" in result.output
 
 
 def test_the_command_names_a_missing_file(tmp_path):

@@ -226,6 +226,7 @@ def test_archives_that_unpack_to_more(tmp_path):
         lambda x: x.to_sparse(),
         lambda x: x.to("meta"),
         lambda x: torch.quantize_per_tensor(x.contiguous(), 0.1, 0, torch.qint8),
+        lambda x: x.to(torch.float8_e4m3fn),
         lambda x: x.flatten()[:1].expand(2**40),
     ],
 )

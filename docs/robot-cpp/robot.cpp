@@ -2,14 +2,15 @@
 //
 //   robot POLICY.pt|POLICY.pt2 [HZ=10] [CYCLES=50]
 //
-// Shapes and device are those of the policy's manifest, POLICY.pt.json. `read_observation` and `send_actions` stand for
-// the robot. A cycle misses its deadline where the actions are not there when the next cycle is due. With the variable
-// DPA_CHECK set to the file of a scripted module that has the tensors observation, noise and actions, the program first
-// compares and fails on a difference.
+// Shapes, device and checksum are those of the policy's manifest, POLICY.pt.json. `read_observation` and `send_actions`
+// stand for the robot. A cycle misses its deadline where the actions are not there when the next cycle is due. With the
+// variable DPA_CHECK set to the file of a scripted module that has the tensors observation, noise and actions, the
+// program first compares and fails on a difference.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -43,12 +44,31 @@ Policy open_policy(const std::string& path) {
 struct Manifest {
   std::vector<int64_t> observation, noise;
   at::Device device;
+  uint32_t crc32;
 };
+
+// PyTorch opens a file whose weights are damaged, and computes with them.
+void check_file(const std::string& path, uint32_t expected) {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t i = 0; i < table.size(); ++i) {
+    table[i] = i;
+    for (int bit = 0; bit < 8; ++bit) table[i] = (table[i] >> 1) ^ (table[i] & 1 ? 0xEDB88320u : 0);
+  }
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file, "cannot read the policy ", path);
+  uint32_t crc = ~0u;
+  for (std::vector<char> piece(1 << 20); file;) {
+    file.read(piece.data(), static_cast<std::streamsize>(piece.size()));
+    for (std::streamsize i = 0; i < file.gcount(); ++i)
+      crc = (crc >> 8) ^ table[(crc ^ static_cast<unsigned char>(piece[i])) & 0xFF];
+  }
+  TORCH_CHECK(~crc == expected, "the policy must be the file of its manifest, and whole, got ", path);
+}
 
 // The little that the loop needs of the JSON: the first two shapes are those of the inputs.
 Manifest read_manifest(const std::string& path) {
   std::ifstream file(path);
-  TORCH_CHECK(file, "robot: cannot read the manifest ", path);
+  TORCH_CHECK(file, "cannot read the manifest ", path);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   std::vector<std::vector<int64_t>> shapes;
   const std::regex shape(R"re("shape":\s*\[([^\]]*)\])re");
@@ -57,12 +77,13 @@ Manifest read_manifest(const std::string& path) {
     auto& into = shapes.emplace_back();
     for (std::string size; std::getline(sizes, size, ',');) into.push_back(std::stoll(size));
   }
-  std::smatch device, part;
+  std::smatch device, part, crc32;
   std::regex_search(text, device, std::regex(R"re("device":\s*"(\w+)")re"));
   std::regex_search(text, part, std::regex(R"re("part":\s*"(\w+)")re"));
-  TORCH_CHECK(shapes.size() >= 2 && !device.empty() && part[1] == "loop",
-              "robot: the manifest must be of a whole loop (dpa export --part loop), got ", path);
-  return {shapes[0], shapes[1], at::Device(device[1])};
+  std::regex_search(text, crc32, std::regex(R"re("crc32":\s*(\d+))re"));
+  TORCH_CHECK(shapes.size() >= 2 && !device.empty() && !crc32.empty() && part[1] == "loop",
+              "the manifest must be of a whole loop (dpa export --part loop), got ", path);
+  return {shapes[0], shapes[1], at::Device(device[1]), static_cast<uint32_t>(std::stoul(crc32[1]))};
 }
 
 at::Tensor read_observation(at::IntArrayRef shape, int cycle) { return at::full(shape, 0.01 * cycle); }
@@ -70,7 +91,7 @@ at::Tensor read_observation(at::IntArrayRef shape, int cycle) { return at::full(
 // Bringing them to the CPU waits for the device.
 void send_actions(const at::Tensor& computed) {
   const auto actions = computed.cpu();
-  TORCH_CHECK(at::isfinite(actions).all().item<bool>(), "robot: actions must be finite");
+  TORCH_CHECK(at::isfinite(actions).all().item<bool>(), "actions must be finite");
 }
 
 // The largest difference from the actions that Python computed.
@@ -102,6 +123,7 @@ int run(int argc, char** argv) {
   }
   const std::string path = argv[1];
   const Manifest manifest = read_manifest(path + ".json");
+  check_file(path, manifest.crc32);
   const c10::InferenceMode inference;
   const Policy policy = open_policy(path);
   if (const char* data = std::getenv("DPA_CHECK")) {

@@ -91,7 +91,7 @@ def load_checkpoint(
     if path.is_dir():
         config = _read_config(path / "config.json")
         path = path / "model.safetensors"
-    content = _read(path, trust_pickle)
+    content = read_file(path, trust_pickle)
     found = list(_unets(content))
     if prefix is not None:
         found = [entry for entry in found if entry[1] == prefix]
@@ -180,12 +180,14 @@ def _refuse_kinds(weights: Mapping[str, Tensor]) -> None:
     """Refuse what would be converted without a word, or has no values, or not so many."""
     lines = []
     for name, value in weights.items():
-        if value.layout != torch.strided or value.is_quantized or not value.is_floating_point():
+        floating = value.is_floating_point() and value.itemsize > 1  # not float8, which only stores
+        if value.layout != torch.strided or value.is_quantized or not floating:
             lines.append(f"{name} is {value.layout}, {value.dtype}")
         elif value.is_meta or value.numel() * value.itemsize > value.untyped_storage().nbytes():
             lines.append(f"{name} of shape {tuple(value.shape)} has not that many values")
     if lines:
-        raise CheckpointError("weights must be dense floating tensors:\n  " + "\n  ".join(lines))
+        rule = "weights must be dense floating tensors of 16 bits or more"
+        raise CheckpointError(f"{rule}:\n  " + "\n  ".join(lines))
 
 
 def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -297,7 +299,13 @@ def _refuse_altered_archive(path: Path) -> None:
         raise CheckpointError(f"{path}: is damaged: the checksum of {damaged} does not fit")
 
 
-def _read(path: Path, trust_pickle: bool) -> Any:
+def read_file(path: Path, trust_pickle: bool = False) -> Any:
+    """Read a file of safetensors or of ``torch.save``, whatever it holds, to the CPU.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as :func:`load_checkpoint`.
+
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     if path.suffix == ".safetensors":

@@ -47,3 +47,10 @@ for policy in "$policies"/*.pt "$policies"/*.pt2; do
   echo "robot: $(basename "$policy")"
   DPA_CHECK=$policy.data build/robot/robot "$policy" 20 20
 done
+echo "robot: a file that is cut short"
+damaged=build/test-cpp/damaged.pt
+head -c -1 "$policies/float32.pt" >"$damaged"
+cp "$policies/float32.pt.json" "$damaged.json"
+if build/robot/robot "$damaged" 20 1; then
+  exit 1
+fi

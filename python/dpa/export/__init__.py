@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..files import replacing
+from ..loading import CheckpointError
 from .packages import compile_package, open_package
 from .policy import Around, LayeredLoop, PackedLoop, PackedStep
 
@@ -72,6 +74,7 @@ def export_policy(
     if isinstance(results, tuple):
         outputs = dict(zip(("sample", "actions"), results, strict=True))
     manifest = _manifest(policy, path, to, inputs, outputs) | (facts or {})
+    manifest["crc32"] = zlib.crc32(content)
     with replacing(path.with_name(path.name + ".json")) as temporary:
         temporary.write_text(json.dumps(manifest, indent=2) + "\n")
     return manifest
@@ -88,13 +91,37 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
 
     Raises:
         FileNotFoundError: no such file, or no manifest.
+        CheckpointError: the file's bytes are not those that the manifest was written for, or the
+            manifest cannot be read.
 
     """
     path = Path(path)
-    to = json.loads(path.with_name(path.name + ".json").read_text())["format"]
+    beside = path.with_name(path.name + ".json")
+    for file in (path, beside):
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: there is no such file")
+    try:
+        manifest = json.loads(beside.read_bytes())
+        to, expected = manifest["format"], manifest["crc32"]
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{beside}: is no manifest of an exported policy") from None
+    if to not in FORMATS:
+        raise CheckpointError(f"{beside}: format must be one of {', '.join(FORMATS)}, got {to!r}")
+    # PyTorch opens a file whose weights are damaged, and computes with them.
+    if (found := _checksum(path)) != expected:
+        reason = f"its CRC-32 is {found}, that in {beside.name} {expected}"
+        raise CheckpointError(f"{path}: is damaged, or not the file of its manifest: {reason}")
     if to == "aoti":
         return open_package(path)
     return torch.jit.load(path) if to == "torchscript" else torch.export.load(path).module()
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            found = zlib.crc32(piece, found)
+    return found
 
 
 def _content(policy: nn.Module, to: str, arguments: tuple[Tensor, ...]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..loading import Checkpoint, load_checkpoint
+from ..loading import Checkpoint, CheckpointError, load_checkpoint
 from .policy import Affine, Around
 
 # What nearly every Diffusion Policy is trained with; for checkpoints that do not say.
@@ -59,12 +60,32 @@ def read(path: Path, **options: Any) -> Source:
 
     """
     loaded = load_checkpoint(path, **options)
+    try:
+        source = _source(loaded, path)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CheckpointError(f"{path}: its configuration cannot be read: {reason}") from None
+    for name in ("horizon", "steps"):
+        value = getattr(source, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise CheckpointError(f"{path}: {name} must be a positive integer, got {value!r}")
+    return source
+
+
+def _source(loaded: Checkpoint, path: Path) -> Source:
     config = loaded.config
     if config.get("format") == "dpa-demo":
         return _demo(loaded)
     if "noise_scheduler_type" in config:
         return _lerobot(loaded, path)
     if "cfg" in config:
+        if not loaded.arguments["global_cond_dim"]:
+            raise CheckpointError(
+                f"{path}: the network has no global_cond: the policy imposes its observations on "
+                "the sample or gives them as local_cond, which no exported loop does"
+            )
         return _diffusion_policy(loaded, config["cfg"])
     return _bare(loaded)
 
@@ -101,8 +122,10 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     scheduler["_class_name"] = f"{config['noise_scheduler_type']}Scheduler"
     statistics = _lerobot_statistics(loaded.rest, path)
     modes = config.get("normalization_mapping") or {}
+    # What LeRobot does with a kind that the mapping leaves out.
+    other = "IDENTITY" if modes else None
     assumed = []
-    action = _lerobot_affine(statistics, "action", modes.get("ACTION"))
+    action = _lerobot_affine(statistics, "action", modes.get("ACTION", other))
     if action is None:
         assumed.append("actions: the folder holds no statistics; they are the network's own")
     else:
@@ -117,7 +140,9 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     else:
         kinds = {"observation.state": "STATE", "observation.environment_state": "ENV"}
         parts = [
-            _lerobot_affine(statistics, name, modes.get(kind))
+            _lerobot_affine(
+                statistics, name, modes.get(kind, other), math.prod(inputs[name]["shape"])
+            )
             for name, kind in kinds.items()
             if name in inputs
         ]
@@ -155,7 +180,9 @@ def _lerobot_statistics(rest: Mapping[str, Tensor], path: Path) -> dict[str, Ten
     return {name: value.flatten().float() for name, value in found.items()}
 
 
-def _lerobot_affine(statistics: Mapping[str, Tensor], name: str, mode: str | None) -> Affine | None:
+def _lerobot_affine(
+    statistics: Mapping[str, Tensor], name: str, mode: str | None, width: int = 1
+) -> Affine | None:
     """Return scale and offset that normalise a feature; None where its statistics are missing."""
 
     def of(statistic: str) -> Tensor:
@@ -163,7 +190,7 @@ def _lerobot_affine(statistics: Mapping[str, Tensor], name: str, mode: str | Non
 
     needed = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}.get(mode or "", ())
     if mode == "IDENTITY":
-        return torch.ones(1), torch.zeros(1)
+        return torch.ones(width), torch.zeros(width)
     if not needed or any(f"{name}.{statistic}" not in statistics for statistic in needed):
         return None
     if mode == "MEAN_STD":
@@ -247,7 +274,7 @@ def make_scheduler(config: Mapping[str, Any], kind: str | None) -> Any:
     """Make a live scheduler of diffusers; ``kind`` (DDIM, DDPM) replaces the configuration's class.
 
     Raises:
-        ValueError: diffusers knows no such class.
+        ValueError: diffusers knows no such class, or the class not these options.
         RuntimeError: diffusers is not installed.
 
     """
@@ -258,12 +285,16 @@ def make_scheduler(config: Mapping[str, Any], kind: str | None) -> Any:
             "the scheduler's table needs diffusers: pip install diffusers"
         ) from error
     name = f"{kind}Scheduler" if kind else str(config.get("_class_name"))
-    made = getattr(diffusers, name, None)
+    made = getattr(diffusers, name, None) if name.endswith("Scheduler") else None
     if made is None:
         raise ValueError(f"scheduler must be a class of diffusers, got {name}")
     # One class's options that the other does not have, such as DDPM's variance_type, are dropped.
     known = inspect.signature(made.__init__).parameters
-    return made(**{name: value for name, value in config.items() if name in known})
+    try:
+        return made(**{option: value for option, value in config.items() if option in known})
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"scheduler must have options that {name} takes, got: {reason}") from None
 
 
 def read_scheduler_config(path: Path) -> dict[str, Any]:

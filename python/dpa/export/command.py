@@ -42,7 +42,10 @@ def export(
     checkpoint: Checkpoint,
     to: Annotated[str, typer.Option(help="aoti, torchscript or exported-program.")],
     out: Annotated[
-        Path | None, typer.Option(help="The file; by default policy.pt or .pt2 beside CHECKPOINT.")
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="The file; by default policy.pt or .pt2 beside CHECKPOINT."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the network: float32 or bfloat16.")] = "float32",
@@ -83,7 +86,8 @@ def export(
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value}")
     if layers and part == "step":
         raise ValueError("layers must be left out with --part step, got both")
-    path = out or checkpoint.with_name(f"policy{FORMATS[to]}")
+    named = checkpoint if checkpoint.name.strip(".") else checkpoint.resolve()
+    path = out or named.with_name(f"policy{FORMATS[to]}")
     choice = Choice(to, device, dtype, part, layers, scheduler, steps, horizon, batch)
     console = Console(stderr=as_json)
     with _stages(console, to) as report:

@@ -42,8 +42,15 @@ def make(
     report("packing")
     device = _device(choice.device)
     dtype = getattr(torch, choice.dtype)
+    if source.unet.local_cond_dim:
+        got = source.unet.local_cond_dim
+        raise ValueError(f"U-Net must have no local_cond to be exported, got a width of {got}")
     scheduler = make_scheduler(source.scheduler, choice.scheduler)
-    table = from_diffusers(scheduler, choice.steps or source.steps or len(scheduler.betas))
+    steps = choice.steps or source.steps or scheduler.config.num_train_timesteps
+    try:
+        table = from_diffusers(scheduler, steps)
+    except (AttributeError, TypeError) as error:  # another class, or options that are no numbers
+        raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
     if type(table) is not StepTable:
         raise ValueError(f"scheduler must be DDPM or DDIM to be exported, got {type(scheduler)}")
     assumed = list(source.assumed)

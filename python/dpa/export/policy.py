@@ -37,6 +37,7 @@ class _Exported(nn.Module):
         super().__init__()
         if type(table) is not StepTable:
             raise ValueError(f"table must be a StepTable to be exported, got {type(table)}")
+        self.conditioned = True
         self.encoder = nn.Identity() if around.encoder is None else around.encoder
         self.steps = len(table)
         self.clip = float(table.clip)
@@ -53,9 +54,12 @@ class _Exported(nn.Module):
         self.register_buffer("entries", torch.tensor(self.draws))
         self.register_buffer("index", torch.arange(self.steps))
 
-    def condition(self, observation: Tensor) -> Tensor:
-        """Return what the network is conditioned on."""
-        return self.encoder(observation * self.observation_scale + self.observation_offset)
+    def condition(self, observation: Tensor) -> Tensor | None:
+        """Return what the network is conditioned on, if it is."""
+        cond: Tensor | None = None
+        if self.conditioned:
+            cond = self.encoder(observation * self.observation_scale + self.observation_offset)
+        return cond
 
     def unnormalised(self, sample: Tensor) -> Tensor:
         """Return the actions that a sample stands for."""
@@ -82,10 +86,13 @@ class LayeredLoop(_Exported):
         super().__init__(table, around)
         self.unet = unet
         self.dtype = next(unet.parameters()).dtype
+        self.conditioned = getattr(unet, "global_cond_dim", None) != 0
 
     def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
         """Map (B, Do) and (1 + draws, B, T, Da), float32, to actions (B, T, Da), float32."""
-        cond = self.condition(observation).to(self.dtype)
+        cond = self.condition(observation)
+        if cond is not None:
+            cond = cond.to(self.dtype)
         sample = noise[0]
         for step in range(self.steps):
             timestep = self.timesteps[step].expand(sample.shape[0])
@@ -116,13 +123,6 @@ class _Packed(_Exported):
         self.config = network.config
         self.conditioned = recognise(unet).arguments.get("global_cond_dim") is not None
         self.register_buffer("weights", network.repack())
-
-    def condition_or_none(self, observation: Tensor) -> Tensor | None:
-        """Return what the network is conditioned on, if it is."""
-        cond: Tensor | None = None
-        if self.conditioned:
-            cond = self.condition(observation)
-        return cond
 
 
 class PackedLoop(_Packed):
@@ -161,7 +161,7 @@ class PackedLoop(_Packed):
         sample = torch.ops.dpa.diffusion_sample_by_name(
             noise[0],
             self.timesteps,
-            self.condition_or_none(observation),
+            self.condition(observation),
             self.weights,
             self.config,
             self.dtype_name,
@@ -191,7 +191,7 @@ class PackedStep(_Packed):
         output = torch.ops.dpa.unet1d_by_name(
             sample,
             timesteps,
-            self.condition_or_none(observation),
+            self.condition(observation),
             self.weights,
             self.config,
             self.dtype_name,
