@@ -37,8 +37,8 @@ def _rows(dpa_ms):
 def test_the_bars_compare_ratios():
     norm = [{"B, C, T": "1, 2, 3", "torch.compile a": 9.0, "torch.compile b": 8.0, "dpa": 2.0}]
     norm[0]["floor"] = 2.0
-    speeds = ((256, 1, 10), (256, 2, 16), (1024, 1, 10), (1024, 2, 19))
-    gpus = [{"GPUs": n, "batch a GPU": b, "samples a second": s} for b, n, s in speeds]
+    speeds = ((256, 1, 10), (256, 2, 16), (256, 2, 14), (1024, 1, 10), (1024, 2, 3), (1024, 2, 19))
+    gpus = [{"how": "", "GPUs": n, "batch a GPU": b, "samples a second": s} for b, n, s in speeds]
     found = train_bars.bars(_rows(200.0), norm, gpus)
     assert len(found) == 9 + 6 + 1 + 2
     assert_close([row["ratio"] for row in found[:9]], [5.0] * 9)

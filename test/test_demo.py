@@ -193,15 +193,28 @@ def test_a_bad_device_is_named(device, tmp_path):
         run(Options(device=device, out=tmp_path))
 
 
+def test_a_folder_that_cannot_be_fails_before_the_training(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(train, "train", lambda *args, **kwargs: pytest.fail("trained"))
+    with pytest.raises(OSError, match="file"):
+        run(Options(out=tmp_path / "file" / "out", device="cpu"))
+
+
 def test_a_bad_checkpoint_is_named(tmp_path):
     with pytest.raises(ValueError, match="checkpoint must be a file, got"):
         train.load(tmp_path / "missing.pt", CPU)
     (tmp_path / "text.pt").write_text("no checkpoint")
-    with pytest.raises(ValueError, match="checkpoint must be a file that torch can load"):
+    with pytest.raises(ValueError, match=r"text.pt: is damaged or no checkpoint"):
         train.load(tmp_path / "text.pt", CPU)
     torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="checkpoint must be one that the demo wrote"):
         train.load(tmp_path / "other.pt", CPU)
+    whole = {"format": train.CHECKPOINT_FORMAT, "unet": train.UNET, "state_dict": {}}
+    for part in whole:
+        given = whole | {part: 3}
+        torch.save(given, tmp_path / "odd.pt")
+        with pytest.raises(ValueError, match=r"checkpoint must .*, got .*odd.pt"):
+            train.load(tmp_path / "odd.pt", CPU)
 
 
 @pytest.mark.parametrize(("passed", "status"), [(True, 0), (None, 0), (False, 1)])

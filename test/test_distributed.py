@@ -1,4 +1,4 @@
-"""Two processes under torchrun: DDP, FSDP2, the demo, the documented script, sharded sampling."""
+"""Processes under torchrun: DDP, FSDP2, sharded optimizers and sampling, demo and script."""
 
 import os
 import re
@@ -21,17 +21,17 @@ _ROOT = Path(__file__).parent.parent
 _DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 
-def _torchrun(*command, where, device):
-    """Run two processes; return what they printed."""
+def _torchrun(*command, where, device, count=2):
+    """Run the processes; return what they printed."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices here")
     # Sums over halves of a batch agree in float32, not in TF32.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*launcher, *map(str, command)],
+        [*launcher, f"--nproc-per-node={count}", *map(str, command)],
         cwd=where,
         env=environment,
         capture_output=True,
@@ -47,6 +47,19 @@ def test_training_and_sampling_equal_one_process(device, tmp_path):
     worker = Path(__file__).with_name("distributed_worker.py")
     _torchrun(worker, tmp_path, where=tmp_path, device=device)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0", "rank1"]
+
+
+@_DEVICES
+@pytest.mark.parametrize("kind", ["peers", "collectives"])
+def test_a_sharded_optimizer_equals_one_process(device, kind, tmp_path):
+    several = device == "cuda" and torch.cuda.device_count() > 1
+    if several and kind == "peers" and not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("the GPUs here do not reach each other's memory")
+    worker = Path(__file__).with_name("sharded_worker.py")
+    count = 3 if (device, kind) == ("cpu", "peers") else 2
+    _torchrun(worker, kind, tmp_path, where=tmp_path, device=device, count=count)
+    found = {(tmp_path / f"rank{rank}").read_text() for rank in range(count)}
+    assert found == {f"_{kind.title()}"}
 
 
 @_DEVICES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .sharded import ShardedOptimizer
 from .training import release_graphs
+
+__all__ = ["Ranks", "ShardedOptimizer", "ranks", "sample_sharded"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,18 @@ class Ranks:
             dist.all_reduce(value)
             value /= self.count
         return value
+
+    def optimizer(
+        self, params: Iterable[Any], kind: Callable[..., torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        """``kind(params, **options)``, shared out where there are several processes.
+
+        Then it is a :class:`ShardedOptimizer`, which exchanges gradients itself: the module needs
+        no :meth:`wrap`.
+        """
+        if self.count == 1:
+            return kind(params, **options)
+        return ShardedOptimizer(params, kind, **options)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module under DDP, or itself where there is one process."""

@@ -1,4 +1,4 @@
-"""Training under DDP on two GPUs against one; run by ``dpa bench --train`` through torchrun.
+"""Training on two GPUs against one; run by ``dpa bench --train`` through torchrun.
 
 Whole steps are captured, on one GPU and on two.
 """
@@ -23,10 +23,11 @@ from dpa.distributed import Ranks, ranks
 from dpa.training import GraphedStep
 
 _BATCHES = (256, 1024, 4096)  # of each GPU
+ALONE, DDP, SHARDED = "alone", "DDP", "ShardedOptimizer"
 
 
 def run(count: int = 2) -> list[dict[str, Any]]:
-    """Samples a second on one GPU and on ``count`` under DDP, each of the batches a GPU a step."""
+    """Samples a second on one GPU and on ``count``, for each of the batches a GPU."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -35,11 +36,14 @@ def run(count: int = 2) -> list[dict[str, Any]]:
         return json.loads(file.read_text())
 
 
-def _step_us(team: Ranks, batch_size: int) -> float:
+def _step_us(team: Ranks, how: str, batch_size: int) -> float:
     """Microseconds of a training step with fused AdamW; the slowest process counts."""
     unet = NET_80M.build(DPA, team.device)
-    model = team.wrap(unet)
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True, capturable=True)
+    model = team.wrap(unet) if how == DDP else unet
+    optimizers = team if how == SHARDED else Ranks(0, 1, team.device)  # a whole one in each process
+    optimizer = optimizers.optimizer(
+        unet.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, capturable=True
+    )
     batch = NET_80M.batch(batch_size, team.device)
 
     def step(actions: Tensor, timestep: Tensor, cond: Tensor, noise: Tensor) -> Tensor:
@@ -62,12 +66,17 @@ def main() -> None:
     """Measure in every process; the first writes the rows to the file named by the argument."""
     with ranks(captured=True) as team:
         rows = []
+        one = Ranks(0, 1, team.device)
         for batch in _BATCHES:
-            alone = _step_us(Ranks(0, 1, team.device), batch) if team.first else 0.0
+            alone = _step_us(one, ALONE, batch) if team.first else 0.0
             dist.barrier()
-            for count, us in ((1, alone), (team.count, _step_us(team, batch))):
-                row = {"network": NET_80M.name, "GPUs": count, "batch a GPU": batch, "step us": us}
-                rows.append(row | {"samples a second": count * batch / us * 1e6 if us else 0.0})
+            found = {ALONE: (1, alone)} | {
+                how: (team.count, _step_us(team, how, batch)) for how in (DDP, SHARDED)
+            }
+            for how, (count, us) in found.items():
+                row = {"network": NET_80M.name, "how": how, "GPUs": count, "batch a GPU": batch}
+                row |= {"step us": us, "samples a second": count * batch / us * 1e6 if us else 0.0}
+                rows.append(row)
         if team.first:
             Path(sys.argv[1]).write_text(json.dumps(rows))
 

@@ -9,7 +9,7 @@ import torch
 
 from dpa.bench import train, train_bars
 
-_TABLES = ("training", "GroupNorm + Mish + FiLM", "DDP")
+_TABLES = ("training", "GroupNorm + Mish + FiLM", "two GPUs")
 
 
 def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -27,7 +27,7 @@ def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
     if part in ("all", "norm"):
         found["GroupNorm"] = _norm
     if part in ("all", "ddp") and torch.cuda.device_count() > 1:
-        found["DDP"] = _ddp
+        found["two GPUs"] = _two_gpus
     return found
 
 
@@ -48,7 +48,7 @@ def _norm() -> dict[str, Any]:
     return {_TABLES[1]: train_norm.run()}
 
 
-def _ddp() -> dict[str, Any]:
+def _two_gpus() -> dict[str, Any]:
     from dpa.bench import train_ranks
 
     return {_TABLES[2]: train_ranks.run()}

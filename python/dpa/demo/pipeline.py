@@ -61,6 +61,7 @@ def _run(options: Options, console: Console, team: Ranks) -> dict:
         f"[bold]dpa demo[/] on {results['device']}, CPU threads: {results['threads']}, "
         f"seed {options.seed}"
     )
+    options.out.mkdir(parents=True, exist_ok=True)  # where it cannot be, fail before the training
     policy = obtain_policy(options, team, console, results)
     results["passed"], results["misses"] = None, []
     if not options.train_only:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 from ..distributed import Ranks
 from ..files import replacing
+from ..loading import read_file
 from ..nn import ConditionalUnet1D
 from . import world as W
 
@@ -219,23 +219,13 @@ def load(path: Path, device: torch.device) -> Policy:
     """Read a policy back. ValueError where the file is not a checkpoint of this demo."""
     if not path.is_file():
         raise ValueError(f"checkpoint must be a file, got {path}")
-    try:
-        content = torch.load(path, map_location=device, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"checkpoint must be a file that torch can load, got {path}") from error
+    content = read_file(path)
     if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(f"checkpoint must be one that the demo wrote, got {path}")
-    network = Network(content["unet"]).to(device)
+    parts = ("unet", "scheduler", "history", "losses", "train_steps", "seed")
     try:
+        network = Network(content["unet"]).to(device)
         network.load_state_dict(content["state_dict"])
-    except RuntimeError as error:
+        return Policy(network.requires_grad_(False).eval(), *(content[part] for part in parts))
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"checkpoint must fit the demo's network, got {path}") from error
-    return Policy(
-        network.requires_grad_(False).eval(),
-        content["unet"],
-        content["scheduler"],
-        content["history"],
-        content["losses"],
-        content["train_steps"],
-        content["seed"],
-    )
