@@ -66,6 +66,8 @@ def test_what_cannot_be_profiled_is_refused():
         dpa.profile(dpa.DiffusionSampler(unet, scheduler, 5, horizon=8))
     with pytest.raises(ValueError, match="profile: sampler must run on a GPU, got cpu"):
         dpa.profile(dpa.DiffusionSampler(unet, scheduler, 5, horizon=8, fused=True))
+    with pytest.raises(ValueError, match="profile: sampler must be a DiffusionSampler, got"):
+        dpa.profile(unet)
 
 
 def _profile():
@@ -278,6 +280,24 @@ def test_the_command_refuses_what_it_does_not_know():
     result = testing.CliRunner().invoke(app, ["bench", "--only", "nothing"])
     assert result.exit_code != 0
     assert "sampler" in result.output
+    for option, given in [("--networks", "7 M"), ("--batches", "1,x"), ("--batches", "0")]:
+        result = testing.CliRunner().invoke(app, ["bench", option, given])
+        assert result.exit_code != 0 and f"{option} must be" in result.output
+
+
+def test_the_networks_have_the_names_of_their_sizes():
+    from dpa.bench import command, sampler
+
+    assert list(command._NETWORKS) == [size.name for size in sampler.SIZES]
+
+
+def test_a_folder_that_cannot_be_fails_before_the_measurements(tmp_path, monkeypatch):
+    from dpa.bench import command
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "_measured", lambda *args: pytest.fail("measured"))
+    with pytest.raises(OSError, match="file"):
+        command.bench(out=tmp_path / "file" / "out")
 
 
 def test_the_bars_follow_from_the_tables():

@@ -334,5 +334,7 @@ def test_what_cannot_be_captured_says_so_and_runs(device):
 
 
 def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"graph_calls: module must be a torch.nn.Module, got"):
+        graph_calls(None)
     with pytest.raises(ValueError, match=r"graph_calls: warmup and capacity .* got 0, 2"):
         graph_calls(_Small(), warmup=0)

@@ -42,6 +42,14 @@ def _check(unet, dtype, batch, horizon, cond_dim):
     return got
 
 
+def test_timesteps_as_the_network_takes_them():
+    unet = _net(input_dim=2, down_dims=(8, 16))
+    sample, _, _ = _inputs(unet, 3, 4, None)
+    packed = PackedUnet(unet)
+    for form in (7, 7.0, torch.tensor(7), torch.tensor([7]), torch.full((3,), 7)):
+        assert torch.equal(packed(sample, form), packed(sample, torch.full((3,), 7.0)))
+
+
 def _has(level, monkeypatch):
     monkeypatch.setenv("DPA_CPU_LEVEL", level)
     unet = _net(input_dim=1, down_dims=(8,))

@@ -105,10 +105,12 @@ def test_a_network_that_gives_nan_ends_in_nan():
 
 
 def test_rejected():
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
-        dpa.Parallel(0)
-    with pytest.raises(ValueError, match="tolerance must be at least 0, got -1"):
-        dpa.Parallel(tolerance=-1)
+    for window in (0, 2.5, "4"):
+        with pytest.raises(ValueError, match=f"window must be an integer .* 1, got {window!r}"):
+            dpa.Parallel(window)
+    for tolerance in (-1, "1", float("nan")):
+        with pytest.raises(ValueError, match=f"tolerance must be .* least 0, got {tolerance!r}"):
+            dpa.Parallel(tolerance=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting"])

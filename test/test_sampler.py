@@ -234,6 +234,33 @@ def test_scripted_and_compiled_networks():
         torch.testing.assert_close(sampler(cond, noise=noise), want, rtol=1e-4, atol=1e-4)
 
 
+def test_a_compiled_network_is_packed():
+    scheduler, steps, _ = make_scheduler("ddim")
+    unet, cond, noise = make_unet("cpu"), torch.randn(3, 4), torch.randn(SHAPE)
+    want = dpa.DiffusionSampler(unet, scheduler, steps, fused=True)(cond, noise=noise)
+    compiled = torch.compile(unet, backend="eager")
+    sampler = dpa.DiffusionSampler(compiled, scheduler, steps, fused=True)
+    for _ in range(2):
+        assert torch.equal(sampler(cond, noise=noise), want)
+
+
+@pytest.mark.parametrize("kind", ["another network", "float64"])
+def test_a_network_that_cannot_be_packed_runs_step_by_step_where_that_is_asked(kind):
+    scheduler, steps, _ = make_scheduler("ddim")
+    unet, cond, noise = make_unet("cpu"), torch.randn(3, 4), torch.randn(SHAPE)
+    if kind == "float64":
+        unet.double()
+    else:
+        unet.mid_modules[0].blocks[0].block[2] = torch.nn.SiLU()
+    want = dpa.DiffusionSampler(unet, scheduler, steps)(cond, noise=noise)
+    with pytest.raises(ValueError, match="must be"):
+        dpa.DiffusionSampler(unet, scheduler, steps, fused=True)(cond, noise=noise)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, fused=True, fallback=True)
+    with pytest.warns(UserWarning, match="must be .*: the loop runs step by step instead"):
+        got = sampler(cond, noise=noise)
+    torch.testing.assert_close(got, want)
+
+
 def test_live_scheduler_may_change_afterwards():
     scheduler, steps, _ = make_scheduler("ddim")
     sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps)
@@ -272,6 +299,12 @@ REFUSED = [
     ({"local_cond": torch.zeros(3, 6, 1)}, r"local_cond must have the horizon 8, got \(3, 6, 1\)"),
     ({"global_cond": torch.zeros(3, 2, 2)}, "global_cond must have 2 dimensions"),
     ({"global_cond": None}, "global_cond must be given"),
+    ({"global_cond": torch.zeros(3, 4).numpy()}, "global_cond must be a tensor, got ndarray"),
+    ({"global_cond": [[0.0] * 4] * 3}, "global_cond must be a tensor, got list"),
+    ({"batch_size": -1}, "batch_size must be an integer of at least 0, got -1"),
+    ({"batch_size": "3"}, "batch_size must be an integer of at least 0, got '3'"),
+    ({"generator": 7}, "generator must be a torch.Generator, or a sequence of them, got int"),
+    ({"generator": []}, "generator must be one, or a sequence of 3, got 0"),
 ]
 
 
@@ -283,10 +316,32 @@ def test_arguments_that_are_refused(change, message):
         sampler(**{"global_cond": torch.zeros(3, 4), **change})
 
 
+@pytest.mark.parametrize("change", [{"global_cond": [[0.0] * 4]}, {"generator": []}])
+def test_a_call_after_a_good_one_is_checked_too(change):
+    scheduler, steps, _ = make_scheduler("ddim")
+    sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps, horizon=8, fused=True)
+    sampler(torch.zeros(1, 4))
+    with pytest.raises(ValueError, match=f"DiffusionSampler: {next(iter(change))} must be"):
+        sampler(**{"global_cond": torch.zeros(1, 4), **change})
+
+
 def test_constructors_that_are_refused():
     scheduler, _, _ = make_scheduler("ddim")
-    with pytest.raises(ValueError, match=r"dtype must be a floating dtype, got torch.int32"):
-        dpa.DiffusionSampler(make_unet("cpu"), scheduler, 4, torch.int32)
+    for dtype in (torch.int32, "float32"):
+        for name in ("dtype", "noise_dtype"):
+            with pytest.raises(ValueError, match=rf" {name} must be a floating dtype, got {dtype}"):
+                dpa.DiffusionSampler(make_unet("cpu"), scheduler, 4, **{name: dtype})
+    with pytest.raises(ValueError, match="unet must be a network, or a function like one"):
+        dpa.DiffusionSampler(None, scheduler, 4)
+    with pytest.raises(ValueError, match=r"parallel must be a dpa.Parallel, got <class 'int'>"):
+        dpa.DiffusionSampler(make_unet("cpu"), scheduler, 4, parallel=3)
+    for size in (0, -8, 2.5, "8"):
+        for name in ("horizon", "action_dim"):
+            sampler = dpa.DiffusionSampler(
+                make_unet("cpu"), scheduler, 4, **{"horizon": 8, name: size}
+            )
+            with pytest.raises(ValueError, match=rf"{name} must be an integer of at least 1, got"):
+                sampler(torch.zeros(3, 4))
     with pytest.raises(TypeError, match="scheduler must be a DDPMScheduler, a DDIM"):
         dpa.DiffusionSampler(make_unet("cpu"), object(), 4)
     table = StepTable(torch.zeros(1), torch.zeros(1, 6))

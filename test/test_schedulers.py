@@ -178,9 +178,10 @@ def test_arguments_that_are_refused():
         from_diffusers(DDPM(20), eta=0.5)
     with pytest.raises(ValueError, match=r"use_clipped_model_output must be False .*, got True"):
         from_diffusers(DDPM(20), use_clipped_model_output=True)
-    with pytest.raises(ValueError, match=r"eta must be finite and at least 0 .*, got -1"):
-        from_diffusers(DDIM(20), eta=-1)
-    for steps in (0, 21):
+    for eta in (-1, "1"):
+        with pytest.raises(ValueError, match=rf"eta must be finite and at least 0 .*, got {eta!r}"):
+            from_diffusers(DDIM(20), eta=eta)
+    for steps in (0, 21, 2.5, "5"):
         with pytest.raises(ValueError, match=rf"num_inference_steps must lie in 1..20.*{steps}"):
             from_diffusers(DDIM(20), steps)
     for kind in (DPM, EULER):

@@ -77,10 +77,30 @@ def test_bad_arguments_are_named():
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match="EMA: min_decay and max_decay must be ordered"):
         EMA(model, min_decay=0.9, max_decay=0.5)
-    with pytest.raises(ValueError, match="EMA: power must be at least 0"):
-        EMA(model, power=-1.0)
+    for power in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="EMA: power must be at least 0"):
+            EMA(model, power=power)
     with pytest.raises(ValueError, match="EMA: state must hold 2 averages, got 1"):
         EMA(model).load_state_dict({"updates": 0, "averages": [torch.zeros(1)]})
+    with pytest.raises(ValueError, match="EMA: state must hold averages and updates, got none of"):
+        EMA(model).load_state_dict({"averages": []})
+
+
+def test_averages_of_other_shapes_change_nothing():
+    """Shapes that broadcast too, which a copy would take."""
+    ema, wide = EMA(torch.nn.Linear(1, 1)), torch.nn.Linear(3, 2)
+    before = copy.deepcopy((ema.averages, list(wide.parameters())))
+    with pytest.raises(ValueError, match=r"model must have .* got \(2, 3\) for \(1, 1\)"):
+        ema.copy_to(wide)
+    state = {"updates": 1, "averages": [torch.ones(1, 1), torch.ones(())]}
+    with pytest.raises(ValueError, match=r"state must have .* got \(\) for \(1,\)"):
+        ema.load_state_dict(state)
+    assert_close((ema.averages, list(wide.parameters())), before, rtol=0, atol=0)
+
+
+def test_a_graphed_step_without_warm_up_is_refused():
+    with pytest.raises(ValueError, match="GraphedStep: step must be callable, got <class 'NoneT"):
+        GraphedStep(None)
     with pytest.raises(ValueError, match="GraphedStep: warmup must be at least 1, got 0"):
         GraphedStep(print, warmup=0)
 

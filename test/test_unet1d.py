@@ -274,7 +274,8 @@ def test_empty_batch_strided_input_and_inference_mode(device):
 
 
 ERRORS = [
-    ({"sample": torch.zeros(2, 7, 3)}, r"horizon must be a multiple of 2 .*, got 7"),
+    ({"sample": torch.zeros(2, 7, 3)}, r"horizon must be a positive multiple of 2 .*, got 7"),
+    ({"sample": torch.zeros(2, 0, 3)}, r"horizon must be a positive multiple of 2 .*, got 0"),
     ({"sample": torch.zeros(2, 6, 4)}, r"sample must be \(B, T, 3\).*, got \[2, 6, 4\]"),
     ({"sample": torch.zeros(6, 3)}, r"sample must be \(B, T, 3\).*, got \[6, 3\]"),
     ({"global_cond": None}, r"global_cond must be given, of shape \(2, 5\), got None"),
@@ -312,6 +313,12 @@ def test_constructors_that_are_refused():
         ConditionalUnet1D(2, diffusion_step_embed_dim=15, down_dims=(16,))
     with pytest.raises(ValueError, match="down_dims must name at least one level"):
         ConditionalUnet1D(2, down_dims=())
+    for sizes in [{"input_dim": 0}, {"input_dim": 2, "down_dims": (16, 0)}]:
+        with pytest.raises(ValueError, match="input_dim and down_dims must be positive, got"):
+            ConditionalUnet1D(**sizes)
+    for name in ("local_cond_dim", "global_cond_dim"):
+        with pytest.raises(ValueError, match=f"{name} .*must be widths or None, got .*-1"):
+            ConditionalUnet1D(2, **{name: -1}, **SMALL)
 
 
 def test_blocks_on_their_own(device):

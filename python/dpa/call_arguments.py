@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,14 +23,46 @@ def kind_of(given: Given, batch_size: int | None, generator: Generators) -> tupl
     """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
     if generator is not None and not isinstance(generator, torch.Generator):
         return None
+    if not all(v is None or isinstance(v, Tensor) for v in given.values()):
+        return None
     tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
     return (*tensors, batch_size, None if generator is None else generator.device)
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """Return a size as an integer."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        fail(name, f"be an integer of at least {least}", repr(value))
+    return count
+
+
+def check_generator(generator: Any, batch: int) -> None:
+    """Refuse what is no generator of a batch's random numbers."""
+    several = generator if isinstance(generator, Sequence) else [generator]
+    wrong = next((one for one in several if not isinstance(one, torch.Generator)), None)
+    if generator is not None and wrong is not None:
+        fail("generator", "be a torch.Generator, or a sequence of them", type(wrong).__name__)
+    if isinstance(generator, Sequence) and len(generator) != batch:
+        fail("generator", f"be one, or a sequence of {batch}", len(generator))
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Refuse what is neither None nor a floating dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        fail(name, "be a floating dtype", dtype)
 
 
 def placement(
     unet: Callable[..., Tensor], tensors: Mapping[str, Tensor]
 ) -> tuple[torch.device, torch.dtype]:
     """Return the device and dtype of the network; every argument must be on that device."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            fail(name, "be a tensor", type(value).__name__)
     parameters = unet.parameters() if isinstance(unet, nn.Module) else iter(())
     first = next((p for p in parameters if p.is_floating_point()), None)
     if first is not None:
@@ -66,8 +99,11 @@ def shape_of(
     for name, size in (("horizon", horizon), ("action_dim", action_dim)):
         if size is None:
             fail(name, "be given to the constructor, or follow from an argument", None)
-    assert horizon is not None and action_dim is not None
-    shape = (batch, horizon, action_dim)
+    shape = (
+        check_count("batch_size", batch, 0),
+        check_count("horizon", horizon, 1),
+        check_count("action_dim", action_dim, 1),
+    )
     for name, value in tensors.items():
         got = tuple(value.shape)
         if name == "noise" and got != shape:

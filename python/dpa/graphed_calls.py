@@ -51,6 +51,8 @@ def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Mod
         ``module``.
 
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"graph_calls: module must be a torch.nn.Module, got {type(module)}")
     if warmup < 1 or capacity < 1:
         raise ValueError(
             f"graph_calls: warmup and capacity must be at least 1, got {warmup}, {capacity}"

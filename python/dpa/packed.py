@@ -288,11 +288,17 @@ class PackedUnet:
         return self._pack() if capturing else self.repack()
 
     def __call__(
-        self, sample: Tensor, timestep: Tensor, global_cond: Tensor | None = None
+        self, sample: Tensor, timestep: Tensor | float | int, global_cond: Tensor | None = None
     ) -> Tensor:
-        """One forward pass: (B, T, Da) and a timestep a sample, (B,), to (B, T, Da), float32."""
+        """One forward pass: (B, T, Da) to (B, T, Da), float32.
+
+        The timestep is the network's: a number, or a tensor of shape (), (1,) or (B,).
+        """
+        steps = torch.as_tensor(timestep, dtype=torch.float32, device=sample.device)
+        if steps.numel() == 1:
+            steps = steps.reshape(1).expand(sample.shape[0])
         return torch.ops.dpa.unet1d(
-            sample, timestep.float(), global_cond, self.packed, self.config, self.dtype
+            sample, steps, global_cond, self.packed, self.config, self.dtype
         )
 
     def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:

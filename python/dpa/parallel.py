@@ -48,10 +48,12 @@ class Parallel:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.window < 1:
-            raise ValueError(f"Parallel: window must be at least 1, got {self.window}")
-        if not self.tolerance >= 0:
-            raise ValueError(f"Parallel: tolerance must be at least 0, got {self.tolerance}")
+        if not isinstance(self.window, int) or self.window < 1:
+            got = repr(self.window)
+            raise ValueError(f"Parallel: window must be an integer of at least 1, got {got}")
+        if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
+            got = repr(self.tolerance)
+            raise ValueError(f"Parallel: tolerance must be a number of at least 0, got {got}")
 
 
 @dataclass(frozen=True)

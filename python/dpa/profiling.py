@@ -122,6 +122,8 @@ def profile(
         RuntimeError: the kernel does not run these sizes on this device, with the sizes.
 
     """
+    if not isinstance(sampler, DiffusionSampler):
+        raise ValueError(f"profile: sampler must be a DiffusionSampler, got {type(sampler)}")
     table = sampler.table
     if not sampler.fused or sampler.horizon is None or not isinstance(table, StepTable):
         raise ValueError(

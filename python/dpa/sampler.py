@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from . import fused, stepwise
-from .call_arguments import fail, inpainting, kind_of, last_width, placement, shape_of
+from .call_arguments import (
+    check_dtype,
+    check_generator,
+    fail,
+    inpainting,
+    kind_of,
+    last_width,
+    placement,
+    shape_of,
+)
 from .graphs import LoopGraphs, can_capture
 from .noise import Draws, draw_normal
 from .packed import PackedUnet
@@ -98,8 +107,12 @@ class DiffusionSampler:
         noise_dtype: torch.dtype | None = None,
         parallel: Parallel | None = None,
     ):
-        if dtype is not None and not dtype.is_floating_point:
-            fail("dtype", "be a floating dtype", dtype)
+        if not callable(unet):
+            fail("unet", "be a network, or a function like one", type(unet))
+        check_dtype("dtype", dtype)
+        check_dtype("noise_dtype", noise_dtype)
+        if parallel is not None and not isinstance(parallel, Parallel):
+            fail("parallel", "be a dpa.Parallel", type(parallel))
         if (
             dtype is not None
             and dtype.itemsize == 1
@@ -215,6 +228,8 @@ class DiffusionSampler:
 
         Raises:
             ValueError: naming the argument, the rule and what was received.
+            RuntimeError: likewise, where the fused op finds that the network takes no such
+                ``global_cond``.
 
         """
         given = {
@@ -244,6 +259,7 @@ class DiffusionSampler:
             self._width = (self.unet, last_width(self.unet))
         action_dim = self._width[1] if self.action_dim is None else self.action_dim
         shape = shape_of(tensors, batch_size, self.horizon, action_dim)
+        check_generator(generator, shape[0])
         wide = torch.promote_types(weights_dtype, torch.float32)
         drawn = self.noise_dtype or wide
         imposed = inpainting(given, wide)
@@ -294,18 +310,20 @@ class DiffusionSampler:
         """Return the packed network of a fused call; None, after a warning, where it falls back."""
         if not self.fused:
             return None
-        reason = fused.refusal(self.unet, table, device, local_cond)
-        if reason is None:
+        unet = getattr(self.unet, "_orig_mod", self.unet)  # inside torch.compile's wrapper
+        try:
+            if (reason := fused.refusal(unet, table, device, local_cond)) is not None:
+                fail("fused", *reason)
             dtype = self.dtype or weights_dtype
             kept = self._packed
-            if kept is None or kept.unet is not self.unet or kept.dtype != dtype:
-                self._packed = PackedUnet(self.unet, dtype)
+            if kept is None or kept.unet is not unet or kept.dtype != dtype:
+                self._packed = PackedUnet(unet, dtype)
             return self._packed
-        rule, got = reason
-        if not self.fallback:
-            fail("fused", rule, got)
-        _warn(f"DiffusionSampler: fused must {rule}, got {got}: the loop runs step by step instead")
-        return None
+        except ValueError as error:
+            if not self.fallback:
+                raise
+            _warn(f"{error}: the loop runs step by step instead")
+            return None
 
     def _parallel_may_run(self, table: Steps, device: torch.device) -> None:
         if not isinstance(table, StepTable) or isinstance(table, MultistepTable):

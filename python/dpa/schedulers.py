@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import numbers
 from types import MethodType
 from typing import Any
 
@@ -138,11 +139,11 @@ def _measure(
 ) -> StepTable:
     """Measure a copy that may be changed."""
     if num_inference_steps is not None:
-        most = live.config.num_train_timesteps
-        if not 1 <= num_inference_steps <= most:
+        most, steps = live.config.num_train_timesteps, num_inference_steps
+        if not isinstance(steps, numbers.Integral) or not 1 <= steps <= most:
             raise ValueError(
                 f"from_diffusers: num_inference_steps must lie in 1..{most}, the scheduler's "
-                f"num_train_timesteps, got {num_inference_steps}"
+                f"num_train_timesteps, got {steps!r}"
             )
         live.set_timesteps(num_inference_steps)
     elif getattr(live, "num_inference_steps", None) is None:
@@ -211,7 +212,7 @@ def _check_scheduler(scheduler: Any, eta: float, use_clipped_model_output: bool)
             refuse("eta", eta, "0 (the option is DDIM's)")
         if use_clipped_model_output:
             refuse("use_clipped_model_output", True, "False (the option is DDIM's)")
-    elif not 0 <= eta < math.inf:
+    elif not isinstance(eta, numbers.Real) or not 0 <= eta < math.inf:
         refuse("eta", eta, "finite and at least 0")
     return kind
 

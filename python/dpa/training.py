@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class EMA:
                 "EMA: min_decay and max_decay must be ordered in 0..1, "
                 f"got {min_decay}, {max_decay}"
             )
-        if power < 0 or inv_gamma <= 0:
+        if not (power >= 0 and inv_gamma > 0):
             raise ValueError(
                 f"EMA: power must be at least 0 and inv_gamma above 0, got {power}, {inv_gamma}"
             )
@@ -94,10 +94,23 @@ class EMA:
         torch._foreach_lerp_(self.averages, now, 1.0 - self.decay)
         self.updates += 1
 
+    def _check_shapes(self, name: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != len(self.averages):
+            raise ValueError(
+                f"EMA: {name} must hold {len(self.averages)} averages, got {len(tensors)}"
+            )
+        for given, kept in zip(tensors, self.averages, strict=True):
+            if given.shape != kept.shape:
+                raise ValueError(
+                    f"EMA: {name} must have the shapes of the averages, got {tuple(given.shape)} "
+                    f"for {tuple(kept.shape)}"
+                )
+
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
         """Write the averages, and the trained model's buffers, into a model of the same shapes."""
         parameters = [_local(parameter.detach()) for parameter in model.parameters()]
+        self._check_shapes("model", parameters)
         torch._foreach_copy_(parameters, self.averages)
         for kept, new in zip(model.buffers(), self.model.buffers(), strict=True):
             kept.copy_(new)
@@ -120,11 +133,15 @@ class EMA:
         return {"updates": self.updates, "averages": self.averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the averages of a checkpoint."""
-        if len(state["averages"]) != len(self.averages):
-            raise ValueError(
-                f"EMA: state must hold {len(self.averages)} averages, got {len(state['averages'])}"
-            )
+        """Take up the averages of a checkpoint.
+
+        Raises:
+            ValueError: it holds others; then nothing has changed.
+
+        """
+        if missing := {"averages", "updates"} - set(state):
+            raise ValueError(f"EMA: state must hold averages and updates, got none of {missing}")
+        self._check_shapes("state", state["averages"])
         with torch.no_grad():
             for kept, new in zip(self.averages, state["averages"], strict=True):
                 kept.copy_(new)
@@ -155,6 +172,8 @@ class GraphedStep:
     """
 
     def __init__(self, step: Callable[..., Any], warmup: int = 3):
+        if not callable(step):
+            raise ValueError(f"GraphedStep: step must be callable, got {type(step)}")
         if warmup < 1:
             raise ValueError(f"GraphedStep: warmup must be at least 1, got {warmup}")
         self.step = step

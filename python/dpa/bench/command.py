@@ -26,8 +26,8 @@ On a GPU the small ops, the U-Net's step and the whole denoising loop, with what
 held to and whether it holds: about three minutes; on the CPU every op, and the U-Net beside ONNX
 Runtime and OpenVINO too, where they are installed. Writes OUT/results.json, after each part what
 there is by then, and plots. With --train: training steps eager, compiled and on dpa, called and in
-a CUDA graph, their peak memory, DDP where there are two GPUs, and what is required of them;
-OUT/train.json and a plot.
+a CUDA graph, their peak memory, steps on two GPUs where there are two, and what is required of
+them; OUT/train.json and a plot.
 
 Examples:
 
@@ -41,6 +41,7 @@ Examples:
 """
 _PARTS = ("all", "ops", "sampler")
 _TRAIN_PARTS = ("all", "networks", "norm", "ddp", "curves")
+_NETWORKS = ("80 M", "252 M")  # the names of dpa.bench.sampler.SIZES
 Tables = dict[str, Any]
 Stages = dict[str, Callable[[], Tables]]
 
@@ -50,9 +51,9 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def bench(
-    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plots.")] = Path(
-        "out/bench"
-    ),
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the plots.")
+    ] = Path("out/bench"),
     only: Annotated[
         str,
         typer.Option(help=f"On a GPU: {_quoted(_PARTS)}; of --train: {_quoted(_TRAIN_PARTS)}."),
@@ -86,11 +87,13 @@ def bench(
         raise typer.BadParameter(f"must be {_quoted(parts)}, got {only!r}")
     if profile and not gpu:
         raise typer.BadParameter("--profile needs a GPU")
+    chosen = _networks(networks)
+    sizes = _batches(batches)
+    out.mkdir(parents=True, exist_ok=True)  # where it cannot be, fail before the measurements
     name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     results: Tables = {"device": name, "torch": torch.__version__}
     if not gpu and (busy := _busy()):
         Console(stderr=True).print(f"[yellow]{busy}[/]", highlight=False)
-    chosen = [part.strip() for part in networks.split(",")]
     pictures: list[Path] = []
     file = out / f"{'profile' if profile else 'train' if training else 'results'}.json"
     if profile:
@@ -99,8 +102,7 @@ def bench(
         _write(results, file)
     else:
         if quick:
-            chosen, batches, autotune, train_steps = ["80 M"], "1", False, 0
-        sizes = [int(part) for part in batches.split(",")]
+            chosen, sizes, autotune, train_steps = ["80 M"], [1], False, 0
         finish: Callable[[Tables], Tables] = dict
         if training:
             from dpa.bench import train_stages
@@ -127,6 +129,20 @@ def bench(
         console.print(f"weights read at {results['read TB/s']:.2f} TB/s")
     for path in (file, *pictures):
         console.print(f"written: {path}")
+
+
+def _networks(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    if unknown := [name for name in names if name not in _NETWORKS]:
+        raise typer.BadParameter(f"--networks must be of {_quoted(_NETWORKS)}, got {unknown[0]!r}")
+    return names
+
+
+def _batches(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"--batches must be positive integers with commas, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def _busy() -> str:

@@ -146,6 +146,16 @@ class ConditionalUnet1D(nn.Module):
         dims = list(down_dims)
         if len(dims) == 0:
             raise ValueError("ConditionalUnet1D: down_dims must name at least one level, got none")
+        if input_dim < 1 or min(dims) < 1:
+            raise ValueError(
+                "ConditionalUnet1D: input_dim and down_dims must be positive, "
+                f"got {input_dim} and {dims}"
+            )
+        if (local_cond_dim or 0) < 0 or (global_cond_dim or 0) < 0:
+            raise ValueError(
+                "ConditionalUnet1D: local_cond_dim and global_cond_dim must be widths or None, "
+                f"got {local_cond_dim} and {global_cond_dim}"
+            )
         self.input_dim = input_dim
         # Zero stands for "none": TorchScript then sees plain integers.
         self.local_cond_dim = local_cond_dim or 0
@@ -201,7 +211,7 @@ class ConditionalUnet1D(nn.Module):
         """Predict what the scheduler's ``prediction_type`` says: (B, T, input_dim) as ``sample``.
 
         Args:
-            sample: (B, T, input_dim); T a multiple of ``2 ** (levels - 1)``.
+            sample: (B, T, input_dim); T a positive multiple of ``2 ** (levels - 1)``.
             timestep: a number, or a tensor of shape (), (1,) or (B,) on any device.
             local_cond: (B, T, local_cond_dim); without it the first level gets none.
             global_cond: (B, global_cond_dim).
@@ -339,10 +349,10 @@ class ConditionalUnet1D(nn.Module):
                 f"input_dim, got {list(sample.shape)}"
             )
         batch, horizon = sample.shape[0], sample.shape[1]
-        if horizon % self.horizon_multiple != 0:
+        if horizon < 1 or horizon % self.horizon_multiple != 0:
             raise ValueError(
-                f"ConditionalUnet1D: horizon must be a multiple of {self.horizon_multiple} "
-                f"(2 ** (levels - 1)), got {horizon}"
+                "ConditionalUnet1D: horizon must be a positive multiple of "
+                f"{self.horizon_multiple} (2 ** (levels - 1)), got {horizon}"
             )
         if global_cond is None:
             if self.global_cond_dim != 0:
