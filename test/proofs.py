@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -295,6 +296,20 @@ class OpProofs:
                 assert_close(a.grad, b.grad)
             frames.append(counter.frame_count)
         assert len(frames) >= 4 and frames[1] == frames[-1] <= 2, frames
+
+    def test_compiled_autograd(self, device):
+        """The whole backward compiled, with an ATen node before the op's own."""
+        compiler = torch.compile(backend="aot_eager", fullgraph=True)
+        for sample in self.batches(device):
+            ours, exact = sample.requiring_grad(), sample.requiring_grad()
+            ours.floating()[0].requires_grad_(False)
+            for given, mode in ((exact, contextlib.nullcontext()), (ours, _enable(compiler))):
+                total = sum(out.square().sum() for out in call(type(self).op, given))
+                with mode:
+                    total.backward()
+            assert ours.floating()[0].grad is None
+            for a, b in zip(ours.floating()[1:], exact.floating()[1:], strict=True):
+                assert_close(a.grad, b.grad)
 
     def test_cuda_graph(self, device):
         """Captured on a side stream and replayed on new data."""

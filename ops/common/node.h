@@ -9,6 +9,7 @@
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
@@ -19,6 +20,7 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -27,14 +29,25 @@
 namespace dpa {
 
 using torch::autograd::variable_list;
+/// Which of a node's gradients are asked for, one for each edge.
+using Wanted = c10::SmallVector<bool, 16>;
 
-/// A node that saves `N` tensors, or any number where N is 0, some of which may be undefined. Subclasses add constants,
-/// `collect_constants` and `backward`.
-template <size_t N>
+/// A node that saves `N` tensors, or any number where N is 0, some of which may be undefined, and the constants of the
+/// call. A subclass, `Self`, has a name and
+///
+///   static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted,
+///                                 Constants... constants);
+///
+/// which returns one gradient for each edge, undefined where none is wanted. It is a function of its arguments alone,
+/// for compiled autograd calls it when the node is long gone.
+template <class Self, size_t N, class... Constants>
 class SavingNode : public torch::autograd::Node {
  public:
   template <class T>
   using Several = std::conditional_t<N == 0, std::vector<T>, std::array<T, N>>;
+  using Saved = Several<Tensor>;
+
+  std::tuple<Constants...> constants;
 
   template <class... Tensors>
   void save(const Tensors&... tensors) {
@@ -51,36 +64,63 @@ class SavingNode : public torch::autograd::Node {
     for (auto& variable : saved_) variable.reset_data();
   }
 
-  variable_list apply(variable_list&& gradients) override {
-    Several<Tensor> tensors;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if constexpr (N == 0) tensors.resize(saved_.size());
-      for (size_t i = 0; i < tensors.size(); ++i) tensors[i] = saved_[i].unpack();
-    }
-    return backward(gradients, tensors);
-  }
+  variable_list apply(variable_list&& gradients) override { return call(gradients, unpacked(), wanted(), constants); }
 
+  // Compiled autograd looks for a graph that it has compiled for the same constants, and otherwise records a call of
+  // the backward. Tensors and gradients are stand-ins then, with sizes of no meaning, so that the backward must not
+  // run.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     for (const auto& variable : saved_) args.collect(variable, /*is_output=*/false);
-    collect_constants(args);
+    std::apply([&](const auto&... constant) { (args.collect(constant), ...); }, constants);
   }
 
   variable_list apply_with_saved(const variable_list& gradients,
-                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
-    for (auto& variable : saved_) saved.before(variable);
-    auto result = apply(variable_list(gradients));
-    for (auto& variable : saved_) saved.after(variable);
+                                 torch::dynamo::autograd::SwapSavedVariables& swapped) override {
+    namespace compiled = torch::dynamo::autograd;
+    for (auto& variable : saved_) swapped.before(variable);
+    compiled::PackedArgs arguments;
+    std::vector<at::TypePtr> types;
+    for (const auto& tensor : unpacked()) {
+      arguments.pack(tensor);
+      types.push_back(at::TensorType::get());
+    }
+    const auto recorded = [wanted = wanted(), constants = constants](const variable_list& to,
+                                                                     const std::vector<c10::IValue>& tensors) {
+      Saved saved;
+      if constexpr (N == 0) saved.resize(tensors.size());
+      for (size_t i = 0; i < saved.size(); ++i) saved[i] = tensors[i].toTensor();
+      return call(to, saved, wanted, constants);
+    };
+    const auto& compiler = compiled::getPyCompilerInterface();
+    const auto function =
+        compiler->bind_function(swapped.get_py_compiler(), name(), recorded, types, /*is_custom_function=*/true);
+    const auto outputs = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        compiled::get_input_metadata(next_edges()));
+    auto result = compiler->call_function(swapped.get_py_compiler(), "apply_functional", function, gradients,
+                                          arguments.vec(), outputs);
+    for (auto& variable : saved_) swapped.after(variable);
     return result;
   }
 
- protected:
-  /// One gradient for each edge, undefined where none is asked for.
-  virtual variable_list backward(const variable_list& gradients, Several<Tensor>& saved) = 0;
-  /// Everything beside the saved tensors that the backward depends on.
-  virtual void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const = 0;
-
  private:
+  static variable_list call(const variable_list& gradients, const Saved& saved, const Wanted& wanted,
+                            const std::tuple<Constants...>& constants) {
+    return std::apply([&](const auto&... constant) { return Self::backward(gradients, saved, wanted, constant...); },
+                      constants);
+  }
+  Saved unpacked() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Saved tensors;
+    if constexpr (N == 0) tensors.resize(saved_.size());
+    for (size_t i = 0; i < tensors.size(); ++i) tensors[i] = saved_[i].unpack();
+    return tensors;
+  }
+  Wanted wanted() const {
+    Wanted each;
+    for (size_t i = 0; i < num_outputs(); ++i) each.push_back(task_should_compute_output(i));
+    return each;
+  }
+
   Several<torch::autograd::SavedVariable> saved_;
 };
 

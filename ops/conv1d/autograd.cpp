@@ -27,25 +27,18 @@ Conv1dGradients conv1d_backward(const Tensor& grad, const Tensor& input, const T
 
 namespace {
 
-struct Conv1dBackward : SavingNode<4> {
-  int64_t stride = 1, padding = 0;
-  bool transposed = false;
-
+struct Conv1dBackward : SavingNode<Conv1dBackward, 4, int64_t, int64_t, bool> {
   std::string name() const override { return "Conv1dBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, 4>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted,
+                                int64_t stride, int64_t padding, bool transposed) {
     const auto& [input, weight, bias, packed] = saved;
     if (!gradients[0].defined()) return variable_list(3);
     Conv1dMask mask;
-    for (size_t i = 0; i < mask.size(); ++i) mask[i] = saved[i].defined() && task_should_compute_output(i);
+    for (size_t i = 0; i < mask.size(); ++i) mask[i] = saved[i].defined() && wanted[i];
     auto [g0, g1, g2] =
         conv1d_backward(gradients[0], input, weight, as_optional(bias), packed, stride, padding, transposed, mask);
     return {g0, g1, g2};
-  }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(stride);
-    args.collect(padding);
-    args.collect(transposed);
   }
 };
 
@@ -61,7 +54,7 @@ Tensor conv1d_autograd(const Tensor& input, const Tensor& weight, const Optional
     return conv1d(input, weight, bias_, stride, padding, transposed);
   }
   auto node = make_node<Conv1dBackward>(input, weight, bias);
-  node->stride = stride, node->padding = padding, node->transposed = transposed;
+  node->constants = {stride, padding, transposed};
   Tensor out, packed;
   {
     at::AutoDispatchBelowADInplaceOrView guard;

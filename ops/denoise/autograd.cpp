@@ -20,19 +20,17 @@ StepGradients denoise_backward(const Tensor& grad, const Tensor& model_output, c
 
 namespace {
 
-struct DenoiseBackward : SavingNode<5> {
+struct DenoiseBackward : SavingNode<DenoiseBackward, 5> {
   std::string name() const override { return "DenoiseBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, 5>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted) {
     const auto& [model_output, sample, diffusion_constants, timestep, diffusion_noise] = saved;
     if (!gradients[0].defined()) return variable_list(4);
-    const StepMask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2),
-                        task_should_compute_output(3)};
+    const StepMask mask{wanted[0], wanted[1], wanted[2], wanted[3]};
     auto [g0, g1, g2, g3] =
         denoise_backward(gradients[0], model_output, sample, diffusion_constants, timestep, diffusion_noise, mask);
     return {g0, g1, g2, g3};
   }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 };
 
 Tensor denoise_autograd(const Tensor& model_output, const Tensor& sample, const Tensor& diffusion_constants,

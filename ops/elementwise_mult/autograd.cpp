@@ -20,17 +20,15 @@ void elementwise_mult_out(const Tensor& a, const Tensor& b, const Tensor& out) {
 namespace {
 
 /// The product's derivatives are products: the op is its own backward, of any order.
-struct ElementwiseMultBackward : SavingNode<2> {
+struct ElementwiseMultBackward : SavingNode<ElementwiseMultBackward, 2> {
   std::string name() const override { return "ElementwiseMultBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, 2>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted) {
     const auto& [a, b] = saved;
     const auto& grad = gradients[0];
     if (!grad.defined()) return variable_list(2);
-    return {task_should_compute_output(0) ? elementwise_mult(grad, b) : Tensor(),
-            task_should_compute_output(1) ? elementwise_mult(grad, a) : Tensor()};
+    return {wanted[0] ? elementwise_mult(grad, b) : Tensor(), wanted[1] ? elementwise_mult(grad, a) : Tensor()};
   }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 };
 
 Tensor elementwise_mult_autograd(const Tensor& a, const Tensor& b) {

@@ -16,16 +16,14 @@ Tensor fused_relu_add(const Tensor& x, const Tensor& y, double bias) {
 namespace {
 
 /// The gradient of y is the output's own; that of x passes where x is positive, which is libtorch's one kernel.
-struct FusedReluAddBackward : SavingNode<1> {
+struct FusedReluAddBackward : SavingNode<FusedReluAddBackward, 1> {
   std::string name() const override { return "FusedReluAddBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, 1>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted) {
     const auto& grad = gradients[0];
     if (!grad.defined()) return variable_list(2);
-    return {task_should_compute_output(0) ? at::threshold_backward(grad, saved[0], 0) : Tensor(),
-            task_should_compute_output(1) ? grad : Tensor()};
+    return {wanted[0] ? at::threshold_backward(grad, saved[0], 0) : Tensor(), wanted[1] ? grad : Tensor()};
   }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 };
 
 Tensor fused_relu_add_autograd(const Tensor& x, const Tensor& y, double bias) {

@@ -24,28 +24,22 @@ NormGradients group_norm_mish_backward(const Tensor& grad, const Tensor& input, 
 namespace {
 
 /// Edges lead to input, weight, bias, scale, shift and residual; the last is not saved, its gradient is the output's.
-struct GroupNormMishBackward : SavingNode<5> {
-  int64_t num_groups = 1;
-  double eps = 0;
-
+struct GroupNormMishBackward : SavingNode<GroupNormMishBackward, 5, int64_t, double> {
   std::string name() const override { return "GroupNormMishBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, 5>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted,
+                                int64_t num_groups, double eps) {
     const auto& [input, weight, bias, scale, shift] = saved;
     if (!gradients[0].defined()) return variable_list(6);
     NormMask mask;
-    for (size_t i = 0; i < mask.size(); ++i) mask[i] = saved[i].defined() && task_should_compute_output(i);
+    for (size_t i = 0; i < mask.size(); ++i) mask[i] = saved[i].defined() && wanted[i];
     variable_list to(6);
     if (std::find(mask.begin(), mask.end(), true) != mask.end())
       std::tie(to[0], to[1], to[2], to[3], to[4]) =
           group_norm_mish_backward(gradients[0], input, num_groups, as_optional(weight), as_optional(bias), eps,
                                    as_optional(scale), as_optional(shift), mask);
-    if (task_should_compute_output(5)) to[5] = gradients[0];
+    if (wanted[5]) to[5] = gradients[0];
     return to;
-  }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(num_groups);
-    args.collect(eps);
   }
 };
 
@@ -61,8 +55,7 @@ Tensor group_norm_mish_autograd(const Tensor& input, int64_t num_groups, const O
   if (torch::autograd::compute_requires_grad(input, weight, bias, scale, shift, residual)) {
     node = make_node<GroupNormMishBackward>(input, weight, bias, scale, shift, residual);
     node->save(input, weight, bias, scale, shift);
-    node->num_groups = num_groups;
-    node->eps = eps;
+    node->constants = {num_groups, eps};
   }
   Tensor out;
   {

@@ -25,32 +25,30 @@ bool any_tangent_in(at::TensorList tensors) {
 }
 
 /// Saves input, weights and biases, in this order, which is that of its edges.
-struct JointLinearBackward : SavingNode<0> {
+struct JointLinearBackward : SavingNode<JointLinearBackward, 0> {
   std::string name() const override { return "JointLinearBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::vector<Tensor>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted) {
     const size_t layers = saved.size() / 2;
     variable_list result(1 + 2 * layers);
     if (!gradients[0].defined()) return result;
     const at::TensorList all(saved), weights = all.slice(1, layers), biases = all.slice(1 + layers, layers);
-    const auto wanted = [&](size_t first, size_t count) {
-      for (size_t i = first; i < first + count; ++i)
-        if (task_should_compute_output(i)) return true;
-      return false;
+    const auto any = [&](size_t first, size_t count) {
+      const auto begin = wanted.begin() + first;
+      return std::find(begin, begin + count, true) != begin + count;
     };
-    const JointLinearMask mask{wanted(0, 1), wanted(1, layers), wanted(1 + layers, layers)};
+    const JointLinearMask mask{wanted[0], any(1, layers), any(1 + layers, layers)};
     const auto [input, weight, bias] = joint_linear_backward(gradients[0], saved[0], weights, biases, mask);
     result[0] = input;
     c10::SymInt row = 0;
     for (size_t i = 0; i < layers; ++i) {
       const auto rows = weights[i].sym_size(0);
-      if (task_should_compute_output(1 + i)) result[1 + i] = weight.narrow_symint(0, row, rows);
-      if (task_should_compute_output(1 + layers + i)) result[1 + layers + i] = bias.narrow_symint(0, row, rows);
+      if (wanted[1 + i]) result[1 + i] = weight.narrow_symint(0, row, rows);
+      if (wanted[1 + layers + i]) result[1 + layers + i] = bias.narrow_symint(0, row, rows);
       row = row + rows;
     }
     return result;
   }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 };
 
 Tensor joint_linear_autograd(const Tensor& input, at::TensorList weights, at::TensorList biases) {

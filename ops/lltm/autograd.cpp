@@ -31,16 +31,16 @@ namespace {
 
 /// Saves the gates' products, so that the backward repeats no matrix product. Where the backward is itself
 /// differentiated, it starts from the inputs instead, since the products carry no history.
-struct LltmBackward : SavingNode<6> {
+struct LltmBackward : SavingNode<LltmBackward, 6> {
   std::string name() const override { return "LltmBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, 6>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted) {
     const auto& [input, weights, bias, old_h, old_cell, gates] = saved;
     if (!gradients[0].defined() && !gradients[1].defined()) return variable_list(5);
     const auto grad_h = gradients[0].defined() ? gradients[0] : at::zeros_like(old_h);
     const auto grad_cell = gradients[1].defined() ? gradients[1] : at::zeros_like(old_h);
     LltmMask mask;
-    for (size_t i = 0; i < mask.size(); ++i) mask[i] = task_should_compute_output(i);
+    for (size_t i = 0; i < mask.size(); ++i) mask[i] = wanted[i];
     const bool again = at::GradMode::is_enabled() &&
                        torch::autograd::compute_requires_grad(grad_h, grad_cell, input, weights, bias, old_h, old_cell);
     auto [g0, g1, g2, g3, g4] =
@@ -49,7 +49,6 @@ struct LltmBackward : SavingNode<6> {
             : lltm_backward(grad_h, grad_cell, input, weights, bias, old_h, old_cell, gates, mask);
     return {g0, g1, g2, g3, g4};
   }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 };
 
 LltmState lltm_autograd(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,

@@ -33,16 +33,14 @@ bool requires_grad(const ResidualBlock& block) {
 }
 
 /// Saves the op's tensors, then what its forward kept.
-struct ResidualBlock1dBackward : SavingNode<kBlockSlots + 4> {
-  int64_t num_groups = 1;
-  double eps = 0;
-
+struct ResidualBlock1dBackward : SavingNode<ResidualBlock1dBackward, kBlockSlots + 4, int64_t, double> {
   std::string name() const override { return "ResidualBlock1dBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, kBlockSlots + 4>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted,
+                                int64_t num_groups, double eps) {
     if (!gradients[0].defined()) return variable_list(kBlockSlots);
     BlockMask mask;
-    for (size_t i = 0; i < kBlockSlots; ++i) mask[i] = saved[i].defined() && task_should_compute_output(i);
+    for (size_t i = 0; i < kBlockSlots; ++i) mask[i] = saved[i].defined() && wanted[i];
     const auto t = [&](size_t i) { return as_optional(saved[i]); };
     auto to = residual_block1d_backward(gradients[0], saved[kInput], saved[kConv1Weight], saved[kConv1Bias],
                                         saved[kGn1Weight], saved[kGn1Bias], saved[kConv2Weight], saved[kConv2Bias],
@@ -50,10 +48,6 @@ struct ResidualBlock1dBackward : SavingNode<kBlockSlots + 4> {
                                         num_groups, eps, t(kScale), t(kShift), saved[kBlockSlots],
                                         saved[kBlockSlots + 1], saved[kBlockSlots + 2], saved[kBlockSlots + 3], mask);
     return std::apply([](auto&... tensors) { return variable_list{std::move(tensors)...}; }, to);
-  }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(num_groups);
-    args.collect(eps);
   }
 };
 
@@ -65,7 +59,7 @@ Tensor residual_block1d_autograd(DPA_BLOCK_PARAMETERS) {
     return residual_block1d(DPA_BLOCK_ARGUMENTS);
   }
   auto node = std::apply([](const auto&... t) { return make_node<ResidualBlock1dBackward>(t...); }, block.tensors);
-  node->num_groups = num_groups, node->eps = eps;
+  node->constants = {num_groups, eps};
   Tensor out, conv1, activation, conv2, packed;
   {
     at::AutoDispatchBelowADInplaceOrView guard;

@@ -20,21 +20,17 @@ StepGradients scheduler_step_backward(const Tensor& grad, const Tensor& model_ou
 
 namespace {
 
-struct SchedulerStepBackward : SavingNode<5> {
-  double clip = 0;
-
+struct SchedulerStepBackward : SavingNode<SchedulerStepBackward, 5, double> {
   std::string name() const override { return "SchedulerStepBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, 5>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted, double clip) {
     const auto& [model_output, sample, table, index, noise] = saved;
     if (!gradients[0].defined()) return variable_list(4);
-    const StepMask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2),
-                        noise.defined() && task_should_compute_output(3)};
+    const StepMask mask{wanted[0], wanted[1], wanted[2], noise.defined() && wanted[3]};
     auto [g0, g1, g2, g3] =
         scheduler_step_backward(gradients[0], model_output, sample, table, index, as_optional(noise), clip, mask);
     return {g0, g1, g2, g3};
   }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs& args) const override { args.collect(clip); }
 };
 
 Tensor scheduler_step_autograd(const Tensor& model_output, const Tensor& sample, const Tensor& table,
@@ -46,7 +42,7 @@ Tensor scheduler_step_autograd(const Tensor& model_output, const Tensor& sample,
   if (torch::autograd::compute_requires_grad(model_output, sample, table, noise)) {
     node = make_node<SchedulerStepBackward>(model_output, sample, table, noise);
     node->save(model_output, sample, table, index, noise);
-    node->clip = clip;
+    node->constants = {clip};
   }
   Tensor out;
   {

@@ -22,15 +22,14 @@ namespace {
 
 using torch::autograd::variable_list;
 
-struct SwigluBackward : dpa::SavingNode<2> {
+struct SwigluBackward : dpa::SavingNode<SwigluBackward, 2> {
   std::string name() const override { return "SwigluBackward"; }
 
-  variable_list backward(const variable_list& gradients, std::array<Tensor, 2>& saved) override {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const dpa::Wanted& wanted) {
     if (!gradients[0].defined()) return variable_list(2);
     auto [gate, value] = swiglu_backward(gradients[0], saved[0], saved[1]);
-    return {task_should_compute_output(0) ? gate : Tensor(), task_should_compute_output(1) ? value : Tensor()};
+    return {wanted[0] ? gate : Tensor(), wanted[1] ? value : Tensor()};
   }
-  void collect_constants(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 };
 
 Tensor swiglu_autograd(const Tensor& gate, const Tensor& value) {
