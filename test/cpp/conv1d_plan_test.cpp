@@ -113,7 +113,9 @@ TEST(ProductPlan, OneBoxServesAllTermsWhereItsRowsAreWholePieces) {
         EXPECT_GE(plan.shift[0][i], plan.lowest);
         EXPECT_LE(plan.shift[0][i], plan.lowest + plan.reach);
         // The kernel goes from term to term by one distance.
-        if (i > 0) EXPECT_EQ(plan.shift[0][i] - plan.shift[0][i - 1], plan.shift[0][1] - plan.shift[0][0]);
+        if (i > 0) {
+          EXPECT_EQ(plan.shift[0][i] - plan.shift[0][i - 1], plan.shift[0][1] - plan.shift[0][0]);
+        }
       }
     }
   }
@@ -154,7 +156,9 @@ TEST(ProductPlan, ClustersOfFourAndMoreFindTheirPlaces) {
       for (const ProductPlan& plan : {plan_gather(convolution(batch, 4, channels, channels, 5, 1), 132),
                                       plan_scatter(convolution(batch, 8, channels, channels, 4, 2), 132)}) {
         const int64_t clusters = plan.rows.count * plan.phases * plan.column_tiles;
-        if (plan.splits >= 4) EXPECT_LE(clusters, plan.splits == 4 ? 30 : 15);
+        if (plan.splits >= 4) {
+          EXPECT_LE(clusters, plan.splits == 4 ? 30 : 15);
+        }
       }
     }
   }
