@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import os
 import pickle
 import random
@@ -68,6 +69,17 @@ def test_layouts(name, unet, tmp_path):
     loaded = load_checkpoint(tmp_path / "model.pt")
     assert equal(loaded.unet, unet.state_dict()) and loaded.arguments == ARGUMENTS
     assert not loaded.unet.training and not loaded.others
+
+
+def test_weights_that_are_not_finite_are_read_as_they_are(unet, tmp_path):
+    state = {name: value.clone() for name, value in unet.state_dict().items()}
+    for at, value in enumerate(state.values()):
+        value.view(-1)[at % value.numel()] = (math.nan, math.inf, -math.inf)[at % 3]
+    torch.save(state, tmp_path / "model.pt")
+    loaded = load_checkpoint(tmp_path / "model.pt").unet.state_dict()
+    assert all(
+        torch.equal(v.view(torch.int32), state[k].view(torch.int32)) for k, v in loaded.items()
+    )
 
 
 def test_averaged_weights_come_first(unet, tmp_path):

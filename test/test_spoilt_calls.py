@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import dpa
+from dpa.info import op_names
 from proofs import Sample, call
 
 # action_dim, kernel_size, n_groups, diffusion_step_embed_dim, global_cond_dim, scale, down_dims
@@ -104,6 +105,39 @@ def test_a_spoilt_tensor_raises(device, name):
             spoilt = sample.map(lambda x: wrong if x is victim else x)  # noqa: B023
             with pytest.raises((RuntimeError, NotImplementedError), match="dpa::"):
                 call(op, spoilt)
+
+
+def _kinds_that_no_op_takes(plain):
+    yield torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8)
+    yield plain.to_sparse()
+    yield plain[0].to_sparse_csr()
+    for layout in (torch.strided, torch.jagged):
+        yield torch.nested.nested_tensor(list(plain), layout=layout)
+
+
+def _argument(argument, tensor):
+    """A value of the argument's type."""
+    kind = str(argument.type)
+    values = {"List[Tensor]": [tensor], "int": 1, "float": 1.0, "bool": True, "str": "float32"}
+    values |= {"List[int]": CONFIG, "List[bool]": [True] * (argument.N or 1)}
+    return tensor if kind in ("Tensor", "Optional[Tensor]") else values.get(kind)
+
+
+@pytest.mark.parametrize("name", op_names())
+def test_quantised_sparse_and_nested_tensors_raise(device, name):
+    """Each tensor of every registered op in turn, out variants and inner ops too."""
+    packet = getattr(torch.ops.dpa, name.removeprefix("dpa::"))
+    plain = torch.randn(2, 3, 4, device=device)
+    for op in (getattr(packet, overload) for overload in packet.overloads()):
+        arguments = op._schema.arguments
+        for victim in (a for a in arguments if "Tensor" in str(a.type)):
+            for wrong in _kinds_that_no_op_takes(plain):
+                given = {
+                    a.name: _argument(a, wrong if a.name == victim.name else plain)
+                    for a in arguments
+                }
+                with pytest.raises(NotImplementedError, match=name.replace("::", "(::|.)")):
+                    op(**given)
 
 
 @pytest.mark.parametrize("name", NAMES)
