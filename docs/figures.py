@@ -9,6 +9,7 @@ from pathlib import Path
 
 _DOCS = Path(__file__).parent
 _TEXT, _OURS, _THEIRS = "#808890", "#1f9e89", "#8a94a6"
+_LIGHT = "<style>@media (prefers-color-scheme: light) {svg {fill: #57606a}}</style>"
 _WIDTH, _LABEL, _BAR, _GAP = 590, 275, 20, 8
 
 
@@ -23,6 +24,7 @@ def chart(title: str, unit: str, rows: list[list]) -> str:
         f'viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'font-family="system-ui, sans-serif" font-size="16" fill="{_TEXT}">',
         f"<title>{escape(title)}</title>",
+        _LIGHT,
         f'<text x="0" y="18" font-weight="600">{escape(head)}</text>',
         f'<text x="0" y="40">{escape(rest)}; {escape(unit)}</text>',
     ]

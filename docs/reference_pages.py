@@ -1,8 +1,9 @@
 """The reference: a page an op, made from its schema, its docstring and the files of its stem.
 
-A hook of MkDocs. Nothing is written down twice: the schema is read from ops/library.cpp, the
-errors from the test that provokes them, the rest of a page is the docstring of ``dpa.ops`` and
-what docs/reference/measured.json says of its speed.
+A hook of MkDocs, which also shows the pages that lie beside the README. Nothing is written down
+twice: the schema is read from ops/library.cpp, the errors from the test that provokes them, the
+rest of a page is the docstring of ``dpa.ops`` and what docs/reference/measured.json says of its
+speed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _KEYS = {
 # Two ops whose code is one stem, and what their tests' file is called.
 _FOLDERS = {"diffusion_sample": "unet1d"}
 _TESTS = {"unet1d": "packed", "diffusion_sample": "packed"}
+# Pages outside of docs/.
+_BESIDE_README = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 
 def _schemas() -> dict[str, list[str]]:
@@ -72,8 +75,9 @@ def _errors(name: str) -> list[str]:
                 text = re.sub(r"\.\*", " ... ", regex)
                 found.append(re.sub(r"\\(.)", r"\1", re.sub(r" +", " ", text)))
     found = list(dict.fromkeys(found))
-    # Without the cases whose message another case gives in full.
-    return [one for one in found if sum(other.startswith(one) for other in found) == 1]
+    # Without the cases whose message another case gives in full; cut ones are marked.
+    found = [one for one in found if sum(other.startswith(one) for other in found) == 1]
+    return [one if " got " in one else f"{one} ..." for one in found]
 
 
 def _stem_files(name: str) -> list[str]:
@@ -126,7 +130,7 @@ def on_config(config):
 
 
 def on_files(files: Files, config) -> Files:
-    """Add the reference's pages to the site."""
+    """Add the reference's pages to the site, and those beside the README."""
     schemas, wrappers = _schemas(), _wrappers()
     measured = json.loads((_ROOT / "docs/reference/measured.json").read_text())
     index = [
@@ -144,10 +148,15 @@ def on_files(files: Files, config) -> Files:
         files.append(File.generated(config, f"reference/{name}.md", content=page))
         index.append(f"| [{name}]({name}.md) | {first_line} |")
     files.append(File.generated(config, "reference/ops.md", content="\n".join(index) + "\n"))
+    for name in _BESIDE_README:
+        text = (_ROOT / name).read_text().replace("](docs/", "](")
+        files.append(File.generated(config, name.lower(), content=text))
     return files
 
 
 def on_page_content(html: str, page, config, files) -> str:
     """Show docstrings without reStructuredText's marks: roles, and two colons before a block."""
     html = re.sub(r":(?:class|func|meth|mod|data|attr):(?=<code>)", "", html)
-    return html.replace("::</p>", ":</p>")
+    html = html.replace("::</p>", ":</p>")
+    # What is short, an option or a name, is not broken at its hyphens: site.css.
+    return re.sub(r"<code>(?=[^<\s]{1,24}</code>)", '<code class="short">', html)

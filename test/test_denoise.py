@@ -33,7 +33,10 @@ class TestDenoise(OpProofs):
         x, c = new(2, 3), new(4, 5)
         one = torch.tensor(1, device=device)
         head = r"^dpa::denoise: "
-        yield head + r"sample must be float64", Sample((x, x.int(), c, one, x))
+        yield (
+            head + r"sample must be float64, float32, float16 or bfloat16, got Int",
+            Sample((x, x.int(), c, one, x)),
+        )
         yield (
             head + r"model_output must have the shape of sample \[2, 3\], got \[3\]",
             Sample((x[0], x, c, one, x)),

@@ -33,7 +33,10 @@ class TestSchedulerStep(OpProofs):
         x, table = new(2, 3), new(4, 6)
         one = torch.tensor(1, device=device)
         head = r"^dpa::scheduler_step: "
-        yield head + r"sample must be float64", Sample((x, x.int(), table, one))
+        yield (
+            head + r"sample must be float64, float32, float16 or bfloat16, got Int",
+            Sample((x, x.int(), table, one)),
+        )
         yield (
             head + r"model_output must have the shape of sample \[2, 3\], got \[3\]",
             Sample((x[0], x, table, one)),

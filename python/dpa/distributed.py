@@ -94,8 +94,9 @@ def ranks(device: torch.device | None = None, captured: bool = False) -> Iterato
     Args:
         device: what to compute on; by default CUDA where there is one, each process on its own
             (``LOCAL_RANK``).
-        captured: whether whole steps are to be captured by ``GraphedStep(step, warmup=11)``, the
-            exchange of gradients among them. NCCL's own thread then looks for no errors.
+        captured: whether whole steps are to be captured by ``GraphedStep`` (with ``warmup=11``
+            under DDP), the exchange of gradients among them. NCCL's own thread then looks for no
+            errors.
 
     """
     kind = device.type if device else "cuda" if torch.cuda.is_available() else "cpu"

@@ -309,7 +309,7 @@ class PackedUnet:
             global_cond: (1, Dg).
 
         Returns:
-            (S, R), float32, rows for :meth:`on_film`.
+            (S, R), float32, rows for ``on_film``.
 
         """
         return torch.ops.dpa.unet1d_film(
@@ -325,7 +325,7 @@ class PackedUnet:
             timesteps: (S,), float32.
 
         Returns:
-            (S, R), float32, for :meth:`sample`.
+            (S, R), float32, for ``sample``.
 
         """
         with torch.inference_mode(False), torch.no_grad():

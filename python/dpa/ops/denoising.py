@@ -155,7 +155,7 @@ def diffusion_sample(
         known_mask: (B, T, Da), bool: where ``known`` holds; given with it.
 
     Returns:
-        (B, T, Da), float32. Not differentiable: the backward raises.
+        (B, T, Da), float32. Not differentiable; the backward raises.
 
     Sources: Ho et al., Denoising Diffusion Probabilistic Models (2020); Song et al., Denoising
     Diffusion Implicit Models (2020); Chi et al., Diffusion Policy (2023).
