@@ -23,7 +23,7 @@ from dpa.files import replacing
 HELP = """Measure beside eager PyTorch, torch.compile and the physical floor.
 
 On a GPU the small ops, the U-Net's step and the whole denoising loop, with what the sampler is
-held to and whether it holds: about three minutes; on the CPU every op, and the U-Net beside ONNX
+held to and whether it holds: two to three minutes; on the CPU every op, and the U-Net beside ONNX
 Runtime and OpenVINO too, where they are installed. Writes OUT/results.json, after each part what
 there is by then, and plots. With --train: training steps eager, compiled and on dpa, called and in
 a CUDA graph, their peak memory, steps on two GPUs where there are two, and what is required of
