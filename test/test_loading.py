@@ -129,6 +129,14 @@ def test_groups_follow_the_configuration(config, unet, tmp_path):
     torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"must have one n_groups, got (8, 4|4, 8)"):
         load_checkpoint(tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt", n_groups=2).arguments["n_groups"] == 2
+
+
+def test_the_widest_of_several_dtypes(unet, tmp_path):
+    state = unet.state_dict()
+    first, *others = state
+    torch.save({first: state[first].half()} | {n: state[n] for n in others}, tmp_path / "a.pt")
+    assert equal(load_checkpoint(tmp_path / "a.pt").unet, {**state, first: state[first].half()})
 
 
 @torch.no_grad()
@@ -148,9 +156,10 @@ def test_lerobot_folder(unet, tmp_path):
         tmp_path / "model.safetensors",
     )
     (tmp_path / "config.json").write_text(json.dumps({"n_groups": 4, "horizon": 16}))
-    loaded = load_checkpoint(tmp_path)
-    assert equal(loaded.unet, unet.state_dict()) and loaded.config["horizon"] == 16
-    assert loaded.arguments["n_groups"] == 4
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        loaded = load_checkpoint(path)
+        assert equal(loaded.unet, unet.state_dict()) and loaded.config["horizon"] == 16
+        assert loaded.arguments["n_groups"] == 4
 
 
 def test_a_partial_state_dict_lists_what_differs_and_changes_nothing(unet):

@@ -7,6 +7,7 @@ are read with ``weights_only``. A diffusion_policy ``.ckpt`` also pickles its co
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import zipfile
@@ -43,7 +44,7 @@ class Checkpoint:
     """A U-Net read from a file.
 
     Attributes:
-        unet: in evaluation mode, on the CPU, in the file's dtype.
+        unet: in evaluation mode, on the CPU, in the file's dtype, the widest of several.
         arguments: the constructor's, read off the shapes.
         source: where in the file the weights lay, such as ``state_dicts.ema_model: model.``.
         config: what the file says of the policy: LeRobot's ``config.json``, or what lies beside the
@@ -72,8 +73,8 @@ def load_checkpoint(
     """Read a U-Net of the family from a checkpoint; its configuration follows from the shapes.
 
     Args:
-        path: a ``.safetensors`` file, a file of ``torch.save``, or a LeRobot folder with
-            ``model.safetensors`` and ``config.json``.
+        path: a ``.safetensors`` file with LeRobot's ``config.json`` beside it or without, a folder
+            with these two, or a file of ``torch.save``.
         ema: prefer averaged weights where the file has both; False prefers the others.
         prefix: beginning of the parameter names of the U-Net to take, where there are several.
         n_groups: of the GroupNorms, which no shape shows; None takes what a configuration in the
@@ -87,10 +88,11 @@ def load_checkpoint(
 
     """
     path = Path(path)
-    config: dict[str, Any] = {}
     if path.is_dir():
-        config = _read_config(path / "config.json")
         path = path / "model.safetensors"
+    config: dict[str, Any] = {}
+    if path.suffix == ".safetensors":
+        config = _read_config(path.with_name("config.json"))
     content = read_file(path, trust_pickle)
     found = list(_unets(content))
     if prefix is not None:
@@ -104,8 +106,8 @@ def load_checkpoint(
     chosen = (first or second)[0]
     if not config and isinstance(content, Mapping):
         config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
-    settings = _settings(config, path)
-    groups = settings.get("n_groups", 8) if n_groups is None else n_groups
+    settings = _settings(config, path, {} if n_groups is None else {"n_groups": n_groups})
+    groups = settings.get("n_groups", 8)
     try:
         weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
         unet = unet_from_state_dict(weights, groups)
@@ -139,7 +141,8 @@ def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) ->
     except NotInFamily as error:
         raise CheckpointError(f"the state dict describes no U-Net of the family: {error}") from None
     _refuse_differences(weights, unet.state_dict())
-    unet = unet.to_empty(device="cpu").to(next(iter(weights.values())).dtype)
+    dtype = functools.reduce(torch.promote_types, {value.dtype for value in weights.values()})
+    unet = unet.to_empty(device="cpu").to(dtype)
     unet.load_state_dict(weights)
     return unet.eval()
 
@@ -239,13 +242,14 @@ def _read_config(path: Path) -> dict[str, Any]:
 _WANTED = ("n_groups", "use_down_condition", "use_mid_condition", "use_up_condition")
 
 
-def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return what a configuration says, at whatever depth, that no shape shows."""
+def _settings(config: Mapping[str, Any], path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return what no shape shows: as given, else as a configuration says it, at whatever depth."""
     found: dict[str, list[Any]] = {}
     seen: list[Any] = [config]
     for level in seen:
         for name, value in _items(level):
-            if name in _WANTED and value not in found.setdefault(name, []):
+            wanted = name in _WANTED and name not in given
+            if wanted and value not in found.setdefault(name, []):
                 found[name].append(value)
             value = _parsed(value)
             if isinstance(value, Mapping) and not any(value is other for other in seen):
@@ -257,7 +261,7 @@ def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if len(values) > 1:
             listed = ", ".join(map(repr, values))
             raise CheckpointError(f"{path}: the configuration must have one {name}, got {listed}")
-    return {name: values[0] for name, values in found.items()}
+    return {name: values[0] for name, values in found.items()} | given
 
 
 def _items(content: Any) -> Iterable[tuple[Any, Any]]:
