@@ -107,6 +107,7 @@ def check_steps(team, alone):
         (torch.optim.AdamW, {}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adagrad, {}),  # its state begins with it
     ):
         started = _Run(alone)
         ours, theirs = _Run(team, kind, 4, **options), _Run(alone, kind, 4, **options)

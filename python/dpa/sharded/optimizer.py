@@ -206,7 +206,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._chunk_of[i] = number
             self._shards.append(nn.Parameter(chunk.shard(exchange.weights, rank)))
             self._shards[-1].grad = chunk.among(exchange.average)
-        self._inner = self._make(self._shards)
         self._missing = [len(chunk.parameters) for chunk in self._chunks]
         self._take_state()
         return exchange
@@ -316,11 +315,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Give each chunk's optimizer its shard of a state that has been loaded."""
+        """Make the shards' optimizer, with its part of a state that has been loaded."""
         rank = self._group.rank()
-        assert self._inner is not None
+        self._inner = self._make(self._shards)
         for chunk, shard in zip(self._chunks, self._shards, strict=True):
-            state = self._inner.state[shard] = {}
+            state: dict[str, Any] = {}
             for i in chunk.parameters:
                 for name, value in self.state[self._parameters[i]].items():
                     of_elements = isinstance(value, Tensor) and name not in _SCALARS
@@ -330,6 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for name, value in self.state[self._parameters[piece.parameter]].items():
                     if piece.owner == rank and isinstance(value, Tensor) and name not in _SCALARS:
                         piece.among(state[name]).copy_(piece.of(value))
+            self._inner.state[shard].update(state)
         self.state.clear()
 
 
