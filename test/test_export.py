@@ -147,6 +147,18 @@ def test_exported_steps_make_up_the_loop(to, dtype, device, tmp_path):
     assert [entry["name"] for entry in manifest["outputs"]] == ["sample", "actions"]
 
 
+def test_a_policy_in_training_stays_so(device, tmp_path):
+    policy, sampler, _ = make("ddim", device, torch.float32, LayeredLoop)
+    unet = sampler.unet.train()
+    unet.final_conv.eval()
+    frozen = next(unet.parameters()).requires_grad_(False)
+    noise = torch.randn(1, B, T, DA, device=device)
+    inputs = {"observation": torch.randn(B, DO, device=device), "noise": noise}
+    export_policy(policy, tmp_path / "policy.pt", "torchscript", inputs)
+    assert {m for m in unet.modules() if not m.training} == set(unet.final_conv.modules())
+    assert [p for p in unet.parameters() if not p.requires_grad] == [frozen]
+
+
 def test_an_unconditioned_network(tmp_path):
     device = torch.device("cpu")
     unet = dpa.nn.ConditionalUnet1D(DA, **UNET).to(device).eval()

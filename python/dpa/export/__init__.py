@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def export_policy(
     """Write ``policy`` to ``path`` and its manifest beside it, as ``path`` with ``.json`` appended.
 
     Args:
-        policy: on the device that it shall run on.
+        policy: on the device that it shall run on; it stays as it is.
         path: the file.
         to: ``torchscript`` (Python and C++), ``aoti`` (an AOTInductor package: Python and C++, for
             machines like this one) or ``exported-program`` (Python, and tools that read it).
@@ -60,9 +61,8 @@ def export_policy(
     """
     if to not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {to}")
-    policy = policy.eval().requires_grad_(False)
     arguments = tuple(inputs.values())
-    with torch.no_grad():
+    with _as_it_will_run(policy), torch.no_grad():
         report("compiling")
         content = _content(policy, to, arguments)
         report("running it")
@@ -78,6 +78,21 @@ def export_policy(
     with replacing(path.with_name(path.name + ".json")) as temporary:
         temporary.write_text(json.dumps(manifest, indent=2) + "\n")
     return manifest
+
+
+@contextlib.contextmanager
+def _as_it_will_run(policy: nn.Module) -> Iterator[None]:
+    """In evaluation mode and without gradients; the caller may be between two steps of training."""
+    modes = [(module, module.training) for module in policy.modules()]
+    wanted = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
+    try:
+        policy.eval().requires_grad_(False)
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, requires_grad in wanted:
+            parameter.requires_grad_(requires_grad)
 
 
 def load_policy(path: str | Path) -> Callable[..., Any]:
