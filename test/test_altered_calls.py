@@ -16,6 +16,7 @@ from policies import (
     unet_and_inputs,
 )
 from test_alterations import call_of, sampled
+from test_steps import ALTERED, CHANGES, altered
 
 # Nothing falls back here unless a test says so.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -67,6 +68,52 @@ def test_what_is_done_to_a_scheduler(device):
             torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
     assert len(loop._samplers) == 8
     assert len({id(sampler._packed) for sampler, _ in loop._samplers.values()}) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "change"), ALTERED)
+def test_a_scheduler_that_changes(kind, change):
+    plain, call = original_policy("cpu"), (*call_of(), None)
+    plain.noise_scheduler = altered(kind, change)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+
+    def run(policy):
+        torch.manual_seed(3)
+        return policy.conditional_sample(*call, **({"eta": 0.5} if kind == "DDIM" else {}))
+
+    for _ in range(3):
+        before = run(fast)
+        fast.noise_scheduler.set_timesteps(9)
+        fast.noise_scheduler.add_noise(*torch.ones(2, 1, 2), torch.tensor([3]))
+    assert len(vars(fast)["conditional_sample"]._samplers) == 1
+    for policy in (plain, fast):
+        CHANGES[change](policy.noise_scheduler)
+    after = run(plain)
+    assert (before - after).abs().max() > 1e-3
+    for _ in range(2):
+        torch.testing.assert_close(run(fast), after, rtol=1e-4, atol=1e-4)
+    assert len(vars(fast)["conditional_sample"].errors) == 2  # checked again, and fast again
+
+
+@torch.no_grad()
+def test_a_method_of_a_scheduler_that_is_replaced():
+    plain, call = original_policy("cpu"), call_of()
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    sampled(fast, call)
+    for policy in (plain, fast):
+        scheduler = policy.noise_scheduler
+
+        def later(steps, scheduler=scheduler):
+            type(scheduler).set_timesteps(scheduler, steps)
+            scheduler.timesteps = scheduler.timesteps.clamp(min=2)
+
+        scheduler.set_timesteps = later
+    want = sampled(plain, call)
+    with pytest.warns(RuntimeWarning, match="the scheduler's set_timesteps was replaced"):
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    with pytest.warns(RuntimeWarning, match="set_timesteps was replaced"):
+        dpa.accelerate(fast)  # it says so at once, and need not again
+    torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from .loops import FastLoop
 from .packed import runs_packed
 from .schedulers import from_diffusers
 from .standins import FastForward, Options
-from .steps import FastStep, why_no_step
+from .steps import FastStep, why_no_step, why_replaced
 
 _MODES = ("loop", "step", "chain")
 _REPLACED = ("forward", "conditional_sample", "step")  # attributes of what is accelerated
@@ -325,6 +325,8 @@ def _why_no_loop(module: nn.Module) -> str | None:
 def _why_no_scheduler(module: nn.Module) -> str | None:
     """Return what in the scheduler the fused step cannot do, or None."""
     try:
+        if (why := why_replaced(module.noise_scheduler)) is not None:
+            return why
         from_diffusers(module.noise_scheduler, 1)
     except (AttributeError, TypeError, ValueError) as error:
         return str(error)

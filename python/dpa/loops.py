@@ -19,7 +19,7 @@ from .standins import (
     run_original,
     say_fallback,
 )
-from .steps import FastStep
+from .steps import attributes_of, state_of, why_replaced
 
 # Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
 # which the steps add up.
@@ -158,12 +158,8 @@ class FastLoop:
         policy, weight = self.policy, forward.weight
         precision = forward.precision(weight.device, weight.dtype)
         scheduler, steps = policy.noise_scheduler, policy.num_inference_steps
-        step = getattr(scheduler, "__dict__", {}).get("step")
-        if step is not None and not isinstance(step, FastStep):
-            raise ValueError("the scheduler's step was replaced on the object")
-        parts = (scheduler, *(getattr(scheduler, n, None) for n in ("config", "alphas_cumprod")))
-        made = (*map(id, parts), steps, precision)
         placed = (weight.device, weight.dtype, forward.generation)
+        made = (id(scheduler), state_of(scheduler), steps, precision)
         key = (*made, *placed, tuple(sorted(options.items())))
         if self._placed != placed:
             self._samplers.clear()  # made of weights that are gone
@@ -174,8 +170,8 @@ class FastLoop:
                 sampler = self._make(forward, scheduler, steps, precision, options)
             except (AttributeError, TypeError, ValueError) as error:
                 sampler = str(error)
-            # The scheduler is kept, so that its id stays its own.
-            self._samplers[key] = (sampler, parts)
+            # What the key names by id is kept, so that the id stays its own.
+            self._samplers[key] = (sampler, (scheduler, *attributes_of(scheduler).values()))
             if len(self._samplers) > _KEPT:
                 oldest = next(iter(self._samplers))
                 del self._samplers[oldest]
@@ -195,6 +191,8 @@ class FastLoop:
         precision: torch.dtype,
         options: dict[str, Any],
     ) -> DiffusionSampler:
+        if (why := why_replaced(scheduler)) is not None:
+            raise ValueError(why)
         dtype = forward.options.dtype or precision
         fused = forward.packed(dtype) is not None
         unet = forward.unet if fused else forward.chain
