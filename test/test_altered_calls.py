@@ -117,6 +117,41 @@ def test_a_method_of_a_scheduler_that_is_replaced():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", ["no sample", "all is given", "a head of zeros", "not finite"])
+def test_a_first_call_that_proves_nothing(case):
+    """Here the loop only looks right, which a later call must still find out."""
+    policy = original_policy("cpu")
+
+    class Doubled(type(policy)):
+        def conditional_sample(
+            self, condition_data, condition_mask, local_cond=None, global_cond=None, generator=None
+        ):
+            call = (condition_data, condition_mask, local_cond, global_cond, generator)
+            made = super().conditional_sample(*call)
+            return torch.where(condition_mask, made, 2 * made)
+
+    policy.__class__ = Doubled
+    plain = copy.deepcopy(policy)
+    data, mask, _, cond = call_of()
+    call = {"condition_data": data, "condition_mask": mask, "global_cond": cond}
+    first = {
+        "no sample": {name: value[:0] for name, value in call.items()},
+        "all is given": call | {"condition_mask": ~mask},
+        "a head of zeros": call,
+        "not finite": call | {"global_cond": cond / 0},
+    }[case]
+    if case == "a head of zeros":
+        policy.model.final_conv[1].weight.zero_()
+    dpa.accelerate(policy)
+    for _ in range(2):
+        policy.conditional_sample(**first)
+    assert not vars(policy)["conditional_sample"].errors and dpa.explain(policy).findings[0].active
+    policy.load_state_dict(plain.state_dict())
+    with pytest.warns(RuntimeWarning, match=r"Doubled.conditional_sample differs"):
+        policy.conditional_sample(**call)
+
+
+@torch.no_grad()
 def test_calls_that_no_fused_loop_takes(device):
     plain = original_policy(device)
     fast, (data, mask, _, cond) = dpa.accelerate(copy.deepcopy(plain)), call_of(device)

@@ -272,6 +272,26 @@ def test_a_method_that_is_replaced_later():
     assert_same(loop(fast, 5, "cpu"), loop(make("DDPM"), 5, "cpu"))
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("value", ["none", "zero", "not finite"])
+def test_a_first_step_that_proves_nothing(value):
+    class Doubled(diffusers.DDIMScheduler):
+        pass
+
+    scheduler = dpa.accelerate(Doubled(50))
+    scheduler.set_timesteps(5)
+    vars(scheduler)["step"]._find({})
+    Doubled.step = lambda self, *args, **kwargs: type(out := diffusers.DDIMScheduler.step(
+        self, *args, **kwargs))(2 * out.prev_sample, out.pred_original_sample)  # fmt: skip
+    x = {"none": torch.ones(0, 4, 2), "zero": torch.zeros(1, 4, 2)}
+    x = x.get(value, torch.full((1, 4, 2), torch.nan))
+    for _ in range(2):
+        scheduler.step(x, 20, x)
+    assert not vars(scheduler)["step"].errors
+    with pytest.warns(RuntimeWarning, match=r"accelerated Doubled.step differs"):
+        scheduler.step(x.new_ones(1, 4, 2), 20, x.new_ones(1, 4, 2))
+
+
 def test_a_change_that_no_table_expresses():
     x = torch.randn(1, 4, 2)
     for fallback in (True, False):
