@@ -152,6 +152,15 @@ def test_a_first_call_that_proves_nothing(case):
 
 
 @torch.no_grad()
+def test_the_timesteps_that_a_loop_leaves_behind():
+    policy, call = dpa.accelerate(original_policy("cpu")), call_of()
+    for steps in (10, 10, 5, 5, 10, 10, 5):
+        policy.num_inference_steps = steps
+        sampled(policy, call)
+        assert len(policy.noise_scheduler.timesteps) == steps
+
+
+@torch.no_grad()
 def test_calls_that_no_fused_loop_takes(device):
     plain = original_policy(device)
     fast, (data, mask, _, cond) = dpa.accelerate(copy.deepcopy(plain)), call_of(device)
@@ -230,6 +239,26 @@ def test_given_noise_replaces_the_draw(device):
         torch.testing.assert_close(results[2], results[0], rtol=1e-4, atol=1e-4)
         assert torch.equal(results[3], results[1])
     assert dpa.explain(fast).findings[0].errors
+
+
+@torch.no_grad()
+def test_given_noise_of_another_horizon(device):
+    plain = lerobot_policy(device, num_inference_steps=5)
+    for first in (16, 8):
+        fast = dpa.accelerate(copy.deepcopy(plain))
+        for horizon in (first, 8, 16, 4, 16):
+            noise = torch.randn(2, horizon, 2, device=device)
+            cond, results = torch.randn(2, 14, device=device), []
+            for policy in (plain, fast):
+                torch.manual_seed(8)
+                results.append(policy.diffusion.conditional_sample(2, cond, noise=noise))
+            torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+        assert len(vars(fast.diffusion)["conditional_sample"].errors) == 3
+        with (
+            pytest.warns(RuntimeWarning, match=r"cannot be accelerated: noise is \(16, 2\)"),
+            pytest.raises((RuntimeError, ValueError)),
+        ):
+            fast.diffusion.conditional_sample(2, cond, noise=noise[0])
 
 
 def test_the_tolerance_decides():
