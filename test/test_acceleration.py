@@ -336,6 +336,31 @@ def test_what_is_refused():
         dpa.accelerate(unet)
 
 
+def test_what_fails_leaves_the_model_as_it_was():
+    policy = original_policy("cpu")
+    policy.noise_scheduler = diffusers.PNDMScheduler(20)
+    with pytest.raises(TypeError, match=r"all must be fused, got: .*PNDMScheduler"):
+        dpa.accelerate(policy, fallback=False)
+    plain = attributes(policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="PNDMScheduler"):
+            dpa.accelerate(policy)
+    assert attributes(policy) == plain
+    with pytest.warns(RuntimeWarning, match="PNDMScheduler"):
+        dpa.accelerate(policy, tolerance=0.1)
+    before = attributes(policy)
+    with pytest.raises(TypeError, match="with fallback=False all must be fused"):
+        dpa.accelerate(policy, fallback=False)
+    assert attributes(policy) == before
+    scheduler = dpa.accelerate(diffusers.DDPMScheduler(20))
+    step = scheduler.step
+    scheduler.register_to_config(thresholding=True)
+    with pytest.raises(TypeError, match="thresholding"):
+        dpa.accelerate(scheduler)
+    assert scheduler.step is step
+
+
 def test_bfloat16_on_the_real_input():
     if not torch.cuda.is_available():
         pytest.skip("packed bfloat16 weights need a CUDA device here")

@@ -16,6 +16,7 @@ from policies import (
     unet_and_inputs,
 )
 from test_alterations import call_of, sampled
+from test_steps import ALTERED, CHANGES, altered
 
 # Nothing falls back here unless a test says so.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -67,6 +68,96 @@ def test_what_is_done_to_a_scheduler(device):
             torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
     assert len(loop._samplers) == 8
     assert len({id(sampler._packed) for sampler, _ in loop._samplers.values()}) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "change"), ALTERED)
+def test_a_scheduler_that_changes(kind, change):
+    plain, call = original_policy("cpu"), (*call_of(), None)
+    plain.noise_scheduler = altered(kind, change)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+
+    def run(policy):
+        torch.manual_seed(3)
+        return policy.conditional_sample(*call, **({"eta": 0.5} if kind == "DDIM" else {}))
+
+    for _ in range(3):
+        before = run(fast)
+        fast.noise_scheduler.set_timesteps(9)
+        fast.noise_scheduler.add_noise(*torch.ones(2, 1, 2), torch.tensor([3]))
+    assert len(vars(fast)["conditional_sample"]._samplers) == 1
+    for policy in (plain, fast):
+        CHANGES[change](policy.noise_scheduler)
+    after = run(plain)
+    assert (before - after).abs().max() > 1e-3
+    for _ in range(2):
+        torch.testing.assert_close(run(fast), after, rtol=1e-4, atol=1e-4)
+    assert len(vars(fast)["conditional_sample"].errors) == 2  # checked again, and fast again
+
+
+@torch.no_grad()
+def test_a_method_of_a_scheduler_that_is_replaced():
+    plain, call = original_policy("cpu"), call_of()
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    sampled(fast, call)
+    for policy in (plain, fast):
+        scheduler = policy.noise_scheduler
+
+        def later(steps, scheduler=scheduler):
+            type(scheduler).set_timesteps(scheduler, steps)
+            scheduler.timesteps = scheduler.timesteps.clamp(min=2)
+
+        scheduler.set_timesteps = later
+    want = sampled(plain, call)
+    with pytest.warns(RuntimeWarning, match="the scheduler's set_timesteps was replaced"):
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    with pytest.warns(RuntimeWarning, match="set_timesteps was replaced"):
+        dpa.accelerate(fast)  # it says so at once, and need not again
+    torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["no sample", "all is given", "a head of zeros", "not finite"])
+def test_a_first_call_that_proves_nothing(case):
+    """Here the loop only looks right, which a later call must still find out."""
+    policy = original_policy("cpu")
+
+    class Doubled(type(policy)):
+        def conditional_sample(
+            self, condition_data, condition_mask, local_cond=None, global_cond=None, generator=None
+        ):
+            call = (condition_data, condition_mask, local_cond, global_cond, generator)
+            made = super().conditional_sample(*call)
+            return torch.where(condition_mask, made, 2 * made)
+
+    policy.__class__ = Doubled
+    plain = copy.deepcopy(policy)
+    data, mask, _, cond = call_of()
+    call = {"condition_data": data, "condition_mask": mask, "global_cond": cond}
+    first = {
+        "no sample": {name: value[:0] for name, value in call.items()},
+        "all is given": call | {"condition_mask": ~mask},
+        "a head of zeros": call,
+        "not finite": call | {"global_cond": cond / 0},
+    }[case]
+    if case == "a head of zeros":
+        policy.model.final_conv[1].weight.zero_()
+    dpa.accelerate(policy)
+    for _ in range(2):
+        policy.conditional_sample(**first)
+    assert not vars(policy)["conditional_sample"].errors and dpa.explain(policy).findings[0].active
+    policy.load_state_dict(plain.state_dict())
+    with pytest.warns(RuntimeWarning, match=r"Doubled.conditional_sample differs"):
+        policy.conditional_sample(**call)
+
+
+@torch.no_grad()
+def test_the_timesteps_that_a_loop_leaves_behind():
+    policy, call = dpa.accelerate(original_policy("cpu")), call_of()
+    for steps in (10, 10, 5, 5, 10, 10, 5):
+        policy.num_inference_steps = steps
+        sampled(policy, call)
+        assert len(policy.noise_scheduler.timesteps) == steps
 
 
 @torch.no_grad()
@@ -148,6 +239,26 @@ def test_given_noise_replaces_the_draw(device):
         torch.testing.assert_close(results[2], results[0], rtol=1e-4, atol=1e-4)
         assert torch.equal(results[3], results[1])
     assert dpa.explain(fast).findings[0].errors
+
+
+@torch.no_grad()
+def test_given_noise_of_another_horizon(device):
+    plain = lerobot_policy(device, num_inference_steps=5)
+    for first in (16, 8):
+        fast = dpa.accelerate(copy.deepcopy(plain))
+        for horizon in (first, 8, 16, 4, 16):
+            noise = torch.randn(2, horizon, 2, device=device)
+            cond, results = torch.randn(2, 14, device=device), []
+            for policy in (plain, fast):
+                torch.manual_seed(8)
+                results.append(policy.diffusion.conditional_sample(2, cond, noise=noise))
+            torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+        assert len(vars(fast.diffusion)["conditional_sample"].errors) == 3
+        with (
+            pytest.warns(RuntimeWarning, match=r"cannot be accelerated: noise is \(16, 2\)"),
+            pytest.raises((RuntimeError, ValueError)),
+        ):
+            fast.diffusion.conditional_sample(2, cond, noise=noise[0])
 
 
 def test_the_tolerance_decides():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dpa
+from dpa.schedulers import from_diffusers
 from dpa.steps import FastStep
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -171,6 +172,124 @@ def test_an_altered_step_is_noticed():
         self, *args, **kwargs))(2 * out.prev_sample, out.pred_original_sample)  # fmt: skip
     with pytest.warns(RuntimeWarning, match=r"accelerated Doubled.step differs"):
         scheduler.step(x, 20, x)
+
+
+def square(scheduler):
+    with torch.inference_mode():
+        scheduler.alphas_cumprod.pow_(2)
+
+
+def turn_away(scheduler):
+    """The config that it has last takes the place in memory of the one that it had."""
+    before = id(scheduler.config)
+    for _ in range(50):
+        scheduler.register_to_config(clip_sample=False)
+        if id(scheduler.config) == before:
+            break
+
+
+# What is done to a scheduler between two loops of it.
+CHANGES = {
+    "levels replaced": lambda s: setattr(s, "alphas_cumprod", s.alphas_cumprod**2),
+    "levels written": lambda s: s.alphas_cumprod.pow_(2),
+    "levels written in inference mode": square,
+    "last level": lambda s: setattr(s, "final_alpha_cumprod", torch.tensor(1.0)),
+    "variance": lambda s: setattr(s, "variance_type", "fixed_small_log"),
+    "class": lambda s: setattr(s, "__class__", type("Squared", (type(s),), {
+        "_get_variance": lambda self, *args, **kwargs: torch.tensor(1e-3)})),
+    "config": turn_away,
+}  # fmt: skip
+OF_ONE_KIND = {"last level": "DDIM", "variance": "DDPM"}
+ALTERED = [(k, c) for c in CHANGES for k in EVERY if OF_ONE_KIND.get(c, k) == k]
+
+
+def altered(kind, change):
+    """A scheduler that the change makes another."""
+    with torch.inference_mode("inference" in change):
+        return make(kind, set_alpha_to_one=False, clip_sample_range=0.3)
+
+
+def assert_same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "change"), ALTERED)
+def test_a_scheduler_that_changes(kind, change):
+    plain = altered(kind, change)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    extra = {"eta": 0.5} if kind == "DDIM" else {}
+    for _ in range(2):
+        before = loop(fast, 5, "cpu", **extra)
+    for scheduler in (plain, fast):
+        CHANGES[change](scheduler)
+    after = loop(plain, 5, "cpu", **extra)
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(before, after, strict=True))
+    for _ in range(2):
+        assert_same(loop(fast, 5, "cpu", **extra), after)
+
+
+def test_timesteps_that_change(monkeypatch):
+    """They are a loop's own: what another one has measured holds for them."""
+    measured = []
+    monkeypatch.setattr(
+        "dpa.steps.from_diffusers", lambda *a, **k: measured.append(1) or from_diffusers(*a, **k)
+    )
+    plain = make("DDIM")
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    del measured[:]
+    for steps in (5, 7, 5, 5, 7):
+        assert_same(loop(fast, steps, "cpu"), loop(plain, steps, "cpu"))
+    assert len(measured) == 2
+    x = torch.ones(1, 4, 2)
+    for change in (
+        lambda s: setattr(s, "num_inference_steps", 10),
+        lambda s: s.timesteps.sub_(1),
+        lambda s: setattr(s, "timesteps", s.timesteps + 3),
+    ):
+        for scheduler in (plain, fast):
+            change(scheduler)
+        for t in plain.timesteps:
+            got, want = (s.step(x.sin(), t, x) for s in (fast, plain))
+            assert_same(got.values(), want.values())
+    for steps in range(1, 50):
+        for extra in ({}, {"eta": 0.5}):
+            loop(fast, steps, "cpu", **extra)
+    assert len(vars(fast)["step"]._tables) <= 64
+
+
+def test_a_method_that_is_replaced_later():
+    plain, fast = make("DDPM"), dpa.accelerate(make("DDPM"))
+    loop(fast, 5, "cpu")
+    for scheduler in (plain, fast):
+        scheduler._get_variance = lambda *args, **kwargs: torch.tensor(0.25)
+    want = loop(plain, 5, "cpu")
+    with pytest.warns(RuntimeWarning, match="the scheduler's _get_variance was replaced on the"):
+        assert_same(loop(fast, 5, "cpu"), want)
+    with pytest.raises(TypeError, match="_get_variance was replaced on the object"):
+        dpa.accelerate(fast)
+    del fast._get_variance
+    assert_same(loop(fast, 5, "cpu"), loop(make("DDPM"), 5, "cpu"))
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("value", ["none", "zero", "not finite"])
+def test_a_first_step_that_proves_nothing(value):
+    class Doubled(diffusers.DDIMScheduler):
+        pass
+
+    scheduler = dpa.accelerate(Doubled(50))
+    scheduler.set_timesteps(5)
+    vars(scheduler)["step"]._find({})
+    Doubled.step = lambda self, *args, **kwargs: type(out := diffusers.DDIMScheduler.step(
+        self, *args, **kwargs))(2 * out.prev_sample, out.pred_original_sample)  # fmt: skip
+    x = {"none": torch.ones(0, 4, 2), "zero": torch.zeros(1, 4, 2)}
+    x = x.get(value, torch.full((1, 4, 2), torch.nan))
+    for _ in range(2):
+        scheduler.step(x, 20, x)
+    assert not vars(scheduler)["step"].errors
+    with pytest.warns(RuntimeWarning, match=r"accelerated Doubled.step differs"):
+        scheduler.step(x.new_ones(1, 4, 2), 20, x.new_ones(1, 4, 2))
 
 
 def test_a_change_that_no_table_expresses():

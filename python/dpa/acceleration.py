@@ -23,9 +23,10 @@ from .loops import FastLoop
 from .packed import runs_packed
 from .schedulers import from_diffusers
 from .standins import FastForward, Options
-from .steps import FastStep, why_no_step
+from .steps import FastStep, why_no_step, why_replaced
 
 _MODES = ("loop", "step", "chain")
+_REPLACED = ("forward", "conditional_sample", "step")  # attributes of what is accelerated
 _NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
 _LOOPS = (
     {"batch_size", "global_cond", "generator"},  # LeRobot
@@ -139,7 +140,7 @@ def accelerate(
 
     Raises:
         TypeError: nothing in ``model`` can be accelerated, or with ``fallback=False`` not all that
-            was found; the message says why.
+            was found; the message says why. The model stays as it was.
         ValueError: an unknown ``mode`` or ``dtype``, or a ``tolerance`` that is none.
 
     """
@@ -149,18 +150,33 @@ def accelerate(
         raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
     if tolerance is not None and not 0 < tolerance < float("inf"):
         raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
+    parts = [module for _, module in _modules(model)] + [model] * _is_scheduler(model)
+    before = [
+        (vars(p), name, vars(p)[name]) for p in parts for name in _REPLACED if name in vars(p)
+    ]
     restore(model)
-    options = Options(dtype, mode, tolerance, fallback)
+    try:
+        _replace(model, Options(dtype, mode, tolerance, fallback), graphs)
+    except BaseException:
+        restore(model)
+        for attributes, name, value in before:
+            attributes[name] = value
+        raise
+    return model
+
+
+def _replace(model: Any, options: Options, graphs: bool) -> None:
+    """Accelerate a model that is not, or raise TypeError."""
     if _is_scheduler(model):
         if (why := why_no_step(model)) is not None:
             raise TypeError(f"accelerate: scheduler must be one whose step can be fused: {why}")
         vars(model)["step"] = FastStep(model, options)
-        return model
+        return
     report = explain(model)
     left = tuple(finding for finding in report.findings if not finding.can)
     if not any(finding.can and finding.part == "U-Net" for finding in report.findings):
         raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {report}")
-    if left and not fallback:
+    if left and not options.fallback:
         raise TypeError(f"accelerate: with fallback=False all must be fused, got: {Report(left)}")
     for _, module in _modules(model):
         if _why_no_unet(module) is None:
@@ -168,12 +184,11 @@ def accelerate(
             if graphs:
                 graph_calls(module)
     for finding in left:
-        warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=3)
     for _, module in _modules(model):
-        if mode != "step" and _why_no_loop(module) is None:
+        if options.mode != "step" and _why_no_loop(module) is None:
             loop = vars(module)["conditional_sample"] = FastLoop(module, _network_name(module))
             loop.refused = _why_no_scheduler(module)  # said already
-    return model
 
 
 def restore(model: Any) -> Any:
@@ -310,6 +325,8 @@ def _why_no_loop(module: nn.Module) -> str | None:
 def _why_no_scheduler(module: nn.Module) -> str | None:
     """Return what in the scheduler the fused step cannot do, or None."""
     try:
+        if (why := why_replaced(module.noise_scheduler)) is not None:
+            return why
         from_diffusers(module.noise_scheduler, 1)
     except (AttributeError, TypeError, ValueError) as error:
         return str(error)

@@ -15,6 +15,55 @@ from .standins import STEP_LIMITS, Options, difference, relative_error, say_fall
 
 _KINDS = ("DDPMScheduler", "DDIMScheduler")
 _OPTIONS = ("eta", "use_clipped_model_output")
+_KEPT = 64  # tables: one for each kind of loop
+# What ``set_timesteps`` and ``step`` of diffusers change themselves.
+_OF_A_LOOP = {
+    "timesteps",
+    "num_inference_steps",
+    "custom_timesteps",
+    "sigmas",
+    "model_outputs",
+    "lower_order_nums",
+    "_step_index",
+    "_begin_index",
+}
+
+
+def attributes_of(scheduler: Any) -> dict[str, Any]:
+    """Return what is set on the object."""
+    return getattr(scheduler, "__dict__", {})
+
+
+def state_of(scheduler: Any) -> tuple[Any, ...]:
+    """Return what tells whether a table of steps still holds, as long as its values are kept."""
+    state = [
+        (name, id(value), _version(value) if isinstance(value, Tensor) else None)
+        for name, value in attributes_of(scheduler).items()
+        if name not in _OF_A_LOOP
+    ]
+    return (type(scheduler), *state)
+
+
+def _version(tensor: Tensor) -> Any:
+    """Return what writing in place changes: tensors made in inference mode count no versions."""
+    return tuple(tensor.flatten().tolist()) if tensor.is_inference() else tensor._version
+
+
+def why_replaced(scheduler: Any) -> str | None:
+    """Return which method was replaced on the object: on a copy it may still run on the original.
+
+    None where there is none.
+    """
+    for name, value in attributes_of(scheduler).items():
+        own = callable(value) and not isinstance(value, FastStep)
+        if own and callable(getattr(type(scheduler), name, None)):
+            return f"the scheduler's {name} was replaced on the object"
+    return None
+
+
+def tells(expected: Tensor) -> bool:
+    """Whether agreeing with a result proves something: it has values, finite and not all zero."""
+    return bool(expected.isfinite().all() and expected.any())
 
 
 def why_no_step(scheduler: Any) -> str | None:
@@ -23,8 +72,8 @@ def why_no_step(scheduler: Any) -> str | None:
         return (
             f"its steps depend on earlier ones, or it is unknown here: {type(scheduler).__name__}"
         )
-    if "step" in vars(scheduler) and not isinstance(vars(scheduler)["step"], FastStep):
-        return "its step was replaced on the object"
+    if (why := why_replaced(scheduler)) is not None:
+        return why
     try:
         from_diffusers(scheduler, 1)
     except (TypeError, ValueError) as error:
@@ -36,8 +85,9 @@ class FastStep:
     """Stands in for ``step`` of one DDPM or DDIM scheduler of diffusers: ``dpa::scheduler_step``.
 
     It has the scheduler's signature, draws what the scheduler draws and returns what it returns.
-    The table is measured at the first step after ``set_timesteps`` gave timesteps that are new. A
-    timestep that is not among them, and options beyond the table, are left to the original.
+    The table is measured at the first step after ``set_timesteps`` gave timesteps that are new, or
+    after anything else of the scheduler changed. A timestep that is not among them, and options
+    beyond the table, are left to the original.
     The first step of each kind runs both and returns the original's result.
     """
 
@@ -49,10 +99,10 @@ class FastStep:
     def _forget(self) -> None:
         self.errors: dict[Any, float] = {}
         self.failed: str | None = None
-        self._tables: dict[Any, tuple[dict[int, int], StepTable] | None] = {}
+        self._tables: dict[Any, tuple[tuple[dict[int, int], StepTable] | None, Any]] = {}
         self._placed: dict[Any, tuple[Any, ...]] = {}
         self._output: Any = None
-        self._last: tuple[Any, Any] = (None, None)
+        self._last: tuple[Any, Any, Any] = (None, None, None)
         self._signature = inspect.signature(type(self.scheduler).step)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,15 +128,16 @@ class FastStep:
         found = None if self.scheduler.num_inference_steps is None else self._find(options)
         if found is None or timestep not in found[0]:
             return self.original(*args, **kwargs)
-        rows, table, key = found
-        kind = (key, sample.device, sample.dtype, output.dtype)
+        rows, table = found
+        kind = (table, sample.device, sample.dtype, output.dtype)
 
         def run() -> tuple[Tensor, Tensor]:
             return self._run(kind, table, rows[timestep], call)
 
-        if kind not in self.errors:
+        error = self.errors.get(kind)
+        if error is None:
             return self._compare(kind, run, call, args, kwargs)
-        if self.errors[kind] > self._limit(output):
+        if error > self._limit(output):
             return self.original(*args, **kwargs)
         result, x0 = run()
         return self._output(prev_sample=result, pred_original_sample=x0)
@@ -103,6 +154,8 @@ class FastStep:
         generator = call.get("generator") or generator_on(call["sample"].device, None)
         before = generator.get_state()
         expected = self.original(*args, **kwargs)
+        if not tells(call["model_output"]) or not tells(expected.prev_sample):
+            return expected  # and the next step is the first
         self._output = type(expected)
         after = generator.get_state()
         generator.set_state(before)
@@ -150,24 +203,33 @@ class FastStep:
             return None
         return dict(bound)
 
-    def _find(self, options: dict[str, Any]) -> tuple[dict[int, int], StepTable, Any] | None:
-        """Return the row of each timestep, the table, and what they depend on."""
-        scheduler = self.scheduler
-        if self._last[0] is not scheduler.timesteps:
-            values = (tuple(scheduler.timesteps.tolist()), scheduler.num_inference_steps)
-            self._last = (scheduler.timesteps, values)
-        key = (self._last[1], id(scheduler.config), *sorted(options.items()))
-        if key not in self._tables:
-            self._tables[key] = self._measure(options)
-        found = self._tables[key]
-        return None if found is None else (*found, key)
+    def _find(self, options: dict[str, Any]) -> tuple[dict[int, int], StepTable] | None:
+        """Return the row of each timestep, and the table."""
+        scheduler, timesteps = self.scheduler, self.scheduler.timesteps
+        last, version = self._last, _version(timesteps)
+        if last[0] is not timesteps or last[1] != version:
+            last = self._last = (timesteps, version, tuple(timesteps.tolist()))
+        counts = (last[2], scheduler.num_inference_steps)
+        key = (*counts, state_of(scheduler), *sorted(options.items()))
+        found = self._tables.get(key)
+        if found is None:
+            if len(self._tables) == _KEPT:
+                for known in (self._tables, self._placed, self.errors):
+                    known.clear()
+            # What the key names by id is kept, so that the id stays its own.
+            found = (self._measure(options), list(attributes_of(scheduler).values()))
+            self._tables[key] = found
+        return found[0]
 
     def _measure(self, options: dict[str, Any]) -> tuple[dict[int, int], StepTable] | None:
+        why = why_replaced(self.scheduler)
         try:
-            table = from_diffusers(self.scheduler, **options)
+            table = from_diffusers(self.scheduler, **options) if why is None else None
         except (TypeError, ValueError) as error:
+            why = str(error)
+        if why is not None:
             name = f"{type(self.scheduler).__name__}.step"
-            say_fallback(name, f"cannot be fused: {error}", self.options.fallback)
+            say_fallback(name, f"cannot be fused: {why}", self.options.fallback)
             return None
         return {int(t): row for row, t in enumerate(table.timesteps.tolist())}, table
 
@@ -181,14 +243,15 @@ class FastStep:
         elif noise is None:
             shape, generator = tuple(output.shape), call.get("generator")
             noise = draw_normal(shape, generator, sample.device, output.dtype)
-        if kind not in self._placed:
+        placed = self._placed.get(kind)
+        if placed is None:
             wide = torch.promote_types(sample.dtype, torch.float32)
             coefficients = table.coefficients.to(sample.device, wide)
             x0 = coefficients.clone()  # the op again, with rows that give x0 alone
             x0[:, 2:] = x0.new_tensor([1.0, 0.0, 0.0, 0.0])
             rows = torch.arange(len(table), device=sample.device).unbind()
-            self._placed[kind] = (coefficients, x0, rows)
-        coefficients, x0, rows = self._placed[kind]
+            placed = self._placed[kind] = (coefficients, x0, rows)
+        coefficients, x0, rows = placed
         step, index = torch.ops.dpa.scheduler_step, rows[row]
         output = output.to(sample.dtype)
         noise = None if noise is None else noise.to(sample.dtype)
