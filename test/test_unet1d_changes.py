@@ -293,6 +293,24 @@ def test_changed_parts_count(change, joint, monkeypatch):
     torch.testing.assert_close(compiled, got, **tolerance(torch.float32))
 
 
+def _silu(net):
+    net.mid_modules[0].blocks[0].block[2] = torch.nn.SiLU()
+
+
+def _circular(net):
+    net.final_conv[0].block[0].padding_mode = "circular"
+
+
+@pytest.mark.parametrize(
+    "change", [_silu, _circular, _longer_encoder, _hook_on_what_a_half_of_a_block_gives]
+)
+def test_torchscript_leaves_nothing_out(change):
+    net, _ = make("film_scale")
+    change(net)
+    with pytest.raises(ValueError, match=r"must be as (it was|they were) made where"):
+        torch.jit.script(net)
+
+
 def _as_the_original(net, sample, timestep, global_cond=None):
     """Call the network's modules one by one, as the original calls them."""
 

@@ -111,6 +111,14 @@ class Conv1dBlock(nn.Module):
             residual,
         )
 
+    def __prepare_scriptable__(self) -> "Conv1dBlock":
+        """Refuse ``torch.jit.script``, which would leave out what was changed."""
+        if self._is_changed_inside():
+            raise ValueError(
+                f"Conv1dBlock: block must be as it was made where it is scripted, got {self.block}"
+            )
+        return self
+
     @torch.jit.unused
     def _is_changed_inside(self) -> bool:
         """Whether a layer is another one than was made, or changed."""
@@ -194,10 +202,23 @@ class ConditionalResidualBlock1D(nn.Module):
                 return torch.ops.dpa.residual_block1d(
                     x, *parameters, norm.num_groups, norm.eps, scale, shift
                 )
-            if any(type(block) is not Conv1dBlock or is_changed(block) for block in self.blocks):
+            if self._has_other_blocks():
                 return self._block_by_block(x, scale, shift)
         out = self.blocks[0](x, scale, shift)
         return self.blocks[1](out, None, None, self.residual_conv(x))
+
+    def __prepare_scriptable__(self) -> "ConditionalResidualBlock1D":
+        """Refuse ``torch.jit.script``, which would leave out what was changed."""
+        if self._has_other_blocks():
+            raise ValueError(
+                "ConditionalResidualBlock1D: blocks must be as they were made where they are "
+                f"scripted, got {self.blocks}"
+            )
+        return self
+
+    @torch.jit.unused
+    def _has_other_blocks(self) -> bool:
+        return any(type(block) is not Conv1dBlock or is_changed(block) for block in self.blocks)
 
     @torch.jit.unused
     def _block_by_block(self, x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:

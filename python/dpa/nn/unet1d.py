@@ -262,6 +262,20 @@ class ConditionalUnet1D(nn.Module):
             x = level[2](x)
         return self.final_conv(x).transpose(1, 2)
 
+    def __prepare_scriptable__(self) -> "ConditionalUnet1D":
+        """Refuse ``torch.jit.script``, which would leave out what was changed."""
+        if self._has_another_encoder():
+            raise ValueError(
+                "ConditionalUnet1D: diffusion_step_encoder must be as it was made where it is "
+                f"scripted, got {self.diffusion_step_encoder}"
+            )
+        return self
+
+    @torch.jit.unused
+    def _has_another_encoder(self) -> bool:
+        encoder = self.diffusion_step_encoder
+        return type(encoder) is not nn.Sequential or len(encoder) != 4 or is_changed(encoder)
+
     @torch.jit.unused
     def _weight(self, layers: nn.Module) -> Tensor:
         """Return the weight of the second of some layers, or another where that one is wrapped."""
@@ -313,7 +327,7 @@ class ConditionalUnet1D(nn.Module):
         encoder = self.diffusion_step_encoder
         embedding: Tensor | None = None
         if not torch.jit.is_scripting():
-            if type(encoder) is not nn.Sequential or len(encoder) != 4 or is_changed(encoder):
+            if self._has_another_encoder():
                 embedding = encoder(steps)
             elif fast:
                 embedding = self._embed_by_products(steps)
