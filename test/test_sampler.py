@@ -10,6 +10,7 @@ from torch import nn
 import dpa
 from dpa.nn import ConditionalUnet1D
 from dpa.schedulers import StepTable, from_diffusers
+from policies import lerobot_unet
 from tolerances import gradient_tolerance
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -212,6 +213,137 @@ def test_network_in_another_dtype_follows_its_weights(dtype, device):
         for parameter in unet.parameters():
             parameter.data.mul_(1.5)
     assert all(p.dtype == torch.float32 and p.requires_grad for p in unet.parameters())
+
+
+class _Louder(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+def _wrapped(unet):
+    unet.final_conv[0] = _Louder(unet.final_conv[0])
+
+
+def _eps(unet):
+    for module in unet.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.eps = 0.5
+
+
+def _parametrized(unet):
+    nn.utils.parametrizations.weight_norm(unet.final_conv[1])
+    unet.final_conv[1].parametrizations.weight.original0.data *= 2
+
+
+def _hook(unet):
+    unet.final_conv[0].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def _mode(unet):
+    unet.final_conv.append(nn.Dropout(1.0).eval())
+    return unet.final_conv[2].train
+
+
+@pytest.mark.parametrize("change", [_wrapped, _eps, _parametrized, _hook, _mode])
+def test_network_in_another_dtype_follows_its_structure(change):
+    scheduler, steps = DDIM(20, prediction_type="sample"), 1  # in which rounding does not grow
+    unet, cond, noise = make_unet("cpu").eval(), torch.randn(3, 4), torch.randn(SHAPE)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, torch.bfloat16)
+    before = sampler(cond, noise=noise)
+    if (later := change(unet)) is not None:
+        assert torch.equal(sampler(cond, noise=noise), before)
+        later()
+    got = sampler(cond, noise=noise)
+    want = diffusers_loop(unet, scheduler, steps, cond, noise)
+    torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
+    assert not torch.allclose(got, before, rtol=0.1, atol=0.1)
+
+
+def test_the_copy_in_another_dtype_is_kept(monkeypatch):
+    scheduler, steps, _ = make_scheduler("ddim")
+    unet, made = make_unet("cpu"), []
+    networks = [unet, torch.compile(make_unet("cpu"), backend="eager"), torch.jit.script(unet)]
+    samplers = [
+        dpa.DiffusionSampler(network, scheduler, steps, torch.bfloat16, horizon=8)
+        for network in networks
+    ]
+    copied = copy.deepcopy
+    monkeypatch.setattr(
+        "dpa.stepwise.copy", SimpleNamespace(deepcopy=lambda m: made.append(m) or copied(m))
+    )
+    for sampler in samplers:
+        for _ in range(3):
+            sampler(torch.randn(3, 4))
+            for parameter in unet.parameters():
+                parameter.data = parameter.data * 1.5
+    assert list(map(id, made)) == list(map(id, networks))
+
+
+@pytest.mark.parametrize("parallel", [None, dpa.Parallel(3, 0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_lerobots_network_in_another_dtype(dtype, parallel):
+    """It computes the timestep's embedding in float32 whatever its weights are."""
+    arguments = {"input_dim": 2, "global_cond_dim": 4, "down_dims": (16, 32)}
+    unet = lerobot_unet({**arguments, "diffusion_step_embed_dim": 16}).eval()
+    scheduler, steps = DDIM(20, prediction_type="sample"), 5
+    cond, noise = torch.randn(3, 4), torch.randn(SHAPE)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, dtype, parallel=parallel)
+
+    def called(sample, timestep, global_cond):
+        return unet(sample, timestep.expand(3), global_cond)
+
+    want = diffusers_loop(called, scheduler, steps, cond, noise)
+    assert (sampler(cond, noise=noise) - want).norm() < 5e-2 * want.norm()
+
+
+@pytest.mark.parametrize("parallel", [None, dpa.Parallel(3, 0)])
+def test_packed_weights_follow_changes_in_inference_mode(parallel):
+    """Parameters that are made in inference mode count no versions."""
+    scheduler, steps, _ = make_scheduler("ddim")
+    cond, noise = torch.randn(3, 4), torch.randn(SHAPE)
+    with torch.inference_mode():
+        unet = make_unet("cpu")
+        sampler = dpa.DiffusionSampler(unet, scheduler, steps, fused=True, parallel=parallel)
+        results = [sampler(cond, noise=noise)]
+        for change in (
+            lambda: unet.load_state_dict(make_unet("cpu").state_dict()),
+            lambda: unet.final_conv[1].bias.add_(0.5),
+        ):
+            change()
+            results.append(sampler(cond, noise=noise))
+            want = diffusers_loop(unet, scheduler, steps, cond, noise.clone())
+            torch.testing.assert_close(results[-1], want, rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(*results[-2:], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("parallel", [None, dpa.Parallel(3, 0)])
+def test_empty_batch(parallel, fused, device):
+    scheduler, steps, _ = make_scheduler("ddpm")
+    unet = make_unet(device)
+    sampler = dpa.DiffusionSampler(
+        unet, scheduler, steps, horizon=8, fused=fused, parallel=parallel
+    )
+    for generator in (None, []):
+        assert sampler(torch.randn(0, 4, device=device), generator=generator).shape == (0, 8, 2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("parallel", [None, dpa.Parallel(3, 0)])
+def test_float64_network_in_float32_gives_float64(parallel, fused, device):
+    scheduler, steps, _ = make_scheduler("ddim")
+    unet = make_unet(device).double()
+    cond, noise = torch.randn(3, 4, device=device), torch.randn(SHAPE, device=device)
+    options = {"dtype": torch.float32, "fused": fused, "parallel": parallel}
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, **options)
+    want = diffusers_loop(unet, scheduler, steps, cond.double(), noise.double())
+    for _ in range(2):
+        got = sampler(cond, noise=noise)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
 def test_float64_network_samples_in_float64(device):

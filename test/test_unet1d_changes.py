@@ -24,7 +24,7 @@ def test_hooks_and_replaced_layers_are_called():
     handle.remove()
     first = block.blocks[0]
     block.blocks[0] = torch.nn.Identity()
-    block.blocks[0].forward = lambda x, scale, shift: first(x, scale, shift) * 2
+    block.blocks[0].forward = lambda x: first(x) * 2
     assert not torch.allclose(net(**inputs), expected)
     block.blocks[0] = first
     torch.testing.assert_close(net(**inputs), expected, rtol=0, atol=0)
@@ -197,6 +197,54 @@ def _hook_on_what_a_block_gets(net):
     net.mid_modules[0].register_forward_pre_hook(louder)
 
 
+class _Twice(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+def _hook_on_what_a_half_of_a_block_gives(net):
+    for i in (0, 1):
+        net.mid_modules[i].blocks[i].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def _wrapped_half_of_a_block(net):
+    for i in (0, 1):
+        net.mid_modules[i].blocks[i] = _Twice(net.mid_modules[i].blocks[i])
+
+
+def _plain_half_of_a_block(net):
+    block = net.mid_modules[0].blocks[0]
+    block.block[0].weight.data *= 2
+    net.mid_modules[0].blocks[0] = block.block
+
+
+def _wrapped_layers_of_half_a_block(net):
+    for half in (net.mid_modules[0].blocks[1], net.final_conv[0]):
+        half.block = _Twice(half.block)
+
+
+def _hook_on_the_layers_of_half_a_block(net):
+    for half in (net.mid_modules[0].blocks[1], net.final_conv[0]):
+        half.block.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def _wrapped_ends(net):
+    net.final_conv[1] = _Twice(net.final_conv[1])
+    net.diffusion_step_encoder[1] = _Twice(net.diffusion_step_encoder[1])
+
+
+def _longer_end(net):
+    net.final_conv.insert(1, torch.nn.Tanh())
+
+
+def _wrapped_end(net):
+    net.final_conv = _Twice(net.final_conv)
+
+
 def _hook_on_the_encoder(net):
     net.diffusion_step_encoder.register_forward_hook(lambda module, args, out: 2 * out)
 
@@ -211,6 +259,14 @@ def _own_forward_of_the_encoder(net):
 
 
 PARTS = [
+    _hook_on_what_a_half_of_a_block_gives,
+    _wrapped_half_of_a_block,
+    _plain_half_of_a_block,
+    _wrapped_layers_of_half_a_block,
+    _hook_on_the_layers_of_half_a_block,
+    _wrapped_ends,
+    _longer_end,
+    _wrapped_end,
     _hook_on_the_encoder,
     _longer_encoder,
     _own_forward_of_the_encoder,
@@ -237,8 +293,32 @@ def test_changed_parts_count(change, joint, monkeypatch):
     torch.testing.assert_close(compiled, got, **tolerance(torch.float32))
 
 
+def _silu(net):
+    net.mid_modules[0].blocks[0].block[2] = torch.nn.SiLU()
+
+
+def _circular(net):
+    net.final_conv[0].block[0].padding_mode = "circular"
+
+
+@pytest.mark.parametrize(
+    "change", [_silu, _circular, _longer_encoder, _hook_on_what_a_half_of_a_block_gives]
+)
+def test_torchscript_leaves_nothing_out(change):
+    net, _ = make("film_scale")
+    change(net)
+    with pytest.raises(ValueError, match=r"must be as (it was|they were) made where"):
+        torch.jit.script(net)
+
+
 def _as_the_original(net, sample, timestep, global_cond=None):
-    """Call the network's modules one by one, each block with two arguments."""
+    """Call the network's modules one by one, as the original calls them."""
+
+    def residual_block(block, x, cond):
+        out, film = block.blocks[0](x), block.cond_encoder(cond)[..., None]
+        scale, shift = film.chunk(2, dim=1)
+        return block.blocks[1](out * scale + shift) + block.residual_conv(x)
+
     cond = net.diffusion_step_encoder(net._steps(sample, timestep)).expand(len(sample), -1)
     if global_cond is not None:
         cond = torch.cat([cond, global_cond], dim=-1)

@@ -21,6 +21,8 @@ def draw_normal(
                 f"DiffusionSampler: generator must be one, or a sequence of {shape[0]}, "
                 f"got {len(generator)}"
             )
+        if len(generator) == 0:
+            return torch.empty(shape, device=device, dtype=dtype)
         one = (1, *shape[1:])
         return torch.cat([draw_normal(one, single, device, dtype) for single in generator])
     source = device if generator is None else generator.device
@@ -100,11 +102,10 @@ class Draws:
     def __call__(self, generator: Generators) -> Tensor:
         """Draw (rows, B, T, Da), on the device."""
         source = generator_on(self.device, generator)
-        if source is None and generator is not None:  # drawn elsewhere, and brought here
-            first = generator[0] if isinstance(generator, Sequence) else generator
-            device = first.device
-        else:
-            device = self.device
+        device = self.device
+        several = generator if isinstance(generator, Sequence) else [generator]
+        if source is None and several and several[0] is not None:  # drawn elsewhere, brought here
+            device = several[0].device
         out = torch.empty((len(self), *self.shape), dtype=self.dtype, device=device)
         return self._fill(out, generator if source is None else source).to(self.device)
 

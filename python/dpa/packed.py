@@ -67,7 +67,8 @@ class PackedUnet:
     """A U-Net on packed weights: one op a forward pass, one op a whole denoising loop.
 
     The weights are packed at the first call, and again when a parameter was replaced or changed in
-    place. One through ``parameter.data`` leaves no trace: call :meth:`follow` or :meth:`repack`.
+    place. One through ``parameter.data`` leaves no trace, nor does one of a parameter that was made
+    in inference mode: call :meth:`follow` or :meth:`repack`.
     No gradient flows through any of it.
 
     Args:
@@ -126,6 +127,8 @@ class PackedUnet:
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         slots = self.network.slots.values()
         self._homes = [module._parameters for module, _ in slots], [name for _, name in slots]
+        # Whether changes in place leave a trace: none do of those made in inference mode.
+        self.traces = bool(self._versions()[1])
 
     def repack(self) -> Tensor:
         """Pack the weights as they are now, in the same memory as before where there is one.
@@ -155,6 +158,7 @@ class PackedUnet:
             found = [p.detach() for p in self.network.parameters().values()]
             self._remember([p[tuple(size // 2 for size in p.shape)].view(1) for p in found])
         self._seen = self._versions()
+        self.traces = bool(self._seen[1])
         self._stream = None
         if self._packed.is_cuda:
             self._stream = torch.cuda.current_stream(self._packed.device)

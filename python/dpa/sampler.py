@@ -77,7 +77,8 @@ class DiffusionSampler:
             kernels go into that one.
         watch: with ``fused``, notice weights written through ``parameter.data`` too, as diffusers'
             ``EMAModel.copy_to`` writes them: one value of each parameter is compared in each call,
-            on a GPU while the loop runs.
+            on a GPU while the loop runs. Parameters that were made in inference mode, where changes
+            in place leave no trace either, are compared in any case.
         noise_dtype: what random numbers are drawn in; None is the sample's dtype, as in diffusers
             where the network is float32. A 16-bit network's own loop draws 16-bit numbers.
         parallel: evaluate a window of timesteps at once, in sweeps, until they no longer move
@@ -144,7 +145,7 @@ class DiffusionSampler:
         self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
         self._scheduler = copy.deepcopy(scheduler)
         self._tables: dict[Any, Steps] = {}
-        self._cast: tuple[nn.Module, nn.Module] | None = None
+        self._copy: stepwise.Copy | None = None
         self.num_inference_steps = num_inference_steps
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -154,8 +155,8 @@ class DiffusionSampler:
             self._again = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy holds: all but what is looked up again."""
-        return self.__dict__ | {"_again": None}
+        """Return what a copy holds: all but what is looked up or made again."""
+        return self.__dict__ | {"_again": None, "_copy": None}
 
     @property
     def num_inference_steps(self) -> int:
@@ -224,7 +225,8 @@ class DiffusionSampler:
             batch_size: B; by default the batch of the arguments, or 1.
 
         Returns:
-            (B, T, Da) float32 (float64 for a float64 network), without gradient.
+            (B, T, Da) float32 (float64 for a float64 network, which ``fused`` samples in float32),
+            without gradient.
 
         Raises:
             ValueError: naming the argument, the rule and what was received.
@@ -243,6 +245,7 @@ class DiffusionSampler:
         if not torch.compiler.is_compiling() and again is not None:
             kind, placed, call = again
             same = kind_of(given, batch_size, generator) == kind
+            same = same and (call.watch or call.packed.traces)
             if same and call.packed.placement == placed and can_capture(placed[0]):
                 return call(given, generator)
         return self._sample(given, batch_size, generator)
@@ -267,14 +270,15 @@ class DiffusionSampler:
         packed = self._packed_for(table, device, weights_dtype, given["local_cond"])
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            options = {"drawn": drawn, "capture": self.cuda_graph, "watch": self.watch}
+            watch = self.watch or not packed.traces
+            options = {"drawn": drawn, "capture": self.cuda_graph, "watch": watch}
             result, call = fused.run(
                 packed, self._graphs, table, shape, given, generator, **options
             )
             kind = kind_of(given, batch_size, generator)
-            known = call is not None and kind is not None
+            known = call is not None and kind is not None and result.dtype == wide
             self._again = (kind, packed.placement, call) if known else None
-            return result
+            return result.to(wide)
 
         conditions = {
             name: tensors[name].expand(shape[0], *tensors[name].shape[1:])
@@ -343,13 +347,16 @@ class DiffusionSampler:
         """Find the states of the loop in sweeps."""
         options = self.parallel
         assert options is not None
+        if len(inputs["sample"]) == 0:
+            self.last_parallel = ParallelReport(len(table), 0, 0, 0.0)
+            return inputs["sample"]
         device = inputs["sample"].device
         predict: Predict
         if packed is None:
             unet, unet_dtype = self._network(device, weights_dtype)
             predict = stepwise.Window(unet, unet_dtype)
         else:
-            if self.watch:
+            if self.watch or not packed.traces:
                 packed.follow()
             memory = packed.packed.data_ptr()  # packed anew where weights changed
             predict = fused.Window(packed, device.type == "cuda" and len(inputs["sample"]) == 1)
@@ -370,11 +377,6 @@ class DiffusionSampler:
             return self.unet, weights_dtype
         if not isinstance(self.unet, nn.Module):
             return self.unet, self.dtype
-        if self._cast is None or self._cast[0] is not self.unet:
-            self._cast = (self.unet, copy.deepcopy(self.unet))
-        # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
-        cast = self._cast[1].to(device, self.dtype).train(self.unet.training)
-        live = [*self.unet.parameters(), *self.unet.buffers()]
-        for old, new in zip([*cast.parameters(), *cast.buffers()], live, strict=True):
-            old.copy_(new)
-        return cast, self.dtype
+        if self._copy is None or self._copy.unet is not self.unet:
+            self._copy = stepwise.Copy(self.unet)
+        return self._copy.to(device, self.dtype), self.dtype

@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .schedulers import LiveSteps, StepTable
+from .standins import run_original
 from .step_table import Generators
+
+
+class Copy:
+    """A copy of a network in another dtype, brought up to date before every loop."""
+
+    def __init__(self, unet: nn.Module):
+        self.unet = unet
+        self._copy: nn.Module | None = None
+        self._seen: tuple[list[Any], list[Any]] = ([], [])
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Return the copy: what the network's modules and weights are now, in that dtype."""
+        objects, shapes = _structure(self.unet)
+        before, shapes_before = self._seen
+        same = len(objects) == len(before) and all(map(operator.is_, objects, before))
+        if self._copy is None or not same or shapes != shapes_before:
+            self._copy, self._seen = copy.deepcopy(self.unet), (objects, shapes)
+        # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
+        copied = self._copy.to(device, dtype)
+        live = [*self.unet.parameters(), *self.unet.buffers()]
+        for old, new in zip([*copied.parameters(), *copied.buffers()], live, strict=True):
+            old.copy_(new)
+        return copied
+
+
+def _structure(unet: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return all that decides what a network computes, but for the values of its weights.
+
+    The objects that its modules hold (settings, hooks, modes, other modules), to be compared one by
+    one, and the names and shapes of the weights.
+    """
+    objects: list[Any] = []
+    shapes: list[Any] = []
+    for module in unet.modules():
+        attributes = vars(module)
+        objects.append(type(module))
+        objects += attributes
+        objects += attributes.values()
+        for name, value in attributes.items():
+            if name in ("_parameters", "_buffers"):
+                shapes += [(n, None if w is None else w.shape) for n, w in value.items()]
+            elif isinstance(value, dict) and value:
+                objects += value
+                objects += value.values()
+    return objects, shapes
 
 
 class Prediction:
@@ -23,7 +72,7 @@ class Prediction:
 
     def __call__(self, sample: Tensor, timestep: Tensor) -> Tensor:
         """Predict for samples (B, T, Da) at timesteps (B,), in the sample's dtype."""
-        return self._unet(sample.to(self._dtype), timestep, **self._given).to(sample.dtype)
+        return _predict(self._unet, sample, self._dtype, timestep, self._given)
 
 
 class Window:
@@ -44,7 +93,18 @@ class Window:
             if name in inputs:  # it serves every timestep
                 value = inputs[name].to(self._dtype)
                 given[name] = value.repeat(len(told), *[1] * (value.dim() - 1))
-        return self._unet(sample.to(self._dtype), timesteps, **given).to(sample.dtype)
+        return _predict(self._unet, sample, self._dtype, timesteps, given)
+
+
+def _predict(
+    unet: Callable[..., Tensor],
+    sample: Tensor,
+    dtype: torch.dtype,
+    timesteps: Tensor,
+    given: dict[str, Tensor | None],
+) -> Tensor:
+    cast = sample.to(dtype)
+    return run_original(lambda: unet(cast, timesteps, **given), cast).to(sample.dtype)
 
 
 def loop(

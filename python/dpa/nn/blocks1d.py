@@ -94,14 +94,10 @@ class Conv1dBlock(nn.Module):
         residual: Tensor | None = None,
     ) -> Tensor:
         """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
+        if not torch.jit.is_scripting() and self._is_changed_inside():
+            return self._layer_by_layer(x, scale, shift, residual)
         conv = self.block[0]
         norm = self.block[1]
-        if not torch.jit.is_scripting():
-            layers = (conv, norm, self.block[2])
-            if len(self.block) != 3 or any(
-                map(_is_another, layers, (nn.Conv1d, nn.GroupNorm, nn.Mish))
-            ):
-                return self._layer_by_layer(x, scale, shift, residual)
         return torch.ops.dpa.conv1d_gnm(
             x,
             conv.weight,
@@ -115,21 +111,36 @@ class Conv1dBlock(nn.Module):
             residual,
         )
 
+    def __prepare_scriptable__(self) -> "Conv1dBlock":
+        """Refuse ``torch.jit.script``, which would leave out what was changed."""
+        if self._is_changed_inside():
+            raise ValueError(
+                f"Conv1dBlock: block must be as it was made where it is scripted, got {self.block}"
+            )
+        return self
+
+    @torch.jit.unused
+    def _is_changed_inside(self) -> bool:
+        """Whether a layer is another one than was made, or changed."""
+        layers = (self.block, *self.block._modules.values())
+        return tuple(map(type, layers)) != _LAYER_KINDS or any(map(is_changed, layers))
+
     @torch.jit.unused
     def _layer_by_layer(
         self, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        x = self.block(x)
-        if scale is not None:
-            x = x * scale.unsqueeze(2)
-        if shift is not None:
-            x = x + shift.unsqueeze(2)
+        x = _modulated(self.block(x), scale, shift)
         return x if residual is None else x + residual
 
 
-def _is_another(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a layer is another one than was made, or changed."""
-    return type(layer) is not kind or is_changed(layer)
+_LAYER_KINDS = (nn.Sequential, nn.Conv1d, nn.GroupNorm, nn.Mish)
+
+
+def _modulated(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    """Apply FiLM to (B, C, T)."""
+    if scale is not None:
+        x = x * scale.unsqueeze(2)
+    return x if shift is None else x + shift.unsqueeze(2)
 
 
 class ConditionalResidualBlock1D(nn.Module):
@@ -191,8 +202,29 @@ class ConditionalResidualBlock1D(nn.Module):
                 return torch.ops.dpa.residual_block1d(
                     x, *parameters, norm.num_groups, norm.eps, scale, shift
                 )
+            if self._has_other_blocks():
+                return self._block_by_block(x, scale, shift)
         out = self.blocks[0](x, scale, shift)
         return self.blocks[1](out, None, None, self.residual_conv(x))
+
+    def __prepare_scriptable__(self) -> "ConditionalResidualBlock1D":
+        """Refuse ``torch.jit.script``, which would leave out what was changed."""
+        if self._has_other_blocks():
+            raise ValueError(
+                "ConditionalResidualBlock1D: blocks must be as they were made where they are "
+                f"scripted, got {self.blocks}"
+            )
+        return self
+
+    @torch.jit.unused
+    def _has_other_blocks(self) -> bool:
+        return any(type(block) is not Conv1dBlock or is_changed(block) for block in self.blocks)
+
+    @torch.jit.unused
+    def _block_by_block(self, x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+        """Call the blocks as the original calls them, for they may be the user's own."""
+        out = _modulated(self.blocks[0](x), scale, shift)
+        return self.blocks[1](out) + self.residual_conv(x)
 
     @torch.jit.unused
     def _parameters_of_layers(self) -> list[Tensor | None]:

@@ -48,11 +48,14 @@ class PlainLayers:
 
     def traced(self, module: nn.Module) -> list[Tensor | None] | None:
         """The same in what compilers can trace, where looking costs nothing at run time."""
-        layers = [module.get_submodule(path) for path in self._types]
-        for layer, kinds, count in zip(layers, self._types.values(), self._children, strict=True):
+        norms = []
+        # Each layer stands after the one that holds it: what is looked for is there.
+        for (path, kinds), count in zip(self._types.items(), self._children, strict=True):
+            layer = module.get_submodule(path)
             if type(layer) not in kinds or is_changed(layer) or len(layer._modules) != count:
                 return None
-        norms = [(m.eps, m.num_groups) for m in layers if isinstance(m, nn.GroupNorm)]
+            if isinstance(layer, nn.GroupNorm):
+                norms.append((layer.eps, layer.num_groups))
         if any(norm != norms[0] for norm in norms):
             return None
         found = [getattr(module.get_submodule(path), name, None) for path, name in self._parameters]
@@ -61,7 +64,14 @@ class PlainLayers:
 
 def is_changed(layer: nn.Module) -> bool:
     """Whether a layer has hooks, a forward of its own, or settings that change the length."""
-    if any(len(getattr(layer, name)) > 0 for name in HOOKS) or "forward" in vars(layer):
+    hooks = (
+        layer._forward_hooks,
+        layer._forward_pre_hooks,
+        layer._backward_hooks,
+        layer._backward_pre_hooks,
+        *HOOKS_OF_ALL,
+    )
+    if any(len(those) > 0 for those in hooks) or "forward" in vars(layer):
         return True
     return isinstance(layer, nn.Conv1d) and not _keeps_length(layer)
 

@@ -221,11 +221,14 @@ class ConditionalUnet1D(nn.Module):
 
         """
         self._check(sample, local_cond, global_cond)
+        fast = False
         if not torch.jit.is_scripting():
-            out = self._on_kept_weights(sample, timestep, local_cond, global_cond)
+            fast = channels_last(sample, self._weight(self.final_conv))
+            out = None
+            if fast:
+                out = self._on_kept_weights(sample, timestep, local_cond, global_cond)
             if out is not None:
                 return out
-        fast = channels_last(sample, self.final_conv[1].weight)
         cond = self._embed(sample, timestep, fast)
         if global_cond is not None:
             cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
@@ -259,6 +262,28 @@ class ConditionalUnet1D(nn.Module):
             x = level[2](x)
         return self.final_conv(x).transpose(1, 2)
 
+    def __prepare_scriptable__(self) -> "ConditionalUnet1D":
+        """Refuse ``torch.jit.script``, which would leave out what was changed."""
+        if self._has_another_encoder():
+            raise ValueError(
+                "ConditionalUnet1D: diffusion_step_encoder must be as it was made where it is "
+                f"scripted, got {self.diffusion_step_encoder}"
+            )
+        return self
+
+    @torch.jit.unused
+    def _has_another_encoder(self) -> bool:
+        encoder = self.diffusion_step_encoder
+        return type(encoder) is not nn.Sequential or len(encoder) != 4 or is_changed(encoder)
+
+    @torch.jit.unused
+    def _weight(self, layers: nn.Module) -> Tensor:
+        """Return the weight of the second of some layers, or another where that one is wrapped."""
+        weight = getattr(getattr(layers, "1", None), "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            return weight
+        return next(p for p in self.parameters() if p.is_floating_point())
+
     @torch.jit.unused
     def _film(self, cond: Tensor) -> list[Tensor]:
         """Return shift and scale of every block, the last block's first, from one product for all.
@@ -287,14 +312,13 @@ class ConditionalUnet1D(nn.Module):
         global_cond: Tensor | None,
     ) -> Tensor | None:
         """Run the network as one op where no gradient is wanted and it serves, else None."""
-        weight = self.final_conv[1].weight
-        if torch.compiler.is_compiling() or not channels_last(sample, weight):
+        if torch.compiler.is_compiling():
             return None
         if local_cond is not None or type(sample) is not Tensor or torch.jit.is_tracing():
             return None
         from dpa import kept
 
-        half = torch.get_autocast_dtype("cuda") if weight.dtype not in _HALVES else weight.dtype
+        half = sample.dtype if sample.dtype in _HALVES else torch.get_autocast_dtype("cuda")
         return kept.forward(self, sample, self._steps(sample, timestep), global_cond, half)
 
     def _embed(self, sample: Tensor, timestep: Tensor | float | int, fast: bool) -> Tensor:
@@ -303,12 +327,16 @@ class ConditionalUnet1D(nn.Module):
         encoder = self.diffusion_step_encoder
         embedding: Tensor | None = None
         if not torch.jit.is_scripting():
-            if type(encoder) is not nn.Sequential or len(encoder) != 4 or is_changed(encoder):
+            if self._has_another_encoder():
                 embedding = encoder(steps)
             elif fast:
                 embedding = self._embed_by_products(steps)
         if embedding is None:
-            sinusoid = encoder[0](steps).to(encoder[1].weight.dtype)
+            if torch.jit.is_scripting():
+                dtype = encoder[1].weight.dtype
+            else:
+                dtype = self._weight(encoder).dtype
+            sinusoid = encoder[0](steps).to(dtype)
             embedding = encoder[3](encoder[2](encoder[1](sinusoid)))
         return embedding.expand(sample.shape[0], -1)
 
