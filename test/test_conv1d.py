@@ -103,6 +103,26 @@ def test_channels_last_values_gradients_and_order(device, dtype, shape):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_taps_that_meet_nothing_but_padding(device, dtype, mapped, transposed):
+    """Their gradients are zero: some of PyTorch's convolutions leave them unwritten."""
+    gradient = torch.func.grad(
+        lambda weight, x: torch.ops.dpa.conv1d(x, weight, None, 3, 1, transposed).float().sum()
+    )
+    weight = torch.randn(4, *((16, 8, 3) if transposed else (8, 16, 3)), device=device, dtype=dtype)
+    x = torch.randn(4, 5, 1, 16, device=device, dtype=dtype).transpose(2, 3)
+    for _ in range(20):
+        # What was freed before is found in memory that is taken and not written.
+        del [torch.full((2**n,), 14848.0, dtype=dtype, device=device) for n in range(5, 17)][:]
+        if mapped:
+            got = torch.vmap(gradient)(weight, x)
+        else:
+            got = torch.stack([gradient(w, each) for w, each in zip(weight, x, strict=True)])
+        assert torch.all(got[..., ::2] == 0) and torch.all(got[..., 1] != 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_tensors_may_begin_anywhere(device, dtype, transposed):

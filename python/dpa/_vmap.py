@@ -241,6 +241,12 @@ def _by_samples(op, samples: tuple[int, ...], index: int | None = None, own: tup
     return rule
 
 
+def _arithmetic(input, stride):
+    """As in ops/conv1d/formula.cpp, where the reason is."""
+    wide = input.device.type == "cpu" and input.dtype == torch.bfloat16 and stride > 1
+    return torch.float32 if wide else input.dtype
+
+
 def _conv1d(info, in_dims, input, weight, bias=None, stride=1, padding=0, transposed=False):
     x, w, b, _, _, _ = _dims(in_dims, 6)
     fold = _Fold(info.batch_size)
@@ -251,14 +257,15 @@ def _conv1d(info, in_dims, input, weight, bias=None, stride=1, padding=0, transp
         _meta(input, x), _meta(weight, w), _meta(bias, b), stride, padding, transposed
     )
     convolve = F.conv_transpose1d if transposed else F.conv1d
+    wide = _arithmetic(input, stride)
     out = convolve(
-        fold(input, x, 1),
-        fold(weight, w).to(input.dtype),
-        None if bias is None else fold(bias, b).to(input.dtype),
+        fold(input, x, 1).to(wide),
+        fold(weight, w).to(input.dtype).to(wide),
+        None if bias is None else fold(bias, b).to(input.dtype).to(wide),
         stride=stride,
         padding=padding,
         groups=fold.n,
-    )
+    ).to(input.dtype)
     return fold.undo(out, _shape(weight, w)[1 if transposed else 0], 1), 1
 
 
@@ -274,10 +281,11 @@ def _conv1d_backward(
     g, x, w = in_dims[:3]
     fold = _Fold(info.batch_size)
     channels = _shape(weight, w)[1 if transposed else 0]
+    wide = _arithmetic(input, stride)
     grads = torch.ops.aten.convolution_backward(
-        fold(grad, g, 1),
-        fold(input, x, 1),
-        fold(weight, w).to(input.dtype),
+        fold(grad, g, 1).to(wide),
+        fold(input, x, 1).to(wide),
+        fold(weight, w).to(input.dtype).to(wide),
         [channels * fold.n],
         [stride],
         [padding],
