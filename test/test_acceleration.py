@@ -13,7 +13,14 @@ import dpa
 from dpa.graphed_calls import replaced_forward
 from dpa.loops import FastLoop
 from dpa.standins import LOOK_EVERY, FastForward
-from policies import diffusers, lerobot_policy, observations, original_policy, unet_and_inputs
+from policies import (
+    SMALL,
+    diffusers,
+    lerobot_policy,
+    observations,
+    original_policy,
+    unet_and_inputs,
+)
 from tolerances import tolerance
 
 
@@ -269,7 +276,8 @@ def test_compile_without_a_graph_break(backend, device):
         torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_network_that_only_looks_right_falls_back(device):
+def doubled_and_inputs(device="cpu"):
+    """A network whose layers are the family's, and whose forward is not."""
     unet, inputs = unet_and_inputs(device)
 
     class Doubled(type(unet)):
@@ -277,6 +285,138 @@ def test_a_network_that_only_looks_right_falls_back(device):
             return 2 * super().forward(sample, timestep, local_cond, global_cond)
 
     unet.__class__ = Doubled
+    return unet, inputs
+
+
+@torch.no_grad()
+def test_compiled_first_a_network_is_compared_too():
+    def graph(module, _):
+        graphs.append(any("dpa" in str(node.target) for node in module.graph.nodes))
+        return module.forward
+
+    for make, fits in ((doubled_and_inputs, False), (unet_and_inputs, True)):
+        torch._dynamo.reset()
+        graphs = []
+        unet, inputs = make()
+        want = unet(*inputs)
+        dpa.accelerate(unet)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = torch.compile(unet, backend=graph, fullgraph=True)(*inputs)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert graphs == [fits]
+        assert fits != any("accelerated Doubled differs" in str(w.message) for w in caught)
+
+
+def test_compiled_calls_leave_float_timesteps_to_the_original():
+    arguments = {"input_dim": 2, "global_cond_dim": 4, **SMALL}
+    unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(**arguments)).eval()
+
+    class Truncating(type(unet)):
+        def forward(self, sample, timestep, local_cond=None, global_cond=None):
+            return super().forward(sample, int(timestep), local_cond, global_cond)
+
+    unet.__class__ = Truncating
+    sample, cond = torch.randn(3, 8, 2), torch.randn(3, 4)
+    want = unet(sample, 7.9, None, cond)
+    dpa.accelerate(unet)
+    unet(sample, 7, None, cond)
+    got = torch.compile(unet, backend="eager")(sample, 7.9, None, cond)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", ["empty", "zero", "nan"])
+@torch.no_grad()
+def test_a_first_call_that_shows_nothing_is_no_check(first):
+    for make, fits in ((doubled_and_inputs, False), (unet_and_inputs, True)):
+        unet, inputs = make()
+        state, want = copy.deepcopy(unet.state_dict()), unet(*inputs)
+        dpa.accelerate(unet)
+        if first == "empty":
+            unet(*[x if x is None else x[:0] for x in inputs])
+        elif first == "nan":
+            assert unet(inputs[0] * float("nan"), *inputs[1:]).isnan().all()
+        else:
+            for parameter in unet.final_conv[1].parameters():
+                parameter.zero_()
+            unet(*inputs)
+            unet.load_state_dict(state)
+        forward = replaced_forward(unet)
+        assert not forward.errors and forward.failed is None
+        if fits:
+            assert torch.equal(unet(*inputs), want)
+        else:
+            with pytest.warns(RuntimeWarning, match="differs"):
+                assert torch.equal(unet(*inputs), want)
+        assert (forward.failed is None) == fits and len(forward.errors) == 1
+
+
+def test_checkpointed_from_the_first_call_on():
+    unet, inputs = unet_and_inputs()
+    plain = copy.deepcopy(unet)
+    dpa.accelerate(unet.train())
+    for _ in range(2):
+        for network in (unet, plain.train()):
+            network.zero_grad()
+            out = torch.utils.checkpoint.checkpoint(network, *inputs, use_reentrant=False)
+            out.square().sum().backward()
+        for got, want in zip(unet.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-4)
+    assert max(replaced_forward(unet).errors.values()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_traced_and_exported_it_is_the_original():
+    unet, inputs = unet_and_inputs()
+    unet.requires_grad_(False)  # torch.jit.trace takes them for constants
+    want = unet(*inputs)
+    dpa.accelerate(unet)
+    sample, timestep, _, cond = inputs
+    for _ in range(2):
+        traced = torch.jit.trace(lambda x, t, g: unet(x, t, None, g), (sample, timestep, cond))
+        exported = torch.export.export(unet, inputs).module()
+        torch.testing.assert_close(traced(sample, timestep, cond), want)
+        torch.testing.assert_close(exported(*inputs), want)
+        unet(*inputs)
+
+
+@torch.no_grad()
+def test_forward_mode_derivatives():
+    unet, inputs = unet_and_inputs()
+    plain, tangent = copy.deepcopy(unet), torch.randn_like(inputs[0])
+    dpa.accelerate(unet)
+    unet(*inputs), unet(*inputs)
+    results = []
+    for network in (unet, unet, plain):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(inputs[0], tangent)
+            out = torch.autograd.forward_ad.unpack_dual(network(dual, *inputs[1:]))
+            results.append(out.tangent)
+    for got in results[:2]:
+        torch.testing.assert_close(got, results[2], rtol=1e-4, atol=1e-4)
+
+
+def test_more_levels_than_the_ops_run_layer_by_layer():
+    policy = original_policy("cpu")
+    unet = dpa.nn.ConditionalUnet1D(2, None, 4, 16, (8, 8, 8, 8, 8, 8))
+    policy.model = dpa.reference.plain(unet).eval()
+    with pytest.raises(ValueError, match="must have 1 to 5 down_dims to be packed, got"):
+        dpa.PackedUnet(policy.model)
+    fast = dpa.accelerate(copy.deepcopy(policy), fallback=False)
+    assert "layer by layer with dpa's ops: unet must have 1 to 5" in str(dpa.explain(fast))
+    data, cond = torch.zeros(2, 32, 2), torch.randn(2, 4)
+    for _ in range(2):
+        results = []
+        for current in (fast, policy):
+            torch.manual_seed(1)
+            with torch.no_grad():
+                results.append(current.conditional_sample(data, data.bool(), None, cond))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_network_that_only_looks_right_falls_back(device):
+    unet, inputs = doubled_and_inputs(device)
     expected = unet(*inputs)
     dpa.accelerate(unet)
     with pytest.warns(RuntimeWarning, match=r"accelerated Doubled differs .* the original runs"):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import types
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,65 @@ def test_layers_that_become_others_stop_it(alter, device):
     assert_follows(unet, inputs)
     [finding] = dpa.explain(unet).findings
     assert not finding.active and finding.state == "unchanged" and "was altered" in finding.how
+
+
+def assign_weights(unet):
+    weights = {name: 1.3 * value for name, value in unet.state_dict().items()}
+    unet.load_state_dict(weights, assign=True)
+
+
+def hook_layer(unet):
+    unet.final_conv[1].register_forward_hook(lambda module, inputs, out: 3 * out)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["compiled-before", "compiled-after"])
+@pytest.mark.parametrize(
+    "alter",
+    [
+        assign_weights,
+        replace_layer,
+        wrap_layer,
+        parametrize_layer,
+        give_a_layer_its_own_forward,
+        change_eps,
+        change_padding,
+        hook_layer,
+    ],
+)
+@torch.no_grad()
+def test_compiled_calls_follow(alter, before):
+    if before and alter is hook_layer:
+        pytest.skip("torch.compile looks for hooks once only")
+    unet, inputs = unet_and_inputs()
+    dpa.accelerate(unet)
+    compiled = torch.compile(unet, backend="eager", fullgraph=True)
+    if before:
+        compiled(*inputs)
+    alter(unet)
+    want = type(unet).forward(unet, *inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says of most that they were altered
+        torch.testing.assert_close(compiled(*inputs), want, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_compiled_functional_calls_take_the_weights_given():
+    unet, inputs = unet_and_inputs()
+    weights = {name: 1.3 * value for name, value in unet.named_parameters()}
+    want = torch.func.functional_call(unet, weights, inputs)
+    dpa.accelerate(unet)
+    compiled = torch.compile(lambda w: torch.func.functional_call(unet, w, inputs), backend="eager")
+    torch.testing.assert_close(compiled(weights), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_parameter_that_goes_stops_it(device):
+    unet, inputs = running(device)
+    with torch.no_grad():
+        unet(*inputs)
+    unet.final_conv[1].bias = None
+    with pytest.warns(RuntimeWarning, match="was altered: .*missing: final_conv.1.bias"):
+        unet(*inputs)
+    assert_follows(unet, inputs)
 
 
 @torch.no_grad()

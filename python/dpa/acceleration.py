@@ -20,7 +20,7 @@ from . import _html
 from .family import NotInFamily, recognise
 from .graphed_calls import graph_calls, replaced_forward, ungraph_calls
 from .loops import FastLoop
-from .packed import runs_packed
+from .packed import runs_packed, unet_config
 from .schedulers import from_diffusers
 from .standins import FastForward, Options
 from .steps import FastStep, why_no_step, why_replaced
@@ -345,9 +345,12 @@ def _network_name(policy: nn.Module) -> str | None:
 
 def _how(module: nn.Module, mode: str) -> str:
     parameter = next(module.parameters())
-    local = getattr(module, "local_cond_encoder", None) is not None
-    if mode == "chain" or local or parameter.dtype == torch.float64:
+    if mode == "chain" or parameter.dtype == torch.float64:
         return "layer by layer with dpa's ops"
+    try:
+        unet_config(module)
+    except ValueError as error:
+        return f"layer by layer with dpa's ops: {error}"
     if not runs_packed(parameter.device):
         return f"layer by layer with dpa's ops: no packed kernels on {parameter.device.type}"
     return "one op on packed weights"

@@ -12,11 +12,13 @@ Everything in dpa uses the original's names.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ _SWITCHES = {
 
 # Settings of layers that somebody may write to, and what reads them. Looked at in every call.
 _SETTINGS = {
-    nn.GroupNorm: itemgetter("eps", "num_groups"),
+    nn.GroupNorm: operator.itemgetter("eps", "num_groups"),
     (nn.Conv1d, nn.ConvTranspose1d): convolution_settings,
 }
 Trait = Callable[[dict], Any]
@@ -178,6 +180,7 @@ class Network:
         tree: what each module that holds others holds now, beside what it held.
         leaves: what the others hold: nothing, unless a parametrization is registered later.
         traits: what else is looked at: how, in the attributes of which layers, and what it was.
+        layers: every module inside.
 
     """
 
@@ -188,14 +191,28 @@ class Network:
     tree: tuple[tuple[dict, dict], ...] = field(default=(), repr=False)
     leaves: tuple[dict, ...] = field(default=(), repr=False)
     traits: tuple[tuple[Trait, list[dict], list], ...] = field(default=(), repr=False)
+    layers: tuple[nn.Module, ...] = field(default=(), repr=False)
 
     def altered(self) -> bool:
-        """Whether a module inside was added, removed, replaced or set up anew since then."""
+        """Whether a module was added, removed, replaced or set up anew, or a parameter is gone."""
         return (
             any(self.leaves)
             or any(now != then for now, then in self.tree)
             or any(list(map(read, places)) != then for read, places, then in self.traits)
+            or any(map(operator.is_, map(dict.get, *self._homes), itertools.repeat(None)))
         )
+
+    @functools.cached_property
+    def _homes(self) -> tuple[list[dict], list[str]]:
+        """The dictionaries that hold the parameters, and the names in them."""
+        slots = self.slots.values()
+        return [module._parameters for module, _ in slots], [name for _, name in slots]
+
+    def altered_in_trace(self, module: nn.Module) -> bool:
+        """The same of ``module`` in what compilers trace; what they read here they watch."""
+        layers = list(module.modules())[1:]
+        pairs = zip(layers, self.layers, strict=True)
+        return any(layer is not then or _is_odd(layer) for layer, then in pairs)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the module has now, by the original's names."""
@@ -237,7 +254,22 @@ def recognise(module: nn.Module) -> Network:
     held = [part._modules for part in module.modules()]
     tree = tuple((now, dict(now)) for now in held if now)
     leaves = tuple(now for now in held if not now)
-    return Network(arguments, _forward_inputs(module), slots, off, tree, leaves, _traits(module))
+    layers = tuple(module.modules())[1:]
+    inputs, traits = _forward_inputs(module), _traits(module)
+    return Network(arguments, inputs, slots, off, tree, leaves, traits, layers)
+
+
+def _is_odd(layer: nn.Module) -> bool:
+    """Whether something is set that no layer of the family has; asks for all that may be set."""
+    if layer.forward is None:
+        return True
+    if isinstance(layer, nn.GroupNorm):
+        return layer.eps != 1e-5 or layer.num_groups < 1
+    if isinstance(layer, (nn.Conv1d, nn.ConvTranspose1d)):
+        usual = layer.padding_mode == "zeros" and layer.dilation == (1,) and layer.groups == 1
+        lengths = (layer.padding, layer.output_padding, layer.stride)
+        return not usual or any(length < (0,) for length in lengths)
+    return False
 
 
 def _traits(module: nn.Module) -> tuple[tuple[Trait, list[dict], list], ...]:

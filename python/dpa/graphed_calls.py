@@ -116,6 +116,11 @@ class GraphedForward:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    @property
+    def __code__(self) -> Any:
+        """Of the forward that this one replaces: torch.export asks where it is written."""
+        return type(self.module).forward.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, by a replay where there is one."""
         if torch.compiler.is_compiling():

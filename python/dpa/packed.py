@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .family import Network, recognise
 
 _version = operator.attrgetter("_version")
+_MAX_LEVELS, _MAX_SIZE = 5, 65536  # of what the ops run
 _memories = itertools.count(1)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -37,7 +38,8 @@ def unet_config(unet: nn.Module) -> list[int]:
         ``[action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims]``.
 
     Raises:
-        ValueError: the module is not such a network, or has local conditioning.
+        ValueError: the module is not such a network, has local conditioning, more than 5 levels or
+            a size above 65536.
 
     """
     return _config(recognise(unet))
@@ -52,7 +54,10 @@ def _config(network: Network) -> list[int]:
     arguments = network.arguments
     if arguments.get("local_cond_dim") is not None:
         raise ValueError("unet must have no local conditioning to be packed, got one that has")
-    return [
+    if len(arguments["down_dims"]) > _MAX_LEVELS:
+        dims = list(arguments["down_dims"])
+        raise ValueError(f"unet must have 1 to {_MAX_LEVELS} down_dims to be packed, got {dims}")
+    config = [
         arguments["input_dim"],
         arguments["kernel_size"],
         arguments["n_groups"],
@@ -61,6 +66,9 @@ def _config(network: Network) -> list[int]:
         int(arguments["cond_predict_scale"]),
         *arguments["down_dims"],
     ]
+    if max(config) > _MAX_SIZE:
+        raise ValueError(f"unet must have sizes up to {_MAX_SIZE} to be packed, got {config}")
+    return config
 
 
 class PackedUnet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .family import Network, NotInFamily, recognise, template
+from .nn.blocks1d import is_exporting
 from .nn.plain import HOOKS, HOOKS_OF_ALL
 from .packed import PackedUnet, runs_packed
 
@@ -47,6 +49,11 @@ def run_original(run: Callable[[], Tensor], weight: Tensor) -> Tensor:
         return run()
 
 
+def can_tell(expected: Tensor) -> bool:
+    """Whether a comparison with this shows anything: some value is not zero, all are finite."""
+    return 0 < float(expected.detach().double().norm()) < float("inf")
+
+
 def compare(run: Callable[[], Tensor], expected: Tensor, limit: float) -> tuple[float, str | None]:
     """Return the error of what ``run`` gives, and what is wrong with it, or None.
 
@@ -75,6 +82,30 @@ def say_fallback(what: str, why: str, fallback: bool) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+def chain_of(network: Network) -> nn.Module:
+    """Return dpa's network on the same parameters, whatever is put in the place of one later."""
+    chain = template(network.arguments).eval()
+    for key, (module, _) in network.slots.items():
+        vars(chain.get_submodule(key.rpartition(".")[0]))["_parameters"] = module._parameters
+    return chain
+
+
+def _may_look() -> bool:
+    """Whether operations run now are seen by nobody, and their results can be read."""
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return not capturing and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _is_recorded() -> bool:
+    """Whether somebody records what a call does, and may expect the same of it again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or not _may_look()
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
 
 
 @dataclass(frozen=True)
@@ -108,8 +139,8 @@ class FastForward:
         self.errors: dict[Any, float] = {}
         self.failed = self.refused = None
         self._network: Network | None = None
-        self._chain: nn.Module | None = None
-        self._packed: dict[torch.dtype, PackedUnet] = {}
+        self.chain: nn.Module | None = None
+        self._packed: dict[torch.dtype, PackedUnet | None] = {}
         self._placed: tuple[torch.device, torch.dtype] | None = None
         self._hooks: list[Any] = []
 
@@ -137,8 +168,7 @@ class FastForward:
                 self.refused = why
                 return None
             if not network.unconditioned:
-                self._chain = template(network.arguments).eval()
-                self._share(network)
+                self.chain = chain_of(network)
             self._hooks = [getattr(m, name) for m in self.unet.modules() for name in HOOKS]
             self._hooks += HOOKS_OF_ALL
             self._network = network
@@ -150,6 +180,8 @@ class FastForward:
             return "it is being compared with"
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "torch.func transforms it"
+        if torch.jit.is_tracing():
+            return "torch.jit.trace records it"
         if self.prepare() is None:
             return self.refused
         config = getattr(self.unet, "config", None)
@@ -162,22 +194,10 @@ class FastForward:
         return None
 
     @property
-    def chain(self) -> nn.Module | None:
-        """dpa's network on the live parameters, or None where its layers cannot express it."""
-        if self._chain is not None:
-            self._share(self._network)
-        return self._chain
-
-    @property
     def weight(self) -> Tensor:
         """One of the network's parameters, for its device and dtype."""
         module, name = next(iter(self._network.slots.values()))
         return module._parameters[name]
-
-    def _share(self, network: Network) -> None:
-        for key, parameter in network.parameters().items():
-            path, _, name = key.rpartition(".")
-            self._chain.get_submodule(path)._parameters[name] = parameter
 
     def original(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the forward that this one replaces."""
@@ -186,15 +206,17 @@ class FastForward:
     def packed(self, dtype: torch.dtype) -> PackedUnet | None:
         """Return the network on packed weights, or None where it cannot be packed."""
         device = self.weight.device
-        local = self._network.arguments.get("local_cond_dim") is not None
         chain = self.options.mode == "chain"
-        if chain or local or dtype not in _PACKABLE or not runs_packed(device):
+        if chain or dtype not in _PACKABLE or not runs_packed(device):
             return None
         if self._placed != (placed := (device, self.weight.dtype)):
             self._packed.clear()  # made of weights that are gone
             self._placed = placed
         if dtype not in self._packed:
-            self._packed[dtype] = PackedUnet(self.unet, dtype)
+            try:
+                self._packed[dtype] = PackedUnet(self.unet, dtype)
+            except ValueError:  # the ops run none like it
+                self._packed[dtype] = None
         return self._packed[dtype]
 
     def precision(self, device: torch.device, weights: torch.dtype) -> torch.dtype:
@@ -203,22 +225,21 @@ class FastForward:
             return torch.get_autocast_dtype(device.type)
         return weights
 
+    @property
+    def __code__(self) -> Any:
+        """Of the forward that this one replaces: torch.export asks where it is written."""
+        return type(self.unet).forward.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the network, with the arguments of the forward that this one replaces."""
         if torch.compiler.is_compiling():
             return self._trace(*args, **kwargs)
         if self.why_original() is not None:
             return self.original(*args, **kwargs)
-        inputs = self._network.inputs
-        call = dict(zip(inputs, args, strict=False), **kwargs)
-        if len(args) > len(inputs) or not call.keys() <= set(inputs):
+        call = self._arguments(args, kwargs)
+        if call is None:
             return self.original(*args, **kwargs)
-        sample = call.pop(inputs[0], None)
-        timestep = call.pop("timestep", None)
-        # Subclasses trace or distribute; a timestep that is a float, the original may truncate.
-        if type(sample) is not Tensor or not isinstance(timestep, (Tensor, int)):
-            return self.original(*args, **kwargs)
-        conditions = {name: value for name, value in call.items() if value is not None}
+        sample, _, conditions = call
         weight = self.weight
         precision = self.precision(weight.device, weight.dtype)
         local = self._network.arguments.get("local_cond_dim") is not None
@@ -226,31 +247,94 @@ class FastForward:
         if mixed or not sample.is_floating_point() or ("local_cond" in conditions and not local):
             return self.original(*args, **kwargs)  # which says what is wrong
         key = (weight.device.type, weight.dtype, precision, self._trains())
-        if key in self.errors and self.errors[key] <= self.limit(STEP_LIMITS, precision):
-            return self._run(sample, timestep, conditions, precision)
+        recorded = key not in self.errors and _is_recorded()
+        if recorded and self._trains():
+            self._check_apart()
+        if self._passed(key):
+            return self._run(*call, precision)
         expected = run_original(lambda: self.original(*args, **kwargs), weight)
-        if key in self.errors:
-            return expected
-        limit = self.limit(STEP_LIMITS, precision)
         # In the caller's own mode: without gradients the network would keep weights packed for it.
-        error, why = compare(
-            lambda: self._run(sample, timestep, conditions, precision), expected, limit
-        )
+        if key not in self.errors and not recorded:
+            self._compare(key, lambda: self._run(*call, precision), expected)
+        return expected
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | int, dict[str, Tensor]] | None:
+        """Return sample, timestep and conditions, or None where only the original takes them."""
+        inputs = self._network.inputs
+        call = dict(zip(inputs, args, strict=False), **kwargs)
+        if len(call) != len(args) + len(kwargs) or any(name not in inputs for name in call):
+            return None
+        sample = call.pop(inputs[0], None)
+        timestep = call.pop("timestep", None)
+        # Subclasses trace or distribute; a timestep that is a float, the original may truncate.
+        if type(sample) is not Tensor or not isinstance(timestep, (Tensor, int)):
+            return None
+        return sample, timestep, {name: x for name, x in call.items() if x is not None}
+
+    def _passed(self, key: tuple[Any, ...]) -> bool:
+        """Whether calls of this kind were compared, and agreed."""
+        error = self.errors.get(key)
+        return error is not None and error <= self.limit(STEP_LIMITS, key[2])
+
+    def _compare(self, key: tuple[Any, ...], run: Callable[[], Tensor], expected: Tensor) -> None:
+        """Compare what ``run`` gives with the original's, where that can tell right from wrong."""
+        if not can_tell(expected):
+            return
+        error, why = compare(run, expected, self.limit(STEP_LIMITS, key[2]))
         if why is not None:
             what = f"the accelerated {type(self.unet).__name__}"
             say_fallback(what, why, self.options.fallback)
             self.failed = why
         self.errors[key] = error
-        return expected
+
+    def _check_apart(self) -> bool:
+        """Compare the layers on numbers of their own, where the caller's call must run only once.
+
+        Returns:
+            Whether the layers agree with the original in the precision that is due.
+
+        """
+        weight, arguments = self.weight, self._network.arguments
+        key = (weight.device.type, weight.dtype, self.precision(weight.device, weight.dtype), True)
+        if key not in self.errors and self.chain is not None and _may_look():
+            generator = torch.Generator("cpu").manual_seed(0)
+
+            def draw(*shape: int) -> Tensor:
+                return torch.randn(2, *shape, generator=generator, device="cpu").to(weight)
+
+            horizon = 2 ** len(arguments["down_dims"])
+            sample = draw(horizon, arguments["input_dim"])
+            timestep = torch.tensor([1, 50], device=weight.device)
+            conditions = {}
+            if arguments["global_cond_dim"]:
+                conditions["global_cond"] = draw(arguments["global_cond_dim"])
+            if arguments.get("local_cond_dim"):
+                conditions["local_cond"] = draw(horizon, arguments["local_cond_dim"])
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+                run = functools.partial(self.original, sample, timestep, **conditions)
+                expected = run_original(run, weight)
+                self._compare(key, lambda: self.chain(sample, timestep, **conditions), expected)
+        return self._passed(key)
+
+    @torch.compiler.assume_constant_result
+    def _may_trace(self) -> bool:
+        """Look at the network itself while it is compiled, and not in what is compiled."""
+        if is_exporting() or self.why_original() is not None or self.chain is None:
+            return False
+        return self._check_apart()
 
     def _trace(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Under torch.compile: dpa's layers as one graph, unless a check has failed before."""
-        ready = self._network is not None and self._chain is not None and self.failed is None
-        if not ready or self.bypassed:
+        """Under torch.compile: dpa's layers as one graph, as long as they are the network's."""
+        ready = not self.bypassed and self._may_trace() and self.failed is None
+        if not ready or self._network.altered_in_trace(self.unet):
             return self.original(*args, **kwargs)
-        call = dict(zip(self._network.inputs, args, strict=False), **kwargs)
-        sample = call.pop(self._network.inputs[0])
-        return self._chain(sample, call.pop("timestep"), **call)
+        call = self._arguments(args, kwargs)
+        if call is None:
+            return self.original(*args, **kwargs)
+        sample, timestep, conditions = call
+        return self.chain(sample, timestep, **conditions)
 
     def _run(
         self,
@@ -277,7 +361,8 @@ class FastForward:
 
     def _trains(self) -> bool:
         """Whether gradients may be asked for, or weights are about to change again."""
-        return self.unet.training or torch.is_grad_enabled()
+        duals = torch.autograd.forward_ad._current_level >= 0
+        return self.unet.training or torch.is_grad_enabled() or duals
 
     def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
         """Return the error that a table allows: that of the coarsest arithmetic on either side."""
