@@ -15,11 +15,12 @@ from .sampler import DiffusionSampler
 from .schedulers import MultistepTable
 from .standins import (
     FastForward,
+    can_tell,
     compare,
     run_original,
     say_fallback,
 )
-from .steps import attributes_of, state_of, tells, why_replaced
+from .steps import attributes_of, state_of, why_replaced
 
 # Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
 # which the steps add up.
@@ -114,7 +115,8 @@ class FastLoop:
             forward.bypassed = False
         mask = call.get("condition_mask")
         free = expected if mask is None else expected[~mask]
-        if not tells(free) or not tells(forward.prepare().parameters()["final_conv.1.weight"]):
+        head = forward.prepare().parameters()["final_conv.1.weight"]
+        if not can_tell(free) or not can_tell(head):
             return expected
         after = generator.get_state()
         generator.set_state(before)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .noise import draw_normal, generator_on
 from .schedulers import StepTable, from_diffusers
-from .standins import STEP_LIMITS, Options, difference, relative_error, say_fallback
+from .standins import STEP_LIMITS, Options, can_tell, difference, relative_error, say_fallback
 
 _KINDS = ("DDPMScheduler", "DDIMScheduler")
 _OPTIONS = ("eta", "use_clipped_model_output")
@@ -59,11 +59,6 @@ def why_replaced(scheduler: Any) -> str | None:
         if own and callable(getattr(type(scheduler), name, None)):
             return f"the scheduler's {name} was replaced on the object"
     return None
-
-
-def tells(expected: Tensor) -> bool:
-    """Whether agreeing with a result proves something: it has values, finite and not all zero."""
-    return bool(expected.isfinite().all() and expected.any())
 
 
 def why_no_step(scheduler: Any) -> str | None:
@@ -154,7 +149,7 @@ class FastStep:
         generator = call.get("generator") or generator_on(call["sample"].device, None)
         before = generator.get_state()
         expected = self.original(*args, **kwargs)
-        if not tells(call["model_output"]) or not tells(expected.prev_sample):
+        if not can_tell(call["model_output"]) or not can_tell(expected.prev_sample):
             return expected  # and the next step is the first
         self._output = type(expected)
         after = generator.get_state()
