@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import dpa
 from dpa.graphed_calls import replaced_forward
@@ -172,6 +173,19 @@ def test_compiled_calls_follow(alter, before):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says of most that they were altered
         torch.testing.assert_close(compiled(*inputs), want, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_compiled_calls_stay_compiled_when_weights_are_packed_again():
+    unet, inputs = unet_and_inputs()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(dpa.accelerate(unet), backend=counter, fullgraph=True)
+    for _ in range(4):
+        unet.final_conv[1].weight.data.mul_(1.1)
+        dpa.repack(unet)
+        want = type(unet).forward(unet, *inputs)
+        torch.testing.assert_close(compiled(*inputs), want, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
 
 
 @torch.no_grad()

@@ -159,6 +159,15 @@ def test_a_policy_in_training_stays_so(device, tmp_path):
     assert [p for p in unet.parameters() if not p.requires_grad] == [frozen]
 
 
+def test_a_policy_made_in_inference_mode(device, tmp_path):
+    with torch.inference_mode():
+        policy, _, _ = make("ddim", device, torch.float32, LayeredLoop)
+    noise = torch.randn(1, B, T, DA, device=device)
+    inputs = {"observation": torch.randn(B, DO, device=device), "noise": noise}
+    export_policy(policy, tmp_path / "policy.pt", "torchscript", inputs)
+    assert load_policy(tmp_path / "policy.pt")(*inputs.values()).isfinite().all()
+
+
 def test_an_unconditioned_network(tmp_path):
     device = torch.device("cpu")
     unet = dpa.nn.ConditionalUnet1D(DA, **UNET).to(device).eval()

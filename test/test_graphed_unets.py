@@ -19,6 +19,22 @@ def _unet(device):
     ).to(device)
 
 
+def test_nothing_is_captured_before_it_was_compared(device):
+    """A head of zeros proves nothing: a capture would keep the original."""
+    unet = _unet(device)
+    draw = lambda *size: torch.randn(4, *size, device=device)  # noqa: E731
+    inputs = draw(8, 2), torch.arange(4, device=device), None, draw(3)
+    for parameter in unet.final_conv[1].parameters():
+        nn.init.zeros_(parameter)
+    dpa.accelerate(unet)
+    for _ in range(5):
+        unet(*inputs)
+    assert not unet.forward._is_decided() and not unet.forward._captures
+    nn.init.ones_(unet.final_conv[1].bias)
+    unet(*inputs)
+    assert unet.forward._is_decided()
+
+
 def test_accelerated_networks(device):
     """Both replacements of a forward, undone in any order."""
     unet = _unet(device)

@@ -263,6 +263,18 @@ def test_network_in_another_dtype_follows_its_structure(change):
     assert not torch.allclose(got, before, rtol=0.1, atol=0.1)
 
 
+def test_the_copy_in_another_dtype_serves_other_modes():
+    unet, cond, noise = make_unet("cpu").eval(), torch.randn(3, 4), torch.randn(SHAPE)
+    sampler = dpa.DiffusionSampler(unet, DDIM(20), 2, torch.bfloat16)
+    with torch.inference_mode():
+        before = sampler(cond, noise=noise)
+    assert torch.equal(sampler(cond, noise=noise), before)
+    first, second = unet.mid_modules[0].blocks
+    second.block[0].weight = first.block[0].weight  # in two places from now on
+    fresh = dpa.DiffusionSampler(unet, DDIM(20), 2, torch.bfloat16)
+    assert torch.equal(sampler(cond, noise=noise), fresh(cond, noise=noise))
+
+
 def test_the_copy_in_another_dtype_is_kept(monkeypatch):
     scheduler, steps, _ = make_scheduler("ddim")
     unet, made = make_unet("cpu"), []

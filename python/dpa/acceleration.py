@@ -208,7 +208,7 @@ def repack(model: Any) -> Any:
     for _, module in _modules(model):
         forward = replaced_forward(module)
         if isinstance(forward, FastForward):
-            forward._forget()
+            forward.repack()
     for _, module in _modules(model):
         loop = vars(module).get("conditional_sample")
         if isinstance(loop, FastLoop):

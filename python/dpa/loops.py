@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .graphed_calls import replaced_forward
 from .noise import draw_normal, generator_on
 from .sampler import DiffusionSampler
-from .schedulers import MultistepTable
+from .schedulers import MultistepTable, check_kind
 from .standins import (
     FastForward,
     can_tell,
@@ -167,6 +167,7 @@ class FastLoop:
         policy, weight = self.policy, forward.weight
         precision = forward.precision(weight.device, weight.dtype)
         scheduler, steps = policy.noise_scheduler, policy.num_inference_steps
+        check_kind(scheduler)  # others may change in ways that state_of takes for somebody's
         placed = (weight.device, weight.dtype, forward.generation)
         made = (id(scheduler), state_of(scheduler), steps, precision)
         key = (*made, *placed, tuple(sorted(options.items())))

@@ -181,8 +181,8 @@ def _matrix(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, 6)
 
 
-def _check_scheduler(scheduler: Any, eta: float, use_clipped_model_output: bool) -> str:
-    """Return the kind of the scheduler, or raise for what the fused step cannot do."""
+def check_kind(scheduler: Any) -> str:
+    """Return the kind of the scheduler; raise TypeError for one that no table expresses."""
     names = [cls.__name__ for cls in type(scheduler).__mro__]
     kind = next((name for name in names if name in _KINDS), None)
     if kind is None:
@@ -190,6 +190,12 @@ def _check_scheduler(scheduler: Any, eta: float, use_clipped_model_output: bool)
             f"from_diffusers: scheduler must be a {', a '.join(_KINDS[:-1])} or a {_KINDS[-1]}, "
             f"got {names[0]}"
         )
+    return kind
+
+
+def _check_scheduler(scheduler: Any, eta: float, use_clipped_model_output: bool) -> str:
+    """Return the kind of the scheduler, or raise for what the fused step cannot do."""
+    kind = check_kind(scheduler)
 
     def refuse(option: str, value: Any, rule: str) -> None:
         raise ValueError(f"from_diffusers: {option} must be {rule} for {kind}, got {value!r}")

@@ -135,14 +135,20 @@ class FastForward:
         self.prepare()
 
     def _forget(self) -> None:
-        self.generation += 1
-        self.errors: dict[Any, float] = {}
-        self.failed = self.refused = None
         self._network: Network | None = None
         self.chain: nn.Module | None = None
+        self._hooks: list[Any] = []
+        self.repack()
+
+    def repack(self) -> None:
+        """Drop what was packed and compared: weights were written where nobody sees it."""
+        self.generation += 1
+        self.errors: dict[Any, float] = {}
+        self.failed: str | None = None
+        if self._network is None:
+            self.refused: str | None = None
         self._packed: dict[torch.dtype, PackedUnet | None] = {}
         self._placed: tuple[torch.device, torch.dtype] | None = None
-        self._hooks: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again from the network: a copy has its own."""
@@ -241,12 +247,12 @@ class FastForward:
             return self.original(*args, **kwargs)
         sample, _, conditions = call
         weight = self.weight
-        precision = self.precision(weight.device, weight.dtype)
+        key = self._kind(weight)
+        precision = key[2]
         local = self._network.arguments.get("local_cond_dim") is not None
         mixed = sample.dtype != weight.dtype and precision == weight.dtype
         if mixed or not sample.is_floating_point() or ("local_cond" in conditions and not local):
             return self.original(*args, **kwargs)  # which says what is wrong
-        key = (weight.device.type, weight.dtype, precision, self._trains())
         recorded = key not in self.errors and _is_recorded()
         if recorded and self._trains():
             self._check_apart()
@@ -273,6 +279,15 @@ class FastForward:
             return None
         return sample, timestep, {name: x for name, x in call.items() if x is not None}
 
+    def _kind(self, weight: Tensor) -> tuple[Any, ...]:
+        """Return what calls have in common that one comparison stands for."""
+        precision = self.precision(weight.device, weight.dtype)
+        return weight.device.type, weight.dtype, precision, self._trains()
+
+    def is_compared(self) -> bool:
+        """Whether a call like one made now was compared with the original."""
+        return self._kind(self.weight) in self.errors
+
     def _passed(self, key: tuple[Any, ...]) -> bool:
         """Whether calls of this kind were compared, and agreed."""
         error = self.errors.get(key)
@@ -297,7 +312,7 @@ class FastForward:
 
         """
         weight, arguments = self.weight, self._network.arguments
-        key = (weight.device.type, weight.dtype, self.precision(weight.device, weight.dtype), True)
+        key = (*self._kind(weight)[:3], True)
         if key not in self.errors and self.chain is not None and _may_look():
             generator = torch.Generator("cpu").manual_seed(0)
 

@@ -30,8 +30,9 @@ _OF_A_LOOP = {
 
 
 def attributes_of(scheduler: Any) -> dict[str, Any]:
-    """Return what is set on the object."""
-    return getattr(scheduler, "__dict__", {})
+    """Return what is set on the object, but for what its loops set."""
+    attributes = getattr(scheduler, "__dict__", {})
+    return {name: value for name, value in attributes.items() if name not in _OF_A_LOOP}
 
 
 def state_of(scheduler: Any) -> tuple[Any, ...]:
@@ -39,14 +40,18 @@ def state_of(scheduler: Any) -> tuple[Any, ...]:
     state = [
         (name, id(value), _version(value) if isinstance(value, Tensor) else None)
         for name, value in attributes_of(scheduler).items()
-        if name not in _OF_A_LOOP
     ]
     return (type(scheduler), *state)
 
 
 def _version(tensor: Tensor) -> Any:
-    """Return what writing in place changes: tensors made in inference mode count no versions."""
-    return tuple(tensor.flatten().tolist()) if tensor.is_inference() else tensor._version
+    """Return what writing in place changes.
+
+    Tensors made in inference mode count no versions; on a GPU nobody can look without waiting.
+    """
+    if not tensor.is_inference():
+        return tensor._version
+    return tuple(tensor.flatten().tolist()) if tensor.device.type == "cpu" else None
 
 
 def why_replaced(scheduler: Any) -> str | None:

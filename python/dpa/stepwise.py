@@ -23,6 +23,8 @@ class Copy:
         self._copy: nn.Module | None = None
         self._seen: tuple[list[Any], list[Any]] = ([], [])
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def to(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Return the copy: what the network's modules and weights are now, in that dtype."""
         objects, shapes = _structure(self.unet)
@@ -32,10 +34,15 @@ class Copy:
             self._copy, self._seen = copy.deepcopy(self.unet), (objects, shapes)
         # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
         copied = self._copy.to(device, dtype)
-        live = [*self.unet.parameters(), *self.unet.buffers()]
-        for old, new in zip([*copied.parameters(), *copied.buffers()], live, strict=True):
+        for old, new in zip(_values(copied), _values(self.unet), strict=True):
             old.copy_(new)
         return copied
+
+
+def _values(unet: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers, those that stand in several places as often."""
+    named = (unet.named_parameters, unet.named_buffers)
+    return [value for those in named for _, value in those(remove_duplicate=False)]
 
 
 def _structure(unet: nn.Module) -> tuple[list[Any], list[Any]]:

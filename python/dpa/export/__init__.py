@@ -92,7 +92,8 @@ def _as_it_will_run(policy: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for parameter, requires_grad in wanted:
-            parameter.requires_grad_(requires_grad)
+            with torch.inference_mode(parameter.is_inference()):
+                parameter.requires_grad_(requires_grad)
 
 
 def load_policy(path: str | Path) -> Callable[..., Any]:
