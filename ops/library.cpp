@@ -100,13 +100,13 @@ TORCH_LIBRARY(dpa, m) {
       "residual_block1d_forward(Tensor input, Tensor conv1_weight, Tensor conv1_bias, Tensor gn1_weight, "
       "Tensor gn1_bias, Tensor conv2_weight, Tensor conv2_bias, Tensor gn2_weight, Tensor gn2_bias, "
       "Tensor? residual_weight, Tensor? residual_bias, int num_groups, float eps, Tensor? scale, Tensor? shift) -> "
-      "(Tensor out, Tensor conv1, Tensor activation, Tensor conv2, Tensor packed)",
+      "(Tensor out, Tensor conv1, Tensor activation, Tensor conv2, Tensor packed1, Tensor packed2)",
       functional);
   m.def(
       "residual_block1d_backward(Tensor grad, Tensor input, Tensor conv1_weight, Tensor conv1_bias, Tensor gn1_weight, "
       "Tensor gn1_bias, Tensor conv2_weight, Tensor conv2_bias, Tensor gn2_weight, Tensor gn2_bias, "
       "Tensor? residual_weight, Tensor? residual_bias, int num_groups, float eps, Tensor? scale, Tensor? shift, "
-      "Tensor conv1, Tensor activation, Tensor conv2, Tensor packed, bool[13] output_mask) -> "
+      "Tensor conv1, Tensor activation, Tensor conv2, Tensor packed1, Tensor packed2, bool[13] output_mask) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       functional);
 

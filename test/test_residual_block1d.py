@@ -136,3 +136,35 @@ def test_autocast(device):
     )
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's memory is counted")
+def test_packed_weights_go_when_they_have_been_read(device):
+    """conv1's gradient lies where conv2's packed weights were, unless the graph is kept."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).major != 9:
+        pytest.skip("packed weights are Hopper's")
+    args = list(_sample(device, torch.float32, 64, 512, 1024, 4, 5, 8, "none").args)
+    args[0] = in_time_order(args[0].bfloat16())
+    leaves = [args[0].requires_grad_(), args[1].requires_grad_(), args[5].requires_grad_()]
+    gradients, packed2 = (sum(w.numel() for w in leaves[1:]) * 4, args[5].numel() * 2)
+
+    def run(keep):
+        out = torch.ops.dpa.residual_block1d(*args)
+        grad = torch.linspace(-1, 1, out.numel(), device=device).to(out.dtype).view_as(out)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        first = torch.autograd.grad(out, leaves, grad, retain_graph=keep)
+        peak = torch.cuda.max_memory_allocated() - before
+        if keep:
+            again = torch.autograd.grad(out, leaves, grad)
+            torch.testing.assert_close(first, again, rtol=0, atol=0)
+        else:
+            with pytest.raises(RuntimeError, match="a second time"):
+                torch.autograd.grad(out, leaves, grad)
+        return peak, first
+
+    run(False), run(True)
+    (peak, once), (kept_peak, kept) = run(False), run(True)
+    torch.testing.assert_close(once, kept, rtol=0, atol=0)
+    assert kept_peak >= gradients
+    assert packed2 * 0.9 < kept_peak - peak < packed2 * 1.1

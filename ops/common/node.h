@@ -39,7 +39,8 @@ using Wanted = c10::SmallVector<bool, 16>;
 ///                                 Constants... constants);
 ///
 /// which returns one gradient for each edge, undefined where none is wanted. It is a function of its arguments alone,
-/// for compiled autograd calls it when the node is long gone.
+/// for compiled autograd calls it when the node is long gone. What it takes as `Saved&` it may let go of: in the last
+/// backward nobody else holds it (ops/common/last_use.h).
 template <class Self, size_t N, class... Constants>
 class SavingNode : public torch::autograd::Node {
  public:
@@ -64,7 +65,14 @@ class SavingNode : public torch::autograd::Node {
     for (auto& variable : saved_) variable.reset_data();
   }
 
-  variable_list apply(variable_list&& gradients) override { return call(gradients, unpacked(), wanted(), constants); }
+  /// The engine says so before the call of `apply` that is the last.
+  void will_release_variables() override { last_ = true; }
+
+  variable_list apply(variable_list&& gradients) override {
+    auto saved = unpacked();
+    if (last_) release_variables();
+    return call(gradients, saved, wanted(), constants);
+  }
 
   // Compiled autograd looks for a graph that it has compiled for the same constants, and otherwise records a call of
   // the backward. Tensors and gradients are stand-ins then, with sizes of no meaning, so that the backward must not
@@ -103,7 +111,7 @@ class SavingNode : public torch::autograd::Node {
   }
 
  private:
-  static variable_list call(const variable_list& gradients, const Saved& saved, const Wanted& wanted,
+  static variable_list call(const variable_list& gradients, Saved& saved, const Wanted& wanted,
                             const std::tuple<Constants...>& constants) {
     return std::apply([&](const auto&... constant) { return Self::backward(gradients, saved, wanted, constant...); },
                       constants);
@@ -122,6 +130,7 @@ class SavingNode : public torch::autograd::Node {
   }
 
   Several<torch::autograd::SavedVariable> saved_;
+  bool last_ = false;
 };
 
 /// What owns a node: a std::shared_ptr or, in newer versions of torch, a c10::intrusive_ptr.

@@ -20,7 +20,8 @@ at::ScalarType arithmetic(const Tensor& input, int64_t stride) {
 }
 
 Tensor image(const Tensor& tensor) { return tensor.unsqueeze(2); }
-Tensor image_weight(const Tensor& weight) { return weight.unsqueeze(2).contiguous(at::MemoryFormat::ChannelsLast); }
+/// Channels-last, said without a memory format, which vmap does not take.
+Tensor image_weight(const Tensor& weight) { return image(weight.transpose(1, 2).contiguous().transpose(1, 2)); }
 
 }  // namespace
 

@@ -10,9 +10,10 @@ BlockForward residual_block1d_forward_cpu(DPA_BLOCK_PARAMETERS) { return residua
 Tensor residual_block1d_cpu(DPA_BLOCK_PARAMETERS) { return std::get<0>(residual_block1d_of_ops(DPA_BLOCK)); }
 
 BlockGradientTuple residual_block1d_backward_cpu(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
-                                                 const Tensor& activation, const Tensor& conv2, const Tensor& packed,
-                                                 BlockMask mask) {
-  return as_tuple(residual_block1d_backward_of_ops(grad, DPA_BLOCK, {conv1, activation, conv2, packed}, mask));
+                                                 const Tensor& activation, const Tensor& conv2, const Tensor& packed1,
+                                                 const Tensor& packed2, BlockMask mask) {
+  return as_tuple(
+      residual_block1d_backward_of_ops(grad, DPA_BLOCK, {conv1, activation, conv2, packed1, packed2}, mask));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "kernels/group_norm_mish/channels_last.h"
+#include "ops/common/last_use.h"
 #include "ops/conv1d/products.h"
 #include "ops/residual_block1d/residual_block1d.h"
 
@@ -13,12 +14,34 @@ namespace {
 
 namespace norms = kernels::channels_last;
 
+/// Where the packed form of each weight lies.
+struct Places {
+  void *conv1, *conv2, *residual;
+
+  void* operator[](BlockSlot weight) const {
+    return weight == kConv1Weight ? conv1 : weight == kConv2Weight ? conv2 : residual;
+  }
+};
+void* behind(void* place, const Tensor& weight) {
+  return static_cast<uint16_t*>(place) + packed_size(weight).expect_int();
+}
+Places places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
+  void* conv1 = packed1.mutable_data_ptr();
+  return {conv1, packed2.mutable_data_ptr(), behind(conv1, block[kConv1Weight])};
+}
+/// All in one, in the order of the block's arguments.
+Places places(const ResidualBlock& block, const Tensor& packed) {
+  void *conv1 = packed.mutable_data_ptr(), *conv2 = behind(conv1, block[kConv1Weight]);
+  return {conv1, conv2, behind(conv2, block[kConv2Weight])};
+}
+
 /// A block whose layers the kernels all take.
 class Chain {
  public:
   /// `more`: a tensor whose channels follow the input's.
-  explicit Chain(const ResidualBlock& block, const Tensor& more = {})
+  explicit Chain(const ResidualBlock& block, const Places& packed, const Tensor& more = {})
       : block_(block),
+        packed_(packed),
         more_(more),
         stream_(c10::cuda::getCurrentCUDAStream()),
         type_(block[kInput].scalar_type()),
@@ -45,11 +68,11 @@ class Chain {
     return true;
   }
 
-  /// `keep`: what the backward reads is kept, else those places of the result stay undefined. `fresh`: the weights are
-  /// yet to be packed.
-  BlockForward forward(const Tensor& packed, bool keep, bool fresh) const {
+  /// Output, conv1, activation and conv2, of which `keep` keeps what the backward reads: else conv1 and conv2 stay
+  /// undefined. `fresh`: the weights are yet to be packed.
+  std::array<Tensor, 4> forward(bool keep, bool fresh) const {
     Branches packing;
-    if (fresh) pack(packed, packing);
+    if (fresh) pack(packing);
     const auto x = padded_rows(block_[kInput]), more = more_.defined() ? padded_rows(more_) : Tensor();
     const products::Wide wide{x.const_data_ptr(), data_or_null(more), block_[kInput].size(1)};
     const auto activated = activation(), out = activation();
@@ -58,18 +81,18 @@ class Chain {
     // Without a convolution the channels are the output's, of whole vectors.
     const auto residual = convolves ? activation() : x;
     const bool beside = convolves && takes_side();
-    layer({kConv1Weight, kConv1Bias, !fresh}, wide, packed, conv1, Tensor(), first_norm(conv1), activated,
+    layer({kConv1Weight, kConv1Bias, !fresh}, wide, conv1, Tensor(), first_norm(conv1), activated,
           beside ? residual : Tensor());
-    if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, wide, packed, residual);
+    if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, wide, residual);
     if (fresh) packing.join();
-    layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, {activated.const_data_ptr()}, packed, conv2, residual,
+    layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, {activated.const_data_ptr()}, conv2, residual,
           second_norm(conv2), out);
-    return {out, conv1, activated, conv2, packed};
+    return {out, conv1, activated, conv2};
   }
 
   /// What the parameters' gradients need goes to branches beside the way to the input's gradient, which comes first
-  /// wherever both are ready: it is the longer one.
-  BlockGradients backward(const Tensor& grad_, const BlockSaved& saved, const BlockMask& mask) const {
+  /// wherever both are ready: it is the longer one. `saved.packed2` goes when it has been read.
+  BlockGradients backward(const Tensor& grad_, BlockSaved& saved, const BlockMask& mask) const {
     BlockGradients to;
     const auto grad = padded_rows(grad_), x = padded_rows(block_[kInput]);
     const auto scratch = at::empty({3, batch_ * length_ * channels_}, grad.options());
@@ -85,19 +108,21 @@ class Chain {
     normalise_back(second_norm(saved.conv2), through, grad_conv2, kSecond, mask, partials[0], to);
     if (convolves) {
       residual = input_like();
-      convolve_back(kResidualWeight, through, saved.packed, nullptr, residual.mutable_data_ptr(), beside.side());
+      convolve_back(kResidualWeight, through, nullptr, residual.mutable_data_ptr(), beside.side());
       through = residual.const_data_ptr();
     }
     residual_back(grad, x, mask, to, parameters.side());
     parameters.fork();
-    convolve_back(kConv2Weight, grad_conv2, saved.packed, nullptr, grad_activation, stream_);
+    convolve_back(kConv2Weight, grad_conv2, nullptr, grad_activation, stream_);
     weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters.side());
+    // What is placed there from here on is written behind the product that read it: the next fork follows that.
+    saved.packed2.reset();
     normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, kFirst, mask, partials[1], to);
     parameters.fork();
     if (convolves) beside.join();
     if (mask[kInput]) {
       to[kInput] = input_like();
-      convolve_back(kConv1Weight, grad_conv1, saved.packed, through, to[kInput].mutable_data_ptr(), stream_);
+      convolve_back(kConv1Weight, grad_conv1, through, to[kInput].mutable_data_ptr(), stream_);
     }
     add_slices(partials, mask, to, parameters.side());
     weight_back(kConv1Weight, grad_conv1, x, mask, to, parameters.side());
@@ -118,29 +143,20 @@ class Chain {
     return empty_in_order(batch_, block_[kInput].size(1), length_, /*channels_last=*/true, block_[kInput].options());
   }
 
-  /// Where the packed form of a weight lies.
-  void* place(BlockSlot weight, const Tensor& packed) const {
-    int64_t offset = 0;
-    for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight}) {
-      if (slot == weight) break;
-      offset += packed_size(block_[slot]).expect_int();
-    }
-    return static_cast<uint16_t*>(packed.mutable_data_ptr()) + offset;
-  }
-  void pack(std::initializer_list<BlockSlot> weights, const Tensor& packed, c10::cuda::CUDAStream stream) const {
+  void pack(std::initializer_list<BlockSlot> weights, c10::cuda::CUDAStream stream) const {
     products::Packings packings{};
     for (const auto slot : weights)
-      if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], place(slot, packed));
+      if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], packed_[slot]);
     C10_CUDA_CHECK(products::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_),
                                           packings, stream));
   }
   /// In a graph the second convolution's weights are packed while the first one runs: memory limits one, latency and
   /// the tensor cores the other. Launched one by one, a launch less is worth more.
-  void pack(const Tensor& packed, Branches& branch) const {
-    if (!branch.apart()) return pack({kConv1Weight, kConv2Weight, kResidualWeight}, packed, stream_);
-    pack({kConv1Weight, kResidualWeight}, packed, stream_);
+  void pack(Branches& branch) const {
+    if (!branch.apart()) return pack({kConv1Weight, kConv2Weight, kResidualWeight}, stream_);
+    pack({kConv1Weight, kResidualWeight}, stream_);
     branch.fork();
-    pack({kConv2Weight}, packed, branch.side());
+    pack({kConv2Weight}, branch.side());
   }
 
   /// `settled`: see `products::Weights`. Behind the first product all of the block's weights are, but for those that
@@ -149,15 +165,13 @@ class Chain {
     BlockSlot weight, bias;
     bool settled;
   };
-  products::Weights weights(const Convolution& c, const Tensor& packed) const {
-    return {place(c.weight, packed), c.settled};
-  }
+  products::Weights weights(const Convolution& c) const { return {packed_[c.weight], c.settled}; }
   products::Addends addends(BlockSlot bias) const {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), nullptr};
   }
-  void convolve(const Convolution& c, const products::Wide& x, const Tensor& packed, const Tensor& out) const {
-    C10_CUDA_CHECK(products::gather(convolution(c.weight), x.rows, weights(c, packed), addends(c.bias),
-                                    out.mutable_data_ptr(), stream_));
+  void convolve(const Convolution& c, const products::Wide& x, const Tensor& out) const {
+    C10_CUDA_CHECK(
+        products::gather(convolution(c.weight), x.rows, weights(c), addends(c.bias), out.mutable_data_ptr(), stream_));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether the residual convolution can run in the launch of the first one.
@@ -171,7 +185,7 @@ class Chain {
   }
   /// A convolution and its normalisation, in one kernel where its tiles hold whole groups; `side`: where the residual
   /// convolution goes that runs beside it.
-  void layer(const Convolution& c, const products::Wide& x, const Tensor& packed, Tensor conv, const Tensor& residual,
+  void layer(const Convolution& c, const products::Wide& x, Tensor conv, const Tensor& residual,
              norms::GroupNormMish norm, const Tensor& out, const Tensor& side = {}) const {
     norm.residual = data_or_null(residual), norm.out = out.mutable_data_ptr();
     if (products::normalises(convolution(c.weight), group())) {
@@ -180,22 +194,22 @@ class Chain {
           norm.shift, norm.scale_stride, norm.shift_stride,    norm.residual, norm.out};
       products::Side beside{};
       if (side.defined())
-        beside = {weights({kResidualWeight, kResidualBias, c.settled}, packed), addends(kResidualBias),
+        beside = {weights({kResidualWeight, kResidualBias, c.settled}), addends(kResidualBias),
                   side.mutable_data_ptr()};
-      C10_CUDA_CHECK(products::gather_normalised(convolution(c.weight), x, weights(c, packed), addends(c.bias),
+      C10_CUDA_CHECK(products::gather_normalised(convolution(c.weight), x, weights(c), addends(c.bias),
                                                  mutable_data_or_null(conv), normalisation, beside, stream_));
       return;
     }
     if (!conv.defined()) conv = activation();
-    convolve(c, x, packed, conv);
+    convolve(c, x, conv);
     norm.input = conv.const_data_ptr();
     C10_CUDA_CHECK(norms::forward(norm, stream_));
   }
-  void convolve_back(BlockSlot weight, const void* grad, const Tensor& packed, const void* residual, void* out,
+  void convolve_back(BlockSlot weight, const void* grad, const void* residual, void* out,
                      c10::cuda::CUDAStream stream) const {
     const products::Addends addends{nullptr, kernel_dtype(type_), residual};
     C10_CUDA_CHECK(
-        products::scatter(convolution(weight), grad, {place(weight, packed), /*settled=*/true}, addends, out, stream));
+        products::scatter(convolution(weight), grad, {packed_[weight], /*settled=*/true}, addends, out, stream));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {
@@ -270,6 +284,7 @@ class Chain {
   }
 
   const ResidualBlock& block_;
+  const Places packed_;
   const Tensor more_;
   c10::cuda::CUDAStream stream_;
   at::ScalarType type_;
@@ -283,11 +298,14 @@ BlockForward run(const ResidualBlock& block, bool keep) {
   check_residual_block1d(block);
   const c10::cuda::CUDAGuard guard(block[kInput].device());
   if (!block_packs(block)) return residual_block1d_of_ops(block);
-  const auto packed = at::empty({block_packed_size(block).expect_int()}, block[kInput].options());
-  if (const Chain chain(block); chain.serves()) return chain.forward(packed, keep, /*fresh=*/true);
-  auto result = residual_block1d_of_ops(block);
-  std::get<4>(result) = packed;
-  return result;
+  const auto packed = [&](const c10::SymInt& size) { return at::empty({size.expect_int()}, block[kInput].options()); };
+  const auto packed1 = packed(packed1_size(block)), packed2 = packed(packed_size(block[kConv2Weight]));
+  if (const Chain chain(block, places(block, packed1, packed2)); chain.serves()) {
+    const auto [out, conv1, activation, conv2] = chain.forward(keep, /*fresh=*/true);
+    return {out, conv1, activation, conv2, packed1, packed2};
+  }
+  const auto [out, conv1, activation, conv2, none1, none2] = residual_block1d_of_ops(block);
+  return {out, conv1, activation, conv2, packed1, packed2};
 }
 
 BlockForward residual_block1d_forward_cuda(DPA_BLOCK_PARAMETERS) { return run(DPA_BLOCK, /*keep=*/true); }
@@ -295,23 +313,24 @@ BlockForward residual_block1d_forward_cuda(DPA_BLOCK_PARAMETERS) { return run(DP
 Tensor residual_block1d_cuda(DPA_BLOCK_PARAMETERS) { return std::get<0>(run(DPA_BLOCK, /*keep=*/false)); }
 
 BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
-                                                  const Tensor& activation, const Tensor& conv2, const Tensor& packed,
-                                                  BlockMask mask) {
+                                                  const Tensor& activation, const Tensor& conv2, const Tensor& packed1,
+                                                  const Tensor& packed2, BlockMask mask) {
   const auto block = DPA_BLOCK;
   check_residual_block1d(block);
   check_same("residual_block1d_backward", "grad", grad, "activation", activation);
   const c10::cuda::CUDAGuard guard(input.device());
-  const BlockSaved saved{conv1, activation, conv2, packed};
-  if (block_packs(block) && packed.numel() > 0)
-    if (const Chain chain(block); chain.serves()) return as_tuple(chain.backward(grad, saved, mask));
+  BlockSaved saved{conv1, activation, conv2, packed1, LastUse::take(packed2)};
+  if (block_packs(block) && packed1.numel() > 0)
+    if (const Chain chain(block, places(block, packed1, saved.packed2)); chain.serves())
+      return as_tuple(chain.backward(grad, saved, mask));
   return as_tuple(residual_block1d_backward_of_ops(grad, block, saved, mask));
 }
 
 }  // namespace
 
 Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed, const Tensor& more) {
-  const Chain chain(block, more);
-  return chain.serves() ? std::get<0>(chain.forward(packed, /*keep=*/false, /*fresh=*/false)) : Tensor();
+  const Chain chain(block, places(block, packed), more);
+  return chain.serves() ? chain.forward(/*keep=*/false, /*fresh=*/false)[0] : Tensor();
 }
 
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {

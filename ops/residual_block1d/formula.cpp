@@ -28,7 +28,8 @@ BlockForward residual_block1d_of_ops(const ResidualBlock& block) {
                             : block[kInput];
   auto out = group_norm_mish(conv2, block.num_groups, block[kGn2Weight], block[kGn2Bias], block.eps, std::nullopt,
                              std::nullopt, residual);
-  return {out, conv1, activation, conv2, at::empty({0}, block[kInput].options())};
+  const auto none = [&] { return at::empty({0}, block[kInput].options()); };
+  return {out, conv1, activation, conv2, none(), none()};
 }
 
 BlockGradients residual_block1d_backward_of_ops(const Tensor& grad, const ResidualBlock& block, const BlockSaved& saved,

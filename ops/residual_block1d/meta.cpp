@@ -22,11 +22,9 @@ c10::SymInt packed_size(const Tensor& weight) {
   return weight.sym_size(2) * weight.sym_size(0) * ((weight.sym_size(1) + 7) / 8 * 8);
 }
 
-c10::SymInt block_packed_size(const ResidualBlock& block) {
-  c10::SymInt size = 0;
-  for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
-    if (block[slot].defined()) size = size + packed_size(block[slot]);
-  return size;
+c10::SymInt packed1_size(const ResidualBlock& block) {
+  const auto size = packed_size(block[kConv1Weight]);
+  return block[kResidualWeight].defined() ? size + packed_size(block[kResidualWeight]) : size;
 }
 
 namespace {
@@ -47,13 +45,17 @@ Tensor residual_block1d_meta(DPA_BLOCK_PARAMETERS) {
 BlockForward residual_block1d_forward_meta(DPA_BLOCK_PARAMETERS) {
   const auto block = DPA_BLOCK;
   check_residual_block1d(block);
-  const auto packed = block_packs(block) ? block_packed_size(block) : c10::SymInt(0);
-  return {activation_like(block), activation_like(block), activation_like(block), activation_like(block),
-          at::empty_symint({packed}, input.options())};
+  const bool packs = block_packs(block);
+  const auto packed = [&](const c10::SymInt& size) {
+    return at::empty_symint({packs ? size : c10::SymInt(0)}, input.options());
+  };
+  return {activation_like(block), activation_like(block),      activation_like(block),
+          activation_like(block), packed(packed1_size(block)), packed(packed_size(conv2_weight))};
 }
 
 BlockGradientTuple residual_block1d_backward_meta(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor&,
-                                                  const Tensor&, const Tensor&, const Tensor&, BlockMask mask) {
+                                                  const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                  BlockMask mask) {
   const auto block = DPA_BLOCK;
   check_residual_block1d(block);
   check_shape("residual_block1d_backward", "grad", grad,

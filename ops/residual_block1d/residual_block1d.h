@@ -37,10 +37,11 @@ struct ResidualBlock {
 };
 
 /// Output; what the backward reads again: output of the first convolution, activation, output of the second; and the
-/// weights as the products of kernels/conv1d read them, one after the other, or no elements where they do not run.
-using BlockForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+/// weights as the products of kernels/conv1d read them, or no elements where they do not run: those of the block's
+/// input, one after the other, and those of the second convolution, which are read for the last time before the others.
+using BlockForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 struct BlockSaved {
-  Tensor conv1, activation, conv2, packed;
+  Tensor conv1, activation, conv2, packed1, packed2;
 };
 using BlockGradients = std::array<Tensor, kBlockSlots>;
 using BlockMask = std::array<bool, kBlockSlots>;
@@ -50,9 +51,9 @@ void check_residual_block1d(const ResidualBlock& block);
 /// Whether the packed weights are made: a matter of dtypes, order, device and taps alone, so that the Meta kernel knows
 /// it. Sizes that the products do not take fall back later.
 bool block_packs(const ResidualBlock& block);
-/// Elements of one packed weight, and of all of a block's.
+/// Elements of one packed weight, and of those of a block's input.
 c10::SymInt packed_size(const Tensor& weight);
-c10::SymInt block_packed_size(const ResidualBlock& block);
+c10::SymInt packed1_size(const ResidualBlock& block);
 
 /// The block and its backward made of this library's ops, differentiable where autograd is at work.
 BlockForward residual_block1d_of_ops(const ResidualBlock& block);
@@ -92,12 +93,13 @@ using BlockGradientTuple =
 Tensor residual_block1d(DPA_BLOCK_PARAMETERS);
 BlockForward residual_block1d_forward(DPA_BLOCK_PARAMETERS);
 BlockGradientTuple residual_block1d_backward(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
-                                             const Tensor& activation, const Tensor& conv2, const Tensor& packed,
-                                             BlockMask output_mask);
+                                             const Tensor& activation, const Tensor& conv2, const Tensor& packed1,
+                                             const Tensor& packed2, BlockMask output_mask);
 
-/// The block without gradients, on CUDA, on weights that were packed before, by an earlier kernel than the last. The
-/// caller has checked it; the channels of a channels-last input of 16 bits may be padded to a multiple of 8. Undefined
-/// where the kernels do not take it. `more`, if defined, holds further channels of the input, behind the first ones.
+/// The block without gradients, on CUDA, on weights that were packed before, by an earlier kernel than the last, in the
+/// order of its arguments. The caller has checked it; the channels of a channels-last input of 16 bits may be padded to
+/// a multiple of 8. Undefined where the kernels do not take it. `more`, if defined, holds further channels of the
+/// input, behind the first ones.
 Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed, const Tensor& more = {});
 
 inline BlockGradientTuple as_tuple(BlockGradients&& gradients) {

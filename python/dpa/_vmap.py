@@ -318,8 +318,9 @@ def _residual_block1d_forward(info, in_dims, *args):
         return out, _each(lambda x: 0, out)
     fold, size = _Fold(info.batch_size), _shape(args[0], dims[0])[0]
     folded = [fold(x, dims[i]) if i in _BLOCK_SAMPLES else x for i, x in enumerate(args)]
-    *activations, packed = torch.ops.dpa.residual_block1d_forward(*folded)
-    return (*(fold.undo(x, size) for x in activations), packed), (0, 0, 0, 0, None)
+    *activations, packed1, packed2 = torch.ops.dpa.residual_block1d_forward(*folded)
+    activations = [fold.undo(x, size) for x in activations]
+    return (*activations, packed1, packed2), (0, 0, 0, 0, None, None)
 
 
 def _joined(tensors: list[Tensor], dims: list[_Dim] | None, n: int, dtype: torch.dtype) -> Tensor:
