@@ -110,10 +110,10 @@ TORCH_LIBRARY(dpa, m) {
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       functional);
 
-  m.def("joint_linear(Tensor input, Tensor[] weights, Tensor[] biases) -> Tensor", functional);
+  m.def("joint_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? rest=None) -> Tensor", functional);
   m.def(
-      "joint_linear_backward(Tensor grad, Tensor input, Tensor[] weights, Tensor[] biases, bool[3] output_mask) -> "
-      "(Tensor, Tensor, Tensor)",
+      "joint_linear_backward(Tensor grad, Tensor input, Tensor[] weights, Tensor[] biases, Tensor? rest, "
+      "bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
       functional);
 
   // Inference for many samples; see ops/unet1d_batch/unet1d_batch.h. The out variant packs into the memory of before,

@@ -191,9 +191,11 @@ def joint_linear(d: Draw) -> Sample:
     outputs = d(st.lists(SIZES, min_size=1, max_size=5), "outputs")
     # As with lltm: processors' products of bfloat16.
     limits = {"low": -2.0, "high": 2.0} if d.dtype == torch.bfloat16 else {}
-    weights = [d.tensor(count, inputs, **limits) for count in outputs]
-    input = d.tensor(batch, inputs, **limits)
-    return Sample((input, weights, [d.tensor(count) for count in outputs]))
+    others = d(st.sampled_from([0, 1, 8]), "columns of rest")
+    weights = [d.tensor(count, inputs + others, **limits) for count in outputs]
+    rest = d.tensor(batch, others, **limits) if others else None
+    input, biases = d.tensor(batch, inputs, **limits), [d.tensor(count) for count in outputs]
+    return Sample((input, weights, biases, rest))
 
 
 CALLS = {

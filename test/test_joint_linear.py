@@ -6,9 +6,11 @@ from proofs import OpProofs, Sample
 from tolerances import gradient_tolerance, tolerance
 
 
-def _sample(device, dtype, batch, c_in, *outs):
+def _sample(device, dtype, batch, c_in, *outs, rest=0):
     new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
-    return Sample((new(batch, c_in), [new(n, c_in) / 3 for n in outs], [new(n) for n in outs]))
+    weights = [new(n, c_in + rest) / 3 for n in outs]
+    args = (new(batch, c_in), weights, [new(n) for n in outs])
+    return Sample((*args, new(batch, rest)) if rest else args)
 
 
 class TestJointLinear(OpProofs):
@@ -20,6 +22,7 @@ class TestJointLinear(OpProofs):
         yield _sample(device, dtype, 3, 5, 4, 1, 7)
         yield _sample(device, dtype, 2, 8, 16)
         yield _sample(device, dtype, 1, 3, 2, 2, 2, 2)
+        yield _sample(device, dtype, 2, 8, 4, 16, rest=5)
 
     @staticmethod
     def rejected(device):
@@ -42,13 +45,18 @@ class TestJointLinear(OpProofs):
             Sample((x, ws, [bs[0]] * 2)),
         )
         yield head + r"biases must have the dtype", Sample((x, ws, [bs[0], bs[1].double()]))
+        head += "rest must have "
+        yield head + r"shape \(B, C_rest\) with B = 2, got \[3, 1\]", Sample((x, ws, bs, new(3, 1)))
+        yield head + r"the dtype of input", Sample((x, ws, bs, new(2, 1).double()))
+        head = r"^dpa::joint_linear: weights must "
+        yield head + r"have shape .* C_in = 4, got \[4, 3\]", Sample((x, ws, bs, new(2, 1)))
         if device.type == "cuda":
-            yield head + r"weights must be on the device", Sample((x, [ws[0], ws[1].cpu()], bs))
+            yield head + r"be on the device", Sample((x, [ws[0], ws[1].cpu()], bs))
 
     @staticmethod
     def batches(device):
         for batch in (2, 3, 5, 6):
-            yield _sample(device, torch.float32, batch, 3, 4, 8)
+            yield _sample(device, torch.float32, batch, 3, 4, 8, rest=2)
 
 
 # batch, channels in, channels out of each layer
@@ -86,6 +94,54 @@ def test_values_and_gradients_beside_float32_parameters(device, dtype, shape):
         torch.testing.assert_close(
             leaf.grad, reference.grad.to(leaf.dtype), **gradient_tolerance(dtype)
         )
+
+
+def _replayed(run):
+    """What a replay of a captured call writes over NaN."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for x in got:
+        x.detach().fill_(torch.nan)
+    graph.replay()
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("own, others", [(8, 16), (256, 1028), (5, 2), (0, 8), (16, 0)])
+@pytest.mark.parametrize("wanted", ["first", "rest", "both"])
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, captured):
+    """Whichever part wants a gradient gets that of the input in one piece, and only that part."""
+    if captured and device.type != "cuda":
+        pytest.skip("the CPU has no graphs")
+    outs, batch = (24, 512, 1, 8), 33
+    names = ["first", "rest"] if wanted == "both" else [wanted]
+    x = torch.randn(batch, own + others, device=device, dtype=dtype)
+    type = dtype if same else torch.float32  # of the parameters
+    held = lambda *size: torch.randn(size, device=device).to(dtype).to(type)  # noqa: E731
+    weights, biases = [held(n, own + others) / 64 for n in outs], [held(n) for n in outs]
+    grad = torch.randn(batch, sum(outs), device=device, dtype=dtype)
+    whole, *exact = (t.double().requires_grad_() for t in (x, *weights))
+    expected = dpa.reference.joint_linear(whole, exact, [b.double() for b in biases])
+    of_whole, *of_weights = torch.autograd.grad(expected, [whole, *exact], grad.double())
+    references = dict(zip(("first", "rest"), of_whole.split([own, others], 1), strict=True))
+
+    def run():
+        # Leaves of its own: a capture's backward must not lead to those of another stream.
+        parts = dict(zip(("first", "rest"), x.split([own, others], 1), strict=True))
+        leaves = [parts[name].requires_grad_() for name in names]
+        trained = [w.detach().requires_grad_() for w in weights]
+        out = torch.ops.dpa.joint_linear(parts["first"], trained, biases, parts["rest"])
+        return out, *torch.autograd.grad(out, [*leaves, *trained], grad)
+
+    out, *got = _replayed(run) if captured else run()
+    torch.testing.assert_close(out, expected.to(dtype), **tolerance(dtype))
+    for d, reference in zip(got, [references[n] for n in names] + of_weights, strict=True):
+        assert d.is_contiguous()
+        torch.testing.assert_close(d, reference.to(d.dtype), **gradient_tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -234,8 +234,12 @@ def test_autocast(device):
     assert all(torch.isfinite(p.grad).all() for p in net.parameters())
 
 
-def test_mixed_precision_gradients_are_as_good_as_plain_pytorchs(device):
-    """Of every parameter, against float64, at widths that the 16-bit kernels take."""
+@pytest.mark.parametrize("trained", [False, True], ids=["cond_given", "cond_trained"])
+def test_mixed_precision_gradients_are_as_good_as_plain_pytorchs(device, trained):
+    """Of every parameter, against float64, at widths that the 16-bit kernels take.
+
+    And of the inputs, where an encoder before the network is trained with it.
+    """
     if device.type == "cpu":
         pytest.skip("the 16-bit kernels are the GPU's")
     torch.manual_seed(0)
@@ -246,15 +250,20 @@ def test_mixed_precision_gradients_are_as_good_as_plain_pytorchs(device):
     exact = copy.deepcopy(plain).double()
     sample, cond = torch.randn(24, 16, 2, device=device), torch.randn(24, 20, device=device)
     timestep = torch.arange(24, device=device)
-    for module in (net, plain, exact):
+
+    def gradients(module):
         dtype = next(module.parameters()).dtype
+        inputs = [t.to(dtype, copy=True).requires_grad_(trained) for t in (sample, cond)]
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.float32):
-            out = module(sample.to(dtype), timestep, global_cond=cond.to(dtype))
-        (out.to(dtype) - sample).square().mean().backward()
+            out = module(inputs[0], timestep, global_cond=inputs[1])
+        loss = (out.to(dtype) - sample).square().mean()
+        return torch.autograd.grad(loss, [*module.parameters(), *inputs[: 2 * trained]])
+
+    expected = gradients(exact)
 
     def errors(module):
-        pairs = zip(module.parameters(), exact.parameters(), strict=True)
-        return torch.stack([(p.grad - e.grad).norm() / e.grad.norm() for p, e in pairs])
+        pairs = zip(gradients(module), expected, strict=True)
+        return torch.stack([(g - e).norm() / e.norm() for g, e in pairs])
 
     ours, theirs = errors(net), errors(plain)
     assert ours.median() < 1.25 * theirs.median()

@@ -75,9 +75,10 @@ struct Side {
 bool takes_side(const Conv1d& conv);
 cudaError_t gather_normalised(const Conv1d& conv, const Wide& wide, const Weights& weights, const Addends& addends,
                               void* narrow, const Normalisation& normalisation, const Side& side, cudaStream_t stream);
-// `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors.
+// `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors. The narrow tensor may be some
+// channels of one whose rows are `narrow_pitch` elements apart, a multiple of 8, from a multiple of 8 on.
 cudaError_t weight_gradient(const Conv1d& conv, const void* narrow, const void* wide, void* gradient,
-                            DType gradient_dtype, cudaStream_t stream);
+                            DType gradient_dtype, cudaStream_t stream, int64_t narrow_pitch = 0);
 
 // sums[c] = sum over `count` rows of rows[r, c], `width` elements apart, in `sums_dtype`, float32 or `dtype`: the
 // bias's gradient. Aligned to 16 bytes, the width a multiple of 8; the order of the sums depends on the sizes alone.
@@ -85,12 +86,14 @@ cudaError_t column_sums(DType dtype, const void* rows, int64_t count, int64_t ch
                         DType sums_dtype, cudaStream_t stream);
 
 // Weights (d0, d1, taps), of `source_dtype` float32 or `dtype`, to (taps, d0, padded d1) of `dtype`, in one launch.
+// They may be the first d1 of more columns.
 struct Packing {
   const void* weight;
   void* packed;
   int64_t d0, d1;
   int taps;
   int64_t width = 0;  // of a packed row, where it is more than padded(d1)
+  int64_t of = 0;     // columns of the weight, where they are more than d1
 };
 constexpr int kMaxPackings = 48;
 struct Packings {

@@ -30,13 +30,13 @@ __device__ void pack_piece(const Packing& packing, int64_t row_length, int chann
   struct alignas(4 * sizeof(S)) Four {
     S element[4];
   };
-  const int64_t d0 = packing.d0, d1 = packing.d1;
+  const int64_t d0 = packing.d0, d1 = packing.d1, columns = max(packing.of, d1);
   const int taps = packing.taps;
   const int64_t pieces = (row_length + channels - 1) / channels;
   const int64_t i = index / pieces, first = index % pieces * channels;
   const int read = static_cast<int>(min(int64_t{channels}, d1 - first)) * taps;
-  const S* from = static_cast<const S*>(packing.weight) + (i * d1 + first) * taps;
-  if (d1 % 4 == 0 && reinterpret_cast<uintptr_t>(packing.weight) % sizeof(Four) == 0) {
+  const S* from = static_cast<const S*>(packing.weight) + (i * columns + first) * taps;
+  if (d1 % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(packing.weight) % sizeof(Four) == 0) {
 #pragma unroll 4
     for (int e = threadIdx.x * 4; e < read; e += kPackThreads * 4) {
       const Four four = *reinterpret_cast<const Four*>(from + e);

@@ -1,5 +1,7 @@
 #include "kernels/conv1d/tensor_map.h"
 
+#include <algorithm>
+
 namespace dpa::kernels::conv1d {
 namespace {
 
@@ -22,10 +24,11 @@ cudaError_t make_map(const Boxes& boxes, CUtensorMap* map) {
   if (!encode) return cudaErrorNotSupported;
   constexpr cuuint64_t kElement = 2;
   const auto columns = static_cast<cuuint64_t>(boxes.columns), rows = static_cast<cuuint64_t>(boxes.rows);
+  const cuuint64_t row_bytes = std::max(columns, static_cast<cuuint64_t>(boxes.pitch)) * kElement;
   const int of_rows = boxes.planes_inside ? 2 : 1, of_planes = 3 - of_rows;
   cuuint64_t sizes[3] = {columns}, strides[2];
-  sizes[of_rows] = rows, strides[of_rows - 1] = columns * kElement;
-  sizes[of_planes] = static_cast<cuuint64_t>(boxes.planes), strides[of_planes - 1] = columns * rows * kElement;
+  sizes[of_rows] = rows, strides[of_rows - 1] = row_bytes;
+  sizes[of_planes] = static_cast<cuuint64_t>(boxes.planes), strides[of_planes - 1] = row_bytes * rows;
   const auto step = static_cast<cuuint32_t>(boxes.row_step);
   cuuint32_t box[3] = {static_cast<cuuint32_t>(boxes.box_columns)}, steps[3] = {1, 1, 1};
   box[of_rows] = static_cast<cuuint32_t>(boxes.box_rows) * step, steps[of_rows] = step;

@@ -225,12 +225,21 @@ cudaError_t launch_gradient(const CUtensorMap& narrow_map, const CUtensorMap& wi
 }  // namespace
 
 cudaError_t weight_gradient(const Conv1d& conv, const void* narrow, const void* wide, void* gradient,
-                            DType gradient_dtype, cudaStream_t stream) {
+                            DType gradient_dtype, cudaStream_t stream, int64_t narrow_pitch) {
   const GradientPlan plan = plan_gradient(conv, multiprocessors());
   const RowTiles& rows = plan.rows;
   CUtensorMap narrow_map, wide_map;
-  const Boxes narrow_boxes{
-      conv.dtype, narrow, conv.batch, conv.narrow_length, padded(conv.narrow_channels), rows.samples, rows.time, 64, 1};
+  const Boxes narrow_boxes{conv.dtype,
+                           narrow,
+                           conv.batch,
+                           conv.narrow_length,
+                           padded(conv.narrow_channels),
+                           rows.samples,
+                           rows.time,
+                           /*box_columns=*/64,
+                           /*row_step=*/1,
+                           /*planes_inside=*/false,
+                           narrow_pitch};
   const Boxes wide_boxes{conv.dtype,   wide,      conv.batch, conv.wide_length, padded(conv.wide_channels),
                          rows.samples, rows.time, 32,         conv.stride};
   if (const auto error = make_map(narrow_boxes, &narrow_map)) return error;

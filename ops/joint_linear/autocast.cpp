@@ -9,7 +9,8 @@ namespace dpa {
 namespace {
 
 template <at::DeviceType Device>
-Tensor joint_linear_autocast(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+Tensor joint_linear_autocast(const Tensor& input, at::TensorList weights, at::TensorList biases,
+                             const OptionalTensor& rest) {
   const Autocast cast(Device);
   const auto narrow = cast(input);
   const auto parameters = [&](at::TensorList tensors) {
@@ -17,7 +18,7 @@ Tensor joint_linear_autocast(const Tensor& input, at::TensorList weights, at::Te
     for (const auto& tensor : tensors) result.push_back(cast.parameter(tensor, narrow));
     return result;
   };
-  return joint_linear(narrow, parameters(weights), parameters(biases));
+  return joint_linear(narrow, parameters(weights), parameters(biases), cast(rest));
 }
 
 }  // namespace

@@ -18,9 +18,9 @@ namespace {
 /// (N, C) as one sample of length N, which is channels-last in memory.
 Tensor as_sample(const Tensor& rows) { return rows.t().unsqueeze(0); }
 
-/// One convolution with one tap, whose time is the batch.
-products::Conv1d geometry(const Tensor& input, int64_t outputs) {
-  const int64_t batch = input.size(0), channels = input.size(1);
+/// One convolution with one tap, whose time is the batch, of as many of the input's channels.
+products::Conv1d geometry(const Tensor& input, int64_t channels, int64_t outputs) {
+  const int64_t batch = input.size(0);
   return {kernel_dtype(input.scalar_type()),
           1,
           batch,
@@ -36,34 +36,53 @@ bool serves(const Tensor& input, at::TensorList weights, const products::Conv1d&
   return conv1d_packs(as_sample(input), weights[0].unsqueeze(2), 1, 0) && takes_products(conv);
 }
 
-/// Every weight's rows at their place among all rows, in the input's dtype: (sum of C_i, C_in padded).
-Tensor pack(const Tensor& input, at::TensorList weights_, int64_t outputs) {
-  auto packed = at::empty({outputs, products::padded(input.size(1))}, input.options());
+/// Neighbouring channels of the input.
+struct Channels {
+  int64_t first, count;
+};
+
+int64_t packed_bytes(const Channels& channels, int64_t outputs) {
+  return outputs * products::padded(channels.count) * 2;
+}
+
+/// Every weight's rows at their place among all rows, in the input's dtype: (sum of C_i, channels padded).
+void pack(const Tensor& input, at::TensorList weights_, const Channels& channels, void* packed) {
+  const int64_t width = products::padded(channels.count);
   std::vector<Tensor> weights;
   for (const auto& weight : weights_) weights.push_back(weight.contiguous());
   products::Packings packings{};
-  auto* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
+  auto* to = static_cast<uint16_t*>(packed);
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto& weight = weights[i];
-    if (weight.numel() > 0)
-      packings.each[packings.count++] = {weight.const_data_ptr(), to, weight.size(0), weight.size(1), /*taps=*/1};
-    to += weight.size(0) * packed.size(1);
+    if (weight.size(0) > 0)
+      packings.each[packings.count++] = {
+          static_cast<const char*>(weight.const_data_ptr()) + channels.first * weight.element_size(),
+          to,
+          weight.size(0),
+          channels.count,
+          /*taps=*/1,
+          /*width=*/0,
+          /*of=*/weight.size(1)};
+    to += weight.size(0) * width;
     if (packings.count < products::kMaxPackings && i + 1 < weights.size()) continue;
     if (packings.count > 0)
-      C10_CUDA_CHECK(products::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(packed.scalar_type()),
+      C10_CUDA_CHECK(products::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(input.scalar_type()),
                                             packings, c10::cuda::getCurrentCUDAStream()));
     packings.count = 0;
   }
-  return packed;
 }
 
-Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::TensorList biases) {
-  check_joint_linear(input, weights, biases);
+Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::TensorList biases,
+                         const OptionalTensor& rest) {
+  check_joint_linear(input, weights, biases, rest);
   const c10::cuda::CUDAGuard guard(input.device());
-  const int64_t outputs = joint_outputs(weights).expect_int();
-  const auto conv = geometry(input, outputs);
-  if (!serves(input, weights, conv)) return joint_linear_formula(input, weights, biases);
-  const auto packed = pack(input, weights, outputs), x = padded_rows(as_sample(input));
+  const int64_t channels = weights[0].size(1), outputs = joint_outputs(weights).expect_int();
+  const auto conv = geometry(input, channels, outputs);
+  if (!serves(input, weights, conv)) return joint_linear_formula(input, weights, biases, rest);
+  const Channels all{0, channels};
+  const auto packed = at::empty({packed_bytes(all, outputs)}, input.options().dtype(at::kByte));
+  pack(input, weights, all, packed.mutable_data_ptr());
+  const auto x = padded_rows(as_sample(whole_input(input, rest)));
   const auto bias = biases.size() == 1 ? aligned(biases[0].contiguous()) : at::cat(biases);
   auto out = at::empty({input.size(0), outputs}, input.options());
   C10_CUDA_CHECK(products::gather(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/false},
@@ -72,34 +91,64 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
   return out;
 }
 
+/// The packed weights of a backward lie in the memory of the weights' gradient, whose rows from `late` on are made when
+/// those have been read: nowhere is a training step's memory fuller. In a graph the rows before are made beside.
 JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                                at::TensorList biases, JointLinearMask mask) {
-  check_joint_linear(input, weights, biases);
+                                                at::TensorList biases, const OptionalTensor& rest,
+                                                JointLinearMask mask) {
+  check_joint_linear(input, weights, biases, rest);
   check_joint_linear_grad(grad, input, weights);
   const c10::cuda::CUDAGuard guard(input.device());
-  const int64_t outputs = joint_outputs(weights).expect_int();
-  const auto conv = geometry(input, outputs);
-  if (!serves(input, weights, conv)) return joint_linear_backward_formula(grad, input, weights, biases, mask);
-  const auto g = padded_rows(as_sample(grad)), x = mask[1] ? padded_rows(as_sample(input)) : Tensor();
-  Tensor grad_input, grad_weight, grad_bias;
-  const auto place_parameters = [&] {
-    if (mask[1]) grad_weight = at::empty({outputs, input.size(1)}, weights[0].options());
-    if (mask[2]) grad_bias = at::empty({outputs}, biases[0].options());
-  };
+  const int64_t channels = weights[0].size(1), own = input.size(1), outputs = joint_outputs(weights).expect_int();
+  const auto conv = geometry(input, channels, outputs);
+  if (!serves(input, weights, conv)) return joint_linear_backward_formula(grad, input, weights, biases, rest, mask);
+  const auto g = padded_rows(as_sample(grad));
+  const auto x = mask[1] ? padded_rows(as_sample(whole_input(input, rest))) : Tensor();
+  Tensor grad_whole, grad_weight, grad_bias;
+  if (mask[1]) grad_weight = at::empty({outputs, channels}, weights[0].options());
+  if (mask[2]) grad_bias = at::empty({outputs}, biases[0].options());
+  const bool of_rest = mask[3] && rest.has_value();
+  const Channels wanted{mask[0] ? 0 : own, (mask[0] ? own : 0) + (of_rest ? channels - own : 0)};
+
   Branches branches;
-  // What a branch writes is no memory that has become free since the fork. On one stream it may be: the packed weights,
-  // half as large as their gradients, go before those come.
-  if (branches.apart()) place_parameters();
   branches.fork();
-  if (mask[0]) {
-    grad_input = at::empty(input.sizes(), input.options());
-    const auto packed = pack(input, weights, outputs);
-    input_backward(conv, /*transposed=*/false, g, {packed.const_data_ptr(), /*settled=*/false}, grad_input);
+  int64_t late = outputs;
+  if (mask[0] || of_rest) grad_whole = at::empty({input.size(0), wanted.count}, input.options());
+  if (wanted.count > 0) {
+    const int64_t bytes = packed_bytes(wanted, outputs), row = channels * weights[0].element_size();
+    const int64_t spare = mask[1] ? outputs * row - bytes : -1;
+    Tensor elsewhere;
+    void* packed;
+    if (spare < 0) {
+      elsewhere = at::empty({bytes}, input.options().dtype(at::kByte));
+      packed = elsewhere.mutable_data_ptr();
+    } else {
+      late = branches.apart() ? spare / row / 8 * 8 : 0;  // the products read from whole vectors on
+      packed = static_cast<char*>(grad_weight.mutable_data_ptr()) + late * row;
+    }
+    pack(input, weights, wanted, packed);
+    input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g, {packed, /*settled=*/false},
+                   grad_whole);
   }
-  if (!branches.apart()) place_parameters();
-  parameter_backward(conv, /*transposed=*/false, g, x, grad_weight, grad_bias, branches.side());
+  const auto make_rows = [&](int64_t first, int64_t end, c10::cuda::CUDAStream stream) {
+    if (!mask[1] || first == end) return;
+    C10_CUDA_CHECK(products::weight_gradient(
+        geometry(input, channels, end - first), static_cast<const uint16_t*>(g.const_data_ptr()) + first,
+        x.const_data_ptr(),
+        static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),
+        kernel_dtype(grad_weight.scalar_type()), stream, products::padded(outputs)));
+  };
+  make_rows(0, late, branches.side());
+  make_rows(late, outputs, c10::cuda::getCurrentCUDAStream());
+  parameter_backward(conv, /*transposed=*/false, g, x, {}, grad_bias, branches.side());
   branches.join();
-  return {grad_input, grad_weight, grad_bias};
+
+  if (!of_rest) return {grad_whole, grad_weight, grad_bias, Tensor()};
+  if (!mask[0]) return {Tensor(), grad_weight, grad_bias, grad_whole};
+  const auto part = [&](int64_t first, int64_t count) {
+    return grad_whole.narrow(1, first, count).clone(at::MemoryFormat::Contiguous);
+  };
+  return {part(0, own), grad_weight, grad_bias, part(own, channels - own)};
 }
 
 }  // namespace

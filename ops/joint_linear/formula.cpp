@@ -17,20 +17,33 @@ Tensor summable(const Tensor& tensor, const Tensor& input) {
 
 }  // namespace
 
-Tensor joint_linear_formula(const Tensor& input, at::TensorList weights, at::TensorList biases) {
-  const auto out =
-      at::linear(summable(input, input), summable(at::cat(weights), input), summable(at::cat(biases), input));
+Tensor whole_input(const Tensor& input, const OptionalTensor& rest) {
+  return rest.has_value() ? at::cat({input, *rest}, 1) : input;
+}
+
+Tensor joint_linear_formula(const Tensor& input, at::TensorList weights, at::TensorList biases,
+                            const OptionalTensor& rest) {
+  const auto out = at::linear(summable(whole_input(input, rest), input), summable(at::cat(weights), input),
+                              summable(at::cat(biases), input));
   return out.to(input.scalar_type());
 }
 
 JointLinearGradients joint_linear_backward_formula(const Tensor& grad_, const Tensor& input, at::TensorList weights,
-                                                   at::TensorList biases, JointLinearMask mask) {
+                                                   at::TensorList biases, const OptionalTensor& rest,
+                                                   JointLinearMask mask) {
   const auto grad = summable(grad_, input);
-  Tensor grad_input, grad_weight, grad_bias;
-  if (mask[0]) grad_input = at::mm(grad, summable(at::cat(weights), input)).to(input.scalar_type());
-  if (mask[1]) grad_weight = at::mm(grad.t(), summable(input, input)).to(weights[0].scalar_type());
+  const auto of_columns = [&](const c10::SymInt& first, const c10::SymInt& count) {
+    std::vector<Tensor> columns;
+    for (const auto& weight : weights) columns.push_back(weight.narrow_symint(1, first, count));
+    return at::mm(grad, summable(at::cat(columns), input)).to(input.scalar_type());
+  };
+  const auto channels = input.sym_size(1);
+  Tensor grad_input, grad_weight, grad_bias, grad_rest;
+  if (mask[0]) grad_input = of_columns(0, channels);
+  if (mask[1]) grad_weight = at::mm(grad.t(), summable(whole_input(input, rest), input)).to(weights[0].scalar_type());
   if (mask[2]) grad_bias = grad.sum(0).to(biases[0].scalar_type());
-  return {grad_input, grad_weight, grad_bias};
+  if (mask[3] && rest.has_value()) grad_rest = of_columns(channels, rest->sym_size(1));
+  return {grad_input, grad_weight, grad_bias, grad_rest};
 }
 
 }  // namespace dpa

@@ -1,32 +1,38 @@
 // `dpa::joint_linear`: linear layers of one input, their outputs side by side, as one product. A U-Net's FiLM is one.
 //
-// 16-bit inputs take the products of kernels/conv1d on a Hopper GPU: each weight is packed from where it lies, forward
-// and again for the input's gradient, so that nothing but the arguments is kept in between. Everything else is one
-// linear layer on the weights joined.
+// The input may come in two parts, of which often one alone wants a gradient: a timestep's embedding, say, beside
+// features that are given. 16-bit inputs take the products of kernels/conv1d on a Hopper GPU: each weight is packed
+// from where it lies, forward and again, as far as is wanted, for the input's gradient, so that nothing but the
+// arguments is kept in between. Everything else is one linear layer on the weights joined.
 #pragma once
 #include "ops/common/check.h"
 
 namespace dpa {
 
-/// Gradients of the input, and of weights and biases side by side as the outputs are; undefined where the mask asks for
-/// none.
-using JointLinearGradients = std::tuple<Tensor, Tensor, Tensor>;
-using JointLinearMask = std::array<bool, 3>;
+/// Gradients of the input, of weights and biases side by side as the outputs are, and of the rest of the input;
+/// undefined where the mask asks for none.
+using JointLinearGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using JointLinearMask = std::array<bool, 4>;
 
-void check_joint_linear(const Tensor& input, at::TensorList weights, at::TensorList biases);
+void check_joint_linear(const Tensor& input, at::TensorList weights, at::TensorList biases, const OptionalTensor& rest);
 void check_joint_linear_grad(const Tensor& grad, const Tensor& input, at::TensorList weights);
 
 /// The sum of C_i.
 c10::SymInt joint_outputs(at::TensorList weights);
+/// The input in one piece.
+Tensor whole_input(const Tensor& input, const OptionalTensor& rest);
 
 /// Through the dispatcher.
-Tensor joint_linear(const Tensor& input, at::TensorList weights, at::TensorList biases);
+Tensor joint_linear(const Tensor& input, at::TensorList weights, at::TensorList biases, const OptionalTensor& rest);
 JointLinearGradients joint_linear_backward(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                           at::TensorList biases, JointLinearMask output_mask);
+                                           at::TensorList biases, const OptionalTensor& rest,
+                                           JointLinearMask output_mask);
 
 /// The op and its backward in ATen ops, differentiable to any order.
-Tensor joint_linear_formula(const Tensor& input, at::TensorList weights, at::TensorList biases);
+Tensor joint_linear_formula(const Tensor& input, at::TensorList weights, at::TensorList biases,
+                            const OptionalTensor& rest);
 JointLinearGradients joint_linear_backward_formula(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                                   at::TensorList biases, JointLinearMask output_mask);
+                                                   at::TensorList biases, const OptionalTensor& rest,
+                                                   JointLinearMask output_mask);
 
 }  // namespace dpa

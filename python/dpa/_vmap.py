@@ -329,26 +329,36 @@ def _joined(tensors: list[Tensor], dims: list[_Dim] | None, n: int, dtype: torch
     return torch.cat([_leading(x, d, n) for x, d in each], dim=1).to(dtype)
 
 
-def _joint_linear(info, in_dims, input, weights, biases):
-    x, w, b = in_dims
+def _whole_input(input: Tensor, rest: Tensor | None, dims: list[_Dim], n: int) -> Tensor:
+    """Both parts of the input, an example a matrix."""
+    parts = [_leading(t, d, n) for t, d in zip((input, rest), dims, strict=True) if t is not None]
+    return torch.cat(parts, dim=2)
+
+
+def _joint_linear(info, in_dims, input, weights, biases, rest=None):
+    x, w, b, r = _dims(in_dims, 4)
     n, dtype = info.batch_size, input.dtype
     one = [
         [_meta(t, d) for t, d in zip(tensors, dims or [None] * len(tensors), strict=True)]
         for tensors, dims in ((weights, w), (biases, b))
     ]
-    torch.ops.dpa.joint_linear(_meta(input, x), *one)  # it rejects what products would let pass
+    # It rejects what products would let pass.
+    torch.ops.dpa.joint_linear(_meta(input, x), *one, _meta(rest, r))
     weight = _joined(weights, w, n, dtype).transpose(1, 2)
     bias = _joined(biases, b, n, dtype).unsqueeze(1)
-    return torch.baddbmm(bias, _leading(input, x, n), weight), 0
+    return torch.baddbmm(bias, _whole_input(input, rest, [x, r], n), weight), 0
 
 
-def _joint_linear_backward(info, in_dims, grad, input, weights, biases, output_mask):
+def _joint_linear_backward(info, in_dims, grad, input, weights, biases, rest, output_mask):
     n, dtype = info.batch_size, input.dtype
-    g, x = _leading(grad, in_dims[0], n), _leading(input, in_dims[1], n)
+    g, x = _leading(grad, in_dims[0], n), _whole_input(input, rest, [in_dims[1], in_dims[4]], n)
+    weight = lambda: _joined(weights, in_dims[2], n, dtype)  # noqa: E731
+    own = _shape(input, in_dims[1])[1]
     wanted = (
-        lambda: torch.bmm(g, _joined(weights, in_dims[2], n, dtype)),
+        lambda: torch.bmm(g, weight()[:, :, :own]),
         lambda: torch.bmm(g.transpose(1, 2), x).to(weights[0].dtype),
         lambda: g.sum(1).to(biases[0].dtype),
+        lambda: None if rest is None else torch.bmm(g, weight()[:, :, own:]),
     )
     grads = tuple(
         make() if is_wanted else None for make, is_wanted in zip(wanted, output_mask, strict=True)

@@ -231,9 +231,16 @@ def residual_block1d(
     return conv1d_gnm(x, *second, num_groups, eps, residual=residual)
 
 
-def joint_linear(input: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """Compute ``input @ w.T + b`` of every layer, side by side: (B, C_in) to (B, sum of C_i)."""
+def joint_linear(
+    input: Tensor, weights: list[Tensor], biases: list[Tensor], rest: Tensor | None = None
+) -> Tensor:
+    """Compute ``input @ w.T + b`` of every layer, side by side: (B, C_in) to (B, sum of C_i).
+
+    The columns of ``rest`` follow the input's.
+    """
     wide = _wide(input.dtype)
+    if rest is not None:
+        input = torch.cat([input, rest], dim=1)
     layers = zip(weights, biases, strict=True)
     outs = [F.linear(input.to(wide), weight.to(wide), bias.to(wide)) for weight, bias in layers]
     return torch.cat(outs, dim=1).to(input.dtype)

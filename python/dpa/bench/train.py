@@ -159,10 +159,16 @@ def _work(case: Case, way: str, model: nn.Module) -> Callable[[], None]:
 
 
 def _peak_of_steps(work: Callable[[], None], model: nn.Module) -> float:
-    """MiB: weights, gradients, AdamW's moments, and what the pass keeps at its fullest."""
+    """MiB: weights, gradients, AdamW's moments, and what the pass keeps at its fullest.
+
+    Of a fresh start: pieces that are left of earlier work would be taken as they are, up to 1 MiB
+    larger than what is asked for.
+    """
     model.zero_grad(set_to_none=True)
     # cuBLAS keeps 32 MiB for every stream that ever asked; each capture before this one did.
     torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(6):

@@ -231,15 +231,17 @@ class ConditionalUnet1D(nn.Module):
                 return out
         cond = self._embed(sample, timestep, fast)
         if global_cond is not None:
-            cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
+            global_cond = global_cond.to(cond.dtype)
         x = sample.transpose(1, 2)
         if not fast:
             x = x.contiguous()
         film: list[Tensor] = []
         if not torch.jit.is_scripting() and fast:
-            film = self._film(cond)
+            film = self._film(cond, global_cond)
         # Without it blocks are called as the original's, for they may be the user's own.
         alone, parts = len(film) == 0, self.film_parts
+        if global_cond is not None and (alone or self.local_cond_encoder is not None):
+            cond = torch.cat([cond, global_cond], dim=-1)
         local: Tensor | None = None
         if self.local_cond_encoder is not None and local_cond is not None:
             # The second block of this encoder never reaches the output, so it is not computed.
@@ -285,8 +287,10 @@ class ConditionalUnet1D(nn.Module):
         return next(p for p in self.parameters() if p.is_floating_point())
 
     @torch.jit.unused
-    def _film(self, cond: Tensor) -> list[Tensor]:
+    def _film(self, embedding: Tensor, global_cond: Tensor | None) -> list[Tensor]:
         """Return shift and scale of every block, the last block's first, from one product for all.
+
+        The condition comes in its two parts, of which often the embedding alone wants a gradient.
 
         Nothing, so that each block computes its own, where a block or its layer is not an ordinary
         one: replaced, hooked, or sharded.
@@ -300,7 +304,8 @@ class ConditionalUnet1D(nn.Module):
             return []
         weights, biases = zip(*layers, strict=True)
         widths = [b.out_channels for b in blocks for _ in range(self.film_parts)]
-        film = torch.ops.dpa.joint_linear(F.mish(cond), weights, biases)
+        rest = None if global_cond is None else F.mish(global_cond)
+        film = torch.ops.dpa.joint_linear(F.mish(embedding), weights, biases, rest)
         return list(film.split(widths, dim=1))[::-1]
 
     @torch.jit.unused

@@ -220,23 +220,28 @@ def residual_block1d(
     )
 
 
-def joint_linear(input: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+def joint_linear(
+    input: Tensor, weights: list[Tensor], biases: list[Tensor], rest: Tensor | None = None
+) -> Tensor:
     """Run linear layers of one input as one product, their outputs side by side.
 
     ``cat([input @ w.T + b for w, b in zip(weights, biases)], dim=1)``: the FiLM of all blocks of a
     U-Net, say, without a copy of the weights in one piece. The backward keeps nothing but the
-    arguments; the weights' gradients are parts of one tensor.
+    arguments; the weights' gradients are parts of one tensor. An input whose first columns alone
+    want a gradient comes in two parts, so that the backward need not make the others': with
+    ``rest`` the input is ``cat([input, rest], dim=1)``.
 
     Args:
-        input: (B, C_in).
+        input: (B, C_in), or its first columns.
         weights: at least one, each (C_i, C_in), all of one dtype.
         biases: as many, each (C_i,), in the weights' dtype.
+        rest: the other columns of the input, in its dtype, or None.
 
     The parameters are in the input's dtype, or float32 beside a 16-bit input.
 
     Returns:
         (B, sum of C_i), in the dtype of ``input``. Differentiable in every tensor, each gradient in
-        its tensor's dtype. Under autocast the input alone is cast.
+        its tensor's dtype. Under autocast the input alone is cast, and ``rest``.
 
     """
-    return torch.ops.dpa.joint_linear(input, weights, biases)
+    return torch.ops.dpa.joint_linear(input, weights, biases, rest)
