@@ -14,11 +14,15 @@ CliRunner = pytest.importorskip("typer.testing").CliRunner
 def test_a_small_network_is_measured(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device.type == "cuda")
     ways = (train.TF32, train.EAGER, train.DPA)
+    small = train.SMALL[0].network.build(train.EAGER, torch.device("cpu"))
     rows = [train.measure(train.SMALL[0], way, repeats=1) for way in ways]
     assert [row["how"] for row in rows] == [train.TF32, train.EAGER, train.DPA]
     for row in rows:
         assert row["called"] > 0
         assert (row["graph"] is None) == (row["peak MiB"] is None) == (device.type == "cpu")
+        if row["peak MiB"] is not None:  # weights, gradients and moments at least, and no rounding
+            least = 4 * 4 * sum(p.numel() for p in small.parameters()) / 2**20
+            assert least <= row["peak MiB"] <= row["allocated MiB"]
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
