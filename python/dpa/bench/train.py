@@ -104,21 +104,13 @@ def measure(
 ) -> Row:
     """Microseconds of a case called and in a CUDA graph, and the peak memory in MiB.
 
-    The peaks are of what is asked for; the allocator takes pieces up to 1 MiB larger, which ones
-    depends on what was freed before, and that sum is ``allocated MiB``, called.
-
     Called means a plain loop that waits for nothing, the mean of five steps in a row. Gradients are
     set to None at the start of each. ``alone`` gives the device to this process, after the first
     call.
 
     The peak is that of six whole steps with fused AdamW, called and, ``replayed``, with the pass in
-    a graph, captures among them.
-    It is of what is asked for; the allocator takes pieces up to 1 MiB larger, which ones
-    depends on what was freed before, and that sum is ``allocated MiB``, called.
-
-    Called means a plain loop that waits for nothing, the mean of five steps in a row. Gradients are
-    set to None at the start of each. The peak is that of six whole steps with fused AdamW, called
-    and, ``replayed``, with the pass in a graph, captures among them. ``alone`` gives the device to this process, after the first call.
+    a graph, captures among them. It is of what is asked for; the allocator takes pieces up to 1 MiB
+    larger, which ones depends on what was freed before, and that sum is ``allocated MiB``, called.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     row: Row = {"network": case.network.name, "batch": case.batch}
