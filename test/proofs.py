@@ -332,6 +332,36 @@ class OpProofs:
             graph.replay()
             assert_close(out, call(type(self).op, static))
 
+    def test_a_backward_that_failed_runs_again(self, device):
+        """An error in a saved tensor's hook or in the op of the backward leaves the graph there."""
+        fails = []
+
+        class Failing(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if fails == ["op"]:
+                    raise MemoryError("in the op")
+                return func(*args, **(kwargs or {}))
+
+        def unpack(tensor):
+            if fails == ["hook"]:
+                raise MemoryError("in the hook")
+            return tensor
+
+        for sample in self.samples(device, torch.float32):
+            leaves = sample.requiring_grad()
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+                outs = [x for x in call(type(self).op, leaves) if x.requires_grad]
+            inputs, grads = leaves.floating(), [torch.ones_like(out) for out in outs]
+            for fails[:] in (["hook"], ["op"]):
+                with pytest.raises(MemoryError), Failing():
+                    torch.autograd.grad(outs, inputs, grads, allow_unused=True)
+            fails.clear()
+            first, again = (
+                torch.autograd.grad(outs, inputs, grads, allow_unused=True, retain_graph=True)
+                for _ in range(2)
+            )
+            assert_close(first, again)
+
     # 6. inference mode
     def test_inference_mode(self, device):
         for sample in self.samples(device, torch.float32):

@@ -139,6 +139,11 @@ def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, capture
 
     out, *got = _replayed(run) if captured else run()
     torch.testing.assert_close(out, expected.to(dtype), **tolerance(dtype))
+    with torch.no_grad():
+        parts = x.split([own, others], 1)
+        mask = ["first" in names, False, False, "rest" in names]
+        made = torch.ops.dpa.joint_linear_backward(grad, parts[0], weights, biases, parts[1], mask)
+    assert [d is not None for d in made] == mask
     for d, reference in zip(got, [references[n] for n in names] + of_weights, strict=True):
         assert d.is_contiguous()
         torch.testing.assert_close(d, reference.to(d.dtype), **gradient_tolerance(dtype))

@@ -18,10 +18,12 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <array>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "ops/common/check.h"
@@ -39,8 +41,8 @@ using Wanted = c10::SmallVector<bool, 16>;
 ///                                 Constants... constants);
 ///
 /// which returns one gradient for each edge, undefined where none is wanted. It is a function of its arguments alone,
-/// for compiled autograd calls it when the node is long gone. What it takes as `Saved&` it may let go of: in the last
-/// backward nobody else holds it (ops/common/last_use.h).
+/// for compiled autograd calls it when the node is long gone. One saved tensor it may lend (ops/common/last_use.h),
+/// taking `Saved&`: `kLent` says which, and in the last backward the node does not hold that one any more.
 template <class Self, size_t N, class... Constants>
 class SavingNode : public torch::autograd::Node {
  public:
@@ -49,6 +51,7 @@ class SavingNode : public torch::autograd::Node {
   using Saved = Several<Tensor>;
 
   std::tuple<Constants...> constants;
+  static constexpr size_t kLent = std::numeric_limits<size_t>::max();  // none
 
   template <class... Tensors>
   void save(const Tensors&... tensors) {
@@ -65,12 +68,15 @@ class SavingNode : public torch::autograd::Node {
     for (auto& variable : saved_) variable.reset_data();
   }
 
-  /// The engine says so before the call of `apply` that is the last.
+  /// The engine says so before a call of `apply` after which it calls `release_variables`.
   void will_release_variables() override { last_ = true; }
 
   variable_list apply(variable_list&& gradients) override {
+    const bool last = std::exchange(last_, false);
     auto saved = unpacked();
-    if (last_) release_variables();
+    if constexpr (Self::kLent < N) {
+      if (last) return call_lending(gradients, saved);
+    }
     return call(gradients, saved, wanted(), constants);
   }
 
@@ -115,6 +121,20 @@ class SavingNode : public torch::autograd::Node {
                             const std::tuple<Constants...>& constants) {
     return std::apply([&](const auto&... constant) { return Self::backward(gradients, saved, wanted, constant...); },
                       constants);
+  }
+  /// A call that throws before the lent tensor is taken can be repeated.
+  variable_list call_lending(const variable_list& gradients, Saved& saved) {
+    hold(Self::kLent, {});
+    try {
+      return call(gradients, saved, wanted(), constants);
+    } catch (...) {
+      hold(Self::kLent, torch::autograd::SavedVariable(saved[Self::kLent], /*is_output=*/false));
+      throw;
+    }
+  }
+  void hold(size_t i, torch::autograd::SavedVariable&& variable) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    saved_[i] = std::move(variable);
   }
   Saved unpacked() {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -1,5 +1,6 @@
 // What the ops that call kernels/conv1d share.
 #pragma once
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
 #include "kernels/conv1d/conv1d.h"
@@ -43,6 +44,12 @@ class Branches {
       side_ = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, main_.device_index());
   }
   void fork() { follow(side_, main_); }
+  /// What has been allocated since the fork may be given to the side stream: in PyTorch's deterministic mode the main
+  /// stream fills it first.
+  void fork_for_fills() {
+    const auto& context = at::globalContext();
+    if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) fork();
+  }
   void join() { follow(main_, side_); }
   c10::cuda::CUDAStream side() const { return side_; }
   /// Whether there are two.

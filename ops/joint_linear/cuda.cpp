@@ -92,7 +92,8 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
 }
 
 /// The packed weights of a backward lie in the memory of the weights' gradient, whose rows from `late` on are made when
-/// those have been read: nowhere is a training step's memory fuller. In a graph the rows before are made beside.
+/// those have been read: this is the end of a training step, where its memory is fullest. In a graph the rows before
+/// are made beside.
 JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor& input, at::TensorList weights,
                                                 at::TensorList biases, const OptionalTensor& rest,
                                                 JointLinearMask mask) {

@@ -36,6 +36,7 @@ bool requires_grad(const ResidualBlock& block) {
 /// Saves the op's tensors, then what its forward kept.
 struct ResidualBlock1dBackward : SavingNode<ResidualBlock1dBackward, kBlockSlots + 5, int64_t, double> {
   std::string name() const override { return "ResidualBlock1dBackward"; }
+  static constexpr size_t kLent = kBlockSlots + 4;  // packed2
 
   static variable_list backward(const variable_list& gradients, Saved& saved, const Wanted& wanted, int64_t num_groups,
                                 double eps) {
@@ -44,7 +45,7 @@ struct ResidualBlock1dBackward : SavingNode<ResidualBlock1dBackward, kBlockSlots
     for (size_t i = 0; i < kBlockSlots; ++i) mask[i] = saved[i].defined() && wanted[i];
     const auto t = [&](size_t i) { return as_optional(saved[i]); };
     // The gradient of conv1_weight may lie where the weights of the second convolution were.
-    Tensor& packed2 = saved[kBlockSlots + 4];
+    Tensor& packed2 = saved[kLent];
     const LastUse lent(packed2);
     auto to = residual_block1d_backward(
         gradients[0], saved[kInput], saved[kConv1Weight], saved[kConv1Bias], saved[kGn1Weight], saved[kGn1Bias],

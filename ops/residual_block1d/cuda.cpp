@@ -108,13 +108,14 @@ class Chain {
     normalise_back(second_norm(saved.conv2), through, grad_conv2, kSecond, mask, partials[0], to);
     if (convolves) {
       residual = input_like();
+      beside.fork_for_fills();
       convolve_back(kResidualWeight, through, nullptr, residual.mutable_data_ptr(), beside.side());
       through = residual.const_data_ptr();
     }
-    residual_back(grad, x, mask, to, parameters.side());
+    residual_back(grad, x, mask, to, parameters);
     parameters.fork();
     convolve_back(kConv2Weight, grad_conv2, nullptr, grad_activation, stream_);
-    weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters.side());
+    weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters);
     // What is placed there from here on is written behind the product that read it: the next fork follows that.
     saved.packed2.reset();
     normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, kFirst, mask, partials[1], to);
@@ -124,8 +125,8 @@ class Chain {
       to[kInput] = input_like();
       convolve_back(kConv1Weight, grad_conv1, through, to[kInput].mutable_data_ptr(), stream_);
     }
-    add_slices(partials, mask, to, parameters.side());
-    weight_back(kConv1Weight, grad_conv1, x, mask, to, parameters.side());
+    add_slices(partials, mask, to, parameters);
+    weight_back(kConv1Weight, grad_conv1, x, mask, to, parameters);
     parameters.join();
     return to;
   }
@@ -218,10 +219,12 @@ class Chain {
     return to[slot].mutable_data_ptr();
   }
   void weight_back(BlockSlot weight, const void* grad, const Tensor& x, const BlockMask& mask, BlockGradients& to,
-                   c10::cuda::CUDAStream stream) const {
+                   Branches& branch) const {
     if (!mask[weight]) return;
-    C10_CUDA_CHECK(products::weight_gradient(convolution(weight), grad, x.const_data_ptr(), gradient(weight, mask, to),
-                                             kernel_dtype(block_[weight].scalar_type()), stream));
+    void* out = gradient(weight, mask, to);
+    branch.fork_for_fills();
+    C10_CUDA_CHECK(products::weight_gradient(convolution(weight), grad, x.const_data_ptr(), out,
+                                             kernel_dtype(block_[weight].scalar_type()), branch.side()));
   }
 
   norms::GroupNormMish norm(const Tensor& input, BlockSlot weight, BlockSlot bias) const {
@@ -244,13 +247,15 @@ class Chain {
 
   /// Of the residual convolution, whose gradient is the block's own.
   void residual_back(const Tensor& grad, const Tensor& x, const BlockMask& mask, BlockGradients& to,
-                     c10::cuda::CUDAStream stream) const {
+                     Branches& branch) const {
     if (mask[kResidualBias]) {
+      void* out = gradient(kResidualBias, mask, to);
+      branch.fork_for_fills();
       C10_CUDA_CHECK(products::column_sums(kernel_dtype(type_), grad.const_data_ptr(), batch_ * length_, channels_,
-                                           channels_, gradient(kResidualBias, mask, to),
-                                           kernel_dtype(block_[kResidualBias].scalar_type()), stream));
+                                           channels_, out, kernel_dtype(block_[kResidualBias].scalar_type()),
+                                           branch.side()));
     }
-    weight_back(kResidualWeight, grad.const_data_ptr(), x, mask, to, stream);
+    weight_back(kResidualWeight, grad.const_data_ptr(), x, mask, to, branch);
   }
 
   /// Weight and bias of a normalisation, and the bias of the convolution before it: a backward's sums over slices.
@@ -271,8 +276,7 @@ class Chain {
     C10_CUDA_CHECK(norms::backward(args, stream_));
   }
   /// `partials` are of the second normalisation, then of the first.
-  void add_slices(const Tensor& partials, const BlockMask& mask, BlockGradients& to,
-                  c10::cuda::CUDAStream stream) const {
+  void add_slices(const Tensor& partials, const BlockMask& mask, BlockGradients& to, Branches& branch) const {
     norms::SliceSums sums{kernel_dtype(block_[kGn1Weight].scalar_type()),
                           channels_,
                           partials.size(2),
@@ -280,7 +284,8 @@ class Chain {
                           6,
                           {}};
     for (int i = 0; i < 6; ++i) sums.sums[i] = gradient((i < 3 ? kSecond : kFirst)[i % 3], mask, to);
-    if (any(kFirst, mask) || any(kSecond, mask)) C10_CUDA_CHECK(norms::add_slices(sums, stream));
+    branch.fork_for_fills();
+    if (any(kFirst, mask) || any(kSecond, mask)) C10_CUDA_CHECK(norms::add_slices(sums, branch.side()));
   }
 
   const ResidualBlock& block_;
@@ -320,7 +325,8 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
   check_same("residual_block1d_backward", "grad", grad, "activation", activation);
   const c10::cuda::CUDAGuard guard(input.device());
   BlockSaved saved{conv1, activation, conv2, packed1, LastUse::take(packed2)};
-  if (block_packs(block) && packed1.numel() > 0)
+  // An earlier try that failed has taken packed2 with it.
+  if (block_packs(block) && saved.packed2.defined() && saved.packed2.numel() > 0)
     if (const Chain chain(block, places(block, packed1, saved.packed2)); chain.serves())
       return as_tuple(chain.backward(grad, saved, mask));
   return as_tuple(residual_block1d_backward_of_ops(grad, block, saved, mask));

@@ -332,7 +332,7 @@ def _joined(tensors: list[Tensor], dims: list[_Dim] | None, n: int, dtype: torch
 def _whole_input(input: Tensor, rest: Tensor | None, dims: list[_Dim], n: int) -> Tensor:
     """Both parts of the input, an example a matrix."""
     parts = [_leading(t, d, n) for t, d in zip((input, rest), dims, strict=True) if t is not None]
-    return torch.cat(parts, dim=2)
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
 def _joint_linear(info, in_dims, input, weights, biases, rest=None):
@@ -351,12 +351,13 @@ def _joint_linear(info, in_dims, input, weights, biases, rest=None):
 
 def _joint_linear_backward(info, in_dims, grad, input, weights, biases, rest, output_mask):
     n, dtype = info.batch_size, input.dtype
-    g, x = _leading(grad, in_dims[0], n), _whole_input(input, rest, [in_dims[1], in_dims[4]], n)
+    g = _leading(grad, in_dims[0], n)
+    x = lambda: _whole_input(input, rest, [in_dims[1], in_dims[4]], n)  # noqa: E731
     weight = lambda: _joined(weights, in_dims[2], n, dtype)  # noqa: E731
     own = _shape(input, in_dims[1])[1]
     wanted = (
         lambda: torch.bmm(g, weight()[:, :, :own]),
-        lambda: torch.bmm(g.transpose(1, 2), x).to(weights[0].dtype),
+        lambda: torch.bmm(g.transpose(1, 2), x()).to(weights[0].dtype),
         lambda: g.sum(1).to(biases[0].dtype),
         lambda: None if rest is None else torch.bmm(g, weight()[:, :, own:]),
     )

@@ -241,7 +241,7 @@ def joint_linear(
 
     Returns:
         (B, sum of C_i), in the dtype of ``input``. Differentiable in every tensor, each gradient in
-        its tensor's dtype. Under autocast the input alone is cast, and ``rest``.
+        its tensor's dtype. Under autocast the input is cast, ``rest`` too, and no parameter.
 
     """
     return torch.ops.dpa.joint_linear(input, weights, biases, rest)
