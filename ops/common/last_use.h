@@ -1,12 +1,10 @@
 // How a saved tensor's memory serves the rest of the backward that reads it.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include <utility>
 
-namespace dpa {
+#include "ops/common/check.h"
 
-using at::Tensor;
+namespace dpa {
 
 /// An op's kernel gets its tensors from a caller that holds them until it returns. A node that holds one for the last
 /// time lends its own reference for the length of a call; the kernel that takes it decides when the tensor goes. Where

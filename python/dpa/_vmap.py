@@ -10,6 +10,7 @@ want a JSON library at build time.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -353,7 +354,7 @@ def _joint_linear_backward(info, in_dims, grad, input, weights, biases, rest, ou
     n, dtype = info.batch_size, input.dtype
     g = _leading(grad, in_dims[0], n)
     x = lambda: _whole_input(input, rest, [in_dims[1], in_dims[4]], n)  # noqa: E731
-    weight = lambda: _joined(weights, in_dims[2], n, dtype)  # noqa: E731
+    weight = functools.cache(lambda: _joined(weights, in_dims[2], n, dtype))
     own = _shape(input, in_dims[1])[1]
     wanted = (
         lambda: torch.bmm(g, weight()[:, :, :own]),
