@@ -50,20 +50,20 @@ test: build test-cpp
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
 test: build
-	@sh test/sanitize.sh $(BIN)/python $(SANITIZE) $(TEST_ARGS)
+	@sh test/scripts/sanitize.sh $(BIN)/python $(SANITIZE) $(TEST_ARGS)
 endif
 
 test-cpp: build
 	@sh test/cpp/run.sh $(BIN)/python
 
 fuzz: build
-	DPA_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest test/test_properties.py $(TEST_ARGS)
+	DPA_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest test/ops/test_properties.py $(TEST_ARGS)
 
 mutations: $(SETUP)
-	$(BIN)/python test/mutations.py
+	$(BIN)/python test/support/mutations.py
 
 soak: build
-	$(BIN)/python test/soak.py
+	$(BIN)/python test/support/soak.py
 
 bench: build
 	$(BIN)/dpa bench $(BENCH_ARGS)
@@ -97,15 +97,15 @@ sdist: $(SETUP)
 test-wheel: build wheel sdist
 	@tar -tzf dist/*.tar.gz | sed 's,^[^/]*/,,' >build/in-sdist
 	@! git ls-files | grep -vxFf build/in-sdist
-	@sh test/wheel.sh $(BIN)/python dist/*.whl
+	@sh test/scripts/wheel.sh $(BIN)/python dist/*.whl
 
 # Host code against another torch: it compiles and links. SUITE=1 runs every test on it too, on the CPU.
 test-torch: $(SETUP)
-	@sh test/torch$(if $(SUITE),_suite).sh $(BIN)/python $(TORCH) $(if $(SUITE),$(TEST_ARGS))
+	@sh test/scripts/torch$(if $(SUITE),_suite).sh $(BIN)/python $(TORCH) $(if $(SUITE),$(TEST_ARGS))
 
 # Every op from many threads, in a program without Python, under ThreadSanitizer.
 test-threads: $(SETUP)
-	@sh test/threads.sh $(BIN)/python
+	@sh test/scripts/threads.sh $(BIN)/python
 
 clean:
 	rm -rf build dist out site .venv

@@ -56,15 +56,15 @@ def _rules() -> str:
 
 
 def _mapped() -> set[str]:
-    """The ops that have a rule for torch.vmap: the keys of the one table of python/dpa/_vmap.py."""
-    tree = ast.parse((_ROOT / "python/dpa/_vmap.py").read_text())
+    """The ops that have a rule for torch.vmap."""
+    tree = ast.parse((_ROOT / "python/dpa/ops/batching.py").read_text())
     tables = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
     return {key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)}
 
 
 def _errors(name: str) -> list[str]:
     """What the op's test has it refuse, each as the message that the test expects."""
-    tree = ast.parse((_ROOT / f"test/test_{_TESTS.get(name, name)}.py").read_text())
+    tree = ast.parse(_test(name).read_text())
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     found = []
     for function in [f for f in functions if f.name in ("rejected", f"rejected_{name}")][:1]:
@@ -80,12 +80,18 @@ def _errors(name: str) -> list[str]:
     return [one if " got " in one else f"{one} ..." for one in found]
 
 
+def _test(name: str) -> Path:
+    """The file that tests an op."""
+    (path,) = _ROOT.glob(f"test/*/test_{_TESTS.get(name, name)}.py")
+    return path
+
+
 def _stem_files(name: str) -> list[str]:
     name = _FOLDERS.get(name, name)
     folders = [_ROOT / "ops" / name, _ROOT / "kernels" / name]
     files = [path for folder in folders for path in sorted(folder.glob("*")) if path.is_file()]
     files += sorted(_ROOT.glob(f"kernels/{name}.*"))
-    files.append(_ROOT / f"test/test_{_TESTS.get(name, name)}.py")
+    files.append(_test(name))
     return [str(path.relative_to(_ROOT)) for path in files]
 
 

@@ -1,4 +1,4 @@
-// What a sweep of parallel sampling does around the network (python/dpa/parallel.py has the method). With p the
+// What a sweep of parallel sampling does around the network (python/dpa/sampling/parallel.py has the method). With p the
 // window's beginning, W its length, f_i the steps of the table, A_i = r3 - r4 r0 / r1 their slopes:
 //
 //   window   samples[j] = states[p + j], rows[j] = table[p + j], j < W

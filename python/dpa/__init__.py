@@ -4,20 +4,21 @@ Importing the package loads the library and registers ``torch.ops.dpa.*``, unles
 ``DPA_LIBRARY=jit`` in the environment leaves that to :func:`dpa.jit.load`.
 """
 
-from dpa._library import library_path, load, wants_jit
+from dpa.library.loader import library_path, load, wants_jit
 
 if not wants_jit():
     load()
 
-from dpa import jit, nn, ops, reference, schedulers
-from dpa.acceleration import accelerate, explain, repack, restore
-from dpa.info import info
-from dpa.kept import fixed_weights
-from dpa.loading import Checkpoint, load_checkpoint
-from dpa.packed import PackedUnet
-from dpa.parallel import Parallel, ParallelReport
-from dpa.profiling import StepProfile, profile
-from dpa.sampler import DiffusionSampler
+from dpa import nn, ops, reference, schedulers
+from dpa.acceleration.api import accelerate, explain, repack, restore
+from dpa.checkpoints.loading import Checkpoint, load_checkpoint
+from dpa.diagnostics.info import info
+from dpa.diagnostics.profiling import StepProfile, profile
+from dpa.library import jit
+from dpa.packed.kept import fixed_weights
+from dpa.packed.unet import PackedUnet
+from dpa.sampling.parallel import Parallel, ParallelReport
+from dpa.sampling.sampler import DiffusionSampler
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,5 +1,5 @@
 """``python -m dpa`` is the ``dpa`` command."""
 
-from dpa.cli import main
+from dpa.cli.app import main
 
 main()

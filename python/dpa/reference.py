@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .nn import Conv1dBlock
+from dpa.nn import Conv1dBlock
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import dpa
-from dpa.packed import PackedUnet
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from everywhere import EveryOp
+
+import dpa
+from dpa.packed.unet import PackedUnet
 
 
 class Data(torch.nn.Module):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from make_models import Data
+from test_export import make
 
 from dpa.export import PackedLoop, export_policy, load_policy
-from test_export import make
 
 POLICIES = [
     ("float32.pt", "torchscript", torch.float32),

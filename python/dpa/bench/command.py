@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dpa.bench import cpu, small_ops
 from dpa.bench.ahead import Process
-from dpa.files import replacing
+from dpa.library.files import replacing
 
 HELP = """Measure beside eager PyTorch, torch.compile and the physical floor.
 

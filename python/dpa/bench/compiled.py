@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import dpa
-from dpa import stepwise
 from dpa.bench.ahead import Process, when_asked
-from dpa.bench.timing import device_spread_us, graphed, latency
+from dpa.diagnostics.timing import device_spread_us, graphed, latency
+from dpa.sampling import stepwise_loop as stepwise
 
 BATCHES = (1, 16)  # at which they are measured
 COUNTS = {"DDIM": 10, "DDPM": 100}  # steps of the loops

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dpa
-from dpa.packed import PackedUnet
+from dpa.packed.unet import PackedUnet
 
 Call = Callable[[], Any]
 Inputs = tuple[Tensor, Tensor, Tensor]  # sample, timestep, global_cond

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpa.bench.timing import device_us
 from dpa.bench.train import DPA, NET_80M
-from dpa.distributed import Ranks, ranks
+from dpa.diagnostics.timing import device_us
 from dpa.training import GraphedStep
+from dpa.training.distributed import Ranks, ranks
 
 _BATCHES = (256, 1024, 4096)  # of each GPU
 ALONE, DDP, SHARDED = "alone", "DDP", "ShardedOptimizer"

@@ -71,6 +71,6 @@ def run(options: Options | None = None, console: Console | None = None) -> dict:
     # Imported here, so that the command line starts quickly and works without the demo's packages.
     from rich.console import Console
 
-    from . import pipeline
+    from dpa.demo import pipeline
 
     return pipeline.run(options or Options(), console or Console())

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import DTYPES, Options, run
+from dpa.demo import DTYPES, Options, run
 
 HELP = """Train a small Diffusion Policy and run it in closed loop, with DDPM and with DDIM.
 

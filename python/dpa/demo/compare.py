@@ -10,10 +10,10 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 
-from .. import reference
-from . import world as W
-from .rollout import STEPS, make_sampler, make_scheduler
-from .train import Policy
+from dpa import reference
+from dpa.demo import world as W
+from dpa.demo.rollout import STEPS, make_sampler, make_scheduler
+from dpa.demo.train import Policy
 
 WARMUP = 2
 

@@ -18,9 +18,9 @@ from matplotlib.ticker import LogLocator
 from PIL import Image
 from torch import Tensor
 
-from ..files import replacing
-from . import world as W
-from .rollout import Rollout
+from dpa.demo import world as W
+from dpa.demo.rollout import Rollout
+from dpa.library.files import replacing
 
 PAPER, INK, MUTED, FAINT = "#fcfbf8", "#22272e", "#7b8490", "#d9d8d3"
 OBSTACLE, BAD = "#3c4654", "#b3261e"

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ..devices import choose_device
-from ..distributed import Ranks, ranks
-from ..files import replacing
-from . import Options, report, show
-from . import train as training
-from . import world as W
-from .compare import compare
-from .rollout import STEPS, Rollout, make_plan, rollout
-from .train import Policy
+from dpa.demo import Options, report, show
+from dpa.demo import train as training
+from dpa.demo import world as W
+from dpa.demo.compare import compare
+from dpa.demo.rollout import STEPS, Rollout, make_plan, rollout
+from dpa.demo.train import Policy
+from dpa.library.devices import choose_device
+from dpa.library.files import replacing
+from dpa.training.distributed import Ranks, ranks
 
 EVALUATION_EPISODES = 100  # of each evaluation during training
 PICTURED_EPISODES = 48

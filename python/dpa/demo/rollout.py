@@ -10,10 +10,10 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor
 
-from .. import DiffusionSampler
-from ..packed import runs_packed
-from . import world as W
-from .train import Policy
+from dpa import DiffusionSampler
+from dpa.demo import world as W
+from dpa.demo.train import Policy
+from dpa.packed.unet import runs_packed
 
 EXECUTE = 8  # steps of a chunk that are carried out before the next one is planned
 STEPS = {"DDPM": 100, "DDIM": 16}

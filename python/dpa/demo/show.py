@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import draw
-from . import world as W
-from .compare import diffusers_sample
-from .report import MIN_SUCCESS
-from .rollout import (
+from dpa.demo import draw
+from dpa.demo import world as W
+from dpa.demo.compare import diffusers_sample
+from dpa.demo.report import MIN_SUCCESS
+from dpa.demo.rollout import (
     EXECUTE,
     STEPS,
     Rollout,
@@ -20,7 +20,7 @@ from .rollout import (
     make_scheduler,
     rollout,
 )
-from .train import Policy
+from dpa.demo.train import Policy
 
 SHOWN = (100, 40, 20, 10, 4, 0)  # DDPM steps that are left
 CLOUD = 40

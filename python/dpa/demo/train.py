@@ -14,11 +14,11 @@ from diffusers import DDPMScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..distributed import Ranks
-from ..files import replacing
-from ..loading import read_file
-from ..nn import ConditionalUnet1D
-from . import world as W
+from dpa.checkpoints.loading import read_file
+from dpa.demo import world as W
+from dpa.library.files import replacing
+from dpa.nn import ConditionalUnet1D
+from dpa.training.distributed import Ranks
 
 DEMONSTRATIONS = 1500
 BATCH_SIZE = 256

@@ -50,8 +50,8 @@ def evaluate(
     import torch
     from rich.console import Console
 
-    from .pipeline import Options
-    from .pipeline import evaluate as run
+    from dpa.eval.pipeline import Options
+    from dpa.eval.pipeline import evaluate as run
 
     for name, value, known in (("mode", mode, MODES), ("dtype", dtype, (None, *DTYPES))):
         if value not in known:
@@ -75,7 +75,7 @@ def evaluate(
 def _print(results: dict[str, Any], console: Any) -> None:
     from rich.table import Table
 
-    from .episodes import PERCENTILES
+    from dpa.eval.episodes import PERCENTILES
 
     names = [f"p{p}" for p in PERCENTILES]
     table = Table("", "success", "plans", *(f"{name} ms" for name in names), "first ms")

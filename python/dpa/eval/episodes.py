@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .environments import Environment
-from .policies import LeRobotPolicy
+from dpa.eval.environments import Environment
+from dpa.eval.policies import LeRobotPolicy
 
 PERCENTILES = (50, 90, 99)
 

@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from ..acceleration import accelerate, explain
-from ..devices import choose_device
-from .environments import Environment
-from .episodes import Episode, largest_difference, run_episode, summary
-from .policies import LeRobotPolicy
-from .video import check_video, save_video
+from dpa.acceleration.api import accelerate, explain
+from dpa.eval.environments import Environment
+from dpa.eval.episodes import Episode, largest_difference, run_episode, summary
+from dpa.eval.policies import LeRobotPolicy
+from dpa.eval.video import check_video, save_video
+from dpa.library.devices import choose_device
 
 FILMED = 5  # episodes of the video
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files import replacing
+from dpa.library.files import replacing
 
 FORMATS = (".gif", ".mp4")
 

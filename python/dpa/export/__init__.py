@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import replacing
-from ..loading import CheckpointError
-from .packages import compile_package, open_package
-from .policy import Around, LayeredLoop, PackedLoop, PackedStep
+from dpa.checkpoints.loading import CheckpointError
+from dpa.export.packages import compile_package, open_package
+from dpa.export.policy import Around, LayeredLoop, PackedLoop, PackedStep
+from dpa.library.files import replacing
 
 __all__ = [
     "FORMATS",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..loading import Checkpoint, CheckpointError, load_checkpoint
-from .policy import Affine, Around
+from dpa.checkpoints.loading import Checkpoint, CheckpointError, load_checkpoint
+from dpa.export.policy import Affine, Around
 
 # What nearly every Diffusion Policy is trained with; for checkpoints that do not say.
 USUAL_SCHEDULER = {
@@ -101,7 +101,7 @@ def _bare(loaded: Checkpoint) -> Source:
 
 
 def _demo(loaded: Checkpoint) -> Source:
-    from ..demo import train, world
+    from dpa.demo import train, world
 
     network = train.Network(loaded.config["unet"])
     encoder = {n.removeprefix("encoder."): v for n, v in loaded.rest.items()}

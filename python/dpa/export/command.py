@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..checkpoint_options import Checkpoint, Ema, Prefix, TrustPickle
+from dpa.checkpoints.options import Checkpoint, Ema, Prefix, TrustPickle
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,9 +74,9 @@ def export(
     """Write a policy's denoising loop into one file."""
     from rich.console import Console
 
-    from . import FORMATS
-    from .checkpoint import read, read_scheduler_config
-    from .making import Choice, make
+    from dpa.export import FORMATS
+    from dpa.export.checkpoint import read, read_scheduler_config
+    from dpa.export.making import Choice, make
 
     choices = {"to": (to, FORMATS), "dtype": (dtype, DTYPES), "part": (part, PARTS)}
     if scheduler is not None:
@@ -113,7 +113,7 @@ def _stages(console: Console, to: str) -> Iterator[Callable[[str], None]]:
     """Show a bar of the stages; give what is to be called with the name of each."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from . import STAGES
+    from dpa.export import STAGES
 
     notes = {"compiling": "compiling (half a minute)"} if to == "aoti" else {}
     bar = Progress(

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..schedulers import StepTable, from_diffusers
-from . import LayeredLoop, PackedLoop, PackedStep, export_policy
-from .checkpoint import Source, make_scheduler
+from dpa.export import LayeredLoop, PackedLoop, PackedStep, export_policy
+from dpa.export.checkpoint import Source, make_scheduler
+from dpa.schedulers.conversion import StepTable, from_diffusers
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .policy import LayeredLoop
+from dpa.export.policy import LayeredLoop
 
 
 def compile_package(policy: nn.Module, arguments: tuple[Tensor, ...]) -> bytes:

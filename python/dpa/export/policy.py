@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..family import recognise
-from ..packed import PackedUnet
-from ..schedulers import StepTable
+from dpa.nn.family import recognise
+from dpa.packed.unet import PackedUnet
+from dpa.schedulers.conversion import StepTable
 
 Affine = tuple[Tensor, Tensor]
 

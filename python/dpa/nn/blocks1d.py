@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .plain import PlainLayers, is_changed
+from dpa.nn.plain import PlainLayers, is_changed
 
 WEIGHT_AND_BIAS = ("weight", "bias")
 

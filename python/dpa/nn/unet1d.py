@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks1d import (
+from dpa.nn.blocks1d import (
     WEIGHT_AND_BIAS,
     ConditionalResidualBlock1D,
     Conv1d,
@@ -29,7 +29,7 @@ from .blocks1d import (
     is_exporting,
     parameters_of,
 )
-from .plain import PlainLayers, is_changed
+from dpa.nn.plain import PlainLayers, is_changed
 
 # The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
 _CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
@@ -321,7 +321,7 @@ class ConditionalUnet1D(nn.Module):
             return None
         if local_cond is not None or type(sample) is not Tensor or torch.jit.is_tracing():
             return None
-        from dpa import kept
+        from dpa.packed import kept
 
         half = sample.dtype if sample.dtype in _HALVES else torch.get_autocast_dtype("cuda")
         return kept.forward(self, sample, self._steps(sample, timestep), global_cond, half)

@@ -8,9 +8,11 @@ through as they do in PyTorch. An invalid argument raises a ``RuntimeError`` tha
 ``dpa::<op>:`` and names the argument, the rule and the value received.
 """
 
-from .denoising import denoise, diffusion_sample, scheduler_step, unet1d
-from .elementwise import elementwise_mult, fused_relu_add
-from .layers import conv1d, conv1d_gnm, group_norm_mish, joint_linear, lltm, residual_block1d
+from dpa.ops.denoising import denoise, diffusion_sample, scheduler_step, unet1d
+from dpa.ops.elementwise import elementwise_mult, fused_relu_add
+from dpa.ops.layers import conv1d, conv1d_gnm, group_norm_mish, joint_linear, lltm, residual_block1d
+
+from . import batching  # noqa: F401  (registers the rules of torch.vmap)
 
 __all__ = [
     "conv1d",

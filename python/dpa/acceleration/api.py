@@ -1,0 +1,356 @@
+"""Accelerate the policies that people already run, in place, and undo it.
+
+The parts that run are replaced, not what the user sees: on each U-Net that is found the attribute
+``forward`` of the object, and on each policy whose loop is known its ``conditional_sample``.
+Modules, parameters, state dicts, queues, normalizers and encoders stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpa.acceleration.policy_loop import FastLoop
+from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_replaced
+from dpa.acceleration.unet_forward import FastForward, Options
+from dpa.library import html
+from dpa.nn.family import NotInFamily, recognise
+from dpa.packed.unet import runs_packed, unet_config
+from dpa.schedulers.conversion import from_diffusers
+from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
+
+_MODES = ("loop", "step", "chain")
+_REPLACED = ("forward", "conditional_sample", "step")  # attributes of what is accelerated
+_NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
+_LOOPS = (
+    {"batch_size", "global_cond", "generator"},  # LeRobot
+    {"condition_data", "condition_mask", "local_cond", "global_cond", "generator"},  # the original
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of a model: what it is, and what dpa does or would do with it.
+
+    Attributes:
+        path: where it was found, as attributes from the model.
+        part: "U-Net", "loop" or "scheduler".
+        name: its class.
+        can: whether it can be accelerated.
+        active: whether it is accelerated now.
+        how: what runs instead, or why nothing does.
+        errors: relative errors that the self-checks found.
+
+    """
+
+    path: str
+    part: str
+    name: str
+    can: bool
+    active: bool
+    how: str
+    errors: tuple[float, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """``active`` and ``can`` in words."""
+        return "accelerated" if self.active else "can be accelerated" if self.can else "unchanged"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`explain` found, in the order in which it lies in the model."""
+
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        """One line a finding."""
+        if not self.findings:
+            return "no conditional U-Net and no denoising loop was found"
+        lines = []
+        for f in self.findings:
+            worst = f"; checked, error {max(f.errors):.1e}" if f.errors else ""
+            lines.append(f"{f.path or '(itself)'} ({f.part}, {f.name}): {f.state}: {f.how}{worst}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if not self.findings:
+            return f"<p>{self}</p>"
+        rows = [
+            [f.path or "(itself)", f"{f.part}, {f.name}", f.state, f.how] for f in self.findings
+        ]
+        heads = ["where", "what", "state", "how"]
+        if any(f.errors for f in self.findings):
+            heads.append("checked error")
+            for row, f in zip(rows, self.findings, strict=True):
+                row.append(f"{max(f.errors):.1e}" if f.errors else "")
+        return html.table(rows, heads)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return plain lists and dicts, for JSON."""
+        return [asdict(finding) for finding in self.findings]
+
+
+def accelerate(
+    model: Any,
+    dtype: torch.dtype | None = None,
+    mode: str = "loop",
+    *,
+    tolerance: float | None = None,
+    fallback: bool = True,
+    graphs: bool = True,
+) -> Any:
+    """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
+
+    The first call of each kind runs the original too, on the real input, compares, and returns the
+    original's result; where they differ beyond the tolerance, a warning says so and the original
+    runs from then on. In training, and wherever gradients are enabled, the network runs layer by
+    layer with dpa's ops on its own parameters; optimizers, DDP and state dicts notice nothing. On a
+    GPU its calls in training replay CUDA graphs, as :func:`dpa.training.graph_calls` says.
+
+    Weights that change are noticed: optimizer steps, ``load_state_dict``, EMA copies, ``.to()``.
+    What is written through ``parameter.data`` leaves no trace but the values; one of each parameter
+    is looked at in every loop, and before single steps once in 10 ms at most. Where that is not
+    enough, call :func:`repack`. Modules that are replaced are noticed too.
+
+    Args:
+        model: a LeRobot or diffusion_policy policy, a U-Net, or an object that holds some; or a
+            DDPM or DDIM scheduler of diffusers, whose ``step`` becomes one op.
+        dtype: of packed weights, float32, float16 or bfloat16; None takes the dtype that the
+            original computes in. Inputs and results keep their dtypes.
+        mode: "loop" runs whole denoising loops as one op where the policy's loop is known; "step"
+            leaves the loops alone and accelerates each step; "chain" runs the network layer by
+            layer with dpa's fused ops, on the live parameters, with no packed copy.
+        tolerance: relative error in the norm beyond which the original runs, of a step or of a
+            whole loop. None is, by the coarsest dtype at work, 1e-4, 1e-2 (float16), 5e-2
+            (bfloat16) for a step, and 1e-3, 5e-2, 1e-1 for a loop.
+        fallback: what to do where a loop cannot be fused, or a self-check fails. True warns with
+            the reason, and the original runs; False raises.
+        graphs: whether calls in training replay. Their activations and gradients stay allocated
+            between the steps.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: nothing in ``model`` can be accelerated, or with ``fallback=False`` not all that
+            was found; the message says why. The model stays as it was.
+        ValueError: an unknown ``mode`` or ``dtype``, or a ``tolerance`` that is none.
+
+    """
+    if mode not in _MODES:
+        raise ValueError(f"accelerate: mode must be one of {', '.join(_MODES)}, got {mode!r}")
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
+    if tolerance is not None and not 0 < tolerance < float("inf"):
+        raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
+    parts = [module for _, module in _modules(model)] + [model] * _is_scheduler(model)
+    before = [
+        (vars(p), name, vars(p)[name]) for p in parts for name in _REPLACED if name in vars(p)
+    ]
+    restore(model)
+    try:
+        _replace(model, Options(dtype, mode, tolerance, fallback), graphs)
+    except BaseException:
+        restore(model)
+        for attributes, name, value in before:
+            attributes[name] = value
+        raise
+    return model
+
+
+def _replace(model: Any, options: Options, graphs: bool) -> None:
+    """Accelerate a model that is not, or raise TypeError."""
+    if _is_scheduler(model):
+        if (why := why_no_step(model)) is not None:
+            raise TypeError(f"accelerate: scheduler must be one whose step can be fused: {why}")
+        vars(model)["step"] = FastStep(model, options)
+        return
+    report = explain(model)
+    left = tuple(finding for finding in report.findings if not finding.can)
+    if not any(finding.can and finding.part == "U-Net" for finding in report.findings):
+        raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {report}")
+    if left and not options.fallback:
+        raise TypeError(f"accelerate: with fallback=False all must be fused, got: {Report(left)}")
+    for _, module in _modules(model):
+        if _why_no_unet(module) is None:
+            vars(module)["forward"] = FastForward(module, options)
+            if graphs:
+                graph_calls(module)
+    for finding in left:
+        warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=3)
+    for _, module in _modules(model):
+        if options.mode != "step" and _why_no_loop(module) is None:
+            loop = vars(module)["conditional_sample"] = FastLoop(module, _network_name(module))
+            loop.refused = _why_no_scheduler(module)  # said already
+
+
+def restore(model: Any) -> Any:
+    """Undo :func:`accelerate`, attribute for attribute, and return ``model``."""
+    if _is_scheduler(model) and isinstance(vars(model).get("step"), FastStep):
+        del vars(model)["step"]
+    for _, module in _modules(model):
+        if isinstance(replaced_forward(module), FastForward):
+            del vars(ungraph_calls(module))["forward"]
+        if isinstance(vars(module).get("conditional_sample"), FastLoop):
+            del vars(module)["conditional_sample"]
+    return model
+
+
+def repack(model: Any) -> Any:
+    """Pack the weights of every accelerated U-Net anew, and return ``model``."""
+    for _, module in _modules(model):
+        forward = replaced_forward(module)
+        if isinstance(forward, FastForward):
+            forward.repack()
+    for _, module in _modules(model):
+        loop = vars(module).get("conditional_sample")
+        if isinstance(loop, FastLoop):
+            loop._forget()
+    return model
+
+
+def explain(model: Any) -> Report:
+    """Say what in ``model`` is or can be accelerated, and why the rest is not. Changes nothing."""
+    findings = []
+    if _is_scheduler(model):
+        step, why = vars(model).get("step"), why_no_step(model)
+        replaced = isinstance(step, FastStep)
+        why = why or (step.failed if replaced else None)
+        errors = tuple(step.errors.values()) if replaced else ()
+        name, how, active = type(model).__name__, why or "each step one op", replaced and not why
+        findings.append(Finding("", "scheduler", name, why is None, active, how, errors))
+    for path, module in _modules(model):
+        name = type(module).__name__
+        forward = replaced_forward(module)
+        if isinstance(forward, FastForward):
+            why, errors = forward.why_original() or forward.failed, tuple(forward.errors.values())
+            training = "layer by layer with dpa's ops while it is in training mode"
+            how = why or (training if module.training else _how(module, forward.options.mode))
+            findings.append(Finding(path, "U-Net", name, not why, not why, how, errors))
+        elif all(hasattr(module, part) for part in _NEAR):
+            why = _why_no_unet(module)
+            how = why or _how(module, "loop")
+            findings.append(Finding(path, "U-Net", name, why is None, False, how))
+        if not hasattr(type(module), "conditional_sample"):
+            continue
+        loop = vars(module).get("conditional_sample")
+        replaced = isinstance(loop, FastLoop)
+        why = None if replaced else _why_no_loop(module)
+        why = why or _why_no_scheduler(module)
+        why = why or ((loop.failed or loop.refused) if replaced else None)
+        how = why or "the whole loop by DiffusionSampler"
+        errors = tuple(loop.errors.values()) if replaced else ()
+        active = replaced and not why
+        findings.append(Finding(path, "loop", name, not why, active, how, errors))
+    if not any(finding.part == "loop" for finding in findings):
+        findings = [_alone(finding) for finding in findings]
+    return Report(tuple(findings))
+
+
+def _alone(finding: Finding) -> Finding:
+    """Say of a U-Net inside a model in which no loop was found that its loop stays (robomimic)."""
+    if finding.part != "U-Net" or not finding.path or not finding.can:
+        return finding
+    how = f"{finding.how}, step by step: the loop around it is not one that is known here"
+    return replace(finding, how=how)
+
+
+def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules inside a module, or inside the attributes of a plain object, once each."""
+    seen: set[int] = set()
+
+    def walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module]]:
+        if id(value) in seen:
+            return
+        if isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    if "_orig_mod" in module._modules:  # torch.compile's wrapper shows its parts
+                        continue
+                    yield ".".join(part for part in (path, name) if part), module
+        elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, type):
+            seen.add(id(value))
+            for name, inner in list(vars(value).items()):
+                yield from walk(f"{path}.{name}".lstrip("."), inner, depth - 1)
+
+    yield from walk("", model, 3)
+
+
+def _is_scheduler(model: Any) -> bool:
+    parts = ("step", "set_timesteps", "timesteps", "config")
+    return not isinstance(model, nn.Module) and all(hasattr(model, part) for part in parts)
+
+
+def _why_no_unet(module: nn.Module) -> str | None:
+    """Return why a module cannot be accelerated as a U-Net, or None where it can."""
+    if not all(hasattr(module, part) for part in _NEAR):
+        return "it is no U-Net"
+    if not isinstance(replaced_forward(module), (FastForward, type(None))):
+        return "its forward was replaced on the object"
+    try:
+        network = recognise(module)
+    except NotInFamily as error:
+        return str(error)
+    if network.unconditioned and network.arguments.get("local_cond_dim") is not None:
+        return "blocks without conditioning are not supported beside local conditioning"
+    return None
+
+
+def _why_no_loop(module: nn.Module) -> str | None:
+    """Return why a module's ``conditional_sample`` stays, or None where it is a known loop."""
+    loop = getattr(type(module), "conditional_sample", None)
+    if loop is None:
+        return "it has no conditional_sample"
+    if "conditional_sample" in vars(module):
+        return "its conditional_sample was replaced on the object"
+    names = set(inspect.signature(loop).parameters)
+    if not any(known <= names for known in _LOOPS):
+        return "its conditional_sample takes other arguments than LeRobot's and the original's"
+    missing = [n for n in ("noise_scheduler", "num_inference_steps") if not hasattr(module, n)]
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    if _network_name(module) is None:
+        return "neither its unet nor its model is a U-Net of the family"
+    return None
+
+
+def _why_no_scheduler(module: nn.Module) -> str | None:
+    """Return what in the scheduler the fused step cannot do, or None."""
+    try:
+        if (why := why_replaced(module.noise_scheduler)) is not None:
+            return why
+        from_diffusers(module.noise_scheduler, 1)
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _network_name(policy: nn.Module) -> str | None:
+    """Return the attribute that holds the policy's U-Net."""
+    for name in ("unet", "model"):
+        unet = getattr(policy, name, None)
+        unet = getattr(unet, "_orig_mod", unet)
+        if isinstance(unet, nn.Module) and _why_no_unet(unet) is None:
+            return name
+    return None
+
+
+def _how(module: nn.Module, mode: str) -> str:
+    parameter = next(module.parameters())
+    if mode == "chain" or parameter.dtype == torch.float64:
+        return "layer by layer with dpa's ops"
+    try:
+        unet_config(module)
+    except ValueError as error:
+        return f"layer by layer with dpa's ops: {error}"
+    if not runs_packed(parameter.device):
+        return f"layer by layer with dpa's ops: no packed kernels on {parameter.device.type}"
+    return "one op on packed weights"

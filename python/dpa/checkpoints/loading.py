@@ -1,0 +1,343 @@
+"""Read the U-Net out of a checkpoint: the original's, LeRobot's, robomimic's, NoMaD's.
+
+Nothing in a file is executed unless the caller says so: safetensors hold tensors alone, and pickles
+are read with ``weights_only``. A diffusion_policy ``.ckpt`` also pickles its configuration
+(omegaconf), which ``weights_only`` refuses; ``trust_pickle=True`` unpickles it in full.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.nn.family import (
+    NotInFamily,
+    arguments_from_shapes,
+    differences,
+    original_name,
+    prefixes,
+    switched_off,
+    template,
+    without_film,
+)
+from dpa.nn.unet1d import ConditionalUnet1D
+
+_DEPTH = 16  # of nested dicts
+_AVERAGED = re.compile(r"(?<![a-z])(ema|averaged)(?![a-z])")  # in where weights lie
+
+
+class CheckpointError(ValueError):
+    """The file cannot be read, or does not hold what was asked for; the message says which."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A U-Net read from a file.
+
+    Attributes:
+        unet: in evaluation mode, on the CPU, in the file's dtype, the widest of several.
+        arguments: the constructor's, read off the shapes.
+        source: where in the file the weights lay, such as ``state_dicts.ema_model: model.``.
+        config: what the file says of the policy: LeRobot's ``config.json``, or what lies beside the
+            weights, such as the ``cfg`` of diffusion_policy. May be empty.
+        rest: the other tensors of the state dict that the U-Net lay in, by their names.
+        others: the further U-Nets in the file, as in ``source``.
+
+    """
+
+    unet: ConditionalUnet1D
+    arguments: dict[str, Any]
+    source: str
+    config: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, Tensor] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    ema: bool = True,
+    prefix: str | None = None,
+    n_groups: int | None = None,
+    trust_pickle: bool = False,
+) -> Checkpoint:
+    """Read a U-Net of the family from a checkpoint; its configuration follows from the shapes.
+
+    Args:
+        path: a ``.safetensors`` file with LeRobot's ``config.json`` beside it or without, a folder
+            with these two, or a file of ``torch.save``.
+        ema: prefer averaged weights where the file has both; False prefers the others.
+        prefix: beginning of the parameter names of the U-Net to take, where there are several.
+        n_groups: of the GroupNorms, which no shape shows; None takes what a configuration in the
+            file or beside it says, or 8. DP3's ``use_*_condition`` are taken from there too: FiLM
+            is then constant in the blocks that are switched off.
+        trust_pickle: unpickle in full, which runs whatever code the file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged, needs ``trust_pickle``, or holds no such U-Net.
+
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "model.safetensors"
+    config: dict[str, Any] = {}
+    if path.suffix == ".safetensors":
+        config = _read_config(path.with_name("config.json"))
+    content = read_file(path, trust_pickle)
+    found = list(_unets(content))
+    if prefix is not None:
+        found = [entry for entry in found if entry[1] == prefix]
+    if not found:
+        wanted = "" if prefix is None else f" under the prefix {prefix!r}"
+        raise CheckpointError(f"{path}: holds no conditional U-Net of the family{wanted}")
+    averaged = [entry for entry in found if _AVERAGED.search(f"{entry[0]}.{entry[1]}".lower())]
+    plain = [entry for entry in found if entry not in averaged]
+    first, second = (averaged, plain) if ema else (plain, averaged)
+    chosen = (first or second)[0]
+    if not config and isinstance(content, Mapping):
+        config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
+    settings = _settings(config, path, {} if n_groups is None else {"n_groups": n_groups})
+    groups = settings.get("n_groups", 8)
+    try:
+        weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
+        unet = unet_from_state_dict(weights, groups)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    names = [f"{where}: {start}".removeprefix(": ") for where, start, _ in (chosen, *found)]
+    others = tuple(name for name in names[1:] if name != names[0])
+    arguments = arguments_from_shapes(unet.state_dict(), groups)
+    bare, scale = switched_off(settings), arguments["cond_predict_scale"]
+    unet.load_state_dict(without_film(unet.state_dict(), bare, scale))
+    rest = {n: v for n, v in chosen[2].items() if n not in weights}
+    return Checkpoint(unet, arguments, names[0], config, rest, others)
+
+
+def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) -> ConditionalUnet1D:
+    """Build the U-Net that a state dict describes, with its weights, in evaluation mode.
+
+    Args:
+        state_dict: the U-Net's, or one of a whole policy with one U-Net under any prefix, in the
+            original's names or LeRobot's.
+        n_groups: of the GroupNorms, which no shape shows.
+
+    Raises:
+        CheckpointError: listing what is missing, unexpected or of the wrong shape.
+
+    """
+    weights = _renamed(state_dict)
+    try:
+        arguments = arguments_from_shapes(weights, n_groups)
+        unet = template(arguments)
+    except NotInFamily as error:
+        raise CheckpointError(f"the state dict describes no U-Net of the family: {error}") from None
+    _refuse_differences(weights, unet.state_dict())
+    dtype = functools.reduce(torch.promote_types, {value.dtype for value in weights.values()})
+    unet = unet.to_empty(device="cpu").to(dtype)
+    unet.load_state_dict(weights)
+    return unet.eval()
+
+
+def load_state_dict(unet: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Load weights into a network of the family, whichever of the layouts each of them has.
+
+    Raises:
+        CheckpointError: listing what is missing, unexpected or of the wrong shape; the network is
+            left untouched.
+
+    """
+    weights = _renamed(state_dict)
+    own = {original_name(name): value for name, value in unet.state_dict().items()}
+    _refuse_differences(weights, own)
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(weights[name])
+
+
+def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the U-Net's part of a state dict in the original's names."""
+    names = {name.replace("_orig_mod.", ""): name for name in state_dict}
+    starts = prefixes(names)
+    if len(starts) > 1:
+        raise CheckpointError(f"state_dict must hold one U-Net, got {', '.join(starts)}")
+    start = starts[0] if starts else ""
+    weights = {
+        original_name(name[len(start) :]): state_dict[full]
+        for name, full in names.items()
+        if name.startswith(start) and isinstance(state_dict[full], Tensor)
+    }
+    _refuse_kinds(weights)
+    return weights
+
+
+def _refuse_kinds(weights: Mapping[str, Tensor]) -> None:
+    """Refuse what would be converted without a word, or has no values, or not so many."""
+    lines = []
+    for name, value in weights.items():
+        floating = value.is_floating_point() and value.itemsize > 1  # not float8, which only stores
+        if value.layout != torch.strided or value.is_quantized or not floating:
+            lines.append(f"{name} is {value.layout}, {value.dtype}")
+        elif value.is_meta or value.numel() * value.itemsize > value.untyped_storage().nbytes():
+            lines.append(f"{name} of shape {tuple(value.shape)} has not that many values")
+    if lines:
+        rule = "weights must be dense floating tensors of 16 bits or more"
+        raise CheckpointError(f"{rule}:\n  " + "\n  ".join(lines))
+
+
+def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    if lines := differences(got, expected):
+        raise CheckpointError("the state dict does not fit:\n  " + "\n  ".join(lines))
+
+
+def _unets(
+    content: Any, where: str = "", seen: dict[int, Any] | None = None
+) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+    """Yield (place, prefix, its state dict) for each U-Net in nested dicts, each read once."""
+    seen = {} if seen is None else seen
+    if id(content) in seen or where.count(".") >= _DEPTH:
+        return
+    seen[id(content)] = content
+    if isinstance(content, nn.Module):
+        content = content.state_dict()
+    if not isinstance(content, Mapping):
+        return
+    tensors = {
+        name.replace("_orig_mod.", ""): value
+        for name, value in _items(content)
+        if isinstance(name, str) and isinstance(value, Tensor)
+    }
+    for start in prefixes(tensors):
+        yield where, start, tensors
+    for name, value in _items(content):
+        if isinstance(value, (Mapping, nn.Module)):
+            yield from _unets(value, f"{where}.{name}".lstrip("."), seen)
+
+
+def _holds_weights(content: Any, depth: int = 0) -> bool:
+    return isinstance(content, Tensor | nn.Module) or (
+        isinstance(content, dict)
+        and depth < _DEPTH
+        and any(_holds_weights(value, depth + 1) for value in content.values())
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: is no JSON object: {error}") from None
+
+
+_WANTED = ("n_groups", "use_down_condition", "use_mid_condition", "use_up_condition")
+
+
+def _settings(config: Mapping[str, Any], path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return what no shape shows: as given, else as a configuration says it, at whatever depth."""
+    found: dict[str, list[Any]] = {}
+    seen: list[Any] = [config]
+    for level in seen:
+        for name, value in _items(level):
+            wanted = name in _WANTED and name not in given
+            if wanted and value not in found.setdefault(name, []):
+                found[name].append(value)
+            value = _parsed(value)
+            if isinstance(value, Mapping) and not any(value is other for other in seen):
+                seen.append(value)
+    groups = found.get("n_groups", [8])[0]
+    if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
+        raise CheckpointError(f"{path}: n_groups must be a positive integer, got {groups!r}")
+    for name, values in found.items():
+        if len(values) > 1:
+            listed = ", ".join(map(repr, values))
+            raise CheckpointError(f"{path}: the configuration must have one {name}, got {listed}")
+    return {name: values[0] for name, values in found.items()} | given
+
+
+def _items(content: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a dict, or of one of omegaconf's as they are written.
+
+    Its expressions refer to the training code, and to resolvers that only hydra registers.
+    """
+    return content.items_ex(resolve=False) if hasattr(content, "items_ex") else content.items()
+
+
+def _parsed(value: Any) -> Any:
+    """robomimic keeps its configuration as text."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _refuse_altered_archive(path: Path) -> None:
+    """Check what torch.load does not: the checksums, and that no entry unpacks to more."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
+                raise CheckpointError(
+                    f"{path}: holds packed entries, which torch.save never writes"
+                )
+            damaged = archive.testzip()
+    except CheckpointError:
+        raise
+    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
+    if damaged:
+        raise CheckpointError(f"{path}: is damaged: the checksum of {damaged} does not fit")
+
+
+def read_file(path: Path, trust_pickle: bool = False) -> Any:
+    """Read a file of safetensors or of ``torch.save``, whatever it holds, to the CPU.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as :func:`load_checkpoint`.
+
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors import SafetensorError
+            from safetensors.torch import load_file
+        except ImportError:
+            raise CheckpointError(f"{path}: reading it needs `pip install safetensors`") from None
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
+    _refuse_altered_archive(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
+    except ModuleNotFoundError as error:
+        raise CheckpointError(f"{path}: unpickling it needs the package {error.name}") from None
+    except Exception as error:  # pickle raises whatever a damaged file leads it to
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        with path.open("rb") as file:
+            begins = file.read(2)
+        if begins[:1] != b"\x80" and begins != b"PK":  # a pickle, or the archive of torch.save
+            reason = "it begins as neither torch.save's files nor pickles do"
+            raise CheckpointError(f"{path}: is damaged or no checkpoint: {reason}") from None
+        if "Unsupported" in str(error) or "weights_only" in str(error):
+            raise CheckpointError(
+                f"{path}: holds pickled objects besides tensors, as diffusion_policy's .ckpt files "
+                "do. Where you trust its origin, trust_pickle=True (--trust-pickle) reads it, and "
+                "runs whatever code it holds"
+            ) from None
+        raise CheckpointError(f"{path}: is damaged or no checkpoint: {reason}") from None

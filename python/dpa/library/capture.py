@@ -1,0 +1,64 @@
+"""Capturing CUDA graphs: whether one may, how, and how to leave a capture that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Captures that failed. PyTorch's allocator may go on asking them which memory is theirs.
+FAILED: list[torch.cuda.CUDAGraph] = []
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether a graph may be captured or replayed here and now.
+
+    Not while torch.compile traces, nor inside a capture of the caller's, which records the kernels
+    themselves.
+    """
+    return (
+        device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """Capture what runs inside, as ``torch.cuda.graph`` does; the current stream then waits for it.
+
+    A capture first writes the seed and offset of random numbers, on its own stream; a replay writes
+    its own, on the current one. Nothing else orders the two, and on a busy GPU the capture's may
+    come last.
+    """
+    # Other threads, such as a camera's or a data loader's, go on using CUDA in the meantime.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+        beside = torch.cuda.current_stream()
+        yield
+    torch.cuda.current_stream().wait_stream(beside)
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Collect garbage before a capture and none during it: the end of a dead graph would end it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def leave_capture(spare: Tensor) -> None:
+    """Bring the global generator out of a capture that failed, by one that ends well.
+
+    Its one kernel writes to ``spare``: there may be no memory for more.
+    """
+    with torch.cuda.device(spare.device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        spare.zero_()

@@ -1,0 +1,92 @@
+"""Finds the shared library and loads it once."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_loaded: Path | None = None
+_waiting: list[Callable[[], None]] = []
+
+
+def library_path() -> Path:
+    """The shared library that registers ``torch.ops.dpa.*``, for ``torch.ops.load_library``.
+
+    ``DPA_LIBRARY`` in the environment names another one, such as a build that is not installed.
+
+    Raises:
+        FileNotFoundError: there is no library, because the package was not built.
+
+    """
+    if _loaded:
+        return _loaded
+    chosen = os.environ.get("DPA_LIBRARY")
+    if wants_jit():
+        raise FileNotFoundError("DPA_LIBRARY is jit: call dpa.jit.load(), which builds the library")
+    # An editable install leaves the sources here and puts the library where packages are installed.
+    paths = [Path(chosen)] if chosen else [folder / "lib" / "libdpa.so" for folder in folders()]
+    for path in paths:
+        if path.is_file():
+            return path
+    origin = "DPA_LIBRARY names" if chosen else "dpa expects its library at"
+    raise FileNotFoundError(f"{origin} {paths[0]}, which does not exist: run `make build`")
+
+
+def folders() -> list[Path]:
+    """Where the package may lie: around this file, and, if that is a checkout, as installed."""
+    return [Path(__file__).parents[1], Path(sysconfig.get_path("platlib")) / "dpa"]
+
+
+def wants_jit() -> bool:
+    """Whether the environment leaves the library to :func:`dpa.jit.load`."""
+    return os.environ.get("DPA_LIBRARY") == "jit"
+
+
+def is_loaded() -> bool:
+    """Whether ``torch.ops.dpa.*`` is registered."""
+    return torch._C._dispatch_has_kernel("dpa::denoise")
+
+
+def _refuse_other_torch(path: Path) -> None:
+    """Raise ImportError where the library was built against another minor version of torch."""
+    built = path.with_name("torch-version.txt")
+    if not built.is_file():
+        return
+    theirs, ours = built.read_text().strip(), torch.__version__
+    if theirs.split(".")[:2] != ours.split(".")[:2]:
+        raise ImportError(
+            f"dpa: the library was built against torch {theirs}, and this is torch {ours}: install "
+            "a dpa that was built against it, or set DPA_LIBRARY=jit and call dpa.jit.load()"
+        )
+
+
+def load(path: Path | None = None) -> None:
+    """Load the library at ``path``, or the installed one, unless the ops are registered already.
+
+    Two libraries that both define the ops would abort the process, so whoever came first stays.
+
+    Raises:
+        FileNotFoundError: there is no library.
+        ImportError: it was built against another minor version of torch.
+
+    """
+    global _loaded
+    if not is_loaded():
+        path = path or library_path()
+        _refuse_other_torch(path)
+        torch.ops.load_library(str(path))
+        _loaded = path
+    while _waiting:
+        _waiting.pop()()
+
+
+def when_loaded(register: Callable[[], None]) -> None:
+    """Call ``register`` once the ops are there: now, or when :func:`load` has loaded them."""
+    if is_loaded():
+        register()
+    else:
+        _waiting.append(register)

@@ -1,0 +1,199 @@
+"""Weights that stay packed from call to call, where no gradient is wanted.
+
+A forward pass of the U-Net in 16 bits reads its weights in the order of the products of
+``kernels/conv1d``. Training lays them out anew in every pass, for they change in between. Without
+gradients they are laid out once and kept, by module and dtype, outside of the module: no state
+dict, copy or pickle of it shows them, and they go when it goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from dpa.nn.family import NotInFamily, recognise, template
+from dpa.nn.plain import FoundLayers
+
+_LOOKS = 128  # elements of each weight that ops/unet1d_batch compares
+_MAX_LEVELS = 5
+_EPS = 1e-5  # of the GroupNorms that the op runs
+
+_promise = threading.local()
+
+
+@contextlib.contextmanager
+def fixed_weights() -> Iterator[None]:
+    """Promise that weights stay as they are, for whatever is captured in this context.
+
+    A CUDA graph of a network's forward pass packs the weights in every replay, since they may have
+    changed since the last. Captured in this context it reads the packed weights that the module
+    keeps, of the last call outside of a capture: call the network once before the capture, and,
+    outside of this context, once after weights have changed, which brings the kept ones, and so the
+    graph, up to date. The module must live as long as the graph.
+
+    In this context calls outside of captures see changes that count as versions of a parameter, but
+    do not look for others: through ``parameter.data``, or by the replay of a graph.
+    """
+    before = getattr(_promise, "given", False)
+    _promise.given = True
+    try:
+        yield
+    finally:
+        _promise.given = before
+
+
+def forward(
+    unet: nn.Module,
+    sample: Tensor,
+    timesteps: Tensor,
+    global_cond: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Run the network on kept weights: (B, T, Da) of ``dtype``, or None where it cannot be.
+
+    It cannot where a gradient may be wanted, a layer is replaced, hooked or sharded, the network
+    has local conditioning, or the library was built without the instructions.
+    """
+    if sample.device in _UNSERVED:
+        return None
+    network = _NETWORKS.get(unet)
+    if network is None or not network.still_there():
+        network = _NETWORKS[unet] = _Network(unet)
+    parameters = network.parameters()
+    if parameters is None or _wants_gradients(parameters, sample, global_cond):
+        return None
+    packed = network.packed(parameters, dtype)
+    try:
+        return torch.ops.dpa.unet1d_batch(
+            sample, timesteps, global_cond, parameters, packed, network.config
+        )
+    except RuntimeError as error:
+        if "in a build for sm_90a" not in str(error):
+            raise
+        _UNSERVED.add(sample.device)
+        _NETWORKS.pop(unet, None)  # and its packed weights
+        return None
+
+
+def _wants_gradients(parameters: list[Tensor], *inputs: Tensor | None) -> bool:
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return any(x is not None and x.requires_grad for x in (*inputs, *parameters))
+
+
+class _Network:
+    """A module's parameters in the op's order, and its packed weights by dtype."""
+
+    def __init__(self, unet: nn.Module):
+        self.config: list[int] = []
+        self._packs: dict[torch.dtype, _Pack] = {}
+        paths = {path: (type(m),) for path, m in unet.named_modules() if path}
+        try:
+            names = self._names(unet, paths)
+        except NotInFamily:
+            names = []
+        self._found = FoundLayers(unet, paths, [name.rpartition(".")[::2] for name in names])
+        norms = [m for m in unet.modules() if isinstance(m, nn.GroupNorm)]
+        self._norms = [vars(norm) for norm in norms]
+        self._groups = [norm.num_groups for norm in norms]
+
+    def _names(self, unet: nn.Module, paths: dict[str, tuple[type]]) -> list[str]:
+        arguments = recognise(unet).arguments
+        made = template(arguments).named_modules()
+        if paths != {path: (type(m),) for path, m in made if path}:
+            return []
+        dims = arguments["down_dims"]
+        if arguments.get("local_cond_dim") is not None or len(dims) > _MAX_LEVELS:
+            return []
+        if any(dim % 8 != 0 for dim in dims):
+            return []
+        order = ("input_dim", "kernel_size", "n_groups", "diffusion_step_embed_dim")
+        self.config = [arguments[name] for name in order]
+        self.config += [
+            arguments["global_cond_dim"] or 0,
+            int(arguments["cond_predict_scale"]),
+            *dims,
+        ]
+        names = torch.ops.dpa.unet1d_weight_names(self.config)
+        dimensions = {name: p.dim() for name, p in unet.named_parameters()}
+        is_packed = [dimensions[n] > 1 or n.endswith("cond_encoder.1.bias") for n in names]
+        self._packed_places = [i for i, packed in enumerate(is_packed) if packed]
+        return names
+
+    def still_there(self) -> bool:
+        return self._found.still_there()
+
+    def parameters(self) -> list[Tensor] | None:
+        """Return them, or None where the op cannot run the module as it is."""
+        usual = all(
+            norm["eps"] == _EPS and norm["num_groups"] == groups
+            for norm, groups in zip(self._norms, self._groups, strict=True)
+        )
+        return self._found.parameters() if self.config and usual else None
+
+    def packed(self, parameters: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the packed weights as they are now."""
+        pack = self._packs.setdefault(dtype, _Pack(self.config, dtype))
+        return pack.current(parameters, [parameters[i] for i in self._packed_places])
+
+
+class _Pack:
+    """One network's packed weights, in one place in memory as long as the device stays."""
+
+    def __init__(self, config: list[int], dtype: torch.dtype):
+        self._config, self._dtype = config, dtype
+        self._packed: Tensor | None = None
+        self._lock = threading.Lock()
+
+    def current(self, parameters: list[Tensor], weights: list[Tensor]) -> Tensor:
+        # Of threads on streams of their own each waits for what another has begun to pack.
+        with self._lock:
+            return self._current(parameters, weights)
+
+    def _current(self, parameters: list[Tensor], weights: list[Tensor]) -> Tensor:
+        versions = _versions(weights)
+        fresh = self._packed is not None and versions == self._versions
+        fixed = getattr(_promise, "given", False)
+        if torch.cuda.is_current_stream_capturing():
+            if fixed and fresh:
+                return self._packed
+            return torch.ops.dpa.unet1d_batch_pack(parameters, self._config, self._dtype)
+        stream = torch.cuda.current_stream(weights[0].device)
+        if fresh and stream != self._stream:
+            stream.wait_event(self._ready)
+            self._packed.record_stream(stream)
+            self._seen.record_stream(stream)
+        if not (fresh and fixed):
+            with torch.inference_mode(False), torch.no_grad():
+                self._follow(parameters, len(weights), fresh)
+            self._versions = versions
+        self._stream, self._ready = stream, stream.record_event()
+        return self._packed
+
+    def _follow(self, parameters: list[Tensor], count: int, fresh: bool) -> None:
+        """Pack what has changed: all, unless ``fresh``, which no write through data tells."""
+        given = (parameters, self._config, self._dtype)
+        if self._packed is None or self._packed.device != parameters[0].device:
+            self._packed = torch.ops.dpa.unet1d_batch_pack(*given)
+            self._seen = torch.zeros(count, _LOOKS, dtype=torch.int32, device=self._packed.device)
+        elif not fresh:
+            torch.ops.dpa.unet1d_batch_pack.out(*given, out=self._packed)
+        torch.ops.dpa.unet1d_batch_pack.out(*given, self._seen, out=self._packed)
+
+
+def _versions(weights: list[Tensor]) -> list[tuple[int, int]]:
+    try:
+        return [(p.data_ptr(), p._version) for p in weights]
+    except RuntimeError:  # tensors made in inference mode count no versions
+        return [(p.data_ptr(), 0) for p in weights]
+
+
+_NETWORKS: WeakKeyDictionary[nn.Module, _Network] = WeakKeyDictionary()
+_UNSERVED: set[torch.device] = set()  # by this build

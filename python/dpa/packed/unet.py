@@ -1,0 +1,390 @@
+"""A U-Net's weights packed for the ops that run the whole network, or the whole loop, at once."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dpa.nn.family import Network, recognise
+
+_version = operator.attrgetter("_version")
+_MAX_LEVELS, _MAX_SIZE = 5, 65536  # of what the ops run
+_memories = itertools.count(1)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def runs_packed(device: torch.device) -> bool:
+    """Whether this build can run networks on packed weights on such a device."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if key == "CUDA" and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return key is not None and has_kernel("dpa::diffusion_sample", key)
+
+
+def unet_config(unet: nn.Module) -> list[int]:
+    """Read the architecture off a U-Net of the family.
+
+    Returns:
+        ``[action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims]``.
+
+    Raises:
+        ValueError: the module is not such a network, has local conditioning, more than 5 levels or
+            a size above 65536.
+
+    """
+    return _config(recognise(unet))
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The values as integers, among which a NaN equals itself."""
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+
+
+def _config(network: Network) -> list[int]:
+    arguments = network.arguments
+    if arguments.get("local_cond_dim") is not None:
+        raise ValueError("unet must have no local conditioning to be packed, got one that has")
+    if len(arguments["down_dims"]) > _MAX_LEVELS:
+        dims = list(arguments["down_dims"])
+        raise ValueError(f"unet must have 1 to {_MAX_LEVELS} down_dims to be packed, got {dims}")
+    config = [
+        arguments["input_dim"],
+        arguments["kernel_size"],
+        arguments["n_groups"],
+        arguments["diffusion_step_embed_dim"],
+        arguments["global_cond_dim"] or 0,
+        int(arguments["cond_predict_scale"]),
+        *arguments["down_dims"],
+    ]
+    if max(config) > _MAX_SIZE:
+        raise ValueError(f"unet must have sizes up to {_MAX_SIZE} to be packed, got {config}")
+    return config
+
+
+class PackedUnet:
+    """A U-Net on packed weights: one op a forward pass, one op a whole denoising loop.
+
+    The weights are packed at the first call, and again when a parameter was replaced or changed in
+    place. One through ``parameter.data`` leaves no trace, nor does one of a parameter that was made
+    in inference mode: call :meth:`follow` or :meth:`repack`.
+    No gradient flows through any of it.
+
+    Args:
+        unet: the original's ``ConditionalUnet1D``, LeRobot's or dpa's, without local conditioning,
+            on a device for which :func:`runs_packed` holds.
+        dtype: of the packed weights: float32, float16, bfloat16 or float8_e4m3fn. Arithmetic
+            accumulates in float32, and inputs and outputs are float32. With 16-bit weights the
+            activations between layers are rounded to their type, and on the GPU partial sums too.
+            float8_e4m3fn: a convolution's weights are kept as ``scale * q``, ``q`` in e4m3 and a
+            float32 scale an output channel, the largest magnitude of its weights over 448;
+            activations are float16, and so are the weights outside the convolutions. The first and
+            the last convolution stay float32. It is fast for one sample.
+
+    Raises:
+        ValueError: the network cannot be packed, with the reason.
+
+    """
+
+    def __init__(self, unet: nn.Module, dtype: torch.dtype = torch.float32):
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"dtype must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}"
+            )
+        self.unet = unet
+        self.dtype = dtype
+        self._start()
+
+    def _start(self) -> None:
+        self._packed: Tensor | None = None
+        self.generation = 0
+        self._films = WeakTensorKeyDictionary()  # the timesteps of each that step_film made
+        # On a GPU: the stream that packed, what is recorded there, and the others that read since.
+        self._stream: torch.cuda.Stream | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._readers: set[torch.cuda.Stream] = set()
+        self._seen: tuple[list[int], list[int]] = ([], [])
+        self._elements: list[Tensor] = []
+        self._values: Tensor | None = None
+        self._answer = torch.zeros((), dtype=torch.bool, device="cpu")
+        self._looked = 0.0
+        self.places = 0
+        self.lock = threading.RLock()
+        self._read()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again from the network: a copy has its own."""
+        return {"unet": self.unet, "dtype": self.dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def _read(self) -> None:
+        self.network = recognise(self.unet)
+        self.config = _config(self.network)
+        self._names = torch.ops.dpa.unet1d_weight_names(self.config)
+        slots = self.network.slots.values()
+        self._homes = [module._parameters for module, _ in slots], [name for _, name in slots]
+        # Whether changes in place leave a trace: none do of those made in inference mode.
+        self.traces = bool(self._versions()[1])
+
+    def repack(self) -> Tensor:
+        """Pack the weights as they are now, in the same memory as before where there is one.
+
+        A captured graph that reads the packed weights therefore follows. ``generation`` is another
+        number, of no other network, where there was no such memory. Other streams read what is
+        there before it is written over, and wait for what is written.
+
+        Raises:
+            ValueError: modules were replaced, and the network can no longer be packed.
+
+        """
+        if self.network.altered():
+            self._read()
+            self._packed = None  # of another size, perhaps
+        packed = self._pack()
+        self._wait_for_readers()
+        with torch.inference_mode(False), torch.no_grad():
+            if self._packed is not None and self._packed.device == packed.device:
+                self._packed.copy_(packed)
+            else:
+                self._packed, self.generation = packed, next(_memories)
+                self._films.clear()
+            for film, timesteps in self._films.items():
+                film.copy_(self._step_film(timesteps))
+            # Views: they show what is written through parameter.data as well.
+            found = [p.detach() for p in self.network.parameters().values()]
+            self._remember([p[tuple(size // 2 for size in p.shape)].view(1) for p in found])
+        self._seen = self._versions()
+        self.traces = bool(self._seen[1])
+        self._stream = None
+        if self._packed.is_cuda:
+            self._stream = torch.cuda.current_stream(self._packed.device)
+            self._packed.record_stream(self._stream)
+            self._ready = self._stream.record_event()
+        return self._packed
+
+    def _pack(self) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            weights = self.network.weights()
+            given = [weights[name] for name in self._names]
+            return torch.ops.dpa.unet1d_pack(given, self.config, self.dtype)
+
+    def _wait_for_readers(self) -> None:
+        if self._stream is not None:
+            stream = torch.cuda.current_stream(self._stream.device)
+            for other in self._readers | {self._stream}:
+                stream.wait_stream(other)
+        self._readers.clear()
+
+    def _readable(self) -> Tensor:
+        """The packed weights, once the current stream waits for the one that packed them."""
+        home = self._stream
+        if (
+            home is None
+            or torch._C._cuda_getCurrentRawStream(home.device_index) == home.cuda_stream
+        ):
+            return self._packed
+        if not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(home.device)
+            stream.wait_event(self._ready)
+            self._packed.record_stream(stream)
+            self._readers.add(stream)
+        return self._packed
+
+    def _step_film(self, timesteps: Tensor) -> Tensor:
+        return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
+
+    def _remember(self, elements: list[Tensor]) -> None:
+        """Keep the elements and their values, in the memory that captured graphs read."""
+        values, kept = _bits(torch.cat(elements)), self._values
+        if kept is not None and list(map(Tensor.data_ptr, elements)) == self._addresses:
+            kept.copy_(values)
+            return
+        self._elements, self._values = elements, values
+        self._addresses = list(map(Tensor.data_ptr, elements))
+        with torch.device("cpu"):
+            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=values.is_cuda)
+        self.places += 1
+
+    def follow(self, every: float = 0.0) -> None:
+        """Repack if the network's weights changed, even through ``parameter.data``.
+
+        That leaves no trace but the values, of which one a parameter is compared: it waits for the
+        device, and nothing is looked at inside a capture of a CUDA graph, nor ``every`` so many
+        seconds more than once.
+        """
+        now = time.monotonic()
+        if self._packed is None or now - self._looked < every:
+            return
+        self._looked = now
+        if self._packed.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if self.stale() or bool(self._differ()):
+            self.repack()
+
+    def _differ(self) -> Tensor:
+        """Whether the values that :meth:`follow` compares are others now."""
+        return (_bits(torch.cat(self._elements)) != self._values).any()
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """On a GPU, compare what :meth:`follow` compares beside the kernels launched inside.
+
+        May be captured, for as long as ``places`` is the same. :meth:`differed` has the answer.
+        """
+        main = torch.cuda.current_stream(self._elements[0].device)
+        beside = torch.cuda.Stream(main.device)
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            self._answer.copy_(self._differ(), non_blocking=True)
+        yield
+        main.wait_stream(beside)
+
+    def differed(self) -> bool:
+        """Wait for the current stream, and return the answer of the last :meth:`looking`.
+
+        Calls that share this object and run in several threads hold ``lock`` from one to the other.
+        """
+        torch.cuda.current_stream(self._elements[0].device).synchronize()
+        return bool(self._answer)
+
+    @property
+    def placement(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the network, by one of its parameters."""
+        first = self._homes[0][0][self._homes[1][0]]
+        assert first is not None
+        return first.device, first.dtype
+
+    def _versions(self) -> tuple[list[int], list[int]]:
+        found = list(map(operator.getitem, *self._homes))
+        try:
+            versions = list(map(_version, found))
+        except RuntimeError:  # tensors made in inference mode count no versions
+            versions = []
+        return list(map(Tensor.data_ptr, found)), versions
+
+    def stale(self) -> bool:
+        """Whether the network's weights have changed since they were packed."""
+        return self._packed is None or self.network.altered() or self._versions() != self._seen
+
+    def memory(self, device: torch.device) -> Tensor:
+        """Return the packed weights as they are, packing only where there are none there yet."""
+        if self._packed is None or self._packed.device != device:
+            return self.repack()
+        return self._readable()
+
+    @property
+    def packed(self) -> Tensor:
+        """The packed weights, made anew if the network's have changed.
+
+        A compiled function takes them as they were packed before: its graph holds no such question.
+        A capture that finds them changed packs them in every replay, and for itself alone.
+        """
+        if torch.compiler.is_compiling() and self._packed is not None:
+            return self._packed
+        if not self.stale():
+            return self._readable()
+        on_gpu = self.placement[0].type == "cuda"
+        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+        return self._pack() if capturing else self.repack()
+
+    def __call__(
+        self, sample: Tensor, timestep: Tensor | float | int, global_cond: Tensor | None = None
+    ) -> Tensor:
+        """One forward pass: (B, T, Da) to (B, T, Da), float32.
+
+        The timestep is the network's: a number, or a tensor of shape (), (1,) or (B,).
+        """
+        steps = torch.as_tensor(timestep, dtype=torch.float32, device=sample.device)
+        if steps.numel() == 1:
+            steps = steps.reshape(1).expand(sample.shape[0])
+        return torch.ops.dpa.unet1d(
+            sample, steps, global_cond, self.packed, self.config, self.dtype
+        )
+
+    def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:
+        """FiLM's parameters of one observation at many timesteps, on a GPU: what no step changes.
+
+        Args:
+            timesteps: (S,), float32.
+            global_cond: (1, Dg).
+
+        Returns:
+            (S, R), float32, rows for ``on_film``.
+
+        """
+        return torch.ops.dpa.unet1d_film(
+            timesteps, global_cond, self.packed, self.config, self.dtype
+        )
+
+    def step_film(self, timesteps: Tensor) -> Tensor:
+        """FiLM's parameters at many timesteps, but for the observation's part, on a GPU.
+
+        They are made anew, in the same memory, when the weights are packed again into theirs.
+
+        Args:
+            timesteps: (S,), float32.
+
+        Returns:
+            (S, R), float32, for ``sample``.
+
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self._packed is None or self.stale():
+                self.repack()
+            timesteps = timesteps.clone()
+            film = self._step_film(timesteps)
+        self._films[film] = timesteps
+        return film
+
+    def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
+        """One forward pass of (B, T, Da) on rows of :meth:`film`, (B, R), on a GPU."""
+        return torch.ops.dpa.unet1d_on_film(sample, film, self.packed, self.config, self.dtype)
+
+    def sample(
+        self,
+        initial: Tensor,
+        timesteps: Tensor,
+        coefficients: Tensor,
+        clip: float,
+        *,
+        global_cond: Tensor | None = None,
+        noise: Tensor | None = None,
+        known: Tensor | None = None,
+        known_mask: Tensor | None = None,
+        step_film: Tensor | None = None,
+    ) -> Tensor:
+        """Run the whole loop: S steps of the network and of :func:`dpa.ops.scheduler_step`.
+
+        Args:
+            initial: (B, T, Da), the noise to begin with.
+            timesteps: (S,), float32.
+            coefficients: (S, 6), the table of :func:`dpa.ops.scheduler_step`, float32.
+            clip: the limit of x0.
+            global_cond: (B, Dg).
+            noise: (S, B, T, Da), or None where no step adds any.
+            known: (B, T, Da), imposed where ``known_mask`` before every step and after the last.
+            known_mask: bool, (B, T, Da).
+            step_film: :meth:`step_film` of the timesteps, on a GPU; None computes it.
+
+        Returns:
+            (B, T, Da), float32.
+
+        """
+        weights = (self.packed, self.config, self.dtype)
+        rest = (coefficients, clip, noise, known, known_mask)
+        if step_film is not None:
+            op = torch.ops.dpa.diffusion_sample_on_film
+            return op(initial, step_film, global_cond, *weights, *rest)
+        return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *rest)

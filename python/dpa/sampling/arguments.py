@@ -1,0 +1,139 @@
+"""What a call of the sampler is given: checked against the network and against one another."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from dpa.schedulers.tables import Generators
+
+Given = Mapping[str, Tensor | None]
+
+
+def fail(argument: str, rule: str, got: Any) -> NoReturn:
+    """Raise what an argument must do, and what was received."""
+    raise ValueError(f"DiffusionSampler: {argument} must {rule}, got {got}")
+
+
+def kind_of(given: Given, batch_size: int | None, generator: Generators) -> tuple[Any, ...] | None:
+    """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        return None
+    if not all(v is None or isinstance(v, Tensor) for v in given.values()):
+        return None
+    tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
+    return (*tensors, batch_size, None if generator is None else generator.device)
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """Return a size as an integer."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        fail(name, f"be an integer of at least {least}", repr(value))
+    return count
+
+
+def check_generator(generator: Any, batch: int) -> None:
+    """Refuse what is no generator of a batch's random numbers."""
+    several = generator if isinstance(generator, Sequence) else [generator]
+    wrong = next((one for one in several if not isinstance(one, torch.Generator)), None)
+    if generator is not None and wrong is not None:
+        fail("generator", "be a torch.Generator, or a sequence of them", type(wrong).__name__)
+    if isinstance(generator, Sequence) and len(generator) != batch:
+        fail("generator", f"be one, or a sequence of {batch}", len(generator))
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Refuse what is neither None nor a floating dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        fail(name, "be a floating dtype", dtype)
+
+
+def placement(
+    unet: Callable[..., Tensor], tensors: Mapping[str, Tensor]
+) -> tuple[torch.device, torch.dtype]:
+    """Return the device and dtype of the network; every argument must be on that device."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            fail(name, "be a tensor", type(value).__name__)
+    parameters = unet.parameters() if isinstance(unet, nn.Module) else iter(())
+    first = next((p for p in parameters if p.is_floating_point()), None)
+    if first is not None:
+        device, dtype, whose = first.device, first.dtype, "the network's"
+    else:
+        placed = next(iter(tensors.values()), torch.empty(0))
+        device, dtype, whose = placed.device, torch.float32, "the first argument's"
+    for name, value in tensors.items():
+        if value.device != device:
+            fail(name, f"be on {whose} device {device}", value.device)
+    return device, dtype
+
+
+def shape_of(
+    tensors: Mapping[str, Tensor],
+    batch_size: int | None,
+    horizon: int | None,
+    action_dim: int | None,
+) -> tuple[int, int, int]:
+    """Return (B, T, Da), on which all arguments must agree; what is None follows from them."""
+    for name, value in tensors.items():
+        rank = 2 if name == "global_cond" else 3
+        if value.dim() != rank:
+            fail(name, f"have {rank} dimensions", tuple(value.shape))
+    sequences = {name: value for name, value in tensors.items() if name != "global_cond"}
+    actions = {name: value for name, value in sequences.items() if name != "local_cond"}
+    batch = batch_size
+    if batch is None:
+        batch = max((value.shape[0] for value in tensors.values()), default=1)
+    if horizon is None and sequences:
+        horizon = next(iter(sequences.values())).shape[1]
+    if action_dim is None and actions:
+        action_dim = next(iter(actions.values())).shape[2]
+    for name, size in (("horizon", horizon), ("action_dim", action_dim)):
+        if size is None:
+            fail(name, "be given to the constructor, or follow from an argument", None)
+    shape = (
+        check_count("batch_size", batch, 0),
+        check_count("horizon", horizon, 1),
+        check_count("action_dim", action_dim, 1),
+    )
+    for name, value in tensors.items():
+        got = tuple(value.shape)
+        if name == "noise" and got != shape:
+            fail(name, f"be (B, T, Da) = {shape}", got)
+        if got[0] not in (1, batch):
+            fail(name, f"have a batch of 1 or {batch}", got)
+        if name in actions and got[1:] != shape[1:]:
+            fail(name, f"be (B, T, Da) = {shape}", got)
+        if name in sequences and got[1] != horizon:
+            fail(name, f"have the horizon {horizon}", got)
+    return shape
+
+
+def inpainting(given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return ``condition_data`` of that dtype and ``condition_mask``, or nothing."""
+    data, mask = given["condition_data"], given["condition_mask"]
+    if (data is None) != (mask is None):
+        missing = "condition_data" if data is None else "condition_mask"
+        fail(missing, "be given where its counterpart is", None)
+    if data is None or mask is None:
+        return {}
+    if mask.dtype != torch.bool:
+        fail("condition_mask", "be a bool tensor", mask.dtype)
+    return {"condition_data": data.to(dtype), "condition_mask": mask}
+
+
+def last_width(unet: Any) -> int | None:
+    """Return the width of the network's last layer, where it has the original's name."""
+    if not isinstance(unet, nn.Module):
+        return None
+    # Wrappers, such as a compiled module, put a prefix before the name.
+    widths = (p.shape[0] for n, p in unet.named_parameters() if n.endswith("final_conv.1.weight"))
+    return next(widths, None)

@@ -1,0 +1,159 @@
+"""CUDA graphs of whole denoising loops: captured once for each kind of call, then replayed."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpa.library.capture import FAILED, capturing, leave_capture
+from dpa.sampling.rng import Drawing
+
+Inputs = dict[str, Tensor]
+# Asked for before a capture, and given back: more than a loop of the published networks takes.
+_ROOM = 64 << 20
+_DEFAULT = 0  # the default stream's address
+
+Body = Callable[[Inputs], Tensor]
+
+
+class LoopGraphs:
+    """A bounded cache of captured loops; the least recently used goes first.
+
+    Results are copies, so a later call does not overwrite them. Calls from several streams or
+    threads are safe: each replay waits for the one before it.
+
+    Args:
+        capacity: how many graphs are kept.
+
+    """
+
+    def __init__(self, capacity: int = 8):
+        self.capacity = capacity
+        self.refused: dict[Hashable, str] = {}
+        self._graphs: OrderedDict[Hashable, _LoopGraph] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or what a pickle brings back, captures anew.
+        return (type(self), (self.capacity,))
+
+    def __len__(self) -> int:
+        """Return the number of graphs held."""
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Drop every graph, and forget what could not be captured."""
+        with self._lock:
+            self._graphs.clear()
+            self.refused.clear()
+
+    def run(
+        self,
+        key: Hashable,
+        device: torch.device,
+        inputs: Inputs,
+        draw: Drawing | None,
+        make_body: Callable[[], Body],
+    ) -> Tensor:
+        """Return ``body(inputs)``, replayed from the second call with a key on.
+
+        Args:
+            key: everything but the contents of ``inputs`` that the result depends on.
+            device: the CUDA device.
+            inputs: tensors on it, floating or bool; their shapes must follow from the key. The body
+                of a graph receives floating ones as float32.
+            draw: the random numbers that the body receives as ``draws``, float32.
+            make_body: makes the body, whose work is only kernels on the current stream.
+
+        """
+        with self._lock:
+            if (graph := self._graphs.get(key)) is not None:
+                self._graphs.move_to_end(key)
+                return graph.replay(inputs, draw)
+            body = make_body()
+            if draw is not None:
+                drawn = torch.empty(draw.shape, device=device)
+                draw.begin(drawn, [], [])
+                inputs = inputs | {"draws": drawn}
+            result = body(inputs)
+            if key not in self.refused:
+                self._capture(key, device, body, inputs)
+            return result
+
+    def _capture(self, key: Hashable, device: torch.device, body: Body, inputs: Inputs) -> None:
+        try:
+            # Without memory a capture would end in pieces; here the error is an ordinary one.
+            torch.empty(_ROOM, dtype=torch.uint8, device=device)
+            spare = torch.empty(1, device=device)
+        except torch.OutOfMemoryError:
+            _warn_of_memory()
+            return
+        try:
+            self._graphs[key] = _LoopGraph(device, body, inputs)
+        except RuntimeError as error:  # the loop still runs, kernel by kernel
+            leave_capture(spare)
+            if isinstance(error, torch.OutOfMemoryError):
+                _warn_of_memory()
+            else:
+                self.refused[key] = str(error).splitlines()[0]
+        while len(self._graphs) > self.capacity:
+            self._graphs.popitem(last=False)
+
+
+class _LoopGraph:
+    """One captured loop with the memory that its kernels read and write."""
+
+    def __init__(self, device: torch.device, body: Body, inputs: Inputs):
+        self._body = body  # keeps the memory that the kernels read
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            self._inputs = {name: _static(value) for name, value in inputs.items()}
+            try:
+                with capturing(self._graph):
+                    self._output = body(self._inputs)
+            except BaseException:
+                FAILED.append(self._graph)
+                raise
+        self._done = torch.cuda.Event()
+        self._home = torch._C._cuda_getCurrentRawStream(device.index)
+        self._last = _DEFAULT
+
+    def replay(self, inputs: Inputs, draw: Drawing | None) -> Tensor:
+        # The GPU waits meanwhile: nothing comes before the launch that it does not need. What ran
+        # on the default stream last is ahead of this on it; another stream may be one that is gone.
+        device = self._output.device
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        if stream != _DEFAULT or self._last != _DEFAULT:
+            torch.cuda.current_stream(device).wait_event(self._done)
+        if stream != self._home:  # whose memory the inputs are
+            for value in self._inputs.values():
+                value.record_stream(torch.cuda.current_stream(device))
+        kept, given = [self._inputs[name] for name in inputs], list(inputs.values())
+        if draw is None:
+            torch.ops.dpa.loop_inputs_(kept, given)
+        else:
+            draw.begin(self._inputs["draws"], kept, given)
+        self._graph.replay()
+        result = self._output.clone()
+        self._done.record(torch.cuda.current_stream(device))
+        self._last = stream
+        return result
+
+
+def _warn_of_memory() -> None:
+    warnings.warn(
+        "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel by kernel: "
+        "free some, the next call tries again",
+        stacklevel=2,
+    )
+
+
+def _static(value: Tensor) -> Tensor:
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    return torch.empty(value.shape, dtype=dtype, device=value.device).copy_(value)

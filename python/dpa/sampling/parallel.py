@@ -1,0 +1,329 @@
+"""Parallel sampling: many timesteps of the denoising loop in one batch, by Picard iteration."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpa.library.capture import capturing, leave_capture
+from dpa.schedulers.conversion import StepTable
+
+Inputs = dict[str, Tensor]
+_LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's
+
+
+class Predict(Protocol):
+    """The network: :class:`dpa.fused.Window` and :class:`dpa.stepwise.Window`."""
+
+    def begin(self, inputs: Inputs, timesteps: Tensor) -> Tensor:
+        """Return what the network is told of each of the timesteps, a row each, (N, R)."""
+
+    def __call__(self, inputs: Inputs, sample: Tensor, told: Tensor) -> Tensor:
+        """Predict for samples (N * B, T, Da) at timesteps of which these are the rows, (N, R)."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a :class:`dpa.DiffusionSampler` samples in parallel.
+
+    Attributes:
+        window: timesteps that a sweep evaluates at once, in one batch of ``window * B``.
+        tolerance: a state counts as found when a sweep moves it by at most this much, the root mean
+            square over (T, Da) of the sample that moves most, in the units of the sample. 0 sweeps
+            on until a state repeats exactly, or all before it are exact.
+
+    Raises:
+        ValueError: a window below 1, or a negative tolerance.
+
+    """
+
+    window: int = 16
+    tolerance: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not isinstance(self.window, int) or self.window < 1:
+            got = repr(self.window)
+            raise ValueError(f"Parallel: window must be an integer of at least 1, got {got}")
+        if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
+            got = repr(self.tolerance)
+            raise ValueError(f"Parallel: tolerance must be a number of at least 0, got {got}")
+
+
+@dataclass(frozen=True)
+class ParallelReport:
+    """What a parallel call did.
+
+    Attributes:
+        steps: of the loop, the sequential sampler's evaluations one after the other.
+        sweeps: batches evaluated one after the other.
+        evaluations: timesteps evaluated in all, those past the end by the last windows too.
+        residual: the largest move of a state in the sweep that accepted it (see ``tolerance``).
+
+    """
+
+    steps: int
+    sweeps: int
+    evaluations: int
+    residual: float
+
+
+class Sweeps:
+    r"""All states of the loop ``x[i + 1] = f_i(x[i])``, and sweeps over a window of them.
+
+    A sweep evaluates every ``f_i`` of the window at the states known so far. What that moves a
+    state by is carried on to the states after it with ``A_i``, the slope of ``f_i`` where its
+    prediction of x0 stays as it is::
+
+        x[j + 1] <- f_j(x[j]) + A_j * (what x[j] moves by)
+
+    ``A_i = 1`` would be Picard iteration. A trained network's prediction of x0 changes little from
+    step to step, so that this takes half as many sweeps. The states that the window grows by begin
+    as what its last prediction of x0 leads to.
+
+    The first state of a window is exact after one sweep, so each sweep advances by one step or
+    more, and takes as many steps as moved by no more than the tolerance. Where the window stands is
+    a number on the device, so a sweep is the same kernels every time and can be captured.
+
+    Args:
+        inputs: ``sample`` (B, T, Da), the noise to begin with; ``step_noise`` (S, B, T, Da), what
+            each step adds; ``condition_data`` and ``condition_mask`` (B, T, Da), inpainting; and
+            what ``predict`` reads. All but the first may be missing.
+        table: the steps.
+        predict: the network.
+        options: window and tolerance.
+
+    Source: Shih et al., Parallel Sampling of Diffusion Models (arXiv 2305.16317), but for the
+    slope, that of exponential integrators.
+
+    """
+
+    def __init__(self, inputs: Inputs, table: StepTable, predict: Predict, options: Parallel):
+        sample = inputs["sample"]
+        self.inputs, self.predict, self.clip = inputs, predict, table.clip
+        self.steps, self.batch = len(table), sample.shape[0]
+        self.window, self.tolerance = min(options.window, self.steps), options.tolerance
+        # Steps past the end keep a state as it is, so that a window may reach there.
+        past = 2 * self.window
+        idle = table.coefficients.new_tensor([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+        self._coefficients = torch.cat([table.coefficients, idle.expand(past, 6)])
+        self._timesteps = torch.cat([table.timesteps, table.timesteps[-1:].expand(past)])
+        r0, r1, _, r3, r4, _ = self._coefficients.unbind(1)
+        # Where the output says nothing of x0, it is the output that stays as it is.
+        self._silent = r1 == 0
+        inverse = torch.where(self._silent, 0.0, 1 / r1)
+        slope = r3 - r4 * r0 * inverse
+        self._columns = torch.stack([r0, r1, inverse, slope], 1)[..., None, None, None]
+        self._carried = _products(slope)
+        self._ahead = torch.arange(past, device=sample.device)
+        self._states = sample.new_empty(self.steps + past + 1, *sample.shape)
+        self._still = torch.zeros_like(self._states[: self.window])
+        noise = inputs.get("step_noise")
+        self._noise = None if noise is None else noise.new_zeros(self.steps + past, *sample.shape)
+        self._mean = max(1, sample[0].numel()) ** -0.5 if self.batch else 1.0
+        self._position = torch.zeros((), dtype=torch.int64, device=sample.device)
+        self._residual = sample.new_zeros(())
+        self._told = sample.new_empty(0)
+
+    def begin(self) -> None:
+        """Go back to the noise; the states after it begin as where a prediction of 0 leads to."""
+        self._position.zero_()
+        self._residual.zero_()
+        self._told = self.predict.begin(self.inputs, self._timesteps)
+        if self._noise is not None:
+            self._noise[: self.steps].copy_(self.inputs["step_noise"])
+        sample = self._impose(self.inputs["sample"])
+        self._states.copy_(sample.expand_as(self._states))
+        rows = self._ahead[: self.window]
+        gained = self._step(rows, self._still, self._still)
+        gained[0] += self._columns[0, 3] * sample
+        self._states[rows + 1] = self._follow(rows, gained)
+
+    def run(
+        self, begin: Callable[[], None] | None = None, sweep: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ParallelReport]:
+        """Sweep until all states are found; the result is the last of them, not a copy.
+
+        Args:
+            begin: what to call instead of :meth:`begin`, such as its captured graph.
+            sweep: the same of :meth:`sweep`.
+
+        """
+        begin, sweep = begin or self.begin, sweep or self.sweep
+        begin()
+        position = sweeps = 0
+        while position < self.steps:
+            # No sweep takes more than a window of steps: so many are needed at the least.
+            needed = -(-(self.steps - position) // self.window)
+            for _ in range(needed):
+                sweep()
+            sweeps += needed
+            position = int(self._position.item())
+        evaluations = sweeps * self.window
+        report = ParallelReport(self.steps, sweeps, evaluations, self._residual.item())
+        return self._states[self.steps], report
+
+    def sweep(self) -> None:
+        """Evaluate the window once, and move it on."""
+        told = self._told
+        plain = {self._states.dtype, told.dtype} == {torch.float32}
+        if told.is_cuda and plain and self.window <= _LARGEST_WINDOW:
+            self._sweep_on_gpu()
+            return
+        rows, size = self._position + self._ahead, self.window
+        window, following = rows[:size], rows + 1
+        before = self._states[window]
+        output = self.predict(self.inputs, before.flatten(0, 1), told[window]).view_as(before)
+        r0, r1, inverse, slope = self._columns[rows].unbind(1)
+        # The output that a state of 0 has in the steps ahead if the last x0 stays.
+        x0 = torch.addcmul(r1[size - 1] * output[-1], r0[size - 1], before[-1])
+        kept = torch.where(
+            self._silent[rows[size:], None, None, None], output[-1], x0 * inverse[size:]
+        )
+        samples = torch.cat([before, self._still])
+        after = self._step(rows, samples, torch.cat([output, kept]))
+        gained = torch.addcmul(after, slope, samples, value=-1)
+        gained[:1].copy_(after[:1])  # the first state does not move
+        found = self._follow(rows, gained)
+        moved = found[:size] - self._states[following[:size]]
+        moved = torch.linalg.vector_norm(moved, dim=(2, 3)).amax(1) * self._mean
+        moved[:1].zero_()  # exact, however far it moved
+        # The states before the first one that moved; a NaN always has.
+        within = (moved <= self.tolerance).cumprod(0)
+        accepted = torch.where(within > 0, moved, 0.0).amax()
+        torch.maximum(self._residual, accepted, out=self._residual)
+        self._states.index_copy_(0, following, found)
+        self._position.add_(within.sum()).clamp_(max=self.steps)
+
+    def _sweep_on_gpu(self) -> None:
+        """The same in two launches beside the network's: small kernels would take as long as it."""
+        samples, told = torch.ops.dpa.parallel_window(
+            self._states, self._told, self._position, self.window
+        )
+        output = self.predict(self.inputs, samples.flatten(0, 1), told).view_as(samples)
+        known, mask = (self.inputs.get(f"condition_{name}") for name in ("data", "mask"))
+        torch.ops.dpa.parallel_move_(
+            self._states,
+            self._position,
+            self._residual,
+            output,
+            self._coefficients,
+            self._noise,
+            None if known is None else known.expand_as(samples[0]),
+            None if mask is None else mask.expand_as(samples[0]),
+            self.steps,
+            self.clip,
+            self.tolerance,
+        )
+
+    def _repeated(self, rows: Tensor) -> Tensor:
+        """A row's number for each of the batch's samples."""
+        return rows if self.batch == 1 else rows.repeat_interleave(self.batch)
+
+    def _step(self, rows: Tensor, samples: Tensor, outputs: Tensor) -> Tensor:
+        noise = None if self._noise is None else self._noise[rows].flatten(0, 1)
+        index = self._repeated(rows)
+        return torch.ops.dpa.scheduler_step(
+            outputs.flatten(0, 1),
+            samples.flatten(0, 1),
+            self._coefficients,
+            index,
+            noise,
+            self.clip,
+        ).view_as(samples)
+
+    def _follow(self, rows: Tensor, gained: Tensor) -> Tensor:
+        """States ``x[j + 1] = A_j x[j] + gained[j]``, from an x of 0 on."""
+        carried = self._carried[rows[:, None], rows, None]
+        # Not a matrix product: that may round to TF32.
+        return self._impose((carried * gained.flatten(1)).sum(1).view_as(gained))
+
+    def _impose(self, states: Tensor) -> Tensor:
+        mask = self.inputs.get("condition_mask")
+        return states if mask is None else torch.where(mask, self.inputs["condition_data"], states)
+
+
+def _products(slope: Tensor) -> Tensor:
+    """A matrix whose element (j, i) is the product of ``slope[i + 1 : j + 1]``, 0 for i > j."""
+    count = len(slope)
+    after = torch.ones(count, count, dtype=torch.bool, device=slope.device).tril(-1)
+    return torch.where(after, slope[:, None], 1.0).cumprod(0).tril()
+
+
+class SweepGraphs:
+    """Captured sweeps for each kind of call; the least recently used goes first.
+
+    Calls from several threads or streams are safe: one waits for the other.
+    """
+
+    def __init__(self, capacity: int = 8):
+        self.capacity = capacity
+        self.refused: dict[Hashable, str] = {}
+        self._kept: OrderedDict[Hashable, _CapturedSweeps] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        # A copy, or what a pickle brings back, captures anew.
+        return (type(self), (self.capacity,))
+
+    def __len__(self) -> int:
+        """Return the number of graphs held."""
+        return len(self._kept)
+
+    def run(
+        self, key: Hashable, inputs: Inputs, make: Callable[[Inputs], Sweeps]
+    ) -> tuple[Tensor, ParallelReport]:
+        """Return what ``make(inputs)`` finds, its sweeps replayed where they can be captured.
+
+        Args:
+            key: everything but the contents of ``inputs`` that the result depends on.
+            inputs: of :class:`Sweeps`, on a CUDA device; their shapes follow from the key.
+            make: the sweeps over copies of the inputs, whose work is kernels alone.
+
+        """
+        device = inputs["sample"].device
+        with self._lock, torch.cuda.device(device):
+            if key not in self._kept and key not in self.refused:
+                spare = torch.empty(1, device=device)
+                try:
+                    self._kept[key] = _CapturedSweeps(inputs, make)
+                except RuntimeError as error:  # the sweeps still run, kernel by kernel
+                    self.refused[key] = str(error).splitlines()[0]
+                    leave_capture(spare)
+            if key in self.refused:
+                return make(inputs).run()
+            self._kept.move_to_end(key)
+            while len(self._kept) > self.capacity:
+                self._kept.popitem(last=False)
+            return self._kept[key].run(inputs)
+
+
+class _CapturedSweeps:
+    def __init__(self, inputs: Inputs, make: Callable[[Inputs], Sweeps]):
+        with torch.inference_mode(False), torch.no_grad():
+            self._inputs = {name: value.clone() for name, value in inputs.items()}
+            self._sweeps = make(self._inputs)
+            self._begin, self._sweep = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            for graph, work in (
+                (self._begin, self._sweeps.begin),
+                (self._sweep, self._sweeps.sweep),
+            ):
+                work()  # what kernels set up at their first launch is not captured
+                with capturing(graph):
+                    work()
+        self._done = torch.cuda.Event()
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, ParallelReport]:
+        torch.cuda.current_stream().wait_event(self._done)
+        for name, value in inputs.items():
+            self._inputs[name].copy_(value)
+        found, report = self._sweeps.run(self._begin.replay, self._sweep.replay)
+        found = found.clone()
+        self._done.record()
+        return found, report

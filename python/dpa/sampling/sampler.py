@@ -1,0 +1,384 @@
+"""The denoising loop: from noise and an observation to an action sequence."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.library.capture import can_capture
+from dpa.packed.unet import PackedUnet
+from dpa.sampling import fused_loop as fused
+from dpa.sampling import stepwise_loop as stepwise
+from dpa.sampling.arguments import (
+    check_dtype,
+    check_generator,
+    fail,
+    inpainting,
+    kind_of,
+    last_width,
+    placement,
+    shape_of,
+)
+from dpa.sampling.graphs import LoopGraphs
+from dpa.sampling.parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
+from dpa.sampling.rng import Draws, draw_normal
+from dpa.schedulers.conversion import LiveSteps, MultistepTable, StepTable, from_diffusers
+from dpa.schedulers.tables import Generators
+
+Steps = StepTable | LiveSteps
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+class DiffusionSampler:
+    """Sample action sequences with a U-Net and a scheduler of diffusers.
+
+    Each step runs the network and then ``dpa::scheduler_step``; the sample and the scheduler's
+    arithmetic are float32 (float64 for a float64 network). Random numbers are drawn as diffusers
+    draws them, so that a generator's stream gives the same noise: the initial noise first, then one
+    draw of the sample's shape in each step that draws (DDPM at t > 0, DDIM with eta > 0), in the
+    sample's dtype, on the generator's device.
+
+    In a function that ``torch.compile`` compiles a call runs as it does elsewhere: it is a break in
+    the graph. :class:`dpa.PackedUnet` is not, nor are the ops.
+
+    The scheduler is copied here, and changing the object later changes nothing. The network is not:
+    every call samples with the weights that it has then, in the mode (train or eval) that it is in.
+
+    Args:
+        unet: called as ``unet(sample, timestep, global_cond=...)``, with ``local_cond=...`` where
+            there is one, ``sample`` being (B, T, Da) and ``timestep`` (B,). The original's U-Net,
+            LeRobot's and :class:`dpa.nn.ConditionalUnet1D` all are.
+        scheduler: a live object that :func:`dpa.schedulers.from_diffusers` takes (DDPM, DDIM,
+            DPM-Solver++ or flow-matching Euler of diffusers), or a :class:`StepTable`.
+        num_inference_steps: steps of a call; an attribute that may be changed later. None takes the
+            timesteps that the scheduler holds.
+        dtype: what the network runs in. Where it is not the dtype of the weights, each call casts
+            them into a copy that the sampler keeps. With ``fused``, the dtype of the packed ones;
+            float8_e4m3fn then too.
+        horizon: T. Not needed where each call has a ``noise``, ``condition_data`` or
+            ``local_cond``.
+        action_dim: Da. Not needed where the network ends in a ``final_conv`` as the originals do.
+        eta: DDIM's noise weight.
+        use_clipped_model_output: DDIM's option of that name.
+        fused: run the whole loop as one op on packed weights (:class:`dpa.packed.PackedUnet`, whose
+            docstring says which networks, and which changes of the weights it notices).
+        fallback: what to do where the scheduler is none that a table expresses, or ``fused`` cannot
+            be had. False raises; True warns with the reason, then runs the scheduler's own step
+            (:class:`dpa.schedulers.LiveSteps`), or the loop step by step.
+        cuda_graph: on a GPU, capture the fused loop into a CUDA graph at the first call of each
+            shape, and replay it from then on. Eight are kept. Inside a capture of the caller's the
+            kernels go into that one.
+        watch: with ``fused``, notice weights written through ``parameter.data`` too, as diffusers'
+            ``EMAModel.copy_to`` writes them: one value of each parameter is compared in each call,
+            on a GPU while the loop runs. Parameters that were made in inference mode, where changes
+            in place leave no trace either, are compared in any case.
+        noise_dtype: what random numbers are drawn in; None is the sample's dtype, as in diffusers
+            where the network is float32. A 16-bit network's own loop draws 16-bit numbers.
+        parallel: evaluate a window of timesteps at once, in sweeps, until they no longer move
+            (:class:`dpa.Parallel`): the same actions from the same random stream, within its
+            tolerance. ``last_parallel`` then says what the last call did.
+
+    Raises:
+        TypeError, ValueError: as :func:`dpa.schedulers.from_diffusers`.
+
+    """
+
+    def __init__(
+        self,
+        unet: Callable[..., Tensor],
+        scheduler: Any,
+        num_inference_steps: int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        horizon: int | None = None,
+        action_dim: int | None = None,
+        eta: float = 0.0,
+        use_clipped_model_output: bool = False,
+        fused: bool = False,
+        fallback: bool = False,
+        cuda_graph: bool = True,
+        watch: bool = False,
+        noise_dtype: torch.dtype | None = None,
+        parallel: Parallel | None = None,
+    ):
+        if not callable(unet):
+            fail("unet", "be a network, or a function like one", type(unet))
+        check_dtype("dtype", dtype)
+        check_dtype("noise_dtype", noise_dtype)
+        if parallel is not None and not isinstance(parallel, Parallel):
+            fail("parallel", "be a dpa.Parallel", type(parallel))
+        if (
+            dtype is not None
+            and dtype.itemsize == 1
+            and not (fused and dtype == torch.float8_e4m3fn)
+        ):
+            fail("dtype", "have 16 bits or more (float8_e4m3fn where fused is asked for)", dtype)
+        if isinstance(scheduler, StepTable) and (eta != 0 or use_clipped_model_output):
+            got = f"{eta} and {use_clipped_model_output}"
+            fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
+        if fused and not isinstance(unet, nn.Module):
+            fail("unet", "be a module where fused is asked for", type(unet))
+        self.unet = unet
+        self.dtype = dtype
+        self.fused = fused
+        self.fallback = fallback
+        self.cuda_graph = cuda_graph
+        self.watch = watch
+        self.noise_dtype = noise_dtype
+        self.parallel = parallel
+        self.last_parallel: ParallelReport | None = None
+        self._packed: PackedUnet | None = None
+        # What the last call came to, for others of its kind: they need not look all of it up again.
+        self._again: tuple[Any, Any, fused.Captured] | None = None
+        self._graphs = LoopGraphs()
+        self._sweeps = SweepGraphs()
+        self._width: tuple[Any, int | None] = (None, None)
+        self.horizon = horizon
+        self.action_dim = action_dim
+        self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
+        self._scheduler = copy.deepcopy(scheduler)
+        self._tables: dict[Any, Steps] = {}
+        self._copy: stepwise.Copy | None = None
+        self.num_inference_steps = num_inference_steps
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the next call looks everything up."""
+        super().__setattr__(name, value)
+        if not name.startswith("_"):
+            self._again = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy holds: all but what is looked up or made again."""
+        return self.__dict__ | {"_again": None, "_copy": None}
+
+    @property
+    def num_inference_steps(self) -> int:
+        """The number of steps of a call."""
+        return len(self.table)
+
+    @num_inference_steps.setter
+    def num_inference_steps(self, steps: int | None) -> None:
+        # Builds the table now: a count that the scheduler cannot do is refused where it is set.
+        self._table(torch.device("cpu"), torch.float64, steps)
+        self._steps = steps
+
+    @property
+    def table(self) -> Steps:
+        """The steps of a call, on the CPU in float64."""
+        return self._table(torch.device("cpu"), torch.float64, self._steps)
+
+    def _table(self, device: torch.device, dtype: torch.dtype, steps: int | None) -> Steps:
+        key = (steps, device, dtype)
+        if key not in self._tables:
+            base = (steps, torch.device("cpu"), torch.float64)
+            if base not in self._tables:
+                self._tables[base] = self._build_table(steps).to("cpu", torch.float64)
+            self._tables[key] = self._tables[base].to(device, dtype)
+        return self._tables[key]
+
+    def _build_table(self, steps: int | None) -> Steps:
+        if not isinstance(self._scheduler, StepTable):
+            try:
+                return from_diffusers(self._scheduler, steps, **self._options)
+            except (TypeError, ValueError) as reason:
+                if not self.fallback:
+                    raise
+                live = LiveSteps(self._scheduler, steps, **self._options)
+                _warn(f"{reason}: the scheduler's own step runs instead")
+                return live
+        if steps not in (None, len(self._scheduler)):
+            fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
+        return self._scheduler
+
+    def __call__(
+        self,
+        global_cond: Tensor | None = None,
+        *,
+        local_cond: Tensor | None = None,
+        condition_data: Tensor | None = None,
+        condition_mask: Tensor | None = None,
+        noise: Tensor | None = None,
+        generator: Generators = None,
+        batch_size: int | None = None,
+    ) -> Tensor:
+        """Sample action sequences.
+
+        A conditioning of batch 1 serves every sample of a larger ``batch_size``, which gives
+        several samples for one observation.
+
+        Args:
+            global_cond: (B, Dg), in any floating dtype.
+            local_cond: (B, T, Dl), in any floating dtype.
+            condition_data: (B, T, Da); its values where the mask is true are imposed before every
+                call of the network and once after the loop (inpainting).
+            condition_mask: bool, (B, T, Da); given with ``condition_data`` or not at all.
+            noise: (B, T, Da) to start from, instead of a draw.
+            generator: of the random stream; None is the global one of the device. One on the CPU
+                draws there, whatever the device. A sequence has one generator a sample.
+            batch_size: B; by default the batch of the arguments, or 1.
+
+        Returns:
+            (B, T, Da) float32 (float64 for a float64 network, which ``fused`` samples in float32),
+            without gradient.
+
+        Raises:
+            ValueError: naming the argument, the rule and what was received.
+            RuntimeError: likewise, where the fused op finds that the network takes no such
+                ``global_cond``.
+
+        """
+        given = {
+            "global_cond": global_cond,
+            "local_cond": local_cond,
+            "condition_data": condition_data,
+            "condition_mask": condition_mask,
+            "noise": noise,
+        }
+        again = self._again  # read once: another thread's call may replace it
+        if not torch.compiler.is_compiling() and again is not None:
+            kind, placed, call = again
+            same = kind_of(given, batch_size, generator) == kind
+            same = same and (call.watch or call.packed.traces)
+            if same and call.packed.placement == placed and can_capture(placed[0]):
+                return call(given, generator)
+        return self._sample(given, batch_size, generator)
+
+    @torch.compiler.disable(reason="the sampler captures its own graphs")
+    @torch.no_grad()
+    def _sample(
+        self, given: dict[str, Tensor | None], batch_size: int | None, generator: Generators
+    ) -> Tensor:
+        """Sample, with everything looked up and checked anew."""
+        tensors = {name: value for name, value in given.items() if value is not None}
+        device, weights_dtype = placement(self.unet, tensors)
+        if self.action_dim is None and self._width[0] is not self.unet:
+            self._width = (self.unet, last_width(self.unet))
+        action_dim = self._width[1] if self.action_dim is None else self.action_dim
+        shape = shape_of(tensors, batch_size, self.horizon, action_dim)
+        check_generator(generator, shape[0])
+        wide = torch.promote_types(weights_dtype, torch.float32)
+        drawn = self.noise_dtype or wide
+        imposed = inpainting(given, wide)
+        table = self._table(device, wide, self._steps)
+        packed = self._packed_for(table, device, weights_dtype, given["local_cond"])
+        if packed is not None and self.parallel is None:
+            assert isinstance(table, StepTable)
+            watch = self.watch or not packed.traces
+            options = {"drawn": drawn, "capture": self.cuda_graph, "watch": watch}
+            result, call = fused.run(
+                packed, self._graphs, table, shape, given, generator, **options
+            )
+            kind = kind_of(given, batch_size, generator)
+            known = call is not None and kind is not None and result.dtype == wide
+            self._again = (kind, packed.placement, call) if known else None
+            return result.to(wide)
+
+        conditions = {
+            name: tensors[name].expand(shape[0], *tensors[name].shape[1:])
+            for name in ("global_cond", "local_cond")
+            if name in tensors
+        }
+        noise = tensors.get("noise")
+        if self.parallel is not None:
+            self._parallel_may_run(table, device)
+            draws = Draws(noise is None, table.draws_noise, shape, drawn, device)
+            numbers = draws(generator).to(wide)
+            if noise is None:
+                noise, numbers = numbers[0], numbers[1:]
+            inputs = {"sample": noise.to(wide).expand(shape), **conditions, **imposed}
+            if len(numbers):
+                inputs["step_noise"] = numbers
+            return self._run_parallel(table, inputs, packed, weights_dtype)
+
+        def draw() -> Tensor:
+            return draw_normal(shape, generator, device, drawn).to(wide)
+
+        sample = (draw() if noise is None else noise.to(wide)).expand(shape)
+        predict = stepwise.Prediction(*self._network(device, weights_dtype), conditions)
+        return stepwise.loop(sample, table, predict, draw, imposed, generator)
+
+    def _packed_for(
+        self,
+        table: Steps,
+        device: torch.device,
+        weights_dtype: torch.dtype,
+        local_cond: Tensor | None,
+    ) -> PackedUnet | None:
+        """Return the packed network of a fused call; None, after a warning, where it falls back."""
+        if not self.fused:
+            return None
+        unet = getattr(self.unet, "_orig_mod", self.unet)  # inside torch.compile's wrapper
+        try:
+            if (reason := fused.refusal(unet, table, device, local_cond)) is not None:
+                fail("fused", *reason)
+            dtype = self.dtype or weights_dtype
+            kept = self._packed
+            if kept is None or kept.unet is not unet or kept.dtype != dtype:
+                self._packed = PackedUnet(unet, dtype)
+            return self._packed
+        except ValueError as error:
+            if not self.fallback:
+                raise
+            _warn(f"{error}: the loop runs step by step instead")
+            return None
+
+    def _parallel_may_run(self, table: Steps, device: torch.device) -> None:
+        if not isinstance(table, StepTable) or isinstance(table, MultistepTable):
+            got = type(table).__name__
+            fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            rule = "be left out inside a capture, since how many sweeps it takes depends on values"
+            fail("parallel", rule, self.parallel)
+
+    def _run_parallel(
+        self,
+        table: StepTable,
+        inputs: dict[str, Tensor],
+        packed: PackedUnet | None,
+        weights_dtype: torch.dtype,
+    ) -> Tensor:
+        """Find the states of the loop in sweeps."""
+        options = self.parallel
+        assert options is not None
+        if len(inputs["sample"]) == 0:
+            self.last_parallel = ParallelReport(len(table), 0, 0, 0.0)
+            return inputs["sample"]
+        device = inputs["sample"].device
+        predict: Predict
+        if packed is None:
+            unet, unet_dtype = self._network(device, weights_dtype)
+            predict = stepwise.Window(unet, unet_dtype)
+        else:
+            if self.watch or not packed.traces:
+                packed.follow()
+            memory = packed.packed.data_ptr()  # packed anew where weights changed
+            predict = fused.Window(packed, device.type == "cuda" and len(inputs["sample"]) == 1)
+        make = functools.partial(Sweeps, table=table, predict=predict, options=options)
+        if packed is not None and self.cuda_graph and can_capture(device):
+            shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
+            key = (shapes, table, packed.dtype, memory, options)
+            found, self.last_parallel = self._sweeps.run(key, inputs, make)
+        else:
+            found, self.last_parallel = make(inputs).run()
+        return found
+
+    def _network(
+        self, device: torch.device, weights_dtype: torch.dtype
+    ) -> tuple[Callable[..., Tensor], torch.dtype]:
+        """Return the network to call, and the dtype to call it in."""
+        if self.dtype is None or self.dtype == weights_dtype:
+            return self.unet, weights_dtype
+        if not isinstance(self.unet, nn.Module):
+            return self.unet, self.dtype
+        if self._copy is None or self._copy.unet is not self.unet:
+            self._copy = stepwise.Copy(self.unet)
+        return self._copy.to(device, self.dtype), self.dtype

@@ -1,0 +1,142 @@
+"""The denoising loop of separate ops: the network, then the scheduler's step, in every step."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.acceleration.unet_forward import run_original
+from dpa.schedulers.conversion import LiveSteps, StepTable
+from dpa.schedulers.tables import Generators
+
+
+class Copy:
+    """A copy of a network in another dtype, brought up to date before every loop."""
+
+    def __init__(self, unet: nn.Module):
+        self.unet = unet
+        self._copy: nn.Module | None = None
+        self._seen: tuple[list[Any], list[Any]] = ([], [])
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def to(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Return the copy: what the network's modules and weights are now, in that dtype."""
+        objects, shapes = _structure(self.unet)
+        before, shapes_before = self._seen
+        same = len(objects) == len(before) and all(map(operator.is_, objects, before))
+        if self._copy is None or not same or shapes != shapes_before:
+            self._copy, self._seen = copy.deepcopy(self.unet), (objects, shapes)
+        # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
+        copied = self._copy.to(device, dtype)
+        for old, new in zip(_values(copied), _values(self.unet), strict=True):
+            old.copy_(new)
+        return copied
+
+
+def _values(unet: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers, those that stand in several places as often."""
+    named = (unet.named_parameters, unet.named_buffers)
+    return [value for those in named for _, value in those(remove_duplicate=False)]
+
+
+def _structure(unet: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return all that decides what a network computes, but for the values of its weights.
+
+    The objects that its modules hold (settings, hooks, modes, other modules), to be compared one by
+    one, and the names and shapes of the weights.
+    """
+    objects: list[Any] = []
+    shapes: list[Any] = []
+    for module in unet.modules():
+        attributes = vars(module)
+        objects.append(type(module))
+        objects += attributes
+        objects += attributes.values()
+        for name, value in attributes.items():
+            if name in ("_parameters", "_buffers"):
+                shapes += [(n, None if w is None else w.shape) for n, w in value.items()]
+            elif isinstance(value, dict) and value:
+                objects += value
+                objects += value.values()
+    return objects, shapes
+
+
+class Prediction:
+    """A network of a loop of steps: it is called in ``dtype``, on conditions of that dtype."""
+
+    def __init__(
+        self, unet: Callable[..., Tensor], dtype: torch.dtype, conditions: dict[str, Tensor]
+    ):
+        self._unet, self._dtype = unet, dtype
+        given = {name: value.to(dtype) for name, value in conditions.items()}
+        self._given = {"global_cond": None} | given
+
+    def __call__(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        """Predict for samples (B, T, Da) at timesteps (B,), in the sample's dtype."""
+        return _predict(self._unet, sample, self._dtype, timestep, self._given)
+
+
+class Window:
+    """A network as :class:`dpa.parallel.Sweeps` calls it, for a window of states at once."""
+
+    def __init__(self, unet: Callable[..., Tensor], dtype: torch.dtype):
+        self._unet, self._dtype = unet, dtype
+
+    def begin(self, inputs: dict[str, Tensor], timesteps: Tensor) -> Tensor:
+        """Return the timesteps, a row each, (N, 1)."""
+        return timesteps[:, None]
+
+    def __call__(self, inputs: dict[str, Tensor], sample: Tensor, told: Tensor) -> Tensor:
+        """Predict for samples (N * B, T, Da) at timesteps (N, 1)."""
+        timesteps = told.expand(-1, len(sample) // len(told)).flatten()
+        given: dict[str, Tensor | None] = {"global_cond": None}
+        for name in ("global_cond", "local_cond"):
+            if name in inputs:  # it serves every timestep
+                value = inputs[name].to(self._dtype)
+                given[name] = value.repeat(len(told), *[1] * (value.dim() - 1))
+        return _predict(self._unet, sample, self._dtype, timesteps, given)
+
+
+def _predict(
+    unet: Callable[..., Tensor],
+    sample: Tensor,
+    dtype: torch.dtype,
+    timesteps: Tensor,
+    given: dict[str, Tensor | None],
+) -> Tensor:
+    cast = sample.to(dtype)
+    return run_original(lambda: unet(cast, timesteps, **given), cast).to(sample.dtype)
+
+
+def loop(
+    sample: Tensor,
+    table: StepTable | LiveSteps,
+    predict: Callable[[Tensor, Tensor], Tensor],
+    draw: Callable[[], Tensor],
+    imposed: dict[str, Tensor],
+    generator: Generators,
+) -> Tensor:
+    """Run the steps of ``table`` on ``sample``, (B, T, Da).
+
+    ``imposed``: the ``condition_data`` that hold where ``condition_mask`` does, or nothing.
+    """
+
+    def impose(sample: Tensor) -> Tensor:
+        if not imposed:
+            return sample
+        return torch.where(imposed["condition_mask"], imposed["condition_data"], sample)
+
+    timesteps = table.timesteps[:, None].expand(-1, sample.shape[0])
+    advance = table.stepper(generator)
+    for step in range(len(table)):
+        sample = impose(sample)
+        output = predict(sample, timesteps[step])
+        noise = draw() if table.draws_noise[step] else None
+        sample = advance(step, output, sample, noise)
+    return impose(sample)

@@ -1,0 +1,238 @@
+"""A scheduler's whole sampling process as a table of six numbers a step.
+
+DDPM and DDIM, with any prediction type and with clipping, and flow matching's Euler steps share one
+linear form (:func:`dpa.ops.scheduler_step`)::
+
+    x0  = clamp(r0 * sample + r1 * model_output, -clip, clip)
+    out = r2 * x0 + r3 * sample + r4 * model_output + r5 * noise
+
+A multistep solver, DPM-Solver++, adds weights of the x0 of earlier steps (:class:`MultistepTable`).
+
+The rows are measured, not derived: a copy of the live scheduler takes every step on chosen float64
+points, and the linear form is then held against it on further points. The table therefore follows
+the installed version of diffusers, quirks included, and a scheduler that does something else is
+refused instead of approximated. :class:`LiveSteps` runs such a scheduler as it is, unfused.
+
+Sources: Ho et al., Denoising Diffusion Probabilistic Models (2020); Song et al., Denoising
+Diffusion Implicit Models (2020); Lu et al., DPM-Solver++ (2022); Lipman et al., Flow Matching for
+Generative Modeling (2022).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import numbers
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpa.schedulers.probes import StepProbe, measure_chain
+from dpa.schedulers.tables import LiveSteps, MultistepTable, StepTable
+
+__all__ = ["LiveSteps", "MultistepTable", "StepTable", "from_diffusers"]
+
+_DDPM, _DDIM = "DDPMScheduler", "DDIMScheduler"
+_DPM, _EULER = "DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler"
+_KINDS = (_DDPM, _DDIM, _DPM, _EULER)
+# The values of an option that the linear form covers, where it does not cover all.
+_CHOICES: dict[str, dict[str, tuple]] = {
+    "thresholding": dict.fromkeys(_KINDS, (False,)),
+    "prediction_type": {
+        _DDPM: ("epsilon", "sample", "v_prediction"),
+        _DDIM: ("epsilon", "sample", "v_prediction"),
+        _DPM: ("epsilon", "sample", "v_prediction", "flow_prediction"),
+    },
+    "variance_type": {
+        _DDPM: ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
+        _DPM: (None,),
+    },
+    # The stochastic ones draw in a dtype, or from a stream, of their own.
+    "algorithm_type": {_DPM: ("dpmsolver++", "dpmsolver", "deis")},
+    "stochastic_sampling": {_EULER: (False,)},
+}
+# Options whose effect is wholly inside the numbers that the probes measure.
+_MEASURED = {
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "clip_sample",
+    "clip_sample_range",
+    "timestep_spacing",
+    "steps_offset",
+    "rescale_betas_zero_snr",
+    "set_alpha_to_one",
+    # These two act only where thresholding is on, and that is refused.
+    "dynamic_thresholding_ratio",
+    "sample_max_value",
+    # Of the multistep solver and of flow matching: they choose times, and weights at those times.
+    "solver_order",
+    "solver_type",
+    "lower_order_final",
+    "euler_at_final",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "use_lu_lambdas",
+    "use_flow_sigmas",
+    "flow_shift",
+    "final_sigmas_type",
+    "lambda_min_clipped",
+    "shift",
+    "use_dynamic_shifting",
+    "time_shift_type",
+    "base_shift",
+    "max_shift",
+    "base_image_seq_len",
+    "max_image_seq_len",
+    "invert_sigmas",
+    "shift_terminal",
+}
+
+
+def from_diffusers(
+    scheduler: Any,
+    num_inference_steps: int | None = None,
+    eta: float = 0.0,
+    use_clipped_model_output: bool = False,
+) -> StepTable:
+    """Measure the step table of a live diffusers scheduler.
+
+    ``DDPMScheduler``, ``DDIMScheduler`` and ``FlowMatchEulerDiscreteScheduler`` give a
+    :class:`StepTable`; ``DPMSolverMultistepScheduler`` of order 2 or 3 gives a
+    :class:`MultistepTable`. The scheduler is copied and left as it is.
+
+    Args:
+        scheduler: the live object; recognised by its class name, so diffusers is never imported.
+        num_inference_steps: steps of the process. None takes the timesteps that the object holds
+            (custom ones too), which for DDPM and DDIM are all training timesteps where none have
+            been set.
+        eta: weight of the noise in DDIM; 0 is deterministic.
+        use_clipped_model_output: DDIM's option to derive the noise from the clipped x0 again.
+
+    Returns:
+        The table on the CPU, in float64.
+
+    Raises:
+        TypeError: for another class than these.
+        ValueError: naming the option and its value, where the linear form cannot express it.
+
+    """
+    kind = _check_scheduler(scheduler, eta, use_clipped_model_output)
+    with torch.device("cpu"):  # whatever torch.set_default_device says
+        return _measure(
+            kind, _cpu_copy(scheduler), num_inference_steps, eta, use_clipped_model_output
+        )
+
+
+def _measure(
+    kind: str,
+    live: Any,
+    num_inference_steps: int | None,
+    eta: float,
+    use_clipped_model_output: bool,
+) -> StepTable:
+    """Measure a copy that may be changed."""
+    if num_inference_steps is not None:
+        most, steps = live.config.num_train_timesteps, num_inference_steps
+        if not isinstance(steps, numbers.Integral) or not 1 <= steps <= most:
+            raise ValueError(
+                f"from_diffusers: num_inference_steps must lie in 1..{most}, the scheduler's "
+                f"num_train_timesteps, got {steps!r}"
+            )
+        live.set_timesteps(num_inference_steps)
+    elif getattr(live, "num_inference_steps", None) is None:
+        if kind in (_DPM, _EULER):
+            raise ValueError(
+                f"from_diffusers: num_inference_steps must be given for a {kind} whose timesteps "
+                "have not been set, got None"
+            )
+        if kind == _DDIM:
+            live.set_timesteps(live.config.num_train_timesteps)
+    timesteps = live.timesteps.detach().clone().cpu()
+    if kind in (_DPM, _EULER):
+        return _chain_table(live, timesteps)
+
+    options: dict[str, Any] = {}
+    if kind == _DDIM:
+        options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
+    probes = [StepProbe(live, timestep, options) for timestep in timesteps.tolist()]
+    # Every step clips alike; a step whose x0 is always zero (r0 = r1 = 0) does not exist.
+    clip = probes[0].clip() if probes else math.inf
+    coefficients = _matrix([probe.row(clip) for probe in probes])
+    return StepTable(timesteps, coefficients, clip, tuple(probe.draws for probe in probes))
+
+
+def _chain_table(live: Any, timesteps: Tensor) -> StepTable:
+    rows, history = measure_chain(live)
+    draws = (False,) * len(rows)
+    if not any(any(weights) for weights in history):
+        return StepTable(timesteps, _matrix(rows), math.inf, draws)
+    kept = tuple(tuple(weights) for weights in history)
+    return MultistepTable(timesteps, _matrix(rows), math.inf, draws, kept)
+
+
+def _matrix(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 6)
+
+
+def check_kind(scheduler: Any) -> str:
+    """Return the kind of the scheduler; raise TypeError for one that no table expresses."""
+    names = [cls.__name__ for cls in type(scheduler).__mro__]
+    kind = next((name for name in names if name in _KINDS), None)
+    if kind is None:
+        raise TypeError(
+            f"from_diffusers: scheduler must be a {', a '.join(_KINDS[:-1])} or a {_KINDS[-1]}, "
+            f"got {names[0]}"
+        )
+    return kind
+
+
+def _check_scheduler(scheduler: Any, eta: float, use_clipped_model_output: bool) -> str:
+    """Return the kind of the scheduler, or raise for what the fused step cannot do."""
+    kind = check_kind(scheduler)
+
+    def refuse(option: str, value: Any, rule: str) -> None:
+        raise ValueError(f"from_diffusers: {option} must be {rule} for {kind}, got {value!r}")
+
+    defaults = inspect.signature(type(scheduler).__init__).parameters
+    for option, value in dict(scheduler.config).items():
+        choices = _CHOICES.get(option, {}).get(kind)
+        if choices is not None:
+            if value not in choices:
+                listed = ", ".join(map(str, choices))
+                refuse(option, value, f"one of {listed}" if len(choices) > 1 else listed)
+            continue
+        if option.startswith("_") or option in _MEASURED:
+            continue
+        # A later version's new option is harmless at its default, which keeps the old behaviour.
+        if option not in defaults or defaults[option].default != value:
+            refuse(option, value, "left at its default, being unknown here")
+    if kind != _DDIM:
+        if eta != 0:
+            refuse("eta", eta, "0 (the option is DDIM's)")
+        if use_clipped_model_output:
+            refuse("use_clipped_model_output", True, "False (the option is DDIM's)")
+    elif not isinstance(eta, numbers.Real) or not 0 <= eta < math.inf:
+        refuse("eta", eta, "finite and at least 0")
+    return kind
+
+
+def _cpu_copy(scheduler: Any) -> Any:
+    """Copy the scheduler to the CPU.
+
+    Its tensors stay float32: scalars that it computes from them keep the rounding of the live
+    object, while the float64 probes that they multiply add none.
+    """
+    live = copy.deepcopy(scheduler)
+    if isinstance(getattr(vars(live).get("step"), "original", None), MethodType):
+        del live.step  # dpa.accelerate's, which is made of such a table
+    for name, value in vars(live).items():
+        if isinstance(value, Tensor):
+            setattr(live, name, value.detach().cpu())
+    return live

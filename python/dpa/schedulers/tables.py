@@ -1,0 +1,209 @@
+"""The steps of a sampling process: as a table, as a multistep table, or as a live scheduler."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpa.schedulers.probes import step_options
+
+Advance = Callable[[int, Tensor, Tensor, "Tensor | None"], Tensor]
+Generators = torch.Generator | Sequence[torch.Generator] | None
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """The steps of one sampling process, in the order in which they run.
+
+    Attributes:
+        timesteps: (S,) what the network is told at each step.
+        coefficients: (S, 6) floating, the columns r0..r5 of :func:`dpa.ops.scheduler_step`.
+        clip: bound of the predicted x0; infinity where clipping is off.
+        draws_noise: whether each step draws from the random stream. A step may draw and then weight
+            the noise by zero, and its draw still moves the stream.
+
+    Raises:
+        ValueError: where the shapes do not belong together.
+
+    """
+
+    timesteps: Tensor
+    coefficients: Tensor
+    clip: float = math.inf
+    draws_noise: tuple[bool, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Check that the parts belong together."""
+        shape = tuple(self.coefficients.shape)
+        if len(shape) != 2 or shape[1] != 6 or not self.coefficients.is_floating_point():
+            raise ValueError(
+                "StepTable: coefficients must be a floating (S, 6) tensor, got "
+                f"{self.coefficients.dtype} {shape}"
+            )
+        if self.timesteps.shape != shape[:1]:
+            raise ValueError(
+                f"StepTable: timesteps must be ({shape[0]},), a row each, "
+                f"got {tuple(self.timesteps.shape)}"
+            )
+        if not self.clip >= 0:
+            raise ValueError(f"StepTable: clip must be at least 0, got {self.clip}")
+        if not self.draws_noise:
+            draws = (self.coefficients[:, 5] != 0).tolist()
+            object.__setattr__(self, "draws_noise", tuple(draws))
+        if len(self.draws_noise) != shape[0]:
+            raise ValueError(
+                f"StepTable: draws_noise must have {shape[0]} entries, got {len(self.draws_noise)}"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return self.coefficients.shape[0]
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> StepTable:
+        """Return the table on ``device``, its coefficients in ``dtype``."""
+        return replace(
+            self,
+            timesteps=self.timesteps.to(device=device),
+            coefficients=self.coefficients.to(device=device, dtype=dtype),
+        )
+
+    def stepper(self, generator: Generators = None) -> Advance:
+        """Return ``advance(step, model_output, sample, noise)``, to be called in the steps' order.
+
+        ``noise`` is the caller's draw where ``draws_noise`` says so, else None; ``generator`` is
+        for :class:`LiveSteps`, which draws for itself.
+        """
+        index = torch.arange(len(self), device=self.coefficients.device)
+
+        def advance(step: int, output: Tensor, sample: Tensor, noise: Tensor | None) -> Tensor:
+            return torch.ops.dpa.scheduler_step(
+                output, sample, self.coefficients, index[step], noise, self.clip
+            )
+
+        return advance
+
+
+@dataclass(frozen=True, eq=False)
+class MultistepTable(StepTable):
+    """The steps of a multistep solver: a step also weighs the x0 of the steps before it.
+
+    ``out = (the six columns' sum) + history[s][0] * x0[s - 1] + history[s][1] * x0[s - 2] + ...``,
+    where ``x0 = clamp(r0 * sample + r1 * model_output, -clip, clip)`` of each step.
+
+    No fused loop has these terms; :class:`dpa.DiffusionSampler` runs them step by step.
+
+    Attributes:
+        history: for each step the weights of the earlier x0, the newest first.
+
+    """
+
+    history: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that the parts belong together."""
+        super().__post_init__()
+        if len(self.history) != len(self) or len({len(weights) for weights in self.history}) > 1:
+            raise ValueError(
+                f"MultistepTable: history must have {len(self)} entries of one length, got "
+                f"{len(self.history)} of lengths {[len(weights) for weights in self.history]}"
+            )
+
+    def stepper(self, generator: Generators = None) -> Advance:
+        """Return ``advance``, which keeps the x0 that later steps weigh."""
+        coefficients = self.coefficients.clone()
+        coefficients[:, 2:] = coefficients.new_tensor([1.0, 0.0, 0.0, 0.0])
+        remember = replace(self, coefficients=coefficients, draws_noise=(False,) * len(self))
+        x0 = StepTable.stepper(remember)
+        plain = super().stepper(generator)
+        kept: deque[Tensor] = deque(
+            maxlen=max((len(weights) for weights in self.history), default=0)
+        )
+
+        def advance(step: int, output: Tensor, sample: Tensor, noise: Tensor | None) -> Tensor:
+            out = plain(step, output, sample, noise)
+            for weight, earlier in zip(self.history[step], kept, strict=False):
+                if weight != 0:
+                    out = out.add(earlier, alpha=weight)
+            kept.appendleft(x0(step, output, sample, None))
+            return out
+
+        return advance
+
+
+class LiveSteps:
+    """A diffusers scheduler's own ``step`` where a table cannot express it: nothing is fused.
+
+    It stands where a :class:`StepTable` stands. Each loop steps a fresh copy of the scheduler.
+
+    Args:
+        scheduler: a live scheduler whose ``scale_model_input`` leaves the sample as it is.
+        num_inference_steps: steps of the process; None takes the timesteps that the object holds.
+        options: passed to ``step``, as far as it has such parameters.
+
+    Raises:
+        TypeError: the object has no ``step``, ``timesteps`` and ``set_timesteps``.
+        ValueError: it wants its inputs scaled, which a policy's loop does not do.
+
+    """
+
+    clip = math.inf
+
+    def __init__(self, scheduler: Any, num_inference_steps: int | None = None, **options: Any):
+        for name in ("step", "timesteps", "set_timesteps"):
+            if not hasattr(scheduler, name):
+                raise TypeError(
+                    f"LiveSteps: scheduler must have {name}, got {type(scheduler).__name__}"
+                )
+        self._live = copy.deepcopy(scheduler)
+        if num_inference_steps is not None:
+            self._live.set_timesteps(num_inference_steps)
+        self._options = step_options(self._live, options)
+        self.timesteps: Tensor = self._live.timesteps.detach().clone()
+        self.draws_noise = (False,) * len(self)
+        self._check_unscaled(copy.deepcopy(self._live))
+
+    def _check_unscaled(self, live: Any) -> None:
+        probe = torch.ones(1)
+        scale = getattr(live, "scale_model_input", None)
+        scaled = scale(probe, live.timesteps[0]) if scale is not None and len(self) else probe
+        if float(getattr(live, "init_noise_sigma", 1.0)) != 1.0 or not torch.equal(scaled, probe):
+            raise ValueError(
+                f"LiveSteps: scheduler must take its noise and its model's inputs unscaled, got "
+                f"{type(live).__name__}"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return len(self.timesteps)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> LiveSteps:
+        """Return the steps on ``device``; the arithmetic's dtype is the scheduler's affair."""
+        moved = copy.copy(self)
+        moved.timesteps = self.timesteps.to(device)
+        moved._live = copy.deepcopy(self._live)
+        # As set_timesteps(device=...) leaves the object: its other tensors stay where they are.
+        moved._live.timesteps = moved.timesteps
+        return moved
+
+    def stepper(self, generator: Generators = None) -> Advance:
+        """Return ``advance``, which draws from ``generator`` where the scheduler draws."""
+        live = copy.deepcopy(self._live)
+        options = dict(self._options)
+        options |= step_options(live, {"generator": generator})
+
+        def advance(step: int, output: Tensor, sample: Tensor, noise: Tensor | None) -> Tensor:
+            out = live.step(output, self.timesteps[step], sample, **options)
+            return out.prev_sample.to(sample.dtype)
+
+        return advance

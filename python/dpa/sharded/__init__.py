@@ -1,5 +1,0 @@
-"""Data-parallel training whose optimizer is shared out among the processes."""
-
-from .optimizer import ShardedOptimizer
-
-__all__ = ["ShardedOptimizer"]

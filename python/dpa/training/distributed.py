@@ -1,0 +1,169 @@
+"""Several processes under torchrun: who this one is, and sampling shared out among them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpa.training.graphed_step import release_graphs
+from dpa.training.sharded import ShardedOptimizer
+
+__all__ = ["Ranks", "ShardedOptimizer", "ranks", "sample_sharded"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that torchrun started; one of one without it.
+
+    Attributes:
+        rank: this process, from 0.
+        count: of the processes.
+        device: what this process computes on.
+        captured: whether steps are to be captured in CUDA graphs.
+
+    """
+
+    rank: int
+    count: int
+    device: torch.device
+    captured: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes files and prints."""
+        return self.rank == 0
+
+    def shard(self, size: int) -> slice:
+        """This process's part of ``size`` things, in order; parts differ by one at most."""
+        return slice(size * self.rank // self.count, size * (self.rank + 1) // self.count)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of ``value`` over all processes."""
+        if self.count > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+            value /= self.count
+        return value
+
+    def optimizer(
+        self, params: Iterable[Any], kind: Callable[..., torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        """``kind(params, **options)``, shared out where there are several processes.
+
+        Then it is a :class:`ShardedOptimizer`, which exchanges gradients itself: the module needs
+        no :meth:`wrap`.
+        """
+        if self.count == 1:
+            return kind(params, **options)
+        return ShardedOptimizer(params, kind, **options)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module under DDP, or itself where there is one process."""
+        if self.count == 1:
+            return module
+        if self.device.type != "cuda":
+            return DistributedDataParallel(module, gradient_as_bucket_view=True)
+        # Gradients are taken up on the stream that DDP is made on. A capture cannot wait for the
+        # default one; a plain loop is faster on it.
+        main = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.Stream(self.device) if self.captured else main
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            model = DistributedDataParallel(
+                module, device_ids=[self.device], gradient_as_bucket_view=True
+            )
+        main.wait_stream(stream)
+        return model
+
+
+@contextlib.contextmanager
+def ranks(device: torch.device | None = None, captured: bool = False) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, and leave them in the end.
+
+    The processes speak NCCL on CUDA and Gloo on the CPU. What :class:`dpa.training.GraphedStep` has
+    captured ends with them.
+
+    Args:
+        device: what to compute on; by default CUDA where there is one, each process on its own
+            (``LOCAL_RANK``).
+        captured: whether whole steps are to be captured by ``GraphedStep`` (with ``warmup=11``
+            under DDP), the exchange of gradients among them. NCCL's own thread then looks for no
+            errors.
+
+    """
+    kind = device.type if device else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and (device is None or device.index is None):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = device or torch.device("cpu")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield Ranks(0, 1, device, captured)
+        return
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        if captured:
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    owner = not dist.is_initialized()
+    if owner and kind == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    elif owner:
+        dist.init_process_group("gloo")
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device, captured)
+    finally:
+        if owner:
+            release_graphs()  # NCCL waits for the end of every graph that it is part of
+            dist.destroy_process_group()
+
+
+def sample_sharded(
+    sampler: Any,
+    global_cond: Tensor,
+    generators: Sequence[torch.Generator],
+    team: Ranks,
+    **conditions: Tensor,
+) -> Tensor:
+    """Sample a batch with its rows shared out among processes; each receives all of it.
+
+    Every sample has a random stream of its own, so the result is that of one process that samples
+    them all, up to the rounding of products at another batch size.
+
+    Args:
+        sampler: a :class:`dpa.DiffusionSampler` of the same weights in every process.
+        global_cond: (B, Dg), the same in every process.
+        generators: B of them, seeded alike in every process.
+        team: from :func:`ranks`.
+        conditions: ``noise``, ``local_cond``, ``condition_data``, ``condition_mask``: (B, ...).
+
+    Returns:
+        (B, T, Da), in every process.
+
+    """
+    batch = global_cond.shape[0]
+    if len(generators) != batch:
+        raise ValueError(
+            f"sample_sharded: generators must be one a sample, {batch}, got {len(generators)}"
+        )
+    if batch < team.count:
+        raise ValueError(
+            f"sample_sharded: global_cond must have a row for each of {team.count} processes, "
+            f"got {batch}"
+        )
+    mine = team.shard(batch)
+    part = {name: value[mine] for name, value in conditions.items()}
+    own = sampler(global_cond[mine], generator=generators[mine], **part)
+    if team.count == 1:
+        return own
+    most = -(-batch // team.count)  # gathering wants equal sizes
+    padded = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, most - len(own)))
+    everyone = [torch.empty_like(padded) for _ in range(team.count)]
+    dist.all_gather(everyone, padded.contiguous())
+    sizes = [Ranks(rank, team.count, team.device).shard(batch) for rank in range(team.count)]
+    return torch.cat([x[: s.stop - s.start] for x, s in zip(everyone, sizes, strict=True)])

@@ -1,0 +1,133 @@
+"""The moving average of a network's weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor (FSDP2), or the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class EMA:
+    """Exponential moving average of a model's parameters, all of them in a few kernels.
+
+    ``average <- decay * average + (1 - decay) * parameter``, where the decay grows with the number
+    ``n`` of updates, so that the start is forgotten::
+
+        decay = clamp(1 - (1 + n / inv_gamma) ** -power, min_decay, max_decay)
+
+    Averages are float32 for 16-bit parameters. Buffers are taken as they are when the averages are
+    applied. A sharded model (FSDP2) has its averages sharded in the same way.
+
+    Args:
+        model: whose parameters are averaged, those that train and those that do not.
+        power: of the decay's growth; 2/3 for a million steps, 3/4 for fewer.
+        max_decay: the decay's limit.
+        min_decay: the least decay.
+        inv_gamma: how many updates the growth takes to set in.
+
+    Source: the schedule is that of Chi et al., Diffusion Policy (2023).
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        power: float = 0.75,
+        max_decay: float = 0.9999,
+        min_decay: float = 0.0,
+        inv_gamma: float = 1.0,
+    ):
+        if not 0.0 <= min_decay <= max_decay <= 1.0:
+            raise ValueError(
+                "EMA: min_decay and max_decay must be ordered in 0..1, "
+                f"got {min_decay}, {max_decay}"
+            )
+        if not (power >= 0 and inv_gamma > 0):
+            raise ValueError(
+                f"EMA: power must be at least 0 and inv_gamma above 0, got {power}, {inv_gamma}"
+            )
+        self.model = model
+        self.power, self.max_decay, self.min_decay = power, max_decay, min_decay
+        self.inv_gamma = inv_gamma
+        self.updates = 0
+        self.averages = [self._copy(parameter) for parameter in model.parameters()]
+
+    @staticmethod
+    def _copy(parameter: Tensor) -> Tensor:
+        value = _local(parameter.detach())
+        return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+
+    @property
+    def decay(self) -> float:
+        """The decay of the next update."""
+        grown = 1.0 - (1.0 + self.updates / self.inv_gamma) ** -self.power
+        return min(max(grown, self.min_decay), self.max_decay)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the model; call it after the optimizer's step."""
+        now = [_local(parameter.detach()) for parameter in self.model.parameters()]
+        now = [new.to(old.dtype) for new, old in zip(now, self.averages, strict=True)]
+        torch._foreach_lerp_(self.averages, now, 1.0 - self.decay)
+        self.updates += 1
+
+    def _check_shapes(self, name: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != len(self.averages):
+            raise ValueError(
+                f"EMA: {name} must hold {len(self.averages)} averages, got {len(tensors)}"
+            )
+        for given, kept in zip(tensors, self.averages, strict=True):
+            if given.shape != kept.shape:
+                raise ValueError(
+                    f"EMA: {name} must have the shapes of the averages, got {tuple(given.shape)} "
+                    f"for {tuple(kept.shape)}"
+                )
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Write the averages, and the trained model's buffers, into a model of the same shapes."""
+        parameters = [_local(parameter.detach()) for parameter in model.parameters()]
+        self._check_shapes("model", parameters)
+        torch._foreach_copy_(parameters, self.averages)
+        for kept, new in zip(model.buffers(), self.model.buffers(), strict=True):
+            kept.copy_(new)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Give the model its averages inside a ``with`` block, and its own weights back after."""
+        parameters = [_local(parameter.detach()) for parameter in self.model.parameters()]
+        with torch.no_grad():
+            own = [parameter.clone() for parameter in parameters]
+            torch._foreach_copy_(parameters, self.averages)
+        try:
+            yield self.model
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"updates": self.updates, "averages": self.averages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the averages of a checkpoint.
+
+        Raises:
+            ValueError: it holds others; then nothing has changed.
+
+        """
+        if missing := {"averages", "updates"} - set(state):
+            raise ValueError(f"EMA: state must hold averages and updates, got none of {missing}")
+        self._check_shapes("state", state["averages"])
+        with torch.no_grad():
+            for kept, new in zip(self.averages, state["averages"], strict=True):
+                kept.copy_(new)
+        self.updates = state["updates"]

@@ -1,0 +1,408 @@
+"""A module's calls in training as CUDA graphs: one of its forward, one of its backward.
+
+The training loop stays as it is. Where the host takes longer to launch a small network's kernels
+than the GPU to run them, a step then takes as long as the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.acceleration.unet_forward import FastForward
+from dpa.library.capture import FAILED, can_capture, capturing, leave_capture, no_garbage
+from dpa.nn.plain import HOOKS
+
+
+def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Module:
+    """Let a module's calls replay CUDA graphs while it trains, in place.
+
+    Only the attribute ``forward`` of the object is replaced. In training mode with gradients
+    enabled, the first ``warmup`` calls of a kind (shapes, dtypes, autocast, which parameters train)
+    run as they are, the next one is captured, forward and backward, and later ones replay: two
+    launches, whatever the number of kernels. Optimizer, loss, clipping, EMA, checkpoints and loop
+    stay what they are. ``GradScaler`` and hooks of parameters work as before, and copies of the
+    module capture anew. Each call writes over the gradients of the one before. Where parameters
+    still have those in ``grad``, they are moved first; where somebody else has, the call runs as it
+    is. So let ``zero_grad(set_to_none=True)`` come before the call; adding gradients of several
+    batches up costs a copy of them.
+
+    A call runs as it is where a graph cannot stand for it: no gradients, evaluation mode, arguments
+    that are not CUDA tensors or None, hooks on inner modules, checkpointing, a second call before
+    the first one's backward, replaced modules, inside a capture or ``torch.compile``. What it may
+    not do is look at values on the host, or depend on Python values that change. A backward with
+    ``create_graph=True``, and a second one of the same call, call the module again, without graphs.
+    Under DDP, gradients are exchanged after the backward, not during it: :class:`GraphedStep`
+    captures both.
+
+    Args:
+        module: takes tensors and returns one; a policy's U-Net, say.
+        warmup: calls of a kind before it is captured.
+        capacity: kinds that stay captured, each with its activations and gradients in memory.
+
+    Returns:
+        ``module``.
+
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"graph_calls: module must be a torch.nn.Module, got {type(module)}")
+    if warmup < 1 or capacity < 1:
+        raise ValueError(
+            f"graph_calls: warmup and capacity must be at least 1, got {warmup}, {capacity}"
+        )
+    ungraph_calls(module)
+    vars(module)["forward"] = GraphedForward(module, warmup, capacity)
+    return module
+
+
+def ungraph_calls(module: nn.Module) -> nn.Module:
+    """Undo :func:`graph_calls` and return ``module``."""
+    graphed = vars(module).get("forward")
+    if isinstance(graphed, GraphedForward):
+        del vars(module)["forward"]
+        graphed.forget()  # captures lead back to it: memory goes now rather than with the garbage
+        if graphed.inner is not None:
+            vars(module)["forward"] = graphed.inner
+    return module
+
+
+def replaced_forward(module: Any) -> Any:
+    """Return what replaces a module's forward, beneath graphs of its calls; or None."""
+    forward = vars(module).get("forward")
+    return forward.inner if isinstance(forward, GraphedForward) else forward
+
+
+class GraphedForward:
+    """What stands in for the forward of a module whose calls are graphed."""
+
+    def __init__(self, module: nn.Module, warmup: int, capacity: int):
+        self.module = module
+        self.inner = vars(module).get("forward")
+        self.warmup = warmup
+        self.capacity = capacity
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop every capture, and what calls have shown."""
+        self._parts: _Parts | None = None
+        self._calls: Counter[Hashable] = Counter()
+        self._captures: OrderedDict[Hashable, _Capture] = OrderedDict()
+        self.refused: dict[Hashable, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the graphs out: a copy captures its own."""
+        kept = ("module", "inner", "warmup", "capacity")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forget()
+
+    @property
+    def captured(self) -> int:
+        """How many kinds of calls replay by now."""
+        return len(self._captures)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that this one replaces."""
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __code__(self) -> Any:
+        """Of the forward that this one replaces: torch.export asks where it is written."""
+        return type(self.module).forward.__code__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, by a replay where there is one."""
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        names, values = (*range(len(args)), *kwargs), (*args, *kwargs.values())
+        key = self._key(names, values)
+        if key is None or key in self.refused:
+            return self.original(*args, **kwargs)
+        capture = self._captures.get(key)
+        if capture is None:
+            self._calls[key] += 1
+            if self._calls[key] > self.warmup and self._is_decided():
+                capture = self._capture(key, args, kwargs)
+        if capture is None or not capture.is_free():
+            return self.original(*args, **kwargs)
+        self._captures.move_to_end(key)
+        tensors = tuple(x for x in values if x is not None)
+        return _Replay.apply(capture, tensors, *capture.trained(tensors))
+
+    def _is_decided(self) -> bool:
+        """Whether a later call would run as one does now: not while a comparison tells nothing."""
+        return not isinstance(self.inner, FastForward) or self.inner.is_compared()
+
+    def _key(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> Hashable | None:
+        """All that a capture depends on, or None where the call has to run as it is."""
+        kinds = {type(x) for x in values if x is not None}
+        if not kinds or not kinds <= {Tensor, nn.Parameter} or _is_special():
+            return None
+        device = next(x.device for x in values if x is not None)
+        if not self.module.training or not can_capture(device):
+            return None
+        if device.index != torch.cuda.current_device():  # whose streams are what is captured
+            return None
+        inner = self.inner
+        if isinstance(inner, FastForward) and inner.why_original() is not None:
+            return None
+        parts = self._parts
+        if parts is None or not parts.unchanged():
+            self.forget()
+            parts = self._parts = _Parts(self.module)
+        if not parts.are_plain(device) or any(x is not None and x.device != device for x in values):
+            return None
+        arguments = tuple(
+            None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad) for x in values
+        )
+        mode = (
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        )
+        return names, arguments, mode, parts.state(), getattr(inner, "generation", None)
+
+    def _capture(self, key: Hashable, args: Any, kwargs: dict[str, Any]) -> _Capture | None:
+        assert self._parts is not None
+        try:
+            capture = _Capture(self.original, self._parts, args, kwargs)
+        except RuntimeError as error:  # calls go on, kernel by kernel
+            self.refused[key] = str(error).partition("\n")[0]
+            warnings.warn(
+                f"graph_calls: {type(self.module).__name__} runs kernel by kernel, for its call "
+                f"could not be captured: {self.refused[key]}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+        self._captures[key] = capture
+        while len(self._captures) > self.capacity:
+            gone, _ = self._captures.popitem(last=False)
+            del self._calls[gone]
+        return capture
+
+
+def _is_special() -> bool:
+    """Whether somebody looks on or changes what calls mean, or no gradient is asked for."""
+    return (
+        not torch.is_grad_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or nn.modules.module._has_any_global_hook()
+    )
+
+
+class _Parts:
+    """The modules, parameters and buffers that a capture has in it.
+
+    Looked at in every call, so a look is made of dictionary lookups alone.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.modules = list(module.modules())
+        places = [(m._modules, m._parameters, m._buffers) for m in self.modules]
+        self._slots = [(d, name, d[name]) for three in places for d in three for name in d]
+        self._parameter_slots = [(d, n) for _, d, _ in places for n in d if d[n] is not None]
+        self.parameters = list(module.parameters())
+        self._tensors = [*self.parameters, *module.buffers()]
+        self._hooks = [getattr(m, name) for m in self.modules[1:] for name in HOOKS]
+        self._own = [vars(m) for m in self.modules[1:]]
+
+    def unchanged(self) -> bool:
+        """Whether nothing has been replaced."""
+        return all(d.get(name) is value for d, name, value in self._slots)
+
+    def are_plain(self, device: torch.device) -> bool:
+        """Whether a graph can stand for the module: on one device, not sharded, not watched."""
+        return (
+            not any(self._hooks)
+            and all(type(p) is nn.Parameter for p in self.parameters)
+            and all(t.device == device for t in self._tensors)
+        )
+
+    def state(self) -> Hashable:
+        """Where and how parameters and buffers lie, which train, modes, and forwards replaced."""
+        return (
+            tuple([(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._tensors]),
+            tuple([p.requires_grad for p in self.parameters]),
+            tuple([m.training for m in self.modules]),
+            tuple([own.get("forward") for own in self._own]),
+        )
+
+    def versions(self) -> list[int]:
+        """How often each parameter has been written."""
+        return [p._version for p in self.parameters]
+
+    @contextlib.contextmanager
+    def replaced(self, make: Callable[[nn.Parameter], Tensor]) -> Iterator[list[Tensor]]:
+        """Lend the module what ``make`` makes of its parameters."""
+        new = {id(p): make(p) for p in self.parameters}
+        own = [(d, name, d[name]) for d, name in self._parameter_slots]
+        try:
+            for d, name, parameter in own:
+                d[name] = new[id(parameter)]
+            yield list(new.values())
+        finally:
+            for d, name, parameter in own:
+                d[name] = parameter
+
+
+class _Capture:
+    """One kind of call: its graphs, and the memory that they read and write.
+
+    Both graphs share their memory, as forward and backward of a plain call do: gradients lie where
+    activations did. So a forward may replay only when no backward of the last call may come, and
+    nobody has its gradients any more.
+    """
+
+    def __init__(self, forward: Callable[..., Any], parts: _Parts, args: Any, kwargs: Any):
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
+        self._call: Callable[[], Any] = lambda: None
+        lend = lambda x: None if x is None else x.detach().clone().requires_grad_(x.requires_grad)  # noqa: E731
+        args, kwargs = [lend(x) for x in args], {name: lend(x) for name, x in kwargs.items()}
+        self._original, self._parts, self._args, self._kwargs = forward, parts, args, kwargs
+        self._inputs = [x for x in (*args, *kwargs.values()) if x is not None]
+        self.mark = spare = torch.empty(1, device=self._inputs[0].device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # casts of parameters belong to each replay
+        try:
+            with no_garbage(), parts.replaced(_without_history) as parameters:
+                self._record(forward, args, kwargs, parameters)
+        except BaseException:
+            FAILED.extend((self._forward, self._backward))
+            leave_capture(spare)
+            raise
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+        self._parameters = [p for p in parts.parameters if p.requires_grad]
+        self._storages = [g.untyped_storage() for g in self._gradients if g is not None]
+        self._users = [torch._C._storage_Use_Count(s._cdata) for s in self._storages]
+
+    def _record(self, forward: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        with capturing(self._forward, pool=pool, stream=self._stream):
+            output = forward(*args, **kwargs)
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            raise RuntimeError("it must return one tensor that has a gradient")
+        self._output, self._grad = output.detach(), torch.empty_like(output)
+        trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
+        with capturing(self._backward, pool=pool, stream=self._stream):
+            self._gradients = torch.autograd.grad(output, trained, self._grad, allow_unused=True)
+
+    def is_free(self) -> bool:
+        """Whether a replay may write: nothing of the last one is wanted any more."""
+        if self._is_open():
+            return False
+        if self._are_held():
+            self._give_away()
+        return not self._are_held()
+
+    def _is_open(self) -> bool:
+        """Whether the backward of the last call may still come."""
+        call = self._call()
+        if call is None or call.differentiated:
+            return False
+        try:
+            return call.saved_tensors is not None
+        except RuntimeError:  # somebody let go of them without a backward of this call
+            return False
+
+    def _are_held(self) -> bool:
+        """Whether somebody still has gradients of the last replay."""
+        count = torch._C._storage_Use_Count
+        return any(count(s._cdata) != n for s, n in zip(self._storages, self._users, strict=True))
+
+    def _give_away(self) -> None:
+        """Move what the parameters hold of the last gradients to memory of its own."""
+        written = {g.data_ptr() for g in self._gradients if g is not None}
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.data_ptr() in written:
+                parameter.grad = parameter.grad.clone()
+
+    def trained(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """The inputs and parameters of a call that get gradients."""
+        return [*(x for x in inputs if x.requires_grad), *self._parameters]
+
+    def forward(self, call: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        self._call = weakref.ref(call)
+        call.versions = self._parts.versions()
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._done)
+        for kept, new in zip(self._inputs, inputs, strict=True):
+            kept.data.copy_(new)  # unseen by autograd: what was captured takes the new values
+        self._forward.replay()
+        result = self._output.clone()
+        self._done.record(stream)
+        return result
+
+    def backward(self, call: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if call.versions != self._parts.versions():
+            raise RuntimeError(
+                "graph_calls: parameters have been modified by an inplace operation between a call "
+                "and its backward"
+            )
+        # With create_graph somebody will differentiate the gradients; and a second backward finds
+        # them where the activations were.
+        if torch.is_grad_enabled() or call.differentiated:
+            return self._call_again(call.inputs, grad)
+        call.differentiated = True
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._done)
+        self._grad.copy_(grad)
+        self._backward.replay()
+        self._done.record(stream)
+        return tuple(g if g is None else g.detach() for g in self._gradients)
+
+    def _call_again(self, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Without graphs, on views, since hooks of the parameters run behind this backward."""
+        with torch.enable_grad(), self._parts.replaced(_with_history) as parameters:
+            views = [_with_history(x) for x in inputs]
+            given = iter(views)
+            take = lambda x: None if x is None else next(given)  # noqa: E731
+            args = [take(x) for x in self._args]
+            output = self._original(*args, **{name: take(x) for name, x in self._kwargs.items()})
+            trained = [x for x in (*views, *parameters) if x.requires_grad]
+        again = torch.is_grad_enabled()
+        return torch.autograd.grad(output, trained, grad, create_graph=again, allow_unused=True)
+
+
+def _without_history(parameter: nn.Parameter) -> nn.Parameter:
+    """The same memory without hooks; `data`, for autograd would object to what replays change."""
+    return nn.Parameter(parameter.data, parameter.requires_grad)
+
+
+def _with_history(tensor: Tensor) -> Tensor:
+    """The same values, differentiable as what they are a view of; of integers as they are."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
+class _Replay(torch.autograd.Function):
+    """A call by replay; what it saves tells whether its backward may still come."""
+
+    @staticmethod
+    def forward(ctx: Any, capture: _Capture, inputs: tuple[Tensor, ...], *trained: Tensor) -> Any:
+        ctx.save_for_backward(capture.mark)
+        ctx.capture, ctx.inputs, ctx.differentiated = capture, inputs, False
+        return capture.forward(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _ = ctx.saved_tensors  # PyTorch's own error where they are freed
+        return None, None, *ctx.capture.backward(ctx, grad)

@@ -1,0 +1,109 @@
+"""A whole training step in one CUDA graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpa.library.capture import capturing, no_garbage
+
+_captured: weakref.WeakSet[GraphedStep] = weakref.WeakSet()
+
+
+def release_graphs() -> None:
+    """Drop the graph of every captured step; its next call captures anew."""
+    for step in list(_captured):
+        step.release()
+
+
+class GraphedStep:
+    """A whole training step in one CUDA graph: one launch for all its kernels.
+
+    Called like the step itself. The first ``warmup`` calls run as they are, on a side stream, and
+    train like any other; the next one is captured, and from then on each call copies its batch into
+    the captured one's place and replays. Where there is no CUDA every call runs as it is, so that a
+    script is the same on any machine.
+
+    The step must begin with ``optimizer.zero_grad(set_to_none=True)``, look at no value on the
+    host, and have an optimizer that can be captured: ``AdamW(..., fused=True, capturable=True)``,
+    with a tensor for ``lr`` where a schedule changes it. Random numbers drawn in it are new at
+    every replay. Autocast and a GradScaler may be part of it; regions of autocast begin and end
+    inside.
+
+    Args:
+        step: called with the batch; returns a tensor, or a tuple or dict of tensors.
+        warmup: calls before the capture; 11 under DDP.
+
+    Raises:
+        ValueError: on a batch whose shapes or dtypes are not those of the captured one.
+
+    """
+
+    def __init__(self, step: Callable[..., Any], warmup: int = 3):
+        if not callable(step):
+            raise ValueError(f"GraphedStep: step must be callable, got {type(step)}")
+        if warmup < 1:
+            raise ValueError(f"GraphedStep: warmup must be at least 1, got {warmup}")
+        self.step = step
+        self.warmup = warmup
+        self.calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batch: tuple[Tensor, ...] = ()
+        self._result: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls replay the graph by now."""
+        return self._graph is not None
+
+    def __call__(self, *batch: Tensor) -> Any:
+        """Run the step on tensors of a CUDA device; the result is a copy that the caller owns."""
+        self.calls += 1
+        if not batch or not batch[0].is_cuda:
+            return self.step(*batch)
+        with torch.cuda.device(batch[0].device):
+            if self.calls <= self.warmup:
+                return self._on_side_stream(batch)
+            if self._graph is None:
+                self._capture(batch)
+            self._fill(batch)
+            assert self._graph is not None
+            self._graph.replay()
+            return torch.utils._pytree.tree_map(lambda x: x.detach().clone(), self._result)
+
+    def _on_side_stream(self, batch: tuple[Tensor, ...]) -> Any:
+        # Captured work runs on a stream of its own, and autograd remembers on which one it ran.
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = self.step(*batch)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def _capture(self, batch: tuple[Tensor, ...]) -> None:
+        self._batch = tuple(x.detach().clone() for x in batch)
+        graph = torch.cuda.CUDAGraph()
+        with no_garbage(), capturing(graph, stream=self._stream):
+            self._result = self.step(*self._batch)
+        self._graph = graph
+        _captured.add(self)
+
+    def release(self) -> None:
+        """Drop the graph and its memory; the next call captures anew."""
+        self._graph, self._batch, self._result = None, (), None
+        _captured.discard(self)
+
+    def _fill(self, batch: tuple[Tensor, ...]) -> None:
+        describe = lambda tensors: [(tuple(x.shape), x.dtype) for x in tensors]  # noqa: E731
+        if describe(batch) != describe(self._batch):
+            raise ValueError(
+                f"GraphedStep: batch must be as captured, {describe(self._batch)}, "
+                f"got {describe(batch)}"
+            )
+        for kept, new in zip(self._batch, batch, strict=True):
+            kept.copy_(new, non_blocking=True)

@@ -1,0 +1,246 @@
+"""How processes average gradients, each its own shards of them, and give one another new weights.
+
+An exchange keeps the flat memory of the weights. A step is, in the same order in every process:
+``send`` of each chunk while the backward runs; ``begin``; of each chunk ``receive``, the update of
+this process's shard, ``share``; ``finish``.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+from dpa.training.sharded.layout import Chunk
+
+_LARGE = 1 << 16  # elements of a piece that is worth a copy by itself
+
+
+def exchange_of(chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup) -> Exchange:
+    """What serves the processes of a group; ``like`` has the weights' dtype and device."""
+    kind = _Peers if _reach_one_another(like.device, group) else _Collectives
+    return kind(chunks, like, group)
+
+
+def _reach_one_another(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether each process has a GPU of its own, all on one machine and joined by NVLink.
+
+    Barriers in another GPU's memory need atomics there, which other connections may not have.
+    """
+    if device.type != "cuda" or group.size() == 1:
+        return False
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(dist.get_world_size()):
+        return False
+    every = torch.tensor([_joined(group.size())], dtype=torch.int32, device=device)
+    dist.all_reduce(every, dist.ReduceOp.MIN, group=group)
+    return bool(every.item())
+
+
+def _joined(processes: int) -> bool:
+    """Whether this process sees a GPU for each, and NVLink between all of them."""
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _detect_dma_connectivity
+
+    count = torch.cuda.device_count()
+    if count < processes:
+        return False
+    links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
+    return all(links[a][b] for a in range(count) for b in range(count) if a != b)
+
+
+class Exchange(abc.ABC):
+    """What an optimizer asks of either kind.
+
+    Attributes:
+        weights: the flat memory of the weights.
+        average: this process's shards of the averaged gradients.
+
+    """
+
+    weights: Tensor
+    average: Tensor
+
+    def __init__(self, chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup):
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        self.total = sum(chunk.ranks * chunk.size for chunk in chunks)
+        self.dtype, self.device = like.dtype, like.device
+        self._read: list[list[Tensor]] = []  # by streams that the allocator does not know of
+
+    @abc.abstractmethod
+    def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
+        """Send a chunk's gradients, a tensor for each of its pieces, to those who update them."""
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Say that the gradients have been sent, and that weights may be written."""
+
+    @abc.abstractmethod
+    def receive(self, chunk: Chunk) -> None:
+        """Wait until this process's shard of a chunk has its average."""
+
+    @abc.abstractmethod
+    def share(self, chunk: Chunk) -> None:
+        """Give everyone this process's new weights of a chunk."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Wait until everyone has everyone's weights."""
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Everyone's shards of a chunk, one after the other."""
+        whole = shard.new_empty(self.ranks * len(shard))
+        dist.all_gather_into_tensor(whole, shard, group=self.group)
+        return whole
+
+
+class _Peers(Exchange):
+    """GPUs that reach one another's memory: the copy engines bring everything where it belongs.
+
+    Each process receives gradients in a row a peer; the first row becomes the average.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup):
+        super().__init__(chunks, like, group)
+        shards = self.total // self.ranks
+        # Apart from each other, since a saved state dict keeps the whole memory of its tensors.
+        self._handle, self._weights = self._shared(self.total)
+        self._other_handle, received = self._shared((self.ranks - 1) * shards)
+        self._received = [memory.view(-1, shards) for memory in received]
+        self.weights, self.average = self._weights[self.rank], self._received[self.rank][0]
+        streams = (torch.cuda.Stream(self.device) for _ in range(3))
+        self._gradients, self._arrivals, self._updates = streams
+        self._sent: dict[int, tuple[torch.cuda.Event, list[tuple[Tensor, Tensor]]]] = {}
+        self._targets = {chunk.start: self._targets_of(chunk) for chunk in chunks}
+
+    def _shared(self, size: int) -> tuple[Any, list[Tensor]]:
+        """Zeros of all processes, and the handle that keeps the others' reachable."""
+        memory = symmetric.empty(size, dtype=self.dtype, device=self.device).zero_()
+        torch.cuda.current_stream().synchronize()  # before anyone writes to it
+        handle = symmetric.rendezvous(memory, self.group)
+        others = [handle.get_buffer(r, (size,), self.dtype) for r in range(self.ranks)]
+        others[self.rank] = memory  # which is there as long as any part of it, a weight say
+        return handle, others
+
+    def _targets_of(self, chunk: Chunk) -> list[Tensor]:
+        """Where each piece goes: among the averages for this process's own, else with its owner."""
+        row = lambda owner: self._received[owner][self.rank - (self.rank > owner)]  # noqa: E731
+        mine = self.rank
+        rows = [self.average if owner == mine else row(owner) for owner in range(self.ranks)]
+        return [piece.among(chunk.among(rows[piece.owner])) for piece in chunk.pieces]
+
+    def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
+        """Send gradients to their owners."""
+        transfers = list(zip(chunk.pieces, self._targets[chunk.start], pieces, strict=True))
+        theirs = [t for t in transfers if t[0].owner != self.rank]
+        small = [t for t in theirs if t[0].count < _LARGE]
+        self._gradients.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._gradients):
+            if small:
+                torch._foreach_copy_([to for _, to, _ in small], [x for _, _, x in small])
+            for piece, to, x in theirs:
+                if piece.count >= _LARGE:
+                    to.copy_(x)
+        self._arrivals.wait_stream(self._gradients)  # where the next chunk waits for nobody
+        with torch.cuda.stream(self._arrivals):
+            self._handle.barrier(channel=0)
+            came = torch.cuda.Event()
+            came.record()
+        self._sent[chunk.start] = came, [(to, x) for p, to, x in transfers if p.owner == self.rank]
+        self._read.append(pieces)
+
+    def begin(self) -> None:
+        """See to it that new weights are sent when everyone's backward is over, and all gradients.
+
+        Copy engines take the copies of a graph in its own order, not as they become ready. And all
+        barriers come in one order in every process: two that do not wait for one another could
+        each be behind the other's partner in a queue of the device.
+        """
+        self._updates.wait_stream(torch.cuda.current_stream())
+        self._updates.wait_stream(self._arrivals)
+        with torch.cuda.stream(self._updates):
+            self._handle.barrier(channel=0)
+
+    def receive(self, chunk: Chunk) -> None:
+        """Average what has come of a chunk with this process's own gradients."""
+        came, pairs = self._sent[chunk.start]
+        torch.cuda.current_stream().wait_event(came)
+        targets, own = [to for to, _ in pairs], [x for _, x in pairs]
+        if self.ranks == 2:
+            if own:
+                torch._foreach_lerp_(targets, own, 0.5)
+            return
+        average = chunk.among(self.average)
+        for other in self._received[self.rank][1:]:
+            average.add_(chunk.among(other))
+        if own:
+            torch._foreach_add_(targets, own)
+        average.div_(self.ranks)
+
+    def share(self, chunk: Chunk) -> None:
+        """Give everyone this process's new weights of a chunk."""
+        self._updates.wait_stream(torch.cuda.current_stream())
+        mine = chunk.shard(self.weights, self.rank)
+        with torch.cuda.stream(self._updates):
+            for i in range(1, self.ranks):
+                peer = (self.rank + i) % self.ranks  # no two write to the same one at a time
+                chunk.shard(self._weights[peer], self.rank).copy_(mine)
+
+    def finish(self) -> None:
+        """Wait until everyone has everyone's weights."""
+        torch.cuda.current_stream().wait_stream(self._updates)
+        self._handle.barrier(channel=0)
+        self._sent.clear()
+        self._read.clear()
+
+
+class _Collectives(Exchange):
+    """Processes anywhere: two collectives of torch.distributed a chunk."""
+
+    def __init__(self, chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup):
+        super().__init__(chunks, like, group)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        self.weights = torch.zeros(self.total, **options)
+        self._gradients = torch.zeros(self.total, **options)
+        self.average = torch.zeros(self.total // self.ranks, **options)
+        self._stream = torch.cuda.Stream(self.device) if like.is_cuda else None
+
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
+        """Add everyone's gradients up beside the backward."""
+        self._read.append(pieces)
+        with self._beside():
+            targets = [p.among(chunk.shard(self._gradients, p.owner)) for p in chunk.pieces]
+            if pieces:
+                torch._foreach_copy_(targets, pieces)
+            average = chunk.among(self.average)
+            dist.reduce_scatter_tensor(average, chunk.of(self._gradients), group=self.group)
+            average.div_(self.ranks)
+
+    def begin(self) -> None:
+        """Nobody writes to anyone's weights."""
+
+    def receive(self, chunk: Chunk) -> None:
+        """Wait for the averages of a chunk, and of all others with them."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def share(self, chunk: Chunk) -> None:
+        """Give everyone this process's new weights of a chunk."""
+        whole = self.gather(chunk.shard(self.weights, self.rank))
+        chunk.of(self.weights).copy_(whole)
+
+    def finish(self) -> None:
+        """Everything has been waited for."""
+        self._read.clear()

@@ -1,0 +1,352 @@
+"""An optimizer whose work and state are shared out among data-parallel processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpa.training.sharded.exchange import Exchange, exchange_of
+from dpa.training.sharded.layout import Chunk, lay_out
+
+_CHUNKS = 6
+# What PyTorch's optimizers keep of a parameter that is not one value an element.
+_SCALARS = ("step", "mu_product", "eta", "mu")
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer for data-parallel training that every process runs on its share of the weights.
+
+    In place of DDP and a whole optimizer in every process: gradients are averaged over the
+    processes, every process receives those that it updates, keeps the optimizer's state for them
+    alone, and gives its new weights to all others. Weights are equal in all processes after each
+    step; ``grad`` keeps what this process computed::
+
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+        loss = ...             # of this process's part of the batch, through the model itself
+        loss.backward()        # gradients travel as they become known
+        optimizer.step()       # and so do new weights
+
+    On GPUs of one machine that reach each other's memory the copy engines bring gradients and
+    weights to where they belong (PyTorch's symmetric memory), so that the kernels keep all
+    multiprocessors; elsewhere the collectives of ``torch.distributed`` do. A whole step can be
+    captured by :class:`dpa.training.GraphedStep`.
+
+    Every process must run the same backwards; those of one alone belong in :meth:`no_sync`, with a
+    ``zero_grad`` behind them. The first step finds out in which order gradients come, and moves the
+    parameters into one memory: it must not be captured.
+
+    Args:
+        params: parameters or groups of them that require gradients, all of one dtype and on one
+            device, the same in every process; those of the first process count. They become
+            contiguous. Buffers and frozen parameters are nobody's business here.
+        optimizer: a class whose updates are element by element: ``SGD``, ``Adam``, ``AdamW`` and
+            their like.
+        group: the processes; by default all.
+        options: the class's own.
+
+    Raises:
+        ValueError: on parameters of several dtypes or devices, frozen ones, and one given twice.
+        RuntimeError: from ``step``, where a parameter has no gradient or has been given another
+            memory, or gradients have been changed after the backward, when they were on their way.
+
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
+    (2020), stage 1.
+
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer: Callable[..., torch.optim.Optimizer],
+        *,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ):
+        plain = optimizer(params, **options)
+        super().__init__(plain.param_groups, plain.defaults)
+        self._make = functools.partial(optimizer, **options)
+        group = group or dist.group.WORLD
+        assert group is not None
+        self._group = group
+        members = [each["params"] for each in self.param_groups]
+        self._parameters: list[Tensor] = [p for each in members for p in each]
+        self._groups = [i for i, each in enumerate(members) for _ in each]
+        kinds = {(p.dtype, p.device) for p in self._parameters}
+        if len(kinds) > 1:
+            raise ValueError(
+                "ShardedOptimizer: params must have one dtype and device, got "
+                + ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str))
+            )
+        if not all(p.requires_grad for p in self._parameters):
+            raise ValueError("ShardedOptimizer: params must require gradients; leave others out")
+        if len(set(self._parameters)) < len(self._parameters):
+            raise ValueError("ShardedOptimizer: params must differ, got one twice")
+        first = dist.get_global_rank(group, 0)
+        for p in self._parameters:
+            dist.broadcast(p.detach(), first, group=group)
+        self._exchange: Exchange | None = None  # until the first step
+        self._chunks: list[Chunk] = []
+        self._shards: list[nn.Parameter] = []  # one a chunk: what this process updates
+        self._inner: torch.optim.Optimizer | None = None  # of the shards
+        self._chunk_of: dict[int, int] = {}
+        self._places: dict[int, int] = {}  # the parameters' addresses
+        self._held = False
+        self._order: dict[int, None] = {}  # parameters, as their first gradients came
+        self._forget()
+        me = weakref.ref(self)
+        for i, p in enumerate(self._parameters):
+            p.register_post_accumulate_grad_hook(functools.partial(_arrived, me, i))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only the constructor takes parameters."""
+        if hasattr(self, "_parameters"):
+            raise RuntimeError("ShardedOptimizer: all parameters must be given to the constructor")
+        super().add_param_group(param_group)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Send nothing meanwhile: for all but the last backward of those that one step adds up."""
+        held, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = held
+
+    def _forget(self) -> None:
+        """Begin a step."""
+        self._came: set[int] = set()  # parameters whose gradients may be on their way
+        self._known: dict[int, tuple[int, int]] = {}  # those that are, as they were
+        self._missing = [len(chunk.parameters) for chunk in self._chunks]
+        self._sent = 0  # chunks
+        self._again = False  # whether gradients have come for what had been sent
+        self._averaged = False
+
+    def _take_up(self, i: int) -> None:
+        """Take up a parameter's new gradient; called in the backward."""
+        self._order.setdefault(i)
+        if self._averaged:
+            raise RuntimeError(
+                "ShardedOptimizer: clip_grad_norm_ must be followed by step or zero_grad, "
+                "got a backward"
+            )
+        if i in self._came:
+            self._again = True
+        elif not self._held:
+            self._came.add(i)
+        if self._exchange is None or self._again or self._held:
+            return
+        self._missing[self._chunk_of[i]] -= 1
+        while self._sent < len(self._chunks) and self._missing[self._sent] == 0:
+            self._send(self._sent)
+
+    @torch.no_grad()
+    def _send(self, number: int) -> None:
+        chunk = self._chunks[number]
+        grads = {i: self._gradient(i) for i in chunk.parameters}
+        self._known.update((i, _identity(grad)) for i, grad in grads.items())
+        assert self._exchange is not None
+        self._exchange.send(chunk, [piece.of(grads[piece.parameter]) for piece in chunk.pieces])
+        self._sent = number + 1
+
+    def _gradient(self, i: int) -> Tensor:
+        grad = self._parameters[i].grad
+        if grad is None:
+            lost = sum(p.grad is None for p in self._parameters)
+            raise RuntimeError(
+                "ShardedOptimizer: every parameter must have a gradient in every process, "
+                f"{lost} of {len(self._parameters)} have none"
+            )
+        return grad
+
+    def _send_all(self) -> Exchange:
+        """Send what has not been sent, or has changed since by another backward."""
+        grads = [self._gradient(i) for i in range(len(self._parameters))]
+        exchange = self._exchange or self._lay_out()
+        if any(self._parameters[i].data_ptr() != place for i, place in self._places.items()):
+            raise RuntimeError(
+                "ShardedOptimizer: parameters must stay in the memory that the first step gave "
+                "them; write to them in place"
+            )
+        if self._again:
+            self._sent, self._again = 0, False
+        elif any(_identity(grads[i]) != known for i, known in self._known.items()):
+            raise RuntimeError(
+                "ShardedOptimizer: gradients must not change after the backward, when they are on "
+                "their way; use its clip_grad_norm_, and bfloat16 in place of a GradScaler"
+            )
+        for number in range(self._sent, len(self._chunks)):
+            self._send(number)
+        return exchange
+
+    def _lay_out(self) -> Exchange:
+        """Move the parameters into one memory, in the order in which their gradients came."""
+        like, rank = self._parameters[0], self._group.rank()
+        came = [*self._order, *(i for i in range(len(self._parameters)) if i not in self._order)]
+        order = torch.tensor(came, device=like.device)
+        dist.broadcast(order, dist.get_global_rank(self._group, 0), group=self._group)
+        self._chunks = lay_out(
+            self._parameters, self._groups, order.tolist(), self._group.size(), _CHUNKS
+        )
+        self._exchange = exchange = exchange_of(self._chunks, like, self._group)
+        for number, chunk in enumerate(self._chunks):
+            part = chunk.of(exchange.weights)
+            for i, offset in zip(chunk.parameters, chunk.offsets, strict=True):
+                p = self._parameters[i]
+                place = part[offset : offset + p.numel()].view(p.shape)
+                place.copy_(p)
+                p.data = place
+                self._places[i] = place.data_ptr()
+                self._chunk_of[i] = number
+            self._shards.append(nn.Parameter(chunk.shard(exchange.weights, rank)))
+            self._shards[-1].grad = chunk.among(exchange.average)
+        self._missing = [len(chunk.parameters) for chunk in self._chunks]
+        self._take_state()
+        return exchange
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this process's share of the weights, and give everyone everyone's.
+
+        Args:
+            closure: computes the loss and its gradients anew, as for any optimizer.
+
+        Returns:
+            What the closure returns.
+
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._on_device():
+            exchange = self._send_all()
+            exchange.begin()
+            every = range(len(self._chunks))
+            for part in [[number] for number in every] if _pipelined(self._shards[0]) else [every]:
+                for number in () if self._averaged else part:
+                    exchange.receive(self._chunks[number])
+                self._update(part)
+                for number in part:
+                    exchange.share(self._chunks[number])
+            exchange.finish()
+        torch.autograd.graph.increment_version(self._parameters)
+        self._forget()
+        return loss
+
+    def _update(self, numbers: Iterable[int]) -> None:
+        """Update this process's shards of some chunks, as the groups' options now are."""
+        members: dict[int, list[Tensor]] = {}
+        for number in numbers:
+            members.setdefault(self._chunks[number].group, []).append(self._shards[number])
+        assert self._inner is not None
+        self._inner.param_groups = [
+            {**self.param_groups[group], "params": shards} for group, shards in members.items()
+        ]
+        self._inner.step()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the averaged gradients so that their 2-norm is at most ``max_norm``.
+
+        ``torch.nn.utils.clip_grad_norm_`` for what ``step`` uses; ``grad`` itself stays as it is.
+
+        Returns:
+            The norm over all parameters before, on the device, equal in all processes.
+
+        """
+        with self._on_device():
+            exchange = self._send_all()
+            for chunk in () if self._averaged else self._chunks:
+                exchange.receive(chunk)
+            self._averaged = True
+            dtype = torch.promote_types(exchange.average.dtype, torch.float32)
+            total = torch.linalg.vector_norm(exchange.average, dtype=dtype).square()
+            dist.all_reduce(total, group=self._group)
+            norm = total.sqrt()
+            exchange.average.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, clipped ones too, which ``step`` then does without."""
+        super().zero_grad(set_to_none)
+        if self._averaged and self._exchange is not None:
+            with self._on_device():
+                self._exchange.begin()
+                self._exchange.finish()
+            self._forget()
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        device = self._parameters[0].device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``optimizer`` alone would keep; every process must call it."""
+        if self._exchange is not None and self._inner is not None:
+            self.state.clear()
+            for chunk, shard in zip(self._chunks, self._shards, strict=True):
+                for name, value in self._inner.state[shard].items():
+                    of_elements = isinstance(value, Tensor) and value.numel() == chunk.size
+                    whole = self._exchange.gather(value) if of_elements else value
+                    for i, offset in zip(chunk.parameters, chunk.offsets, strict=True):
+                        p = self._parameters[i]
+                        part = (
+                            whole[offset : offset + p.numel()].view(p.shape)
+                            if of_elements
+                            else whole
+                        )
+                        self.state[p][name] = part.clone() if isinstance(part, Tensor) else part
+        state = super().state_dict()
+        if self._exchange is not None:
+            self.state.clear()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the state of this class, or of ``optimizer`` itself, in every process."""
+        super().load_state_dict(state_dict)
+        if self._exchange is not None:
+            self._take_state()
+
+    @torch.no_grad()
+    def _take_state(self) -> None:
+        """Make the shards' optimizer, with its part of a state that has been loaded."""
+        rank = self._group.rank()
+        self._inner = self._make(self._shards)
+        for chunk, shard in zip(self._chunks, self._shards, strict=True):
+            state: dict[str, Any] = {}
+            for i in chunk.parameters:
+                for name, value in self.state[self._parameters[i]].items():
+                    of_elements = isinstance(value, Tensor) and name not in _SCALARS
+                    kept = torch.zeros_like(shard, dtype=value.dtype) if of_elements else value
+                    state.setdefault(name, kept)
+            for piece in chunk.pieces:
+                for name, value in self.state[self._parameters[piece.parameter]].items():
+                    if piece.owner == rank and isinstance(value, Tensor) and name not in _SCALARS:
+                        piece.among(state[name]).copy_(piece.of(value))
+            self._inner.state[shard].update(state)
+        self.state.clear()
+
+
+def _pipelined(shard: Tensor) -> bool:
+    """Whether to update chunk by chunk, so that one travels while the next is computed.
+
+    In a graph. Otherwise the host is the limit, and one update costs it less than several.
+    """
+    return shard.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _identity(tensor: Tensor | None) -> tuple[int, int]:
+    """What changes when a tensor is replaced or written to."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor._version)
+
+
+def _arrived(optimizer: weakref.ref[ShardedOptimizer], i: int, p: Tensor) -> None:
+    """Pass a new gradient on, without keeping the optimizer alive."""
+    if (alive := optimizer()) is not None:
+        alive._take_up(i)

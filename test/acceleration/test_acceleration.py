@@ -1,0 +1,516 @@
+"""dpa.accelerate on unmodified policies: the same actions, and nothing else changes."""
+
+import copy
+import pickle
+import time
+import warnings
+
+import pytest
+import torch
+from policies import (
+    SMALL,
+    diffusers,
+    lerobot_policy,
+    observations,
+    original_policy,
+    unet_and_inputs,
+)
+from tolerances import tolerance
+from torch import nn
+
+import dpa
+from dpa.acceleration.policy_loop import FastLoop
+from dpa.acceleration.unet_forward import LOOK_EVERY, FastForward
+from dpa.training.graphed_calls import replaced_forward
+
+
+def attributes(model):
+    return [
+        (name, list(vars(m)), [id(v) for v in vars(m).values()])
+        for name, m in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+def test_lerobot_over_episodes_with_reset(kind, device):
+    plain = lerobot_policy(device, noise_scheduler_type=kind, num_inference_steps=10)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    results = []
+    for policy in (plain, fast):
+        torch.manual_seed(1)
+        actions = []
+        for _ in range(2):
+            policy.reset()
+            actions += [policy.select_action(o) for o in observations(11, device)]
+        results.append(torch.stack([*actions, torch.randn(1, 2, device=device)]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    loop = vars(fast.diffusion)["conditional_sample"]
+    assert isinstance(loop, FastLoop) and max(loop.errors.values()) < 1e-4
+    assert torch.equal(
+        fast.diffusion.noise_scheduler.timesteps, plain.diffusion.noise_scheduler.timesteps
+    )
+
+
+def test_restore_leaves_every_attribute_as_it_was():
+    policy = lerobot_policy()
+    before, state = attributes(policy), {k: v.clone() for k, v in policy.state_dict().items()}
+    assert "can be accelerated" in str(dpa.explain(policy))
+    assert attributes(policy) == before
+    dpa.accelerate(policy)
+    assert policy.state_dict().keys() == state.keys()
+    assert len(list(policy.modules())) == len(before)
+    policy.select_action(next(observations(1, "cpu")))
+    assert [f.active for f in dpa.explain(policy).findings] == [True, True]
+    policy.reset()
+    dpa.restore(policy)
+    queues = next(i for i, (name, *_) in enumerate(before) if name == "")
+    after = attributes(policy)
+    assert [a for i, a in enumerate(after) if i != queues] == [
+        b for i, b in enumerate(before) if i != queues
+    ]
+    assert after[queues][1] == before[queues][1]
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+@pytest.mark.parametrize("inpainting", [False, True])
+def test_original_policy(kind, inpainting, device):
+    policy = original_policy(device, kind, global_cond_dim=None if inpainting else 4)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    data = torch.randn(3, 8, 2, device=device)
+    mask = torch.zeros_like(data, dtype=torch.bool)
+    mask[:, :2, 1] = inpainting
+    cond = None if inpainting else torch.randn(3, 4, device=device)
+    options = {"eta": 0.5} if kind == "DDIM" else {}
+    for steps in (5, 5, 7):
+        results = []
+        for current in (policy, fast):
+            current.num_inference_steps = steps
+            generator = torch.Generator(device).manual_seed(steps)
+            with torch.no_grad():
+                x = current.conditional_sample(
+                    data, mask, global_cond=cond, generator=generator, **options
+                )
+            results.append((x, torch.randn(2, generator=generator, device=device)))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    assert len(vars(fast)["conditional_sample"].errors) == 2
+
+
+def test_local_conditioning_runs_layer_by_layer(device):
+    policy = original_policy(device, local_cond_dim=3)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    data = torch.zeros(2, 8, 2, device=device)
+    mask = torch.zeros_like(data, dtype=torch.bool)
+    call = {
+        "local_cond": torch.randn(2, 8, 3, device=device),
+        "global_cond": torch.randn(2, 4, device=device),
+    }
+    for _ in range(2):
+        results = []
+        for current in (policy, fast):
+            torch.manual_seed(2)
+            with torch.no_grad():
+                results.append(current.conditional_sample(data, mask, **call))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_changed_weights_are_noticed(device):
+    unet, inputs = unet_and_inputs(device)
+    plain = copy.deepcopy(unet)
+    dpa.accelerate(unet)
+    for change in range(4):
+        for current in (unet, plain):
+            parameters = list(current.parameters())
+            if change == 1:
+                for parameter in parameters:
+                    parameter.mul_(1.1)
+            elif change == 2:
+                current.load_state_dict({k: v * 0.9 for k, v in current.state_dict().items()})
+            elif change == 3:
+                vector = nn.utils.parameters_to_vector(parameters) * 1.2
+                nn.utils.vector_to_parameters(vector, parameters)
+        for _ in range(2):
+            torch.testing.assert_close(unet(*inputs), plain(*inputs), **tolerance(torch.float32))
+
+
+@torch.no_grad()
+def test_copies_pickles_and_moves_go_on(device):
+    unet, inputs = unet_and_inputs("cpu")
+    expected = unet(*inputs)
+    dpa.accelerate(unet)
+    unet(*inputs)
+    for other in (copy.deepcopy(unet), pickle.loads(pickle.dumps(unet))):
+        forward = replaced_forward(other)
+        assert isinstance(forward, FastForward) and forward.unet is other
+        for _ in range(2):
+            torch.testing.assert_close(other(*inputs), expected, **tolerance(torch.float32))
+    unet.to(device)
+    moved = [x if x is None else x.to(device) for x in inputs]
+    for _ in range(2):
+        torch.testing.assert_close(unet(*moved).cpu(), expected, rtol=1e-4, atol=1e-4)
+    unet.double()
+    wide = [x if x is None or not x.is_floating_point() else x.double() for x in moved]
+    for _ in range(2):
+        assert unet(*wide).dtype == torch.float64
+    assert max(replaced_forward(unet).errors.values()) < 1e-4
+
+
+@torch.no_grad()
+def test_weights_written_through_data_are_noticed(device):
+    """As diffusers' EMAModel.copy_to writes them: no version counter moves."""
+    policy = original_policy(device)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    averages = diffusers.training_utils.EMAModel(fast.parameters())
+    for shadow in averages.shadow_params:
+        shadow.mul_(1.2)
+    data = torch.zeros(1, 8, 2, device=device)
+    call = (data, data.bool(), None, torch.randn(1, 4, device=device))
+    step = (torch.randn(1, 8, 2, device=device), torch.tensor([3], device=device), None, call[3])
+    for current in (fast, fast, policy):
+        current.conditional_sample(*call)
+        current.model(*step)
+    averages.copy_to(fast.parameters())
+    policy.load_state_dict(fast.state_dict())
+    results = []
+    for current in (policy, fast):
+        torch.manual_seed(4)
+        loop = current.conditional_sample(*call)  # a loop looks whenever it runs
+        time.sleep(2 * LOOK_EVERY)
+        results.append((loop, current.model(*step)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+SIXTEEN_BITS = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_sixteen_bit_policies(kind, dtype, device):
+    """LeRobot's own stops in 16 bits without autocast; the accelerated one runs as under it."""
+    plain = lerobot_policy(device, noise_scheduler_type=kind, num_inference_steps=10)
+    cond = torch.randn(4, 14, device=device)
+    low = copy.deepcopy(plain).to(dtype)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        low.diffusion.conditional_sample(4, cond.to(dtype))
+    fast = dpa.accelerate(copy.deepcopy(low))
+    results = []
+    with torch.no_grad():
+        for policy, autocast in ((low, True), (fast, False), (fast, False)):
+            torch.manual_seed(5)
+            with torch.autocast(device.type, dtype, enabled=autocast):
+                sample = policy.diffusion.conditional_sample(4, cond.to(dtype))
+            results.append((sample, torch.randn(2, device=device)))
+    loop = vars(fast.diffusion)["conditional_sample"]
+    assert len(loop.errors) == 1
+    for sample, behind in results[1:]:
+        assert sample.dtype == dtype and torch.equal(behind, results[0][1])
+        error = (sample.float() - results[0][0].float()).norm() / results[0][0].float().norm()
+        assert error < (5e-2 if dtype == torch.float16 else 1e-1)
+    assert torch.equal(results[1][0], results[0][0])  # the first is the original's
+    assert not torch.equal(results[2][0], results[0][0])
+    actions = [fast.select_action({k: v.to(dtype) for k, v in o.items()})
+               for o in observations(6, device)]  # fmt: skip
+    assert all(a.dtype == dtype and torch.isfinite(a).all() for a in actions)
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_under_autocast(kind, dtype, device):
+    """There DDPM draws its noise in 16 bits, and the policy's parameters stay float32."""
+    policy = lerobot_policy(device, noise_scheduler_type=kind, num_inference_steps=10)
+    fast = dpa.accelerate(copy.deepcopy(policy))
+    cond, results = torch.randn(4, 14, device=device), []
+    with torch.no_grad(), torch.autocast(device.type, dtype):
+        for current in (policy, fast, fast):
+            torch.manual_seed(6)
+            results.append(current.diffusion.conditional_sample(4, cond))
+            results.append(torch.randn(2, device=device))
+    assert max(vars(fast.diffusion)["conditional_sample"].errors.values()) < 0.1
+    assert torch.equal(results[5], results[1]) and results[4].dtype == torch.float32
+    assert (results[4] - results[0]).norm() < 0.1 * results[0].norm()
+
+
+def test_policies_are_copied_pickled_and_saved(tmp_path):
+    policy = lerobot_policy(num_inference_steps=5)
+    expected = [policy.select_action(o) for o in observations(9, "cpu")]
+    dpa.accelerate(policy)
+    policy.save_pretrained(tmp_path)
+    read = dpa.accelerate(type(policy).from_pretrained(tmp_path))
+    for other in (policy, copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), read):
+        assert vars(other.diffusion)["conditional_sample"].policy is other.diffusion
+        for _ in range(2):
+            other.reset()
+            torch.manual_seed(0)
+            found = [other.select_action(o) for o in observations(9, "cpu")]
+        assert len(found) == len(expected) and found[0].shape == expected[0].shape
+    torch.manual_seed(0)
+    dpa.restore(policy).reset()
+    plain = [policy.select_action(o) for o in observations(9, "cpu")]
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_training_mode_and_gradients(device):
+    unet, inputs = unet_and_inputs(device)
+    plain = copy.deepcopy(unet)
+    dpa.accelerate(unet)
+    optimizers = [torch.optim.SGD(current.parameters(), lr=1e-6) for current in (unet, plain)]
+    for mode in (True, True, False, True):
+        for current, optimizer in zip((unet, plain), optimizers, strict=True):
+            optimizer.step()
+            current.train(mode).zero_grad()
+            current(*inputs).square().sum().backward()
+        replaced_forward(unet).original = None  # the first call compared; no later one needs it
+        for got, expected in zip(unet.parameters(), plain.parameters(), strict=True):
+            if expected.grad is not None:
+                torch.testing.assert_close(got.grad, expected.grad, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_without_a_graph_break(backend, device):
+    unet, inputs = unet_and_inputs(device)
+    expected = unet(*inputs) * 2
+    dpa.accelerate(unet)
+    compiled = torch.compile(lambda *args: unet(*args) * 2, backend=backend, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+def doubled_and_inputs(device="cpu"):
+    """A network whose layers are the family's, and whose forward is not."""
+    unet, inputs = unet_and_inputs(device)
+
+    class Doubled(type(unet)):
+        def forward(self, sample, timestep, local_cond=None, global_cond=None):
+            return 2 * super().forward(sample, timestep, local_cond, global_cond)
+
+    unet.__class__ = Doubled
+    return unet, inputs
+
+
+@torch.no_grad()
+def test_compiled_first_a_network_is_compared_too():
+    def graph(module, _):
+        graphs.append(any("dpa" in str(node.target) for node in module.graph.nodes))
+        return module.forward
+
+    for make, fits in ((doubled_and_inputs, False), (unet_and_inputs, True)):
+        torch._dynamo.reset()
+        graphs = []
+        unet, inputs = make()
+        want = unet(*inputs)
+        dpa.accelerate(unet)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = torch.compile(unet, backend=graph, fullgraph=True)(*inputs)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert graphs == [fits]
+        assert fits != any("accelerated Doubled differs" in str(w.message) for w in caught)
+
+
+def test_compiled_calls_leave_float_timesteps_to_the_original():
+    arguments = {"input_dim": 2, "global_cond_dim": 4, **SMALL}
+    unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(**arguments)).eval()
+
+    class Truncating(type(unet)):
+        def forward(self, sample, timestep, local_cond=None, global_cond=None):
+            return super().forward(sample, int(timestep), local_cond, global_cond)
+
+    unet.__class__ = Truncating
+    sample, cond = torch.randn(3, 8, 2), torch.randn(3, 4)
+    want = unet(sample, 7.9, None, cond)
+    dpa.accelerate(unet)
+    unet(sample, 7, None, cond)
+    got = torch.compile(unet, backend="eager")(sample, 7.9, None, cond)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", ["empty", "zero", "nan"])
+@torch.no_grad()
+def test_a_first_call_that_shows_nothing_is_no_check(first):
+    for make, fits in ((doubled_and_inputs, False), (unet_and_inputs, True)):
+        unet, inputs = make()
+        state, want = copy.deepcopy(unet.state_dict()), unet(*inputs)
+        dpa.accelerate(unet)
+        if first == "empty":
+            unet(*[x if x is None else x[:0] for x in inputs])
+        elif first == "nan":
+            assert unet(inputs[0] * float("nan"), *inputs[1:]).isnan().all()
+        else:
+            for parameter in unet.final_conv[1].parameters():
+                parameter.zero_()
+            unet(*inputs)
+            unet.load_state_dict(state)
+        forward = replaced_forward(unet)
+        assert not forward.errors and forward.failed is None
+        if fits:
+            assert torch.equal(unet(*inputs), want)
+        else:
+            with pytest.warns(RuntimeWarning, match="differs"):
+                assert torch.equal(unet(*inputs), want)
+        assert (forward.failed is None) == fits and len(forward.errors) == 1
+
+
+def test_checkpointed_from_the_first_call_on():
+    unet, inputs = unet_and_inputs()
+    plain = copy.deepcopy(unet)
+    dpa.accelerate(unet.train())
+    for _ in range(2):
+        for network in (unet, plain.train()):
+            network.zero_grad()
+            out = torch.utils.checkpoint.checkpoint(network, *inputs, use_reentrant=False)
+            out.square().sum().backward()
+        for got, want in zip(unet.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-4)
+    assert max(replaced_forward(unet).errors.values()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_traced_and_exported_it_is_the_original():
+    unet, inputs = unet_and_inputs()
+    unet.requires_grad_(False)  # torch.jit.trace takes them for constants
+    want = unet(*inputs)
+    dpa.accelerate(unet)
+    sample, timestep, _, cond = inputs
+    for _ in range(2):
+        traced = torch.jit.trace(lambda x, t, g: unet(x, t, None, g), (sample, timestep, cond))
+        exported = torch.export.export(unet, inputs).module()
+        torch.testing.assert_close(traced(sample, timestep, cond), want)
+        torch.testing.assert_close(exported(*inputs), want)
+        unet(*inputs)
+
+
+@torch.no_grad()
+def test_forward_mode_derivatives():
+    unet, inputs = unet_and_inputs()
+    plain, tangent = copy.deepcopy(unet), torch.randn_like(inputs[0])
+    dpa.accelerate(unet)
+    unet(*inputs), unet(*inputs)
+    results = []
+    for network in (unet, unet, plain):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(inputs[0], tangent)
+            out = torch.autograd.forward_ad.unpack_dual(network(dual, *inputs[1:]))
+            results.append(out.tangent)
+    for got in results[:2]:
+        torch.testing.assert_close(got, results[2], rtol=1e-4, atol=1e-4)
+
+
+def test_more_levels_than_the_ops_run_layer_by_layer():
+    policy = original_policy("cpu")
+    unet = dpa.nn.ConditionalUnet1D(2, None, 4, 16, (8, 8, 8, 8, 8, 8))
+    policy.model = dpa.reference.plain(unet).eval()
+    with pytest.raises(ValueError, match="must have 1 to 5 down_dims to be packed, got"):
+        dpa.PackedUnet(policy.model)
+    fast = dpa.accelerate(copy.deepcopy(policy), fallback=False)
+    assert "layer by layer with dpa's ops: unet must have 1 to 5" in str(dpa.explain(fast))
+    data, cond = torch.zeros(2, 32, 2), torch.randn(2, 4)
+    for _ in range(2):
+        results = []
+        for current in (fast, policy):
+            torch.manual_seed(1)
+            with torch.no_grad():
+                results.append(current.conditional_sample(data, data.bool(), None, cond))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_network_that_only_looks_right_falls_back(device):
+    unet, inputs = doubled_and_inputs(device)
+    expected = unet(*inputs)
+    dpa.accelerate(unet)
+    with pytest.warns(RuntimeWarning, match=r"accelerated Doubled differs .* the original runs"):
+        assert torch.equal(unet(*inputs), expected)
+    assert torch.equal(unet(*inputs), expected)
+
+
+def test_hooks_are_still_called():
+    unet, inputs = unet_and_inputs()
+    dpa.accelerate(unet)
+    seen = []
+    unet.mid_modules[0].register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        unet(*inputs)
+        unet(*inputs)
+    assert len(seen) == 2
+
+
+@torch.no_grad()
+def test_a_scheduler_of_another_class_leaves_the_loop(device):
+    policy = original_policy(device)
+    policy.noise_scheduler = diffusers.EulerAncestralDiscreteScheduler(20)
+    data = torch.zeros(1, 8, 2, device=device)
+    call = (data, data.bool(), None, torch.randn(1, 4, device=device))
+    torch.manual_seed(3)
+    expected = policy.conditional_sample(*call)
+    dpa.accelerate(policy)
+    for _ in range(2):
+        torch.manual_seed(3)
+        torch.testing.assert_close(policy.conditional_sample(*call), expected, rtol=1e-3, atol=1e-3)
+    assert "EulerAncestralDiscreteScheduler" in str(dpa.explain(policy))
+
+
+def test_objects_that_only_hold_modules():
+    class Holder:
+        pass
+
+    outer, outer.ema = Holder(), Holder()
+    outer.ema.averaged_model, _ = unet_and_inputs()
+    dpa.accelerate(outer)
+    assert isinstance(replaced_forward(outer.ema.averaged_model), FastForward)
+    assert dpa.explain(outer).findings[0].path == "ema.averaged_model"
+    dpa.restore(outer)
+    assert "forward" not in vars(outer.ema.averaged_model)
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="no conditional U-Net and no denoising loop was found"):
+        dpa.accelerate(nn.Linear(2, 2))
+    unet, _ = unet_and_inputs()
+    with pytest.raises(ValueError, match="mode must be one of loop, step, chain, got 'fast'"):
+        dpa.accelerate(unet, mode="fast")
+    with pytest.raises(ValueError, match="dtype must be float32, float16 or bfloat16"):
+        dpa.accelerate(unet, torch.float64)
+    unet.final_conv[0] = nn.Identity()
+    with pytest.raises(TypeError, match=r"unchanged: .*parameters differ: missing: final_conv"):
+        dpa.accelerate(unet)
+
+
+def test_what_fails_leaves_the_model_as_it_was():
+    policy = original_policy("cpu")
+    policy.noise_scheduler = diffusers.PNDMScheduler(20)
+    with pytest.raises(TypeError, match=r"all must be fused, got: .*PNDMScheduler"):
+        dpa.accelerate(policy, fallback=False)
+    plain = attributes(policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="PNDMScheduler"):
+            dpa.accelerate(policy)
+    assert attributes(policy) == plain
+    with pytest.warns(RuntimeWarning, match="PNDMScheduler"):
+        dpa.accelerate(policy, tolerance=0.1)
+    before = attributes(policy)
+    with pytest.raises(TypeError, match="with fallback=False all must be fused"):
+        dpa.accelerate(policy, fallback=False)
+    assert attributes(policy) == before
+    scheduler = dpa.accelerate(diffusers.DDPMScheduler(20))
+    step = scheduler.step
+    scheduler.register_to_config(thresholding=True)
+    with pytest.raises(TypeError, match="thresholding"):
+        dpa.accelerate(scheduler)
+    assert scheduler.step is step
+
+
+def test_bfloat16_on_the_real_input():
+    if not torch.cuda.is_available():
+        pytest.skip("packed bfloat16 weights need a CUDA device here")
+    policy = lerobot_policy("cuda", noise_scheduler_type="DDIM", num_inference_steps=10)
+    fast = dpa.accelerate(copy.deepcopy(policy), dtype=torch.bfloat16)
+    noise = torch.randn(1, 8, 2, device="cuda")
+    cond = torch.randn(1, 14, device="cuda")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            got = fast.diffusion.conditional_sample(1, cond, noise=noise)
+        want = policy.diffusion.conditional_sample(1, cond, noise=noise)
+    assert (got - want).norm() < 0.1 * want.norm()

@@ -1,0 +1,320 @@
+"""dpa.accelerate on a bare diffusers scheduler: the same steps, and nothing else changes."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+import dpa
+from dpa.acceleration.scheduler_step import FastStep
+from dpa.schedulers.conversion import from_diffusers
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+EVERY = {
+    "DDPM": [
+        {},
+        {"clip_sample": False, "variance_type": "fixed_large"},
+        {"prediction_type": "sample", "timestep_spacing": "trailing"},
+        {"prediction_type": "v_prediction", "clip_sample_range": 0.5},
+    ],
+    "DDIM": [
+        {},
+        {"set_alpha_to_one": False, "prediction_type": "v_prediction"},
+        {"clip_sample": False, "timestep_spacing": "linspace"},
+        {"prediction_type": "sample"},
+    ],
+}
+CASES = [(kind, options) for kind, every in EVERY.items() for options in every]
+
+
+def make(kind, **options):
+    """A scheduler; options that this version of diffusers lacks are left out."""
+    kind = getattr(diffusers, f"{kind}Scheduler")
+    known = inspect.signature(kind.__init__).parameters
+    options = {"beta_schedule": "squaredcos_cap_v2", **options}
+    return kind(50, **{name: value for name, value in options.items() if name in known})
+
+
+def loop(scheduler, steps, device, dtype=torch.float32, **options):
+    """Every result of a whole loop, and the random stream behind it."""
+    generator = torch.Generator(device).manual_seed(steps)
+    x = torch.randn(2, 8, 3, generator=generator, device=device, dtype=dtype)
+    scheduler.set_timesteps(steps)
+    found = []
+    for t in scheduler.timesteps:
+        result = scheduler.step((2 * x).sin(), t, x, generator=generator, **options)
+        x = result.prev_sample
+        found += [x, result.pred_original_sample]
+    return [*found, torch.randn(3, generator=generator, device=device)]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_whole_loops(kind, options, device):
+    plain = make(kind, **options)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    choices = [{}, {"eta": 0.7}, {"eta": 0.3, "use_clipped_model_output": True}]
+    for steps in (5, 50, 7, 5):
+        for extra in choices if kind == "DDIM" else choices[:1]:
+            pairs = zip(
+                loop(fast, steps, device, **extra), loop(plain, steps, device, **extra), strict=True
+            )
+            for got, expected in pairs:
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert max(vars(fast)["step"].errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype, device):
+    """One step from the same sample: 16-bit results are rounded once here, several times there."""
+    plain = make("DDPM")
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    exact = make("DDPM")
+    for scheduler in (plain, fast, exact):
+        scheduler.set_timesteps(10)
+    for number, t in enumerate(plain.timesteps):
+        x = torch.randn(2, 8, 3, device=device, dtype=dtype)
+        output, results = torch.randn_like(x), []
+        for scheduler in (plain, fast, fast):
+            generator = torch.Generator(device).manual_seed(number)
+            results.append(scheduler.step(output, t, x, generator=generator).prev_sample)
+        assert results[1].dtype == results[2].dtype == dtype
+        generator = torch.Generator(device).manual_seed(number)
+        noise = torch.randn(x.shape, generator=generator, device=device, dtype=dtype).double()
+        table = dpa.schedulers.from_diffusers(plain).to(device)
+        clean = dpa.reference.scheduler_step(
+            output.double(),
+            x.double(),
+            table.coefficients,
+            torch.tensor([number], device=device),
+            noise if table.draws_noise[number] else None,
+            table.clip,
+        )
+        theirs, ours = ((r.double() - clean).abs().max() for r in (results[0], results[2]))
+        units = 8 if dtype == torch.float64 else 1  # to which the reference is rounded itself
+        assert ours <= theirs + units * torch.finfo(dtype).eps * clean.abs().max()
+
+
+def test_what_it_leaves_to_the_original(device):
+    fast, plain = dpa.accelerate(make("DDIM")), make("DDIM")
+    x = torch.randn(1, 4, 2, device=device)
+    with pytest.raises(ValueError, match="Number of inference steps is 'None'"):
+        fast.step(x, 3, x)
+    for scheduler in (fast, plain):
+        scheduler.set_timesteps(10)
+    for _ in range(2):  # 3 is none of the ten timesteps, and a tuple has its own layout
+        got, want = (s.step(x, 3, x, return_dict=False) for s in (fast, plain))
+        assert len(got) == len(want) and all(map(torch.equal, got, want))
+        assert torch.equal(fast.step(x, 3, x).prev_sample, plain.step(x, 3, x).prev_sample)
+    for odd in (torch.tensor([0, 5]), 2.5):
+        answers = []
+        for scheduler in (fast, plain):
+            try:
+                answers.append(scheduler.step(x, odd, x).prev_sample)
+            except (IndexError, RuntimeError, TypeError) as error:
+                answers.append(str(error))
+        got, want = answers
+        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    noise = torch.randn_like(x)
+    for t in fast.timesteps[:3]:
+        got, want = (
+            s.step(x, t, x, eta=0.5, variance_noise=noise).prev_sample for s in (fast, plain)
+        )
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_flow(device):
+    plain = make("DDPM")
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    gradients = []
+    for scheduler in (plain, fast):
+        scheduler.set_timesteps(5)
+        for _ in range(2):
+            x = torch.linspace(-1, 1, 24, device=device).view(1, 8, 3).requires_grad_()
+            generator = torch.Generator(device).manual_seed(1)
+            out = scheduler.step(x.sin(), scheduler.timesteps[2], x, generator=generator)
+            (gradient,) = torch.autograd.grad(out.prev_sample.square().sum(), x)
+        gradients.append(gradient)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
+def test_copies_pickles_and_restore():
+    scheduler = make("DDPM")
+    before = list(vars(scheduler))
+    dpa.accelerate(scheduler)
+    expected = loop(make("DDPM"), 5, "cpu")
+    for other in (copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler)), scheduler):
+        step = vars(other)["step"]
+        assert isinstance(step, FastStep) and step.scheduler is other
+        for _ in range(2):
+            got = loop(other, 5, "cpu")
+            assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(got, expected, strict=True))
+    [finding] = dpa.explain(scheduler).findings
+    assert finding.active and finding.part == "scheduler" and max(finding.errors) < 1e-5
+    # A table is still measured on the scheduler's own step.
+    assert len(dpa.schedulers.from_diffusers(scheduler, 5)) == 5
+    dpa.restore(scheduler)
+    assert "step" not in vars(scheduler) and set(vars(scheduler)) >= set(before)
+    assert dpa.explain(scheduler).findings[0].can
+
+
+def test_an_altered_step_is_noticed():
+    class Doubled(diffusers.DDPMScheduler):
+        pass
+
+    scheduler = dpa.accelerate(Doubled(50))
+    # from_diffusers measures a copy, which follows; what it cannot see is a change afterwards.
+    scheduler.set_timesteps(5)
+    x = torch.randn(1, 4, 2)
+    vars(scheduler)["step"]._find({})
+    Doubled.step = lambda self, *args, **kwargs: type(out := diffusers.DDPMScheduler.step(
+        self, *args, **kwargs))(2 * out.prev_sample, out.pred_original_sample)  # fmt: skip
+    with pytest.warns(RuntimeWarning, match=r"accelerated Doubled.step differs"):
+        scheduler.step(x, 20, x)
+
+
+def square(scheduler):
+    with torch.inference_mode():
+        scheduler.alphas_cumprod.pow_(2)
+
+
+def turn_away(scheduler):
+    """The config that it has last takes the place in memory of the one that it had."""
+    before = id(scheduler.config)
+    for _ in range(50):
+        scheduler.register_to_config(clip_sample=False)
+        if id(scheduler.config) == before:
+            break
+
+
+# What is done to a scheduler between two loops of it.
+CHANGES = {
+    "levels replaced": lambda s: setattr(s, "alphas_cumprod", s.alphas_cumprod**2),
+    "levels written": lambda s: s.alphas_cumprod.pow_(2),
+    "levels written in inference mode": square,
+    "last level": lambda s: setattr(s, "final_alpha_cumprod", torch.tensor(1.0)),
+    "variance": lambda s: setattr(s, "variance_type", "fixed_small_log"),
+    "class": lambda s: setattr(s, "__class__", type("Squared", (type(s),), {
+        "_get_variance": lambda self, *args, **kwargs: torch.tensor(1e-3)})),
+    "config": turn_away,
+}  # fmt: skip
+OF_ONE_KIND = {"last level": "DDIM", "variance": "DDPM"}
+ALTERED = [(k, c) for c in CHANGES for k in EVERY if OF_ONE_KIND.get(c, k) == k]
+
+
+def altered(kind, change):
+    """A scheduler that the change makes another."""
+    with torch.inference_mode("inference" in change):
+        return make(kind, set_alpha_to_one=False, clip_sample_range=0.3)
+
+
+def assert_same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "change"), ALTERED)
+def test_a_scheduler_that_changes(kind, change):
+    plain = altered(kind, change)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    extra = {"eta": 0.5} if kind == "DDIM" else {}
+    for _ in range(2):
+        before = loop(fast, 5, "cpu", **extra)
+    for scheduler in (plain, fast):
+        CHANGES[change](scheduler)
+    after = loop(plain, 5, "cpu", **extra)
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(before, after, strict=True))
+    for _ in range(2):
+        assert_same(loop(fast, 5, "cpu", **extra), after)
+
+
+def test_timesteps_that_change(monkeypatch):
+    """They are a loop's own: what another one has measured holds for them."""
+    measured = []
+    monkeypatch.setattr(
+        "dpa.acceleration.scheduler_step.from_diffusers",
+        lambda *a, **k: measured.append(1) or from_diffusers(*a, **k),
+    )
+    plain = make("DDIM")
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    del measured[:]
+    for steps in (5, 7, 5, 5, 7):
+        assert_same(loop(fast, steps, "cpu"), loop(plain, steps, "cpu"))
+    assert len(measured) == 2
+    x = torch.ones(1, 4, 2)
+    for change in (
+        lambda s: setattr(s, "num_inference_steps", 10),
+        lambda s: s.timesteps.sub_(1),
+        lambda s: setattr(s, "timesteps", s.timesteps + 3),
+    ):
+        for scheduler in (plain, fast):
+            change(scheduler)
+        for t in plain.timesteps:
+            got, want = (s.step(x.sin(), t, x) for s in (fast, plain))
+            assert_same(got.values(), want.values())
+    for steps in range(1, 50):
+        for extra in ({}, {"eta": 0.5}):
+            loop(fast, steps, "cpu", **extra)
+    assert len(vars(fast)["step"]._tables) <= 64
+
+
+def test_a_method_that_is_replaced_later():
+    plain, fast = make("DDPM"), dpa.accelerate(make("DDPM"))
+    loop(fast, 5, "cpu")
+    for scheduler in (plain, fast):
+        scheduler._get_variance = lambda *args, **kwargs: torch.tensor(0.25)
+    want = loop(plain, 5, "cpu")
+    with pytest.warns(RuntimeWarning, match="the scheduler's _get_variance was replaced on the"):
+        assert_same(loop(fast, 5, "cpu"), want)
+    with pytest.raises(TypeError, match="_get_variance was replaced on the object"):
+        dpa.accelerate(fast)
+    del fast._get_variance
+    assert_same(loop(fast, 5, "cpu"), loop(make("DDPM"), 5, "cpu"))
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("value", ["none", "zero", "not finite"])
+def test_a_first_step_that_proves_nothing(value):
+    class Doubled(diffusers.DDIMScheduler):
+        pass
+
+    scheduler = dpa.accelerate(Doubled(50))
+    scheduler.set_timesteps(5)
+    vars(scheduler)["step"]._find({})
+    Doubled.step = lambda self, *args, **kwargs: type(out := diffusers.DDIMScheduler.step(
+        self, *args, **kwargs))(2 * out.prev_sample, out.pred_original_sample)  # fmt: skip
+    x = {"none": torch.ones(0, 4, 2), "zero": torch.zeros(1, 4, 2)}
+    x = x.get(value, torch.full((1, 4, 2), torch.nan))
+    for _ in range(2):
+        scheduler.step(x, 20, x)
+    assert not vars(scheduler)["step"].errors
+    with pytest.warns(RuntimeWarning, match=r"accelerated Doubled.step differs"):
+        scheduler.step(x.new_ones(1, 4, 2), 20, x.new_ones(1, 4, 2))
+
+
+def test_a_change_that_no_table_expresses():
+    x = torch.randn(1, 4, 2)
+    for fallback in (True, False):
+        fast = dpa.accelerate(make("DDIM"), fallback=fallback)
+        fast.register_to_config(thresholding=True)
+        fast.set_timesteps(5)
+        if fallback:
+            with pytest.warns(
+                RuntimeWarning, match=r"DDIMScheduler.step cannot be fused: .*thresh"
+            ):
+                fast.step(x, fast.timesteps[0], x)
+            fast.step(x, fast.timesteps[1], x)
+        else:
+            for t in fast.timesteps[:2]:
+                with pytest.raises(RuntimeError, match="and fallback is False"):
+                    fast.step(x, t, x)
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"step can be fused: .*PNDMScheduler"):
+        dpa.accelerate(diffusers.PNDMScheduler(50))
+    if "thresholding" in make("DDPM").config:
+        with pytest.raises(TypeError, match="thresholding"):
+            dpa.accelerate(make("DDPM", thresholding=True))
+    assert not dpa.explain(diffusers.PNDMScheduler(50)).findings[0].can

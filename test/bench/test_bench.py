@@ -1,0 +1,355 @@
+"""The benchmark's arithmetic, tables and pictures; what it measures is no test's business."""
+
+import json
+import os
+import re
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import dpa
+from dpa.diagnostics import profiling
+from dpa.packed.unet import unet_config
+
+_MARKS = 7
+
+
+def test_the_profile_names_the_products_in_the_plan_order():
+    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=3, down_dims=(64, 128, 256, 512))
+    names = torch.ops.dpa.unet1d_weight_names(unet_config(unet))
+    seen = [
+        n for n in names if n.endswith(".weight") and "residual" not in n and "encoder" not in n
+    ]
+    convolutions = [
+        n.removesuffix(".weight").removesuffix(".block.0").removesuffix(".conv")
+        for n in seen
+        if not n.endswith(("block.1.weight", "final_conv.1.weight"))
+    ]
+    found = profiling._convolutions(list(unet_config(unet)[6:]), 16)
+    assert [name for name, _, _ in found] == convolutions
+    state = unet.state_dict()
+    for (name, channels, times), key in zip(
+        found, [s for s in seen if "block.1" not in s], strict=False
+    ):
+        transposed = name.startswith("up_modules") and name.endswith(".2")
+        assert state[key].shape[1 if transposed else 0] == channels, name
+        assert times in (16, 8, 4, 2)
+
+
+def test_shares_add_up_and_survive_the_clock_wrapping():
+    # Two blocks, three layers: clocks that pass 2^32 on the way, as int32 holds them.
+    marks = torch.tensor(
+        [
+            [0, 1, 10, 14, 20, 50, 60],
+            [60, 61, 90, 95, 100, 150, 170],
+            [170, 171, 200, 0, 210, 0, 250],
+        ]
+    )
+    clocks = torch.stack([marks + 2**32 - 100, marks + 17])
+    runs = torch.stack([clocks, clocks + 5]).to(torch.int32)
+    runs[..., 2, 3] = 0  # a layer without a norm
+    phases, actions, total = profiling._shares(runs)
+    assert_close(
+        phases.int(), torch.tensor([[10, 0, 0, 10], [30, 10, 30, 10], [50, 20, 30, 10]]).int()
+    )
+    assert actions == 40
+    assert total == 250
+
+
+def test_what_cannot_be_profiled_is_refused():
+    diffusers = pytest.importorskip("diffusers")
+    unet = dpa.nn.ConditionalUnet1D(2, down_dims=(32, 64)).eval()
+    scheduler = diffusers.DDIMScheduler(num_train_timesteps=10)
+    with pytest.raises(ValueError, match="profile: sampler must be fused"):
+        dpa.profile(dpa.DiffusionSampler(unet, scheduler, 5, horizon=8))
+    with pytest.raises(ValueError, match="profile: sampler must run on a GPU, got cpu"):
+        dpa.profile(dpa.DiffusionSampler(unet, scheduler, 5, horizon=8, fused=True))
+    with pytest.raises(ValueError, match="profile: sampler must be a DiffusionSampler, got"):
+        dpa.profile(unet)
+
+
+def _profile():
+    layers = tuple(
+        profiling.LayerTime(name, channels, times, 0.5, 0.1, 0.4, 0.3)
+        for name, channels, times in profiling._convolutions([256, 512, 1024], 16)
+    )
+    return profiling.StepProfile("a GPU", torch.bfloat16, 40.0, layers, 2.3)
+
+
+def test_the_profile_reads_as_a_table():
+    found = _profile()
+    lines = str(found).splitlines()
+    assert len(lines) == len(found.layers) + 4
+    assert lines[2].split() == [
+        "down_modules.0.0.blocks.0",
+        "256",
+        "x",
+        "16",
+        "0.50",
+        "0.10",
+        "0.40",
+        "0.30",
+        "1.30",
+    ]
+    assert json.dumps(found.rows())
+
+
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from dpa.bench import plots
+
+    rows = [
+        {"network": n, "batch": b, "weights": w, "how": h, "us": us * b, "floor us": 20.0}
+        for n in ("80 M", "252 M")
+        for b in (1, 16)
+        for w in ("bfloat16", "float32")
+        for h, us in (
+            ("eager, graph", 1500.0),
+            ("torch.compile reduce-overhead", 1100.0),
+            ("dpa", 80.0),
+        )
+    ]
+    loops = [
+        {"network": "80 M", "batch": 1, "weights": "bfloat16", "loop": f"DDPM, {n} steps"}
+        | {"how": how, "us": n * 80.0, **more}
+        for n in (10, 100)
+        for how, more in (("eager, step by step", {}), ("dpa", {"steps' time": n * 1.02}))
+    ]
+    engines = [
+        {"batch": b, "engine": e, "precision": "float32", "median ms": ms * b}
+        for b in (1, 16)
+        for e, ms in (("eager", 20.0), ("dpa", 6.0), ("reading", 5.0))
+    ]
+    for path in (
+        plots.draw_steps(rows, "a GPU", tmp_path / "steps.png"),
+        plots.draw_batches(rows, "a GPU", tmp_path / "batches.png"),
+        plots.draw_loops(loops, "a GPU", tmp_path / "loops.png"),
+        plots.draw_engines(engines, "a CPU", tmp_path / "cpu.png"),
+        _profile().draw(tmp_path / "profile.png"),
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert _profile()._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
+
+
+def test_the_cpu_measures_a_network_in_turns():
+    from dpa.bench import cpu_unet
+
+    network = cpu_unet.NETWORK | {"down_dims": (16, 32), "diffusion_step_embed_dim": 16}
+    unet = dpa.nn.ConditionalUnet1D(**network).eval()
+    rows = cpu_unet.forward_rows(unet, 2, rounds=1, compiled=False)
+    found = {(row["engine"], row["precision"]): row for row in rows}
+    assert {"eager", "dpa", "reading"} <= {engine for engine, _ in found}
+    assert all(0 < row["p10 ms"] <= row["median ms"] <= row["p90 ms"] for row in rows)
+    for (engine, precision), row in found.items():
+        if engine != "reading":
+            assert row["error"] < {"float32": 1e-5, "bfloat16": 5e-2}[precision]
+
+
+def test_every_op_is_measured_beside_the_same_arithmetic():
+    from dpa.bench import cpu_ops
+
+    for case in cpu_ops.cases(torch.float64):
+        if case.size[0] == "1":
+            assert_close(case.ours(*case.tensors), case.plain(*case.tensors))
+
+
+def test_rows_of_several_stages_make_one_table():
+    from dpa.bench import cpu
+    from dpa.bench.command import _cell, _measured
+
+    stages = {"one": lambda: {"ops": [1]}, "two": lambda: {"ops": [2], "loops": [3]}}
+    kept = []
+    done = _measured(stages, {"device": "x"}, lambda so_far: so_far | {"bars": []}, kept.append)
+    assert done.pop("seconds").keys() == stages.keys()
+    assert done == {"device": "x", "ops": [1, 2], "loops": [3], "bars": []}
+    assert [(found["ops"], found.get("to come")) for found in kept] == [
+        ([1], ["two"]),
+        ([1, 2], None),
+    ]
+    assert [_cell(value) for value in (1.7e-6, 0.01, None, "x")] == ["1.7e-06", "0.01", "", "x"]
+    quick, whole = cpu.stages(quick=True), cpu.stages()
+    assert set(quick) < set(whole) and "U-Net, batch 16" not in quick
+
+
+def test_a_process_waits_until_it_is_asked(tmp_path, monkeypatch):
+    from dpa.bench.ahead import Process
+
+    (tmp_path / "measuring.py").write_text(
+        "import sys\n"
+        "from dpa.bench.ahead import when_asked\n"
+        "print('compiling', sys.argv[1])\n"
+        "when_asked(lambda: open(sys.argv[1]).read())\n"
+    )
+    (tmp_path / "failing.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    process = Process("measuring", str(tmp_path / "written later"))
+    process.wait()
+    (tmp_path / "written later").write_text("42")
+    assert process.answer() == "42"
+    with pytest.raises(RuntimeError, match="failing ended with status 3"):
+        Process("failing").wait()
+
+
+def test_a_busy_machine_is_named(monkeypatch):
+    from dpa.bench import command
+
+    cores = len(os.sched_getaffinity(0))
+    for load, words in ((0.4 * cores, "^$"), (0.6 * cores, rf"busy \(load .* on {cores} cores\)")):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert re.search(words, command._busy())
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
+    testing = pytest.importorskip("typer.testing")
+    from dpa.bench import cpu
+    from dpa.cli.app import app
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    stages = {"ops": lambda: {"ops": [{"op": "a", "us": 1.0}]}, "loop": interrupted, "end": dict}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu, "stages", lambda quick: stages)
+    result = testing.CliRunner().invoke(app, ["bench", "--out", str(tmp_path)])
+    assert result.exit_code != 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["ops"] == [{"op": "a", "us": 1.0}] and found["to come"] == ["loop", "end"]
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_the_samplers_parts_are_tables_of_one_run(monkeypatch):
+    """In their order, whoever measured them, with floors and bars."""
+    from dpa.bench import sampler
+    from dpa.bench.command import _measured
+
+    unet = dpa.nn.ConditionalUnet1D(2, down_dims=(8, 16), n_groups=4)
+    monkeypatch.setattr(sampler.Size, "build", lambda self: unet)
+    monkeypatch.setattr(sampler, "read_rate", lambda: 4e12)
+
+    class Ahead:
+        def __init__(self, network, autotune):
+            self.network = network
+
+        def wait(self):
+            pass
+
+        def rows(self):
+            how = {"how": "torch.compile reduce-overhead", "weights": "bfloat16", "batch": 1}
+            return [("steps", how | {"us": 1000.0})]
+
+    def eager(unet, dtype, batch):
+        row = {"how": "eager, graph", "weights": str(dtype)[6:], "batch": batch, "us": 2000.0}
+        return [("steps", row)]
+
+    def measured(size, unet, batch):
+        row = {"how": "dpa", "weights": "bfloat16", "batch": batch, "us": 50.0 * batch}
+        loop = {"loop": "DDIM, 10 steps", "step us": 50.0, "first call s": 0.1}
+        return [("steps", row), ("loops", row | loop | {"us": 550.0})]
+
+    monkeypatch.setattr(sampler.compiled, "Ahead", Ahead)
+    monkeypatch.setattr(sampler.compiled, "eager", eager)
+    monkeypatch.setattr(sampler, "measured", measured)
+    run = sampler.Run(batches=(1, 16), train_steps=0)
+    kept = []
+    done = _measured(run.stages(), {}, sampler.finished, kept.append)
+    ways = [(row["network"], row["batch"], row["how"].split(",")[0]) for row in done["steps"]]
+    assert ways == [
+        ("80 M", 1, "eager"),
+        ("80 M", 1, "torch.compile reduce-overhead"),
+        ("80 M", 1, "dpa"),
+        ("80 M", 1, "eager"),  # in float32
+        ("80 M", 16, "eager"),
+        ("80 M", 16, "dpa"),
+        ("252 M", 1, "dpa"),
+    ]
+    floor = sampler.conv_bytes(unet, torch.bfloat16) / 4e12 * 1e6
+    assert done["steps"][0]["floor us"] == floor and done["steps"][0]["x floor"] == 2000 / floor
+    found = {row["bar"]: row["ratio"] for row in done["bars"]}
+    assert found["80 M bfloat16: faster than torch.compile"] == 20
+    assert found["80 M bfloat16, DDIM, 10 steps: of a step, at most"] == 11
+    assert "steps" not in kept[0] and len(kept) == len(run.stages()) == 8
+    assert all(json.dumps(tables) for tables in kept)
+
+
+def test_the_command_refuses_what_it_does_not_know():
+    testing = pytest.importorskip("typer.testing")
+    from dpa.cli.app import app
+
+    result = testing.CliRunner().invoke(app, ["bench", "--only", "nothing"])
+    assert result.exit_code != 0
+    assert "sampler" in result.output
+    for option, given in [("--networks", "7 M"), ("--batches", "1,x"), ("--batches", "0")]:
+        result = testing.CliRunner().invoke(app, ["bench", option, given])
+        assert result.exit_code != 0 and f"{option} must be" in result.output
+
+
+def test_the_networks_have_the_names_of_their_sizes():
+    from dpa.bench import command, sampler
+
+    assert list(command._NETWORKS) == [size.name for size in sampler.SIZES]
+
+
+def test_a_folder_that_cannot_be_fails_before_the_measurements(tmp_path, monkeypatch):
+    from dpa.bench import command
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "_measured", lambda *args: pytest.fail("measured"))
+    with pytest.raises(OSError, match="file"):
+        command.bench(out=tmp_path / "file" / "out")
+
+
+def test_the_bars_follow_from_the_tables():
+    from dpa.bench.bars import bars
+
+    step = {"network": "80 M", "batch": 1, "weights": "bfloat16", "floor us": 30.0}
+    steps = [
+        step | {"how": "dpa", "us": 75.0},
+        step | {"how": "torch.compile reduce-overhead", "us": 1200.0},
+        step | {"how": "torch.compile max-autotune, graph", "us": 1050.0},
+        step | {"batch": 16, "how": "dpa", "us": 225.0},
+    ]
+    loop = {"network": "80 M", "weights": "bfloat16", "how": "dpa", "step us": 75.0}
+    loop |= {"batch": 1, "first call s": 0.5}
+    loops = [loop | {"loop": "DDPM, 100 steps", "us": 8000.0}]
+    fast = [{"weights": "bfloat16", "tolerance": t, "faster": f} for t, f in ((1e-3, 1.4),)]
+    found = {row["bar"]: row for row in bars({"steps": steps, "loops": loops, "parallel": fast})}
+    assert len(found) == 6
+    faster = found["80 M bfloat16: faster than torch.compile"]
+    assert faster["ratio"] == 14 and faster["holds"] and not faster["reached"]
+    floor = found["80 M bfloat16: of the floor, at most"]
+    assert floor["ratio"] == 2.5 and floor["holds"] and not floor["reached"]
+    assert not found["80 M bfloat16, batch 16: of the step of batch 1, at most"]["holds"]
+    assert not found["80 M bfloat16, DDPM, 100 steps: of a step, at most"]["holds"]
+    assert not found["bfloat16, parallel, tolerance 0.001: faster than the loop"]["holds"]
+    assert bars({}) == []
+
+
+def test_parallel_sampling_is_compared_on_a_policy():
+    pytest.importorskip("diffusers")
+    from dpa.bench import parallel
+    from dpa.demo import train
+
+    policy = train.train(3, 0, torch.device("cpu"))
+    rows = parallel.rows(policy, torch.float32, observations=1, episodes=1, repeats=1)
+    assert [row["tolerance"] for row in rows] == [None, *parallel.TOLERANCES]
+    assert all(row["us"] > 0 for row in rows)
+    assert all(row["sweeps"] <= 100 and row["faster"] > 0 for row in rows[1:])
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@gpu
+def test_the_profile_of_a_step_adds_up():
+    diffusers = pytest.importorskip("diffusers")
+    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=20, down_dims=(256, 512, 1024)).cuda().eval()
+    scheduler = diffusers.DDPMScheduler(num_train_timesteps=20)
+    sampler = dpa.DiffusionSampler(unet, scheduler, 20, torch.bfloat16, horizon=16, fused=True)
+    found = dpa.profile(sampler, runs=5)
+    assert len(found.layers) == 29
+    total = sum(layer.total for layer in found.layers) + found.actions
+    assert_close(total, found.step, rtol=1e-3, atol=0)
+    assert all(getattr(layer, phase) >= 0 for layer in found.layers for phase in profiling.PHASES)
+    assert all(layer.multiply > 0 and layer.normalise > 0 for layer in found.layers)

@@ -1,0 +1,105 @@
+"""``dpa bench --train``: tables, the bars and the picture; a small network, no compiler."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from dpa.bench import train, train_bars
+
+CliRunner = pytest.importorskip("typer.testing").CliRunner
+
+
+def test_a_small_network_is_measured(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device.type == "cuda")
+    ways = (train.TF32, train.EAGER, train.DPA)
+    small = train.SMALL[0].network.build(train.EAGER, torch.device("cpu"))
+    rows = [train.measure(train.SMALL[0], way, repeats=1) for way in ways]
+    assert [row["how"] for row in rows] == [train.TF32, train.EAGER, train.DPA]
+    for row in rows:
+        assert row["called"] > 0
+        assert (row["graph"] is None) == (row["peak MiB"] is None) == (device.type == "cpu")
+        if row["peak MiB"] is not None:  # weights, gradients and moments at least, and no rounding
+            least = 4 * 4 * sum(p.numel() for p in small.parameters()) / 2**20
+            assert least <= row["peak MiB"] <= row["allocated MiB"]
+            assert least <= row["replayed MiB"]
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def _rows(dpa_ms):
+    """Times of every case: 1 s for the rivals, ``dpa_ms`` for dpa."""
+    return [
+        {"network": case.network.name, "batch": case.batch, "how": how}
+        | {"what": case.what}
+        | dict.fromkeys(("called", "graph"), dpa_ms if how.startswith(train.DPA) else 1000.0)
+        | {"peak MiB": (80.0 if how.startswith(train.DPA) else 100.0) if case.backward else None}
+        | {"replayed MiB": (99.0 if how.startswith(train.DPA) else 90.0) if case.backward else None}
+        for case in train.CASES
+        for how in train.WAYS
+    ]
+
+
+def test_the_bars_compare_ratios():
+    norm = [{"B, C, T": "1, 2, 3", "torch.compile a": 9.0, "torch.compile b": 8.0, "dpa": 2.0}]
+    norm[0]["floor"] = 2.0
+    speeds = ((256, 1, 10), (256, 2, 16), (256, 2, 14), (1024, 1, 10), (1024, 2, 3), (1024, 2, 19))
+    gpus = [{"how": "", "GPUs": n, "batch a GPU": b, "samples a second": s} for b, n, s in speeds]
+    found = train_bars.bars(_rows(200.0), norm, gpus)
+    assert len(found) == 9 + 6 + 1 + 2
+    assert_close([row["ratio"] for row in found[:9]], [5.0] * 9)
+    assert [row["holds"] for row in found[:9]] == [
+        *("aim", "yes", "aim", "yes", "aim", "aim", "yes", "aim", "aim")
+    ]
+    assert_close([row["ratio"] for row in found[9:]], [0.8, 1.1] * 3 + [4.0, 1.6, 1.9])
+    assert [row["holds"] for row in found[9:]] == ["yes", "NO"] * 3 + ["aim", "NO", "yes"]
+    assert_close(found[15]["aim"], 8.0 / 2.6)
+    # Weights of 16 bits may be the faster rival, forward alone.
+    rows = [r | {"graph": 600.0} if r["how"] == train.HALVES else r for r in _rows(200.0)]
+    forward = [r["ratio"] for r in train_bars.bars(rows, [], []) if ", forward, " in r["what"]]
+    assert_close(forward, [3.0] * 3)
+    slow = train_bars.bars(_rows(500.0), [], [])
+    assert {row["holds"] for row in slow[:9]} == {"NO"}
+    assert train_bars.bars([], [], []) == []
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from dpa.bench import plots
+
+    path = plots.draw_training(_rows(200.0), "a GPU", tmp_path / "train.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_loss_curves_are_compared_and_drawn(tmp_path):
+    pytest.importorskip("diffusers")
+    pytest.importorskip("matplotlib")
+    from dpa.bench import loss_curves, plots
+
+    assert loss_curves.smoothed([1.0, 3.0, 5.0, 7.0, 9.0], 2) == [2.0, 6.0]
+    rows = [
+        {"network": "demo", "dtype": "float32", "seed": seed}
+        | {"eager": [9.0, level], "dpa": [9.0, 1.1 * level]}
+        for seed, level in ((0, 1.0), (1, 1.5))
+    ]
+    (found,) = loss_curves.summary(rows)
+    assert_close(found["same seed"], 0.1 * (1.0 + 1.5**2) ** 0.5 / 2**0.5 / 1.25)
+    assert_close(found["between seeds"], 0.5 / 1.25)
+    path = plots.draw_curves(rows, "a GPU", tmp_path / "curves.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_writes_what_it_prints(monkeypatch, tmp_path):
+    from dpa.cli.app import app
+
+    row = _rows(200.0)[0]
+    monkeypatch.setattr(train, "measure", lambda case, way: row | {"how": way})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["bench", "--train", "--json", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "train.json").read_text())
+    assert json.loads(result.stdout) == written
+    assert [row["how"] for row in written["training"]] == [train.EAGER, train.DPA]
+    result = CliRunner().invoke(app, ["bench", "--train", "--only", "sampler"])
+    assert result.exit_code != 0
+    assert "networks" in result.output

@@ -1,0 +1,170 @@
+"""dpa eval: real simulators, a policy trained on a script's demonstrations, clear errors."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dpa.cli import app as cli
+from dpa.eval import environments, episodes
+
+LEROBOT = "lerobot.policies.diffusion.modeling_diffusion"
+lerobot = pytest.importorskip(LEROBOT, reason="LeRobot is not installed", exc_type=ImportError)
+pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+
+
+def run(*arguments):
+    """Run ``dpa eval``; return what it printed as JSON."""
+    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments), "--json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+def error(*arguments):
+    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments)])
+    assert result.exit_code != 0 and result.exception is not None
+    return str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    pytest.importorskip("gymnasium_robotics", reason="gymnasium-robotics is not installed")
+    from train_fetch_reach import train
+
+    folder = tmp_path_factory.mktemp("fetch_reach")
+    train(folder)
+    return folder
+
+
+def test_the_same_episodes_succeed_when_accelerated(trained):
+    results = run(trained, "--env", "FetchReach", "--episodes", 20, "--compare")
+    plain, fast = results["runs"]["plain"], results["runs"]["accelerated"]
+    assert plain["success"] >= 0.6
+    assert fast["successes"] == plain["successes"] and results["same_outcomes"]
+    # Rounding in the seventh digit, through a contact-free arm and 50 steps of feedback.
+    assert results["largest_action_difference"] < 0.02
+    loop = next(part for part in results["acceleration"] if part["part"] == "loop")
+    assert loop["active"] and max(loop["errors"]) < 1e-4
+    assert plain["plans"] == fast["plans"] == 20 * 7  # chunks of 8 actions in 50 steps
+    assert 0 < fast["plan_ms"]["p50"] <= fast["plan_ms"]["p90"] <= fast["plan_ms"]["p99"]
+
+
+def test_an_untrained_policy_fails(trained, tmp_path):
+    """What succeeds above is the training, not the environment."""
+    from lerobot.configs.policies import PreTrainedConfig
+
+    config = PreTrainedConfig.from_pretrained(trained)
+    torch.manual_seed(1)
+    lerobot.DiffusionPolicy(config).save_pretrained(tmp_path)
+    for file in trained.glob("policy_*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    results = run(tmp_path, "--env", "FetchReach", "--episodes", 10, "--steps", 5)
+    assert results["runs"]["accelerated"]["success"] <= 0.3
+
+
+@pytest.fixture(scope="module")
+def pusht_policy(tmp_path_factory):
+    """LeRobot's policy of images, with small random weights."""
+    pytest.importorskip("gym_pusht", reason="gym-pusht is not installed")
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+    from lerobot.policies.diffusion.processor_diffusion import make_diffusion_pre_post_processors
+
+    config = DiffusionConfig(
+        input_features={
+            "observation.image": PolicyFeature(FeatureType.VISUAL, (3, 96, 96)),
+            "observation.state": PolicyFeature(FeatureType.STATE, (2,)),
+        },
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
+        device="cpu",
+        pretrained_backbone_weights=None,
+        use_group_norm=True,
+        crop_shape=(84, 84),
+        horizon=16,
+        n_action_steps=8,
+        down_dims=(32, 64),
+        num_inference_steps=10,
+    )
+    stats = {
+        "observation.image": {"mean": torch.zeros(3, 1, 1), "std": torch.ones(3, 1, 1)},
+        "observation.state": {"min": torch.zeros(2), "max": torch.full((2,), 512.0)},
+        "action": {"min": torch.zeros(2), "max": torch.full((2,), 512.0)},
+    }
+    folder = tmp_path_factory.mktemp("pusht")
+    for part in (
+        lerobot.DiffusionPolicy(config),
+        *make_diffusion_pre_post_processors(config, stats),
+    ):
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["gif", "mp4"])
+def test_images_in_pusht_with_a_video(pusht_policy, suffix, tmp_path):
+    video = tmp_path / f"episodes.{suffix}"
+    where = ("--env", "PushT", "--episodes", 1, "--max-steps", 20, "--video", video)
+    results = run(pusht_policy, *where, "--compare")
+    assert results["runs"]["plain"]["plans"] == results["runs"]["accelerated"]["plans"] == 3
+    assert results["largest_action_difference"] < 0.05  # of 512 pixels, through contacts
+    if suffix == "gif":
+        from PIL import Image
+
+        frames, size = Image.open(video).n_frames, Image.open(video).size
+    else:
+        import av
+
+        with av.open(str(video)) as container:
+            pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        frames, size = len(pictures), pictures[0].shape[1::-1]
+    assert frames == 21 and size == (680, 680)
+
+
+def test_what_is_refused(pusht_policy, tmp_path):
+    env = ("--env", "PushT")
+    assert "there is no such file" in error(tmp_path, *env)
+    (tmp_path / "a.ckpt").touch()
+    assert "must be a folder that LeRobot's save_pretrained wrote" in error(
+        tmp_path / "a.ckpt", *env
+    )
+    assert "policy takes observation.image" in error(pusht_policy, "--env", "FetchReach")
+    assert "env: Environment `Nowhere` doesn't exist" in error(pusht_policy, "--env", "Nowhere-v0")
+    assert "must be a dict" in error(pusht_policy, "--env", "CartPole-v1")
+    assert "video: must end in .gif or .mp4" in error(pusht_policy, *env, "--video", "a.avi")
+    assert "mode must be one of loop, step, chain" in error(pusht_policy, *env, "--mode", "fast")
+    assert "exclude each other" in error(pusht_policy, *env, "--plain", "--compare")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((pusht_policy / name).read_bytes())
+    assert "saved before LeRobot 0.4" in error(tmp_path, *env)
+    (tmp_path / "policy_preprocessor.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
+    assert "LeRobot cannot load it: Error while deserializing" in error(tmp_path, *env)
+
+
+def test_observations_under_lerobots_names():
+    image = np.full((4, 6, 3), 255, np.uint8)
+    observation = {"pixels": {"top": image, "wrist": image}, "agent_pos": np.zeros(3)}
+    found = environments.lerobot_observation(observation)
+    assert set(found) == {
+        "observation.images.top",
+        "observation.images.wrist",
+        "observation.state",
+    }
+    top = found["observation.images.top"]
+    assert top.shape == (3, 4, 6) and top.dtype == torch.float32 and (top == 1).all()
+
+
+def test_summary_keeps_the_first_plan_apart():
+    make = episodes.Episode
+    done = [
+        make(3, True, 1.0, np.zeros((5, 2)), [0.5, 0.001]),
+        make(4, False, 0.0, np.zeros((5, 2)), [0.003]),
+    ]
+    found = episodes.summary(done)
+    assert found["success"] == 0.5 and found["successes"] == [3] and found["plans"] == 3
+    assert found["first_plan_ms"] == 500 and found["plan_ms"]["p50"] == pytest.approx(2.0)
+    shorter = [make(3, actions=np.zeros((4, 2))), done[1]]
+    assert episodes.largest_difference(done, shorter) == float("inf")
+    moved = [make(3, actions=np.full((5, 2), 0.25)), done[1]]
+    assert episodes.largest_difference(done, moved) == 0.25

@@ -1,0 +1,65 @@
+"""What `dpa info` advises, and how reports look in a notebook."""
+
+import json
+
+import pytest
+import torch
+
+import dpa
+from dpa.diagnostics.info import advice
+from dpa.library import loader
+
+CUDA = "the CPU and CUDA 13.0.88 for architectures 90a (as asked)"
+CPU = "the CPU alone: DPA_CUDA is off"
+
+
+def found(built_for=CUDA, torch="2.11.0+cu130", smoke="ok"):
+    return {"built for": built_for, "torch": torch, "smoke test": {"cpu": smoke}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "capabilities", "diffusers", "expected"),
+    [
+        (found(), {"cuda:0": (9, 0)}, True, []),
+        (found(CPU), {}, True, []),
+        (found(CPU), {"cuda:0": (9, 0)}, True, ["rebuild with CUDA=on"]),
+        (found(), {"cuda:0": (8, 6)}, True, ["rebuild with CUDA_ARCHS=86"]),
+        (found(CUDA.replace("90a", "80;90a")), {"cuda:0": (8, 6)}, True, []),
+        (found(CUDA.replace("90a", "75;80")), {"cuda:0": (7, 5)}, True, ["layer by layer"]),
+        (found(torch="2.11.0+cpu"), {}, True, ["install torch with CUDA"]),
+        (found(), {}, True, ["sees no GPU"]),
+        (found(CPU), {}, False, ["pip install diffusers"]),
+        (found(CPU, smoke="it broke"), {}, True, ["it broke"]),
+    ],
+)
+def test_advice(facts, capabilities, diffusers, expected):
+    lines = advice(facts, capabilities, diffusers)
+    assert len(lines) == len(expected)
+    assert all(part in line for part, line in zip(expected, lines, strict=True))
+
+
+def test_info_in_a_notebook():
+    facts = dpa.info()
+    assert json.loads(json.dumps(facts)) == facts
+    html = facts._repr_html_()
+    assert "dpa::group_norm_mish" in html and "works" in html and html.count("<table>") == 2
+
+
+def test_a_report_in_a_notebook():
+    unet = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=16, down_dims=(8, 16))
+    html = dpa.explain(unet)._repr_html_()
+    assert "checked error" not in html  # nothing has run that could have been checked
+    assert "can be accelerated" in html and "(itself)" in html
+    unet.mid_modules[0].blocks[0].block[0] = torch.nn.Identity()
+    assert "unchanged" in dpa.explain(unet)._repr_html_()
+    assert "<p>no conditional" in dpa.explain(torch.nn.Linear(1, 1))._repr_html_()
+
+
+def test_a_library_of_another_torch_is_refused(tmp_path):
+    (tmp_path / "torch-version.txt").write_text("1.99.0+cu130\n")
+    with pytest.raises(
+        ImportError, match=r"built against torch 1\.99\.0\+cu130, and this is torch"
+    ):
+        loader._refuse_other_torch(tmp_path / "libdpa.so")
+    (tmp_path / "torch-version.txt").write_text(torch.__version__)
+    loader._refuse_other_torch(tmp_path / "libdpa.so")

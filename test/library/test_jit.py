@@ -1,0 +1,84 @@
+"""dpa.jit.load: the library built at run time, each time in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dpa
+
+_ROOT = Path(__file__).parents[2]
+
+
+def _run(code: str) -> str:
+    """What ``code`` prints in a fresh process without the installed library."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "DPA_LIBRARY": "jit"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_refuses_a_second_library():
+    with pytest.raises(RuntimeError, match=r"dpa\.jit\.load: the ops are registered already.*jit"):
+        dpa.jit.load()
+
+
+def test_leaves_the_installed_library_alone():
+    code = """
+import dpa, torch
+assert not hasattr(torch.ops.dpa, "denoise")
+try:
+    dpa.library_path()
+except FileNotFoundError as error:
+    print(error)
+"""
+    assert "call dpa.jit.load()" in _run(code)
+
+
+def test_reports_a_failed_build(tmp_path):
+    code = f"""
+import dpa
+try:
+    dpa.jit.load(cuda="sometimes", folder={str(tmp_path)!r})
+except RuntimeError as error:
+    print(error)
+"""
+    assert "DPA_CUDA must be auto, on or off, got sometimes" in _run(code)
+
+
+@pytest.mark.parametrize(
+    "cuda",
+    [
+        "off",
+        pytest.param(
+            "on",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+        ),
+    ],
+)
+def test_builds_and_registers_the_same_ops(cuda):
+    """The folders stay, so that only the first run of the tests compiles."""
+    names = [name for name in dpa.info()["ops"] if "unet1d_pack" not in name]
+    folder = _ROOT / "build" / f"jit-{cuda}"
+    code = f"""
+import dpa, torch
+path = dpa.jit.load(cuda={cuda!r}, folder={str(folder)!r})
+assert path == dpa.library_path() == dpa.jit.load() and path.is_file()
+for name in {names}:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta") or "names" in name, name
+for device in ["cpu"] + ["cuda"] * ({cuda!r} == "on"):
+    x = torch.randn(2, 8, 5, device=device)
+    expected = dpa.reference.group_norm_mish(x, 4)
+    torch.testing.assert_close(torch.ops.dpa.group_norm_mish(x, 4), expected)
+    mapped = torch.vmap(lambda x: torch.ops.dpa.fused_relu_add(x, x))(x)
+    torch.testing.assert_close(mapped, x.relu() + x)
+print("works")
+"""
+    assert _run(code).strip().endswith("works")

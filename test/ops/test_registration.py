@@ -1,0 +1,114 @@
+"""Every op has every key, a Meta kernel, and gradients that are not silently lost."""
+
+import re
+
+import pytest
+import torch
+
+import dpa
+from dpa.diagnostics.info import op_names
+
+_KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
+_OPS = op_names()
+# Steps that other ops' autograd kernels call, beneath autograd and after autocast.
+_INNER = [name for name in _OPS if name.endswith(("_backward", "_forward"))]
+# Inference on packed weights, and a loop's other work: no gradient, no autocast; and the backends
+# that each does without.
+_ELSEWHERE = {
+    "dpa::unet1d": (),
+    "dpa::unet1d_pack": (),
+    "dpa::diffusion_sample": (),
+    "dpa::unet1d_film": ("CPU",),
+    "dpa::unet1d_on_film": ("CPU",),
+    "dpa::unet1d_step_film": ("CPU",),
+    "dpa::diffusion_sample_on_film": ("CPU",),
+    "dpa::diffusion_sample_clocks": ("CPU",),
+    "dpa::unet1d_by_name": (),
+    "dpa::diffusion_sample_by_name": (),
+    "dpa::unet1d_batch": ("CPU",),
+    "dpa::unet1d_batch_pack": ("CPU",),
+    "dpa::normal_draws": (),
+    "dpa::loop_inputs_": (),
+    "dpa::parallel_window": ("CPU",),
+    "dpa::parallel_move_": ("CPU",),
+}
+_PACKED = set(_ELSEWHERE)
+# No tensor among its arguments, so no backend of its own.
+_HOST = {"dpa::unet1d_weight_names"}
+_FORWARD = [name for name in _OPS if name not in {*_INNER, *_PACKED, *_HOST}]
+_BUILT_WITH_CUDA = dpa.info()["built for"].startswith("the CPU and CUDA")
+
+
+def test_the_contract_is_there():
+    expected = {
+        "elementwise_mult",
+        "fused_relu_add",
+        "lltm",
+        "denoise",
+        "scheduler_step",
+        "group_norm_mish",
+        "conv1d_gnm",
+    }
+    assert {name.removeprefix("dpa::") for name in _FORWARD} >= expected
+
+
+@pytest.mark.parametrize("name", _OPS)
+def test_keys(name):
+    if name in _HOST:
+        return
+    for key in _KEYS:
+        if name in _PACKED and key in ("AutocastCPU", "AutocastCUDA", *_ELSEWHERE[name]):
+            continue
+        if key.startswith("Autocast") and name in _INNER:
+            continue
+        if key == "CUDA" and not _BUILT_WITH_CUDA:
+            continue
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
+
+
+@pytest.mark.parametrize("name", _OPS)
+def test_tags_and_schema(name):
+    overload = getattr(torch.ops.dpa, name.removeprefix("dpa::")).default
+    assert torch.Tag.pt2_compliant_tag in overload.tags
+    # By the name, as in PyTorch, an op writes in place.
+    assert overload._schema.is_mutable == name.endswith("_")
+    for other in getattr(torch.ops.dpa, name.removeprefix("dpa::")).overloads():
+        tags = getattr(getattr(torch.ops.dpa, name.removeprefix("dpa::")), other).tags
+        if hasattr(torch.Tag, "out_variant"):  # torch 2.9 has none
+            assert (torch.Tag.out_variant in tags) == (other == "out")
+    # Sizes would be SymInt; a plain int is a number that does not follow the sizes of tensors.
+    ints = re.findall(r"\bint (\w+)", str(overload._schema))
+    # num_groups, stride, padding and int[] config are an architecture, not sizes.
+    assert set(ints) <= {"num_groups", "stride", "padding"}, ints
+
+
+def test_every_op_with_gradients_has_a_backward_op():
+    """A backward op for each forward op, unless its derivative is made of other ops."""
+    decomposed = {"dpa::conv1d_gnm", "dpa::elementwise_mult", "dpa::fused_relu_add"}
+    for name in _FORWARD:
+        assert name in decomposed or f"{name}_backward" in _OPS, name
+
+
+def test_the_schemas_say_what_the_contract_says():
+    schemas = {name: str(getattr(torch.ops.dpa, name[5:]).default._schema) for name in _FORWARD}
+    assert schemas["dpa::scheduler_step"].endswith(
+        "(Tensor model_output, Tensor sample, Tensor table, Tensor index, "
+        "Tensor? noise=None, float clip=inf) -> Tensor"
+    )
+    assert schemas["dpa::group_norm_mish"].endswith(
+        "(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, "
+        "float eps=1.0000000000000001e-05, Tensor? scale=None, Tensor? shift=None, "
+        "Tensor? residual=None) -> Tensor"
+    )
+
+
+def test_loading_twice_is_harmless():
+    torch.ops.load_library(str(dpa.library_path()))
+    dpa.library.loader.load()
+
+
+def test_info_is_complete_and_works():
+    facts = dpa.info()
+    assert facts["torch"] == torch.__version__
+    assert set(facts["smoke test"].values()) == {"ok"}
+    assert facts["ops"]["dpa::denoise"][:1] == ["CPU"]

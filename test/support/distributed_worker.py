@@ -1,0 +1,82 @@
+"""Run under torchrun by test_distributed.py: what several processes compute, against one."""
+
+import sys
+from pathlib import Path
+
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import dpa
+from dpa.training import EMA
+from dpa.training.distributed import Ranks, ranks, sample_sharded
+
+_BATCH, _STEPS = 6, 3
+_CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # means over the batch, taken in another order
+
+
+def _unet() -> dpa.nn.ConditionalUnet1D:
+    torch.manual_seed(3)
+    return dpa.nn.ConditionalUnet1D(
+        2, global_cond_dim=3, diffusion_step_embed_dim=16, down_dims=(16, 32)
+    )
+
+
+def _train(unet, model, team):
+    """Gradients of the last of a few steps on this process's part, the weights, the averages."""
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
+    ema, random = EMA(unet), torch.Generator().manual_seed(1)
+    part = team.shard(_BATCH)
+    for _ in range(_STEPS):
+        sample, target = torch.randn(2, _BATCH, 8, 2, generator=random).to(team.device)
+        timestep = torch.randint(50, (_BATCH,), generator=random).to(team.device)
+        cond = torch.randn(_BATCH, 3, generator=random).to(team.device)
+        optimizer.zero_grad(set_to_none=True)
+        out = model(sample[part], timestep[part], None, cond[part])
+        F.mse_loss(out, target[part]).backward()
+        optimizer.step()
+        ema.update()
+    whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x  # noqa: E731
+    named = dict(unet.named_parameters())
+    grads = {name: whole(p.grad).detach().clone() for name, p in named.items()}
+    with ema.applied():
+        averages = {name: whole(p).detach().clone() for name, p in unet.named_parameters()}
+    weights = {name: whole(p).detach().clone() for name, p in unet.named_parameters()}
+    return grads, weights, averages
+
+
+def _check_training(team):
+    alone = Ranks(0, 1, team.device)
+    unet = _unet().to(team.device)
+    expected = _train(unet, unet, alone)
+    unet = _unet().to(team.device)
+    assert_close(_train(unet, team.wrap(unet), team), expected, **_CLOSE)
+    unet = _unet().to(team.device)
+    blocks = [m for m in unet.modules() if isinstance(m, dpa.nn.ConditionalResidualBlock1D)]
+    for module in (*blocks, unet):
+        fully_shard(module)
+    assert_close(_train(unet, unet, team), expected, **_CLOSE)
+
+
+def _check_sampling(team):
+    unet = _unet().to(team.device)
+    alone = Ranks(0, 1, team.device)
+    cond = torch.randn(5, 3, generator=torch.Generator().manual_seed(2)).to(team.device)
+    for scheduler, steps in ((DDPMScheduler, 4), (DDIMScheduler, 3)):
+        live = scheduler(num_train_timesteps=20, beta_schedule="squaredcos_cap_v2")
+        sampler = dpa.DiffusionSampler(unet, live, steps, horizon=8)
+        seeds = lambda: [torch.Generator().manual_seed(i) for i in range(5)]  # noqa: E731
+        got = sample_sharded(sampler, cond, seeds(), team)
+        assert_close(got, sample_sharded(sampler, cond, seeds(), alone), **_CLOSE)
+        noise = torch.randn(5, 8, 2, generator=torch.Generator().manual_seed(4)).to(team.device)
+        got = sample_sharded(sampler, cond, seeds(), team, noise=noise)
+        assert_close(got, sampler(cond, noise=noise, generator=seeds()), **_CLOSE)
+
+
+with ranks() as team:
+    assert team.count == 2
+    _check_training(team)
+    _check_sampling(team)
+    Path(sys.argv[1], f"rank{team.rank}").write_text("right")

@@ -1,0 +1,359 @@
+"""Breaks kernels on purpose, one line at a time, to see whether a test notices.
+
+mutations.py [WORD]: those whose description or file holds WORD.
+
+Each mutation is one replacement in one file: a bound, a stride, a barrier, a sign. The test named
+beside it, which passes on the files as they are, must fail on the broken ones, or not end. Those of
+CUDA kernels run where there is a GPU, those of the convolution's products where it is a Hopper.
+Exit status 1 if any mutation lives.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[2]
+# A test's sources beside itself.
+_TESTS = {
+    "test/cpp/launch_plan_test.cpp": [],
+    "test/cpp/math_test.cpp": [],
+    "test/cpp/conv1d_plan_test.cpp": ["kernels/conv1d/plan.cpp"],
+    "test/cpp/unet1d_plan_test.cpp": ["kernels/unet1d/plan.cpp"],
+    "test/cpp/unet1d_cluster_test.cpp": [
+        f"kernels/unet1d/{name}" for name in ("cluster_layout.cpp", "plan.cpp")
+    ],
+    "test/kernels/common_test.cu": [],
+    "test/kernels/conv1d_test.cu": [
+        f"kernels/conv1d/{name}"
+        for name in ("product.cu", "weight_gradient.cu", "pack.cu", "plan.cpp", "tensor_map.cpp")
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old`` becomes ``new``, once, in ``file``; ``test`` has to notice."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+_LAUNCH, _MATH, _CONV, _UNET, _CLUSTERS, _GPU, _PRODUCTS = _TESTS
+MUTATIONS = [
+    Mutation(
+        "bound: no block for the last items",
+        "kernels/common/grid.h",
+        "items / per_block + (items % per_block != 0)",
+        "items / per_block",
+        _LAUNCH,
+    ),
+    Mutation(
+        "bound: a grid one larger than the largest",
+        "kernels/common/grid.h",
+        "(int64_t{1} << 31) - 1;",
+        "int64_t{1} << 31;",
+        _LAUNCH,
+    ),
+    Mutation(
+        "bound: 32-bit numbers for 2^31 items",
+        "kernels/common/grid.h",
+        "items < (int64_t{1} << 31)",
+        "items <= (int64_t{1} << 31)",
+        _LAUNCH,
+    ),
+    Mutation(
+        "bound: rows longer than the shared memory",
+        "kernels/lltm_plan.h",
+        "inputs <= kLltmMaxInputs",
+        "inputs <= kLltmMaxInputs + 1",
+        _LAUNCH,
+    ),
+    Mutation(
+        "formula: mish's quotient",
+        "kernels/math/mish.h",
+        "x * (n / (n + A(2)))",
+        "x * (n / (n + A(1)))",
+        _MATH,
+    ),
+    Mutation(
+        "bound: exp below the normal range",
+        "kernels/math/mish.h",
+        "return vanishes ? 0.0f : (e.tail + 1.0f) * e.scale;",
+        "return (e.tail + 1.0f) * e.scale;",
+        _MATH,
+    ),
+    Mutation(
+        "formula: a clamp that swallows NaN",
+        "kernels/math/diffusion_step.h",
+        "x < -limit ? -limit : (x > limit ? limit : x)",
+        "x >= -limit ? (x > limit ? limit : x) : -limit",
+        _MATH,
+    ),
+    Mutation(
+        "stride: the columns of a table",
+        "kernels/math/diffusion_step.h",
+        "const A* c = table + row * kColumns;",
+        "const A* c = table + row * (kColumns - 1);",
+        _MATH,
+    ),
+    Mutation(
+        "formula: noise in the last step",
+        "kernels/math/diffusion_step.h",
+        "noisy = has_noise && row != 0;",
+        "noisy = has_noise;",
+        _MATH,
+    ),
+    Mutation(
+        "sign: the slope of the candidate",
+        "kernels/math/lltm.h",
+        "slope = linear ? A(1)",
+        "slope = !linear ? A(1)",
+        _MATH,
+    ),
+    Mutation(
+        "shift: a tap beside its place",
+        "kernels/conv1d/plan.cpp",
+        "plan.shift[0][k] = k - conv.padding;",
+        "plan.shift[0][k] = k - conv.padding + 1;",
+        _CONV,
+    ),
+    Mutation(
+        "stride: every phase of a transposed convolution",
+        "kernels/conv1d/plan.cpp",
+        "const int distance = p + conv.padding - k;",
+        "const int distance = conv.padding - k;",
+        _CONV,
+    ),
+    Mutation(
+        "bound: the last rows of a batch",
+        "kernels/conv1d/plan.cpp",
+        "tiles.count = ceil_div(batch, tiles.samples);",
+        "tiles.count = batch / tiles.samples;",
+        _CONV,
+    ),
+    Mutation(
+        "bound: terms passed over that meet more than padding",
+        "kernels/conv1d/plan.cpp",
+        "return to + shift < 0 ||",
+        "return from + shift < 0 ||",
+        _CONV,
+    ),
+    Mutation(
+        "offset: FiLM rows of two blocks overlap",
+        "kernels/unet1d/plan.cpp",
+        "p.film_rows += rows;",
+        "p.film_rows += rows / 2;",
+        _UNET,
+    ),
+    Mutation(
+        "offset: a vector over the next one",
+        "kernels/unet1d/plan.cpp",
+        "float_count += (2 * channels + 3) / 4 * 4;",
+        "float_count += channels;",
+        _UNET,
+    ),
+    Mutation(
+        "barrier: sums sent to blocks that still wait for the last ones",
+        "kernels/unet1d/cluster_layout.cpp",
+        "next_by_all = Place(next, 0, 0).peers == kClusterBlocks;",
+        "next_by_all = 0;",
+        _CLUSTERS,
+    ),
+    Mutation(
+        "barrier: a finisher waited for that tells nobody",
+        "kernels/unet1d/cluster.h",
+        "by = ((1u << l.finishers) - 1) << p.first_peer;",
+        "by = ((1u << p.peers) - 1) << p.first_peer;",
+        _CLUSTERS,
+    ),
+    Mutation(
+        "barrier: scratch used again too early",
+        "kernels/common/reduce.cuh",
+        "x = warp_sum(lane < warps ? scratch[lane] : A(0));\n  __syncthreads();",
+        "x = warp_sum(lane < warps ? scratch[lane] : A(0));",
+        _GPU,
+    ),
+    Mutation(
+        "barrier: sums read before they are written",
+        "kernels/common/reduce.cuh",
+        "if (lane == 0) scratch[warp] = x;\n  __syncthreads();",
+        "if (lane == 0) scratch[warp] = x;",
+        _GPU,
+    ),
+    Mutation(
+        "bound: half of a warp",
+        "kernels/common/reduce.cuh",
+        "int offset = width / 2;",
+        "int offset = width / 4;",
+        _GPU,
+    ),
+    Mutation(
+        "rounding: towards zero",
+        "kernels/common/dtype.cuh",
+        "__float2bfloat16_rn(x)",
+        "__float2bfloat16_rz(x)",
+        _GPU,
+    ),
+    Mutation(
+        "flag: nobody waits for the predecessor",
+        "kernels/common/launch.cuh",
+        'asm volatile("griddepcontrol.wait;" ::: "memory");',
+        "",
+        _GPU,
+    ),
+    Mutation(
+        "bound: samples behind the last one",
+        "kernels/conv1d/finish.cuh",
+        "sample < args.batch && time < args.out_length;",
+        "time < args.out_length;",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "bound: rows of a stage that nobody writes",
+        "kernels/conv1d/weight_gradient.cu",
+        "if (used == kChunk) return;",
+        "if (used >= 0) return;",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "stride: a box of every row",
+        "kernels/conv1d/tensor_map.cpp",
+        "steps[of_rows] = step;",
+        "steps[of_rows] = 1;",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "stride: eight rows of weights",
+        "kernels/conv1d/product.cu",
+        "kScatter ? kChunk * 128 : 16, 1024, Swizzle::k128);",
+        "kScatter ? kChunk * 128 : 16, 512, Swizzle::k128);",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "barrier: weights read before they have come",
+        "kernels/conv1d/product.cu",
+        "(full_barrier(rings.weights, weight_at), weight_at.round);\n      if (term",
+        "(full_barrier(rings.weights, weight_at), weight_at.round ^ 1);\n      if (term",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "barrier: a stage written before it was read",
+        "kernels/conv1d/ring.cuh",
+        "  ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.round ^ 1);\n",
+        "",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "barrier: sums take the place of what another warpgroup reads",
+        "kernels/conv1d/product.cu",
+        "release_successor();\n  ptx::sync_threads(1, kMultipliers);",
+        "release_successor();\n",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "barrier: a cluster's blocks do not wait for one another",
+        "kernels/conv1d/wgmma.cuh",
+        '"barrier.cluster.arrive.release.aligned;\\nbarrier.cluster.wait.acquire.aligned;"',
+        '""',
+        _PRODUCTS,
+    ),
+    Mutation(
+        "flag: the product does not wait for its predecessor",
+        "kernels/conv1d/product.cu",
+        "wait_for_predecessor();\n    Position<kMaxBoxes> box_at;",
+        "Position<kMaxBoxes> box_at;",
+        _PRODUCTS,
+    ),
+    Mutation(
+        "flag: the weight gradient does not wait for its predecessor",
+        "kernels/conv1d/weight_gradient.cu",
+        "  wait_for_predecessor();\n",
+        "",
+        _PRODUCTS,
+    ),
+]
+
+
+def _capability() -> str:
+    """Compute capability of the first GPU, such as ``9.0``; empty without one."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+
+
+def _build(tree: Path, test: str, program: Path) -> bool:
+    """Compile a test, its sources side by side. Whether it could be."""
+    compiler = ["nvcc", "-O2", "-arch=native"] if test.endswith(".cu") else ["c++", "-O1"]
+    libraries = ["-lgtest_main", "-lgtest"]
+    if test == _PRODUCTS:
+        compiler = ["nvcc", "-O2", "-gencode=arch=compute_90a,code=sm_90a", "-DDPA_SM90A"]
+        libraries = []
+    sources = [tree / file for file in (test, *_TESTS[test])]
+    objects = [program.with_name(f"{source.name}.o") for source in sources]
+
+    def run(*arguments: object) -> int:
+        command = [*compiler, "-std=c++20", f"-I{tree}", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True).returncode
+
+    with ThreadPoolExecutor() as pool:
+        failed = list(pool.map(lambda s, o: run("-c", s, "-o", o), sources, objects))
+    return not any(failed) and not run(*objects, "-o", program, *libraries)
+
+
+def _verdict(tree: Path, test: str, program: Path) -> str:
+    """What a test makes of the files: ``passes``, ``fails`` or ``does not compile``."""
+    if not _build(tree, test, program):
+        return "does not compile"
+    arguments = ["test"] if test == _PRODUCTS else []
+    try:
+        failed = subprocess.run([program, *arguments], capture_output=True, timeout=60).returncode
+    except subprocess.TimeoutExpired:
+        failed = 1
+    return "fails" if failed else "passes"
+
+
+def main(word: str = "") -> int:
+    """Try every mutation whose description or file holds ``word``."""
+    capability, lives = _capability(), 0
+    sound: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tree, program = Path(folder) / "tree", Path(folder) / "test"
+        for part in ("kernels", "test"):
+            shutil.copytree(_ROOT / part, tree / part, ignore=shutil.ignore_patterns("*.pyc"))
+        for m in MUTATIONS:
+            if word not in f"{m.what} {m.file}":
+                continue
+            needed = {_GPU: "", _PRODUCTS: "9."}.get(m.test)
+            if needed is not None and not (capability and capability.startswith(needed)):
+                print(f"no GPU    {m.what}")
+                continue
+            if m.test not in sound:
+                sound[m.test] = _verdict(tree, m.test, program)
+                if sound[m.test] != "passes":
+                    print(f"{m.test} {sound[m.test]} on the files as they are")
+                    return 1
+            path = tree / m.file
+            whole = path.read_text()
+            if whole.count(m.old) != 1:
+                print(f"{m.file} must hold once: {m.old}")
+                return 1
+            path.write_text(whole.replace(m.old, m.new))
+            verdict = _verdict(tree, m.test, program)
+            path.write_text(whole)
+            lives += verdict != "fails"
+            result = {"fails": "noticed", "passes": "LIVES"}.get(verdict, "NO MUTATION")
+            print(f"{result:9} {m.what} ({m.file})", flush=True)
+    print(f"{lives} live")
+    return int(lives > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))

@@ -1,0 +1,340 @@
+"""Calls by replay give the gradients of calls as they are, whatever a training loop does."""
+
+import copy
+
+import pytest
+import torch
+from graphed import count_replays, graphs, same_gradients  # noqa: F401  (a fixture)
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from dpa.training import graph_calls, ungraph_calls
+
+
+class _Small(nn.Module):
+    """Two layers, one of them used twice, and a parameter that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 8), nn.Linear(8, 8)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, scale=None):
+        y = self.two(self.two(self.one(x).tanh()).tanh())
+        return y if scale is None else y * scale
+
+
+def _pair(device, warmup=1, make=_Small):
+    """A module, and an equal one whose calls of the usual kind replay by now."""
+    torch.manual_seed(0)
+    plain = make().to(device)
+    graphed = graph_calls(copy.deepcopy(plain), warmup=warmup)
+    for _ in range(warmup + 1):
+        graphed(_x(device)).sum().backward()
+    graphed.zero_grad(set_to_none=True)
+    assert graphed.forward.captured == 1
+    return plain, graphed
+
+
+def _x(device):
+    return torch.randn(5, 3, device=device)
+
+
+def _trained(module, batches, optimizer):
+    for x in batches:
+        optimizer.zero_grad(set_to_none=True)
+        module(x).square().sum().backward()
+        optimizer.step()
+    return list(module.parameters())
+
+
+def test_a_loop_trains_to_the_same_weights(device):
+    plain, graphed = _pair(device)
+    batches = [_x(device) for _ in range(6)]
+    one, other = (
+        _trained(m, batches, torch.optim.AdamW(m.parameters(), lr=0.1)) for m in (plain, graphed)
+    )
+    assert_close(other, one)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_add_up(device, set_to_none):
+    plain, graphed = _pair(device)
+    for _ in range(2):
+        for x in [_x(device) for _ in range(3)]:
+            plain(x).square().sum().backward()
+            graphed(x).square().sum().backward()
+        same_gradients(plain, graphed)
+        plain.zero_grad(set_to_none=set_to_none)
+        graphed.zero_grad(set_to_none=set_to_none)
+
+
+def test_gradients_in_other_hands_stay(device):
+    plain, graphed = _pair(device)
+    first, second = _x(device), _x(device)
+    parameters = [p for p in graphed.parameters() if p is not graphed.unused]
+    kept = torch.autograd.grad(graphed(first).sum(), parameters)
+    before = [g.clone() for g in kept]
+    for module in (plain, graphed):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+    graphed(second).square().sum().backward()
+    assert_close(list(kept), before, rtol=0, atol=0)
+    plain(second).square().sum().backward()
+    same_gradients(plain, graphed)
+
+
+def test_two_calls_before_a_backward(device, monkeypatch):
+    plain, graphed = _pair(device)
+    replays = count_replays(monkeypatch)
+    first, second = _x(device), _x(device)
+    for module in (plain, graphed):
+        a, b = module(first), module(second)
+        (a.square().sum() + b.sum()).backward()
+    assert len(replays) == 1
+    same_gradients(plain, graphed)
+
+
+def test_a_graph_that_is_kept_for_a_second_backward(device, monkeypatch):
+    plain, graphed = _pair(device)
+    replays = count_replays(monkeypatch)
+    first, second = _x(device), _x(device)
+    for module in (plain, graphed):
+        loss = module(first).square().sum()
+        loss.backward(retain_graph=True)
+        module(second).sum().backward()  # between the two
+        loss.backward()
+    assert len(replays) == 2
+    same_gradients(plain, graphed)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_loss_that_nobody_differentiates(device, monkeypatch):
+    plain, graphed = _pair(device)
+    replays = count_replays(monkeypatch)
+    graphed(_x(device))
+    x = _x(device)
+    plain(x).sum().backward()
+    graphed(x).sum().backward()
+    assert len(replays) == 2
+    same_gradients(plain, graphed)
+
+
+def test_results_stay(device):
+    _, graphed = _pair(device)
+    first = graphed(_x(device)).detach()
+    before = first.clone()
+    graphed(_x(device)).sum().backward()
+    assert torch.equal(first, before)
+
+
+def test_inputs_get_gradients(device):
+    plain, graphed = _pair(device)
+    for _ in range(4):
+        x = _x(device)
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        plain(one).square().sum().backward()
+        graphed(other).square().sum().backward()
+        assert_close(other.grad, one.grad)
+    assert graphed.forward.captured == 2
+
+
+def test_parameters_that_stop_training(device):
+    plain, graphed = _pair(device)
+    for module in (plain, graphed):
+        module.two.requires_grad_(False)
+    for _ in range(4):
+        x = _x(device)
+        for module in (plain, graphed):
+            module.zero_grad(set_to_none=True)
+            module(x).square().sum().backward()
+        same_gradients(plain, graphed)
+    assert graphed.two.weight.grad is None and graphed.forward.captured == 2
+
+
+def test_hooks_of_parameters_run_once_a_backward(device):
+    plain, graphed = _pair(device)
+    for module in (plain, graphed):
+        module.one.weight.register_hook(lambda grad: 3 * grad)
+    graphed = graph_calls(graphed, warmup=1)  # captured with the hook in place
+    seen = []
+    graphed.two.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    for _ in range(4):
+        x = _x(device)
+        for module in (plain, graphed):
+            module.zero_grad(set_to_none=True)
+            module(x).square().sum().backward()
+        same_gradients(plain, graphed)
+    assert len(seen) == 4 and graphed.forward.captured == 1
+
+
+def test_hooks_of_layers_are_called(device, monkeypatch):
+    _, graphed = _pair(device)
+    replays = count_replays(monkeypatch)
+    seen = []
+    handle = graphed.one.register_forward_hook(lambda *_: seen.append(1))
+    graphed(_x(device))
+    assert len(seen) == 1 and not replays
+    handle.remove()
+    graphed(_x(device))
+    assert len(seen) == 1 and len(replays) == 1
+    graphed.register_forward_hook(lambda *_: seen.append(1))  # around the replay
+    graphed(_x(device))
+    assert len(seen) == 2
+
+
+def _replace_module(module, device):
+    module.one = nn.Linear(3, 8).to(device)
+
+
+def _replace_parameter(module, device):
+    module.two.weight = nn.Parameter(torch.randn(8, 8, device=device))
+
+
+def _replace_values(module, device):
+    module.two.weight.data = torch.randn(8, 8, device=device)
+
+
+def _turn_values(module, device):
+    """At the same place in memory."""
+    module.two.weight.data = module.two.weight.data.t()
+
+
+def _stop_a_layer(module, device):
+    """Whose mode the forward might ask for."""
+    module.two.eval()
+
+
+@pytest.mark.parametrize(
+    "change", [_replace_module, _replace_parameter, _replace_values, _turn_values, _stop_a_layer]
+)
+def test_changes_are_noticed(device, monkeypatch, change):
+    plain, graphed = _pair(device)
+    for module in (plain, graphed):
+        torch.manual_seed(1)
+        change(module, device)
+    replays = count_replays(monkeypatch)
+    graphed(_x(device))
+    assert not replays
+    for _ in range(4):
+        x = _x(device)
+        for module in (plain, graphed):
+            module.zero_grad(set_to_none=True)
+            module(x).square().sum().backward()
+        same_gradients(plain, graphed)
+
+
+def test_other_calls_run_as_they_are(device, monkeypatch):
+    plain, graphed = _pair(device)
+    replays = count_replays(monkeypatch)
+    x, scale = _x(device), torch.full((8,), 2.0, device=device)
+    assert_close(graphed(x, scale), plain(x, scale))
+    assert_close(graphed(x, scale=scale), plain(x, scale))
+    assert_close(graphed(x[:2]), plain(x[:2]))
+    assert_close(graphed(x, 2.0), plain(x, 2.0))
+    with torch.no_grad():
+        assert_close(graphed(x), plain(x))
+    with torch.autocast(device.type, torch.bfloat16):
+        assert graphed(x).dtype == torch.bfloat16
+    graphed.eval()
+    assert_close(graphed(x), plain(x))
+    graphed.train()
+    x.requires_grad_()
+    got = torch.autograd.grad(checkpoint(graphed, x, use_reentrant=False).square().sum(), x)
+    assert_close(got, torch.autograd.grad(plain(x).square().sum(), x))
+    assert_close(torch.func.vmap(graphed)(x), plain(x))
+    assert not replays
+    graphed(_x(device))
+    assert replays
+
+
+def test_keyword_arguments_and_capacity(device):
+    plain, graphed = _pair(device)
+    scale = torch.randn(8, device=device)
+    for rows in (5, 4, 3):
+        for _ in range(3):
+            x = torch.randn(rows, 3, device=device)
+            for module in (plain, graphed):
+                module.zero_grad(set_to_none=True)
+                module(x, scale=scale).square().sum().backward()
+            same_gradients(plain, graphed)
+    assert graphed.forward.captured == 2
+
+
+def test_copies_and_state_dicts(device):
+    plain, graphed = _pair(device)
+    assert list(graphed.state_dict()) == list(plain.state_dict())
+    other = copy.deepcopy(graphed)
+    assert other.forward.module is other and other.forward.captured == 0
+    with torch.no_grad():
+        other.one.weight.mul_(2)
+    for _ in range(4):
+        x = _x(device)
+        assert_close(graphed(x), plain(x))
+        assert (other(x) - plain(x)).abs().max() > 1e-3
+    assert other.forward.captured == 1
+    graphed.load_state_dict(other.state_dict())  # in place: a replay reads the new values
+    assert_close(graphed(x), other(x))
+    assert ungraph_calls(graphed) is graphed and "forward" not in vars(graphed)
+    assert_close(graphed(x), other(x))
+
+
+def test_second_derivatives(device):
+    """Of the network called again, for a replay has none."""
+    plain, graphed = _pair(device)
+    x = _x(device)
+    for module in (plain, graphed):
+        weight = module.one.weight
+        (grad,) = torch.autograd.grad(module(x).square().sum(), weight, create_graph=True)
+        grad.square().sum().backward()
+    same_gradients(plain, graphed)
+
+
+def test_hooks_run_once_in_a_backward_that_calls_again(device):
+    plain, graphed = _pair(device)
+    for module in (plain, graphed):
+        module.one.weight.register_hook(lambda grad: 3 * grad)
+    x = _x(device)
+    for module in (plain, graphed):
+        loss = module(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward(create_graph=True)
+    same_gradients(plain, graphed)
+
+
+def test_weights_that_change_before_the_backward(device):
+    for module in _pair(device):
+        loss = module(_x(device)).sum()
+        with torch.no_grad():
+            module.two.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_cannot_be_captured_says_so_and_runs(device):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return (self.layer(x),)
+
+    if device.type == "cpu":
+        pytest.skip("the stand-in captures nothing")
+    module = graph_calls(Pair().to(device), warmup=1)
+    module(_x(device))
+    with pytest.warns(RuntimeWarning, match=r"Pair runs kernel by kernel.*must return one tensor"):
+        module(_x(device))
+    module(_x(device))[0].sum().backward()
+    assert module.layer.weight.grad is not None
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"graph_calls: module must be a torch.nn.Module, got"):
+        graph_calls(None)
+    with pytest.raises(ValueError, match=r"graph_calls: warmup and capacity .* got 0, 2"):
+        graph_calls(_Small(), warmup=0)
