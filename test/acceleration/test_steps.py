@@ -9,6 +9,7 @@ import torch
 
 import dpa
 from dpa.acceleration.scheduler_step import FastStep
+from dpa.acceleration.unet_forward import STEP_LIMITS, relative_error
 from dpa.schedulers.conversion import from_diffusers
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -318,3 +319,24 @@ def test_what_is_refused():
         with pytest.raises(TypeError, match="thresholding"):
             dpa.accelerate(make("DDPM", thresholding=True))
     assert not dpa.explain(diffusers.PNDMScheduler(50)).findings[0].can
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (1, 1, 1, 1)])
+def test_a_timestep_with_dimensions_gives_the_original_dtype_and_shape(kind, dtype, shape, device):
+    """Coefficients that ``tensor([t])`` selects are no scalars: 16 bits become float32."""
+    plain = make(kind)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    plain.set_timesteps(5), fast.set_timesteps(5)
+    x, output = torch.randn(2, 2, 8, 3, device=device).to(dtype)
+    t = plain.timesteps[2].reshape(shape).to(device)
+    for _ in range(3):
+        results = [
+            s.step(output, t, x, generator=torch.Generator(device).manual_seed(1))
+            for s in (plain, fast)
+        ]
+        for name in ("prev_sample", "pred_original_sample"):
+            expected, got = (getattr(result, name) for result in results)
+            assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+            assert relative_error(got, expected) <= STEP_LIMITS[output.dtype]

@@ -61,6 +61,16 @@ def _version(tensor: Tensor) -> Any:
     return tuple(tensor.flatten().tolist()) if tensor.device.type == "cpu" else None
 
 
+def _changes_results(timestep: Tensor, sample: Tensor, alphas: Tensor) -> bool:
+    """Whether the shape of a timestep of one element changes the results' shape or dtype.
+
+    Coefficients that a tensor of dimensions selects have them too, so they take part in
+    broadcasting and in type promotion.
+    """
+    promoted = torch.promote_types(sample.dtype, alphas.dtype)
+    return timestep.dim() > 0 and (promoted != sample.dtype or timestep.dim() > sample.dim())
+
+
 def why_replaced(scheduler: Any) -> str | None:
     """Return which method was replaced on the object: on a copy it may still run on the original.
 
@@ -203,6 +213,8 @@ class FastStep:
             return None
         timestep = bound["timestep"]
         if isinstance(timestep, Tensor) and timestep.numel() == 1:
+            if _changes_results(timestep, sample, self.scheduler.alphas_cumprod):
+                return None
             bound["timestep"] = timestep.item()
         elif not isinstance(timestep, int | float):
             return None
