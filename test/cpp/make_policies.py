@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from exported import make_policy
 from make_models import Data
-from test_export import make
 
 from dpa.export import PackedLoop, export_policy, load_policy
 
@@ -26,7 +26,7 @@ POLICIES = [
 def main(folder: Path) -> None:
     """Write each policy, and beside it POLICY.data."""
     for name, to, dtype in POLICIES:
-        policy = make("ddpm", torch.device("cpu"), dtype, PackedLoop)[0]
+        policy = make_policy("ddpm", torch.device("cpu"), dtype, PackedLoop)[0]
         inputs = {"observation": torch.randn(1, 5), "noise": torch.randn(3, 1, 8, 2)}
         path = folder / name
         export_policy(policy, path, to, inputs)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from exported import DA, DO, UNET, B, T, diffusers, make_policy
 from typer.testing import CliRunner
 
 import dpa
@@ -19,7 +19,6 @@ from dpa.demo.rollout import make_scheduler
 from dpa.export import (
     FORMATS,
     STAGES,
-    Around,
     LayeredLoop,
     PackedLoop,
     PackedStep,
@@ -28,26 +27,7 @@ from dpa.export import (
 )
 from dpa.nn import family
 
-diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-B, T, DA, DO, DG = 2, 8, 2, 5, 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-UNET = {"diffusion_step_embed_dim": 16, "down_dims": (8, 16)}
-
-
-def make(name, device, dtype, kind, seed=3):
-    """Return a policy, the sampler that it must agree with, and what is around both."""
-    torch.manual_seed(seed)
-    scheduler = {"ddim": diffusers.DDIMScheduler, "ddpm": diffusers.DDPMScheduler}[name]
-    scheduler = scheduler(20, beta_schedule="squaredcos_cap_v2")
-    unet = dpa.nn.ConditionalUnet1D(DA, global_cond_dim=DG, **UNET).to(device).eval()
-    affines = [(torch.rand(n) + 0.5, torch.randn(n)) for n in (DO, DA)]
-    around = Around(nn.Linear(DO, DG).to(device), *affines)
-    packed = kind is not LayeredLoop
-    sampler = dpa.DiffusionSampler(unet, scheduler, 3, dtype, horizon=T, fused=packed)
-    if packed:
-        return kind(unet, sampler.table, dtype, around).to(device), sampler, around
-    unet.to(dtype)  # the sampler's too
-    return LayeredLoop(unet, sampler.table, around).to(device), sampler, around
 
 
 def wanted(sampler, around, observation, generator, device):
@@ -72,7 +52,7 @@ def test_an_exported_loop_gives_the_samplers_actions(to, kind, name, dtype, devi
         (LayeredLoop, "ddim", "float32"),
     ]:
         pytest.skip("a package takes long to compile: three of the eight combinations are")
-    policy, sampler, around = make(name, device, DTYPES[dtype], kind)
+    policy, sampler, around = make_policy(name, device, DTYPES[dtype], kind)
     example = torch.randn(B, DO, device=device)
     draws = sum(sampler.table.draws_noise)
     inputs = {"observation": example, "noise": torch.randn(1 + draws, B, T, DA, device=device)}
@@ -107,7 +87,7 @@ def test_exported_layers_in_bfloat16_are_as_exact_as_pytorchs(device):
     """Against the loop in float64, over several networks, whose errors differ by half."""
     errors = []
     for seed in range(8):
-        policy, sampler, around = make("ddpm", device, torch.bfloat16, LayeredLoop, seed)
+        policy, sampler, around = make_policy("ddpm", device, torch.bfloat16, LayeredLoop, seed)
         scripted, table = torch.jit.script(policy), sampler.table
         plain = dpa.reference.plain(sampler.unet)
         rounded = dpa.DiffusionSampler(plain, table, horizon=T)
@@ -127,7 +107,7 @@ def test_exported_layers_in_bfloat16_are_as_exact_as_pytorchs(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("to", ["torchscript", "exported-program"])
 def test_exported_steps_make_up_the_loop(to, dtype, device, tmp_path):
-    policy, sampler, around = make("ddpm", device, DTYPES[dtype], PackedStep)
+    policy, sampler, around = make_policy("ddpm", device, DTYPES[dtype], PackedStep)
     observation, noise = torch.randn(B, DO, device=device), drawn(4, device)
     index = torch.zeros(1, dtype=torch.int64, device=device)
     inputs = {"observation": observation, "sample": noise[0], "index": index, "noise": noise[0]}
@@ -148,7 +128,7 @@ def test_exported_steps_make_up_the_loop(to, dtype, device, tmp_path):
 
 
 def test_a_policy_in_training_stays_so(device, tmp_path):
-    policy, sampler, _ = make("ddim", device, torch.float32, LayeredLoop)
+    policy, sampler, _ = make_policy("ddim", device, torch.float32, LayeredLoop)
     unet = sampler.unet.train()
     unet.final_conv.eval()
     frozen = next(unet.parameters()).requires_grad_(False)
@@ -161,7 +141,7 @@ def test_a_policy_in_training_stays_so(device, tmp_path):
 
 def test_a_policy_made_in_inference_mode(device, tmp_path):
     with torch.inference_mode():
-        policy, _, _ = make("ddim", device, torch.float32, LayeredLoop)
+        policy, _, _ = make_policy("ddim", device, torch.float32, LayeredLoop)
     noise = torch.randn(1, B, T, DA, device=device)
     inputs = {"observation": torch.randn(B, DO, device=device), "noise": noise}
     export_policy(policy, tmp_path / "policy.pt", "torchscript", inputs)
@@ -186,7 +166,7 @@ def test_an_unconditioned_network(tmp_path):
 
 @pytest.mark.parametrize("to", ["torchscript", "exported-program"])
 def test_a_damaged_file_or_manifest_is_refused(to, tmp_path):
-    policy, _, _ = make("ddim", torch.device("cpu"), torch.float32, PackedLoop)
+    policy, _, _ = make_policy("ddim", torch.device("cpu"), torch.float32, PackedLoop)
     inputs = {"observation": torch.zeros(B, DO), "noise": drawn(1, torch.device("cpu"))}
     path, beside = tmp_path / "policy", tmp_path / "policy.json"
     export_policy(policy, path, to, inputs)
@@ -211,7 +191,7 @@ def test_a_damaged_file_or_manifest_is_refused(to, tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    policy, _, _ = make("ddim", "cpu", torch.float32, LayeredLoop)
+    policy, _, _ = make_policy("ddim", "cpu", torch.float32, LayeredLoop)
     inputs = {"observation": torch.zeros(1, DO), "noise": torch.zeros(1, 1, T, DA)}
     with pytest.raises(ValueError, match=r"format must be one of torchscript, .*, got onnx"):
         export_policy(policy, tmp_path / "x", "onnx", inputs)
@@ -478,7 +458,7 @@ def test_a_package_of_a_compiler_with_a_static_library_opens(tmp_path):
     script = tmp_path / "g++"
     script.write_text(f'#!/bin/sh\nexec {compiler} "$@" -static-libstdc++\n')
     script.chmod(0o755)
-    policy, _, _ = make("ddim", "cpu", torch.float32, PackedLoop)
+    policy, _, _ = make_policy("ddim", "cpu", torch.float32, PackedLoop)
     inputs = {"observation": torch.randn(B, DO), "noise": torch.randn(1, B, T, DA)}
     with torch._inductor.config.patch({"cpp.cxx": (None, str(script))}):
         export_policy(policy, tmp_path / "policy.pt2", "aoti", inputs)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from policies import OriginalPolicy
-from test_graphs import diffusers, make, plain_twin
+from samplers import diffusers, make_sampler, without_graph
 from torch import nn
 from typer.testing import CliRunner
 
@@ -178,7 +178,7 @@ def _all_room(device):
 
 
 def test_no_memory_for_a_capture(cuda):
-    sampler, cond = make(cuda, "DDIM", 3), torch.randn(2, 5, device=cuda)
+    sampler, cond = make_sampler(cuda, "DDIM", 3), torch.randn(2, 5, device=cuda)
     noise = torch.randn(2, 16, 2, device=cuda)
     sampler.cuda_graph = False
     expected = sampler(cond, noise=noise)  # packs the weights
@@ -229,9 +229,9 @@ def test_a_lost_device_raises(cuda):
     """A kernel that traps takes the context with it: every later call raises, none hangs."""
     script = """
 import torch, dpa
-from test_graphs import make
+from samplers import make_sampler
 device = torch.device("cuda")
-sampler, cond = make(device, "DDIM", 3), torch.randn(2, 5, device=device)
+sampler, cond = make_sampler(device, "DDIM", 3), torch.randn(2, 5, device=device)
 sampler(cond), sampler(cond)
 x = torch.ones(8, device=device)
 try:
@@ -256,10 +256,10 @@ for call in (lambda: sampler(cond), lambda: torch.ops.dpa.elementwise_mult(x, x)
 def test_several_processes_on_one_device(cuda):
     script = """
 import hashlib, torch
-from test_graphs import make
+from samplers import make_sampler
 torch.manual_seed(0)
 device = torch.device("cuda")
-sampler, cond = make(device, "DDIM", 3), torch.randn(2, 5, device=device)
+sampler, cond = make_sampler(device, "DDIM", 3), torch.randn(2, 5, device=device)
 noise = torch.randn(2, 16, 2, device=device)
 first = sampler(cond, noise=noise)
 print(all(torch.equal(sampler(cond, noise=noise), first) for _ in range(500)))
@@ -275,15 +275,16 @@ print(hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest())
 
 
 def test_capture_in_one_thread_while_another_runs(cuda):
-    sampler, other = make(cuda, "DDIM", 3), make(cuda, "DDIM", 2)
+    sampler, other = make_sampler(cuda, "DDIM", 3), make_sampler(cuda, "DDIM", 2)
     conds, noise = torch.randn(2, 2, 5, device=cuda), torch.randn(2, 16, 2, device=cuda)
-    expected = [plain_twin(s)(c, noise=noise) for s, c in zip((sampler, other), conds, strict=True)]
+    pairs = zip((sampler, other), conds, strict=True)
+    expected = [without_graph(s)(c, noise=noise) for s, c in pairs]
     torch.cuda.synchronize()
     wrong, stop = [], threading.Event()
 
     def work():
         with torch.cuda.stream(torch.cuda.Stream()):
-            twin = plain_twin(other)
+            twin = without_graph(other)
             while not stop.is_set():  # allocates, launches and waits
                 if not torch.equal(twin(conds[1], noise=noise), expected[1]):
                     wrong.append("other")

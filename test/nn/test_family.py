@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from architectures import architectures
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from policies import lerobot_unet
 from torch import nn
 
@@ -12,24 +12,6 @@ from dpa.nn import family
 from dpa.nn.family import NotInFamily
 
 SMALL = {"input_dim": 2, "diffusion_step_embed_dim": 8, "down_dims": (8, 16), "global_cond_dim": 3}
-
-
-@st.composite
-def architectures(draw):
-    """Arguments of ConditionalUnet1D over all that the original accepts."""
-    groups = draw(st.sampled_from([1, 2, 4, 8]))
-    depth = draw(st.integers(1, 4))
-    widths = [8 * draw(st.integers(1, 3)) for _ in range(depth)]
-    return {
-        "input_dim": draw(st.integers(1, 24)),
-        "local_cond_dim": draw(st.none() | st.integers(1, 5)),
-        "global_cond_dim": draw(st.none() | st.integers(1, 9)),
-        "diffusion_step_embed_dim": 2 * draw(st.integers(2, 12)),
-        "down_dims": tuple(widths),
-        "kernel_size": draw(st.sampled_from([1, 3, 5, 7])),
-        "n_groups": groups,
-        "cond_predict_scale": draw(st.booleans()),
-    }
 
 
 @given(architectures())

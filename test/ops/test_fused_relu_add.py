@@ -1,7 +1,6 @@
 import pytest
 import torch
-from proofs import Calls, OpProofs, Sample
-from test_elementwise_mult import layouts
+from proofs import Calls, OpProofs, Sample, layouts
 
 import dpa
 

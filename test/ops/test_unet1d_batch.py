@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from architectures import CONFIGS
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from proofs import poisoned_memory
 from strategies import Draw
-from test_kept import CONFIGS
 from test_properties import cases
 
 import dpa

@@ -16,7 +16,7 @@ FOLDERS = {version: Path(sys.prefix) / f"diffusers-{version}" for version in VER
 
 TESTS = (
     "test/schedulers/test_scheduler_combinations.py",
-    "test/acceleration/test_steps.py",
+    "test/acceleration/test_accelerated_scheduler.py",
     "test/acceleration/test_acceleration.py::test_original_policy",
 )
 

@@ -1,5 +1,6 @@
 """Policies that tests accelerate: LeRobot's own, and stand-ins for what PyPI does not carry."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -123,3 +124,22 @@ def unet_and_inputs(device="cpu"):
         None,
         torch.randn(3, 4, device=device),
     )
+
+
+@torch.no_grad()
+def assert_follows(unet, inputs):
+    """The accelerated network gives what its original gives, at once and again."""
+    plain = dpa.restore(copy.deepcopy(unet))
+    for _ in range(2):
+        torch.testing.assert_close(unet(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def call_of(device="cpu"):
+    data = torch.zeros(2, 8, 2, device=device)
+    return data, data.bool(), None, torch.randn(2, 4, device=device)
+
+
+@torch.no_grad()
+def sampled(policy, call):
+    torch.manual_seed(7)
+    return policy.conditional_sample(*call)

@@ -61,6 +61,20 @@ def widened(sample: Sample) -> Sample:
     return sample.map(lambda x: x.double() if x.is_floating_point() else x)
 
 
+def layouts(device):
+    """Pairs of tensors whose memory is laid out in every way that strides allow."""
+    x, y = torch.randn(2, 6, 5, 4, device=device).unbind()
+    yield x.transpose(0, 2), y.transpose(0, 2)  # dense, permuted alike
+    yield x.transpose(0, 1), y.reshape(5, 6, 4)  # permuted against contiguous
+    yield x[::2, 1:, ::3], y[1::2, :4, 1::2]
+    yield x[:, :1].expand(6, 5, 4), y  # strides of zero
+    yield torch.randn((), device=device).expand(6, 5), y[..., 0]
+    yield x.reshape(-1)[1:], y.reshape(-1)[:-1]  # not at a multiple of 16 bytes
+    yield x.reshape(-1)[3:18], y.reshape(-1)[3:18]
+    many = torch.randn((2,) * 12, device=device)
+    yield many.permute(*range(11, -1, -1))[..., ::2], many[::2].permute(*range(1, 12), 0)
+
+
 def strided(x: Tensor) -> Tensor:
     """The same values in memory with gaps, at an odd offset, dimensions in reverse order."""
     if x.dim() == 0:

@@ -1,41 +1,25 @@
 """dpa.accelerate on a bare diffusers scheduler: the same steps, and nothing else changes."""
 
 import copy
-import inspect
 import pickle
 
 import pytest
 import torch
+from scheduler_changes import (
+    CHANGES,
+    KINDS_AND_CHANGES,
+    OPTIONS,
+    diffusers,
+    make_scheduler,
+    scheduler_for,
+)
 
 import dpa
 from dpa.acceleration.scheduler_step import FastStep
 from dpa.acceleration.unet_forward import STEP_LIMITS, relative_error
 from dpa.schedulers.conversion import from_diffusers
 
-diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-EVERY = {
-    "DDPM": [
-        {},
-        {"clip_sample": False, "variance_type": "fixed_large"},
-        {"prediction_type": "sample", "timestep_spacing": "trailing"},
-        {"prediction_type": "v_prediction", "clip_sample_range": 0.5},
-    ],
-    "DDIM": [
-        {},
-        {"set_alpha_to_one": False, "prediction_type": "v_prediction"},
-        {"clip_sample": False, "timestep_spacing": "linspace"},
-        {"prediction_type": "sample"},
-    ],
-}
-CASES = [(kind, options) for kind, every in EVERY.items() for options in every]
-
-
-def make(kind, **options):
-    """A scheduler; options that this version of diffusers lacks are left out."""
-    kind = getattr(diffusers, f"{kind}Scheduler")
-    known = inspect.signature(kind.__init__).parameters
-    options = {"beta_schedule": "squaredcos_cap_v2", **options}
-    return kind(50, **{name: value for name, value in options.items() if name in known})
+CASES = [(kind, options) for kind, every in OPTIONS.items() for options in every]
 
 
 def loop(scheduler, steps, device, dtype=torch.float32, **options):
@@ -53,7 +37,7 @@ def loop(scheduler, steps, device, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_whole_loops(kind, options, device):
-    plain = make(kind, **options)
+    plain = make_scheduler(kind, **options)
     fast = dpa.accelerate(copy.deepcopy(plain))
     choices = [{}, {"eta": 0.7}, {"eta": 0.3, "use_clipped_model_output": True}]
     for steps in (5, 50, 7, 5):
@@ -69,9 +53,9 @@ def test_whole_loops(kind, options, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype, device):
     """One step from the same sample: 16-bit results are rounded once here, several times there."""
-    plain = make("DDPM")
+    plain = make_scheduler("DDPM")
     fast = dpa.accelerate(copy.deepcopy(plain))
-    exact = make("DDPM")
+    exact = make_scheduler("DDPM")
     for scheduler in (plain, fast, exact):
         scheduler.set_timesteps(10)
     for number, t in enumerate(plain.timesteps):
@@ -98,7 +82,7 @@ def test_other_dtypes(dtype, device):
 
 
 def test_what_it_leaves_to_the_original(device):
-    fast, plain = dpa.accelerate(make("DDIM")), make("DDIM")
+    fast, plain = dpa.accelerate(make_scheduler("DDIM")), make_scheduler("DDIM")
     x = torch.randn(1, 4, 2, device=device)
     with pytest.raises(ValueError, match="Number of inference steps is 'None'"):
         fast.step(x, 3, x)
@@ -126,7 +110,7 @@ def test_what_it_leaves_to_the_original(device):
 
 
 def test_gradients_flow(device):
-    plain = make("DDPM")
+    plain = make_scheduler("DDPM")
     fast = dpa.accelerate(copy.deepcopy(plain))
     gradients = []
     for scheduler in (plain, fast):
@@ -141,10 +125,10 @@ def test_gradients_flow(device):
 
 
 def test_copies_pickles_and_restore():
-    scheduler = make("DDPM")
+    scheduler = make_scheduler("DDPM")
     before = list(vars(scheduler))
     dpa.accelerate(scheduler)
-    expected = loop(make("DDPM"), 5, "cpu")
+    expected = loop(make_scheduler("DDPM"), 5, "cpu")
     for other in (copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler)), scheduler):
         step = vars(other)["step"]
         assert isinstance(step, FastStep) and step.scheduler is other
@@ -175,49 +159,14 @@ def test_an_altered_step_is_noticed():
         scheduler.step(x, 20, x)
 
 
-def square(scheduler):
-    with torch.inference_mode():
-        scheduler.alphas_cumprod.pow_(2)
-
-
-def turn_away(scheduler):
-    """The config that it has last takes the place in memory of the one that it had."""
-    before = id(scheduler.config)
-    for _ in range(50):
-        scheduler.register_to_config(clip_sample=False)
-        if id(scheduler.config) == before:
-            break
-
-
-# What is done to a scheduler between two loops of it.
-CHANGES = {
-    "levels replaced": lambda s: setattr(s, "alphas_cumprod", s.alphas_cumprod**2),
-    "levels written": lambda s: s.alphas_cumprod.pow_(2),
-    "levels written in inference mode": square,
-    "last level": lambda s: setattr(s, "final_alpha_cumprod", torch.tensor(1.0)),
-    "variance": lambda s: setattr(s, "variance_type", "fixed_small_log"),
-    "class": lambda s: setattr(s, "__class__", type("Squared", (type(s),), {
-        "_get_variance": lambda self, *args, **kwargs: torch.tensor(1e-3)})),
-    "config": turn_away,
-}  # fmt: skip
-OF_ONE_KIND = {"last level": "DDIM", "variance": "DDPM"}
-ALTERED = [(k, c) for c in CHANGES for k in EVERY if OF_ONE_KIND.get(c, k) == k]
-
-
-def altered(kind, change):
-    """A scheduler that the change makes another."""
-    with torch.inference_mode("inference" in change):
-        return make(kind, set_alpha_to_one=False, clip_sample_range=0.3)
-
-
 def assert_same(got, expected):
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "change"), ALTERED)
+@pytest.mark.parametrize(("kind", "change"), KINDS_AND_CHANGES)
 def test_a_scheduler_that_changes(kind, change):
-    plain = altered(kind, change)
+    plain = scheduler_for(kind, change)
     fast = dpa.accelerate(copy.deepcopy(plain))
     extra = {"eta": 0.5} if kind == "DDIM" else {}
     for _ in range(2):
@@ -237,7 +186,7 @@ def test_timesteps_that_change(monkeypatch):
         "dpa.acceleration.scheduler_step.from_diffusers",
         lambda *a, **k: measured.append(1) or from_diffusers(*a, **k),
     )
-    plain = make("DDIM")
+    plain = make_scheduler("DDIM")
     fast = dpa.accelerate(copy.deepcopy(plain))
     del measured[:]
     for steps in (5, 7, 5, 5, 7):
@@ -261,7 +210,7 @@ def test_timesteps_that_change(monkeypatch):
 
 
 def test_a_method_that_is_replaced_later():
-    plain, fast = make("DDPM"), dpa.accelerate(make("DDPM"))
+    plain, fast = make_scheduler("DDPM"), dpa.accelerate(make_scheduler("DDPM"))
     loop(fast, 5, "cpu")
     for scheduler in (plain, fast):
         scheduler._get_variance = lambda *args, **kwargs: torch.tensor(0.25)
@@ -271,7 +220,7 @@ def test_a_method_that_is_replaced_later():
     with pytest.raises(TypeError, match="_get_variance was replaced on the object"):
         dpa.accelerate(fast)
     del fast._get_variance
-    assert_same(loop(fast, 5, "cpu"), loop(make("DDPM"), 5, "cpu"))
+    assert_same(loop(fast, 5, "cpu"), loop(make_scheduler("DDPM"), 5, "cpu"))
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -297,7 +246,7 @@ def test_a_first_step_that_proves_nothing(value):
 def test_a_change_that_no_table_expresses():
     x = torch.randn(1, 4, 2)
     for fallback in (True, False):
-        fast = dpa.accelerate(make("DDIM"), fallback=fallback)
+        fast = dpa.accelerate(make_scheduler("DDIM"), fallback=fallback)
         fast.register_to_config(thresholding=True)
         fast.set_timesteps(5)
         if fallback:
@@ -315,9 +264,9 @@ def test_a_change_that_no_table_expresses():
 def test_what_is_refused():
     with pytest.raises(TypeError, match=r"step can be fused: .*PNDMScheduler"):
         dpa.accelerate(diffusers.PNDMScheduler(50))
-    if "thresholding" in make("DDPM").config:
+    if "thresholding" in make_scheduler("DDPM").config:
         with pytest.raises(TypeError, match="thresholding"):
-            dpa.accelerate(make("DDPM", thresholding=True))
+            dpa.accelerate(make_scheduler("DDPM", thresholding=True))
     assert not dpa.explain(diffusers.PNDMScheduler(50)).findings[0].can
 
 
@@ -326,7 +275,7 @@ def test_what_is_refused():
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (1, 1, 1, 1)])
 def test_a_timestep_with_dimensions_gives_the_original_dtype_and_shape(kind, dtype, shape, device):
     """Coefficients that ``tensor([t])`` selects are no scalars: 16 bits become float32."""
-    plain = make(kind)
+    plain = make_scheduler(kind)
     fast = dpa.accelerate(copy.deepcopy(plain))
     plain.set_timesteps(5), fast.set_timesteps(5)
     x, output = torch.randn(2, 2, 8, 3, device=device).to(dtype)

@@ -11,10 +11,10 @@ import os
 
 import pytest
 import torch
+from architectures import architectures
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policies import AroundLeRobots, OriginalPolicy, diffusers, lerobot_unet
-from test_family import architectures
 
 import dpa
 from dpa.acceleration.policy_loop import FastLoop

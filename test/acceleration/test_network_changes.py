@@ -8,8 +8,11 @@ import warnings
 import pytest
 import torch
 from policies import (
+    assert_follows,
+    call_of,
     diffusers,
     original_policy,
+    sampled,
     unet_and_inputs,
 )
 from torch import nn
@@ -29,24 +32,6 @@ def running(device="cpu", **options):
     with torch.no_grad():
         unet(*inputs)
     return unet, inputs
-
-
-@torch.no_grad()
-def assert_follows(unet, inputs):
-    plain = dpa.restore(copy.deepcopy(unet))
-    for _ in range(2):
-        torch.testing.assert_close(unet(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
-
-
-def call_of(device="cpu"):
-    data = torch.zeros(2, 8, 2, device=device)
-    return data, data.bool(), None, torch.randn(2, 4, device=device)
-
-
-@torch.no_grad()
-def sampled(policy, call):
-    torch.manual_seed(7)
-    return policy.conditional_sample(*call)
 
 
 class Adapter(nn.Module):

@@ -5,8 +5,16 @@ import types
 
 import pytest
 import torch
-from policies import SMALL, diffusers, lerobot_unet, original_policy, unet_and_inputs
-from test_alterations import assert_follows, call_of, sampled
+from policies import (
+    SMALL,
+    assert_follows,
+    call_of,
+    diffusers,
+    lerobot_unet,
+    original_policy,
+    sampled,
+    unet_and_inputs,
+)
 from torch import nn
 
 import dpa

@@ -6,29 +6,12 @@ import time
 
 import pytest
 import torch
+from samplers import diffusers, make_sampler, without_graph
 
 import dpa
 from dpa.library.capture import can_capture, capturing
 from dpa.sampling.graphs import LoopGraphs
 from dpa.training import graph_calls
-
-diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-
-
-def make(cuda, kind="DDPM", steps=12, **options):
-    unet = dpa.nn.ConditionalUnet1D(
-        2, global_cond_dim=5, down_dims=(32, 64), diffusion_step_embed_dim=32
-    ).to(cuda)
-    scheduler = getattr(diffusers, f"{kind}Scheduler")(20, beta_schedule="squaredcos_cap_v2")
-    options = {"horizon": 16, "fused": True, **options}
-    return dpa.DiffusionSampler(unet, scheduler, steps, **options)
-
-
-def plain_twin(sampler):
-    twin = copy.copy(sampler)
-    twin.cuda_graph = False
-    return twin
-
 
 GENERATORS = {
     "global": lambda device: None,
@@ -41,9 +24,9 @@ GENERATORS = {
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
 def test_replays_draw_what_the_plain_loop_draws(cuda, name, kind):
-    sampler = make(cuda, kind)
+    sampler = make_sampler(cuda, kind)
     results = []
-    for current in (plain_twin(sampler), sampler):
+    for current in (without_graph(sampler), sampler):
         torch.manual_seed(7)
         generator = GENERATORS[name](cuda)
         conds = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(1)).to(cuda)
@@ -58,7 +41,7 @@ def test_replays_draw_what_the_plain_loop_draws(cuda, name, kind):
 
 
 def test_results_stay_as_they_were_returned(cuda):
-    sampler, cond = make(cuda), torch.randn(1, 5, device=cuda)
+    sampler, cond = make_sampler(cuda), torch.randn(1, 5, device=cuda)
     first = [sampler(cond * i) for i in range(3)]
     kept = [result.clone() for result in first]
     for _ in range(3):
@@ -68,7 +51,7 @@ def test_results_stay_as_they_were_returned(cuda):
 
 
 def test_changed_weights_and_steps_are_followed(cuda):
-    sampler = make(cuda, "DDIM", 5)
+    sampler = make_sampler(cuda, "DDIM", 5)
     cond, noise = torch.randn(1, 5, device=cuda), torch.randn(1, 16, 2, device=cuda)
     before = [sampler(cond, noise=noise) for _ in range(2)][1]
     with torch.no_grad():
@@ -76,17 +59,17 @@ def test_changed_weights_and_steps_are_followed(cuda):
             parameter.mul_(1.1)
     after = sampler(cond, noise=noise)
     assert len(sampler._graphs) == 1 and not torch.allclose(before, after)
-    assert torch.equal(after, plain_twin(sampler)(cond, noise=noise))
+    assert torch.equal(after, without_graph(sampler)(cond, noise=noise))
     sampler.num_inference_steps = 10
     for _ in range(2):
         got = sampler(cond, noise=noise)
-        assert torch.equal(got, plain_twin(sampler)(cond, noise=noise))
+        assert torch.equal(got, without_graph(sampler)(cond, noise=noise))
     assert len(sampler._graphs) == 2
 
 
 def test_attributes_and_arguments_that_change_are_followed(cuda):
     """A call of the last one's kind goes straight to its graph; any other is looked up."""
-    sampler, cond = make(cuda), torch.randn(2, 5, device=cuda)
+    sampler, cond = make_sampler(cuda), torch.randn(2, 5, device=cuda)
     draw = lambda: torch.Generator(cuda).manual_seed(1)  # noqa: E731
     first = sampler(cond, generator=draw())
     assert sampler._again is not None
@@ -99,7 +82,7 @@ def test_attributes_and_arguments_that_change_are_followed(cuda):
     assert sampler(cond[:1], batch_size=3).shape == (3, 16, 2)
     drawn = [torch.Generator().manual_seed(1), [draw(), draw()]]
     found = [sampler(cond, generator=g) for g in drawn]  # on the CPU, and one a sample
-    twin = plain_twin(sampler)
+    twin = without_graph(sampler)
     again = [torch.Generator().manual_seed(1), [draw(), draw()]]
     for got, generator in zip(found, again, strict=True):
         assert torch.equal(got, twin(cond, generator=generator))
@@ -111,7 +94,7 @@ def test_attributes_and_arguments_that_change_are_followed(cuda):
 
 
 def test_inpainting_and_inference_mode(cuda):
-    sampler = make(cuda, "DDIM", 5)
+    sampler = make_sampler(cuda, "DDIM", 5)
     data = torch.randn(2, 16, 2, device=cuda)
     call = {"condition_data": data, "condition_mask": data > 0, "noise": torch.randn_like(data)}
     with torch.inference_mode():
@@ -123,7 +106,7 @@ def test_inpainting_and_inference_mode(cuda):
 
 
 def test_the_callers_own_capture_gets_the_kernels(cuda):
-    sampler = make(cuda, "DDIM", 5)
+    sampler = make_sampler(cuda, "DDIM", 5)
     cond, noise = torch.randn(1, 5, device=cuda), torch.randn(1, 16, 2, device=cuda)
     expected = sampler(cond, noise=noise)
     graph = torch.cuda.CUDAGraph()
@@ -157,7 +140,7 @@ def test_a_replay_does_not_get_the_captures_seed(cuda, monkeypatch):
 
 
 def test_two_streams_share_one_sampler(cuda):
-    sampler = make(cuda, "DDIM", 5)
+    sampler = make_sampler(cuda, "DDIM", 5)
     noise = torch.randn(1, 16, 2, device=cuda)
     conds = [torch.randn(1, 5, device=cuda) for _ in range(2)]
     expected = [sampler(cond, noise=noise) for cond in conds]
@@ -173,7 +156,7 @@ def test_two_streams_share_one_sampler(cuda):
 
 
 def test_the_cache_is_bounded_and_replays_do_not_grow_memory(cuda):
-    sampler = make(cuda, "DDIM", 2)
+    sampler = make_sampler(cuda, "DDIM", 2)
     for batch in range(1, 12):
         sampler(torch.randn(batch, 5, device=cuda))
     assert len(sampler._graphs) == sampler._graphs.capacity == 8
@@ -236,7 +219,7 @@ def _slow_stream(cuda):
 
 
 def _two_kinds(cuda):
-    sampler = make(cuda, "DDIM", 3)
+    sampler = make_sampler(cuda, "DDIM", 3)
     calls = [(torch.randn(b, 5, device=cuda), torch.randn(b, 16, 2, device=cuda)) for b in (1, 3)]
     for cond, noise in [*calls, *calls]:
         sampler(cond, noise=noise)
@@ -299,7 +282,7 @@ def test_what_a_slow_replay_reads_is_not_given_away(cuda):
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_first_call_inside_a_capture_of_the_users(cuda, changed):
     """The graph packs the weights; calls outside do not take its memory for packed weights."""
-    sampler, cond = make(cuda, "DDIM", 3), torch.randn(2, 5, device=cuda)
+    sampler, cond = make_sampler(cuda, "DDIM", 3), torch.randn(2, 5, device=cuda)
     noise = torch.randn(2, 16, 2, device=cuda)
     twin = copy.deepcopy(sampler)
     twin(cond, noise=noise)  # loads the kernels
@@ -330,16 +313,17 @@ def test_graphs_on_another_device_than_the_current_one(how):
     conds = [torch.randn(2, 5, device=other) for _ in range(4)]
     noise = torch.randn(2, 16, 2, device=other)
     if how == "calls":
-        unet = make(other).unet.train()
+        unet = make_sampler(other).unet.train()
         plain = copy.deepcopy(unet)
         graph_calls(unet, warmup=1)
         for cond in conds:
             results = [net(noise, 7, global_cond=cond) for net in (unet, plain)]
             torch.testing.assert_close(*results)
         return
-    sampler = make(other, parallel=dpa.Parallel(4, 1e-3) if how == "sweeps" else None)
+    sampler = make_sampler(other, parallel=dpa.Parallel(4, 1e-3) if how == "sweeps" else None)
     for cond in conds:
-        torch.testing.assert_close(
-            sampler(cond, noise=noise, generator=torch.Generator(other).manual_seed(1)),
-            plain_twin(sampler)(cond, noise=noise, generator=torch.Generator(other).manual_seed(1)),
+        got, expected = (
+            s(cond, noise=noise, generator=torch.Generator(other).manual_seed(1))
+            for s in (sampler, without_graph(sampler))
         )
+        torch.testing.assert_close(got, expected)

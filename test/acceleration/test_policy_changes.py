@@ -7,14 +7,15 @@ import types
 import pytest
 import torch
 from policies import (
+    call_of,
     diffusers,
     lerobot_policy,
     observations,
     original_policy,
+    sampled,
     unet_and_inputs,
 )
-from test_alterations import call_of, sampled
-from test_steps import ALTERED, CHANGES, altered
+from scheduler_changes import CHANGES, KINDS_AND_CHANGES, scheduler_for
 
 import dpa
 
@@ -71,10 +72,10 @@ def test_what_is_done_to_a_scheduler(device):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "change"), ALTERED)
+@pytest.mark.parametrize(("kind", "change"), KINDS_AND_CHANGES)
 def test_a_scheduler_that_changes(kind, change):
     plain, call = original_policy("cpu"), (*call_of(), None)
-    plain.noise_scheduler = altered(kind, change)
+    plain.noise_scheduler = scheduler_for(kind, change)
     fast = dpa.accelerate(copy.deepcopy(plain))
 
     def run(policy):
