@@ -102,7 +102,7 @@ def test_pictures_are_drawn(tmp_path):
 
     rows = [
         {"network": n, "batch": b, "weights": w, "how": h, "us": us * b, "floor us": 20.0}
-        for n in ("80 M", "252 M")
+        for n in ("67 M", "252 M")
         for b in (1, 16)
         for w in ("bfloat16", "float32")
         for h, us in (
@@ -112,7 +112,7 @@ def test_pictures_are_drawn(tmp_path):
         )
     ]
     loops = [
-        {"network": "80 M", "batch": 1, "weights": "bfloat16", "loop": f"DDPM, {n} steps"}
+        {"network": "67 M", "batch": 1, "weights": "bfloat16", "loop": f"DDPM, {n} steps"}
         | {"how": how, "us": n * 80.0, **more}
         for n in (10, 100)
         for how, more in (("eager, step by step", {}), ("dpa", {"steps' time": n * 1.02}))
@@ -178,9 +178,9 @@ def test_a_process_waits_until_it_is_asked(tmp_path, monkeypatch):
 
     (tmp_path / "measuring.py").write_text(
         "import sys\n"
-        "from dpa.bench.ahead import when_asked\n"
+        "from dpa.bench.ahead import on_request\n"
         "print('compiling', sys.argv[1])\n"
-        "when_asked(lambda: open(sys.argv[1]).read())\n"
+        "on_request(lambda: open(sys.argv[1]).read())\n"
     )
     (tmp_path / "failing.py").write_text("raise SystemExit(3)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
@@ -256,19 +256,19 @@ def test_the_samplers_parts_are_tables_of_one_run(monkeypatch):
     done = _measured(run.stages(), {}, sampler.finished, kept.append)
     ways = [(row["network"], row["batch"], row["how"].split(",")[0]) for row in done["steps"]]
     assert ways == [
-        ("80 M", 1, "eager"),
-        ("80 M", 1, "torch.compile reduce-overhead"),
-        ("80 M", 1, "dpa"),
-        ("80 M", 1, "eager"),  # in float32
-        ("80 M", 16, "eager"),
-        ("80 M", 16, "dpa"),
+        ("67 M", 1, "eager"),
+        ("67 M", 1, "torch.compile reduce-overhead"),
+        ("67 M", 1, "dpa"),
+        ("67 M", 1, "eager"),  # in float32
+        ("67 M", 16, "eager"),
+        ("67 M", 16, "dpa"),
         ("252 M", 1, "dpa"),
     ]
     floor = sampler.conv_bytes(unet, torch.bfloat16) / 4e12 * 1e6
     assert done["steps"][0]["floor us"] == floor and done["steps"][0]["x floor"] == 2000 / floor
     found = {row["bar"]: row["ratio"] for row in done["bars"]}
-    assert found["80 M bfloat16: faster than torch.compile"] == 20
-    assert found["80 M bfloat16, DDIM, 10 steps: of a step, at most"] == 11
+    assert found["67 M bfloat16: faster than torch.compile"] == 20
+    assert found["67 M bfloat16, DDIM, 10 steps: of a step, at most"] == 11
     assert "steps" not in kept[0] and len(kept) == len(run.stages()) == 8
     assert all(json.dumps(tables) for tables in kept)
 
@@ -285,10 +285,16 @@ def test_the_command_refuses_what_it_does_not_know():
         assert result.exit_code != 0 and f"{option} must be" in result.output
 
 
-def test_the_networks_have_the_names_of_their_sizes():
-    from dpa.bench import command, sampler
+def test_the_networks_are_named_by_their_parameters():
+    from dpa.bench import command, sampler, train
 
     assert list(command._NETWORKS) == [size.name for size in sampler.SIZES]
+    networks = {size.name: size.build("meta") for size in sampler.SIZES}
+    sizes = (train.NET_80M, train.NET_252M)
+    networks |= {f"{size.name}, training": size.build(train.DPA, "meta") for size in sizes}
+    for name, network in networks.items():
+        count = sum(parameter.numel() for parameter in network.parameters())
+        assert name.startswith(f"{count / 1e6:.0f} M"), name
 
 
 def test_a_folder_that_cannot_be_fails_before_the_measurements(tmp_path, monkeypatch):
@@ -303,25 +309,25 @@ def test_a_folder_that_cannot_be_fails_before_the_measurements(tmp_path, monkeyp
 def test_the_bars_follow_from_the_tables():
     from dpa.bench.bars import bars
 
-    step = {"network": "80 M", "batch": 1, "weights": "bfloat16", "floor us": 30.0}
+    step = {"network": "67 M", "batch": 1, "weights": "bfloat16", "floor us": 30.0}
     steps = [
         step | {"how": "dpa", "us": 75.0},
         step | {"how": "torch.compile reduce-overhead", "us": 1200.0},
         step | {"how": "torch.compile max-autotune, graph", "us": 1050.0},
         step | {"batch": 16, "how": "dpa", "us": 225.0},
     ]
-    loop = {"network": "80 M", "weights": "bfloat16", "how": "dpa", "step us": 75.0}
+    loop = {"network": "67 M", "weights": "bfloat16", "how": "dpa", "step us": 75.0}
     loop |= {"batch": 1, "first call s": 0.5}
     loops = [loop | {"loop": "DDPM, 100 steps", "us": 8000.0}]
     fast = [{"weights": "bfloat16", "tolerance": t, "faster": f} for t, f in ((1e-3, 1.4),)]
     found = {row["bar"]: row for row in bars({"steps": steps, "loops": loops, "parallel": fast})}
     assert len(found) == 6
-    faster = found["80 M bfloat16: faster than torch.compile"]
+    faster = found["67 M bfloat16: faster than torch.compile"]
     assert faster["ratio"] == 14 and faster["holds"] and not faster["reached"]
-    floor = found["80 M bfloat16: of the floor, at most"]
+    floor = found["67 M bfloat16: of the floor, at most"]
     assert floor["ratio"] == 2.5 and floor["holds"] and not floor["reached"]
-    assert not found["80 M bfloat16, batch 16: of the step of batch 1, at most"]["holds"]
-    assert not found["80 M bfloat16, DDPM, 100 steps: of a step, at most"]["holds"]
+    assert not found["67 M bfloat16, batch 16: of the step of batch 1, at most"]["holds"]
+    assert not found["67 M bfloat16, DDPM, 100 steps: of a step, at most"]["holds"]
     assert not found["bfloat16, parallel, tolerance 0.001: faster than the loop"]["holds"]
     assert bars({}) == []
 

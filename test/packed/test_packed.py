@@ -314,7 +314,7 @@ def test_local_conditioning_is_refused_or_runs_step_by_step(device):
         torch.testing.assert_close(got, plain(**call))
 
 
-@pytest.mark.parametrize("dims", [(256, 512, 1024), (512, 1024, 2048)], ids=["80M", "252M"])
+@pytest.mark.parametrize("dims", [(256, 512, 1024), (512, 1024, 2048)], ids=["67M", "252M"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str
 )

@@ -1,4 +1,4 @@
-"""What the sampler is held to on a GPU, and whether the tables of one run say so."""
+"""The requirements of the sampler on a GPU, and whether the tables of one run meet them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Row = dict[str, Any]
 _TUNED = "torch.compile max-autotune, graph"
 _REDUCED = "torch.compile reduce-overhead"
 _DEFAULT = "torch.compile, graph"
-_SMALL, _LARGE = "80 M", "252 M"
+_SMALL, _LARGE = "67 M", "252 M"
 _BF16, _FP32, _FP8 = "bfloat16", "float32", "float8_e4m3fn"
 
 
@@ -41,7 +41,7 @@ class _Table:
     def add(
         self, bar: str, over: float | None, under: float | None, required: float, aim: float | None
     ) -> None:
-        """Add the ratio ``over / under``: at least ``required``, or at most where ``bar`` says."""
+        """Add ``over / under``: at least ``required``, or at most where ``bar`` ends so."""
         if over is None or under is None:
             return
         ratio, most = over / under, bar.endswith("at most")

@@ -33,7 +33,7 @@ Examples:
 
   dpa bench --quick
 
-  dpa bench --only sampler --networks "80 M" --batches 1,16
+  dpa bench --only sampler --networks "67 M" --batches 1,16
 
   dpa bench --profile
 
@@ -41,7 +41,7 @@ Examples:
 """
 _PARTS = ("all", "ops", "sampler")
 _TRAIN_PARTS = ("all", "networks", "norm", "ddp", "curves")
-_NETWORKS = ("80 M", "252 M")  # the names of dpa.bench.sampler.SIZES
+_NETWORKS = ("67 M", "252 M")  # the names of dpa.bench.sampler.SIZES
 Tables = dict[str, Any]
 Stages = dict[str, Callable[[], Tables]]
 
@@ -58,7 +58,7 @@ def bench(
         str,
         typer.Option(help=f"On a GPU: {_quoted(_PARTS)}; of --train: {_quoted(_TRAIN_PARTS)}."),
     ] = "all",
-    networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "80 M,252 M",
+    networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "67 M,252 M",
     batches: Annotated[
         str, typer.Option(help="Of the sampler's steps; PyTorch's at 1 and 16.")
     ] = "1,2,4,8,16,32,64",
@@ -102,7 +102,7 @@ def bench(
         _write(results, file)
     else:
         if quick:
-            chosen, sizes, autotune, train_steps = ["80 M"], [1], False, 0
+            chosen, sizes, autotune, train_steps = ["67 M"], [1], False, 0
         finish: Callable[[Tables], Tables] = dict
         if training:
             from dpa.bench import train_stages
