@@ -219,7 +219,7 @@ def residual_block1d(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> Tensor:
-    """Compute two of :func:`conv1d_gnm`, FiLM after the first, plus the input or its product.
+    """Compute two of :func:`conv1d_gnm`, FiLM after the first, plus the residual branch.
 
     ``input`` is (B, C_in, T), the weights (C_out, C_in, k), (C_out, C_out, k) and, where
     C_in is not C_out, (C_out, C_in, 1). Intermediate results are rounded to the input's dtype.

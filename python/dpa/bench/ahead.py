@@ -12,7 +12,7 @@ _READY, _ANSWER = "ready", "answer: "
 
 
 class Process:
-    """A module that runs in a process of its own until it calls :func:`when_asked`.
+    """A module that runs in a process of its own until it calls :func:`on_request`.
 
     Args:
         module: what to run, as ``python -m`` does.
@@ -32,7 +32,7 @@ class Process:
         )
 
     def wait(self) -> None:
-        """Wait until it has nothing to do but to be asked."""
+        """Wait until it is ready to measure."""
         self._line(_READY)
 
     def answer(self) -> Any:
@@ -40,7 +40,7 @@ class Process:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         found = json.loads(self._line(_ANSWER))
-        # To end by itself takes a process that has compiled some seconds.
+        # A process that has compiled takes seconds to end by itself.
         self._process.kill()
         self._process.wait()
         return found
@@ -55,8 +55,8 @@ class Process:
         )
 
 
-def when_asked(measure: Callable[[], Any]) -> None:
-    """In the process: say that it is ready, wait, and send what ``measure`` returns as JSON."""
+def on_request(measure: Callable[[], Any]) -> None:
+    """In the process: report ready, wait for the request, send what ``measure`` returns as JSON."""
     print(_READY, flush=True)
-    if sys.stdin.readline():  # nothing where the one who would ask is gone
+    if sys.stdin.readline():  # empty where the parent has ended
         print(_ANSWER + json.dumps(measure()), flush=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dpa
-from dpa.bench.ahead import Process, when_asked
+from dpa.bench.ahead import Process, on_request
 from dpa.diagnostics.timing import device_spread_us, graphed, latency
 from dpa.sampling import stepwise_loop as stepwise
 
@@ -25,7 +25,7 @@ Call = Callable[[], Tensor]
 class Ahead:
     """Compiled networks, each in a process of its own, which compile at once and measure in turn.
 
-    Compiled one after the other they take minutes. A process waits, idle, until it is asked.
+    Compiled one after the other they take minutes. A process waits, idle, until its turn.
 
     Args:
         network: the name of one of :data:`dpa.bench.sampler.SIZES`.
@@ -96,8 +96,8 @@ def scheduler_of(name: str) -> Any:
     return cls(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
 
 
-def _told(dtype: torch.dtype, batch: int, scheduler: str) -> tuple[Any, Tensor]:
-    """The steps of a loop, and an observation."""
+def _conditioning(dtype: torch.dtype, batch: int, scheduler: str) -> tuple[Any, Tensor]:
+    """The step table of a loop, and a random ``global_cond``."""
     from dpa.bench.sampler import COND_DIM
 
     table = dpa.schedulers.from_diffusers(scheduler_of(scheduler), COUNTS[scheduler])
@@ -108,7 +108,7 @@ def _step(network: Callable[..., Tensor], dtype: torch.dtype, batch: int) -> Cal
     """One forward pass, called as the loop calls it, so that it is compiled once."""
     from dpa.bench.sampler import ACTION_DIM, HORIZON
 
-    table, cond = _told(dtype, batch, "DDPM")
+    table, cond = _conditioning(dtype, batch, "DDPM")
     sample = torch.randn(batch, HORIZON, ACTION_DIM, device="cuda").to(dtype)
     timestep = table.timesteps[:, None].expand(-1, batch)[5]
     return lambda: network(sample, timestep, global_cond=cond)
@@ -118,7 +118,7 @@ def _loop(network: Callable[..., Tensor], dtype: torch.dtype, batch: int, schedu
     """The loop of the network's forward passes and ``dpa::scheduler_step``, in float32."""
     from dpa.bench.sampler import ACTION_DIM, HORIZON
 
-    table, cond = _told(dtype, batch, scheduler)
+    table, cond = _conditioning(dtype, batch, scheduler)
     draw = lambda: torch.randn(batch, HORIZON, ACTION_DIM, device="cuda")  # noqa: E731
 
     def predict(sample: Tensor, timestep: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _loop(network: Callable[..., Tensor], dtype: torch.dtype, batch: int, schedu
 
 
 def _measure(network: str, mode: str, dtype: str, batch: str) -> None:
-    """Compile, and measure when asked."""
+    """Compile, and measure on request."""
     from dpa.bench.sampler import SIZES
 
     kind, count = getattr(torch, dtype), int(batch)
@@ -142,7 +142,7 @@ def _measure(network: str, mode: str, dtype: str, batch: str) -> None:
             step, loop = lambda call: graphed(call, 1), _graphed
         else:
             how, step, loop = f"torch.compile {mode}", lambda call: call, lambda call: call
-        when_asked(lambda: _rows(compiled, kind, count, how, step, {how: loop}, 5))
+        on_request(lambda: _rows(compiled, kind, count, how, step, {how: loop}, 5))
 
 
 def _graphed(loop: Call) -> Callable[[], None]:

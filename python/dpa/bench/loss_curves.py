@@ -45,7 +45,7 @@ def curve(
     Steps are replays of one CUDA graph where there is CUDA. ``lower`` is autocast's dtype, or None.
     """
     torch.manual_seed(seed)
-    draws = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     observations, chunks = data
     device = chunks.device
     network: nn.Module = demo.Network(demo.UNET | {"down_dims": list(down_dims)}).to(device)
@@ -70,9 +70,9 @@ def curve(
 
     run, losses = GraphedStep(step), []
     for number in range(steps):
-        index = torch.randint(len(chunks), (demo.BATCH_SIZE,), generator=draws).to(device)
-        noise = torch.randn(len(index), *chunks.shape[1:], generator=draws).to(device)
-        timestep = torch.randint(len(alphas), (len(index),), generator=draws).to(device)
+        index = torch.randint(len(chunks), (demo.BATCH_SIZE,), generator=generator).to(device)
+        noise = torch.randn(len(index), *chunks.shape[1:], generator=generator).to(device)
+        timestep = torch.randint(len(alphas), (len(index),), generator=generator).to(device)
         rate.fill_(demo.LEARNING_RATE * demo._rate(number, steps))
         losses.append(run(observations[index], chunks[index], noise, timestep))
     return torch.stack(losses).tolist()

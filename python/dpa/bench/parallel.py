@@ -42,8 +42,8 @@ def rows(
     against the sequential loop in the same weights from the same random stream.
     """
     device = next(policy.network.parameters()).device
-    draws = torch.Generator().manual_seed(1)
-    worlds = W.sample_worlds(observations, draws)
+    generator = torch.Generator().manual_seed(1)
+    worlds = W.sample_worlds(observations, generator)
     seen = policy.network.encoder(W.observe(worlds, worlds.start, worlds.start).to(device))
 
     def make(parallel: dpa.Parallel | None) -> dpa.DiffusionSampler:
@@ -89,11 +89,11 @@ def rows(
 def success(policy: train.Policy, sampler: Callable[..., Tensor], episodes: int) -> float:
     """The share of closed-loop episodes that succeed, every chunk sampled alone."""
     device = next(policy.network.parameters()).device
-    draws = torch.Generator().manual_seed(2)
-    generator = torch.Generator(device).manual_seed(3)
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.Generator(device).manual_seed(3)
 
     def plan(observation: Tensor) -> Tensor:
         seen = policy.network.encoder(observation.to(device))
-        return torch.cat([sampler(c, generator=generator) for c in seen.split(1)]).float().cpu()
+        return torch.cat([sampler(c, generator=noise) for c in seen.split(1)]).float().cpu()
 
-    return rollout(W.sample_worlds(episodes, draws), plan, draws).summary()["success"]
+    return rollout(W.sample_worlds(episodes, generator), plan, generator).summary()["success"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dpa
-from dpa.bench.ahead import when_asked
+from dpa.bench.ahead import on_request
 from dpa.diagnostics.timing import Spread, device_us_alternated, graphed, host_us_alternated
 
 _Runs = dict[str, Callable[[], object]]
@@ -229,4 +229,4 @@ def _compile() -> None:
 
 if __name__ == "__main__":
     _compile()
-    when_asked(run)
+    on_request(run)

@@ -109,8 +109,8 @@ def measure(
     call.
 
     The peak is that of six whole steps with fused AdamW, called and, ``replayed``, with the pass in
-    a graph, captures among them. It is of what is asked for; the allocator takes pieces up to 1 MiB
-    larger, which ones depends on what was freed before, and that sum is ``allocated MiB``, called.
+    a graph, captures among them. It counts requested bytes. The allocator's blocks are up to 1 MiB
+    larger, depending on what was freed before; their sum is ``allocated MiB``, called.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     row: Row = {"network": case.network.name, "batch": case.batch}
@@ -125,8 +125,8 @@ def measure(
             if device.type == "cuda":
                 model.zero_grad(set_to_none=True)
                 # Nothing changes weights between two replays of a forward pass.
-                fixed = contextlib.nullcontext() if case.backward else dpa.fixed_weights()
-                with fixed:
+                frozen = contextlib.nullcontext() if case.backward else dpa.fixed_weights()
+                with frozen:
                     if way != CALLS:
                         row["graph"] = device_us(graphed(work, 1), repeats)
                 if case.backward:
@@ -172,10 +172,10 @@ def _peak_of_steps(
 ) -> tuple[float, float]:
     """MiB: weights, gradients, AdamW's moments, and what the pass keeps at its fullest.
 
-    As asked for and as allocated, from a fresh start: no piece is left of earlier work.
+    Requested and allocated bytes, after the caches are emptied.
     """
     model.zero_grad(set_to_none=True)
-    # cuBLAS keeps 32 MiB for every stream that ever asked; each capture before this one did.
+    # cuBLAS keeps a workspace of 32 MiB for every stream that used it, captures included.
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.empty_cache()
@@ -187,13 +187,13 @@ def _peak_of_steps(
         work()
         optimizer.step()
     peaks = torch.cuda.memory_stats()
-    asked, taken = (peaks[f"{what}_bytes.all.peak"] for what in ("requested", "allocated"))
-    return asked / 2**20, taken / 2**20
+    requested, allocated = (peaks[f"{what}_bytes.all.peak"] for what in ("requested", "allocated"))
+    return requested / 2**20, allocated / 2**20
 
 
 @contextlib.contextmanager
 def _precision(way: str) -> Iterator[None]:
-    """TF32 where the way says so, for matrix products and convolutions alike."""
+    """TF32 for GEMMs and convolutions where ``way`` is TF32, else off."""
     backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [backend.allow_tf32 for backend in backends]
     for backend in backends:

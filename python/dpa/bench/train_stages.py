@@ -14,7 +14,7 @@ _TABLES = ("training", "GroupNorm + Mish + FiLM", "two GPUs")
 
 def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
     """Stages by name; each returns tables. On the CPU one small network, to see that it works."""
-    if part == "curves":  # no requirement hangs on them, and they take long: for who asks
+    if part == "curves":  # no requirement depends on them, and they take long
         return {"loss curves": _curves}
     if not torch.cuda.is_available():
         return {case.name: _network(case, (train.EAGER, train.DPA)) for case in train.SMALL}

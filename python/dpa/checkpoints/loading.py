@@ -1,6 +1,6 @@
 """Read the U-Net out of a checkpoint: the original's, LeRobot's, robomimic's, NoMaD's.
 
-Nothing in a file is executed unless the caller says so: safetensors hold tensors alone, and pickles
+Nothing in a file is executed unless the caller asks: safetensors hold tensors alone, and pickles
 are read with ``weights_only``. A diffusion_policy ``.ckpt`` also pickles its configuration
 (omegaconf), which ``weights_only`` refuses; ``trust_pickle=True`` unpickles it in full.
 """
@@ -36,7 +36,7 @@ _AVERAGED = re.compile(r"(?<![a-z])(ema|averaged)(?![a-z])")  # in where weights
 
 
 class CheckpointError(ValueError):
-    """The file cannot be read, or does not hold what was asked for; the message says which."""
+    """The file cannot be read, or lacks the requested U-Net; the message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Checkpoint:
         unet: in evaluation mode, on the CPU, in the file's dtype, the widest of several.
         arguments: the constructor's, read off the shapes.
         source: where in the file the weights lay, such as ``state_dicts.ema_model: model.``.
-        config: what the file says of the policy: LeRobot's ``config.json``, or what lies beside the
+        config: the policy's configuration: LeRobot's ``config.json``, or the entries beside the
             weights, such as the ``cfg`` of diffusion_policy. May be empty.
         rest: the other tensors of the state dict that the U-Net lay in, by their names.
         others: the further U-Nets in the file, as in ``source``.

@@ -63,10 +63,10 @@ def compare(
     plain = reference.plain(policy.network.unet).to(dtype).eval()
     scheduler = make_scheduler(name, policy)
     sampler = make_sampler(name, policy, dtype)
-    draws = torch.Generator(device).manual_seed(seed)
+    noise_generator = torch.Generator(device).manual_seed(seed)
     shape = (len(observations), W.HORIZON, W.ACTION_DIM)
     sample_dtype = torch.promote_types(dtype, torch.float32)
-    noise = torch.randn(shape, generator=draws, device=device, dtype=sample_dtype)
+    noise = torch.randn(shape, generator=noise_generator, device=device, dtype=sample_dtype)
 
     def with_plain(count: int) -> Tensor:
         generator = torch.Generator(device).manual_seed(seed)
@@ -91,7 +91,7 @@ def compare(
 
 
 def _medians(calls: list[Callable[[], Tensor]], repeats: int, device: torch.device) -> list[float]:
-    """Median milliseconds of each call. They take turns, to share what disturbs."""
+    """Median milliseconds of each call. They alternate, so that disturbances affect all."""
 
     def timed(call: Callable[[], Tensor]) -> float:
         _synchronize(device)

@@ -148,9 +148,9 @@ def episodes(
     progress: Callable[[int, int], None] | None = None,
 ) -> Rollout:
     """Closed-loop episodes in the worlds of this seed, sampled by dpa."""
-    draws = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     plan = make_plan(name, policy, device, seed, dtype)
-    return rollout(W.sample_worlds(count, draws), plan, draws, progress)
+    return rollout(W.sample_worlds(count, generator), plan, generator, progress)
 
 
 def evaluate(

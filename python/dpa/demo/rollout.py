@@ -57,7 +57,7 @@ def rollout(
     """Run every episode to its goal, its collision or the step limit.
 
     Each replanning step samples one chunk for every live episode, in one batch. ``progress`` is
-    told the step of every replanning and how many episodes are live.
+    called with the step of every replanning and the number of live episodes.
     """
     position, previous = world.start, world.start
     live = torch.ones(len(world), dtype=torch.bool)

@@ -36,13 +36,13 @@ def stage() -> W.World:
 def draw_fan(path: Path, policy: Policy, device: torch.device, episodes: int, seed: int) -> None:
     """Paths of the demonstrations and of both schedulers, from the same start."""
     worlds = stage().repeat(episodes)
-    draws = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     panels: list[tuple[str, Rollout]] = [
-        ("Demonstrations", judge(worlds, W.demonstrate(worlds, draws)))
+        ("Demonstrations", judge(worlds, W.demonstrate(worlds, generator)))
     ]
     for name, steps in STEPS.items():
         plan = make_plan(name, policy, device, seed)
-        panels.append((f"Policy, {name} with {steps} steps", rollout(worlds, plan, draws)))
+        panels.append((f"Policy, {name} with {steps} steps", rollout(worlds, plan, generator)))
     draw.fan(path, stage(), panels)
 
 

@@ -105,8 +105,8 @@ def train(
     """
     team = team or Ranks(0, 1, device)
     torch.manual_seed(seed)
-    draws = torch.Generator().manual_seed(seed)
-    observations, chunks = _dataset(draws, device)
+    generator = torch.Generator().manual_seed(seed)
+    observations, chunks = _dataset(generator, device)
     config = dict(unet or UNET)
     network = Network(config).to(device)
     model = team.wrap(network)
@@ -125,9 +125,9 @@ def train(
     smoothed = math.nan
     evaluate_at(0)
     for number in range(1, steps + 1):
-        index = torch.randint(len(chunks), (BATCH_SIZE,), generator=draws).to(device)
+        index = torch.randint(len(chunks), (BATCH_SIZE,), generator=generator).to(device)
         batch = observations[index], chunks[index]
-        loss = diffusion_loss(model, scheduler, *batch, draws, team)
+        loss = diffusion_loss(model, scheduler, *batch, generator, team)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -175,8 +175,8 @@ def diffusion_loss(
 ) -> Tensor:
     """Mean squared error of the predicted noise, at a random timestep for each chunk.
 
-    Of several processes each draws for the whole batch and takes its part; the mean of their losses
-    is the batch's.
+    Each of several processes samples the noise of the whole batch and takes its part; the mean of
+    their losses is the batch's.
     """
     noise = torch.randn(chunk.shape, generator=generator).to(chunk.device)
     count = scheduler.config.num_train_timesteps
@@ -191,7 +191,7 @@ def diffusion_loss(
 
 @torch.no_grad()
 def update_ema(average: torch.nn.Module, model: torch.nn.Module, step: int) -> None:
-    """Move the average towards the model; early on faster, so that the start is forgotten."""
+    """Move the average towards the model; faster in the first steps."""
     decay = min(EMA_DECAY, (1 + step) / (10 + step))
     for kept, new in zip(average.parameters(), model.parameters(), strict=True):
         kept.lerp_(new, 1.0 - decay)

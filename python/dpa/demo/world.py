@@ -17,7 +17,7 @@ from torch import Tensor
 
 HORIZON = 16  # next positions in a chunk
 SPEED = 0.058  # what a demonstration travels in a step
-MAX_STEP = 0.09  # what the agent can travel in a step, whatever it is told
+MAX_STEP = 0.09  # the limit of what the agent travels in a step
 DISTURBANCE = 0.004  # standard deviation of the push that every step suffers
 GOAL_RADIUS = 0.06
 STEP_LIMIT = 64
@@ -105,7 +105,7 @@ def arrived(world: World, position: Tensor) -> Tensor:
 def crossing_side(world: World, before: Tensor, after: Tensor) -> Tensor:
     """(B,) LEFT or RIGHT where this move passes level with the obstacle's centre, else NEITHER.
 
-    Left and right are those of one who looks from the start to the goal.
+    Left and right are as seen from the start in the direction of the goal.
     """
     axis = world.goal - world.start
     ahead = ((before - world.centre) * axis).sum(-1) < 0
@@ -129,8 +129,8 @@ def demonstrate(world: World, generator: torch.Generator) -> Tensor:
 def demonstrate_recovery(world: World, generator: torch.Generator) -> tuple[World, Tensor]:
     """Demonstrations that start off the beaten path, at a walk: the worlds so changed and paths.
 
-    They show how to recover, which a policy that only ever saw good paths does not know when its
-    own small mistakes have led it off them. The expert takes the side to which it is heading.
+    They show how to recover. A policy trained on good paths alone cannot return to them after its
+    own small errors. The expert takes the side to which it is heading.
     """
     count = len(world)
     reach = world.radius + 0.05 + 0.6 * torch.rand(count, generator=generator)

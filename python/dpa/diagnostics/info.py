@@ -106,10 +106,10 @@ def advice(
             if major < 8:
                 lines.append(f"{device} is older than 8.0: networks run layer by layer, not packed")
     elif found["torch"].endswith("+cpu") and gpu_kernels:
-        lines.append("this torch knows no GPU: install torch with CUDA to use the GPU kernels")
+        lines.append("this torch is a CPU build: install torch with CUDA to use the GPU kernels")
     elif gpu_kernels:
         lines.append(
-            "PyTorch sees no GPU: if there is one, look at nvidia-smi; the CPU works without"
+            "PyTorch finds no GPU: if there is one, check nvidia-smi; the CPU works without"
         )
     if not has_diffusers:
         lines.append("diffusers is missing, which schedulers come from: pip install diffusers")

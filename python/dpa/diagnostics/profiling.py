@@ -17,7 +17,7 @@ from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.tables import StepTable
 
 PHASES = ("multiply", "publish", "wait", "normalise")
-# What a block notes its clock after, in each layer: kernels/unet1d/unet1d.h.
+# The events at which a block records its clock in each layer: kernels/unet1d/unet1d.h.
 _BEGIN, _WEIGHTS, _MESSAGES, _NORMALISED, _WRITTEN, _MULTIPLIED, _PUBLISHED = range(7)
 
 
@@ -29,10 +29,10 @@ class LayerTime:
         name: of the convolution's block in the state dict.
         channels: that it puts out.
         times: at which it does.
-        multiply: the product with the weights.
-        publish: adding up the warps' shares, and sending them.
-        wait: until every other block's share has come; what is done meanwhile costs nothing more.
-        normalise: GroupNorm, Mish, FiLM and residual, into the next product's input.
+        multiply: the GEMM with the weights.
+        publish: summing the warps' partial sums, and storing the messages.
+        wait: until all other blocks' partial sums have arrived; work done meanwhile is hidden.
+        normalise: the epilogue: GroupNorm, Mish, FiLM and residual, into the next GEMM's input.
 
     """
 
@@ -107,9 +107,9 @@ def profile(
 ) -> StepProfile:
     """Measure where the time of one step of a fused sampler goes.
 
-    The blocks of the kernel that runs the loop note their clocks in the last step; ``runs`` such
-    loops give the shares (the median of the blocks' means), and a loop that records nothing gives
-    the step's time, which the shares divide. One sample, on a Hopper GPU, of sizes that the
+    The blocks of the resident kernel record their clocks in the last step. ``runs`` such loops give
+    the shares (the median of the blocks' means); a loop without recording gives the step's time,
+    which the shares divide. One sample, on a Hopper GPU, of sizes that the
     one-sample kernel serves: widths times horizon up to 8192.
 
     Args:
@@ -118,7 +118,7 @@ def profile(
         runs: how many recorded loops.
 
     Raises:
-        ValueError: the sampler is not such a one.
+        ValueError: the sampler does not fit that description.
         RuntimeError: the kernel does not run these sizes on this device, with the sizes.
 
     """
@@ -167,19 +167,19 @@ def _shares(records: Tensor) -> tuple[Tensor, float, float]:
     """Clocks (runs, blocks, layers, 7) to the phases of each layer, the end, and the step.
 
     All are means over the blocks and medians over the runs. A layer's record begins with the wait
-    for its output and ends with the product after it, which is the next layer's.
+    for its output and ends with the GEMM after it, which is the next layer's.
     """
     clocks = records.long()
     wait = clocks[..., _MESSAGES] - clocks[..., _BEGIN]
     normalise = clocks[..., _WRITTEN] - clocks[..., _MESSAGES]
-    product = clocks[..., :-1, _MULTIPLIED] - clocks[..., :-1, _WRITTEN]
+    multiply = clocks[..., :-1, _MULTIPLIED] - clocks[..., :-1, _WRITTEN]
     publish = clocks[..., :-1, _PUBLISHED] - clocks[..., :-1, _MULTIPLIED]
     # The first convolution is computed where the others wait for one.
     zero = torch.zeros_like(wait[..., :1])
-    product = torch.cat([wait[..., :1], product], -1)
+    multiply = torch.cat([wait[..., :1], multiply], -1)
     publish = torch.cat([zero, publish], -1)
     wait = torch.cat([zero, wait[..., 1:]], -1)
-    phases = torch.stack([product, publish, wait, normalise], -1) & 0xFFFFFFFF  # 32-bit clocks
+    phases = torch.stack([multiply, publish, wait, normalise], -1) & 0xFFFFFFFF  # 32-bit clocks
     actions = (clocks[..., -1, _PUBLISHED] - clocks[..., -1, _WRITTEN]) & 0xFFFFFFFF
     phases = phases.double().mean(1).median(0).values
     rest = actions.double().mean(1).median().item()

@@ -72,8 +72,8 @@ def device_us_alternated(
 ) -> dict[str, Spread]:
     """As :func:`device_us` for several runs, one after the other in every round.
 
-    What changes with time, such as the clocks, meets all of them alike, so that differences of a
-    percent can be told.
+    Drift, such as that of the clocks, affects all of them alike, so that differences of a percent
+    are resolved.
     """
     return _alternated(runs, rounds, lambda run: _device_us(run, inner))
 

@@ -53,9 +53,9 @@ def evaluate(
     from dpa.eval.pipeline import Options
     from dpa.eval.pipeline import evaluate as run
 
-    for name, value, known in (("mode", mode, MODES), ("dtype", dtype, (None, *DTYPES))):
-        if value not in known:
-            choices = ", ".join(filter(None, known))
+    for name, value, allowed in (("mode", mode, MODES), ("dtype", dtype, (None, *DTYPES))):
+        if value not in allowed:
+            choices = ", ".join(filter(None, allowed))
             raise ValueError(f"{name} must be one of {choices}, got {value}")
     if plain and compare:
         raise ValueError("plain and compare exclude each other")

@@ -29,8 +29,8 @@ class Environment:
     Args:
         name: gymnasium's, such as ``gym_pusht/PushT-v0``, ``FetchReach-v4`` or ``module:Name-v0``;
             PushT and FetchReach will do for these two.
-        pixels: whether the policy looks at images.
-        render: whether frames will be asked for.
+        pixels: whether the policy takes images.
+        render: whether :meth:`frame` will be called.
 
     Raises:
         RuntimeError: a package is missing.

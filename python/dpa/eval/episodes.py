@@ -22,11 +22,11 @@ class Episode:
 
     Attributes:
         seed: of the environment and of the policy's random numbers.
-        success: what the environment said at the last step.
+        success: the environment's flag at the last step.
         reward: the sum.
         actions: (steps, action dimension), as the environment received them.
         plan_seconds: of each call that sampled a chunk of actions, from observation to action.
-        frames: pictures (H, W, 3), where they were asked for.
+        frames: pictures (H, W, 3), where the episode is filmed.
 
     """
 
@@ -75,7 +75,7 @@ def run_episode(
 def summary(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Return the success rate, and the latency of the plans in milliseconds.
 
-    The first plan of all, which warms up and checks, is told apart from the others.
+    The first plan, which warms up and compares, is reported apart from the others.
     """
     plans = [1e3 * seconds for episode in episodes for seconds in episode.plan_seconds]
     rest = plans[1:] or plans

@@ -22,7 +22,7 @@ FILMED = 5  # episodes of the video
 
 @dataclass(frozen=True)
 class Options:
-    """What ``dpa eval`` is asked for; its ``--help`` says what each means."""
+    """The options of ``dpa eval``; its ``--help`` explains each."""
 
     checkpoint: Path
     env: str

@@ -49,7 +49,7 @@ def export_policy(
             machines like this one) or ``exported-program`` (Python, and tools that read it).
         inputs: an example of each argument of ``policy.forward`` by its name, in order, of the
             shape and on the device that the file is made for.
-        facts: more to say in the manifest.
+        facts: further entries of the manifest.
         report: called with the name of each stage that begins, of :data:`STAGES`.
 
     Returns:
@@ -82,7 +82,7 @@ def export_policy(
 
 @contextlib.contextmanager
 def _as_it_will_run(policy: nn.Module) -> Iterator[None]:
-    """In evaluation mode and without gradients; the caller may be between two steps of training."""
+    """Evaluation mode without gradients; restores both, as the caller may be in training."""
     modes = [(module, module.training) for module in policy.modules()]
     wanted = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
     try:
@@ -99,8 +99,7 @@ def _as_it_will_run(policy: nn.Module) -> Iterator[None]:
 def load_policy(path: str | Path) -> Callable[..., Any]:
     """Open an exported policy of any format, to be called with its inputs in order.
 
-    A package of AOTInductor opens without the small programs that PyTorch compiles first to see
-    what vectors the CPU has.
+    An AOTInductor package opens without PyTorch's probe of the CPU's vector instructions.
 
     Args:
         path: the file; its manifest lies beside it.

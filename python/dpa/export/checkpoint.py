@@ -1,4 +1,4 @@
-"""What a checkpoint says of its policy besides the U-Net: scheduler, horizon, normalisation."""
+"""The parts of a checkpoint besides the U-Net: scheduler, horizon, normalisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpa.checkpoints.loading import Checkpoint, CheckpointError, load_checkpoint
 from dpa.export.policy import Affine, Around
 
-# What nearly every Diffusion Policy is trained with; for checkpoints that do not say.
+# The usual configuration, for checkpoints that hold none.
 USUAL_SCHEDULER = {
     "_class_name": "DDPMScheduler",
     "num_train_timesteps": 100,
@@ -36,9 +36,9 @@ class Source:
         scheduler: a configuration as diffusers writes it, with ``_class_name``.
         around: encoder and normalisation.
         observation_dim: width of an observation.
-        horizon: T, or None where the file does not say.
-        steps: denoising steps, or None where the file does not say.
-        assumed: what the file does not say, one sentence each.
+        horizon: T, or None where the file does not hold it.
+        steps: denoising steps, or None where the file does not hold them.
+        assumed: values that are missing in the file and were assumed, one sentence each.
 
     """
 
@@ -83,8 +83,8 @@ def _source(loaded: Checkpoint, path: Path) -> Source:
     if "cfg" in config:
         if not loaded.arguments["global_cond_dim"]:
             raise CheckpointError(
-                f"{path}: the network has no global_cond: the policy imposes its observations on "
-                "the sample or gives them as local_cond, which no exported loop does"
+                f"{path}: the network has no global_cond: the policy passes its observations as "
+                "condition_data or local_cond, which an exported loop does not take"
             )
         return _diffusion_policy(loaded, config["cfg"])
     return _bare(loaded)
@@ -122,7 +122,7 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     scheduler["_class_name"] = f"{config['noise_scheduler_type']}Scheduler"
     statistics = _lerobot_statistics(loaded.rest, path)
     modes = config.get("normalization_mapping") or {}
-    # What LeRobot does with a kind that the mapping leaves out.
+    # LeRobot's default for a kind that the mapping leaves out.
     other = "IDENTITY" if modes else None
     assumed = []
     action = _lerobot_affine(statistics, "action", modes.get("ACTION", other))

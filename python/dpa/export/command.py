@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELP = """Write a policy's denoising loop into one file for Python or C++.
 
 CHECKPOINT is what `dpa explain` understands: of LeRobot (a folder), of diffusion_policy, of
-`dpa demo`, or a bare U-Net. What it does not say can be given, and is named when it is assumed.
+`dpa demo`, or a bare U-Net. Missing values can be given as options; assumed ones are listed.
 Beside the file goes a manifest, FILE.json: shapes, dtypes, normalisation, steps.
 
 Examples:
@@ -81,9 +81,9 @@ def export(
     choices = {"to": (to, FORMATS), "dtype": (dtype, DTYPES), "part": (part, PARTS)}
     if scheduler is not None:
         choices["scheduler"] = (scheduler, SCHEDULERS)
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value}")
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value}")
     if layers and part == "step":
         raise ValueError("layers must be left out with --part step, got both")
     named = checkpoint if checkpoint.name.strip(".") else checkpoint.resolve()
@@ -126,7 +126,7 @@ def _stages(console: Console, to: str) -> Iterator[Callable[[str], None]]:
         disable=not console.is_terminal,
     )
     with bar, warnings.catch_warnings():
-        # PyTorch's exporter warns of its own future, which is nothing to act on here.
+        # PyTorch's exporter warns of its deprecation, which the user cannot act on.
         warnings.simplefilter("ignore", FutureWarning)
         # And on a machine without a GPU of the CUDA that it finds.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""From a checkpoint that was read, and the user's choices, to the file."""
+"""Writes the exported file of a checkpoint, under the options of ``dpa export``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpa.schedulers.conversion import StepTable, from_diffusers
 
 @dataclass(frozen=True)
 class Choice:
-    """The options of ``dpa export``, in its words; None leaves the choice to the checkpoint."""
+    """The options of ``dpa export``; None takes the value from the checkpoint."""
 
     to: str
     device: str = "cpu"
@@ -33,7 +33,7 @@ class Choice:
 def make(
     source: Source, path: Path, choice: Choice, report: Callable[[str], None] = lambda stage: None
 ) -> dict[str, Any]:
-    """Write the file and return its manifest; ``report`` is told each stage that begins.
+    """Write the file and return its manifest; ``report`` receives the name of each stage.
 
     Raises:
         ValueError: what cannot be exported, with the reason.
@@ -49,7 +49,7 @@ def make(
     steps = choice.steps or source.steps or scheduler.config.num_train_timesteps
     try:
         table = from_diffusers(scheduler, steps)
-    except (AttributeError, TypeError) as error:  # another class, or options that are no numbers
+    except (AttributeError, TypeError) as error:  # another class, or options of another type
         raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
     if type(table) is not StepTable:
         raise ValueError(f"scheduler must be DDPM or DDIM to be exported, got {type(scheduler)}")

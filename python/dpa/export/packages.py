@@ -1,8 +1,8 @@
-"""Packages of AOTInductor, made and opened without what takes PyTorch most of the time.
+"""AOTInductor packages, compiled and opened without probing the CPU's vector instructions.
 
-PyTorch asks what vectors the CPU has by compiling and running up to eleven programs, each of which
-imports PyTorch: half a minute here, minutes on a large server. A policy on packed weights, or on a
-GPU, leaves nothing to the CPU that vectors would speed up.
+PyTorch probes them by compiling and running up to eleven programs, each of which imports PyTorch:
+half a minute on two cores, minutes on a large server. A policy on packed weights, or on a GPU,
+leaves no CPU code that vector instructions would speed up.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def compile_package(policy: nn.Module, arguments: tuple[Tensor, ...]) -> bytes:
     program = torch.export.export(policy, arguments)
     on_cpu = arguments[0].device.type == "cpu"
     buffer = io.BytesIO()
-    # There is one file to compile: headers compiled beforehand, and processes to share the
-    # kernels among, would take longer than they save.
+    # There is one file to compile: precompiled headers and parallel compile processes would take
+    # longer than they save.
     options = {
         "aot_inductor.precompile_headers": False,
         "aot_inductor.custom_op_libs": _shared_libraries(),
         "compile_threads": 1,
     }
-    with _vectors(asked=on_cpu and isinstance(policy, LayeredLoop)):
+    with _vector_probe(enabled=on_cpu and isinstance(policy, LayeredLoop)):
         torch._inductor.aoti_compile_and_package(
             program, package_path=buffer, inductor_configs=options
         )
@@ -41,15 +41,15 @@ def compile_package(policy: nn.Module, arguments: tuple[Tensor, ...]) -> bytes:
 
 def open_package(path: Path) -> Any:
     """Open a package, to be called as the policy was."""
-    with _vectors(asked=False):
+    with _vector_probe(enabled=False):
         return torch._inductor.aoti_load_package(str(path))
 
 
 def _shared_libraries() -> list[str]:
-    """C++'s library as PyTorch has it: a compiler's static one beside it cannot parse locales.
+    """The shared C++ library that PyTorch links, where the compiler has it.
 
-    A package that brings a copy along, as those of a gcc built without shared libraries do, ends
-    the process that opens it.
+    A gcc built without shared libraries links a static copy into the package. Two copies in one
+    process cannot parse locales, and opening the package ends the process.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -60,14 +60,14 @@ def _shared_libraries() -> list[str]:
 
 
 @contextmanager
-def _vectors(asked: bool) -> Iterator[None]:
-    """Let PyTorch ask what vectors the CPU has, or have it take none for granted."""
+def _vector_probe(enabled: bool) -> Iterator[None]:
+    """Let PyTorch probe the CPU's vector instructions, or make it assume none."""
     from torch._inductor import cpu_vec_isa
 
-    ask = cpu_vec_isa.valid_vec_isa_list
-    if not asked:
+    probe = cpu_vec_isa.valid_vec_isa_list
+    if not enabled:
         cpu_vec_isa.valid_vec_isa_list = list
     try:
         yield
     finally:
-        cpu_vec_isa.valid_vec_isa_list = ask
+        cpu_vec_isa.valid_vec_isa_list = probe

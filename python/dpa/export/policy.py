@@ -1,4 +1,4 @@
-"""A policy as one module without Python inside: observation and noise in, actions out."""
+"""A policy as one module for TorchScript and torch.export: (observation, noise) -> actions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Around:
 
 
 class _Exported(nn.Module):
-    """The steps of a table, and what is around them."""
+    """The steps of a table, with the encoder and the normalisation around them."""
 
     def __init__(self, table: StepTable, around: Around):
         super().__init__()
@@ -41,9 +41,9 @@ class _Exported(nn.Module):
         self.encoder = nn.Identity() if around.encoder is None else around.encoder
         self.steps = len(table)
         self.clip = float(table.clip)
-        draws = iter(range(1, self.steps + 1))
-        # The entry of ``noise`` that a step takes; 0, which starts the loop, stands for none.
-        self.draws = [next(draws) if drawn else 0 for drawn in table.draws_noise]
+        numbers = iter(range(1, self.steps + 1))
+        # The index into ``noise`` of each step; 0 is the initial sample and stands for none.
+        self.noise_index = [next(numbers) if noisy else 0 for noisy in table.draws_noise]
         one, zero = torch.ones(1), torch.zeros(1)
         for name in ("observation", "action"):
             scale, offset = getattr(around, name) or (one, zero)
@@ -51,7 +51,7 @@ class _Exported(nn.Module):
             self.register_buffer(f"{name}_offset", offset.detach().float().clone())
         self.register_buffer("timesteps", table.timesteps.float().clone())
         self.register_buffer("coefficients", table.coefficients.float().clone())
-        self.register_buffer("entries", torch.tensor(self.draws))
+        self.register_buffer("entries", torch.tensor(self.noise_index))
         self.register_buffer("index", torch.arange(self.steps))
 
     def condition(self, observation: Tensor) -> Tensor | None:
@@ -69,16 +69,16 @@ class _Exported(nn.Module):
 class LayeredLoop(_Exported):
     """The whole loop, layer by layer: ``(observation, noise) -> actions``.
 
-    Random numbers are an input, so that the caller owns the stream: ``noise[0]`` starts the loop,
-    each step that draws takes the next.
+    Noise is an input, so that the caller owns the random stream: ``noise[0]`` is the initial
+    sample, and each step that adds noise takes the next entry.
 
     Args:
         unet: the network, in the dtype that it shall run in.
         table: the steps, as :func:`dpa.schedulers.from_diffusers` gives them.
-        around: what is around the loop.
+        around: encoder and normalisation.
 
     Raises:
-        ValueError: the table is a multistep one, whose memory is not exported.
+        ValueError: the table is a multistep one: the exported loop keeps no earlier x0.
 
     """
 
@@ -89,7 +89,7 @@ class LayeredLoop(_Exported):
         self.conditioned = getattr(unet, "global_cond_dim", None) != 0
 
     def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
-        """Map (B, Do) and (1 + draws, B, T, Da), float32, to actions (B, T, Da), float32."""
+        """Map (B, Do) and (1 + noisy steps, B, T, Da), float32, to actions (B, T, Da), float32."""
         cond = self.condition(observation)
         if cond is not None:
             cond = cond.to(self.dtype)
@@ -97,11 +97,11 @@ class LayeredLoop(_Exported):
         for step in range(self.steps):
             timestep = self.timesteps[step].expand(sample.shape[0])
             output = self.unet(sample.to(self.dtype), timestep, None, cond).to(torch.float32)
-            drawn: Tensor | None = None
-            if self.draws[step] > 0:
-                drawn = noise[self.draws[step]]
+            step_noise: Tensor | None = None
+            if self.noise_index[step] > 0:
+                step_noise = noise[self.noise_index[step]]
             sample = torch.ops.dpa.scheduler_step(
-                output, sample, self.coefficients, self.index[step], drawn, self.clip
+                output, sample, self.coefficients, self.index[step], step_noise, self.clip
             )
         return self.unnormalised(sample)
 
@@ -135,7 +135,7 @@ class PackedLoop(_Packed):
         unet: as in :class:`dpa.PackedUnet`.
         table: the steps.
         dtype: of the packed weights.
-        around: what is around the loop.
+        around: encoder and normalisation.
 
     Raises:
         ValueError: a multistep table, or a network that cannot be packed.
@@ -150,13 +150,13 @@ class PackedLoop(_Packed):
         around: Around = Around(),
     ):
         super().__init__(unet, table, dtype, around)
-        self.draws_any = any(entry > 0 for entry in self.draws)
+        self.any_noise = any(index > 0 for index in self.noise_index)
 
     def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
-        """Map (B, Do) and (1 + draws, B, T, Da), float32, to actions (B, T, Da), float32."""
+        """Map (B, Do) and (1 + noisy steps, B, T, Da), float32, to actions (B, T, Da), float32."""
         step_noise: Tensor | None = None
-        if self.draws_any:
-            # Where a step draws nothing its coefficient is 0, and any entry will do.
+        if self.any_noise:
+            # The coefficient of a step without noise is 0, so any entry will do.
             step_noise = noise.index_select(0, self.entries)
         sample = torch.ops.dpa.diffusion_sample_by_name(
             noise[0],
@@ -183,8 +183,8 @@ class PackedStep(_Packed):
     ) -> tuple[Tensor, Tensor]:
         """Map (B, Do), (B, T, Da), an int64 tensor of one element and (B, T, Da) to two (B, T, Da).
 
-        ``noise`` is a draw of this step's own, of which DDIM with eta 0 and the last step of DDPM
-        take none. The second result is the first in the units of actions.
+        ``noise`` is that of this step; DDIM with eta 0 and the last step of DDPM ignore it. The
+        second result is the first in the units of actions.
         """
         index = index.reshape(1)
         timesteps = self.timesteps.index_select(0, index).expand(sample.shape[0])

@@ -104,7 +104,7 @@ def _group_norm_mish(
 def _group_norm_mish_backward(
     info, in_dims, grad, input, num_groups, weight, bias, eps, scale, shift, output_mask
 ):
-    """Gradients of the parameters are one an example, so asking for them parts the channels."""
+    """Gradients of the parameters are one an example, so requiring them splits the channels."""
     g, x, _, w, b, _, sc, sh, _ = in_dims
     fold, op = _Fold(info.batch_size), torch.ops.dpa.group_norm_mish_backward
     shared = w is None and b is None and not output_mask[1] and not output_mask[2]
@@ -213,7 +213,7 @@ def _each(f, out):
 def _by_samples(op, samples: tuple[int, ...], index: int | None = None, own: tuple[int, ...] = ()):
     """Make a rule that folds the mapped dimension into the samples.
 
-    Where an argument that samples share is mapped, or its gradient is asked for, it loops.
+    Where an argument that samples share is mapped, or requires a gradient, it loops.
 
     Args:
         op: the op; its outputs begin with the dimension of the samples.
@@ -345,7 +345,7 @@ def _joint_linear(info, in_dims, input, weights, biases, rest=None):
         [_meta(t, d) for t, d in zip(tensors, dims or [None] * len(tensors), strict=True)]
         for tensors, dims in ((weights, w), (biases, b))
     ]
-    # It rejects what products would let pass.
+    # It rejects arguments that the GEMMs would accept.
     torch.ops.dpa.joint_linear(_meta(input, x), *one, _meta(rest, r))
     weight = _joined(weights, w, n, dtype).transpose(1, 2)
     bias = _joined(biases, b, n, dtype).unsqueeze(1)

@@ -151,8 +151,8 @@ def diffusion_sample(
         table: (S, 6), float32, a row a step, as in :func:`scheduler_step`.
         clip: bound of the predicted x0; infinity turns clipping off.
         noise: (S, B, T, Da), float32, standard normal, or None for a loop without noise.
-        known: (B, T, Da), float32: actions to inpaint, or None.
-        known_mask: (B, T, Da), bool: where ``known`` holds; given with it.
+        known: (B, T, Da), float32: ``condition_data`` of inpainting, or None.
+        known_mask: (B, T, Da), bool: ``condition_mask``, given with ``known``.
 
     Returns:
         (B, T, Da), float32. Not differentiable; the backward raises.

@@ -12,11 +12,11 @@ def elementwise_mult(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     Args:
         a: any shape and strides.
         b: of the shape, dtype and device of ``a``.
-        out: where the product goes, of the shape, dtype and device of ``a``. It may be ``a`` or
-            ``b`` itself, and must not overlap them in part. No gradient may be asked for with it.
+        out: receives the result, of the shape, dtype and device of ``a``. It may be ``a`` or
+            ``b`` itself, and must not overlap them in part. Then no input may require a gradient.
 
     Returns:
-        The product, or ``out``. Differentiable to any order, forward and backward.
+        ``a * b``, or ``out``. Differentiable to any order, forward and backward.
 
     """
     if out is None:

@@ -91,7 +91,7 @@ def conv1d(
     Args:
         input: (B, C_in, T).
         weight: (C_out, C_in, k), or (C_in, C_out, k) where ``transposed``; in the input's dtype, or
-            float32 beside a 16-bit input, whose dtype the products then run in.
+            float32 beside a 16-bit input; the GEMMs then run in the input's dtype.
         bias: (C_out,) or None; likewise.
         stride: at least 1.
         padding: zeros at both ends, or, where ``transposed``, elements left out at both ends.
@@ -223,7 +223,7 @@ def residual_block1d(
 def joint_linear(
     input: Tensor, weights: list[Tensor], biases: list[Tensor], rest: Tensor | None = None
 ) -> Tensor:
-    """Run linear layers of one input as one product, their outputs side by side.
+    """Run linear layers of one input as one GEMM, their outputs side by side.
 
     ``cat([input @ w.T + b for w, b in zip(weights, biases)], dim=1)``: the FiLM of all blocks of a
     U-Net, say, without a copy of the weights in one piece. The backward keeps nothing but the

@@ -50,7 +50,7 @@ _CHOICES: dict[str, dict[str, tuple]] = {
         _DDPM: ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
         _DPM: (None,),
     },
-    # The stochastic ones draw in a dtype, or from a stream, of their own.
+    # The stochastic ones sample noise in another dtype, or from another stream.
     "algorithm_type": {_DPM: ("dpmsolver++", "dpmsolver", "deis")},
     "stochastic_sampling": {_EULER: (False,)},
 }
@@ -124,7 +124,7 @@ def from_diffusers(
 
     """
     kind = _check_scheduler(scheduler, eta, use_clipped_model_output)
-    with torch.device("cpu"):  # whatever torch.set_default_device says
+    with torch.device("cpu"):  # overrides torch.set_default_device
         return _measure(
             kind, _cpu_copy(scheduler), num_inference_steps, eta, use_clipped_model_output
         )
@@ -165,16 +165,16 @@ def _measure(
     # Every step clips alike; a step whose x0 is always zero (r0 = r1 = 0) does not exist.
     clip = probes[0].clip() if probes else math.inf
     coefficients = _matrix([probe.row(clip) for probe in probes])
-    return StepTable(timesteps, coefficients, clip, tuple(probe.draws for probe in probes))
+    return StepTable(timesteps, coefficients, clip, tuple(probe.draws_noise for probe in probes))
 
 
 def _chain_table(live: Any, timesteps: Tensor) -> StepTable:
     rows, history = measure_chain(live)
-    draws = (False,) * len(rows)
+    draws_noise = (False,) * len(rows)
     if not any(any(weights) for weights in history):
-        return StepTable(timesteps, _matrix(rows), math.inf, draws)
+        return StepTable(timesteps, _matrix(rows), math.inf, draws_noise)
     kept = tuple(tuple(weights) for weights in history)
-    return MultistepTable(timesteps, _matrix(rows), math.inf, draws, kept)
+    return MultistepTable(timesteps, _matrix(rows), math.inf, draws_noise, kept)
 
 
 def _matrix(rows: list[list[float]]) -> Tensor:

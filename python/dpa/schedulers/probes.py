@@ -75,14 +75,14 @@ class StepProbe:
         large, small = self._LARGE, self._SMALL
         sample = torch.tensor([0.0, small, 0.0, large, 0.0], dtype=torch.float64)
         output = torch.tensor([0.0, 0.0, small, 0.0, large], dtype=torch.float64)
-        self.draws = False
+        self.draws_noise = False
         x0, out, noise = self._step(sample, output)
         self.r0, self.r1 = float(x0[1]) / small, float(x0[2]) / small
         self.r5 = float(out[0] / noise[0])
         self._bound = max(abs(float(x0[3])), abs(float(x0[4])))
 
     def _step(self, sample: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the live step; return x0, the result, and the noise that it draws if it draws."""
+        """Run the live step; return x0, the result, and the noise that it would sample."""
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn((1, sample.numel()), generator=generator, dtype=torch.float64)
         generator.manual_seed(0)
@@ -90,7 +90,7 @@ class StepProbe:
         result = self._live.step(
             output[None], self._timestep, sample[None], generator=generator, **self._options
         )
-        self.draws = self.draws or not torch.equal(before, generator.get_state())
+        self.draws_noise = self.draws_noise or not torch.equal(before, generator.get_state())
         out, x0 = result.prev_sample, result.pred_original_sample
         _check_finite(self._live, self._timestep, self._options, out, x0)
         return x0[0], out[0], noise[0]
@@ -141,8 +141,8 @@ def measure_chain(live: Any) -> tuple[list[list[float]], list[list[float]]]:
     remembered: list[Tensor] = []
     rows, history = [], []
     for timestep in live.timesteps:
-        # Powers of two, whose products with a coefficient are exact: these schedulers round the
-        # sample, and its products, to float32.
+        # Powers of two, which a coefficient multiplies exactly: these schedulers round the
+        # sample, and its multiples, to float32.
         exponent = torch.randint(-3, 4, (points,), generator=generator)
         sign = torch.randint(0, 2, (points,), generator=generator) * 2 - 1
         sample = sign * torch.pow(2.0, exponent.double())

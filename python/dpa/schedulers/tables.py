@@ -23,11 +23,11 @@ class StepTable:
     """The steps of one sampling process, in the order in which they run.
 
     Attributes:
-        timesteps: (S,) what the network is told at each step.
+        timesteps: (S,) the timestep that conditions the network in each step.
         coefficients: (S, 6) floating, the columns r0..r5 of :func:`dpa.ops.scheduler_step`.
         clip: bound of the predicted x0; infinity where clipping is off.
-        draws_noise: whether each step draws from the random stream. A step may draw and then weight
-            the noise by zero, and its draw still moves the stream.
+        draws_noise: whether each step takes noise from the random stream. A step may weight its
+            noise by zero; it still advances the stream.
 
     Raises:
         ValueError: where the shapes do not belong together.
@@ -55,8 +55,8 @@ class StepTable:
         if not self.clip >= 0:
             raise ValueError(f"StepTable: clip must be at least 0, got {self.clip}")
         if not self.draws_noise:
-            draws = (self.coefficients[:, 5] != 0).tolist()
-            object.__setattr__(self, "draws_noise", tuple(draws))
+            nonzero = (self.coefficients[:, 5] != 0).tolist()
+            object.__setattr__(self, "draws_noise", tuple(nonzero))
         if len(self.draws_noise) != shape[0]:
             raise ValueError(
                 f"StepTable: draws_noise must have {shape[0]} entries, got {len(self.draws_noise)}"
@@ -79,8 +79,8 @@ class StepTable:
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance(step, model_output, sample, noise)``, to be called in the steps' order.
 
-        ``noise`` is the caller's draw where ``draws_noise`` says so, else None; ``generator`` is
-        for :class:`LiveSteps`, which draws for itself.
+        ``noise`` is given where ``draws_noise`` is set for the step, else None; ``generator`` is
+        for :class:`LiveSteps`, whose scheduler samples its noise itself.
         """
         index = torch.arange(len(self), device=self.coefficients.device)
 
@@ -188,7 +188,7 @@ class LiveSteps:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LiveSteps:
-        """Return the steps on ``device``; the arithmetic's dtype is the scheduler's affair."""
+        """Return the steps on ``device``; the scheduler chooses the dtype of its arithmetic."""
         moved = copy.copy(self)
         moved.timesteps = self.timesteps.to(device)
         moved._live = copy.deepcopy(self._live)
@@ -197,7 +197,7 @@ class LiveSteps:
         return moved
 
     def stepper(self, generator: Generators = None) -> Advance:
-        """Return ``advance``, which draws from ``generator`` where the scheduler draws."""
+        """Return ``advance``; the scheduler takes its noise from ``generator``."""
         live = copy.deepcopy(self._live)
         options = dict(self._options)
         options |= step_options(live, {"generator": generator})

@@ -1,4 +1,4 @@
-"""Several processes under torchrun: who this one is, and sampling shared out among them."""
+"""Data-parallel processes under torchrun: rank and device, and sampling sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Ranks:
     def optimizer(
         self, params: Iterable[Any], kind: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
-        """``kind(params, **options)``, shared out where there are several processes.
+        """``kind(params, **options)``, sharded where there are several processes.
 
         Then it is a :class:`ShardedOptimizer`, which exchanges gradients itself: the module needs
         no :meth:`wrap`.
@@ -86,17 +86,17 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks(device: torch.device | None = None, captured: bool = False) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, and leave them in the end.
+    """Initialise the process group that torchrun started, and destroy it at the end.
 
-    The processes speak NCCL on CUDA and Gloo on the CPU. What :class:`dpa.training.GraphedStep` has
-    captured ends with them.
+    The processes communicate through NCCL on CUDA and Gloo on the CPU. At the end the graphs of
+    :class:`dpa.training.GraphedStep` are released.
 
     Args:
         device: what to compute on; by default CUDA where there is one, each process on its own
             (``LOCAL_RANK``).
         captured: whether whole steps are to be captured by ``GraphedStep`` (with ``warmup=11``
-            under DDP), the exchange of gradients among them. NCCL's own thread then looks for no
-            errors.
+            under DDP), the gradient exchange included. It turns off NCCL's asynchronous error
+            handling.
 
     """
     kind = device.type if device else "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,10 +130,10 @@ def sample_sharded(
     team: Ranks,
     **conditions: Tensor,
 ) -> Tensor:
-    """Sample a batch with its rows shared out among processes; each receives all of it.
+    """Sample a batch sharded over the processes by rows; each receives all of it.
 
     Every sample has a random stream of its own, so the result is that of one process that samples
-    them all, up to the rounding of products at another batch size.
+    them all, up to the rounding of GEMMs at another batch size.
 
     Args:
         sampler: a :class:`dpa.DiffusionSampler` of the same weights in every process.

@@ -1,4 +1,4 @@
-"""Data-parallel training whose optimizer is shared out among the processes."""
+"""Data-parallel training with an optimizer sharded over the processes."""
 
 from dpa.training.sharded.optimizer import ShardedOptimizer
 

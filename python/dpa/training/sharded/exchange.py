@@ -1,6 +1,6 @@
-"""How processes average gradients, each its own shards of them, and give one another new weights.
+"""Exchange of gradients and weights between processes: each averages and updates its own shards.
 
-An exchange keeps the flat memory of the weights. A step is, in the same order in every process:
+An exchange owns the flat buffer of the weights. A step is, in the same order in every process:
 ``send`` of each chunk while the backward runs; ``begin``; of each chunk ``receive``, the update of
 this process's shard, ``share``; ``finish``.
 """
@@ -24,7 +24,7 @@ _LARGE = 1 << 16  # elements of a piece that is worth a copy by itself
 
 
 def exchange_of(chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup) -> Exchange:
-    """What serves the processes of a group; ``like`` has the weights' dtype and device."""
+    """The exchange for a process group; ``like`` has the weights' dtype and device."""
     kind = _Peers if _reach_one_another(like.device, group) else _Collectives
     return kind(chunks, like, group)
 
@@ -56,10 +56,10 @@ def _joined(processes: int) -> bool:
 
 
 class Exchange(abc.ABC):
-    """What an optimizer asks of either kind.
+    """The interface of either kind to the optimizer.
 
     Attributes:
-        weights: the flat memory of the weights.
+        weights: the flat buffer of the weights.
         average: this process's shards of the averaged gradients.
 
     """
@@ -71,15 +71,15 @@ class Exchange(abc.ABC):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.total = sum(chunk.ranks * chunk.size for chunk in chunks)
         self.dtype, self.device = like.dtype, like.device
-        self._read: list[list[Tensor]] = []  # by streams that the allocator does not know of
+        self._read: list[list[Tensor]] = []  # by streams that the allocator does not track
 
     @abc.abstractmethod
     def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
-        """Send a chunk's gradients, a tensor for each of its pieces, to those who update them."""
+        """Send a chunk's gradients, a tensor for each of its pieces, to their owners."""
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """Say that the gradients have been sent, and that weights may be written."""
+        """Mark that all gradients are sent and that weights may be written."""
 
     @abc.abstractmethod
     def receive(self, chunk: Chunk) -> None:
@@ -87,29 +87,29 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def share(self, chunk: Chunk) -> None:
-        """Give everyone this process's new weights of a chunk."""
+        """Send this process's new weights of a chunk to all others."""
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Wait until everyone has everyone's weights."""
+        """Wait until every process has all new weights."""
 
-    def gather(self, shard: Tensor) -> Tensor:
-        """Everyone's shards of a chunk, one after the other."""
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """The shards of all processes of a chunk, concatenated."""
         whole = shard.new_empty(self.ranks * len(shard))
         dist.all_gather_into_tensor(whole, shard, group=self.group)
         return whole
 
 
 class _Peers(Exchange):
-    """GPUs that reach one another's memory: the copy engines bring everything where it belongs.
+    """GPUs that access one another's memory: DMA copy engines write to the owner's buffers.
 
-    Each process receives gradients in a row a peer; the first row becomes the average.
+    Each process receives the gradients of each peer in one row; the first row becomes the average.
     """
 
     def __init__(self, chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup):
         super().__init__(chunks, like, group)
         shards = self.total // self.ranks
-        # Apart from each other, since a saved state dict keeps the whole memory of its tensors.
+        # Two buffers, since a saved state dict keeps the whole storage of its tensors.
         self._handle, self._weights = self._shared(self.total)
         self._other_handle, received = self._shared((self.ranks - 1) * shards)
         self._received = [memory.view(-1, shards) for memory in received]
@@ -120,16 +120,16 @@ class _Peers(Exchange):
         self._targets = {chunk.start: self._targets_of(chunk) for chunk in chunks}
 
     def _shared(self, size: int) -> tuple[Any, list[Tensor]]:
-        """Zeros of all processes, and the handle that keeps the others' reachable."""
+        """A zeroed symmetric buffer of each process, and the handle that keeps them mapped."""
         memory = symmetric.empty(size, dtype=self.dtype, device=self.device).zero_()
         torch.cuda.current_stream().synchronize()  # before anyone writes to it
         handle = symmetric.rendezvous(memory, self.group)
         others = [handle.get_buffer(r, (size,), self.dtype) for r in range(self.ranks)]
-        others[self.rank] = memory  # which is there as long as any part of it, a weight say
+        others[self.rank] = memory  # alive as long as any view of it, such as a weight
         return handle, others
 
     def _targets_of(self, chunk: Chunk) -> list[Tensor]:
-        """Where each piece goes: among the averages for this process's own, else with its owner."""
+        """The target of each piece: the average for this process's own, else the owner's buffer."""
         row = lambda owner: self._received[owner][self.rank - (self.rank > owner)]  # noqa: E731
         mine = self.rank
         rows = [self.average if owner == mine else row(owner) for owner in range(self.ranks)]
@@ -147,7 +147,7 @@ class _Peers(Exchange):
             for piece, to, x in theirs:
                 if piece.count >= _LARGE:
                     to.copy_(x)
-        self._arrivals.wait_stream(self._gradients)  # where the next chunk waits for nobody
+        self._arrivals.wait_stream(self._gradients)  # not the main stream
         with torch.cuda.stream(self._arrivals):
             self._handle.barrier(channel=0)
             came = torch.cuda.Event()
@@ -156,11 +156,11 @@ class _Peers(Exchange):
         self._read.append(pieces)
 
     def begin(self) -> None:
-        """See to it that new weights are sent when everyone's backward is over, and all gradients.
+        """Order new weights after every process's backward and after all gradients.
 
-        Copy engines take the copies of a graph in its own order, not as they become ready. And all
-        barriers come in one order in every process: two that do not wait for one another could
-        each be behind the other's partner in a queue of the device.
+        DMA copy engines run the copies of a graph in the graph's order, not as they become ready.
+        All barriers come in one order in every process: two unordered ones could each wait behind
+        the other's partner in a hardware queue.
         """
         self._updates.wait_stream(torch.cuda.current_stream())
         self._updates.wait_stream(self._arrivals)
@@ -168,7 +168,7 @@ class _Peers(Exchange):
             self._handle.barrier(channel=0)
 
     def receive(self, chunk: Chunk) -> None:
-        """Average what has come of a chunk with this process's own gradients."""
+        """Average the received gradients of a chunk with this process's own."""
         came, pairs = self._sent[chunk.start]
         torch.cuda.current_stream().wait_event(came)
         targets, own = [to for to, _ in pairs], [x for _, x in pairs]
@@ -184,16 +184,16 @@ class _Peers(Exchange):
         average.div_(self.ranks)
 
     def share(self, chunk: Chunk) -> None:
-        """Give everyone this process's new weights of a chunk."""
+        """Send this process's new weights of a chunk to all others."""
         self._updates.wait_stream(torch.cuda.current_stream())
         mine = chunk.shard(self.weights, self.rank)
         with torch.cuda.stream(self._updates):
             for i in range(1, self.ranks):
-                peer = (self.rank + i) % self.ranks  # no two write to the same one at a time
+                peer = (self.rank + i) % self.ranks  # each peer has one writer at a time
                 chunk.shard(self._weights[peer], self.rank).copy_(mine)
 
     def finish(self) -> None:
-        """Wait until everyone has everyone's weights."""
+        """Wait until every process has all new weights."""
         torch.cuda.current_stream().wait_stream(self._updates)
         self._handle.barrier(channel=0)
         self._sent.clear()
@@ -201,7 +201,7 @@ class _Peers(Exchange):
 
 
 class _Collectives(Exchange):
-    """Processes anywhere: two collectives of torch.distributed a chunk."""
+    """Any processes: two torch.distributed collectives a chunk."""
 
     def __init__(self, chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup):
         super().__init__(chunks, like, group)
@@ -218,7 +218,7 @@ class _Collectives(Exchange):
         return torch.cuda.stream(self._stream)
 
     def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
-        """Add everyone's gradients up beside the backward."""
+        """Reduce-scatter a chunk's gradients on a stream beside the backward."""
         self._read.append(pieces)
         with self._beside():
             targets = [p.among(chunk.shard(self._gradients, p.owner)) for p in chunk.pieces]
@@ -229,7 +229,7 @@ class _Collectives(Exchange):
             average.div_(self.ranks)
 
     def begin(self) -> None:
-        """Nobody writes to anyone's weights."""
+        """No process writes to another's weights, so there is nothing to wait for."""
 
     def receive(self, chunk: Chunk) -> None:
         """Wait for the averages of a chunk, and of all others with them."""
@@ -237,10 +237,10 @@ class _Collectives(Exchange):
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def share(self, chunk: Chunk) -> None:
-        """Give everyone this process's new weights of a chunk."""
-        whole = self.gather(chunk.shard(self.weights, self.rank))
+        """Send this process's new weights of a chunk to all others."""
+        whole = self.all_gather(chunk.shard(self.weights, self.rank))
         chunk.of(self.weights).copy_(whole)
 
     def finish(self) -> None:
-        """Everything has been waited for."""
+        """The collectives have been waited for."""
         self._read.clear()

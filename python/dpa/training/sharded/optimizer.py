@@ -1,4 +1,4 @@
-"""An optimizer whose work and state are shared out among data-parallel processes."""
+"""An optimizer whose work and state are sharded over data-parallel processes."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _SCALARS = ("step", "mu_product", "eta", "mu")
 class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer for data-parallel training that every process runs on its share of the weights.
 
-    In place of DDP and a whole optimizer in every process: gradients are averaged over the
-    processes, every process receives those that it updates, keeps the optimizer's state for them
-    alone, and gives its new weights to all others. Weights are equal in all processes after each
-    step; ``grad`` keeps what this process computed::
+    It replaces DDP and a whole optimizer in every process. Gradients are averaged over the
+    processes. Every process receives the gradients of its shard, keeps the optimizer's state for
+    that shard alone, and sends its new weights to all others. After each step the weights are equal
+    in all processes; ``grad`` keeps what this process computed::
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
         loss = ...             # of this process's part of the batch, through the model itself
-        loss.backward()        # gradients travel as they become known
-        optimizer.step()       # and so do new weights
+        loss.backward()        # sends gradients as they become ready
+        optimizer.step()       # sends new weights
 
-    On GPUs of one machine that reach each other's memory the copy engines bring gradients and
-    weights to where they belong (PyTorch's symmetric memory), so that the kernels keep all
-    multiprocessors; elsewhere the collectives of ``torch.distributed`` do. A whole step can be
+    On GPUs of one machine with NVLink, DMA copy engines write gradients and weights into the other
+    processes' buffers (PyTorch's symmetric memory), so that the kernels keep all multiprocessors.
+    Elsewhere it uses the collectives of ``torch.distributed``. A whole step can be
     captured by :class:`dpa.training.GraphedStep`.
 
-    Every process must run the same backwards; those of one alone belong in :meth:`no_sync`, with a
-    ``zero_grad`` behind them. The first step finds out in which order gradients come, and moves the
-    parameters into one memory: it must not be captured.
+    Every process must run the same backwards; a backward of one process alone belongs in
+    :meth:`no_sync`, followed by ``zero_grad``. The first step records the order of the gradients
+    and moves the parameters into one buffer: it must not be captured.
 
     Args:
         params: parameters or groups of them that require gradients, all of one dtype and on one
-            device, the same in every process; those of the first process count. They become
-            contiguous. Buffers and frozen parameters are nobody's business here.
+            device, the same in every process; the values of the first process are broadcast. They
+            become contiguous. Buffers and frozen parameters are not synchronised.
         optimizer: a class whose updates are element by element: ``SGD``, ``Adam``, ``AdamW`` and
             their like.
         group: the processes; by default all.
@@ -53,8 +53,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: on parameters of several dtypes or devices, frozen ones, and one given twice.
-        RuntimeError: from ``step``, where a parameter has no gradient or has been given another
-            memory, or gradients have been changed after the backward, when they were on their way.
+        RuntimeError: from ``step``, where a parameter has no gradient or another storage, or
+            gradients were changed after the backward, while they were being sent.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
     (2020), stage 1.
@@ -112,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Send nothing meanwhile: for all but the last backward of those that one step adds up."""
+        """Send no gradients inside: for all but the last backward of gradient accumulation."""
         held, self._held = self._held, True
         try:
             yield
@@ -121,11 +121,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Begin a step."""
-        self._came: set[int] = set()  # parameters whose gradients may be on their way
-        self._known: dict[int, tuple[int, int]] = {}  # those that are, as they were
+        self._came: set[int] = set()  # parameters whose gradients are ready
+        self._sent_as: dict[int, tuple[int, int]] = {}  # the identities of gradients sent
         self._missing = [len(chunk.parameters) for chunk in self._chunks]
         self._sent = 0  # chunks
-        self._again = False  # whether gradients have come for what had been sent
+        self._again = False  # whether a sent gradient has been accumulated again
         self._averaged = False
 
     def _take_up(self, i: int) -> None:
@@ -150,7 +150,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _send(self, number: int) -> None:
         chunk = self._chunks[number]
         grads = {i: self._gradient(i) for i in chunk.parameters}
-        self._known.update((i, _identity(grad)) for i, grad in grads.items())
+        self._sent_as.update((i, _identity(grad)) for i, grad in grads.items())
         assert self._exchange is not None
         self._exchange.send(chunk, [piece.of(grads[piece.parameter]) for piece in chunk.pieces])
         self._sent = number + 1
@@ -166,27 +166,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return grad
 
     def _send_all(self) -> Exchange:
-        """Send what has not been sent, or has changed since by another backward."""
+        """Send the gradients that are not sent, or that another backward has changed."""
         grads = [self._gradient(i) for i in range(len(self._parameters))]
         exchange = self._exchange or self._lay_out()
         if any(self._parameters[i].data_ptr() != place for i, place in self._places.items()):
             raise RuntimeError(
-                "ShardedOptimizer: parameters must stay in the memory that the first step gave "
+                "ShardedOptimizer: parameters must keep the storage that the first step gave "
                 "them; write to them in place"
             )
         if self._again:
             self._sent, self._again = 0, False
-        elif any(_identity(grads[i]) != known for i, known in self._known.items()):
+        elif any(_identity(grads[i]) != sent for i, sent in self._sent_as.items()):
             raise RuntimeError(
-                "ShardedOptimizer: gradients must not change after the backward, when they are on "
-                "their way; use its clip_grad_norm_, and bfloat16 in place of a GradScaler"
+                "ShardedOptimizer: gradients must not change after the backward, while they are "
+                "being sent; use its clip_grad_norm_, and bfloat16 in place of a GradScaler"
             )
         for number in range(self._sent, len(self._chunks)):
             self._send(number)
         return exchange
 
     def _lay_out(self) -> Exchange:
-        """Move the parameters into one memory, in the order in which their gradients came."""
+        """Move the parameters into one buffer, in the order of their gradients."""
         like, rank = self._parameters[0], self._group.rank()
         came = [*self._order, *(i for i in range(len(self._parameters)) if i not in self._order)]
         order = torch.tensor(came, device=like.device)
@@ -212,7 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this process's share of the weights, and give everyone everyone's.
+        """Update this process's shard of the weights, and exchange the new weights.
 
         Args:
             closure: computes the loss and its gradients anew, as for any optimizer.
@@ -293,7 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for chunk, shard in zip(self._chunks, self._shards, strict=True):
                 for name, value in self._inner.state[shard].items():
                     of_elements = isinstance(value, Tensor) and value.numel() == chunk.size
-                    whole = self._exchange.gather(value) if of_elements else value
+                    whole = self._exchange.all_gather(value) if of_elements else value
                     for i, offset in zip(chunk.parameters, chunk.offsets, strict=True):
                         p = self._parameters[i]
                         part = (
