@@ -88,9 +88,8 @@ def _test(name: str) -> Path:
 
 def _stem_files(name: str) -> list[str]:
     name = _FOLDERS.get(name, name)
-    folders = [_ROOT / "ops" / name, _ROOT / "kernels" / name]
+    folders = [_ROOT / folder / name for folder in ("ops", "kernels/cuda", "kernels/plans")]
     files = [path for folder in folders for path in sorted(folder.glob("*")) if path.is_file()]
-    files += sorted(_ROOT.glob(f"kernels/{name}.*"))
     files.append(_test(name))
     return [str(path.relative_to(_ROOT)) for path in files]
 

@@ -19,8 +19,8 @@
       _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)))
 
 #include "kernels/cpu/dense.h"
-#include "kernels/cpu/finish.h"
-#include "kernels/cpu/product.h"
+#include "kernels/cpu/epilogue.h"
+#include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::avx512_bf16 {
 const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, pairs, narrow, dot};

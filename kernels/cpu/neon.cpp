@@ -12,8 +12,8 @@
 #define DPA_PANELS 1
 
 #include "kernels/cpu/dense.h"
-#include "kernels/cpu/finish.h"
-#include "kernels/cpu/product.h"
+#include "kernels/cpu/epilogue.h"
+#include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::neon {
 const Kernels kKernels = {DPA_PANELS, false, product, finish, dense, nullptr, narrow, dot};

@@ -19,8 +19,8 @@
       vbfdotq_f32(reinterpret_cast<float32x4_t>(sums), vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b)))
 
 #include "kernels/cpu/dense.h"
-#include "kernels/cpu/finish.h"
-#include "kernels/cpu/product.h"
+#include "kernels/cpu/epilogue.h"
+#include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::neon_bf16 {
 const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, pairs, narrow, dot};

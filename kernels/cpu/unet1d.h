@@ -1,5 +1,5 @@
 // The conditional 1-D U-Net on packed weights, on the CPU: one forward pass, or the whole denoising loop. The same plan
-// as on the GPU (kernels/unet1d/plan.h), a layout of its own for the weights.
+// as on the GPU (kernels/plans/unet1d/plan.h), a layout of its own for the weights.
 //
 //   pack      the original tensors, rearranged once: panels of 16 output channels in the order of use
 //   Program   what a call computes, as data: a product or two a layer, and what becomes of their output
@@ -15,7 +15,7 @@
 
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/team.h"
-#include "kernels/unet1d/plan.h"
+#include "kernels/plans/unet1d/plan.h"
 
 namespace dpa::kernels::cpu {
 
@@ -45,7 +45,7 @@ void pack(const Plan& plan, const Sources& sources, void* packed, int64_t begin,
 /// Whether `pack` made these bytes: packed weights of the GPU have the same size and another order.
 bool packed_here(const Plan& plan, const void* packed);
 
-/// One call; B = batch, T = horizon, A = action_dim, S = steps, as in kernels/unet1d/unet1d.h.
+/// One call; B = batch, T = horizon, A = action_dim, S = steps, as in kernels/cuda/unet1d/unet1d.h.
 struct Call {
   int batch, horizon, steps;
   const void* packed;

@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/ops/empty_like.h>
 
-#include "kernels/diffusion_step.h"
+#include "kernels/cuda/common/diffusion_step.h"
 #include "ops/common/cuda.h"
 #include "ops/common/diffusion_step.h"
 

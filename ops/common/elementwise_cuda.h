@@ -1,6 +1,6 @@
 // From a TensorIterator to the launch of an element-wise CUDA kernel.
 #pragma once
-#include "kernels/elementwise.h"
+#include "kernels/cuda/common/elementwise.h"
 #include "ops/common/cuda.h"
 #include "ops/common/elementwise.h"
 

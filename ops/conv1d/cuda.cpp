@@ -3,8 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "kernels/conv1d/conv1d.h"
-#include "kernels/conv1d/plan.h"
+#include "kernels/cuda/conv1d/conv1d.h"
+#include "kernels/plans/conv1d/plan.h"
 #include "ops/common/strides.h"
 #include "ops/conv1d/conv1d.h"
 #include "ops/conv1d/products.h"

@@ -1,7 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "kernels/conv1d/shape.h"
+#include "kernels/plans/conv1d/shape.h"
 #include "ops/common/strides.h"
 #include "ops/conv1d/conv1d.h"
 

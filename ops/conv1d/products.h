@@ -1,10 +1,10 @@
-// What the ops that call kernels/conv1d share.
+// What the ops that call kernels/cuda/conv1d share.
 #pragma once
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
-#include "kernels/conv1d/conv1d.h"
-#include "kernels/conv1d/plan.h"
+#include "kernels/cuda/conv1d/conv1d.h"
+#include "kernels/plans/conv1d/plan.h"
 #include "ops/common/cuda.h"
 #include "ops/common/strides.h"
 

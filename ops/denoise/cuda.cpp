@@ -1,6 +1,6 @@
 #include <torch/library.h>
 
-#include "kernels/denoise.h"
+#include "kernels/cuda/denoise/denoise.h"
 #include "ops/common/diffusion_step_cuda.h"
 #include "ops/denoise/denoise.h"
 

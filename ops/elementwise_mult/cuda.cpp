@@ -1,7 +1,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include "kernels/elementwise_mult.h"
+#include "kernels/cuda/elementwise_mult/elementwise_mult.h"
 #include "ops/common/elementwise_cuda.h"
 #include "ops/elementwise_mult/elementwise_mult.h"
 

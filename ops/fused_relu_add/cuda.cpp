@@ -1,7 +1,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include "kernels/fused_relu_add.h"
+#include "kernels/cuda/fused_relu_add/fused_relu_add.h"
 #include "ops/common/elementwise_cuda.h"
 #include "ops/fused_relu_add/fused_relu_add.h"
 

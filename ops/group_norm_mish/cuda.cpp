@@ -1,4 +1,4 @@
-// Contiguous tensors of every dtype have kernels, and channels-last ones of 16 bits (kernels/group_norm_mish/). The
+// Contiguous tensors of every dtype have kernels, and channels-last ones of 16 bits (kernels/cuda/group_norm_mish/). The
 // rest, which no network's training meets, goes through contiguous copies.
 #include "ops/common/cuda.h"
 
@@ -7,8 +7,8 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include "kernels/group_norm_mish.h"
-#include "kernels/group_norm_mish/channels_last.h"
+#include "kernels/cuda/group_norm_mish/channels_last.h"
+#include "kernels/cuda/group_norm_mish/group_norm_mish.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 
 namespace dpa {

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "kernels/conv1d/conv1d.h"
-#include "kernels/conv1d/plan.h"
+#include "kernels/cuda/conv1d/conv1d.h"
+#include "kernels/plans/conv1d/plan.h"
 #include "ops/conv1d/conv1d.h"
 #include "ops/conv1d/products.h"
 #include "ops/joint_linear/joint_linear.h"

@@ -4,8 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "kernels/lltm.h"
-#include "kernels/lltm_plan.h"
+#include "kernels/cuda/lltm/lltm.h"
+#include "kernels/plans/lltm/plan.h"
 #include "ops/lltm/lltm.h"
 
 namespace dpa {

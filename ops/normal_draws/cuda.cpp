@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-#include "kernels/normal_draws.h"
+#include "kernels/cuda/normal_draws/normal_draws.h"
 #include "ops/normal_draws/normal_draws.h"
 
 namespace dpa {

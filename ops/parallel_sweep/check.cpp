@@ -1,4 +1,4 @@
-#include "kernels/parallel_sweep.h"
+#include "kernels/cuda/parallel_sweep/parallel_sweep.h"
 #include "ops/parallel_sweep/parallel_sweep.h"
 
 namespace dpa {

@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "kernels/parallel_sweep.h"
+#include "kernels/cuda/parallel_sweep/parallel_sweep.h"
 #include "ops/parallel_sweep/parallel_sweep.h"
 
 namespace dpa {

@@ -1,10 +1,10 @@
-// Where the products of kernels/conv1d and the channels-last normalisation serve every layer of a block, its kernels
+// Where the products of kernels/cuda/conv1d and the channels-last normalisation serve every layer of a block, its kernels
 // are launched one after the other from here, on buffers of this file's own: no dispatcher, no autograd, one packing
 // for all weights. Everything else is the library's ops (formula.cpp).
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "kernels/group_norm_mish/channels_last.h"
+#include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "ops/common/last_use.h"
 #include "ops/conv1d/products.h"
 #include "ops/residual_block1d/residual_block1d.h"

@@ -37,7 +37,7 @@ struct ResidualBlock {
 };
 
 /// Output; what the backward reads again: output of the first convolution, activation, output of the second; and the
-/// weights as the products of kernels/conv1d read them, or no elements where they do not run: those of the block's
+/// weights as the products of kernels/cuda/conv1d read them, or no elements where they do not run: those of the block's
 /// input, one after the other, and those of the second convolution, which are read for the last time before the others.
 using BlockForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 struct BlockSaved {

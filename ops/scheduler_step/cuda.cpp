@@ -1,6 +1,6 @@
 #include <torch/library.h>
 
-#include "kernels/scheduler_step.h"
+#include "kernels/cuda/scheduler_step/scheduler_step.h"
 #include "ops/common/diffusion_step_cuda.h"
 #include "ops/scheduler_step/scheduler_step.h"
 

@@ -4,7 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "kernels/unet1d/unet1d.h"
+#include "kernels/cuda/unet1d/unet1d.h"
 #include "ops/unet1d/unet1d.h"
 
 namespace dpa {

@@ -7,7 +7,7 @@
 #pragma once
 #include <memory>
 
-#include "kernels/unet1d/plan.h"
+#include "kernels/plans/unet1d/plan.h"
 #include "ops/common/check.h"
 
 namespace dpa {

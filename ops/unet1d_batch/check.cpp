@@ -1,7 +1,7 @@
 #include <map>
 #include <mutex>
 
-#include "kernels/conv1d/shape.h"
+#include "kernels/plans/conv1d/shape.h"
 #include "ops/unet1d/unet1d.h"
 #include "ops/unet1d_batch/unet1d_batch.h"
 

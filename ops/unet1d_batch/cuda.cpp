@@ -1,11 +1,11 @@
-// The network's walk: each layer is a launch or two of kernels/conv1d; what those do not take is the library's ops.
+// The network's walk: each layer is a launch or two of kernels/cuda/conv1d; what those do not take is the library's ops.
 #include "ops/common/cuda.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "kernels/unet1d_batch.h"
+#include "kernels/cuda/unet1d_batch/unet1d_batch.h"
 #include "ops/conv1d/conv1d.h"
 #include "ops/conv1d/products.h"
 #include "ops/conv1d_gnm/conv1d_gnm.h"

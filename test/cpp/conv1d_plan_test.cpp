@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/conv1d/plan.h"
+#include "kernels/plans/conv1d/plan.h"
 
 namespace dpa::kernels::conv1d {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <limits>
 
-#include "kernels/common/grid.h"
-#include "kernels/lltm_plan.h"
+#include "kernels/plans/grid.h"
+#include "kernels/plans/lltm/plan.h"
 
 namespace dpa::kernels {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "kernels/group_norm_mish/plan.h"
+#include "kernels/plans/group_norm_mish/plan.h"
 
 namespace dpa::kernels {
 namespace {

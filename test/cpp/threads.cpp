@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/unet1d/plan.h"
+#include "kernels/plans/unet1d/plan.h"
 
 namespace {
 

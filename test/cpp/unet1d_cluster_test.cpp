@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/unet1d/cluster.h"
+#include "kernels/plans/unet1d/cluster_layout.h"
 
 namespace dpa::kernels::unet1d {
 namespace {

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <set>
 
-#include "kernels/unet1d/plan.h"
+#include "kernels/plans/unet1d/plan.h"
 
 namespace dpa::kernels::unet1d {
 namespace {

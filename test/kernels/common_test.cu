@@ -7,9 +7,9 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/common/dtype.cuh"
-#include "kernels/common/launch.cuh"
-#include "kernels/common/reduce.cuh"
+#include "kernels/cuda/common/dtype.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/reduce.cuh"
 
 namespace dpa::kernels {
 namespace {

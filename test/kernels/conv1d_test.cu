@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels/common/dtype.cuh"
-#include "kernels/common/launch.cuh"
-#include "kernels/conv1d/conv1d.h"
-#include "kernels/conv1d/plan.h"
+#include "kernels/cuda/common/dtype.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/conv1d/conv1d.h"
+#include "kernels/plans/conv1d/plan.h"
 
 namespace {
 

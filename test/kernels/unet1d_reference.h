@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/unet1d/unet1d.h"
+#include "kernels/cuda/unet1d/unet1d.h"
 
 namespace dpa::test {
 

@@ -18,7 +18,7 @@
 #include <cstring>
 #include <random>
 
-#include "kernels/unet1d/cluster.h"
+#include "kernels/plans/unet1d/cluster_layout.h"
 #include "test/kernels/unet1d_reference.h"
 
 using namespace dpa::kernels;

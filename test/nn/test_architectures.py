@@ -14,13 +14,18 @@ _ROOT = Path(__file__).parents[2]
 
 # What compiles for half a minute, as one kernel of its arithmetic instead of all.
 _CHANNELS_LAST = """
-#include "kernels/group_norm_mish/common.cuh"
+#include "kernels/cuda/group_norm_mish/common.cuh"
 __global__ void mish(float* x) {
   const dpa::kernels::channels_last::Mish at(x[threadIdx.x]);
   x[threadIdx.x] = at.value + at.slope;
 }
 """
-_FILES = ["group_norm_mish.cu", "scheduler_step.cu", "conv1d/product.cu", "unet1d/layered.cu"]
+_FILES = [
+    "group_norm_mish/group_norm_mish.cu",
+    "scheduler_step/scheduler_step.cu",
+    "conv1d/convolution.cu",
+    "unet1d/layered.cu",
+]
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def nvcc():
 
 @pytest.mark.parametrize("file", [*_FILES, "channels_last"])
 def test_kernels_compile_for_the_oldest_gpu(file, nvcc, tmp_path):
-    source = _ROOT / "kernels" / file
+    source = _ROOT / "kernels" / "cuda" / file
     if file == "channels_last":
         source = tmp_path / "channels_last.cu"
         source.write_text(_CHANNELS_LAST)

@@ -14,7 +14,8 @@ cmake -S . -B build/threads -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_
 cmake --build build/threads
 torch=$("$python" -c 'import torch; print(torch.__path__[0])')
 "${CXX:-c++}" -std=c++20 -g -O1 -fsanitize=thread -Wall -Wextra -I. -isystem "$torch/include" test/cpp/threads.cpp \
-  kernels/unet1d/plan.cpp -o build/threads/threads -L"$torch/lib" -Wl,-rpath,"$torch/lib" -Wl,-rpath-link,"$torch/lib" \
+  kernels/plans/unet1d/plan.cpp -o build/threads/threads \
+  -L"$torch/lib" -Wl,-rpath,"$torch/lib" -Wl,-rpath-link,"$torch/lib" \
   -ltorch_cpu -lc10 -ldl
 # ThreadSanitizer of GCC wants memory where Linux puts it without scattering.
 TSAN_OPTIONS="suppressions=$PWD/test/scripts/threads.supp:history_size=7:${TSAN_OPTIONS:-}" \

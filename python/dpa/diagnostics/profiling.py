@@ -17,7 +17,7 @@ from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.tables import StepTable
 
 PHASES = ("multiply", "publish", "wait", "normalise")
-# The events at which a block records its clock in each layer: kernels/unet1d/unet1d.h.
+# The events at which a block records its clock in each layer: kernels/plans/unet1d/plan.h.
 _BEGIN, _WEIGHTS, _MESSAGES, _NORMALISED, _WRITTEN, _MULTIPLIED, _PUBLISHED = range(7)
 
 

@@ -1,9 +1,9 @@
 """Weights that stay packed from call to call, where no gradient is wanted.
 
 A forward pass of the U-Net in 16 bits reads its weights in the order of the products of
-``kernels/conv1d``. Training lays them out anew in every pass, for they change in between. Without
-gradients they are laid out once and kept, by module and dtype, outside of the module: no state
-dict, copy or pickle of it shows them, and they go when it goes.
+``kernels/cuda/conv1d``. Training lays them out anew in every pass, for they change in between.
+Without gradients they are laid out once and kept, by module and dtype, outside of the module: no
+state dict, copy or pickle of it shows them, and they go when it goes.
 """
 
 from __future__ import annotations

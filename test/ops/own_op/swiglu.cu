@@ -1,7 +1,7 @@
 // `own::swiglu` on CUDA: out = gate * sigmoid(gate) * value, and both gradients. One thread an element, striding over
 // the grid; 16-bit types are widened to float32 for the arithmetic.
-#include "kernels/common/dtype.cuh"
-#include "kernels/common/launch.cuh"
+#include "kernels/cuda/common/dtype.cuh"
+#include "kernels/cuda/common/launch.cuh"
 #include "test/ops/own_op/kernel.h"
 
 namespace own {

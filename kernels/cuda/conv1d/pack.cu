@@ -1,0 +1,182 @@
+// Weights and rows in the form that the products read, and the sums of rows.
+//
+// pack_weights (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
+//              of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
+//              thread
+// look_for_changes  a block compares some elements of a weight with what they were
+// pad_rows     a thread an element of the padded rows
+// column_sums  a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
+// partial
+//              sums are added in pairs
+#include <algorithm>
+
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/conv1d/conv1d.h"
+#include "kernels/cuda/conv1d/launch.cuh"
+
+namespace dpa::kernels::conv1d {
+namespace {
+
+constexpr int kPackThreads = 128;
+constexpr int kPackElements = 2048;  // of a block's piece: all taps of as many channels j as fit, a multiple of 8
+
+template <class T>
+struct alignas(16) Eight {
+  T element[8];
+};
+
+template <class S, class T>
+__device__ void pack_piece(const Packing& packing, int64_t row_length, int channels, int64_t index, T* piece) {
+  struct alignas(4 * sizeof(S)) Four {
+    S element[4];
+  };
+  const int64_t d0 = packing.d0, d1 = packing.d1, columns = max(packing.of, d1);
+  const int taps = packing.taps;
+  const int64_t pieces = (row_length + channels - 1) / channels;
+  const int64_t i = index / pieces, first = index % pieces * channels;
+  const int read = static_cast<int>(min(int64_t{channels}, d1 - first)) * taps;
+  const S* from = static_cast<const S*>(packing.weight) + (i * columns + first) * taps;
+  if (d1 % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(packing.weight) % sizeof(Four) == 0) {
+#pragma unroll 4
+    for (int e = threadIdx.x * 4; e < read; e += kPackThreads * 4) {
+      const Four four = *reinterpret_cast<const Four*>(from + e);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) piece[e + n] = narrow<T>(widen(four.element[n]));
+    }
+  } else {
+    for (int e = threadIdx.x; e < read; e += kPackThreads) piece[e] = narrow<T>(widen(from[e]));
+  }
+  __syncthreads();
+  const int eights = static_cast<int>(min(int64_t{channels}, row_length - first)) / 8;
+  for (int n = threadIdx.x; n < eights * taps; n += kPackThreads) {
+    const int k = n / eights, j = n % eights * 8;
+    Eight<T> eight;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) eight.element[e] = (j + e) * taps < read ? piece[(j + e) * taps + k] : narrow<T>(0);
+    *reinterpret_cast<Eight<T>*>(static_cast<T*>(packing.packed) + (k * d0 + i) * row_length + first + j) = eight;
+  }
+  __syncthreads();
+}
+
+struct Pieces {
+  int64_t count[kMaxPackings], row_length[kMaxPackings], total;  // pieces and rows of each packing
+  int channels[kMaxPackings];                                    // of a piece
+};
+
+// The blocks take pieces in turn, on from one weight to the next.
+template <class S, class T>
+__global__ void __launch_bounds__(kPackThreads)
+    pack(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
+  __shared__ alignas(16) T piece[kPackElements];
+  __shared__ int wanted[kMaxPackings];
+  wait_for_predecessor();
+  for (int w = threadIdx.x; w < packings.count; w += kPackThreads) wanted[w] = !packings.wanted || packings.wanted[w];
+  __syncthreads();
+  int64_t index = blockIdx.x;
+  for (int w = 0; w < packings.count; ++w) {
+    if (!wanted[w]) continue;
+    for (; index < pieces.count[w]; index += gridDim.x)
+      pack_piece<S, T>(packings.each[w], pieces.row_length[w], pieces.channels[w], index, piece);
+    index -= pieces.count[w];
+  }
+}
+
+// A block a weight, a thread an element, spread over all of it.
+template <class Bits>
+__global__ void __launch_bounds__(kLooks) look(const __grid_constant__ Packings packings, uint32_t* seen, int* wanted) {
+  const Packing& packing = packings.each[blockIdx.x];
+  const int64_t last = packing.d0 * packing.d1 * packing.taps - 1;
+  wait_for_predecessor();
+  const uint32_t bits = static_cast<const Bits*>(packing.weight)[last * threadIdx.x / (kLooks - 1)];
+  uint32_t& before = seen[blockIdx.x * kLooks + threadIdx.x];
+  const int differs = __syncthreads_or(bits != before);
+  before = bits;
+  if (threadIdx.x == 0) wanted[blockIdx.x] = differs;
+}
+
+constexpr int kSumThreads = 256, kSumRows = kSumThreads / 2, kSumColumns = 16;
+
+template <class T, class S>
+__global__ void __launch_bounds__(kSumThreads)
+    column_sums_kernel(const T* rows, int64_t count, int64_t channels, int64_t width, S* sums) {
+  __shared__ float part[kSumRows][kSumColumns + 1];
+  const int64_t first = int64_t{blockIdx.x} * kSumColumns;
+  const int lane = threadIdx.x / 2, column = threadIdx.x % 2 * 8;
+  float sum[8] = {};
+  wait_for_predecessor();
+  if (first + column < width) {
+#pragma unroll 8
+    for (int64_t row = lane; row < count; row += kSumRows) {
+      const auto eight = *reinterpret_cast<const Eight<T>*>(rows + row * width + first + column);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[e] += widen(eight.element[e]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) part[lane][column + e] = sum[e];
+  for (int half = kSumRows / 2; half > 0; half /= 2) {
+    __syncthreads();
+    for (int n = threadIdx.x; n < half * kSumColumns; n += kSumThreads)
+      part[n / kSumColumns][n % kSumColumns] += part[n / kSumColumns + half][n % kSumColumns];
+  }
+  // The thread that made the last addition of a column stores it.
+  if (threadIdx.x < kSumColumns && first + threadIdx.x < channels)
+    sums[first + threadIdx.x] = narrow<S>(part[0][threadIdx.x]);
+}
+
+__global__ void pad(const uint16_t* rows, int64_t count, int64_t channels, int64_t width, uint16_t* out) {
+  wait_for_predecessor();
+  for (int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; e < count * width;
+       e += int64_t{gridDim.x} * blockDim.x)
+    out[e] = e % width < channels ? rows[e / width * channels + e % width] : uint16_t{0};
+}
+
+}  // namespace
+
+cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream) {
+  Pieces pieces{};
+  for (int n = 0; n < packings.count; ++n) {
+    const Packing& packing = packings.each[n];
+    if (packing.taps > kMaxTaps) return cudaErrorInvalidValue;
+    pieces.row_length[n] = std::max(packing.width, padded(packing.d1));
+    pieces.channels[n] = kPackElements / packing.taps / 8 * 8;
+    pieces.count[n] = packing.d0 * ((pieces.row_length[n] + pieces.channels[n] - 1) / pieces.channels[n]);
+    pieces.total += pieces.count[n];
+  }
+  return dispatch_half(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto kernel = source_dtype == DType::kFloat32 ? pack<float, T> : pack<T, T>;
+    // As many as are resident at once; few where perhaps nothing is to be done.
+    const int64_t blocks = multiprocessors() * (packings.wanted ? 8 : 16);
+    return launch_dependent(kernel, grid_for(std::min(pieces.total, blocks), 1), kPackThreads, stream, packings,
+                            pieces);
+  });
+}
+
+cudaError_t look_for_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
+                             cudaStream_t stream) {
+  const auto kernel = source_dtype == DType::kFloat32 ? look<uint32_t> : look<uint16_t>;
+  return launch_dependent(kernel, packings.count, kLooks, stream, packings, seen, wanted);
+}
+
+cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream) {
+  constexpr int kPadThreads = 256;
+  return launch_dependent(pad, grid_for(count * padded(channels), kPadThreads), kPadThreads, stream,
+                          static_cast<const uint16_t*>(rows), count, channels, padded(channels),
+                          static_cast<uint16_t*>(out));
+}
+
+cudaError_t column_sums(DType dtype, const void* rows, int64_t count, int64_t channels, int64_t width, void* sums,
+                        DType sums_dtype, cudaStream_t stream) {
+  return dispatch_half(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto go = [&](auto* to) {
+      using S = std::remove_pointer_t<decltype(to)>;
+      return launch_dependent(column_sums_kernel<T, S>, grid_for(channels, kSumColumns), kSumThreads, stream,
+                              static_cast<const T*>(rows), count, channels, width, to);
+    };
+    return sums_dtype == DType::kFloat32 ? go(static_cast<float*>(sums)) : go(static_cast<T*>(sums));
+  });
+}
+
+}  // namespace dpa::kernels::conv1d

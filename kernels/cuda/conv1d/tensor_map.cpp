@@ -1,0 +1,45 @@
+#include "kernels/cuda/conv1d/tensor_map.h"
+
+#include <algorithm>
+
+namespace dpa::kernels::conv1d {
+namespace {
+
+// The driver's function, asked for at run time: the library does not link with the driver.
+decltype(&cuTensorMapEncodeTiled) encoder() {
+  static const auto function = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const auto error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? entry : nullptr;
+  }();
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+}
+
+}  // namespace
+
+cudaError_t make_map(const Boxes& boxes, CUtensorMap* map) {
+  const auto encode = encoder();
+  if (!encode) return cudaErrorNotSupported;
+  constexpr cuuint64_t kElement = 2;
+  const auto columns = static_cast<cuuint64_t>(boxes.columns), rows = static_cast<cuuint64_t>(boxes.rows);
+  const cuuint64_t row_bytes = std::max(columns, static_cast<cuuint64_t>(boxes.pitch)) * kElement;
+  const int of_rows = boxes.planes_inside ? 2 : 1, of_planes = 3 - of_rows;
+  cuuint64_t sizes[3] = {columns}, strides[2];
+  sizes[of_rows] = rows, strides[of_rows - 1] = row_bytes;
+  sizes[of_planes] = static_cast<cuuint64_t>(boxes.planes), strides[of_planes - 1] = row_bytes * rows;
+  const auto step = static_cast<cuuint32_t>(boxes.row_step);
+  cuuint32_t box[3] = {static_cast<cuuint32_t>(boxes.box_columns)}, steps[3] = {1, 1, 1};
+  box[of_rows] = static_cast<cuuint32_t>(boxes.box_rows) * step, steps[of_rows] = step;
+  box[of_planes] = static_cast<cuuint32_t>(boxes.box_planes);
+  const auto type =
+      boxes.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto swizzle = boxes.box_columns * kElement == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  const auto result =
+      encode(map, type, 3, const_cast<void*>(boxes.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace dpa::kernels::conv1d

@@ -1,0 +1,142 @@
+// What a sweep of parallel sampling does around the network (python/dpa/sampling/parallel.py has the method). With p the
+// window's beginning, W its length, f_i the steps of the table, A_i = r3 - r4 r0 / r1 their slopes:
+//
+//   window   samples[j] = states[p + j], rows[j] = table[p + j], j < W
+//   move     y[j] = f_i(x[j]) + A_i (y[j - 1] - x[j]), i = p + j, j < 2 W, x[j] = states[p + j]; behind the window,
+//            j >= W, x = 0 and the output is the one that keeps the window's last x0;
+//            states[p + j + 1] <- y[j]; p <- p + as many steps as moved by no more than the tolerance, the first always
+//
+// window: a thread four neighbouring numbers where a row divides by four, else one.
+// move: one block, for what a sweep moves is a few thousand numbers and every launch costs more than they do. It takes
+// 32
+//   elements of a sample at a time, an element a lane. Warp w evaluates rows w, w + 8, ... into shared memory; the
+//   first warp carries the moves on from row to row; then warp w stores its rows and sums their squared moves, so that
+//   every sum has one owner and one order.
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/reduce.cuh"
+#include "kernels/cuda/common/shared_memory.h"
+#include "kernels/cuda/parallel_sweep/parallel_sweep.h"
+#include "kernels/math/diffusion_step.h"
+
+namespace dpa::kernels {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
+
+// Kept to what there is, whatever the caller's number says.
+__device__ __forceinline__ int64_t position_of(const int64_t* position, int64_t last) {
+  return max(int64_t{0}, min(*position, last));
+}
+
+template <class T>  // float, or float4
+__global__ void __launch_bounds__(kThreads) window_kernel(const ParallelWindow a, int64_t states, int64_t rows) {
+  const int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x, begin = position_of(a.position, a.last);
+  if (e < rows) {
+    reinterpret_cast<T*>(a.rows)[e] = reinterpret_cast<const T*>(a.table)[begin * (rows / a.window) + e];
+  } else if (e < rows + states) {
+    reinterpret_cast<T*>(a.samples)[e - rows] =
+        reinterpret_cast<const T*>(a.states)[begin * (states / a.window) + e - rows];
+  }
+}
+
+// The step f_i of an element, and its slope.
+struct Step {
+  math::SchedulerStep<float> formula;
+  float inverse, slope;
+  bool silent;  // the output says nothing of x0
+  __device__ __forceinline__ Step(const ParallelMove& a, int64_t row)
+      : formula(a.coefficients, row, a.clip, a.noise != nullptr), silent(formula.r1 == 0.0f) {
+    inverse = silent ? 0.0f : 1.0f / formula.r1;
+    slope = formula.r3 - formula.r4 * formula.r0 * inverse;
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) move_kernel(const ParallelMove a) {
+  extern __shared__ float shared[];
+  const int window = static_cast<int>(a.window), lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int64_t begin = position_of(a.position, a.steps), width = a.batch * a.inner;
+  float* gained = shared;                    // (2 window, 32): f_i(x), then y
+  float* before = gained + 2 * window * 32;  // (window, 32): x
+  float* slopes = before + window * 32;      // (2 window)
+  float* squares = slopes + 2 * window;      // (window): of the sample's moves
+  float* moved = squares + window;           // (window): the largest of all samples
+  for (int j = threadIdx.x; j < window; j += kThreads) moved[j] = 0.0f;
+  for (int64_t b = 0; b < a.batch; b++) {
+    for (int j = threadIdx.x; j < window; j += kThreads) squares[j] = 0.0f;
+    for (int64_t first = 0; first < a.inner; first += 32) {
+      const bool valid = first + lane < a.inner;
+      const int64_t at = b * a.inner + (valid ? first + lane : 0);
+      const bool imposed = a.mask && a.mask[at];
+      const float known = imposed ? a.known[at] : 0.0f;
+      for (int j = warp; j < 2 * window; j += kWarps) {
+        const int64_t row = begin + j;
+        const Step step(a, row);
+        const int from = min(j, window - 1);
+        const float x = a.states[(begin + from) * width + at];
+        float output = a.output[from * width + at];
+        if (j >= window && !step.silent) {
+          const float* last = a.coefficients + (begin + window - 1) * math::SchedulerStep<float>::kColumns;
+          output = (last[0] * x + last[1] * output) * step.inverse;
+        }
+        const float noise = a.noise ? a.noise[row * width + at] : 0.0f;
+        gained[j * 32 + lane] = step.formula.step(output, j < window ? x : 0.0f, noise);
+        if (j < window) before[j * 32 + lane] = x;
+        if (lane == 0) slopes[j] = step.slope;
+      }
+      __syncthreads();
+      if (warp == 0) {
+        float y = 0.0f;
+        for (int j = 0; j < 2 * window; j++) {
+          const float x = j < window ? before[j * 32 + lane] : 0.0f;
+          y = gained[j * 32 + lane] + (j == 0 ? 0.0f : slopes[j] * (y - x));
+          if (imposed) y = known;
+          gained[j * 32 + lane] = y;
+        }
+      }
+      __syncthreads();
+      for (int j = warp; j < 2 * window; j += kWarps) {
+        float* state = a.states + (begin + j + 1) * width + at;
+        const float y = gained[j * 32 + lane];
+        const float move = valid && j < window ? y - *state : 0.0f;
+        if (valid) *state = y;
+        const float sum = warp_sum(move * move);
+        if (lane == 0 && j < window) squares[j] += sum;
+      }
+      __syncthreads();  // also: the next elements' steps overwrite what was read here
+    }
+    const float mean = 1.0f / static_cast<float>(a.inner);
+    for (int j = threadIdx.x; j < window; j += kThreads) {
+      const float move = sqrtf(squares[j] * mean);
+      moved[j] = move > moved[j] || move != move ? move : moved[j];  // a NaN stays one: no comparison removes it
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    float accepted = 0.0f;
+    int count = 1;  // the first is exact, however far it moved
+    while (count < window && moved[count] <= a.tolerance) accepted = fmaxf(accepted, moved[count++]);
+    *a.position = min(begin + count, a.steps);
+    *a.residual = fmaxf(*a.residual, accepted);
+  }
+}
+
+}  // namespace
+
+cudaError_t parallel_window(const ParallelWindow& args, cudaStream_t stream) {
+  const bool fours = args.state_width % 4 == 0 && args.table_width % 4 == 0;
+  const int64_t each = fours ? 4 : 1, states = args.window * args.state_width / each,
+                rows = args.window * args.table_width / each;
+  const dim3 blocks(grid_for(states + rows, kThreads));
+  return fours ? launch(window_kernel<float4>, blocks, kThreads, stream, args, states, rows)
+               : launch(window_kernel<float>, blocks, kThreads, stream, args, states, rows);
+}
+
+cudaError_t parallel_move(const ParallelMove& args, cudaStream_t stream) {
+  const size_t bytes = static_cast<size_t>(args.window) * (3 * 32 + 4) * sizeof(float);
+  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(move_kernel), static_cast<int>(bytes)))
+    return error;
+  move_kernel<<<1, kThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace dpa::kernels

@@ -1,0 +1,224 @@
+// How a block of the one-sample kernel makes a product's input, or the tail's values, of the messages:
+//
+//   wait      descriptors, parameters of the output, zeros around the times, the weights' arrival
+//   receive   8 partial sums of each of the thread's pairs; their moments within the warp, then the block
+//   write     normalised, activated, modulated, plus residual: into the product's input in shared memory
+#pragma once
+#include "kernels/cuda/unet1d/resident_block.cuh"
+#include "kernels/cuda/unet1d/resident_partial_sums.cuh"
+
+namespace dpa::kernels::unet1d {
+
+// kRecord: the clocks of the last step go to Arguments::record.
+template <class Weight, int kPairs, bool kRecord>
+struct SoloInputs : Block<Weight> {
+  using Base = Block<Weight>;
+  using Math = typename Base::Math;
+  using Letters = Messages<typename Math::Activation, kPairs>;
+  using Base::a, Base::shared, Base::ring, Base::tid, Base::warp, Base::lane, Base::k, Base::step, Base::phase;
+  static constexpr bool kWide = Base::kWide;
+  // Clocks from publishing to the first look at the others' sums: no message is there sooner, and looking in vain costs
+  // the time of a read through L2 and slows the weights down.
+  static constexpr int kFlight = 600;
+  static constexpr int kElement = kWide ? 4 : 2;
+
+  const float* film = nullptr;  // of this step
+
+  __device__ __forceinline__ void mark(int layer, Mark what) const {
+    if constexpr (kRecord) {
+      if (tid == 0 && step + 1 == a.steps)
+        a.record[(blockIdx.x * (a.layout.count + 1) + layer) * kMarks + what] = static_cast<uint32_t>(clock());
+    }
+  }
+
+  struct Parameters {
+    float2 bias, gamma, beta, scale, shift;
+  };
+  __device__ __forceinline__ void fetch(Parameters& p, const SoloLayer& l, uint32_t c) const {
+    p.bias = Base::fetch_pair(a.floats + (l.bias + c));
+    if (l.norm >= 0) {
+      const float* at = a.floats + (l.norm + c);
+      p.gamma = Base::fetch_pair(at);
+      p.beta = Base::fetch_pair(at + static_cast<uint32_t>(l.channels));
+    }
+    if (l.film >= 0) {
+      const float* at = film + (l.film + c);
+      if (a.film_scale) p.scale = Base::fetch_pair(at);
+      p.shift = Base::fetch_pair(at + (a.film_scale ? static_cast<uint32_t>(l.channels) : 0u));
+    }
+  }
+
+  // The weights of a product, as many stages as the ring holds: lane i waits for stage i.
+  __device__ __forceinline__ int wait_weights(int stages) const {
+    const int count = min(stages, ring.stages);
+    if (lane < count) ring.wait_ahead(lane);
+    __syncwarp();
+    return count;
+  }
+
+  // Zeros before and after the times: a warp a row.
+  __device__ __forceinline__ void pad_input(const SoloLayer& l) const {
+    const int halo = a.layout.halo;
+    if (warp < 2 * halo) {
+      const int row = warp < halo ? l.input - (warp + 1) * l.pitch : l.last_row + (warp - halo) * l.pitch;
+#pragma unroll 1
+      for (int c = lane * 16; c < l.pitch; c += 512) {
+        *reinterpret_cast<uint4*>(shared + row + c) = make_uint4(0, 0, 0, 0);
+        if (kWide)
+          *reinterpret_cast<uint4*>(shared + row + c + a.layout.input_low - a.layout.input) = make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+
+  // Mean and inverse deviation of the group. 16-bit weights: sums and sums of squares. float32: each warp around its
+  // first value, so that nothing cancels.
+  __device__ __forceinline__ float2 moments(const float2 (&v)[kPairs], int pairs) const {
+    float2* sums = reinterpret_cast<float2*>(shared + a.layout.sums);
+    const float pivot = kWide ? __shfl_sync(~0u, v[0].x, 0) : 0.0f;
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      const bool valid = i * kThreads + tid < pairs;
+      const float x = valid ? v[i].x - pivot : 0.0f, y = valid ? v[i].y - pivot : 0.0f;
+      sum += x + y;
+      squares = fmaf(x, x, fmaf(y, y, squares));
+    }
+#pragma unroll
+    for (int i = 16; i; i >>= 1) {
+      sum += __shfl_xor_sync(~0u, sum, i);
+      squares += __shfl_xor_sync(~0u, squares, i);
+    }
+    auto count = [&](int w) {
+      int n = 0;
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) n += 2 * max(0, min(32, pairs - i * kThreads - w * 32));
+      return static_cast<float>(n);
+    };
+    if (kWide) {
+      const float n = count(warp), mean = n > 0.0f ? sum / n : 0.0f;
+      squares = fmaxf(squares - sum * mean, 0.0f);
+      sum = pivot + mean;
+    }
+    if (lane == 0) sums[warp] = make_float2(sum, squares);
+    sync_consumers();
+    float s[kConsumerWarps], q[kConsumerWarps];
+#pragma unroll
+    for (int w = 0; w < kConsumerWarps; w += 2) {
+      const float4 two = *reinterpret_cast<const float4*>(sums + w);
+      s[w] = two.x, q[w] = two.y, s[w + 1] = two.z, q[w + 1] = two.w;
+    }
+    const float inverse = __fdividef(0.5f, static_cast<float>(pairs));
+    if constexpr (!kWide) {
+      const float mean = sum_of(s) * inverse;
+      return make_float2(mean, rsqrtf(fmaxf(fmaf(-mean, mean, sum_of(q) * inverse), 0.0f) + 1e-5f));
+    } else {
+      float part[kConsumerWarps];
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; w++) part[w] = count(w) * s[w];
+      const float mean = sum_of(part) * inverse;
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; w++) part[w] = fmaf(count(w) * (s[w] - mean), s[w] - mean, q[w]);
+      return make_float2(mean, rsqrtf(sum_of(part) * inverse + 1e-5f));
+    }
+  }
+
+  __device__ __forceinline__ void write_input(int at, float2 v) const {
+    if constexpr (kWide) {
+      uint2 high, low;
+      Math::split(v.x, high.x, low.x);
+      Math::split(v.y, high.y, low.y);
+      *reinterpret_cast<uint2*>(shared + at) = high;
+      *reinterpret_cast<uint2*>(shared + at + a.layout.input_low - a.layout.input) = low;
+    } else {
+      *reinterpret_cast<uint32_t*>(shared + at) = pack_pair(v.x, v.y, typename Math::Activation());
+    }
+  }
+
+  // The output of `source` becomes the input of `target`, or, for the last, the tail's values. Returns the stages
+  // waited for.
+  __device__ __forceinline__ int prepare(const SoloLayer& from, const SoloLayer& to, int layer, bool tail) {
+    const bool first = layer == 0;
+    mark(layer, kBegin);
+    const uint32_t began = static_cast<uint32_t>(clock());
+    const uint32_t c = (tid & ((1 << from.half_log2) - 1)) * 2, t = tid >> from.half_log2,
+                   slice = k << (from.half_log2 + 1);
+    const int times_apart = kThreads >> from.half_log2, count = (from.pairs - tid + kThreads - 1) / kThreads;
+    const uint32_t at = (t * from.channels + slice + c) / Letters::kWordSums,
+                   apart = times_apart * from.channels / Letters::kWordSums;
+    float2* residual = reinterpret_cast<float2*>(shared + a.layout.residual) + tid;
+    Parameters p = {};
+    fetch(p, from, slice + c);
+    int waited = 0;
+    if (!tail) {
+      pad_input(to);
+      waited = wait_weights(to.stages);
+    }
+    mark(layer, kWeightsThere);
+    while (!first && static_cast<int>(static_cast<uint32_t>(clock()) - began) < kFlight) {
+    }
+    const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
+    Letters residuals = {a.messages + (at + from.residual_message), apart, phase},
+            sums = {a.messages + (at + from.message), apart, phase};
+    if (other) residuals.look(count);
+    if (!first) sums.look(count);
+    float2 v[kPairs], r[kPairs];
+    if (other) {
+      const float2 bias = Base::fetch_pair(a.floats + (from.other_bias + slice + c));
+      residuals.receive(r);
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) r[i] = make_float2(r[i].x + bias.x, r[i].y + bias.y);
+    } else if (from.flags & kSoloAdd) {
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) r[i] = residual[i * kThreads];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) r[i] = make_float2(0.0f, 0.0f);
+    }
+    if (first) {
+#pragma unroll
+      for (int i = 0; i < kPairs; i++)
+        v[i] = i < count ? Base::first_conv(p.bias, Base::fetch_pair(a.floats + (from.other_bias + slice + c)),
+                                            2 << from.half_log2, 0, t + i * times_apart, c, tid + i * kThreads)
+                         : make_float2(0.0f, 0.0f);
+    } else {
+      sums.receive(v);
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) v[i] = make_float2(v[i].x + p.bias.x, v[i].y + p.bias.y);
+    }
+    mark(layer, kMessagesThere);
+    if (from.norm >= 0) {
+      const float2 moment = moments(v, from.pairs);
+      mark(layer, kNormalised);
+      const float2 gain = make_float2(moment.y * p.gamma.x, moment.y * p.gamma.y);
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) {
+        v[i].x = Base::activate(fmaf(v[i].x - moment.x, gain.x, p.beta.x));
+        v[i].y = Base::activate(fmaf(v[i].y - moment.x, gain.y, p.beta.y));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      if (from.film >= 0) {
+        if (a.film_scale) v[i].x *= p.scale.x, v[i].y *= p.scale.y;
+        v[i].x += p.shift.x, v[i].y += p.shift.y;
+      }
+      v[i].x += r[i].x, v[i].y += r[i].y;
+      if (i >= count) continue;
+      if (from.flags & kSoloKeep) residual[i * kThreads] = v[i];
+      if (from.skip_out >= 0) reinterpret_cast<float2*>(shared + from.skip_out)[tid + i * kThreads] = v[i];
+      if (tail) {
+        reinterpret_cast<float2*>(shared + a.layout.stash)[tid + i * kThreads] = v[i];
+      } else {
+        const int row = to.input + (t + i * times_apart) * to.pitch + c * kElement;
+        write_input(row, v[i]);
+        if (to.skip_in >= 0)
+          write_input(row + to.skip_bytes, reinterpret_cast<const float2*>(shared + to.skip_in)[tid + i * kThreads]);
+      }
+    }
+    sync_consumers();
+    mark(layer, kInputWritten);
+    return waited;
+  }
+};
+
+}  // namespace dpa::kernels::unet1d

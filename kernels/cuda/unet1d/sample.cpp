@@ -1,0 +1,110 @@
+// A call from end to end: the path on this device, what the host gives it, and the order of the launches.
+#include <utility>
+
+#include "kernels/cuda/unet1d/paths.h"
+
+namespace dpa::kernels::unet1d {
+
+#ifdef DPA_SM90A  // the build's architectures include 90a, whose own instructions the resident kernel uses
+constexpr bool kBuiltForHopper = true;
+#else
+constexpr bool kBuiltForHopper = false;
+#endif
+
+FilmView film_view(const Plan& plan, const Call& call, const Workspace& at) {
+  const auto* base = static_cast<const uint8_t*>(call.workspace);
+  const bool joined = call.batch == 1 || call.film;  // the observation's part is in `step` already
+  const float* step = call.film ? call.film : joined ? nullptr : call.step_film;
+  return {step ? step : reinterpret_cast<const float*>(base + at.step),
+          joined ? nullptr : reinterpret_cast<const float*>(base + at.cond),
+          call.per_sample_timesteps ? 0 : plan.film_rows, call.per_sample_timesteps ? plan.film_rows : 0};
+}
+
+LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace& at) {
+  LoopArguments a = {};
+  a.batch = call.batch, a.horizon = call.horizon, a.steps = call.steps;
+  a.actions = plan.config.action_dim, a.taps = plan.config.kernel_size, a.film_scale = plan.config.film_scale;
+  a.weights = static_cast<const uint8_t*>(call.packed);
+  a.floats = reinterpret_cast<const float*>(a.weights + plan.floats);
+  const FilmView film = film_view(plan, call, at);
+  a.film_step = film.step, a.film_cond = film.cond, a.film_rows = plan.film_rows;
+  a.film_step_stride = film.step_stride, a.film_sample_stride = film.sample_stride;
+  a.head = plan.head, a.tail = plan.tail;
+  a.initial = call.initial, a.table = call.table, a.noise = call.noise, a.known = call.known;
+  a.mask = call.known ? call.known_mask : nullptr;
+  a.output = call.output, a.clip = call.clip;
+  return a;
+}
+
+cudaError_t film_table(const Plan& plan, const void* packed, const float* timesteps, int steps,
+                       const float* global_cond, void* workspace, float* table, cudaStream_t stream) {
+  if (steps == 0) return cudaSuccess;
+  const size_t rows = static_cast<size_t>(steps) * plan.config.step_dim;
+  auto* floats = static_cast<float*>(workspace);
+  Call call = {};
+  call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps;
+  call.global_cond = global_cond;
+  return film(plan, call, {floats, floats + 4 * rows, table, floats + 5 * rows}, stream);
+}
+
+cudaError_t step_film_table(const Plan& plan, const void* packed, const float* timesteps, int steps, void* workspace,
+                            float* table, cudaStream_t stream) {
+  if (steps == 0) return cudaSuccess;
+  auto* floats = static_cast<float*>(workspace);
+  Call call = {};
+  call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps;
+  return film(plan, call, {floats, floats + static_cast<size_t>(steps) * plan.config.step_dim * 4, table, nullptr},
+              stream);
+}
+
+// The path on the current device.
+static cudaError_t path_here(const Plan& plan, int batch, int horizon, Path& path) {
+  int device = 0, multiprocessors = 0, shared_bytes = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  for (const auto& [value, attribute] :
+       {std::pair(&multiprocessors, cudaDevAttrMultiProcessorCount),
+        std::pair(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+        std::pair(&major, cudaDevAttrComputeCapabilityMajor), std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
+    error = cudaDeviceGetAttribute(value, attribute, device);
+    if (error != cudaSuccess) return error;
+  }
+  path = kBuiltForHopper && major == 9 && minor == 0
+             ? choose_path(plan, batch, horizon, multiprocessors, shared_bytes, clusters_fit(device))
+             : Path::kLayered;
+  return cudaSuccess;
+}
+
+RecordShape record_shape(const Plan& plan, int batch, int horizon) {
+  Path path = Path::kLayered;
+  int device = 0, shared_bytes = 0;
+  if (path_here(plan, batch, horizon, path) != cudaSuccess || path != Path::kResident ||
+      cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess ||
+      !records(plan, batch, horizon, shared_bytes))
+    return {};
+  return {plan.slices_out * plan.slices_in, static_cast<int>(plan.convs.size()) + 1};
+}
+
+cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream) {
+  if (!reject(plan, call.batch, call.horizon, call.steps).empty()) return cudaErrorInvalidValue;
+  if (call.batch == 0 || call.steps == 0) return cudaSuccess;
+  const Workspace at = workspace(plan, call.batch, call.horizon, call.steps);
+  auto* base = static_cast<uint8_t*>(call.workspace);
+  auto floats = [&](size_t offset) { return reinterpret_cast<float*>(base + offset); };
+  const FilmBuffers buffers = {floats(at.hidden), floats(at.embedding), floats(at.step), floats(at.cond)};
+  cudaError_t error = call.film ? cudaSuccess : film(plan, call, buffers, stream);
+  if (error != cudaSuccess) return error;
+  Path path = call.path;
+  if (path == Path::kAutomatic) {
+    error = path_here(plan, call.batch, call.horizon, path);
+    if (error != cudaSuccess) return error;
+  }
+  switch (path) {
+    case Path::kResident: return run_resident(plan, call, at, stream);
+    case Path::kClustered: return run_clustered(plan, call, at, stream);
+    default: return run_layered(plan, call, at, stream);
+  }
+}
+
+}  // namespace dpa::kernels::unet1d

@@ -1,0 +1,136 @@
+// prepare    sample_rows[r, a] = sample[r, a];  sinusoids[t, i] = sin(timestep[t] f_i), behind them the cosines, with
+//            f_i = 10000^(-i / (step_dim / 2 - 1)); angles reach 1000 radians, so they are float32
+// condition  out[b, c] = mish(cat(first, second)[b, c])
+//
+// to_actions out[r, a] = sum over c of x[r, c] weight[a, c] + bias[a]
+//
+// The first two: a thread an element of the padded rows; the grid strides over what is left. The last: a warp a row,
+// eight neighbouring channels a lane at a time.
+#include <algorithm>
+
+#include "kernels/cuda/common/dtype.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/reduce.cuh"
+#include "kernels/cuda/unet1d_batch/unet1d_batch.h"
+#include "kernels/math/mish.h"
+
+namespace dpa::kernels::unet1d_batch {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMaxBlocks = 4096;
+
+template <class T>
+__device__ __forceinline__ T sinusoid(const Inputs& in, int64_t time, int i) {
+  const int half = in.step_dim / 2;
+  if (i >= 2 * half) return narrow<T>(0);
+  const float timestep = in.integers ? static_cast<float>(static_cast<const int64_t*>(in.timesteps)[time])
+                                     : static_cast<const float*>(in.timesteps)[time];
+  const float log_step = -9.21034037f / static_cast<float>(half - 1);  // log(10000)
+  const float angle = timestep * expf(static_cast<float>(i % half) * log_step);
+  return narrow<T>(i < half ? sinf(angle) : cosf(angle));
+}
+
+template <class T, class S>
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Inputs in) {
+  wait_for_predecessor();
+  release_successor();
+  const int64_t of_sample = in.rows * in.action_width, total = of_sample + in.times * in.step_width;
+  for (int64_t e = int64_t{blockIdx.x} * kThreads + threadIdx.x; e < total; e += int64_t{gridDim.x} * kThreads) {
+    if (e < of_sample) {
+      const int64_t row = e / in.action_width, a = e % in.action_width;
+      const float value = a < in.action_dim ? widen(static_cast<const S*>(in.sample)[row * in.action_dim + a]) : 0.0f;
+      static_cast<T*>(in.sample_rows)[e] = narrow<T>(value);
+    } else {
+      const int64_t i = e - of_sample;
+      static_cast<T*>(in.sinusoids)[i] = sinusoid<T>(in, i / in.step_width, static_cast<int>(i % in.step_width));
+    }
+  }
+}
+
+template <class T, class S>
+__global__ void __launch_bounds__(kThreads) condition_kernel(const __grid_constant__ Condition c) {
+  wait_for_predecessor();
+  release_successor();
+  const int64_t total = c.batch * c.width;
+  for (int64_t e = int64_t{blockIdx.x} * kThreads + threadIdx.x; e < total; e += int64_t{gridDim.x} * kThreads) {
+    const int64_t b = e / c.width;
+    const int i = static_cast<int>(e % c.width), j = i - c.first_channels;
+    float value = 0;  // mish(0) is 0
+    if (j < 0)
+      value = widen(static_cast<const T*>(c.first)[(c.first_rows == 1 ? 0 : b) * c.first_channels + i]);
+    else if (j < c.second_channels)  // rounded first, as autocast rounds it
+      value = widen(narrow<T>(widen(static_cast<const S*>(c.second)[b * c.second_channels + j])));
+    static_cast<T*>(c.out)[e] = narrow<T>(math::mish(value));
+  }
+}
+
+template <class T, class S>
+__global__ void __launch_bounds__(kThreads) actions_kernel(const __grid_constant__ Actions args) {
+  using Eight = Vector<T, 8>;
+  wait_for_predecessor();
+  const int64_t row = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+  if (row >= args.rows) return;
+  const int lane = threadIdx.x % 32;
+  const T* const x = static_cast<const T*>(args.x) + row * args.channels;
+  float mine = 0;  // action `lane`
+#pragma unroll 2
+  for (int a = 0; a < args.actions; ++a) {
+    const T* const weight = static_cast<const T*>(args.weight) + static_cast<int64_t>(a) * args.channels;
+    float sum = 0;
+    for (int c = lane * 8; c < args.channels; c += 256) {
+      const auto xs = *reinterpret_cast<const Eight*>(x + c), ws = *reinterpret_cast<const Eight*>(weight + c);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum = fmaf(widen(xs.data[e]), widen(ws.data[e]), sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == a) mine = sum;
+  }
+  if (lane < args.actions)
+    static_cast<T*>(args.out)[row * args.actions + lane] =
+        narrow<T>(mine + widen(static_cast<const S*>(args.bias)[lane]));
+}
+
+// Calls `f(TypeTag<T>, TypeTag<S>)`: the rows' type, and that of an input, float32 or the same.
+template <class F>
+cudaError_t dispatch_types(DType rows, DType input, F&& f) {
+  const auto with = [&](auto tag) {
+    if (input == rows) return f(tag, tag);
+    return input == DType::kFloat32 ? f(tag, TypeTag<float>{}) : cudaErrorInvalidValue;
+  };
+  if (rows == DType::kBFloat16) return with(TypeTag<__nv_bfloat16>{});
+  return rows == DType::kFloat16 ? with(TypeTag<__half>{}) : cudaErrorInvalidValue;
+}
+
+unsigned blocks_for(int64_t elements) { return grid_for(std::min(elements, kMaxBlocks * kThreads), kThreads); }
+
+}  // namespace
+
+cudaError_t prepare(const Inputs& inputs, cudaStream_t stream) {
+  return dispatch_types(inputs.dtype, inputs.sample_dtype, [&](auto rows, auto input) {
+    using T = typename decltype(rows)::type;
+    using S = typename decltype(input)::type;
+    const int64_t elements = inputs.rows * inputs.action_width + inputs.times * inputs.step_width;
+    return launch_dependent(prepare_kernel<T, S>, blocks_for(elements), kThreads, stream, inputs);
+  });
+}
+
+cudaError_t condition(const Condition& condition, cudaStream_t stream) {
+  const DType second = condition.second ? condition.second_dtype : condition.dtype;
+  return dispatch_types(condition.dtype, second, [&](auto rows, auto input) {
+    using T = typename decltype(rows)::type;
+    using S = typename decltype(input)::type;
+    return launch_dependent(condition_kernel<T, S>, blocks_for(condition.batch * condition.width), kThreads, stream,
+                            condition);
+  });
+}
+
+cudaError_t to_actions(const Actions& actions, cudaStream_t stream) {
+  return dispatch_types(actions.dtype, actions.bias_dtype, [&](auto rows, auto input) {
+    using T = typename decltype(rows)::type;
+    using S = typename decltype(input)::type;
+    return launch_dependent(actions_kernel<T, S>, grid_for(actions.rows, kThreads / 32), kThreads, stream, actions);
+  });
+}
+
+}  // namespace dpa::kernels::unet1d_batch

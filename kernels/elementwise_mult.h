@@ -1,9 +1,0 @@
-// CUDA launcher of `dpa::elementwise_mult`.
-#pragma once
-#include "kernels/elementwise.h"
-
-namespace dpa::kernels {
-
-cudaError_t elementwise_mult(const Elementwise& args, cudaStream_t stream);
-
-}  // namespace dpa::kernels

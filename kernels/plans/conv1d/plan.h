@@ -1,0 +1,58 @@
+// Which tiles a convolution is cut into: pure functions of sizes and of the number of multiprocessors.
+#pragma once
+#include "kernels/plans/conv1d/shape.h"
+
+namespace dpa::kernels::conv1d {
+
+constexpr int kTileRows = 128;  // rows (sample, time) of an output tile of gather and scatter
+constexpr int kChunk = 64;      // channels, or rows of the weight gradient, that one step contracts
+constexpr int kMaxSplits = 8;   // blocks of a cluster that share one output tile
+constexpr int kMaxPhases = 2;
+
+// Whether the kernels take these sizes.
+bool serves(const Conv1d& conv);
+
+// How (sample, time) is cut into pieces of at most `limit` rows: whole samples where they fit, else parts of one.
+struct RowTiles {
+  int time, samples;  // of a piece
+  int per_sample;     // pieces a sample, where samples is 1
+  int64_t count;
+};
+RowTiles row_tiles(int64_t batch, int64_t length, int limit);
+
+// Gather (one phase) or scatter (a phase for each remainder of the output's time by the stride):
+//   out[b, phases j + p, n] = sum over terms i of phase p and channels c of
+//                             x[b, stride j + shift[p][i], c] weight[tap[p][i]] at (n, c), or (c, n) for scatter
+struct ProductPlan {
+  int phases, stride;
+  int terms[kMaxPhases];
+  int tap[kMaxPhases][kMaxTaps], shift[kMaxPhases][kMaxTaps];
+  RowTiles rows;  // row r of a tile is time r / samples of sample r % samples
+  // Whether one box of x serves all terms of a chunk: it holds `reach` more times from `lowest` on, and each term's
+  // rows begin at another of them. Else every term has a box.
+  bool together;
+  int lowest, reach;
+  // Near a sample's ends the outer terms meet nothing but padding: those that do not, in rows 64 w to 64 w + 63 of a
+  // tile, are the terms from first_term[w] to before end_term[w]. All of them where each has a box.
+  int first_term[2], end_term[2];
+  int tile_columns;  // 128 or 256
+  int64_t column_tiles;
+  int chunks;  // of the contracted channels
+  int splits;
+};
+ProductPlan plan_gather(const Conv1d& conv, int multiprocessors);
+ProductPlan plan_scatter(const Conv1d& conv, int multiprocessors);
+
+// Whether every block of a gather finishes whole groups of `group` channels of whole samples, each fit for a warp.
+bool normalises(const Conv1d& conv, const ProductPlan& plan, int64_t group);
+
+struct GradientPlan {
+  RowTiles rows;      // pieces of at most kChunk rows
+  int height;         // 128 narrow channels of a tile each
+  int wide_channels;  // of a tile; all taps of them
+  int64_t narrow_tiles, wide_tiles;
+  int splits;
+};
+GradientPlan plan_gradient(const Conv1d& conv, int multiprocessors);
+
+}  // namespace dpa::kernels::conv1d

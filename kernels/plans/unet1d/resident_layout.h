@@ -1,0 +1,80 @@
+// The resident path as data: what one block does in each layer, and how its shared memory is divided. No CUDA calls.
+#pragma once
+#include "kernels/plans/unet1d/call.h"
+
+namespace dpa::kernels::unet1d {
+
+constexpr int kConsumerWarps = 8;
+constexpr int kStageBytes = 16384;  // of the ring through which weights stream
+constexpr int kMinStages = 4;
+constexpr int kMaxStages = 13;
+constexpr int kSlicesIn = 8;  // slices of the input channels are GroupNorm groups
+
+constexpr int kSoloShareFloats =
+    320;  // of a warp's partial sums in the one-sample kernel, for each channel pair a thread
+
+/// Words from one slice's partial sums to the next slice's, in the one-sample kernel, whatever the layer: 16-bit
+/// weights send two sums a word.
+constexpr uint32_t solo_message_stride(int pairs, bool wide) {
+  return kConsumerWarps * 32 * kSlicesIn * pairs * (wide ? 2 : 1);
+}
+
+/// One product in a block's share: rows = 16 << row_tiles_log2 output channels, one group of input channels.
+/// 8 warps = (1 << row_tiles_log2) row tiles x (1 << k_warps_log2) shares of K x the rest over columns.
+struct ResidentLayer {
+  int64_t weights[2];  // byte offset of the segment; a block's slice follows the previous block's
+  int tiles[2];        // 16 x 16 tiles of a slice
+  int first[2];        // input offset of the first tap
+  int num_segments;
+  int row_tiles_log2, k_warps_log2, column_tiles;  // column_tiles: of 8 columns, a warp (1, 2, 4, 8)
+  int steps_per_tap, steps_inverse;                // k / steps_per_tap = k * steps_inverse >> 16
+  int skip_channel;                                // where the skip's channels begin in an input row
+  int stride, times_in, columns_per_sample, times_out, upsample;
+  int channels_out;
+  int64_t message[2];                   // word offset of a segment's partial sums (slices_in, B, times_out, C)
+  int64_t partial;                      // words of one of them
+  int64_t residual_message;             // word offset of the residual's partial sums, published a layer earlier, or -1
+  int bias[2], other_bias, norm, film;  // float offsets, as in Conv; other_bias: of the residual
+  int add, keep;
+  int scale;              // float offset, as in Conv
+  int skip_out, skip_in;  // byte offsets in shared memory, or -1
+};
+
+/// The same for the kernel of one sample, with every product of sizes taken: the less a block computes between layers,
+/// the faster. Bytes are of shared memory, words of messages, floats of the packed floats. Its 8 warps share K alone.
+struct alignas(16) SoloLayer {
+  // What becomes of the layer's output.
+  int message, residual_message, channels;
+  int half_log2, pairs, bias, other_bias;  // channel pairs of a group: a power of two; of all times
+  int norm, film, skip_out, flags;         // offsets or -1
+  // The layer's product.
+  int pitch, input, skip_in, skip_bytes;  // bytes from row to row, to time 0; of a skip's channels within a row
+  int stride, columns, steps[2];          // bytes from column to column; steps of K
+  int first[2], steps_per_tap, steps_inverse;
+  int tap_bytes, shape, out[2];  // bytes from a tap to the next, less its steps; row tiles << 4 | column tiles
+  int out_stride, last_row, stages, scale;  // scale: float offset of the segments' scales, where weights are e4m3
+};
+enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
+
+struct ResidentLayout {
+  int count = 0;
+  ResidentLayer layers[kMaxConvs + 1] =
+      {};  // [0] stands for the first convolution: only what becomes of its output; then `count` products
+  int pairs =
+      0;  // channel pairs a thread finishes of one sample, where there is one sample: 1, 2, or 0 for the general kernel
+  SoloLayer solo[kMaxConvs + 1] = {};
+  int blocks = 0, slices_out = 0, halo = 0;
+  int tile_bytes = 0;
+  int64_t kept_bytes = 0;    // of the packed tiles, from the first on: asked to stay in L2
+  int64_t tail_message = 0;  // words (slices_out, slices_in, B T A)
+  // Byte offsets in shared memory.
+  int ring = 0, stages = 0, input = 0, input_low = 0, stash = 0, residual = 0, sums = 0, partial = 0, head = 0,
+      head_residual = 0, tail = 0, sample = 0, descriptors = 0;
+  int shared_bytes = 0;
+  bool fits = false;
+};
+
+/// The layout for calls of these sizes on a device with that much shared memory a block.
+ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int shared_bytes);
+
+}  // namespace dpa::kernels::unet1d
