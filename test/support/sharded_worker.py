@@ -114,7 +114,7 @@ def check_steps(team, alone):
         _same(ours, theirs)
         with pytest.raises(AssertionError):
             _same(ours, started)
-        everyone = ours.optimizer._exchange.gather(ours.optimizer._exchange.weights)
+        everyone = ours.optimizer._exchange.all_gather(ours.optimizer._exchange.weights)
         first, *others = everyone.view(team.count, -1)
         assert all(torch.equal(other, first) for other in others)
 
