@@ -65,6 +65,26 @@ def lerobot_name(name: str) -> str:
     return re.sub(r"((?:down|up)_modules\.\d+\.2)\.conv\b", r"\1", name)
 
 
+def lerobot_parameters(unet: nn.Module) -> list[nn.Parameter]:
+    """Return a network's parameters in the order of LeRobot's, for optimizer states of LeRobot.
+
+    Those find their parameters by position, and :class:`dpa.nn.ConditionalUnet1D` has the order of
+    diffusion_policy.
+    """
+    parts = {name: rank for rank, name in enumerate(_PARTS)}
+    inside = {"blocks.0": 0, "cond_encoder": 1, "blocks.1": 2, "residual_conv": 3}
+
+    def place(name: str) -> tuple[Any, ...]:
+        part, _, rest = name.partition(".")
+        within = re.search("|".join(map(re.escape, inside)), rest)
+        block = rest[: within.start()] if within else rest
+        numbers = tuple(map(int, re.findall(r"\d+", block)))
+        return (parts.get(part, len(parts)), numbers, inside[within[0]] if within else 0)
+
+    found = {original_name(name): value for name, value in unet.named_parameters()}
+    return [found[name] for name in sorted(found, key=place)]
+
+
 def prefixes(names: Iterable[str]) -> list[str]:
     """Return what stands before the names of each U-Net among these, in order, without repeats."""
     found = (name[: m.start()] for name in names if (m := _FIRST_CONV.search(name)))

@@ -169,34 +169,38 @@ class ConditionalUnet1D(nn.Module):
                 dim_in, dim_out, cond_dim, kernel_size, n_groups, cond_predict_scale
             )
 
-        self.diffusion_step_encoder = nn.Sequential(
+        diffusion_step_encoder = nn.Sequential(
             _SinusoidalPosEmb(embed_dim),
             nn.Linear(embed_dim, embed_dim * 4),
             nn.Mish(),
             nn.Linear(embed_dim * 4, embed_dim),
         )
-        self.local_cond_encoder: nn.ModuleList | None = None
+        local_cond_encoder: nn.ModuleList | None = None
         if local_cond_dim is not None:
-            self.local_cond_encoder = nn.ModuleList(
+            local_cond_encoder = nn.ModuleList(
                 [residual(local_cond_dim, dims[0]), residual(local_cond_dim, dims[0])]
             )
         pairs = list(zip([input_dim] + dims[:-1], dims, strict=True))
-        self.down_modules = nn.ModuleList()
+        down_modules = nn.ModuleList()
         for level, (dim_in, dim_out) in enumerate(pairs):
             is_last = level == len(pairs) - 1
             sampling = nn.Identity() if is_last else Downsample1d(dim_out)
-            self.down_modules.append(
+            down_modules.append(
                 nn.ModuleList([residual(dim_in, dim_out), residual(dim_out, dim_out), sampling])
             )
-        self.mid_modules = nn.ModuleList(
-            [residual(dims[-1], dims[-1]), residual(dims[-1], dims[-1])]
-        )
-        self.up_modules = nn.ModuleList()
+        mid_modules = nn.ModuleList([residual(dims[-1], dims[-1]), residual(dims[-1], dims[-1])])
+        up_modules = nn.ModuleList()
         for dim_out, dim_in in reversed(pairs[1:]):
             sampling = Upsample1d(dim_out)
-            self.up_modules.append(
+            up_modules.append(
                 nn.ModuleList([residual(dim_in * 2, dim_out), residual(dim_out, dim_out), sampling])
             )
+        # In the original's order, by which optimizer states and averages find their parameters.
+        self.mid_modules = mid_modules
+        self.diffusion_step_encoder = diffusion_step_encoder
+        self.local_cond_encoder: nn.ModuleList | None = local_cond_encoder
+        self.up_modules = up_modules
+        self.down_modules = down_modules
         self.final_conv = nn.Sequential(
             Conv1dBlock(dims[0], dims[0], kernel_size), Conv1d(dims[0], input_dim, 1)
         )
