@@ -24,44 +24,98 @@ def _batch(device, generator=None):
     return draw(4, 8, 2), torch.randint(50, (4,), generator=generator).to(device), draw(4, 3)
 
 
-def test_ema_follows_its_schedule(device):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to(device)
-    ema = EMA(model, power=0.5, max_decay=0.6, min_decay=0.1)
-    expected = [p.detach().double().clone() for p in model.parameters()]
-    decays = []
-    for n in range(12):
+def _decays(count, power, inv_gamma, least, most):
+    """diffusion_policy's: two updates of 0, whatever the least decay, then the growth."""
+    grown = [1 - (1 + n / inv_gamma) ** -power for n in range(1, count - 1)]
+    return [0.0, 0.0, *(min(max(value, least), most) for value in grown)]
+
+
+def _parts(device):
+    """Layers that train, a BatchNorm, one that is frozen, and a weight that two layers share."""
+    norm, frozen = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4).requires_grad_(False)
+    first, last = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    last.weight = first.weight
+    return torch.nn.ModuleDict({"first": first, "norm": norm, "frozen": frozen, "last": last}).to(
+        device
+    )
+
+
+@pytest.mark.parametrize(
+    "schedule", [(0.75, 1.0, 0.0, 0.9999), (0.5, 1.0, 0.1, 0.6), (2 / 3, 4.0, 0.3, 0.9)]
+)
+def test_ema_follows_the_original_schedule(schedule, device):
+    """A written-out reference: what is averaged, what is copied, and by which decay when."""
+    power, inv_gamma, least, most = schedule
+    model = _parts(device)
+    ema = EMA(model, power, most, least, inv_gamma)
+    expected = {name: p.detach().double() for name, p in model.named_parameters()}
+    for decay in _decays(12, *schedule):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter))
-        decay = min(max(1 - (1 + n) ** -0.5, 0.1), 0.6)
-        decays.append(decay)
-        expected = [
-            decay * a + (1 - decay) * p.detach().double()
-            for a, p in zip(expected, model.parameters(), strict=True)
-        ]
         assert ema.decay == pytest.approx(decay)
         ema.update()
-    assert decays[0] == 0.1 and decays[-1] == 0.6 and ema.updates == 12
-    assert_close(ema.averages, [a.float() for a in expected])
+        for name, parameter in model.named_parameters():
+            old = parameter.detach().double()
+            if name.startswith(("first", "last")):
+                old = decay * expected[name] + (1 - decay) * old
+            expected[name] = old
+    assert ema.updates == 12
+    assert_close(ema.averages, [value.float() for value in expected.values()])
 
+
+def test_ema_copies_what_stops_training_and_averages_what_starts_again(device):
+    model = torch.nn.Linear(2, 2).to(device)
+    ema = EMA(model, max_decay=0.5, min_decay=0.5)
+    for trains, expected in ((True, 0.0), (True, 0.0), (True, 0.5), (False, 0.0), (True, 0.5)):
+        model.requires_grad_(trains)
+        before = [value.clone() for value in ema.averages]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        ema.update()
+        now = [p.detach() for p in model.parameters()]
+        mixed = [expected * a + (1 - expected) * p for a, p in zip(before, now, strict=True)]
+        assert_close(ema.averages, mixed)
+
+
+def test_ema_keeps_integers_as_they_are():
+    """float32 would round this one."""
+    model = torch.nn.Linear(2, 2)
+    model.count = torch.nn.Parameter(torch.tensor([2**24 + 1]), requires_grad=False)
+    ema = EMA(model)
+    ema.update()
+    with ema.applied():
+        assert model.count.item() == 2**24 + 1
+
+
+def test_ema_writes_averages_and_buffers(device):
+    model = _parts(device)
+    ema = EMA(model)
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        ema.update()
     own = copy.deepcopy(model.state_dict())
     with ema.applied() as averaged:
         assert_close(list(averaged.parameters()), ema.averages, rtol=0, atol=0)
     assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
     other = copy.deepcopy(model)
-    model[1].running_mean.fill_(7.0)
+    model["norm"].running_mean.fill_(7.0)
     ema.copy_to(other)
     assert_close(list(other.parameters()), ema.averages, rtol=0, atol=0)
-    assert (other[1].running_mean == 7.0).all()
+    assert (other["norm"].running_mean == 7.0).all()
     again = EMA(other)
     again.load_state_dict(ema.state_dict())
-    assert again.updates == 12
+    assert again.updates == 3
     assert_close(again.averages, ema.averages, rtol=0, atol=0)
 
 
 def test_ema_of_16_bit_weights_is_float32(device):
     model = torch.nn.Linear(3, 4).to(device, torch.bfloat16)
     ema = EMA(model, max_decay=0.5, min_decay=0.5)
+    ema.update(), ema.update()  # whose decay is 0
     start = [a.clone() for a in ema.averages]
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -19,12 +20,14 @@ class EMA:
     """Exponential moving average of a model's parameters, all of them in a few kernels.
 
     ``average <- decay * average + (1 - decay) * parameter``, where the decay grows with the number
-    ``n`` of updates, so that the start is forgotten::
+    ``n`` of updates before, so that the start is forgotten::
 
-        decay = clamp(1 - (1 + n / inv_gamma) ** -power, min_decay, max_decay)
+        decay = 0                                                                 for n < 2
+        decay = clamp(1 - (1 + (n - 1) / inv_gamma) ** -power, min_decay, max_decay)    after
 
-    Averages are float32 for 16-bit parameters. Buffers are taken as they are when the averages are
-    applied. A sharded model (FSDP2) has its averages sharded in the same way.
+    Parameters of BatchNorm layers, and those that do not train, are copied. Averages are float32
+    for 16-bit parameters. Buffers are taken as they are when the averages are applied. A sharded
+    model (FSDP2) has its averages sharded in the same way.
 
     Args:
         model: whose parameters are averaged, those that train and those that do not.
@@ -63,20 +66,33 @@ class EMA:
     @staticmethod
     def _copy(parameter: Tensor) -> Tensor:
         value = _local(parameter.detach())
-        return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+        wide = torch.promote_types(value.dtype, torch.float32)
+        return value.to(wide if value.is_floating_point() else value.dtype, copy=True)
 
     @property
     def decay(self) -> float:
         """The decay of the next update."""
-        grown = 1.0 - (1.0 + self.updates / self.inv_gamma) ** -self.power
+        if self.updates < 2:
+            return 0.0
+        grown = 1.0 - (1.0 + (self.updates - 1) / self.inv_gamma) ** -self.power
         return min(max(grown, self.min_decay), self.max_decay)
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the model; call it after the optimizer's step."""
-        now = [_local(parameter.detach()) for parameter in self.model.parameters()]
-        now = [new.to(old.dtype) for new, old in zip(now, self.averages, strict=True)]
-        torch._foreach_lerp_(self.averages, now, 1.0 - self.decay)
+        layers = (m for m in self.model.modules() if isinstance(m, _BatchNorm))
+        normalising = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
+        averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
+        copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for parameter, old in zip(self.model.parameters(), self.averages, strict=True):
+            trains = parameter.requires_grad and id(parameter) not in normalising
+            olds, news = averaged if trains else copied
+            olds.append(old)
+            news.append(_local(parameter.detach()).to(old.dtype))
+        if averaged[0]:
+            torch._foreach_lerp_(*averaged, 1.0 - self.decay)
+        if copied[0]:
+            torch._foreach_copy_(*copied)
         self.updates += 1
 
     def _check_shapes(self, name: str, tensors: Sequence[Tensor]) -> None:
