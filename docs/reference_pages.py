@@ -44,8 +44,10 @@ def _schemas() -> dict[str, list[str]]:
 
 def _wrappers() -> dict[str, str]:
     """The first line of each public wrapper's docstring by the op's name."""
+    schemas = _schemas()
     trees = [ast.parse(path.read_text()) for path in (_ROOT / "python/dpa/ops").glob("*.py")]
     functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    functions = [f for f in functions if f.name in schemas]
     return {f.name: (ast.get_docstring(f) or "").partition("\n")[0] for f in functions}
 
 
