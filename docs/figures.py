@@ -1,4 +1,4 @@
-"""Draws the bar charts of docs/benchmarks.md from docs/figures.json: python docs/figures.py.
+"""Plots the bar charts of docs/benchmarks.md from docs/figures.json: python docs/figures.py.
 
 Plain SVG with colours that read on white and on black, and narrow enough for a telephone.
 """
