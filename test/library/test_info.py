@@ -27,7 +27,7 @@ def found(built_for=CUDA, torch="2.11.0+cu130", smoke="ok"):
         (found(CUDA.replace("90a", "80;90a")), {"cuda:0": (8, 6)}, True, []),
         (found(CUDA.replace("90a", "75;80")), {"cuda:0": (7, 5)}, True, ["layer by layer"]),
         (found(torch="2.11.0+cpu"), {}, True, ["install torch with CUDA"]),
-        (found(), {}, True, ["sees no GPU"]),
+        (found(), {}, True, ["finds no GPU"]),
         (found(CPU), {}, False, ["pip install diffusers"]),
         (found(CPU, smoke="it broke"), {}, True, ["it broke"]),
     ],

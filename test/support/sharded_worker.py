@@ -204,7 +204,7 @@ def check_errors(team, alone):
         ours.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     weight = ours.unet.final_conv[1].weight
     place, weight.data = weight.data, weight.data.clone()
-    with pytest.raises(RuntimeError, match="parameters must stay in the memory"):
+    with pytest.raises(RuntimeError, match="parameters must keep the storage"):
         ours.step()
     weight.data = place
     assert_close(ours.weights(), before, rtol=0, atol=0)
