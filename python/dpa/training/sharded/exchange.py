@@ -218,7 +218,7 @@ class _Collectives(Exchange):
         return torch.cuda.stream(self._stream)
 
     def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
-        """Reduce-scatter a chunk's gradients on a stream beside the backward."""
+        """Average a chunk's gradients on a stream beside the backward."""
         self._read.append(pieces)
         with self._beside():
             targets = [p.among(chunk.shard(self._gradients, p.owner)) for p in chunk.pieces]
