@@ -169,6 +169,79 @@ def test_options_that_are_refused(kind, options, message):
         from_diffusers(kind(20, **options), 10)
 
 
+FOREIGN = [IndexError("no such step"), AssertionError(), KeyError("t"), RecursionError("deep")]
+FOREIGN += [NotImplementedError("later"), TypeError("a tensor is wanted"), ValueError("odd")]
+FOREIGN += [ZeroDivisionError("by zero"), StopIteration(), OSError(2, "gone")]
+
+
+@pytest.mark.parametrize("error", FOREIGN, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["step", "set_timesteps", "__deepcopy__", "config"])
+def test_whatever_a_scheduler_raises_refuses_its_table_alone(error, where):
+    """The probes are points that no loop has; accelerate, explain and samplers go on without."""
+
+    def refuse(self, *args, **kwargs):
+        raise error
+
+    replacement = property(refuse) if where == "config" else refuse
+    own = type("Own", (DDIM,), {where: replacement})
+    scheduler = DDIM(20)
+    scheduler.__class__ = own
+    reason = f"Own cannot be measured, it raised {type(error).__name__}:"
+    with pytest.raises(ValueError, match=reason) as caught:
+        from_diffusers(scheduler, 5)
+    assert caught.value.__cause__ is error
+
+
+class Picky(DDIM):
+    """Refuses what the probes are: float64, and one row."""
+
+    def step(self, model_output, timestep, sample, **options):
+        assert model_output.dtype == torch.float32, "float32 alone"
+        if sample.shape[0] == 1:
+            raise IndexError("row 1 is out of range")
+        return super().step(model_output, timestep, sample, **options)
+
+
+def test_a_scheduler_that_refuses_the_probes_runs_as_it_is():
+    unet = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=8, down_dims=(8,)).eval()
+    noise = torch.randn(2, 4, 2)
+    assert "AssertionError: float32 alone" in str(dpa.explain(Picky(20)))
+    with pytest.raises(TypeError, match="AssertionError: float32 alone"):
+        dpa.accelerate(Picky(20))
+    with pytest.raises(ValueError, match="AssertionError: float32 alone"):
+        dpa.DiffusionSampler(unet, Picky(20), 5)
+    with pytest.warns(UserWarning, match="the scheduler's own step runs instead"):
+        sampler = dpa.DiffusionSampler(unet, Picky(20), 5, fallback=True)
+    with torch.no_grad():
+        expected = dpa.DiffusionSampler(unet, DDIM(20), 5)(noise=noise)
+        torch.testing.assert_close(sampler(noise=noise), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_policy_whose_scheduler_refuses_the_probes_runs_as_it_is():
+    policies = pytest.importorskip("policies")
+    policy = policies.lerobot_policy()
+    diffusion = policy.diffusion
+    diffusion.noise_scheduler = Picky(20)
+    diffusion.num_inference_steps = 5
+
+    def sample():
+        cond = torch.ones(2, diffusion.unet.down_modules[0][0].cond_encoder[1].in_features - 16)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            return diffusion.conditional_sample(2, global_cond=cond, generator=generator)
+
+    expected = sample()
+    assert "AssertionError: float32 alone" in str(dpa.explain(policy))
+    with pytest.warns(RuntimeWarning, match="AssertionError: float32 alone"):
+        dpa.accelerate(policy)
+    torch.testing.assert_close(sample(), expected, rtol=1e-4, atol=1e-4)
+    diffusion.noise_scheduler.__class__ = DDIM
+    torch.testing.assert_close(sample(), expected, rtol=1e-4, atol=1e-4)
+    diffusion.noise_scheduler.__class__ = Picky  # while it runs
+    with pytest.warns(RuntimeWarning, match="AssertionError: float32 alone"):
+        torch.testing.assert_close(sample(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_arguments_that_are_refused():
     with pytest.raises(TypeError, match=r"must be a DDPMScheduler, a DDIMSch.*, got Euler"):
         from_diffusers(diffusers.EulerDiscreteScheduler())

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.schedulers.probes import StepProbe, measure_chain
+from dpa.schedulers.probes import StepProbe, measure_chain, refusing_foreign_errors
 from dpa.schedulers.tables import LiveSteps, MultistepTable, StepTable
 
 __all__ = ["LiveSteps", "MultistepTable", "StepTable", "from_diffusers"]
@@ -120,14 +120,18 @@ def from_diffusers(
 
     Raises:
         TypeError: for another class than these.
-        ValueError: naming the option and its value, where the linear form cannot express it.
+        ValueError: naming the option and its value, where the linear form cannot express it; or
+            saying what the scheduler's own code raised when its copy was measured.
 
     """
-    kind = _check_scheduler(scheduler, eta, use_clipped_model_output)
-    with torch.device("cpu"):  # overrides torch.set_default_device
-        return _measure(
-            kind, _cpu_copy(scheduler), num_inference_steps, eta, use_clipped_model_output
-        )
+    kind = check_kind(scheduler)
+    with (
+        refusing_foreign_errors(f"from_diffusers: {type(scheduler).__name__}"),
+        torch.device("cpu"),  # whatever torch.set_default_device says
+    ):
+        _check_options(kind, scheduler, eta, use_clipped_model_output)
+        copied = _cpu_copy(scheduler)
+        return _measure(kind, copied, num_inference_steps, eta, use_clipped_model_output)
 
 
 def _measure(
@@ -193,9 +197,8 @@ def check_kind(scheduler: Any) -> str:
     return kind
 
 
-def _check_scheduler(scheduler: Any, eta: float, use_clipped_model_output: bool) -> str:
-    """Return the kind of the scheduler, or raise for what the fused step cannot do."""
-    kind = check_kind(scheduler)
+def _check_options(kind: str, scheduler: Any, eta: float, use_clipped_model_output: bool) -> None:
+    """Raise for what the fused step cannot do."""
 
     def refuse(option: str, value: Any, rule: str) -> None:
         raise ValueError(f"from_diffusers: {option} must be {rule} for {kind}, got {value!r}")
@@ -220,7 +223,6 @@ def _check_scheduler(scheduler: Any, eta: float, use_clipped_model_output: bool)
             refuse("use_clipped_model_output", True, "False (the option is DDIM's)")
     elif not isinstance(eta, numbers.Real) or not 0 <= eta < math.inf:
         refuse("eta", eta, "finite and at least 0")
-    return kind
 
 
 def _cpu_copy(scheduler: Any) -> Any:

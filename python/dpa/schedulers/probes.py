@@ -6,8 +6,10 @@ the scheduler's own arithmetic adds no rounding; scalars that it computes in flo
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,22 @@ from torch import Tensor
 
 # The largest relative error on points that were not fitted, in float64.
 _LIMIT = 1e-9
+
+
+@contextlib.contextmanager
+def refusing_foreign_errors(begin: str) -> Iterator[None]:
+    """Turn whatever the code of a scheduler raises when it is measured into a ValueError.
+
+    A subclass, or a configuration of any values, may raise anything on points that no loop gives
+    it. That refuses the table, no more.
+    """
+    try:
+        yield
+    except Exception as error:
+        if str(error).startswith("from_diffusers: "):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{begin} cannot be measured, it raised {reason}") from error
 
 
 def _described(live: Any, options: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.schedulers.probes import step_options
+from dpa.schedulers.probes import refusing_foreign_errors, step_options
 
 Advance = Callable[[int, Tensor, Tensor, "Tensor | None"], Tensor]
 Generators = torch.Generator | Sequence[torch.Generator] | None
@@ -174,7 +174,8 @@ class LiveSteps:
     def _check_unscaled(self, live: Any) -> None:
         probe = torch.ones(1)
         scale = getattr(live, "scale_model_input", None)
-        scaled = scale(probe, live.timesteps[0]) if scale is not None and len(self) else probe
+        with refusing_foreign_errors(f"LiveSteps: {type(live).__name__}.scale_model_input"):
+            scaled = scale(probe, live.timesteps[0]) if scale is not None and len(self) else probe
         if float(getattr(live, "init_noise_sigma", 1.0)) != 1.0 or not torch.equal(scaled, probe):
             raise ValueError(
                 f"LiveSteps: scheduler must take its noise and its model's inputs unscaled, got "
