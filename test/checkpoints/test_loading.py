@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import dpa
+from dpa import cli
 from dpa.checkpoints import loading
 from dpa.checkpoints.loading import (
     CheckpointError,
@@ -20,7 +21,6 @@ from dpa.checkpoints.loading import (
     load_state_dict,
     unet_from_state_dict,
 )
-from dpa.cli import app as cli
 from dpa.nn import family
 
 ARGUMENTS = {
@@ -154,6 +154,35 @@ def test_switched_off_conditioning_follows_the_configuration(unet, tmp_path):
     unet.use_mid_condition = False
     expected = family.recognise(unet).weights()
     assert equal(loaded, expected) and not equal(loaded, unet.state_dict())
+
+
+@pytest.mark.parametrize("value", ["no", "false", 0, None, "${policy.other}", [False]], ids=str)
+def test_switches_that_are_neither_true_nor_false_are_refused(value, unet, tmp_path):
+    """A word counts as true in Python, whatever it says."""
+    config = {"cfg": {"policy": {"use_down_condition": value}}}
+    torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="use_down_condition must be true or false, got "):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+def test_nesting_has_a_limit_whatever_the_names(unet, tmp_path):
+    """Empty names leave no trace in where the weights lie."""
+    content = unet.state_dict()
+    for _ in range(400):
+        content = {"": content}
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds no conditional U-Net"):
+        load_checkpoint(tmp_path / "a.pt")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    pytest.importorskip("safetensors.torch").save_file(
+        unet.state_dict(), folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config.json: is no JSON object"):
+        load_checkpoint(folder)
+    (folder / "config.json").write_text(json.dumps({"config": "{" * 100_000}))
+    assert equal(load_checkpoint(folder).unet, unet.state_dict())
 
 
 def test_lerobot_folder(unet, tmp_path):

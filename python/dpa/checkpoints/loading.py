@@ -199,11 +199,11 @@ def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def _unets(
-    content: Any, where: str = "", seen: dict[int, Any] | None = None
+    content: Any, where: str = "", seen: dict[int, Any] | None = None, depth: int = 0
 ) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
     """Yield (place, prefix, its state dict) for each U-Net in nested dicts, each read once."""
     seen = {} if seen is None else seen
-    if id(content) in seen or where.count(".") >= _DEPTH:
+    if id(content) in seen or depth > _DEPTH:
         return
     seen[id(content)] = content
     if isinstance(content, nn.Module):
@@ -219,7 +219,7 @@ def _unets(
         yield where, start, tensors
     for name, value in _items(content):
         if isinstance(value, (Mapping, nn.Module)):
-            yield from _unets(value, f"{where}.{name}".lstrip("."), seen)
+            yield from _unets(value, f"{where}.{name}".lstrip("."), seen, depth + 1)
 
 
 def _holds_weights(content: Any, depth: int = 0) -> bool:
@@ -235,7 +235,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no JSON object: {error}") from None
 
 
@@ -258,6 +258,9 @@ def _settings(config: Mapping[str, Any], path: Path, given: dict[str, Any]) -> d
     if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
         raise CheckpointError(f"{path}: n_groups must be a positive integer, got {groups!r}")
     for name, values in found.items():
+        wrong = [value for value in values if not isinstance(value, bool)]
+        if name != "n_groups" and wrong:
+            raise CheckpointError(f"{path}: {name} must be true or false, got {wrong[0]!r}")
         if len(values) > 1:
             listed = ", ".join(map(repr, values))
             raise CheckpointError(f"{path}: the configuration must have one {name}, got {listed}")
@@ -277,7 +280,7 @@ def _parsed(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("{"):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 
