@@ -179,7 +179,9 @@ def test_a_damaged_file_or_manifest_is_refused(to, tmp_path):
         with pytest.raises(CheckpointError, match="policy: is damaged, or not the file"):
             load_policy(path)
     path.write_bytes(whole)
-    for text in (manifest[:50], "[]", "{}", manifest.replace(f'"{to}"', '"onnx"'), "\xff\xfe"):
+    damaged = [manifest.replace(f'"{to}"', other) for other in ('"onnx"', "[]", "{}", "null", "1")]
+    deep = "[" * 100_000
+    for text in (manifest[:50], "[]", "{}", *damaged, "\xff\xfe", deep, f'{{"format": {deep}'):
         beside.write_bytes(text.encode("latin-1"))
         with pytest.raises(CheckpointError, match=r"policy.json: "):
             load_policy(path)
@@ -291,8 +293,102 @@ def test_the_command_on_a_checkpoint_of_diffusion_policy(unet, tmp_path):
         torch.testing.assert_close(loaded(observation, noise), want, rtol=1e-4, atol=1e-4)
 
 
+def _checkpoint(unet, policy, path):
+    """A checkpoint of diffusion_policy without a normalizer."""
+    state = {f"model.{name}": value for name, value in unet.state_dict().items()}
+    torch.save({"cfg": {"policy": policy}, "state_dicts": {"ema_model": state}}, path)
+    return path
+
+
+DDIM_20 = {
+    "_target_": "diffusers.DDIMScheduler",
+    "num_train_timesteps": 20,
+    "beta_schedule": "squaredcos_cap_v2",
+}
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_settings_of_the_loop_are_followed(only, unet, tmp_path):
+    """The length of the sampled chunk, and what the policy passes on to the scheduler's step."""
+    policy = {
+        "noise_scheduler": DDIM_20,
+        "horizon": 4 * T,
+        "n_action_steps": T,
+        "num_inference_steps": 4,
+        "pred_action_steps_only": only,
+        "eta": 0.6,
+        "use_clipped_model_output": True,
+    }
+    manifest, loaded = run(_checkpoint(unet, policy, tmp_path / "a.ckpt"))
+    length = T if only else 4 * T
+    assert manifest["outputs"][0]["shape"] == [1, length, DA]
+    assert {line.split(":")[0] for line in manifest["assumed"]} == {"actions", "observation"}
+    scheduler = diffusers.DDIMScheduler(20, beta_schedule="squaredcos_cap_v2")
+    options = {"eta": 0.6, "use_clipped_model_output": True, "horizon": length}
+    sampler = dpa.DiffusionSampler(unet, scheduler, 4, **options)
+    stream, cond = torch.Generator().manual_seed(2), torch.randn(1, DO)
+    draws = 1 + sum(sampler.table.draws_noise)
+    noise = torch.stack([torch.randn(1, length, DA, generator=stream) for _ in range(draws)])
+    with torch.no_grad():
+        want = sampler(cond, generator=stream.manual_seed(2))
+        torch.testing.assert_close(loaded(cond, noise), want, rtol=1e-4, atol=1e-4)
+
+
+def test_settings_that_are_unknown_are_listed(unet, tmp_path):
+    """Whatever it is, it may change the actions."""
+    network = {"_target_": "x.ConditionalUnet1D", "input_dim": DA, "attention": "flash"}
+    policy = {
+        "_target_": "x.Policy",
+        "noise_scheduler": DDIM_20 | {"novelty": 1, "steps_offset": 0},
+        "model": network,
+        "horizon": T,
+        "n_obs_steps": 2,
+        "guidance": 3.0,
+        "temperature": None,
+    }
+    manifest, _ = run(_checkpoint(unet, policy, tmp_path / "a.ckpt"))
+    listed = [line.split(";")[0] for line in manifest["assumed"] if "left out" in line]
+    assert listed == [
+        "policy.guidance: unknown here, and left out",
+        "policy.model.attention: unknown here, and left out",
+        "scheduler: DDIMScheduler has no novelty",
+    ]
+
+
+def test_settings_of_lerobot_that_are_unknown_are_listed(unet, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    folder = tmp_path / "pretrained_model"
+    folder.mkdir()
+    names = {n: family.lerobot_name(n) for n in unet.state_dict()}
+    state = {f"diffusion.unet.{names[n]}": v for n, v in unet.state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    known = {"type": "diffusion", "use_peft": False, "n_action_steps": 8, "tags": None}
+    config = {"noise_scheduler_type": "DDIM", "horizon": T, "num_inference_steps": 3}
+    config |= {"normalization_mapping": {"ACTION": "QUANTILES"}, "classifier_free": 2}
+    (folder / "config.json").write_text(json.dumps(known | config))
+    steps = [
+        {"registry_name": "device_processor", "config": {"device": "cpu"}},
+        {"registry_name": "delta_actions", "config": {}},
+        {
+            "registry_name": "unnormalizer_processor",
+            "config": {"eps": 0.1, "norm_map": {"ACTION": "MEAN_STD"}},
+        },
+    ]
+    (folder / "policy_postprocessor.json").write_text(json.dumps({"steps": steps}))
+    manifest, _ = run(folder)
+    file = "policy_postprocessor.json"
+    assert manifest["assumed"][:5] == [
+        "config.json.classifier_free: unknown here, and left out; got 2",
+        f"{file}: delta_actions is unknown here, and left out",
+        f"{file}: unnormalizer_processor has an eps of 0.1; assumed 1e-08",
+        f"{file}: unnormalizer_processor has another norm_map, {{'ACTION': 'MEAN_STD'}}; assumed "
+        "config.json's",
+        "actions: the folder holds no statistics (q01, q99); they are the network's own",
+    ]
+
+
 @pytest.mark.parametrize("layout", ["processors", "buffers"])
-@pytest.mark.parametrize("environment", ["MEAN_STD", "IDENTITY", None])
+@pytest.mark.parametrize("environment", ["MEAN_STD", "IDENTITY", None, "QUANTILES", "QUANTILE10"])
 def test_the_command_on_a_folder_of_lerobot(environment, layout, unet, tmp_path):
     """State policies, with LeRobot's own normalizers as the reference where it is installed."""
     save_file = pytest.importorskip("safetensors.torch").save_file
@@ -304,7 +400,14 @@ def test_the_command_on_a_folder_of_lerobot(environment, layout, unet, tmp_path)
         low = torch.randn(size)
         statistics[name] = {"min": low, "max": low + torch.rand(size) + 0.5}
         statistics[name] |= {"mean": low + 1, "std": torch.rand(size) + 0.5}
-    modes = {"STATE": "MIN_MAX", "ENV": environment, "ACTION": "MIN_MAX"}
+        for least, most in (("q01", "q99"), ("q10", "q90")):
+            at = low + torch.rand(size)
+            statistics[name] |= {least: at, most: at + torch.rand(size) + 0.5}
+    least, most = {"QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}.get(
+        environment, ("min", "max")
+    )
+    action = environment if least != "min" else "MIN_MAX"
+    modes = {"STATE": "MIN_MAX", "ENV": environment, "ACTION": action}
     if environment is None:  # as in LeRobot's own default, which leaves such a kind as it is
         del modes["ENV"]
     config = {
@@ -340,8 +443,8 @@ def test_the_command_on_a_folder_of_lerobot(environment, layout, unet, tmp_path)
     normal = _normalized(statistics, modes, observation.split(list(width.values()), -1), width)
     usual = diffusers.DDIMScheduler(20, beta_schedule="squaredcos_cap_v2")
     want = sampled(unet, usual, 3, torch.cat(normal, -1), noise[0])
-    span = statistics["action"]["max"] - statistics["action"]["min"]
-    want = (want + 1) / 2 * span + statistics["action"]["min"]
+    span = statistics["action"][most] - statistics["action"][least]
+    want = (want + 1) / 2 * span + statistics["action"][least]
     with torch.no_grad():
         torch.testing.assert_close(loaded(observation, noise), want, rtol=1e-4, atol=1e-4)
 
@@ -386,6 +489,8 @@ def test_the_command_refuses_in_one_line(options, message, unet, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"_class_name": "DDIMScheduler", "num_train_timesteps": []}, "scheduler must"),
+        ({"_class_name": "DDIMScheduler", "trained_betas": [[]]}, "it raised IndexError: "),
         ({"_class_name": "PNDMScheduler"}, "scheduler must be DDPM or DDIM to be exported"),
         ({"_class_name": "utils"}, "scheduler must be a class of diffusers, got utils"),
         (
@@ -394,7 +499,7 @@ def test_the_command_refuses_in_one_line(options, message, unet, tmp_path):
         ),
         (
             {"_class_name": "DDIMScheduler", "clip_sample_range": "x"},
-            "scheduler must be DDPM or DDIM to be exported",
+            "DDIMScheduler cannot be measured, it raised TypeError: ",
         ),
     ],
 )
@@ -412,6 +517,10 @@ def test_the_command_refuses_a_scheduler_in_one_line(config, message, unet, tmp_
         ({"horizon": "16"}, "horizon must be a positive integer, got '16'"),
         ({"num_inference_steps": -1}, "steps must be a positive integer, got -1"),
         ([1], "its configuration cannot be read: AttributeError"),
+        ({"horizon": True}, "horizon must be a positive integer, got True"),
+        ({"pred_action_steps_only": "no"}, "pred_action_steps_only must be true or false, got 'n"),
+        ({"pred_action_steps_only": True}, "must have n_action_steps beside it, got none"),
+        ({"noise_scheduler": {"_target_": 3}, "model": [1]}, "its configuration cannot be read"),
     ],
 )
 def test_the_command_refuses_a_configuration_in_one_line(policy, message, unet, tmp_path):

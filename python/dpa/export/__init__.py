@@ -118,9 +118,9 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
     try:
         manifest = json.loads(beside.read_bytes())
         to, expected = manifest["format"], manifest["crc32"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise CheckpointError(f"{beside}: is no manifest of an exported policy") from None
-    if to not in FORMATS:
+    if not isinstance(to, str) or to not in FORMATS:
         raise CheckpointError(f"{beside}: format must be one of {', '.join(FORMATS)}, got {to!r}")
     # PyTorch opens a file whose weights are damaged, and computes with them.
     if (found := _checksum(path)) != expected:

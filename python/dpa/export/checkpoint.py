@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.checkpoints.loading import Checkpoint, CheckpointError, load_checkpoint
+from dpa.export import settings
 from dpa.export.policy import Affine, Around
 
 # The usual configuration, for checkpoints that hold none.
@@ -38,7 +39,10 @@ class Source:
         observation_dim: width of an observation.
         horizon: T, or None where the file does not hold it.
         steps: denoising steps, or None where the file does not hold them.
-        assumed: values that are missing in the file and were assumed, one sentence each.
+        assumed: values that are missing in the file and were assumed, and settings that dpa does
+            not know, one sentence each.
+        step_options: options of the scheduler's step, as :func:`dpa.schedulers.from_diffusers`
+            takes them.
 
     """
 
@@ -50,6 +54,7 @@ class Source:
     horizon: int | None = None
     steps: int | None = None
     assumed: list[str] = field(default_factory=list)
+    step_options: dict[str, Any] = field(default_factory=dict)
 
 
 def read(path: Path, **options: Any) -> Source:
@@ -64,12 +69,12 @@ def read(path: Path, **options: Any) -> Source:
         source = _source(loaded, path)
     except CheckpointError:
         raise
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # a configuration may hold anything, and be read by any code
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CheckpointError(f"{path}: its configuration cannot be read: {reason}") from None
     for name in ("horizon", "steps"):
         value = getattr(source, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise CheckpointError(f"{path}: {name} must be a positive integer, got {value!r}")
     return source
 
@@ -124,10 +129,13 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     modes = config.get("normalization_mapping") or {}
     # LeRobot's default for a kind that the mapping leaves out.
     other = "IDENTITY" if modes else None
-    assumed = []
+    assumed = settings.unknown(config, settings.LEROBOT, "config.json")
+    if path.is_dir():
+        assumed += settings.unknown_of_processors(path, modes)
     action = _lerobot_affine(statistics, "action", modes.get("ACTION", other))
     if action is None:
-        assumed.append("actions: the folder holds no statistics; they are the network's own")
+        needed = _needed(modes.get("ACTION", other))
+        assumed.append(f"actions: the folder holds no {needed}; they are the network's own")
     else:
         action = _inverse(action)
     observation = None
@@ -150,7 +158,8 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
             repeats = config.get("n_obs_steps", 1)
             observation = _concatenated([part for part in parts if part is not None], repeats)
         else:
-            assumed.append("observation: the folder holds no statistics; normalise it before")
+            needed = _needed(*(modes.get(kind, other) for kind in kinds.values()))
+            assumed.append(f"observation: the folder holds no {needed}; normalise it before")
     return Source(
         "LeRobot",
         loaded.unet,
@@ -188,24 +197,50 @@ def _lerobot_affine(
     def of(statistic: str) -> Tensor:
         return statistics[f"{name}.{statistic}"]
 
-    needed = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}.get(mode or "", ())
     if mode == "IDENTITY":
         return torch.ones(width), torch.zeros(width)
-    if not needed or any(f"{name}.{statistic}" not in statistics for statistic in needed):
+    if mode is None:
+        return None
+    if mode not in _MODES:
+        raise ValueError(f"normalization_mapping must be of {', '.join(_MODES)}, got {mode!r}")
+    low, high = _MODES[mode]
+    if any(f"{name}.{statistic}" not in statistics for statistic in (low, high)):
         return None
     if mode == "MEAN_STD":
         scale = 1 / (of("std") + 1e-8)
         return scale, -of("mean") * scale
-    span = of("max") - of("min")
+    span = of(high) - of(low)
     span = torch.where(span == 0, torch.full_like(span, 1e-8), span)
-    return 2 / span, -2 * of("min") / span - 1
+    return 2 / span, -2 * of(low) / span - 1
+
+
+# The two statistics of each of LeRobot's ways to normalise.
+_MODES = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
+
+
+def _needed(*modes: str | None) -> str:
+    """Name the statistics that these modes need."""
+    names = dict.fromkeys(name for mode in modes for name in _MODES.get(mode or "", ()))
+    return f"statistics ({', '.join(names)})" if names else "statistics"
 
 
 def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
     cfg = _plain(cfg)
     policy = cfg.get("policy") or {}
     scheduler = dict(policy.get("noise_scheduler") or {})
-    assumed = []
+    assumed = settings.unknown(policy, settings.DIFFUSION_POLICY, "policy")
+    assumed += settings.unknown(policy.get("model") or {}, settings.NETWORK, "policy.model")
+    horizon = policy.get("horizon", cfg.get("horizon"))
+    if settings.switch(policy, "pred_action_steps_only"):
+        # The loop is as long as the chunk that is executed.
+        horizon = policy.get("n_action_steps", cfg.get("n_action_steps"))
+        if horizon is None:
+            raise ValueError("pred_action_steps_only must have n_action_steps beside it, got none")
     if scheduler:
         scheduler["_class_name"] = str(scheduler.pop("_target_", "DDPMScheduler")).rpartition(".")[
             2
@@ -241,23 +276,26 @@ def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
         scheduler,
         Around(None, observation, action),
         width,
-        policy.get("horizon", cfg.get("horizon")),
+        horizon,
         policy.get("num_inference_steps"),
         assumed,
+        {name: policy[name] for name in settings.STEP_OPTIONS if policy.get(name) is not None},
     )
 
 
 def _plain(cfg: Any) -> dict[str, Any]:
-    """Return an omegaconf configuration's parts that matter as plain values."""
+    """Return an omegaconf configuration's policy as plain values, those that are read resolved."""
     if isinstance(cfg, Mapping):
         return dict(cfg)
     from omegaconf import OmegaConf
 
-    policy: dict[str, Any] = {}
-    for name in ("noise_scheduler", "horizon", "num_inference_steps"):
+    policy = OmegaConf.select(cfg, "policy")
+    plain: dict[Any, Any] = OmegaConf.to_container(policy) if OmegaConf.is_config(policy) else {}
+    for name in settings.RESOLVED & set(plain):
         value = OmegaConf.select(cfg, f"policy.{name}")
-        policy[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    return {"policy": policy}
+        is_config = OmegaConf.is_config(value)
+        plain[name] = OmegaConf.to_container(value, resolve=True) if is_config else value
+    return {"policy": plain}
 
 
 def _inverse(affine: Affine) -> Affine:
@@ -292,9 +330,26 @@ def make_scheduler(config: Mapping[str, Any], kind: str | None) -> Any:
     known = inspect.signature(made.__init__).parameters
     try:
         return made(**{option: value for option, value in config.items() if option in known})
-    except (RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # whatever diffusers' code makes of these values
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"scheduler must have options that {name} takes, got: {reason}") from None
+
+
+def left_out(config: Mapping[str, Any], scheduler: Any) -> list[str]:
+    """Name the options of a configuration that its class does not have, or else the scheduler's.
+
+    Those that the configuration's class has and another, chosen one lacks are no news.
+    """
+    import diffusers
+
+    named = getattr(diffusers, str(config.get("_class_name")), None)
+    kind = named if isinstance(named, type) else type(scheduler)
+    known, name = inspect.signature(kind.__init__).parameters, kind.__name__
+    return [
+        f"scheduler: {name} has no {option}; left out, got {value!r}"
+        for option, value in config.items()
+        if option not in known and not option.startswith("_")
+    ]
 
 
 def read_scheduler_config(path: Path) -> dict[str, Any]:
@@ -306,7 +361,7 @@ def read_scheduler_config(path: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is no JSON: {error}") from None
     if not isinstance(config, dict) or "_class_name" not in config:
         raise ValueError(f"{path}: must be a JSON object with _class_name, as diffusers writes it")

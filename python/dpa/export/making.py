@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpa.export import LayeredLoop, PackedLoop, PackedStep, export_policy
-from dpa.export.checkpoint import Source, make_scheduler
+from dpa.export.checkpoint import Source, left_out, make_scheduler
 from dpa.schedulers.conversion import StepTable, from_diffusers
 
 
@@ -48,12 +48,12 @@ def make(
     scheduler = make_scheduler(source.scheduler, choice.scheduler)
     steps = choice.steps or source.steps or scheduler.config.num_train_timesteps
     try:
-        table = from_diffusers(scheduler, steps)
+        table = from_diffusers(scheduler, steps, **source.step_options)
     except (AttributeError, TypeError) as error:  # another class, or options of another type
         raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
     if type(table) is not StepTable:
         raise ValueError(f"scheduler must be DDPM or DDIM to be exported, got {type(scheduler)}")
-    assumed = list(source.assumed)
+    assumed = [*source.assumed, *left_out(source.scheduler, scheduler)]
     horizon = choice.horizon or source.horizon
     multiple = source.unet.horizon_multiple
     if horizon is None:
