@@ -1,6 +1,7 @@
 """What `dpa info` advises, and how reports look in a notebook."""
 
 import json
+from importlib import metadata
 
 import pytest
 import torch
@@ -63,3 +64,11 @@ def test_a_library_of_another_torch_is_refused(tmp_path):
         loader._refuse_other_torch(tmp_path / "libdpa.so")
     (tmp_path / "torch-version.txt").write_text(torch.__version__)
     loader._refuse_other_torch(tmp_path / "libdpa.so")
+
+
+def test_info_needs_no_metadata_of_an_installed_package(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert dpa.info()["dpa"].startswith("not installed")

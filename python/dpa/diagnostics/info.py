@@ -63,7 +63,7 @@ def info() -> Info:
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(_cuda_count(cuda))]
     found = Info(
         {
-            "dpa": metadata.version("dpa"),
+            "dpa": _version(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cuda": torch.version.cuda if cuda else None,
@@ -119,6 +119,13 @@ def advice(
                 f"the smoke test failed on {device}: run `make test`, or reinstall ({result})"
             )
     return lines
+
+
+def _version() -> str:
+    try:
+        return metadata.version("dpa")
+    except metadata.PackageNotFoundError:
+        return "not installed: imported from a folder of sources"
 
 
 def _cuda_count(cuda: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,33 @@ def _refuse_other_torch(path: Path) -> None:
         )
 
 
+def _refuse_cut_short(path: Path) -> None:
+    """Raise ImportError where an ELF file ends before its parts do: to map it ends the process."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(64)
+        if head[:6] != b"\x7fELF\x02\x01":  # of 64 bits, little-endian; others dlopen refuses
+            return
+        ends = [64]
+        if len(head) == 64:
+            segments, sections = struct.unpack_from("<QQ", head, 32)
+            segment_size, segment_count, section_size, section_count = struct.unpack_from(
+                "<4H", head, 54
+            )
+            ends += [segments + segment_size * segment_count]
+            ends += [sections + section_size * section_count]
+            file.seek(min(segments, size))
+            table = file.read(segment_size * segment_count)
+            for at in range(0, len(table) - 55, max(segment_size, 56)):
+                offset, length = struct.unpack_from("<8xQ16xQ", table, at)
+                ends.append(offset + length)
+    if max(ends) > size:
+        raise ImportError(
+            f"dpa: {path} is damaged or cut short, it has {size} bytes of {max(ends)}: run "
+            "`make build`, or reinstall"
+        )
+
+
 def load(path: Path | None = None) -> None:
     """Load the library at ``path``, or the installed one, unless the ops are registered already.
 
@@ -71,14 +99,18 @@ def load(path: Path | None = None) -> None:
 
     Raises:
         FileNotFoundError: there is no library.
-        ImportError: it was built against another minor version of torch.
+        ImportError: it was built against another minor version of torch, is cut short, or is
+            another library.
 
     """
     global _loaded
     if not is_loaded():
         path = path or library_path()
         _refuse_other_torch(path)
+        _refuse_cut_short(path)
         torch.ops.load_library(str(path))
+        if not is_loaded():
+            raise ImportError(f"dpa: {path} is another library: it registers no torch.ops.dpa.*")
         _loaded = path
     while _waiting:
         _waiting.pop()()

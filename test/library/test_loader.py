@@ -1,0 +1,72 @@
+"""Libraries that are none of dpa's, or no longer whole: an error, not the end of the process."""
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dpa
+from dpa.library import loader
+
+
+def load(path):
+    """What `import dpa` says in a process of its own; the last line, and the exit status."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import dpa; print(dpa.library_path())"],
+        env={**os.environ, "DPA_LIBRARY": str(path)},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """The library's bytes; and nothing is loaded, as far as the loader can see."""
+    monkeypatch.setattr(loader, "is_loaded", lambda: False)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    return Path(dpa.library_path()).read_bytes()
+
+
+def test_a_library_that_is_cut_short_is_refused(whole, tmp_path):
+    path = tmp_path / "libdpa.so"
+    lengths = [6, 40, 63, 64, 100, 4096, len(whole) // 2, len(whole) - 4096, len(whole) - 1]
+    for length in lengths:
+        path.write_bytes(whole[:length])
+        with pytest.raises(ImportError, match=f"damaged or cut short, it has {length} bytes of"):
+            loader.load(path)
+
+
+def test_segments_past_the_end_are_seen_without_a_table_of_sections(whole, tmp_path):
+    path = tmp_path / "libdpa.so"
+    stripped = bytearray(whole[: len(whole) // 2])
+    stripped[40:48], stripped[60:62] = bytes(8), bytes(2)
+    path.write_bytes(stripped)
+    with pytest.raises(ImportError, match="damaged or cut short"):
+        loader.load(path)
+
+
+def test_absurd_headers_are_refused(whole, tmp_path):
+    path = tmp_path / "libdpa.so"
+    for at in (32, 40):
+        altered = bytearray(whole)
+        struct.pack_into("<Q", altered, at, 2**64 - 1)
+        path.write_bytes(altered)
+        with pytest.raises(ImportError, match="damaged or cut short"):
+            loader.load(path)
+
+
+def test_a_process_survives_what_is_no_whole_library(tmp_path):
+    library = Path(dpa.library_path())
+    short = tmp_path / "short.so"
+    shutil.copy(library, short)
+    os.truncate(short, library.stat().st_size // 2)
+    status, line = load(short)
+    assert status == 1 and "is damaged or cut short" in line
+    status, line = load(Path(torch.__file__).parent / "lib" / "libtorch.so")
+    assert status == 1 and "is another library: it registers no torch.ops.dpa.*" in line
