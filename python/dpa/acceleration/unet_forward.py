@@ -367,7 +367,7 @@ class FastForward:
         packed.follow(LOOK_EVERY)
         batch = sample.shape[0]
         if isinstance(timestep, int) or (timestep.device.type == "cpu" and timestep.dim() == 0):
-            steps = torch.full((batch,), float(timestep), device=sample.device)
+            steps = torch.full((batch,), float(timestep), dtype=torch.float32, device=sample.device)
         else:
             steps = timestep.to(sample.device, torch.float32).expand(batch)
         cond = conditions.get("global_cond")
