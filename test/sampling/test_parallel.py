@@ -278,3 +278,41 @@ def test_the_graphs_are_bounded_and_results_do_not_alias():
     for n, before, copy in zip(noise, found, kept, strict=True):
         torch.testing.assert_close(sampler(noise=n), copy, rtol=0, atol=0)
         assert torch.equal(before, copy)
+
+
+def test_sweeps_that_found_no_memory_are_captured_later(cuda, monkeypatch):
+    from dpa.sampling import parallel
+
+    sampler, made = _fused("cuda"), parallel._CapturedSweeps
+    noise = torch.randn(1, 8, 2, device="cuda")
+
+    def full(*args):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(parallel, "_CapturedSweeps", full)
+    with pytest.warns(UserWarning, match="no memory for a CUDA graph"):
+        expected = sampler(noise=noise)
+    monkeypatch.setattr(parallel, "_CapturedSweeps", made)
+    torch.testing.assert_close(sampler(noise=noise), expected, rtol=0, atol=0)
+    assert len(sampler._sweeps) == 1 and not sampler._sweeps.refused
+
+
+def test_sweeps_that_cannot_be_captured_leave_nothing_behind(cuda):
+    from dpa.library import capture
+
+    unet = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=16, down_dims=(32,)).to(cuda).eval()
+
+    def looks(sample, timestep, global_cond=None):
+        sample.sum().item()
+        return unet(sample, timestep)
+
+    scheduler = diffusers.DDIMScheduler(_STEPS)
+    options = {"horizon": 8, "action_dim": 2, "parallel": dpa.Parallel(4)}
+    sampler = dpa.DiffusionSampler(looks, scheduler, _STEPS, **options)
+    failed, noise = len(capture.FAILED), torch.randn(1, 8, 2, device="cuda")
+    with torch.no_grad():
+        found = [sampler(noise=noise) for _ in range(3)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    if sampler._sweeps.refused:
+        assert len(capture.FAILED) == failed + 1
+    assert torch.randn(8, device=cuda).unique().numel() == 8

@@ -205,6 +205,40 @@ def test_a_graphed_step_trains_as_the_step_does(device, precision):
         assert_close(value, expected[name], rtol=close["rtol"], atol=2e-3 if lower else 1e-4)
 
 
+def test_a_graphed_step_that_cannot_be_captured_leaves_nothing_behind(cuda):
+    """Gradients as before the call, a generator that serves, and a later capture that works."""
+    unet = _unet(cuda)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3, fused=True, capturable=True)
+    looks = True
+
+    def step(sample, timestep, cond):
+        optimizer.zero_grad(set_to_none=True)
+        noisy = sample + torch.randn_like(sample)
+        loss = F.mse_loss(unet(noisy, timestep, None, cond), sample)
+        loss.backward()
+        if looks:
+            loss.item()
+        optimizer.step()
+        return loss.detach()
+
+    run, batch = GraphedStep(step, warmup=1), _batch(cuda)
+    run(*batch)
+    before = [(p.grad, p.grad.clone()) for p in unet.parameters()]
+    weights = copy.deepcopy(unet.state_dict())
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            run(*batch)
+        assert not run.captured and not run._batch
+        for parameter, (grad, value) in zip(unet.parameters(), before, strict=True):
+            assert parameter.grad is grad and torch.equal(grad, value)
+        assert torch.randn(8, device=cuda).unique().numel() == 8
+    for name, value in unet.state_dict().items():
+        assert torch.equal(value, weights[name])
+    looks = False
+    losses = [run(*batch) for _ in range(4)]
+    assert run.captured and torch.stack(losses).isfinite().all()
+
+
 def test_checkpointed_blocks_have_the_same_gradients(device):
     torch.manual_seed(1)
     block = dpa.nn.ConditionalResidualBlock1D(16, 32, 6, n_groups=4, cond_predict_scale=True)

@@ -43,6 +43,41 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def leaving_failed(device: torch.device, *graphs: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Let captures of these graphs run inside, and leave them where one fails; the error goes on.
+
+    What a failed capture allocated belongs to its graph, which is kept, and the global generator
+    is brought out of it.
+    """
+    spare = torch.empty(1, device=device)
+    try:
+        with no_garbage():
+            yield
+    except BaseException:
+        FAILED.extend(graphs)
+        with contextlib.suppress(RuntimeError):  # the first error says more
+            leave_capture(spare)
+        raise
+
+
+@contextlib.contextmanager
+def gradients_kept() -> Iterator[None]:
+    """Give all parameters the gradients that they have now back, where what runs inside fails.
+
+    Those that a failed capture leaves were never computed.
+    """
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    parameters = [x for x in tensors if x.is_leaf and x.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    except BaseException:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+        raise
+
+
+@contextlib.contextmanager
 def no_garbage() -> Iterator[None]:
     """Collect garbage before a capture and none during it: the end of a dead graph would end it."""
     gc.collect()

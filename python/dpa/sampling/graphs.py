@@ -6,12 +6,12 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from dpa.library.capture import FAILED, capturing, leave_capture
+from dpa.library.capture import capturing, leaving_failed
 from dpa.sampling.rng import Drawing
 
 Inputs = dict[str, Tensor]
@@ -20,6 +20,25 @@ _ROOM = 64 << 20
 _DEFAULT = 0  # the default stream's address
 
 Body = Callable[[Inputs], Tensor]
+Made = TypeVar("Made")
+
+
+def attempt(
+    refused: dict[Hashable, str], key: Hashable, device: torch.device, capture: Callable[[], Made]
+) -> Made | None:
+    """Return what ``capture()`` captures, or None: then the work still runs, kernel by kernel.
+
+    Where memory is short the next call tries again; what else fails is ``refused`` for good.
+    """
+    try:
+        # Without memory a capture would end in pieces; here the error is an ordinary one.
+        torch.empty(_ROOM, dtype=torch.uint8, device=device)
+        return capture()
+    except torch.OutOfMemoryError:
+        _warn_of_memory()
+    except RuntimeError as error:
+        refused[key] = str(error).partition("\n")[0]
+    return None
 
 
 class LoopGraphs:
@@ -78,7 +97,7 @@ class LoopGraphs:
                 return graph.replay(inputs, draw)
             body = make_body()
             if draw is not None:
-                drawn = torch.empty(draw.shape, device=device)
+                drawn = torch.empty(draw.shape, dtype=torch.float32, device=device)
                 draw.begin(drawn, [], [])
                 inputs = inputs | {"draws": drawn}
             result = body(inputs)
@@ -87,21 +106,9 @@ class LoopGraphs:
             return result
 
     def _capture(self, key: Hashable, device: torch.device, body: Body, inputs: Inputs) -> None:
-        try:
-            # Without memory a capture would end in pieces; here the error is an ordinary one.
-            torch.empty(_ROOM, dtype=torch.uint8, device=device)
-            spare = torch.empty(1, device=device)
-        except torch.OutOfMemoryError:
-            _warn_of_memory()
-            return
-        try:
-            self._graphs[key] = _LoopGraph(device, body, inputs)
-        except RuntimeError as error:  # the loop still runs, kernel by kernel
-            leave_capture(spare)
-            if isinstance(error, torch.OutOfMemoryError):
-                _warn_of_memory()
-            else:
-                self.refused[key] = str(error).splitlines()[0]
+        graph = attempt(self.refused, key, device, lambda: _LoopGraph(device, body, inputs))
+        if graph is not None:
+            self._graphs[key] = graph
         while len(self._graphs) > self.capacity:
             self._graphs.popitem(last=False)
 
@@ -114,12 +121,8 @@ class _LoopGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             self._inputs = {name: _static(value) for name, value in inputs.items()}
-            try:
-                with capturing(self._graph):
-                    self._output = body(self._inputs)
-            except BaseException:
-                FAILED.append(self._graph)
-                raise
+            with leaving_failed(device, self._graph), capturing(self._graph):
+                self._output = body(self._inputs)
         self._done = torch.cuda.Event()
         self._home = torch._C._cuda_getCurrentRawStream(device.index)
         self._last = _DEFAULT

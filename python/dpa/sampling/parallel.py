@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpa.library.capture import capturing, leave_capture
+from dpa.library.capture import capturing, leaving_failed
+from dpa.sampling.graphs import attempt
 from dpa.schedulers.conversion import StepTable
 
 Inputs = dict[str, Tensor]
@@ -290,13 +291,10 @@ class SweepGraphs:
         device = inputs["sample"].device
         with self._lock, torch.cuda.device(device):
             if key not in self._kept and key not in self.refused:
-                spare = torch.empty(1, device=device)
-                try:
-                    self._kept[key] = _CapturedSweeps(inputs, make)
-                except RuntimeError as error:  # the sweeps still run, kernel by kernel
-                    self.refused[key] = str(error).splitlines()[0]
-                    leave_capture(spare)
-            if key in self.refused:
+                made = attempt(self.refused, key, device, lambda: _CapturedSweeps(inputs, make))
+                if made is not None:
+                    self._kept[key] = made
+            if key not in self._kept:
                 return make(inputs).run()
             self._kept.move_to_end(key)
             while len(self._kept) > self.capacity:
@@ -315,7 +313,7 @@ class _CapturedSweeps:
                 (self._sweep, self._sweeps.sweep),
             ):
                 work()  # what kernels set up at their first launch is not captured
-                with capturing(graph):
+                with leaving_failed(inputs["sample"].device, graph), capturing(graph):
                     work()
         self._done = torch.cuda.Event()
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.acceleration.unet_forward import FastForward
-from dpa.library.capture import FAILED, can_capture, capturing, leave_capture, no_garbage
+from dpa.library.capture import can_capture, capturing, leaving_failed
 from dpa.nn.plain import HOOKS
 
 
@@ -278,17 +278,17 @@ class _Capture:
         args, kwargs = [lend(x) for x in args], {name: lend(x) for name, x in kwargs.items()}
         self._original, self._parts, self._args, self._kwargs = forward, parts, args, kwargs
         self._inputs = [x for x in (*args, *kwargs.values()) if x is not None]
-        self.mark = spare = torch.empty(1, device=self._inputs[0].device)
+        device = self._inputs[0].device
+        self.mark = torch.empty(1, device=device)
         self._stream.wait_stream(torch.cuda.current_stream())
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # casts of parameters belong to each replay
         try:
-            with no_garbage(), parts.replaced(_without_history) as parameters:
+            with (
+                leaving_failed(device, self._forward, self._backward),
+                parts.replaced(_without_history) as parameters,
+            ):
                 self._record(forward, args, kwargs, parameters)
-        except BaseException:
-            FAILED.extend((self._forward, self._backward))
-            leave_capture(spare)
-            raise
         finally:
             torch.set_autocast_cache_enabled(caches)
         self._parameters = [p for p in parts.parameters if p.requires_grad]

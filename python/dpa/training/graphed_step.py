@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.library.capture import capturing, no_garbage
+from dpa.library.capture import capturing, gradients_kept, leaving_failed
 
 _captured: weakref.WeakSet[GraphedStep] = weakref.WeakSet()
 
@@ -86,11 +86,14 @@ class GraphedStep:
         return result
 
     def _capture(self, batch: tuple[Tensor, ...]) -> None:
-        self._batch = tuple(x.detach().clone() for x in batch)
-        graph = torch.cuda.CUDAGraph()
-        with no_garbage(), capturing(graph, stream=self._stream):
-            self._result = self.step(*self._batch)
-        self._graph = graph
+        graph, kept = torch.cuda.CUDAGraph(), tuple(x.detach().clone() for x in batch)
+        with (
+            leaving_failed(kept[0].device, graph),
+            gradients_kept(),
+            capturing(graph, stream=self._stream),
+        ):
+            result = self.step(*kept)
+        self._graph, self._batch, self._result = graph, kept, result
         _captured.add(self)
 
     def release(self) -> None:
