@@ -14,14 +14,14 @@ _BF16, _FP32, _FP8 = "bfloat16", "float32", "float8_e4m3fn"
 
 
 class _Table:
-    """Rows of bars, of what was measured; a bar whose measurements are missing has no row."""
+    """Requirements as rows; one whose measurements are missing has no row."""
 
     def __init__(self, results: dict[str, Any]):
         self._results = results
         self.rows: list[Row] = []
 
     def step(self, network: str, weights: str, how: str = "dpa", batch: int = 1) -> float | None:
-        """Microseconds of a step; of torch.compile, the fastest way that was measured."""
+        """Microseconds of a step; for torch.compile, of its fastest mode."""
         ways = (_TUNED, _REDUCED, _DEFAULT) if how == "torch.compile" else (how,)
         found = [
             row["us"]
@@ -32,7 +32,7 @@ class _Table:
         return min(found, default=None)
 
     def floor(self, network: str, weights: str) -> float | None:
-        """Microseconds in which the convolutions' weights are read once."""
+        """Microseconds to read the convolutions' weights once."""
         for row in self._results.get("steps", []):
             if (row["network"], row["weights"]) == (network, weights):
                 return row["floor us"]

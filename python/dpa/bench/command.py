@@ -89,7 +89,7 @@ def bench(
         raise typer.BadParameter("--profile needs a GPU")
     chosen = _networks(networks)
     sizes = _batches(batches)
-    out.mkdir(parents=True, exist_ok=True)  # where it cannot be, fail before the measurements
+    out.mkdir(parents=True, exist_ok=True)  # fails before the measurements
     name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     results: Tables = {"device": name, "torch": torch.__version__}
     if not gpu and (busy := _busy()):
@@ -146,7 +146,7 @@ def _batches(text: str) -> list[int]:
 
 
 def _busy() -> str:
-    """Say so where other programs want the cores that threads would be measured on."""
+    """A warning if other programs occupy the cores, else an empty string."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load < cores / 2:
         return ""
@@ -164,7 +164,7 @@ def _on_gpu(
     plain: bool,
     train_steps: int,
 ) -> tuple[Stages, Callable[[Tables], Tables]]:
-    """What there is to measure on a GPU, and what makes the last of the tables."""
+    """The stages on a GPU, and the function that adds the last tables."""
     if only == "ops":
         return {"small ops": small_ops.run}, dict
     from dpa.bench import sampler
@@ -245,7 +245,7 @@ def _profiles(networks: list[str], out: Path) -> tuple[Tables, list[Path]]:
 
 
 def _pictures(results: Tables, out: Path) -> list[Path]:
-    """Draw the tables that have a picture."""
+    """Plot the tables that have a plot."""
     try:
         from dpa.bench import plots
     except ImportError:  # the command line alone does not need matplotlib
@@ -278,7 +278,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def _cell(value: Any) -> str:
-    """Two decimals, or for what is smaller a power of ten."""
+    """Two decimals, or scientific notation for smaller values."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""PyTorch's own ways to run the U-Net and the loop: eager, and through torch.compile."""
+"""The U-Net and the loop in PyTorch: eager, and under torch.compile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ahead:
         self._running = [Process(__name__, network, *map(str, kind)) for kind in kinds]
 
     def wait(self) -> None:
-        """Wait until all have compiled: before that nothing may be measured."""
+        """Wait until all have compiled; measurements come after that."""
         for process in self._running:
             process.wait()
 
@@ -51,7 +51,7 @@ class Ahead:
 
 
 def eager(unet: nn.Module, dtype: torch.dtype, batch: int) -> list[tuple[str, Row]]:
-    """Measure the plain network as it is: rows of "steps" and, of one sample, of "loops"."""
+    """Measure the plain eager network: rows of "steps" and, for one sample, of "loops"."""
     with _plain(unet, dtype) as plain:
         loops = {"eager, step by step": lambda loop: loop} if batch == 1 else {}
         return _rows(plain, dtype, batch, "eager, graph", lambda call: graphed(call, 1), loops, 3)

@@ -1,4 +1,4 @@
-"""What a machine without a GPU can measure: every op, and the U-Net in the engines it has."""
+"""The benchmark of a machine without a GPU: every op, and the U-Net in the installed engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpa.bench import cpu_ops, cpu_unet
 
 
 def stages(quick: bool = False) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What there is to measure, by what a progress bar calls it; each call returns its tables.
+    """The stages by their names in the progress bar; each call returns its tables.
 
     Args:
         quick: fewer rounds, float32 ops alone, one sample, no torch.compile: half a minute.

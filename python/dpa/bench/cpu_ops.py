@@ -1,4 +1,4 @@
-"""Every op on the CPU, forward and as a training step, beside the PyTorch ops one would write."""
+"""Every op on the CPU, forward and as a training step, beside the equivalent PyTorch ops."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _training(function: Function, tensors: list[Tensor]) -> Function:
 
 
 def _pair_us(one: Function, other: Function, rounds: int) -> tuple[float, float]:
-    """Median microseconds of each, in turns of at least 0.2 ms."""
+    """Median microseconds of each, alternating, at least 0.2 ms at a time."""
     times: tuple[list[float], list[float]] = ([], [])
     counts = []
     for run in (one, other):

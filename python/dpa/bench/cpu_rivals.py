@@ -1,4 +1,4 @@
-"""The U-Net in the engines that the CPU has: a call each, on inputs that lie ready."""
+"""The U-Net in the installed CPU engines: one call each, on prepared inputs."""
 
 from __future__ import annotations
 

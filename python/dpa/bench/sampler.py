@@ -145,7 +145,7 @@ class Run:
         self._rate = 0.0
 
     def stages(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """What there is to measure, to be called in order."""
+        """The stages, to be called in order."""
         found: dict[str, Callable[[], dict[str, Any]]] = {"preparing": self._prepare}
         if self._plain:
             found["torch.compile"] = self._compiled
@@ -155,7 +155,7 @@ class Run:
             for batch in self._batches
             if batch == 1 or size is self._sizes[0]
         }
-        # What bars depend on comes first: a run may be cut short.
+        # The rows that requirements depend on come first: a run may be interrupted.
         first = [name for name in ours if name.endswith((" batch 1", " batch 16"))]
         found |= {name: ours[name] for name in first}
         if self._train_steps:
@@ -169,7 +169,7 @@ class Run:
     def _prepare(self) -> dict[str, Any]:
         if self._plain:
             self._theirs = compiled.Ahead(self._sizes[0].name, self._autotune)
-        # Trained meanwhile; nothing else is done before all have compiled.
+        # Trained while the others compile.
         if self._train_steps:
             self._policy = parallel.trained(self._train_steps)
         if self._theirs is not None:

@@ -26,7 +26,7 @@ _ELEMENTWISE = {
     "fused_relu_add": (dpa.ops.fused_relu_add, _relu_add),
     "elementwise_mult": (dpa.ops.elementwise_mult, torch.mul),
 }
-# Every size has kernels of its own, whichever was compiled last.
+# A kernel for each size, so that the order of compilation does not matter.
 _compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
 
 
@@ -69,7 +69,7 @@ def _lltm_args(batch: int, features: int, state: int) -> list[Tensor]:
 
 
 def _train(cell: Callable, args: list[Tensor]) -> Callable[[], object]:
-    """Forward and backward as a training step runs them; gradients are returned, not added up."""
+    """Forward and backward as in a training step; gradients are returned, not accumulated."""
 
     def run() -> tuple[Tensor, ...]:
         h, c = cell(*args)
@@ -170,7 +170,7 @@ def call_cost() -> list[dict[str, Any]]:
 
 
 def promises(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What the small ops promise, the figures of this run, and whether they hold."""
+    """The requirements of the small ops, the figures of this run, and whether they hold."""
     rows = []
 
     def at_most(what: str, got: float, bound: float) -> None:
@@ -215,7 +215,7 @@ def run() -> dict[str, Any]:
 
 
 def _compile() -> None:
-    """Have torch.compile do its work, which takes longer than all that is measured here."""
+    """Compile first, which takes longer than all measurements."""
     for size in _SIZES:
         for _, plain in _ELEMENTWISE.values():
             _compiled(plain)(*torch.randn(2, size, device="cuda").unbind())

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 Alone = contextlib.AbstractContextManager[None]
 
 TF32, EAGER, COMPILED, DPA = "eager, float32 (TF32)", "eager", "torch.compile", "dpa"
-CALLS = "dpa.accelerate"  # PyTorch's network accelerated in place: its calls replay
+CALLS = "dpa.accelerate"  # PyTorch's network accelerated in place: its calls replay graphs
 HALVES = "torch.compile, bfloat16 weights"  # forward alone: weights that stay need no autocast
 WAYS = (TF32, EAGER, COMPILED, HALVES, DPA, CALLS)
 
@@ -170,7 +170,7 @@ def _work(case: Case, way: str, model: nn.Module) -> Callable[[], None]:
 def _peak_of_steps(
     work: Callable[[], None], model: nn.Module, replayed: bool = False
 ) -> tuple[float, float]:
-    """MiB: weights, gradients, AdamW's moments, and what the pass keeps at its fullest.
+    """Peak MiB of a step: weights, gradients, AdamW's moments, and the pass.
 
     Requested and allocated bytes, after the caches are emptied.
     """

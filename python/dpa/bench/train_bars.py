@@ -1,4 +1,4 @@
-"""What a training step is expected to reach, and whether it does."""
+"""The requirements of a training step, and whether they hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dpa.bench.train import CALLS, COMPILED, DPA, HALVES, TF32, Row
 
 
 def bars(training: list[Row], norm: list[Row], two_gpus: list[Row]) -> list[Row]:
-    """Each requirement with its aim, the ratio reached and whether it holds; unmeasured ones not.
+    """Each measured requirement with its aim, the ratio reached and whether it holds.
 
     Ratios are of times (dpa's below), but of peak memory that is dpa's over torch.compile's.
     """
@@ -50,7 +50,7 @@ def _speed(rows: list[Row]) -> list[Row]:
 
 
 def _memory(rows: list[Row]) -> list[Row]:
-    """Called against called, and replays, as those of accelerated calls, against replays."""
+    """Called against called, and replays (those of accelerated calls too) against replays."""
     steps = {(r["network"], r["batch"], r["how"]): r for r in rows if r["peak MiB"]}
     found = []
     for (network, batch, how), row in steps.items():

@@ -1,4 +1,4 @@
-"""What ``dpa bench --train`` measures, stage by stage."""
+"""The stages of ``dpa bench --train``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def finished(results: dict[str, Any]) -> dict[str, Any]:
-    """The tables, and one of what is required and whether it holds."""
+    """The tables, and one of the requirements and whether they hold."""
     if "curves" in results or not torch.cuda.is_available():
         return results
     return results | {"required": train_bars.bars(*(results.get(name, []) for name in _TABLES))}

@@ -1,4 +1,4 @@
-"""Read the U-Net out of a checkpoint: the original's, LeRobot's, robomimic's, NoMaD's.
+"""Read the U-Net from a checkpoint: the original's, LeRobot's, robomimic's, NoMaD's.
 
 Nothing in a file is executed unless the caller asks: safetensors hold tensors alone, and pickles
 are read with ``weights_only``. A diffusion_policy ``.ckpt`` also pickles its configuration
@@ -180,7 +180,7 @@ def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _refuse_kinds(weights: Mapping[str, Tensor]) -> None:
-    """Refuse what would be converted without a word, or has no values, or not so many."""
+    """Refuse tensors that a load would silently convert, and those without enough values."""
     lines = []
     for name, value in weights.items():
         floating = value.is_floating_point() and value.itemsize > 1  # not float8, which only stores
@@ -243,7 +243,7 @@ _WANTED = ("n_groups", "use_down_condition", "use_mid_condition", "use_up_condit
 
 
 def _settings(config: Mapping[str, Any], path: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return what no shape shows: as given, else as a configuration says it, at whatever depth."""
+    """Return a value that no shape shows: as given, else from a configuration, at any depth."""
     found: dict[str, list[Any]] = {}
     seen: list[Any] = [config]
     for level in seen:
@@ -286,7 +286,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _refuse_altered_archive(path: Path) -> None:
-    """Check what torch.load does not: the checksums, and that no entry unpacks to more."""
+    """Check the checksums, which torch.load does not, and that no entry is compressed."""
     if not zipfile.is_zipfile(path):
         return
     try:
@@ -330,7 +330,7 @@ def read_file(path: Path, trust_pickle: bool = False) -> Any:
         return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{path}: unpickling it needs the package {error.name}") from None
-    except Exception as error:  # pickle raises whatever a damaged file leads it to
+    except Exception as error:  # a damaged file makes pickle raise any exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         with path.open("rb") as file:
             begins = file.read(2)

@@ -33,7 +33,7 @@ app = typer.Typer(
 
 @app.callback()
 def _group() -> None:
-    """Keep the commands named, however few there are."""
+    """Keep the commands as subcommands, even a single one."""
 
 
 @app.command()
@@ -67,7 +67,7 @@ def explain(
     trust_pickle: TrustPickle = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show the U-Net in a checkpoint, and what dpa would run it with.
+    """Show the U-Net in a checkpoint, and how dpa runs it.
 
     CHECKPOINT is of LeRobot (a folder), of diffusion_policy or robomimic, of `dpa demo`, or a bare
     U-Net's weights. The network's sizes follow from the shapes; nothing is changed.

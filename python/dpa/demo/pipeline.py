@@ -44,7 +44,7 @@ def run(options: Options, console: Console) -> dict:
 
 @contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
-    """Have PyTorch use so many CPU threads, and afterwards as many as before."""
+    """Set PyTorch's number of CPU threads inside the block, and restore it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -61,7 +61,7 @@ def _run(options: Options, console: Console, team: Ranks) -> dict:
         f"[bold]dpa demo[/] on {results['device']}, CPU threads: {results['threads']}, "
         f"seed {options.seed}"
     )
-    options.out.mkdir(parents=True, exist_ok=True)  # where it cannot be, fail before the training
+    options.out.mkdir(parents=True, exist_ok=True)  # fails before the training
     policy = obtain_policy(options, team, console, results)
     results["passed"], results["misses"] = None, []
     if not options.train_only:

@@ -1,4 +1,4 @@
-"""What the demo prints: progress bars, the table, the verdict."""
+"""The output of the demo: progress bars, the table, the verdict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def progress(console: Console, fields: str) -> Progress:
 
 
 def judge(rollouts: dict[str, dict]) -> list[str]:
-    """What misses the bar, a sentence each; empty where all is well."""
+    """The requirements that are missed, a sentence each."""
     misses = []
     for name, row in rollouts.items():
         if row["success"] < MIN_SUCCESS:

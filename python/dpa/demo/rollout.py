@@ -81,7 +81,7 @@ def rollout(
 
 
 def judge(world: W.World, path: Tensor, plans: Sequence[tuple[Tensor, Tensor]] = ()) -> Rollout:
-    """Say what became of paths (B, T + 1, 2): an episode ends at the goal or at the disc."""
+    """Judge paths (B, T + 1, 2): an episode ends at the goal or at the disc."""
     count, steps = len(world), path.shape[1] - 1
     every = world.repeat(steps)
     before, after = path[:, :-1].reshape(-1, 2), path[:, 1:].reshape(-1, 2)
@@ -103,11 +103,11 @@ def make_scheduler(name: str, policy: Policy) -> DDPMScheduler | DDIMScheduler:
 
 
 def make_sampler(name: str, policy: Policy, dtype: torch.dtype | None = None) -> DiffusionSampler:
-    """dpa's sampler on the policy's present weights."""
+    """dpa's sampler on the policy's current weights."""
     scheduler = make_scheduler(name, policy)
     unet = policy.network.unet
     fused = runs_packed(next(unet.parameters()).device)  # the whole loop as one op
-    if dtype is torch.float64:  # whose kernels know no float64
+    if dtype is torch.float64:  # its kernels do not support float64
         unet, fused = copy.deepcopy(unet).double(), False
     return DiffusionSampler(unet, scheduler, STEPS[name], dtype, horizon=W.HORIZON, fused=fused)
 

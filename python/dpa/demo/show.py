@@ -99,7 +99,7 @@ def film_episode(path: Path, policy: Policy, device: torch.device, _: int, seed:
 
 
 def draw_training(path: Path, policy: Policy, *_: object) -> None:
-    """The record that the policy carries of its training."""
+    """The training record in the policy."""
     draw.training(path, policy.history, policy.losses, MIN_SUCCESS)
 
 

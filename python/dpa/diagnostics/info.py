@@ -34,7 +34,7 @@ def _smoke_test(device: torch.device) -> str:
     try:
         got = torch.ops.dpa.group_norm_mish(x, 4)
         torch.testing.assert_close(got, reference.group_norm_mish(x, 4), rtol=1e-4, atol=1e-4)
-    except Exception as error:  # whatever it is, the caller wants to read it, not to fail
+    except Exception as error:  # any failure is reported, not raised
         return f"{type(error).__name__}: {error}"
     return "ok"
 
@@ -55,7 +55,7 @@ class Info(dict[str, Any]):
 def info() -> Info:
     """Versions, device, architectures, ops with their keys, and a smoke test on each device.
 
-    ``advice`` says what to do about each problem found, one line each.
+    ``advice`` has one line for each problem found.
     """
     path = loader.library_path()
     built_for = path.with_name("built-for.txt")
@@ -82,7 +82,7 @@ def info() -> Info:
 def advice(
     found: dict[str, Any], capabilities: dict[str, tuple[int, int]], has_diffusers: bool
 ) -> list[str]:
-    """Say what to do about each problem in what was found, one line each.
+    """Advise on each problem in ``found``, one line each.
 
     Args:
         found: what :func:`info` found.

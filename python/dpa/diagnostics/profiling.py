@@ -95,7 +95,7 @@ class StepProfile:
         return draw_profile(self, Path(path))
 
     def _repr_png_(self) -> bytes | None:
-        """In a notebook, the picture; without matplotlib, None, which leaves it the table."""
+        """In a notebook, the plot; None without matplotlib, so that the table is shown."""
         if find_spec("matplotlib") is None:
             return None
         with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +225,7 @@ def captured_loop(
     with torch.cuda.graph(graph):
         loop()
 
-    def replay(reads: Callable[[], Tensor] = loop) -> None:  # what it reads lives as long as it
+    def replay(reads: Callable[[], Tensor] = loop) -> None:  # keeps the graph's inputs alive
         graph.replay()
 
     return replay

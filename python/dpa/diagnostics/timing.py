@@ -1,4 +1,4 @@
-"""How time is taken: device events, warm-up, medians; host time apart from device time."""
+"""Timing: CUDA events, warm-up, medians; host time apart from device time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def latency(run: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 @dataclass
 class Spread:
-    """A median, and between which values nine tenths of the measurements lie."""
+    """A median, with the 5th and 95th percentiles."""
 
     median: float
     low: float
@@ -81,7 +81,7 @@ def device_us_alternated(
 def host_us_alternated(
     runs: dict[str, Callable[[], object]], rounds: int = 100, inner: int = 20
 ) -> dict[str, Spread]:
-    """Microseconds that the host spends in a call; the device never falls behind."""
+    """Host microseconds per call; the device queue is empty at the start."""
 
     def measure(run: Callable[[], object]) -> float:
         torch.cuda.synchronize()

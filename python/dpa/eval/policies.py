@@ -68,7 +68,7 @@ class LeRobotPolicy:
         self._after.reset()
 
     def plans_next(self) -> bool:
-        """Whether the next :meth:`act` samples a chunk, and not only takes from the last."""
+        """Whether the next :meth:`act` samples a new chunk."""
         return not self.policy._queues["action"]
 
     def check(self, observation: Mapping[str, Tensor], where: str) -> None:
@@ -104,7 +104,7 @@ def _check(folder: Path) -> None:
 
 
 def _processors(folder: Path, device: torch.device) -> tuple[Any, Any]:
-    """Return the pipelines before and behind the policy."""
+    """Return the preprocessor and the postprocessor of the policy."""
     from lerobot.processor import PolicyProcessorPipeline
     from lerobot.processor import converters as convert
 

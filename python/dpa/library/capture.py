@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs: whether one may, how, and how to leave a capture that failed."""
+"""CUDA graph capture: whether it is possible here, the capture, and the end of a failed one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Captures that failed. PyTorch's allocator may go on asking them which memory is theirs.
+# Failed captures. PyTorch's allocator may still query them for their memory.
 FAILED: list[torch.cuda.CUDAGraph] = []
 
 
@@ -79,7 +79,7 @@ def gradients_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_garbage() -> Iterator[None]:
-    """Collect garbage before a capture and none during it: the end of a dead graph would end it."""
+    """Collect garbage before a capture and not during it: destroying a graph would end it."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -91,7 +91,7 @@ def no_garbage() -> Iterator[None]:
 
 
 def leave_capture(spare: Tensor) -> None:
-    """Bring the global generator out of a capture that failed, by one that ends well.
+    """End the global generator's capture state after a failed capture, by a successful one.
 
     Its one kernel writes to ``spare``: there may be no memory for more.
     """

@@ -83,7 +83,7 @@ def _fit(columns: list[Tensor], target: Tensor) -> list[float]:
 
 
 class StepProbe:
-    """One timestep of a scheduler whose steps stand alone (DDPM, DDIM), taken apart."""
+    """One timestep of a scheduler with independent steps (DDPM, DDIM), measured."""
 
     # Far outside any clip range, and so small that no clip range is reached.
     _LARGE, _SMALL = 2.0**60, 2.0**-60
@@ -114,12 +114,12 @@ class StepProbe:
         return x0[0], out[0], noise[0]
 
     def clip(self) -> float:
-        """Return the bound that the predicted x0 runs into, or infinity."""
+        """Return the bound at which the predicted x0 is clipped, or infinity."""
         reach = self._LARGE * max(abs(self.r0), abs(self.r1))
         return math.inf if self._bound > 0.5 * reach else self._bound
 
     def row(self, clip: float) -> list[float]:
-        """Fit the six coefficients, and hold them against the step on points not fitted."""
+        """Fit the six coefficients, and compare with the step on held-out points."""
         generator = torch.Generator().manual_seed(1)
         # Both sides of the clip range, which the factor 1 / r0 brings the sample to.
         reach = 1.0 if math.isinf(clip) else clip
@@ -184,7 +184,7 @@ def measure_chain(live: Any) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def _rewind(live: Any) -> None:
-    """Bring a copy that was used before back to its first step."""
+    """Reset a used copy to its first step."""
     if getattr(live, "_step_index", None) is not None:
         live._step_index = None
     if hasattr(live, "model_outputs"):

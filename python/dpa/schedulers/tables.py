@@ -30,7 +30,7 @@ class StepTable:
             noise by zero; it still advances the stream.
 
     Raises:
-        ValueError: where the shapes do not belong together.
+        ValueError: where the shapes do not match.
 
     """
 
@@ -40,7 +40,7 @@ class StepTable:
     draws_noise: tuple[bool, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Check that the parts belong together."""
+        """Check that the shapes match."""
         shape = tuple(self.coefficients.shape)
         if len(shape) != 2 or shape[1] != 6 or not self.coefficients.is_floating_point():
             raise ValueError(
@@ -109,7 +109,7 @@ class MultistepTable(StepTable):
     history: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that the parts belong together."""
+        """Check that the shapes match."""
         super().__post_init__()
         if len(self.history) != len(self) or len({len(weights) for weights in self.history}) > 1:
             raise ValueError(
@@ -118,7 +118,7 @@ class MultistepTable(StepTable):
             )
 
     def stepper(self, generator: Generators = None) -> Advance:
-        """Return ``advance``, which keeps the x0 that later steps weigh."""
+        """Return ``advance``, which keeps the x0 of earlier steps."""
         coefficients = self.coefficients.clone()
         coefficients[:, 2:] = coefficients.new_tensor([1.0, 0.0, 0.0, 0.0])
         remember = replace(self, coefficients=coefficients, draws_noise=(False,) * len(self))

@@ -77,7 +77,7 @@ class GraphedStep:
             return torch.utils._pytree.tree_map(lambda x: x.detach().clone(), self._result)
 
     def _on_side_stream(self, batch: tuple[Tensor, ...]) -> Any:
-        # Captured work runs on a stream of its own, and autograd remembers on which one it ran.
+        # Capture uses a stream of its own, and autograd records the stream of each node.
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

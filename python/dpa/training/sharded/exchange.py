@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dpa.training.sharded.layout import Chunk
 
-_LARGE = 1 << 16  # elements of a piece that is worth a copy by itself
+_LARGE = 1 << 16  # elements from which a piece is copied alone
 
 
 def exchange_of(chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup) -> Exchange:
@@ -147,7 +147,8 @@ class _Peers(Exchange):
             for piece, to, x in theirs:
                 if piece.count >= _LARGE:
                     to.copy_(x)
-        self._arrivals.wait_stream(self._gradients)  # not the main stream
+        # A stream of its own for the barrier, so that the next chunk is sent without waiting.
+        self._arrivals.wait_stream(self._gradients)
         with torch.cuda.stream(self._arrivals):
             self._handle.barrier(channel=0)
             came = torch.cuda.Event()

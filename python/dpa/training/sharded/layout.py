@@ -1,4 +1,4 @@
-"""Where every parameter lies in one flat memory, and which process updates which part of it."""
+"""The layout of all parameters in one flat buffer, and the owner of each part."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ class Chunk:
     ranks: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """This chunk's part of the flat memory."""
+        """This chunk's part of the flat buffer."""
         return flat[self.start : self.start + self.ranks * self.size]
 
     def shard(self, flat: Tensor, rank: int) -> Tensor:
-        """What a process updates, in the flat memory."""
+        """The shard of one process, in the flat buffer."""
         return self.of(flat)[rank * self.size : (rank + 1) * self.size]
 
     def among(self, shards: Tensor) -> Tensor:
-        """This chunk's shard in a memory that holds one process's shards alone."""
+        """This chunk's shard in a buffer that holds the shards of one process alone."""
         return shards[self.start // self.ranks :][: self.size]
 
 

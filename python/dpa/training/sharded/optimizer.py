@@ -16,7 +16,7 @@ from dpa.training.sharded.exchange import Exchange, exchange_of
 from dpa.training.sharded.layout import Chunk, lay_out
 
 _CHUNKS = 6
-# What PyTorch's optimizers keep of a parameter that is not one value an element.
+# Optimizer state of a parameter that is not one value per element.
 _SCALARS = ("step", "mu_product", "eta", "mu")
 
 
@@ -120,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._held = held
 
     def _forget(self) -> None:
-        """Begin a step."""
+        """Reset the state of a step."""
         self._came: set[int] = set()  # parameters whose gradients are ready
         self._sent_as: dict[int, tuple[int, int]] = {}  # the identities of gradients sent
         self._missing = [len(chunk.parameters) for chunk in self._chunks]
@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._averaged = False
 
     def _take_up(self, i: int) -> None:
-        """Take up a parameter's new gradient; called in the backward."""
+        """Register a parameter's new gradient; called in the backward."""
         self._order.setdefault(i)
         if self._averaged:
             raise RuntimeError(
@@ -274,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, clipped ones too, which ``step`` then does without."""
+        """Drop all gradients, clipped ones included."""
         super().zero_grad(set_to_none)
         if self._averaged and self._exchange is not None:
             with self._on_device():
@@ -287,7 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``optimizer`` alone would keep; every process must call it."""
+        """The state of a whole ``optimizer``; every process must call it."""
         if self._exchange is not None and self._inner is not None:
             self.state.clear()
             for chunk, shard in zip(self._chunks, self._shards, strict=True):
@@ -308,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the state of this class, or of ``optimizer`` itself, in every process."""
+        """Load the state of this class, or of ``optimizer`` itself, in every process."""
         super().load_state_dict(state_dict)
         if self._exchange is not None:
             self._take_state()
@@ -342,11 +342,11 @@ def _pipelined(shard: Tensor) -> bool:
 
 
 def _identity(tensor: Tensor | None) -> tuple[int, int]:
-    """What changes when a tensor is replaced or written to."""
+    """The address and version of a tensor: they change when it is replaced or written."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor._version)
 
 
 def _arrived(optimizer: weakref.ref[ShardedOptimizer], i: int, p: Tensor) -> None:
-    """Pass a new gradient on, without keeping the optimizer alive."""
+    """Forward a new gradient, without keeping the optimizer alive."""
     if (alive := optimizer()) is not None:
         alive._take_up(i)
