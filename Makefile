@@ -13,22 +13,38 @@ FUZZ_CASES ?= 10000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
+# What the library is built with and runs on, and what the tests and the checks need besides.
+BUILD_SETUP := $(VENV)/.setup-build-$(CUDA)
 SETUP := $(VENV)/.setup-$(CUDA)
+GPU := $(shell nvidia-smi -L 2>/dev/null)
 
-.PHONY: build demo test test-cpp fuzz mutations soak test-wheel test-torch test-threads bench lint docs wheel sdist clean
+# Test processes, which must not spin where they wait for threads: they share the cores. One where there is a GPU, whose
+# memory and time some tests measure.
+JOBS ?= $(if $(GPU),1,$(shell nproc))
+PYTEST := $(if $(filter-out 1,$(JOBS)),OMP_WAIT_POLICY=passive) $(BIN)/python -m pytest \
+  $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 
-build: $(SETUP)
+.PHONY: build demo check test test-cpp fuzz mutations soak test-wheel test-torch test-threads bench lint docs wheel sdist clean
+
+build: $(BUILD_SETUP)
 	@$(PIP) install --no-build-isolation --no-deps --editable . \
 	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \
 	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
 	@$(BIN)/python -c 'import dpa; print("dpa is built for", dpa.info()["built for"])'
 
-# The environment, made anew when the pins change.
-$(SETUP): requirements/build.txt requirements/dev.txt requirements/lerobot.txt requirements/nvcc.txt \
-          requirements/robomimic.txt requirements/simulators.txt $(wildcard requirements/diffusers-*.txt)
+# The environments, made anew when the pins change.
+$(BUILD_SETUP): requirements/build.txt requirements/demo.txt requirements/nvcc.txt
 	@echo "setting up $(VENV) with the pinned dependencies (torch is 3 GB: the first time takes minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -r requirements/build.txt -r requirements/dev.txt
+	@$(PIP) install --no-compile -r requirements/build.txt -r requirements/demo.txt
+	@if [ "$(CUDA)" = on ] && ! command -v nvcc >/dev/null && ! [ -x /usr/local/cuda/bin/nvcc ]; then \
+	  echo "no nvcc here: taking the compiler from PyPI"; $(PIP) install -r requirements/nvcc.txt; fi
+	@touch $@
+
+$(SETUP): $(BUILD_SETUP) requirements/dev.txt requirements/lerobot.txt requirements/robomimic.txt \
+          requirements/simulators.txt $(wildcard requirements/diffusers-*.txt)
+	@echo "adding what the tests and the checks need"
+	@$(PIP) install -r requirements/dev.txt
 	@$(PIP) install --no-deps -r requirements/lerobot.txt || \
 	  echo "no LeRobot for this Python: its tests will be skipped"
 	@$(PIP) install --no-deps -r requirements/robomimic.txt || \
@@ -37,41 +53,51 @@ $(SETUP): requirements/build.txt requirements/dev.txt requirements/lerobot.txt r
 	  echo "no simulators for this Python: dpa eval will not be tested"
 	@for pins in requirements/diffusers-*.txt; do \
 	  $(PIP) install --no-deps --upgrade --target $(VENV)/$$(basename $$pins .txt) -r $$pins; done
-	@if [ "$(CUDA)" = on ] && ! command -v nvcc >/dev/null && ! [ -x /usr/local/cuda/bin/nvcc ]; then \
-	  echo "no nvcc here: taking the compiler from PyPI"; $(PIP) install -r requirements/nvcc.txt; fi
 	@touch $@
 
+# Where there is no GPU the demo does not wait for CUDA code: it has a build of its own, and the installed one stays as it is.
+ifeq ($(CUDA)$(GPU),auto)
+demo: $(BUILD_SETUP)
+	@mkdir -p build
+	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B build/demo -G Ninja -DCMAKE_BUILD_TYPE=Release -DDPA_CUDA=off \
+	  -DPython_EXECUTABLE="$$PWD/$(BIN)/python" >build/demo.log 2>&1 || { cat build/demo.log; exit 1; }
+	@$(BIN)/cmake --build build/demo >build/demo.log 2>&1 || { cat build/demo.log; exit 1; }
+	PYTHONPATH=python DPA_LIBRARY=build/demo/libdpa.so $(BIN)/python -m dpa demo $(DEMO_ARGS)
+else
 demo: build
 	$(BIN)/dpa demo $(DEMO_ARGS)
+endif
+
+# For the loop at the desk: the tools, and the tests that are quick. test/support/slow.py says which are not.
+check: lint build
+	$(PYTEST) -m "not slow" $(TEST_ARGS)
 
 # SANITIZE=address,undefined runs the tests on a second build, in build/sanitize; the installed one stays as it is.
 ifeq ($(SANITIZE),)
-test: build test-cpp
-	$(BIN)/python -m pytest $(TEST_ARGS)
+test: $(SETUP) build test-cpp
+	$(PYTEST) $(TEST_ARGS)
 else
-test: build
+test: $(SETUP) build
 	@sh test/scripts/sanitize.sh $(BIN)/python $(SANITIZE) $(TEST_ARGS)
 endif
 
-test-cpp: build
+test-cpp: $(SETUP) build
 	@sh test/cpp/run.sh $(BIN)/python
 
-fuzz: build
+fuzz: $(SETUP) build
 	DPA_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest test/ops/test_properties.py $(TEST_ARGS)
 
 mutations: $(SETUP)
 	$(BIN)/python test/support/mutations.py
 
-soak: build
+soak: $(SETUP) build
 	$(BIN)/python test/support/soak.py
 
 bench: build
 	$(BIN)/dpa bench $(BENCH_ARGS)
 
 lint: $(SETUP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
+	$(BIN)/pre-commit run --all-files --color never
 
 docs: $(SETUP)
 	$(PIP) install -r requirements/docs.txt
@@ -94,7 +120,7 @@ sdist: $(SETUP)
 	@$(BIN)/python -c 'from scikit_build_core.build import build_sdist; print("dist/" + build_sdist("dist"))'
 
 # The wheel in an environment without the checkout and without a compiler; and whether the source distribution is whole.
-test-wheel: build wheel sdist
+test-wheel: $(SETUP) build wheel sdist
 	@tar -tzf dist/*.tar.gz | sed 's,^[^/]*/,,' >build/in-sdist
 	@! git ls-files | grep -vxFf build/in-sdist
 	@sh test/scripts/wheel.sh $(BIN)/python dist/*.whl

@@ -15,7 +15,7 @@ if ! [ -f "$folder/ready" ]; then
   sed "s/^torch==.*/torch==$version/" requirements/build.txt >"$folder/build.txt"
   grep -v '^torchvision' requirements/lerobot.txt >"$folder/lerobot.txt"
   pip="$bin/pip --disable-pip-version-check -q install"
-  $pip -r "$folder/build.txt" -r requirements/dev.txt
+  $pip -r "$folder/build.txt" -r requirements/demo.txt -r requirements/dev.txt
   $pip --no-deps -r "$folder/lerobot.txt" -r requirements/simulators.txt
   for pins in requirements/diffusers-*.txt; do
     $pip --no-deps --upgrade --target "$folder/venv/$(basename "$pins" .txt)" -r "$pins"
