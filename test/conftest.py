@@ -1,9 +1,20 @@
-"""Fixtures that every test file shares."""
+"""Fixtures that every test file shares, and the mark of slow tests."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from slow import is_slow
 
 import dpa  # noqa: F401  (registers the ops)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what ``make check`` leaves out."""
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent)
+        if is_slow(file, getattr(item, "originalname", item.name)):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(

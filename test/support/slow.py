@@ -1,0 +1,42 @@
+"""The tests that `make check` leaves out: those that took longest when each was measured.
+
+A test is named where all its cases together take more than about 3 s of CPU time, most of it
+compilation, or a simulator's, or processes of its own. `make test` runs every one.
+"""
+
+from pathlib import PurePath
+
+# Programs around the library, and what needs several processes.
+FOLDERS = ("bench", "demo", "docs", "eval", "export", "faults")
+FILES = (
+    "acceleration/test_lerobot_loops.py",
+    "library/test_jit.py",
+    "ops/test_everywhere.py",
+    "ops/test_own_op.py",
+    "schedulers/test_diffusers_versions.py",
+    "training/test_distributed.py",
+)
+TESTS = {
+    "acceleration/test_acceleration.py": (
+        "test_compile_without_a_graph_break",
+        "test_compiled_first_a_network_is_compared_too",
+        "test_compiled_calls_leave_float_timesteps_to_the_original",
+        "test_lerobot_over_episodes_with_reset",
+        "test_traced_and_exported_it_is_the_original",
+    ),
+    "acceleration/test_network_changes.py": (
+        "test_compiled_calls_follow",
+        "test_compiled_calls_stay_compiled_when_weights_are_packed_again",
+        "test_compiled_functional_calls_take_the_weights_given",
+    ),
+    "training/test_training_step.py": (
+        "test_a_compiled_step_has_no_graph_breaks",
+        "test_compilers_see_one_op_a_residual_block",
+    ),
+}
+
+
+def is_slow(file: PurePath, function: str) -> bool:
+    """Whether the table names a test, by its file below test/ and its function."""
+    name = file.as_posix()
+    return file.parts[0] in FOLDERS or name in FILES or function in TESTS.get(name, ())
