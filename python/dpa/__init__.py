@@ -9,12 +9,11 @@ from dpa.library.loader import library_path, load, wants_jit
 if not wants_jit():
     load()
 
-from dpa import nn, ops, reference, schedulers
+from dpa import jit, nn, ops, reference, schedulers
 from dpa.acceleration.api import accelerate, explain, repack, restore
 from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.diagnostics.info import info
 from dpa.diagnostics.profiling import StepProfile, profile
-from dpa.library import jit
 from dpa.packed.kept import fixed_weights
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.parallel import Parallel, ParallelReport

@@ -70,3 +70,25 @@ def test_a_process_survives_what_is_no_whole_library(tmp_path):
     assert status == 1 and "is damaged or cut short" in line
     status, line = load(Path(torch.__file__).parent / "lib" / "libtorch.so")
     assert status == 1 and "is another library: it registers no torch.ops.dpa.*" in line
+
+
+PATHS = """
+import importlib, sys, warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    import dpa, dpa.jit, dpa.cli, dpa.export, dpa.reference, dpa.schedulers
+    from dpa.nn import ConditionalResidualBlock1D, ConditionalUnet1D, Conv1dBlock, LLTM
+    from dpa.packed import PackedUnet
+    from dpa.training import EMA, GraphedStep, graph_calls, ungraph_calls
+    from dpa.training.distributed import ranks
+    assert dpa.jit.load is importlib.import_module("dpa.library.jit").load
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from dpa.distributed import Ranks, ShardedOptimizer, ranks as old, sample_sharded
+assert old is ranks and [w.category for w in caught] == [DeprecationWarning], caught
+"""
+
+
+def test_documented_paths_import_without_a_warning_and_the_moved_one_with_one():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PATHS], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
