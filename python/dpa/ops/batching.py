@@ -34,10 +34,6 @@ class _Fold:
     def __call__(self, x: Tensor | None, dim: _Dim, at: int = 0) -> Tensor | None:
         return None if x is None else _leading(x, dim, self.n).movedim(0, at).flatten(at, at + 1)
 
-    def groups(self, num_groups: int) -> int:
-        """How many groups ``n`` examples side by side have; ops take none for an empty map."""
-        return max(self.n, 1) * num_groups
-
     def undo(self, x: Tensor | None, size: int, at: int = 0) -> Tensor | None:
         """Take the two apart again, ``size`` being the op's; the mapped dimension is at ``at``."""
         return None if x is None else x.unflatten(at, (self.n, size))
@@ -52,9 +48,13 @@ def _shape(x: Tensor, dim: _Dim) -> list[int]:
     return [size for i, size in enumerate(x.shape) if i != dim]
 
 
-def _meta(x: Tensor | None, dim: _Dim) -> Tensor | None:
-    """One example without its values."""
-    return None if x is None else torch.empty(_shape(x, dim), dtype=x.dtype, device="meta")
+def _one(x, dim):
+    """One example without its values: of a tensor, of each in a list; what is no tensor stays."""
+    if isinstance(x, Tensor):
+        return torch.empty(_shape(x, dim), dtype=x.dtype, device="meta")
+    if isinstance(x, list | tuple):
+        return [_one(t, d) for t, d in zip(x, dim or [None] * len(x), strict=True)]
+    return x
 
 
 def _dims(in_dims: tuple, count: int) -> list[_Dim]:
@@ -90,7 +90,7 @@ def _group_norm_mish(
         return fold.undo(out, _shape(input, x)[0]), 0
     out = op(
         fold(input, x, 1),
-        fold.groups(num_groups),
+        fold.n * num_groups,
         fold(weight, w),
         fold(bias, b),
         eps,
@@ -112,7 +112,7 @@ def _group_norm_mish_backward(
     grads = op(
         fold(grad, g, at),
         fold(input, x, at),
-        num_groups if shared else fold.groups(num_groups),
+        num_groups if shared else fold.n * num_groups,
         weight if shared else fold(weight, w),
         bias if shared else fold(bias, b),
         eps,
@@ -127,6 +127,36 @@ def _group_norm_mish_backward(
     return grads, tuple(
         place if grad is not None else None for grad, place in zip(grads, places, strict=True)
     )
+
+
+def _arithmetic(input, stride):
+    """As in ops/conv1d/formula.cpp, where the reason is."""
+    wide = input.device.type == "cpu" and input.dtype == torch.bfloat16 and stride > 1
+    return torch.float32 if wide else input.dtype
+
+
+def _convolution_of_groups(fold: _Fold, tensors, dims, stride, padding, transposed) -> Tensor:
+    """Every example's convolution as a group of channels of one, where each has its own weight.
+
+    Args:
+        fold: of the examples.
+        tensors: input, weight and bias.
+        dims: where each is mapped.
+        stride, padding, transposed: as of ``dpa::conv1d``.
+
+    """
+    (input, weight, bias), (x, w, b) = tensors, dims
+    wide = _arithmetic(input, stride)
+    parameter = lambda t, d: None if t is None else fold(t, d).to(input.dtype).to(wide)  # noqa: E731
+    convolve = F.conv_transpose1d if transposed else F.conv1d
+    return convolve(
+        fold(input, x, 1).to(wide),
+        parameter(weight, w),
+        parameter(bias, b),
+        stride=stride,
+        padding=padding,
+        groups=fold.n,
+    ).to(input.dtype)
 
 
 def _conv1d_gnm(
@@ -159,24 +189,10 @@ def _conv1d_gnm(
             fold(residual, re),
         )
         return fold.undo(out, _shape(input, x)[0]), 0
-    # One convolution in which every example is a group of channels. It would let pass what the op
-    # rejects, so the op sees one example's shapes first.
-    one = [
-        _meta(t, d)
-        for t, d in zip((input, conv_weight, conv_bias, gn_weight, gn_bias), in_dims, strict=False)
-    ]
-    film = (_meta(scale, sc), _meta(shift, sh), _meta(residual, re))
-    torch.ops.dpa.conv1d_gnm(*one, num_groups, eps, *film)
-    out = F.conv1d(
-        fold(input, x, 1),
-        fold(conv_weight, w),
-        fold(conv_bias, b),
-        padding=conv_weight.shape[-1] // 2,
-        groups=fold.n,
-    )
+    padding = _shape(conv_weight, w)[2] // 2
     out = torch.ops.dpa.group_norm_mish(
-        out,
-        fold.groups(num_groups),
+        _convolution_of_groups(fold, (input, conv_weight, conv_bias), (x, w, b), 1, padding, False),
+        fold.n * num_groups,
         fold(gn_weight, gw),
         fold(gn_bias, gb),
         eps,
@@ -189,10 +205,6 @@ def _conv1d_gnm(
 
 def _loop(op, n: int, dims: list[_Dim], args: tuple):
     """Call ``op`` for every example: each has parameters of its own, and the op knows one set."""
-    if n == 0:  # an example without values tells the shapes
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        one = [_meta(x, d) if isinstance(x, Tensor) else x for x, d in zip(args, dims, strict=True)]
-        return _each(lambda x: torch.empty((0, *x.shape), dtype=x.dtype, device=device), op(*one))
     examples = [
         op(*(x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)))
         for i in range(n)
@@ -232,22 +244,18 @@ def _by_samples(op, samples: tuple[int, ...], index: int | None = None, own: tup
         if any(dims[i] is not None for i in shared) or any(args[-1][i] for i in own):
             out = _loop(op, info.batch_size, dims, args)
         else:
-            fold, size = _Fold(info.batch_size), _shape(args[samples[0]], dims[samples[0]])[0]
-            folded = [fold(x, dims[i]) if i in samples else x for i, x in enumerate(args)]
+            fold, shape = _Fold(info.batch_size), _shape(args[samples[0]], dims[samples[0]])
+            number, size = not shape, math.prod(shape[:1])  # a sample may be one number
+            take = (lambda x, d: None if x is None else _leading(x, d, fold.n)) if number else fold
+            folded = [take(x, dims[i]) if i in samples else x for i, x in enumerate(args)]
             if index is not None:
                 rows = _leading(args[index], dims[index], fold.n)
                 rows = rows.reshape(fold.n, math.prod(rows.shape[1:]))
                 folded[index] = rows.expand(fold.n, size).reshape(-1)
-            out = _each(lambda x: fold.undo(x, size), op(*folded))
+            out = _each(lambda x: x if number else fold.undo(x, size), op(*folded))
         return out, _each(lambda x: 0, out)
 
     return rule
-
-
-def _arithmetic(input, stride):
-    """As in ops/conv1d/formula.cpp, where the reason is."""
-    wide = input.device.type == "cpu" and input.dtype == torch.bfloat16 and stride > 1
-    return torch.float32 if wide else input.dtype
 
 
 def _conv1d(info, in_dims, input, weight, bias=None, stride=1, padding=0, transposed=False):
@@ -256,19 +264,9 @@ def _conv1d(info, in_dims, input, weight, bias=None, stride=1, padding=0, transp
     if w is None and b is None:
         out = torch.ops.dpa.conv1d(fold(input, x), weight, bias, stride, padding, transposed)
         return fold.undo(out, _shape(input, x)[0]), 0
-    torch.ops.dpa.conv1d(
-        _meta(input, x), _meta(weight, w), _meta(bias, b), stride, padding, transposed
+    out = _convolution_of_groups(
+        fold, (input, weight, bias), (x, w, b), stride, padding, transposed
     )
-    convolve = F.conv_transpose1d if transposed else F.conv1d
-    wide = _arithmetic(input, stride)
-    out = convolve(
-        fold(input, x, 1).to(wide),
-        fold(weight, w).to(input.dtype).to(wide),
-        None if bias is None else fold(bias, b).to(input.dtype).to(wide),
-        stride=stride,
-        padding=padding,
-        groups=fold.n,
-    ).to(input.dtype)
     return fold.undo(out, _shape(weight, w)[1 if transposed else 0], 1), 1
 
 
@@ -341,12 +339,6 @@ def _whole_input(input: Tensor, rest: Tensor | None, dims: list[_Dim], n: int) -
 def _joint_linear(info, in_dims, input, weights, biases, rest=None):
     x, w, b, r = _dims(in_dims, 4)
     n, dtype = info.batch_size, input.dtype
-    one = [
-        [_meta(t, d) for t, d in zip(tensors, dims or [None] * len(tensors), strict=True)]
-        for tensors, dims in ((weights, w), (biases, b))
-    ]
-    # It rejects arguments that the GEMMs would accept.
-    torch.ops.dpa.joint_linear(_meta(input, x), *one, _meta(rest, r))
     weight = _joined(weights, w, n, dtype).transpose(1, 2)
     bias = _joined(biases, b, n, dtype).unsqueeze(1)
     return torch.baddbmm(bias, _whole_input(input, rest, [x, r], n), weight), 0
@@ -368,6 +360,25 @@ def _joint_linear_backward(info, in_dims, grad, input, weights, biases, rest, ou
         make() if is_wanted else None for make, is_wanted in zip(wanted, output_mask, strict=True)
     )
     return grads, tuple(None if d is None else 0 for d in grads)
+
+
+def _checked(op, rule):
+    """``rule``, once ``op`` has seen one example's shapes: a rule may accept what it rejects.
+
+    An empty map needs nothing more than the shapes that it answers.
+    """
+
+    @functools.wraps(rule)
+    def checked(info, in_dims, *args):
+        dims = _dims(in_dims, len(args))
+        out = op(*map(_one, args, dims))
+        if info.batch_size:
+            return rule(info, in_dims, *args)
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        empty = lambda x: torch.empty((0, *x.shape), dtype=x.dtype, device=device)  # noqa: E731
+        return _each(empty, out), _each(lambda x: 0, out)
+
+    return checked
 
 
 def register() -> None:
@@ -401,7 +412,7 @@ def register() -> None:
     }
     for name, rule in rules.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", "FuncTorchBatched"):
-            torch.library.register_vmap(f"dpa::{name}", rule)
+            torch.library.register_vmap(f"dpa::{name}", _checked(getattr(ops, name), rule))
 
 
 when_loaded(register)

@@ -1,0 +1,128 @@
+"""Arguments of every op that has derivatives, in which no two dimensions share a size.
+
+A rule that takes one dimension for another then answers in another shape, or with other values.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+EXAMPLES = 7
+_BATCH, _IN, _OUT, _GROUPS, _LENGTH = 2, 6, 8, 4, 9
+_NEW = Callable[..., torch.Tensor]
+
+
+def _pair(new: _NEW) -> tuple:
+    return new(_BATCH, _IN), new(_BATCH, _IN)
+
+
+def _norm(new: _NEW) -> tuple:
+    x = new(_BATCH, _OUT, _LENGTH)
+    film = new(_BATCH, _OUT), new(_BATCH, _OUT)
+    return x, _GROUPS, new(_OUT), new(_OUT), 1e-5, *film, new(*x.shape)
+
+
+def _conv(new: _NEW, taps: int, stride: int = 1, transposed: bool = False) -> tuple:
+    channels = (_IN, _OUT) if transposed else (_OUT, _IN)
+    x, weight = new(_BATCH, _IN, _LENGTH), new(*channels, taps)
+    return x, weight, new(_OUT), stride, taps // 2, transposed
+
+
+def _conv_gnm(new: _NEW, taps: int) -> tuple:
+    x, weight, bias, *_ = _conv(new, taps)
+    _, groups, *norm, film1, film2, residual = _norm(new)
+    return x, weight, bias, *norm[:2], groups, norm[2], film1, film2, residual
+
+
+def _block(new: _NEW, taps: int) -> tuple:
+    halves = [
+        (new(_OUT, channels, taps), new(_OUT), new(_OUT), new(_OUT)) for channels in (_IN, _OUT)
+    ]
+    residual = new(_OUT, _IN, 1), new(_OUT)
+    film = new(_BATCH, _OUT), new(_BATCH, _OUT)
+    return new(_BATCH, _IN, _LENGTH), *halves[0], *halves[1], *residual, _GROUPS, 1e-5, *film
+
+
+def _linear(new: _NEW) -> tuple:
+    weights = [new(rows, 10) for rows in (3, 5)]
+    return new(_BATCH, _IN), weights, [new(3), new(5)], new(_BATCH, 10 - _IN)
+
+
+def _cell(new: _NEW) -> tuple:
+    return new(_BATCH, 5), new(9, 8), new(9), new(_BATCH, 3), new(_BATCH, 3)
+
+
+def _denoise(new: _NEW, timestep) -> tuple:
+    x = new(_BATCH, 3, _IN)
+    return x, new(*x.shape), new(4, 5).abs() + 0.5, torch.tensor(timestep), new(*x.shape)
+
+
+def _step(new: _NEW, index) -> tuple:
+    x = new(_BATCH, 3, _IN)
+    return x, new(*x.shape), new(4, 6), torch.tensor(index), new(*x.shape), 1.0
+
+
+def _after(op: str, args: tuple, new: _NEW, kept: int | None = None, mask: int = 0) -> tuple:
+    """Arguments of an op's backward: gradients and what its forward kept, as if it had run.
+
+    Args:
+        op: that is called for the shapes.
+        args: of the forward.
+        new: makes a tensor.
+        kept: outputs from here on are kept; None: nothing is.
+        mask: how many gradients there are.
+
+    """
+    out = getattr(torch.ops.dpa, op)(*args)
+    out = out if isinstance(out, tuple) else (out,)
+    grads, rest = out[:kept], () if kept is None else out[kept:]
+    random = lambda x: new(*x.shape).to(x.dtype)  # noqa: E731
+    return *map(random, grads), *args, *map(random, rest), [True] * mask
+
+
+def _backward(op: str, args: tuple, new: _NEW, mask: int) -> tuple:
+    return _after(op, args, new, None, mask)
+
+
+def calls(new: _NEW) -> dict[str, tuple[str, tuple]]:
+    """Name of a case: the op and its arguments, ``new`` making the floating tensors."""
+    cases = {
+        "elementwise_mult": _pair(new),
+        "fused_relu_add": (*_pair(new), 0.5),
+        "group_norm_mish": _norm(new),
+        "group_norm_mish_backward": _backward("group_norm_mish", _norm(new), new, 5),
+        "joint_linear": _linear(new),
+        "joint_linear_backward": _backward("joint_linear", _linear(new), new, 4),
+        "lltm": _cell(new),
+        "lltm_forward": _cell(new),
+        "lltm_backward": _after("lltm_forward", _cell(new), new, 2, 5),
+        "denoise": _denoise(new, 3),
+        "denoise-each": _denoise(new, [0, 2]),
+        "denoise_backward": _backward("denoise", _denoise(new, [2]), new, 4),
+        "scheduler_step": _step(new, [1]),
+        "scheduler_step-each": _step(new, [3, 1]),
+        "scheduler_step_backward": _backward("scheduler_step", _step(new, 2), new, 4),
+    }
+    block = _block(new, 3)
+    cases["residual_block1d_forward"] = block
+    cases["residual_block1d_backward"] = _after("residual_block1d_forward", block, new, 1, 13)
+    # Its residual has no gradient of its own there.
+    cases["group_norm_mish_backward"] = tuple(
+        x for i, x in enumerate(cases["group_norm_mish_backward"]) if i != 8
+    )
+    for taps in (1, 3, 5):
+        cases |= {
+            f"conv1d-{taps}": _conv(new, taps, stride=2),
+            f"conv1d-transposed-{taps}": _conv(new, taps, stride=2, transposed=True),
+            f"conv1d_forward-{taps}": _conv(new, taps),
+            f"conv1d_backward-{taps}": _conv_backward(new, taps, False),
+            f"conv1d_backward-transposed-{taps}": _conv_backward(new, taps, True),
+            f"conv1d_gnm-{taps}": _conv_gnm(new, taps),
+            f"residual_block1d-{taps}": _block(new, taps),
+        }
+    return {name: (name.split("-")[0], args) for name, args in cases.items()}
+
+
+def _conv_backward(new: _NEW, taps: int, transposed: bool) -> tuple:
+    grad, *args, packed, mask = _after("conv1d_forward", _conv(new, taps, 2, transposed), new, 1, 3)
+    return grad, *args[:3], packed, *args[3:], mask
