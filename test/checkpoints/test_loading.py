@@ -166,7 +166,7 @@ def test_switches_that_are_neither_true_nor_false_are_refused(value, unet, tmp_p
 
 
 def test_nesting_has_a_limit_whatever_the_names(unet, tmp_path):
-    """Empty names leave no trace in where the weights lie."""
+    """Empty names do not appear in the path of the weights."""
     content = unet.state_dict()
     for _ in range(400):
         content = {"": content}
@@ -275,7 +275,7 @@ def test_archives_that_unpack_to_more(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
         lambda x: x.int(),
         lambda x: x.cfloat(),
@@ -287,10 +287,10 @@ def test_archives_that_unpack_to_more(tmp_path):
         lambda x: x.flatten()[:1].expand(2**40),
     ],
 )
-def test_weights_that_are_no_dense_floating_tensors(spoil, unet):
+def test_weights_that_are_no_dense_floating_tensors(corrupt, unet):
     state = dict(unet.state_dict())
     name = next(n for n, x in state.items() if x.dim() == 3)
-    state[name] = spoil(state[name])
+    state[name] = corrupt(state[name])
     before = {n: x.clone() for n, x in unet.state_dict().items()}
     for load in (lambda: load_state_dict(unet, state), lambda: unet_from_state_dict(state)):
         with pytest.raises(CheckpointError, match=r"weights must be dense floating tensors"):

@@ -54,14 +54,14 @@ def test_an_exported_loop_gives_the_samplers_actions(to, kind, name, dtype, devi
         pytest.skip("a package takes long to compile: three of the eight combinations are")
     policy, sampler, around = make_policy(name, device, DTYPES[dtype], kind)
     example = torch.randn(B, DO, device=device)
-    draws = sum(sampler.table.draws_noise)
-    inputs = {"observation": example, "noise": torch.randn(1 + draws, B, T, DA, device=device)}
+    noisy = sum(sampler.table.draws_noise)
+    inputs = {"observation": example, "noise": torch.randn(1 + noisy, B, T, DA, device=device)}
     path = tmp_path / f"policy{FORMATS[to]}"
     manifest = export_policy(policy, path, to, inputs)
     loaded = load_policy(path)
 
-    # New inputs; the sampler draws from a generator what the exported policy is given.
-    observation, noise = torch.randn_like(example), drawn(1 + draws, device)
+    # New inputs; the sampler's generator gives the noise that the exported policy receives.
+    observation, noise = torch.randn_like(example), drawn(1 + noisy, device)
     with torch.no_grad():
         want = wanted(sampler, around, observation, torch.Generator().manual_seed(7), device)
         got = loaded(observation, noise)
@@ -69,13 +69,13 @@ def test_an_exported_loop_gives_the_samplers_actions(to, kind, name, dtype, devi
         # There the sampler's network is one op, which rounds elsewhere than layers do: see below.
         assert got.isfinite().all()
     else:
-        # The same kernels on the same numbers; a compiler may contract the products around them,
+        # The same kernels on the same numbers; a compiler may contract multiply-adds around them,
         # and keeps float32 in layers where eager PyTorch rounds between two operations.
         limit = 1e-4 if kind is LayeredLoop else 1e-5
         torch.testing.assert_close(got, want, rtol=limit, atol=limit)
 
     assert manifest == json.loads((tmp_path / f"{path.name}.json").read_text())
-    assert [entry["shape"] for entry in manifest["inputs"]] == [[B, DO], [1 + draws, B, T, DA]]
+    assert [entry["shape"] for entry in manifest["inputs"]] == [[B, DO], [1 + noisy, B, T, DA]]
     assert manifest["outputs"][0] == {"name": "actions", "shape": [B, T, DA], "dtype": "float32"}
     assert manifest["network_dtype"] == dtype and manifest["part"] == "loop"
     torch.testing.assert_close(
@@ -119,7 +119,7 @@ def test_exported_steps_make_up_the_loop(to, dtype, device, tmp_path):
             entry = sum(sampler.table.draws_noise[: step + 1]) * sampler.table.draws_noise[step]
             sample, actions = loaded(observation, sample, index + step, noise[entry])
         want = wanted(sampler, around, observation, torch.Generator().manual_seed(7), device)
-    # One forward pass is another product than one in a loop on packed weights: sums in another
+    # One forward pass runs other GEMMs than one in a loop on packed weights: sums in another
     # order, which 16-bit activations round.
     limit = 1e-4 if dtype == "float32" else 5e-2
     torch.testing.assert_close(actions, want, rtol=limit, atol=limit)
@@ -327,8 +327,8 @@ def test_settings_of_the_loop_are_followed(only, unet, tmp_path):
     options = {"eta": 0.6, "use_clipped_model_output": True, "horizon": length}
     sampler = dpa.DiffusionSampler(unet, scheduler, 4, **options)
     stream, cond = torch.Generator().manual_seed(2), torch.randn(1, DO)
-    draws = 1 + sum(sampler.table.draws_noise)
-    noise = torch.stack([torch.randn(1, length, DA, generator=stream) for _ in range(draws)])
+    count = 1 + sum(sampler.table.draws_noise)
+    noise = torch.stack([torch.randn(1, length, DA, generator=stream) for _ in range(count)])
     with torch.no_grad():
         want = sampler(cond, generator=stream.manual_seed(2))
         torch.testing.assert_close(loaded(cond, noise), want, rtol=1e-4, atol=1e-4)

@@ -93,7 +93,7 @@ def test_python_threads(which):
 
 
 def test_gradients_in_python_threads():
-    """Each has its own inputs; the parameters are shared, their gradients are not asked for."""
+    """Each has its own inputs; the parameters are shared and need no gradients."""
     model, x = EveryOp().requires_grad_(False), torch.randn(3, 3, 12)
 
     def gradient():
@@ -114,21 +114,21 @@ def test_gradients_in_python_threads():
 def test_threads_whose_kernels_take_different_memory(cuda):
     """The driver keeps one limit of shared memory a kernel, for all threads.
 
-    A product on a small grid asks for more of it than one on a large grid.
+    A GEMM on a small grid requests more of it than one on a large grid.
     """
 
-    def product(rows, outputs):
+    def gemm(rows, outputs):
         x, weight = (torch.randn(n, 256, device=cuda) for n in (rows, outputs))
         bias = torch.randn(outputs, device=cuda)
         got = torch.ops.dpa.joint_linear(x.bfloat16(), [weight], [bias])
         expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
         assert (got - expected).norm() < 1e-2 * expected.norm()
 
-    product(1024, 1024)
-    other = threading.Thread(target=product, args=(4096, 4096))
+    gemm(1024, 1024)
+    other = threading.Thread(target=gemm, args=(4096, 4096))
     other.start()
     other.join()
-    product(1024, 1024)
+    gemm(1024, 1024)
 
 
 def test_processes_that_share_a_device(hopper):

@@ -187,7 +187,7 @@ def test_no_memory_for_a_capture(cuda):
     gc.collect()
     torch.cuda.empty_cache()
     try:
-        # Enough for the loop kernel by kernel, and half of what a capture asks for.
+        # Enough for the loop kernel by kernel, and half of what a capture requests.
         allowed = torch.cuda.memory_reserved() + _ROOM // 2
         torch.cuda.set_per_process_memory_fraction(allowed / total)
         taken = _all_room(cuda)

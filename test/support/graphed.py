@@ -1,7 +1,7 @@
 """Modules whose calls replay, on the CPU too, and what tests of them count and compare.
 
-On the CPU a stand-in runs the captured function again at each replay, into the same gradients: what
-belongs to whom, and when a replay is allowed, is tested without a GPU.
+On the CPU a fake capture runs the captured function again at each replay, into the same gradients:
+ownership of gradients, and when a replay is allowed, are tested without a GPU.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from dpa.training import graphed_calls
 
 
-class StandIn(graphed_calls._Capture):
+class FakeCapture(graphed_calls._Capture):
     """A capture that runs the function again."""
 
     def _record(self, forward, args, kwargs, parameters):
@@ -61,7 +61,7 @@ def graphs(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(graphed_calls, "can_capture", lambda _: True)
-    monkeypatch.setattr(graphed_calls, "_Capture", StandIn)
+    monkeypatch.setattr(graphed_calls, "_Capture", FakeCapture)
 
 
 def same_gradients(plain, graphed):

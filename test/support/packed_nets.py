@@ -5,7 +5,7 @@ import torch
 import dpa
 from dpa.packed.unet import unet_config
 
-# Relative error of a forward pass in the norm. float32: sums in float32, products in three tf32
+# Relative error of a forward pass in the norm. float32: sums in float32, GEMMs in three tf32
 # parts. bfloat16 and float16: weights and activations of 8 and 11 bits through some 30 layers.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

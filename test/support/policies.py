@@ -1,4 +1,4 @@
-"""Policies that tests accelerate: LeRobot's own, and stand-ins for what PyPI does not carry."""
+"""Policies that tests accelerate: LeRobot's own, and fakes of policies that are not on PyPI."""
 
 import copy
 from types import SimpleNamespace

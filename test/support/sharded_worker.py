@@ -250,7 +250,7 @@ def check_captured(team, alone):
 
 @contextlib.contextmanager
 def peers_of_the_cpu(folder):
-    """Processes that reach one another's memory, and copy engines, played by a CPU's processes."""
+    """Symmetric memory and DMA copy engines, simulated by processes on a CPU."""
     stream = mock.MagicMock()
     memories = itertools.count()
 

@@ -139,7 +139,7 @@ def run(device: torch.device, replays: int, limit: float = math.inf) -> dict[str
     """Sample the same actions ``replays`` times and compare all with the first, bit for bit.
 
     It ends after ``limit`` seconds with the replays that it has made. Memory is read at the
-    beginning, after the calls one by one, and at each tenth; each reading is told on stderr.
+    beginning, after the calls one by one, and at each tenth; each reading is printed to stderr.
     """
     soak, made = _Soak(device), 0
     singly: int | None = None

@@ -14,7 +14,7 @@ _TOLERANCES = {
     torch.bfloat16: {"rtol": 8e-3, "atol": 8e-3},
 }
 
-# Gradients that are sums over many elements of rounded products have a longer tail.
+# Gradients that are sums over many rounded terms have a longer tail.
 _GRADIENT_FACTOR = 10
 
 

@@ -204,7 +204,7 @@ def _turn_values(module, device):
 
 
 def _stop_a_layer(module, device):
-    """Whose mode the forward might ask for."""
+    """The forward might read its mode."""
     module.two.eval()
 
 
@@ -324,7 +324,7 @@ def test_what_cannot_be_captured_says_so_and_runs(device):
             return (self.layer(x),)
 
     if device.type == "cpu":
-        pytest.skip("the stand-in captures nothing")
+        pytest.skip("the fake captures nothing")
     module = graph_calls(Pair().to(device), warmup=1)
     module(_x(device))
     with pytest.warns(RuntimeWarning, match=r"Pair runs kernel by kernel.*must return one tensor"):

@@ -111,7 +111,7 @@ def test_work_follows_the_current_stream_in_graphs(make):
 
 
 def test_a_chain_in_a_graph_is_the_chain_outside():
-    """Kernels that start before their predecessors end: each reads the last one's output.
+    """Dependent launches: each kernel starts early and reads the output of the one before.
 
     Between them stand kernels of PyTorch, copies and fills, which release nobody.
     """

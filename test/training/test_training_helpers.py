@@ -183,14 +183,14 @@ def test_a_graphed_step_trains_as_the_step_does(device, precision):
             return loss.detach()
 
         run = GraphedStep(step) if graphed else step
-        draws = torch.Generator().manual_seed(5)
-        losses = [run(*_batch(device, draws)) for _ in range(7)]
+        generator = torch.Generator().manual_seed(5)
+        losses = [run(*_batch(device, generator)) for _ in range(7)]
         weights = copy.deepcopy(unet.state_dict())
         if graphed:
             assert run.captured == cuda
             if cuda:
                 with pytest.raises(ValueError, match="GraphedStep: batch must be as captured"):
-                    run(*(x[:2] for x in _batch(device, draws)))
+                    run(*(x[:2] for x in _batch(device, generator)))
             release_graphs()
             assert not run.captured
             run(*_batch(device))
@@ -209,14 +209,14 @@ def test_a_graphed_step_that_cannot_be_captured_leaves_nothing_behind(cuda):
     """Gradients as before the call, a generator that serves, and a later capture that works."""
     unet = _unet(cuda)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3, fused=True, capturable=True)
-    looks = True
+    reads = True
 
     def step(sample, timestep, cond):
         optimizer.zero_grad(set_to_none=True)
         noisy = sample + torch.randn_like(sample)
         loss = F.mse_loss(unet(noisy, timestep, None, cond), sample)
         loss.backward()
-        if looks:
+        if reads:
             loss.item()
         optimizer.step()
         return loss.detach()
@@ -234,7 +234,7 @@ def test_a_graphed_step_that_cannot_be_captured_leaves_nothing_behind(cuda):
         assert torch.randn(8, device=cuda).unique().numel() == 8
     for name, value in unet.state_dict().items():
         assert torch.equal(value, weights[name])
-    looks = False
+    reads = False
     losses = [run(*batch) for _ in range(4)]
     assert run.captured and torch.stack(losses).isfinite().all()
 
