@@ -25,7 +25,7 @@ cmake -S "$here" -B "$build" -G Ninja -Ddpa_DIR="$dpa/cmake/dpa" -DDPA_MODELS="$
   -DPython_EXECUTABLE="$(command -v python)" -DCMAKE_CXX_FLAGS="${SANITIZE_FLAGS:-}" >"$build.log" 2>&1 ||
   { cat "$build.log"; exit 1; }
 cmake --build "$build"
-ctest --test-dir "$build" --output-on-failure
+ctest --test-dir "$build" --output-on-failure --parallel "$(nproc)"
 [ -z "${SANITIZE_FLAGS:-}" ] || exit 0
 sh "$here/aarch64.sh" "$models/unets.bin"
 

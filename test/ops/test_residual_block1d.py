@@ -117,7 +117,7 @@ def test_channels_last_values_gradients_and_order(device, dtype, shape):
     unit = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     error = (out.double() - expected).norm() / expected.norm()
     assert error < unit, error
-    with torch.no_grad():  # nothing is kept then, and the kernels are told so
+    with torch.no_grad():  # the kernels then keep nothing
         torch.testing.assert_close(torch.ops.dpa.residual_block1d(*given.args), out, rtol=0, atol=0)
     assert leaf.args[0].grad.stride() == given.args[0].stride()
     for x, reference in zip(leaf.floating(), exact.floating(), strict=True):

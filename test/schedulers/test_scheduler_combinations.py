@@ -93,8 +93,8 @@ def processes(draw, name):
     if options.get("trained_betas"):
         betas = st.lists(st.floats(1e-3, 0.4), min_size=train_steps, max_size=train_steps)
         options["trained_betas"] = draw(betas)
-    known = inspect.signature(kind.__init__).parameters
-    options = {key: value for key, value in options.items() if key in known}
+    accepted = inspect.signature(kind.__init__).parameters
+    options = {key: value for key, value in options.items() if key in accepted}
     try:
         scheduler = kind(train_steps, **options)
     except (NotImplementedError, ValueError):

@@ -25,9 +25,9 @@ OPTIONS = {
 def make_scheduler(kind, **options):
     """A scheduler; options that this version of diffusers lacks are left out."""
     kind = getattr(diffusers, f"{kind}Scheduler")
-    known = inspect.signature(kind.__init__).parameters
+    accepted = inspect.signature(kind.__init__).parameters
     options = {"beta_schedule": "squaredcos_cap_v2", **options}
-    return kind(50, **{name: value for name, value in options.items() if name in known})
+    return kind(50, **{name: value for name, value in options.items() if name in accepted})
 
 
 def square(scheduler):
