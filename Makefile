@@ -97,7 +97,7 @@ bench: build
 	$(BIN)/dpa bench $(BENCH_ARGS)
 
 lint: $(SETUP)
-	$(BIN)/pre-commit run --all-files --color never
+	PRE_COMMIT_HOME=$(abspath build/pre-commit) $(BIN)/pre-commit run --all-files --color never
 
 docs: $(SETUP)
 	$(PIP) install -r requirements/docs.txt
