@@ -202,3 +202,23 @@ def test_packed_weights_go_before_the_gradients_of_the_weights_come(device):
     for keep in (False, True):
         peak(keep)
         assert packed <= peak(keep) < packed * 1.2
+
+
+@pytest.mark.parametrize("bias", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("second", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("first", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_autocast_of_mixed_dtypes(device, first, second, bias):
+    """Under autocast weights and biases may be of any dtypes, as those of F.linear."""
+    new = lambda dtype, *size: torch.randn(size, device=device).to(dtype).requires_grad_()  # noqa: E731
+    x, weights = new(torch.float32, 3, 6), [new(first, 4, 6), new(second, 5, 6)]
+    biases = [new(bias, 4), new(torch.float32, 5)]
+    leaves = [x, *weights, *biases]
+    with torch.autocast(device.type, torch.bfloat16):
+        got = torch.ops.dpa.joint_linear(x, weights, biases)
+        pairs = zip(weights, biases, strict=True)
+        expected = torch.cat([torch.nn.functional.linear(x, w, b) for w, b in pairs], 1)
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, **tolerance(torch.bfloat16))
+    got, expected = (torch.autograd.grad(y.float().sin().sum(), leaves) for y in (got, expected))
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, **gradient_tolerance(torch.bfloat16))
