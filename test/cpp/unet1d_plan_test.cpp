@@ -6,7 +6,7 @@
 #include <numeric>
 #include <set>
 
-#include "kernels/plans/unet1d/plan.h"
+#include "kernels/plans/unet1d/call.h"
 
 namespace dpa::kernels::unet1d {
 namespace {
@@ -169,9 +169,9 @@ TEST(TileIndex, IsAPermutation) {
 }
 
 TEST(RefusedPlan, SaysWhyAndListsNothing) {
-  const auto refusal = [](const std::function<void(Config&)>& spoil) {
+  const auto refusal = [](const std::function<void(Config&)>& corrupt) {
     Config config;
-    spoil(config);
+    corrupt(config);
     const Plan plan = make_plan(config, DType::kFloat32);
     EXPECT_TRUE(plan.convs.empty() && plan.weights.empty() && plan.packed_bytes == 0);
     return plan.error;
@@ -191,6 +191,28 @@ TEST(RefusedPlan, SaysWhyAndListsNothing) {
             "the first width must be a multiple of 8, the groups of the last block, got 12");
   EXPECT_EQ(make_plan(Config(), DType::kFloat64).error,
             "packed weights must be float32, float16, bfloat16 or float8_e4m3fn, got float64");
+}
+
+TEST(Reject, NamesTheRuleAndTheValues) {
+  const Plan narrow = make_plan({2, 2, {32, 32}, 5, 8, 16, 0, true}, DType::kFloat32);
+  EXPECT_EQ(reject(narrow, 0, 16, 0), "");
+  EXPECT_EQ(reject(narrow, -1, 16, 1), "batch must not be negative, got -1");
+  EXPECT_EQ(reject(narrow, 1, 16, -1), "steps must not be negative, got -1");
+  EXPECT_EQ(reject(narrow, 1, 15, 1), "horizon must be a positive multiple of 2^(levels - 1) = 2, got 15");
+  const Plan broad = make_plan({2, 1, {2048}, 5, 8, 16, 0, true}, DType::kFloat32);
+  EXPECT_EQ(reject(broad, 1 << 16, 16, 1), "batch * horizon * channels must be below 2^31, got 2147483648");
+  Plan refused;
+  refused.error = "refused";
+  EXPECT_EQ(reject(refused, 1, 16, 1), "refused");
+}
+
+TEST(Reject, ColumnsBeyondTheLayeredPathsGrid) {
+  const Plan plan = make_plan({2, 2, {32, 32}, 5, 8, 16, 0, true}, DType::kFloat32);
+  EXPECT_EQ(kMaxColumns, 2097120);
+  EXPECT_EQ(reject(plan, kMaxColumns / 16, 16, 1), "");
+  EXPECT_EQ(reject(plan, kMaxColumns / 16 + 1, 16, 1), "batch * horizon must be at most 2097120, got 2097136");
+  EXPECT_EQ(reject(plan, 1, kMaxColumns + 2, 1), "batch * horizon must be at most 2097120, got 2097122");
+  EXPECT_EQ(reject(plan, 2147483647, 2147483646, 1).substr(0, 29), "batch * horizon must be at mo");
 }
 
 }  // namespace

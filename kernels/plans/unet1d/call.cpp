@@ -67,9 +67,11 @@ std::string reject(const Plan& plan, int batch, int horizon, int steps) {
     return "horizon must be a positive multiple of 2^(levels - 1) = " + std::to_string(multiple) + ", got " +
            std::to_string(horizon);
   }
+  const int64_t columns = static_cast<int64_t>(batch) * horizon;
+  if (columns > kMaxColumns)
+    return "batch * horizon must be at most " + std::to_string(kMaxColumns) + ", got " + std::to_string(columns);
   int64_t widest = 0;
-  for (const Conv& conv : plan.convs)
-    widest = std::max(widest, static_cast<int64_t>(batch) * horizon * conv.channels_out);
+  for (const Conv& conv : plan.convs) widest = std::max(widest, columns * conv.channels_out);
   if (widest >= int64_t{1} << 31) return "batch * horizon * channels must be below 2^31, got " + std::to_string(widest);
   return "";
 }

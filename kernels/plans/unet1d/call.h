@@ -16,6 +16,10 @@ enum class Path { kAutomatic, kResident, kClustered, kLayered };
 /// Bytes of workspace for a call of these sizes; enough for either path.
 size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps);
 
+/// Columns (sample, time) of a block of the layered path's convolution, and how many its grid's y dimension covers.
+constexpr int kLayeredColumns = 32;
+constexpr int64_t kMaxColumns = int64_t{65535} * kLayeredColumns;
+
 /// Why a call of these sizes cannot run (empty when it can): the rule and the values.
 std::string reject(const Plan& plan, int batch, int horizon, int steps);
 
@@ -36,7 +40,7 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps);
 /// Bytes of the workspace of `film_table` and `step_film_table`.
 size_t film_workspace_bytes(const Plan& plan, int steps);
 
-/// Words of the resident path's messages: every product's partial sums, and the tail's.
+/// Words of the resident path's messages: every GEMM's partial sums, and the tail's.
 size_t message_words(const Plan& plan, int batch, int horizon);
 
 /// Whether the resident kernel can run a call of these sizes on such a device.
