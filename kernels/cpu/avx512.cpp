@@ -18,6 +18,6 @@
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::avx512 {
-const Kernels kKernels = {DPA_PANELS, false, product, finish, dense, nullptr, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, false, gemm, epilogue, dense, nullptr, narrow, dot};
 }  // namespace dpa::kernels::cpu::avx512
 #endif

@@ -1,4 +1,4 @@
-// AVX-512 with its products of pairs of bfloat16.
+// AVX-512 with its dot products of pairs of bfloat16.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@
 #define DPA_LANES 16
 #define DPA_SUMS 16
 #define DPA_PANELS 4
-/// sums + the products of both halves of each word
+/// sums + the dot products of the two halves of each word
 #define DPA_DOT(sums, a, b) \
   reinterpret_cast<Floats>( \
       _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)))
@@ -23,6 +23,6 @@
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::avx512_bf16 {
-const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, pairs, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, true, gemm, epilogue, dense, pairs, narrow, dot};
 }  // namespace dpa::kernels::cpu::avx512_bf16
 #endif

@@ -1,10 +1,8 @@
-// Small products: FiLM's and the time embedding's linear layers, once a call, and the first and last layers' few
-// actions.
+// Small GEMMs: FiLM's and the time embedding's linear layers, once a call, and the first and last layers' few actions.
 //
-//   dense    a task is 16 rows of weights; 4 rows x 4 samples (or 2, or 1) at a time, columns along the vectors.
-//   Weights are
-//            read from memory once: further samples find the 4 rows in the first cache.
-//   pairs    the same of bfloat16, for many samples: 4 samples stay in the first cache while the task's 16 rows pass.
+//   dense  a task is 16 rows of weights; 4 rows x 4 samples (or 2, or 1) at a time, columns along the vectors. Weights
+//          are read from memory once: further samples find the 4 rows in L1
+//   pairs  the same of bfloat16, for many samples: 4 samples stay in L1 while the task's 16 rows pass
 #pragma once
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/lanes.h"
@@ -24,7 +22,7 @@ DPA_INLINE float load_weight(const void* weights, int64_t at) {
   return (kType == DType::kBFloat16 ? from_bfloat16(words) : from_float16(words))[0];
 }
 
-constexpr int kDenseAhead = 4096;  // bytes of the weights that are asked for ahead of their use
+constexpr int kDenseAhead = 4096;  // bytes of the weights that are prefetched
 
 /// Rows row .. row + R - 1 for samples n .. n + N - 1.
 template <DType kType, int R, int N>

@@ -1,8 +1,9 @@
-// What follows a product: bias, GroupNorm, Mish, FiLM, residual, and the value's way to its readers.
+// The epilogue of a GEMM: bias, GroupNorm, Mish, FiLM, residual, and the store to where the value is read.
 //
 //   task     a range of whole groups of one sample, C' channels x T times; channels fill the vectors
 //   passes   sums of each channel over time; with the groups' means, the squares; with the groups' deviations, the
-//   values scratch  two numbers a channel: offset = bias - mean, factor = gamma / deviation
+//            values
+//   scratch  two numbers a channel: offset = bias - mean, factor = gamma / deviation
 #pragma once
 #include <cmath>
 
@@ -12,7 +13,7 @@
 namespace dpa::kernels::cpu::DPA_LEVEL {
 
 /// Where channel c0's numbers of sample b begin.
-struct FinishTask {
+struct EpilogueTask {
   int b, begin, end;  // channels
   const float* raw;   // of time 0 and channel 0
   float *offset, *factor;
@@ -20,7 +21,7 @@ struct FinishTask {
 
 /// For each channel of the task: the sum over time of raw, or of (raw + offset)^2, into `to`.
 template <bool kSquares>
-DPA_INLINE void sums_over_time(const Finish& f, const FinishTask& task, float* to) {
+DPA_INLINE void sums_over_time(const Epilogue& f, const EpilogueTask& task, float* to) {
   for (int c = task.begin; c < task.end; c += kLanes) {
     Floats total = {};
     const Floats offset = kSquares ? load(task.offset + c) : Floats{};
@@ -32,7 +33,7 @@ DPA_INLINE void sums_over_time(const Finish& f, const FinishTask& task, float* t
   }
 }
 
-inline void statistics(const Finish& f, const FinishTask& task) {
+inline void statistics(const Epilogue& f, const EpilogueTask& task) {
   constexpr double kEps = 1e-5;
   const int group = f.channels / f.groups;
   const double count = static_cast<double>(group) * f.times;
@@ -60,7 +61,7 @@ DPA_INLINE void write(void* to, int64_t at, Floats value, bool bfloat16) {
 }
 
 /// The values of kLanes channels from c on, at every time.
-inline void finish_channels(const Finish& f, const FinishTask& task, int c) {
+inline void epilogue_channels(const Epilogue& f, const EpilogueTask& task, int c) {
   const int valid = f.channels - c;
   Floats offset, factor = splat(1.0f), beta = {}, scale = splat(1.0f), shift = {}, residual_bias = {};
   if (f.norm) {
@@ -91,10 +92,10 @@ inline void finish_channels(const Finish& f, const FinishTask& task, int c) {
   }
 }
 
-inline void finish(const Finish& f, int64_t begin, int64_t end) {
+inline void epilogue(const Epilogue& f, int64_t begin, int64_t end) {
   const int ranges = (f.channels + f.channels_per_task - 1) / f.channels_per_task;
   for (int64_t i = begin; i < end; i++) {
-    FinishTask task;
+    EpilogueTask task;
     task.b = static_cast<int>(i / ranges);
     task.begin = static_cast<int>(i % ranges) * f.channels_per_task;
     task.end = task.begin + f.channels_per_task < f.channels ? task.begin + f.channels_per_task : f.channels;
@@ -104,7 +105,7 @@ inline void finish(const Finish& f, int64_t begin, int64_t end) {
     if (f.norm) statistics(f, task);
     // The last task also writes the zeros of the padded channels, whatever their scratch holds.
     const int last = task.end == f.channels ? f.pitch : task.end;
-    for (int c = task.begin; c < last; c += kLanes) finish_channels(f, task, c);
+    for (int c = task.begin; c < last; c += kLanes) epilogue_channels(f, task, c);
   }
 }
 

@@ -1,8 +1,8 @@
-// The product of a level: rows of inputs times panels of weights.
+// The GEMM of a level: rows of inputs times panels of weights.
 //
 //   task     a group of panels (1, 2 or 4: 16, 32 or 64 output channels) x a range of rows
 //   order    for a block of kBlock steps of the depth: for a block of rows: the register block; so a block of weights
-//            (16 KB a panel) is read from memory once, by the first block of rows, and then lies in the first cache
+//            (16 KB a panel) is read from memory once, by the first block of rows, and then lies in L1
 //   registers  rows x panels of sums; a step loads each panel's word for 16 outputs once and multiplies it with one
 //            input of each row, broadcast
 //
@@ -17,7 +17,7 @@
 namespace dpa::kernels::cpu::DPA_LEVEL {
 
 constexpr int kBlock = 256;
-constexpr int kAhead = 1024;               // bytes of a panel that are asked for ahead of their use
+constexpr int kAhead = 1024;               // bytes of a panel that are prefetched
 constexpr int kVectors = kPanel / kLanes;  // of a panel
 constexpr int kMaxRows = 8;
 
@@ -88,7 +88,7 @@ void block_of(int r, const void* const* rows, const uint32_t* weights, int64_t p
 }
 
 /// The steps whose taps lie inside the sample, for outputs of times `begin` to `last`.
-inline void inside(const Product& p, int begin, int last, int& lo, int& hi) {
+inline void inside(const Gemm& p, int begin, int last, int& lo, int& hi) {
   const int from = begin * p.stride + p.first, to = last * p.stride + p.first;  // input times of their first taps
   const int taps = p.steps / p.steps_per_tap;
   const int skipped = to < 0 ? -to : 0, kept = p.times_in - from;
@@ -97,7 +97,7 @@ inline void inside(const Product& p, int begin, int last, int& lo, int& hi) {
 }
 
 template <Weights kKind, int P>
-void product_task(const Product& p, int panel, int row_begin, int row_end) {
+void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
   constexpr int kElement = kKind == Weights::kBFloat16Dot ? 2 : 4;  // bytes of an input
   constexpr int kInputs = kKind == Weights::kFloat32 ? 1 : 2;       // of a step
   constexpr int kRows = P * kVectors * 8 <= DPA_SUMS ? 8 : P * kVectors * 4 <= DPA_SUMS ? 4 : 2;
@@ -133,7 +133,7 @@ void product_task(const Product& p, int panel, int row_begin, int row_end) {
 }
 
 template <Weights kKind>
-void product_of(const Product& p, const Tasks& tasks, int64_t begin, int64_t end) {
+void gemm_of(const Gemm& p, const Tasks& tasks, int64_t begin, int64_t end) {
   const int rows = p.batch * p.times, ranges = (rows + tasks.rows - 1) / tasks.rows;
   for (int64_t task = begin; task < end; task++) {
     int panel = static_cast<int>(task / ranges) * tasks.panels;
@@ -141,23 +141,23 @@ void product_of(const Product& p, const Tasks& tasks, int64_t begin, int64_t end
     const int row_end = row + tasks.rows < rows ? row + tasks.rows : rows;
     int left = p.panels - panel < tasks.panels ? p.panels - panel : tasks.panels;
     if constexpr (DPA_PANELS >= 4) {
-      for (; left >= 4; left -= 4, panel += 4) product_task<kKind, 4>(p, panel, row, row_end);
+      for (; left >= 4; left -= 4, panel += 4) gemm_task<kKind, 4>(p, panel, row, row_end);
     }
     if constexpr (DPA_PANELS >= 2) {
-      for (; left >= 2; left -= 2, panel += 2) product_task<kKind, 2>(p, panel, row, row_end);
+      for (; left >= 2; left -= 2, panel += 2) gemm_task<kKind, 2>(p, panel, row, row_end);
     }
-    for (; left > 0; left--, panel++) product_task<kKind, 1>(p, panel, row, row_end);
+    for (; left > 0; left--, panel++) gemm_task<kKind, 1>(p, panel, row, row_end);
   }
 }
 
-inline void product(const Product& p, const Tasks& tasks, int64_t begin, int64_t end) {
+inline void gemm(const Gemm& p, const Tasks& tasks, int64_t begin, int64_t end) {
   switch (p.kind) {
-    case Weights::kFloat32: return product_of<Weights::kFloat32>(p, tasks, begin, end);
-    case Weights::kFloat16: return product_of<Weights::kFloat16>(p, tasks, begin, end);
-    case Weights::kBFloat16: return product_of<Weights::kBFloat16>(p, tasks, begin, end);
+    case Weights::kFloat32: return gemm_of<Weights::kFloat32>(p, tasks, begin, end);
+    case Weights::kFloat16: return gemm_of<Weights::kFloat16>(p, tasks, begin, end);
+    case Weights::kBFloat16: return gemm_of<Weights::kBFloat16>(p, tasks, begin, end);
     case Weights::kBFloat16Dot:
 #ifdef DPA_DOT
-      return product_of<Weights::kBFloat16Dot>(p, tasks, begin, end);
+      return gemm_of<Weights::kBFloat16Dot>(p, tasks, begin, end);
 #else
       return;
 #endif

@@ -22,11 +22,11 @@ enum class Weights {
   kBFloat16Dot,  // the same, with inputs in bfloat16
 };
 
-/// A convolution over neighbouring times as one product: in a buffer of rows (time, channel) with zeros around the
+/// A convolution over neighbouring times as one GEMM: in a buffer of rows (time, channel) with zeros around the
 /// sample, the inputs of one output are `depth` = taps * pitch consecutive numbers.
 ///   output[b, t, o] = sum_i weights[o, i] * input[b, t * stride_time + i]
 /// Weights lie in panels of 16 outputs, in each the inputs in order: a step is one word for each of the 16 outputs.
-struct Product {
+struct Gemm {
   Weights kind;
   const void* input;                 // of the first tap of time 0 of sample 0
   int64_t input_sample, input_time;  // elements from sample to sample, from one output's inputs to the next's
@@ -38,16 +38,16 @@ struct Product {
   int batch, times, panels;
   int stride, first, times_in;  // tap i of output time t reads input time t * stride + first + i
 };
-/// How a product is cut into tasks: groups of panels x ranges of rows (a row is one time of one sample).
+/// How a GEMM is cut into tasks: groups of panels x ranges of rows (a row is one time of one sample).
 struct Tasks {
   int panels = 1, rows = 1;
   int64_t count = 0;
 };
 
-/// What becomes of a product's output, `raw`:
+/// What becomes of a GEMM's output, `raw`:
 ///   value = raw + bias;  norm: value = mish(group_norm(value) * gamma + beta) * scale + shift;  add: value += residual
 /// A task is a range of whole groups of one sample.
-struct Finish {
+struct Epilogue {
   const float* raw;        // (B, T, pitch)
   const float* bias;       // (C)
   const float* norm;       // gamma (C), beta (C), or null
@@ -57,13 +57,13 @@ struct Finish {
   const float* residual;       // (B, T, pitch), or null
   const float* residual_bias;  // (C), or null
   int batch, times, channels, pitch, groups, channels_per_task;
-  void* next;                      // the next product's input at time 0 of sample 0, or null
+  void* next;                      // the next GEMM's input at time 0 of sample 0, or null
   int64_t next_sample, next_time;  // elements
   void* skip;                      // the same once more, for a skip
   int64_t skip_sample, skip_time;
   bool bfloat16;   // of next and skip; else float32
   float* scratch;  // (B, 2, pitch)
-  float* keep;     // (B, T, pitch): the residual of a later product, or null
+  float* keep;     // (B, T, pitch): the residual of a later GEMM, or null
 };
 
 /// out[n, r] = act(sum_c weights[r, c] * in[n, c] + bias[r]), rows of weights as in the original layer.
@@ -95,8 +95,8 @@ struct Narrow {
 struct Kernels {
   int max_panels;     // of a task
   bool bfloat16_dot;  // runs kBFloat16Dot
-  void (*product)(const Product& product, const Tasks& tasks, int64_t begin, int64_t end);
-  void (*finish)(const Finish& finish, int64_t begin, int64_t end);
+  void (*gemm)(const Gemm& gemm, const Tasks& tasks, int64_t begin, int64_t end);
+  void (*epilogue)(const Epilogue& epilogue, int64_t begin, int64_t end);
   void (*dense)(const Dense& dense, int64_t begin, int64_t end);  // a task is kDenseRows rows
   void (*pairs)(const Pairs& pairs, int64_t begin, int64_t end);  // the same; null where there is no bfloat16_dot
   void (*narrow)(const Narrow& narrow);
@@ -104,9 +104,9 @@ struct Kernels {
 };
 constexpr int kDenseRows = 16;
 
-/// The tasks of a product for a team of this size. A sum's order does not depend on it.
-Tasks product_tasks(const Kernels& kernels, const Product& product, int team);
-inline int64_t finish_tasks(const Finish& f) {
+/// The tasks of a GEMM for a team of this size. A sum's order does not depend on it.
+Tasks gemm_tasks(const Kernels& kernels, const Gemm& gemm, int team);
+inline int64_t epilogue_tasks(const Epilogue& f) {
   return int64_t{1} * f.batch * ((f.channels + f.channels_per_task - 1) / f.channels_per_task);
 }
 inline int64_t dense_tasks(const Dense& d) { return (d.rows + kDenseRows - 1) / kDenseRows; }

@@ -1,7 +1,7 @@
 // Vectors of floats in the compiler's own vector types: one source for every instruction set. A file that includes this
 // header has chosen, before it, the namespace of the level it compiles (DPA_LEVEL: nothing compiled for one instruction
 // set can then be linked in place of another's), how many lanes a register has (DPA_LANES), how many registers hold
-// sums in a product (DPA_SUMS), and how many panels of weights a product takes at once (DPA_PANELS).
+// sums in a GEMM (DPA_SUMS), and how many panels of weights a GEMM takes at once (DPA_PANELS).
 #pragma once
 #include <cstdint>
 #include <cstring>

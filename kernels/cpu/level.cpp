@@ -49,15 +49,14 @@ const Kernels& choose_kernels(std::string& error) {
   return portable::kKernels;
 }
 
-Tasks product_tasks(const Kernels& kernels, const Product& product, int team) {
-  constexpr int kRowsOfTask = 64;  // their inputs, one block of depth, stay in the first cache
-  const int rows = product.batch * product.times;
+Tasks gemm_tasks(const Kernels& kernels, const Gemm& gemm, int team) {
+  constexpr int kRowsOfTask = 64;  // their inputs, one block of depth, stay in L1
+  const int rows = gemm.batch * gemm.times;
   Tasks tasks;
   tasks.panels = rows <= 4 ? kernels.max_panels : (kernels.max_panels + 1) / 2;
-  while (tasks.panels > 1 && product.panels < tasks.panels * team) tasks.panels /= 2;
+  while (tasks.panels > 1 && gemm.panels < tasks.panels * team) tasks.panels /= 2;
   tasks.rows = rows < kRowsOfTask ? rows : kRowsOfTask;
-  tasks.count =
-      int64_t{1} * ((product.panels + tasks.panels - 1) / tasks.panels) * ((rows + tasks.rows - 1) / tasks.rows);
+  tasks.count = int64_t{1} * ((gemm.panels + tasks.panels - 1) / tasks.panels) * ((rows + tasks.rows - 1) / tasks.rows);
   return tasks;
 }
 

@@ -1,4 +1,4 @@
-// NEON with its products of pairs of bfloat16.
+// NEON with its dot products of pairs of bfloat16.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@
 #define DPA_LANES 4
 #define DPA_SUMS 16
 #define DPA_PANELS 1
-/// sums + the products of both halves of each word
+/// sums + the dot products of the two halves of each word
 #define DPA_DOT(sums, a, b) \
   reinterpret_cast<Floats>( \
       vbfdotq_f32(reinterpret_cast<float32x4_t>(sums), vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b)))
@@ -23,6 +23,6 @@
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::neon_bf16 {
-const Kernels kKernels = {DPA_PANELS, true, product, finish, dense, pairs, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, true, gemm, epilogue, dense, pairs, narrow, dot};
 }  // namespace dpa::kernels::cpu::neon_bf16
 #endif

@@ -15,5 +15,5 @@
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::portable {
-const Kernels kKernels = {DPA_PANELS, false, product, finish, dense, nullptr, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, false, gemm, epilogue, dense, nullptr, narrow, dot};
 }  // namespace dpa::kernels::cpu::portable

@@ -1,7 +1,7 @@
-// A call as data: walks the plan once and gives every product its buffers.
+// A call as data: walks the plan once and gives every GEMM its buffers.
 //
-// Products read (B, halo + times + halo, pitch) with zeros in the halo. Layers of one level and pitch share such a
-// buffer, since a layer's input is dead when its output is written; an upward level's first product, whose input is
+// GEMMs read (B, halo + times + halo, pitch) with zeros in the halo. Layers of one level and pitch share such a
+// buffer, since a layer's input is dead when its output is written; an upward level's first GEMM, whose input is
 // cat(value, skip), has one of its own, into which the downward level wrote the skip long before.
 #include <algorithm>
 #include <map>
@@ -33,7 +33,7 @@ class Space {
 
 int pitch_of(const unet1d::Conv& conv) { return padded(conv.channels_in) + padded(conv.channels_skip); }
 
-/// The input of products: `data` is time 0 of sample 0.
+/// The input of GEMMs: `data` is time 0 of sample 0.
 struct Input {
   char* data = nullptr;
   int64_t sample = 0;  // elements
@@ -112,8 +112,8 @@ class Builder {
     p_.film_cond = space_.floats(batch * plan_.film_rows);
   }
 
-  Finish finish(int channels, int level, int groups) const {
-    Finish f = {};
+  Epilogue epilogue(int channels, int level, int groups) const {
+    Epilogue f = {};
     f.raw = p_.raw;
     f.film_scale = plan_.config.film_scale;
     f.film_sample[0] = call_.per_sample_timesteps ? plan_.film_rows : 0;
@@ -127,14 +127,14 @@ class Builder {
     f.scratch = norms_;
     return f;
   }
-  void send_to(Finish& f, size_t next) {
+  void send_to(Epilogue& f, size_t next) {
     const Input& input = input_of(plan_.convs[next]);
     f.next = input.data, f.next_sample = input.sample, f.next_time = input.pitch;
   }
 
   void head() {
     const auto& config = plan_.config;
-    Finish& f = p_.head = finish(config.down_dims[0], 0, config.num_groups);
+    Epilogue& f = p_.head = epilogue(config.down_dims[0], 0, config.num_groups);
     f.bias = p_.floats + plan_.head.bias, f.norm = p_.floats + plan_.head.norm;
     send_to(f, 0);
   }
@@ -142,13 +142,13 @@ class Builder {
   void layer(size_t i) {
     const unet1d::Conv& conv = plan_.convs[i];
     Layer& layer = p_.layers.emplace_back();
-    layer.num_products = conv.num_segments;
+    layer.num_gemms = conv.num_segments;
     for (int s = 0; s < conv.num_segments; s++) {
-      layer.products[s] = product(conv, s);
-      layer.tasks[s] = product_tasks(*p_.kernels, layer.products[s], team_);
+      layer.gemms[s] = gemm(conv, s);
+      layer.tasks[s] = gemm_tasks(*p_.kernels, layer.gemms[s], team_);
     }
     layer.film = conv.film;
-    Finish& f = layer.finish = finish(conv.channels_out, conv.level_out, conv.norm >= 0 ? conv.groups : 0);
+    Epilogue& f = layer.epilogue = epilogue(conv.channels_out, conv.level_out, conv.norm >= 0 ? conv.groups : 0);
     f.bias = p_.floats + conv.bias[0];
     if (conv.norm >= 0) f.norm = p_.floats + conv.norm;
     if (conv.add) {
@@ -170,11 +170,11 @@ class Builder {
     f.skip_sample = joined.sample, f.skip_time = joined.pitch;
   }
 
-  Product product(const unet1d::Conv& conv, int s) {
+  Gemm gemm(const unet1d::Conv& conv, int s) {
     const unet1d::Segment& segment = conv.segments[s];
     const Input& input = input_of(conv);
     const int words = plan_.dtype == DType::kFloat32 ? 1 : 2, pitch = padded(conv.channels_out);
-    Product p = {};
+    Gemm p = {};
     p.kind = dot_                              ? Weights::kBFloat16Dot
              : plan_.dtype == DType::kBFloat16 ? Weights::kBFloat16
              : plan_.dtype == DType::kFloat16  ? Weights::kFloat16

@@ -1,4 +1,4 @@
-// Running a program: FiLM once, then for every step of the loop the first layer, the products, the last layer with the
+// Running a program: FiLM once, then for every step of the loop the first layer, the GEMMs, the last layer with the
 // scheduler's step. Every thread executes this code; `share` gives it its part of each list of tasks.
 #include <algorithm>
 #include <cmath>
@@ -65,12 +65,12 @@ void head(const Program& p, int64_t begin, int64_t end) {
   }
 }
 
-/// Imposes the known values of a row: `to` = known where the mask says so, else `from`.
-void impose(const Program& p, int64_t row, const float* from, float* to) {
+/// Inpainting of a row: `to` = condition_data where condition_mask is set, else `from`.
+void apply_condition(const Program& p, int64_t row, const float* from, float* to) {
   const int actions = p.plan->config.action_dim;
   for (int a = 0; a < actions; a++) {
     const int64_t i = row * actions + a;
-    to[a] = p.call.known && p.call.known_mask[i] ? p.call.known[i] : from[a];
+    to[a] = p.call.condition_data && p.call.condition_mask[i] ? p.call.condition_data[i] : from[a];
   }
 }
 
@@ -96,11 +96,11 @@ void tail(const Program& p, int step, int64_t begin, int64_t end) {
       sample[a] = scheduler.step(predicted, sample[a], noise);
     }
     if (!call.table) continue;
-    impose(p, row, sample, step + 1 == call.steps ? output : sample);
+    apply_condition(p, row, sample, step + 1 == call.steps ? output : sample);
   }
 }
 
-void set_film(const Program& p, Finish& f, int64_t offset, int step) {
+void set_film(const Program& p, Epilogue& f, int64_t offset, int step) {
   f.film[0] = p.film_step + offset + (p.call.per_sample_timesteps ? 0 : int64_t{1} * step * p.film_rows);
   f.film[1] = p.film_cond + offset;
 }
@@ -109,24 +109,24 @@ void one_step(const Program& p, Team& team, int thread, int step) {
   const int64_t rows = int64_t{1} * p.call.batch * p.call.horizon;
   team.share(thread, rows, [&](int64_t begin, int64_t end) { head(p, begin, end); });
   team.barrier();
-  Finish finish = p.head;
-  set_film(p, finish, p.plan->head.film, step);
-  const auto run_finish = [&] {
-    team.share(thread, finish_tasks(finish),
-               [&](int64_t begin, int64_t end) { p.kernels->finish(finish, begin, end); });
+  Epilogue epilogue = p.head;
+  set_film(p, epilogue, p.plan->head.film, step);
+  const auto run_epilogue = [&] {
+    team.share(thread, epilogue_tasks(epilogue),
+               [&](int64_t begin, int64_t end) { p.kernels->epilogue(epilogue, begin, end); });
     team.barrier();
   };
-  run_finish();
+  run_epilogue();
   for (const Layer& layer : p.layers) {
-    for (int s = 0; s < layer.num_products; s++) {
-      team.share_long(thread, s, layer.tasks[s].count, [&](int64_t begin, int64_t end) {
-        p.kernels->product(layer.products[s], layer.tasks[s], begin, end);
+    for (int s = 0; s < layer.num_gemms; s++) {
+      team.share_stealing(thread, s, layer.tasks[s].count, [&](int64_t begin, int64_t end) {
+        p.kernels->gemm(layer.gemms[s], layer.tasks[s], begin, end);
       });
     }
     team.barrier();
-    finish = layer.finish;
-    if (layer.film >= 0) set_film(p, finish, layer.film, step);
-    run_finish();
+    epilogue = layer.epilogue;
+    if (layer.film >= 0) set_film(p, epilogue, layer.film, step);
+    run_epilogue();
   }
   team.share(thread, rows, [&](int64_t begin, int64_t end) { tail(p, step, begin, end); });
   team.barrier();
@@ -143,14 +143,14 @@ std::string reject(const Plan& plan, int64_t batch, int64_t horizon) {
 }
 
 int64_t useful_threads(const Plan& plan, int batch, int horizon) {
-  int64_t products = 0;
+  int64_t multiply_adds = 0;
   for (const auto& conv : plan.convs) {
-    // The two segments of an upsampling product make every other output time each.
+    // The two segments of an upsampling GEMM make every other output time each.
     const int64_t times = int64_t{batch} * (horizon >> conv.level_out) / (conv.upsample ? 2 : 1);
     for (int i = 0; i < conv.num_segments; i++)
-      products += times * conv.segments[i].taps * (conv.channels_in + conv.channels_skip) * conv.channels_out;
+      multiply_adds += times * conv.segments[i].taps * (conv.channels_in + conv.channels_skip) * conv.channels_out;
   }
-  return std::max<int64_t>(1, products / 8'000'000);
+  return std::max<int64_t>(1, multiply_adds / 8'000'000);
 }
 
 void run(const Program& p, Team& team, int thread) {
@@ -159,7 +159,7 @@ void run(const Program& p, Team& team, int thread) {
   team.barrier();
   team.share(thread, int64_t{1} * p.call.batch * p.call.horizon, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++)
-      impose(p, row, p.call.initial + row * p.plan->config.action_dim, sample_row(p, row));
+      apply_condition(p, row, p.call.initial + row * p.plan->config.action_dim, sample_row(p, row));
   });
   film(p, team, thread);
   team.barrier();

@@ -20,15 +20,15 @@ class Team {
 
   void barrier() {
     if (size_ == 1) return;
-    const uint32_t round = round_.load(std::memory_order_relaxed);
+    const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
       for (int i = 0; i < size_; i++)
         for (auto& next : queues_[i].next) next.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
+      phase_.store(phase + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
       if (spins < kSpins)
         pause();
       else
@@ -43,10 +43,11 @@ class Team {
     if (begin < end) run(begin, end);
   }
 
-  /// The same for long tasks: a thread that is done with its part takes from the others', since a core may be away for
-  /// a while or slower. Between two barriers `list` 0 and 1 can be used, once each, and by a team of one too.
+  /// The same with work stealing, for long tasks: a thread that is done with its part takes from the others', since a
+  /// core may be busy elsewhere or slower. Between two barriers `list` 0 and 1 can be used, once each, and by a team of
+  /// one too.
   template <class F>
-  void share_long(int thread, int list, int64_t count, const F& run) {
+  void share_stealing(int thread, int list, int64_t count, const F& run) {
     if (size_ == 1) return share(thread, count, run);
     for (int i = 0; i < size_; i++) {
       const int owner = (thread + i) % size_;
@@ -75,7 +76,7 @@ class Team {
   const int size_;
   const std::unique_ptr<Queue[]> queues_;
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> round_{0};
+  alignas(64) std::atomic<uint32_t> phase_{0};
 };
 
 }  // namespace dpa::kernels::cpu

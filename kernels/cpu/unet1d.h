@@ -2,10 +2,10 @@
 // as on the GPU (kernels/plans/unet1d/plan.h), a layout of its own for the weights.
 //
 //   pack      the original tensors, rearranged once: panels of 16 output channels in the order of use
-//   Program   what a call computes, as data: a product or two a layer, and what becomes of their output
+//   Program   what a call computes, as data: a GEMM or two a layer, and what becomes of their output
 //   run       executes it; every thread of a team calls it at once, and two barriers a layer keep them together
 //
-// A product is owned by the thread that owns its output channels, over the whole depth: results do not depend on the
+// A GEMM is owned by the thread that owns its output channels, over the whole depth: results do not depend on the
 // number of threads.
 #pragma once
 #include <cstddef>
@@ -55,17 +55,17 @@ struct Call {
   const float* initial;       // (B, T, A)
   const float* table;         // (S, 6), or null: the output is the network's, and S is 1
   float clip;
-  const float* noise;         // (S, B, T, A), or null
-  const float* known;         // (B, T, A), or null
-  const uint8_t* known_mask;  // (B, T, A)
-  float* output;              // (B, T, A)
+  const float* noise;             // (S, B, T, A), or null
+  const float* condition_data;    // (B, T, A), or null
+  const uint8_t* condition_mask;  // (B, T, A)
+  float* output;                  // (B, T, A)
 };
 
 struct Layer {
-  Product products[2];
+  Gemm gemms[2];
   Tasks tasks[2];
-  int num_products;
-  Finish finish;
+  int num_gemms;
+  Epilogue epilogue;
   int64_t film;  // offset of the layer's scale and shift in a row of FiLM, or -1
 };
 
@@ -81,10 +81,10 @@ struct Program {
   float* sample;  // (B, T + 2 halo, A), zeros around each sample
   int64_t sample_stride;
   int halo;
-  char* zeroed;  // the products' inputs: zeros where nothing is written
+  char* zeroed;  // the GEMMs' inputs: zeros where nothing is written
   size_t zeroed_bytes;
   float *raw, *residual, *value;
-  Finish head;
+  Epilogue head;
   std::vector<Layer> layers;
 };
 

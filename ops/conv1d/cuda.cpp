@@ -12,7 +12,7 @@
 namespace dpa {
 namespace {
 
-/// The convolution as the products know it: a Conv1d gathers from the wide input, a transposed one scatters to it.
+/// The convolution's sizes for the kernels: a Conv1d's forward is their fprop, a transposed one's their dgrad.
 products::Conv1d geometry(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding, bool transposed) {
   const int64_t length = input.size(2), taps = weight.size(2);
   const int64_t out = conv1d_length(length, taps, stride, padding, transposed).expect_int();
@@ -47,10 +47,10 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const products::Addends addends{data_or_null(bias), kernel_dtype((bias.defined() ? bias : input).scalar_type()),
                                   nullptr};
   const int64_t channels = weight.size(transposed ? 1 : 0);
-  auto out = empty_in_order(input.size(0), channels, transposed ? conv.wide_length : conv.narrow_length, channels_last,
+  auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());
-  const auto product = transposed ? products::scatter : products::gather;
-  C10_CUDA_CHECK(product(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/false}, addends,
+  const auto product = transposed ? products::dgrad : products::fprop;
+  C10_CUDA_CHECK(product(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false}, addends,
                          out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
   return {out, packed};
 }
@@ -83,7 +83,7 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   if (mask[2]) grad_bias = at::empty({weight.size(transposed ? 1 : 0)}, (bias.has_value() ? *bias : weight).options());
   Branches branches;
   branches.fork();
-  if (mask[0]) input_backward(conv, transposed, g, {packed.const_data_ptr(), /*settled=*/true}, grad_input);
+  if (mask[0]) input_backward(conv, transposed, g, {packed.const_data_ptr(), /*prefetchable=*/true}, grad_input);
   parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches.side());
   branches.join();
   return {grad_input, grad_weight, grad_bias};

@@ -72,18 +72,18 @@ class Branches {
 /// it.
 inline void input_backward(const products::Conv1d& conv, bool transposed, const Tensor& grad,
                            const products::Weights& weights, const Tensor& to) {
-  const auto product = transposed ? products::gather : products::scatter;
+  const auto product = transposed ? products::fprop : products::dgrad;
   C10_CUDA_CHECK(
       product(conv, grad.const_data_ptr(), weights, {}, to.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
 }
 inline void parameter_backward(const products::Conv1d& conv, bool transposed, const Tensor& grad, const Tensor& input,
                                const Tensor& weight, const Tensor& bias, c10::cuda::CUDAStream stream) {
-  const int64_t rows = conv.batch * (transposed ? conv.wide_length : conv.narrow_length);
-  const int64_t channels = transposed ? conv.wide_channels : conv.narrow_channels;
+  const int64_t rows = conv.batch * (transposed ? conv.x_length : conv.y_length);
+  const int64_t channels = transposed ? conv.x_channels : conv.y_channels;
   if (weight.defined()) {
-    const auto &narrow = transposed ? input : grad, &wide = transposed ? grad : input;
-    C10_CUDA_CHECK(products::weight_gradient(conv, narrow.const_data_ptr(), wide.const_data_ptr(),
-                                             weight.mutable_data_ptr(), kernel_dtype(weight.scalar_type()), stream));
+    const auto &y = transposed ? input : grad, &x = transposed ? grad : input;
+    C10_CUDA_CHECK(products::wgrad(conv, y.const_data_ptr(), x.const_data_ptr(), weight.mutable_data_ptr(),
+                                   kernel_dtype(weight.scalar_type()), stream));
   }
   if (bias.defined())
     C10_CUDA_CHECK(products::column_sums(conv.dtype, grad.const_data_ptr(), rows, channels, products::padded(channels),

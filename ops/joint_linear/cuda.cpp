@@ -85,9 +85,9 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
   const auto x = padded_rows(as_sample(whole_input(input, rest)));
   const auto bias = biases.size() == 1 ? aligned(biases[0].contiguous()) : at::cat(biases);
   auto out = at::empty({input.size(0), outputs}, input.options());
-  C10_CUDA_CHECK(products::gather(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*settled=*/false},
-                                  {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr},
-                                  out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(products::fprop(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
+                                 {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr},
+                                 out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
   return out;
 }
 
@@ -128,12 +128,12 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
       packed = static_cast<char*>(grad_weight.mutable_data_ptr()) + late * row;
     }
     pack(input, weights, wanted, packed);
-    input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g, {packed, /*settled=*/false},
+    input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g, {packed, /*prefetchable=*/false},
                    grad_whole);
   }
   const auto make_rows = [&](int64_t first, int64_t end, c10::cuda::CUDAStream stream) {
     if (!mask[1] || first == end) return;
-    C10_CUDA_CHECK(products::weight_gradient(
+    C10_CUDA_CHECK(products::wgrad(
         geometry(input, channels, end - first), static_cast<const uint16_t*>(g.const_data_ptr()) + first,
         x.const_data_ptr(),
         static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),

@@ -40,8 +40,8 @@ void parallel_move_cuda(const Tensor& states, const Tensor& position, const Tens
   args.output = out.const_data_ptr<float>();
   args.coefficients = table.const_data_ptr<float>();
   args.noise = static_cast<const float*>(data_or_null(noises));
-  args.known = static_cast<const float*>(data_or_null(values));
-  args.mask = static_cast<const uint8_t*>(data_or_null(mask));
+  args.condition_data = static_cast<const float*>(data_or_null(values));
+  args.condition_mask = static_cast<const uint8_t*>(data_or_null(mask));
   args.steps = steps, args.window = output.size(0), args.batch = output.size(1);
   args.inner = output.size(2) * output.size(3);
   args.clip = static_cast<float>(clip), args.tolerance = static_cast<float>(tolerance);

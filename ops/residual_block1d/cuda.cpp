@@ -74,16 +74,16 @@ class Chain {
     Branches packing;
     if (fresh) pack(packing);
     const auto x = padded_rows(block_[kInput]), more = more_.defined() ? padded_rows(more_) : Tensor();
-    const products::Wide wide{x.const_data_ptr(), data_or_null(more), block_[kInput].size(1)};
+    const products::ConvInput input{x.const_data_ptr(), data_or_null(more), block_[kInput].size(1)};
     const auto activated = activation(), out = activation();
     Tensor conv1 = keep ? activation() : Tensor(), conv2 = keep ? activation() : Tensor();
     const bool convolves = block_[kResidualWeight].defined();
     // Without a convolution the channels are the output's, of whole vectors.
     const auto residual = convolves ? activation() : x;
-    const bool beside = convolves && takes_side();
-    layer({kConv1Weight, kConv1Bias, !fresh}, wide, conv1, Tensor(), first_norm(conv1), activated,
+    const bool beside = convolves && takes_shortcut();
+    layer({kConv1Weight, kConv1Bias, !fresh}, input, conv1, Tensor(), first_norm(conv1), activated,
           beside ? residual : Tensor());
-    if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, wide, residual);
+    if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, input, residual);
     if (fresh) packing.join();
     layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, {activated.const_data_ptr()}, conv2, residual,
           second_norm(conv2), out);
@@ -160,45 +160,46 @@ class Chain {
     pack({kConv2Weight}, branch.side());
   }
 
-  /// `settled`: see `products::Weights`. Behind the first product all of the block's weights are, but for those that
+  /// `prefetchable`: see `products::Weights`. Behind the first product all of the block's weights are, but for those that
   /// another branch has packed.
   struct Convolution {
     BlockSlot weight, bias;
-    bool settled;
+    bool prefetchable;
   };
-  products::Weights weights(const Convolution& c) const { return {packed_[c.weight], c.settled}; }
+  products::Weights weights(const Convolution& c) const { return {packed_[c.weight], c.prefetchable}; }
   products::Addends addends(BlockSlot bias) const {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), nullptr};
   }
-  void convolve(const Convolution& c, const products::Wide& x, const Tensor& out) const {
+  void convolve(const Convolution& c, const products::ConvInput& x, const Tensor& out) const {
     C10_CUDA_CHECK(
-        products::gather(convolution(c.weight), x.rows, weights(c), addends(c.bias), out.mutable_data_ptr(), stream_));
+        products::fprop(convolution(c.weight), x.rows, weights(c), addends(c.bias), out.mutable_data_ptr(), stream_));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether the residual convolution can run in the launch of the first one.
-  bool takes_side() const {
+  bool takes_shortcut() const {
     const auto conv = convolution(kConv1Weight);
-    return block_[kResidualWeight].size(2) == 1 && products::normalises(conv, group()) && products::takes_side(conv);
+    return block_[kResidualWeight].size(2) == 1 && products::normalises(conv, group()) &&
+           products::takes_shortcut(conv);
   }
   /// Whether the input can come as two tensors: the first product and its side read them, and nothing else does.
   bool takes_more() const {
-    return block_[kInput].size(1) % products::kChunk == 0 && block_[kResidualWeight].defined() && takes_side();
+    return block_[kInput].size(1) % products::kChunk == 0 && block_[kResidualWeight].defined() && takes_shortcut();
   }
   /// A convolution and its normalisation, in one kernel where its tiles hold whole groups; `side`: where the residual
   /// convolution goes that runs beside it.
-  void layer(const Convolution& c, const products::Wide& x, Tensor conv, const Tensor& residual,
+  void layer(const Convolution& c, const products::ConvInput& x, Tensor conv, const Tensor& residual,
              norms::GroupNormMish norm, const Tensor& out, const Tensor& side = {}) const {
     norm.residual = data_or_null(residual), norm.out = out.mutable_data_ptr();
     if (products::normalises(convolution(c.weight), group())) {
       const products::Normalisation normalisation{
           group(),    norm.eps,          norm.parameter_dtype, norm.weight,   norm.bias, norm.scale,
           norm.shift, norm.scale_stride, norm.shift_stride,    norm.residual, norm.out};
-      products::Side beside{};
+      products::Shortcut beside{};
       if (side.defined())
-        beside = {weights({kResidualWeight, kResidualBias, c.settled}), addends(kResidualBias),
+        beside = {weights({kResidualWeight, kResidualBias, c.prefetchable}), addends(kResidualBias),
                   side.mutable_data_ptr()};
-      C10_CUDA_CHECK(products::gather_normalised(convolution(c.weight), x, weights(c), addends(c.bias),
-                                                 mutable_data_or_null(conv), normalisation, beside, stream_));
+      C10_CUDA_CHECK(products::fprop_normalised(convolution(c.weight), x, weights(c), addends(c.bias),
+                                                mutable_data_or_null(conv), normalisation, beside, stream_));
       return;
     }
     if (!conv.defined()) conv = activation();
@@ -210,7 +211,7 @@ class Chain {
                      c10::cuda::CUDAStream stream) const {
     const products::Addends addends{nullptr, kernel_dtype(type_), residual};
     C10_CUDA_CHECK(
-        products::scatter(convolution(weight), grad, {packed_[weight], /*settled=*/true}, addends, out, stream));
+        products::dgrad(convolution(weight), grad, {packed_[weight], /*prefetchable=*/true}, addends, out, stream));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {
@@ -223,8 +224,8 @@ class Chain {
     if (!mask[weight]) return;
     void* out = gradient(weight, mask, to);
     branch.fork_for_fills();
-    C10_CUDA_CHECK(products::weight_gradient(convolution(weight), grad, x.const_data_ptr(), out,
-                                             kernel_dtype(block_[weight].scalar_type()), branch.side()));
+    C10_CUDA_CHECK(products::wgrad(convolution(weight), grad, x.const_data_ptr(), out,
+                                   kernel_dtype(block_[weight].scalar_type()), branch.side()));
   }
 
   norms::GroupNormMish norm(const Tensor& input, BlockSlot weight, BlockSlot bias) const {

@@ -83,8 +83,8 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   call.table = floats(in.table);
   call.clip = static_cast<float>(in.clip);
   call.noise = floats(in.noise);
-  call.known = floats(in.known);
-  call.known_mask = in.known_mask.defined() ? static_cast<const uint8_t*>(in.known_mask.const_data_ptr()) : nullptr;
+  call.condition_data = floats(in.known);
+  call.condition_mask = in.known_mask.defined() ? static_cast<const uint8_t*>(in.known_mask.const_data_ptr()) : nullptr;
   call.output = out.mutable_data_ptr<float>();
 
   cpu::Program program;

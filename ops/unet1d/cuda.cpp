@@ -65,8 +65,8 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   call.noise = floats(in.noise);
   call.film = floats(in.film);
   call.step_film = floats(in.step_film);
-  call.known = floats(in.known);
-  call.known_mask = static_cast<const uint8_t*>(data_or_null(in.known_mask));
+  call.condition_data = floats(in.known);
+  call.condition_mask = static_cast<const uint8_t*>(data_or_null(in.known_mask));
   call.output = out.mutable_data_ptr<float>();
   if (record.defined()) call.record = reinterpret_cast<uint32_t*>(record.mutable_data_ptr<int32_t>());
   C10_CUDA_CHECK(kernels::unet1d::sample(plan, call, c10::cuda::getCurrentCUDAStream()));

@@ -186,8 +186,8 @@ void check_unet1d_batch_pack_out(const BatchPlan& plan, at::TensorList parameter
   check_same_device(op, "seen", *seen, "parameters", parameters[0]);
   const int64_t items = static_cast<int64_t>(plan.items.size());
   DPA_CHECK(seen->scalar_type() == at::kInt && seen->dim() == 2 && seen->sym_size(0) == items &&
-                seen->sym_size(1) == kernels::conv1d::kLooks && seen->is_contiguous(),
-            op, c10::str("seen must be contiguous int32 of shape (", items, ", ", kernels::conv1d::kLooks, ")"),
+                seen->sym_size(1) == kernels::conv1d::kChangeSamples && seen->is_contiguous(),
+            op, c10::str("seen must be contiguous int32 of shape (", items, ", ", kernels::conv1d::kChangeSamples, ")"),
             seen->scalar_type(), " ", seen->sym_sizes());
 }
 

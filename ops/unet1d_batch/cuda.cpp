@@ -42,9 +42,9 @@ void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, 
                                          item.width};
     }
     if (seen.defined()) {
-      auto* const looks = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * products::kLooks;
+      auto* const looks = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * products::kChangeSamples;
       auto* const changed = wanted.mutable_data_ptr<int>() + first;
-      C10_CUDA_CHECK(products::look_for_changes(source, packings, looks, changed, stream));
+      C10_CUDA_CHECK(products::detect_changes(source, packings, looks, changed, stream));
       packings.wanted = changed;
     }
     C10_CUDA_CHECK(products::pack_weights(source, target, packings, stream));
@@ -85,7 +85,7 @@ class Forward {
     return static_cast<const uint16_t*>(packed_.const_data_ptr()) + offset;
   }
   /// Packed weights are older than the kernel that prepares the inputs, behind which every product is.
-  products::Weights weights(int64_t offset) const { return {packed(offset), /*settled=*/true}; }
+  products::Weights weights(int64_t offset) const { return {packed(offset), /*prefetchable=*/true}; }
 
   /// The sample as channels-last activations, channels padded to a multiple of 8; keeps the timesteps' sinusoids.
   Tensor prepare(const Tensor& sample, const Tensor& timesteps) {
@@ -109,8 +109,8 @@ class Forward {
     const int64_t n = x.size(0);
     const products::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
     auto out = empty({n, out_channels});
-    C10_CUDA_CHECK(products::gather(conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, nullptr},
-                                    out.mutable_data_ptr(), stream_));
+    C10_CUDA_CHECK(products::fprop(conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, nullptr},
+                                   out.mutable_data_ptr(), stream_));
     return out;
   }
   Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
@@ -172,7 +172,7 @@ class Forward {
         /*stride=*/2,
         /*padding=*/1};
     auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
-    const auto product = up ? products::scatter : products::gather;
+    const auto product = up ? products::dgrad : products::fprop;
     C10_CUDA_CHECK(product(conv, x.const_data_ptr(), weights(layer.packed),
                            {parameter(layer.bias).const_data_ptr(), parameter_dtype_, nullptr}, out.mutable_data_ptr(),
                            stream_));
@@ -192,9 +192,9 @@ class Forward {
     products::Normalisation norm{};
     norm.group = group, norm.eps = kEps, norm.parameter_dtype = parameter_dtype_;
     norm.weight = gamma.const_data_ptr(), norm.bias = beta.const_data_ptr(), norm.out = out.mutable_data_ptr();
-    C10_CUDA_CHECK(products::gather_normalised(conv, {x.const_data_ptr()}, weights(layer.packed),
-                                               {bias.const_data_ptr(), parameter_dtype_, nullptr}, nullptr, norm, {},
-                                               stream_));
+    C10_CUDA_CHECK(products::fprop_normalised(conv, {x.const_data_ptr()}, weights(layer.packed),
+                                              {bias.const_data_ptr(), parameter_dtype_, nullptr}, nullptr, norm, {},
+                                              stream_));
     return out;
   }
 
@@ -211,8 +211,8 @@ class Forward {
       return out;
     }
     const products::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0};
-    C10_CUDA_CHECK(products::gather(conv, x.const_data_ptr(), weights(plan_.last.packed),
-                                    {bias, parameter_dtype_, nullptr}, out.mutable_data_ptr(), stream_));
+    C10_CUDA_CHECK(products::fprop(conv, x.const_data_ptr(), weights(plan_.last.packed),
+                                   {bias, parameter_dtype_, nullptr}, out.mutable_data_ptr(), stream_));
     return out;
   }
 

@@ -10,9 +10,9 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-Conv1d convolution(int64_t batch, int64_t length, int64_t narrow, int64_t wide, int taps, int stride) {
+Conv1d convolution(int64_t batch, int64_t length, int64_t y_channels, int64_t x_channels, int taps, int stride) {
   const int padding = taps == 4 ? 1 : taps / 2;
-  return {DType::kBFloat16, batch,  (length + 2 * padding - taps) / stride + 1, narrow, length, wide, taps,
+  return {DType::kBFloat16, batch,  (length + 2 * padding - taps) / stride + 1, y_channels, length, x_channels, taps,
           stride,           padding};
 }
 
@@ -48,59 +48,59 @@ TEST(RowTiles, CoverEveryRowOnce) {
   }
 }
 
-// (narrow time, tap, wide time) of every product that a convolution has.
+// (time of y, tap, time of x) of every term of a convolution.
 using Pairs = std::multiset<std::tuple<int64_t, int, int64_t>>;
 Pairs pairs(const Conv1d& c) {
   Pairs all;
-  for (int64_t t = 0; t < c.narrow_length; ++t) {
+  for (int64_t t = 0; t < c.y_length; ++t) {
     for (int k = 0; k < c.taps; ++k) {
       const int64_t u = c.stride * t + k - c.padding;
-      if (u >= 0 && u < c.wide_length) all.emplace(t, k, u);
+      if (u >= 0 && u < c.x_length) all.emplace(t, k, u);
     }
   }
   return all;
 }
 
-TEST(ProductPlan, GatherAndScatterMeetEveryPairOnce) {
+TEST(ConvPlan, FpropAndDgradContractEveryPairOnce) {
   for (const Conv1d& c : convolutions()) {
-    const ProductPlan gather = plan_gather(c, 132), scatter = plan_scatter(c, 132);
-    Pairs gathered, scattered;
-    for (int64_t t = 0; t < c.narrow_length; ++t) {
-      for (int i = 0; i < gather.terms[0]; ++i) {
-        const int64_t u = gather.stride * t + gather.shift[0][i];
-        if (u >= 0 && u < c.wide_length) gathered.emplace(t, gather.tap[0][i], u);
+    const ConvPlan fprop = plan_fprop(c, 132), dgrad = plan_dgrad(c, 132);
+    Pairs by_fprop, by_dgrad;
+    for (int64_t t = 0; t < c.y_length; ++t) {
+      for (int i = 0; i < fprop.terms[0]; ++i) {
+        const int64_t u = fprop.stride * t + fprop.shift[0][i];
+        if (u >= 0 && u < c.x_length) by_fprop.emplace(t, fprop.tap[0][i], u);
       }
     }
-    for (int64_t u = 0; u < c.wide_length; ++u) {
-      const int phase = static_cast<int>(u % scatter.phases);
-      for (int i = 0; i < scatter.terms[phase]; ++i) {
-        const int64_t t = u / scatter.phases + scatter.shift[phase][i];
-        if (t >= 0 && t < c.narrow_length) scattered.emplace(t, scatter.tap[phase][i], u);
+    for (int64_t u = 0; u < c.x_length; ++u) {
+      const int phase = static_cast<int>(u % dgrad.phases);
+      for (int i = 0; i < dgrad.terms[phase]; ++i) {
+        const int64_t t = u / dgrad.phases + dgrad.shift[phase][i];
+        if (t >= 0 && t < c.y_length) by_dgrad.emplace(t, dgrad.tap[phase][i], u);
       }
     }
-    EXPECT_EQ(gathered, pairs(c)) << c.wide_length << " " << c.taps << " " << c.stride;
-    EXPECT_EQ(scattered, pairs(c)) << c.wide_length << " " << c.taps << " " << c.stride;
+    EXPECT_EQ(by_fprop, pairs(c)) << c.x_length << " " << c.taps << " " << c.stride;
+    EXPECT_EQ(by_dgrad, pairs(c)) << c.x_length << " " << c.taps << " " << c.stride;
   }
 }
 
-TEST(ProductPlan, EveryBlockOfAClusterHasSteps) {
+TEST(ConvPlan, EveryBlockOfAClusterHasSteps) {
   for (const Conv1d& c : convolutions()) {
     for (int multiprocessors : {1, 78, 114, 132}) {
-      for (const ProductPlan& plan : {plan_gather(c, multiprocessors), plan_scatter(c, multiprocessors)}) {
+      for (const ConvPlan& plan : {plan_fprop(c, multiprocessors), plan_dgrad(c, multiprocessors)}) {
         EXPECT_TRUE(plan.splits == 1 || plan.splits == 2 || plan.splits == 4 || plan.splits == 8);
         for (int p = 0; p < plan.phases; ++p) EXPECT_GE(plan.terms[p] * plan.chunks, plan.splits);
         const int64_t tiles = plan.rows.count * plan.phases * plan.column_tiles;
         EXPECT_TRUE(plan.splits == 1 || tiles * plan.splits <= multiprocessors) << tiles;
       }
-      const GradientPlan gradient = plan_gradient(c, multiprocessors);
+      const WgradPlan gradient = plan_wgrad(c, multiprocessors);
       EXPECT_GE(gradient.rows.count, gradient.splits);
     }
   }
 }
 
-TEST(ProductPlan, OneBoxServesAllTermsWhereItsRowsAreWholePieces) {
+TEST(ConvPlan, OneBoxServesAllTermsWhereRowsAreWholeSwizzleAtoms) {
   for (const Conv1d& c : convolutions()) {
-    for (const ProductPlan& plan : {plan_gather(c, 132), plan_scatter(c, 132)}) {
+    for (const ConvPlan& plan : {plan_fprop(c, 132), plan_dgrad(c, 132)}) {
       if (!plan.together) {
         EXPECT_EQ(plan.reach, 0);
         continue;
@@ -121,17 +121,17 @@ TEST(ProductPlan, OneBoxServesAllTermsWhereItsRowsAreWholePieces) {
   }
   for (int level = 0; level < 3; ++level)
     for (int64_t batch : {64, 256, 1024})
-      EXPECT_TRUE(plan_gather(convolution(batch, 16 >> level, 256 << level, 256 << level, 5, 1), 132).together);
-  EXPECT_FALSE(plan_gather(convolution(64, 16, 256, 256, 3, 2), 132).together);
-  EXPECT_FALSE(plan_gather(convolution(64, 32, 256, 256, 5, 1), 132).together);
-  EXPECT_FALSE(plan_gather(convolution(64, 16, 256, 256, 1, 1), 132).together);
+      EXPECT_TRUE(plan_fprop(convolution(batch, 16 >> level, 256 << level, 256 << level, 5, 1), 132).together);
+  EXPECT_FALSE(plan_fprop(convolution(64, 16, 256, 256, 3, 2), 132).together);
+  EXPECT_FALSE(plan_fprop(convolution(64, 32, 256, 256, 5, 1), 132).together);
+  EXPECT_FALSE(plan_fprop(convolution(64, 16, 256, 256, 1, 1), 132).together);
 }
 
-TEST(ProductPlan, PassesOverNothingButPadding) {
+TEST(ConvPlan, SkipsOnlyTermsThatReadPadding) {
   for (const Conv1d& c : convolutions()) {
-    for (bool gathers : {true, false}) {
-      const ProductPlan plan = gathers ? plan_gather(c, 132) : plan_scatter(c, 132);
-      const int64_t x_length = gathers ? c.wide_length : c.narrow_length;
+    for (bool is_fprop : {true, false}) {
+      const ConvPlan plan = is_fprop ? plan_fprop(c, 132) : plan_dgrad(c, 132);
+      const int64_t x_length = is_fprop ? c.x_length : c.y_length;
       for (int row = 0; plan.together && row < plan.rows.time * plan.rows.samples; ++row) {
         for (int i = 0; i < plan.terms[0]; ++i) {
           const int64_t time = row / plan.rows.samples + plan.shift[0][i];
@@ -142,19 +142,19 @@ TEST(ProductPlan, PassesOverNothingButPadding) {
       }
     }
   }
-  const ProductPlan plan = plan_gather(convolution(64, 4, 1024, 1024, 5, 1), 132);  // two times a warpgroup
+  const ConvPlan plan = plan_fprop(convolution(64, 4, 1024, 1024, 5, 1), 132);  // two times a warpgroup
   EXPECT_EQ(plan.first_term[0], 1);
   EXPECT_EQ(plan.end_term[0], 5);
   EXPECT_EQ(plan.first_term[1], 0);
   EXPECT_EQ(plan.end_term[1], 4);
 }
 
-TEST(ProductPlan, ClustersOfFourAndMoreFindTheirPlaces) {
+TEST(ConvPlan, ClustersOfFourAndMoreFitTheDevice) {
   // 30 of four and 15 of eight fit the 132 multiprocessors of an H200, one block on each.
   for (int64_t batch : {16, 64, 128, 256, 512, 1024}) {
     for (int64_t channels : {256, 512, 1024, 2048}) {
-      for (const ProductPlan& plan : {plan_gather(convolution(batch, 4, channels, channels, 5, 1), 132),
-                                      plan_scatter(convolution(batch, 8, channels, channels, 4, 2), 132)}) {
+      for (const ConvPlan& plan : {plan_fprop(convolution(batch, 4, channels, channels, 5, 1), 132),
+                                   plan_dgrad(convolution(batch, 8, channels, channels, 4, 2), 132)}) {
         const int64_t clusters = plan.rows.count * plan.phases * plan.column_tiles;
         if (plan.splits >= 4) {
           EXPECT_LE(clusters, plan.splits == 4 ? 30 : 15);
@@ -164,14 +164,14 @@ TEST(ProductPlan, ClustersOfFourAndMoreFindTheirPlaces) {
   }
 }
 
-TEST(ProductPlan, FillsTheDeviceAtTheNetworksSizes) {
+TEST(ConvPlan, FillsTheDeviceAtTheNetworksSizes) {
   // The levels of the 80 M network have 64 tiles of 128 x 128 at batch 256 and 16 at batch 64; clusters of eight stay
   // below half of the device.
   for (int level = 0; level < 3; ++level) {
     const int64_t channels = 256 << level, length = 16 >> level;
-    EXPECT_EQ(plan_gather(convolution(64, length, channels, channels, 5, 1), 132).splits, 4);
-    EXPECT_EQ(plan_gather(convolution(256, length, channels, channels, 5, 1), 132).splits, 2);
-    EXPECT_EQ(plan_gather(convolution(1024, length, channels, channels, 5, 1), 132).tile_columns,
+    EXPECT_EQ(plan_fprop(convolution(64, length, channels, channels, 5, 1), 132).splits, 4);
+    EXPECT_EQ(plan_fprop(convolution(256, length, channels, channels, 5, 1), 132).splits, 2);
+    EXPECT_EQ(plan_fprop(convolution(1024, length, channels, channels, 5, 1), 132).tile_columns,
               level == 2 ? 256 : 128);
   }
 }
@@ -197,7 +197,7 @@ TEST(Normalises, WhereATileHoldsWholeGroups) {
   constexpr int kMultiprocessors = 132;
   const auto answer = [&](int64_t batch, int64_t length, int64_t channels, int64_t group) {
     const Conv1d conv{DType::kBFloat16, batch, length, channels, length, channels, 5, 1, 2};
-    return normalises(conv, plan_gather(conv, kMultiprocessors), group);
+    return normalises(conv, plan_fprop(conv, kMultiprocessors), group);
   };
   for (int64_t batch : {63, 64, 256, 1024})
     for (int level = 0; level < 3; ++level) EXPECT_TRUE(answer(batch, 16 >> level, 256 << level, 32 << level));

@@ -33,16 +33,16 @@ class EveryClusterLayout : public testing::TestWithParam<Sizes> {
   ClusterLayout y = cluster_layout(plan, GetParam().batch, GetParam().horizon);
   void SetUp() override { ASSERT_TRUE(y.fits); }
 
-  Place place(int layer, int block) const {
-    return Place(y.layers[layer], block / kClusterBlocks, block % kClusterBlocks);
+  ClusterTile place(int layer, int block) const {
+    return ClusterTile(y.layers[layer], block / kClusterBlocks, block % kClusterBlocks);
   }
   int64_t message_bytes(const ClusterLayer& l) const {
     return (static_cast<int64_t>(l.channels) << (l.times_out_log2 + y.chunk_log2)) * 2;
   }
-  // The words of 16 bytes, of all messages, that a block receives for a product: as the kernel walks them.
+  // The words of 16 bytes, of all messages, that a block receives for a GEMM: as the kernel walks them.
   std::set<int64_t> received(int layer, int block) const {
     const ClusterLayer& l = y.layers[layer];
-    const Place p = place(layer, block);
+    const ClusterTile p = place(layer, block);
     const int rank = block % kClusterBlocks, half = p.way ? rank >> 3 : 0;
     std::set<int64_t> words;
     for (int octet = 0; octet < l.octets; ++octet) {
@@ -58,10 +58,10 @@ class EveryClusterLayout : public testing::TestWithParam<Sizes> {
   // The quarters of such words that a block writes.
   std::vector<int64_t> written(int layer, int block) const {
     const ClusterLayer& l = y.layers[layer];
-    const Place p = place(layer, block);
+    const ClusterTile p = place(layer, block);
     std::vector<int64_t> quarters;
     for (int thread = 0; thread < kGroupThreads; ++thread) {
-      const Word word(l, p, thread, y.chunk_log2);
+      const OutputWord word(l, p, thread, y.chunk_log2);
       if (word.valid) quarters.push_back((l.message + word.at) / 4), quarters.push_back((l.message + word.next) / 4);
     }
     return quarters;
@@ -70,7 +70,7 @@ class EveryClusterLayout : public testing::TestWithParam<Sizes> {
 
 TEST_P(EveryClusterLayout, FitsTwoBlocksAMultiprocessor) {
   EXPECT_LE(y.shared_bytes, kClusterSharedBytes);
-  EXPECT_GE(y.stages, kMinRingStages);
+  EXPECT_GE(y.stages, kMinClusterStages);
   for (int i = 1; i <= y.count; ++i) {
     const ClusterLayer& l = y.layers[i];
     EXPECT_LE(y.activations + (l.octets * l.rows + (l.pad << l.samples_log2)) * 16, y.sums) << i;
@@ -118,7 +118,7 @@ TEST_P(EveryClusterLayout, TilesCoverEveryWeight) {
     const Tiling t = tiling(plan, plan.convs[i - 1]);
     std::set<std::tuple<int, int, int>> tiles;  // segment, tile of 64 rows, first sample
     for (int block = 0; block < kBlocks; ++block) {
-      const Place p = place(i, block);
+      const ClusterTile p = place(i, block);
       tiles.insert({p.segment, p.row_tile, p.sample0});
     }
     EXPECT_EQ(tiles.size() * l.ways, kBlocks) << i;
@@ -127,12 +127,12 @@ TEST_P(EveryClusterLayout, TilesCoverEveryWeight) {
   }
 }
 
-// Follows what each block can know of the others' progress, through three steps: it has received a product's input when
+// Follows what each block can know of the others' progress, through three steps: it has received a GEMM's input when
 // those who wrote it had finished it, and it finishes when all who share its units have received theirs.
-TEST_P(EveryClusterLayout, MakesUnwrittenWhatAllReadersHaveReadBeforeTheyLookAgain) {
-  using Known = std::vector<int>;  // of each block, the last product that it has surely received, counted on and on
+TEST_P(EveryClusterLayout, ResetsAWordOnlyAfterAllReadersAndBeforeTheNextPoll) {
+  using Known = std::vector<int>;  // of each block, the last GEMM that it has surely received, counted on and on
   std::vector<std::vector<Known>> finished(3 * y.count + 1, std::vector<Known>(kBlocks, Known(kBlocks, -1))),
-      known = finished;
+      condition_data = finished;
   std::vector<std::vector<std::set<int64_t>>> reads(y.count + 1);
   std::vector<std::map<int64_t, int>> writer(y.count + 1);  // of a word
   for (int i = 0; i <= y.count; ++i) {
@@ -142,7 +142,7 @@ TEST_P(EveryClusterLayout, MakesUnwrittenWhatAllReadersHaveReadBeforeTheyLookAga
         for (const int64_t quarter : written(i, block)) writer[i][quarter / 4] = block;
     }
   }
-  std::map<int64_t, std::vector<std::pair<int, int>>> readers;  // of a word: product, block
+  std::map<int64_t, std::vector<std::pair<int, int>>> readers;  // of a word: GEMM, block
   for (int k = 1; k <= y.count; ++k) {
     for (int block = 0; block < kBlocks; ++block)
       for (const int64_t word : reads[k][block]) readers[word].push_back({k, block});
@@ -157,15 +157,15 @@ TEST_P(EveryClusterLayout, MakesUnwrittenWhatAllReadersHaveReadBeforeTheyLookAga
   auto join = [](Known& to, const Known& from) {
     for (int b = 0; b < kBlocks; ++b) to[b] = std::max(to[b], from[b]);
   };
-  // What the first convolution's outputs imply: those who finished the last product for the same sample.
+  // What the first convolution's outputs imply: those who finished the last GEMM for the same sample.
   std::vector<std::vector<Known>> first(3, std::vector<Known>(kBlocks, Known(kBlocks, -1)));  // of each step
   for (int n = 1; n <= 3 * y.count; ++n) {
     const int step = (n - 1) / y.count, i = n - step * y.count;
     if (i == 1 && n > 1) {
       for (int block = 0; block < kBlocks; ++block) {
-        const Share mine(y.layers[0], place(0, block), 0);
+        const ThreadShare mine(y.layers[0], place(0, block), 0);
         for (int other = 0; other < kBlocks; ++other) {
-          const Share theirs(y.layers[y.count], place(y.count, other), 0);
+          const ThreadShare theirs(y.layers[y.count], place(y.count, other), 0);
           if (mine.valid && theirs.valid && mine.sample == theirs.sample)
             join(first[step][block], finished[n - 1][other]);
         }
@@ -184,37 +184,37 @@ TEST_P(EveryClusterLayout, MakesUnwrittenWhatAllReadersHaveReadBeforeTheyLookAga
         join(received_by[block], j == 0 ? first[step][other] : finished[when][other]);
       }
       received_by[block][block] = n;
-      known[n][block] = known[n - 1][block];
-      join(known[n][block], received_by[block]);
+      condition_data[n][block] = condition_data[n - 1][block];
+      join(condition_data[n][block], received_by[block]);
     }
     for (int block = 0; block < kBlocks; ++block) {
-      const Place p = place(i, block);
+      const ClusterTile p = place(i, block);
       for (int peer = 0; peer < p.peers; ++peer)
         join(finished[n][block], received_by[block / kClusterBlocks * kClusterBlocks + p.first_peer + peer]);
     }
   }
-  // What product j wrote in the first step is made unwritten when it is finished in the second, and is looked for again
-  // in the third. A block that has received the product after the next two has seen its own finishing warps through.
+  // What GEMM j wrote in the first step is made unwritten when it is finished in the second, and is polled again
+  // in the third. A block that has received the GEMM after the next two has seen its own finishing warps through.
   for (int j = 0; j < y.count; ++j) {
     for (const auto& [word, owner] : writer[j]) {
       for (const auto& [k, reader] : readers.at(word)) {
         const auto& at_reset = j == 0 ? first[1][owner] : finished[y.count + j][owner];
-        ASSERT_GE(at_reset[reader], k) << "product " << k << " may still read what " << j << " wrote";
-        ASSERT_GE(known[2 * y.count + k - 1][reader][owner], y.count + j + 3)
-            << "product " << k << " may read what " << j << " wrote a step before";
+        ASSERT_GE(at_reset[reader], k) << "GEMM " << k << " may still read what " << j << " wrote";
+        ASSERT_GE(condition_data[2 * y.count + k - 1][reader][owner], y.count + j + 3)
+            << "GEMM " << k << " may read what " << j << " wrote a step before";
       }
     }
   }
 }
 
-// Sums of two products would mix, in memory and in the barrier's count, where a block sent the second one's to a block
+// Sums of two GEMMs would mix, in memory and in the barrier's count, where a block sent the second one's to a block
 // that has not read the first one's.
-TEST_P(EveryClusterLayout, SendsNoSumsBeforeTheLastOnesAreRead) {
-  using Known = std::vector<int>;  // of each block, the last product whose sums it has surely read, counted on and on
+TEST_P(EveryClusterLayout, SendsNoSumsBeforePendingAcknowledgementsArrive) {
+  using Known = std::vector<int>;  // of each block, the last GEMM whose sums it has surely read, counted on and on
   const std::vector<Known> nothing(kBlocks, Known(kBlocks, -1));
-  std::vector<std::vector<Known>> finished(1, nothing);  // of a product: what those who have finished it know
+  std::vector<std::vector<Known>> finished(1, nothing);  // of a GEMM: what those who have finished it know
   std::vector<Known> sent = nothing, done = nothing;     // what each block's two warpgroups know
-  std::vector<uint32_t> owing(kBlocks, 0);
+  std::vector<uint32_t> pending_acks(kBlocks, 0);
   std::vector<std::map<int64_t, std::set<int>>> writers(y.count + 1);
   for (int j = 0; j < y.count; ++j)
     for (int block = 0; block < kBlocks; ++block)
@@ -231,8 +231,8 @@ TEST_P(EveryClusterLayout, SendsNoSumsBeforeTheLastOnesAreRead) {
       for (int block = 0; block < kBlocks; ++block) {
         if (!finishes(0, block)) continue;
         for (int other = 0; step > 0 && other < kBlocks; ++other)
-          if (finishes(y.count, other) && Share(y.layers[0], place(0, block), 0).sample ==
-                                              Share(y.layers[y.count], place(y.count, other), 0).sample)
+          if (finishes(y.count, other) && ThreadShare(y.layers[0], place(0, block), 0).sample ==
+                                              ThreadShare(y.layers[y.count], place(y.count, other), 0).sample)
             join(done[block], last[other]);
         finished[0][block] = done[block];
         join(sent[block], done[block]);  // its two warpgroups meet
@@ -247,35 +247,36 @@ TEST_P(EveryClusterLayout, SendsNoSumsBeforeTheLastOnesAreRead) {
             for (const int writer : found->second) from.insert({j, writer});
       for (const auto& [j, writer] : from) join(sent[block], finished[j][writer]);
       for (int rank = 0; rank < kClusterBlocks; ++rank)
-        if (owing[block] >> rank & 1) join(sent[block], done[cluster + rank]);
-      const Place p = place(i, block);
+        if (pending_acks[block] >> rank & 1) join(sent[block], done[cluster + rank]);
+      const ClusterTile p = place(i, block);
       for (int f = 0; f < y.layers[i].finishers; ++f) {
         const int to = cluster + p.first_peer + f;
-        ASSERT_GE(sent[block][to], done[to][to]) << "product " << n << ", " << block << " to " << to;
+        ASSERT_GE(sent[block][to], done[to][to]) << "GEMM " << n << ", " << block << " to " << to;
       }
     }
     finished.push_back(nothing);
     for (int block = 0; block < kBlocks; ++block) {
-      const Place p = place(i, block);
+      const ClusterTile p = place(i, block);
       if (!finishes(i, block)) continue;
       for (int peer = 0; peer < p.peers; ++peer)
         join(done[block], sent[block / kClusterBlocks * kClusterBlocks + p.first_peer + peer]);
       done[block][block] = n;
       finished[i][block] = done[block];
     }
-    for (int block = 0; block < kBlocks; ++block) owing[block] = Told(y.layers[i], place(i, block)).by;
+    for (int block = 0; block < kBlocks; ++block) pending_acks[block] = AckTargets(y.layers[i], place(i, block)).by;
   }
 }
 
-// Who waits for a block is who is told by it.
-TEST_P(EveryClusterLayout, TellsThoseWhoWait) {
+// A block waits for exactly those that acknowledge to it.
+TEST_P(EveryClusterLayout, AcknowledgesExactlyThoseWhoWait) {
   for (int i = 1; i <= y.count; ++i) {
     for (int block = 0; block < kClusterBlocks; ++block) {
       for (int other = 0; other < kClusterBlocks; ++other) {
-        const Told told(y.layers[i], place(i, other));
-        const bool tells =
-            place(i, other).finisher < y.layers[i].finishers && block >= told.first && block < told.first + told.count;
-        EXPECT_EQ(Told(y.layers[i], place(i, block)).by >> other & 1, tells) << i << ": " << other << " to " << block;
+        const AckTargets acks(y.layers[i], place(i, other));
+        const bool acknowledges =
+            place(i, other).finisher < y.layers[i].finishers && block >= acks.first && block < acks.first + acks.count;
+        EXPECT_EQ(AckTargets(y.layers[i], place(i, block)).by >> other & 1, acknowledges)
+            << i << ": " << other << " to " << block;
       }
     }
   }

@@ -67,7 +67,6 @@ _NOT_YET = (
     "CONTRIBUTING.md",
     "docs/architecture.md",
     "docs/promises.md",
-    "kernels/",
     "ops/",
     "python/dpa/acceleration/",
     "python/dpa/nn/",

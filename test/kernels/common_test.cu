@@ -151,9 +151,10 @@ TEST_F(Device, LaunchReportsItsOwnError) {
   wait();
 }
 
-/// Lets its successor start, sleeps, then reads `seen` and writes `data`: what a successor must not do before.
+/// Triggers the dependent launch, sleeps, then reads `seen` and writes `data`: what the dependent kernel must not do
+/// first.
 __global__ void slow_producer(const int* seen, int* data, int* saw, int value) {
-  release_successor();
+  trigger_dependent_launch();
   for (int i = 0; i < 200; ++i) __nanosleep(1'000'000 / 200);
   saw[blockIdx.x] = seen[blockIdx.x];
   data[blockIdx.x] = value;
@@ -161,7 +162,7 @@ __global__ void slow_producer(const int* seen, int* data, int* saw, int value) {
 
 /// Reads `data`, and writes over `seen`.
 __global__ void consumer(const int* data, int* seen, int* got) {
-  wait_for_predecessor();
+  grid_dependency_sync();
   got[blockIdx.x] = data[blockIdx.x];
   seen[blockIdx.x] = -1;
 }

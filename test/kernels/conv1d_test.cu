@@ -64,76 +64,73 @@ template <class T>
 __global__ void fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
   put_noise(x, rows, channels, width, seed, scale);
 }
-// The same as late as a predecessor can be: its successor has taken its places long before.
+// The same, delayed: the dependent launch has started long before.
 template <class T>
-__global__ void late_fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
-  release_successor();
-  wait_for_predecessor();
+__global__ void delayed_fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
+  trigger_dependent_launch();
+  grid_dependency_sync();
   for (int i = 0; i < 100; ++i) __nanosleep(1000);
   put_noise(x, rows, channels, width, seed, scale);
 }
 
 // The three formulas of conv1d.h, a thread an output element.
 template <class T>
-__global__ void slow_gather(Conv1d c, const T* wide, const float* weight, const float* bias, const T* residual,
-                            double* out, int64_t width) {
-  const int64_t total = c.batch * c.narrow_length * c.narrow_channels;
+__global__ void slow_fprop(Conv1d c, const T* x, const float* weight, const float* bias, const T* residual, double* out,
+                           int64_t width) {
+  const int64_t total = c.batch * c.y_length * c.y_channels;
   for (int64_t e = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; e < total; e += int64_t{gridDim.x} * blockDim.x) {
-    const int64_t i = e % c.narrow_channels, t = e / c.narrow_channels % c.narrow_length,
-                  b = e / c.narrow_channels / c.narrow_length;
+    const int64_t i = e % c.y_channels, t = e / c.y_channels % c.y_length, b = e / c.y_channels / c.y_length;
     double sum = (bias ? bias[i] : 0) + (residual ? static_cast<double>(widen(residual[e])) : 0);
     for (int k = 0; k < c.taps; ++k) {
       const int64_t u = c.stride * t + k - c.padding;
-      if (u < 0 || u >= c.wide_length) continue;
-      for (int64_t j = 0; j < c.wide_channels; ++j)
-        sum += double(widen(wide[(b * c.wide_length + u) * width + j])) *
-               widen(narrow<T>(weight[(i * c.wide_channels + j) * c.taps + k]));
+      if (u < 0 || u >= c.x_length) continue;
+      for (int64_t j = 0; j < c.x_channels; ++j)
+        sum += double(widen(x[(b * c.x_length + u) * width + j])) *
+               widen(narrow<T>(weight[(i * c.x_channels + j) * c.taps + k]));
     }
     out[e] = sum;
   }
 }
 template <class T>
-__global__ void slow_scatter(Conv1d c, const T* narrow_x, const float* weight, const float* bias, const T* residual,
-                             double* out, int64_t width) {
-  const int64_t total = c.batch * c.wide_length * c.wide_channels;
+__global__ void slow_dgrad(Conv1d c, const T* y, const float* weight, const float* bias, const T* residual, double* out,
+                           int64_t width) {
+  const int64_t total = c.batch * c.x_length * c.x_channels;
   for (int64_t e = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; e < total; e += int64_t{gridDim.x} * blockDim.x) {
-    const int64_t j = e % c.wide_channels, u = e / c.wide_channels % c.wide_length,
-                  b = e / c.wide_channels / c.wide_length;
+    const int64_t j = e % c.x_channels, u = e / c.x_channels % c.x_length, b = e / c.x_channels / c.x_length;
     double sum = (bias ? bias[j] : 0) + (residual ? static_cast<double>(widen(residual[e])) : 0);
     for (int k = 0; k < c.taps; ++k) {
       const int64_t t = u + c.padding - k;
-      if (t < 0 || t % c.stride != 0 || t / c.stride >= c.narrow_length) continue;
-      for (int64_t i = 0; i < c.narrow_channels; ++i)
-        sum += double(widen(narrow_x[(b * c.narrow_length + t / c.stride) * width + i])) *
-               widen(narrow<T>(weight[(i * c.wide_channels + j) * c.taps + k]));
+      if (t < 0 || t % c.stride != 0 || t / c.stride >= c.y_length) continue;
+      for (int64_t i = 0; i < c.y_channels; ++i)
+        sum += double(widen(y[(b * c.y_length + t / c.stride) * width + i])) *
+               widen(narrow<T>(weight[(i * c.x_channels + j) * c.taps + k]));
     }
     out[e] = sum;
   }
 }
-// Beside the sum, what float32 addition on the tensor cores may lose of it: an instruction adds 16 rows' products to
+// Beside the sum, what float32 addition on the tensor cores may lose of it: an instruction adds 16 rows' terms to
 // the running sum of its block and cuts off what lies below the last place of the largest of them, 2^-23 of it.
-// Products are at most 1. The kernel's plan says which rows a block adds, in which order.
+// Terms are at most 1. The kernel's plan says which rows a block adds, in which order.
 template <class T>
-__global__ void slow_gradient(Conv1d c, GradientPlan plan, const T* narrow_x, const T* wide, double* out, double* lost,
-                              int64_t narrow_width, int64_t wide_width) {
-  const int64_t total = c.narrow_channels * c.wide_channels * c.taps;
+__global__ void slow_wgrad(Conv1d c, WgradPlan plan, const T* y, const T* x, double* out, double* lost, int64_t y_width,
+                           int64_t x_width) {
+  const int64_t total = c.y_channels * c.x_channels * c.taps;
   for (int64_t e = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; e < total; e += int64_t{gridDim.x} * blockDim.x) {
-    const int64_t k = e % c.taps, j = e / c.taps % c.wide_channels, i = e / c.taps / c.wide_channels;
+    const int64_t k = e % c.taps, j = e / c.taps % c.x_channels, i = e / c.taps / c.x_channels;
     double sum = 0, running = 0, cut = 0;
     int64_t block = 0;
     for (int64_t b = 0; b < c.batch; ++b) {
-      for (int64_t t = 0; t < c.narrow_length; ++t) {
+      for (int64_t t = 0; t < c.y_length; ++t) {
         const RowTiles& rows = plan.rows;
         const int64_t piece = rows.per_sample == 1 ? b / rows.samples : b * rows.per_sample + t / rows.time;
         const int64_t row = (rows.per_sample == 1 ? b % rows.samples * rows.time : 0) + t % rows.time;
         while (piece >= rows.count * (block + 1) / plan.splits) ++block, running = 0;
         const int64_t u = c.stride * t + k - c.padding;
-        const double product = u < 0 || u >= c.wide_length
-                                   ? 0
-                                   : double(widen(narrow_x[(b * c.narrow_length + t) * narrow_width + i])) *
-                                         widen(wide[(b * c.wide_length + u) * wide_width + j]);
-        sum += product, running += product;
-        const bool ends = t + 1 == c.narrow_length && (rows.per_sample > 1 || b + 1 == c.batch);
+        const double term = u < 0 || u >= c.x_length ? 0
+                                                     : double(widen(y[(b * c.y_length + t) * y_width + i])) *
+                                                           widen(x[(b * c.x_length + u) * x_width + j]);
+        sum += term, running += term;
+        const bool ends = t + 1 == c.y_length && (rows.per_sample > 1 || b + 1 == c.batch);
         const bool last = row + 1 == rows.time * rows.samples || ends;
         if (row % 16 == 15 || last) cut += (fabs(running) + 1) / (1 << 23);
       }
@@ -157,9 +154,9 @@ double worst(const std::vector<T>& got, const std::vector<double>& exact, double
       std::memcpy(&bits, &got[i], 2);
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         bits <<= 16;
-        float wide;
-        std::memcpy(&wide, &bits, 4);
-        value = wide;
+        float x;
+        std::memcpy(&x, &bits, 4);
+        value = x;
       } else {
         value = __half2float(got[i]);
       }
@@ -178,81 +175,79 @@ std::vector<T> to_host(const Buffer& buffer) {
   return host;
 }
 
-// A convolution's tensors, filled, and its three products.
+// A convolution's tensors, filled, and its three GEMMs.
 template <class T>
 struct Case {
   Conv1d c;
-  bool settled = true;
-  int64_t narrow_rows, wide_rows, narrow_width, wide_width, weights;
-  Buffer narrow_x, wide, weight, packed, bias, narrow_out, wide_out, narrow_residual, wide_residual, gradient,
-      half_gradient;
+  bool prefetchable = true;
+  int64_t y_rows, x_rows, y_width, x_width, weights;
+  Buffer y, x, weight, packed, bias, y_out, x_out, y_residual, x_residual, gradient, half_gradient;
 
   Case(const Conv1d& conv, uint64_t seed)
       : c(conv),
-        narrow_rows(c.batch * c.narrow_length),
-        wide_rows(c.batch * c.wide_length),
-        narrow_width(padded(c.narrow_channels)),
-        wide_width(padded(c.wide_channels)),
-        weights(c.narrow_channels * c.wide_channels * c.taps),
-        narrow_x(narrow_rows * narrow_width * 2),
-        wide(wide_rows * wide_width * 2),
+        y_rows(c.batch * c.y_length),
+        x_rows(c.batch * c.x_length),
+        y_width(padded(c.y_channels)),
+        x_width(padded(c.x_channels)),
+        weights(c.y_channels * c.x_channels * c.taps),
+        y(y_rows * y_width * 2),
+        x(x_rows * x_width * 2),
         weight(weights * 4),
-        packed(c.taps * c.narrow_channels * wide_width * 2),
-        bias(std::max(c.narrow_channels, c.wide_channels) * 4),
-        narrow_out(narrow_rows * c.narrow_channels * 2),
-        wide_out(wide_rows * c.wide_channels * 2),
-        narrow_residual(narrow_out.bytes),
-        wide_residual(wide_out.bytes),
+        packed(c.taps * c.y_channels * x_width * 2),
+        bias(std::max(c.y_channels, c.x_channels) * 4),
+        y_out(y_rows * c.y_channels * 2),
+        x_out(x_rows * c.x_channels * 2),
+        y_residual(y_out.bytes),
+        x_residual(x_out.bytes),
         gradient(weights * 4),
         half_gradient(weights * 2) {
-    put<T>(narrow_x, narrow_rows, c.narrow_channels, narrow_width, seed, 1);
-    put<T>(wide, wide_rows, c.wide_channels, wide_width, seed + 1, 1);
-    put<float>(weight, c.narrow_channels, c.wide_channels * c.taps, c.wide_channels * c.taps, seed + 2, 0.1f);
+    put<T>(y, y_rows, c.y_channels, y_width, seed, 1);
+    put<T>(x, x_rows, c.x_channels, x_width, seed + 1, 1);
+    put<float>(weight, c.y_channels, c.x_channels * c.taps, c.x_channels * c.taps, seed + 2, 0.1f);
     put<float>(bias, 1, bias.bytes / 4, bias.bytes / 4, seed + 3, 1);
-    put<T>(narrow_residual, narrow_rows, c.narrow_channels, c.narrow_channels, seed + 4, 1);
-    put<T>(wide_residual, wide_rows, c.wide_channels, c.wide_channels, seed + 5, 1);
+    put<T>(y_residual, y_rows, c.y_channels, c.y_channels, seed + 4, 1);
+    put<T>(x_residual, x_rows, c.x_channels, c.x_channels, seed + 5, 1);
     CHECK(pack_weights(DType::kFloat32, c.dtype, packings(), 0));
-    CHECK(cudaDeviceSynchronize());  // the weights are settled
+    CHECK(cudaDeviceSynchronize());  // the weights are prefetchable
   }
-  Packings packings() const { return {{{weight.data, packed.data, c.narrow_channels, c.wide_channels, c.taps}}, 1}; }
+  Packings packings() const { return {{{weight.data, packed.data, c.y_channels, c.x_channels, c.taps}}, 1}; }
   template <class S>
   static void put(Buffer& to, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
     fill<S><<<1024, 256>>>(reinterpret_cast<S*>(to.data), rows, channels, width, seed, scale);
   }
-  void run_gather(bool addends, cudaStream_t stream = 0) {
-    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? narrow_residual.data : nullptr};
-    CHECK(gather(c, wide.data, {packed.data, settled}, add, narrow_out.data, stream));
+  void run_fprop(bool addends, cudaStream_t stream = 0) {
+    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? y_residual.data : nullptr};
+    CHECK(fprop(c, x.data, {packed.data, prefetchable}, add, y_out.data, stream));
   }
-  void run_scatter(bool addends, cudaStream_t stream = 0) {
-    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? wide_residual.data : nullptr};
-    CHECK(scatter(c, narrow_x.data, {packed.data, settled}, add, wide_out.data, stream));
+  void run_dgrad(bool addends, cudaStream_t stream = 0) {
+    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? x_residual.data : nullptr};
+    CHECK(dgrad(c, y.data, {packed.data, prefetchable}, add, x_out.data, stream));
   }
-  void run_gradient(bool half, cudaStream_t stream = 0) {
-    CHECK(weight_gradient(c, narrow_x.data, wide.data, half ? half_gradient.data : gradient.data,
-                          half ? c.dtype : DType::kFloat32, stream));
+  void run_wgrad(bool half, cudaStream_t stream = 0) {
+    CHECK(
+        wgrad(c, y.data, x.data, half ? half_gradient.data : gradient.data, half ? c.dtype : DType::kFloat32, stream));
   }
 };
 
-// Whether products whose input is only being written, behind a release and a wait, give the same bits.
+// Whether convolutions whose input is still being written when they are launched give the same bits.
 template <class T>
-bool waits_for_late_input(Case<T>& t, uint64_t seed, bool addends) {
-  const auto narrow_once = to_host<uint16_t>(t.narrow_out), wide_once = to_host<uint16_t>(t.wide_out);
-  for (auto* buffer : {&t.wide, &t.narrow_x, &t.narrow_out, &t.wide_out})
-    CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
-  CHECK(launch_dependent(late_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.wide.data), t.wide_rows, t.c.wide_channels,
-                         t.wide_width, seed + 1, 1.0f));
-  t.run_gather(addends);
-  CHECK(launch_dependent(late_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.narrow_x.data), t.narrow_rows,
-                         t.c.narrow_channels, t.narrow_width, seed, 1.0f));
-  t.run_scatter(addends);
+bool waits_for_delayed_input(Case<T>& t, uint64_t seed, bool addends) {
+  const auto y_once = to_host<uint16_t>(t.y_out), x_once = to_host<uint16_t>(t.x_out);
+  for (auto* buffer : {&t.x, &t.y, &t.y_out, &t.x_out}) CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
+  CHECK(launch_dependent(delayed_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.x.data), t.x_rows, t.c.x_channels,
+                         t.x_width, seed + 1, 1.0f));
+  t.run_fprop(addends);
+  CHECK(launch_dependent(delayed_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.y.data), t.y_rows, t.c.y_channels,
+                         t.y_width, seed, 1.0f));
+  t.run_dgrad(addends);
   CHECK(cudaDeviceSynchronize());
   const auto gradient_once = to_host<uint32_t>(t.gradient);
-  for (auto* buffer : {&t.wide, &t.gradient}) CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
-  CHECK(launch_dependent(late_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.wide.data), t.wide_rows, t.c.wide_channels,
-                         t.wide_width, seed + 1, 1.0f));
-  t.run_gradient(false);
+  for (auto* buffer : {&t.x, &t.gradient}) CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
+  CHECK(launch_dependent(delayed_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.x.data), t.x_rows, t.c.x_channels,
+                         t.x_width, seed + 1, 1.0f));
+  t.run_wgrad(false);
   CHECK(cudaDeviceSynchronize());
-  return narrow_once == to_host<uint16_t>(t.narrow_out) && wide_once == to_host<uint16_t>(t.wide_out) &&
+  return y_once == to_host<uint16_t>(t.y_out) && x_once == to_host<uint16_t>(t.x_out) &&
          gradient_once == to_host<uint32_t>(t.gradient);
 }
 
@@ -266,54 +261,53 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   Case<T> t(c, seed);
   const double unit = std::is_same_v<T, __half> ? 0.501 / 1024 : 0.501 / 128, slack = 2e-5;
   const float* bias = addends ? as<float>(t.bias) : nullptr;
-  t.run_gather(addends), t.run_scatter(addends), t.run_gradient(false), t.run_gradient(true);
+  t.run_fprop(addends), t.run_dgrad(addends), t.run_wgrad(false), t.run_wgrad(true);
   CHECK(cudaDeviceSynchronize());
-  Buffer narrow_exact(t.narrow_out.bytes * 4), wide_exact(t.wide_out.bytes * 4), gradient_exact(t.weights * 8),
-      gradient_lost(t.weights * 8);
-  slow_gather<T><<<2048, 256>>>(c, as<T>(t.wide), as<float>(t.weight), bias,
-                                addends ? as<T>(t.narrow_residual) : nullptr, as<double>(narrow_exact), t.wide_width);
-  slow_scatter<T><<<2048, 256>>>(c, as<T>(t.narrow_x), as<float>(t.weight), bias,
-                                 addends ? as<T>(t.wide_residual) : nullptr, as<double>(wide_exact), t.narrow_width);
+  Buffer y_exact(t.y_out.bytes * 4), x_exact(t.x_out.bytes * 4), wgrad_exact(t.weights * 8), wgrad_lost(t.weights * 8);
+  slow_fprop<T><<<2048, 256>>>(c, as<T>(t.x), as<float>(t.weight), bias, addends ? as<T>(t.y_residual) : nullptr,
+                               as<double>(y_exact), t.x_width);
+  slow_dgrad<T><<<2048, 256>>>(c, as<T>(t.y), as<float>(t.weight), bias, addends ? as<T>(t.x_residual) : nullptr,
+                               as<double>(x_exact), t.y_width);
   int multiprocessors;
   CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
-  slow_gradient<T><<<2048, 256>>>(c, plan_gradient(c, multiprocessors), as<T>(t.narrow_x), as<T>(t.wide),
-                                  as<double>(gradient_exact), as<double>(gradient_lost), t.narrow_width, t.wide_width);
+  slow_wgrad<T><<<2048, 256>>>(c, plan_wgrad(c, multiprocessors), as<T>(t.y), as<T>(t.x), as<double>(wgrad_exact),
+                               as<double>(wgrad_lost), t.y_width, t.x_width);
   CHECK(cudaDeviceSynchronize());
-  const double g = worst(to_host<T>(t.narrow_out), to_host<double>(narrow_exact), unit, slack);
-  const double s = worst(to_host<T>(t.wide_out), to_host<double>(wide_exact), unit, slack);
+  const double g = worst(to_host<T>(t.y_out), to_host<double>(y_exact), unit, slack);
+  const double s = worst(to_host<T>(t.x_out), to_host<double>(x_exact), unit, slack);
   // The blocks of a cluster add at most 8 sums, each addition rounded to nearest.
   const double nearest = 8.0 / (1 << 24), tiny = 1e-7;
-  const auto lost = to_host<double>(gradient_lost), sums = to_host<double>(gradient_exact);
+  const auto lost = to_host<double>(wgrad_lost), sums = to_host<double>(wgrad_exact);
   const double w = worst(to_host<float>(t.gradient), sums, nearest, tiny, lost);
   const double h = worst(to_host<T>(t.half_gradient), sums, unit, tiny, lost);
-  const bool guards = t.narrow_out.guard_intact() && t.wide_out.guard_intact() && t.gradient.guard_intact() &&
+  const bool guards = t.y_out.guard_intact() && t.x_out.guard_intact() && t.gradient.guard_intact() &&
                       t.half_gradient.guard_intact() && t.packed.guard_intact();
   // The same call again must give the same bits.
   const auto once = to_host<float>(t.gradient);
-  const auto once_out = to_host<uint16_t>(t.narrow_out);
-  t.run_gradient(false), t.run_gather(addends);
+  const auto once_out = to_host<uint16_t>(t.y_out);
+  t.run_wgrad(false), t.run_fprop(addends);
   CHECK(cudaDeviceSynchronize());
   const auto again = to_host<float>(t.gradient);
   const bool repeats =
-      std::memcmp(once.data(), again.data(), t.gradient.bytes) == 0 && once_out == to_host<uint16_t>(t.narrow_out);
-  const bool late = waits_for_late_input(t, seed, addends);
+      std::memcmp(once.data(), again.data(), t.gradient.bytes) == 0 && once_out == to_host<uint16_t>(t.y_out);
+  const bool late = waits_for_delayed_input(t, seed, addends);
   const bool good = g <= 1 && s <= 1 && w <= 1 && h <= 1 && guards && repeats && late;
   if (!good || seed < 2000)
     std::printf(
-        "%s B %lld narrow %lldx%lld wide %lldx%lld k %d s %d p %d: gather %.2f scatter %.2f gradient %.2f %.2f%s%s "
+        "%s B %lld y %lldx%lld x %lldx%lld k %d s %d p %d: fprop %.2f dgrad %.2f wgrad %.2f %.2f%s%s "
         "%s%s\n",
-        std::is_same_v<T, __half> ? "f16 " : "bf16", (long long)c.batch, (long long)c.narrow_length,
-        (long long)c.narrow_channels, (long long)c.wide_length, (long long)c.wide_channels, c.taps, c.stride, c.padding,
-        g, s, w, h, guards ? "" : " GUARD", repeats ? "" : " UNSTEADY", late ? "" : " EARLY", good ? "ok" : "WRONG");
+        std::is_same_v<T, __half> ? "f16 " : "bf16", (long long)c.batch, (long long)c.y_length, (long long)c.y_channels,
+        (long long)c.x_length, (long long)c.x_channels, c.taps, c.stride, c.padding, g, s, w, h, guards ? "" : " GUARD",
+        repeats ? "" : " UNSTEADY", late ? "" : " EARLY", good ? "ok" : "WRONG");
   return good;
 }
 
-bool test_shape(DType dtype, int64_t batch, int64_t length, int64_t narrow_channels, int64_t wide_channels, int taps,
+bool test_shape(DType dtype, int64_t batch, int64_t length, int64_t y_channels, int64_t x_channels, int taps,
                 int stride, uint64_t seed, bool addends) {
   const int padding = stride == 2 && taps == 4 ? 1 : taps / 2;
-  const int64_t narrow_length = (length + 2 * padding - taps) / stride + 1;
-  if (narrow_length <= 0) return true;
-  const Conv1d c{dtype, batch, narrow_length, narrow_channels, length, wide_channels, taps, stride, padding};
+  const int64_t y_length = (length + 2 * padding - taps) / stride + 1;
+  if (y_length <= 0) return true;
+  const Conv1d c{dtype, batch, y_length, y_channels, length, x_channels, taps, stride, padding};
   if (!serves(c)) return std::printf("not served\n"), false;
   return dtype == DType::kFloat16 ? test_case<__half>(c, seed, addends) : test_case<__nv_bfloat16>(c, seed, addends);
 }
@@ -378,10 +372,10 @@ double graph_time(F&& call) {
 }
 
 void run_bench() {
-  std::printf("%22s %10s %18s %18s %18s %8s   us (TFLOP/s), splits\n", "B T narrow wide k s", "at 600", "gather",
-              "scatter", "gradient", "pack");
+  std::printf("%22s %10s %18s %18s %18s %8s   us (TFLOP/s), splits\n", "B T y x k s", "at 600", "fprop", "dgrad",
+              "wgrad", "pack");
   struct Row {
-    int64_t batch, length, narrow, wide;
+    int64_t batch, length, y, x;
     int taps, stride;
   };
   std::vector<Row> rows;
@@ -398,22 +392,22 @@ void run_bench() {
   CHECK(cudaGetDeviceProperties(&properties, 0));
   for (const auto& r : rows) {
     const int padding = r.stride == 2 ? 1 : r.taps / 2;
-    const Conv1d c{DType::kBFloat16, r.batch, r.length / r.stride, r.narrow, r.length, r.wide, r.taps,
+    const Conv1d c{DType::kBFloat16, r.batch, r.length / r.stride, r.y_channels, r.length, r.x, r.taps,
                    r.stride,         padding};
     Case<__nv_bfloat16> t(c, 1);
-    const double work = 2.0 * r.batch * (r.length / r.stride) * r.narrow * r.wide * r.taps;
-    const double g = graph_time([&](cudaStream_t s) { t.run_gather(true, s); });
-    const double x = graph_time([&](cudaStream_t s) { t.run_scatter(true, s); });
-    const double w = graph_time([&](cudaStream_t s) { t.run_gradient(false, s); });
+    const double work = 2.0 * r.batch * (r.length / r.stride) * r.y_channels * r.x * r.taps;
+    const double g = graph_time([&](cudaStream_t s) { t.run_fprop(true, s); });
+    const double x = graph_time([&](cudaStream_t s) { t.run_dgrad(true, s); });
+    const double w = graph_time([&](cudaStream_t s) { t.run_wgrad(false, s); });
     const double p =
         graph_time([&](cudaStream_t s) { CHECK(pack_weights(DType::kFloat32, c.dtype, t.packings(), s)); });
-    const auto gather_plan = plan_gather(c, properties.multiProcessorCount);
-    const auto scatter_plan = plan_scatter(c, properties.multiProcessorCount);
-    const auto gradient_plan = plan_gradient(c, properties.multiProcessorCount);
+    const auto fprop_plan = plan_fprop(c, properties.multiProcessorCount);
+    const auto dgrad_plan = plan_dgrad(c, properties.multiProcessorCount);
+    const auto wgrad_plan = plan_wgrad(c, properties.multiProcessorCount);
     std::printf("%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %d %8.1f\n",
-                (long long)r.batch, (long long)r.length, (long long)r.narrow, (long long)r.wide, r.taps, r.stride,
-                work / 600e6, g, work / g / 1e6, gather_plan.tile_columns, gather_plan.splits, x, work / x / 1e6,
-                scatter_plan.tile_columns, scatter_plan.splits, w, work / w / 1e6, gradient_plan.splits, p);
+                (long long)r.batch, (long long)r.length, (long long)r.y_channels, (long long)r.x, r.taps, r.stride,
+                work / 600e6, g, work / g / 1e6, fprop_plan.tile_columns, fprop_plan.splits, x, work / x / 1e6,
+                dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.splits, p);
   }
 }
 

@@ -202,9 +202,9 @@ void test_case(const Case& c, DType dtype, bool loop) {
   const auto initial = uniform_values(count, 1.5f),
              cond = uniform_values(static_cast<size_t>(c.batch) * c.config.cond_dim),
              noise = uniform_values(static_cast<size_t>(steps) * count);
-  const auto known = uniform_values(count);
-  std::vector<uint8_t> mask(count);
-  for (auto& v : mask) v = uniform() > 0.5f;
+  const auto condition_data = uniform_values(count);
+  std::vector<uint8_t> condition_mask(count);
+  for (auto& v : condition_mask) v = uniform() > 0.5f;
   const std::vector<float> table = {1.2f, -0.5f, 0.6f, 0.3f,  0.1f,  0.2f, 1.1f, -0.4f, 0.5f,
                                     0.4f, 0.05f, 0.1f, 1.05f, -0.3f, 0.8f, 0.1f, 0.02f, 0.0f};
   const float clip = 0.9f;
@@ -218,7 +218,7 @@ void test_case(const Case& c, DType dtype, bool loop) {
     for (int s = 0; s < steps; s++) {
       Signal in = dpa::test::zeros(actions, c.horizon);
       for (int i = 0; i < per_sample; i++) {
-        if (loop && mask[b * per_sample + i]) xd[i] = known[b * per_sample + i];
+        if (loop && condition_mask[b * per_sample + i]) xd[i] = condition_data[b * per_sample + i];
         in.at(i % actions, i / actions) = xd[i];
       }
       const Signal out = reference.forward(in, timesteps[each ? b : s], g);
@@ -235,12 +235,13 @@ void test_case(const Case& c, DType dtype, bool loop) {
       }
     }
     for (int i = 0; i < per_sample; i++)
-      expected[b * per_sample + i] = loop && mask[b * per_sample + i] ? known[b * per_sample + i] : xd[i];
+      expected[b * per_sample + i] =
+          loop && condition_mask[b * per_sample + i] ? condition_data[b * per_sample + i] : xd[i];
   }
 
   Buffer<float> d_timesteps(timesteps), d_cond(cond), d_initial(initial), d_table(table), d_noise(noise),
-      d_known(known);
-  Buffer<uint8_t> d_mask(mask);
+      d_condition_data(condition_data);
+  Buffer<uint8_t> d_condition_mask(condition_mask);
   for (Path path : {Path::kLayered, Path::kResident, Path::kClustered}) {
     if (path != Path::kLayered && !fits(net.plan, c.batch, c.horizon, path)) continue;
     if (only_clustered && path != Path::kClustered) continue;
@@ -262,8 +263,8 @@ void test_case(const Case& c, DType dtype, bool loop) {
                    loop ? d_table.data : nullptr,
                    clip,
                    loop ? d_noise.data : nullptr,
-                   loop ? d_known.data : nullptr,
-                   loop ? d_mask.data : nullptr,
+                   loop ? d_condition_data.data : nullptr,
+                   loop ? d_condition_mask.data : nullptr,
                    out.data,
                    path};
       CHECK(sample(net.plan, call, nullptr));

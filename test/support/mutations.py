@@ -4,7 +4,7 @@ mutations.py [WORD]: those whose description or file holds WORD.
 
 Each mutation is one replacement in one file: a bound, a stride, a barrier, a sign. The test named
 beside it, which passes on the files as they are, must fail on the broken ones, or not end. Those of
-CUDA kernels run where there is a GPU, those of the convolution's products where it is a Hopper.
+CUDA kernels run where there is a GPU, those of the convolution where it is a Hopper.
 Exit status 1 if any mutation lives.
 """
 
@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
+_UNET1D_PLANS = [
+    f"kernels/plans/unet1d/{name}.cpp"
+    for name in ("plan", "call", "cluster_layout", "resident_layout")
+]
 # A test's sources beside itself.
 _TESTS = {
     "test/cpp/launch_plan_test.cpp": [],
     "test/cpp/math_test.cpp": [],
     "test/cpp/conv1d_plan_test.cpp": ["kernels/plans/conv1d/plan.cpp"],
-    "test/cpp/unet1d_plan_test.cpp": ["kernels/plans/unet1d/plan.cpp"],
-    "test/cpp/unet1d_cluster_test.cpp": [
-        f"kernels/plans/unet1d/{name}" for name in ("cluster_layout.cpp", "plan.cpp")
-    ],
+    "test/cpp/unet1d_plan_test.cpp": _UNET1D_PLANS,
+    "test/cpp/unet1d_cluster_test.cpp": _UNET1D_PLANS,
     "test/kernels/common_test.cu": [],
     "test/kernels/conv1d_test.cu": [
         f"kernels/{name}"
@@ -48,7 +50,7 @@ class Mutation:
     test: str
 
 
-_LAUNCH, _MATH, _CONV, _UNET, _CLUSTERS, _GPU, _PRODUCTS = _TESTS
+_LAUNCH, _MATH, _CONV, _UNET, _CLUSTERS, _GPU, _CONVOLUTIONS = _TESTS
 MUTATIONS = [
     Mutation(
         "bound: no block for the last items",
@@ -142,7 +144,7 @@ MUTATIONS = [
         _CONV,
     ),
     Mutation(
-        "bound: terms passed over that meet more than padding",
+        "bound: skipped terms that read more than padding",
         "kernels/plans/conv1d/plan.cpp",
         "return to + shift < 0 ||",
         "return from + shift < 0 ||",
@@ -163,14 +165,21 @@ MUTATIONS = [
         _UNET,
     ),
     Mutation(
-        "barrier: sums sent to blocks that still wait for the last ones",
+        "bound: more columns than the grid covers",
+        "kernels/plans/unet1d/call.cpp",
+        "if (columns > kMaxColumns)",
+        "if (columns > kMaxColumns + kLayeredColumns)",
+        _UNET,
+    ),
+    Mutation(
+        "barrier: sums sent before the receiver has read its last ones",
         "kernels/plans/unet1d/cluster_layout.cpp",
-        "next_by_all = Place(next, 0, 0).peers == kClusterBlocks;",
+        "next_by_all = ClusterTile(next, 0, 0).peers == kClusterBlocks;",
         "next_by_all = 0;",
         _CLUSTERS,
     ),
     Mutation(
-        "barrier: a finisher waited for that tells nobody",
+        "barrier: a wait for a block that sends no acknowledgement",
         "kernels/plans/unet1d/cluster_layout.h",
         "by = ((1u << l.finishers) - 1) << p.first_peer;",
         "by = ((1u << p.peers) - 1) << p.first_peer;",
@@ -205,9 +214,9 @@ MUTATIONS = [
         _GPU,
     ),
     Mutation(
-        "flag: nobody waits for the predecessor",
+        "flag: no grid dependency synchronisation",
         "kernels/cuda/common/launch.cuh",
-        'asm volatile("griddepcontrol.wait;" ::: "memory");',
+        "cudaGridDependencySynchronize();",
         "",
         _GPU,
     ),
@@ -216,70 +225,70 @@ MUTATIONS = [
         "kernels/cuda/conv1d/epilogue.cuh",
         "sample < args.batch && time < args.out_length;",
         "time < args.out_length;",
-        _PRODUCTS,
+        _CONVOLUTIONS,
     ),
     Mutation(
-        "bound: rows of a stage that nobody writes",
+        "bound: rows of a stage that no load writes",
         "kernels/cuda/conv1d/wgrad.cu",
         "if (used == kChunk) return;",
         "if (used >= 0) return;",
-        _PRODUCTS,
+        _CONVOLUTIONS,
     ),
     Mutation(
         "stride: a box of every row",
         "kernels/cuda/conv1d/tensor_map.cpp",
         "steps[of_rows] = step;",
         "steps[of_rows] = 1;",
-        _PRODUCTS,
+        _CONVOLUTIONS,
     ),
     Mutation(
         "stride: eight rows of weights",
         "kernels/cuda/conv1d/convolution.cu",
-        "kScatter ? kChunk * 128 : 16, 1024, Swizzle::k128);",
-        "kScatter ? kChunk * 128 : 16, 512, Swizzle::k128);",
-        _PRODUCTS,
+        "kDgrad ? kChunk * 128 : 16, 1024, wgmma::Swizzle::k128);",
+        "kDgrad ? kChunk * 128 : 16, 512, wgmma::Swizzle::k128);",
+        _CONVOLUTIONS,
     ),
     Mutation(
-        "barrier: weights read before they have come",
+        "barrier: weights read before they arrive",
         "kernels/cuda/conv1d/convolution.cu",
-        "(full_barrier(rings.weights, weight_at), weight_at.round);\n      if (term",
-        "(full_barrier(rings.weights, weight_at), weight_at.round ^ 1);\n      if (term",
-        _PRODUCTS,
+        "(full_barrier(pipelines.weights, weight_at), weight_at.phase);\n      if (term",
+        "(full_barrier(pipelines.weights, weight_at), weight_at.phase ^ 1);\n      if (term",
+        _CONVOLUTIONS,
     ),
     Mutation(
         "barrier: a stage written before it was read",
         "kernels/cuda/conv1d/pipeline.cuh",
-        "  ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.round ^ 1);\n",
+        "  ptx::barrier_wait(ptx::shared_address(&pipeline.empty[at.stage]), at.phase ^ 1);\n",
         "",
-        _PRODUCTS,
+        _CONVOLUTIONS,
     ),
     Mutation(
         "barrier: sums take the place of what another warpgroup reads",
         "kernels/cuda/conv1d/convolution.cu",
-        "release_successor();\n  ptx::sync_threads(1, kMultipliers);",
-        "release_successor();\n",
-        _PRODUCTS,
+        "trigger_dependent_launch();\n  ptx::sync_threads(1, kConsumerThreads);",
+        "trigger_dependent_launch();\n",
+        _CONVOLUTIONS,
     ),
     Mutation(
         "barrier: a cluster's blocks do not wait for one another",
-        "kernels/cuda/conv1d/wgmma.cuh",
+        "kernels/cuda/common/ptx.cuh",
         '"barrier.cluster.arrive.release.aligned;\\nbarrier.cluster.wait.acquire.aligned;"',
         '""',
-        _PRODUCTS,
+        _CONVOLUTIONS,
     ),
     Mutation(
-        "flag: the product does not wait for its predecessor",
+        "flag: the convolution reads before the grid dependency resolves",
         "kernels/cuda/conv1d/convolution.cu",
-        "wait_for_predecessor();\n    Position<kMaxBoxes> box_at;",
-        "Position<kMaxBoxes> box_at;",
-        _PRODUCTS,
+        "grid_dependency_sync();\n    PipelineState box_at;",
+        "PipelineState box_at;",
+        _CONVOLUTIONS,
     ),
     Mutation(
-        "flag: the weight gradient does not wait for its predecessor",
+        "flag: wgrad reads before the grid dependency resolves",
         "kernels/cuda/conv1d/wgrad.cu",
-        "  wait_for_predecessor();\n",
+        "  grid_dependency_sync();\n",
         "",
-        _PRODUCTS,
+        _CONVOLUTIONS,
     ),
 ]
 
@@ -296,7 +305,7 @@ def _build(tree: Path, test: str, program: Path) -> bool:
     """Compile a test, its sources side by side. Whether it could be."""
     compiler = ["nvcc", "-O2", "-arch=native"] if test.endswith(".cu") else ["c++", "-O1"]
     libraries = ["-lgtest_main", "-lgtest"]
-    if test == _PRODUCTS:
+    if test == _CONVOLUTIONS:
         compiler = ["nvcc", "-O2", "-gencode=arch=compute_90a,code=sm_90a", "-DDPA_SM90A"]
         libraries = []
     sources = [tree / file for file in (test, *_TESTS[test])]
@@ -315,7 +324,7 @@ def _verdict(tree: Path, test: str, program: Path) -> str:
     """What a test makes of the files: ``passes``, ``fails`` or ``does not compile``."""
     if not _build(tree, test, program):
         return "does not compile"
-    arguments = ["test"] if test == _PRODUCTS else []
+    arguments = ["test"] if test == _CONVOLUTIONS else []
     try:
         failed = subprocess.run([program, *arguments], capture_output=True, timeout=60).returncode
     except subprocess.TimeoutExpired:
@@ -334,7 +343,7 @@ def main(word: str = "") -> int:
         for m in MUTATIONS:
             if word not in f"{m.what} {m.file}":
                 continue
-            needed = {_GPU: "", _PRODUCTS: "9."}.get(m.test)
+            needed = {_GPU: "", _CONVOLUTIONS: "9."}.get(m.test)
             if needed is not None and not (capability and capability.startswith(needed)):
                 print(f"no GPU    {m.what}")
                 continue

@@ -23,7 +23,7 @@ struct DiffusionStep {
   double clip;
 };
 
-/// Gradients; a null pointer means that nobody asked for that one.
+/// Gradients; null where one is not wanted.
 struct DiffusionStepBackward {
   DiffusionStep forward;  // `out` is not used
   const void* grad;

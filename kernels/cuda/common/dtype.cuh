@@ -5,6 +5,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <type_traits>
+
 #include "kernels/common/dtype.h"
 
 namespace dpa::kernels {
@@ -48,6 +51,25 @@ __device__ __forceinline__ __half narrow<__half>(float x) {
 template <>
 __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
+}
+
+/// Two values rounded to `T`, __half or __nv_bfloat16, in one word: `low` in the lower half.
+template <class T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+template <class T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000)};
+  else
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
 /// Neighbouring elements that move as one.

@@ -2,8 +2,8 @@
 //
 // contiguous: a thread handles `Unroll` vectors, a block's width apart, and loads all of them before it computes. One
 //   of 16 bytes reaches the memory's speed. The tail of fewer elements than a vector, and data that does not start at a
-//   multiple of 16 bytes, go one element at a time. In a chain of kernels a short one is mostly launch: it starts
-//   before its predecessor has ended, and lets its successor start once its own loads are under way.
+//   multiple of 16 bytes, go one element at a time. In a chain of kernels a short one is mostly launch: it is a
+//   dependent launch, and triggers the next one once its own loads are in flight.
 // strided: one thread an element, striding over the grid; the element's place follows from its number by division.
 #pragma once
 #include "kernels/cuda/common/dtype.cuh"
@@ -20,13 +20,13 @@ __global__ void contiguous(T* out, const T* a, const T* b, int64_t vectors, F f)
   using V = Vector<T, Width>;
   const int64_t first = int64_t{blockIdx.x} * blockDim.x * Unroll + threadIdx.x;
   V x[Unroll], y[Unroll];
-  wait_for_predecessor();
+  grid_dependency_sync();
 #pragma unroll
   for (int u = 0; u < Unroll; ++u) {
     const int64_t i = first + int64_t{u} * blockDim.x;
     if (i < vectors) x[u] = reinterpret_cast<const V*>(a)[i], y[u] = reinterpret_cast<const V*>(b)[i];
   }
-  release_successor();
+  trigger_dependent_launch();
 #pragma unroll
   for (int u = 0; u < Unroll; ++u) {
     const int64_t i = first + int64_t{u} * blockDim.x;

@@ -1,11 +1,10 @@
-// The one place where kernels are launched: empty work and the error check. Grid limits are in grid.h.
+// The one place where kernels are launched: empty work and the error check. Grid limits are in plans/grid.h.
 //
-// Dependent launch: on the GPU's side of a chain of short kernels most of the time is the way from the end of one to
-// the start of the next. A kernel launched by `launch_dependent` may be started while the one ahead of it in the stream
-// still runs, as soon as all of that one's blocks have called `release_successor` or ended. Its own part of the bargain
-// is that every thread calls `wait_for_predecessor` before it touches memory, for reading or writing; behind that call
-// everything the stream holds before the kernel has been done and can be seen. Hopper and later; elsewhere both calls
-// are nothing.
+// Programmatic dependent launch (PDL): in a chain of short kernels most of the time lies between the end of one and the
+// start of the next. A kernel launched by `launch_dependent` may start while the one ahead of it in the stream still
+// runs, as soon as all of that one's blocks have called `trigger_dependent_launch` or ended. Every thread of it must
+// call `grid_dependency_sync` before it touches memory, for reading or writing; after that call everything that
+// precedes the kernel in the stream is complete and visible. Hopper and later; elsewhere both calls do nothing.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -20,22 +19,22 @@
 namespace dpa::kernels {
 
 /// Every thread of a kernel that `launch_dependent` launches calls it before its first access to global memory.
-__device__ __forceinline__ void wait_for_predecessor() {
+__device__ __forceinline__ void grid_dependency_sync() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  cudaGridDependencySynchronize();
 #endif
 }
 
-/// Lets the next kernel's blocks take their places. It promises them nothing: they wait for the end of this kernel.
-__device__ __forceinline__ void release_successor() {
+/// Lets the next kernel's blocks start. It orders no memory: they wait for the end of this kernel.
+__device__ __forceinline__ void trigger_dependent_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
+  cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
-/// Whether the code that runs for `kernel` on the current device knows how to wait, which code compiled for an older
-/// architecture does not, on a newer device either. One answer serves a device: all kernels are compiled for the same
-/// ones. DPA_DEPENDENT_LAUNCH=0 in the environment turns dependent launches off.
+/// Whether the code that runs for `kernel` on the current device synchronises with the grid dependency, which code
+/// compiled for an older architecture does not, on a newer device either. One answer serves a device: all kernels are
+/// compiled for the same ones. DPA_DEPENDENT_LAUNCH=0 in the environment turns dependent launches off.
 inline bool launches_dependent(const void* kernel) {
   static const bool wanted = [] {
     const char* value = std::getenv("DPA_DEPENDENT_LAUNCH");
@@ -65,7 +64,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, unsigned threads,
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
-/// The same for a kernel whose threads call `wait_for_predecessor`.
+/// The same for a kernel whose threads call `grid_dependency_sync`.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 blocks, unsigned threads, cudaStream_t stream,
                              Arguments&&... arguments) {

@@ -1,13 +1,17 @@
-// The PTX that the kernels share: barriers in shared memory, bulk copies, matrix products, and loads and stores of
-// messages between blocks. Every function is one instruction, or one loop around one; each says who calls it and what
-// it promises.
+// PTX instructions that neither `cuda::ptx` nor cooperative groups has in the form that these kernels need: on 32-bit
+// shared-memory addresses that are computed once, `.aligned`, with a cache policy, or without a returned state. What
+// `cuda::ptx` generates alike is called by its own name (mbarrier_init, fence_proxy_async, cp_async_bulk, ...). Every
+// function is one instruction, or one loop around one, and says who calls it.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <cuda/ptx>
+#include <type_traits>
 
 namespace dpa::kernels::ptx {
 
@@ -22,26 +26,16 @@ __device__ __forceinline__ uint32_t held(uint32_t value) {
   return value;
 }
 
-// One thread prepares a barrier that completes after `arrivals`; a block barrier must follow before others use it.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Makes fresh barriers visible to the copy engine; the thread that prepared them calls it.
-__device__ __forceinline__ void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives and announces `bytes` that the copy engine will write.
+// Arrives, and announces `bytes` that bulk copies will write.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits for the end of the phase of that parity. Any number of threads may call it.
+// Waits for the end of the phase with that parity. Any number of threads may call it.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\nbra "
@@ -75,6 +69,20 @@ __device__ __forceinline__ void copy_bulk(uint32_t destination, const void* sour
       : "memory");
 }
 
+// One thread copies the box at (x, y, z) of a tensor; what lies outside the tensor arrives as zeros. The barrier counts
+// the bytes of the whole box.
+__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, int x, int y, int z,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(destination),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // A barrier among the first `threads` threads that name the same id; whole warps only.
 __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -90,9 +98,6 @@ __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Makes this thread's writes to shared memory visible to warpgroup products; a barrier must follow.
-__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -102,12 +107,7 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   return v;
 }
 
-// Clusters. The rank of this block; the address, in the cluster's window, of what block `rank` has at `address`.
-__device__ __forceinline__ int cluster_rank() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-}
+// The address, in the cluster's shared window, of what block `rank` has at `address`.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -117,12 +117,54 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The two halves of that barrier. A relaxed arrival orders no memory. (cuda::ptx and cooperative groups have the forms
+// that are not .aligned.)
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // Arrives at a barrier of any block of the cluster. It says that what this thread's block barrier has collected has
 // been read or written in shared memory, before which no cache stands; for anything else it promises nothing. An
 // arrival that did would wait for the thread's stores to global memory.
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t cluster_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
 }
+// Where `address` of one's own shared memory lies in that of block `rank` of the cluster, as a generic address.
+__device__ __forceinline__ uint64_t peer_address(uint32_t address, uint32_t rank) {
+  uint64_t there;
+  asm("{\n.reg .u64 here;\ncvt.u64.u32 here, %1;\ncvta.shared.u64 here, here;\nmapa.u64 %0, here, %2;\n}"
+      : "=l"(there)
+      : "r"(address), "r"(rank));
+  return there;
+}
+// Zeros unless `wanted`.
+__device__ __forceinline__ float4 load_peer(uint64_t there, bool wanted) {
+  float4 value = {};
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n@wanted ld.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
+               : "l"(there), "r"(static_cast<int>(wanted)));
+  return value;
+}
+// Nothing that uses the value moves before this call.
+__device__ __forceinline__ void arrived(float4& value) {
+  asm volatile("" : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w));
+}
+__device__ __forceinline__ float load_peer_word(uint64_t there) {
+  float value;
+  asm volatile("ld.f32 %0, [%1];" : "=f"(value) : "l"(there));
+  return value;
+}
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
+  return value;
+}
+
 // Stores into any block of the cluster; that block's barrier counts the bytes.
 __device__ __forceinline__ void send_cluster_8(uint32_t cluster_address, uint2 v, uint32_t cluster_barrier) {
   asm volatile(
@@ -137,7 +179,7 @@ __device__ __forceinline__ void send_cluster_16(uint32_t cluster_address, uint4 
                : "memory");
 }
 
-// Message words between blocks of one grid: never cached in L1, never reordered with themselves.
+// Message words between blocks of one grid: not cached in L1, not reordered with accesses to the same word.
 __device__ __forceinline__ uint2 load_message(const uint32_t* address) {
   uint2 value;
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(address) : "memory");
@@ -160,7 +202,7 @@ __device__ __forceinline__ void store_message_word(void* address, uint32_t value
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// The processor's approximations, to about 2^-22 relative; results below the normal range are zero.
+// Hardware approximations, to about 2^-22 relative; results below the normal range are zero.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -169,6 +211,11 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float rsqrt_approx(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // The smaller one, or NaN if either is.
@@ -182,7 +229,19 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 #endif
 }
 
-// Asks for the line of an address, to be in the first cache.
+// Loads of constant data that the compiler does not move: they are issued long before their values are needed.
+__device__ __forceinline__ float load_constant(const float* address) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(address));
+  return v;
+}
+__device__ __forceinline__ float2 load_constant_2(const float* address) {
+  float2 v;
+  asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address));
+  return v;
+}
+
+// Prefetches the line of an address into L1.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
@@ -210,17 +269,23 @@ __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
   return transposed;
 }
 
-// c += a b for a 16 x 16, b 16 x 8. The whole warp calls.
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+// c += a b by one warp. T is __half or __nv_bfloat16: a 16 x 16, b 16 x 8; float: a 16 x 8, b 8 x 8 in tf32.
+template <class T>
+__device__ __forceinline__ void mma(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_f16(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
+
 // Four e4m3 as two pairs of halves: exact.
 __device__ __forceinline__ void widen_e4m3(uint32_t (&halves)[2], uint32_t four) {
 #if __CUDA_ARCH__ >= 890
@@ -234,13 +299,6 @@ __device__ __forceinline__ void widen_e4m3(uint32_t (&halves)[2], uint32_t four)
     halves[i] = pair.x | static_cast<uint32_t>(pair.y) << 16;
   }
 #endif
-}
-
-// c += a b for a 16 x 8, b 8 x 8 in tf32.
-__device__ __forceinline__ void mma_tf32(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
 // The nearest tf32 (10 bits of fraction) as float bits.

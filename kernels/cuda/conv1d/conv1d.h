@@ -1,17 +1,16 @@
-// One-dimensional convolutions over tensors in (batch, time, channels) order, as three products on Hopper's tensor
+// One-dimensional convolutions over tensors in (batch, time, channels) order, as implicit GEMMs on Hopper's tensor
 // cores.
 //
-// A convolution joins a narrow and a wide tensor (as long as each other where the stride is 1) by a weight (d0, d1,
-// taps):
-//   gather           narrow[b, t, i] = sum over j, k of  weight[i, j, k] wide[b, stride t + k - padding, j]
-//   scatter          wide[b, u, j]   = sum over i, k, t with u = stride t + k - padding of  weight[i, j, k] narrow[b,
-//   t, i] weight_gradient  weight[i, j, k] = sum over b, t of  narrow[b, t, i] wide[b, stride t + k - padding, j]
-// A Conv1d gathers forward and scatters its gradient back; a ConvTranspose1d, whose weight is (in, out, taps) too, the
-// other way round. Both have the same weight gradient.
+// A convolution maps x to y by a weight (d0, d1, taps); y is as long as x, or half as long where the stride is 2:
+//   fprop   y[b, t, i]      = sum over j, k of     weight[i, j, k] x[b, stride t + k - padding, j]
+//   dgrad   x[b, u, j]      = sum over i, k, t of  weight[i, j, k] y[b, t, i]     with u = stride t + k - padding
+//   wgrad   weight[i, j, k] = sum over b, t of     y[b, t, i] x[b, stride t + k - padding, j]
+// fprop and dgrad are the forward and the data gradient of a Conv1d. For a ConvTranspose1d, whose weight is (in, out,
+// taps) too, they change roles. wgrad is the weight gradient of both.
 //
-// Products read 16-bit tensors, rows of channels padded with zeros to a multiple of 8, and packed weights
-// (taps, d0, d1 padded to a multiple of 8); they write rows that are not padded. Sums are float32, in an order that the
-// sizes alone determine.
+// Operands are 16-bit tensors, rows of channels padded with zeros to a multiple of 8, and packed weights (taps, d0, d1
+// padded to a multiple of 8). Results have rows that are not padded. Accumulators are float32, added in an order that
+// the sizes alone determine.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -22,22 +21,22 @@ namespace dpa::kernels::conv1d {
 // Whether the current device and this build have the instructions.
 bool supported();
 
-// Packed weights. `settled`: between the kernel that wrote them and the product lies another kernel of the stream that
-// lets its successor start only after its own wait for its predecessor (kernels/cuda/common/launch.cuh), as all kernels of
-// this folder do. The product then reads them before its predecessor's end.
+// Packed weights. `prefetchable`: they are safe to prefetch before the grid dependency resolves, because between the
+// kernel that wrote them and the convolution lies another kernel of the stream that triggers its dependent launch only
+// after its own grid dependency synchronisation (kernels/cuda/common/launch.cuh), as all kernels of this folder do.
 struct Weights {
   const void* packed;
-  bool settled;
+  bool prefetchable;
 };
 
-// What is added to a product before it is rounded; either may be null.
+// What the epilogue adds before it rounds; either may be null.
 struct Addends {
   const void* bias;      // (channels of the output), in `bias_dtype`
   DType bias_dtype;      // float32 or the dtype of the tensors
   const void* residual;  // of the output's shape and dtype
 };
 
-// A normalisation by groups of `group` channels, Mish and FiLM behind a gather (kernels/cuda/group_norm_mish).
+// A normalisation by groups of `group` channels, Mish and FiLM after fprop (kernels/cuda/group_norm_mish).
 struct Normalisation {
   int group;
   double eps;
@@ -49,36 +48,37 @@ struct Normalisation {
   void* out;             // of the output's shape
 };
 
-// The wide tensor's rows; or those of two tensors, side by side: the first's channels are a multiple of 64.
-struct Wide {
+// The rows of x; or those of two tensors, concatenated: the first's channels are a multiple of 64.
+struct ConvInput {
   const void* rows;
   const void* more = nullptr;
   int64_t channels = 0;  // of the first of two
 };
 
 // Sizes are such that `serves` (plan.h) accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
-// In a captured graph products go before what other branches have waiting.
-cudaError_t gather(const Conv1d& conv, const void* wide, const Weights& weights, const Addends& addends, void* narrow,
-                   cudaStream_t stream);
-cudaError_t scatter(const Conv1d& conv, const void* narrow, const Weights& weights, const Addends& addends, void* wide,
-                    cudaStream_t stream);
-// A gather of stride 1, and what a normalisation makes of it. `narrow`, which the normalisation's backward reads, may
+// In a captured graph they go before what other branches have waiting.
+cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, const Addends& addends, void* y,
+                  cudaStream_t stream);
+cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends, void* x,
+                  cudaStream_t stream);
+// fprop of stride 1, and what a normalisation makes of it. `y`, which the normalisation's backward reads, may
 // be null; `addends` has no residual. Where `normalises` says that the device's tiles hold whole groups.
 bool normalises(const Conv1d& conv, int group);
-// Beside it, in the same launch: a convolution of one tap of the same input to as many channels, without a
-// normalisation. Where `takes_side` says that the device has a multiprocessor for each block.
-struct Side {
+// In the same launch, a shortcut: a convolution of one tap of the same input to as many channels, without a
+// normalisation. Where `takes_shortcut` says that the device has a multiprocessor for each block.
+struct Shortcut {
   Weights weights;
   Addends addends;
   void* out;  // null for none
 };
-bool takes_side(const Conv1d& conv);
-cudaError_t gather_normalised(const Conv1d& conv, const Wide& wide, const Weights& weights, const Addends& addends,
-                              void* narrow, const Normalisation& normalisation, const Side& side, cudaStream_t stream);
-// `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors. The narrow tensor may be some
-// channels of one whose rows are `narrow_pitch` elements apart, a multiple of 8, from a multiple of 8 on.
-cudaError_t weight_gradient(const Conv1d& conv, const void* narrow, const void* wide, void* gradient,
-                            DType gradient_dtype, cudaStream_t stream, int64_t narrow_pitch = 0);
+bool takes_shortcut(const Conv1d& conv);
+cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,
+                             void* y, const Normalisation& normalisation, const Shortcut& shortcut,
+                             cudaStream_t stream);
+// `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors. `y` may be some
+// channels of a tensor whose rows are `y_pitch` elements apart, a multiple of 8, from a multiple of 8 on.
+cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
+                  cudaStream_t stream, int64_t y_pitch = 0);
 
 // sums[c] = sum over `count` rows of rows[r, c], `width` elements apart, in `sums_dtype`, float32 or `dtype`: the
 // bias's gradient. Aligned to 16 bytes, the width a multiple of 8; the order of the sums depends on the sizes alone.
@@ -102,10 +102,10 @@ struct Packings {
   const int* wanted = nullptr;  // on the device, one a weight: which to pack; null for all
 };
 cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream);
-// Whether weights have changed, as far as kLooks elements of each tell: wanted[w] says whether one of them differs from
-// what `seen`, (count, kLooks), holds from the last time.
-cudaError_t look_for_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
-                             cudaStream_t stream);
+// Change detection by kChangeSamples elements of each weight: wanted[w] says whether one of them
+// differs from what `seen`, (count, kChangeSamples), holds from the last call.
+cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
+                           cudaStream_t stream);
 // `rows` rows of `channels` 16-bit elements to rows of padded(channels).
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream);
 

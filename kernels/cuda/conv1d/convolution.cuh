@@ -1,4 +1,4 @@
-// What a product's kernel and its ends (finish.cuh, normalise.cuh) share.
+// What the convolution's kernel and its epilogues (epilogue.cuh, epilogue_norm.cuh) share.
 #pragma once
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/conv1d/launch.cuh"
@@ -6,54 +6,55 @@
 
 namespace dpa::kernels::conv1d {
 
-struct ProductArgs {
-  ProductPlan plan;
+struct ConvArgs {
+  ConvPlan plan;
   int64_t batch, out_length, outputs;
   Addends addends;
   bool float_bias;
   void* out;  // with a normalisation it may be null
   Normalisation normalisation;
-  int early;     // stages of weights that are read before the predecessor's end
-  bool release;  // let the next kernel's blocks take their places once the products are done
+  int prefetched;  // stages of weights that are loaded before the grid dependency resolves
+  bool release;    // trigger the dependent launch once the mainloop is done
   unsigned blocks;
-  int x_chunks;                   // of the first of two tensors side by side
-  int boxes, weights;             // stages of the two rings
-  uint32_t box_bytes, box_stage;  // what the copy engine brings, and the distance in the ring
-  Side side;
+  int x_chunks;                   // of the first of two concatenated tensors
+  int boxes, weights;             // stages of the two circular buffers
+  uint32_t box_bytes, box_stage;  // what TMA writes, and the distance from stage to stage
+  Shortcut shortcut;
 };
 
-struct ProductMaps {
-  CUtensorMap x, more_x, weights, side;
+struct TensorMaps {
+  CUtensorMap x, more_x, weights, shortcut;
 };
 
 constexpr int kMaxBoxes = 4, kMaxWeights = 9;
 constexpr int kFewWeights = 4;  // stages that come in the time of a wait
 
-// The barriers of the two rings between the copying thread and the multiplying warpgroups.
-struct Rings {
-  Barriers<kMaxBoxes> boxes;
-  Barriers<kMaxWeights> weights;
+// The barriers of the two circular buffers between the producer and the consumer warpgroups: boxes of A, weights.
+struct Pipelines {
+  Pipeline<kMaxBoxes> boxes;
+  Pipeline<kMaxWeights> weights;
 };
 
 template <int kColumns>
-struct ProductShape {
-  // Two blocks of the narrow tile share a multiprocessor: one multiplies while the other fills its ring or finishes.
+struct ConvShape {
+  // Two blocks of the small tile share a multiprocessor: one multiplies while the other fills its stages or stores.
   static constexpr int kBlocks = kColumns == 128 ? 2 : 1;
-  // Boxes of x, of a size that the plan gives, then weights, then the barriers of both rings.
+  // Boxes of x, of a size that the plan gives, then weights, then the barriers of both buffers.
   static constexpr uint32_t kBoxesBytes = 64 * 1024, kWeightBytes = kColumns * kChunk * 2;
   static constexpr int kWeights = kColumns == 128 ? 3 : 4;
-  static constexpr int bytes(int weights) { return kBoxesBytes + weights * kWeightBytes + sizeof(Rings); }
+  static constexpr int bytes(int weights) { return kBoxesBytes + weights * kWeightBytes + sizeof(Pipelines); }
   static constexpr int kBytes = bytes(kWeights);
   static constexpr int kStride = kColumns + 8, kTile = kTileRows * kStride;
-  static_assert(kTileRows * kStride * 4 <= kBytes - sizeof(Rings), "the tile of sums takes the rings' place");
-  static_assert(2 * kTile * 4 <= bytes(kMaxWeights) - sizeof(Rings) || kColumns > 128, "and so do two, with a side");
+  static_assert(kTileRows * kStride * 4 <= kBytes - sizeof(Pipelines), "the tile of sums replaces the stages");
+  static_assert(2 * kTile * 4 <= bytes(kMaxWeights) - sizeof(Pipelines) || kColumns > 128,
+                "and so do two, with a shortcut");
   static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024, "that many blocks find their place");
 };
 
 // Which tile a block works on. 32-bit arithmetic: `serves` keeps the counts small, and a division is short.
-struct Place {
+struct TileCoord {
   int rank, phase, first_sample, first_time, first_column;
-  __device__ Place(const ProductPlan& plan, int columns, unsigned index) {
+  __device__ TileCoord(const ConvPlan& plan, int columns, unsigned index) {
     const unsigned splits = plan.splits, column_tiles = static_cast<unsigned>(plan.column_tiles);
     const unsigned per_sample = plan.rows.per_sample;
     rank = index % splits, index /= splits;
@@ -76,25 +77,25 @@ __device__ __forceinline__ float4 widen_four(uint2 bits) {
   return make_float4(widen(four.element[0]), widen(four.element[1]), widen(four.element[2]), widen(four.element[3]));
 }
 
-// Four neighbouring elements of a tensor that may be null, as they come from memory. Nothing waits for them before
-// `values`, so that many can be on their way.
+// Four neighbouring elements of a tensor that may be null, as loaded. Nothing waits for them before `values`, so that
+// many loads can be in flight.
 template <class T>
 struct Bits {
   uint2 bits;
-  __device__ __forceinline__ void ask(const void* tensor, int64_t n) {
+  __device__ __forceinline__ void load(const void* tensor, int64_t n) {
     if (tensor) bits = *reinterpret_cast<const uint2*>(static_cast<const T*>(tensor) + n);
   }
   __device__ __forceinline__ float4 values(const void* tensor, float otherwise) const {
     return tensor ? widen_four<T>(bits) : make_float4(otherwise, otherwise, otherwise, otherwise);
   }
 };
-// The same of float32, if `wide`, or T.
-struct WideBits {
+// The same of float32, if `is_float`, or T.
+struct ParameterBits {
   float4 bits;
   template <class T>
-  __device__ __forceinline__ void ask(const void* tensor, bool wide, int64_t n) {
+  __device__ __forceinline__ void load(const void* tensor, bool is_float, int64_t n) {
     if (!tensor) return;
-    if (wide) {
+    if (is_float) {
       bits = *reinterpret_cast<const float4*>(static_cast<const float*>(tensor) + n);
     } else {
       const float2 half = *reinterpret_cast<const float2*>(static_cast<const T*>(tensor) + n);
@@ -102,9 +103,9 @@ struct WideBits {
     }
   }
   template <class T>
-  __device__ __forceinline__ float4 values(const void* tensor, bool wide, float otherwise) const {
+  __device__ __forceinline__ float4 values(const void* tensor, bool is_float, float otherwise) const {
     if (!tensor) return make_float4(otherwise, otherwise, otherwise, otherwise);
-    return wide ? bits : widen_four<T>(make_uint2(__float_as_uint(bits.x), __float_as_uint(bits.y)));
+    return is_float ? bits : widen_four<T>(make_uint2(__float_as_uint(bits.x), __float_as_uint(bits.y)));
   }
 };
 
@@ -116,23 +117,23 @@ __device__ __forceinline__ void store_four(void* values, int64_t n, const float 
   *reinterpret_cast<Four<T>*>(static_cast<T*>(values) + n) = four;
 }
 
-// A block may go once no peer reads its sums any more: each warp says so behind its last reads, and waits for the
-// others' at its end. Values that were read are handed in, so that they have arrived.
+// A block may exit once no peer reads its sums any more: each warp arrives after its last reads, and waits for the
+// others at its end. Values that were read are passed in, so that they have arrived.
 template <int kRows>
 __device__ __forceinline__ void done_reading(const float4 (&read)[kRows]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) asm volatile("" ::"f"(read[i].x), "f"(read[i].y), "f"(read[i].z), "f"(read[i].w));
-  cluster_arrive_relaxed();
+  ptx::cluster_arrive_relaxed();
 }
 
 // Adds up the cluster's sums of four columns of `kRows` rows, the first at `from`, `distance` bytes apart: the block's
-// own, then those of the ranks behind it, in a ring, so that no two blocks read the same one's at a time. Loads from
-// several peers are under way at once, since each takes the better part of a microsecond.
+// own, then those of the next ranks, modulo the cluster, so that no two blocks read the same one's at a time. Loads
+// from several peers are under way at once, since each takes the better part of a microsecond.
 template <int kRows, bool kSplit>
 __device__ __forceinline__ void add_peers(float4 (&sums)[kRows], uint32_t from, uint32_t distance, int splits,
                                           int rank) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) sums[i] = load_shared(from + i * distance);
+  for (int i = 0; i < kRows; ++i) sums[i] = ptx::load_shared(from + i * distance);
   if constexpr (kSplit) {
     constexpr int kAtOnce = kRows <= 4 ? 3 : 1;
 #pragma unroll 1
@@ -140,14 +141,14 @@ __device__ __forceinline__ void add_peers(float4 (&sums)[kRows], uint32_t from, 
       float4 v[kAtOnce][kRows];
 #pragma unroll
       for (int p = 0; p < kAtOnce; ++p) {
-        const uint64_t peer = peer_address(from, (rank + next + p) & (splits - 1));
+        const uint64_t peer = ptx::peer_address(from, (rank + next + p) & (splits - 1));
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) v[p][i] = load_peer(peer + i * distance, next + p < splits);
+        for (int i = 0; i < kRows; ++i) v[p][i] = ptx::load_peer(peer + i * distance, next + p < splits);
       }
 #pragma unroll
       for (int p = 0; p < kAtOnce; ++p)
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) arrived(v[p][i]);
+        for (int i = 0; i < kRows; ++i) ptx::arrived(v[p][i]);
 #pragma unroll
       for (int p = 0; p < kAtOnce; ++p)
 #pragma unroll

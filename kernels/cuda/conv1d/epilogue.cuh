@@ -1,20 +1,20 @@
-// The end of a product: a warp takes rows of the tile, a lane four neighbouring columns of each; sums of the cluster's
-// blocks are added in rank order, then bias and residual.
+// The epilogue: a warp takes rows of the tile, a lane four neighbouring columns of each. Accumulators of the cluster's
+// blocks are added in rank order (split-K), then bias and residual.
 //
-// `to` says what is added and where the sums go: the product's own, or the side's.
+// `to` says what is added and where the sums go: the convolution's own, or the shortcut's.
 //
-// This code runs once a launch, so its instructions come from far away: it is short rather than unrolled.
+// This code runs once a launch, so its instructions are cache misses: it is short rather than unrolled.
 #pragma once
 #include "kernels/cuda/conv1d/convolution.cuh"
 
 namespace dpa::kernels::conv1d {
 
 // Where the output's row that belongs to row `row` of the tile begins, or -1 where there is none.
-__device__ __forceinline__ int64_t row_offset(const ProductArgs& args, const Place& place, unsigned row) {
-  const ProductPlan& plan = args.plan;
+__device__ __forceinline__ int64_t row_offset(const ConvArgs& args, const TileCoord& coord, unsigned row) {
+  const ConvPlan& plan = args.plan;
   const unsigned samples = plan.rows.samples;
-  const int sample = place.first_sample + row % samples;
-  const int64_t time = static_cast<int64_t>(place.first_time + row / samples) * plan.phases + place.phase;
+  const int sample = coord.first_sample + row % samples;
+  const int64_t time = static_cast<int64_t>(coord.first_time + row / samples) * plan.phases + coord.phase;
   const bool there = row < samples * plan.rows.time && sample < args.batch && time < args.out_length;
   return there ? (sample * args.out_length + time) * args.outputs : -1;
 }
@@ -24,10 +24,10 @@ struct WarpRows {
   int first, count;
   int64_t lane_offset;
 
-  __device__ __forceinline__ WarpRows(const ProductArgs& args, const Place& place) {
-    count = kTileRows / (kMultipliers / 32) / args.plan.splits;
-    first = (place.rank * (kMultipliers / 32) + static_cast<int>(threadIdx.x) / 32) * count;
-    lane_offset = row_offset(args, place, first + threadIdx.x % 32);
+  __device__ __forceinline__ WarpRows(const ConvArgs& args, const TileCoord& coord) {
+    count = kTileRows / (kConsumerThreads / 32) / args.plan.splits;
+    first = (coord.rank * (kConsumerThreads / 32) + static_cast<int>(threadIdx.x) / 32) * count;
+    lane_offset = row_offset(args, coord, first + threadIdx.x % 32);
   }
 };
 
@@ -39,13 +39,13 @@ struct Destination {
 // The lane's four columns from column `column` of the tile on. What a few rows need is loaded before any of them is
 // finished.
 template <class T, int kColumns, bool kSplit>
-__device__ __forceinline__ void finish_columns(const ProductArgs& args, const Destination& to, const Place& place,
-                                               const float* tile, const WarpRows& rows, int column) {
-  constexpr int kRows = 4, kRow = ProductShape<kColumns>::kStride * 4;
-  const int n = place.first_column + column;
+__device__ __forceinline__ void store_columns(const ConvArgs& args, const Destination& to, const TileCoord& coord,
+                                              const float* tile, const WarpRows& rows, int column) {
+  constexpr int kRows = 4, kRow = ConvShape<kColumns>::kStride * 4;
+  const int n = coord.first_column + column;
   const bool here = n < args.outputs;
-  WideBits bias_bits{};
-  if (here) bias_bits.ask<T>(to.bias, args.float_bias, n);
+  ParameterBits bias_bits{};
+  if (here) bias_bits.load<T>(to.bias, args.float_bias, n);
   uint32_t from = ptx::shared_address(tile) + rows.first * kRow + column * 4;
 #pragma unroll 1
   for (int r = 0; r < rows.count; r += kRows, from += kRows * kRow) {
@@ -56,10 +56,10 @@ __device__ __forceinline__ void finish_columns(const ProductArgs& args, const De
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = __shfl_sync(~0u, rows.lane_offset, r + i);
       at[i] = row < 0 || !here || r + i >= rows.count ? -1 : row + n;
-      residual[i].ask(at[i] < 0 ? nullptr : to.residual, at[i]);
+      residual[i].load(at[i] < 0 ? nullptr : to.residual, at[i]);
     }
     if (!__any_sync(~0u, at[0] >= 0 || at[1] >= 0 || at[2] >= 0 || at[3] >= 0)) continue;
-    add_peers<kRows, kSplit>(sums, from, kRow, args.plan.splits, place.rank);
+    add_peers<kRows, kSplit>(sums, from, kRow, args.plan.splits, coord.rank);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float4 bias = bias_bits.values<T>(to.bias, args.float_bias, 0.f);
@@ -73,21 +73,21 @@ __device__ __forceinline__ void finish_columns(const ProductArgs& args, const De
 
 // The same for a number of columns that is no multiple of four: element by element.
 template <class T, int kColumns>
-__device__ __noinline__ void finish_ragged(const ProductArgs& args, const Destination& to, const Place& place,
-                                           const float* tile, const WarpRows& rows) {
+__device__ __noinline__ void store_ragged(const ConvArgs& args, const Destination& to, const TileCoord& coord,
+                                          const float* tile, const WarpRows& rows) {
   const T* residual = static_cast<const T*>(to.residual);
 #pragma unroll 1
   for (int r = 0; r < rows.count; ++r) {
     const int64_t row = __shfl_sync(~0u, rows.lane_offset, r);
 #pragma unroll 1
     for (int column = threadIdx.x % 32; column < kColumns; column += 32) {
-      const int n = place.first_column + column;
+      const int n = coord.first_column + column;
       if (row < 0 || n >= args.outputs) continue;
-      const uint32_t from = ptx::shared_address(tile + (rows.first + r) * ProductShape<kColumns>::kStride + column);
-      float sum = load_peer_word(peer_address(from, place.rank));
+      const uint32_t from = ptx::shared_address(tile + (rows.first + r) * ConvShape<kColumns>::kStride + column);
+      float sum = ptx::load_peer_word(ptx::peer_address(from, coord.rank));
 #pragma unroll 1
       for (int next = 1; next < args.plan.splits; ++next)
-        sum += load_peer_word(peer_address(from, (place.rank + next) & (args.plan.splits - 1)));
+        sum += ptx::load_peer_word(ptx::peer_address(from, (coord.rank + next) & (args.plan.splits - 1)));
       if (to.bias)
         sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);
       if (residual) sum += widen(residual[row + n]);
@@ -97,13 +97,13 @@ __device__ __noinline__ void finish_ragged(const ProductArgs& args, const Destin
 }
 
 template <class T, int kColumns, bool kSplit>
-__device__ __forceinline__ void finish_rows(const ProductArgs& args, const Destination& to, const Place& place,
-                                            const float* tile) {
-  const WarpRows rows(args, place);
-  if (args.outputs % 4 != 0) return finish_ragged<T, kColumns>(args, to, place, tile, rows);
+__device__ __forceinline__ void store_rows(const ConvArgs& args, const Destination& to, const TileCoord& coord,
+                                           const float* tile) {
+  const WarpRows rows(args, coord);
+  if (args.outputs % 4 != 0) return store_ragged<T, kColumns>(args, to, coord, tile, rows);
 #pragma unroll 1
   for (int half = 0; half < kColumns; half += 128)
-    finish_columns<T, kColumns, kSplit>(args, to, place, tile, rows, half + threadIdx.x % 32 * 4);
+    store_columns<T, kColumns, kSplit>(args, to, coord, tile, rows, half + threadIdx.x % 32 * 4);
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -1,12 +1,12 @@
-// The other end of a product: the normalisation that follows a convolution, where a tile holds whole groups of whole
-// samples (plan.h: `normalises`).
+// The epilogue with a normalisation, where a tile holds whole groups of whole samples (plan.h: `normalises`).
 //
-//   x = sums + bias, rounded to the tensors' type;  out = mish(normalised x * weight + bias) * scale + shift + residual
+//   x = sums + bias, rounded to the tensors' type
+//   out = mish(normalised x * weight + bias) * scale + shift + residual
 //
 // A warp takes one group of one sample at a time: its `time` rows, `samples` apart in the tile, of `group` neighbouring
 // columns, four columns a lane, in kPasses passes over as many rows as 32 lanes hold. The group stays in the warp's
-// registers, so its statistics need no other warp. Values, statistics and rounding are those of kernels/cuda/group_norm_mish
-// on the rounded x.
+// registers, so its statistics need no other warp. Values, statistics and rounding are those of
+// kernels/cuda/group_norm_mish on the rounded x.
 #pragma once
 #include "kernels/cuda/conv1d/convolution.cuh"
 #include "kernels/cuda/group_norm_mish/common.cuh"
@@ -15,43 +15,43 @@ namespace dpa::kernels::conv1d {
 
 // Where a lane is in the tensors: `n` is the channel of its first element, `at` that element's place, `pass` the
 // distance to the next pass.
-struct GroupPlace {
+struct GroupCoord {
   int sample, n;
   int64_t at, pass;
 };
 
-// What a group needs beside its sums, on its way from memory.
+// What a group needs beside its sums: loads in flight.
 template <class T, int kPasses>
 struct GroupNeeds {
   Bits<T> residual[kPasses], scale, shift;
-  WideBits conv_bias, weight, bias;
+  ParameterBits conv_bias, weight, bias;
 
-  __device__ __forceinline__ GroupNeeds(const ProductArgs& args, const GroupPlace& place) {
+  __device__ __forceinline__ GroupNeeds(const ConvArgs& args, const GroupCoord& coord) {
     const Normalisation& norm = args.normalisation;
-    const bool wide = norm.parameter_dtype == DType::kFloat32;
+    const bool is_float = norm.parameter_dtype == DType::kFloat32;
 #pragma unroll
-    for (int p = 0; p < kPasses; ++p) residual[p].ask(norm.residual, place.at + p * place.pass);
-    scale.ask(norm.scale, place.sample * norm.scale_stride + place.n);
-    shift.ask(norm.shift, place.sample * norm.shift_stride + place.n);
-    conv_bias.template ask<T>(args.addends.bias, args.float_bias, place.n);
-    weight.template ask<T>(norm.weight, wide, place.n);
-    bias.template ask<T>(norm.bias, wide, place.n);
+    for (int p = 0; p < kPasses; ++p) residual[p].load(norm.residual, coord.at + p * coord.pass);
+    scale.load(norm.scale, coord.sample * norm.scale_stride + coord.n);
+    shift.load(norm.shift, coord.sample * norm.shift_stride + coord.n);
+    conv_bias.template load<T>(args.addends.bias, args.float_bias, coord.n);
+    weight.template load<T>(norm.weight, is_float, coord.n);
+    bias.template load<T>(norm.bias, is_float, coord.n);
   }
 };
 
 // One group of one sample, from its sums. The whole warp calls.
 template <class T, int kPasses>
-__device__ __forceinline__ void normalise_group(const ProductArgs& args, const GroupPlace& place,
+__device__ __forceinline__ void normalise_group(const ConvArgs& args, const GroupCoord& coord,
                                                 const GroupNeeds<T, kPasses>& needs, const float4 (&sums)[kPasses]) {
   const Normalisation& norm = args.normalisation;
-  const bool wide = norm.parameter_dtype == DType::kFloat32;
+  const bool is_float = norm.parameter_dtype == DType::kFloat32;
   const float4 conv_bias = needs.conv_bias.template values<T>(args.addends.bias, args.float_bias, 0.f);
   float x[kPasses][4], sum = 0, squares = 0;
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
     const float raw[4] = {sums[p].x + conv_bias.x, sums[p].y + conv_bias.y, sums[p].z + conv_bias.z,
                           sums[p].w + conv_bias.w};
-    if (args.out) store_four<T>(args.out, place.at + p * place.pass, raw);
+    if (args.out) store_four<T>(args.out, coord.at + p * coord.pass, raw);
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[p][e] = widen(narrow<T>(raw[e])), sum += x[p][e];
   }
@@ -61,8 +61,8 @@ __device__ __forceinline__ void normalise_group(const ProductArgs& args, const G
 #pragma unroll
     for (int e = 0; e < 4; ++e) squares += (x[p][e] - mean) * (x[p][e] - mean);
   const float rstd = rsqrtf(warp_sum(squares) * over + static_cast<float>(norm.eps));
-  const float4 weight = needs.weight.template values<T>(norm.weight, wide, 1.f);
-  const float4 bias = needs.bias.template values<T>(norm.bias, wide, 0.f);
+  const float4 weight = needs.weight.template values<T>(norm.weight, is_float, 1.f);
+  const float4 bias = needs.bias.template values<T>(norm.bias, is_float, 0.f);
   const float4 scale = needs.scale.values(norm.scale, 1.f), shift = needs.shift.values(norm.shift, 0.f);
   const float slope[4] = {weight.x, weight.y, weight.z, weight.w}, start[4] = {bias.x, bias.y, bias.z, bias.w};
   const float times[4] = {scale.x, scale.y, scale.z, scale.w}, plus[4] = {shift.x, shift.y, shift.z, shift.w};
@@ -76,16 +76,16 @@ __device__ __forceinline__ void normalise_group(const ProductArgs& args, const G
       const float normalised = fmaf(x[p][e], rstd, -mean * rstd);
       out[e] = channels_last::Mish(normalised * slope[e] + start[e]).value * times[e] + plus[e] + before[e];
     }
-    store_four<T>(norm.out, place.at + p * place.pass, out);
+    store_four<T>(norm.out, coord.at + p * coord.pass, out);
   }
 }
 
 // The block's share of the tile's samples, group by group. Where `leaves`, a warp says when it has read its last sums;
 // returns whether it has. Groups, samples of a share and the rest are powers of two.
 template <class T, int kColumns, int kPasses, bool kSplit>
-__device__ __forceinline__ bool finish_groups(const ProductArgs& args, const Place& place, const float* tile,
-                                              bool leaves) {
-  constexpr int kStride = ProductShape<kColumns>::kStride, kWarps = kMultipliers / 32;
+__device__ __forceinline__ bool normalise_groups(const ConvArgs& args, const TileCoord& coord, const float* tile,
+                                                 bool leaves) {
+  constexpr int kStride = ConvShape<kColumns>::kStride, kWarps = kConsumerThreads / 32;
   const auto log2 = [](int n) { return __ffs(n) - 1; };
   const int lane = threadIdx.x % 32, group = log2(args.normalisation.group), lanes = group - 2;
   const int groups = log2(kColumns) - group, samples = args.plan.rows.samples;
@@ -93,17 +93,17 @@ __device__ __forceinline__ bool finish_groups(const ProductArgs& args, const Pla
   const int row = lane >> lanes, rows_a_pass = 32 >> lanes, column = (lane & ((1 << lanes) - 1)) * 4;
   bool left = false;
   for (int pair = threadIdx.x / 32; pair < pairs; pair += kWarps) {
-    const int in_tile = place.rank * share + (pair >> groups), first = (pair & ((1 << groups) - 1)) << group;
-    const int sample = place.first_sample + in_tile;
-    if (sample >= args.batch || place.first_column + first >= args.outputs) continue;
-    const GroupPlace at{
-        sample, place.first_column + first + column,
-        (static_cast<int64_t>(sample) * args.plan.rows.time + row) * args.outputs + place.first_column + first + column,
+    const int in_tile = coord.rank * share + (pair >> groups), first = (pair & ((1 << groups) - 1)) << group;
+    const int sample = coord.first_sample + in_tile;
+    if (sample >= args.batch || coord.first_column + first >= args.outputs) continue;
+    const GroupCoord at{
+        sample, coord.first_column + first + column,
+        (static_cast<int64_t>(sample) * args.plan.rows.time + row) * args.outputs + coord.first_column + first + column,
         rows_a_pass * args.outputs};
     const GroupNeeds<T, kPasses> needs(args, at);
     float4 sums[kPasses];
     add_peers<kPasses, kSplit>(sums, ptx::shared_address(tile + (row * samples + in_tile) * kStride + first + column),
-                               rows_a_pass * samples * kStride * 4, args.plan.splits, place.rank);
+                               rows_a_pass * samples * kStride * 4, args.plan.splits, coord.rank);
     left = leaves && pair + kWarps >= pairs;
     if (left) done_reading(sums);
     normalise_group<T, kPasses>(args, at, needs, sums);

@@ -34,7 +34,7 @@ inline bool has_branches(cudaStream_t stream) {
          cudaStreamGetPriority(stream, &priority) == cudaSuccess && priority == 0;
 }
 
-// A dependent launch (kernels/cuda/common/launch.cuh): the kernel's threads call `wait_for_predecessor`.
+// A dependent launch (kernels/cuda/common/launch.cuh): the kernel's threads call `grid_dependency_sync`.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_cluster(void (*kernel)(Parameters...), const Launch& launch, const Arguments&... arguments) {
   if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), launch.bytes)) return error;

@@ -1,13 +1,12 @@
-// Weights and rows in the form that the products read, and the sums of rows.
+// Weights and rows in the layout that the convolutions read, and the sums of rows.
 //
-// pack_weights (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
-//              of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
-//              thread
-// look_for_changes  a block compares some elements of a weight with what they were
-// pad_rows     a thread an element of the padded rows
-// column_sums  a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
-// partial
-//              sums are added in pairs
+// pack_weights    (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
+//                 of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
+//                 thread
+// detect_changes  a block compares some elements of a weight with what they were
+// pad_rows        a thread an element of the padded rows
+// column_sums     a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
+//                 partial sums are added in pairs
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -69,7 +68,7 @@ __global__ void __launch_bounds__(kPackThreads)
     pack(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
   __shared__ alignas(16) T piece[kPackElements];
   __shared__ int wanted[kMaxPackings];
-  wait_for_predecessor();
+  grid_dependency_sync();
   for (int w = threadIdx.x; w < packings.count; w += kPackThreads) wanted[w] = !packings.wanted || packings.wanted[w];
   __syncthreads();
   int64_t index = blockIdx.x;
@@ -83,12 +82,13 @@ __global__ void __launch_bounds__(kPackThreads)
 
 // A block a weight, a thread an element, spread over all of it.
 template <class Bits>
-__global__ void __launch_bounds__(kLooks) look(const __grid_constant__ Packings packings, uint32_t* seen, int* wanted) {
+__global__ void __launch_bounds__(kChangeSamples)
+    compare_samples(const __grid_constant__ Packings packings, uint32_t* seen, int* wanted) {
   const Packing& packing = packings.each[blockIdx.x];
   const int64_t last = packing.d0 * packing.d1 * packing.taps - 1;
-  wait_for_predecessor();
-  const uint32_t bits = static_cast<const Bits*>(packing.weight)[last * threadIdx.x / (kLooks - 1)];
-  uint32_t& before = seen[blockIdx.x * kLooks + threadIdx.x];
+  grid_dependency_sync();
+  const uint32_t bits = static_cast<const Bits*>(packing.weight)[last * threadIdx.x / (kChangeSamples - 1)];
+  uint32_t& before = seen[blockIdx.x * kChangeSamples + threadIdx.x];
   const int differs = __syncthreads_or(bits != before);
   before = bits;
   if (threadIdx.x == 0) wanted[blockIdx.x] = differs;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kSumThreads)
   const int64_t first = int64_t{blockIdx.x} * kSumColumns;
   const int lane = threadIdx.x / 2, column = threadIdx.x % 2 * 8;
   float sum[8] = {};
-  wait_for_predecessor();
+  grid_dependency_sync();
   if (first + column < width) {
 #pragma unroll 8
     for (int64_t row = lane; row < count; row += kSumRows) {
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 __global__ void pad(const uint16_t* rows, int64_t count, int64_t channels, int64_t width, uint16_t* out) {
-  wait_for_predecessor();
+  grid_dependency_sync();
   for (int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; e < count * width;
        e += int64_t{gridDim.x} * blockDim.x)
     out[e] = e % width < channels ? rows[e / width * channels + e % width] : uint16_t{0};
@@ -153,10 +153,10 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
   });
 }
 
-cudaError_t look_for_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
-                             cudaStream_t stream) {
-  const auto kernel = source_dtype == DType::kFloat32 ? look<uint32_t> : look<uint16_t>;
-  return launch_dependent(kernel, packings.count, kLooks, stream, packings, seen, wanted);
+cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
+                           cudaStream_t stream) {
+  const auto kernel = source_dtype == DType::kFloat32 ? compare_samples<uint32_t> : compare_samples<uint16_t>;
+  return launch_dependent(kernel, packings.count, kChangeSamples, stream, packings, seen, wanted);
 }
 
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream) {

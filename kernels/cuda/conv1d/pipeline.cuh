@@ -1,79 +1,73 @@
-// What the convolution's kernels share: the ring of stages between the copying warp and the multiplying warpgroups, and
-// the tile of sums that the blocks of a cluster add up.
+// What the convolution's kernels share: the circular buffer of pipeline stages between the producer warp and the
+// consumer warpgroups, and the tile of sums that the blocks of a cluster add up.
 //
-// A block has two warpgroups that multiply, each its own 64 rows of the tile, and one warp of which a thread copies.
+// A block has two consumer warpgroups, each of which multiplies its own 64 rows of the tile, and one producer warp, of
+// which one thread issues the loads.
 #pragma once
-#include "kernels/cuda/conv1d/wgmma.cuh"
+#include "kernels/cuda/common/dtype.cuh"
+#include "kernels/cuda/common/pipeline.cuh"
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/wgmma.cuh"
 #include "kernels/plans/conv1d/plan.h"
 
 namespace dpa::kernels::conv1d {
 
-constexpr int kMultipliers = 256;  // threads that multiply
-constexpr int kThreads = kMultipliers + 32;
+constexpr int kConsumerThreads = 256;  // threads that multiply
+constexpr int kThreads = kConsumerThreads + 32;
 constexpr int kAlignment = 1024;  // of a swizzled stage
 
 template <int kStages>
-struct Barriers {
+struct Pipeline {
   alignas(8) uint64_t full[kStages], empty[kStages];
 
   // One thread; a block barrier must follow.
   __device__ void init() {
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(ptx::shared_address(&full[i]), 1);
-      ptx::barrier_init(ptx::shared_address(&empty[i]), kMultipliers / 32);
+      cuda::ptx::mbarrier_init(&full[i], 1);
+      cuda::ptx::mbarrier_init(&empty[i], kConsumerThreads / 32);
     }
-    ptx::barrier_init_fence();
-  }
-};
-
-// A walk around the ring: the stage, and the parity of its round. A ring may use fewer stages than it has barriers for.
-template <int kStages>
-struct Position {
-  int stage = 0;
-  uint32_t round = 0;
-  __device__ __forceinline__ void advance(int stages = kStages) {
-    if (++stage == stages) stage = 0, round ^= 1;
+    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
 };
 
 template <int kStages>
-__device__ __forceinline__ uint32_t full_barrier(Barriers<kStages>& barriers, const Position<kStages>& at) {
-  return ptx::shared_address(&barriers.full[at.stage]);
+__device__ __forceinline__ uint32_t full_barrier(Pipeline<kStages>& pipeline, const PipelineState& at) {
+  return ptx::shared_address(&pipeline.full[at.stage]);
 }
 
-// The copying thread waits until a stage may be written, and announces its bytes.
+// The producer waits on the empty barrier of a stage, and announces its bytes at the full one.
 template <int kStages>
-__device__ __forceinline__ uint32_t acquire(Barriers<kStages>& barriers, const Position<kStages>& at, uint32_t bytes) {
-  ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.round ^ 1);
-  const uint32_t full = full_barrier(barriers, at);
+__device__ __forceinline__ uint32_t acquire(Pipeline<kStages>& pipeline, const PipelineState& at, uint32_t bytes) {
+  ptx::barrier_wait(ptx::shared_address(&pipeline.empty[at.stage]), at.phase ^ 1);
+  const uint32_t full = full_barrier(pipeline, at);
   ptx::barrier_expect(full, bytes);
   return full;
 }
 
-// A warpgroup gives a stage back.
+// A consumer warpgroup releases a stage.
 template <int kStages>
-__device__ __forceinline__ void release(Barriers<kStages>& barriers, int stage) {
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(ptx::shared_address(&barriers.empty[stage]));
+__device__ __forceinline__ void release(Pipeline<kStages>& pipeline, int stage) {
+  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(ptx::shared_address(&pipeline.empty[stage]));
 }
 
-// The multiplying warpgroups' loop: `multiply(stage, first)` issues the products of one stage. A stage is given back
-// once the products of the next one are under way, so that the tensor cores never run dry.
+// The consumers' mainloop: `multiply(stage, first)` issues the MMAs of one stage. A stage is released once the MMAs of
+// the next one are in flight, so that the tensor cores never idle.
 template <int kStages, class Multiply>
-__device__ __forceinline__ void consume(Barriers<kStages>& barriers, int steps, Multiply&& multiply) {
-  Position<kStages> at, before;
+__device__ __forceinline__ void consume(Pipeline<kStages>& pipeline, int steps, Multiply&& multiply) {
+  PipelineState at, before;
   for (int step = 0; step < steps; ++step) {
-    ptx::barrier_wait(ptx::shared_address(&barriers.full[at.stage]), at.round);
-    products_fence();
+    ptx::barrier_wait(ptx::shared_address(&pipeline.full[at.stage]), at.phase);
+    wgmma::fence();
     multiply(at.stage, step == 0);
-    products_commit();
+    wgmma::commit();
     if (step > 0) {
-      products_wait<1>();
-      release(barriers, before.stage);
+      wgmma::wait<1>();
+      release(pipeline, before.stage);
     }
     before = at;
-    at.advance();
+    at.advance(kStages);
   }
-  products_wait<0>();
+  wgmma::wait<0>();
 }
 
 // The sums of a block's tile in shared memory, float32 rows of kStride words: a stride of 8 modulo 32 keeps the writes

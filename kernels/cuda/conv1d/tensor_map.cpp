@@ -5,7 +5,7 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-// The driver's function, asked for at run time: the library does not link with the driver.
+// The driver's function, looked up at run time: the library does not link with the driver.
 decltype(&cuTensorMapEncodeTiled) encoder() {
   static const auto function = [] {
     void* entry = nullptr;

@@ -1,4 +1,4 @@
-// Descriptions of tensors in memory for the copy engine.
+// Tensor maps: descriptions of tensors in global memory for TMA.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>

@@ -1,13 +1,16 @@
-// weight_gradient: gradient[i, j, k] = sum over b, t of narrow[b, t, i] wide[b, stride t + k - padding, j]
+// wgrad: gradient[i, j, k] = sum over b, t of y[b, t, i] x[b, stride t + k - padding, j]
 //
-// A tile is kHeight * 128 channels i by kWide channels j by all taps k: the taps are columns of one product, so that a
-// row of the tile is one piece of the gradient's memory. A step contracts up to 64 rows (b, t): the copy engine brings
-// the narrow rows once and the wide rows once a tap, each shifted by it. Both operands' rows run along M and N.
+// A tile is kHeight * 128 channels i by kXChannels channels j by all taps k: the taps are columns of one GEMM, so that
+// a row of the tile is one contiguous piece of the gradient. A step contracts up to 64 rows (b, t): TMA loads the rows
+// of y once and the rows of x once a tap, each shifted by it. Rows of both operands run along M and N.
 //
-// cluster  one tile; its blocks take consecutive shares of the rows and each finishes an equal share of the channels i
-// block    one warp copies, two warpgroups multiply kHeight times 64 channels i x all columns each
-// epilogue sums go to shared memory in the gradient's order. Alone, the copy engine writes them, a channel i at a time;
-//          else a warp takes a channel, adds the sums of all the cluster's blocks in rank order and stores them
+// cluster   one tile; split-K: its blocks take consecutive shares of the rows and each stores an equal share of
+//           channels i
+// block     a producer warp issues loads, two consumer warpgroups multiply kHeight times 64 channels i x all columns
+//           each
+// epilogue  accumulators go to shared memory in the gradient's order. With one block a tile, bulk copies write them, a
+//           channel i at a time; else a warp takes a channel, adds the sums of all the cluster's blocks in rank order
+//           and stores them
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/conv1d/launch.cuh"
 #include "kernels/cuda/conv1d/tensor_map.h"
@@ -15,58 +18,58 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-struct GradientArgs {
-  GradientPlan plan;
-  int64_t narrow_channels, wide_channels;
+struct WgradArgs {
+  WgradPlan plan;
+  int64_t y_channels, x_channels;
   int stride, padding;
   bool float_gradient;
   void* gradient;
 };
 
-// Boxes of the wide tensor are 32 channels across; kAtoms of them make a tap's share of the columns.
+// Boxes of x are 32 channels across; kAtoms of them make a tap's share of the columns.
 template <int kTaps_, int kAtoms_, int kHeight_>
-struct GradientShape {
+struct WgradShape {
   static constexpr int kTaps = kTaps_, kAtoms = kAtoms_, kHeight = kHeight_;
-  static constexpr int kWide = kAtoms * 32;
-  static constexpr int kColumns = kTaps * kWide;
-  static constexpr int kNarrow = kHeight * kTileRows;
-  static constexpr uint32_t kNarrowBox = kChunk * 128, kWideBox = kChunk * 64;
-  static constexpr uint32_t kWideAt = 2 * kHeight * kNarrowBox;
-  static constexpr uint32_t kStageBytes = kWideAt + kTaps * kAtoms * kWideBox;
+  static constexpr int kXChannels = kAtoms * 32;
+  static constexpr int kColumns = kTaps * kXChannels;
+  static constexpr int kYChannels = kHeight * kTileRows;
+  static constexpr uint32_t kYBox = kChunk * 128, kXBox = kChunk * 64;
+  static constexpr uint32_t kXAt = 2 * kHeight * kYBox;
+  static constexpr uint32_t kStageBytes = kXAt + kTaps * kAtoms * kXBox;
   static constexpr int kStages = 208 * 1024 / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes + kAlignment;
   static constexpr int kSums = kColumns / 2;  // of a thread in 64 channels i
   // A channel's piece is padded by 8 words, so that a warp's rows start at different banks.
   static constexpr int kRow = kColumns + 8;
-  // The high tile's sums need registers that the copying threads give away, which only a whole warpgroup can.
-  static constexpr int kCopiers = kHeight == 2 ? 128 : 32;
-  static_assert(kNarrow * kRow * 4 <= kStages * kStageBytes, "the tile of sums takes the ring's place");
+  // The high tile's sums need registers that the producer's threads give away, which only a whole warpgroup can.
+  static constexpr int kProducerThreads = kHeight == 2 ? 128 : 32;
+  static_assert(kYChannels * kRow * 4 <= kStages * kStageBytes, "the tile of sums replaces the stages");
 };
 
 template <class Shape>
-__device__ void copy_rows(const CUtensorMap* narrow_map, const CUtensorMap* wide_map, const GradientArgs& args,
-                          int first_narrow, int first_wide, uint32_t ring, Barriers<Shape::kStages>& barriers,
-                          int2 steps) {
+__device__ void produce_rows(const CUtensorMap* y_map, const CUtensorMap* x_map, const WgradArgs& args, int first_y,
+                             int first_x, uint32_t buffer, Pipeline<Shape::kStages>& pipeline, int2 steps) {
   const RowTiles& rows = args.plan.rows;
   const uint32_t bytes = rows.time * rows.samples * (2 * Shape::kHeight * 128 + Shape::kTaps * Shape::kAtoms * 64);
-  Position<Shape::kStages> at;
-  for (int step = steps.x; step < steps.y; ++step, at.advance()) {
+  PipelineState at;
+  for (int step = steps.x; step < steps.y; ++step, at.advance(Shape::kStages)) {
     const int sample = step / rows.per_sample * rows.samples, time = step % rows.per_sample * rows.time;
-    const uint32_t full = acquire(barriers, at, bytes), stage = ring + at.stage * Shape::kStageBytes;
+    const uint32_t full = acquire(pipeline, at, bytes), stage = buffer + at.stage * Shape::kStageBytes;
 #pragma unroll
     for (int i = 0; i < 2 * Shape::kHeight; ++i)
-      copy_box(stage + i * Shape::kNarrowBox, narrow_map, first_narrow + i * 64, time, sample, full);
+      ptx::tma_load(stage + i * Shape::kYBox, y_map, first_y + i * 64, time, sample, full);
 #pragma unroll
     for (int k = 0; k < Shape::kTaps; ++k) {
 #pragma unroll
       for (int i = 0; i < Shape::kAtoms; ++i)
-        copy_box(stage + Shape::kWideAt + (k * Shape::kAtoms + i) * Shape::kWideBox, wide_map, first_wide + i * 32,
-                 time * args.stride + k - args.padding, sample, full);
+        ptx::tma_load(stage + Shape::kXAt + (k * Shape::kAtoms + i) * Shape::kXBox, x_map, first_x + i * 32,
+                      time * args.stride + k - args.padding, sample, full);
     }
   }
 }
 
-// A thread's sums in the tile, rows of kRow words in the gradient's order. The block's warpgroups have left the ring.
+// A thread's sums in the tile, rows of kRow words in the gradient's order. The block's warpgroups are done with the
+// stages.
 template <class Shape>
 __device__ __forceinline__ void store_tile(float* tile, const float (&sums)[Shape::kHeight][Shape::kSums]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -75,7 +78,7 @@ __device__ __forceinline__ void store_tile(float* tile, const float (&sums)[Shap
     float* row = tile + ((warp / 4 * Shape::kHeight + m) * 64 + warp % 4 * 16 + lane / 4) * Shape::kRow;
 #pragma unroll
     for (int c = 0; c < Shape::kColumns / 8; ++c) {
-      const int tap = 8 * c / Shape::kWide, j = 8 * c % Shape::kWide + lane % 4 * 2;
+      const int tap = 8 * c / Shape::kXChannels, j = 8 * c % Shape::kXChannels + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 4; ++i) row[i / 2 * 8 * Shape::kRow + (j + i % 2) * Shape::kTaps + tap] = sums[m][4 * c + i];
     }
@@ -83,24 +86,24 @@ __device__ __forceinline__ void store_tile(float* tile, const float (&sums)[Shap
 }
 
 template <class T, class Shape>
-__device__ __forceinline__ void multiply_rows(uint32_t ring, Barriers<Shape::kStages>& barriers, int steps,
-                                              float* tile) {
+__device__ __forceinline__ void consume_rows(uint32_t buffer, Pipeline<Shape::kStages>& pipeline, int steps,
+                                             float* tile) {
   const int group = threadIdx.x / 128;
   float sums[Shape::kHeight][Shape::kSums];
-  consume(barriers, steps, [&](int stage, bool first) {
-    const uint32_t narrow = ring + stage * Shape::kStageBytes;
-    const uint64_t b = operand(narrow + Shape::kWideAt, Shape::kWideBox, 512, Swizzle::k64);
+  consume(pipeline, steps, [&](int stage, bool first) {
+    const uint32_t y = buffer + stage * Shape::kStageBytes;
+    const uint64_t b = wgmma::swizzled(y + Shape::kXAt, Shape::kXBox, 512, wgmma::Swizzle::k64);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {
 #pragma unroll
       for (int m = 0; m < Shape::kHeight; ++m) {
-        const uint32_t rows = narrow + (group * Shape::kHeight + m) * Shape::kNarrowBox;
-        const uint64_t a = operand(rows, Shape::kNarrowBox, 1024, Swizzle::k128);
-        product<T, Shape::kColumns, 1, 1>(sums[m], a + k * 128, b + k * 64, !(first && k == 0));
+        const uint32_t rows = y + (group * Shape::kHeight + m) * Shape::kYBox;
+        const uint64_t a = wgmma::swizzled(rows, Shape::kYBox, 1024, wgmma::Swizzle::k128);
+        wgmma::mma_ss<T, Shape::kColumns, 1, 1>(sums[m], a + k * 128, b + k * 64, !(first && k == 0));
       }
     }
   });
-  ptx::sync_threads(1, kMultipliers);  // the tile takes the place of what the other warpgroup still read
+  ptx::sync_threads(1, kConsumerThreads);  // the tile takes the place of what the other warpgroup still read
   store_tile<Shape>(tile, sums);
 }
 
@@ -113,31 +116,35 @@ struct Piece {
 // Alone: the warp's own channels, one a lane.
 template <class Shape>
 __device__ __forceinline__ void copy_channels(float* gradient, const Piece& piece, const float* tile) {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
   __syncwarp();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int channel = (warp / 4 * Shape::kHeight + lane / 16) * 64 + warp % 4 * 16 + lane % 16;
-  if (lane / 16 < Shape::kHeight && channel < piece.channels)
-    copy_out(gradient + piece.begin + channel * piece.step, ptx::shared_address(tile + channel * Shape::kRow),
-             piece.elements * 4);
-  wait_copied_out();
+  if (lane / 16 < Shape::kHeight && channel < piece.channels) {
+    cuda::ptx::cp_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
+                             gradient + piece.begin + channel * piece.step, tile + channel * Shape::kRow,
+                             piece.elements * 4);
+    cuda::ptx::cp_async_bulk_commit_group();
+  }
+  cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>{});
 }
 
 template <class T, class Shape>
-__device__ __forceinline__ void add_channels(const GradientArgs& args, const Piece& piece, int rank,
-                                             const float* tile) {
+__device__ __forceinline__ void add_channels(const WgradArgs& args, const Piece& piece, int rank, const float* tile) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, splits = args.plan.splits;
-  const int rows = Shape::kNarrow / (kMultipliers / 32) / splits, first = (rank * (kMultipliers / 32) + warp) * rows;
-  const bool quads = args.float_gradient && args.wide_channels % 4 == 0;
+  const int rows = Shape::kYChannels / (kConsumerThreads / 32) / splits,
+            first = (rank * (kConsumerThreads / 32) + warp) * rows;
+  const bool quads = args.float_gradient && args.x_channels % 4 == 0;
   for (int row = first; row < min(first + rows, piece.channels); ++row) {
     const uint32_t from = ptx::shared_address(tile + row * Shape::kRow);
     const int64_t to = piece.begin + row * piece.step;
     for (int e = quads ? lane * 4 : lane; e < piece.elements; e += quads ? 128 : 32) {
       float4 sum = {};
 #pragma unroll 4
-      for (int next = 0; next < splits; ++next) {  // in a ring, so that no two blocks read the same one's at a time
-        const uint64_t there = peer_address(from + e * 4, (rank + next) & (splits - 1));
-        const float4 v = quads ? load_peer(there, true) : make_float4(load_peer_word(there), 0, 0, 0);
+      for (int next = 0; next < splits;
+           ++next) {  // each rank starts at itself: no two blocks read the same one's at a time
+        const uint64_t there = ptx::peer_address(from + e * 4, (rank + next) & (splits - 1));
+        const float4 v = quads ? ptx::load_peer(there, true) : make_float4(ptx::load_peer_word(there), 0, 0, 0);
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
       if (quads)
@@ -152,108 +159,106 @@ __device__ __forceinline__ void add_channels(const GradientArgs& args, const Pie
 
 // Rows of a stage that no copy ever writes would still be multiplied: they are zero.
 template <class Shape>
-__device__ void clear_unused_rows(uint8_t* ring, int used) {
+__device__ void clear_unused_rows(uint8_t* buffer, int used) {
   if (used == kChunk) return;
   for (int i = threadIdx.x; i < Shape::kStages * static_cast<int>(Shape::kStageBytes) / 16; i += kThreads)
-    reinterpret_cast<uint4*>(ring)[i] = make_uint4(0, 0, 0, 0);
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    reinterpret_cast<uint4*>(buffer)[i] = make_uint4(0, 0, 0, 0);
+  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
 }
 
 template <class T, class Shape>
-__global__ void __launch_bounds__(kMultipliers + Shape::kCopiers, 1)
-    gradient_kernel(const __grid_constant__ CUtensorMap narrow_map, const __grid_constant__ CUtensorMap wide_map,
-                    const __grid_constant__ GradientArgs args) {
+__global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, 1)
+    wgrad_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap x_map,
+                 const __grid_constant__ WgradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
   extern __shared__ uint8_t shared[];
-  __shared__ Barriers<Shape::kStages> barriers;
+  __shared__ Pipeline<Shape::kStages> pipeline;
   uint8_t* memory = shared + (kAlignment - ptx::shared_address(shared) % kAlignment) % kAlignment;
   float* tile = reinterpret_cast<float*>(memory);
-  const uint32_t ring = ptx::shared_address(memory);
-  const GradientPlan& plan = args.plan;
-  const unsigned splits = plan.splits, wide_tiles = static_cast<unsigned>(plan.wide_tiles);
+  const uint32_t buffer = ptx::shared_address(memory);
+  const WgradPlan& plan = args.plan;
+  const unsigned splits = plan.splits, x_tiles = static_cast<unsigned>(plan.x_tiles);
   const int rank = blockIdx.x % splits;
-  const int first_wide = blockIdx.x / splits % wide_tiles * Shape::kWide;
-  const int first_narrow = blockIdx.x / splits / wide_tiles * Shape::kNarrow;
+  const int first_x = blockIdx.x / splits % x_tiles * Shape::kXChannels;
+  const int first_y = blockIdx.x / splits / x_tiles * Shape::kYChannels;
   const int2 steps = share(static_cast<int>(plan.rows.count), rank, plan.splits);
   clear_unused_rows<Shape>(memory, plan.rows.time * plan.rows.samples);
   if (threadIdx.x == 0) {
-    prefetch_map(&narrow_map);
-    prefetch_map(&wide_map);
-    barriers.init();
+    ptx::prefetch_tensor_map(&y_map);
+    ptx::prefetch_tensor_map(&x_map);
+    pipeline.init();
   }
   __syncthreads();
-  wait_for_predecessor();
-  if (threadIdx.x >= kMultipliers) {
-    if constexpr (Shape::kHeight == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == kMultipliers)
-      copy_rows<Shape>(&narrow_map, &wide_map, args, first_narrow, first_wide, ring, barriers, steps);
+  grid_dependency_sync();
+  if (threadIdx.x >= kConsumerThreads) {
+    if constexpr (Shape::kHeight == 2) ptx::registers_decrease<40>();
+    if (threadIdx.x == kConsumerThreads)
+      produce_rows<Shape>(&y_map, &x_map, args, first_y, first_x, buffer, pipeline, steps);
     __syncwarp();
-    if (splits > 1) cluster_sync(), cluster_sync();
+    if (splits > 1) ptx::cluster_sync(), ptx::cluster_sync();
   } else {
-    if constexpr (Shape::kHeight == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    multiply_rows<T, Shape>(ring, barriers, steps.y - steps.x, tile);
-    const Piece piece{(first_narrow * args.wide_channels + first_wide) * Shape::kTaps,
-                      args.wide_channels * Shape::kTaps,
-                      static_cast<int>(min(args.narrow_channels - first_narrow, int64_t{Shape::kNarrow})),
-                      static_cast<int>(min(args.wide_channels - first_wide, int64_t{Shape::kWide})) * Shape::kTaps};
-    if (splits == 1 && args.float_gradient && args.wide_channels % 4 == 0) {
+    if constexpr (Shape::kHeight == 2) ptx::registers_increase<232>();
+    consume_rows<T, Shape>(buffer, pipeline, steps.y - steps.x, tile);
+    const Piece piece{(first_y * args.x_channels + first_x) * Shape::kTaps, args.x_channels * Shape::kTaps,
+                      static_cast<int>(min(args.y_channels - first_y, int64_t{Shape::kYChannels})),
+                      static_cast<int>(min(args.x_channels - first_x, int64_t{Shape::kXChannels})) * Shape::kTaps};
+    if (splits == 1 && args.float_gradient && args.x_channels % 4 == 0) {
       copy_channels<Shape>(static_cast<float*>(args.gradient), piece, tile);
     } else {
-      splits == 1 ? ptx::sync_threads(1, kMultipliers) : cluster_sync();
+      splits == 1 ? ptx::sync_threads(1, kConsumerThreads) : ptx::cluster_sync();
       add_channels<T, Shape>(args, piece, rank, tile);
-      if (splits > 1) cluster_sync();  // nobody leaves while a peer still reads its tile
+      if (splits > 1) ptx::cluster_sync();  // nobody leaves while a peer still reads its tile
     }
   }
 #endif
 }
 
 template <class T, int kTaps, int kAtoms>
-cudaError_t launch_gradient(const CUtensorMap& narrow_map, const CUtensorMap& wide_map, const GradientArgs& args,
-                            cudaStream_t stream) {
-  const GradientPlan& plan = args.plan;
-  const int64_t blocks = plan.narrow_tiles * plan.wide_tiles * plan.splits;
+cudaError_t launch_wgrad(const CUtensorMap& y_map, const CUtensorMap& x_map, const WgradArgs& args,
+                         cudaStream_t stream) {
+  const WgradPlan& plan = args.plan;
+  const int64_t blocks = plan.y_tiles * plan.x_tiles * plan.splits;
   const auto go = [&](auto shape) {
     using Shape = decltype(shape);
-    const Launch launch{blocks, kMultipliers + Shape::kCopiers, plan.splits, Shape::kBytes, stream};
-    return launch_cluster(gradient_kernel<T, Shape>, launch, narrow_map, wide_map, args);
+    const Launch launch{blocks, kConsumerThreads + Shape::kProducerThreads, plan.splits, Shape::kBytes, stream};
+    return launch_cluster(wgrad_kernel<T, Shape>, launch, y_map, x_map, args);
   };
   if constexpr (kTaps != 3)
-    if (plan.height == 2) return go(GradientShape<kTaps, kAtoms, 2>{});
-  return go(GradientShape<kTaps, kAtoms, 1>{});
+    if (plan.height == 2) return go(WgradShape<kTaps, kAtoms, 2>{});
+  return go(WgradShape<kTaps, kAtoms, 1>{});
 }
 
 }  // namespace
 
-cudaError_t weight_gradient(const Conv1d& conv, const void* narrow, const void* wide, void* gradient,
-                            DType gradient_dtype, cudaStream_t stream, int64_t narrow_pitch) {
-  const GradientPlan plan = plan_gradient(conv, multiprocessors());
+cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
+                  cudaStream_t stream, int64_t y_pitch) {
+  const WgradPlan plan = plan_wgrad(conv, multiprocessors());
   const RowTiles& rows = plan.rows;
-  CUtensorMap narrow_map, wide_map;
-  const Boxes narrow_boxes{conv.dtype,
-                           narrow,
-                           conv.batch,
-                           conv.narrow_length,
-                           padded(conv.narrow_channels),
-                           rows.samples,
-                           rows.time,
-                           /*box_columns=*/64,
-                           /*row_step=*/1,
-                           /*planes_inside=*/false,
-                           narrow_pitch};
-  const Boxes wide_boxes{conv.dtype,   wide,      conv.batch, conv.wide_length, padded(conv.wide_channels),
-                         rows.samples, rows.time, 32,         conv.stride};
-  if (const auto error = make_map(narrow_boxes, &narrow_map)) return error;
-  if (const auto error = make_map(wide_boxes, &wide_map)) return error;
-  const GradientArgs args{plan,        conv.narrow_channels, conv.wide_channels,
-                          conv.stride, conv.padding,         gradient_dtype == DType::kFloat32,
-                          gradient};
+  CUtensorMap y_map, x_map;
+  const Boxes y_boxes{conv.dtype,
+                      y,
+                      conv.batch,
+                      conv.y_length,
+                      padded(conv.y_channels),
+                      rows.samples,
+                      rows.time,
+                      /*box_columns=*/64,
+                      /*row_step=*/1,
+                      /*planes_inside=*/false,
+                      y_pitch};
+  const Boxes x_boxes{conv.dtype,   x,         conv.batch, conv.x_length, padded(conv.x_channels),
+                      rows.samples, rows.time, 32,         conv.stride};
+  if (const auto error = make_map(y_boxes, &y_map)) return error;
+  if (const auto error = make_map(x_boxes, &x_map)) return error;
+  const WgradArgs args{
+      plan, conv.y_channels, conv.x_channels, conv.stride, conv.padding, gradient_dtype == DType::kFloat32, gradient};
   return dispatch_half(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     switch (conv.taps) {
-      case 1: return launch_gradient<T, 1, 4>(narrow_map, wide_map, args, stream);
-      case 3: return launch_gradient<T, 3, 2>(narrow_map, wide_map, args, stream);
-      case 4: return launch_gradient<T, 4, 1>(narrow_map, wide_map, args, stream);
-      case 5: return launch_gradient<T, 5, 1>(narrow_map, wide_map, args, stream);
+      case 1: return launch_wgrad<T, 1, 4>(y_map, x_map, args, stream);
+      case 3: return launch_wgrad<T, 3, 2>(y_map, x_map, args, stream);
+      case 4: return launch_wgrad<T, 4, 1>(y_map, x_map, args, stream);
+      case 5: return launch_wgrad<T, 5, 1>(y_map, x_map, args, stream);
       default: return cudaErrorInvalidValue;
     }
   });

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kWarpSize* kManyRows) add(const __grid_constan
   const int64_t gradient = column / args.channels, channel = column % args.channels;
   P* const to = gradient < args.gradients ? static_cast<P*>(args.sums[gradient]) : nullptr;
   const float* partials = args.partials + gradient * args.slices * args.channels + channel;
-  wait_for_predecessor();
+  grid_dependency_sync();
   float sum = 0;
   if (to) {
 #pragma unroll 8

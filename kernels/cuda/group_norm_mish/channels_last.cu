@@ -4,7 +4,7 @@
 // channels, C elements apart.
 //
 // team    the threads that own one group of one sample (plan.h): `width` of them side by side along a row, so that a
-//         thread's vector of 16 bytes always belongs to the same channels; the rows are shared out over the team. A
+//         thread's vector of 16 bytes always belongs to the same channels; the rows are divided among the team. A
 //         team is a warp, a part of one, or a block, and holds its group in registers: each element is read once.
 // block   several teams; teams of a warp that is shared by several own neighbouring groups
 // grid    a slice of the samples a block, as many as the processor holds at once. The backward adds the gradients of
@@ -38,7 +38,8 @@ struct alignas(16) Vector {
     }
   }
 
-  /// Values `2 * i` and `2 * i + 1`, of 16 bits.
+  /// Values `2 * i` and `2 * i + 1`, of 16 bits. Assembled from halves: as one word (pack_pair) it is other machine
+  /// code.
   __device__ __forceinline__ void set_pair(int i, float low, float high) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
       const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -86,14 +87,14 @@ __device__ __forceinline__ const T* at_or_null(const void* data, int64_t offset)
 __device__ __forceinline__ int log2_of(int power) { return __ffs(power) - 1; }
 
 /// Where a thread stands. All of a plan's sizes are powers of two, and a sample's elements count in an int.
-struct Place {
+struct ThreadCoord {
   int sample, group;      // of its team, among those that the block works on at a time
   int thread;             // in its team
   int column, row, step;  // of the thread's first vector; rows between its vectors
   bool in_row;            // whether there is such a column
   int channel;            // its first channel
 
-  __device__ Place(const NormPlan& plan, int group_set) {
+  __device__ ThreadCoord(const NormPlan& plan, int group_set) {
     const int team = threadIdx.x >> log2_of(plan.threads);
     sample = team >> log2_of(plan.groups), group = team & (plan.groups - 1);
     thread = threadIdx.x & (plan.threads - 1);
@@ -118,10 +119,10 @@ template <class T, int V>
 struct Held {
   Vector<T> vectors[V];
 
-  __device__ __forceinline__ void load(const T* from, const Place& place, int rows, int stride) {
+  __device__ __forceinline__ void load(const T* from, const ThreadCoord& coord, int rows, int stride) {
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      const int row = place.row + k * place.step;
+      const int row = coord.row + k * coord.step;
       vectors[k] = {};
       if (row < rows) vectors[k] = *reinterpret_cast<const Vector<T>*>(from + row * stride);
     }
@@ -139,7 +140,7 @@ struct Statistics {
 
   /// Every thread of the block must call; `scratch` has one element a warp.
   template <class T, int V>
-  __device__ __forceinline__ Statistics(Held<T, V>& x, const Place& place, int rows, float over,
+  __device__ __forceinline__ Statistics(Held<T, V>& x, const ThreadCoord& coord, int rows, float over,
                                         const GroupNormMish& args, float* scratch) {
     float sum = 0, squares = 0;
 #pragma unroll
@@ -150,7 +151,7 @@ struct Statistics {
     x.keep_packed();
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      if (place.row + k * place.step >= rows) continue;
+      if (coord.row + k * coord.step >= rows) continue;
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
         const float centered = x.vectors[k][i] - mean;
@@ -170,31 +171,31 @@ __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args
   const int channels = args.shape.channels, inner = args.shape.inner, samples = args.plan.samples();
   const int64_t batch = args.shape.batch, step = int64_t{gridDim.y} * samples;
   const float over = 1.0f / static_cast<float>(inner * args.plan.channels);
-  const Place place(args.plan, blockIdx.x);
-  wait_for_predecessor();
+  const ThreadCoord coord(args.plan, blockIdx.x);
+  grid_dependency_sync();
   float weight[kOwned], bias[kOwned];
-  load_channels(weight, at_or_null<P>(args.weight, place.channel), 1.0f);
-  load_channels(bias, at_or_null<P>(args.bias, place.channel), 0.0f);
-  const auto rows_of = [&](int64_t sample) { return sample < batch && place.in_row ? inner : 0; };
+  load_channels(weight, at_or_null<P>(args.weight, coord.channel), 1.0f);
+  load_channels(bias, at_or_null<P>(args.bias, coord.channel), 0.0f);
+  const auto rows_of = [&](int64_t sample) { return sample < batch && coord.in_row ? inner : 0; };
   const auto fetch = [&](Held<T, V>& to, int64_t sample) {
-    const T* from = static_cast<const T*>(args.input) + sample * (inner * channels) + place.channel;
-    to.load(from, place, rows_of(sample), channels);
+    const T* from = static_cast<const T*>(args.input) + sample * (inner * channels) + coord.channel;
+    to.load(from, coord, rows_of(sample), channels);
   };
-  int64_t sample = int64_t{blockIdx.y} * samples + place.sample;
+  int64_t sample = int64_t{blockIdx.y} * samples + coord.sample;
   Held<T, V> x;
   fetch(x, sample);
   for (int64_t base = int64_t{blockIdx.y} * samples; base < batch; base += step, sample += step) {
     Held<T, V> next;  // on its way while this one is worked on
     fetch(next, sample + step);
     const int rows = rows_of(sample);
-    const int64_t film = rows > 0 ? sample : 0, first = film * (inner * channels) + place.channel;
+    const int64_t film = rows > 0 ? sample : 0, first = film * (inner * channels) + coord.channel;
     float scale[kOwned], shift[kOwned];
-    load_channels(scale, at_or_null<T>(args.scale, film * args.scale_stride + place.channel), 1.0f);
-    load_channels(shift, at_or_null<T>(args.shift, film * args.shift_stride + place.channel), 0.0f);
-    const Statistics s(x, place, rows, over, args, scratch);
+    load_channels(scale, at_or_null<T>(args.scale, film * args.scale_stride + coord.channel), 1.0f);
+    load_channels(shift, at_or_null<T>(args.shift, film * args.shift_stride + coord.channel), 0.0f);
+    const Statistics s(x, coord, rows, over, args, scratch);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      const int row = place.row + k * place.step;
+      const int row = coord.row + k * coord.step;
       if (row >= rows) break;
       const int64_t at = first + row * channels;
       float out[kOwned];
@@ -229,17 +230,17 @@ __device__ __forceinline__ void sum_over_rows(float (&values)[kCount], const Nor
 /// channel vector that begins with `channel` of the group. Every thread of the block must call. `scratch` has kCount
 /// elements a thread.
 template <int kCount, class Store>
-__device__ __forceinline__ void sum_over_block(float (&values)[kCount], const Place& place, const NormPlan& plan,
+__device__ __forceinline__ void sum_over_block(float (&values)[kCount], const ThreadCoord& coord, const NormPlan& plan,
                                                float* scratch, Store&& store) {
   sum_over_rows(values, plan);
   const int keys = plan.groups * plan.width;
   const int within = plan.threads < kWarpSize ? plan.threads : kWarpSize;
   const int stride = within > plan.width ? within : plan.width;  // from one writer of a key to the next
-  const int key = place.group * plan.width + place.column;
+  const int key = coord.group * plan.width + coord.column;
   const int writers_of_team = plan.threads >> log2_of(stride);
-  const int writer = place.sample * writers_of_team + (place.thread >> log2_of(stride));
+  const int writer = coord.sample * writers_of_team + (coord.thread >> log2_of(stride));
   const int writers = plan.samples() * writers_of_team;
-  if ((place.thread & (stride - 1)) < plan.width) {
+  if ((coord.thread & (stride - 1)) < plan.width) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scratch[(i * writers + writer) * keys + key] = values[i];
   }
@@ -259,30 +260,30 @@ template <class T, class P, int V, bool kFilm, bool kSums>
 __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBackward args) {
   constexpr int kGradients = kSums ? 3 : 2;  // of weight, of bias, and the sums
   __shared__ float scratch[kMaxTeam / kWarpSize], sums[kGradients * kOwned * kMaxTeam];
-  release_successor();
-  wait_for_predecessor();
+  trigger_dependent_launch();
+  grid_dependency_sync();
   const GroupNormMish& in = args.forward;
   const NormPlan& plan = in.plan;
   const int channels = in.shape.channels, inner = in.shape.inner, samples = plan.samples();
   const float over = 1.0f / static_cast<float>(inner * plan.channels);
-  const Place place(plan, blockIdx.x);
+  const ThreadCoord coord(plan, blockIdx.x);
   float weight[kOwned], bias[kOwned], parameters[kGradients * kOwned] = {};
-  load_channels(weight, at_or_null<P>(in.weight, place.channel), 1.0f);
-  load_channels(bias, at_or_null<P>(in.bias, place.channel), 0.0f);
+  load_channels(weight, at_or_null<P>(in.weight, coord.channel), 1.0f);
+  load_channels(bias, at_or_null<P>(in.bias, coord.channel), 0.0f);
   for (int64_t base = int64_t{blockIdx.y} * samples; base < in.shape.batch; base += int64_t{gridDim.y} * samples) {
-    const bool here = base + place.sample < in.shape.batch;
-    const int64_t sample = here ? base + place.sample : 0, first = sample * (inner * channels) + place.channel;
-    const int rows = here && place.in_row ? inner : 0;
+    const bool here = base + coord.sample < in.shape.batch;
+    const int64_t sample = here ? base + coord.sample : 0, first = sample * (inner * channels) + coord.channel;
+    const int rows = here && coord.in_row ? inner : 0;
     Held<T, V> x, grad;
-    x.load(static_cast<const T*>(in.input) + first, place, rows, channels);
-    grad.load(static_cast<const T*>(args.grad) + first, place, rows, channels);
+    x.load(static_cast<const T*>(in.input) + first, coord, rows, channels);
+    grad.load(static_cast<const T*>(args.grad) + first, coord, rows, channels);
     float scale[kOwned], films[2 * kOwned] = {};  // the latter: gradients of scale, then of shift
-    if constexpr (kFilm) load_channels(scale, at_or_null<T>(in.scale, sample * in.scale_stride + place.channel), 1.0f);
-    const Statistics s(x, place, rows, over, in, scratch);
+    if constexpr (kFilm) load_channels(scale, at_or_null<T>(in.scale, sample * in.scale_stride + coord.channel), 1.0f);
+    const Statistics s(x, coord, rows, over, in, scratch);
     float normalized_grad[V][kOwned], sum = 0, dot = 0;  // the normalised input's gradient; its sums with 1 and with it
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      if (place.row + k * place.step >= rows) break;
+      if (coord.row + k * coord.step >= rows) break;
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
         const float normalized = s.normalized(x.vectors[k][i]), g = grad.vectors[k][i];
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
     const float slant = -team_sum(dot, plan.threads, scratch) * over * s.rstd;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      const int row = place.row + k * place.step;
+      const int row = coord.row + k * coord.step;
       if (row >= rows || !args.grad_input) break;
       float out[kOwned];
 #pragma unroll
@@ -318,15 +319,15 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
     if constexpr (kFilm) {
       T *grad_scale = static_cast<T*>(args.grad_scale), *grad_shift = static_cast<T*>(args.grad_shift);
       if (plan.threads > kWarpSize) {
-        sum_over_block(films, place, plan, sums, [&](int i, int, int channel, float value) {
+        sum_over_block(films, coord, plan, sums, [&](int i, int, int channel, float value) {
           T* to = i < kOwned ? grad_scale : grad_shift;
           const int64_t at = base * channels + int64_t{blockIdx.x} * plan.channels + channel + i % kOwned;
           if (to) to[at] = narrow<T>(value);
         });
       } else {
         sum_over_rows(films, plan);
-        if (rows == 0 || place.row != 0) continue;
-        const int64_t pair = sample * channels + place.channel;
+        if (rows == 0 || coord.row != 0) continue;
+        const int64_t pair = sample * channels + coord.channel;
         if (grad_scale) store_channels(grad_scale + pair, films);
         if (grad_shift) store_channels(grad_shift + pair, films + kOwned);
       }
@@ -334,7 +335,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
   }
   if (!args.partials) return;
   float* partials = args.partials + int64_t{blockIdx.y} * channels;
-  sum_over_block(parameters, place, plan, sums, [&](int i, int group, int channel, float value) {
+  sum_over_block(parameters, coord, plan, sums, [&](int i, int group, int channel, float value) {
     const int64_t gradient = i / kOwned * int64_t{gridDim.y} * channels;
     partials[gradient + (blockIdx.x * plan.groups + group) * plan.channels + channel + i % kOwned] = value;
   });

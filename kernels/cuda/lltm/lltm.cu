@@ -9,11 +9,11 @@
 //                    32-bit division where the numbers are that small: 64-bit ones take a third of the kernel's time.
 // bias_gradient      a block owns 32 gates: 32 warps split the batch, lanes are gates, a last sum over warps.
 // copy_rows          a thread owns one unit of X, of 16 bytes where rows are whole numbers of them, else one element.
-// product_gradients  two jobs in one launch, told apart by the block's number. The first 3 S blocks own a row of the
+// product_gradients  two jobs in one launch, distinguished by the block's number. The first 3 S blocks own a row of the
 //                    weights' gradient, a thread a column, and sum over the batch. The others own 32 columns of X's
 //                    gradient for one sample: 8 warps split the 3 S gates, lanes are columns, a last sum over warps.
 // A cell follows the last one's in a sequence, and its backward is a chain: kernels that may follow one of these are
-// launched dependent. Those behind a library's product are not: it releases nobody.
+// dependent launches. Those behind a library's GEMM are not: it does not trigger them.
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/reduce.cuh"
@@ -33,7 +33,7 @@ __device__ Accumulate<T> read_x(const Lltm& args, int64_t sample, int64_t column
                              : widen(static_cast<const T*>(args.input)[sample * args.features + column - args.state]);
 }
 
-/// The cell of (sample, state) with its products given.
+/// The cell of (sample, state) from its GEMM's outputs.
 template <class T>
 __device__ math::LltmCell<Accumulate<T>> cell_of(const Lltm& args, int64_t sample, int64_t state, Accumulate<T> input,
                                                  Accumulate<T> output, Accumulate<T> candidate) {
@@ -55,7 +55,7 @@ __global__ void forward_small(Lltm args) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t blocks = (args.state + kStates - 1) / kStates, inputs = args.state + args.features;
   const int64_t state = blockIdx.x % blocks * kStates + warp, first = blockIdx.x / blocks * kSamples;
-  wait_for_predecessor();
+  grid_dependency_sync();
   for (int64_t k = threadIdx.x; k < inputs; k += blockDim.x)
     for (int b = 0; b < kSamples; ++b) x[b][k] = first + b < args.batch ? read_x<T>(args, first + b, k) : A(0);
   __syncthreads();
@@ -72,7 +72,7 @@ __global__ void forward_small(Lltm args) {
       for (int b = 0; b < kSamples; ++b) sums[gate][b] += w * x[b][k];
     }
   }
-  release_successor();
+  trigger_dependent_launch();
   A mine[3] = {};
 #pragma unroll
   for (int gate = 0; gate < 3; ++gate)
@@ -108,20 +108,20 @@ template <class T, class Index, int Width>
 __global__ void state(Lltm args) {
   using A = Accumulate<T>;
   using Stored = Vector<T, Width>;
-  using Products = Vector<A, Width>;
+  using GemmOutputs = Vector<A, Width>;
   const Index states = static_cast<Index>(args.state / Width), count = static_cast<Index>(args.batch) * states;
   const Index step = static_cast<Index>(int64_t{gridDim.x} * blockDim.x);
   for (Index i = static_cast<Index>(int64_t{blockIdx.x} * blockDim.x + threadIdx.x); i < count; i += step) {
     const Index column = i % states;
-    const auto* gates = static_cast<const Products*>(args.gates) + 3 * int64_t{i - column} + column;
+    const auto* gates = static_cast<const GemmOutputs*>(args.gates) + 3 * int64_t{i - column} + column;
     const auto* bias = static_cast<const Stored*>(args.bias) + column;
-    Products x[3];
+    GemmOutputs x[3];
     Stored b[3];
 #pragma unroll
     for (int gate = 0; gate < 3; ++gate)
       x[gate] = gates[gate * int64_t{states}], b[gate] = bias[gate * int64_t{states}];
     const Stored old_cell = static_cast<const Stored*>(args.old_cell)[i];
-    release_successor();
+    trigger_dependent_launch();
     Stored new_h, new_cell;
 #pragma unroll
     for (int w = 0; w < Width; ++w) {
@@ -138,8 +138,8 @@ __global__ void state(Lltm args) {
 template <class T, class Index>
 __global__ void gate_gradients(LltmBackward args) {
   using A = Accumulate<T>;
-  wait_for_predecessor();
-  release_successor();
+  grid_dependency_sync();
+  trigger_dependent_launch();
   const auto at = [](const void* grad, const int64_t* strides, int64_t sample, int64_t state) {
     return widen(static_cast<const T*>(grad)[sample * strides[0] + state * strides[1]]);
   };
@@ -161,7 +161,7 @@ __global__ void bias_gradient(LltmBackward args) {
   const int64_t gates = 3 * args.forward.state, first = int64_t{blockIdx.x} * kWarpSize;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   A sum = 0;
-  wait_for_predecessor();
+  grid_dependency_sync();
   if (first + lane < gates)
 #pragma unroll 8
     for (int64_t b = warp; b < args.forward.batch; b += kWarpSize)
@@ -178,8 +178,8 @@ __global__ void copy_rows(LltmRows args) {
   const Index left = static_cast<Index>(args.left_columns), right = static_cast<Index>(args.right_columns);
   const Index columns = left + right, count = static_cast<Index>(args.rows * (args.left_columns + args.right_columns));
   const Index step = static_cast<Index>(int64_t{gridDim.x} * blockDim.x);
-  wait_for_predecessor();
-  release_successor();
+  grid_dependency_sync();
+  trigger_dependent_launch();
   for (Index i = static_cast<Index>(int64_t{blockIdx.x} * blockDim.x + threadIdx.x); i < count; i += step) {
     const Index row = i / columns, column = i % columns;
     Unit* part = column < left ? static_cast<Unit*>(args.left) + row * left + column
@@ -239,7 +239,7 @@ __device__ void input_gradient(const LltmBackward& args, int64_t block) {
 
 template <class T>
 __global__ void product_gradients(LltmBackward args, int64_t weight_blocks) {
-  wait_for_predecessor();
+  grid_dependency_sync();
   if (blockIdx.x < weight_blocks)
     weight_gradient<T>(args, blockIdx.x);
   else

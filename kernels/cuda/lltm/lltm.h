@@ -19,7 +19,7 @@ struct Lltm {
   const void* old_cell;  // (batch, state)
   void* new_h;           // (batch, state)
   void* new_cell;        // (batch, state)
-  void* gates;           // A (batch, 3 * state): the products before the bias
+  void* gates;           // A (batch, 3 * state): the GEMM's outputs before the bias
   int64_t batch, features, state;
 };
 
@@ -48,11 +48,11 @@ cudaError_t lltm_small(const Lltm& args, cudaStream_t stream);
 cudaError_t lltm_join(const LltmRows& args, cudaStream_t stream);
 /// `left` and `right` from `both`.
 cudaError_t lltm_split(const LltmRows& args, cudaStream_t stream);
-/// The state from finished products in `gates`.
+/// The state from the GEMM's outputs in `gates`.
 cudaError_t lltm_state(const Lltm& args, cudaStream_t stream);
 /// grad_gates and grad_old_cell.
 cudaError_t lltm_gate_gradients(const LltmBackward& args, cudaStream_t stream);
-/// The gradients of the products' arguments from grad_gates, in one kernel, for small sizes.
+/// The gradients of the GEMM's operands from grad_gates, in one kernel, for small sizes.
 cudaError_t lltm_product_gradients(const LltmBackward& args, cudaStream_t stream);
 /// grad_bias alone: the sum of grad_gates over the batch.
 cudaError_t lltm_bias_gradient(const LltmBackward& args, cudaStream_t stream);

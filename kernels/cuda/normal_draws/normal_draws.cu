@@ -1,13 +1,13 @@
-// `dpa::normal_draws` on CUDA: many small draws of normal numbers in one launch, with the bits that a launch each of
-// PyTorch's `normal_` gives.
+// `dpa::normal_draws` on CUDA: many small tensors of normal random numbers in one launch, with the bits that a launch each
+// of PyTorch's `normal_` gives.
 //
 //   out[d, i] = sqrt(-2 log u) sin(2 pi v)     u, v from the first two words of Philox4x32-10 (Salmon et al., 2011),
 //               key = the seed, counter = (offset / 4 + d, i): PyTorch gives number i of a draw to sequence i, and
 //               every draw moves the offset by 4
 //
-// Grid: a thread a number of out, rows * numel of them; rows from `draws` on are zero. `loop_inputs` has kCopyBlocks
-// blocks more for each copy, which go through it side by side. The arithmetic is that of
-// cuRAND, operation by operation, for the same bits: the fast sine, the exact logarithm.
+// Grid: a thread a number of out, rows * numel of them; rows from `count` on are zero. `loop_inputs` has kCopyBlocks
+// blocks more for each copy, which go through it side by side. The arithmetic is that of cuRAND, operation by operation,
+// for the same bits: the fast sine, the exact logarithm.
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/normal_draws/normal_draws.h"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void draw_one(const NormalDraws& a, int64_t e) {
   const bool captured = a.stream.seed_at != nullptr;
   const uint64_t seed = captured ? static_cast<uint64_t>(*a.stream.seed_at) : a.stream.seed;
   const uint64_t offset = a.stream.offset + (captured ? static_cast<uint64_t>(*a.stream.offset_at) : 0);
-  const float value = draw < a.draws ? normal(philox(seed, e % a.numel, offset / kDrawOffset + draw)) : 0.0f;
+  const float value = draw < a.count ? normal(philox(seed, e % a.numel, offset / kDrawOffset + draw)) : 0.0f;
   static_cast<T*>(a.out)[e] = narrow<T>(value);
 }
 
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) loop_inputs_kernel(const NormalDraws
     copy<uint8_t>(c, beyond % kCopyBlocks);
 }
 
-// Calls `run` with a value of the draws' type.
+// Calls `run` with a value of the output's type.
 template <class Run>
 cudaError_t of_dtype(DType dtype, Run run) {
   switch (dtype) {

@@ -23,12 +23,12 @@ struct PhiloxStream {
 struct NormalDraws {
   void* out;  // (rows, numel)
   DType dtype;
-  int64_t draws, rows, numel;
+  int64_t count, rows, numel;  // rows that are drawn, and rows of out
   PhiloxStream stream;
 };
 cudaError_t normal_draws(const NormalDraws& args, cudaStream_t stream);
 
-/// Memory that is copied beside the draws.
+/// Memory that is copied in the same launch.
 constexpr int kMostCopies = 4;
 struct Copies {
   struct Copy {

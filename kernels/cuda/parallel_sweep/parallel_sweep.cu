@@ -1,5 +1,5 @@
-// What a sweep of parallel sampling does around the network (python/dpa/sampling/parallel.py has the method). With p the
-// window's beginning, W its length, f_i the steps of the table, A_i = r3 - r4 r0 / r1 their slopes:
+// What a sweep of parallel sampling does around the network (python/dpa/sampling/parallel.py has the method). With p
+// the window's beginning, W its length, f_i the steps of the table, A_i = r3 - r4 r0 / r1 their slopes:
 //
 //   window   samples[j] = states[p + j], rows[j] = table[p + j], j < W
 //   move     y[j] = f_i(x[j]) + A_i (y[j - 1] - x[j]), i = p + j, j < 2 W, x[j] = states[p + j]; behind the window,
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const ParallelMove a) {
     for (int64_t first = 0; first < a.inner; first += 32) {
       const bool valid = first + lane < a.inner;
       const int64_t at = b * a.inner + (valid ? first + lane : 0);
-      const bool imposed = a.mask && a.mask[at];
-      const float known = imposed ? a.known[at] : 0.0f;
+      const bool inpainted = a.condition_mask && a.condition_mask[at];
+      const float given = inpainted ? a.condition_data[at] : 0.0f;
       for (int j = warp; j < 2 * window; j += kWarps) {
         const int64_t row = begin + j;
         const Step step(a, row);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const ParallelMove a) {
         for (int j = 0; j < 2 * window; j++) {
           const float x = j < window ? before[j * 32 + lane] : 0.0f;
           y = gained[j * 32 + lane] + (j == 0 ? 0.0f : slopes[j] * (y - x));
-          if (imposed) y = known;
+          if (inpainted) y = given;
           gained[j * 32 + lane] = y;
         }
       }

@@ -21,14 +21,14 @@ cudaError_t parallel_window(const ParallelWindow& args, cudaStream_t stream);
 constexpr int64_t kLargestWindow = 128;
 
 struct ParallelMove {
-  float* states;              // (rows + 1, batch, inner)
-  int64_t* position;          // where the window begins
-  float* residual;            // the largest move that was accepted
-  const float* output;        // (window, batch, inner), the network's
-  const float* coefficients;  // (rows, 6), of dpa::scheduler_step
-  const float* noise;         // (rows, batch, inner), or null
-  const float* known;         // (batch, inner): inpainted values, or null
-  const uint8_t* mask;        // (batch, inner): where `known` holds
+  float* states;                  // (rows + 1, batch, inner)
+  int64_t* position;              // where the window begins
+  float* residual;                // the largest move that was accepted
+  const float* output;            // (window, batch, inner), the network's
+  const float* coefficients;      // (rows, 6), of dpa::scheduler_step
+  const float* noise;             // (rows, batch, inner), or null
+  const float* condition_data;    // (batch, inner): inpainted values, or null
+  const uint8_t* condition_mask;  // (batch, inner): where `condition_data` holds
   int64_t steps, window, batch, inner;
   float clip, tolerance;
 };

@@ -1,18 +1,17 @@
 // The clustered path: one kernel runs the whole loop for several samples, on tensor cores.
 //
-//   out[n', o] = residual + FiLM(mish(group_norm(sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i] +
-//   bias)))
+//   out[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i]
+//   value      = residual + FiLM(mish(group_norm(out + bias)))
 //
-// Grid: 8 clusters of 16 blocks, all present at once (a cooperative launch); two blocks fit a multiprocessor, because
-//   some GPCs have fewer than 16. cluster.h says how a product is divided among them.
-// Block: a warpgroup that receives and multiplies (cluster_product.cuh), one that finishes outputs
-// (cluster_finish.cuh),
-//   and a warp that streams the block's weights into a ring, as far ahead as the ring reaches (cluster_block.cuh).
-// Hand-over: inside a cluster, partial sums in 16 bits, stored into the shared memory of the block that finishes them.
-// Between clusters, outputs in 16 bits,
-//   through L2, as words that say themselves whether they have been written: an unwritten one has bits that no value
-//   has. So there is no flag and no grid barrier. Steps take turns with two buffers; a word of the last step is made
-//   unwritten again when the same word of this one is written.
+// grid      8 clusters of 16 blocks, all present at once (a cooperative launch); two blocks fit a multiprocessor,
+//           because some GPCs have fewer than 16. cluster_layout.h divides a GEMM among them
+// block     a warpgroup that receives inputs and multiplies (cluster_gemm.cuh), one that runs the epilogue
+//           (cluster_epilogue.cuh), and a producer warp that streams the block's weights into a circular buffer, as far
+//           ahead as its stages reach (cluster_block.cuh)
+// messages  inside a cluster, 16-bit partial sums, stored into the shared memory of the block that adds them up.
+//           Between clusters, 16-bit outputs through L2, with an in-band flag: an unwritten word has bits that no value
+//           has, so there is no other flag and no grid barrier. Steps alternate between two buffers; a word of the last
+//           step is reset to unwritten when the same word of this one is written
 #include <algorithm>
 #include <atomic>
 
@@ -24,7 +23,7 @@ namespace dpa::kernels::unet1d {
 namespace {
 
 // Of a thread, instead of 80: two blocks of three warpgroups share 65536.
-constexpr int kProductRegisters = 112, kFinishRegisters = 96, kCopyRegisters = 32;
+constexpr int kGemmRegisters = 112, kEpilogueRegisters = 96, kProducerRegisters = 32;
 
 template <class T>
 __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __grid_constant__ ClusterArguments a) {
@@ -33,13 +32,14 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
   __shared__ ClusterBarriers barriers;
   __shared__ __align__(16) float2 moments[kGroupThreads / 32];
   const ClusterLayout& y = a.layout;
-  const int tid = threadIdx.x, rank = ptx::cluster_rank(), cluster = blockIdx.x / kClusterBlocks;
+  const int tid = threadIdx.x, rank = static_cast<int>(cuda::ptx::get_sreg_cluster_ctarank()),
+            cluster = blockIdx.x / kClusterBlocks;
   if (tid == 0) {
-    auto init = [](uint64_t& barrier, int count) { ptx::barrier_init(ptx::shared_address(&barrier), count); };
+    auto init = [](uint64_t& barrier, int count) { cuda::ptx::mbarrier_init(&barrier, count); };
     for (int i = 0; i < y.stages; i++) init(barriers.full[i], 1), init(barriers.empty[i], kGroupThreads / 32);
-    for (auto& barrier : barriers.sums) init(barrier, 1);
-    for (auto& barrier : barriers.taken) init(barrier, 1);
-    ptx::barrier_init_fence();
+    for (auto& barrier : barriers.sums_full) init(barrier, 1);
+    for (auto& barrier : barriers.sums_empty) init(barrier, 1);
+    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   const auto* descriptors = reinterpret_cast<const uint32_t*>(y.layers);
   for (int i = tid; i < static_cast<int>((y.count + 1) * sizeof(ClusterLayer) / 4); i += kClusterThreads)
@@ -49,13 +49,13 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
   const ClusterRole role(a, shared, barriers, cluster, rank);
   const int group = uniform(tid / kGroupThreads);
   if (group == 0) {
-    ptx::registers_increase<kProductRegisters>();
-    ClusterProduct<T>(role).run();
+    ptx::registers_increase<kGemmRegisters>();
+    ClusterGemm<T>(role).run();
   } else if (group == 1) {
-    ptx::registers_increase<kFinishRegisters>();
-    ClusterFinish<T>(role, moments).run();
+    ptx::registers_increase<kEpilogueRegisters>();
+    ClusterEpilogue<T>(role, moments).run();
   } else {
-    ptx::registers_decrease<kCopyRegisters>();
+    ptx::registers_decrease<kProducerRegisters>();
     if (uniform(tid / 32) == 2 * kGroupThreads / 32) stream_cluster_weights(a, shared, barriers, cluster, rank);
   }
   __syncwarp();
@@ -86,7 +86,7 @@ cudaError_t allow() {
 }
 
 template <class T>
-cudaError_t launch_cluster(const ClusterArguments& a, cudaStream_t stream) {
+cudaError_t launch_cluster_kernel(const ClusterArguments& a, cudaStream_t stream) {
   const cudaError_t error = allow<T>();
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
@@ -94,7 +94,7 @@ cudaError_t launch_cluster(const ClusterArguments& a, cudaStream_t stream) {
   return cudaLaunchKernelEx(&config, cluster_kernel<T>, a);
 }
 
-bool ask(int device) {
+bool query_clusters_fit(int device) {
   int current = 0, clusters = 0;
   if (cudaGetDevice(&current) != cudaSuccess || current != device || allow<__half>() != cudaSuccess) return false;
   cudaLaunchAttribute attributes[2];
@@ -113,7 +113,7 @@ bool clusters_fit(int device) {
   constexpr int kMaxDevices = 64;
   static std::atomic<int> answers[kMaxDevices];  // 0: not asked
   if (device < 0 || device >= kMaxDevices) return false;
-  if (answers[device] == 0) answers[device] = ask(device) ? 1 : 2;
+  if (answers[device] == 0) answers[device] = query_clusters_fit(device) ? 1 : 2;
   return answers[device] == 1;
 }
 
@@ -126,8 +126,8 @@ cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& a
     a.samples = std::min(kChunkSamples, call.batch - a.first_sample);
     cudaError_t error = cudaMemsetAsync(a.messages, 0xFF, 2 * a.layout.message_bytes, stream);
     if (error != cudaSuccess) return error;
-    error =
-        plan.dtype == DType::kFloat16 ? launch_cluster<__half>(a, stream) : launch_cluster<__nv_bfloat16>(a, stream);
+    error = plan.dtype == DType::kFloat16 ? launch_cluster_kernel<__half>(a, stream)
+                                          : launch_cluster_kernel<__nv_bfloat16>(a, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -1,6 +1,8 @@
-// What every part of the clustered kernel knows: the arguments, the block's place, its barriers, and the ring.
+// What every part of the clustered kernel knows: the arguments, the block's place, its barriers, and the circular
+// buffer.
 #pragma once
 #include "kernels/cuda/common/dtype.cuh"
+#include "kernels/cuda/common/pipeline.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/wgmma.cuh"
 #include "kernels/cuda/unet1d/loop.cuh"
@@ -11,7 +13,7 @@
 
 namespace dpa::kernels::unet1d {
 
-constexpr int kClusterThreads = 3 * kGroupThreads;  // products, outputs, and a warp of the third that copies weights
+constexpr int kClusterThreads = 3 * kGroupThreads;  // GEMMs, outputs, and a warp of the third that copies weights
 constexpr int kStepBegun = 3;                       // a barrier of both computing warpgroups
 constexpr uint32_t kUnwritten = 0xFFFFFFFF;         // no pair of rounded values, and no sum, has these bits
 
@@ -22,28 +24,18 @@ struct ClusterArguments : LoopArguments {
 };
 
 struct ClusterBarriers {
-  uint64_t full[kMaxRingStages], empty[kMaxRingStages];
-  uint64_t sums[2];                // this block's units have their partial sums: of the product, of the residual
-  uint64_t taken[kClusterBlocks];  // block i has read what this one sent it
+  uint64_t full[kMaxClusterStages], empty[kMaxClusterStages];
+  uint64_t sums_full[2];                // this block's units have their partial sums: of the GEMM, of the residual
+  uint64_t sums_empty[kClusterBlocks];  // block i has read what this one sent it
 };
 
-// A walk around the ring: the stage, and the parity of its round.
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int n, int stages) {
-    stage += n;
-    while (stage >= stages) stage -= stages, parity ^= 1;
-  }
-};
-
-// The same value, which is one for the whole warp, in a form in which the compiler knows that: products do not run side
+// The same value, which is one for the whole warp, in a form in which the compiler knows that: GEMMs do not run side
 // by side where it must think that lanes may part.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-__device__ __forceinline__ int stages_of(int steps) { return (steps + kRingSteps - 1) / kRingSteps; }
+__device__ __forceinline__ int stages_of(int steps) { return (steps + kStageSteps - 1) / kStageSteps; }
 
-// A residual convolution comes with the product, as its second segment.
+// A residual convolution comes with the GEMM, as its second segment.
 __device__ __forceinline__ int has_residual(const ClusterLayer& l) { return l.num_segments == 2 && !l.upsample; }
 
 // What a warpgroup that computes knows.
@@ -73,13 +65,7 @@ struct ClusterRole {
   }
 };
 
-__device__ __forceinline__ float quick_rsqrt(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// A warp streams this block's weights, product after product, step after step: lane i copies step j and piece p of a
+// A warp streams this block's weights, GEMM after GEMM, step after step: lane i copies step j and piece p of a
 // stage, i = j * pieces + p.
 __device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t* shared, ClusterBarriers& barriers,
                                               int cluster, int rank) {
@@ -87,12 +73,12 @@ __device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t
   const auto* layers = reinterpret_cast<const ClusterLayer*>(shared + y.descriptors);
   const uint64_t pass = ptx::evict_first_policy(), keep = ptx::evict_last_policy();
   const int lane = threadIdx.x % 32, slice = rank & 7;
-  const uint32_t ring = ptx::shared_address(shared + y.ring);
-  RingPosition at;
+  const uint32_t buffer = ptx::shared_address(shared + y.buffer);
+  PipelineState at;
   for (int step = 0; step < a.steps; step++) {
     for (int i = 1; i <= y.count; i++) {
       const ClusterLayer& l = layers[i];
-      const Place p(l, cluster, rank);
+      const ClusterTile p(l, cluster, rank);
       const int piece_tiles_log2 = min(2, l.packed_tiles_log2), pieces_log2 = 2 - piece_tiles_log2;
       const int j = lane >> pieces_log2, piece = lane & ((1 << pieces_log2) - 1);
       const int tile = p.row_tile * 4 + (piece << piece_tiles_log2);
@@ -104,19 +90,19 @@ __device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t
         const int64_t base = (static_cast<int64_t>(slice_out) * kSlices + slice) * l.taps[s] * l.packed_steps;
         const uint8_t* from = a.weights + l.weights[s] + row * 512;
         const uint64_t policy = l.weights[s] < y.kept_bytes ? keep : pass;
-        for (int q0 = 0; q0 < steps; q0 += kRingSteps) {
+        for (int q0 = 0; q0 < steps; q0 += kStageSteps) {
           const uint32_t full = ptx::shared_address(&barriers.full[at.stage]);
-          ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.parity ^ 1);
-          if (lane == 0) ptx::barrier_expect(full, min(kRingSteps, steps - q0) * 2048);
+          ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
+          if (lane == 0) ptx::barrier_expect(full, min(kStageSteps, steps - q0) * 2048);
           __syncwarp();
           const int q = q0 + j;
-          if (j < kRingSteps && q < steps) {
+          if (j < kStageSteps && q < steps) {
             const int64_t k =
                 base + (q >> l.steps_log2) * l.packed_steps + (q & ((1 << l.steps_log2) - 1)) + first_step;
-            ptx::copy_bulk(ring + at.stage * kRingStageBytes + to, from + (k << l.packed_tiles_log2) * 512, bytes, full,
-                           policy);
+            ptx::copy_bulk(buffer + at.stage * kClusterStageBytes + to, from + (k << l.packed_tiles_log2) * 512, bytes,
+                           full, policy);
           }
-          at.advance(1, y.stages);
+          at.advance_by(1, y.stages);
         }
       }
     }

@@ -7,7 +7,7 @@
 namespace dpa::kernels::unet1d {
 
 template <class T>
-struct ClusterFinish : ClusterRole {
+struct ClusterEpilogue : ClusterRole {
   // The values of a thread: of the first channel at both times, then of the second.
   struct Values {
     float v[4];
@@ -17,19 +17,19 @@ struct ClusterFinish : ClusterRole {
   uint32_t phases = 0;                    // a bit a barrier of sums
   Values residual;
 
-  __device__ ClusterFinish(const ClusterRole& role, float2 (&moments)[kGroupThreads / 32])
+  __device__ ClusterEpilogue(const ClusterRole& role, float2 (&moments)[kGroupThreads / 32])
       : ClusterRole(role), partial(moments) {}
 
   __device__ __forceinline__ void sync() const { ptx::sync_threads(2, kGroupThreads); }
 
   __device__ __forceinline__ void expect(const ClusterLayer& l, int which) const {
-    if (thread == 0) ptx::barrier_expect(ptx::shared_address(&barriers.sums[which]), l.pitch * l.ways);
+    if (thread == 0) ptx::barrier_expect(ptx::shared_address(&barriers.sums_full[which]), l.pitch * l.ways);
   }
   // The sum, in the order of their ranks, of what the blocks have sent.
-  __device__ __forceinline__ Values collect(const ClusterLayer& l, const Share& s, int which) {
-    ptx::barrier_wait(ptx::shared_address(&barriers.sums[which]), phases >> which & 1);
+  __device__ __forceinline__ Values collect(const ClusterLayer& l, const ThreadShare& s, int which) {
+    ptx::barrier_wait(ptx::shared_address(&barriers.sums_full[which]), phases >> which & 1);
     phases ^= 1u << which;
-    may_be_late();
+    inject_test_delay();
     Values total = {};
     if (!s.valid) return total;
     const int pitch = l.pitch;
@@ -40,7 +40,7 @@ struct ClusterFinish : ClusterRole {
       for (int i = 0; i < 8; i++) part[i] = *reinterpret_cast<const uint2*>(from + i * pitch);
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        const float2 x = unpack_pair(part[i].x, T()), y = unpack_pair(part[i].y, T());
+        const float2 x = unpack_pair<T>(part[i].x), y = unpack_pair<T>(part[i].y);
         total.v[0] += x.x, total.v[1] += x.y, total.v[2] += y.x, total.v[3] += y.y;
       }
     }
@@ -50,18 +50,15 @@ struct ClusterFinish : ClusterRole {
     to.v[0] += first, to.v[1] += first, to.v[2] += second, to.v[3] += second;
   }
 
-  static __device__ __forceinline__ float fetch(const float* at) {
-    float v;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
-    return v;
+  static __device__ __forceinline__ float2 fetch_two(const float* at) {
+    return {ptx::load_constant(at), ptx::load_constant(at + 8)};
   }
-  static __device__ __forceinline__ float2 fetch_two(const float* at) { return {fetch(at), fetch(at + 8)}; }
   // Of both channels.
   struct Parameters {
     float2 bias, gamma, beta, scale, shift, more_scale, more_shift;
   };
-  // Asks for what it takes to finish a product, long before the sums are there.
-  __device__ __forceinline__ Parameters fetch_parameters(const ClusterLayer& l, const Share& s) const {
+  // Issues the loads of what the epilogue needs, long before the sums arrive.
+  __device__ __forceinline__ Parameters fetch_parameters(const ClusterLayer& l, const ThreadShare& s) const {
     Parameters r = {};
     if (!s.valid) return r;
     r.bias = fetch_two(a.floats + l.bias[0] + s.channel);
@@ -109,14 +106,14 @@ struct ClusterFinish : ClusterRole {
                          : n.warps_log2 == 1 ? pair
                                              : make_float2(sum, squares);
     const float mean = total.x * n.inverse_count;
-    return make_float2(mean, quick_rsqrt(fmaxf(fmaf(-mean, mean, total.y * n.inverse_count), 0.0f) + 1e-5f));
+    return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, total.y * n.inverse_count), 0.0f) + 1e-5f));
   }
 
   // Bias is in `x` already. The whole warpgroup calls.
-  __device__ __forceinline__ void modulate(const Norm& n, const Parameters& r, Values& x, const Told& told,
-                                           bool taken) {
+  __device__ __forceinline__ void modulate(const Norm& n, const Parameters& r, Values& x, const AckTargets& acks,
+                                           bool now) {
     const float2 m = moments(n, x);
-    acknowledge(told, taken);
+    acknowledge(acks, now);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float& v = x.v[i];
@@ -131,53 +128,54 @@ struct ClusterFinish : ClusterRole {
   }
 
   // Writes a word of this step, and makes the last step's unwritten again: all who share this block's units have
-  // received this product's input, which nobody has before all have read what the last step handed over here.
-  __device__ __forceinline__ void hand_over(uint8_t* at, uint32_t word) const {
+  // received this GEMM's input, which nobody has before all have read what the last step handed over here.
+  __device__ __forceinline__ void store_and_reset(uint8_t* at, uint32_t word) const {
     ptx::store_message_word(at, word);
     ptx::store_message_word(at + (step & 1 ? -a.layout.message_bytes : a.layout.message_bytes), kUnwritten);
   }
-  // Where this thread's words of a product go.
+  // Where this thread's words of a GEMM go.
   struct Target {
     bool valid;
     uint8_t* at;
     int64_t next;
   };
-  __device__ __forceinline__ Target target(const ClusterLayer& l, const Place& p) const {
-    const Word word(l, p, thread, a.layout.chunk_log2);
+  __device__ __forceinline__ Target target(const ClusterLayer& l, const ClusterTile& p) const {
+    const OutputWord word(l, p, thread, a.layout.chunk_log2);
     return {word.valid, messages_of(step) + l.message + word.at, word.next - word.at};
   }
   __device__ __forceinline__ void publish(const Target& to, const Values& x) const {
-    const uint32_t first = ptx::transpose(pack_pair(x.v[0], x.v[1], T())),
-                   second = ptx::transpose(pack_pair(x.v[2], x.v[3], T()));
-    may_be_late();
+    const uint32_t first = ptx::transpose(pack_pair<T>(x.v[0], x.v[1])),
+                   second = ptx::transpose(pack_pair<T>(x.v[2], x.v[3]));
+    inject_test_delay();
     if (!to.valid) return;
-    hand_over(to.at, first);
-    hand_over(to.at + to.next, second);
+    store_and_reset(to.at, first);
+    store_and_reset(to.at + to.next, second);
   }
 
-  // Says that the sums have been read. The whole warpgroup has met since.
-  __device__ __forceinline__ void acknowledge(const Told& told, bool now) const {
-    if (now && thread < told.count)
+  // Acknowledges that the sums have been read. The whole warpgroup has met since.
+  __device__ __forceinline__ void acknowledge(const AckTargets& acks, bool now) const {
+    if (now && thread < acks.count)
       ptx::barrier_arrive_cluster(
-          ptx::cluster_address(ptx::shared_address(&barriers.taken[rank]), told.first + thread));
+          ptx::cluster_address(ptx::shared_address(&barriers.sums_empty[rank]), acks.first + thread));
   }
-  // From sums to the product's output.
-  __device__ __forceinline__ void finish(const ClusterLayer& l, const Place& p, const Share& s, const Parameters& r) {
+  // From sums to the GEMM's output.
+  __device__ __forceinline__ void finish(const ClusterLayer& l, const ClusterTile& p, const ThreadShare& s,
+                                         const Parameters& r) {
     const bool with_residual = has_residual(l);
     expect(l, 0);
     if (with_residual) expect(l, 1);
     // Before the sums are there, and not after.
     const Target to = target(l, p);
     const Norm norm(l);
-    const Told told(l, p);
+    const AckTargets acks(l, p);
     const bool normed = l.norm >= 0, added = l.add, kept = l.keep, last = l.message < 0;
     Values x = collect(l, s, 0);
     add(x, r.bias.x, r.bias.y);
     const bool early = !with_residual;
     if (normed)
-      modulate(norm, r, x, told, early);
+      modulate(norm, r, x, acks, early);
     else
-      sync(), acknowledge(told, early);
+      sync(), acknowledge(acks, early);
     if (added)
 #pragma unroll
       for (int i = 0; i < 4; i++) x.v[i] += residual.v[i];
@@ -193,9 +191,9 @@ struct ClusterFinish : ClusterRole {
         add(residual, bias.x, bias.y);
       }
     }
-    __threadfence();  // whoever receives what follows from the next product finds the other half unwritten
+    __threadfence();  // whoever receives what follows from the next GEMM finds the other half unwritten
     sync();
-    acknowledge(told, !early);
+    acknowledge(acks, !early);
   }
 
   // The part of an action that 16 channels have, as a message: (sample, channels / 16, time, action).
@@ -203,7 +201,7 @@ struct ClusterFinish : ClusterRole {
     return a.layout.tail_message +
            (static_cast<int64_t>(sample * (layers[0].channels / 16) + part) * a.horizon * a.actions + i) * 4;
   }
-  __device__ __forceinline__ void tail(const ClusterLayer& l, const Share& s, const Values& x) const {
+  __device__ __forceinline__ void tail(const ClusterLayer& l, const ThreadShare& s, const Values& x) const {
     for (int d = 0; d < a.actions; d++) {
       float early = 0.0f, late = 0.0f;
       if (s.valid) {
@@ -214,12 +212,14 @@ struct ClusterFinish : ClusterRole {
       for (int i = 4; i < 32; i <<= 1) early += __shfl_xor_sync(~0u, early, i), late += __shfl_xor_sync(~0u, late, i);
       if (!s.valid || lane >= 4) continue;
       uint8_t* at = messages_of(step) + tail_word(s.sample, s.channel / 16, s.time * a.actions + d);
-      hand_over(at, min(__float_as_uint(early), kUnwritten - 1));
-      hand_over(at + s.gap * a.actions * 4, min(__float_as_uint(late), kUnwritten - 1));
+      store_and_reset(at, min(__float_as_uint(early), kUnwritten - 1));
+      store_and_reset(at + s.gap * a.actions * 4, min(__float_as_uint(late), kUnwritten - 1));
     }
   }
 
-  __device__ __forceinline__ float inpaint(float x, int64_t i) const { return a.mask && a.mask[i] ? a.known[i] : x; }
+  __device__ __forceinline__ float with_condition(float x, int64_t i) const {
+    return a.condition_mask && a.condition_mask[i] ? a.condition_data[i] : x;
+  }
 
   // Element i of the network's last output, from the parts that others have handed over.
   __device__ __forceinline__ float output_of(int sample, int i) const {
@@ -245,7 +245,7 @@ struct ClusterFinish : ClusterRole {
   }
 
   // The sample after step `step - 1`, from the parts of its actions; every block that needs a sample computes it.
-  __device__ __forceinline__ void advance_sample(const Share& s) const {
+  __device__ __forceinline__ void advance_sample(const ThreadShare& s) const {
     float* x = reinterpret_cast<float*>(shared + a.layout.sample);
     const int count = a.horizon * a.actions;
     if (s.sample >= a.samples) {  // only fills the chunk up
@@ -255,7 +255,7 @@ struct ClusterFinish : ClusterRole {
     const int64_t first = static_cast<int64_t>(a.first_sample + s.sample) * count;
     for (int i = thread; i < count; i += kGroupThreads) {
       if (step == 0) {
-        x[i] = inpaint(a.initial[first + i], first + i);
+        x[i] = with_condition(a.initial[first + i], first + i);
         continue;
       }
       // What there is to load comes before what there is to wait for.
@@ -266,19 +266,20 @@ struct ClusterFinish : ClusterRole {
           row[c] = a.table[(step - 1) * math::SchedulerStep<float>::kColumns + c];
       const math::SchedulerStep<float> rule(row, 0, a.clip, a.noise != nullptr);
       const float noise = a.noise ? a.noise[static_cast<int64_t>(step - 1) * a.batch * count + first + i] : 0.0f;
-      const bool fixed = a.mask && a.mask[first + i];
-      const float known = fixed ? a.known[first + i] : 0.0f;
+      const bool inpainted = a.condition_mask && a.condition_mask[first + i];
+      const float given = inpainted ? a.condition_data[first + i] : 0.0f;
       float output = output_of(s.sample, i);
       if (a.table) {
         const float next = rule.step(output, x[i], noise);
-        x[i] = output = fixed ? known : next;
+        x[i] = output = inpainted ? given : next;
       }
       if (step == a.steps && s.channel == 0) a.output[first + i] = output;
     }
   }
 
   // The first convolution and its residual from the sample itself.
-  __device__ __forceinline__ void first_conv(const ClusterLayer& l, const Share& s, Values& x, Values& other) const {
+  __device__ __forceinline__ void first_conv(const ClusterLayer& l, const ThreadShare& s, Values& x,
+                                             Values& other) const {
     const float* sample = reinterpret_cast<const float*>(shared + a.layout.sample);
     float2 bias = fetch_two(a.floats + l.bias[0] + s.channel);
     add(x, bias.x, bias.y);
@@ -301,8 +302,8 @@ struct ClusterFinish : ClusterRole {
     accumulate(other, a.floats + a.head.residual + s.channel, a.actions, at, at + gap);
   }
 
-  // Asks for the first convolution's weights, which have left the first cache since.
-  __device__ __forceinline__ void prefetch_first_conv(const ClusterLayer& l, const Share& s) const {
+  // Prefetches the first convolution's weights, which have left L1 since.
+  __device__ __forceinline__ void prefetch_first_conv(const ClusterLayer& l, const ThreadShare& s) const {
     const float *weights = a.floats + a.head.weights + s.channel, *others = a.floats + a.head.residual + s.channel;
     for (int j = lane & 3; j < a.taps * a.actions; j += 4) ptx::prefetch(weights + j * l.channels);
     for (int j = lane & 3; j < a.actions; j += 4) ptx::prefetch(others + j * l.channels);
@@ -311,18 +312,18 @@ struct ClusterFinish : ClusterRole {
   // Between two steps, and before the first and after the last one.
   __device__ __forceinline__ void ends() {
     const ClusterLayer& l = layers[0];
-    const Place p(l, cluster, rank);
+    const ClusterTile p(l, cluster, rank);
     if (p.finisher >= l.finishers) return;
-    const Share s(l, p, thread);
+    const ThreadShare s(l, p, thread);
     Parameters r = {};
     if (step < a.steps) r = fetch_parameters(l, s);
     if (s.valid && step < a.steps) prefetch_first_conv(l, s);
-    advance_sample(Share(l, p, 0));
+    advance_sample(ThreadShare(l, p, 0));
     sync();
     if (step == a.steps) return;
     Values x = {}, other = {};
     if (s.valid) first_conv(l, s, x, other);
-    modulate(Norm(l), r, x, Told(l, p), false);
+    modulate(Norm(l), r, x, AckTargets(l, p), false);
     residual = other;
     publish(target(l, p), x);
   }
@@ -334,9 +335,9 @@ struct ClusterFinish : ClusterRole {
       ptx::sync_threads(kStepBegun, 2 * kGroupThreads);
       for (int i = 1; i <= a.layout.count; i++) {
         const ClusterLayer& l = layers[i];
-        const Place p(l, cluster, rank);
+        const ClusterTile p(l, cluster, rank);
         if (p.finisher >= l.finishers) continue;
-        const Share s(l, p, thread);
+        const ThreadShare s(l, p, thread);
         finish(l, p, s, fetch_parameters(l, s));
       }
     }

@@ -1,15 +1,15 @@
 // FiLM out of the loop.
 //
-//   e_i = sin(t f_i), e_{D/2 + i} = cos(t f_i), f_i = exp(-i log(10000) / (D/2 - 1)); then products in float32, with
+//   e_i = sin(t f_i), e_{D/2 + i} = cos(t f_i), f_i = exp(-i log(10000) / (D/2 - 1)); then GEMMs in float32, with
 //   weights as packed: out[n, r] = act(sum_c w[r, c] act(in[n, c]) + b[r])
 //
-//   dense_kernel   two products that do not depend on one another, such as the first of the timesteps' and the
+//   dense_kernel   two GEMMs that do not depend on one another, such as the first of the timesteps' and the
 //                  observation's. A block owns 32 rows and 8 samples of one: the samples' inputs lie in shared memory,
 //                  512 columns at a time; a warp owns 4 rows and reads each weight once for the 8 samples, a lane four
 //                  neighbouring columns.
-//   table_kernel   the widest product, for many timesteps. A block owns 128 rows and 32 samples, 32 columns at a time,
+//   table_kernel   the widest GEMM, for many timesteps. A block owns 128 rows and 32 samples, 32 columns at a time,
 //                  which lie in shared memory column by column; a thread owns 8 rows and 4 samples.
-// A call is three launches: each costs more than the small products do. Where the timesteps' part is there already it
+// A call is three launches: each costs more than the small GEMMs do. Where the timesteps' part is there already it
 // is one, whose blocks add the observation's rows to all steps of that part.
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/launch.cuh"
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kTableThreads) table_kernel(const Dense d) {
 template <class Weight>
 cudaError_t dense(const Dense& first, const Dense& second, cudaStream_t stream) {
   const bool fours = first.columns % 4 == 0;
-  if (fours != (second.columns % 4 == 0) && second.rows) {  // sums do not depend on what a product is launched with
+  if (fours != (second.columns % 4 == 0) && second.rows) {  // sums do not depend on what a GEMM is launched with
     const cudaError_t error = dense<Weight>(first, {}, stream);
     return error == cudaSuccess ? dense<Weight>(second, {}, stream) : error;
   }

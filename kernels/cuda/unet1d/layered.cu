@@ -1,16 +1,14 @@
-// The layered path: right for every architecture and batch, two kernels a product. C channels, T times, A actions, n =
-// (b, t).
+// The layered path: correct for every architecture and batch, two kernels a convolution. C channels, T times, A
+// actions, n = (b, t).
 //
-//   head_kernel    raw[n, c] = sum W[tap, a, c] x[b, t + tap - k/2, a] + bias, residual[n, c] = sum R[a, c] x[n, a] +
-//   bias
-//                  a thread an output; x is inpainted on the way in
-//   conv_kernel    raw[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i] + bias
-//                  a block owns 16 output channels (a row tile) and 32 columns n; its 8 warps share the steps of K
-//                  between them and read weights once, straight from memory, in the packed order; partial sums meet in
-//                  shared memory
-//   finish_kernel  value = mish(group_norm(raw)) scale + shift + residual, kept where a later layer needs it
-//                  a block owns a sample's group; without a norm a group is all channels
-//   tail_kernel    eps = W value + bias and the scheduler's step; a warp owns one (b, t)
+//   head_kernel      raw[n, c] = sum W[tap, a, c] x[b, t + tap - k/2, a] + bias, residual[n, c] = sum R[a, c] x[n, a] +
+//                    bias a thread an output; condition_data replaces x where condition_mask is set (inpainting)
+//   conv_kernel      raw[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i] + bias
+//                    a block owns 16 output channels (a row tile) and 32 columns n; split-K over its 8 warps, which
+//                    read weights once, straight from memory, in the packed order; partial sums meet in shared memory
+//   epilogue_kernel  value = mish(group_norm(raw)) scale + shift + residual, kept where a later layer needs it
+//                    a block owns a sample's group; without a norm a group is all channels
+//   tail_kernel      eps = W value + bias and the scheduler's step; a warp owns one (b, t)
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/unet1d/paths.h"
 #include "kernels/cuda/unet1d/tile.cuh"
@@ -21,16 +19,19 @@ namespace dpa::kernels::unet1d {
 namespace {
 
 constexpr int kThreads = 256, kWarps = 8, kColumnTiles = 4, kColumns = kColumnTiles * 8;
+static_assert(kColumns == kLayeredColumns, "`reject` knows how many columns the grid covers");
 
-struct Inpaint {
-  const float* known;
-  const uint8_t* mask;
-  __device__ float operator()(float x, int64_t i) const { return known && mask[i] ? known[i] : x; }
+struct Condition {
+  const float* condition_data;
+  const uint8_t* condition_mask;
+  __device__ float operator()(float x, int64_t i) const {
+    return condition_data && condition_mask[i] ? condition_data[i] : x;
+  }
 };
 
 struct HeadArguments {
   const float *sample, *weights, *bias, *residual_weights, *residual_bias;
-  Inpaint inpaint;
+  Condition condition;
   float *raw, *residual;
   int batch, times, actions, channels, taps;
 };
@@ -46,7 +47,7 @@ __global__ void head_kernel(const HeadArguments h) {
     if (at < 0 || at >= h.times) continue;
     for (int a = 0; a < h.actions; a++) {
       const int64_t i = (n - t + at) * h.actions + a;
-      const float x = h.inpaint(h.sample[i], i);
+      const float x = h.condition(h.sample[i], i);
       sum = fmaf(x, h.weights[(static_cast<int64_t>(tap) * h.actions + a) * h.channels + c], sum);
       if (at == t) residual = fmaf(x, h.residual_weights[static_cast<int64_t>(a) * h.channels + c], residual);
     }
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(const __grid_constant__ 
       const bool inside = sample[i] >= 0 && t >= 0 && t < c.times_in;
       const float* row = source + (sample[i] * c.times_in + t) * channels + channel0;
       Math::multiply(sum[i], a,
-                     Math::gather([&](int j) { return inside && within + j < width ? row[j] : 0.0f; }, lane));
+                     Math::load_b([&](int j) { return inside && within + j < width ? row[j] : 0.0f; }, lane));
     }
   }
 #pragma unroll
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(const __grid_constant__ 
 #endif
 }
 
-struct FinishArguments {
+struct EpilogueArguments {
   const float *raw, *norm, *film_step, *film_cond;  // rows of samples; film null without
   int64_t film_step_stride, film_cond_stride;
   int film_scale;
@@ -135,7 +136,7 @@ struct FinishArguments {
   int times, channels, groups;
 };
 
-__global__ void __launch_bounds__(kThreads) finish_kernel(const FinishArguments f) {
+__global__ void __launch_bounds__(kThreads) epilogue_kernel(const EpilogueArguments f) {
   __shared__ float sums[kWarps];
   const int b = blockIdx.x / f.groups, group = blockIdx.x % f.groups, width = f.channels / f.groups,
             count = width * f.times;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const FinishArguments 
 
 struct TailArguments {
   const float *value, *weights, *bias, *table, *noise;
-  Inpaint inpaint;
+  Condition condition;
   float clip;
   const float* sample;
   float* out;
@@ -206,8 +207,8 @@ __global__ void __launch_bounds__(kThreads) tail_kernel(const TailArguments a) {
     const int64_t i = static_cast<int64_t>(n) * a.actions + d;
     if (a.table) {
       const math::SchedulerStep<float> step(a.table, 0, a.clip, a.noise != nullptr);
-      output = step.step(output, a.inpaint(a.sample[i], i), a.noise ? a.noise[i] : 0.0f);
-      if (a.last) output = a.inpaint(output, i);
+      output = step.step(output, a.condition(a.sample[i], i), a.noise ? a.noise[i] : 0.0f);
+      if (a.last) output = a.condition(output, i);
     }
     a.out[i] = output;
   }
@@ -225,11 +226,11 @@ struct Runner {
     return reinterpret_cast<float*>(static_cast<uint8_t*>(call.workspace) + offset);
   }
   int times(int level) const { return call.horizon >> level; }
-  Inpaint inpaint() const { return {call.known_mask ? call.known : nullptr, call.known_mask}; }
+  Condition condition() const { return {call.condition_mask ? call.condition_data : nullptr, call.condition_mask}; }
 
-  cudaError_t finish(int step, int64_t norm, int groups, int64_t film, bool add, bool keep, int skip, int channels,
-                     int level) const {
-    FinishArguments f = {};
+  cudaError_t epilogue(int step, int64_t norm, int groups, int64_t film, bool add, bool keep, int skip, int channels,
+                       int level) const {
+    EpilogueArguments f = {};
     f.raw = buffer(at.raw), f.value = buffer(at.value), f.residual = buffer(at.residual);
     f.skip = skip >= 0 ? buffer(at.skips[skip]) : nullptr;
     f.norm = norm >= 0 ? floats + norm : nullptr;
@@ -242,10 +243,10 @@ struct Runner {
       f.film_scale = plan.config.film_scale;
     }
     f.add = add, f.keep = keep, f.times = times(level), f.channels = channels, f.groups = norm >= 0 ? groups : 1;
-    return launch(finish_kernel, call.batch * f.groups, kThreads, stream, f);
+    return launch(epilogue_kernel, call.batch * f.groups, kThreads, stream, f);
   }
 
-  cudaError_t product(const Conv& conv) const {
+  cudaError_t convolve(const Conv& conv) const {
     ConvArguments c = {};
     c.tiling = tiling(plan, conv);
     for (int s = 0; s < conv.num_segments; s++) {
@@ -277,7 +278,7 @@ struct Runner {
                                 floats + plan.head.bias,
                                 floats + plan.head.residual,
                                 floats + plan.head.residual_bias,
-                                inpaint(),
+                                condition(),
                                 buffer(at.raw),
                                 buffer(at.residual),
                                 call.batch,
@@ -288,13 +289,13 @@ struct Runner {
     cudaError_t error =
         launch(head_kernel, grid_for(static_cast<int64_t>(columns) * dim, kThreads), kThreads, stream, head);
     if (error != cudaSuccess) return error;
-    error = finish(index, plan.head.norm, plan.config.num_groups, plan.head.film, false, false, -1, dim, 0);
+    error = epilogue(index, plan.head.norm, plan.config.num_groups, plan.head.film, false, false, -1, dim, 0);
     for (const Conv& conv : plan.convs) {
       if (error != cudaSuccess) return error;
-      error = product(conv);
+      error = convolve(conv);
       if (error != cudaSuccess) return error;
-      error = finish(index, conv.norm, conv.groups, conv.film, conv.add, conv.keep, conv.skip, conv.channels_out,
-                     conv.level_out);
+      error = epilogue(index, conv.norm, conv.groups, conv.film, conv.add, conv.keep, conv.skip, conv.channels_out,
+                       conv.level_out);
     }
     if (error != cudaSuccess) return error;
     const bool last = index + 1 == call.steps;
@@ -303,7 +304,7 @@ struct Runner {
                                 floats + plan.tail.bias,
                                 call.table ? call.table + index * 6 : nullptr,
                                 call.noise ? call.noise + static_cast<int64_t>(index) * columns * actions : nullptr,
-                                inpaint(),
+                                condition(),
                                 call.clip,
                                 sample,
                                 last ? call.output : buffer(at.sample),

@@ -1,13 +1,16 @@
-// What the kernels that stay for a whole loop share.
+// What the kernels that run a whole loop share.
 #pragma once
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "kernels/cuda/common/ptx.cuh"
+
 namespace dpa::kernels::unet1d {
 
-// Where a warp may be late without a change to any result. Built with DPA_TEST_DELAYS, warps are late at random.
-__device__ __forceinline__ void may_be_late() {
+// An injected test delay, where a warp's timing must not change any result: with DPA_TEST_DELAYS, warps sleep at
+// random.
+__device__ __forceinline__ void inject_test_delay() {
 #ifdef DPA_TEST_DELAYS
   const uint32_t now = static_cast<uint32_t>(clock64());
   const uint32_t dice = (now ^ (blockIdx.x * 977 + threadIdx.x / 32) * 2654435761u) * 2246822519u;
@@ -18,11 +21,9 @@ __device__ __forceinline__ void may_be_late() {
 // Mish where what follows has 16 bits, without the care for values near the ends of the range, which do not come here.
 __device__ __forceinline__ float quick_mish(float x) {
   constexpr float kLog2E = 1.44269504f;
-  float e, inverse;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fminf(x, 20.0f) * kLog2E));
+  const float e = ptx::exp2_approx(fminf(x, 20.0f) * kLog2E);
   const float n = e * (e + 2.0f);
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(n + 2.0f));
-  return x * (n * inverse);
+  return x * (n * ptx::reciprocal_approx(n + 2.0f));
 }
 
 }  // namespace dpa::kernels::unet1d

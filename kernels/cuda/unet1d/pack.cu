@@ -1,7 +1,8 @@
 // Packing: the original tensors into one buffer, once per set of weights.
 //
 //   copy_kernel    dst[(i n1 + j) n2 + l] = src[offset + i s0 + j s1 + l s2]; a thread an element, striding over the
-//   grid tiles_kernel   a product's weights as 16 x 16 tiles in the order that matrix instructions hold them:
+//                  grid
+//   tiles_kernel   a convolution's weights as 16 x 16 tiles in the order that matrix instructions hold them:
 //                  (slice_out, slice_in, tap, channel step, row tile, element); a thread an element of the destination.
 //                  Rows and channels that only fill a tile up are zero.
 //   scales_kernel  scale[o] = max over i and taps of |w[o, i, tap]| / 448, the largest e4m3 (1 where all are zero); a

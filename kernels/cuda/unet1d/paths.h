@@ -5,7 +5,7 @@
 
 namespace dpa::kernels::unet1d {
 
-/// What the kernels that stay for a whole loop are told, whichever they are.
+/// The arguments of the kernels that run a whole loop.
 struct LoopArguments {
   int batch, horizon, steps, actions, taps, film_scale;
   const uint8_t* weights;
@@ -15,8 +15,8 @@ struct LoopArguments {
   int film_rows;
   Head head;
   Tail tail;
-  const float *initial, *table, *noise, *known;
-  const uint8_t* mask;
+  const float *initial, *table, *noise, *condition_data;
+  const uint8_t* condition_mask;
   float* output;
   float clip;
 };

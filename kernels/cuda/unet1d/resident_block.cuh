@@ -1,5 +1,5 @@
-// What both kinds of arithmetic warps of the resident kernel share: the arguments, the ring of weights, and the two
-// ends of a step, which know the sample itself.
+// What both kinds of arithmetic warps of the resident kernel share: the arguments, the circular buffer of weights, and
+// the two ends of a step, which know the sample itself.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -22,12 +22,12 @@ struct Arguments : LoopArguments {
   uint32_t* record;  // see Call
 };
 
-// The ring as the arithmetic warps see it.
-struct Ring {
+// The circular buffer as the arithmetic warps see it.
+struct WeightPipeline {
   uint32_t full, empty;  // barriers of stage 0
-  int stages, stage, parity;
+  int stages, stage, phase;
   __device__ __forceinline__ void wait_ahead(int n) const {
-    int s = stage + n, p = parity;
+    int s = stage + n, p = phase;
     if (s >= stages) s -= stages, p ^= 1;
     ptx::barrier_wait(full + s * 8, p);
   }
@@ -39,12 +39,12 @@ struct Ring {
       ptx::barrier_arrive(empty + (s >= stages ? s - stages : s) * 8);
     }
     stage += count;
-    if (stage >= stages) stage -= stages, parity ^= 1;
+    if (stage >= stages) stage -= stages, phase ^= 1;
   }
   __device__ __forceinline__ void release(int lane) {
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(empty + stage * 8);
-    if (++stage == stages) stage = 0, parity ^= 1;
+    if (++stage == stages) stage = 0, phase ^= 1;
   }
 };
 
@@ -58,7 +58,7 @@ struct Block {
 
   const Arguments& a;
   uint8_t* shared;
-  Ring ring;
+  WeightPipeline pipeline;
   int tid, warp, lane, m, k;
   uint32_t zero;  // 0, but not to the compiler: keeps addresses from being folded into one another
   uint32_t base;  // of `shared`, as an address
@@ -66,17 +66,6 @@ struct Block {
   uint32_t phase = 1;
   __device__ __forceinline__ float* floats_at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
 
-  // Loads that stay where they stand in the code: long before their values are needed.
-  static __device__ __forceinline__ float2 fetch_pair(const float* at) {
-    float2 v;
-    asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at));
-    return v;
-  }
-  static __device__ __forceinline__ float fetch(const float* at) {
-    float v;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
-    return v;
-  }
   __device__ __forceinline__ static float activate(float x) {
     if constexpr (kWide)
       return math::mish(x);
@@ -104,7 +93,7 @@ struct Block {
     return sum;
   }
 
-  // Loads the products' activations of step `offset` for this warp's column tiles.
+  // Loads the GEMMs' activations of step `offset` for this warp's column tiles.
   template <int Columns>
   __device__ __forceinline__ void load_columns(typename Math::B (&b)[Columns], const uint32_t (&rows)[Columns],
                                                uint32_t offset) const {
@@ -127,9 +116,11 @@ struct Block {
     }
   }
 
-  __device__ __forceinline__ float inpaint(float x, int i) const { return a.mask && a.mask[i] ? a.known[i] : x; }
+  __device__ __forceinline__ float with_condition(float x, int i) const {
+    return a.condition_mask && a.condition_mask[i] ? a.condition_data[i] : x;
+  }
 
-  // Actions from the last product's output: partial sums over this group's channels, exchanged among the 8 blocks of
+  // Actions from the last GEMM's output: partial sums over this group's channels, exchanged among the 8 blocks of
   // slice m, then the scheduler's step. Every block keeps the sample, and computes the same one.
   __device__ __forceinline__ void tail(int batch) {
     const int width = a.channels / kSlicesIn, pairs = a.horizon * width / 2,
@@ -150,7 +141,7 @@ struct Block {
       if (i < words && tid % 8 == 0)
         ptx::store_message_word(messages + static_cast<int64_t>(k) * words + i, (__float_as_uint(sum) & ~1u) | phase);
     }
-    may_be_late();
+    inject_test_delay();
     float* x = floats_at(a.layout.sample);
     const bool last = step + 1 == a.steps;
     for (int i = tid; i < words; i += kThreads) {
@@ -169,7 +160,7 @@ struct Block {
       for (int s = 0; s < kSlicesIn; s++) output += __uint_as_float(word[s]);
       if (a.table) {
         const math::SchedulerStep<float> rule(a.table, step, a.clip, a.noise != nullptr);
-        output = inpaint(rule.step(output, x[i], noise), i);
+        output = with_condition(rule.step(output, x[i], noise), i);
         x[i] = output;
       }
       if (last && blockIdx.x == 0) a.output[i] = output;

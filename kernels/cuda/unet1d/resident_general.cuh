@@ -16,12 +16,12 @@ struct General : GeneralValues<Weight> {
   using Base = GeneralValues<Weight>;
   using Parameters = typename Base::Parameters;
   using Math = typename Base::Math;
-  using Base::a, Base::shared, Base::ring, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::zero, Base::step,
-      Base::phase, Base::kTilesPerStage;
+  using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::zero,
+      Base::step, Base::phase, Base::kTilesPerStage;
   static constexpr bool kWide = Base::kWide;
   int waited = 0;
 
-  // Writes a pair into the product's input: row (b, t), channels c and c + 1.
+  // Writes a pair into the GEMM's input: row (b, t), channels c and c + 1.
   __device__ __forceinline__ void write_input(int offset, float2 v) const {
     if constexpr (kWide) {
       uint2 high, low;
@@ -30,7 +30,7 @@ struct General : GeneralValues<Weight> {
       *reinterpret_cast<uint2*>(shared + a.layout.input + offset * 4) = high;
       *reinterpret_cast<uint2*>(shared + a.layout.input_low + offset * 4) = low;
     } else {
-      *reinterpret_cast<uint32_t*>(shared + a.layout.input + offset * 2) = pack_pair(v.x, v.y, Weight());
+      *reinterpret_cast<uint32_t*>(shared + a.layout.input + offset * 2) = pack_pair<Weight>(v.x, v.y);
     }
   }
   __device__ __forceinline__ int pitch(const ResidentLayer& l) const {
@@ -60,12 +60,12 @@ struct General : GeneralValues<Weight> {
     }
   }
 
-  // Waits for what the ring can hold of a product's weights, so that the product itself need not.
+  // Waits for what the circular buffer can hold of a GEMM's weights, so that the GEMM itself need not.
   __device__ __forceinline__ void wait_weights(const ResidentLayer& l) {
     int needed = 0;
     for (int s = 0; s < l.num_segments; s++) needed += (pick(l.tiles, s) + kTilesPerStage - 1) / kTilesPerStage;
-    waited = min(needed, ring.stages);
-    for (int i = 0; i < waited; i++) ring.wait_ahead(i);
+    waited = min(needed, pipeline.stages);
+    for (int i = 0; i < waited; i++) pipeline.wait_ahead(i);
   }
 
   // The sums of 8 partial sums, as soon as all are there: pair i is at first + i * apart; those from `count` on are
@@ -134,8 +134,8 @@ struct General : GeneralValues<Weight> {
     }
   };
 
-  // Values from a raw output: of the first convolution or of product `before`, by messages. They become the input of
-  // product `after`, or, without one, the tail's.
+  // Values from a raw output: of the first convolution or of GEMM `before`, by messages. They become the input of
+  // GEMM `after`, or, without one, the tail's.
   __device__ __forceinline__ void prepare(const ResidentLayer& before, const ResidentLayer* after, bool first) {
     const ResidentLayer from = before, to = after ? *after : before;  // in registers
     const bool tail = after == nullptr;
@@ -150,19 +150,19 @@ struct General : GeneralValues<Weight> {
     float2* skip_out = reinterpret_cast<float2*>(shared + from.skip_out);
     const float2* skip_in = reinterpret_cast<const float2*>(shared + to.skip_in);
     float2* values = reinterpret_cast<float2*>(shared + a.layout.stash);
-    Base::finish(p, from.norm >= 0, from.film, from.channels_out, width, from.times_out,
-                 Source{*this, from, p, first, width}, [&](int b, int t, int c, int unit, float2 v) {
-                   if (from.add) v = make_float2(v.x + residual[unit].x, v.y + residual[unit].y);
-                   if (from.keep) residual[unit] = v;
-                   if (from.skip_out >= 0) skip_out[unit] = v;
-                   if (tail) {
-                     values[unit] = v;
-                   } else {
-                     const int row = input_row(to, b, t) + c;
-                     write_input(row, v);
-                     if (to.skip_in >= 0) write_input(row + to.skip_channel, skip_in[unit]);
-                   }
-                 });
+    Base::epilogue(p, from.norm >= 0, from.film, from.channels_out, width, from.times_out,
+                   Source{*this, from, p, first, width}, [&](int b, int t, int c, int unit, float2 v) {
+                     if (from.add) v = make_float2(v.x + residual[unit].x, v.y + residual[unit].y);
+                     if (from.keep) residual[unit] = v;
+                     if (from.skip_out >= 0) skip_out[unit] = v;
+                     if (tail) {
+                       values[unit] = v;
+                     } else {
+                       const int row = input_row(to, b, t) + c;
+                       write_input(row, v);
+                       if (to.skip_in >= 0) write_input(row + to.skip_channel, skip_in[unit]);
+                     }
+                   });
     sync_consumers();
   }
 
@@ -184,20 +184,21 @@ struct General : GeneralValues<Weight> {
                                                                                  : 0));
     const int last_mask = kTilesPerStage / group_tiles - 1;  // the last group of a stage
     float sum[kSets][Columns][4] = {};
-    int load_stage = ring.stage;
+    int load_stage = pipeline.stage;
     auto load = [&](Group& g, int index) {
       const int base = index * group_tiles;
       if ((index & last_mask) == 0) {
         if (waited > 0)
           waited--;
         else
-          ptx::barrier_wait(ring.full + load_stage * 8, load_stage < ring.stage ? ring.parity ^ 1 : ring.parity);
+          ptx::barrier_wait(pipeline.full + load_stage * 8,
+                            load_stage < pipeline.stage ? pipeline.phase ^ 1 : pipeline.phase);
       }
       const uint8_t* stage =
-          shared + a.layout.ring + load_stage * kStageBytes + (base & (kTilesPerStage - 1)) * Math::kBytes;
+          shared + a.layout.buffer + load_stage * kStageBytes + (base & (kTilesPerStage - 1)) * Math::kBytes;
 #pragma unroll
       for (int u = 0; u < kGroup; u++) {
-        may_be_late();
+        inject_test_delay();
         const int within = mine + (u << share_log2), p = base + within;
         const bool valid = p < tiles;
         const int step_k = valid ? p >> l.row_tiles_log2 : 0, tap = step_k * l.steps_inverse >> 16;
@@ -206,7 +207,7 @@ struct General : GeneralValues<Weight> {
             g.x[u], rows,
             static_cast<uint32_t>(shift + tap * tap_bytes + (step_k - tap * l.steps_per_tap) * 16 * kElement) + zero);
       }
-      if ((index & last_mask) == last_mask && ++load_stage == ring.stages) load_stage = 0;
+      if ((index & last_mask) == last_mask && ++load_stage == pipeline.stages) load_stage = 0;
     };
     auto apply = [&](const Group& g, int index) {
 #pragma unroll
@@ -215,7 +216,7 @@ struct General : GeneralValues<Weight> {
 #pragma unroll
         for (int i = 0; i < Columns; i++) Math::multiply(sum[u % kSets][i], w, g.x[u][i]);
       }
-      if ((index & last_mask) == last_mask || index + 1 == groups) ring.release(lane);
+      if ((index & last_mask) == last_mask || index + 1 == groups) pipeline.release(lane);
     };
     Group even, odd;
     load(even, 0);
@@ -262,8 +263,8 @@ struct General : GeneralValues<Weight> {
     for (int s = 0; s < l.num_segments; s++) segment<Columns>(l, s, rows, partial + s * segment_floats);
   }
 
-  // The product of a layer whose input is in place; publishes this block's partial sums.
-  __device__ __forceinline__ void product(const ResidentLayer& layer) {
+  // The GEMM of a layer whose input is in place; publishes this block's partial sums.
+  __device__ __forceinline__ void gemm(const ResidentLayer& layer) {
     const ResidentLayer l = layer;  // in registers
     switch (l.column_tiles) {
       case 1: multiply<1>(l); break;
@@ -274,7 +275,7 @@ struct General : GeneralValues<Weight> {
         break;
     }
     sync_consumers();
-    may_be_late();
+    inject_test_delay();
     const int rows_log2 = l.row_tiles_log2 + 4, row_pitch = (1 << rows_log2) + 4,
               columns = a.batch * l.columns_per_sample;
     const int shares = 1 << l.k_warps_log2, share_floats = columns * row_pitch;
@@ -306,7 +307,7 @@ struct General : GeneralValues<Weight> {
       phase = (step & 1) ^ 1;
       for (int i = 0; i <= count; i++) {
         prepare(layers[i], i < count ? layers + i + 1 : nullptr, i == 0);
-        if (i < count) product(layers[i + 1]);
+        if (i < count) gemm(layers[i + 1]);
       }
       Base::tail(a.batch);
     }

@@ -18,11 +18,11 @@ struct GeneralValues : Block<Weight> {
   __device__ __forceinline__ void fetch(Parameters& p, int bias, int other_bias, int norm, int film,
                                         int channels) const {
     const int width = channels / kSlicesIn, c = k * width + (tid & (width / 2 - 1)) * 2;
-    p.bias = Base::fetch_pair(a.floats + bias + c);
-    p.other_bias = Base::fetch_pair(a.floats + other_bias + c);
+    p.bias = ptx::load_constant_2(a.floats + bias + c);
+    p.other_bias = ptx::load_constant_2(a.floats + other_bias + c);
     if (norm >= 0) {
-      p.gamma = Base::fetch_pair(a.floats + norm + c);
-      p.beta = Base::fetch_pair(a.floats + norm + channels + c);
+      p.gamma = ptx::load_constant_2(a.floats + norm + c);
+      p.beta = ptx::load_constant_2(a.floats + norm + channels + c);
     }
     if (film >= 0) fetch_film(p, film + c, channels, 0);
   }
@@ -30,11 +30,11 @@ struct GeneralValues : Block<Weight> {
     const float* of_step = a.film_step + step * a.film_step_stride + b * a.film_sample_stride + at;
     const float* of_cond = a.film_cond + static_cast<int64_t>(b) * a.film_rows + at;
     const int shift = a.film_scale ? channels : 0;
-    p.scale_step = Base::fetch_pair(of_step);
-    p.shift_step = Base::fetch_pair(of_step + shift);
+    p.scale_step = ptx::load_constant_2(of_step);
+    p.shift_step = ptx::load_constant_2(of_step + shift);
     if (a.film_cond == nullptr) return;
-    p.scale_cond = Base::fetch_pair(of_cond);
-    p.shift_cond = Base::fetch_pair(of_cond + shift);
+    p.scale_cond = ptx::load_constant_2(of_cond);
+    p.shift_cond = ptx::load_constant_2(of_cond + shift);
   }
 
   // Normalise, activate, modulate: a raw pair with its bias to a value.
@@ -89,8 +89,8 @@ struct GeneralValues : Block<Weight> {
   // c, unit, pair) takes the value; c is within the group, and a unit is the same thread's wherever times and width are
   // the same.
   template <class Get, class Put>
-  __device__ __forceinline__ void finish(Parameters& p, bool norm, int film, int all_channels, int width, int times,
-                                         Get get, Put put) {
+  __device__ __forceinline__ void epilogue(Parameters& p, bool norm, int film, int all_channels, int width, int times,
+                                           Get get, Put put) {
     const int half_log2 = 30 - __clz(width), pairs = times << half_log2, c = (tid & ((1 << half_log2) - 1)) * 2;
     float2* sums = reinterpret_cast<float2*>(shared + a.layout.sums);
     const float inverse_total = 0.5f / static_cast<float>(pairs);

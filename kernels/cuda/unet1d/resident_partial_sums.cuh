@@ -1,7 +1,7 @@
-// What the blocks of the one-sample kernel send one another: partial sums of channel pairs. float32 weights: two words
-// a pair, each a float whose lowest bit is the step's parity. Other weights: one word of two 16-bit numbers, of the
-// activations' type, with the parity in its lowest bit. The traffic of the sums through L2 is a good part of a layer's
-// time, and the receiver rounds what it makes of them to 16 bits in any case.
+// Messages between the blocks of the one-sample kernel: partial sums of channel pairs. float32 weights: two words a
+// pair, each a float whose lowest bit is the in-band flag, the step's parity. Other weights: one word of two 16-bit
+// numbers, of the activations' type, with the flag in its lowest bit. The traffic of the sums through L2 is a good part
+// of a layer's time, and the receiver rounds what it makes of them to 16 bits in any case.
 #pragma once
 #include <type_traits>
 
@@ -12,38 +12,38 @@ namespace dpa::kernels::unet1d {
 
 // The 8 partial sums of each of a thread's pairs. Activation: float or a 16-bit type.
 template <class Activation, int kPairs>
-struct Messages {
+struct PartialSumMessages {
   static constexpr bool kWide = sizeof(Activation) == 4;
   static constexpr uint32_t kStride = solo_message_stride(kPairs, kWide);  // words from slice to slice
   static constexpr uint32_t kWordSums = kWide ? 1 : 2;                     // partial sums in a word
-  using Word = std::conditional_t<kWide, uint2, uint32_t>;
+  using OutputWord = std::conditional_t<kWide, uint2, uint32_t>;
 
   const uint32_t* first;
   uint32_t apart, phase;  // words from pair to pair; parity
-  Word words[kPairs][kSlicesIn];
+  OutputWord words[kPairs][kSlicesIn];
 
-  static __device__ __forceinline__ Word load(const uint32_t* at) {
+  static __device__ __forceinline__ OutputWord load(const uint32_t* at) {
     if constexpr (kWide)
       return ptx::load_message(at);
     else
       return ptx::load_message_word(at);
   }
-  __device__ __forceinline__ uint32_t stale(const Word& w) const {  // in the lowest bit
+  __device__ __forceinline__ uint32_t stale(const OutputWord& w) const {  // in the lowest bit
     if constexpr (kWide)
       return (w.x ^ phase) | (w.y ^ phase);
     else
       return w ^ phase;
   }
-  static __device__ __forceinline__ float2 open(const Word& w) {
+  static __device__ __forceinline__ float2 open(const OutputWord& w) {
     if constexpr (kWide)
       return make_float2(__uint_as_float(w.x), __uint_as_float(w.y));
     else
-      return unpack_pair(w, Activation());
+      return unpack_pair<Activation>(w);
   }
 
-  // A first look at `count` pairs; the rest counts as there.
-  __device__ __forceinline__ void look(int count) {
-    Word there;
+  // Issues the first poll of `count` pairs; the rest counts as arrived.
+  __device__ __forceinline__ void poll(int count) {
+    OutputWord there;
     if constexpr (kWide)
       there = make_uint2(phase, phase);
     else
@@ -54,7 +54,7 @@ struct Messages {
       for (int s = 0; s < kSlicesIn; s++) words[i][s] = i < count ? load(first + i * apart + s * kStride) : there;
     }
   }
-  // Looks again for what is missing, and for nothing else: the weights stream through the same L2. Then adds up.
+  // Polls again for missing words alone: the weights stream through the same L2. Then adds up.
   __device__ __forceinline__ void receive(float2 (&sum)[kPairs]) {
     while (true) {
       uint32_t wrong = 0;

@@ -2,8 +2,8 @@
 // from the descriptors. Between two layers a block does nothing but the steps below, in this order, and what can be
 // done while the messages are under way is done then.
 //
-//   prepare   the messages become the product's input: resident_solo_inputs.cuh
-//   product   warp w takes steps w, w + 8, ... of K for all row tiles; the next step's fragments load while this one's
+//   prepare   the messages become the GEMM's input: resident_solo_inputs.cuh
+//   gemm      warp w takes steps w, w + 8, ... of K for all row tiles; the next step's fragments load while this one's
 //             multiply
 //   publish   the 8 warps' partial sums meet in shared memory, a thread an output word
 #pragma once
@@ -15,9 +15,9 @@ template <class Weight, int kPairs, bool kRecord>
 struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   using Base = SoloInputs<Weight, kPairs, kRecord>;
   using Math = typename Base::Math;
-  using Letters = typename Base::Letters;
-  using Base::a, Base::shared, Base::ring, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::step, Base::phase,
-      Base::film, Base::mark;
+  using PartialSums = typename Base::PartialSums;
+  using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::step,
+      Base::phase, Base::film, Base::mark;
   static constexpr bool kWide = Base::kWide, kScaled = sizeof(Weight) == 1;
   static constexpr int kStepBytes = 16 * Base::kElement, kShare = kSoloShareFloats * kPairs;
 
@@ -28,25 +28,29 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   };
 
   // One segment: this warp's steps of K, all row tiles. Weights are taken in chunks of stages: lane i waits for the
-  // chunk's stage i and gives it back, and in between nothing but addresses, loads and products.
+  // chunk's stage i and gives it back, and in between nothing but addresses, loads and GEMMs.
   template <int kRows, int kColumns>
   __device__ __forceinline__ void segment(const SoloLayer& l, int steps, int first, int& waited,
                                           const uint32_t (&rows)[kColumns], float* out) {
-    constexpr int kStep = kRows * Math::kBytes, kRound = kConsumerWarps * kStep;  // bytes
+    constexpr int kStep = kRows * Math::kBytes, kWarpsBytes = kConsumerWarps * kStep;  // bytes
     // Stages taken and given back at once: few, so that the stream goes on; of e4m3, whose streams have time, all of a
-    // layer where they are not most of the ring.
-    constexpr int kLeast = kRound > 2 * kStageBytes ? kRound / kStageBytes : kRound > kStageBytes ? 2 : kScaled ? 1 : 3;
-    const int chunk = kScaled && l.stages * 2 <= ring.stages ? l.stages : kLeast;
-    const int chunk_rounds = chunk * kStageBytes / kRound;
+    // layer where they are not most of the circular buffer.
+    constexpr int kLeast = kWarpsBytes > 2 * kStageBytes ? kWarpsBytes / kStageBytes
+                           : kWarpsBytes > kStageBytes   ? 2
+                           : kScaled                     ? 1
+                                                         : 3;
+    const int chunk = kScaled && l.stages * 2 <= pipeline.stages ? l.stages : kLeast;
+    const int chunk_iterations = chunk * kStageBytes / kWarpsBytes;
     constexpr bool kAtOnce = kRows * sizeof(Weight) <= 16, kAhead = kRows * sizeof(Weight) <= 8;
-    const int rounds = (steps + kConsumerWarps - 1) / kConsumerWarps, ring_bytes = ring.stages * kStageBytes;
-    const uint8_t* tiles = shared + a.layout.ring + lane * Math::kLaneBytes;
+    const int iterations = (steps + kConsumerWarps - 1) / kConsumerWarps, ring_bytes = pipeline.stages * kStageBytes;
+    const uint8_t* tiles = shared + a.layout.buffer + lane * Math::kLaneBytes;
     float sum[kRows][kColumns][4] = {};
-    int s = warp, at = ring.stage * kStageBytes + warp * kStep, left = (steps * kStep + kStageBytes - 1) / kStageBytes;
+    int s = warp, at = pipeline.stage * kStageBytes + warp * kStep,
+        left = (steps * kStep + kStageBytes - 1) / kStageBytes;
     if (at >= ring_bytes) at -= ring_bytes;
     const uint8_t* now = tiles;
     auto load = [&](Fragments<kRows, kColumns>& f) {
-      may_be_late();
+      inject_test_delay();
       now = tiles + at;
       if constexpr (kAtOnce) {
 #pragma unroll
@@ -55,7 +59,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       Base::template load_columns<kColumns>(f.x, rows,
                                             first + s * kStepBytes + (s * l.steps_inverse >> 16) * l.tap_bytes);
       s += kConsumerWarps;
-      at += kRound;
+      at += kWarpsBytes;
       if (at >= ring_bytes) at -= ring_bytes;
     };
     auto apply = [&](const Fragments<kRows, kColumns>& f) {
@@ -71,17 +75,18 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       }
     };
 #pragma unroll 1
-    for (int base = 0; base < rounds; base += chunk_rounds) {
+    for (int base = 0; base < iterations; base += chunk_iterations) {
       const int stages = min(chunk, left);
       left -= stages;
       if (waited < stages) {
-        if (lane < stages) ring.wait_ahead(lane);
+        if (lane < stages) pipeline.wait_ahead(lane);
         __syncwarp();
         waited = stages;
       }
       waited -= stages;
-      int n = min(chunk_rounds, rounds - base);
-      if (base + n == rounds && s + (n - 1) * kConsumerWarps >= steps) n--;  // the last round has no step for this warp
+      int n = min(chunk_iterations, iterations - base);
+      if (base + n == iterations && s + (n - 1) * kConsumerWarps >= steps)
+        n--;  // the last round has no step for this warp
       if constexpr (kAhead) {
         Fragments<kRows, kColumns> even, odd;
         if (n > 0) load(even);
@@ -101,7 +106,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
           apply(f);
         }
       }
-      ring.release(lane, stages);
+      pipeline.release(lane, stages);
     }
     constexpr int kPitch = 16 * kRows + 4;
     float* mine = out + warp * kShare + lane % 4 * 2 * kPitch + lane / 4;
@@ -133,7 +138,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       }
       float2 sum = make_float2(sum_of(x), sum_of(y));
       if constexpr (kScaled) sum.x *= scale.x, sum.y *= scale.y;
-      return pack_pair(sum.x, sum.y, typename Math::Activation());
+      return pack_pair<typename Math::Activation>(sum.x, sum.y);
     }
   }
 
@@ -147,15 +152,15 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     }
     constexpr int kLog2 = kRows == 1 ? 4 : kRows == 2 ? 5 : kRows == 4 ? 6 : 7, kPitch = 16 * kRows + 4;
     // A thread publishes one row of some columns, or two neighbours.
-    constexpr int kUnits = Letters::kWordSums, kUnitLog2 = kLog2 - (kUnits - 1);
+    constexpr int kUnits = PartialSums::kWordSums, kUnitLog2 = kLog2 - (kUnits - 1);
     const int unit = tid & ((1 << kUnitLog2) - 1), row = unit * kUnits, n0 = tid >> kUnitLog2;
     float* partial = Base::floats_at(a.layout.partial);
     const int second = l.steps[1];
     float2 scale[2] = {};
     if constexpr (kScaled) {
       const float* at = a.floats + (l.scale + static_cast<uint32_t>((m << kLog2) + row));
-      scale[0] = Base::fetch_pair(at);
-      if (second) scale[1] = Base::fetch_pair(at + static_cast<uint32_t>(l.channels));
+      scale[0] = ptx::load_constant_2(at);
+      if (second) scale[1] = ptx::load_constant_2(at + static_cast<uint32_t>(l.channels));
     }
 #pragma unroll 1
     for (int s = 0; s < (second ? 2 : 1); s++) {
@@ -164,8 +169,8 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     }
     mark(layer, kMultiplied);
     sync_consumers();
-    may_be_late();
-    const uint32_t out = k * Letters::kStride + (m << kUnitLog2) + unit + n0 * l.out_stride,
+    inject_test_delay();
+    const uint32_t out = k * PartialSums::kStride + (m << kUnitLog2) + unit + n0 * l.out_stride,
                    apart = (kThreads >> kUnitLog2) * l.out_stride;
 #pragma unroll 1
     for (int s = 0; s < (second ? 2 : 1); s++) {
@@ -181,7 +186,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     mark(layer, kPublished);
   }
 
-  __device__ __forceinline__ void product(const SoloLayer& l, int waited, int layer) {
+  __device__ __forceinline__ void gemm(const SoloLayer& l, int waited, int layer) {
     switch (l.shape) {
       case 0x11: multiply<1, 1>(l, waited, layer); break;
       case 0x12: multiply<1, 2>(l, waited, layer); break;
@@ -205,7 +210,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
         const bool tail = i == count;
         const SoloLayer to = layers[tail ? i : i + 1];
         const int waited = Base::prepare(from, to, i, tail);
-        if (!tail) product(to, waited, i);
+        if (!tail) gemm(to, waited, i);
         from = to;
       }
       Base::tail(1);

@@ -1,8 +1,8 @@
-// How a block of the one-sample kernel makes a product's input, or the tail's values, of the messages:
+// How a block of the one-sample kernel makes a GEMM's input, or the tail's values, of the messages:
 //
 //   wait      descriptors, parameters of the output, zeros around the times, the weights' arrival
 //   receive   8 partial sums of each of the thread's pairs; their moments within the warp, then the block
-//   write     normalised, activated, modulated, plus residual: into the product's input in shared memory
+//   write     normalised, activated, modulated, plus residual: into the GEMM's input in shared memory
 #pragma once
 #include "kernels/cuda/unet1d/resident_block.cuh"
 #include "kernels/cuda/unet1d/resident_partial_sums.cuh"
@@ -14,12 +14,12 @@ template <class Weight, int kPairs, bool kRecord>
 struct SoloInputs : Block<Weight> {
   using Base = Block<Weight>;
   using Math = typename Base::Math;
-  using Letters = Messages<typename Math::Activation, kPairs>;
-  using Base::a, Base::shared, Base::ring, Base::tid, Base::warp, Base::lane, Base::k, Base::step, Base::phase;
+  using PartialSums = PartialSumMessages<typename Math::Activation, kPairs>;
+  using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::k, Base::step, Base::phase;
   static constexpr bool kWide = Base::kWide;
-  // Clocks from publishing to the first look at the others' sums: no message is there sooner, and looking in vain costs
-  // the time of a read through L2 and slows the weights down.
-  static constexpr int kFlight = 600;
+  // Clocks from publishing to the first poll of the others' sums: no message arrives sooner, and a failed poll costs
+  // the time of a read through L2 and slows the stream of weights down.
+  static constexpr int kPollDelay = 600;
   static constexpr int kElement = kWide ? 4 : 2;
 
   const float* film = nullptr;  // of this step
@@ -35,23 +35,23 @@ struct SoloInputs : Block<Weight> {
     float2 bias, gamma, beta, scale, shift;
   };
   __device__ __forceinline__ void fetch(Parameters& p, const SoloLayer& l, uint32_t c) const {
-    p.bias = Base::fetch_pair(a.floats + (l.bias + c));
+    p.bias = ptx::load_constant_2(a.floats + (l.bias + c));
     if (l.norm >= 0) {
       const float* at = a.floats + (l.norm + c);
-      p.gamma = Base::fetch_pair(at);
-      p.beta = Base::fetch_pair(at + static_cast<uint32_t>(l.channels));
+      p.gamma = ptx::load_constant_2(at);
+      p.beta = ptx::load_constant_2(at + static_cast<uint32_t>(l.channels));
     }
     if (l.film >= 0) {
       const float* at = film + (l.film + c);
-      if (a.film_scale) p.scale = Base::fetch_pair(at);
-      p.shift = Base::fetch_pair(at + (a.film_scale ? static_cast<uint32_t>(l.channels) : 0u));
+      if (a.film_scale) p.scale = ptx::load_constant_2(at);
+      p.shift = ptx::load_constant_2(at + (a.film_scale ? static_cast<uint32_t>(l.channels) : 0u));
     }
   }
 
-  // The weights of a product, as many stages as the ring holds: lane i waits for stage i.
+  // The weights of a GEMM, as many stages as the circular buffer holds: lane i waits for stage i.
   __device__ __forceinline__ int wait_weights(int stages) const {
-    const int count = min(stages, ring.stages);
-    if (lane < count) ring.wait_ahead(lane);
+    const int count = min(stages, pipeline.stages);
+    if (lane < count) pipeline.wait_ahead(lane);
     __syncwarp();
     return count;
   }
@@ -130,7 +130,7 @@ struct SoloInputs : Block<Weight> {
       *reinterpret_cast<uint2*>(shared + at) = high;
       *reinterpret_cast<uint2*>(shared + at + a.layout.input_low - a.layout.input) = low;
     } else {
-      *reinterpret_cast<uint32_t*>(shared + at) = pack_pair(v.x, v.y, typename Math::Activation());
+      *reinterpret_cast<uint32_t*>(shared + at) = pack_pair<typename Math::Activation>(v.x, v.y);
     }
   }
 
@@ -143,8 +143,8 @@ struct SoloInputs : Block<Weight> {
     const uint32_t c = (tid & ((1 << from.half_log2) - 1)) * 2, t = tid >> from.half_log2,
                    slice = k << (from.half_log2 + 1);
     const int times_apart = kThreads >> from.half_log2, count = (from.pairs - tid + kThreads - 1) / kThreads;
-    const uint32_t at = (t * from.channels + slice + c) / Letters::kWordSums,
-                   apart = times_apart * from.channels / Letters::kWordSums;
+    const uint32_t at = (t * from.channels + slice + c) / PartialSums::kWordSums,
+                   apart = times_apart * from.channels / PartialSums::kWordSums;
     float2* residual = reinterpret_cast<float2*>(shared + a.layout.residual) + tid;
     Parameters p = {};
     fetch(p, from, slice + c);
@@ -154,16 +154,16 @@ struct SoloInputs : Block<Weight> {
       waited = wait_weights(to.stages);
     }
     mark(layer, kWeightsThere);
-    while (!first && static_cast<int>(static_cast<uint32_t>(clock()) - began) < kFlight) {
+    while (!first && static_cast<int>(static_cast<uint32_t>(clock()) - began) < kPollDelay) {
     }
     const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
-    Letters residuals = {a.messages + (at + from.residual_message), apart, phase},
-            sums = {a.messages + (at + from.message), apart, phase};
-    if (other) residuals.look(count);
-    if (!first) sums.look(count);
+    PartialSums residuals = {a.messages + (at + from.residual_message), apart, phase},
+                sums = {a.messages + (at + from.message), apart, phase};
+    if (other) residuals.poll(count);
+    if (!first) sums.poll(count);
     float2 v[kPairs], r[kPairs];
     if (other) {
-      const float2 bias = Base::fetch_pair(a.floats + (from.other_bias + slice + c));
+      const float2 bias = ptx::load_constant_2(a.floats + (from.other_bias + slice + c));
       residuals.receive(r);
 #pragma unroll
       for (int i = 0; i < kPairs; i++) r[i] = make_float2(r[i].x + bias.x, r[i].y + bias.y);
@@ -177,7 +177,7 @@ struct SoloInputs : Block<Weight> {
     if (first) {
 #pragma unroll
       for (int i = 0; i < kPairs; i++)
-        v[i] = i < count ? Base::first_conv(p.bias, Base::fetch_pair(a.floats + (from.other_bias + slice + c)),
+        v[i] = i < count ? Base::first_conv(p.bias, ptx::load_constant_2(a.floats + (from.other_bias + slice + c)),
                                             2 << from.half_log2, 0, t + i * times_apart, c, tid + i * kThreads)
                          : make_float2(0.0f, 0.0f);
     } else {

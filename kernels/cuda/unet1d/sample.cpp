@@ -30,8 +30,8 @@ LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace
   a.film_step = film.step, a.film_cond = film.cond, a.film_rows = plan.film_rows;
   a.film_step_stride = film.step_stride, a.film_sample_stride = film.sample_stride;
   a.head = plan.head, a.tail = plan.tail;
-  a.initial = call.initial, a.table = call.table, a.noise = call.noise, a.known = call.known;
-  a.mask = call.known ? call.known_mask : nullptr;
+  a.initial = call.initial, a.table = call.table, a.noise = call.noise, a.condition_data = call.condition_data;
+  a.condition_mask = call.condition_data ? call.condition_mask : nullptr;
   a.output = call.output, a.clip = call.clip;
   return a;
 }

@@ -1,6 +1,6 @@
 // A 16 x 16 tile of weights (output channels x input channels) times 16 x 8 activations (input channels x columns), by
-// one warp. 16-bit weights: one product with 16-bit activations. e4m3 weights: widened to float16. float32 weights:
-// each factor split into two tf32 parts, three products, so that what is lost is of the order of 2^-22. Lane l holds of
+// one warp. 16-bit weights: one MMA with 16-bit activations. e4m3 weights: widened to float16. float32 weights:
+// each factor split into two tf32 parts, three MMAs, so that what is lost is of the order of 2^-22. Lane l holds of
 // a column tile: column l / 4; of the accumulators c: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
 #pragma once
 #include <cuda_fp8.h>
@@ -9,22 +9,6 @@
 #include "kernels/cuda/common/ptx.cuh"
 
 namespace dpa::kernels::unet1d {
-
-__device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ __forceinline__ uint32_t pack_pair(float x, float y, __half) {
-  const __half2 pair = __floats2half2_rn(x, y);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ float2 unpack_pair(uint32_t pair, __nv_bfloat16) {
-  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000)};
-}
-__device__ __forceinline__ float2 unpack_pair(uint32_t pair, __half) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-}
 
 template <int n>
 __device__ __forceinline__ float sum_of(const float (&v)[n]) {
@@ -58,15 +42,12 @@ struct Tile {
   static __device__ __forceinline__ A widen_raw(const Raw& raw) { return raw; }
   // The column's 16 channels: this lane needs channels 2 q, 2 q + 1, 2 q + 8, 2 q + 9 with q = lane % 4.
   template <class Get>
-  static __device__ __forceinline__ B gather(Get get, int lane) {
+  static __device__ __forceinline__ B load_b(Get get, int lane) {
     const int q = lane % 4 * 2;
-    return {{pack_pair(get(q), get(q + 1), Weight()), pack_pair(get(q + 8), get(q + 9), Weight())}};
+    return {{pack_pair<Weight>(get(q), get(q + 1)), pack_pair<Weight>(get(q + 8), get(q + 9))}};
   }
   static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b) {
-    if constexpr (std::is_same_v<Weight, __half>)
-      ptx::mma_f16(c, a.v, b.v[0], b.v[1]);
-    else
-      ptx::mma_bf16(c, a.v, b.v[0], b.v[1]);
+    ptx::mma<Weight>(c, a.v, b.v[0], b.v[1]);
   }
 };
 
@@ -125,7 +106,7 @@ struct Tile<float> {
     return widen_raw(load_raw(tile, lane, true));
   }
   template <class Get>
-  static __device__ __forceinline__ B gather(Get get, int lane) {
+  static __device__ __forceinline__ B load_b(Get get, int lane) {
     B b;
 #pragma unroll
     for (int i = 0; i < 4; i++) split(get(lane % 4 + i * 4), b.high[i], b.low[i]);
@@ -134,9 +115,9 @@ struct Tile<float> {
   static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      ptx::mma_tf32(c, a.low[h], b.high[2 * h], b.high[2 * h + 1]);
-      ptx::mma_tf32(c, a.high[h], b.low[2 * h], b.low[2 * h + 1]);
-      ptx::mma_tf32(c, a.high[h], b.high[2 * h], b.high[2 * h + 1]);
+      ptx::mma<float>(c, a.low[h], b.high[2 * h], b.high[2 * h + 1]);
+      ptx::mma<float>(c, a.high[h], b.low[2 * h], b.low[2 * h + 1]);
+      ptx::mma<float>(c, a.high[h], b.high[2 * h], b.high[2 * h + 1]);
     }
   }
 };

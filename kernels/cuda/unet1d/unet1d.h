@@ -35,10 +35,10 @@ struct Call {
   const float* initial;       // (B, T, A): the noise the loop begins with, or the input of one forward pass
   const float* table;         // (S, 6): r0 ... r5 of each step; null: the output is the network's, and S is 1
   float clip;
-  const float* noise;         // (S, B, T, A), or null
-  const float* known;         // (B, T, A): inpainted values, or null
-  const uint8_t* known_mask;  // (B, T, A): 1 where `known` holds; before every step and after the last one
-  float* output;              // (B, T, A)
+  const float* noise;             // (S, B, T, A), or null
+  const float* condition_data;    // (B, T, A): inpainted values, or null
+  const uint8_t* condition_mask;  // (B, T, A): 1 where `condition_data` holds; before every step and after the last one
+  float* output;                  // (B, T, A)
   Path path = Path::kAutomatic;
   uint32_t* record = nullptr;   // zeroed; where the one-sample kernel notes its clocks in the last step, or null
   const float* film = nullptr;  // of one forward pass: rows of film_table, (B, film_rows), instead of timesteps and
@@ -46,7 +46,7 @@ struct Call {
   const float* step_film = nullptr;  // of a loop: step_film_table's, (S, film_rows), instead of timesteps
 };
 
-/// The shape of a record: blocks, layers (the first convolution, then every product), kMarks. No blocks where the
+/// The shape of a record: blocks, layers (the first convolution, then every GEMM), kMarks. No blocks where the
 /// current device would not run the one-sample kernel.
 struct RecordShape {
   int blocks = 0, layers = 0;

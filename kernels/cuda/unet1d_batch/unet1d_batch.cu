@@ -33,8 +33,8 @@ __device__ __forceinline__ T sinusoid(const Inputs& in, int64_t time, int i) {
 
 template <class T, class S>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Inputs in) {
-  wait_for_predecessor();
-  release_successor();
+  grid_dependency_sync();
+  trigger_dependent_launch();
   const int64_t of_sample = in.rows * in.action_width, total = of_sample + in.times * in.step_width;
   for (int64_t e = int64_t{blockIdx.x} * kThreads + threadIdx.x; e < total; e += int64_t{gridDim.x} * kThreads) {
     if (e < of_sample) {
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
 
 template <class T, class S>
 __global__ void __launch_bounds__(kThreads) condition_kernel(const __grid_constant__ Condition c) {
-  wait_for_predecessor();
-  release_successor();
+  grid_dependency_sync();
+  trigger_dependent_launch();
   const int64_t total = c.batch * c.width;
   for (int64_t e = int64_t{blockIdx.x} * kThreads + threadIdx.x; e < total; e += int64_t{gridDim.x} * kThreads) {
     const int64_t b = e / c.width;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) condition_kernel(const __grid_consta
 template <class T, class S>
 __global__ void __launch_bounds__(kThreads) actions_kernel(const __grid_constant__ Actions args) {
   using Eight = Vector<T, 8>;
-  wait_for_predecessor();
+  grid_dependency_sync();
   const int64_t row = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
   if (row >= args.rows) return;
   const int lane = threadIdx.x % 32;

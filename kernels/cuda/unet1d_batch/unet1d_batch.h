@@ -1,5 +1,5 @@
-// What `dpa::unet1d_batch` launches beside the products of kernels/cuda/conv1d: the rows that they begin with. Rows are of
-// 16 bits, (count, width), zeros behind the last channel.
+// What `dpa::unet1d_batch` launches beside the convolutions of kernels/cuda/conv1d: their first inputs. Rows are of 16
+// bits, (count, width), zeros behind the last channel.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -39,7 +39,7 @@ struct Condition {
 };
 cudaError_t condition(const Condition& condition, cudaStream_t stream);
 
-/// out[r, a] = sum over c of x[r, c] weight[a, c] + bias[a]: the network's last layer, for which a tile of a product
+/// out[r, a] = sum over c of x[r, c] weight[a, c] + bias[a]: the network's last layer, for which a tile of a GEMM
 /// would be all but empty. The channels are a multiple of 8, the rows of x and of the packed weight aligned to 16
 /// bytes.
 constexpr int kMaxActions = 16;

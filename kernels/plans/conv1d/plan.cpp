@@ -24,7 +24,7 @@ int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors, int
   return splits;
 }
 
-void find_padding(ProductPlan& plan, int64_t x_length) {
+void find_padding(ConvPlan& plan, int64_t x_length) {
   for (int w = 0; w < 2; ++w) {
     int &first = plan.first_term[w], &end = plan.end_term[w];
     first = 0, end = plan.terms[0];
@@ -39,20 +39,20 @@ void find_padding(ProductPlan& plan, int64_t x_length) {
   }
 }
 
-void finish(ProductPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
+void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
             int64_t outputs, int multiprocessors) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
   plan.chunks = static_cast<int>(ceil_div(contracted, kChunk));
   const int64_t row_tiles = plan.rows.count * plan.phases;
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
   const int64_t steps = static_cast<int64_t>(terms) * plan.chunks;
-  // The wide tile reads less for each product, but takes longer to finish: it is for long sums, and for a grid that
+  // The wide tile reads less for each MMA, but has a longer epilogue: it is for long sums, and for a grid that
   // fills most of the device.
   const bool wide = outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
   plan.tile_columns = wide ? 256 : 128;
   plan.column_tiles = ceil_div(outputs, plan.tile_columns);
   plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors, 4);
-  // A term's rows must begin at a whole swizzled piece of 8 rows. A cluster's blocks then share out chunks.
+  // A term's rows must begin at a whole swizzled piece of 8 rows. Split-K is then over chunks.
   const int* const shift = plan.shift[0];
   plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
   plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
@@ -85,30 +85,29 @@ bool serves(const Conv1d& c) {
   // The weight gradient is compiled for these numbers of taps.
   const bool taps = c.taps == 1 || (c.taps >= 3 && c.taps <= 5);
   const bool stride = c.stride == 1 || c.stride == 2;
-  // Every phase of a scatter needs a tap, and every wide row a place.
+  // Every phase of dgrad needs a tap, and every row of x a place.
   const bool reach = c.taps >= c.stride && c.padding >= 0 && c.padding < c.taps;
-  const bool some =
-      c.batch > 0 && c.narrow_length > 0 && c.wide_length > 0 && c.narrow_channels > 0 && c.wide_channels > 0;
+  const bool some = c.batch > 0 && c.y_length > 0 && c.x_length > 0 && c.y_channels > 0 && c.x_channels > 0;
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max() / 4;
-  const bool sizes = c.batch < kLimit && c.narrow_length < kLimit && c.wide_length < kLimit &&
-                     c.narrow_channels < kLimit && c.wide_channels < kLimit &&
-                     c.batch * ceil_div(std::max(c.narrow_length, c.wide_length), kTileRows) * 2 < kLimit &&
-                     ceil_div(std::max(c.narrow_channels, c.wide_channels), 32) < 65536;
+  const bool sizes = c.batch < kLimit && c.y_length < kLimit && c.x_length < kLimit && c.y_channels < kLimit &&
+                     c.x_channels < kLimit &&
+                     c.batch * ceil_div(std::max(c.y_length, c.x_length), kTileRows) * 2 < kLimit &&
+                     ceil_div(std::max(c.y_channels, c.x_channels), 32) < 65536;
   return half && taps && stride && reach && some && sizes;
 }
 
-ProductPlan plan_gather(const Conv1d& conv, int multiprocessors) {
-  ProductPlan plan{};
+ConvPlan plan_fprop(const Conv1d& conv, int multiprocessors) {
+  ConvPlan plan{};
   plan.phases = 1;
   plan.stride = conv.stride;
   plan.terms[0] = conv.taps;
   for (int k = 0; k < conv.taps; ++k) plan.tap[0][k] = k, plan.shift[0][k] = k - conv.padding;
-  finish(plan, conv, conv.wide_length, conv.narrow_length, conv.wide_channels, conv.narrow_channels, multiprocessors);
+  finish(plan, conv, conv.x_length, conv.y_length, conv.x_channels, conv.y_channels, multiprocessors);
   return plan;
 }
 
-ProductPlan plan_scatter(const Conv1d& conv, int multiprocessors) {
-  ProductPlan plan{};
+ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors) {
+  ConvPlan plan{};
   plan.phases = conv.stride;
   plan.stride = 1;
   for (int p = 0; p < plan.phases; ++p) {
@@ -119,32 +118,31 @@ ProductPlan plan_scatter(const Conv1d& conv, int multiprocessors) {
       plan.tap[p][i] = k, plan.shift[p][i] = distance / conv.stride;
     }
   }
-  finish(plan, conv, conv.narrow_length, conv.wide_length, conv.narrow_channels, conv.wide_channels, multiprocessors);
+  finish(plan, conv, conv.y_length, conv.x_length, conv.y_channels, conv.x_channels, multiprocessors);
   return plan;
 }
 
-bool normalises(const Conv1d& conv, const ProductPlan& plan, int64_t group) {
+bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group) {
   const auto power_of_two = [](int64_t n) { return n > 0 && (n & (n - 1)) == 0; };
-  const int64_t length = conv.narrow_length, elements = length * group;
+  const int64_t length = conv.y_length, elements = length * group;
   const bool samples = plan.rows.per_sample == 1 && length * plan.rows.samples == kTileRows;
   // A group is one to eight passes of a warp, four channels a lane.
   const bool warp = power_of_two(length) && power_of_two(group) && group >= 4 && group <= 128 && elements >= 128 &&
                     elements <= 8 * 128;
-  return conv.stride == 1 && samples && warp && plan.rows.samples % plan.splits == 0 &&
-         conv.narrow_channels % group == 0;
+  return conv.stride == 1 && samples && warp && plan.rows.samples % plan.splits == 0 && conv.y_channels % group == 0;
 }
 
-GradientPlan plan_gradient(const Conv1d& conv, int multiprocessors) {
-  GradientPlan plan{};
-  plan.rows = row_tiles(conv.batch, conv.narrow_length, kChunk);
-  plan.wide_channels = conv.taps == 1 ? 128 : conv.taps == 3 ? 64 : 32;
-  plan.wide_tiles = ceil_div(conv.wide_channels, plan.wide_channels);
-  // The high tile reads less for each product, but only a grid that fills most of the device is worth it; with three
+WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors) {
+  WgradPlan plan{};
+  plan.rows = row_tiles(conv.batch, conv.y_length, kChunk);
+  plan.x_channels = conv.taps == 1 ? 128 : conv.taps == 3 ? 64 : 32;
+  plan.x_tiles = ceil_div(conv.x_channels, plan.x_channels);
+  // The high tile reads less for each MMA, but only a grid that fills most of the device is worth it; with three
   // taps it does not fit.
-  const int64_t high_tiles = ceil_div(conv.narrow_channels, 2 * kTileRows) * plan.wide_tiles;
+  const int64_t high_tiles = ceil_div(conv.y_channels, 2 * kTileRows) * plan.x_tiles;
   plan.height = conv.taps != 3 && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
-  plan.narrow_tiles = ceil_div(conv.narrow_channels, plan.height * kTileRows);
-  plan.splits = splits_for(plan.narrow_tiles * plan.wide_tiles, plan.rows.count, 4, multiprocessors, 8);
+  plan.y_tiles = ceil_div(conv.y_channels, plan.height * kTileRows);
+  plan.splits = splits_for(plan.y_tiles * plan.x_tiles, plan.rows.count, 4, multiprocessors, 8);
   return plan;
 }
 

@@ -4,7 +4,7 @@
 
 namespace dpa::kernels::conv1d {
 
-constexpr int kTileRows = 128;  // rows (sample, time) of an output tile of gather and scatter
+constexpr int kTileRows = 128;  // rows (sample, time) of an output tile of fprop and dgrad
 constexpr int kChunk = 64;      // channels, or rows of the weight gradient, that one step contracts
 constexpr int kMaxSplits = 8;   // blocks of a cluster that share one output tile
 constexpr int kMaxPhases = 2;
@@ -20,10 +20,10 @@ struct RowTiles {
 };
 RowTiles row_tiles(int64_t batch, int64_t length, int limit);
 
-// Gather (one phase) or scatter (a phase for each remainder of the output's time by the stride):
+// fprop (one phase) or dgrad (a phase for each remainder of the output's time by the stride):
 //   out[b, phases j + p, n] = sum over terms i of phase p and channels c of
-//                             x[b, stride j + shift[p][i], c] weight[tap[p][i]] at (n, c), or (c, n) for scatter
-struct ProductPlan {
+//                             x[b, stride j + shift[p][i], c] weight[tap[p][i]] at (n, c), or (c, n) for dgrad
+struct ConvPlan {
   int phases, stride;
   int terms[kMaxPhases];
   int tap[kMaxPhases][kMaxTaps], shift[kMaxPhases][kMaxTaps];
@@ -40,19 +40,19 @@ struct ProductPlan {
   int chunks;  // of the contracted channels
   int splits;
 };
-ProductPlan plan_gather(const Conv1d& conv, int multiprocessors);
-ProductPlan plan_scatter(const Conv1d& conv, int multiprocessors);
+ConvPlan plan_fprop(const Conv1d& conv, int multiprocessors);
+ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors);
 
-// Whether every block of a gather finishes whole groups of `group` channels of whole samples, each fit for a warp.
-bool normalises(const Conv1d& conv, const ProductPlan& plan, int64_t group);
+// Whether every block of fprop stores whole groups of `group` channels of whole samples, each fit for a warp.
+bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group);
 
-struct GradientPlan {
-  RowTiles rows;      // pieces of at most kChunk rows
-  int height;         // 128 narrow channels of a tile each
-  int wide_channels;  // of a tile; all taps of them
-  int64_t narrow_tiles, wide_tiles;
+struct WgradPlan {
+  RowTiles rows;   // pieces of at most kChunk rows
+  int height;      // 128 narrow channels of a tile each
+  int x_channels;  // of a tile; all taps of them
+  int64_t y_tiles, x_tiles;
   int splits;
 };
-GradientPlan plan_gradient(const Conv1d& conv, int multiprocessors);
+WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors);
 
 }  // namespace dpa::kernels::conv1d

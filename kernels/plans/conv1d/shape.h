@@ -7,20 +7,20 @@
 namespace dpa::kernels::conv1d {
 
 constexpr int kMaxTaps = 8;
-constexpr int kLooks = 128;  // elements of a weight that tell whether it has changed
+constexpr int kChangeSamples = 128;  // elements of a weight that change detection compares
 
-// A narrow and a wide tensor in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
+// The tensors x and y in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
 struct Conv1d {
   DType dtype;  // of the tensors: float16 or bfloat16
   int64_t batch;
-  int64_t narrow_length, narrow_channels;
-  int64_t wide_length, wide_channels;
+  int64_t y_length, y_channels;
+  int64_t x_length, x_channels;
   int taps, stride, padding;
 };
 
 // The channels of an operand's row: the next multiple of 8.
 constexpr int64_t padded(int64_t channels) { return (channels + 7) / 8 * 8; }
-// The same for long rows: of whole lines of memory, which the copy engine brings faster than pieces of two.
+// The same for long rows: of whole lines of memory, which TMA reads faster than parts of two.
 constexpr int64_t padded_to_lines(int64_t channels) { return (channels + 63) / 64 * 64; }
 
 }  // namespace dpa::kernels::conv1d

@@ -64,8 +64,8 @@ inline NormPlan teams(const NormShape& shape, int element_size) {
   return plan;
 }
 
-/// Slices of the samples, which the blocks of a group share out. The gradients of weight and bias are added up slice by
-/// slice, and the number depends on sizes alone, so that results repeat bit for bit.
+/// Slices of the samples, which are divided among the blocks of a group. The gradients of weight and bias are added up
+/// slice by slice, and the number depends on sizes alone, so that results repeat bit for bit.
 inline int64_t slices(const NormShape& shape, const NormPlan& plan) {
   if (!plan.fits()) return shape.batch;
   const int64_t useful = (shape.batch + plan.samples() - 1) / plan.samples();

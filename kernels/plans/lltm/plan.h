@@ -9,9 +9,9 @@ constexpr int64_t kLltmMaxInputs = 1024;
 
 /// Whether the one-kernel paths are the faster ones: few multiply-adds, and rows of X that fit into shared memory.
 inline bool lltm_is_small(int64_t batch, int64_t features, int64_t state) {
-  constexpr int64_t kMaxProducts = int64_t{1} << 23;  // a library's product has caught up by then
+  constexpr int64_t kMaxMultiplyAdds = int64_t{1} << 23;  // a library's GEMM is as fast from there on
   const int64_t inputs = state + features;
-  return inputs <= kLltmMaxInputs && batch * inputs <= kMaxProducts / (3 * state + 1);
+  return inputs <= kLltmMaxInputs && batch * inputs <= kMaxMultiplyAdds / (3 * state + 1);
 }
 
 }  // namespace dpa::kernels

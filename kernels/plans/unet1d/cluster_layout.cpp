@@ -6,7 +6,7 @@
 namespace dpa::kernels::unet1d {
 namespace {
 
-// The tiles of a product: as many samples a tile as there are columns for, but a tile for every cluster.
+// The tiles of a GEMM: as many samples a tile as there are columns for, but a tile for every cluster.
 bool choose_tiles(ClusterLayer& l, int chunk_log2, int segments) {
   l.samples_log2 = std::min(chunk_log2, log2_of(kTileColumns) - l.times_log2);
   if (l.samples_log2 < 0) return false;
@@ -37,7 +37,7 @@ bool choose_units(ClusterLayer& l, const Conv& conv) {
   return unit_threads_log2 >= 5 && threads <= kGroupThreads;
 }
 
-bool choose_product(ClusterLayer& l, const Plan& plan, const Conv& conv) {
+bool choose_gemm(ClusterLayer& l, const Plan& plan, const Conv& conv) {
   const Tiling t = tiling(plan, conv);
   if (t.rows % 16 || !power_of_two(t.row_tiles) || t.in % 16 || t.skip % 16) return false;
   if (conv.channels_skip && (conv.channels_skip != conv.channels_in || l.ways != 16)) return false;
@@ -92,9 +92,9 @@ void place(ClusterLayout& y, const Plan& plan, int horizon) {
   y.sums = take(2 * y.sums_bytes);
   y.sample = take(horizon * plan.config.action_dim * 4);
   y.descriptors = take((y.count + 1) * static_cast<int>(sizeof(ClusterLayer)));
-  y.ring = at;
-  y.stages = std::min(kMaxRingStages, (kClusterSharedBytes - at) / kRingStageBytes);
-  y.shared_bytes = at + y.stages * kRingStageBytes;
+  y.buffer = at;
+  y.stages = std::min(kMaxClusterStages, (kClusterSharedBytes - at) / kClusterStageBytes);
+  y.shared_bytes = at + y.stages * kClusterStageBytes;
 }
 
 }  // namespace
@@ -122,8 +122,7 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
     l.times_in_log2 = log2_of(times_in), l.times_out_log2 = log2_of(times_out);
     l.times_log2 = conv.upsample ? l.times_in_log2 : l.times_out_log2;
     l.channels = conv.channels_out, l.row_tiles_log2 = log2_of(conv.channels_out / kTileRows);
-    if (!choose_tiles(l, y.chunk_log2, conv.upsample ? 2 : 1) || !choose_units(l, conv) ||
-        !choose_product(l, plan, conv))
+    if (!choose_tiles(l, y.chunk_log2, conv.upsample ? 2 : 1) || !choose_units(l, conv) || !choose_gemm(l, plan, conv))
       return y;
     for (int s = 0; s < 2; s++) l.bias[s] = static_cast<int>(conv.bias[s]);
     l.norm = static_cast<int>(conv.norm), l.film = static_cast<int>(conv.film), l.add = conv.add, l.keep = conv.keep;
@@ -145,14 +144,14 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
   if (!same_output(y.layers[y.count], y.layers[0])) return y;
   for (int i = 1; i <= y.count; i++) {
     const ClusterLayer& next = y.layers[i < y.count ? i + 1 : 1];
-    y.layers[i].next_by_all = Place(next, 0, 0).peers == kClusterBlocks;
+    y.layers[i].next_by_all = ClusterTile(next, 0, 0).peers == kClusterBlocks;
   }
   y.tail_message = at;
   y.message_bytes = at + (static_cast<int64_t>(horizon) * c.action_dim * (c.down_dims[0] / 16) << y.chunk_log2) * 4;
   constexpr int64_t kKept = 16 << 20;
   y.kept_bytes = kKept;
   place(y, plan, horizon);
-  y.fits = y.stages >= kMinRingStages;
+  y.fits = y.stages >= kMinClusterStages;
   return y;
 }
 

@@ -1,4 +1,4 @@
-// The clustered path as data: how each product is divided among clusters and blocks, where what it hands over lies, and
+// The clustered path as data: how each GEMM is divided among clusters and blocks, where what it hands over lies, and
 // when that memory may be written again. No CUDA calls.
 #pragma once
 #include "kernels/math/host_device.h"
@@ -10,27 +10,27 @@ constexpr int kClusters = 8, kClusterBlocks = 16;   // all of them are there at 
 constexpr int kSlices = 8;                          // of the packed weights' input channels
 constexpr int kMinSamples = 4, kChunkSamples = 16;  // of one launch; fewer are filled up
 constexpr int kTileRows = 64, kTileColumns = 64;
-constexpr int kRingSteps = 4;                       // steps of K in a stage of the ring
-constexpr int kRingStageBytes = kRingSteps * 2048;  // 64 rows x 16 channels a step
-constexpr int kMinRingStages = 4, kMaxRingStages = 12;
+constexpr int kStageSteps = 4;                          // steps of K in a stage of the circular buffer
+constexpr int kClusterStageBytes = kStageSteps * 2048;  // 64 rows x 16 channels a step
+constexpr int kMinClusterStages = 4, kMaxClusterStages = 12;
 constexpr int kGroupThreads = 128;                   // a warpgroup
-constexpr int kMaxWords = 8 * kGroupThreads;         // of 16 bytes, that a block receives for a product
+constexpr int kMaxWords = 8 * kGroupThreads;         // of 16 bytes, that a block receives for a GEMM
 constexpr int kMaxSteps = 48, kMaxSecondSteps = 16;  // of K, of a block, by segment
 constexpr int kClusterSharedBytes = 115200;          // two blocks a multiprocessor
 
-/// One product. A tile is 64 output channels times all times of some samples. Its sum over K is shared by `ways`
+/// One GEMM. A tile is 64 output channels times all times of some samples. Its sum over K is shared by `ways`
 /// blocks: 8, each with the input channels of a slice, so that a cluster has two tiles, neighbours in their channels;
 /// or 16, where two blocks share a slice, or have one of the value and one of the skip.
 ///   samples of a cluster: tile `cluster >> (3 - sample_tiles_log2)` of the chunk's; so a cluster's samples in one
-///   product contain its samples in any other with as many tiles or more.
+///   GEMM contain its samples in any other with as many tiles or more.
 ///   units: (GroupNorm group, sample) pairs of a tile, or of a cluster's two tiles where groups have 128 channels
 ///   (`paired`). Each of the first blocks that share the tile or the pair finishes 1 << share_log2 of them: they
 ///   receive the partial sums of their units from all blocks that have some.
-/// Messages hold a product's output as (channels / 8, times, samples of the chunk) words of 8 channels.
+/// Messages hold a GEMM's output as (channels / 8, times, samples of the chunk) words of 8 channels.
 struct alignas(16) ClusterLayer {
   int64_t weights[2];                               // byte offset of a segment
   int64_t source[2];                                // of the input, below
-  int64_t message;                                  // of the output, or -1 after the last product
+  int64_t message;                                  // of the output, or -1 after the last GEMM
   int bias[2], norm, film;                          // offsets into the floats, or -1
   float inverse_count;                              // of a GroupNorm group
   int16_t taps[2], steps[2];                        // steps of K: of a segment, this block's
@@ -51,19 +51,19 @@ struct alignas(16) ClusterLayer {
   int16_t rows_log2, pairs_log2, group_log2, gap_log2;
   int16_t units, share_log2, finishers, paired;  // of those that share the units
   int16_t pitch;                                 // bytes that a finisher receives from each block
-  int16_t next_by_all;                           // whether all of a cluster share the next product's units
+  int16_t next_by_all;                           // whether all of a cluster share the next GEMM's units
 };
 
 /// Where a layer's tile and this block's share of it lie.
-struct Place {
+struct ClusterTile {
   int way;                // 0: 8 blocks share the tile, 1: 16
   int part;               // this block's rank among them
   int first_peer, peers;  // of the blocks that share the units
   int finisher;           // this block's rank among those
   int sample0;            // first sample of the tile, in the chunk
-  int segment, row_tile;  // segment: of an upsampling product
+  int segment, row_tile;  // segment: of an upsampling GEMM
   int first_channel;      // of the units
-  DPA_HOST_DEVICE Place(const ClusterLayer& l, int cluster, int rank) {
+  DPA_HOST_DEVICE ClusterTile(const ClusterLayer& l, int cluster, int rank) {
     way = l.ways == 16;
     part = way ? rank : rank & 7;
     const bool all = way || l.paired;
@@ -77,14 +77,14 @@ struct Place {
   }
 };
 
-/// A block sends a product's sums when those who receive them have read what they received for the last one. Each
-/// finisher tells all who may send to it next: those who share its units, and the whole cluster where the next
-/// product's are shared by all. These are the ranks that it tells, and those of the finishers that tell a block, a bit
-/// each.
-struct Told {
+/// A block sends a GEMM's sums when their receivers have read the last ones. Each finisher acknowledges to all that may
+/// send to it next: the blocks that share its units, and the whole cluster where the next GEMM's units are shared by
+/// all. These are the ranks that it acknowledges to, and the finishers from which a block waits for an acknowledgement,
+/// a bit each.
+struct AckTargets {
   int first, count;
   uint32_t by;
-  DPA_HOST_DEVICE Told(const ClusterLayer& l, const Place& p) {
+  DPA_HOST_DEVICE AckTargets(const ClusterLayer& l, const ClusterTile& p) {
     const bool all = p.peers == kClusterBlocks || l.next_by_all;
     first = all ? 0 : p.first_peer, count = all ? kClusterBlocks : p.peers;
     by = ((1u << l.finishers) - 1) << p.first_peer;
@@ -94,11 +94,11 @@ struct Told {
 
 /// What a thread of a warpgroup finishes: channels `channel` and `channel` + 8 at times `time` and `time` + gap of one
 /// sample. Lanes side by side in fours have the same channels, and four rows of such fours make up 8 x 8 values.
-struct Share {
+struct ThreadShare {
   bool valid;        // the same for a warp
   int unit, sample;  // unit: of this block; sample: of the chunk
   int channel, time, gap;
-  DPA_HOST_DEVICE Share(const ClusterLayer& l, const Place& p, int thread) {
+  DPA_HOST_DEVICE ThreadShare(const ClusterLayer& l, const ClusterTile& p, int thread) {
     const int at = (thread & 3) | thread >> 5 << 2, tiles_log2 = l.rows_log2 - 4;
     const int pair = at & ((1 << l.pairs_log2) - 1), tile = at >> l.pairs_log2 & ((1 << tiles_log2) - 1);
     unit = at >> (l.pairs_log2 + tiles_log2);
@@ -119,11 +119,11 @@ struct Share {
 
 /// Where a thread writes what its warp has finished, after an 8 x 8 transposition: channels 2 i and 2 i + 1 of an octet
 /// of one sample and time, i = lane % 4; and the same of the next octet.
-struct Word {
+struct OutputWord {
   bool valid;
   int64_t at, next;  // byte offsets in the layer's message
-  DPA_HOST_DEVICE Word(const ClusterLayer& l, const Place& p, int thread, int chunk_log2) {
-    const Share s(l, p, (thread & 31) >> 3 | (thread & ~31));
+  DPA_HOST_DEVICE OutputWord(const ClusterLayer& l, const ClusterTile& p, int thread, int chunk_log2) {
+    const ThreadShare s(l, p, (thread & 31) >> 3 | (thread & ~31));
     const int time = s.time + (thread & 4 ? s.gap : 0), t = l.upsample ? 2 * time + p.segment : time;
     valid = s.valid;
     at = ((((static_cast<int64_t>(s.channel >> 3) << l.times_out_log2) + t) << chunk_log2) + s.sample) * 16 +
@@ -140,8 +140,8 @@ struct ClusterLayout {
   int64_t message_bytes = 0, tail_message = 0;  // of a step; there is room for two
   int64_t kept_bytes = 0;                       // of the packed tiles, from the first on: asked to stay in L2
   int sums_bytes = 0;                           // that a finisher receives for a segment, at most
-  // Byte offsets in shared memory; sums: of the product, then of the residual convolution.
-  int activations = 0, sums = 0, sample = 0, descriptors = 0, ring = 0, stages = 0, shared_bytes = 0;
+  // Byte offsets in shared memory; sums: of the GEMM, then of the residual convolution.
+  int activations = 0, sums = 0, sample = 0, descriptors = 0, buffer = 0, stages = 0, shared_bytes = 0;
 };
 
 /// The layout for `batch` samples, of which one launch takes at most kChunkSamples.

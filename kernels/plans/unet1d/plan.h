@@ -1,5 +1,5 @@
-// What the U-Net computes, as data: the list of its products, where their packed weights lie, and what becomes of each
-// product's output. No CUDA here: a plan is made and tested on any machine.
+// What the U-Net computes, as data: the list of its GEMMs, where their packed weights lie, and what becomes of each
+// GEMM's output. No CUDA here: a plan is made and tested on any machine.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -27,18 +27,18 @@ struct Config {
   bool film_scale = true;
 };
 
-/// The taps of a product over neighbouring times: out[t] += sum_i W_i in[t * stride + first + i].
+/// The taps of a GEMM over neighbouring times: out[t] += sum_i W_i in[t * stride + first + i].
 struct Segment {
   int64_t weights = 0;  // byte offset of the packed tiles
   int taps = 0;
   int first = 0;
 };
 
-/// One product, and what its consumer does with its raw output:
+/// One GEMM, and what its consumer does with its raw output:
 ///   value = raw + bias;  norm: value = mish(group_norm(value)), then FiLM;  add: value += residual;
 ///   keep: residual = value;  skip: skips[skip] = value
 /// A second segment is the 1x1 residual convolution of the same input (its output becomes `residual`), or, in an
-/// upsampling product, the odd output times.
+/// upsampling GEMM, the odd output times.
 struct Conv {
   Segment segments[2];
   int num_segments = 1;
@@ -99,7 +99,7 @@ struct Plan {
   std::vector<Conv> convs;
   Head head;
   Tail tail;
-  int slices_out = 1, slices_in = 1;  // of the tiles: every product is cut into slices_out x slices_in parts
+  int slices_out = 1, slices_in = 1;  // of the tiles: every GEMM is cut into slices_out x slices_in parts
 
   int64_t floats = 0;                    // byte offset of the floats
   int64_t film_step = 0, film_cond = 0;  // byte offsets: (film_rows, step_dim), (film_rows, cond_dim)
@@ -111,7 +111,7 @@ struct Plan {
 };
 
 /// The plan of an architecture for weights of type float32, bfloat16, float16 or e4m3. Check `error` first.
-/// e4m3: w = scale q with a scale an output channel, the largest magnitude of its weights over 448; the products'
+/// e4m3: w = scale q with a scale an output channel, the largest magnitude of its weights over 448; the GEMMs'
 /// activations are float16, and so are the weights outside the convolutions.
 Plan make_plan(const Config& config, DType dtype);
 
@@ -128,7 +128,7 @@ inline int log2_of(int n) {
   return log;
 }
 
-/// The tiling of a product: 16 x 16 tiles (output channels x input channels of one tap), for each of
+/// The tiling of a GEMM: 16 x 16 tiles (output channels x input channels of one tap), for each of
 /// slices_out x slices_in parts (slices_in fastest) the steps along K (tap, then channels), for each the rows' tiles.
 struct Tiling {
   int rows, row_tiles;       // output channels of a slice, and their tiles

@@ -6,7 +6,7 @@
 namespace dpa::kernels::unet1d {
 namespace {
 
-// Whether the kernel of one sample has code for a product of these tiles.
+// Whether the kernel of one sample has code for a GEMM of these tiles.
 bool solo_shape(bool wide, int row_tiles, int column_tiles) {
   if (column_tiles == 1) return row_tiles <= (wide ? 4 : 8) || row_tiles == 8;
   if (column_tiles == 2) return row_tiles <= 2;
@@ -16,7 +16,7 @@ bool solo_shape(bool wide, int row_tiles, int column_tiles) {
 // Fills in the descriptors of the one-sample kernel; false where it has no code for a shape.
 bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
   const int element = wide ? 4 : 2, step_bytes = 16 * element, pack = wide ? 1 : 2;  // sums a message word
-  const int block = kSlicesIn * static_cast<int>(solo_message_stride(pairs, wide));  // words of a product's output
+  const int block = kSlicesIn * static_cast<int>(solo_message_stride(pairs, wide));  // words of a GEMM's output
   int message = 0, second_message = -1;
   for (int i = 0; i <= r.count; i++) {
     const ResidentLayer& l = r.layers[i];
@@ -153,7 +153,7 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.sample = take(batch * horizon * c.action_dim * 4);
   r.descriptors = take((r.count + 1) * static_cast<int>(std::max(sizeof(ResidentLayer), sizeof(SoloLayer))));
   constexpr int kStatic = 4096;
-  r.ring = at;
+  r.buffer = at;
   r.stages = std::min(kMaxStages, (shared_bytes - kStatic - at) / kStageBytes);
   r.shared_bytes = at + r.stages * kStageBytes;
   r.pairs = batch == 1 && most <= 2 && solo_layers(r, most, wide) ? most : 0;

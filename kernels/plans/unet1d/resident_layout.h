@@ -5,7 +5,7 @@
 namespace dpa::kernels::unet1d {
 
 constexpr int kConsumerWarps = 8;
-constexpr int kStageBytes = 16384;  // of the ring through which weights stream
+constexpr int kStageBytes = 16384;  // of the circular buffer through which weights stream
 constexpr int kMinStages = 4;
 constexpr int kMaxStages = 13;
 constexpr int kSlicesIn = 8;  // slices of the input channels are GroupNorm groups
@@ -19,7 +19,7 @@ constexpr uint32_t solo_message_stride(int pairs, bool wide) {
   return kConsumerWarps * 32 * kSlicesIn * pairs * (wide ? 2 : 1);
 }
 
-/// One product in a block's share: rows = 16 << row_tiles_log2 output channels, one group of input channels.
+/// One GEMM in a block's share: rows = 16 << row_tiles_log2 output channels, one group of input channels.
 /// 8 warps = (1 << row_tiles_log2) row tiles x (1 << k_warps_log2) shares of K x the rest over columns.
 struct ResidentLayer {
   int64_t weights[2];  // byte offset of the segment; a block's slice follows the previous block's
@@ -40,14 +40,14 @@ struct ResidentLayer {
   int skip_out, skip_in;  // byte offsets in shared memory, or -1
 };
 
-/// The same for the kernel of one sample, with every product of sizes taken: the less a block computes between layers,
+/// The same for the kernel of one sample, with all sizes multiplied out: the less a block computes between layers,
 /// the faster. Bytes are of shared memory, words of messages, floats of the packed floats. Its 8 warps share K alone.
 struct alignas(16) SoloLayer {
   // What becomes of the layer's output.
   int message, residual_message, channels;
   int half_log2, pairs, bias, other_bias;  // channel pairs of a group: a power of two; of all times
   int norm, film, skip_out, flags;         // offsets or -1
-  // The layer's product.
+  // The layer's GEMM.
   int pitch, input, skip_in, skip_bytes;  // bytes from row to row, to time 0; of a skip's channels within a row
   int stride, columns, steps[2];          // bytes from column to column; steps of K
   int first[2], steps_per_tap, steps_inverse;
@@ -59,7 +59,7 @@ enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
 struct ResidentLayout {
   int count = 0;
   ResidentLayer layers[kMaxConvs + 1] =
-      {};  // [0] stands for the first convolution: only what becomes of its output; then `count` products
+      {};  // [0] stands for the first convolution: only what becomes of its output; then `count` GEMMs
   int pairs =
       0;  // channel pairs a thread finishes of one sample, where there is one sample: 1, 2, or 0 for the general kernel
   SoloLayer solo[kMaxConvs + 1] = {};
@@ -68,7 +68,7 @@ struct ResidentLayout {
   int64_t kept_bytes = 0;    // of the packed tiles, from the first on: asked to stay in L2
   int64_t tail_message = 0;  // words (slices_out, slices_in, B T A)
   // Byte offsets in shared memory.
-  int ring = 0, stages = 0, input = 0, input_low = 0, stash = 0, residual = 0, sums = 0, partial = 0, head = 0,
+  int buffer = 0, stages = 0, input = 0, input_low = 0, stash = 0, residual = 0, sums = 0, partial = 0, head = 0,
       head_residual = 0, tail = 0, sample = 0, descriptors = 0;
   int shared_bytes = 0;
   bool fits = false;
