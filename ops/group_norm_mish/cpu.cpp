@@ -45,6 +45,9 @@ struct Arguments {
   const T *scale, *shift, *residual;
   int64_t batch, channels, inner, groups, group_channels, group_size;
   double eps;
+
+  /// No channels make no groups, whatever number divides them.
+  int64_t tasks() const { return channels > 0 ? batch * groups : 0; }
 };
 
 /// Keeps the contiguous copies alive.
@@ -181,7 +184,7 @@ NormGradients group_norm_mish_backward_cpu(const Tensor& grad_, const Tensor& in
     const Gradients<scalar_t, A> to{mask[0] ? grad_input.template mutable_data_ptr<scalar_t>() : nullptr, sum,
                                     sum + pairs, sum + 2 * pairs, sum + 3 * pairs};
     const auto* g = grad.const_data_ptr<scalar_t>();
-    for_each_task(args.batch * args.groups, args.group_size, [&](int64_t begin, int64_t end) {
+    for_each_task(args.tasks(), args.group_size, [&](int64_t begin, int64_t end) {
       std::vector<A> scratch(4 * args.group_size);
       for (int64_t task = begin; task < end; ++task) backward_task(args, task, g, scratch.data(), to);
     });
@@ -214,7 +217,7 @@ Tensor group_norm_mish_cpu(const Tensor& input, int64_t num_groups, const Option
     using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
     const auto args = in.arguments<scalar_t>(num_groups, eps);
     auto* result = out.mutable_data_ptr<scalar_t>();
-    for_each_task(args.batch * args.groups, args.group_size, [&](int64_t begin, int64_t end) {
+    for_each_task(args.tasks(), args.group_size, [&](int64_t begin, int64_t end) {
       std::vector<A> x(args.group_size);
       for (int64_t task = begin; task < end; ++task) forward_task(args, task, x.data(), result);
     });

@@ -36,7 +36,7 @@ struct Launch {
             batch,
             channels,
             inner,
-            num_groups,
+            channels > 0 ? num_groups : 1,  // no channels make no groups, whatever number divides them
             eps};
   }
 };

@@ -21,6 +21,7 @@ struct NormTerms {
   NormTerms(const Tensor& input, int64_t num_groups, const OptionalTensor& weight_, const OptionalTensor& bias,
             double eps, const OptionalTensor& scale_)
       : batch(input.sym_size(0)), channels(input.sym_size(1)), groups(num_groups), type(input.scalar_type()) {
+    if (channels == 0) groups = 0;  // whatever number divides them
     const auto x = by_group(widen(input));
     const auto centered = x - x.mean(-1, /*keepdim=*/true);
     rstd = at::rsqrt((centered * centered).mean(-1, /*keepdim=*/true) + eps);

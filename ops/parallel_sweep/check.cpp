@@ -37,6 +37,8 @@ void check_parallel_move(const MoveArguments& in) {
   constexpr const char* op = "parallel_move_";
   const Tensor& output = in.output;
   DPA_CHECK(output.dim() == 4, op, "output must be (W, B, T, A)", output.sym_sizes());
+  DPA_CHECK(in.states.dim() > 0 && in.steps >= 0 && in.steps <= in.states.sym_size(0), op,
+            "steps must be 0 to the rows of states", in.steps);
   const auto window = output.sym_size(0), rows = in.steps + 2 * window;
   check_states(op, in.states, window);
   const auto b = output.sym_size(1), t = output.sym_size(2), a = output.sym_size(3);
