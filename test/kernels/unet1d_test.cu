@@ -64,7 +64,7 @@ const Case kCases[] = {
     {"256/512 T8 k3 bias only, da 7, batch 16", {7, 2, {256, 512}, 3, 8, 32, 3, false}, 16, 8, false},
     {"256/512 T16 batch 40", {2, 2, {256, 512}, 5, 8, 32, 0, true}, 40, 16, false},
     {"256/512/1024 T8 batch 12", {3, 3, {256, 512, 1024}, 3, 8, 32, 3, true}, 12, 8, true},
-    {"256/512/1024 T16 (80 M)", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 1, 16, true},
+    {"256/512/1024 T16 (67 M)", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 1, 16, true},
     {"256/512/1024 T48 da 16", {16, 3, {256, 512, 1024}, 5, 8, 256, 206, true}, 1, 48, true},
     {"256/512/1024 T16 batch 16", {2, 3, {256, 512, 1024}, 5, 8, 128, 40, true}, 16, 16, true},
     {"256/512/1024 T16 batch 2", {2, 3, {256, 512, 1024}, 5, 8, 128, 40, true}, 2, 16, true},
@@ -453,23 +453,23 @@ void bench(bool all) {
                large = {2, 3, {512, 1024, 2048}, 5, 8, 128, 132, true};
   if (only_clustered) {
     for (int batch : {2, 4, 8, 16, 64})
-      bench_case("80 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kClustered);
+      bench_case("67 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kClustered);
     return;
   }
-  bench_case("80 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kResident);
-  bench_case("80 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
-  bench_case("80 M", small, DType::kFloat8E4M3, 1, 16, bandwidth, Path::kResident);
+  bench_case("67 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kResident);
+  bench_case("67 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
+  bench_case("67 M", small, DType::kFloat8E4M3, 1, 16, bandwidth, Path::kResident);
   bench_case("252 M", large, DType::kBFloat16, 1, 16, bandwidth, Path::kResident);
   bench_case("252 M", large, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
   bench_case("252 M", large, DType::kFloat8E4M3, 1, 16, bandwidth, Path::kResident);
   if (!all) return;
-  for (int batch : {2, 4, 8}) bench_case("80 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kResident);
+  for (int batch : {2, 4, 8}) bench_case("67 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kResident);
   for (int batch : {2, 4, 8, 16, 64})
-    bench_case("80 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kClustered);
-  bench_case("80 M", small, DType::kBFloat16, 1, 48, bandwidth, Path::kResident);
-  bench_case("80 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kLayered);
-  bench_case("80 M", small, DType::kBFloat16, 16, 16, bandwidth, Path::kLayered);
-  bench_case("80 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kLayered);
+    bench_case("67 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kClustered);
+  bench_case("67 M", small, DType::kBFloat16, 1, 48, bandwidth, Path::kResident);
+  bench_case("67 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kLayered);
+  bench_case("67 M", small, DType::kBFloat16, 16, 16, bandwidth, Path::kLayered);
+  bench_case("67 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kLayered);
   bench_case("252 M", large, DType::kBFloat16, 1, 16, bandwidth, Path::kLayered);
 }
 
@@ -482,7 +482,7 @@ int main(int argc, char** argv) {
   if (argc > 2 + only_clustered) only = argv[2 + only_clustered];
   if (what == "profile") {
     for (DType dtype : {DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat32})
-      profile_case("80 M", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, dtype);
+      profile_case("67 M", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, dtype);
     return 0;
   }
   if (what == "bench" || what == "step") {
@@ -495,7 +495,7 @@ int main(int argc, char** argv) {
       if (dtype == DType::kFloat16 && !fits(make_plan(c.config, dtype), c.batch, c.horizon, Path::kClustered)) continue;
       if (only_clustered && (dtype == DType::kFloat32 || dtype == DType::kFloat8E4M3)) continue;
       test_case(c, dtype, false);
-      if (!c.large || std::strstr(c.name, "80 M")) test_case(c, dtype, true);
+      if (!c.large || std::strstr(c.name, "67 M")) test_case(c, dtype, true);
     }
   }
   std::printf("%d failures\n", failures);
