@@ -51,4 +51,12 @@ void check_conv1d_grad(const Tensor& grad, const Tensor& input, const Tensor& we
               "(B, C_out, T_out)", "input", input);
 }
 
+void check_conv1d_packed(const Tensor& packed, const Tensor& input, const Tensor& weight) {
+  constexpr const char* op = "conv1d_backward";
+  if (packed.dim() == 1 && packed.sym_size(0) == 0) return;
+  const auto width = (weight.sym_size(1) + 7) / 8 * 8;
+  check_shape(op, "packed", packed, {weight.sym_size(2), weight.sym_size(0), width}, "(0) or (k, d0, d1 padded)",
+              "input", input);
+}
+
 }  // namespace dpa

@@ -19,6 +19,8 @@ void check_conv1d(const char* op, const Tensor& input, const Tensor& weight, con
                   int64_t padding, bool transposed);
 void check_conv1d_grad(const Tensor& grad, const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding,
                        bool transposed);
+/// `packed` is what a forward of such arguments gives.
+void check_conv1d_packed(const Tensor& packed, const Tensor& input, const Tensor& weight);
 
 /// The length that a convolution gives.
 c10::SymInt conv1d_length(const c10::SymInt& length, const c10::SymInt& taps, int64_t stride, int64_t padding,

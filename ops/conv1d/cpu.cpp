@@ -29,10 +29,11 @@ Conv1dForward conv1d_forward_cpu(const Tensor& input, const Tensor& weight, cons
 }
 
 Conv1dGradients conv1d_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                    const OptionalTensor& bias, const Tensor&, int64_t stride, int64_t padding,
+                                    const OptionalTensor& bias, const Tensor& packed, int64_t stride, int64_t padding,
                                     bool transposed, Conv1dMask mask) {
   check_conv1d("conv1d", input, weight, bias, stride, padding, transposed);
   check_conv1d_grad(grad, input, weight, stride, padding, transposed);
+  check_conv1d_packed(packed, input, weight);
   auto [grad_input, grad_weight, grad_bias] =
       conv1d_backward_formula(summable(grad, input), summable(input, input), summable(weight, input),
                               summable(bias, input), stride, padding, transposed, mask);

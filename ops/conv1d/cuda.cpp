@@ -61,12 +61,15 @@ Tensor conv1d_cuda(const Tensor& input, const Tensor& weight, const OptionalTens
 }
 
 Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                     const OptionalTensor& bias, const Tensor& packed, int64_t stride, int64_t padding,
+                                     const OptionalTensor& bias, const Tensor& packed_, int64_t stride, int64_t padding,
                                      bool transposed, Conv1dMask mask) {
   check_conv1d("conv1d", input, weight, bias, stride, padding, transposed);
   check_conv1d_grad(grad, input, weight, stride, padding, transposed);
+  check_conv1d_packed(packed_, input, weight);
   const c10::cuda::CUDAGuard guard(input.device());
-  const bool packs = packed.dim() == 3;
+  // The forward says whether it packed. Hooks on saved tensors may bring back other strides and alignments.
+  const auto packed = aligned(packed_.contiguous());
+  const bool packs = packed.dim() == 3 && stride <= 2 && padding < products::kMaxTaps;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
   if (!packs || !takes_products(conv)) {
     auto [grad_input, grad_weight, grad_bias] =

@@ -39,10 +39,11 @@ Conv1dForward conv1d_forward_meta(const Tensor& input, const Tensor& weight, con
 }
 
 Conv1dGradients conv1d_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                     const OptionalTensor& bias, const Tensor&, int64_t stride, int64_t padding,
+                                     const OptionalTensor& bias, const Tensor& packed, int64_t stride, int64_t padding,
                                      bool transposed, Conv1dMask mask) {
   check_conv1d("conv1d", input, weight, bias, stride, padding, transposed);
   check_conv1d_grad(grad, input, weight, stride, padding, transposed);
+  check_conv1d_packed(packed, input, weight);
   Conv1dGradients result;
   if (mask[0])
     std::get<0>(result) = empty_in_order(input.sym_size(0), input.sym_size(1), input.sym_size(2),

@@ -56,4 +56,20 @@ void check_residual_block1d(const ResidualBlock& block) {
   check_shape(kOp, "shift", block.optional(kShift), {batch, channels}, "(B, C_out)", "input", input);
 }
 
+void check_block_saved(const ResidualBlock& block, const Tensor& grad, const BlockSaved& saved) {
+  constexpr const char* op = "residual_block1d_backward";
+  const Tensor& input = block[kInput];
+  const c10::SymInt sizes[] = {input.sym_size(0), block[kConv1Weight].sym_size(0), input.sym_size(2)};
+  const auto check = [&](const char* name, const Tensor& tensor) {
+    check_shape(op, name, tensor, sizes, "(B, C_out, T)", "input", input);
+  };
+  check("grad", grad), check("conv1", saved.conv1), check("activation", saved.activation), check("conv2", saved.conv2);
+  const auto check_packed = [&](const char* name, const Tensor& packed, const c10::SymInt& size) {
+    if (packed.defined() && packed.dim() == 1 && packed.sym_size(0) == 0) return;
+    check_shape(op, name, packed, {size}, "(0) or of the weights' size", "input", input);
+  };
+  check_packed("packed1", saved.packed1, packed1_size(block));
+  if (saved.packed2.defined()) check_packed("packed2", saved.packed2, packed_size(block[kConv2Weight]));
+}
+
 }  // namespace dpa

@@ -12,8 +12,11 @@ Tensor residual_block1d_cpu(DPA_BLOCK_PARAMETERS) { return std::get<0>(residual_
 BlockGradientTuple residual_block1d_backward_cpu(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
                                                  const Tensor& activation, const Tensor& conv2, const Tensor& packed1,
                                                  const Tensor& packed2, BlockMask mask) {
-  return as_tuple(
-      residual_block1d_backward_of_ops(grad, DPA_BLOCK, {conv1, activation, conv2, packed1, packed2}, mask));
+  const auto block = DPA_BLOCK;
+  const BlockSaved saved{conv1, activation, conv2, packed1, packed2};
+  check_residual_block1d(block);
+  check_block_saved(block, grad, saved);
+  return as_tuple(residual_block1d_backward_of_ops(grad, block, saved, mask));
 }
 
 }  // namespace

@@ -35,6 +35,31 @@ Places places(const ResidualBlock& block, const Tensor& packed) {
   return {conv1, conv2, behind(conv2, block[kConv2Weight])};
 }
 
+constexpr BlockSlot kWeights[] = {kConv1Weight, kConv2Weight, kResidualWeight};
+constexpr BlockSlot kVectors[] = {kConv1Bias, kConv2Bias, kResidualBias, kGn1Weight, kGn1Bias, kGn2Weight, kGn2Bias};
+
+/// The block with its vectors as the kernels read them.
+ResidualBlock with_plain_vectors(ResidualBlock block) {
+  for (const auto slot : kVectors)
+    if (block[slot].defined()) block.tensors[slot] = aligned(block[slot].contiguous());
+  return block;
+}
+
+/// Packs all weights, of any strides.
+void pack_weights(const ResidualBlock& block, const Places& packed) {
+  products::Packings packings{};
+  std::vector<Tensor> kept;
+  for (const auto slot : kWeights) {
+    if (!block[slot].defined() || block[slot].numel() == 0) continue;
+    kept.push_back(block[slot].contiguous());
+    packings.each[packings.count++] = packing(kept.back(), packed[slot]);
+  }
+  if (packings.count > 0)
+    C10_CUDA_CHECK(products::pack_weights(kernel_dtype(block[kConv1Weight].scalar_type()),
+                                          kernel_dtype(block[kInput].scalar_type()), packings,
+                                          c10::cuda::getCurrentCUDAStream()));
+}
+
 /// A block whose layers the kernels all take.
 class Chain {
  public:
@@ -52,20 +77,23 @@ class Chain {
     plan_ = block[kInput].numel() > 0 ? kernels::teams(shape_, 2) : kernels::NormPlan{};
   }
 
-  /// Only where `block_packs`.
-  bool serves() const {
+  /// Whether the kernels take such sizes and dtypes, whatever the strides.
+  bool fits() const {
     if (!products::supported() || !plan_.fits()) return false;
     if (more_.defined() && !takes_more()) return false;
-    for (const auto slot : {kConv1Weight, kConv2Weight, kResidualWeight})
-      if (block_[slot].defined() && !(products::serves(convolution(slot)) && block_[slot].is_contiguous()))
-        return false;
-    // The kernels read parameters in place, in one dtype.
-    for (const auto slot : {kConv1Bias, kConv2Bias, kResidualBias, kGn1Weight, kGn1Bias, kGn2Weight, kGn2Bias}) {
-      const Tensor& t = block_[slot];
-      if (t.defined() && !(t.scalar_type() == block_[kConv1Weight].scalar_type() && t.is_contiguous() && is_aligned(t)))
-        return false;
-    }
+    for (const auto slot : kWeights)
+      if (block_[slot].defined() && !products::serves(convolution(slot))) return false;
+    for (const auto slot : kVectors)
+      if (block_[slot].defined() && block_[slot].scalar_type() != block_[kConv1Weight].scalar_type()) return false;
     return true;
+  }
+  /// A forward packs weights and reads the other parameters in place.
+  bool serves() const {
+    for (const auto slot : kWeights)
+      if (block_[slot].defined() && !block_[slot].is_contiguous()) return false;
+    for (const auto slot : kVectors)
+      if (block_[slot].defined() && !(block_[slot].is_contiguous() && is_aligned(block_[slot]))) return false;
+    return fits();
   }
 
   /// Output, conv1, activation and conv2, of which `keep` keeps what the backward reads: else conv1 and conv2 stay
@@ -311,7 +339,16 @@ BlockForward run(const ResidualBlock& block, bool keep) {
     return {out, conv1, activation, conv2, packed1, packed2};
   }
   const auto [out, conv1, activation, conv2, none1, none2] = residual_block1d_of_ops(block);
+  if (keep) pack_weights(block, places(block, packed1, packed2));
   return {out, conv1, activation, conv2, packed1, packed2};
+}
+
+/// What a forward saved as the kernels read it: hooks may bring back other strides and alignments. A tensor that needs
+/// no copy gets no second reference (ops/common/last_use.h).
+void make_plain(BlockSaved& saved) {
+  for (Tensor* t : {&saved.conv1, &saved.activation, &saved.conv2}) *t = padded_rows(*t);
+  for (Tensor* t : {&saved.packed1, &saved.packed2})
+    if (!t->is_contiguous() || !is_aligned(*t)) *t = t->clone(at::MemoryFormat::Contiguous);
 }
 
 BlockForward residual_block1d_forward_cuda(DPA_BLOCK_PARAMETERS) { return run(DPA_BLOCK, /*keep=*/true); }
@@ -323,13 +360,17 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
                                                   const Tensor& packed2, BlockMask mask) {
   const auto block = DPA_BLOCK;
   check_residual_block1d(block);
-  check_same("residual_block1d_backward", "grad", grad, "activation", activation);
+  check_block_saved(block, grad, {conv1, activation, conv2, packed1, packed2});
   const c10::cuda::CUDAGuard guard(input.device());
   BlockSaved saved{conv1, activation, conv2, packed1, LastUse::take(packed2)};
-  // An earlier try that failed has taken packed2 with it.
-  if (block_packs(block) && saved.packed2.defined() && saved.packed2.numel() > 0)
-    if (const Chain chain(block, places(block, packed1, saved.packed2)); chain.serves())
-      return as_tuple(chain.backward(grad, saved, mask));
+  // The forward says whether it packed. An earlier try that failed has taken packed2 with it.
+  if (packed1.numel() > 0 && saved.packed2.defined() && saved.packed2.numel() > 0) {
+    const auto plain = with_plain_vectors(block);
+    if (Chain(plain, places(plain, packed1, saved.packed2)).fits()) {
+      make_plain(saved);
+      return as_tuple(Chain(plain, places(plain, saved.packed1, saved.packed2)).backward(grad, saved, mask));
+    }
+  }
   return as_tuple(residual_block1d_backward_of_ops(grad, block, saved, mask));
 }
 

@@ -53,13 +53,12 @@ BlockForward residual_block1d_forward_meta(DPA_BLOCK_PARAMETERS) {
           activation_like(block), packed(packed1_size(block)), packed(packed_size(conv2_weight))};
 }
 
-BlockGradientTuple residual_block1d_backward_meta(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor&,
-                                                  const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                                  BlockMask mask) {
+BlockGradientTuple residual_block1d_backward_meta(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
+                                                  const Tensor& activation, const Tensor& conv2, const Tensor& packed1,
+                                                  const Tensor& packed2, BlockMask mask) {
   const auto block = DPA_BLOCK;
   check_residual_block1d(block);
-  check_shape("residual_block1d_backward", "grad", grad,
-              {input.sym_size(0), conv1_weight.sym_size(0), input.sym_size(2)}, "(B, C_out, T)", "input", input);
+  check_block_saved(block, grad, {conv1, activation, conv2, packed1, packed2});
   BlockGradients to;
   for (size_t i = 0; i < kBlockSlots; ++i)
     if (mask[i]) to[i] = at::empty_symint(block.tensors[i].sym_sizes(), block.tensors[i].options());

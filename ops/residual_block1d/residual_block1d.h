@@ -47,9 +47,12 @@ using BlockGradients = std::array<Tensor, kBlockSlots>;
 using BlockMask = std::array<bool, kBlockSlots>;
 
 void check_residual_block1d(const ResidualBlock& block);
+/// Of a backward: its gradient, and what the forward kept. `packed2` may be gone (ops/common/last_use.h).
+void check_block_saved(const ResidualBlock& block, const Tensor& grad, const BlockSaved& saved);
 
 /// Whether the packed weights are made: a matter of dtypes, order, device and taps alone, so that the Meta kernel knows
-/// it. Sizes that the products do not take fall back later.
+/// it. Sizes that the products do not take fall back later; what has elements is packed even so, and a backward needs
+/// no other word on it.
 bool block_packs(const ResidualBlock& block);
 /// Elements of one packed weight, and of those of a block's input.
 c10::SymInt packed_size(const Tensor& weight);
