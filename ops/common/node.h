@@ -7,8 +7,6 @@
 // Forward-mode AD and second derivatives go through the op's formula in ATen ops (ops/<op>/formula.h), which autograd
 // already knows how to differentiate.
 #pragma once
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -27,6 +25,7 @@
 #include <vector>
 
 #include "ops/common/check.h"
+#include "ops/common/op.h"
 
 namespace dpa {
 
@@ -81,7 +80,7 @@ class SavingNode : public torch::autograd::Node {
   }
 
   // Compiled autograd looks for a graph that it has compiled for the same constants, and otherwise records a call of
-  // the backward. Tensors and gradients are stand-ins then, with sizes of no meaning, so that the backward must not
+  // the backward. Tensors and gradients are placeholders then, with sizes of no meaning, so that the backward must not
   // run.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     for (const auto& variable : saved_) args.collect(variable, /*is_output=*/false);
@@ -173,16 +172,78 @@ NodePtr<NodeType> make_node(const Tensors&... inputs) {
   return node;
 }
 
-/// Whether any of the tensors carries a forward-mode tangent.
-template <class... Tensors>
-bool any_tangent(const Tensors&... tensors) {
-  return (torch::autograd::isFwGradDefined(tensors) || ...);
+/// The same, or none where no gradient of them is asked for.
+template <class NodeType, class... Tensors>
+NodePtr<NodeType> node_if_wanted(const Tensors&... inputs) {
+  return torch::autograd::compute_requires_grad(inputs...) ? make_node<NodeType>(inputs...) : NodePtr<NodeType>();
 }
 
-/// The dispatcher's handle of an op. Keep it in a static: the look-up takes a lock.
-template <class Signature>
-auto find_op(const char* name, const char* overload = "") {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
+/// The output, with the node, if there is one, as its history.
+template <class NodePointer>
+Tensor with_history(Tensor out, const NodePointer& node) {
+  if (node) torch::autograd::set_history(out, node);
+  return out;
 }
+
+/// The gradients as a node returns them.
+template <class... Tensors>
+variable_list as_list(std::tuple<Tensors...>&& gradients) {
+  return std::apply([](auto&... tensors) { return variable_list{std::move(tensors)...}; }, gradients);
+}
+
+/// The mask of a backward op: one for each of the first saved tensors, which are the tensors of the edges.
+template <class Mask, class Saved>
+Mask mask_of(const Saved& saved, const Wanted& wanted) {
+  Mask mask;
+  for (size_t i = 0; i < mask.size(); ++i) mask[i] = saved[i].defined() && wanted[i];
+  return mask;
+}
+
+// What follows takes all arguments of an op: tensors, optional ones and lists of them; everything else has no
+// derivative.
+template <class T>
+inline constexpr bool is_tensors =
+    std::is_same_v<T, Tensor> || std::is_same_v<T, OptionalTensor> || std::is_same_v<T, at::TensorList>;
+
+/// Whether any of the arguments carries a forward-mode tangent.
+template <class... Args>
+bool any_tangent(const Args&... args) {
+  const auto has = [](const auto& arg) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(arg)>, at::TensorList>)
+      return torch::autograd::isFwGradDefinedTensorList(arg);
+    else if constexpr (is_tensors<std::decay_t<decltype(arg)>>)
+      return torch::autograd::isFwGradDefined(arg);
+    else
+      return false;
+  };
+  return (has(args) || ...);
+}
+
+/// Whether a gradient of any of the arguments is asked for.
+template <class... Args>
+bool any_gradient(const Args&... args) {
+  const auto wanted = [](const auto& arg) {
+    if constexpr (is_tensors<std::decay_t<decltype(arg)>>)
+      return torch::autograd::compute_requires_grad(arg);
+    else
+      return false;
+  };
+  return (wanted(args) || ...);
+}
+
+/// The Autograd kernel of an op that needs no node, such as a backward: where a derivative is asked for it is
+/// `Formula`, ATen ops with derivatives of their own, and else the op.
+template <class Op, auto Formula>
+struct FormulaAutograd;
+
+template <OpName Name, class R, class... Args, auto Formula>
+struct FormulaAutograd<const Op<Name, R(Args...)>, Formula> {
+  static R call(Args... args) {
+    if (any_gradient(args...) || any_tangent(args...)) return Formula(args...);
+    return below_autograd(Op<Name, R(Args...)>(), args...);
+  }
+};
+template <const auto& op, auto Formula>
+inline constexpr auto formula_autograd = &FormulaAutograd<std::remove_reference_t<decltype(op)>, Formula>::call;
 
 }  // namespace dpa

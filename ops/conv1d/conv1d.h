@@ -5,6 +5,7 @@
 // channels-last order where the input is.
 #pragma once
 #include "ops/common/check.h"
+#include "ops/common/op.h"
 
 namespace dpa {
 
@@ -31,13 +32,17 @@ c10::SymInt conv1d_length(const c10::SymInt& length, const c10::SymInt& taps, in
 bool conv1d_packs(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding);
 
 /// Through the dispatcher.
-Tensor conv1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride, int64_t padding,
-              bool transposed);
-Conv1dForward conv1d_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,
-                             int64_t padding, bool transposed);
-Conv1dGradients conv1d_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                const OptionalTensor& bias, const Tensor& packed, int64_t stride, int64_t padding,
-                                bool transposed, Conv1dMask output_mask);
+inline constexpr Op<"conv1d", Tensor(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                     int64_t stride, int64_t padding, bool transposed)>
+    conv1d;
+inline constexpr Op<"conv1d_forward",
+                    Conv1dForward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,
+                                  int64_t padding, bool transposed)>
+    conv1d_forward;
+inline constexpr Op<"conv1d_backward", Conv1dGradients(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                       const OptionalTensor& bias, const Tensor& packed, int64_t stride,
+                                                       int64_t padding, bool transposed, Conv1dMask output_mask)>
+    conv1d_backward;
 
 /// The op and its backward in ATen ops, differentiable to any order.
 Tensor conv1d_formula(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t stride,

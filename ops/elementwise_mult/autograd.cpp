@@ -2,21 +2,11 @@
 #include <ATen/ops/resolve_neg.h>
 #include <torch/library.h>
 
+#include "ops/common/autocast.h"
 #include "ops/common/node.h"
 #include "ops/elementwise_mult/elementwise_mult.h"
 
 namespace dpa {
-
-Tensor elementwise_mult(const Tensor& a, const Tensor& b) {
-  static const auto op = find_op<decltype(elementwise_mult)>("dpa::elementwise_mult");
-  return op.call(a, b);
-}
-
-void elementwise_mult_out(const Tensor& a, const Tensor& b, const Tensor& out) {
-  static const auto op = find_op<decltype(elementwise_mult_out)>("dpa::elementwise_mult", "out");
-  op.call(a, b, out);
-}
-
 namespace {
 
 /// The product's derivatives are products: the op is its own backward, of any order.
@@ -36,22 +26,13 @@ Tensor elementwise_mult_autograd(const Tensor& a, const Tensor& b) {
     check_pair("elementwise_mult", "a", a, "b", b);
     return at::mul(a, b);
   }
-  NodePtr<ElementwiseMultBackward> node;
-  if (torch::autograd::compute_requires_grad(a, b)) {
-    node = make_node<ElementwiseMultBackward>(a, b);
-    node->save(a, b);
-  }
-  Tensor out;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    out = elementwise_mult(a, b);
-  }
-  if (node) torch::autograd::set_history(out, node);
-  return out;
+  const auto node = node_if_wanted<ElementwiseMultBackward>(a, b);
+  if (node) node->save(a, b);
+  return with_history(below_autograd(elementwise_mult, a, b), node);
 }
 
 void elementwise_mult_out_autograd(const Tensor& a, const Tensor& b, const Tensor& out) {
-  TORCH_CHECK(!torch::autograd::compute_requires_grad(a, b, out) && !any_tangent(a, b, out),
+  TORCH_CHECK(!any_gradient(a, b, out) && !any_tangent(a, b, out),
               "dpa::elementwise_mult: out must not be given where a gradient is asked for, got a tensor that requires "
               "grad: omit out, or call under torch.no_grad()");
   at::AutoDispatchBelowAutograd guard;
@@ -60,10 +41,7 @@ void elementwise_mult_out_autograd(const Tensor& a, const Tensor& b, const Tenso
 
 /// Whoever saved `out` for a backward must learn that it has changed.
 void elementwise_mult_out_inplace(const Tensor& a, const Tensor& b, const Tensor& out) {
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    elementwise_mult_out(a, b, out);
-  }
+  below_autograd(elementwise_mult_out, a, b, out);
   torch::autograd::impl::bump_version(out);
 }
 
@@ -88,5 +66,8 @@ TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(dpa, ADInplaceOrView, m) { m.impl("elementwise_mult.out", &elementwise_mult_out_inplace); }
+
+// Under autocast tensors of different floating dtypes meet: the wider one wins, as in PyTorch's own products.
+DPA_AUTOCAST(elementwise_mult, InWidestType)
 
 }  // namespace dpa

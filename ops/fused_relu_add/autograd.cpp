@@ -3,16 +3,11 @@
 #include <ATen/ops/threshold_backward.h>
 #include <torch/library.h>
 
+#include "ops/common/autocast.h"
 #include "ops/common/node.h"
 #include "ops/fused_relu_add/fused_relu_add.h"
 
 namespace dpa {
-
-Tensor fused_relu_add(const Tensor& x, const Tensor& y, double bias) {
-  static const auto op = find_op<decltype(fused_relu_add)>("dpa::fused_relu_add");
-  return op.call(x, y, bias);
-}
-
 namespace {
 
 /// The gradient of y is the output's own; that of x passes where x is positive, which is libtorch's one kernel.
@@ -31,22 +26,16 @@ Tensor fused_relu_add_autograd(const Tensor& x, const Tensor& y, double bias) {
     check_pair("fused_relu_add", "x", x, "y", y);
     return at::add(at::add(at::relu(x), y), bias);
   }
-  NodePtr<FusedReluAddBackward> node;
-  if (torch::autograd::compute_requires_grad(x, y)) {
-    node = make_node<FusedReluAddBackward>(x, y);
-    node->save(x);
-  }
-  Tensor out;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    out = fused_relu_add(x, y, bias);
-  }
-  if (node) torch::autograd::set_history(out, node);
-  return out;
+  const auto node = node_if_wanted<FusedReluAddBackward>(x, y);
+  if (node) node->save(x);
+  return with_history(below_autograd(fused_relu_add, x, y, bias), node);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) { m.impl("fused_relu_add", &fused_relu_add_autograd); }
+
+// Under autocast tensors of different floating dtypes meet: the wider one wins, as in PyTorch's own sums.
+DPA_AUTOCAST(fused_relu_add, InWidestType)
 
 }  // namespace dpa

@@ -4,6 +4,7 @@
 // gradient. weight and bias may be float32 beside 16-bit activations, so that training casts no parameters.
 #pragma once
 #include "ops/common/check.h"
+#include "ops/common/op.h"
 #include "ops/common/strides.h"
 
 namespace dpa {
@@ -18,12 +19,15 @@ void check_group_norm_mish(const char* op, const Tensor& input, int64_t num_grou
                            const OptionalTensor& shift, const OptionalTensor& residual = std::nullopt);
 
 /// Through the dispatcher.
-Tensor group_norm_mish(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps, const OptionalTensor& scale, const OptionalTensor& shift,
-                       const OptionalTensor& residual = std::nullopt);
-NormGradients group_norm_mish_backward(const Tensor& grad, const Tensor& input, int64_t num_groups,
-                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                                       const OptionalTensor& scale, const OptionalTensor& shift, NormMask output_mask);
+inline constexpr Op<"group_norm_mish", Tensor(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
+                                              const OptionalTensor& bias, double eps, const OptionalTensor& scale,
+                                              const OptionalTensor& shift, const OptionalTensor& residual)>
+    group_norm_mish;
+inline constexpr Op<"group_norm_mish_backward",
+                    NormGradients(const Tensor& grad, const Tensor& input, int64_t num_groups,
+                                  const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                  const OptionalTensor& scale, const OptionalTensor& shift, NormMask output_mask)>
+    group_norm_mish_backward;
 
 /// The op and its backward in ATen ops, differentiable to any order.
 Tensor group_norm_mish_formula(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,

@@ -2,28 +2,12 @@
 
 #include <algorithm>
 
+#include "ops/common/autocast.h"
 #include "ops/common/node.h"
 #include "ops/joint_linear/joint_linear.h"
 
 namespace dpa {
-
-Tensor joint_linear(const Tensor& input, at::TensorList weights, at::TensorList biases, const OptionalTensor& rest) {
-  static const auto op = find_op<decltype(joint_linear)>("dpa::joint_linear");
-  return op.call(input, weights, biases, rest);
-}
-
-JointLinearGradients joint_linear_backward(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                           at::TensorList biases, const OptionalTensor& rest,
-                                           JointLinearMask output_mask) {
-  static const auto op = find_op<decltype(joint_linear_backward)>("dpa::joint_linear_backward");
-  return op.call(grad, input, weights, biases, rest, output_mask);
-}
-
 namespace {
-
-bool any_tangent_in(at::TensorList tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& t) { return any_tangent(t); });
-}
 
 /// Saves input, weights, biases and the rest, in this order, which is that of its edges.
 struct JointLinearBackward : SavingNode<JointLinearBackward, 0> {
@@ -55,47 +39,45 @@ struct JointLinearBackward : SavingNode<JointLinearBackward, 0> {
 };
 
 Tensor joint_linear_autograd(const Tensor& input, at::TensorList weights, at::TensorList biases,
-                             const OptionalTensor& rest_) {
-  const auto rest = value_or_undefined(rest_);
-  if (any_tangent(input, rest) || any_tangent_in(weights) || any_tangent_in(biases)) {
-    check_joint_linear(input, weights, biases, rest_);
-    return joint_linear_formula(input, weights, biases, rest_);
+                             const OptionalTensor& rest) {
+  if (any_tangent(input, weights, biases, rest)) {
+    check_joint_linear(input, weights, biases, rest);
+    return joint_linear_formula(input, weights, biases, rest);
   }
-  if (!torch::autograd::compute_requires_grad(input, weights, biases, rest)) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return joint_linear(input, weights, biases, rest_);
-  }
-  auto node = make_node<JointLinearBackward>(input, weights, biases, rest);
-  Tensor out;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    out = joint_linear(input, weights, biases, rest_);
-  }
+  const auto node = node_if_wanted<JointLinearBackward>(input, weights, biases, rest);
+  auto out = below_autograd(joint_linear, input, weights, biases, rest);
+  if (!node) return out;
   std::vector<Tensor> saved{input};
   saved.insert(saved.end(), weights.begin(), weights.end());
   saved.insert(saved.end(), biases.begin(), biases.end());
-  saved.push_back(rest);
+  saved.push_back(value_or_undefined(rest));
   node->save_all(saved);
-  torch::autograd::set_history(out, node);
-  return out;
+  return with_history(std::move(out), node);
 }
 
-JointLinearGradients joint_linear_backward_autograd(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                                    at::TensorList biases, const OptionalTensor& rest_,
-                                                    JointLinearMask mask) {
-  const auto rest = value_or_undefined(rest_);
-  if (torch::autograd::compute_requires_grad(grad, input, weights, biases, rest) || any_tangent(grad, input, rest) ||
-      any_tangent_in(weights) || any_tangent_in(biases))
-    return joint_linear_backward_formula(grad, input, weights, biases, rest_, mask);
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return joint_linear_backward(grad, input, weights, biases, rest_, mask);
+/// Under autocast the input comes in the region's 16-bit dtype. Parameters that are all float32 stay as they are, as
+/// those of `dpa::conv1d`; others come in the input's dtype, since the op takes one dtype for all of them.
+Tensor joint_linear_autocast(const Autocast& cast, const Tensor& input, at::TensorList weights, at::TensorList biases,
+                             const OptionalTensor& rest) {
+  const auto narrow = cast(input);
+  const auto wide = [](const Tensor& tensor) { return tensor.scalar_type() == at::kFloat; };
+  const bool stay =
+      std::all_of(weights.begin(), weights.end(), wide) && std::all_of(biases.begin(), biases.end(), wide);
+  const auto parameters = [&](at::TensorList tensors) {
+    std::vector<Tensor> result;
+    for (const auto& tensor : tensors) result.push_back(stay ? cast.parameter(tensor, narrow) : cast(tensor));
+    return result;
+  };
+  return joint_linear(narrow, parameters(weights), parameters(biases), cast(rest));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
   m.impl("joint_linear", &joint_linear_autograd);
-  m.impl("joint_linear_backward", &joint_linear_backward_autograd);
+  m.impl("joint_linear_backward", formula_autograd<joint_linear_backward, &joint_linear_backward_formula>);
 }
+
+DPA_AUTOCAST(joint_linear, With<joint_linear_autocast>)
 
 }  // namespace dpa

@@ -6,6 +6,7 @@
 // arguments is kept in between. Everything else is one linear layer on the weights joined.
 #pragma once
 #include "ops/common/check.h"
+#include "ops/common/op.h"
 
 namespace dpa {
 
@@ -23,10 +24,14 @@ c10::SymInt joint_outputs(at::TensorList weights);
 Tensor whole_input(const Tensor& input, const OptionalTensor& rest);
 
 /// Through the dispatcher.
-Tensor joint_linear(const Tensor& input, at::TensorList weights, at::TensorList biases, const OptionalTensor& rest);
-JointLinearGradients joint_linear_backward(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                           at::TensorList biases, const OptionalTensor& rest,
-                                           JointLinearMask output_mask);
+inline constexpr Op<"joint_linear", Tensor(const Tensor& input, at::TensorList weights, at::TensorList biases,
+                                           const OptionalTensor& rest)>
+    joint_linear;
+inline constexpr Op<"joint_linear_backward",
+                    JointLinearGradients(const Tensor& grad, const Tensor& input, at::TensorList weights,
+                                         at::TensorList biases, const OptionalTensor& rest,
+                                         JointLinearMask output_mask)>
+    joint_linear_backward;
 
 /// The op and its backward in ATen ops, differentiable to any order.
 Tensor joint_linear_formula(const Tensor& input, at::TensorList weights, at::TensorList biases,

@@ -1,6 +1,7 @@
 // `dpa::lltm`: one step of a long-term memory cell without a forget gate (the cell of PyTorch's extension tutorial).
 #pragma once
 #include "ops/common/check.h"
+#include "ops/common/op.h"
 
 namespace dpa {
 
@@ -17,13 +18,16 @@ void check_lltm(const Tensor& input, const Tensor& weights, const Tensor& bias, 
 void check_lltm_backward(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& old_h, const Tensor& gates);
 
 /// Through the dispatcher.
-LltmState lltm(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
-               const Tensor& old_cell);
-LltmStateAndGates lltm_forward(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
-                               const Tensor& old_cell);
-LltmGradients lltm_backward(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& input, const Tensor& weights,
-                            const Tensor& bias, const Tensor& old_h, const Tensor& old_cell, const Tensor& gates,
-                            LltmMask output_mask);
+inline constexpr Op<"lltm", LltmState(const Tensor& input, const Tensor& weights, const Tensor& bias,
+                                      const Tensor& old_h, const Tensor& old_cell)>
+    lltm;
+inline constexpr Op<"lltm_forward", LltmStateAndGates(const Tensor& input, const Tensor& weights, const Tensor& bias,
+                                                      const Tensor& old_h, const Tensor& old_cell)>
+    lltm_forward;
+inline constexpr Op<"lltm_backward", LltmGradients(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& input,
+                                                   const Tensor& weights, const Tensor& bias, const Tensor& old_h,
+                                                   const Tensor& old_cell, const Tensor& gates, LltmMask output_mask)>
+    lltm_backward;
 
 /// The op and its backward in ATen ops, differentiable to any order.
 LltmState lltm_formula(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,

@@ -3,8 +3,8 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
-  m.impl("parallel_window", torch::autograd::autogradNotImplementedFallback());
-  m.impl("parallel_move_", torch::autograd::autogradNotImplementedFallback());
+  for (const char* op : {"parallel_window", "parallel_move_"})
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(dpa, ADInplaceOrView, m) {

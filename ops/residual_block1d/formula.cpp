@@ -21,7 +21,7 @@ BlockForward residual_block1d_of_ops(const ResidualBlock& block) {
   check_residual_block1d(block);
   const auto conv1 = convolve(block[kInput], block[kConv1Weight], block[kConv1Bias]);
   const auto activation = group_norm_mish(conv1, block.num_groups, block[kGn1Weight], block[kGn1Bias], block.eps,
-                                          block.optional(kScale), block.optional(kShift));
+                                          block.optional(kScale), block.optional(kShift), std::nullopt);
   const auto conv2 = convolve(activation, block[kConv2Weight], block[kConv2Bias]);
   const auto residual = block[kResidualWeight].defined()
                             ? convolve(block[kInput], block[kResidualWeight], block[kResidualBias])

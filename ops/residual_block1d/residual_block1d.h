@@ -7,6 +7,7 @@
 #include <array>
 
 #include "ops/common/check.h"
+#include "ops/common/op.h"
 
 namespace dpa {
 
@@ -93,11 +94,13 @@ using BlockGradientTuple =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 /// Through the dispatcher.
-Tensor residual_block1d(DPA_BLOCK_PARAMETERS);
-BlockForward residual_block1d_forward(DPA_BLOCK_PARAMETERS);
-BlockGradientTuple residual_block1d_backward(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
-                                             const Tensor& activation, const Tensor& conv2, const Tensor& packed1,
-                                             const Tensor& packed2, BlockMask output_mask);
+inline constexpr Op<"residual_block1d", Tensor(DPA_BLOCK_PARAMETERS)> residual_block1d;
+inline constexpr Op<"residual_block1d_forward", BlockForward(DPA_BLOCK_PARAMETERS)> residual_block1d_forward;
+inline constexpr Op<"residual_block1d_backward",
+                    BlockGradientTuple(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
+                                       const Tensor& activation, const Tensor& conv2, const Tensor& packed1,
+                                       const Tensor& packed2, BlockMask output_mask)>
+    residual_block1d_backward;
 
 /// The block without gradients, on CUDA, on weights that were packed before, by an earlier kernel than the last, in the
 /// order of its arguments. The caller has checked it; the channels of a channels-last input of 16 bits may be padded to

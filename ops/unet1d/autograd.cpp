@@ -3,14 +3,8 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
-  m.impl("unet1d_pack", torch::autograd::autogradNotImplementedFallback());
-  m.impl("unet1d", torch::autograd::autogradNotImplementedFallback());
-  m.impl("unet1d_film", torch::autograd::autogradNotImplementedFallback());
-  m.impl("unet1d_step_film", torch::autograd::autogradNotImplementedFallback());
-  m.impl("unet1d_on_film", torch::autograd::autogradNotImplementedFallback());
-  m.impl("diffusion_sample_clocks", torch::autograd::autogradNotImplementedFallback());
-  m.impl("diffusion_sample", torch::autograd::autogradNotImplementedFallback());
-  m.impl("diffusion_sample_on_film", torch::autograd::autogradNotImplementedFallback());
-  m.impl("unet1d_by_name", torch::autograd::autogradNotImplementedFallback());
-  m.impl("diffusion_sample_by_name", torch::autograd::autogradNotImplementedFallback());
+  for (const char* op :
+       {"unet1d_pack", "unet1d", "unet1d_film", "unet1d_step_film", "unet1d_on_film", "diffusion_sample_clocks",
+        "diffusion_sample", "diffusion_sample_on_film", "unet1d_by_name", "diffusion_sample_by_name"})
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
 }

@@ -1,11 +1,19 @@
 // The packed ops as exported programs call them: the dtype of the weights by its name.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include "ops/common/op.h"
 #include "ops/unet1d/unet1d.h"
 
 namespace dpa {
 namespace {
+
+constexpr Op<"unet1d", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, at::IntArrayRef,
+                              at::ScalarType)>
+    unet1d;
+constexpr Op<"diffusion_sample",
+             Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, at::IntArrayRef, at::ScalarType,
+                    const Tensor&, double, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>
+    diffusion_sample;
 
 at::ScalarType named_dtype(const char* op, std::string_view name) {
   if (name == "float32") return at::kFloat;
@@ -17,23 +25,15 @@ at::ScalarType named_dtype(const char* op, std::string_view name) {
 
 Tensor unet1d_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                       const Tensor& packed, at::IntArrayRef config, std::string_view dtype) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("dpa::unet1d", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                                           at::IntArrayRef, at::ScalarType)>();
-  return op.call(sample, timesteps, global_cond, packed, config, named_dtype("unet1d_by_name", dtype));
+  return unet1d(sample, timesteps, global_cond, packed, config, named_dtype("unet1d_by_name", dtype));
 }
 
 Tensor diffusion_sample_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                                 const Tensor& packed, at::IntArrayRef config, std::string_view dtype,
                                 const Tensor& table, double clip, const OptionalTensor& noise) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("dpa::diffusion_sample", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                                           at::IntArrayRef, at::ScalarType, const Tensor&, double,
-                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>();
-  return op.call(sample, timesteps, global_cond, packed, config, named_dtype("diffusion_sample_by_name", dtype), table,
-                 clip, noise, std::nullopt, std::nullopt);
+  return diffusion_sample(sample, timesteps, global_cond, packed, config,
+                          named_dtype("diffusion_sample_by_name", dtype), table, clip, noise, std::nullopt,
+                          std::nullopt);
 }
 
 }  // namespace

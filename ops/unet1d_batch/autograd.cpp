@@ -3,7 +3,6 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
-  m.impl("unet1d_batch", torch::autograd::autogradNotImplementedFallback());
-  m.impl("unet1d_batch_pack", torch::autograd::autogradNotImplementedFallback());
-  m.impl("unet1d_batch_pack.out", torch::autograd::autogradNotImplementedFallback());
+  for (const char* op : {"unet1d_batch", "unet1d_batch_pack", "unet1d_batch_pack.out"})
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
 }
