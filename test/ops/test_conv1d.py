@@ -1,6 +1,8 @@
 import pytest
 import torch
+from hypothesis import strategies as st
 from proofs import OpProofs, Sample
+from strategies import SIZES, roundoff
 from tolerances import gradient_tolerance, tolerance
 
 import dpa
@@ -53,6 +55,28 @@ class TestConv1d(OpProofs):
     def batches(device):
         for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
             yield _sample(device, torch.float32, batch, 3, 8, length, 3, 1, 1)
+
+    @staticmethod
+    def drawn(d):
+        """Every stride and padding; inputs long enough for one output."""
+        batch, inputs, outputs = d(SIZES), d(st.integers(1, 9)), d(st.integers(1, 9))
+        taps, stride, padding = d(st.integers(1, 5)), d(st.integers(1, 3)), d(st.integers(0, 2))
+        transposed = d(st.booleans(), "transposed")
+        least = 1 + max(0, 2 * padding - taps + stride) // stride if transposed else taps
+        length = d(st.integers(least, least + 16))
+        shape = (inputs, outputs, taps) if transposed else (outputs, inputs, taps)
+        weight = d.tensor(*shape, low=-2.0, high=2.0)
+        bias = d.tensor(outputs) if d(st.booleans()) else None
+        # As with lltm: PyTorch's convolutions in bfloat16 on the CPU make NaN of infinity.
+        limits = {"low": -3.0, "high": 3.0} if d.dtype == torch.bfloat16 else {}
+        input = d.convolved(batch, inputs, length, **limits)
+        return Sample((input, weight, bias, stride, padding, transposed))
+
+    @staticmethod
+    def rounding(sample, finite):
+        terms = [None if x is None else x.abs() for x in finite.args[:3]]
+        largest = dpa.reference.conv1d(*terms, *finite.args[3:]).max().item()
+        return roundoff(sample, accumulated=True) * largest
 
 
 def in_time_order(x):

@@ -1,5 +1,7 @@
 import torch
+from hypothesis import strategies as st
 from proofs import OpProofs, Sample
+from strategies import SIZES, magnified, roundoff
 
 import dpa
 
@@ -15,6 +17,7 @@ def _sample(device, dtype, batch, c_in, c_out, length, k, groups, **options):
 class TestConv1dGnm(OpProofs):
     op = torch.ops.dpa.conv1d_gnm
     reference = dpa.reference.conv1d_gnm
+    normalised = True
 
     @staticmethod
     def samples(device, dtype):
@@ -55,6 +58,42 @@ class TestConv1dGnm(OpProofs):
     def batches(device):
         for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
             yield _sample(device, torch.float32, batch, 3, 8, length, 3, 4)
+
+    @staticmethod
+    def drawn(d):
+        batch, length = d(SIZES), d(st.integers(1, 17))
+        groups, width, inputs = (d(st.integers(1, 5)) for _ in range(3))
+        channels, taps = groups * width, d(st.sampled_from([1, 3, 5]))
+        n = d.normalisation(batch, channels)
+        bias = d.tensor(channels) if d(st.booleans()) else None
+        # Whether an infinite weight meets the padding, and so gives NaN, differs by convolution.
+        weight = d.tensor(channels, inputs, taps, low=-2.0, high=2.0)
+        args = (d.convolved(batch, inputs, length), weight, bias, n["weight"], n["bias"], groups)
+        return Sample(args, {"scale": n["scale"], "shift": n["shift"]})
+
+    @staticmethod
+    def rounding(sample, finite):
+        """The convolution is kept in the dtype of its input, as two ops in a row would."""
+        args = finite.args
+        x = dpa.reference.conv1d(*args[:3], 1, args[1].shape[2] // 2)
+        gains = [t.abs().max().item() for t in finite.floating()[1:] if t.numel()]
+        return 8 * roundoff(sample) * magnified(x, args[5]) * max([1.0, *gains]) ** 2
+
+    @staticmethod
+    def cancelling(exact, grads):
+        """The gradients of a normalisation's input add up to zero over each group.
+
+        With them cancels what a convolution before it makes of equal weights.
+        """
+        normalisation = (exact.args[5], *exact.args[3:5], 1e-5, *exact.kwargs.values())
+        padding = exact.args[1].shape[2] // 2
+        out = dpa.reference.conv1d(*exact.args[:3], 1, padding).requires_grad_()
+        made = dpa.reference.group_norm_mish(out, *normalisation)
+        (grad,) = torch.autograd.grad(made, out, grads[0].double())
+        sizes = Sample(tuple(None if x is None else x.abs() for x in exact.args[:3]))
+        sizes = sizes.requiring_grad()
+        dpa.reference.conv1d(*sizes.args, 1, padding).backward(grad.abs())
+        return [x.grad.max().item() if x.numel() else 0.0 for x in sizes.floating()]
 
 
 def test_empty_batch(device):

@@ -1,4 +1,4 @@
-"""Inference ops, one tensor of a valid call spoilt in every way: an error that names the op.
+"""Inference ops, one tensor of a valid call corrupted in every way: an error that names the op.
 
 Where the device has no kernel for an op its rule of shapes, which all devices share, is asked.
 """
@@ -82,7 +82,7 @@ def _has_kernel(name, device):
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", key)
 
 
-def _spoilt(tensor):
+def _corrupted(tensor):
     yield "rank", tensor[(None,) * 3]
     yield "length", torch.cat([tensor, tensor]) if tensor.dim() else tensor.expand(2)
     yield "complex", tensor.to(torch.complex64)
@@ -92,19 +92,19 @@ def _spoilt(tensor):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_spoilt_tensor_raises(device, name):
+def test_a_corrupted_tensor_raises(device, name):
     where = device if _has_kernel(name, device) else torch.device("meta")
     sample = dict(_samples(where))[name]
     op = getattr(torch.ops.dpa, name)
     call(op, sample)  # it is valid
     tensors = [x for x in tree_leaves(sample.args) if isinstance(x, torch.Tensor)]
     for place, victim in enumerate(tensors):
-        for how, wrong in _spoilt(victim):
+        for how, wrong in _corrupted(victim):
             if how in _VALID.get((name, place), ()):
                 continue
-            spoilt = sample.map(lambda x: wrong if x is victim else x)  # noqa: B023
+            corrupted = sample.map(lambda x: wrong if x is victim else x)  # noqa: B023
             with pytest.raises((RuntimeError, NotImplementedError), match="dpa::"):
-                call(op, spoilt)
+                call(op, corrupted)
 
 
 def _kinds_that_no_op_takes(plain):

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from proofs import OpProofs, Sample
 
 import dpa
@@ -70,6 +71,24 @@ class TestDenoise(OpProofs):
     def batches(device):
         for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
             yield _sample(device, torch.float32, (batch, length, 2), 9, 3)
+
+    @staticmethod
+    def drawn(d):
+        shape, rows = d.shape(least=1), d(st.integers(1, 9))
+        # A division by less would magnify the rounding of what it divides.
+        constants = d.tensor(rows, 5, low=0.2, high=1.0)
+        x = [d.tensor(*shape) for _ in range(3)]
+        return Sample((x[0], x[1], constants, d.index(shape[0], rows), x[2]))
+
+    @staticmethod
+    def clamped(exact):
+        model_output, sample, constants, timestep = exact.args[:4]
+        c0, c1 = dpa.reference._rows(constants.reshape(-1, 5), timestep, sample)[:2]
+        return (sample / c1, -c0 / c1 * model_output), 1.0
+
+    @staticmethod
+    def takes(sample, argument, how):
+        return how == "rank" and argument.dim() == 0
 
 
 def test_matches_diffusers(device):

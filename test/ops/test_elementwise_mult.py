@@ -38,6 +38,11 @@ class TestElementwiseMult(OpProofs):
         for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
             yield _pair(device, torch.float32, batch, length)
 
+    @staticmethod
+    def drawn(d):
+        shape = d.shape()
+        return Sample((d.tensor(*shape), d.tensor(*shape)))
+
 
 def test_layouts(device):
     for a, b in layouts(device):

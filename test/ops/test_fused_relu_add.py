@@ -1,5 +1,6 @@
 import pytest
 import torch
+from hypothesis import strategies as st
 from proofs import Calls, OpProofs, Sample, layouts
 
 import dpa
@@ -38,6 +39,11 @@ class TestFusedReluAdd(OpProofs):
     def batches(device):
         for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
             yield _sample(device, torch.float32, batch, length)
+
+    @staticmethod
+    def drawn(d):
+        shape = d.shape()
+        return Sample((d.tensor(*shape), d.tensor(*shape), d(st.floats(-2, 2))))
 
 
 def test_layouts(device):

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from hypothesis import strategies as st
 from proofs import OpProofs, Sample
+from strategies import SIZES, magnified, roundoff
 from tolerances import gradient_tolerance, tolerance
 
 import dpa
@@ -17,6 +19,7 @@ def _sample(device, dtype, shape, groups, affine=True, film=True, **kwargs):
 class TestGroupNormMish(OpProofs):
     op = torch.ops.dpa.group_norm_mish
     reference = dpa.reference.group_norm_mish
+    normalised = True
 
     @staticmethod
     def samples(device, dtype):
@@ -62,6 +65,30 @@ class TestGroupNormMish(OpProofs):
     def batches(device):
         for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
             yield _sample(device, torch.float32, (batch, 8, length), 4)
+
+    @staticmethod
+    def drawn(d):
+        batch, groups, width = (
+            d(SIZES),
+            d(st.integers(1, 5)),
+            d(st.sampled_from([1, 2, 3, 5, 8, 24])),
+        )
+        channels = groups * width
+        shape = (batch, channels, *d.shape(most=2))
+        input = d.tensor(*shape)
+        options = d.normalisation(batch, channels)
+        options["residual"] = d.tensor(*shape) if d(st.booleans()) else None
+        return Sample((input, groups), options)
+
+    @staticmethod
+    def rounding(sample, finite):
+        gains = [t.abs().max().item() for t in finite.floating()[1:] if t.numel()]
+        eps = roundoff(sample, accumulated=True)
+        return 8 * eps * magnified(*finite.args[:2]) * max([1.0, *gains]) ** 2
+
+    @staticmethod
+    def takes(sample, argument, how):
+        return how == "rank" and argument is sample.args[0]
 
 
 def _channels_last(x):

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from hypothesis import strategies as st
 from proofs import OpProofs, Sample
+from strategies import SIZES
 from tolerances import gradient_tolerance, tolerance
 
 import dpa
@@ -57,6 +59,19 @@ class TestJointLinear(OpProofs):
     def batches(device):
         for batch in (2, 3, 5, 6):
             yield _sample(device, torch.float32, batch, 3, 4, 8, rest=2)
+
+    @staticmethod
+    def drawn(d):
+        """One to five layers on one input."""
+        batch, inputs = d(SIZES), d(SIZES)
+        outputs = d(st.lists(SIZES, min_size=1, max_size=5), "outputs")
+        # As with lltm: GEMMs of bfloat16 on a CPU.
+        limits = {"low": -2.0, "high": 2.0} if d.dtype == torch.bfloat16 else {}
+        others = d(st.sampled_from([0, 1, 8]), "columns of rest")
+        weights = [d.tensor(count, inputs + others, **limits) for count in outputs]
+        rest = d.tensor(batch, others, **limits) if others else None
+        input, biases = d.tensor(batch, inputs, **limits), [d.tensor(count) for count in outputs]
+        return Sample((input, weights, biases, rest))
 
 
 # batch, channels in, channels out of each layer

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from hypothesis import strategies as st
 from proofs import OpProofs, Sample
+from strategies import SIZES
 from tolerances import tolerance
 from torch.testing import assert_close
 
@@ -57,6 +59,17 @@ class TestLltm(OpProofs):
     def batches(device):
         for batch in (2, 3, 5, 7):
             yield _sample(device, torch.float32, batch, 3, 4)
+
+    @staticmethod
+    def drawn(d):
+        batch, features, state = d(SIZES), d(SIZES), d(SIZES)
+        bias = (3 * state,) if d(st.booleans()) else (1, 3 * state)
+        input = d.tensor(batch, features)
+        # GEMMs of bfloat16 on a CPU take denormal numbers for zero, and an infinite weight makes
+        # NaN of zero.
+        limits = {"low": -2.0, "high": 2.0} if d.dtype == torch.bfloat16 else {}
+        weights = d.tensor(3 * state, state + features, **limits)
+        return Sample((input, weights, *(d.tensor(*s) for s in (bias, *[(batch, state)] * 2))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,39 +4,39 @@ import re
 
 import pytest
 import torch
+from proofs import proofs_by_op
+from test_corrupted_calls import NAMES as CORRUPTED
 
 import dpa
 from dpa.diagnostics.info import op_names
 
-_KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
 _OPS = op_names()
-# Steps that other ops' autograd kernels call, beneath autograd and after autocast.
-_INNER = [name for name in _OPS if name.endswith(("_backward", "_forward"))]
-# Inference on packed weights, and a loop's other work: no gradient, no autocast; and the backends
-# that each does without.
-_ELSEWHERE = {
-    "dpa::unet1d": (),
-    "dpa::unet1d_pack": (),
-    "dpa::diffusion_sample": (),
-    "dpa::unet1d_film": ("CPU",),
-    "dpa::unet1d_on_film": ("CPU",),
-    "dpa::unet1d_step_film": ("CPU",),
-    "dpa::diffusion_sample_on_film": ("CPU",),
-    "dpa::diffusion_sample_clocks": ("CPU",),
-    "dpa::unet1d_by_name": (),
-    "dpa::diffusion_sample_by_name": (),
-    "dpa::unet1d_batch": ("CPU",),
-    "dpa::unet1d_batch_pack": ("CPU",),
-    "dpa::normal_draws": (),
-    "dpa::loop_inputs_": (),
-    "dpa::parallel_window": ("CPU",),
-    "dpa::parallel_move_": ("CPU",),
+# Each with proofs takes part in autograd and autocast.
+_PROVED = {f"dpa::{name}" for name in proofs_by_op()}
+# Steps of those, which their autograd kernels call, beneath autograd and after autocast.
+_INNER = {f"{name}_{step}" for name in _PROVED for step in ("forward", "backward")} & set(_OPS)
+# Inference, and a loop's other work, which test_corrupted_calls.py corrupts, or test_parallel.py
+# and test_normal_draws.py.
+_INFERENCE = {f"dpa::{name}" for name in (*CORRUPTED, "parallel_move_", "loop_inputs_")}
+_WITHOUT_CPU = {
+    "dpa::unet1d_film",
+    "dpa::unet1d_on_film",
+    "dpa::unet1d_step_film",
+    "dpa::diffusion_sample_on_film",
+    "dpa::diffusion_sample_clocks",
+    "dpa::unet1d_batch",
+    "dpa::unet1d_batch_pack",
+    "dpa::parallel_window",
+    "dpa::parallel_move_",
 }
-_PACKED = set(_ELSEWHERE)
 # No tensor among its arguments, so no backend of its own.
 _HOST = {"dpa::unet1d_weight_names"}
-_FORWARD = [name for name in _OPS if name not in {*_INNER, *_PACKED, *_HOST}]
 _BUILT_WITH_CUDA = dpa.info()["built for"].startswith("the CPU and CUDA")
+
+
+def test_every_op_has_proofs():
+    """An op that nothing tests fails here: write test_<op>.py, a subclass of OpProofs."""
+    assert set(_OPS) == _PROVED | _INNER | _INFERENCE | _HOST
 
 
 def test_the_contract_is_there():
@@ -49,21 +49,20 @@ def test_the_contract_is_there():
         "group_norm_mish",
         "conv1d_gnm",
     }
-    assert {name.removeprefix("dpa::") for name in _FORWARD} >= expected
+    assert {name.removeprefix("dpa::") for name in _PROVED} >= expected
 
 
-@pytest.mark.parametrize("name", _OPS)
+@pytest.mark.parametrize("name", sorted(set(_OPS) - _HOST))
 def test_keys(name):
-    if name in _HOST:
-        return
-    for key in _KEYS:
-        if name in _PACKED and key in ("AutocastCPU", "AutocastCUDA", *_ELSEWHERE[name]):
-            continue
-        if key.startswith("Autocast") and name in _INNER:
-            continue
-        if key == "CUDA" and not _BUILT_WITH_CUDA:
-            continue
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
+    keys = {"Meta", "Autograd"}
+    if name not in _WITHOUT_CPU:
+        keys.add("CPU")
+    if _BUILT_WITH_CUDA:
+        keys.add("CUDA")
+    if name in _PROVED:
+        keys |= {"AutocastCPU", "AutocastCUDA"}
+    missing = [k for k in keys if not torch._C._dispatch_has_kernel_for_dispatch_key(name, k)]
+    assert not missing
 
 
 @pytest.mark.parametrize("name", _OPS)
@@ -85,12 +84,12 @@ def test_tags_and_schema(name):
 def test_every_op_with_gradients_has_a_backward_op():
     """A backward op for each forward op, unless its derivative is made of other ops."""
     decomposed = {"dpa::conv1d_gnm", "dpa::elementwise_mult", "dpa::fused_relu_add"}
-    for name in _FORWARD:
+    for name in _PROVED:
         assert name in decomposed or f"{name}_backward" in _OPS, name
 
 
 def test_the_schemas_say_what_the_contract_says():
-    schemas = {name: str(getattr(torch.ops.dpa, name[5:]).default._schema) for name in _FORWARD}
+    schemas = {name: str(getattr(torch.ops.dpa, name[5:]).default._schema) for name in _PROVED}
     assert schemas["dpa::scheduler_step"].endswith(
         "(Tensor model_output, Tensor sample, Tensor table, Tensor index, "
         "Tensor? noise=None, float clip=inf) -> Tensor"

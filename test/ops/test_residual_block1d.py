@@ -1,6 +1,8 @@
 import pytest
 import torch
+from hypothesis import strategies as st
 from proofs import OpProofs, Sample
+from strategies import SIZES, magnified, roundoff
 
 import dpa
 
@@ -22,6 +24,7 @@ def _sample(device, dtype, batch, c_in, c_out, length, k, groups, film="both"):
 class TestResidualBlock1d(OpProofs):
     op = torch.ops.dpa.residual_block1d
     reference = dpa.reference.residual_block1d
+    normalised = True
 
     @staticmethod
     def samples(device, dtype):
@@ -68,6 +71,37 @@ class TestResidualBlock1d(OpProofs):
     def batches(device):
         for batch, length in [(2, 5), (3, 7), (5, 16), (6, 11)]:
             yield _sample(device, torch.float32, batch, 3, 8, length, 3, 4)
+
+    @staticmethod
+    def drawn(d):
+        batch, length = d(SIZES), d(st.integers(1, 17))
+        groups, width, inputs = (d(st.integers(1, 5)) for _ in range(3))
+        channels, taps = groups * width, d(st.sampled_from([1, 3, 5]))
+        finite = lambda *shape: d.tensor(*shape, low=-1.0, high=1.0)  # noqa: E731
+        parameters = []
+        for count in (inputs, channels):
+            # The weights' sums stay below 2, the bound that rounding is multiplied by.
+            weight = d.tensor(
+                channels, count, taps, low=-2 / (count * taps), high=2 / (count * taps)
+            )
+            parameters += [weight, finite(channels), finite(channels), finite(channels)]
+        plain = inputs == channels and d(st.booleans())
+        parameters += [None, None] if plain else [finite(channels, inputs, 1), finite(channels)]
+        film = [finite(batch, channels) if d(st.booleans()) else None for _ in range(2)]
+        return Sample((d.convolved(batch, inputs, length), *parameters, groups, 1e-5, *film))
+
+    @staticmethod
+    def rounding(sample, finite):
+        """Weights of norms are at most 1, and a row of a convolution's sums to at most 2."""
+        args, padding = finite.args, finite.args[1].shape[2] // 2
+        first = dpa.reference.conv1d(*args[:3], 1, padding)
+        x = dpa.reference.conv1d_gnm(args[0], *args[1:5], args[11], 1e-5, *args[13:])
+        second = dpa.reference.conv1d(x, *args[5:7], 1, padding)
+        once = 1 + magnified(first, args[11])
+        deviation = second.reshape(len(x) * args[11], -1).var(1, correction=0).add(1e-5).sqrt()
+        return (
+            8 * roundoff(sample) * (magnified(second, args[11]) + 2 * once / deviation.min().item())
+        )
 
 
 def in_time_order(x):

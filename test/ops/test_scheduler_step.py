@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from proofs import OpProofs, Sample
 
 import dpa
@@ -74,6 +75,25 @@ class TestSchedulerStep(OpProofs):
     def batches(device):
         for batch, length in [(2, 5), (3, 8), (5, 16), (7, 11)]:
             yield _sample(device, torch.float32, (batch, length, 2), 9, 3, clip=1.0)
+
+    @staticmethod
+    def drawn(d):
+        shape, rows = d.shape(least=1), d(st.integers(1, 9))
+        table = d.tensor(rows, 6, low=-1.0, high=1.0)
+        noise = d.tensor(*shape) if d(st.booleans()) else None
+        clip = d(st.sampled_from([0.0, 0.7, 1.0, math.inf]))
+        args = (d.tensor(*shape), d.tensor(*shape), table, d.index(shape[0], rows), noise, clip)
+        return Sample(args)
+
+    @staticmethod
+    def clamped(exact):
+        model_output, sample, table, index = exact.args[:4]
+        r0, r1 = dpa.reference._rows(table, index, sample)[:2]
+        return (r0 * sample, r1 * model_output), exact.args[5]
+
+    @staticmethod
+    def takes(sample, argument, how):
+        return how == "rank" and argument.dim() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])

@@ -14,38 +14,18 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import test_conv1d
-import test_conv1d_gnm
-import test_denoise
-import test_elementwise_mult
-import test_fused_relu_add
-import test_group_norm_mish
+import test_corrupted_calls
 import test_joint_linear
-import test_lltm
 import test_residual_block1d
-import test_scheduler_step
-import test_spoilt_calls
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 from everywhere import EveryOp
-from proofs import Sample, call
+from proofs import Sample, call, proofs_by_op
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpa
 from dpa.diagnostics.info import op_names
-
-_PROOFS = (
-    test_conv1d.TestConv1d,
-    test_conv1d_gnm.TestConv1dGnm,
-    test_denoise.TestDenoise,
-    test_elementwise_mult.TestElementwiseMult,
-    test_fused_relu_add.TestFusedReluAdd,
-    test_group_norm_mish.TestGroupNormMish,
-    test_joint_linear.TestJointLinear,
-    test_lltm.TestLltm,
-    test_residual_block1d.TestResidualBlock1d,
-    test_scheduler_step.TestSchedulerStep,
-)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,8 +48,8 @@ class _NoKernel(Exception):
 
 
 @contextlib.contextmanager
-def _none_is_told() -> Iterator[None]:
-    """Tell the error of an op that needs another device or build from all others."""
+def _missing_kernel() -> Iterator[None]:
+    """Name the error of an op that needs another device or build."""
     try:
         yield
     except RuntimeError as error:
@@ -114,14 +94,14 @@ class Answers:
             a = torch.ops.dpa.fused_relu_add(torch.ops.dpa.elementwise_mult(a, a), a, -0.5)
             a = a.clamp(-2, 2)
         self.keep(f"chain {dtype}", [a])
-        for proofs in _PROOFS:
+        for proofs in proofs_by_op().values():
             torch.manual_seed(0)
             for i, sample in enumerate(proofs.samples(self.device, dtype)):
                 if all(t.numel() for t in sample.floating()):
                     self.with_gradients(f"{proofs.__name__} {dtype} {i}", proofs.op, sample)
 
     def time_order(self, dtype: torch.dtype) -> None:
-        """Products on a GPU's matrix units: channels last, and the layers of FiLM."""
+        """GEMMs and convolutions on a GPU's matrix units: channels last, and the layers of FiLM."""
         for i, shape in enumerate(test_conv1d.SHAPES):
             torch.manual_seed(i)
             sample = test_conv1d._sample(self.device, dtype, *shape)
@@ -139,7 +119,7 @@ class Answers:
             self.with_gradients(f"joint-wide {dtype} {i}", torch.ops.dpa.joint_linear, sample)
 
     def network(self, dtype: torch.dtype) -> None:
-        """A step of training, and the network on kept weights."""
+        """A step of training, and the network on packed weights."""
         torch.manual_seed(0)
         unet = _unet((64, 128)).to(self.device)
         sample, cond = (torch.randn(33, *s, device=self.device) for s in ((16, 2), (8,)))
@@ -156,10 +136,10 @@ class Answers:
     def inference(self, dtype: torch.dtype) -> None:
         """Each op on packed weights that the device and the build have a kernel of."""
         torch.manual_seed(0)
-        for name, sample in test_spoilt_calls._samples(self.device):
-            if dtype == torch.float32 and test_spoilt_calls._has_kernel(name, self.device):
+        for name, sample in test_corrupted_calls._samples(self.device):
+            if dtype == torch.float32 and test_corrupted_calls._has_kernel(name, self.device):
                 torch.manual_seed(1)
-                with contextlib.suppress(_NoKernel), _none_is_told():
+                with contextlib.suppress(_NoKernel), _missing_kernel():
                     self.keep(f"inference {name}", call(getattr(torch.ops.dpa, name), sample))
 
     def clocks(self, dtype: torch.dtype) -> None:
@@ -169,7 +149,7 @@ class Answers:
             sampler = dpa.DiffusionSampler(
                 unet, DDIMScheduler(100), 10, horizon=16, fused=True, dtype=dtype
             )
-            with contextlib.suppress(_NoKernel), _none_is_told():
+            with contextlib.suppress(_NoKernel), _missing_kernel():
                 self.keep("clocks", [torch.tensor(dpa.profile(sampler, runs=1).step > 0)])
 
     def loops(self, dtype: torch.dtype) -> None:

@@ -5,8 +5,11 @@ samples feed every proof.
 """
 
 import contextlib
+import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +21,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from dpa.diagnostics.info import op_names
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -124,6 +129,7 @@ class OpProofs:
     double_backward: ClassVar[bool] = True
     forward_ad: ClassVar[bool] = True
     contiguous_output: ClassVar[bool] = True
+    normalised: ClassVar[bool] = False  # whether its gradients divide by a deviation of its input
 
     @staticmethod
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -139,6 +145,32 @@ class OpProofs:
     def batches(device: torch.device) -> Iterator[Sample]:
         """Samples that differ in size alone, so that one compiled frame must serve them all."""
         raise NotImplementedError
+
+    # What test_properties.py draws at random, and how far rounding may take the result.
+    @staticmethod
+    def drawn(d: Any) -> Sample:
+        """A valid call of any sizes, layouts and values; ``d`` is a :class:`strategies.Draw`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rounding(sample: Sample, finite: Sample) -> float:
+        """What rounding adds to the absolute tolerance; ``finite`` is the sample in float64."""
+        return 0.0
+
+    @staticmethod
+    def cancelling(exact: Sample, grads: list[Tensor]) -> list[float]:
+        """How large the terms are of those gradients' sums that cancel, the first ones."""
+        return []
+
+    @staticmethod
+    def clamped(exact: Sample) -> tuple[tuple[Tensor, Tensor], float] | None:
+        """The terms of a sum that the op clamps, and the bound, where it does."""
+        return None
+
+    @staticmethod
+    def takes(sample: Sample, argument: Tensor, how: str) -> bool:
+        """Whether ``argument`` is still valid when it is corrupted as ``how`` says."""
+        return False
 
     # 1. values
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -383,3 +415,16 @@ class OpProofs:
                 got = call(type(self).op, sample)
             assert all(x.is_inference() for x in got)
             assert_close(got, expected, rtol=0, atol=0)
+
+
+def proofs_by_op() -> dict[str, type[OpProofs]]:
+    """The proofs of every op that has them: those of ``dpa::stem`` are in test_stem.py."""
+    found = {}
+    for name in (name.removeprefix("dpa::") for name in op_names()):
+        if not (Path(__file__).parents[1] / "ops" / f"test_{name}.py").is_file():
+            continue
+        for value in vars(importlib.import_module(f"test_{name}")).values():
+            is_proofs = inspect.isclass(value) and issubclass(value, OpProofs)
+            if is_proofs and getattr(value, "op", None) is getattr(torch.ops.dpa, name):
+                found.setdefault(name, value)
+    return found
