@@ -2,8 +2,8 @@
 
 A hook of MkDocs, which also shows the pages that lie beside the README. Nothing is written down
 twice: the schema is read from ops/library.cpp, the errors from the test that provokes them, the
-rest of a page is the docstring of ``dpa.ops`` and what docs/reference/measured.json says of its
-speed.
+rest of a page is the docstring of ``dpa.ops`` and, where it was measured, what
+docs/reference/measured.json says of its speed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from pathlib import Path
 from mkdocs.structure.files import File, Files
 
 _ROOT = Path(__file__).parent.parent
-_KEYS = {
-    "cpu": "CPU",
-    "cuda": "CUDA",
-    "meta": "Meta",
-    "autograd": "Autograd",
-    "autocast": "Autocast",
-}
+_KEYS = ("CPU", "CUDA", "Meta", "Autograd", "Autocast")
 # Two ops whose code is one stem, and what their tests' file is called.
 _FOLDERS = {"diffusion_sample": "unet1d"}
 _TESTS = {"unet1d": "packed", "diffusion_sample": "packed"}
@@ -108,7 +102,10 @@ def _by_folder(files: list[str]) -> list[str]:
 def _page(name: str, schemas: list[str], measured: dict[str, str]) -> str:
     files = _stem_files(name)
     folder = _FOLDERS.get(name, name)
-    keys = [key for stem, key in _KEYS.items() if f"ops/{folder}/{stem}.cpp" in files]
+    code = "".join(path.read_text() for path in (_ROOT / "ops" / folder).glob("*.cpp"))
+    keys = [
+        k for k in _KEYS if f"TORCH_LIBRARY_IMPL(dpa, {k}," in code or f"DPA_{k.upper()}(" in code
+    ]
     keys += ["a rule for torch.vmap"] if name in _mapped() else []
     schemas = [textwrap.fill(s, 80, subsequent_indent="    ") for s in schemas]
     lines = [f"# {name}", "", "```", *schemas, "```", ""]
@@ -122,7 +119,8 @@ def _page(name: str, schemas: list[str], measured: dict[str, str]) -> str:
             "",
         ]
         lines += [*(f"* `{error}`" for error in errors), ""]
-    lines += ["## Measured", "", measured[name], ""]
+    if name in measured:
+        lines += ["## Measured", "", measured[name], ""]
     lines += ["## Where it is", "", *_by_folder(files), ""]
     return "\n".join(lines)
 

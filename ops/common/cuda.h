@@ -32,7 +32,7 @@ inline bool is_aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t
 inline Tensor aligned(const Tensor& tensor) { return is_aligned(tensor) ? tensor : tensor.clone(); }
 
 /// A (B, C) tensor, or an undefined one, as rows that begin at 16 bytes. They may lie apart: a piece of a wider tensor,
-/// such as of FiLM's product, is read in place.
+/// such as of FiLM's output, is read in place.
 inline Tensor aligned_rows(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   const bool rows = tensor.stride(1) == 1 && tensor.stride(0) * tensor.element_size() % 16 == 0;

@@ -7,8 +7,8 @@
 namespace dpa {
 
 /// An op's kernel gets its tensors from a caller that holds them until it returns. A node that holds one for the last
-/// time lends its own reference for the length of a call; the kernel that takes it decides when the tensor goes. Where
-/// a transform or a trace stands between them, or somebody else holds the tensor too, it stays as long as it would.
+/// time lends its own reference for the length of a call; the kernel that takes it decides when the tensor is freed.
+/// Where a transform or a trace is between them, or another reference exists, the tensor lives as long as without this.
 class LastUse {
  public:
   explicit LastUse(Tensor& tensor) : before_(std::exchange(lent_, &tensor)) {}

@@ -67,7 +67,7 @@ class SavingNode : public torch::autograd::Node {
     for (auto& variable : saved_) variable.reset_data();
   }
 
-  /// The engine says so before a call of `apply` after which it calls `release_variables`.
+  /// The engine calls this before a call of `apply` after which it calls `release_variables`.
   void will_release_variables() override { last_ = true; }
 
   variable_list apply(variable_list&& gradients) override {

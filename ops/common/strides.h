@@ -1,6 +1,6 @@
 // The two orders in which ops keep a (B, C, T) tensor: contiguous, or channels-last, which is (B, T, C) in memory.
 //
-// An op answers in the order of its input, and its Meta kernel says the same, as with PyTorch's own channels_last.
+// An op's output has the order of its input, on Meta too, as with PyTorch's own channels_last.
 // Strides are taken literally, so that a tensor with one channel or one time step, which is contiguous as well, keeps
 // what it is.
 #pragma once

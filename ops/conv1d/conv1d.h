@@ -1,6 +1,6 @@
 // `dpa::conv1d`: a convolution, or a transposed one, that keeps its input's order in memory.
 //
-// 16-bit channels-last tensors take the products of kernels/cuda/conv1d on a Hopper GPU, beside float32 weights, which is
+// 16-bit channels-last tensors take the GEMMs of kernels/cuda/conv1d on a Hopper GPU, beside float32 weights, which is
 // training in mixed precision, or weights of their own dtype; everything else takes PyTorch's convolution, on CUDA in
 // channels-last order where the input is.
 #pragma once
@@ -9,10 +9,10 @@
 
 namespace dpa {
 
-/// Output, and the weight as the products read it: (taps, d0, d1 padded) in the input's dtype, or no elements where
+/// Output, and the weight as the GEMMs read it: (taps, d0, d1 padded) in the input's dtype, or no elements where
 /// PyTorch's convolution ran.
 using Conv1dForward = std::tuple<Tensor, Tensor>;
-/// Gradients of input, weight and bias; undefined where the mask asks for none.
+/// Gradients of input, weight and bias; undefined where the mask is false.
 using Conv1dGradients = std::tuple<Tensor, Tensor, Tensor>;
 using Conv1dMask = std::array<bool, 3>;
 
@@ -27,8 +27,8 @@ void check_conv1d_packed(const Tensor& packed, const Tensor& input, const Tensor
 c10::SymInt conv1d_length(const c10::SymInt& length, const c10::SymInt& taps, int64_t stride, int64_t padding,
                           bool transposed);
 
-/// Whether the products' packed weight is made: a matter of dtypes, order, device, taps and stride alone, so that the
-/// Meta kernel knows it. Sizes that the products do not take fall back later.
+/// Whether the GEMMs' packed weight is made: a matter of dtypes, order, device, taps and stride alone, so that the
+/// Meta kernel knows it. Sizes that the GEMMs do not take fall back later.
 bool conv1d_packs(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding);
 
 /// Through the dispatcher.

@@ -1,5 +1,5 @@
 // `dpa::conv1d` and its backward in ATen ops: what forward-mode AD and second derivatives differentiate, and what runs
-// wherever the products do not.
+// wherever the GEMMs do not.
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 
@@ -20,7 +20,7 @@ at::ScalarType arithmetic(const Tensor& input, int64_t stride) {
 }
 
 Tensor image(const Tensor& tensor) { return tensor.unsqueeze(2); }
-/// Channels-last, said without a memory format, which vmap does not take.
+/// Channels-last, without a memory format, which vmap does not take.
 Tensor image_weight(const Tensor& weight) { return image(weight.transpose(1, 2).contiguous().transpose(1, 2)); }
 
 }  // namespace

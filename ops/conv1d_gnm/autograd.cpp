@@ -1,5 +1,5 @@
 // Where a gradient or a tangent is asked for, the op is the convolution followed by group_norm_mish, each of which
-// brings its own derivatives; the convolution's output has to be kept for them in any case.
+// brings its own derivatives; the convolution's output has to be saved for them in any case.
 #include <torch/library.h>
 
 #include "ops/common/autocast.h"

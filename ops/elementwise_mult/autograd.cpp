@@ -39,7 +39,7 @@ void elementwise_mult_out_autograd(const Tensor& a, const Tensor& b, const Tenso
   elementwise_mult_out(a, b, out);
 }
 
-/// Whoever saved `out` for a backward must learn that it has changed.
+/// A node that saved `out` for its backward sees by the version that it has changed.
 void elementwise_mult_out_inplace(const Tensor& a, const Tensor& b, const Tensor& out) {
   below_autograd(elementwise_mult_out, a, b, out);
   torch::autograd::impl::bump_version(out);

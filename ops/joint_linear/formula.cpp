@@ -1,5 +1,5 @@
 // `dpa::joint_linear` and its backward in ATen ops: what forward-mode AD and second derivatives differentiate, and what
-// runs wherever the products do not.
+// runs wherever the GEMMs do not.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
@@ -9,7 +9,7 @@
 namespace dpa {
 namespace {
 
-/// The CPU's products of float16 add in it: they get such values in float32.
+/// GEMMs of float16 on the CPU accumulate in float16: they get such values in float32.
 Tensor summable(const Tensor& tensor, const Tensor& input) {
   const auto same = tensor.to(input.scalar_type());
   return input.is_cpu() && input.scalar_type() == at::kHalf ? same.to(at::kFloat) : same;

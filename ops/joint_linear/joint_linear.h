@@ -1,7 +1,7 @@
-// `dpa::joint_linear`: linear layers of one input, their outputs side by side, as one product. A U-Net's FiLM is one.
+// `dpa::joint_linear`: linear layers of one input, their outputs side by side, as one GEMM. A U-Net's FiLM is one.
 //
 // The input may come in two parts, of which often one alone wants a gradient: a timestep's embedding, say, beside
-// features that are given. 16-bit inputs take the products of kernels/cuda/conv1d on a Hopper GPU: each weight is packed
+// features that are given. 16-bit inputs take the GEMMs of kernels/cuda/conv1d on a Hopper GPU: each weight is packed
 // from where it lies, forward and again, as far as is wanted, for the input's gradient, so that nothing but the
 // arguments is kept in between. Everything else is one linear layer on the weights joined.
 #pragma once

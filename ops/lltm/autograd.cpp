@@ -9,8 +9,8 @@
 namespace dpa {
 namespace {
 
-/// Saves the gates' products, so that the backward repeats no matrix product. Where the backward is itself
-/// differentiated, it starts from the inputs instead, since the products carry no history.
+/// Saves the gates before their bias, so that the backward repeats no GEMM. Where the backward is itself
+/// differentiated, it starts from the inputs instead, since what is saved carries no history.
 struct LltmBackward : SavingNode<LltmBackward, 6> {
   std::string name() const override { return "LltmBackward"; }
 

@@ -38,7 +38,7 @@ struct ResidualBlock {
 };
 
 /// Output; what the backward reads again: output of the first convolution, activation, output of the second; and the
-/// weights as the products of kernels/cuda/conv1d read them, or no elements where they do not run: those of the block's
+/// weights as the GEMMs of kernels/cuda/conv1d read them, or no elements where they do not run: those of the block's
 /// input, one after the other, and those of the second convolution, which are read for the last time before the others.
 using BlockForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 struct BlockSaved {
@@ -52,7 +52,7 @@ void check_residual_block1d(const ResidualBlock& block);
 void check_block_saved(const ResidualBlock& block, const Tensor& grad, const BlockSaved& saved);
 
 /// Whether the packed weights are made: a matter of dtypes, order, device and taps alone, so that the Meta kernel knows
-/// it. Sizes that the products do not take fall back later; what has elements is packed even so, and a backward needs
+/// it. Sizes that the GEMMs do not take fall back later; what has elements is packed even so, and a backward needs
 /// no other word on it.
 bool block_packs(const ResidualBlock& block);
 /// Elements of one packed weight, and of those of a block's input.

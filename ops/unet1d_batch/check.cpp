@@ -22,7 +22,7 @@ class BatchBuilder {
     plan_.num_groups = c.num_groups, plan_.levels = c.levels, plan_.film_scale = c.film_scale;
   }
 
-  /// In the order in which the products run.
+  /// In the order in which the GEMMs run.
   BatchPlan build() {
     for (int i = 0; i < 2; ++i) plan_.time[i] = layer("diffusion_step_encoder." + std::to_string(2 * i + 1) + ".");
     film();

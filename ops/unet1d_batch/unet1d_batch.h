@@ -1,5 +1,5 @@
 // `dpa::unet1d_batch`: one forward pass of the whole U-Net for many samples, without gradients, on the kernels that
-// training runs: products over (B, T, C) activations of 16 bits. Where `dpa::unet1d` is for few samples and reads
+// training runs: GEMMs over (B, T, C) activations of 16 bits. Where `dpa::unet1d` is for few samples and reads
 // weights as fast as memory gives them, here each weight serves many.
 //
 // `parameters` are the original's tensors in the order of `unet1d_weight_names`, float32 or of the activations' dtype:
@@ -27,7 +27,7 @@ struct BatchPlan {
   struct Block {
     int parameters[10];    // in the order of residual_block1d's, -1 for what is absent
     int64_t packed, size;  // its convolutions' weights, one after the other
-    int64_t film;          // its first row of FiLM's product
+    int64_t film;          // its first row of FiLM's GEMM
   };
   std::vector<std::vector<int64_t>> shapes;  // of the parameters
   std::vector<std::string> names;
@@ -37,7 +37,7 @@ struct BatchPlan {
   int64_t elements;  // of all that is packed
 
   Layer time[2];
-  int64_t film_rows, film_packed, film_bias;  // FiLM of all blocks is one product; its bias is packed too
+  int64_t film_rows, film_packed, film_bias;  // FiLM of all blocks is one GEMM; its bias is packed too
   std::vector<Block> blocks;                  // down, middle, up
   std::vector<Layer> down, up;
   Layer final_conv, last;
@@ -50,7 +50,7 @@ void check_unet1d_batch_parameters(const char* op, const BatchPlan& plan, at::Te
                                    at::ScalarType dtype);
 void check_unet1d_batch(const BatchPlan& plan, const Tensor& sample, const Tensor& timesteps,
                         const OptionalTensor& global_cond, at::TensorList parameters, const Tensor& packed);
-/// `seen`: what a look found, see unet1d_batch_pack.out.
+/// `seen`: what the last change detection found, see unet1d_batch_pack.out.
 void check_unet1d_batch_pack_out(const BatchPlan& plan, at::TensorList parameters, at::ScalarType dtype,
                                  const OptionalTensor& seen, const Tensor& out);
 

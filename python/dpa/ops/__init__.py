@@ -8,23 +8,14 @@ through as they do in PyTorch. An invalid argument raises a ``RuntimeError`` tha
 ``dpa::<op>:`` and names the argument, the rule and the value received.
 """
 
-from dpa.ops.denoising import denoise, diffusion_sample, scheduler_step, unet1d
-from dpa.ops.elementwise import elementwise_mult, fused_relu_add
-from dpa.ops.layers import conv1d, conv1d_gnm, group_norm_mish, joint_linear, lltm, residual_block1d
+from dpa.ops import (
+    batching,  # noqa: F401  (registers the rules of torch.vmap)
+    denoising,
+    elementwise,
+    layers,
+)
+from dpa.ops.denoising import *  # noqa: F403
+from dpa.ops.elementwise import *  # noqa: F403
+from dpa.ops.layers import *  # noqa: F403
 
-from . import batching  # noqa: F401  (registers the rules of torch.vmap)
-
-__all__ = [
-    "conv1d",
-    "conv1d_gnm",
-    "denoise",
-    "diffusion_sample",
-    "elementwise_mult",
-    "fused_relu_add",
-    "group_norm_mish",
-    "joint_linear",
-    "lltm",
-    "residual_block1d",
-    "scheduler_step",
-    "unet1d",
-]
+__all__ = [*denoising.__all__, *elementwise.__all__, *layers.__all__]

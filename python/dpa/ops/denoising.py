@@ -7,6 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+__all__ = [
+    "denoise",
+    "diffusion_sample",
+    "scheduler_step",
+    "unet1d",
+]
+
 
 def denoise(
     model_output: Tensor,

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "elementwise_mult",
+    "fused_relu_add",
+]
+
 
 def elementwise_mult(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply two tensors: ``a * b``, element by element, without broadcasting.

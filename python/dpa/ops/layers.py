@@ -5,6 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "conv1d",
+    "conv1d_gnm",
+    "group_norm_mish",
+    "joint_linear",
+    "lltm",
+    "residual_block1d",
+]
+
 
 def lltm(
     input: Tensor, weights: Tensor, bias: Tensor, old_h: Tensor, old_cell: Tensor
