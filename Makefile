@@ -24,7 +24,7 @@ JOBS ?= $(if $(GPU),1,$(shell nproc))
 PYTEST := $(if $(filter-out 1,$(JOBS)),OMP_WAIT_POLICY=passive) $(BIN)/python -m pytest \
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 
-.PHONY: build demo check test test-cpp fuzz mutations soak test-wheel test-torch test-threads bench lint docs wheel sdist clean
+.PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-torch test-threads bench lint docs wheel sdist clean
 
 build: $(BUILD_SETUP)
 	@$(PIP) install --no-build-isolation --no-deps --editable . \
@@ -86,6 +86,10 @@ test-cpp: $(SETUP) build
 
 fuzz: $(SETUP) build
 	DPA_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest test/ops/test_properties.py $(TEST_ARGS)
+
+# A new op, laid out as a copy of one that works.
+op: $(SETUP)
+	@$(BIN)/python ops/new_op.py $(NAME)
 
 mutations: $(SETUP)
 	$(BIN)/python test/support/mutations.py
