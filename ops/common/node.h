@@ -4,7 +4,7 @@
 // in eager mode, under torch.compile, compiled autograd, functorch and TorchScript alike. A node's backward calls a
 // registered op through the dispatcher, never a kernel.
 //
-// Forward-mode AD and second derivatives go through the op's formula in ATen ops (ops/<op>/formula.h), which autograd
+// Forward-mode AD and second derivatives go through the op's formula in ATen ops (ops/<op>/formula.cpp), which autograd
 // already knows how to differentiate.
 #pragma once
 #include <c10/util/SmallVector.h>

@@ -16,8 +16,8 @@ struct OpName {
   constexpr OpName(const char (&name)[N]) { std::copy_n(name, N, text); }
 };
 
-/// `inline constexpr Op<"stem", Tensor(const Tensor& a)> stem;` declares the op `dpa::stem`; "stem.out" is its overload
-/// `out`. The signature is the one of the schema in ops/library.cpp.
+/// `inline constexpr Op<"stem", Tensor(const Tensor& a)> stem;` declares the op `dpa::stem`, with the signature of its
+/// schema in ops/library.cpp; "stem.out" is its overload `out`, "other::stem" an op of another library.
 template <OpName Name, class Signature>
 struct Op;
 
@@ -32,11 +32,13 @@ struct Op<Name, R(Args...)> {
 
  private:
   static auto find() {
-    const std::string full = name();
-    const auto dot = std::min(full.find('.'), full.size());
-    return c10::Dispatcher::singleton()
-        .findSchemaOrThrow(("dpa::" + full.substr(0, dot)).c_str(), full.substr(std::min(dot + 1, full.size())).c_str())
-        .template typed<R(Args...)>();
+    std::string op = name(), overload;
+    if (op.find("::") == std::string::npos) op = "dpa::" + op;
+    if (const auto dot = op.find('.'); dot != std::string::npos) {
+      overload = op.substr(dot + 1);
+      op.resize(dot);
+    }
+    return c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), overload.c_str()).template typed<R(Args...)>();
   }
 };
 

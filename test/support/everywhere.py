@@ -1,4 +1,4 @@
-"""A module that calls every op, for tests that take the ops elsewhere than eager Python."""
+"""A module that calls ops of every kind, for tests of exports and other runtimes."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ import dpa
 
 
 class EveryOp(nn.Module):
-    """All ops in a row; parameters and buffers hold what does not depend on the batch."""
+    """Ops in a row; parameters and buffers hold what does not depend on the batch."""
 
     def __init__(self):
         super().__init__()

@@ -8,14 +8,11 @@ namespace own {
 namespace {
 
 template <at::DeviceType Device>
-Tensor swiglu_autocast(const Tensor& gate, const Tensor& value) {
-  const dpa::Autocast cast(Device);  // autocast is off while it lives
-  return swiglu(cast(gate), cast(value));
-}
+constexpr auto autocast = &dpa::AutocastKernel<decltype(swiglu), dpa::InRegionType, Device>::call;
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(own, AutocastCPU, m) { m.impl("swiglu", &swiglu_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(own, AutocastCUDA, m) { m.impl("swiglu", &swiglu_autocast<at::kCUDA>); }
+TORCH_LIBRARY_IMPL(own, AutocastCPU, m) { m.impl("swiglu", autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(own, AutocastCUDA, m) { m.impl("swiglu", autocast<at::kCUDA>); }
 
 }  // namespace own

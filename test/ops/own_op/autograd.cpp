@@ -7,17 +7,6 @@
 #include "test/ops/own_op/swiglu.h"
 
 namespace own {
-
-Tensor swiglu(const Tensor& gate, const Tensor& value) {
-  static const auto op = dpa::find_op<decltype(swiglu)>("own::swiglu");
-  return op.call(gate, value);
-}
-
-std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& value) {
-  static const auto op = dpa::find_op<decltype(swiglu_backward)>("own::swiglu_backward");
-  return op.call(grad, gate, value);
-}
-
 namespace {
 
 using torch::autograd::variable_list;
@@ -37,35 +26,22 @@ Tensor swiglu_autograd(const Tensor& gate, const Tensor& value) {
     check(gate, value);
     return at::silu(gate) * value;
   }
-  dpa::NodePtr<SwigluBackward> node;
-  if (torch::autograd::compute_requires_grad(gate, value)) {
-    node = dpa::make_node<SwigluBackward>(gate, value);
-    node->save(gate, value);
-  }
-  Tensor out;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    out = swiglu(gate, value);
-  }
-  if (node) torch::autograd::set_history(out, node);
-  return out;
+  const auto node = dpa::node_if_wanted<SwigluBackward>(gate, value);
+  if (node) node->save(gate, value);
+  return dpa::with_history(dpa::below_autograd(swiglu, gate, value), node);
 }
 
-std::tuple<Tensor, Tensor> swiglu_backward_autograd(const Tensor& grad, const Tensor& gate, const Tensor& value) {
-  // Second derivatives: the gradients in ATen's ops, which PyTorch differentiates.
-  if (dpa::any_tangent(grad, gate, value) || torch::autograd::compute_requires_grad(grad, gate, value)) {
-    const auto s = at::sigmoid(gate);
-    return {grad * value * s * (1 + gate * (1 - s)), grad * gate * s};
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return swiglu_backward(grad, gate, value);
+/// Second derivatives: the gradients in ATen's ops, which PyTorch differentiates.
+std::tuple<Tensor, Tensor> swiglu_backward_formula(const Tensor& grad, const Tensor& gate, const Tensor& value) {
+  const auto s = at::sigmoid(gate);
+  return {grad * value * s * (1 + gate * (1 - s)), grad * gate * s};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(own, Autograd, m) {
   m.impl("swiglu", &swiglu_autograd);
-  m.impl("swiglu_backward", &swiglu_backward_autograd);
+  m.impl("swiglu_backward", dpa::formula_autograd<swiglu_backward, &swiglu_backward_formula>);
 }
 
 }  // namespace own

@@ -4,6 +4,8 @@
 
 #include <tuple>
 
+#include "ops/common/op.h"
+
 namespace own {
 
 using at::Tensor;
@@ -12,7 +14,9 @@ using at::Tensor;
 void check(const Tensor& gate, const Tensor& value);
 
 /// Through the dispatcher.
-Tensor swiglu(const Tensor& gate, const Tensor& value);
-std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& value);
+inline constexpr dpa::Op<"own::swiglu", Tensor(const Tensor& gate, const Tensor& value)> swiglu;
+inline constexpr dpa::Op<"own::swiglu_backward",
+                         std::tuple<Tensor, Tensor>(const Tensor& grad, const Tensor& gate, const Tensor& value)>
+    swiglu_backward;
 
 }  // namespace own
