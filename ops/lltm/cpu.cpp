@@ -1,4 +1,4 @@
-// On the CPU the products are libtorch's, those of bfloat16 our own. One pass over the gates makes the state or its
+// On the CPU the GEMMs are libtorch's, those of bfloat16 our own. One pass over the gates makes the state or its
 // gradients.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -17,17 +17,17 @@
 namespace dpa {
 namespace {
 
-/// Neighbouring cells of one sample. Gate g of cell s is products[g * states + s] + bias[g * states + s].
+/// Neighbouring cells of one sample. Gate g of cell s is linear[g * states + s] + bias[g * states + s].
 template <class T>
 struct Cells {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  const A* products;
+  const A* linear;
   const T *bias, *old_cell;
   int64_t states, count;
 
   DPA_ALWAYS_INLINE math::LltmCell<A> operator[](int64_t s) const {
-    return {products[s] + widen(bias[s]), products[s + states] + widen(bias[s + states]),
-            products[s + 2 * states] + widen(bias[s + 2 * states]), widen(old_cell[s])};
+    return {linear[s] + widen(bias[s]), linear[s + states] + widen(bias[s + states]),
+            linear[s + 2 * states] + widen(bias[s + 2 * states]), widen(old_cell[s])};
   }
 };
 
@@ -41,7 +41,7 @@ DPA_VECTORIZE void new_states(const Cells<T> cells, T* h, T* new_cell) {
   }
 }
 
-/// The gates' gradients lie as the products do.
+/// The gates' gradients lie as the gates do.
 template <class T, class A>
 DPA_VECTORIZE void cell_gradients(const Cells<T> cells, const T* grad_h, const T* grad_cell, A* to_gates, T* to_cell) {
   A *to_output = to_gates + cells.states, *to_candidate = to_output + cells.states;
@@ -59,11 +59,11 @@ void for_each_piece_of_row(const Tensor& bias_, const Tensor& old_cell_, const T
   const auto bias = bias_.contiguous(), old_cell = old_cell_.contiguous(), gates = gates_.contiguous();
   const int64_t states = old_cell.size(1);
   const auto *b = bias.const_data_ptr<T>(), *old = old_cell.const_data_ptr<T>();
-  const auto* products = gates.const_data_ptr<typename Cells<T>::A>();
+  const auto* linear = gates.const_data_ptr<typename Cells<T>::A>();
   at::parallel_for(0, old_cell.numel(), 8192, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end;) {
       const int64_t s = i % states, gate = i / states * 3 * states + s, count = std::min(states - s, end - i);
-      f(i, gate, Cells<T>{products + gate, b + s, old + i, states, count});
+      f(i, gate, Cells<T>{linear + gate, b + s, old + i, states, count});
       i += count;
     }
   });
@@ -72,7 +72,7 @@ void for_each_piece_of_row(const Tensor& bias_, const Tensor& old_cell_, const T
 LltmStateAndGates lltm_forward_cpu(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
                                    const Tensor& old_cell) {
   check_lltm(input, weights, bias, old_h, old_cell);
-  const auto gates = lltm_products(at::cat({old_h, input}, 1), weights);
+  const auto gates = lltm_gemm(at::cat({old_h, input}, 1), weights);
   auto new_h = at::empty(old_h.sizes(), old_h.options()), new_cell = at::empty(old_h.sizes(), old_h.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, old_cell.scalar_type(), "lltm", [&] {
     auto *h = new_h.mutable_data_ptr<scalar_t>(), *c = new_cell.mutable_data_ptr<scalar_t>();
@@ -107,7 +107,7 @@ LltmGradients lltm_backward_cpu(const Tensor& grad_h_, const Tensor& grad_cell_,
     });
   });
   const auto x = mask[1] ? at::cat({old_h, input}, 1) : Tensor();
-  auto grads = lltm_product_gradients(grad_gates, x, weights, states, mask);
+  auto grads = lltm_gemm_gradients(grad_gates, x, weights, states, mask);
   if (grads.x.defined()) {
     grads.input = grads.x.slice(1, states).contiguous();
     grads.old_h = grads.x.slice(1, 0, states).contiguous();

@@ -1,4 +1,4 @@
-// On CUDA small cells are one kernel forward and two backward; at large sizes the products are libtorch's.
+// On CUDA small cells are one kernel forward and two backward; at large sizes the GEMMs are libtorch's.
 #include "ops/common/cuda.h"
 
 #include <ATen/ops/empty.h>
@@ -36,7 +36,7 @@ struct LltmLaunch {
             input.size(1),
             old_h.size(1)};
   }
-  /// X in memory, for a library's products.
+  /// X in memory, for a library's GEMM.
   Tensor joined() const {
     auto x = at::empty({args.batch, args.state + args.features}, input.options());
     const kernels::LltmRows rows{args.dtype,
@@ -62,7 +62,7 @@ LltmStateAndGates run_lltm(const Tensor& input, const Tensor& weights, const Ten
   in.args.new_cell = new_cell.mutable_data_ptr();
   Tensor gates;
   if (!in.small()) {
-    gates = lltm_products(in.joined(), in.weights);
+    gates = lltm_gemm(in.joined(), in.weights);
   } else if (keep_gates) {
     const auto type = accumulate_type(input.scalar_type());
     gates = at::empty({input.size(0), 3 * old_h.size(1)}, input.options().dtype(type));
@@ -88,12 +88,12 @@ Tensor empty_like_if(bool wanted, const Tensor& tensor) {
   return wanted ? at::empty(tensor.sizes(), tensor.options()) : Tensor();
 }
 
-/// The products' gradients at large sizes; `args.forward` are those of `in`.
-LltmGradients large_product_gradients(const LltmLaunch& in, kernels::LltmBackward args, const Tensor& grad_gates,
-                                      LltmMask mask) {
+/// The GEMM's gradients at large sizes; `args.forward` are those of `in`.
+LltmGradients large_gemm_gradients(const LltmLaunch& in, kernels::LltmBackward args, const Tensor& grad_gates,
+                                   LltmMask mask) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto& size = in.args;
-  auto grads = lltm_product_gradients(grad_gates, mask[1] ? in.joined() : Tensor(), in.weights, size.state, mask);
+  auto grads = lltm_gemm_gradients(grad_gates, mask[1] ? in.joined() : Tensor(), in.weights, size.state, mask);
   if (grads.x.defined()) {
     grads.input = empty_like_if(true, in.input);
     grads.old_h = empty_like_if(true, in.old_h);
@@ -142,7 +142,7 @@ LltmGradients lltm_backward_cuda(const Tensor& grad_h, const Tensor& grad_cell, 
   const auto stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(kernels::lltm_gate_gradients(args, stream));
   if (!in.small()) {
-    auto result = large_product_gradients(in, args, grad_gates, mask);
+    auto result = large_gemm_gradients(in, args, grad_gates, mask);
     std::get<4>(result) = grad_old_cell;
     return result;
   }
@@ -152,7 +152,7 @@ LltmGradients lltm_backward_cuda(const Tensor& grad_h, const Tensor& grad_cell, 
   args.grad_weights = mutable_data_or_null(grad_weights);
   args.grad_bias = mutable_data_or_null(grad_bias);
   args.grad_old_h = mutable_data_or_null(grad_old_h);
-  C10_CUDA_CHECK(kernels::lltm_product_gradients(args, stream));
+  C10_CUDA_CHECK(kernels::lltm_gemm_gradients(args, stream));
   return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
 }
 

@@ -17,15 +17,15 @@ namespace {
 /// The cell's quantities in the dtype of the arithmetic.
 struct LltmTerms {
   at::ScalarType wide;
-  Tensor inputs, weights, products, input_gate, output_gate, raw_candidate, candidate, cell, squashed;
+  Tensor inputs, weights, linear, input_gate, output_gate, raw_candidate, candidate, cell, squashed;
 
   LltmTerms(const Tensor& input, const Tensor& weights_, const Tensor& bias, const Tensor& old_h,
             const Tensor& old_cell)
       : wide(accumulate_type(input.scalar_type())) {
     inputs = at::cat({old_h, input}, 1).to(wide);
     weights = weights_.to(wide);
-    products = at::mm(inputs, weights.t());
-    const auto gates = (products + bias.to(wide)).chunk(3, 1);
+    linear = at::mm(inputs, weights.t());
+    const auto gates = (linear + bias.to(wide)).chunk(3, 1);
     input_gate = at::sigmoid(gates[0]);
     output_gate = at::sigmoid(gates[1]);
     raw_candidate = gates[2];
@@ -39,7 +39,7 @@ struct LltmTerms {
 
 LltmState lltm_formula(const Tensor& input, const Tensor& weights, const Tensor& bias, const Tensor& old_h,
                        const Tensor& old_cell) {
-  auto [new_h, new_cell, products] = lltm_forward_formula(input, weights, bias, old_h, old_cell);
+  auto [new_h, new_cell, linear] = lltm_forward_formula(input, weights, bias, old_h, old_cell);
   return {new_h, new_cell};
 }
 
@@ -47,7 +47,7 @@ LltmStateAndGates lltm_forward_formula(const Tensor& input, const Tensor& weight
                                        const Tensor& old_h, const Tensor& old_cell) {
   check_lltm(input, weights, bias, old_h, old_cell);
   const LltmTerms t(input, weights, bias, old_h, old_cell);
-  return {(t.squashed * t.output_gate).to(input.scalar_type()), t.cell.to(input.scalar_type()), t.products};
+  return {(t.squashed * t.output_gate).to(input.scalar_type()), t.cell.to(input.scalar_type()), t.linear};
 }
 
 LltmGradients lltm_backward_formula(const Tensor& grad_h, const Tensor& grad_cell, const Tensor& input,

@@ -39,14 +39,14 @@ LltmGradients lltm_backward_formula(const Tensor& grad_h, const Tensor& grad_cel
                                     const Tensor& old_cell, LltmMask output_mask);
 
 /// x @ weights^T in the dtype of accumulation, x being cat(old_h, input).
-Tensor lltm_products(const Tensor& x, const Tensor& weights);
+Tensor lltm_gemm(const Tensor& x, const Tensor& weights);
 
 /// The gradients of that GEMM's operands, from its result's. Where those of input and old_h are both asked for, they
 /// come side by side in `x`.
-struct LltmProductGradients {
+struct LltmGemmGradients {
   Tensor x, input, old_h, weights;
 };
-LltmProductGradients lltm_product_gradients(const Tensor& grad_gates, const Tensor& x, const Tensor& weights,
-                                            int64_t state, LltmMask output_mask);
+LltmGemmGradients lltm_gemm_gradients(const Tensor& grad_gates, const Tensor& x, const Tensor& weights, int64_t state,
+                                      LltmMask output_mask);
 
 }  // namespace dpa

@@ -1,4 +1,4 @@
-// The matrix products of the cell at sizes where a library's are the faster ones.
+// The GEMMs of the cell at sizes where a library's are faster.
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -14,8 +14,8 @@ namespace {
 
 namespace cpu = kernels::cpu;
 
-/// x @ weights^T of 16 bits on the CPU. PyTorch's product would round the sums to 16 bits.
-Tensor products_of_16_bits(const Tensor& x_, const Tensor& weights_) {
+/// x @ weights^T of 16 bits on the CPU. PyTorch's GEMM would round the sums to 16 bits.
+Tensor gemm_of_16_bits(const Tensor& x_, const Tensor& weights_) {
   std::string error;
   const auto& level = cpu::choose_kernels(error);
   TORCH_CHECK(error.empty(), "dpa::lltm: ", error);
@@ -37,19 +37,19 @@ Tensor products_of_16_bits(const Tensor& x_, const Tensor& weights_) {
 
 }  // namespace
 
-Tensor lltm_products(const Tensor& x, const Tensor& weights) {
+Tensor lltm_gemm(const Tensor& x, const Tensor& weights) {
   const auto type = accumulate_type(x.scalar_type());
   if (x.scalar_type() == type) return at::mm(x, weights.t());
   // A GPU keeps the 16-bit operands and rounds nothing on the way out.
-  return x.is_cuda() ? at::mm(x, weights.t(), type) : products_of_16_bits(x, weights);
+  return x.is_cuda() ? at::mm(x, weights.t(), type) : gemm_of_16_bits(x, weights);
 }
 
-LltmProductGradients lltm_product_gradients(const Tensor& grad_gates, const Tensor& x, const Tensor& weights,
-                                            int64_t state, LltmMask mask) {
+LltmGemmGradients lltm_gemm_gradients(const Tensor& grad_gates, const Tensor& x, const Tensor& weights, int64_t state,
+                                      LltmMask mask) {
   const auto grad = grad_gates.to(weights.scalar_type());
-  LltmProductGradients result;
+  LltmGemmGradients result;
   if (mask[0] && mask[3])
-    result.x = at::mm(grad, weights);  // one product fills the chip better than two
+    result.x = at::mm(grad, weights);  // one GEMM fills the chip better than two
   else if (mask[0])
     result.input = at::mm(grad, weights.slice(1, state));
   else if (mask[3])
