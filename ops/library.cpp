@@ -128,7 +128,7 @@ TORCH_LIBRARY(dpa, m) {
       "Tensor(b!) out) -> ()",
       out_variant);
 
-  // A denoising loop's random numbers, in the order and the pieces in which a loop of steps draws them.
+  // A denoising loop's random numbers, in the order and the pieces in which a loop of steps generates them.
   m.def("normal_draws(Tensor like, SymInt draws, SymInt rows, Generator? generator=None) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   auto seeded_out = out_variant;

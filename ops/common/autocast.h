@@ -11,7 +11,7 @@ namespace dpa {
 /// Casts eligible tensors (on the device, floating, not float64) to `type`; leaves everything else as it is.
 struct Autocast {
   at::DeviceType device;
-  at::ScalarType type;  // at first the dtype that the user's autocast region asks for
+  at::ScalarType type;  // at first the dtype of the user's autocast region
 
   template <class T>
   const T& operator()(const T& other) const {
@@ -47,7 +47,7 @@ struct InFloat {
     return op(cast(args)...);
   }
 };
-/// As PyTorch's own sums and products do.
+/// As PyTorch's own element-wise ops do.
 struct InWidestType {
   template <class Op, class First, class... Args>
   static auto call(const Op& op, Autocast cast, const First& first, const Args&... args) {

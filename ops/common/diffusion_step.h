@@ -16,7 +16,7 @@
 
 namespace dpa {
 
-/// Gradients of model_output, sample, table and noise; undefined where the mask asks for none.
+/// Gradients of model_output, sample, table and noise; undefined where the mask is false.
 using StepGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using StepMask = std::array<bool, 4>;
 
@@ -108,7 +108,7 @@ StepGradients step_backward_cpu(const StepNames& names, const StepInputs& in, do
           const auto at = [&](int64_t i) {
             return formula.gradient(g[i], output[i], sample[i], noise ? A(noise[i]) : A(0));
           };
-          // A loop for each that is asked for: what the others need is then left out.
+          // A loop for each that is wanted: what the others need is then left out.
           const auto fill = [&](scalar_t* to, auto part) {
             for (int64_t i = begin; to && i < end; ++i) to[i] = static_cast<scalar_t>(part(at(i)));
           };

@@ -30,7 +30,7 @@
 namespace dpa {
 
 using torch::autograd::variable_list;
-/// Which of a node's gradients are asked for, one for each edge.
+/// Which of a node's gradients are wanted, one for each edge.
 using Wanted = c10::SmallVector<bool, 16>;
 
 /// A node that saves `N` tensors, or any number where N is 0, some of which may be undefined, and the constants of the
@@ -79,7 +79,7 @@ class SavingNode : public torch::autograd::Node {
     return call(gradients, saved, wanted(), constants);
   }
 
-  // Compiled autograd looks for a graph that it has compiled for the same constants, and otherwise records a call of
+  // Compiled autograd reuses a graph that it has compiled for the same constants, and otherwise records a call of
   // the backward. Tensors and gradients are placeholders then, with sizes of no meaning, so that the backward must not
   // run.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -172,7 +172,7 @@ NodePtr<NodeType> make_node(const Tensors&... inputs) {
   return node;
 }
 
-/// The same, or none where no gradient of them is asked for.
+/// The same, or none where no gradient of them is wanted.
 template <class NodeType, class... Tensors>
 NodePtr<NodeType> node_if_wanted(const Tensors&... inputs) {
   return torch::autograd::compute_requires_grad(inputs...) ? make_node<NodeType>(inputs...) : NodePtr<NodeType>();
@@ -219,7 +219,7 @@ bool any_tangent(const Args&... args) {
   return (has(args) || ...);
 }
 
-/// Whether a gradient of any of the arguments is asked for.
+/// Whether a gradient of any of the arguments is wanted.
 template <class... Args>
 bool any_gradient(const Args&... args) {
   const auto wanted = [](const auto& arg) {
@@ -231,7 +231,7 @@ bool any_gradient(const Args&... args) {
   return (wanted(args) || ...);
 }
 
-/// The Autograd kernel of an op that needs no node, such as a backward: where a derivative is asked for it is
+/// The Autograd kernel of an op that needs no node, such as a backward: where a derivative is wanted it is
 /// `Formula`, ATen ops with derivatives of their own, and else the op.
 template <class Op, auto Formula>
 struct FormulaAutograd;

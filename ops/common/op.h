@@ -26,7 +26,7 @@ struct Op<Name, R(Args...)> {
   static constexpr const char* name() { return Name.text; }
 
   R operator()(Args... args) const {
-    static const auto handle = find();  // the look-up takes a lock
+    static const auto handle = find();  // finding takes a lock
     return handle.call(std::forward<Args>(args)...);
   }
 

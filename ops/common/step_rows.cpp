@@ -20,7 +20,7 @@ Tensor StepRows::broadcast(const Tensor& tensor) const {
 
 Tensor StepRows::operator[](int64_t column) const { return broadcast(selected_.select(1, column)); }
 
-Tensor StepRows::scatter(const std::vector<Tensor>& columns) const {
+Tensor StepRows::sum_by_row(const std::vector<Tensor>& columns) const {
   std::vector<Tensor> sums;
   for (const auto& column : columns)
     sums.push_back(column.expand_symint(sample_.sym_sizes()).reshape_symint({index_.sym_size(0), -1}).sum(1));

@@ -18,7 +18,7 @@ class StepRows {
   Tensor widen(const Tensor& tensor) const { return tensor.to(accumulate_type(sample_.scalar_type())); }
   Tensor narrow(const Tensor& tensor) const { return tensor.to(sample_.scalar_type()); }
   /// The table's gradient, of its shape and dtype, from each element's share in each column.
-  Tensor scatter(const std::vector<Tensor>& columns) const;
+  Tensor sum_by_row(const std::vector<Tensor>& columns) const;
 
  private:
   Tensor sample_, table_, index_, selected_;

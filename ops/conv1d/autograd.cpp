@@ -34,7 +34,7 @@ Tensor conv1d_autograd(const Tensor& input, const Tensor& weight, const Optional
   return with_history(out, node);
 }
 
-/// Below conv1d's own node only a transform around it (torch.func) asks for derivatives: then it is the op once more,
+/// Below conv1d's own node only a transform around it (torch.func) wants derivatives: then it is the op once more,
 /// which packs nothing.
 Conv1dForward conv1d_forward_again(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                    int64_t stride, int64_t padding, bool transposed) {

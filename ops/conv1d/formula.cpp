@@ -58,7 +58,7 @@ Conv1dGradients conv1d_backward_formula(const Tensor& grad, const Tensor& input,
   }
   if (mask[1]) grad_weight = grad_weight.to(weight_.scalar_type());
   if (mask[2] && bias.has_value()) grad_bias = grad_bias.to(bias->scalar_type());
-  // Some of PyTorch's convolutions give more than they are asked for.
+  // Some of PyTorch's convolutions give more than the mask says.
   return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor()};
 }
 

@@ -1,4 +1,4 @@
-// Where a gradient or a tangent is asked for, the op is the convolution followed by group_norm_mish, each of which
+// Where a gradient or a tangent is wanted, the op is the convolution followed by group_norm_mish, each of which
 // brings its own derivatives; the convolution's output has to be saved for them in any case.
 #include <torch/library.h>
 

@@ -54,7 +54,7 @@ StepGradients denoise_backward_formula(const Tensor& grad, const Tensor& model_o
   if (output_mask[1]) std::get<1>(result) = c.narrow(grad_raw / c[1] + g * c[2]);
   if (output_mask[2])
     std::get<2>(result) =
-        c.scatter({-grad_raw * t.output / c[1], -grad_raw * t.raw / c[1], g * t.sample, g * t.x0, g * t.noise});
+        c.sum_by_row({-grad_raw * t.output / c[1], -grad_raw * t.raw / c[1], g * t.sample, g * t.x0, g * t.noise});
   if (output_mask[3]) std::get<3>(result) = c.narrow(g * c[4] * t.noisy);
   return result;
 }

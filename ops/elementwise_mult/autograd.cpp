@@ -9,7 +9,7 @@
 namespace dpa {
 namespace {
 
-/// The product's derivatives are products: the op is its own backward, of any order.
+/// The derivatives are multiplications: the op is its own backward, of any order.
 struct ElementwiseMultBackward : SavingNode<ElementwiseMultBackward, 2> {
   std::string name() const override { return "ElementwiseMultBackward"; }
 
@@ -33,7 +33,7 @@ Tensor elementwise_mult_autograd(const Tensor& a, const Tensor& b) {
 
 void elementwise_mult_out_autograd(const Tensor& a, const Tensor& b, const Tensor& out) {
   TORCH_CHECK(!any_gradient(a, b, out) && !any_tangent(a, b, out),
-              "dpa::elementwise_mult: out must not be given where a gradient is asked for, got a tensor that requires "
+              "dpa::elementwise_mult: out must not be given where a gradient is wanted, got a tensor that requires "
               "grad: omit out, or call under torch.no_grad()");
   at::AutoDispatchBelowAutograd guard;
   elementwise_mult_out(a, b, out);
@@ -67,7 +67,7 @@ TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(dpa, ADInplaceOrView, m) { m.impl("elementwise_mult.out", &elementwise_mult_out_inplace); }
 
-// Under autocast tensors of different floating dtypes meet: the wider one wins, as in PyTorch's own products.
+// Under autocast tensors of different floating dtypes meet: the wider one wins, as in PyTorch's own multiplication.
 DPA_AUTOCAST(elementwise_mult, InWidestType)
 
 }  // namespace dpa

@@ -9,7 +9,7 @@
 
 namespace dpa {
 
-/// Gradients of input, weight, bias, scale and shift; undefined where the mask asks for none.
+/// Gradients of input, weight, bias, scale and shift; undefined where the mask is false.
 using NormGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using NormMask = std::array<bool, 5>;
 

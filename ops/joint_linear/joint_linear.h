@@ -11,7 +11,7 @@
 namespace dpa {
 
 /// Gradients of the input, of weights and biases side by side as the outputs are, and of the rest of the input;
-/// undefined where the mask asks for none.
+/// undefined where the mask is false.
 using JointLinearGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using JointLinearMask = std::array<bool, 4>;
 

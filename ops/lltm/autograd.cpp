@@ -44,9 +44,9 @@ LltmState lltm_autograd(const Tensor& input, const Tensor& weights, const Tensor
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
   m.impl("lltm", &lltm_autograd);
-  // Below lltm's own node only a transform around it (torch.func) asks for derivatives.
+  // Below lltm's own node only a transform around it (torch.func) wants derivatives.
   m.impl("lltm_forward", formula_autograd<lltm_forward, &lltm_forward_formula>);
-  // A step on the way, which users do not differentiate: asking for it raises.
+  // A step on the way, which users do not differentiate: its gradient raises.
   m.impl("lltm_backward", torch::autograd::autogradNotImplementedFallback());
 }
 

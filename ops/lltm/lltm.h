@@ -8,7 +8,7 @@ namespace dpa {
 /// new_h and new_cell, and, from lltm_forward, the gates' GEMM before its bias, in the accumulate dtype.
 using LltmState = std::tuple<Tensor, Tensor>;
 using LltmStateAndGates = std::tuple<Tensor, Tensor, Tensor>;
-/// Gradients of input, weights, bias, old_h and old_cell; undefined where the mask asks for none.
+/// Gradients of input, weights, bias, old_h and old_cell; undefined where the mask is false.
 using LltmGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using LltmMask = std::array<bool, 5>;
 
@@ -41,7 +41,7 @@ LltmGradients lltm_backward_formula(const Tensor& grad_h, const Tensor& grad_cel
 /// x @ weights^T in the dtype of accumulation, x being cat(old_h, input).
 Tensor lltm_gemm(const Tensor& x, const Tensor& weights);
 
-/// The gradients of that GEMM's operands, from its result's. Where those of input and old_h are both asked for, they
+/// The gradients of that GEMM's operands, from its result's. Where those of input and old_h are both wanted, they
 /// come side by side in `x`.
 struct LltmGemmGradients {
   Tensor x, input, old_h, weights;

@@ -44,7 +44,7 @@ Tensor residual_block1d_autograd(DPA_BLOCK_PARAMETERS) {
   return with_history(out, node);
 }
 
-/// Below the block's own node only a transform around it (torch.func) asks for derivatives.
+/// Below the block's own node only a transform around it (torch.func) wants derivatives.
 BlockForward residual_block1d_forward_formula(DPA_BLOCK_PARAMETERS) { return residual_block1d_of_ops(DPA_BLOCK); }
 
 /// What the forward kept is constant to autograd, so it is computed again, differentiably.

@@ -51,7 +51,7 @@ StepGradients scheduler_step_backward_formula(const Tensor& grad, const Tensor& 
   if (output_mask[1]) std::get<1>(result) = r.narrow(grad_raw * r[0] + g * r[3]);
   if (output_mask[2])
     std::get<2>(result) =
-        r.scatter({grad_raw * t.sample, grad_raw * t.output, g * t.x0, g * t.sample, g * t.output, g * t.noise});
+        r.sum_by_row({grad_raw * t.sample, grad_raw * t.output, g * t.x0, g * t.sample, g * t.output, g * t.noise});
   if (output_mask[3] && noise.has_value()) std::get<3>(result) = r.narrow(g * r[5]);
   return result;
 }
