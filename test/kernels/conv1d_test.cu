@@ -375,7 +375,7 @@ void run_bench() {
   std::printf("%22s %10s %18s %18s %18s %8s   us (TFLOP/s), splits\n", "B T y x k s", "at 600", "fprop", "dgrad",
               "wgrad", "pack");
   struct Row {
-    int64_t batch, length, y, x;
+    int64_t batch, length, y_channels, x_channels;
     int taps, stride;
   };
   std::vector<Row> rows;
@@ -392,10 +392,10 @@ void run_bench() {
   CHECK(cudaGetDeviceProperties(&properties, 0));
   for (const auto& r : rows) {
     const int padding = r.stride == 2 ? 1 : r.taps / 2;
-    const Conv1d c{DType::kBFloat16, r.batch, r.length / r.stride, r.y_channels, r.length, r.x, r.taps,
+    const Conv1d c{DType::kBFloat16, r.batch, r.length / r.stride, r.y_channels, r.length, r.x_channels, r.taps,
                    r.stride,         padding};
     Case<__nv_bfloat16> t(c, 1);
-    const double work = 2.0 * r.batch * (r.length / r.stride) * r.y_channels * r.x * r.taps;
+    const double work = 2.0 * r.batch * (r.length / r.stride) * r.y_channels * r.x_channels * r.taps;
     const double g = graph_time([&](cudaStream_t s) { t.run_fprop(true, s); });
     const double x = graph_time([&](cudaStream_t s) { t.run_dgrad(true, s); });
     const double w = graph_time([&](cudaStream_t s) { t.run_wgrad(false, s); });
@@ -405,9 +405,9 @@ void run_bench() {
     const auto dgrad_plan = plan_dgrad(c, properties.multiProcessorCount);
     const auto wgrad_plan = plan_wgrad(c, properties.multiProcessorCount);
     std::printf("%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %d %8.1f\n",
-                (long long)r.batch, (long long)r.length, (long long)r.y_channels, (long long)r.x, r.taps, r.stride,
-                work / 600e6, g, work / g / 1e6, fprop_plan.tile_columns, fprop_plan.splits, x, work / x / 1e6,
-                dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.splits, p);
+                (long long)r.batch, (long long)r.length, (long long)r.y_channels, (long long)r.x_channels, r.taps,
+                r.stride, work / 600e6, g, work / g / 1e6, fprop_plan.tile_columns, fprop_plan.splits, x,
+                work / x / 1e6, dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.splits, p);
   }
 }
 
