@@ -244,8 +244,8 @@ MUTATIONS = [
     Mutation(
         "stride: eight rows of weights",
         "kernels/cuda/conv1d/convolution.cu",
-        "kDgrad ? kChunk * 128 : 16, 1024, wgmma::Swizzle::k128);",
-        "kDgrad ? kChunk * 128 : 16, 512, wgmma::Swizzle::k128);",
+        "kDgrad ? kChunk * 128 : 16, 1024,",
+        "kDgrad ? kChunk * 128 : 16, 512,",
         _CONVOLUTIONS,
     ),
     Mutation(
