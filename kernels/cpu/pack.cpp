@@ -13,7 +13,21 @@
 namespace dpa::kernels::cpu {
 namespace {
 
-constexpr char kStamp[unet1d::kStampBytes] = "dpa: packed for the CPU, panels of 16";
+/// Behind the weights: who packed them, and everything that their order and their number follow from.
+struct Stamp {
+  char text[64] = "dpa: packed for the CPU, panels of 16";
+  int32_t numbers[16] = {};
+
+  explicit Stamp(const Plan& plan) {
+    const auto& c = plan.config;
+    int32_t* to = numbers;
+    for (const int number : {static_cast<int>(plan.dtype), c.action_dim, c.kernel_size, c.num_groups, c.step_dim,
+                             c.cond_dim, static_cast<int>(c.film_scale), c.levels})
+      *to++ = number;
+    std::copy_n(c.down_dims, c.levels, to);
+  }
+};
+static_assert(sizeof(Stamp) == unet1d::kStampBytes, "the plan keeps this place for it");
 
 void copy(const Plan& plan, const unet1d::CopyItem& item, const Sources& sources, char* packed) {
   constexpr int kIdentity = -2;
@@ -109,7 +123,8 @@ void pack(const Plan& plan, const Sources& sources, void* packed_, int64_t begin
     if (task < copies) {
       copy(plan, plan.copies[task], sources, packed);
     } else if (task == copies) {
-      std::memcpy(packed + plan.stamp, kStamp, sizeof kStamp);
+      const Stamp stamp(plan);
+      std::memcpy(packed + plan.stamp, &stamp, sizeof stamp);
     } else {
       int64_t panel = task - copies - 1;
       size_t item = 0;
@@ -120,7 +135,8 @@ void pack(const Plan& plan, const Sources& sources, void* packed_, int64_t begin
 }
 
 bool packed_here(const Plan& plan, const void* packed) {
-  return std::memcmp(static_cast<const char*>(packed) + plan.stamp, kStamp, sizeof kStamp) == 0;
+  const Stamp stamp(plan);
+  return std::memcmp(static_cast<const char*>(packed) + plan.stamp, &stamp, sizeof stamp) == 0;
 }
 
 }  // namespace dpa::kernels::cpu

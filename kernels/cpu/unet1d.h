@@ -42,7 +42,7 @@ Sources pack_sources(const Plan& plan);
 int64_t pack_tasks(const Plan& plan);
 void pack(const Plan& plan, const Sources& sources, void* packed, int64_t begin, int64_t end);
 
-/// Whether `pack` made these bytes: packed weights of the GPU have the same size and another order.
+/// Whether `pack` made these bytes, for this plan.
 bool packed_here(const Plan& plan, const void* packed);
 
 /// One call; B = batch, T = horizon, A = action_dim, S = steps, as in kernels/cuda/unet1d/unet1d.h.

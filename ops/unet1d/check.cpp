@@ -53,6 +53,22 @@ std::shared_ptr<const Plan> unet1d_plan(const char* op, at::IntArrayRef config, 
   return plans[key] = plan;
 }
 
+int64_t unet1d_fingerprint(const kernels::unet1d::Config& config, int64_t variant) {
+  constexpr uint64_t kPrime = 65521, kFactor = 0x100000001b3;
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, a number a step
+  const auto add = [&](int64_t number) { hash = (hash ^ static_cast<uint64_t>(number)) * kFactor; };
+  for (const int64_t number :
+       {variant, int64_t{config.action_dim}, int64_t{config.kernel_size}, int64_t{config.num_groups},
+        int64_t{config.step_dim}, int64_t{config.cond_dim}, int64_t{config.film_scale}, int64_t{config.levels}})
+    add(number);
+  for (int i = 0; i < config.levels; ++i) add(config.down_dims[i]);
+  return static_cast<int64_t>(hash % kPrime);
+}
+
+int64_t unet1d_packed_bytes(const Plan& plan) {
+  return plan.packed_bytes + unet1d_fingerprint(plan.config, static_cast<int64_t>(plan.dtype));
+}
+
 void check_unet1d_pack(const Plan& plan, at::TensorList weights) {
   constexpr const char* op = "unet1d_pack";
   DPA_CHECK(weights.size() == plan.weights.size(), op,
@@ -72,8 +88,9 @@ void check_unet1d_pack(const Plan& plan, at::TensorList weights) {
 static void check_packed(const char* op, const Plan& plan, const Tensor& packed, const char* other_name,
                          const Tensor& other) {
   check_same_device(op, "packed", packed, other_name, other);
-  DPA_CHECK(packed.scalar_type() == at::kByte && packed.dim() == 1 && packed.sym_size(0) == plan.packed_bytes, op,
-            c10::str("packed must be the ", plan.packed_bytes, " bytes that unet1d_pack makes for this config"),
+  const int64_t bytes = unet1d_packed_bytes(plan);
+  DPA_CHECK(packed.scalar_type() == at::kByte && packed.dim() == 1 && packed.sym_size(0) == bytes, op,
+            c10::str("packed must be the ", bytes, " bytes that unet1d_pack makes for this config"),
             packed.scalar_type(), " ", packed.sym_sizes());
 }
 

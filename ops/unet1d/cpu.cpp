@@ -46,7 +46,7 @@ Tensor unet1d_pack_cpu(at::TensorList weights, at::IntArrayRef config, at::Scala
       sources.typed[i] = kept.back().const_data_ptr();
     }
   }
-  auto packed = zeros_for_streaming(plan->packed_bytes, weights[0].options());
+  auto packed = zeros_for_streaming(unet1d_packed_bytes(*plan), weights[0].options());
   void* data = packed.mutable_data_ptr();
   at::parallel_for(0, cpu::pack_tasks(*plan), 1,
                    [&](int64_t begin, int64_t end) { cpu::pack(*plan, sources, data, begin, end); });
@@ -64,7 +64,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   const auto refused = cpu::reject(plan, in.sample.size(0), in.sample.size(1));
   TORCH_CHECK(refused.empty(), "dpa::", op, ": sample is refused: ", refused);
   TORCH_CHECK(cpu::packed_here(plan, in.packed.const_data_ptr()), "dpa::", op,
-              ": packed must be what unet1d_pack made on the CPU, got bytes packed elsewhere");
+              ": packed must be what unet1d_pack made on the CPU for this config and dtype, got other bytes");
   std::string error;
   const auto& kernels = cpu::choose_kernels(error);
   TORCH_CHECK(error.empty(), "dpa::", op, ": ", error);

@@ -23,7 +23,7 @@ Tensor unet1d_pack_cuda(at::TensorList weights, at::IntArrayRef config, at::Scal
     pointers.push_back(kept.back().const_data_ptr());
   }
   // What lies between two weights goes into files and must not be what the memory held before.
-  auto packed = at::zeros({plan->packed_bytes}, weights[0].options().dtype(at::kByte));
+  auto packed = at::zeros({unet1d_packed_bytes(*plan)}, weights[0].options().dtype(at::kByte));
   C10_CUDA_CHECK(kernels::unet1d::pack(*plan, pointers.data(), kernel_dtype(source), packed.mutable_data_ptr(),
                                        c10::cuda::getCurrentCUDAStream()));
   return packed;

@@ -10,7 +10,7 @@ namespace {
 Tensor unet1d_pack_meta(at::TensorList weights, at::IntArrayRef config, at::ScalarType dtype) {
   const auto plan = unet1d_plan("unet1d_pack", config, dtype);
   check_unet1d_pack(*plan, weights);
-  return at::empty({plan->packed_bytes}, weights[0].options().dtype(at::kByte));
+  return at::empty({unet1d_packed_bytes(*plan)}, weights[0].options().dtype(at::kByte));
 }
 
 Tensor unet1d_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,

@@ -17,6 +17,14 @@ using kernels::unet1d::Plan;
 /// The plan of an architecture; raises what is wrong with it. Plans are kept, for they are few.
 std::shared_ptr<const Plan> unet1d_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype);
 
+/// Bytes of packed weights: the plan's, and as many more as the fingerprint says. The CPU's bytes end in a
+/// stamp as well, but to read one on a GPU would stop the host.
+int64_t unet1d_packed_bytes(const Plan& plan);
+
+/// A number below 2^16 for an architecture and a variant of its packed weights, such as their dtype. Added to a length,
+/// it tells apart weights that happen to need the same memory, on every device and without a read.
+int64_t unet1d_fingerprint(const kernels::unet1d::Config& config, int64_t variant);
+
 /// The tensors of one call; absent ones are undefined.
 struct UnetCall {
   Tensor sample{}, packed{}, timesteps{}, table{}, global_cond{}, noise{}, known{}, known_mask{}, film{};

@@ -17,7 +17,7 @@ class BatchBuilder {
       plan_.names.push_back(weight.name);
       plan_.shapes.emplace_back(weight.shape.begin(), weight.shape.end());
     }
-    const auto& c = unet.config;
+    const auto& c = config_ = unet.config;
     plan_.action_dim = c.action_dim, plan_.step_dim = c.step_dim, plan_.cond_dim = c.cond_dim;
     plan_.num_groups = c.num_groups, plan_.levels = c.levels, plan_.film_scale = c.film_scale;
   }
@@ -39,7 +39,7 @@ class BatchBuilder {
     plan_.final_norm[0] = place("final_conv.0.block.1.weight");
     plan_.final_norm[1] = place("final_conv.0.block.1.bias");
     plan_.last = layer("final_conv.1.");
-    plan_.elements = next_;
+    plan_.elements = next_ + unet1d_fingerprint(config_, /*variant=*/-1);
     int64_t row = 0;
     for (auto& b : plan_.blocks) {
       b.film = row;
@@ -105,6 +105,7 @@ class BatchBuilder {
   }
 
   BatchPlan plan_{};
+  kernels::unet1d::Config config_;
   std::map<std::string, int> places_;
   int64_t next_ = 0;
 };

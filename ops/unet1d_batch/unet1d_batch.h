@@ -34,7 +34,7 @@ struct BatchPlan {
   int action_dim, step_dim, cond_dim, num_groups, levels;
   bool film_scale;
   std::vector<Item> items;
-  int64_t elements;  // of all that is packed
+  int64_t elements;  // of all that is packed, and as many more as the architecture's fingerprint says
 
   Layer time[2];
   int64_t film_rows, film_packed, film_bias;  // FiLM of all blocks is one GEMM; its bias is packed too
