@@ -244,8 +244,8 @@ MUTATIONS = [
     Mutation(
         "stride: eight rows of weights",
         "kernels/cuda/conv1d/convolution.cu",
-        "kDgrad ? kChunk * 128 : 16, 1024,",
-        "kDgrad ? kChunk * 128 : 16, 512,",
+        "1024, wgmma::Swizzle::k128);\n#pragma unroll",
+        "512, wgmma::Swizzle::k128);\n#pragma unroll",
         _CONVOLUTIONS,
     ),
     Mutation(
