@@ -14,7 +14,7 @@ from dpa.acceleration.api import accelerate, explain, repack, restore
 from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.diagnostics.info import info
 from dpa.diagnostics.profiling import StepProfile, profile
-from dpa.packed.kept import fixed_weights
+from dpa.nn.inference import fixed_weights
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.parallel import Parallel, ParallelReport
 from dpa.sampling.sampler import DiffusionSampler

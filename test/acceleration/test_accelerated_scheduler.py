@@ -47,7 +47,7 @@ def test_whole_loops(kind, options, device):
             )
             for got, expected in pairs:
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert max(vars(fast)["step"].errors.values()) < 1e-5
+    assert max(vars(fast)["step"].shadow.errors.values()) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -238,7 +238,7 @@ def test_a_first_step_that_proves_nothing(value):
     x = x.get(value, torch.full((1, 4, 2), torch.nan))
     for _ in range(2):
         scheduler.step(x, 20, x)
-    assert not vars(scheduler)["step"].errors
+    assert not vars(scheduler)["step"].shadow.errors
     with pytest.warns(RuntimeWarning, match=r"accelerated Doubled.step differs"):
         scheduler.step(x.new_ones(1, 4, 2), 20, x.new_ones(1, 4, 2))
 

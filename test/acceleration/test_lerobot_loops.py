@@ -93,7 +93,7 @@ def test_rows_in_float32(name, device):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(drawn, behind)
     loop = vars(policy)["conditional_sample"]
-    assert isinstance(loop, FastLoop) and max(loop.errors.values()) < 1e-4
+    assert isinstance(loop, FastLoop) and max(loop.shadow.errors.values()) < 1e-4
     # What is clipped would agree in any case.
     free = ~call["condition_mask"] & (expected.abs() < 0.99)
     assert free.sum() >= 0.05 * free.numel(), f"{free.float().mean():.3f}"
@@ -113,7 +113,7 @@ def assert_as_near_as_autocast(policy, call, dtype, **options):
     dpa.accelerate(policy, dtype, **options)
     for _ in range(2):
         ours, _ = sample(policy, call)
-    assert vars(policy)["conditional_sample"].errors
+    assert vars(policy)["conditional_sample"].shadow.errors
     assert not torch.equal(ours, exact)  # it is not the original that ran
     # What half a rounding step makes, chance decides.
     chance = torch.finfo(dtype).eps / 2
@@ -215,7 +215,7 @@ def test_random_configurations(arguments, scheduler, batch, multiple, inpainting
         assert torch.equal(drawn, behind)
         if (got - expected).abs().max() > bound:
             assert_as_near_as_rounding(plain, call, got)
-    assert vars(policy)["conditional_sample"].errors
+    assert vars(policy)["conditional_sample"].shadow.errors
 
 
 @given(architectures(), schedulers(), st.integers(2, 4), st.booleans())

@@ -94,7 +94,7 @@ def test_a_layer_replaced_by_its_like_runs(device):
     unet, inputs = running(device)
     replace_layer(unet)
     assert_follows(unet, inputs)
-    assert replaced_forward(unet).errors and dpa.explain(unet).findings[0].active
+    assert replaced_forward(unet).shadow.errors and dpa.explain(unet).findings[0].active
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,7 @@ def test_loops_notice_replaced_layers(device):
 @torch.no_grad()
 def test_a_fused_sampler_notices_replaced_layers(device):
     unet, _ = unet_and_inputs(device)
-    sampler = dpa.DiffusionSampler(
-        unet, diffusers.DDIMScheduler(20), 4, fused=True, horizon=8, watch=True
-    )
+    sampler = dpa.DiffusionSampler(unet, diffusers.DDIMScheduler(20), 4, fused=True, horizon=8)
     noise, cond = torch.randn(2, 8, 2, device=device), torch.randn(2, 4, device=device)
     sampler(cond, noise=noise), sampler(cond, noise=noise)
     replace_layer(unet)
@@ -231,9 +229,7 @@ def test_a_fused_sampler_notices_replaced_layers(device):
 @torch.no_grad()
 def test_copies_of_a_fused_sampler_follow_their_own_weights(device):
     unet, _ = unet_and_inputs(device)
-    sampler = dpa.DiffusionSampler(
-        unet, diffusers.DDIMScheduler(20), 4, fused=True, horizon=8, watch=True
-    )
+    sampler = dpa.DiffusionSampler(unet, diffusers.DDIMScheduler(20), 4, fused=True, horizon=8)
     noise, cond = torch.randn(2, 8, 2, device=device), torch.randn(2, 4, device=device)
     want = sampler(cond, noise=noise)
     for other in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):

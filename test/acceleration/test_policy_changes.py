@@ -67,8 +67,8 @@ def test_what_is_done_to_a_scheduler(device):
         for _ in range(2):
             want = sampled(plain, call)
             torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
-    assert len(loop._samplers) == 8
-    assert len({id(sampler._packed) for sampler, _ in loop._samplers.values()}) == 1
+    assert len(loop._routes) == 8
+    assert len({id(route.sampler.packed) for route in loop._routes}) == 1
 
 
 @torch.no_grad()
@@ -86,14 +86,14 @@ def test_a_scheduler_that_changes(kind, change):
         before = run(fast)
         fast.noise_scheduler.set_timesteps(9)
         fast.noise_scheduler.add_noise(*torch.ones(2, 1, 2), torch.tensor([3]))
-    assert len(vars(fast)["conditional_sample"]._samplers) == 1
+    assert len(vars(fast)["conditional_sample"]._routes) == 1
     for policy in (plain, fast):
         CHANGES[change](policy.noise_scheduler)
     after = run(plain)
     assert (before - after).abs().max() > 1e-3
     for _ in range(2):
         torch.testing.assert_close(run(fast), after, rtol=1e-4, atol=1e-4)
-    assert len(vars(fast)["conditional_sample"].errors) == 2  # checked again, and fast again
+    assert len(vars(fast)["conditional_sample"].shadow.errors) == 2  # checked again, and fast again
 
 
 @torch.no_grad()
@@ -146,7 +146,10 @@ def test_a_first_call_that_proves_nothing(case):
     dpa.accelerate(policy)
     for _ in range(2):
         policy.conditional_sample(**first)
-    assert not vars(policy)["conditional_sample"].errors and dpa.explain(policy).findings[0].active
+    assert (
+        not vars(policy)["conditional_sample"].shadow.errors
+        and dpa.explain(policy).findings[0].active
+    )
     policy.load_state_dict(plain.state_dict())
     with pytest.warns(RuntimeWarning, match=r"Doubled.conditional_sample differs"):
         policy.conditional_sample(**call)
@@ -254,7 +257,7 @@ def test_given_noise_of_another_horizon(device):
                 torch.manual_seed(8)
                 results.append(policy.diffusion.conditional_sample(2, cond, noise=noise))
             torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
-        assert len(vars(fast.diffusion)["conditional_sample"].errors) == 3
+        assert len(vars(fast.diffusion)["conditional_sample"].shadow.errors) == 3
         with (
             pytest.warns(RuntimeWarning, match=r"cannot be accelerated: noise is \(16, 2\)"),
             pytest.raises((RuntimeError, ValueError)),

@@ -64,12 +64,12 @@ def test_an_episode(algorithm, device):
         torch.testing.assert_close(episode(algorithm, device), want, rtol=1e-4, atol=1e-4)
     for unet in (nets, averaged):
         assert isinstance(replaced_forward(unet), FastForward)
-    assert max(replaced_forward(averaged).errors.values()) < 1e-5
+    assert max(replaced_forward(averaged).shadow.errors.values()) < 1e-5
     assert "step by step" in str(dpa.explain(algorithm))
     dpa.accelerate(algorithm.noise_scheduler, fallback=False)
     torch.testing.assert_close(episode(algorithm, device), want, rtol=1e-4, atol=1e-4)
     assert isinstance(vars(algorithm.noise_scheduler)["step"], FastStep)
-    assert max(vars(algorithm.noise_scheduler)["step"].errors.values()) < 1e-5
+    assert max(vars(algorithm.noise_scheduler)["step"].shadow.errors.values()) < 1e-5
     dpa.restore(dpa.restore(algorithm).noise_scheduler)
     assert torch.equal(episode(algorithm, device), want)
 

@@ -11,7 +11,7 @@ import torch
 from architectures import CONFIGS
 
 import dpa
-from dpa.nn import ConditionalUnet1D
+from dpa.nn import ConditionalUnet1D, inference
 
 
 def make(name, device, dtype=torch.float32):
@@ -111,8 +111,8 @@ def test_a_build_without_the_instructions(monkeypatch):
     with torch.no_grad():
         expected = net(**inputs)
         monkeypatch.setattr(dpa.nn.unet1d, "channels_last", lambda *_: True)
-        monkeypatch.setattr(dpa.kept._Network, "packed", lambda *_: None)
-        monkeypatch.setattr(dpa.kept, "_UNSERVED", set())
+        monkeypatch.setattr(dpa.nn.inference._Network, "packed", lambda *_: None)
+        monkeypatch.setattr(dpa.nn.inference, "_UNSERVED", set())
         monkeypatch.setattr(torch.ops.dpa, "unet1d_batch", refuse)
         for _ in range(2):
             torch.testing.assert_close(net(**inputs), expected)
@@ -343,15 +343,13 @@ def _appended(net):
 @pytest.mark.parametrize("change", [_other_block, _other_embedding, _appended])
 def test_networks_with_other_layers_are_left_alone(change):
     """Before the first look or after it."""
-    from dpa.packed import kept
-
     for groups in (4, 8):
         net = ConditionalUnet1D(2, down_dims=(16, 32), diffusion_step_embed_dim=16, n_groups=groups)
-        network = kept._Network(net)
-        assert network.parameters() is not None
+        layers = inference._Network(net, net._as_made(), net._config).layers
+        assert layers.parameters() is not None
         change(net)
-        assert not network.still_there() or network.parameters() is None
-        assert kept._Network(net).parameters() is None
+        assert not layers.tracker.unchanged() or layers.parameters() is None
+        assert inference._Network(net, net._as_made(), net._config).layers.parameters() is None
 
 
 def test_threads_with_streams_of_their_own(hopper):

@@ -88,7 +88,7 @@ def test_attributes_and_arguments_that_change_are_followed(cuda):
         assert torch.equal(got, twin(cond, generator=generator))
     sampler.unet.half()  # the same parameters, elsewhere and in another dtype
     assert sampler(cond, generator=draw()).dtype == torch.float32
-    assert sampler._packed.dtype == torch.float16
+    assert sampler.packed.dtype == torch.float16
     with pytest.raises(ValueError, match="condition_mask must be given"):
         sampler(cond, condition_data=torch.zeros(2, 16, 2, device=cuda))
 

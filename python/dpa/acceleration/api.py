@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpa.acceleration.policy_loop import FastLoop
-from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_replaced
-from dpa.acceleration.unet_forward import FastForward, Options
+from dpa.acceleration.policy_loop import FastLoop, why_no_table
+from dpa.acceleration.scheduler_step import FastStep, why_no_step
+from dpa.acceleration.shadow_run import Options
+from dpa.acceleration.unet_forward import FastForward
 from dpa.library import html
-from dpa.nn.family import NotInFamily, recognise
-from dpa.packed.unet import runs_packed, unet_config
-from dpa.schedulers.conversion import from_diffusers
+from dpa.nn.family import Network, NotInFamily, recognise
+from dpa.packed.unet import config_of, runs_packed
+from dpa.schedulers.conversion import MultistepTable, from_diffusers
+from dpa.tracking.weights import MODES
 from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
 
 _MODES = ("loop", "step", "chain")
@@ -105,6 +107,7 @@ def accelerate(
     tolerance: float | None = None,
     fallback: bool = True,
     graphs: bool = True,
+    weights: str = "tracked",
 ) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
@@ -114,10 +117,9 @@ def accelerate(
     layer with dpa's ops on its own parameters; optimizers, DDP and state dicts notice nothing. On a
     GPU its calls in training replay CUDA graphs, as :func:`dpa.training.graph_calls` says.
 
-    Weights that change are noticed: optimizer steps, ``load_state_dict``, EMA copies, ``.to()``.
-    What is written through ``parameter.data`` leaves no trace but the values; one of each parameter
-    is looked at in every loop, and before single steps once in 10 ms at most. Where that is not
-    enough, call :func:`repack`. Modules that are replaced are noticed too.
+    Whatever changes afterwards is noticed, and compared anew: weights (optimizer steps,
+    ``load_state_dict``, EMA copies, ``.to()``), modules, settings, schedulers, and every attribute
+    of a policy. ``weights`` says how writes through ``parameter.data`` are noticed.
 
     Args:
         model: a LeRobot or diffusion_policy policy, a U-Net, or an object that holds some; or a
@@ -134,6 +136,10 @@ def accelerate(
             the reason, and the original runs; False raises.
         graphs: whether calls in training replay. Their activations and gradients stay allocated
             between the steps.
+        weights: how changed weights are noticed by what runs on packed ones. "tracked": in every
+            call, by where parameters lie, their versions and samples of their values;
+            :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked" compares a
+            checksum of every element besides. "frozen" promises that nothing is written.
 
     Returns:
         ``model``.
@@ -141,13 +147,15 @@ def accelerate(
     Raises:
         TypeError: nothing in ``model`` can be accelerated, or with ``fallback=False`` not all that
             was found; the message says why. The model stays as it was.
-        ValueError: an unknown ``mode`` or ``dtype``, or a ``tolerance`` that is none.
+        ValueError: an unknown ``mode``, ``dtype`` or ``weights``, or a ``tolerance`` that is none.
 
     """
     if mode not in _MODES:
         raise ValueError(f"accelerate: mode must be one of {', '.join(_MODES)}, got {mode!r}")
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
+    if weights not in MODES:
+        raise ValueError(f"accelerate: weights must be one of {', '.join(MODES)}, got {weights!r}")
     if tolerance is not None and not 0 < tolerance < float("inf"):
         raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
     parts = [module for _, module in _modules(model)] + [model] * _is_scheduler(model)
@@ -156,7 +164,7 @@ def accelerate(
     ]
     restore(model)
     try:
-        _replace(model, Options(dtype, mode, tolerance, fallback), graphs)
+        _replace(model, Options(dtype, mode, tolerance, fallback, weights), graphs)
     except BaseException:
         restore(model)
         for attributes, name, value in before:
@@ -172,23 +180,25 @@ def _replace(model: Any, options: Options, graphs: bool) -> None:
             raise TypeError(f"accelerate: scheduler must be one whose step can be fused: {why}")
         vars(model)["step"] = FastStep(model, options)
         return
-    report = explain(model)
+    survey = _Survey(model)
+    report = survey.report()
     left = tuple(finding for finding in report.findings if not finding.can)
     if not any(finding.can and finding.part == "U-Net" for finding in report.findings):
         raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {report}")
     if left and not options.fallback:
         raise TypeError(f"accelerate: with fallback=False all must be fused, got: {Report(left)}")
-    for _, module in _modules(model):
-        if _why_no_unet(module) is None:
-            vars(module)["forward"] = FastForward(module, options)
+    for module, network in survey.networks.items():
+        if isinstance(network, Network):
+            vars(module)["forward"] = FastForward(module, options, network)
             if graphs:
                 graph_calls(module)
     for finding in left:
         warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=3)
-    for _, module in _modules(model):
-        if options.mode != "step" and _why_no_loop(module) is None:
-            loop = vars(module)["conditional_sample"] = FastLoop(module, _network_name(module))
-            loop.refused = _why_no_scheduler(module)  # said already
+    for _, module in survey.modules:
+        if options.mode != "step" and survey.why_no_loop(module) is None:
+            name = survey.network_name(module)
+            loop = vars(module)["conditional_sample"] = FastLoop(module, name, options)
+            loop.refused = why_no_table(module)  # said already
 
 
 def restore(model: Any) -> Any:
@@ -212,46 +222,106 @@ def repack(model: Any) -> Any:
     for _, module in _modules(model):
         loop = vars(module).get("conditional_sample")
         if isinstance(loop, FastLoop):
-            loop._forget()
+            loop.forget()
     return model
 
 
 def explain(model: Any) -> Report:
     """Say what in ``model`` is or can be accelerated, and why the rest is not. Changes nothing."""
-    findings = []
-    if _is_scheduler(model):
-        step, why = vars(model).get("step"), why_no_step(model)
-        replaced = isinstance(step, FastStep)
-        why = why or (step.failed if replaced else None)
-        errors = tuple(step.errors.values()) if replaced else ()
-        name, how, active = type(model).__name__, why or "each step one op", replaced and not why
-        findings.append(Finding("", "scheduler", name, why is None, active, how, errors))
-    for path, module in _modules(model):
-        name = type(module).__name__
-        forward = replaced_forward(module)
-        if isinstance(forward, FastForward):
-            why, errors = forward.why_original() or forward.failed, tuple(forward.errors.values())
-            training = "layer by layer with dpa's ops while it is in training mode"
-            how = why or (training if module.training else _how(module, forward.options.mode))
-            findings.append(Finding(path, "U-Net", name, not why, not why, how, errors))
-        elif all(hasattr(module, part) for part in _NEAR):
-            why = _why_no_unet(module)
-            how = why or _how(module, "loop")
-            findings.append(Finding(path, "U-Net", name, why is None, False, how))
-        if not hasattr(type(module), "conditional_sample"):
-            continue
+    return _Survey(model).report()
+
+
+class _Survey:
+    """What a model holds: its modules by path, and which of them are U-Nets of the family.
+
+    Attributes:
+        modules: (path, module), once each.
+        networks: of each module that means to be a U-Net, what it was recognised as, or why not.
+
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.modules = list(_modules(model))
+        self.networks: dict[nn.Module, Network | str] = {}
+        for _, module in self.modules:
+            if all(hasattr(module, part) for part in _NEAR):
+                self.networks[module] = _recognised(module)
+
+    def report(self) -> Report:
+        """Return the findings, in the order in which they lie in the model."""
+        findings = [_scheduler_finding(self.model)] if _is_scheduler(self.model) else []
+        for path, module in self.modules:
+            if module in self.networks:
+                findings.append(self._unet_finding(path, module))
+            if hasattr(type(module), "conditional_sample"):
+                findings.append(self._loop_finding(path, module))
+        if not any(finding.part == "loop" for finding in findings):
+            findings = [_alone(finding) for finding in findings]
+        return Report(tuple(findings))
+
+    def _unet_finding(self, path: str, module: nn.Module) -> Finding:
+        name, forward = type(module).__name__, replaced_forward(module)
+        if not isinstance(forward, FastForward):
+            network = self.networks[module]
+            known = isinstance(network, Network)
+            how = _how(module, network, "loop") if known else network
+            return Finding(path, "U-Net", name, known, False, how)
+        errors = tuple(forward.shadow.errors.values())
+        why = forward.why_original() or forward.shadow.failed
+        if why is not None:
+            return Finding(path, "U-Net", name, False, False, why, errors)
+        how = "layer by layer with dpa's ops while it is in training mode"
+        if not module.training:
+            how = _how(module, forward.network, forward.options.mode)
+        return Finding(path, "U-Net", name, True, True, how, errors)
+
+    def _loop_finding(self, path: str, module: nn.Module) -> Finding:
         loop = vars(module).get("conditional_sample")
-        replaced = isinstance(loop, FastLoop)
-        why = None if replaced else _why_no_loop(module)
-        why = why or _why_no_scheduler(module)
-        why = why or ((loop.failed or loop.refused) if replaced else None)
-        how = why or "the whole loop by DiffusionSampler"
-        errors = tuple(loop.errors.values()) if replaced else ()
-        active = replaced and not why
-        findings.append(Finding(path, "loop", name, not why, active, how, errors))
-    if not any(finding.part == "loop" for finding in findings):
-        findings = [_alone(finding) for finding in findings]
-    return Report(tuple(findings))
+        if not isinstance(loop, FastLoop):
+            why = self.why_no_loop(module) or why_no_table(module)
+            how = why or _how_loop(module)
+            return Finding(path, "loop", type(module).__name__, why is None, False, how)
+        why = why_no_table(module) or loop.why_original() or loop.shadow.failed or loop.refused
+        errors = tuple(loop.shadow.errors.values())
+        how, can = why or _how_loop(module), why is None
+        return Finding(path, "loop", type(module).__name__, can, can, how, errors)
+
+    def why_no_loop(self, module: nn.Module) -> str | None:
+        """Return why a module's ``conditional_sample`` stays, or None where it is a known loop."""
+        loop = getattr(type(module), "conditional_sample", None)
+        if loop is None:
+            return "it has no conditional_sample"
+        if "conditional_sample" in vars(module):
+            return "its conditional_sample was replaced on the object"
+        names = set(inspect.signature(loop).parameters)
+        if not any(known <= names for known in _LOOPS):
+            return "its conditional_sample takes other arguments than LeRobot's and the original's"
+        missing = [n for n in ("noise_scheduler", "num_inference_steps") if not hasattr(module, n)]
+        if missing:
+            return f"it has no {', '.join(missing)}"
+        if self.network_name(module) is None:
+            return "neither its unet nor its model is a U-Net of the family"
+        return None
+
+    def network_name(self, policy: nn.Module) -> str | None:
+        """Return the attribute that holds the policy's U-Net."""
+        for name in ("unet", "model"):
+            unet = getattr(policy, name, None)
+            unet = getattr(unet, "_orig_mod", unet)
+            if isinstance(unet, nn.Module) and isinstance(self.networks.get(unet), Network):
+                return name
+        return None
+
+
+def _scheduler_finding(scheduler: Any) -> Finding:
+    step, why = vars(scheduler).get("step"), why_no_step(scheduler)
+    replaced = isinstance(step, FastStep)
+    why = why or (step.shadow.failed if replaced else None)
+    errors = tuple(step.shadow.errors.values()) if replaced else ()
+    how = why or "each step one op"
+    active = replaced and why is None
+    return Finding("", "scheduler", type(scheduler).__name__, why is None, active, how, errors)
 
 
 def _alone(finding: Finding) -> Finding:
@@ -289,68 +359,38 @@ def _is_scheduler(model: Any) -> bool:
     return not isinstance(model, nn.Module) and all(hasattr(model, part) for part in parts)
 
 
-def _why_no_unet(module: nn.Module) -> str | None:
-    """Return why a module cannot be accelerated as a U-Net, or None where it can."""
-    if not all(hasattr(module, part) for part in _NEAR):
-        return "it is no U-Net"
-    if not isinstance(replaced_forward(module), (FastForward, type(None))):
+def _recognised(module: nn.Module) -> Network | str:
+    """Return a U-Net as one of the family, or why it cannot be accelerated."""
+    forward = replaced_forward(module)
+    if isinstance(forward, FastForward):
+        return forward.prepare() or str(forward.refused)
+    if forward is not None:
         return "its forward was replaced on the object"
     try:
         network = recognise(module)
     except NotInFamily as error:
         return str(error)
-    if network.unconditioned and network.arguments.get("local_cond_dim") is not None:
+    if network.unconditioned and network.local_cond_dim is not None:
         return "blocks without conditioning are not supported beside local conditioning"
-    return None
+    return network
 
 
-def _why_no_loop(module: nn.Module) -> str | None:
-    """Return why a module's ``conditional_sample`` stays, or None where it is a known loop."""
-    loop = getattr(type(module), "conditional_sample", None)
-    if loop is None:
-        return "it has no conditional_sample"
-    if "conditional_sample" in vars(module):
-        return "its conditional_sample was replaced on the object"
-    names = set(inspect.signature(loop).parameters)
-    if not any(known <= names for known in _LOOPS):
-        return "its conditional_sample takes other arguments than LeRobot's and the original's"
-    missing = [n for n in ("noise_scheduler", "num_inference_steps") if not hasattr(module, n)]
-    if missing:
-        return f"it has no {', '.join(missing)}"
-    if _network_name(module) is None:
-        return "neither its unet nor its model is a U-Net of the family"
-    return None
-
-
-def _why_no_scheduler(module: nn.Module) -> str | None:
-    """Return what in the scheduler the fused step cannot do, or None."""
-    try:
-        if (why := why_replaced(module.noise_scheduler)) is not None:
-            return why
-        from_diffusers(module.noise_scheduler, 1)
-    except (AttributeError, TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _network_name(policy: nn.Module) -> str | None:
-    """Return the attribute that holds the policy's U-Net."""
-    for name in ("unet", "model"):
-        unet = getattr(policy, name, None)
-        unet = getattr(unet, "_orig_mod", unet)
-        if isinstance(unet, nn.Module) and _why_no_unet(unet) is None:
-            return name
-    return None
-
-
-def _how(module: nn.Module, mode: str) -> str:
+def _how(module: nn.Module, network: Network, mode: str) -> str:
     parameter = next(module.parameters())
     if mode == "chain" or parameter.dtype == torch.float64:
         return "layer by layer with dpa's ops"
     try:
-        unet_config(module)
+        config_of(network)
     except ValueError as error:
         return f"layer by layer with dpa's ops: {error}"
     if not runs_packed(parameter.device):
         return f"layer by layer with dpa's ops: no packed kernels on {parameter.device.type}"
     return "one op on packed weights"
+
+
+def _how_loop(policy: nn.Module) -> str:
+    """Say how a loop runs whose scheduler has a table."""
+    table = from_diffusers(policy.noise_scheduler, 1)
+    if isinstance(table, MultistepTable):
+        return "by DiffusionSampler, step by step and layer by layer: it is a multistep solver"
+    return "the whole loop by DiffusionSampler"

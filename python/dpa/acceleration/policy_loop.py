@@ -4,58 +4,108 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.scheduler_step import attributes_of, state_of, why_replaced
-from dpa.acceleration.unet_forward import (
-    FastForward,
-    can_tell,
-    compare,
-    run_original,
-    say_fallback,
-)
+from dpa.acceleration.scheduler_step import OF_A_LOOP, why_replaced
+from dpa.acceleration.shadow_run import LOOP_LIMITS, Options, ShadowRun, proves, say_fallback
+from dpa.acceleration.unet_forward import FastForward
+from dpa.nn.family import Network
 from dpa.sampling.rng import draw_normal, generator_on
 from dpa.sampling.sampler import DiffusionSampler
-from dpa.schedulers.conversion import MultistepTable, check_kind
+from dpa.schedulers.conversion import MultistepTable, check_kind, from_diffusers
+from dpa.tracking import Snapshot, is_observed
 from dpa.training.graphed_calls import replaced_forward
 
-# Relative error in the norm, of the whole loop, beyond which the original runs: that of a step,
-# which the steps add up.
-_LOOP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-_KEPT = 8  # samplers: one for each scheduler, number of steps and kind of call
+_KEPT = 8  # routes: one for each state of the policy and kind of call
+_MISSES = 32  # calls in a row that find no route
+# Whatever else a caller gives belongs to the original. (DP3 has the two of a point cloud and does
+# not use them.)
+_ARGUMENTS = frozenset(
+    {
+        "batch_size",
+        "global_cond",
+        "local_cond",
+        "generator",
+        "noise",
+        "condition_data",
+        "condition_mask",
+        "condition_data_pc",
+        "condition_mask_pc",
+        "kwargs",
+    }
+)
+_STEP_OPTIONS = frozenset({"eta", "use_clipped_model_output"})
+_NO_SETTINGS = frozenset({"_parameters", "_buffers", "training"})
+
+
+@dataclass(eq=False)
+class _Route:
+    """A sampler for one state of a policy, or why there is none, and how to tell that state."""
+
+    forward: FastForward
+    network: Network
+    generation: int
+    snapshots: tuple[Snapshot, ...]
+    kind: Any
+    sampler: DiffusionSampler | str
+    timesteps: Tensor
+
+    def holds(self, kind: Any) -> bool:
+        """Whether this serves a call of that kind now."""
+        return (
+            kind == self.kind
+            and self.generation == self.forward.generation
+            and self.network.tracker.unchanged()
+            and all(snapshot.holds() for snapshot in self.snapshots)
+        )
+
+
+def why_no_table(policy: nn.Module) -> str | None:
+    """Return what in a policy's scheduler no table of steps expresses, or None."""
+    try:
+        if (why := why_replaced(policy.noise_scheduler)) is not None:
+            return why
+        from_diffusers(policy.noise_scheduler, 1)
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 class FastLoop:
-    """Stands in for a policy's ``conditional_sample``: the whole loop by :class:`DiffusionSampler`.
+    """Replaces a policy's ``conditional_sample``: the whole loop by :class:`DiffusionSampler`.
 
-    It reads the policy's network, scheduler and ``num_inference_steps`` at every call. What it
-    cannot run as the original does, the original runs, on the accelerated network.
+    What it cannot run as the original does, the original runs, on the accelerated network. The
+    first call of each kind, and the first after the policy, its configuration, its scheduler or its
+    network changed in any attribute, runs both loops and returns the original's result.
     """
 
-    def __init__(self, policy: nn.Module, network: str):
+    def __init__(self, policy: nn.Module, network: str, options: Options):
         self.policy = policy
         self.network = network
-        self._forget()
+        self.options = options
+        self.forget()
 
-    def _forget(self) -> None:
-        self.errors: dict[Any, float] = {}
+    def forget(self) -> None:
+        """Look everything up and compare again."""
+        name = f"the accelerated {type(self.policy).__name__}.conditional_sample"
+        self.shadow = ShadowRun(name, self.options.fallback)
         self.refused: str | None = None
-        self.failed: str | None = None
-        self._samplers: dict[Any, tuple[Any, ...]] = {}
+        self._routes: list[_Route] = []
+        self._found: tuple[Any, Any] = (None, None)
+        self._misses = 0
         self._signature: inspect.Signature | None = None
-        self._set: tuple[Any, Any] = (None, None)
-        self._placed: tuple[torch.device, torch.dtype, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again: a copy has its own."""
-        return {"policy": self.policy, "network": self.network}
+        return {"policy": self.policy, "network": self.network, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self.forget()
 
     def original(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the loop that this one replaces."""
@@ -63,137 +113,144 @@ class FastLoop:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Sample, with the arguments of the method that this one replaces."""
-        prepared = self._prepare(args, kwargs)
-        if prepared is None:
+        forward = self._forward()
+        if forward is None:
             return self.original(*args, **kwargs)
-        key, forward, sampler, precision, call = prepared
-        limit = forward.limit(_LOOP, precision)
-        if key not in self.errors:
-            return self._compare(key, limit, forward, sampler, call, args, kwargs)
-        if self.errors[key] > limit:
-            return self._original(forward.weight, call, args, kwargs)
-        scheduler = self.policy.noise_scheduler
-        if scheduler.timesteps is not self._set[0] or sampler is not self._set[1]:
-            scheduler.set_timesteps(self.policy.num_inference_steps)  # users look there afterwards
-            self._set = (scheduler.timesteps, sampler)
-        return _sample(sampler, call, forward.weight.dtype)
-
-    def _original(
-        self, weight: Tensor, call: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Run the original on the random numbers that are due, 16-bit weights included."""
-        generator = call["generator"] or generator_on(weight.device, None)
-        before = generator.get_state()
-
-        def run() -> Tensor:
-            generator.set_state(before)
-            return self.original(*args, **kwargs)
-
-        return run_original(run, weight)
-
-    def _compare(
-        self,
-        key: Any,
-        limit: float,
-        forward: FastForward,
-        sampler: DiffusionSampler,
-        call: dict[str, Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Run both loops on the same random numbers; return the original's result.
-
-        Where agreeing with that proves nothing, the next call is the first.
-        """
-        weight = forward.weight
-        generator = call["generator"] or generator_on(weight.device, None)
-        before = generator.get_state()
-        forward.bypassed = True
         try:
-            expected = self._original(weight, call, args, kwargs)
-        finally:
-            forward.bypassed = False
-        mask = call.get("condition_mask")
-        free = expected if mask is None else expected[~mask]
-        head = forward.prepare().parameters()["final_conv.1.weight"]
-        if not can_tell(free) or not can_tell(head):
-            return expected
-        after = generator.get_state()
-        generator.set_state(before)
-        error, why = compare(lambda: _sample(sampler, call, weight.dtype), expected, limit)
-        if error < float("inf") and not torch.equal(generator.get_state(), after):
-            error, why = float("inf"), "draws other random numbers than the original"
-        generator.set_state(after)
-        if why is not None:
-            self._say("the accelerated ", why, forward)
-            self.failed = why
-        self.errors[key] = error
-        return expected
+            call = self._arguments(args, kwargs, forward.weight)
+            route = None if call is None else self._find(forward, call.pop("options"))
+        except (TypeError, ValueError) as error:
+            self._refuse(str(error))
+            return self.original(*args, **kwargs)
+        if route is None:
+            return self.original(*args, **kwargs)
+        passed = self.shadow.passed(route)
+        if passed is None:
+            return self._run_both(route, call, args, kwargs)
+        if not passed:
+            return self.original(*args, **kwargs)
+        if self.policy.noise_scheduler.timesteps is not route.timesteps:
+            self._set_timesteps(route)
+        return _sample(route.sampler, call, forward.weight.dtype)
 
-    def _say(self, which: str, why: str, forward: FastForward) -> None:
-        name = f"{which}{type(self.policy).__name__}.conditional_sample"
-        say_fallback(name, why, forward.options.fallback)
-
-    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return all that a fast run needs, or None where the original must run."""
-        policy = self.policy
-        unet = getattr(policy, self.network, None)
+    def why_original(self) -> str | None:
+        """Return why the network's part keeps this loop from running, or None."""
+        unet = getattr(self.policy, self.network, None)
         unet = getattr(unet, "_orig_mod", unet)
         forward = replaced_forward(unet) if isinstance(unet, nn.Module) else None
+        if not isinstance(forward, FastForward):
+            return f"its {self.network} is not accelerated"
+        return forward.why_original()
+
+    def _forward(self) -> FastForward | None:
+        """Return what runs the network, or None where the loop has to run as it is."""
+        unet = getattr(self.policy, self.network, None)
+        unet = getattr(unet, "_orig_mod", unet)
+        if not isinstance(unet, nn.Module):
+            return None
+        found = vars(unet).get("forward")
+        if found is not self._found[0]:
+            self._found = (found, replaced_forward(unet))
+        forward = self._found[1]
         if torch.compiler.is_compiling() or not isinstance(forward, FastForward):
             return None
-        trains = forward.unet.training or torch.is_grad_enabled()
-        if trains or forward.why_original() is not None:
+        if unet.training or torch.is_grad_enabled() or is_observed():
             return None
-        if self._signature is None:
-            self._signature = inspect.signature(type(policy).conditional_sample)
-        try:
-            bound = self._signature.bind(policy, *args, **kwargs).arguments
-        except TypeError:
-            return None  # the original says what is wrong
-        try:
-            call = self._arguments(bound, forward.weight)
-            found = self._find(forward, call.pop("options"))
-        except (TypeError, ValueError) as error:
-            if str(error) != self.refused:
-                self._say("", f"cannot be accelerated: {error}", forward)
-                self.refused = str(error)
-            return None
+        network = forward.network
+        if network is None or not network.tracker.unchanged() or forward.bypassed:
+            return None if forward.why_original() is not None else forward
+        return None if network.tracker.hooked() else forward
+
+    def _run_both(
+        self, route: _Route, call: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Run both loops on the same random numbers; return the original's result."""
+        forward = route.forward
+        weight = forward.weight
+        mask = call.get("condition_mask")
+        takes_generator = "generator" in self._parameters() and not self._is_dp3()
+
+        def original(own: torch.Generator | None) -> Tensor:
+            given = kwargs if own is None else kwargs | {"generator": own}
+            with forward.bypass():
+                return self.original(*args, **given)
+
+        def tells(result: Tensor) -> bool:
+            free = result if mask is None else result[~mask]
+            head = route.network.parameters()["final_conv.1.weight"]
+            return proves(free) and proves(head)
+
+        result = self.shadow.run_both(
+            route,
+            forward.limit(LOOP_LIMITS, forward.precision()),
+            original,
+            lambda own: _sample(
+                route.sampler, call | {"generator": own or call["generator"]}, weight.dtype
+            ),
+            stream=call["generator"] or generator_on(weight.device, None),
+            tells=tells,
+            private=takes_generator,
+        )
+        route.timesteps = self.policy.noise_scheduler.timesteps
+        return result
+
+    def _set_timesteps(self, route: _Route) -> None:
+        """Leave the scheduler's timesteps as the loop does: users look there afterwards."""
+        scheduler = self.policy.noise_scheduler
+        scheduler.set_timesteps(self.policy.num_inference_steps)
+        route.timesteps = scheduler.timesteps
+
+    def _refuse(self, why: str) -> None:
+        if why != self.refused:
+            name = f"{type(self.policy).__name__}.conditional_sample"
+            say_fallback(name, f"cannot be accelerated: {why}", self.options.fallback)
+        self.refused = why
+
+    def _find(self, forward: FastForward, options: dict[str, Any]) -> _Route:
+        """Return the route for the policy as it is now and for options of its step, or raise."""
+        weight = forward.weight
+        kind = (weight.device, weight.dtype, forward.precision(), options)
+        for place, route in enumerate(self._routes):
+            if route.forward is forward and route.holds(kind):
+                if place:
+                    self._routes.insert(0, self._routes.pop(place))
+                self._misses = 0
+                break
+        else:
+            self._misses += 1
+            if self._misses > _MISSES:
+                raise ValueError("its attributes change from call to call")
+            route = self._make(forward, kind, options)
+            self._routes.insert(0, route)
+        for old in self._routes[_KEPT:]:
+            self.shadow.errors.pop(old, None)
+        del self._routes[_KEPT:]
+        if isinstance(route.sampler, str):
+            raise ValueError(route.sampler)
         self.refused = None
-        return (*found, call)
+        return route
 
-    def _find(self, forward: FastForward, options: dict[str, Any]) -> tuple[Any, ...]:
-        """Return a sampler for the scheduler and the network as they are now, and what it is."""
-        policy, weight = self.policy, forward.weight
-        precision = forward.precision(weight.device, weight.dtype)
+    def _make(self, forward: FastForward, kind: Any, options: dict[str, Any]) -> _Route:
+        """Make a sampler that does what the loop does."""
+        policy, precision = self.policy, forward.precision()
         scheduler, steps = policy.noise_scheduler, policy.num_inference_steps
-        check_kind(scheduler)  # others may change in ways that state_of takes for somebody's
-        placed = (weight.device, weight.dtype, forward.generation)
-        made = (id(scheduler), state_of(scheduler), steps, precision)
-        key = (*made, *placed, tuple(sorted(options.items())))
-        if self._placed != placed:
-            self._samplers.clear()  # made of weights that are gone
-            self.errors.clear()
-            self._placed = placed
-        if key not in self._samplers:
-            try:
-                sampler = self._make(forward, scheduler, steps, precision, options)
-            except (AttributeError, TypeError, ValueError) as error:
-                sampler = str(error)
-            # What the key names by id is kept, so that the id stays its own.
-            self._samplers[key] = (sampler, (scheduler, *attributes_of(scheduler).values()))
-            if len(self._samplers) > _KEPT:
-                oldest = next(iter(self._samplers))
-                del self._samplers[oldest]
-                self.errors.pop(oldest, None)
-        sampler = self._samplers[key][0]
-        if isinstance(sampler, str):
-            raise ValueError(sampler)
-        if not sampler.fused:
-            sampler.unet = forward.chain
-        return key, forward, sampler, precision
+        network = forward.prepare()
+        if network is None:
+            raise ValueError(forward.refused)
+        config = getattr(policy, "config", None)
+        of_policy = [policy, config] if hasattr(config, "__dict__") else [policy]
+        snapshots = Snapshot(*of_policy, but=_NO_SETTINGS), Snapshot(scheduler, but=OF_A_LOOP)
+        sampler: DiffusionSampler | str
+        try:
+            check_kind(scheduler)  # others may change in ways that no attribute shows
+            sampler = self._sampler(forward, scheduler, steps, precision, options)
+        except (AttributeError, TypeError, ValueError) as error:
+            sampler = str(error)
+        return _Route(
+            forward, network, forward.generation, snapshots, kind, sampler, scheduler.timesteps
+        )
 
-    def _make(
+    def _sampler(
         self,
         forward: FastForward,
         scheduler: Any,
@@ -203,62 +260,89 @@ class FastLoop:
     ) -> DiffusionSampler:
         if (why := why_replaced(scheduler)) is not None:
             raise ValueError(why)
-        dtype = forward.options.dtype or precision
-        fused = forward.packed(dtype) is not None
-        unet = forward.unet if fused else forward.chain
-        if unet is None:
-            raise ValueError("the network cannot be run layer by layer")
-        sampler = DiffusionSampler(
-            unet,
-            scheduler,
-            steps,
-            dtype if fused else None,
-            action_dim=forward.prepare().arguments["input_dim"],
-            fused=fused,
-            noise_dtype=precision,  # the scheduler draws in the dtype of the network's output
-            watch=True,
-            **options,
-        )
-        sampler._packed = forward.packed(dtype)  # one copy of the weights for every sampler
-        if fused and isinstance(sampler.table, MultistepTable):
-            sampler.fused, sampler.dtype = False, None
-            if forward.chain is None:
+        packed = forward.packed(forward.options.dtype or precision)
+
+        def make(unet: nn.Module | None, fused: bool) -> DiffusionSampler:
+            if unet is None:
                 raise ValueError("the network cannot be run layer by layer")
+            return DiffusionSampler(
+                unet,
+                scheduler,
+                steps,
+                packed.dtype if fused else None,
+                action_dim=forward.network.arguments["input_dim"],
+                fused=fused,
+                noise_dtype=precision,  # the scheduler draws in the dtype of the network's output
+                weights=forward.options.weights,
+                **{name: value for name, value in options.items() if name != "horizon"},
+            )
+
+        sampler = make(forward.unet if packed else forward.layers, packed is not None)
+        if packed is not None and isinstance(sampler.table, MultistepTable):
+            sampler = make(forward.layers, False)
+        elif packed is not None:
+            sampler.packed = packed  # one copy of the weights for every sampler
+        sampler.horizon = options.get("horizon")
         return sampler
 
-    def _arguments(self, bound: dict[str, Any], weight: Tensor) -> dict[str, Any]:
-        """Translate a call of the policy's into one of the sampler's, or raise ValueError."""
-        options = dict(bound.get("kwargs", {}))
-        if other := options.keys() - {"eta", "use_clipped_model_output"}:
-            raise ValueError(f"no fused step takes {', '.join(sorted(other))}")
-        call: dict[str, Any] = {"options": options, "generator": bound.get("generator")}
-        call["global_cond"] = bound.get("global_cond")
-        if "condition_data" in bound:
-            data, mask = bound["condition_data"], bound["condition_mask"]
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        if self._signature is None:
+            self._signature = inspect.signature(type(self.policy).conditional_sample)
+        return dict(self._signature.parameters)
+
+    def _is_dp3(self) -> bool:
+        """Whether the loop ignores the generator that it takes."""
+        return "condition_data_pc" in self._parameters()
+
+    def _arguments(
+        self, args: Sequence[Any], kwargs: dict[str, Any], weight: Tensor
+    ) -> dict[str, Any] | None:
+        """Translate a call of the policy's into one of the sampler's, or raise ValueError.
+
+        None where the original says what is wrong, or knows what this does not.
+        """
+        self._parameters()
+        try:
+            bound = self._signature.bind(self.policy, *args, **kwargs)
+        except TypeError:
+            return None
+        if bound.arguments.keys() - _ARGUMENTS - {next(iter(self._signature.parameters))}:
+            return None
+        bound.apply_defaults()
+        given = bound.arguments
+        options = dict(given.get("kwargs", {}))
+        if options.keys() - _STEP_OPTIONS:
+            return None
+        call: dict[str, Any] = {"options": options, "generator": given.get("generator")}
+        call["global_cond"] = given.get("global_cond")
+        if isinstance(call["generator"], Sequence):
+            raise ValueError("there are several generators")
+        if "condition_data" in given:
+            data, mask = given["condition_data"], given["condition_mask"]
+            if not isinstance(data, Tensor) or not isinstance(mask, Tensor):
+                return None
             if data.dtype != weight.dtype:
                 raise ValueError(f"condition_data is {data.dtype}, the network {weight.dtype}")
             if mask.dtype != torch.bool or mask.shape != data.shape:
                 raise ValueError(f"condition_mask is {mask.dtype}, {tuple(mask.shape)}")
-            if "condition_data_pc" in self._signature.parameters:
-                call["generator"] = None  # DP3 ignores it
-            call["local_cond"] = bound.get("local_cond")
+            if self._is_dp3():
+                call["generator"] = None
+            call["local_cond"] = given.get("local_cond")
             call.update(condition_data=data, condition_mask=mask)
+            return call
+        noise = given.get("noise")
+        if noise is None:
+            call["batch_size"] = given.get("batch_size")
+            options["horizon"] = getattr(getattr(self.policy, "config", None), "horizon", None)
+            if options["horizon"] is None:
+                raise ValueError("its config has no horizon")
+        elif not isinstance(noise, Tensor):
+            return None
+        elif noise.dtype != weight.dtype or noise.dim() != 3:
+            raise ValueError(f"noise is {noise.dtype}, {tuple(noise.shape)}")
         else:
-            noise = bound.get("noise")
-            if noise is not None and noise.dtype != weight.dtype:
-                raise ValueError(f"noise is {noise.dtype}, the network {weight.dtype}")
-            if noise is None:
-                call["batch_size"] = bound["batch_size"]
-                options["horizon"] = getattr(getattr(self.policy, "config", None), "horizon", None)
-                if options["horizon"] is None:
-                    raise ValueError("its config has no horizon")
-            elif noise.dim() != 3:
-                raise ValueError(f"noise is {tuple(noise.shape)}")
-            else:
-                options["horizon"] = noise.shape[1]
-            call["noise"] = noise
-        if isinstance(call["generator"], Sequence):
-            raise ValueError("there are several generators")
+            options["horizon"] = noise.shape[1]
+        call["noise"] = noise
         return call
 
 

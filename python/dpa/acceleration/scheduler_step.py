@@ -3,62 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpa.acceleration.unet_forward import (
-    STEP_LIMITS,
-    Options,
-    can_tell,
-    difference,
-    relative_error,
-    say_fallback,
-)
+from dpa.acceleration.shadow_run import STEP_LIMITS, Options, ShadowRun, proves, say_fallback
 from dpa.sampling.rng import draw_normal, generator_on
 from dpa.schedulers.conversion import StepTable, from_diffusers
+from dpa.tracking import Snapshot
+from dpa.tracking.tracker import version_of
 
 _KINDS = ("DDPMScheduler", "DDIMScheduler")
 _OPTIONS = ("eta", "use_clipped_model_output")
 _KEPT = 64  # tables: one for each kind of loop
 # What ``set_timesteps`` and ``step`` of diffusers change themselves.
-_OF_A_LOOP = {
-    "timesteps",
-    "num_inference_steps",
-    "custom_timesteps",
-    "sigmas",
-    "model_outputs",
-    "lower_order_nums",
-    "_step_index",
-    "_begin_index",
-}
-
-
-def attributes_of(scheduler: Any) -> dict[str, Any]:
-    """Return what is set on the object, but for what its loops set."""
-    attributes = getattr(scheduler, "__dict__", {})
-    return {name: value for name, value in attributes.items() if name not in _OF_A_LOOP}
-
-
-def state_of(scheduler: Any) -> tuple[Any, ...]:
-    """Return what tells whether a table of steps still holds, as long as its values are kept."""
-    state = [
-        (name, id(value), _version(value) if isinstance(value, Tensor) else None)
-        for name, value in attributes_of(scheduler).items()
-    ]
-    return (type(scheduler), *state)
-
-
-def _version(tensor: Tensor) -> Any:
-    """Return what writing in place changes.
-
-    Tensors made in inference mode count no versions; on a GPU nobody can look without waiting.
-    """
-    if not tensor.is_inference():
-        return tensor._version
-    return tuple(tensor.flatten().tolist()) if tensor.device.type == "cpu" else None
+OF_A_LOOP = frozenset(
+    {
+        "timesteps",
+        "num_inference_steps",
+        "custom_timesteps",
+        "sigmas",
+        "model_outputs",
+        "lower_order_nums",
+        "_step_index",
+        "_begin_index",
+    }
+)
 
 
 def _changes_results(timestep: Tensor, sample: Tensor, alphas: Tensor) -> bool:
@@ -76,7 +48,7 @@ def why_replaced(scheduler: Any) -> str | None:
 
     None where there is none.
     """
-    for name, value in attributes_of(scheduler).items():
+    for name, value in vars(scheduler).items():
         own = callable(value) and not isinstance(value, FastStep)
         if own and callable(getattr(type(scheduler), name, None)):
             return f"the scheduler's {name} was replaced on the object"
@@ -99,7 +71,7 @@ def why_no_step(scheduler: Any) -> str | None:
 
 
 class FastStep:
-    """Stands in for ``step`` of one DDPM or DDIM scheduler of diffusers: ``dpa::scheduler_step``.
+    """Replaces ``step`` of one DDPM or DDIM scheduler of diffusers: ``dpa::scheduler_step``.
 
     It has the scheduler's signature, draws what the scheduler draws and returns what it returns.
     The table is measured at the first step after ``set_timesteps`` gave timesteps that are new, or
@@ -114,12 +86,11 @@ class FastStep:
         self._forget()
 
     def _forget(self) -> None:
-        self.errors: dict[Any, float] = {}
-        self.failed: str | None = None
-        self._tables: dict[Any, tuple[tuple[dict[int, int], StepTable] | None, Any]] = {}
-        self._placed: dict[Any, tuple[Any, ...]] = {}
+        name = f"the accelerated {type(self.scheduler).__name__}.step"
+        self.shadow = ShadowRun(name, self.options.fallback)
+        self._tables: list[_Table] = []
         self._output: Any = None
-        self._last: tuple[Any, Any, Any] = (None, None, None)
+        self._last: tuple[Any, Any, tuple[int, ...]] = (None, None, ())
         self._signature = inspect.signature(type(self.scheduler).step)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,58 +114,61 @@ class FastStep:
         options = {name: call[name] for name in _OPTIONS if call.get(name)}
         # Without steps the original says what is missing, where it wants them.
         found = None if self.scheduler.num_inference_steps is None else self._find(options)
-        if found is None or timestep not in found[0]:
+        if found is None or timestep not in found.rows:
             return self.original(*args, **kwargs)
-        rows, table = found
-        kind = (table, sample.device, sample.dtype, output.dtype)
-
-        def run() -> tuple[Tensor, Tensor]:
-            return self._run(kind, table, rows[timestep], call)
-
-        error = self.errors.get(kind)
-        if error is None:
-            return self._compare(kind, run, call, args, kwargs)
-        if error > self._limit(output):
+        kind = (found, sample.device, sample.dtype, output.dtype)
+        passed = self.shadow.passed(kind)
+        if passed is False:
             return self.original(*args, **kwargs)
-        result, x0 = run()
-        return self._output(prev_sample=result, pred_original_sample=x0)
+        if passed:
+            result, x0 = found.run(timestep, call)
+            return self._output(prev_sample=result, pred_original_sample=x0)
+        return self._run_both(kind, found, call, args, kwargs)
 
-    def _compare(
+    def _run_both(
         self,
         kind: Any,
-        run: Callable[[], tuple[Tensor, Tensor]],
+        found: _Table,
         call: dict[str, Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
         """Take the step both ways, on the same random numbers; return the original's result."""
-        generator = call.get("generator") or generator_on(call["sample"].device, None)
-        before = generator.get_state()
-        expected = self.original(*args, **kwargs)
-        if not can_tell(call["model_output"]) or not can_tell(expected.prev_sample):
-            return expected  # and the next step is the first
-        self._output = type(expected)
-        after = generator.get_state()
-        generator.set_state(before)
-        result, x0 = run()
-        error = max(
-            relative_error(result, expected.prev_sample),
-            relative_error(x0, expected.pred_original_sample),
-        )
-        if not torch.equal(generator.get_state(), after):
-            error = float("inf")
-        generator.set_state(after)
-        if error > (limit := self._limit(call["model_output"])):
-            why = difference(error, limit)
-            what = f"the accelerated {type(self.scheduler).__name__}.step"
-            say_fallback(what, why, self.options.fallback)
-            self.failed = why
-        self.errors[kind] = error
-        return expected
+        given = call.get("generator")
+        stream = given or generator_on(call["sample"].device, None)
 
-    def _limit(self, output: Tensor) -> float:
+        def original(own: torch.Generator | None) -> Any:
+            if own is None:
+                return self.original(*args, **kwargs)
+            return self.original(
+                **{n: v for n, v in call.items() if n != "self"} | {"generator": own}
+            )
+
+        def replacement(own: torch.Generator | None) -> tuple[Tensor, Tensor]:
+            return found.run(call["timestep"], call | {"generator": own})
+
+        def parts(result: Any) -> Sequence[Tensor]:
+            if isinstance(result, tuple):
+                return result
+            self._output = type(result)
+            return result.prev_sample, result.pred_original_sample
+
+        def tells(result: Any) -> bool:
+            return proves(call["model_output"]) and proves(result.prev_sample)
+
         chosen = self.options.tolerance
-        return STEP_LIMITS[output.dtype] if chosen is None else chosen
+        limit = STEP_LIMITS[call["model_output"].dtype] if chosen is None else chosen
+        noise_given = call.get("variance_noise") is not None
+        return self.shadow.run_both(
+            kind,
+            limit,
+            original,
+            replacement,
+            stream=stream,
+            parts=parts,
+            tells=tells,
+            private=not noise_given,
+        )
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by name, or None where the original must run."""
@@ -222,57 +196,66 @@ class FastStep:
             return None
         return dict(bound)
 
-    def _find(self, options: dict[str, Any]) -> tuple[dict[int, int], StepTable] | None:
-        """Return the row of each timestep, and the table."""
+    def _find(self, options: dict[str, Any]) -> _Table | None:
+        """Return the table of the scheduler as it is now; None where there is none."""
         scheduler, timesteps = self.scheduler, self.scheduler.timesteps
-        last, version = self._last, _version(timesteps)
+        last, version = self._last, version_of(timesteps)
         if last[0] is not timesteps or last[1] != version:
             last = self._last = (timesteps, version, tuple(timesteps.tolist()))
-        counts = (last[2], scheduler.num_inference_steps)
-        key = (*counts, state_of(scheduler), *sorted(options.items()))
-        found = self._tables.get(key)
-        if found is None:
-            if len(self._tables) == _KEPT:
-                for known in (self._tables, self._placed, self.errors):
-                    known.clear()
-            # What the key names by id is kept, so that the id stays its own.
-            found = (self._measure(options), list(attributes_of(scheduler).values()))
-            self._tables[key] = found
-        return found[0]
-
-    def _measure(self, options: dict[str, Any]) -> tuple[dict[int, int], StepTable] | None:
-        why = why_replaced(self.scheduler)
+        counts = (last[2], scheduler.num_inference_steps, options)
+        for place, table in enumerate(self._tables):
+            if table.counts == counts and table.snapshot.holds():
+                if place:
+                    self._tables.insert(0, self._tables.pop(place))
+                return table if table.rows else None
+        if len(self._tables) == _KEPT:
+            self._tables.clear()
+            self.shadow.errors.clear()
+        snapshot = Snapshot(scheduler, but=OF_A_LOOP)
+        why, measured = why_replaced(scheduler), None
         try:
-            table = from_diffusers(self.scheduler, **options) if why is None else None
+            measured = from_diffusers(scheduler, **options) if why is None else None
         except (TypeError, ValueError) as error:
             why = str(error)
         if why is not None:
-            name = f"{type(self.scheduler).__name__}.step"
+            name = f"{type(scheduler).__name__}.step"
             say_fallback(name, f"cannot be fused: {why}", self.options.fallback)
-            return None
-        return {int(t): row for row, t in enumerate(table.timesteps.tolist())}, table
+        self._tables.insert(0, _Table(snapshot, counts, measured))
+        return self._tables[0] if measured is not None else None
 
-    def _run(
-        self, kind: Any, table: StepTable, row: int, call: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+
+class _Table:
+    """The steps of one state of a scheduler, placed on devices as they are asked for."""
+
+    def __init__(self, snapshot: Snapshot, counts: Any, table: StepTable | None):
+        self.snapshot, self.counts, self.table = snapshot, counts, table
+        timesteps = [] if table is None else table.timesteps.tolist()
+        self.rows = {int(t): row for row, t in enumerate(timesteps)}
+        self._placed: dict[Any, tuple[Any, ...]] = {}
+
+    def run(self, timestep: int, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the next sample, and the predicted x0."""
+        row, table = self.rows[timestep], self.table
         output, sample, noise = call["model_output"], call["sample"], call.get("variance_noise")
         if not table.draws_noise[row]:
             noise = None
         elif noise is None:
             shape, generator = tuple(output.shape), call.get("generator")
             noise = draw_normal(shape, generator, sample.device, output.dtype)
-        placed = self._placed.get(kind)
-        if placed is None:
-            wide = torch.promote_types(sample.dtype, torch.float32)
-            coefficients = table.coefficients.to(sample.device, wide)
-            x0 = coefficients.clone()  # the op again, with rows that give x0 alone
-            x0[:, 2:] = x0.new_tensor([1.0, 0.0, 0.0, 0.0])
-            rows = torch.arange(len(table), device=sample.device).unbind()
-            placed = self._placed[kind] = (coefficients, x0, rows)
-        coefficients, x0, rows = placed
+        coefficients, x0, rows = self._on(sample.device, sample.dtype)
         step, index = torch.ops.dpa.scheduler_step, rows[row]
         output = output.to(sample.dtype)
         noise = None if noise is None else noise.to(sample.dtype)
         result = step(output, sample, coefficients, index, noise, table.clip)
         return result, step(output, sample, x0, index, None, table.clip)
+
+    def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return the coefficients, those that give x0 alone, and the index of each row."""
+        wide = torch.promote_types(dtype, torch.float32)
+        if (device, wide) not in self._placed:
+            coefficients = self.table.coefficients.to(device, wide)
+            x0 = coefficients.clone()
+            x0[:, 2:] = x0.new_tensor([1.0, 0.0, 0.0, 0.0])
+            rows = torch.arange(len(self.table), device=device).unbind()
+            self._placed[device, wide] = (coefficients, x0, rows)
+        return self._placed[device, wide]

@@ -2,97 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpa.acceleration.shadow_run import STEP_LIMITS, Options, ShadowRun, say_fallback
 from dpa.nn.blocks1d import is_exporting
-from dpa.nn.family import Network, NotInFamily, recognise, template
-from dpa.nn.plain import HOOKS, HOOKS_OF_ALL
+from dpa.nn.family import Network, NotInFamily, recognise, run_network
 from dpa.packed.unet import PackedUnet, runs_packed
+from dpa.tracking import is_observed, stamp_of
 
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-_PACKABLE = (torch.float32, *SIXTEEN_BITS)
+_PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda")
-LOOK_EVERY = 0.01  # seconds; no training fits between two looks
-# Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
-# their own rounding, which some 30 layers add up.
-STEP_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Return the relative error in the norm; infinity for anything that is not a number."""
-    if got.shape != expected.shape:
-        return float("inf")
-    got, expected = got.detach().double(), expected.detach().double()
-    error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
-    return float(torch.nan_to_num(error, nan=float("inf")))
-
-
-def run_original(run: Callable[[], Tensor], weight: Tensor) -> Tensor:
-    """Run the original, under autocast where 16-bit weights meet its float32 position embedding.
-
-    The originals compute that embedding in float32 whatever the weights are, so in ``.half()`` and
-    ``.bfloat16()`` they stop with an error of dtypes unless the caller is in autocast.
-    """
-    try:
-        return run()
-    except RuntimeError as error:
-        if weight.dtype not in SIXTEEN_BITS or "dtype" not in str(error):
-            raise
-    with torch.autocast(weight.device.type, weight.dtype):
-        return run()
-
-
-def can_tell(expected: Tensor) -> bool:
-    """Whether a comparison with this shows anything: some value is not zero, all are finite."""
-    return 0 < float(expected.detach().double().norm()) < float("inf")
-
-
-def compare(run: Callable[[], Tensor], expected: Tensor, limit: float) -> tuple[float, str | None]:
-    """Return the error of what ``run`` gives, and what is wrong with it, or None.
-
-    An exception is no less a difference, for the original has run on the same input.
-    """
-    try:
-        error = relative_error(run(), expected)
-    except (RuntimeError, ValueError) as problem:
-        return float("inf"), f"raised {str(problem).partition(chr(10))[0]}"
-    if error > limit:
-        return error, difference(error, limit)
-    return error, None
-
-
-def difference(error: float, limit: float) -> str:
-    """Say what a failed self-check found."""
-    return f"differs from the original by {error:.1e} (relative), more than {limit:.0e}"
-
-
-def say_fallback(what: str, why: str, fallback: bool) -> None:
-    """Warn that the original runs, and why; raise where the user wants no fallback."""
-    if not fallback:
-        raise RuntimeError(f"dpa: {what} {why}, and fallback is False")
-    warnings.warn(
-        f"dpa: {what} {why}, so the original runs; dpa.explain says more",
-        RuntimeWarning,
-        stacklevel=4,
-    )
-
-
-def chain_of(network: Network) -> nn.Module:
-    """Return dpa's network on the same parameters, whatever is put in the place of one later."""
-    chain = template(network.arguments).eval()
-    for key, (module, _) in network.slots.items():
-        vars(chain.get_submodule(key.rpartition(".")[0]))["_parameters"] = module._parameters
-    return chain
-
-
-def _may_look() -> bool:
+def _may_read() -> bool:
     """Whether operations run now are seen by nobody, and their results can be read."""
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return not capturing and torch._C._len_torch_dispatch_stack() == 0
@@ -101,52 +29,59 @@ def _may_look() -> bool:
 def _is_recorded() -> bool:
     """Whether somebody records what a call does, and may expect the same of it again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None or not _may_look()
+    return hooks is not None or not _may_read()
 
 
 def _as_it_is(saved: Tensor) -> Tensor:
     return saved
 
 
-@dataclass(frozen=True)
-class Options:
-    """What :func:`dpa.accelerate` was asked for; its docstring says what each of them means."""
-
-    dtype: torch.dtype | None = None
-    mode: str = "loop"
-    tolerance: float | None = None
-    fallback: bool = True
-
-
 class FastForward:
-    """Stands in for the forward of one U-Net: equal results, by dpa's ops.
+    """Replaces the forward of one U-Net: equal results, by dpa's ops.
 
     On packed weights in evaluation where no gradient is asked for and the device has the kernels,
     else layer by layer on the network's own parameters, with gradients.
     The first call of each kind runs both and returns the original's result.
+
+    Attributes:
+        network: what the U-Net was recognised as; None where it is none of the family any more.
+        layers: dpa's layers on its parameters, or None where dpa has none like them.
+        shadow: what comparisons with the original found.
+        refused: why it is none of the family, or None.
+        generation: another number after whatever made comparisons void.
+
     """
 
-    def __init__(self, unet: nn.Module, options: Options):
+    def __init__(self, unet: nn.Module, options: Options, network: Network | None = None):
         self.unet = unet
         self.options = options
-        self.bypassed = False
+        self._start(network)
+
+    def _start(self, network: Network | None = None) -> None:
+        self._bypasses = threading.local()
         self.generation = 0
+        name = f"the accelerated {type(self.unet).__name__}"
+        self.shadow = ShadowRun(name, self.options.fallback, self._basis)
         self._forget()
-        self.prepare()
+        if network is not None:
+            self._take(network)
+
+    def _basis(self) -> Any:
+        return None if self.network is None else stamp_of(list(self.network.parameters().values()))
 
     def _forget(self) -> None:
-        self._network: Network | None = None
-        self.chain: nn.Module | None = None
-        self._hooks: list[Any] = []
+        self.network: Network | None = None
+        self.layers: nn.Module | None = None
+        self.refused: str | None = None
         self.repack()
+
+    def _take(self, network: Network) -> None:
+        self.network, self.layers = network, network.layers()
 
     def repack(self) -> None:
         """Drop what was packed and compared: weights were written where nobody sees it."""
         self.generation += 1
-        self.errors: dict[Any, float] = {}
-        self.failed: str | None = None
-        if self._network is None:
-            self.refused: str | None = None
+        self.shadow.forget()
         self._packed: dict[torch.dtype, PackedUnet | None] = {}
         self._placed: tuple[torch.device, torch.dtype] | None = None
 
@@ -155,45 +90,48 @@ class FastForward:
         return {"unet": self.unet, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, bypassed=False, generation=0)
-        self._forget()  # the network may be half restored now, so it is read at the first call
+        self.__dict__.update(state)
+        self._start()  # the network may be half restored now, so it is read at the first call
 
     def prepare(self) -> Network | None:
-        """Read the network: its layers, and a chain of dpa's modules on the same parameters.
-
-        Again after modules were replaced; None where it is then no longer one of the family.
-        """
-        if self._network is not None and self._network.altered():
+        """Return the network as it is now; None where it is no longer one of the family."""
+        if self.network is not None and self.network.changed():
             self._forget()
-        if self._network is None and self.refused is None:
+        if self.network is None and self.refused is None:
             try:
-                network = recognise(self.unet)
+                self._take(recognise(self.unet))
             except NotInFamily as error:
-                why = f"was altered: {error}"
-                say_fallback(type(self.unet).__name__, why, self.options.fallback)
-                self.refused = why
-                return None
-            if not network.unconditioned:
-                self.chain = chain_of(network)
-            self._hooks = [getattr(m, name) for m in self.unet.modules() for name in HOOKS]
-            self._hooks += HOOKS_OF_ALL
-            self._network = network
-        return self._network
+                self.refused = f"was altered: {error}"
+                say_fallback(type(self.unet).__name__, self.refused, self.options.fallback)
+        return self.network
+
+    @contextmanager
+    def bypass(self) -> Iterator[None]:
+        """Let this thread run the original: its loop is being compared with."""
+        self._bypasses.on = True
+        try:
+            yield
+        finally:
+            self._bypasses.on = False
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether this thread runs the original."""
+        return getattr(self._bypasses, "on", False)
 
     def why_original(self) -> str | None:
         """Return why the original runs now, whatever it is called with; None where dpa's may."""
         if self.bypassed:
             return "it is being compared with"
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return "torch.func transforms it"
-        if torch.jit.is_tracing():
-            return "torch.jit.trace records it"
-        if self.prepare() is None:
+        if is_observed():
+            return "torch.func transforms it, or torch.jit.trace records it"
+        network = self.prepare()
+        if network is None:
             return self.refused
         config = getattr(self.unet, "config", None)
         if self.unet.training and getattr(config, "gradient_checkpointing", False):
             return "it recomputes activations to save memory, as its gradient_checkpointing says"
-        if any(self._hooks):  # whoever watches the layers would see nothing of a fused run
+        if network.tracker.hooked():  # whoever watches the layers would see nothing of a fused run
             return "its layers have hooks"
         if self.weight.device.type not in _DEVICES:
             return f"it is on {self.weight.device}"
@@ -202,34 +140,39 @@ class FastForward:
     @property
     def weight(self) -> Tensor:
         """One of the network's parameters, for its device and dtype."""
-        module, name = next(iter(self._network.slots.values()))
+        module, name = next(iter(self.network.slots.values()))
         return module._parameters[name]
 
     def original(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the forward that this one replaces."""
-        return type(self.unet).forward(self.unet, *args, **kwargs)
+        forward = type(self.unet).forward
+        if torch.compiler.is_compiling() or self.network is None:
+            return forward(self.unet, *args, **kwargs)
+        return run_network(lambda: forward(self.unet, *args, **kwargs), self.weight)
 
     def packed(self, dtype: torch.dtype) -> PackedUnet | None:
         """Return the network on packed weights, or None where it cannot be packed."""
         device = self.weight.device
-        chain = self.options.mode == "chain"
-        if chain or dtype not in _PACKABLE or not runs_packed(device):
+        if self.options.mode == "chain" or dtype not in _PACKABLE or not runs_packed(device):
             return None
         if self._placed != (placed := (device, self.weight.dtype)):
             self._packed.clear()  # made of weights that are gone
             self._placed = placed
         if dtype not in self._packed:
             try:
-                self._packed[dtype] = PackedUnet(self.unet, dtype)
+                self._packed[dtype] = PackedUnet(
+                    self.unet, dtype, weights=self.options.weights, network=self.network
+                )
             except ValueError:  # the ops run none like it
                 self._packed[dtype] = None
         return self._packed[dtype]
 
-    def precision(self, device: torch.device, weights: torch.dtype) -> torch.dtype:
+    def precision(self) -> torch.dtype:
         """Return the dtype that the original computes in: the weights', or autocast's."""
-        if torch.is_autocast_enabled(device.type) and weights != torch.float64:
-            return torch.get_autocast_dtype(device.type)
-        return weights
+        kind, dtype = self.weight.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+            return torch.get_autocast_dtype(kind)
+        return dtype
 
     @property
     def __code__(self) -> Any:
@@ -246,29 +189,32 @@ class FastForward:
         if call is None:
             return self.original(*args, **kwargs)
         sample, _, conditions = call
-        weight = self.weight
-        key = self._kind(weight)
-        precision = key[2]
-        local = self._network.arguments.get("local_cond_dim") is not None
+        weight, kind = self.weight, self._kind()
+        precision, local = kind[2], self.network.local_cond_dim is not None
         mixed = sample.dtype != weight.dtype and precision == weight.dtype
         if mixed or not sample.is_floating_point() or ("local_cond" in conditions and not local):
             return self.original(*args, **kwargs)  # which says what is wrong
-        recorded = key not in self.errors and _is_recorded()
+        passed = self.shadow.passed(kind)
+        recorded = passed is None and _is_recorded()
         if recorded and self._trains():
-            self._check_apart()
-        if self._passed(key):
+            passed = self._check_apart()
+        if passed:
             return self._run(*call, precision)
-        expected = run_original(lambda: self.original(*args, **kwargs), weight)
+        if passed is False or recorded:
+            return self.original(*args, **kwargs)
         # In the caller's own mode: without gradients the network would keep weights packed for it.
-        if key not in self.errors and not recorded:
-            self._compare(key, lambda: self._run(*call, precision), expected)
-        return expected
+        return self.shadow.run_both(
+            kind,
+            self.limit(STEP_LIMITS, precision),
+            lambda _: self.original(*args, **kwargs),
+            lambda _: self._run(*call, precision),
+        )
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | int, dict[str, Tensor]] | None:
         """Return sample, timestep and conditions, or None where only the original takes them."""
-        inputs = self._network.inputs
+        inputs = self.network.inputs
         call = dict(zip(inputs, args, strict=False), **kwargs)
         if len(call) != len(args) + len(kwargs) or any(name not in inputs for name in call):
             return None
@@ -279,30 +225,14 @@ class FastForward:
             return None
         return sample, timestep, {name: x for name, x in call.items() if x is not None}
 
-    def _kind(self, weight: Tensor) -> tuple[Any, ...]:
+    def _kind(self) -> tuple[Any, ...]:
         """Return what calls have in common that one comparison stands for."""
-        precision = self.precision(weight.device, weight.dtype)
-        return weight.device.type, weight.dtype, precision, self._trains()
+        weight = self.weight
+        return weight.device.type, weight.dtype, self.precision(), self._trains()
 
     def is_compared(self) -> bool:
         """Whether a call like one made now was compared with the original."""
-        return self._kind(self.weight) in self.errors
-
-    def _passed(self, key: tuple[Any, ...]) -> bool:
-        """Whether calls of this kind were compared, and agreed."""
-        error = self.errors.get(key)
-        return error is not None and error <= self.limit(STEP_LIMITS, key[2])
-
-    def _compare(self, key: tuple[Any, ...], run: Callable[[], Tensor], expected: Tensor) -> None:
-        """Compare what ``run`` gives with the original's, where that can tell right from wrong."""
-        if not can_tell(expected):
-            return
-        error, why = compare(run, expected, self.limit(STEP_LIMITS, key[2]))
-        if why is not None:
-            what = f"the accelerated {type(self.unet).__name__}"
-            say_fallback(what, why, self.options.fallback)
-            self.failed = why
-        self.errors[key] = error
+        return self.shadow.passed(self._kind()) is not None
 
     def _check_apart(self) -> bool:
         """Compare the layers on numbers of their own, where the caller's call must run only once.
@@ -311,9 +241,9 @@ class FastForward:
             Whether the layers agree with the original in the precision that is due.
 
         """
-        weight, arguments = self.weight, self._network.arguments
-        key = (*self._kind(weight)[:3], True)
-        if key not in self.errors and self.chain is not None and _may_look():
+        weight, arguments = self.weight, self.network.arguments
+        kind = (*self._kind()[:3], True)
+        if self.shadow.passed(kind) is None and self.layers is not None and _may_read():
             generator = torch.Generator("cpu").manual_seed(0)
 
             def draw(*shape: int) -> Tensor:
@@ -325,31 +255,35 @@ class FastForward:
             conditions = {}
             if arguments["global_cond_dim"]:
                 conditions["global_cond"] = draw(arguments["global_cond_dim"])
-            if arguments.get("local_cond_dim"):
-                conditions["local_cond"] = draw(horizon, arguments["local_cond_dim"])
+            if self.network.local_cond_dim:
+                conditions["local_cond"] = draw(horizon, self.network.local_cond_dim)
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-                run = functools.partial(self.original, sample, timestep, **conditions)
-                expected = run_original(run, weight)
-                self._compare(key, lambda: self.chain(sample, timestep, **conditions), expected)
-        return self._passed(key)
+                limit = self.limit(STEP_LIMITS, kind[2])
+                self.shadow.run_both(
+                    kind,
+                    limit,
+                    lambda _: self.original(sample, timestep, **conditions),
+                    lambda _: self.layers(sample, timestep, **conditions),
+                )
+        return bool(self.shadow.passed(kind))
 
     @torch.compiler.assume_constant_result
     def _may_trace(self) -> bool:
         """Look at the network itself while it is compiled, and not in what is compiled."""
-        if is_exporting() or self.why_original() is not None or self.chain is None:
+        if is_exporting() or self.why_original() is not None or self.layers is None:
             return False
         return self._check_apart()
 
     def _trace(self, *args: Any, **kwargs: Any) -> Tensor:
         """Under torch.compile: dpa's layers as one graph, as long as they are the network's."""
-        ready = not self.bypassed and self._may_trace() and self.failed is None
-        if not ready or self._network.altered_in_trace(self.unet):
+        ready = self._may_trace() and self.shadow.failed is None
+        if not ready or self.network.changed_in_trace(self.unet):
             return self.original(*args, **kwargs)
         call = self._arguments(args, kwargs)
         if call is None:
             return self.original(*args, **kwargs)
         sample, timestep, conditions = call
-        return self.chain(sample, timestep, **conditions)
+        return self.layers(sample, timestep, **conditions)
 
     def _run(
         self,
@@ -360,18 +294,15 @@ class FastForward:
     ) -> Tensor:
         packed = None if self._trains() else self.packed(self.options.dtype or precision)
         if packed is None:
-            chain = self.chain
-            if chain is None:
-                return self.original(sample, timestep, **conditions)
-            return chain(sample, timestep, **conditions)
-        packed.follow(LOOK_EVERY)
+            run = self.original if self.layers is None else self.layers
+            return run(sample, timestep, **conditions)
         batch = sample.shape[0]
         if isinstance(timestep, int) or (timestep.device.type == "cpu" and timestep.dim() == 0):
             steps = torch.full((batch,), float(timestep), dtype=torch.float32, device=sample.device)
         else:
             steps = timestep.to(sample.device, torch.float32).expand(batch)
         cond = conditions.get("global_cond")
-        out = packed(sample.float(), steps, None if cond is None else cond.float())
+        out = packed.run(sample.float(), steps, None if cond is None else cond.float())
         return out.to(precision)
 
     def _trains(self) -> bool:
@@ -385,6 +316,6 @@ class FastForward:
             return self.options.tolerance
         kinds = [precision, self.options.dtype or precision]
         # The original's convolutions may round to TF32, which has float16's mantissa.
-        if next(self.unet.parameters()).is_cuda and torch.backends.cudnn.allow_tf32:
+        if self.weight.is_cuda and torch.backends.cudnn.allow_tf32:
             kinds.append(torch.float16)
         return max(table[kind] for kind in kinds)

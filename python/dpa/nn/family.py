@@ -12,10 +12,8 @@ Everything in dpa uses the original's names.
 
 from __future__ import annotations
 
-import functools
+import copy
 import inspect
-import itertools
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from dpa.nn.blocks1d import Conv1d, ConvTranspose1d
-from dpa.nn.plain import convolution_settings
 from dpa.nn.unet1d import ConditionalUnet1D
+from dpa.tracking import Tracker
 
 _FIRST_CONV = re.compile(r"down_modules\.0\.0\.(?:blocks\.0|conv1)\.block\.0\.weight$")
 _PARTS = ("diffusion_step_encoder", "down_modules", "mid_modules", "up_modules", "final_conv")
@@ -38,14 +36,6 @@ _SWITCHES = {
     "use_mid_condition": "mid_modules.",
     "use_up_condition": "up_modules.",
 }
-
-
-# Settings of layers that somebody may write to, and what reads them. Looked at in every call.
-_SETTINGS = {
-    nn.GroupNorm: operator.itemgetter("eps", "num_groups"),
-    (nn.Conv1d, nn.ConvTranspose1d): convolution_settings,
-}
-Trait = Callable[[dict], Any]
 
 
 class NotInFamily(ValueError):
@@ -196,47 +186,51 @@ class Network:
         arguments: those of :class:`dpa.nn.ConditionalUnet1D`.
         inputs: the names of the arguments of its forward, in order.
         slots: where each parameter lives: (module, name in it), by the original's names.
+        tracker: of its modules, as they were when it was recognised.
+        twin: dpa's network of these arguments, on the meta device.
         unconditioned: beginnings of the names of residual blocks that run without FiLM (DP3).
-        tree: what each module that holds others holds now, beside what it held.
-        leaves: what the others hold: nothing, unless a parametrization is registered later.
-        traits: what else is looked at: how, in the attributes of which layers, and what it was.
-        layers: every module inside.
 
     """
 
     arguments: dict[str, Any]
     inputs: tuple[str, ...]
     slots: dict[str, tuple[nn.Module, str]] = field(repr=False)
+    tracker: Tracker = field(repr=False)
+    twin: ConditionalUnet1D = field(repr=False)
     unconditioned: tuple[str, ...] = ()
-    tree: tuple[tuple[dict, dict], ...] = field(default=(), repr=False)
-    leaves: tuple[dict, ...] = field(default=(), repr=False)
-    traits: tuple[tuple[Trait, list[dict], list], ...] = field(default=(), repr=False)
-    layers: tuple[nn.Module, ...] = field(default=(), repr=False)
 
-    def altered(self) -> bool:
+    @property
+    def local_cond_dim(self) -> int | None:
+        """Width of the local conditioning; None of a network without it."""
+        return self.arguments.get("local_cond_dim")
+
+    def changed(self) -> bool:
         """Whether a module was added, removed, replaced or set up anew, or a parameter is gone."""
-        return (
-            any(self.leaves)
-            or any(now != then for now, then in self.tree)
-            or any(list(map(read, places)) != then for read, places, then in self.traits)
-            or any(map(operator.is_, map(dict.get, *self._homes), itertools.repeat(None)))
+        return not self.tracker.unchanged() or any(
+            module._parameters.get(name) is None for module, name in self.slots.values()
         )
 
-    @functools.cached_property
-    def _homes(self) -> tuple[list[dict], list[str]]:
-        """The dictionaries that hold the parameters, and the names in them."""
-        slots = self.slots.values()
-        return [module._parameters for module, _ in slots], [name for _, name in slots]
-
-    def altered_in_trace(self, module: nn.Module) -> bool:
+    def changed_in_trace(self, module: nn.Module) -> bool:
         """The same of ``module`` in what compilers trace; what they read here they watch."""
         layers = list(module.modules())[1:]
-        pairs = zip(layers, self.layers, strict=True)
+        pairs = zip(layers, list(self.tracker.modules.values())[1:], strict=True)
         return any(layer is not then or _is_odd(layer) for layer, then in pairs)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the module has now, by the original's names."""
         return {key: module._parameters[name] for key, (module, name) in self.slots.items()}
+
+    def layers(self) -> nn.Module | None:
+        """Return dpa's layers on the same parameters, whatever is put in the place of one later.
+
+        None where blocks are unconditioned, which dpa's are not.
+        """
+        if self.unconditioned:
+            return None
+        layers = copy.deepcopy(self.twin).eval()
+        for key, (module, _) in self.slots.items():
+            vars(layers.get_submodule(key.rpartition(".")[0]))["_parameters"] = module._parameters
+        return layers
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that give the original's network the mathematics of this one."""
@@ -271,12 +265,7 @@ def recognise(module: nn.Module) -> Network:
         raise NotInFamily(f"{type(module).__name__}'s parameters differ: {lines[0]}{more}")
     _check_layers(module, twin)
     off = switched_off({name: getattr(module, name, True) for name in _SWITCHES})
-    held = [part._modules for part in module.modules()]
-    tree = tuple((now, dict(now)) for now in held if now)
-    leaves = tuple(now for now in held if not now)
-    layers = tuple(module.modules())[1:]
-    inputs, traits = _forward_inputs(module), _traits(module)
-    return Network(arguments, inputs, slots, off, tree, leaves, traits, layers)
+    return Network(arguments, _forward_inputs(module), slots, Tracker(module), twin, off)
 
 
 def _is_odd(layer: nn.Module) -> bool:
@@ -290,16 +279,6 @@ def _is_odd(layer: nn.Module) -> bool:
         lengths = (layer.padding, layer.output_padding, layer.stride)
         return not usual or any(length < (0,) for length in lengths)
     return False
-
-
-def _traits(module: nn.Module) -> tuple[tuple[Trait, list[dict], list], ...]:
-    """Return what of the layers inside is looked at besides what they hold."""
-    layers = list(module.modules())[1:]  # the network's own forward is dpa's affair
-    # A forward of a layer's own is an attribute more.
-    looked: list[tuple[Trait, list[dict]]] = [(len, [vars(m) for m in layers])]
-    for kinds, read in _SETTINGS.items():
-        looked.append((read, [vars(m) for m in layers if isinstance(m, kinds)]))
-    return tuple((read, places, list(map(read, places))) for read, places in looked)
 
 
 def _check_layers(module: nn.Module, twin: nn.Module) -> None:
@@ -331,3 +310,18 @@ def _forward_inputs(module: nn.Module) -> tuple[str, ...]:
             f"global_cond) or a part of it, got ({', '.join(names)})"
         )
     return names
+
+
+def run_network(run: Callable[[], Tensor], weight: Tensor) -> Tensor:
+    """Run a network, under autocast where 16-bit weights meet its float32 position embedding.
+
+    The originals compute that embedding in float32 whatever the weights are, so in ``.half()`` and
+    ``.bfloat16()`` they stop with an error of dtypes unless the caller is in autocast.
+    """
+    try:
+        return run()
+    except RuntimeError as error:
+        if weight.dtype not in (torch.float16, torch.bfloat16) or "dtype" not in str(error):
+            raise
+    with torch.autocast(weight.device.type, weight.dtype):
+        return run()

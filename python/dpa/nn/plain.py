@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
+from dpa.tracking.tracker import HOOKS_OF_ALL, Tracker
+
 _KINDS = frozenset({nn.Parameter, type(None)})
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
-_has_its_own = operator.methodcaller("__contains__", "forward")
-# Of the attributes of a convolution.
-convolution_settings = operator.itemgetter(
-    "padding_mode", "padding", "stride", "dilation", "groups", "output_padding"
-)
 
 
 class PlainLayers:
     """The layers inside a module, whose parameters an op takes without calling them.
 
-    Asked at every call of the module, so a look is made of dictionary lookups alone: it costs
-    microseconds, where walking through the module's attributes costs tens.
-
     Args:
-        types: the class that each layer must have, by its path inside the module.
+        types: the classes that each layer may have, by its path inside the module.
         parameters: paths of the parameters, in the op's order; a layer without one gives None.
 
     """
@@ -41,10 +31,9 @@ class PlainLayers:
     def of(self, module: nn.Module) -> list[Tensor | None] | None:
         """Return the parameters, or None where a layer is replaced, changed, hooked, or sharded."""
         found = self._found.get(module)
-        if found is None or not found.still_there():
+        if found is None or not found.tracker.unchanged():
             found = self._found[module] = FoundLayers(module, self._types, self._parameters)
-        usual = found.keeps_length and found.has_one_kind_of_norm()
-        return found.parameters() if usual else None
+        return found.parameters() if found.keep_length and found.one_kind_of_norm else None
 
     def traced(self, module: nn.Module) -> list[Tensor | None] | None:
         """The same in what compilers can trace, where looking costs nothing at run time."""
@@ -76,7 +65,7 @@ def is_changed(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv1d) and not _keeps_length(layer)
 
 
-def _keeps_length(conv: nn.Conv1d) -> bool:
+def _keeps_length(conv: nn.Module) -> bool:
     """Whether a convolution is an ordinary one, with half its kernel of zeros at both ends."""
     return (
         conv.padding_mode == "zeros"
@@ -86,67 +75,44 @@ def _keeps_length(conv: nn.Conv1d) -> bool:
     )
 
 
-def _inside(root: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return root.get_submodule(path)
-    except AttributeError:
-        return None
-
-
 class FoundLayers:
-    """One module's layers and where their parameters lie, for looks by dictionary alone.
+    """One module's layers as they were found, and where their parameters lie.
 
     Attributes:
-        keeps_length: whether all convolutions are ordinary ones that keep the length.
+        tracker: of the layers.
+        plain: whether each has a class that it may have, no forward of its own, and no others
+            inside.
+        keep_length: whether all convolutions are ordinary ones that keep the length.
+        one_kind_of_norm: whether all norms have one ``eps`` and one number of groups.
 
     """
 
-    keeps_length = False
-
-    def __init__(self, root, types, parameters):
-        modules = {path: _inside(root, path) for path in types}
-        self._plain = all(type(modules[path]) in types[path] for path in types)
-        self._modules = list(modules.values())
-        self._classes = list(map(type, self._modules))
-        if not self._plain:
-            return
-        self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
-        self._hooks += HOOKS_OF_ALL
-        self._own = [vars(module) for module in self._modules]
-        convs = [m for m in self._modules if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))]
-        self._convs = [vars(conv) for conv in convs]
-        self._settings = list(map(convolution_settings, self._convs))
-        self.keeps_length = all(map(_keeps_length, convs))
-        self._norms = [vars(m) for m in self._modules if isinstance(m, nn.GroupNorm)]
-        parents = [path.rpartition(".")[::2] for path in types]
-        holders = [(vars(modules[p])["_modules"], sum(q == p for q, _ in parents)) for p in types]
-        self._holders = [(c, count) for c, count in holders if count > 0 or len(c) > 0]
-        self._places = [(root.get_submodule(parent)._modules, name) for parent, name in parents]
-        self._slots = [(modules[path]._parameters, name) for path, name in parameters]
-
-    def still_there(self) -> bool:
-        """Whether nothing has been replaced; what is not plain is looked for again."""
-        if not self._plain:
-            return False
-        there = [children.get(name) for children, name in self._places]
-        return there == self._modules and list(map(type, there)) == self._classes
+    def __init__(
+        self,
+        root: nn.Module,
+        types: Mapping[str, tuple[type, ...]],
+        parameters: Sequence[tuple[str, str]],
+    ):
+        self.tracker = Tracker(root, types)
+        layers = self.tracker.modules
+        parents = [path.rpartition(".")[0] for path in types]
+        self.plain = all(
+            type(layer) in types[path]
+            and "forward" not in vars(layer)
+            and len(layer._modules) == parents.count(path)
+            for path, layer in layers.items()
+        )
+        found = list(layers.values())
+        convs = [m for m in found if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))]
+        self.keep_length = self.plain and all(map(_keeps_length, convs))
+        norms = {(m.eps, m.num_groups) for m in found if isinstance(m, nn.GroupNorm)}
+        self.one_kind_of_norm = len(norms) <= 1
+        if self.plain:
+            self._slots = [(layers[path]._parameters, name) for path, name in parameters]
 
     def parameters(self) -> list[Tensor | None] | None:
         """Return the parameters, or None where a layer is changed, hooked, or sharded."""
-        if not self._plain or any(self._hooks) or any(map(_has_its_own, self._own)):
+        if not self.plain or self.tracker.hooked():
             return None
-        if list(map(convolution_settings, self._convs)) != self._settings:
-            return None
-        for children, count in self._holders:
-            if len(children) != count:
-                return None
         found = [layer.get(name) for layer, name in self._slots]
         return found if _KINDS.issuperset(map(type, found)) else None
-
-    def has_one_kind_of_norm(self) -> bool:
-        """Whether all have the first one's eps and number of groups, for an op that has one."""
-        for norm in getattr(self, "_norms", ()):
-            first = self._norms[0]
-            if norm["eps"] != first["eps"] or norm["num_groups"] != first["num_groups"]:
-                return False
-        return True

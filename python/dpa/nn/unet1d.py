@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpa.nn import inference
 from dpa.nn.blocks1d import (
     WEIGHT_AND_BIAS,
     ConditionalResidualBlock1D,
@@ -34,6 +35,7 @@ from dpa.nn.plain import PlainLayers, is_changed
 # The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
 _CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
 _HALVES = (torch.float16, torch.bfloat16)
+_MAX_LEVELS = 5  # of the network as one op
 
 
 def channels_last(sample: Tensor, weight: Tensor) -> bool:
@@ -162,6 +164,11 @@ class ConditionalUnet1D(nn.Module):
         self.global_cond_dim = global_cond_dim or 0
         self.film_parts = 2 if cond_predict_scale else 1
         self.horizon_multiple = 2 ** (len(dims) - 1)
+        # As the ops on packed weights take it.
+        self._config = [
+            *(input_dim, kernel_size, n_groups, embed_dim, self.global_cond_dim),
+            *(int(cond_predict_scale), *dims),
+        ]
         cond_dim = embed_dim + self.global_cond_dim
 
         def residual(dim_in: int, dim_out: int) -> ConditionalResidualBlock1D:
@@ -325,10 +332,30 @@ class ConditionalUnet1D(nn.Module):
             return None
         if local_cond is not None or type(sample) is not Tensor or torch.jit.is_tracing():
             return None
-        from dpa.packed import kept
-
+        dims = self._config[6:]
+        if self.local_cond_dim or len(dims) > _MAX_LEVELS or any(dim % 8 != 0 for dim in dims):
+            return None
         half = sample.dtype if sample.dtype in _HALVES else torch.get_autocast_dtype("cuda")
-        return kept.forward(self, sample, self._steps(sample, timestep), global_cond, half)
+        steps = self._steps(sample, timestep)
+        return inference.forward(
+            self, self._as_made, self._config, sample, steps, global_cond, half
+        )
+
+    @torch.jit.unused
+    def _as_made(self) -> nn.Module:
+        """Return what the constructor made, on the meta device: shapes and settings, no memory."""
+        input_dim, kernel_size, n_groups, embed_dim, cond_dim, scale, *dims = self._config
+        with torch.device("meta"):
+            return ConditionalUnet1D(
+                input_dim,
+                None,
+                cond_dim or None,
+                embed_dim,
+                dims,
+                kernel_size,
+                n_groups,
+                bool(scale),
+            )
 
     def _embed(self, sample: Tensor, timestep: Tensor | float | int, fast: bool) -> Tensor:
         """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""

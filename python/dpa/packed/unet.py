@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpa.nn.family import Network, recognise
+from dpa.tracking import WeightTracker
 
-_version = operator.attrgetter("_version")
 _MAX_LEVELS, _MAX_SIZE = 5, 65536  # of what the ops run
 _memories = itertools.count(1)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -42,15 +39,11 @@ def unet_config(unet: nn.Module) -> list[int]:
             a size above 65536.
 
     """
-    return _config(recognise(unet))
+    return config_of(recognise(unet))
 
 
-def _bits(values: Tensor) -> Tensor:
-    """The values as integers, among which a NaN equals itself."""
-    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
-
-
-def _config(network: Network) -> list[int]:
+def config_of(network: Network) -> list[int]:
+    """The same of a network that was recognised already."""
     arguments = network.arguments
     if arguments.get("local_cond_dim") is not None:
         raise ValueError("unet must have no local conditioning to be packed, got one that has")
@@ -75,9 +68,8 @@ class PackedUnet:
     """A U-Net on packed weights: one op a forward pass, one op a whole denoising loop.
 
     The weights are packed at the first call, and again when a parameter was replaced or changed in
-    place. One through ``parameter.data`` leaves no trace, nor does one of a parameter that was made
-    in inference mode: call :meth:`follow` or :meth:`repack`.
-    No gradient flows through any of it.
+    place, by its version. :meth:`follow` also looks at values, for writes that leave no other trace
+    (:class:`dpa.tracking.WeightTracker`). No gradient flows through any of it.
 
     Args:
         unet: the original's ``ConditionalUnet1D``, LeRobot's or dpa's, without local conditioning,
@@ -95,16 +87,24 @@ class PackedUnet:
 
     """
 
-    def __init__(self, unet: nn.Module, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        unet: nn.Module,
+        dtype: torch.dtype = torch.float32,
+        *,
+        weights: str = "tracked",
+        network: Network | None = None,
+    ):
         if dtype not in _DTYPES:
             raise ValueError(
                 f"dtype must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}"
             )
         self.unet = unet
         self.dtype = dtype
-        self._start()
+        self._mode = weights
+        self._start(network)
 
-    def _start(self) -> None:
+    def _start(self, network: Network | None = None) -> None:
         self._packed: Tensor | None = None
         self.generation = 0
         self._films = WeakTensorKeyDictionary()  # the timesteps of each that step_film made
@@ -112,67 +112,59 @@ class PackedUnet:
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
         self._readers: set[torch.cuda.Stream] = set()
-        self._seen: tuple[list[int], list[int]] = ([], [])
-        self._elements: list[Tensor] = []
-        self._values: Tensor | None = None
-        self._answer = torch.zeros((), dtype=torch.bool, device="cpu")
-        self._looked = 0.0
-        self.places = 0
         self.lock = threading.RLock()
-        self._read()
+        self._read(network)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again from the network: a copy has its own."""
-        return {"unet": self.unet, "dtype": self.dtype}
+        return {"unet": self.unet, "dtype": self.dtype, "_mode": self._mode}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
 
-    def _read(self) -> None:
-        self.network = recognise(self.unet)
-        self.config = _config(self.network)
+    def _read(self, network: Network | None = None) -> None:
+        self.network = network or recognise(self.unet)
+        self.config = config_of(self.network)
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
-        slots = self.network.slots.values()
-        self._homes = [module._parameters for module, _ in slots], [name for _, name in slots]
-        # Whether changes in place leave a trace: none do of those made in inference mode.
-        self.traces = bool(self._versions()[1])
+        self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
 
     def repack(self) -> Tensor:
-        """Pack the weights as they are now, in the same memory as before where there is one.
+        """Pack the weights as they are now, on a GPU in the same memory where there is one.
 
         A captured graph that reads the packed weights therefore follows. ``generation`` is another
         number, of no other network, where there was no such memory. Other streams read what is
-        there before it is written over, and wait for what is written.
+        there before it is written over, and wait for what is written. On the CPU the memory is new:
+        threads that read the last one go on doing so.
 
         Raises:
             ValueError: modules were replaced, and the network can no longer be packed.
 
         """
-        if self.network.altered():
-            self._read()
-            self._packed = None  # of another size, perhaps
-        packed = self._pack()
-        self._wait_for_readers()
-        with torch.inference_mode(False), torch.no_grad():
-            if self._packed is not None and self._packed.device == packed.device:
-                self._packed.copy_(packed)
-            else:
-                self._packed, self.generation = packed, next(_memories)
-                self._films.clear()
-            for film, timesteps in self._films.items():
-                film.copy_(self._step_film(timesteps))
-            # Views: they show what is written through parameter.data as well.
-            found = [p.detach() for p in self.network.parameters().values()]
-            self._remember([p[tuple(size // 2 for size in p.shape)].view(1) for p in found])
-        self._seen = self._versions()
-        self.traces = bool(self._seen[1])
-        self._stream = None
-        if self._packed.is_cuda:
-            self._stream = torch.cuda.current_stream(self._packed.device)
-            self._packed.record_stream(self._stream)
-            self._ready = self._stream.record_event()
-        return self._packed
+        with self.lock:
+            if self.network.changed():
+                self._read()
+                self._packed = None  # of another size, perhaps
+            self.weights.remember()  # first: a write while this packs counts as one that came later
+            packed = self._pack()
+            self._wait_for_readers()
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._packed
+                if packed.is_cuda and kept is not None and kept.device == packed.device:
+                    kept.copy_(packed)
+                    for film, timesteps in self._films.items():
+                        film.copy_(self._step_film(timesteps))
+                else:
+                    if kept is None or packed.is_cuda:
+                        self.generation = next(_memories)
+                    self._packed = packed
+                    self._films.clear()
+            self._stream = None
+            if packed.is_cuda:
+                self._stream = torch.cuda.current_stream(packed.device)
+                self._packed.record_stream(self._stream)
+                self._ready = self._stream.record_event()
+            return self._packed
 
     def _pack(self) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -205,78 +197,26 @@ class PackedUnet:
     def _step_film(self, timesteps: Tensor) -> Tensor:
         return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
 
-    def _remember(self, elements: list[Tensor]) -> None:
-        """Keep the elements and their values, in the memory that captured graphs read."""
-        values, kept = _bits(torch.cat(elements)), self._values
-        if kept is not None and list(map(Tensor.data_ptr, elements)) == self._addresses:
-            kept.copy_(values)
-            return
-        self._elements, self._values = elements, values
-        self._addresses = list(map(Tensor.data_ptr, elements))
-        with torch.device("cpu"):
-            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=values.is_cuda)
-        self.places += 1
+    def stale(self) -> bool:
+        """Whether modules changed, or weights lie elsewhere or were written, by their versions."""
+        return self._packed is None or self.network.changed() or self.weights.changed()
 
-    def follow(self, every: float = 0.0) -> None:
-        """Repack if the network's weights changed, even through ``parameter.data``.
+    def follow(self) -> None:
+        """Repack if the weights changed, by their values too.
 
-        That leaves no trace but the values, of which one a parameter is compared: it waits for the
-        device, and nothing is looked at inside a capture of a CUDA graph, nor ``every`` so many
-        seconds more than once.
+        That waits for the device; inside a capture of a CUDA graph nothing is looked at.
         """
-        now = time.monotonic()
-        if self._packed is None or now - self._looked < every:
+        if self._packed is None:
             return
-        self._looked = now
         if self._packed.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        if self.stale() or bool(self._differ()):
-            self.repack()
+        with self.lock:
+            if self.stale() or (self.weights.mode != "frozen" and bool(self.weights.differ())):
+                self.repack()
 
-    def _differ(self) -> Tensor:
-        """Whether the values that :meth:`follow` compares are others now."""
-        return (_bits(torch.cat(self._elements)) != self._values).any()
-
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        """On a GPU, compare what :meth:`follow` compares beside the kernels launched inside.
-
-        May be captured, for as long as ``places`` is the same. :meth:`differed` has the answer.
-        """
-        main = torch.cuda.current_stream(self._elements[0].device)
-        beside = torch.cuda.Stream(main.device)
-        beside.wait_stream(main)
-        with torch.cuda.stream(beside):
-            self._answer.copy_(self._differ(), non_blocking=True)
-        yield
-        main.wait_stream(beside)
-
-    def differed(self) -> bool:
-        """Wait for the current stream, and return the answer of the last :meth:`looking`.
-
-        Calls that share this object and run in several threads hold ``lock`` from one to the other.
-        """
-        torch.cuda.current_stream(self._elements[0].device).synchronize()
-        return bool(self._answer)
-
-    @property
-    def placement(self) -> tuple[torch.device, torch.dtype]:
-        """Device and dtype of the network, by one of its parameters."""
-        first = self._homes[0][0][self._homes[1][0]]
-        assert first is not None
-        return first.device, first.dtype
-
-    def _versions(self) -> tuple[list[int], list[int]]:
-        found = list(map(operator.getitem, *self._homes))
-        try:
-            versions = list(map(_version, found))
-        except RuntimeError:  # tensors made in inference mode count no versions
-            versions = []
-        return list(map(Tensor.data_ptr, found)), versions
-
-    def stale(self) -> bool:
-        """Whether the network's weights have changed since they were packed."""
-        return self._packed is None or self.network.altered() or self._versions() != self._seen
+    def comparing(self) -> AbstractContextManager[None]:
+        """Compare values beside what is launched inside (:meth:`WeightTracker.comparing`)."""
+        return self.weights.comparing()
 
     def memory(self, device: torch.device) -> Tensor:
         """Return the packed weights as they are, packing only where there are none there yet."""
@@ -295,7 +235,7 @@ class PackedUnet:
             return self._packed
         if not self.stale():
             return self._readable()
-        on_gpu = self.placement[0].type == "cuda"
+        on_gpu = self.weights.placement[0].type == "cuda"
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         return self._pack() if capturing else self.repack()
 
@@ -312,6 +252,15 @@ class PackedUnet:
         return torch.ops.dpa.unet1d(
             sample, steps, global_cond, self.packed, self.config, self.dtype
         )
+
+    def run(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
+        """One forward pass of float32 tensors, once the weights were looked at by value too."""
+        # On a GPU packed weights are written over, so no other thread may pack before the launch.
+        with self.lock if sample.is_cuda else nullcontext():
+            self.follow()
+            return torch.ops.dpa.unet1d(
+                sample, timesteps, global_cond, self.packed, self.config, self.dtype
+            )
 
     def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:
         """FiLM's parameters of one observation at many timesteps, on a GPU: what no step changes.
@@ -361,8 +310,8 @@ class PackedUnet:
         *,
         global_cond: Tensor | None = None,
         noise: Tensor | None = None,
-        known: Tensor | None = None,
-        known_mask: Tensor | None = None,
+        condition_data: Tensor | None = None,
+        condition_mask: Tensor | None = None,
         step_film: Tensor | None = None,
     ) -> Tensor:
         """Run the whole loop: S steps of the network and of :func:`dpa.ops.scheduler_step`.
@@ -374,8 +323,9 @@ class PackedUnet:
             clip: the limit of x0.
             global_cond: (B, Dg).
             noise: (S, B, T, Da), or None where no step adds any.
-            known: (B, T, Da), imposed where ``known_mask`` before every step and after the last.
-            known_mask: bool, (B, T, Da).
+            condition_data: (B, T, Da); holds where ``condition_mask`` does, before every step and
+                after the last (inpainting).
+            condition_mask: bool, (B, T, Da).
             step_film: :meth:`step_film` of the timesteps, on a GPU; None computes it.
 
         Returns:
@@ -383,7 +333,7 @@ class PackedUnet:
 
         """
         weights = (self.packed, self.config, self.dtype)
-        rest = (coefficients, clip, noise, known, known_mask)
+        rest = (coefficients, clip, noise, condition_data, condition_mask)
         if step_film is not None:
             op = torch.ops.dpa.diffusion_sample_on_film
             return op(initial, step_film, global_cond, *weights, *rest)

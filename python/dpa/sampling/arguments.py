@@ -9,24 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dpa.schedulers.tables import Generators
-
 Given = Mapping[str, Tensor | None]
 
 
 def fail(argument: str, rule: str, got: Any) -> NoReturn:
     """Raise what an argument must do, and what was received."""
     raise ValueError(f"DiffusionSampler: {argument} must {rule}, got {got}")
-
-
-def kind_of(given: Given, batch_size: int | None, generator: Generators) -> tuple[Any, ...] | None:
-    """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        return None
-    if not all(v is None or isinstance(v, Tensor) for v in given.values()):
-        return None
-    tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
-    return (*tensors, batch_size, None if generator is None else generator.device)
 
 
 def check_count(name: str, value: Any, least: int) -> int:
@@ -117,7 +105,7 @@ def shape_of(
     return shape
 
 
-def inpainting(given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
+def condition_of(given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return ``condition_data`` of that dtype and ``condition_mask``, or nothing."""
     data, mask = given["condition_data"], given["condition_mask"]
     if (data is None) != (mask is None):

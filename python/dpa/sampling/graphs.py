@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dpa.library.capture import capturing, leaving_failed
-from dpa.sampling.rng import Drawing
+from dpa.packed.unet import PackedUnet
+from dpa.sampling.rng import Drawing, Draws
+from dpa.schedulers.tables import Generators
 
 Inputs = dict[str, Tensor]
+Given = Mapping[str, Tensor | None]
 # Asked for before a capture, and given back: more than a loop of the published networks takes.
 _ROOM = 64 << 20
 _DEFAULT = 0  # the default stream's address
@@ -39,6 +43,61 @@ def attempt(
     except RuntimeError as error:
         refused[key] = str(error).partition("\n")[0]
     return None
+
+
+@dataclass(frozen=True)
+class CapturedLoop:
+    """Calls of one kind, whose loop is in a graph: what they share was looked up and checked once.
+
+    Attributes:
+        packed: the network.
+        graphs: captured so far.
+        kind: of the calls; with the packed weights' place the key of a graph.
+        draws: what the loop draws.
+        make_body: makes the loop, where it has to be captured anew.
+
+    """
+
+    packed: PackedUnet
+    graphs: LoopGraphs
+    kind: Hashable
+    draws: Draws
+    make_body: Callable[[], Body]
+
+    def __call__(self, given: Given, generator: Generators) -> Tensor:
+        """Return the actions; weights that changed since they were packed cost a second run."""
+        draws, packed = self.draws, self.packed
+        draw = None if draws.rows is None else Drawing(draws, generator)
+        inputs = expanded(given, draws.shape)
+
+        def replay() -> Tensor:
+            packed.memory(draws.device)
+            key = (self.kind, packed.generation, packed.weights.layouts)
+            return self.graphs.run(key, draws.device, inputs, draw, self.make_body)
+
+        with packed.lock:
+            result = replay()
+            # Checked while the GPU works already.
+            if packed.stale() or (packed.weights.mode != "frozen" and packed.weights.differed()):
+                packed.repack()
+                if draw is not None and draw.back is not None:
+                    draw.back()
+                result = replay()
+        return result
+
+
+def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
+    """The tensors that there are, every one of the call's batch, without gradient."""
+    found = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if value.requires_grad:
+            value = value.detach()
+        if value.shape[0] != shape[0]:
+            value = value.expand(shape[0], *value.shape[1:])
+        found[name] = value
+    return found
 
 
 class LoopGraphs:

@@ -23,9 +23,9 @@ class Predict(Protocol):
     """The network: :class:`dpa.fused.Window` and :class:`dpa.stepwise.Window`."""
 
     def begin(self, inputs: Inputs, timesteps: Tensor) -> Tensor:
-        """Return what the network is told of each of the timesteps, a row each, (N, R)."""
+        """Return the step conditioning of each of the timesteps, a row each, (N, R)."""
 
-    def __call__(self, inputs: Inputs, sample: Tensor, told: Tensor) -> Tensor:
+    def __call__(self, inputs: Inputs, sample: Tensor, conditioning: Tensor) -> Tensor:
         """Predict for samples (N * B, T, Da) at timesteps of which these are the rows, (N, R)."""
 
 
@@ -78,7 +78,7 @@ class ParallelReport:
 class Sweeps:
     r"""All states of the loop ``x[i + 1] = f_i(x[i])``, and sweeps over a window of them.
 
-    A sweep evaluates every ``f_i`` of the window at the states known so far. What that moves a
+    A sweep evaluates every ``f_i`` of the window at the latest states. What that moves a
     state by is carried on to the states after it with ``A_i``, the slope of ``f_i`` where its
     prediction of x0 stays as it is::
 
@@ -130,16 +130,16 @@ class Sweeps:
         self._mean = max(1, sample[0].numel()) ** -0.5 if self.batch else 1.0
         self._position = torch.zeros((), dtype=torch.int64, device=sample.device)
         self._residual = sample.new_zeros(())
-        self._told = sample.new_empty(0)
+        self._conditioning = sample.new_empty(0)
 
     def begin(self) -> None:
         """Go back to the noise; the states after it begin as where a prediction of 0 leads to."""
         self._position.zero_()
         self._residual.zero_()
-        self._told = self.predict.begin(self.inputs, self._timesteps)
+        self._conditioning = self.predict.begin(self.inputs, self._timesteps)
         if self._noise is not None:
             self._noise[: self.steps].copy_(self.inputs["step_noise"])
-        sample = self._impose(self.inputs["sample"])
+        sample = self._apply_condition(self.inputs["sample"])
         self._states.copy_(sample.expand_as(self._states))
         rows = self._ahead[: self.window]
         gained = self._step(rows, self._still, self._still)
@@ -172,15 +172,17 @@ class Sweeps:
 
     def sweep(self) -> None:
         """Evaluate the window once, and move it on."""
-        told = self._told
-        plain = {self._states.dtype, told.dtype} == {torch.float32}
-        if told.is_cuda and plain and self.window <= _LARGEST_WINDOW:
+        conditioning = self._conditioning
+        plain = {self._states.dtype, conditioning.dtype} == {torch.float32}
+        if conditioning.is_cuda and plain and self.window <= _LARGEST_WINDOW:
             self._sweep_on_gpu()
             return
         rows, size = self._position + self._ahead, self.window
         window, following = rows[:size], rows + 1
         before = self._states[window]
-        output = self.predict(self.inputs, before.flatten(0, 1), told[window]).view_as(before)
+        output = self.predict(self.inputs, before.flatten(0, 1), conditioning[window]).view_as(
+            before
+        )
         r0, r1, inverse, slope = self._columns[rows].unbind(1)
         # The output that a state of 0 has in the steps ahead if the last x0 stays.
         x0 = torch.addcmul(r1[size - 1] * output[-1], r0[size - 1], before[-1])
@@ -204,11 +206,11 @@ class Sweeps:
 
     def _sweep_on_gpu(self) -> None:
         """The same in two launches beside the network's: small kernels would take as long as it."""
-        samples, told = torch.ops.dpa.parallel_window(
-            self._states, self._told, self._position, self.window
+        samples, conditioning = torch.ops.dpa.parallel_window(
+            self._states, self._conditioning, self._position, self.window
         )
-        output = self.predict(self.inputs, samples.flatten(0, 1), told).view_as(samples)
-        known, mask = (self.inputs.get(f"condition_{name}") for name in ("data", "mask"))
+        output = self.predict(self.inputs, samples.flatten(0, 1), conditioning).view_as(samples)
+        data, mask = (self.inputs.get(f"condition_{name}") for name in ("data", "mask"))
         torch.ops.dpa.parallel_move_(
             self._states,
             self._position,
@@ -216,7 +218,7 @@ class Sweeps:
             output,
             self._coefficients,
             self._noise,
-            None if known is None else known.expand_as(samples[0]),
+            None if data is None else data.expand_as(samples[0]),
             None if mask is None else mask.expand_as(samples[0]),
             self.steps,
             self.clip,
@@ -243,9 +245,9 @@ class Sweeps:
         """States ``x[j + 1] = A_j x[j] + gained[j]``, from an x of 0 on."""
         carried = self._carried[rows[:, None], rows, None]
         # Not a matrix product: that may round to TF32.
-        return self._impose((carried * gained.flatten(1)).sum(1).view_as(gained))
+        return self._apply_condition((carried * gained.flatten(1)).sum(1).view_as(gained))
 
-    def _impose(self, states: Tensor) -> Tensor:
+    def _apply_condition(self, states: Tensor) -> Tensor:
         mask = self.inputs.get("condition_mask")
         return states if mask is None else torch.where(mask, self.inputs["condition_data"], states)
 

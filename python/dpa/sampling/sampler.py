@@ -13,23 +13,22 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet
-from dpa.sampling import fused_loop as fused
-from dpa.sampling import stepwise_loop as stepwise
+from dpa.sampling import fused_loop, stepwise_loop
 from dpa.sampling.arguments import (
     check_dtype,
     check_generator,
+    condition_of,
     fail,
-    inpainting,
-    kind_of,
     last_width,
     placement,
     shape_of,
 )
-from dpa.sampling.graphs import LoopGraphs
+from dpa.sampling.graphs import CapturedLoop, Given, LoopGraphs
 from dpa.sampling.parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
 from dpa.sampling.rng import Draws, draw_normal
 from dpa.schedulers.conversion import LiveSteps, MultistepTable, StepTable, from_diffusers
 from dpa.schedulers.tables import Generators
+from dpa.tracking.weights import MODES
 
 Steps = StepTable | LiveSteps
 
@@ -77,10 +76,11 @@ class DiffusionSampler:
         cuda_graph: on a GPU, capture the fused loop into a CUDA graph at the first call of each
             shape, and replay it from then on. Eight are kept. Inside a capture of the caller's the
             kernels go into that one.
-        watch: with ``fused``, notice weights written through ``parameter.data`` too, as diffusers'
-            ``EMAModel.copy_to`` writes them: one value of each parameter is compared in each call,
-            on a GPU while the loop runs. Parameters that were made in inference mode, where changes
-            in place leave no trace either, are compared in any case.
+        weights: with ``fused``, how changed weights are noticed. "tracked": at every call, by where
+            parameters lie, their versions and samples of their values, on a GPU while the loop
+            runs; :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked"
+            compares a checksum of every element besides. "frozen" promises that nothing is written.
+        watch: what ``weights`` was before: True is "tracked".
         noise_dtype: what random numbers are drawn in; None is the sample's dtype, as in diffusers
             where the network is float32. A 16-bit network's own loop draws 16-bit numbers.
         parallel: evaluate a window of timesteps at once, in sweeps, until they no longer move
@@ -106,12 +106,21 @@ class DiffusionSampler:
         fused: bool = False,
         fallback: bool = False,
         cuda_graph: bool = True,
-        watch: bool = False,
+        weights: str = "tracked",
+        watch: bool | None = None,
         noise_dtype: torch.dtype | None = None,
         parallel: Parallel | None = None,
     ):
         if not callable(unet):
             fail("unet", "be a network, or a function like one", type(unet))
+        if weights not in MODES:
+            fail("weights", f"be one of {', '.join(MODES)}", repr(weights))
+        if watch is not None:
+            warnings.warn(
+                'DiffusionSampler: watch is weights="tracked" now, the default',
+                DeprecationWarning,
+                stacklevel=2,
+            )
         check_dtype("dtype", dtype)
         check_dtype("noise_dtype", noise_dtype)
         if parallel is not None and not isinstance(parallel, Parallel):
@@ -132,13 +141,13 @@ class DiffusionSampler:
         self.fused = fused
         self.fallback = fallback
         self.cuda_graph = cuda_graph
-        self.watch = watch
+        self.weights = weights
         self.noise_dtype = noise_dtype
         self.parallel = parallel
         self.last_parallel: ParallelReport | None = None
-        self._packed: PackedUnet | None = None
+        self.packed: PackedUnet | None = None
         # What the last call came to, for others of its kind: they need not look all of it up again.
-        self._again: tuple[Any, Any, fused.Captured] | None = None
+        self._again: tuple[Any, Any, CapturedLoop] | None = None
         self._graphs = LoopGraphs()
         self._sweeps = SweepGraphs()
         self._width: tuple[Any, int | None] = (None, None)
@@ -147,13 +156,13 @@ class DiffusionSampler:
         self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
         self._scheduler = copy.deepcopy(scheduler)
         self._tables: dict[Any, Steps] = {}
-        self._copy: stepwise.Copy | None = None
+        self._copy: stepwise_loop.Copy | None = None
         self.num_inference_steps = num_inference_steps
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the next call looks everything up."""
         super().__setattr__(name, value)
-        if not name.startswith("_"):
+        if not name.startswith("_") and name != "packed":
             self._again = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,7 +227,7 @@ class DiffusionSampler:
         Args:
             global_cond: (B, Dg), in any floating dtype.
             local_cond: (B, T, Dl), in any floating dtype.
-            condition_data: (B, T, Da); its values where the mask is true are imposed before every
+            condition_data: (B, T, Da); its values where the mask is true are inpainted before every
                 call of the network and once after the loop (inpainting).
             condition_mask: bool, (B, T, Da); given with ``condition_data`` or not at all.
             noise: (B, T, Da) to start from, instead of a draw.
@@ -246,9 +255,8 @@ class DiffusionSampler:
         again = self._again  # read once: another thread's call may replace it
         if not torch.compiler.is_compiling() and again is not None:
             kind, placed, call = again
-            same = kind_of(given, batch_size, generator) == kind
-            same = same and (call.watch or call.packed.traces)
-            if same and call.packed.placement == placed and can_capture(placed[0]):
+            same = _kind_of(given, batch_size, generator) == kind
+            if same and call.packed.weights.placement == placed and can_capture(placed[0]):
                 return call(given, generator)
         return self._sample(given, batch_size, generator)
 
@@ -267,19 +275,18 @@ class DiffusionSampler:
         check_generator(generator, shape[0])
         wide = torch.promote_types(weights_dtype, torch.float32)
         drawn = self.noise_dtype or wide
-        imposed = inpainting(given, wide)
+        condition = condition_of(given, wide)
         table = self._table(device, wide, self._steps)
         packed = self._packed_for(table, device, weights_dtype, given["local_cond"])
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            watch = self.watch or not packed.traces
-            options = {"drawn": drawn, "capture": self.cuda_graph, "watch": watch}
-            result, call = fused.run(
+            options = {"drawn": drawn, "capture": self.cuda_graph}
+            result, call = fused_loop.run(
                 packed, self._graphs, table, shape, given, generator, **options
             )
-            kind = kind_of(given, batch_size, generator)
+            kind = _kind_of(given, batch_size, generator)
             known = call is not None and kind is not None and result.dtype == wide
-            self._again = (kind, packed.placement, call) if known else None
+            self._again = (kind, packed.weights.placement, call) if known else None
             return result.to(wide)
 
         conditions = {
@@ -294,7 +301,7 @@ class DiffusionSampler:
             numbers = draws(generator).to(wide)
             if noise is None:
                 noise, numbers = numbers[0], numbers[1:]
-            inputs = {"sample": noise.to(wide).expand(shape), **conditions, **imposed}
+            inputs = {"sample": noise.to(wide).expand(shape), **conditions, **condition}
             if len(numbers):
                 inputs["step_noise"] = numbers
             return self._run_parallel(table, inputs, packed, weights_dtype)
@@ -303,8 +310,8 @@ class DiffusionSampler:
             return draw_normal(shape, generator, device, drawn).to(wide)
 
         sample = (draw() if noise is None else noise.to(wide)).expand(shape)
-        predict = stepwise.Prediction(*self._network(device, weights_dtype), conditions)
-        return stepwise.loop(sample, table, predict, draw, imposed, generator)
+        predict = stepwise_loop.Prediction(*self._network(device, weights_dtype), conditions)
+        return stepwise_loop.loop(sample, table, predict, draw, condition, generator)
 
     def _packed_for(
         self,
@@ -318,13 +325,14 @@ class DiffusionSampler:
             return None
         unet = getattr(self.unet, "_orig_mod", self.unet)  # inside torch.compile's wrapper
         try:
-            if (reason := fused.refusal(unet, table, device, local_cond)) is not None:
+            if (reason := fused_loop.refusal(unet, table, device, local_cond)) is not None:
                 fail("fused", *reason)
             dtype = self.dtype or weights_dtype
-            kept = self._packed
-            if kept is None or kept.unet is not unet or kept.dtype != dtype:
-                self._packed = PackedUnet(unet, dtype)
-            return self._packed
+            kept = self.packed
+            made_of = None if kept is None else (kept.unet, kept.dtype, kept.weights.mode)
+            if made_of is None or made_of[0] is not unet or made_of[1:] != (dtype, self.weights):
+                self.packed = PackedUnet(unet, dtype, weights=self.weights)
+            return self.packed
         except ValueError as error:
             if not self.fallback:
                 raise
@@ -356,12 +364,13 @@ class DiffusionSampler:
         predict: Predict
         if packed is None:
             unet, unet_dtype = self._network(device, weights_dtype)
-            predict = stepwise.Window(unet, unet_dtype)
+            predict = stepwise_loop.Window(unet, unet_dtype)
         else:
-            if self.watch or not packed.traces:
-                packed.follow()
+            packed.follow()
             memory = packed.packed.data_ptr()  # packed anew where weights changed
-            predict = fused.Window(packed, device.type == "cuda" and len(inputs["sample"]) == 1)
+            predict = fused_loop.Window(
+                packed, device.type == "cuda" and len(inputs["sample"]) == 1
+            )
         make = functools.partial(Sweeps, table=table, predict=predict, options=options)
         if packed is not None and self.cuda_graph and can_capture(device):
             shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
@@ -380,5 +389,15 @@ class DiffusionSampler:
         if not isinstance(self.unet, nn.Module):
             return self.unet, self.dtype
         if self._copy is None or self._copy.unet is not self.unet:
-            self._copy = stepwise.Copy(self.unet)
+            self._copy = stepwise_loop.Copy(self.unet)
         return self._copy.to(device, self.dtype), self.dtype
+
+
+def _kind_of(given: Given, batch_size: int | None, generator: Generators) -> tuple[Any, ...] | None:
+    """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        return None
+    if not all(v is None or isinstance(v, Tensor) for v in given.values()):
+        return None
+    tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
+    return (*tensors, batch_size, None if generator is None else generator.device)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.unet_forward import run_original
+from dpa.nn.family import run_network
 from dpa.schedulers.conversion import LiveSteps, StepTable
 from dpa.schedulers.tables import Generators
+from dpa.tracking import Snapshot
+
+_WEIGHTS = frozenset({"_parameters", "_buffers"})
 
 
 class Copy:
@@ -21,17 +23,17 @@ class Copy:
     def __init__(self, unet: nn.Module):
         self.unet = unet
         self._copy: nn.Module | None = None
-        self._seen: tuple[list[Any], list[Any]] = ([], [])
+        self._seen: tuple[Snapshot, list[Any]] | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def to(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Return the copy: what the network's modules and weights are now, in that dtype."""
-        objects, shapes = _structure(self.unet)
-        before, shapes_before = self._seen
-        same = len(objects) == len(before) and all(map(operator.is_, objects, before))
-        if self._copy is None or not same or shapes != shapes_before:
-            self._copy, self._seen = copy.deepcopy(self.unet), (objects, shapes)
+        shapes = [value.shape for value in _values(self.unet)]
+        seen = self._seen
+        if self._copy is None or seen is None or not seen[0].holds() or seen[1] != shapes:
+            modules = Snapshot(*self.unet.modules(), but=_WEIGHTS)
+            self._copy, self._seen = copy.deepcopy(self.unet), (modules, shapes)
         # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
         copied = self._copy.to(device, dtype)
         for old, new in zip(_values(copied), _values(self.unet), strict=True):
@@ -43,28 +45,6 @@ def _values(unet: nn.Module) -> list[Tensor]:
     """Return parameters and buffers, those that stand in several places as often."""
     named = (unet.named_parameters, unet.named_buffers)
     return [value for those in named for _, value in those(remove_duplicate=False)]
-
-
-def _structure(unet: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Return all that decides what a network computes, but for the values of its weights.
-
-    The objects that its modules hold (settings, hooks, modes, other modules), to be compared one by
-    one, and the names and shapes of the weights.
-    """
-    objects: list[Any] = []
-    shapes: list[Any] = []
-    for module in unet.modules():
-        attributes = vars(module)
-        objects.append(type(module))
-        objects += attributes
-        objects += attributes.values()
-        for name, value in attributes.items():
-            if name in ("_parameters", "_buffers"):
-                shapes += [(n, None if w is None else w.shape) for n, w in value.items()]
-            elif isinstance(value, dict) and value:
-                objects += value
-                objects += value.values()
-    return objects, shapes
 
 
 class Prediction:
@@ -92,14 +72,14 @@ class Window:
         """Return the timesteps, a row each, (N, 1)."""
         return timesteps[:, None]
 
-    def __call__(self, inputs: dict[str, Tensor], sample: Tensor, told: Tensor) -> Tensor:
+    def __call__(self, inputs: dict[str, Tensor], sample: Tensor, steps: Tensor) -> Tensor:
         """Predict for samples (N * B, T, Da) at timesteps (N, 1)."""
-        timesteps = told.expand(-1, len(sample) // len(told)).flatten()
+        timesteps = steps.expand(-1, len(sample) // len(steps)).flatten()
         given: dict[str, Tensor | None] = {"global_cond": None}
         for name in ("global_cond", "local_cond"):
             if name in inputs:  # it serves every timestep
                 value = inputs[name].to(self._dtype)
-                given[name] = value.repeat(len(told), *[1] * (value.dim() - 1))
+                given[name] = value.repeat(len(steps), *[1] * (value.dim() - 1))
         return _predict(self._unet, sample, self._dtype, timesteps, given)
 
 
@@ -111,7 +91,7 @@ def _predict(
     given: dict[str, Tensor | None],
 ) -> Tensor:
     cast = sample.to(dtype)
-    return run_original(lambda: unet(cast, timesteps, **given), cast).to(sample.dtype)
+    return run_network(lambda: unet(cast, timesteps, **given), cast).to(sample.dtype)
 
 
 def loop(
@@ -119,24 +99,24 @@ def loop(
     table: StepTable | LiveSteps,
     predict: Callable[[Tensor, Tensor], Tensor],
     draw: Callable[[], Tensor],
-    imposed: dict[str, Tensor],
+    condition: dict[str, Tensor],
     generator: Generators,
 ) -> Tensor:
     """Run the steps of ``table`` on ``sample``, (B, T, Da).
 
-    ``imposed``: the ``condition_data`` that hold where ``condition_mask`` does, or nothing.
+    ``condition``: the ``condition_data`` that hold where ``condition_mask`` does, or nothing.
     """
 
-    def impose(sample: Tensor) -> Tensor:
-        if not imposed:
+    def apply_condition(sample: Tensor) -> Tensor:
+        if not condition:
             return sample
-        return torch.where(imposed["condition_mask"], imposed["condition_data"], sample)
+        return torch.where(condition["condition_mask"], condition["condition_data"], sample)
 
     timesteps = table.timesteps[:, None].expand(-1, sample.shape[0])
     advance = table.stepper(generator)
     for step in range(len(table)):
-        sample = impose(sample)
+        sample = apply_condition(sample)
         output = predict(sample, timesteps[step])
         noise = draw() if table.draws_noise[step] else None
         sample = advance(step, output, sample, noise)
-    return impose(sample)
+    return apply_condition(sample)

@@ -11,14 +11,24 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.unet_forward import FastForward
 from dpa.library.capture import can_capture, capturing, leaving_failed
-from dpa.nn.plain import HOOKS
+from dpa.tracking import Tracker
+
+
+@runtime_checkable
+class Compared(Protocol):
+    """A replacement of a forward that is compared with the original before it takes over."""
+
+    def is_compared(self) -> bool:
+        """Whether a call like one made now was compared."""
+
+    def why_original(self) -> str | None:
+        """Return why the original runs now, or None."""
 
 
 def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Module:
@@ -142,7 +152,7 @@ class GraphedForward:
 
     def _is_decided(self) -> bool:
         """Whether a later call would run as one does now: not while a comparison tells nothing."""
-        return not isinstance(self.inner, FastForward) or self.inner.is_compared()
+        return not isinstance(self.inner, Compared) or self.inner.is_compared()
 
     def _key(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> Hashable | None:
         """All that a capture depends on, or None where the call has to run as it is."""
@@ -155,7 +165,7 @@ class GraphedForward:
         if device.index != torch.cuda.current_device():  # whose streams are what is captured
             return None
         inner = self.inner
-        if isinstance(inner, FastForward) and inner.why_original() is not None:
+        if isinstance(inner, Compared) and inner.why_original() is not None:
             return None
         parts = self._parts
         if parts is None or not parts.unchanged():
@@ -214,34 +224,32 @@ class _Parts:
     """
 
     def __init__(self, module: nn.Module):
-        self.modules = list(module.modules())
-        places = [(m._modules, m._parameters, m._buffers) for m in self.modules]
-        self._slots = [(d, name, d[name]) for three in places for d in three for name in d]
-        self._parameter_slots = [(d, n) for _, d, _ in places for n in d if d[n] is not None]
+        self._tracker = Tracker(module)
+        held = [(m._parameters, m._buffers) for m in module.modules()]
+        self._slots = [(d, name, d[name]) for two in held for d in two for name in d]
+        self._parameter_slots = [(d, n) for d, _ in held for n in d if d[n] is not None]
         self.parameters = list(module.parameters())
         self._tensors = [*self.parameters, *module.buffers()]
-        self._hooks = [getattr(m, name) for m in self.modules[1:] for name in HOOKS]
-        self._own = [vars(m) for m in self.modules[1:]]
 
     def unchanged(self) -> bool:
         """Whether nothing has been replaced."""
-        return all(d.get(name) is value for d, name, value in self._slots)
+        same = all(d.get(name) is value for d, name, value in self._slots)
+        return same and self._tracker.unchanged()
 
     def are_plain(self, device: torch.device) -> bool:
         """Whether a graph can stand for the module: on one device, not sharded, not watched."""
         return (
-            not any(self._hooks)
+            not self._tracker.hooked(inner=True)
             and all(type(p) is nn.Parameter for p in self.parameters)
             and all(t.device == device for t in self._tensors)
         )
 
     def state(self) -> Hashable:
-        """Where and how parameters and buffers lie, which train, modes, and forwards replaced."""
+        """Where and how parameters and buffers lie, which train, and modes."""
         return (
             tuple([(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._tensors]),
             tuple([p.requires_grad for p in self.parameters]),
-            tuple([m.training for m in self.modules]),
-            tuple([own.get("forward") for own in self._own]),
+            tuple(self._tracker.modes()),
         )
 
     def versions(self) -> list[int]:

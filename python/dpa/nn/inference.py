@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from dpa.nn.family import NotInFamily, recognise, template
 from dpa.nn.plain import FoundLayers
+from dpa.tracking import stamp_of
 
 _LOOKS = 128  # elements of each weight that ops/unet1d_batch compares
-_MAX_LEVELS = 5
-_EPS = 1e-5  # of the GroupNorms that the op runs
 
 _promise = threading.local()
 
@@ -49,6 +47,8 @@ def fixed_weights() -> Iterator[None]:
 
 def forward(
     unet: nn.Module,
+    template: Callable[[], nn.Module],
+    config: list[int],
     sample: Tensor,
     timesteps: Tensor,
     global_cond: Tensor | None,
@@ -56,15 +56,15 @@ def forward(
 ) -> Tensor | None:
     """Run the network on kept weights: (B, T, Da) of ``dtype``, or None where it cannot be.
 
-    It cannot where a gradient may be wanted, a layer is replaced, hooked or sharded, the network
-    has local conditioning, or the library was built without the instructions.
+    It cannot where a gradient may be wanted, a layer is replaced, hooked, sharded or set up in
+    another way than in ``template``, or the library was built without the instructions.
     """
     if sample.device in _UNSERVED:
         return None
     network = _NETWORKS.get(unet)
-    if network is None or not network.still_there():
-        network = _NETWORKS[unet] = _Network(unet)
-    parameters = network.parameters()
+    if network is None or not network.layers.tracker.unchanged():
+        network = _NETWORKS[unet] = _Network(unet, template(), config)
+    parameters = network.layers.parameters()
     if parameters is None or _wants_gradients(parameters, sample, global_cond):
         return None
     packed = network.packed(parameters, dtype)
@@ -91,57 +91,32 @@ def _wants_gradients(parameters: list[Tensor], *inputs: Tensor | None) -> bool:
 class _Network:
     """A module's parameters in the op's order, and its packed weights by dtype."""
 
-    def __init__(self, unet: nn.Module):
-        self.config: list[int] = []
+    def __init__(self, unet: nn.Module, template: nn.Module, config: list[int]):
+        self.config = config
         self._packs: dict[torch.dtype, _Pack] = {}
-        paths = {path: (type(m),) for path, m in unet.named_modules() if path}
-        try:
-            names = self._names(unet, paths)
-        except NotInFamily:
-            names = []
-        self._found = FoundLayers(unet, paths, [name.rpartition(".")[::2] for name in names])
-        norms = [m for m in unet.modules() if isinstance(m, nn.GroupNorm)]
-        self._norms = [vars(norm) for norm in norms]
-        self._groups = [norm.num_groups for norm in norms]
-
-    def _names(self, unet: nn.Module, paths: dict[str, tuple[type]]) -> list[str]:
-        arguments = recognise(unet).arguments
-        made = template(arguments).named_modules()
-        if paths != {path: (type(m),) for path, m in made if path}:
-            return []
-        dims = arguments["down_dims"]
-        if arguments.get("local_cond_dim") is not None or len(dims) > _MAX_LEVELS:
-            return []
-        if any(dim % 8 != 0 for dim in dims):
-            return []
-        order = ("input_dim", "kernel_size", "n_groups", "diffusion_step_embed_dim")
-        self.config = [arguments[name] for name in order]
-        self.config += [
-            arguments["global_cond_dim"] or 0,
-            int(arguments["cond_predict_scale"]),
-            *dims,
-        ]
-        names = torch.ops.dpa.unet1d_weight_names(self.config)
-        dimensions = {name: p.dim() for name, p in unet.named_parameters()}
+        names: list[str] = torch.ops.dpa.unet1d_weight_names(config)
+        modules = {path: module for path, module in template.named_modules() if path}
+        paths = {path: (type(module),) for path, module in modules.items()}
+        self.layers = FoundLayers(unet, paths, [name.rpartition(".")[::2] for name in names])
+        if self.layers.plain and not _alike(unet, template):
+            self.layers.plain = False
+        dimensions = {name: p.dim() for name, p in template.named_parameters()}
         is_packed = [dimensions[n] > 1 or n.endswith("cond_encoder.1.bias") for n in names]
         self._packed_places = [i for i, packed in enumerate(is_packed) if packed]
-        return names
-
-    def still_there(self) -> bool:
-        return self._found.still_there()
-
-    def parameters(self) -> list[Tensor] | None:
-        """Return them, or None where the op cannot run the module as it is."""
-        usual = all(
-            norm["eps"] == _EPS and norm["num_groups"] == groups
-            for norm, groups in zip(self._norms, self._groups, strict=True)
-        )
-        return self._found.parameters() if self.config and usual else None
 
     def packed(self, parameters: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the packed weights as they are now."""
         pack = self._packs.setdefault(dtype, _Pack(self.config, dtype))
         return pack.current(parameters, [parameters[i] for i in self._packed_places])
+
+
+def _alike(unet: nn.Module, template: nn.Module) -> bool:
+    """Whether parameters have the shapes, and layers the settings, of those of another network."""
+    shapes = [{n: p.shape for n, p in net.named_parameters()} for net in (unet, template)]
+    settings = [
+        {n: m.extra_repr() for n, m in net.named_modules() if n} for net in (unet, template)
+    ]
+    return shapes[0] == shapes[1] and settings[0] == settings[1]
 
 
 class _Pack:
@@ -158,7 +133,7 @@ class _Pack:
             return self._current(parameters, weights)
 
     def _current(self, parameters: list[Tensor], weights: list[Tensor]) -> Tensor:
-        versions = _versions(weights)
+        versions = stamp_of(weights)
         fresh = self._packed is not None and versions == self._versions
         fixed = getattr(_promise, "given", False)
         if torch.cuda.is_current_stream_capturing():
@@ -186,13 +161,6 @@ class _Pack:
         elif not fresh:
             torch.ops.dpa.unet1d_batch_pack.out(*given, out=self._packed)
         torch.ops.dpa.unet1d_batch_pack.out(*given, self._seen, out=self._packed)
-
-
-def _versions(weights: list[Tensor]) -> list[tuple[int, int]]:
-    try:
-        return [(p.data_ptr(), p._version) for p in weights]
-    except RuntimeError:  # tensors made in inference mode count no versions
-        return [(p.data_ptr(), 0) for p in weights]
 
 
 _NETWORKS: WeakKeyDictionary[nn.Module, _Network] = WeakKeyDictionary()

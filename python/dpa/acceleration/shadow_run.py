@@ -1,0 +1,179 @@
+"""The original run beside its replacement, on the same input: whether they agree."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
+# their own rounding, which some 30 layers add up.
+STEP_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# The same of a whole loop, whose steps add theirs up.
+LOOP_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+_UNDECIDED = 16  # comparisons in a row that others' random numbers came between
+
+# Runs one side. Given a generator, that one's random numbers are drawn; given None, the caller's.
+Run = Callable[[torch.Generator | None], Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What :func:`dpa.accelerate` was asked for; its docstring says what each of them means."""
+
+    dtype: torch.dtype | None = None
+    mode: str = "loop"
+    tolerance: float | None = None
+    fallback: bool = True
+    weights: str = "tracked"
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Return the relative error in the norm; infinity for another shape or dtype, or a NaN."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return float("inf")
+    got, expected = got.detach().double(), expected.detach().double()
+    error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
+    return float(torch.nan_to_num(error, nan=float("inf")))
+
+
+def proves(expected: Tensor) -> bool:
+    """Whether agreeing with this proves anything: some value is not zero, all are finite."""
+    return 0 < float(expected.detach().double().norm()) < float("inf")
+
+
+def say_fallback(what: str, why: str, fallback: bool) -> None:
+    """Warn that the original runs, and why; raise where the user wants no fallback."""
+    if not fallback:
+        raise RuntimeError(f"dpa: {what} {why}, and fallback is False")
+    warnings.warn(
+        f"dpa: {what} {why}, so the original runs; dpa.explain says more",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def _itself(result: Any) -> Sequence[Tensor]:
+    return (result,)
+
+
+@dataclass
+class ShadowRun:
+    """What comparisons of an original with its replacement found, by kind of call.
+
+    A comparison draws the replacement's random numbers from a generator of its own, so it moves no
+    stream that others draw from. Where others drew from the original's in the meantime, it tells
+    nothing, and is made again on private generators or at the next call.
+
+    Attributes:
+        what: the replacement, for messages.
+        fallback: whether the original runs where they differ, or an error is raised.
+        basis: gives what else a verdict of difference rests on; another answer, and it is void.
+        errors: relative errors by kind of call.
+        failed: what the last comparison found that failed, or None.
+
+    """
+
+    what: str
+    fallback: bool = True
+    basis: Callable[[], Any] = lambda: None
+    errors: dict[Hashable, float] = field(default_factory=dict)
+    failed: str | None = None
+    _bases: dict[Hashable, Any] = field(default_factory=dict)
+    _undecided: int = 0
+
+    def forget(self) -> None:
+        """Compare every kind of call again."""
+        self.errors.clear()
+        self._bases.clear()
+        self.failed, self._undecided = None, 0
+
+    def passed(self, kind: Hashable) -> bool | None:
+        """Whether replacement and original agreed in calls of this kind; None before a verdict."""
+        if kind not in self.errors:
+            return None
+        if kind not in self._bases:
+            return True
+        if self._bases[kind] != self.basis():
+            del self._bases[kind], self.errors[kind]
+            self.failed = None
+            return None
+        return False
+
+    def run_both(
+        self,
+        kind: Hashable,
+        limit: float,
+        original: Run,
+        replacement: Run,
+        *,
+        stream: torch.Generator | None = None,
+        parts: Callable[[Any], Sequence[Tensor]] = _itself,
+        tells: Callable[[Any], bool] | None = None,
+        private: bool = False,
+    ) -> Any:
+        """Run the original, then the replacement beside it; return the original's result.
+
+        Args:
+            kind: of the call: all that the verdict holds for.
+            limit: the largest relative error that passes.
+            original: runs the one.
+            replacement: runs the other; an exception is no less a difference.
+            stream: what the original draws from; None where it draws nothing.
+            parts: the tensors of a result that are compared.
+            tells: whether agreeing with a result proves anything; each part by itself by default.
+            private: whether the original can be given a generator.
+
+        """
+        before = None if stream is None else stream.get_state()
+        expected = original(None)
+        if not (tells(expected) if tells else all(map(proves, parts(expected)))):
+            return expected  # and the next call is the first
+        try:
+            error = _error(expected, replacement, stream, before, parts)
+            if error is None and private:
+                own = torch.Generator(stream.device)
+                own.set_state(before)
+                error = _error(original(own), replacement, own, before, parts)
+        except (RuntimeError, ValueError) as problem:
+            why = f"raised {str(problem).partition(chr(10))[0]}"
+            self._refuse(kind, float("inf"), why)
+            return expected
+        if error is None:
+            self._undecided += 1
+            if self._undecided >= _UNDECIDED or private:
+                why = "draws other random numbers than the original"
+                self._refuse(kind, float("inf"), why)
+            return expected
+        self._undecided = 0
+        self.errors[kind] = error
+        if error > limit:
+            why = f"differs from the original by {error:.1e} (relative), more than {limit:.0e}"
+            self._refuse(kind, error, why)
+        return expected
+
+    def _refuse(self, kind: Hashable, error: float, why: str) -> None:
+        self.errors[kind], self._bases[kind], self.failed = error, self.basis(), why
+        say_fallback(self.what, why, self.fallback)
+
+
+def _error(
+    expected: Any,
+    replacement: Run,
+    stream: torch.Generator | None,
+    before: Tensor | None,
+    parts: Callable[[Any], Sequence[Tensor]],
+) -> float | None:
+    """Return how far the replacement is off; None where the two drew different numbers."""
+    own = None
+    if stream is not None:
+        after = stream.get_state()
+        own = torch.Generator(stream.device)
+        own.set_state(before)
+    pairs = zip(parts(replacement(own)), parts(expected), strict=True)
+    error = max(relative_error(got, wanted) for got, wanted in pairs)
+    return None if own is not None and not torch.equal(own.get_state(), after) else error

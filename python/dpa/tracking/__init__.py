@@ -1,0 +1,10 @@
+"""What a network, its weights and its settings were when last looked at, and what has changed.
+
+Everything that packs, captures or replays asks here: :class:`Tracker` for the modules and their
+settings, :class:`WeightTracker` for the weights, :class:`Snapshot` for schedulers and policies.
+"""
+
+from .tracker import Snapshot, Tracker, is_observed
+from .weights import WeightTracker, stamp_of
+
+__all__ = ["Snapshot", "Tracker", "WeightTracker", "is_observed", "stamp_of"]

@@ -1,0 +1,169 @@
+"""What weights were when last looked at: where they lie, how often written, and their values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_version = operator.attrgetter("_version")
+MODES = ("tracked", "checked", "frozen")
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Stamp = tuple[list[int], list[int]]
+
+
+def stamp_of(tensors: list[Tensor]) -> Stamp:
+    """Where tensors lie, and how often each was written, where that is counted."""
+    try:
+        versions = list(map(_version, tensors))
+    except RuntimeError:  # tensors made in inference mode count no versions
+        versions = []
+    return list(map(Tensor.data_ptr, tensors)), versions
+
+
+class WeightTracker:
+    """Parameters by where they are held, and what they were at the last :meth:`remember`.
+
+    A write is noticed by three signs. A parameter that is another tensor lies elsewhere. A write in
+    place counts in its version. A write through ``parameter.data`` leaves no trace but the values:
+    of these, all of a vector are compared, and of a matrix or a kernel one element of each row and
+    column and each tap of one, so that a write of a whole row, channel or tap shows, and not one of
+    a few elements inside. ``checked`` compares a checksum of every element besides.
+
+    Args:
+        slots: (module, name of the parameter in it).
+        mode: "tracked"; "checked"; or "frozen", which looks at nothing, as long as the parameters
+            stay where they are.
+
+    Attributes:
+        counts: whether changes in place count in a version: they do not for tensors made in
+            inference mode.
+        layouts: how often the places of the compared values changed: a captured comparison holds
+            for one of them.
+
+    """
+
+    def __init__(self, slots: Sequence[tuple[nn.Module, str]], mode: str = "tracked"):
+        if mode not in MODES:
+            raise ValueError(f"weights must be one of {', '.join(MODES)}, got {mode!r}")
+        self.mode = mode
+        self._homes = [module._parameters for module, _ in slots]
+        self._names = [name for _, name in slots]
+        self.layouts = 0
+        self._stamp: Stamp | None = None
+        self._elements: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._values: Tensor | None = None
+        self._answer = torch.zeros((), dtype=torch.bool, device="cpu")
+        self.counts = bool(self._read()[1])
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters that there are now."""
+        return list(map(operator.getitem, self._homes, self._names))
+
+    @property
+    def placement(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype, by the first parameter."""
+        first = self._homes[0][self._names[0]]
+        assert first is not None
+        return first.device, first.dtype
+
+    def _read(self) -> Stamp:
+        return stamp_of(self.tensors())
+
+    def changed(self) -> bool:
+        """Whether a parameter lies elsewhere, or was written in a way that counts."""
+        if self._stamp is None:
+            return True
+        now = self._read()
+        return now[0] != self._stamp[0] if self.mode == "frozen" else now != self._stamp
+
+    def forget(self) -> None:
+        """Count everything as changed."""
+        self._stamp = None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Remember what the weights are now; call it *before* reading them.
+
+        A write that comes in between then counts as one that came after, and is noticed.
+        """
+        self._stamp = self._read()
+        self.counts = bool(self._stamp[1])
+        if self.mode == "frozen":
+            return
+        # Views: they show what is written through parameter.data as well.
+        parameters = [parameter.detach() for parameter in self.tensors()]
+        addresses = list(map(Tensor.data_ptr, parameters))
+        if self._values is not None and addresses == self._addresses:
+            self._values.copy_(self._compared())
+            return
+        self._elements = [view for parameter in parameters for view in _sampled(parameter)]
+        self._parameters, self._addresses = parameters, addresses
+        self._values = self._compared()
+        with torch.device("cpu"):
+            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=self._values.is_cuda)
+        self.layouts += 1
+
+    def _compared(self) -> Tensor:
+        """The values that are compared, as integers, among which a NaN equals itself."""
+        values = torch.cat(self._elements)
+        values = values.view(_INTEGERS[values.itemsize])
+        if self.mode == "checked":
+            sums = torch.stack([torch.hash_tensor(parameter) for parameter in self._parameters])
+            values = torch.cat([values.long(), sums.view(torch.int64)])
+        return values
+
+    def differ(self) -> Tensor:
+        """Whether the compared values are others than those remembered: one bool on the device."""
+        assert self._values is not None
+        return (self._compared() != self._values).any()
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """On a GPU, compare beside the kernels that are launched inside.
+
+        May be captured, for as long as ``layouts`` is the same. :meth:`differed` has the answer.
+        """
+        main = torch.cuda.current_stream(self._elements[0].device)
+        beside = torch.cuda.Stream(main.device)
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            self._answer.copy_(self.differ(), non_blocking=True)
+        yield
+        main.wait_stream(beside)
+
+    def differed(self) -> bool:
+        """Wait for the current stream, and return the answer of the last :meth:`comparing`."""
+        torch.cuda.current_stream(self._elements[0].device).synchronize()
+        return bool(self._answer)
+
+
+def _sampled(parameter: Tensor) -> list[Tensor]:
+    """The elements of a parameter that are compared, as views of one dimension."""
+    if parameter.numel() == 0:
+        return []
+    if parameter.dim() < 2:
+        return [parameter.reshape(-1) if parameter.dim() == 0 else parameter]
+    (rows, columns), (row, column) = parameter.shape[:2], parameter.stride()[:2]
+    taps = parameter[0, 0].reshape(-1) if parameter.dim() > 2 else parameter[0, :1]
+    middle = sum(
+        size // 2 * stride
+        for size, stride in zip(parameter.shape[2:], parameter.stride()[2:], strict=True)
+    )
+    side, longer = min(rows, columns), max(rows, columns)
+    along = row if rows >= columns else column
+    diagonals = [
+        parameter.as_strided(
+            (min(side, longer - start),),
+            (row + column,),
+            parameter.storage_offset() + middle + start * along,
+        )
+        for start in range(0, longer, side)
+    ]
+    return [taps, *diagonals]
