@@ -306,13 +306,14 @@ class FastLoop:
             bound = self._signature.bind(self.policy, *args, **kwargs)
         except TypeError:
             return None
-        if bound.arguments.keys() - _ARGUMENTS - {next(iter(self._signature.parameters))}:
-            return None
+        known = _ARGUMENTS | {next(iter(self._signature.parameters))}
+        if other := sorted(bound.arguments.keys() - known):
+            raise ValueError(f"dpa does not know what it does with {', '.join(other)}")
         bound.apply_defaults()
         given = bound.arguments
         options = dict(given.get("kwargs", {}))
-        if options.keys() - _STEP_OPTIONS:
-            return None
+        if other := sorted(options.keys() - _STEP_OPTIONS):
+            raise ValueError(f"no fused step takes {', '.join(other)}")
         call: dict[str, Any] = {"options": options, "generator": given.get("generator")}
         call["global_cond"] = given.get("global_cond")
         if isinstance(call["generator"], Sequence):
@@ -338,8 +339,10 @@ class FastLoop:
                 raise ValueError("its config has no horizon")
         elif not isinstance(noise, Tensor):
             return None
-        elif noise.dtype != weight.dtype or noise.dim() != 3:
-            raise ValueError(f"noise is {noise.dtype}, {tuple(noise.shape)}")
+        elif noise.dtype != weight.dtype:
+            raise ValueError(f"noise is {noise.dtype}, the network {weight.dtype}")
+        elif noise.dim() != 3:
+            raise ValueError(f"noise is {tuple(noise.shape)}")
         else:
             options["horizon"] = noise.shape[1]
         call["noise"] = noise
