@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -130,12 +130,12 @@ class PackedUnet:
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
 
     def repack(self) -> Tensor:
-        """Pack the weights as they are now, on a GPU in the same memory where there is one.
+        """Pack the weights as they are now, in the same memory as before where there is one.
 
         A captured graph that reads the packed weights therefore follows. ``generation`` is another
         number, of no other network, where there was no such memory. Other streams read what is
-        there before it is written over, and wait for what is written. On the CPU the memory is new:
-        threads that read the last one go on doing so.
+        there before it is written over, and wait for what is written; other threads hold ``lock``
+        from looking at the weights until what reads them is launched (on a CPU: done).
 
         Raises:
             ValueError: modules were replaced, and the network can no longer be packed.
@@ -149,16 +149,13 @@ class PackedUnet:
             packed = self._pack()
             self._wait_for_readers()
             with torch.inference_mode(False), torch.no_grad():
-                kept = self._packed
-                if packed.is_cuda and kept is not None and kept.device == packed.device:
-                    kept.copy_(packed)
-                    for film, timesteps in self._films.items():
-                        film.copy_(self._step_film(timesteps))
+                if self._packed is not None and self._packed.device == packed.device:
+                    self._packed.copy_(packed)
                 else:
-                    if kept is None or packed.is_cuda:
-                        self.generation = next(_memories)
-                    self._packed = packed
+                    self._packed, self.generation = packed, next(_memories)
                     self._films.clear()
+                for film, timesteps in self._films.items():
+                    film.copy_(self._step_film(timesteps))
             self._stream = None
             if packed.is_cuda:
                 self._stream = torch.cuda.current_stream(packed.device)
@@ -255,8 +252,7 @@ class PackedUnet:
 
     def run(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
         """One forward pass of float32 tensors, once the weights were looked at by value too."""
-        # On a GPU packed weights are written over, so no other thread may pack before the launch.
-        with self.lock if sample.is_cuda else nullcontext():
+        with self.lock:
             self.follow()
             return torch.ops.dpa.unet1d(
                 sample, timesteps, global_cond, self.packed, self.config, self.dtype

@@ -64,8 +64,10 @@ def run(
     device, inputs = table.coefficients.device, expanded(given, shape)
     draws = Draws("noise" not in inputs, table.draws_noise, shape, drawn, device)
     if not (capture and can_capture(device)):
-        packed.follow()
-        return _body(packed, table, film=False)(inputs | {"draws": draws(generator)}), None
+        with packed.lock:
+            packed.follow()
+            run = _body(packed, table, film=False)
+            return run(inputs | {"draws": draws(generator)}), None
     make_body = functools.partial(_compared_body, packed, table)
     kind = (shape, table, drawn, frozenset(inputs))
     call = CapturedLoop(packed, graphs, kind, draws, make_body)
