@@ -297,22 +297,25 @@ def test_sweeps_that_found_no_memory_are_captured_later(cuda, monkeypatch):
     assert len(sampler._sweeps) == 1 and not sampler._sweeps.refused
 
 
-def test_sweeps_that_cannot_be_captured_leave_nothing_behind(cuda):
+def test_sweeps_that_cannot_be_captured_leave_nothing_behind(cuda, monkeypatch):
+    """A sweep that reads a value on the host: the others run kernel by kernel, and are right."""
     from dpa.library import capture
+    from dpa.sampling import parallel
 
-    unet = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=16, down_dims=(32,)).to(cuda).eval()
+    noise, failed = torch.randn(1, 8, 2, device="cuda"), len(capture.FAILED)
+    torch.manual_seed(3)
+    expected = _fused("cuda")(noise=noise)
+    sweep = parallel.Sweeps.sweep
 
-    def looks(sample, timestep, global_cond=None):
-        sample.sum().item()
-        return unet(sample, timestep)
+    def reads(self):
+        self._position.item()
+        sweep(self)
 
-    scheduler = diffusers.DDIMScheduler(_STEPS)
-    options = {"horizon": 8, "action_dim": 2, "parallel": dpa.Parallel(4)}
-    sampler = dpa.DiffusionSampler(looks, scheduler, _STEPS, **options)
-    failed, noise = len(capture.FAILED), torch.randn(1, 8, 2, device="cuda")
-    with torch.no_grad():
-        found = [sampler(noise=noise) for _ in range(3)]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    if sampler._sweeps.refused:
-        assert len(capture.FAILED) == failed + 1
+    monkeypatch.setattr(parallel.Sweeps, "sweep", reads)
+    torch.manual_seed(3)
+    sampler = _fused("cuda")
+    for _ in range(3):
+        torch.testing.assert_close(sampler(noise=noise), expected, rtol=0, atol=0)
+    assert len(sampler._sweeps.refused) == 1 and len(sampler._sweeps) == 0
+    assert len(capture.FAILED) == failed + 1
     assert torch.randn(8, device=cuda).unique().numel() == 8
