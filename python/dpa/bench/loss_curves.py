@@ -29,7 +29,7 @@ Data = tuple[Tensor, Tensor]
 
 def demonstrations(device: torch.device) -> Data:
     """Observations and chunks of actions, the same for every curve."""
-    return demo._dataset(torch.Generator().manual_seed(0), device)
+    return demo.dataset(torch.Generator().manual_seed(0), device)
 
 
 def curve(
@@ -73,7 +73,7 @@ def curve(
         index = torch.randint(len(chunks), (demo.BATCH_SIZE,), generator=generator).to(device)
         noise = torch.randn(len(index), *chunks.shape[1:], generator=generator).to(device)
         timestep = torch.randint(len(alphas), (len(index),), generator=generator).to(device)
-        rate.fill_(demo.LEARNING_RATE * demo._rate(number, steps))
+        rate.fill_(demo.LEARNING_RATE * demo.rate_at(number, steps))
         losses.append(run(observations[index], chunks[index], noise, timestep))
     return torch.stack(losses).tolist()
 

@@ -106,14 +106,14 @@ def train(
     team = team or Ranks(0, 1, device)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    observations, chunks = _dataset(generator, device)
+    observations, chunks = dataset(generator, device)
     config = dict(unet or UNET)
     network = Network(config).to(device)
     model = team.wrap(network)
     average = copy.deepcopy(network).requires_grad_(False).eval()
     policy = Policy(average, config, train_steps=steps, seed=seed)
     optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, fused=True)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
     scheduler = DDPMScheduler(**SCHEDULER)
     points = evaluation_points(steps, evaluations)
 
@@ -145,7 +145,8 @@ def train(
     return policy
 
 
-def _dataset(generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+def dataset(generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Make demonstrations: observations, and a chunk of actions for each."""
     worlds = W.sample_worlds(DEMONSTRATIONS, generator)
     usual = W.windows(worlds, W.demonstrate(worlds, generator))
     recovering = W.windows(*W.demonstrate_recovery(worlds, generator))
@@ -154,7 +155,7 @@ def _dataset(generator: torch.Generator, device: torch.device) -> tuple[Tensor, 
     return observations, chunks
 
 
-def _rate(step: int, steps: int) -> float:
+def rate_at(step: int, steps: int) -> float:
     """Linear warm-up, then a cosine down to nothing."""
     warmup = min(1.0, (step + 1) / WARMUP_STEPS)
     return warmup * 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps)))
