@@ -390,7 +390,10 @@ def _how(module: nn.Module, network: Network, mode: str) -> str:
 
 def _how_loop(policy: nn.Module) -> str:
     """Say how a loop runs whose scheduler has a table."""
-    table = from_diffusers(policy.noise_scheduler, 1)
+    try:
+        table = from_diffusers(policy.noise_scheduler, policy.num_inference_steps)
+    except (TypeError, ValueError) as error:
+        return str(error)
     if isinstance(table, MultistepTable):
-        return "by DiffusionSampler, step by step and layer by layer: it is a multistep solver"
+        return "by DiffusionSampler, step by step: its solver has several steps"
     return "the whole loop by DiffusionSampler"

@@ -279,7 +279,7 @@ class FastLoop:
 
         sampler = make(forward.unet if packed else forward.layers, packed is not None)
         if packed is not None and isinstance(sampler.table, MultistepTable):
-            sampler = make(forward.layers, False)
+            sampler = make(forward.unet, False)  # whose forward is one op
         elif packed is not None:
             sampler.packed = packed  # one copy of the weights for every sampler
         sampler.horizon = options.get("horizon")
