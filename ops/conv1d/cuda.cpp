@@ -41,8 +41,11 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
                                                              : at::empty({0}, input.options());
   const bool packs = packed.dim() == 3;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
+  // PyTorch's convolutions in float32 read vectors without a look at where a tensor begins.
   if (!packs || !takes_products(conv))
-    return {in_order(conv1d_formula(input, weight, bias_, stride, padding, transposed), channels_last), packed};
+    return {
+        in_order(conv1d_formula(aligned(input), aligned(weight), bias_, stride, padding, transposed), channels_last),
+        packed};
   const auto x = padded_rows(input), bias = bias_.has_value() ? aligned(bias_->contiguous()) : Tensor();
   const products::Addends addends{data_or_null(bias), kernel_dtype((bias.defined() ? bias : input).scalar_type()),
                                   nullptr};
@@ -72,8 +75,8 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   const bool packs = packed.dim() == 3 && stride <= 2 && padding < products::kMaxTaps;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
   if (!packs || !takes_products(conv)) {
-    auto [grad_input, grad_weight, grad_bias] =
-        conv1d_backward_formula(grad, input, weight, bias, stride, padding, transposed, mask);
+    auto [grad_input, grad_weight, grad_bias] = conv1d_backward_formula(aligned(grad), aligned(input), aligned(weight),
+                                                                        bias, stride, padding, transposed, mask);
     if (mask[0]) grad_input = in_order(grad_input, is_channels_last(input));
     if (mask[1]) grad_weight = grad_weight.contiguous();
     return {grad_input, grad_weight, grad_bias};

@@ -39,6 +39,7 @@ class BatchBuilder {
     plan_.final_norm[0] = place("final_conv.0.block.1.weight");
     plan_.final_norm[1] = place("final_conv.0.block.1.bias");
     plan_.last = layer("final_conv.1.");
+    plan_.weights = next_;
     plan_.elements = next_ + unet1d_fingerprint(config_, /*variant=*/-1);
     int64_t row = 0;
     for (auto& b : plan_.blocks) {

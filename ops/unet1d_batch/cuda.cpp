@@ -231,6 +231,7 @@ Tensor unet1d_batch_pack_cuda(at::TensorList parameters, at::IntArrayRef config,
   check_unet1d_batch_parameters("unet1d_batch_pack", *plan, parameters, dtype);
   const c10::cuda::CUDAGuard guard(parameters[0].device());
   auto packed = at::empty({plan->elements}, parameters[0].options().dtype(dtype));
+  packed.narrow(0, plan->weights, plan->elements - plan->weights).zero_();
   pack(*plan, parameters, Tensor(), packed);
   return packed;
 }

@@ -34,6 +34,7 @@ struct BatchPlan {
   int action_dim, step_dim, cond_dim, num_groups, levels;
   bool film_scale;
   std::vector<Item> items;
+  int64_t weights;   // elements of all that is packed
   int64_t elements;  // of all that is packed, and as many more as the architecture's fingerprint says
 
   Layer time[2];

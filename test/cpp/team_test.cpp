@@ -37,12 +37,9 @@ TEST_F(Team, RunsOnEveryThreadOnce) {
 TEST_F(Team, MemoryThatRunsOutReachesTheCaller) {
   std::atomic<int> runs{0};
   const auto run = [&](auto&, int) { runs.fetch_add(1); };
-  EXPECT_THROW(dpa::run_as_team(
-                   4, [](int) { throw std::bad_alloc(); }, run),
-               std::bad_alloc);
+  EXPECT_THROW(dpa::run_as_team(4, [](int) { throw std::bad_alloc(); }, run), std::bad_alloc);
   EXPECT_EQ(runs.load(), 0);
-  dpa::run_as_team(
-      4, [](int) {}, run);
+  dpa::run_as_team(4, [](int) {}, run);
   EXPECT_GE(runs.load(), 1);
 }
 
