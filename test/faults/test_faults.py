@@ -27,7 +27,7 @@ from dpa.cli.app import app
 from dpa.sampling.graphs import _ROOM, LoopGraphs
 
 PYTHON = [sys.executable, "-c"]
-_SAMPLING = Path(__file__).parents[1] / "sampling"
+_SUPPORT = Path(__file__).parents[1] / "support"
 
 
 class Encoded(OriginalPolicy):
@@ -248,7 +248,7 @@ for call in (lambda: sampler(cond), lambda: torch.ops.dpa.elementwise_mult(x, x)
         print("raised", "CUDA error" in str(error))
 """
     done = subprocess.run(
-        [*PYTHON, script], cwd=_SAMPLING, capture_output=True, text=True, timeout=90
+        [*PYTHON, script], cwd=_SUPPORT, capture_output=True, text=True, timeout=90
     )
     assert done.stdout.split("\n")[:3] == ["raised True"] * 3, done.stdout + done.stderr[-2000:]
 
@@ -265,7 +265,7 @@ first = sampler(cond, noise=noise)
 print(all(torch.equal(sampler(cond, noise=noise), first) for _ in range(500)))
 print(hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest())
 """
-    folder = _SAMPLING
+    folder = _SUPPORT
     processes = [
         subprocess.Popen([*PYTHON, script], cwd=folder, stdout=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -208,12 +207,9 @@ class PackedUnet:
         if self._packed.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         with self.lock:
-            if self.stale() or (self.weights.mode != "frozen" and bool(self.weights.differ())):
+            self.weights.start()
+            if self.stale() or self.weights.differed():
                 self.repack()
-
-    def comparing(self) -> AbstractContextManager[None]:
-        """Compare values beside what is launched inside (:meth:`WeightTracker.comparing`)."""
-        return self.weights.comparing()
 
     def memory(self, device: torch.device) -> Tensor:
         """Return the packed weights as they are, packing only where there are none there yet."""
@@ -251,11 +247,18 @@ class PackedUnet:
         )
 
     def run(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
-        """One forward pass of float32 tensors, once the weights were looked at by value too."""
+        """One forward pass of float32 tensors, once the weights were looked at by value too.
+
+        The caller has looked at the modules.
+        """
+        if sample.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self(sample, timesteps, global_cond)
         with self.lock:
-            self.follow()
+            self.weights.start()
+            if self._packed is None or self.weights.changed() or self.weights.differed():
+                self.repack()
             return torch.ops.dpa.unet1d(
-                sample, timesteps, global_cond, self.packed, self.config, self.dtype
+                sample, timesteps, global_cond, self._readable(), self.config, self.dtype
             )
 
     def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:

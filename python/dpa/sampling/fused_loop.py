@@ -68,23 +68,10 @@ def run(
             packed.follow()
             run = _body(packed, table, film=False)
             return run(inputs | {"draws": draws(generator)}), None
-    make_body = functools.partial(_compared_body, packed, table)
+    make_body = functools.partial(_body, packed, table, film=True)
     kind = (shape, table, drawn, frozenset(inputs))
     call = CapturedLoop(packed, graphs, kind, draws, make_body)
     return call(inputs, generator), call
-
-
-def _compared_body(packed: PackedUnet, table: StepTable) -> Body:
-    """The loop, with the weights' values compared beside it."""
-    run = _body(packed, table, film=True)
-    if packed.weights.mode == "frozen":
-        return run
-
-    def body(inputs: Inputs) -> Tensor:
-        with packed.comparing():
-            return run(inputs)
-
-    return body
 
 
 def _body(packed: PackedUnet, table: StepTable, film: bool) -> Body:

@@ -65,25 +65,19 @@ class CapturedLoop:
     make_body: Callable[[], Body]
 
     def __call__(self, given: Given, generator: Generators) -> Tensor:
-        """Return the actions; weights that changed since they were packed cost a second run."""
+        """Return the actions, of the weights that there are now."""
         draws, packed = self.draws, self.packed
         draw = None if draws.rows is None else Drawing(draws, generator)
         inputs = expanded(given, draws.shape)
 
-        def replay() -> Tensor:
-            packed.memory(draws.device)
-            key = (self.kind, packed.generation, packed.weights.layouts)
-            return self.graphs.run(key, draws.device, inputs, draw, self.make_body)
-
         with packed.lock:
-            result = replay()
-            # Checked while the GPU works already.
-            if packed.stale() or (packed.weights.mode != "frozen" and packed.weights.differed()):
+            # The values are compared while the host looks for other signs.
+            packed.weights.start()
+            if packed.stale() or packed.weights.differed():
                 packed.repack()
-                if draw is not None and draw.back is not None:
-                    draw.back()
-                result = replay()
-        return result
+            packed.memory(draws.device)
+            key = (self.kind, packed.generation)
+            return self.graphs.run(key, draws.device, inputs, draw, self.make_body)
 
 
 def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:

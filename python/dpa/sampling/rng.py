@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -119,20 +118,18 @@ class Draws:
 
     def launch(
         self, out: Tensor, generator: Generators, kept: list[Tensor], given: list[Tensor]
-    ) -> Callable[[], object] | None:
+    ) -> bool:
         """As :meth:`into`, with ``given`` copied into ``kept``, in one launch on a GPU.
 
         Returns:
-            What brings the stream back to where it was; None where one launch cannot do it, and
-            nothing has been done.
+            Whether one launch can do it; otherwise nothing has been done.
 
         """
         source = generator_on(self.device, generator)
         if source is None or out.dtype != self.dtype or not self._one_launch(self.device):
-            return None
-        back = functools.partial(source.set_offset, source.get_offset())
+            return False
         torch.ops.dpa.loop_inputs_(kept, given, out, self._draws, source)
-        return back
+        return True
 
     def _one_launch(self, device: torch.device) -> bool:
         return self._in_a_row and _draws_as_pytorch(device, self.shape, self.dtype)
@@ -156,37 +153,19 @@ class Drawing:
 
     Attributes:
         shape: of the numbers, (rows, B, T, Da).
-        back: brings the random stream back to where it was; None before it has moved.
 
     """
 
     def __init__(self, draws: Draws, generator: Generators):
         assert draws.rows is not None
-        self.shape, self.back = draws.rows, None
+        self.shape = draws.rows
         self._draws, self._generator = draws, generator
 
     def begin(self, out: Tensor, kept: list[Tensor], given: list[Tensor]) -> None:
         """Draw into ``out``, and copy ``given`` into ``kept``."""
         draws, generator = self._draws, self._generator
-        if draws.device.type == "cuda":
-            self.back = draws.launch(out, generator, kept, given)
-        if self.back is None:
-            self.back = rewinding(draws.device, generator)
-            if kept:
-                torch.ops.dpa.loop_inputs_(kept, given)
-            draws.into(out, generator)
-
-
-def rewinding(device: torch.device, generator: Generators) -> Callable[[], object]:
-    """Return what brings the random stream back to where it is now."""
-    source = generator_on(device, generator)
-    if source is not None and source.device.type == "cuda":
-        return functools.partial(source.set_offset, source.get_offset())
-    several = generator if isinstance(generator, Sequence) else [source or generator]
-    states = [(one, one.get_state()) for one in several]
-
-    def back() -> None:
-        for one, state in states:
-            one.set_state(state)
-
-    return back
+        if draws.device.type == "cuda" and draws.launch(out, generator, kept, given):
+            return
+        if kept:
+            torch.ops.dpa.loop_inputs_(kept, given)
+        draws.into(out, generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
-# Attributes that do not decide what a module computes, and those that dpa sets on a root itself.
-_MODES = frozenset({"training"})
+# What every module has: its modes, and what it holds, which is looked at by itself.
+_OF_ALL = frozenset(vars(nn.Module()))
+# What dpa sets on a root itself. The forward of a layer inside shows in the number of attributes.
 _REPLACED = frozenset({"forward", "conditional_sample"})
+_NO_SETTINGS = _OF_ALL | _REPLACED
 
 
 def is_observed() -> bool:
@@ -24,7 +27,7 @@ class Tracker:
     """The modules inside one, their settings and their hooks, as they were when this was made.
 
     A check reads dictionaries alone: microseconds for a block, tens for a whole network. Every
-    attribute of a module is a setting of it, whatever its type; ``training`` is not.
+    attribute that a class or a user sets on a module is a setting of it, whatever its type.
 
     Args:
         root: the module around all.
@@ -45,8 +48,14 @@ class Tracker:
         self._types = list(map(type, found))
         self._found = found
         self._own = [vars(module) for module in found]
-        self._then = [dict(own) for own in self._own]
-        self._values = [tuple(own.values()) for own in self._own]
+        # Only where it is tracked: what a weak dictionary keeps by its root must not keep the root.
+        self._root = vars(root) if "" in self.modules else None
+        self._root_names = self._names_of_root()
+        self._inner = [own for own in self._own if own is not self._root]
+        self._lengths = list(map(len, self._inner))
+        named = [(own, [name for name in own if name not in _NO_SETTINGS]) for own in self._own]
+        self._settings = [(operator.itemgetter(*names), own) for own, names in named if names]
+        self._then = self._read_settings()
         children = [module._modules for module in found]
         self._leaves = [now for now in children if not now]
         self._containers = [(now, dict(now)) for now in children if now]
@@ -58,12 +67,8 @@ class Tracker:
             for path, parent in parents.items()
             if parent is not None
         ]
-        # Only where it is tracked: what a weak dictionary keeps by its root must not keep the root.
-        self._root = vars(root) if "" in self.modules else None
         self._hooks = [own[name] for own in self._own for name in HOOKS]
-        self._inner_hooks = [
-            own[name] for own in self._own if own is not self._root for name in HOOKS
-        ]
+        self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
 
     def unchanged(self) -> bool:
         """Whether the modules are the same objects, of the same classes, set up as they were."""
@@ -73,22 +78,19 @@ class Tracker:
             return False
         if list(map(type, self._found)) != self._types:
             return False
-        values = [tuple(own.values()) for own in self._own]
+        if list(map(len, self._inner)) != self._lengths:
+            return False
         try:
-            if values == self._values:
-                return True
-        except (RuntimeError, ValueError):  # values that compare element by element are others
-            pass
-        if not all(map(self._set_up_alike, self._own, self._then)):
+            same = self._read_settings() == self._then
+        except (KeyError, RuntimeError, ValueError):  # one is gone, or compares element by element
             return False
-        self._values = values  # modes alone have changed, or the order of the attributes
-        return True
+        return same and self._names_of_root() == self._root_names
 
-    def _set_up_alike(self, now: dict[str, Any], then: dict[str, Any]) -> bool:
-        ignored = _MODES | _REPLACED if now is self._root else _MODES
-        if now.keys() - ignored != then.keys() - ignored:
-            return False
-        return all(_alike(now[name], then[name]) for name in now.keys() - ignored)
+    def _read_settings(self) -> list[Any]:
+        return [read(own) for read, own in self._settings]
+
+    def _names_of_root(self) -> set[str]:
+        return set() if self._root is None else self._root.keys() - _REPLACED
 
     def hooked(self, inner: bool = False) -> bool:
         """Whether a module has hooks; with ``inner``, one besides the root; or all modules have."""
@@ -104,15 +106,6 @@ def _inside(root: nn.Module, path: str) -> nn.Module | None:
         return root.get_submodule(path)
     except AttributeError:
         return None
-
-
-def _alike(now: Any, then: Any) -> bool:
-    if now is then:
-        return True
-    try:
-        return type(now) is type(then) and bool(now == then)
-    except (RuntimeError, ValueError):
-        return False
 
 
 class Snapshot:

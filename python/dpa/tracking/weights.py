@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from dpa.library.capture import capturing, leaving_failed
+
 _version = operator.attrgetter("_version")
 MODES = ("tracked", "checked", "frozen")
+_SMALL = 1 << 15  # elements of a long and thin matrix that is compared as a whole
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Stamp = tuple[list[int], list[int]]
@@ -42,8 +44,6 @@ class WeightTracker:
     Attributes:
         counts: whether changes in place count in a version: they do not for tensors made in
             inference mode.
-        layouts: how often the places of the compared values changed: a captured comparison holds
-            for one of them.
 
     """
 
@@ -53,12 +53,11 @@ class WeightTracker:
         self.mode = mode
         self._homes = [module._parameters for module, _ in slots]
         self._names = [name for _, name in slots]
-        self.layouts = 0
         self._stamp: Stamp | None = None
         self._elements: list[Tensor] = []
         self._addresses: list[int] = []
         self._values: Tensor | None = None
-        self._answer = torch.zeros((), dtype=torch.bool, device="cpu")
+        self._graph: torch.cuda.CUDAGraph | None = None
         self.counts = bool(self._read()[1])
 
     def tensors(self) -> list[Tensor]:
@@ -106,9 +105,11 @@ class WeightTracker:
         self._elements = [view for parameter in parameters for view in _sampled(parameter)]
         self._parameters, self._addresses = parameters, addresses
         self._values = self._compared()
-        with torch.device("cpu"):
-            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=self._values.is_cuda)
-        self.layouts += 1
+        self._graph = None
+        if self._values.is_cuda:
+            self._answered = torch.cuda.Event()
+            with torch.device("cpu"):
+                self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
 
     def _compared(self) -> Tensor:
         """The values that are compared, as integers, among which a NaN equals itself."""
@@ -119,28 +120,33 @@ class WeightTracker:
             values = torch.cat([values.long(), sums.view(torch.int64)])
         return values
 
-    def differ(self) -> Tensor:
-        """Whether the compared values are others than those remembered: one bool on the device."""
-        assert self._values is not None
+    def _differ(self) -> Tensor:
         return (self._compared() != self._values).any()
 
-    @contextmanager
-    def comparing(self) -> Iterator[None]:
-        """On a GPU, compare beside the kernels that are launched inside.
+    def start(self) -> None:
+        """Begin to compare values, on a GPU by one launch; :meth:`differed` has the answer.
 
-        May be captured, for as long as ``layouts`` is the same. :meth:`differed` has the answer.
+        The work comes after what the current stream did and before what it is given next, while the
+        host goes on. Threads that share this object hold a lock from here to the answer.
         """
-        main = torch.cuda.current_stream(self._elements[0].device)
-        beside = torch.cuda.Stream(main.device)
-        beside.wait_stream(main)
-        with torch.cuda.stream(beside):
-            self._answer.copy_(self.differ(), non_blocking=True)
-        yield
-        main.wait_stream(beside)
+        if self.mode == "frozen" or self._values is None or not self._values.is_cuda:
+            return
+        device = self._values.device
+        with torch.cuda.device(device):
+            if self._graph is None:
+                self._graph = torch.cuda.CUDAGraph()
+                with leaving_failed(device, self._graph), torch.no_grad(), capturing(self._graph):
+                    self._answer.copy_(self._differ(), non_blocking=True)
+            self._graph.replay()
+            self._answered.record(torch.cuda.current_stream(device))
 
     def differed(self) -> bool:
-        """Wait for the current stream, and return the answer of the last :meth:`comparing`."""
-        torch.cuda.current_stream(self._elements[0].device).synchronize()
+        """Whether values are others than those remembered, as of the last :meth:`start`."""
+        if self.mode == "frozen" or self._values is None:
+            return False
+        if not self._values.is_cuda:
+            return bool(self._differ())
+        self._answered.synchronize()
         return bool(self._answer)
 
 
@@ -157,6 +163,8 @@ def _sampled(parameter: Tensor) -> list[Tensor]:
         for size, stride in zip(parameter.shape[2:], parameter.stride()[2:], strict=True)
     )
     side, longer = min(rows, columns), max(rows, columns)
+    if longer > 8 * side and parameter.is_contiguous() and parameter.numel() <= _SMALL:
+        return [parameter.view(-1)]
     along = row if rows >= columns else column
     diagonals = [
         parameter.as_strided(
