@@ -110,6 +110,17 @@ class WeightTracker:
             self._answered = torch.cuda.Event()
             with torch.device("cpu"):
                 self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            self._capture(self._values.device)
+
+    def _capture(self, device: torch.device) -> None:
+        """Capture the comparison; where that fails it runs kernel by kernel."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(device), leaving_failed(device, graph), capturing(graph):
+                self._answer.copy_(self._differ(), non_blocking=True)
+        except RuntimeError:
+            return
+        self._graph = graph
 
     def _compared(self) -> Tensor:
         """The values that are compared, as integers, among which a NaN equals itself."""
@@ -134,10 +145,9 @@ class WeightTracker:
         device = self._values.device
         with torch.cuda.device(device):
             if self._graph is None:
-                self._graph = torch.cuda.CUDAGraph()
-                with leaving_failed(device, self._graph), torch.no_grad(), capturing(self._graph):
-                    self._answer.copy_(self._differ(), non_blocking=True)
-            self._graph.replay()
+                self._answer.copy_(self._differ(), non_blocking=True)
+            else:
+                self._graph.replay()
             self._answered.record(torch.cuda.current_stream(device))
 
     def differed(self) -> bool:
