@@ -4,7 +4,7 @@
 set -eu
 python=$1
 wheel=$(realpath "$2")
-page=$(dirname "$(realpath "$0")")/../docs/deploy.md
+page=$(dirname "$(realpath "$0")")/../../docs/deploy.md
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
