@@ -171,9 +171,11 @@ class FastLoop:
         takes_generator = "generator" in self._parameters() and not self._is_dp3()
 
         def original(own: torch.Generator | None) -> Tensor:
-            given = kwargs if own is None else kwargs | {"generator": own}
+            bound = self._signature.bind(self.policy, *args, **kwargs)
+            if own is not None:  # however the caller gave one, or none
+                bound.arguments["generator"] = own
             with forward.bypass():
-                return self.original(*args, **given)
+                return self.original(*bound.args[1:], **bound.kwargs)
 
         def tells(result: Tensor) -> bool:
             free = result if mask is None else result[~mask]

@@ -81,10 +81,6 @@ class WeightTracker:
         now = self._read()
         return now[0] != self._stamp[0] if self.mode == "frozen" else now != self._stamp
 
-    def forget(self) -> None:
-        """Count everything as changed."""
-        self._stamp = None
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def remember(self) -> None:
