@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dpa.cli import app as cli
+from dpa.cli.app import app
 from dpa.eval import environments, episodes
 
 LEROBOT = "lerobot.policies.diffusion.modeling_diffusion"
@@ -17,13 +17,13 @@ pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 
 def run(*arguments):
     """Run ``dpa eval``; return what it printed as JSON."""
-    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments), "--json"])
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments), "--json"])
     assert result.exit_code == 0, (result.output, result.exception)
     return json.loads(result.stdout)
 
 
 def error(*arguments):
-    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments)])
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
     assert result.exit_code != 0 and result.exception is not None
     return str(result.exception)
 
