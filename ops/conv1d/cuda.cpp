@@ -7,13 +7,13 @@
 #include "kernels/plans/conv1d/plan.h"
 #include "ops/common/strides.h"
 #include "ops/conv1d/conv1d.h"
-#include "ops/conv1d/products.h"
+#include "ops/conv1d/gemm.h"
 
 namespace dpa {
 namespace {
 
 /// The convolution's sizes for the kernels: a Conv1d's forward is their fprop, a transposed one's their dgrad.
-products::Conv1d geometry(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding, bool transposed) {
+gemm::Conv1d geometry(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding, bool transposed) {
   const int64_t length = input.size(2), taps = weight.size(2);
   const int64_t out = conv1d_length(length, taps, stride, padding, transposed).expect_int();
   return {kernel_dtype(input.scalar_type()), input.size(0),  transposed ? length : out, weight.size(0),
@@ -23,12 +23,11 @@ products::Conv1d geometry(const Tensor& input, const Tensor& weight, int64_t str
 
 Tensor pack(const Tensor& weight_, at::ScalarType type) {
   const auto weight = weight_.contiguous();
-  auto packed =
-      at::empty({weight.size(2), weight.size(0), products::padded(weight.size(1))}, weight.options().dtype(type));
+  auto packed = at::empty({weight.size(2), weight.size(0), gemm::padded(weight.size(1))}, weight.options().dtype(type));
   if (weight.numel() > 0)
-    C10_CUDA_CHECK(products::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(type),
-                                          {{packing(weight, packed.mutable_data_ptr())}, 1},
-                                          c10::cuda::getCurrentCUDAStream()));
+    C10_CUDA_CHECK(gemm::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(type),
+                                      {{packing(weight, packed.mutable_data_ptr())}, 1},
+                                      c10::cuda::getCurrentCUDAStream()));
   return packed;
 }
 
@@ -40,21 +39,20 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   auto packed = conv1d_packs(input, weight, stride, padding) ? pack(weight, input.scalar_type())
                                                              : at::empty({0}, input.options());
   const bool packs = packed.dim() == 3;
-  const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
-  // PyTorch's convolutions in float32 read vectors without a look at where a tensor begins.
-  if (!packs || !takes_products(conv))
+  const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
+  // PyTorch's convolutions in float32 read vectors wherever a tensor begins.
+  if (!packs || !takes_gemm(conv))
     return {
         in_order(conv1d_formula(aligned(input), aligned(weight), bias_, stride, padding, transposed), channels_last),
         packed};
   const auto x = padded_rows(input), bias = bias_.has_value() ? aligned(bias_->contiguous()) : Tensor();
-  const products::Addends addends{data_or_null(bias), kernel_dtype((bias.defined() ? bias : input).scalar_type()),
-                                  nullptr};
+  const gemm::Addends addends{data_or_null(bias), kernel_dtype((bias.defined() ? bias : input).scalar_type()), nullptr};
   const int64_t channels = weight.size(transposed ? 1 : 0);
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());
-  const auto product = transposed ? products::dgrad : products::fprop;
-  C10_CUDA_CHECK(product(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false}, addends,
-                         out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+  const auto convolve = transposed ? gemm::dgrad : gemm::fprop;
+  C10_CUDA_CHECK(convolve(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false}, addends,
+                          out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
   return {out, packed};
 }
 
@@ -72,9 +70,9 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   const c10::cuda::CUDAGuard guard(input.device());
   // The forward says whether it packed. Hooks on saved tensors may bring back other strides and alignments.
   const auto packed = aligned(packed_.contiguous());
-  const bool packs = packed.dim() == 3 && stride <= 2 && padding < products::kMaxTaps;
-  const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : products::Conv1d{};
-  if (!packs || !takes_products(conv)) {
+  const bool packs = packed.dim() == 3 && stride <= 2 && padding < gemm::kMaxTaps;
+  const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
+  if (!packs || !takes_gemm(conv)) {
     auto [grad_input, grad_weight, grad_bias] = conv1d_backward_formula(aligned(grad), aligned(input), aligned(weight),
                                                                         bias, stride, padding, transposed, mask);
     if (mask[0]) grad_input = in_order(grad_input, is_channels_last(input));

@@ -9,7 +9,7 @@
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/plans/conv1d/plan.h"
 #include "ops/conv1d/conv1d.h"
-#include "ops/conv1d/products.h"
+#include "ops/conv1d/gemm.h"
 #include "ops/joint_linear/joint_linear.h"
 
 namespace dpa {
@@ -19,7 +19,7 @@ namespace {
 Tensor as_sample(const Tensor& rows) { return rows.t().unsqueeze(0); }
 
 /// One convolution with one tap, whose time is the batch, of as many of the input's channels.
-products::Conv1d geometry(const Tensor& input, int64_t channels, int64_t outputs) {
+gemm::Conv1d geometry(const Tensor& input, int64_t channels, int64_t outputs) {
   const int64_t batch = input.size(0);
   return {kernel_dtype(input.scalar_type()),
           1,
@@ -32,8 +32,8 @@ products::Conv1d geometry(const Tensor& input, int64_t channels, int64_t outputs
           /*padding=*/0};
 }
 
-bool serves(const Tensor& input, at::TensorList weights, const products::Conv1d& conv) {
-  return conv1d_packs(as_sample(input), weights[0].unsqueeze(2), 1, 0) && takes_products(conv);
+bool serves(const Tensor& input, at::TensorList weights, const gemm::Conv1d& conv) {
+  return conv1d_packs(as_sample(input), weights[0].unsqueeze(2), 1, 0) && takes_gemm(conv);
 }
 
 /// Neighbouring channels of the input.
@@ -41,16 +41,14 @@ struct Channels {
   int64_t first, count;
 };
 
-int64_t packed_bytes(const Channels& channels, int64_t outputs) {
-  return outputs * products::padded(channels.count) * 2;
-}
+int64_t packed_bytes(const Channels& channels, int64_t outputs) { return outputs * gemm::padded(channels.count) * 2; }
 
 /// Every weight's rows at their place among all rows, in the input's dtype: (sum of C_i, channels padded).
 void pack(const Tensor& input, at::TensorList weights_, const Channels& channels, void* packed) {
-  const int64_t width = products::padded(channels.count);
+  const int64_t width = gemm::padded(channels.count);
   std::vector<Tensor> weights;
   for (const auto& weight : weights_) weights.push_back(weight.contiguous());
-  products::Packings packings{};
+  gemm::Packings packings{};
   auto* to = static_cast<uint16_t*>(packed);
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto& weight = weights[i];
@@ -64,10 +62,10 @@ void pack(const Tensor& input, at::TensorList weights_, const Channels& channels
           /*width=*/0,
           /*of=*/weight.size(1)};
     to += weight.size(0) * width;
-    if (packings.count < products::kMaxPackings && i + 1 < weights.size()) continue;
+    if (packings.count < gemm::kMaxPackings && i + 1 < weights.size()) continue;
     if (packings.count > 0)
-      C10_CUDA_CHECK(products::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(input.scalar_type()),
-                                            packings, c10::cuda::getCurrentCUDAStream()));
+      C10_CUDA_CHECK(gemm::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(input.scalar_type()), packings,
+                                        c10::cuda::getCurrentCUDAStream()));
     packings.count = 0;
   }
 }
@@ -85,9 +83,9 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
   const auto x = padded_rows(as_sample(whole_input(input, rest)));
   const auto bias = biases.size() == 1 ? aligned(biases[0].contiguous()) : at::cat(biases);
   auto out = at::empty({input.size(0), outputs}, input.options());
-  C10_CUDA_CHECK(products::fprop(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
-                                 {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr},
-                                 out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(gemm::fprop(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
+                             {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr}, out.mutable_data_ptr(),
+                             c10::cuda::getCurrentCUDAStream()));
   return out;
 }
 
@@ -124,7 +122,7 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
       elsewhere = at::empty({bytes}, input.options().dtype(at::kByte));
       packed = elsewhere.mutable_data_ptr();
     } else {
-      late = branches.apart() ? spare / row / 8 * 8 : 0;  // the products read from whole vectors on
+      late = branches.apart() ? spare / row / 8 * 8 : 0;  // the GEMMs read from whole vectors on
       packed = static_cast<char*>(grad_weight.mutable_data_ptr()) + late * row;
     }
     pack(input, weights, wanted, packed);
@@ -133,11 +131,11 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   }
   const auto make_rows = [&](int64_t first, int64_t end, c10::cuda::CUDAStream stream) {
     if (!mask[1] || first == end) return;
-    C10_CUDA_CHECK(products::wgrad(
-        geometry(input, channels, end - first), static_cast<const uint16_t*>(g.const_data_ptr()) + first,
-        x.const_data_ptr(),
-        static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),
-        kernel_dtype(grad_weight.scalar_type()), stream, products::padded(outputs)));
+    C10_CUDA_CHECK(
+        gemm::wgrad(geometry(input, channels, end - first), static_cast<const uint16_t*>(g.const_data_ptr()) + first,
+                    x.const_data_ptr(),
+                    static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),
+                    kernel_dtype(grad_weight.scalar_type()), stream, gemm::padded(outputs)));
   };
   make_rows(0, late, branches.side());
   make_rows(late, outputs, c10::cuda::getCurrentCUDAStream());

@@ -152,7 +152,7 @@ LltmGradients lltm_backward_cuda(const Tensor& grad_h, const Tensor& grad_cell, 
   args.grad_weights = mutable_data_or_null(grad_weights);
   args.grad_bias = mutable_data_or_null(grad_bias);
   args.grad_old_h = mutable_data_or_null(grad_old_h);
-  C10_CUDA_CHECK(kernels::lltm_product_gradients(args, stream));
+  C10_CUDA_CHECK(kernels::lltm_operand_gradients(args, stream));
   return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
 }
 

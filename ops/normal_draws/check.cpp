@@ -29,7 +29,7 @@ void check_loop_inputs(at::TensorList kept, at::TensorList given, const Tensor& 
 }
 
 void normal_draws_each(Tensor out, int64_t draws, const OptionalGenerator& generator) {
-  if (out.numel() == 0) return;  // however many draws of nothing
+  if (out.numel() == 0) return;  // whatever the number of draws
   for (int64_t d = 0; d < draws; d++) out.select(0, d).normal_(0.0, 1.0, generator);
   if (draws < out.size(0)) out.narrow(0, draws, out.size(0) - draws).zero_();
 }

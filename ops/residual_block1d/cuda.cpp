@@ -1,4 +1,4 @@
-// Where the products of kernels/cuda/conv1d and the channels-last normalisation serve every layer of a block, its kernels
+// Where the GEMMs of kernels/cuda/conv1d and the channels-last normalisation serve every layer of a block, its kernels
 // are launched one after the other from here, on buffers of this file's own: no dispatcher, no autograd, one packing
 // for all weights. Everything else is the library's ops (formula.cpp).
 #include <ATen/ops/empty.h>
@@ -6,7 +6,7 @@
 
 #include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "ops/common/last_use.h"
-#include "ops/conv1d/products.h"
+#include "ops/conv1d/gemm.h"
 #include "ops/residual_block1d/residual_block1d.h"
 
 namespace dpa {
@@ -47,7 +47,7 @@ ResidualBlock with_plain_vectors(ResidualBlock block) {
 
 /// Packs all weights, of any strides.
 void pack_weights(const ResidualBlock& block, const Places& packed) {
-  products::Packings packings{};
+  gemm::Packings packings{};
   std::vector<Tensor> kept;
   for (const auto slot : kWeights) {
     if (!block[slot].defined() || block[slot].numel() == 0) continue;
@@ -55,9 +55,9 @@ void pack_weights(const ResidualBlock& block, const Places& packed) {
     packings.each[packings.count++] = packing(kept.back(), packed[slot]);
   }
   if (packings.count > 0)
-    C10_CUDA_CHECK(products::pack_weights(kernel_dtype(block[kConv1Weight].scalar_type()),
-                                          kernel_dtype(block[kInput].scalar_type()), packings,
-                                          c10::cuda::getCurrentCUDAStream()));
+    C10_CUDA_CHECK(gemm::pack_weights(kernel_dtype(block[kConv1Weight].scalar_type()),
+                                      kernel_dtype(block[kInput].scalar_type()), packings,
+                                      c10::cuda::getCurrentCUDAStream()));
 }
 
 /// A block whose layers the kernels all take.
@@ -79,10 +79,10 @@ class Chain {
 
   /// Whether the kernels take such sizes and dtypes, whatever the strides.
   bool fits() const {
-    if (!products::supported() || !plan_.fits()) return false;
+    if (!gemm::supported() || !plan_.fits()) return false;
     if (more_.defined() && !takes_more()) return false;
     for (const auto slot : kWeights)
-      if (block_[slot].defined() && !products::serves(convolution(slot))) return false;
+      if (block_[slot].defined() && !gemm::serves(convolution(slot))) return false;
     for (const auto slot : kVectors)
       if (block_[slot].defined() && block_[slot].scalar_type() != block_[kConv1Weight].scalar_type()) return false;
     return true;
@@ -102,7 +102,7 @@ class Chain {
     Branches packing;
     if (fresh) pack(packing);
     const auto x = padded_rows(block_[kInput]), more = more_.defined() ? padded_rows(more_) : Tensor();
-    const products::ConvInput input{x.const_data_ptr(), data_or_null(more), block_[kInput].size(1)};
+    const gemm::ConvInput input{x.const_data_ptr(), data_or_null(more), block_[kInput].size(1)};
     const auto activated = activation(), out = activation();
     Tensor conv1 = keep ? activation() : Tensor(), conv2 = keep ? activation() : Tensor();
     const bool convolves = block_[kResidualWeight].defined();
@@ -144,7 +144,7 @@ class Chain {
     parameters.fork();
     convolve_back(kConv2Weight, grad_conv2, nullptr, grad_activation, stream_);
     weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters);
-    // What is placed there from here on is written behind the product that read it: the next fork follows that.
+    // What is placed there from here on is written after the GEMM that read it: the next fork follows that.
     saved.packed2.reset();
     normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, kFirst, mask, partials[1], to);
     parameters.fork();
@@ -160,7 +160,7 @@ class Chain {
   }
 
  private:
-  products::Conv1d convolution(BlockSlot weight) const {
+  gemm::Conv1d convolution(BlockSlot weight) const {
     const Tensor& w = block_[weight];
     const int taps = static_cast<int>(w.size(2));
     return {kernel_dtype(type_), batch_, length_, w.size(0), length_, w.size(1), taps, /*stride=*/1, taps / 2};
@@ -173,11 +173,11 @@ class Chain {
   }
 
   void pack(std::initializer_list<BlockSlot> weights, c10::cuda::CUDAStream stream) const {
-    products::Packings packings{};
+    gemm::Packings packings{};
     for (const auto slot : weights)
       if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], packed_[slot]);
-    C10_CUDA_CHECK(products::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_),
-                                          packings, stream));
+    C10_CUDA_CHECK(
+        gemm::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_), packings, stream));
   }
   /// In a graph the second convolution's weights are packed while the first one runs: memory limits one, latency and
   /// the tensor cores the other. Launched one by one, a launch less is worth more.
@@ -188,46 +188,45 @@ class Chain {
     pack({kConv2Weight}, branch.side());
   }
 
-  /// `prefetchable`: see `products::Weights`. Behind the first product all of the block's weights are, but for those that
+  /// `prefetchable`: see `gemm::Weights`. After the first GEMM all of the block's weights are, but for those that
   /// another branch has packed.
   struct Convolution {
     BlockSlot weight, bias;
     bool prefetchable;
   };
-  products::Weights weights(const Convolution& c) const { return {packed_[c.weight], c.prefetchable}; }
-  products::Addends addends(BlockSlot bias) const {
+  gemm::Weights weights(const Convolution& c) const { return {packed_[c.weight], c.prefetchable}; }
+  gemm::Addends addends(BlockSlot bias) const {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), nullptr};
   }
-  void convolve(const Convolution& c, const products::ConvInput& x, const Tensor& out) const {
+  void convolve(const Convolution& c, const gemm::ConvInput& x, const Tensor& out) const {
     C10_CUDA_CHECK(
-        products::fprop(convolution(c.weight), x.rows, weights(c), addends(c.bias), out.mutable_data_ptr(), stream_));
+        gemm::fprop(convolution(c.weight), x.rows, weights(c), addends(c.bias), out.mutable_data_ptr(), stream_));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether the residual convolution can run in the launch of the first one.
   bool takes_shortcut() const {
     const auto conv = convolution(kConv1Weight);
-    return block_[kResidualWeight].size(2) == 1 && products::normalises(conv, group()) &&
-           products::takes_shortcut(conv);
+    return block_[kResidualWeight].size(2) == 1 && gemm::normalises(conv, group()) && gemm::takes_shortcut(conv);
   }
-  /// Whether the input can come as two tensors: the first product and its side read them, and nothing else does.
+  /// Whether the input can come as two tensors: the first GEMM and its shortcut read them, and nothing else does.
   bool takes_more() const {
-    return block_[kInput].size(1) % products::kChunk == 0 && block_[kResidualWeight].defined() && takes_shortcut();
+    return block_[kInput].size(1) % gemm::kChunk == 0 && block_[kResidualWeight].defined() && takes_shortcut();
   }
   /// A convolution and its normalisation, in one kernel where its tiles hold whole groups; `side`: where the residual
   /// convolution goes that runs beside it.
-  void layer(const Convolution& c, const products::ConvInput& x, Tensor conv, const Tensor& residual,
+  void layer(const Convolution& c, const gemm::ConvInput& x, Tensor conv, const Tensor& residual,
              norms::GroupNormMish norm, const Tensor& out, const Tensor& side = {}) const {
     norm.residual = data_or_null(residual), norm.out = out.mutable_data_ptr();
-    if (products::normalises(convolution(c.weight), group())) {
-      const products::Normalisation normalisation{
+    if (gemm::normalises(convolution(c.weight), group())) {
+      const gemm::Normalisation normalisation{
           group(),    norm.eps,          norm.parameter_dtype, norm.weight,   norm.bias, norm.scale,
           norm.shift, norm.scale_stride, norm.shift_stride,    norm.residual, norm.out};
-      products::Shortcut beside{};
+      gemm::Shortcut beside{};
       if (side.defined())
         beside = {weights({kResidualWeight, kResidualBias, c.prefetchable}), addends(kResidualBias),
                   side.mutable_data_ptr()};
-      C10_CUDA_CHECK(products::fprop_normalised(convolution(c.weight), x, weights(c), addends(c.bias),
-                                                mutable_data_or_null(conv), normalisation, beside, stream_));
+      C10_CUDA_CHECK(gemm::fprop_normalised(convolution(c.weight), x, weights(c), addends(c.bias),
+                                            mutable_data_or_null(conv), normalisation, beside, stream_));
       return;
     }
     if (!conv.defined()) conv = activation();
@@ -237,9 +236,9 @@ class Chain {
   }
   void convolve_back(BlockSlot weight, const void* grad, const void* residual, void* out,
                      c10::cuda::CUDAStream stream) const {
-    const products::Addends addends{nullptr, kernel_dtype(type_), residual};
+    const gemm::Addends addends{nullptr, kernel_dtype(type_), residual};
     C10_CUDA_CHECK(
-        products::dgrad(convolution(weight), grad, {packed_[weight], /*prefetchable=*/true}, addends, out, stream));
+        gemm::dgrad(convolution(weight), grad, {packed_[weight], /*prefetchable=*/true}, addends, out, stream));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {
@@ -252,8 +251,8 @@ class Chain {
     if (!mask[weight]) return;
     void* out = gradient(weight, mask, to);
     branch.fork_for_fills();
-    C10_CUDA_CHECK(products::wgrad(convolution(weight), grad, x.const_data_ptr(), out,
-                                   kernel_dtype(block_[weight].scalar_type()), branch.side()));
+    C10_CUDA_CHECK(gemm::wgrad(convolution(weight), grad, x.const_data_ptr(), out,
+                               kernel_dtype(block_[weight].scalar_type()), branch.side()));
   }
 
   norms::GroupNormMish norm(const Tensor& input, BlockSlot weight, BlockSlot bias) const {
@@ -280,9 +279,9 @@ class Chain {
     if (mask[kResidualBias]) {
       void* out = gradient(kResidualBias, mask, to);
       branch.fork_for_fills();
-      C10_CUDA_CHECK(products::column_sums(kernel_dtype(type_), grad.const_data_ptr(), batch_ * length_, channels_,
-                                           channels_, out, kernel_dtype(block_[kResidualBias].scalar_type()),
-                                           branch.side()));
+      C10_CUDA_CHECK(gemm::column_sums(kernel_dtype(type_), grad.const_data_ptr(), batch_ * length_, channels_,
+                                       channels_, out, kernel_dtype(block_[kResidualBias].scalar_type()),
+                                       branch.side()));
     }
     weight_back(kResidualWeight, grad.const_data_ptr(), x, mask, to, branch);
   }

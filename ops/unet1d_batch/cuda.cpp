@@ -7,7 +7,7 @@
 
 #include "kernels/cuda/unet1d_batch/unet1d_batch.h"
 #include "ops/conv1d/conv1d.h"
-#include "ops/conv1d/products.h"
+#include "ops/conv1d/gemm.h"
 #include "ops/conv1d_gnm/conv1d_gnm.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 #include "ops/residual_block1d/residual_block1d.h"
@@ -28,9 +28,9 @@ void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, 
   const auto source = kernel_dtype(parameters[0].scalar_type()), target = kernel_dtype(out.scalar_type());
   const auto wanted = seen.defined() ? at::empty({static_cast<int64_t>(plan.items.size())}, seen.options()) : Tensor();
   std::vector<Tensor> kept;
-  for (size_t first = 0; first < plan.items.size(); first += products::kMaxPackings) {
-    products::Packings packings{};
-    const size_t end = std::min(plan.items.size(), first + products::kMaxPackings);
+  for (size_t first = 0; first < plan.items.size(); first += gemm::kMaxPackings) {
+    gemm::Packings packings{};
+    const size_t end = std::min(plan.items.size(), first + gemm::kMaxPackings);
     for (size_t i = first; i < end; ++i) {
       const auto& item = plan.items[i];
       kept.push_back(parameters[item.parameter].contiguous());
@@ -42,12 +42,12 @@ void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, 
                                          item.width};
     }
     if (seen.defined()) {
-      auto* const looks = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * products::kChangeSamples;
+      auto* const samples = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * gemm::kChangeSamples;
       auto* const changed = wanted.mutable_data_ptr<int>() + first;
-      C10_CUDA_CHECK(products::detect_changes(source, packings, looks, changed, stream));
+      C10_CUDA_CHECK(gemm::detect_changes(source, packings, samples, changed, stream));
       packings.wanted = changed;
     }
-    C10_CUDA_CHECK(products::pack_weights(source, target, packings, stream));
+    C10_CUDA_CHECK(gemm::pack_weights(source, target, packings, stream));
   }
 }
 
@@ -84,12 +84,12 @@ class Forward {
   const uint16_t* packed(int64_t offset) const {
     return static_cast<const uint16_t*>(packed_.const_data_ptr()) + offset;
   }
-  /// Packed weights are older than the kernel that prepares the inputs, behind which every product is.
-  products::Weights weights(int64_t offset) const { return {packed(offset), /*prefetchable=*/true}; }
+  /// Packed weights are older than the kernel that prepares the inputs, which every GEMM follows.
+  gemm::Weights weights(int64_t offset) const { return {packed(offset), /*prefetchable=*/true}; }
 
   /// The sample as channels-last activations, channels padded to a multiple of 8; keeps the timesteps' sinusoids.
   Tensor prepare(const Tensor& sample, const Tensor& timesteps) {
-    const int64_t width = products::padded(plan_.action_dim), step_width = products::padded(plan_.step_dim);
+    const int64_t width = gemm::padded(plan_.action_dim), step_width = gemm::padded(plan_.step_dim);
     const auto given = sample.scalar_type() == packed_.scalar_type() ? sample : sample.to(at::kFloat);
     const bool integers = timesteps.scalar_type() == at::kLong;
     const auto x = given.contiguous(), steps = (integers ? timesteps : timesteps.to(at::kFloat)).contiguous();
@@ -107,10 +107,10 @@ class Forward {
   Tensor dense(const Tensor& x, int64_t in, int64_t out_channels, int64_t packed_at, const void* bias,
                kernels::DType bias_dtype) const {
     const int64_t n = x.size(0);
-    const products::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
+    const gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
     auto out = empty({n, out_channels});
-    C10_CUDA_CHECK(products::fprop(conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, nullptr},
-                                   out.mutable_data_ptr(), stream_));
+    C10_CUDA_CHECK(gemm::fprop(conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, nullptr},
+                               out.mutable_data_ptr(), stream_));
     return out;
   }
   Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
@@ -136,9 +136,9 @@ class Forward {
       cond =
           (global_cond.scalar_type() == packed_.scalar_type() ? global_cond : global_cond.to(at::kFloat)).contiguous();
     const auto hidden = activate(dense(embedding_, plan_.time[0]), Tensor(), embedding_.size(0),
-                                 products::padded(plan_.shapes[plan_.time[0].weight][0]));
-    const auto x = activate(dense(hidden, plan_.time[1]), cond, batch_,
-                            products::padded_to_lines(plan_.step_dim + plan_.cond_dim));
+                                 gemm::padded(plan_.shapes[plan_.time[0].weight][0]));
+    const auto x =
+        activate(dense(hidden, plan_.time[1]), cond, batch_, gemm::padded_to_lines(plan_.step_dim + plan_.cond_dim));
     film_ = dense(x, x.size(1), plan_.film_rows, plan_.film_packed, packed(plan_.film_bias), dtype_);
   }
 
@@ -167,15 +167,15 @@ class Forward {
   Tensor resample(const Tensor& x, const BatchPlan::Layer& layer, bool up) const {
     const auto& shape = plan_.shapes[layer.weight];
     const int64_t length = x.size(2), other = up ? 2 * length : (length - 1) / 2 + 1;
-    const products::Conv1d conv{
+    const gemm::Conv1d conv{
         dtype_,       batch_, up ? length : other, shape[0], up ? other : length, shape[1], static_cast<int>(shape[2]),
         /*stride=*/2,
         /*padding=*/1};
     auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
-    const auto product = up ? products::dgrad : products::fprop;
-    C10_CUDA_CHECK(product(conv, x.const_data_ptr(), weights(layer.packed),
-                           {parameter(layer.bias).const_data_ptr(), parameter_dtype_, nullptr}, out.mutable_data_ptr(),
-                           stream_));
+    const auto convolve = up ? gemm::dgrad : gemm::fprop;
+    C10_CUDA_CHECK(convolve(conv, x.const_data_ptr(), weights(layer.packed),
+                            {parameter(layer.bias).const_data_ptr(), parameter_dtype_, nullptr}, out.mutable_data_ptr(),
+                            stream_));
     return out;
   }
 
@@ -185,16 +185,16 @@ class Forward {
     const auto &gamma = parameter(plan_.final_norm[0]), &beta = parameter(plan_.final_norm[1]);
     const int64_t channels = weight.size(0);
     const int taps = static_cast<int>(weight.size(2)), group = static_cast<int>(channels / kFinalGroups);
-    const products::Conv1d conv{dtype_, batch_, x.size(2), channels, x.size(2), channels, taps, 1, taps / 2};
-    if (!products::serves(conv) || !products::normalises(conv, group))
+    const gemm::Conv1d conv{dtype_, batch_, x.size(2), channels, x.size(2), channels, taps, 1, taps / 2};
+    if (!gemm::serves(conv) || !gemm::normalises(conv, group))
       return conv1d_gnm(x, weight, bias, gamma, beta, kFinalGroups, kEps, std::nullopt, std::nullopt, std::nullopt);
     auto out = empty_in_order(batch_, channels, x.size(2), /*channels_last=*/true, packed_.options());
-    products::Normalisation norm{};
+    gemm::Normalisation norm{};
     norm.group = group, norm.eps = kEps, norm.parameter_dtype = parameter_dtype_;
     norm.weight = gamma.const_data_ptr(), norm.bias = beta.const_data_ptr(), norm.out = out.mutable_data_ptr();
-    C10_CUDA_CHECK(products::fprop_normalised(conv, {x.const_data_ptr()}, weights(layer.packed),
-                                              {bias.const_data_ptr(), parameter_dtype_, nullptr}, nullptr, norm, {},
-                                              stream_));
+    C10_CUDA_CHECK(gemm::fprop_normalised(conv, {x.const_data_ptr()}, weights(layer.packed),
+                                          {bias.const_data_ptr(), parameter_dtype_, nullptr}, nullptr, norm, {},
+                                          stream_));
     return out;
   }
 
@@ -210,9 +210,9 @@ class Forward {
           stream_));
       return out;
     }
-    const products::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0};
-    C10_CUDA_CHECK(products::fprop(conv, x.const_data_ptr(), weights(plan_.last.packed),
-                                   {bias, parameter_dtype_, nullptr}, out.mutable_data_ptr(), stream_));
+    const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0};
+    C10_CUDA_CHECK(gemm::fprop(conv, x.const_data_ptr(), weights(plan_.last.packed), {bias, parameter_dtype_, nullptr},
+                               out.mutable_data_ptr(), stream_));
     return out;
   }
 
@@ -249,7 +249,7 @@ Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const Op
   const auto plan = unet1d_batch_plan("unet1d_batch", config);
   check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  DPA_CHECK(products::supported(), "unet1d_batch", "sample must be on a Hopper GPU, in a build for sm_90a",
+  DPA_CHECK(gemm::supported(), "unet1d_batch", "sample must be on a Hopper GPU, in a build for sm_90a",
             sample.device());
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
   std::vector<Tensor> kept;

@@ -94,7 +94,7 @@ SHAPES = [
     (4, 1, 8, 1, 3, 1, 1, False),
     (70, 64, 136, 4, 5, 1, 2, False),
     (2, 9, 5, 300, 3, 1, 1, False),
-    (2, 3, 4, 9, 2, 1, 0, False),  # taps that the products are not compiled for
+    (2, 3, 4, 9, 2, 1, 0, False),  # taps that the GEMMs are not compiled for
     (2, 3, 4, 9, 4, 3, 1, True),  # nor this stride
 ]
 
@@ -106,7 +106,7 @@ def test_channels_last_values_gradients_and_order(device, dtype, shape):
     batch, c_in, c_out, length, k, stride, padding, transposed = shape
     x = in_time_order(torch.randn(batch, c_in, length, device=device, dtype=dtype))
     size = (c_in, c_out, k) if transposed else (c_out, c_in, k)
-    # Values that the input's dtype can hold: the products read the weight in it.
+    # Values that the input's dtype can hold: the GEMMs read the weight in it.
     weight = (torch.randn(size, device=device) / (c_in * k) ** 0.5).to(dtype).float()
     bias = torch.randn(c_out, device=device).to(dtype).float()
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
@@ -173,7 +173,7 @@ def test_tensors_may_begin_anywhere(device, dtype, transposed):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_infinities_and_nan_go_through(hopper, dtype, transposed):
-    """The products of channels-last tensors; cuDNN makes 0 of a negative infinity in float16."""
+    """GEMMs of channels-last tensors; cuDNN makes 0 of a negative infinity in float16."""
     batch, channels, length, k = 5, 24, 16, 5
     x = in_time_order(torch.randn(batch, channels, length, device=hopper, dtype=dtype))
     for i, value in enumerate((torch.inf, -torch.inf, torch.nan)):

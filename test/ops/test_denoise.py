@@ -113,7 +113,7 @@ def test_matches_diffusers(device):
     for t in scheduler.timesteps:
         output, sample = torch.randn(2, 2, 16, 2).unbind()
         noise = torch.randn(2, 16, 2, generator=torch.Generator().manual_seed(int(t)))
-        same = torch.Generator().manual_seed(int(t))  # diffusers draws what we drew
+        same = torch.Generator().manual_seed(int(t))  # diffusers gets our numbers again
         expected = scheduler.step(output, t, sample, generator=same).prev_sample
         tensors = (x.to(device) for x in (output, sample, constants, t, noise))
         got = torch.ops.dpa.denoise(*tensors)

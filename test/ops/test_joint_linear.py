@@ -90,10 +90,10 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients_beside_float32_parameters(device, dtype, shape):
-    """Against float64; what a U-Net's training asks for under autocast."""
+    """Against float64; as in a U-Net's training under autocast."""
     batch, c_in, outs = shape
     x = torch.randn(batch, c_in, device=device, dtype=dtype)
-    # Values that the input's dtype can hold: the products read the weights in it.
+    # Values that the input's dtype can hold: the GEMMs read the weights in it.
     held = lambda *size: torch.randn(size, device=device).to(dtype).float()  # noqa: E731
     weights, biases = [held(n, c_in) / 64 for n in outs], [held(n) for n in outs]
     leaves = [t.detach().requires_grad_() for t in (x, *weights, *biases)]
@@ -168,7 +168,7 @@ def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, capture
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_are_not_kept_twice(device, dtype):
-    """The backward holds the arguments alone: what products read is made again."""
+    """The backward holds the arguments alone: what GEMMs read is made again."""
     x, weights, biases = _sample(device, torch.float32, 4, 8, 16, 24).requiring_grad().args
     x = x.detach().to(dtype).requires_grad_()
     kept = []

@@ -75,7 +75,7 @@ class TestLltm(OpProofs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [(16, 32, 128), (33, 100, 130), (256, 256, 512)], ids=str)
 def test_real_sizes(device, dtype, sizes):
-    """Both the one-kernel path and the path through a library's products, with gradients."""
+    """Both the one-kernel path and the path through a library's GEMMs, with gradients."""
     ours = _sample(device, dtype, *sizes).requiring_grad()
     exact = ours.map(lambda x: x.double()).requiring_grad()
     out, expected = torch.ops.dpa.lltm(*ours.args), dpa.reference.lltm(*exact.args)

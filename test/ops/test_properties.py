@@ -1,6 +1,6 @@
 """Any valid call equals the reference, any invalid one raises and says why: drawn at random.
 
-`make test` draws a few cases of each, `make fuzz` ten thousand of each.
+`make test` generates a few cases of each, `make fuzz` ten thousand of each.
 """
 
 import math

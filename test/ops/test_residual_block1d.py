@@ -130,7 +130,7 @@ def test_channels_last_values_gradients_and_order(device, dtype, shape):
     """Against float64, parameters being float32 beside 16-bit inputs."""
     batch, c_in, c_out, length, k, groups, film = shape
     sample = _sample(device, torch.float32, batch, c_in, c_out, length, k, groups, film)
-    # Values that the input's dtype can hold: the products read the weights in it.
+    # Values that the input's dtype can hold: the GEMMs read the weights in it.
     sample = sample.map(lambda x: x.to(dtype).float())
     args = list(sample.args)
     args[0] = in_time_order(args[0].to(dtype))

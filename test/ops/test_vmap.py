@@ -230,7 +230,7 @@ def test_gradients_of_samples(device, op, make, dims, count):
     ],
 )
 def test_backward_ops(device, forward, backward, make, shared):
-    """One call, unless the gradient of what samples share is asked for."""
+    """One call, unless the gradient of what samples share is wanted."""
     args = make().map(lambda x: x.to(device)).args
     places = [
         i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()

@@ -42,7 +42,7 @@ class _Call:
         for i, x in zip(self.places, tensors, strict=True):
             leaves[i] = x
         out = self.op(*tree_unflatten(leaves, self._spec))
-        # Gradients that are not asked for are none.
+        # Gradients that are not wanted are none.
         return tuple(x for x in out if x is not None) if isinstance(out, tuple) else (out,)
 
     def mapped(self, dims):

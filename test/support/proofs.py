@@ -146,7 +146,7 @@ class OpProofs:
         """Samples that differ in size alone, so that one compiled frame must serve them all."""
         raise NotImplementedError
 
-    # What test_properties.py draws at random, and how far rounding may take the result.
+    # What test_properties.py generates, and how far rounding may take the result.
     @staticmethod
     def drawn(d: Any) -> Sample:
         """A valid call of any sizes, layouts and values; ``d`` is a :class:`strategies.Draw`."""
@@ -208,7 +208,7 @@ class OpProofs:
                 assert_close(a.grad, b.grad.to(dtype), **gradient_tolerance(dtype))
 
     def test_each_gradient_alone(self, device):
-        """The backward computes what is asked for and nothing else."""
+        """The backward computes what is wanted and nothing else."""
         for sample in self.samples(device, torch.float32):
             together = sample.requiring_grad()
             out = call(type(self).op, together)

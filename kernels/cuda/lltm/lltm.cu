@@ -312,7 +312,7 @@ cudaError_t lltm_bias_gradient(const LltmBackward& args, cudaStream_t stream) {
 cudaError_t lltm_join(const LltmRows& args, cudaStream_t stream) { return launch_rows<true>(args, stream); }
 cudaError_t lltm_split(const LltmRows& args, cudaStream_t stream) { return launch_rows<false>(args, stream); }
 
-cudaError_t lltm_product_gradients(const LltmBackward& args, cudaStream_t stream) {
+cudaError_t lltm_operand_gradients(const LltmBackward& args, cudaStream_t stream) {
   const Lltm& in = args.forward;
   const int64_t weight_blocks = args.grad_weights || args.grad_bias ? 3 * in.state : 0;
   const int64_t column_blocks = (in.state + in.features + kColumns - 1) / kColumns;

@@ -30,7 +30,7 @@ struct LltmBackward {
   int64_t grad_h_strides[2], grad_cell_strides[2];
   void* grad_gates;     // A (batch, 3 * state)
   void* grad_old_cell;  // (batch, state), or null
-  // What lltm_product_gradients writes; null where nobody asks.
+  // What lltm_operand_gradients writes; null where not wanted.
   void *grad_input, *grad_weights, *grad_bias, *grad_old_h;
 };
 
@@ -53,7 +53,7 @@ cudaError_t lltm_state(const Lltm& args, cudaStream_t stream);
 /// grad_gates and grad_old_cell.
 cudaError_t lltm_gate_gradients(const LltmBackward& args, cudaStream_t stream);
 /// The gradients of the GEMM's operands from grad_gates, in one kernel, for small sizes.
-cudaError_t lltm_product_gradients(const LltmBackward& args, cudaStream_t stream);
+cudaError_t lltm_operand_gradients(const LltmBackward& args, cudaStream_t stream);
 /// grad_bias alone: the sum of grad_gates over the batch.
 cudaError_t lltm_bias_gradient(const LltmBackward& args, cudaStream_t stream);
 

@@ -10,23 +10,23 @@
 
 namespace dpa {
 
-namespace products = kernels::conv1d;
+namespace gemm = kernels::conv1d;
 
-inline bool takes_products(const products::Conv1d& conv) { return products::supported() && products::serves(conv); }
+inline bool takes_gemm(const gemm::Conv1d& conv) { return gemm::supported() && gemm::serves(conv); }
 
-/// Rows of channels as the products read them: padded to a multiple of 8 and aligned to 16 bytes.
+/// Rows of channels as the GEMMs read them: padded to a multiple of 8 and aligned to 16 bytes.
 inline Tensor padded_rows(const Tensor& tensor) {
   const auto rows = in_order(tensor, /*channels_last=*/true);
-  const int64_t channels = rows.size(1), width = products::padded(channels);
+  const int64_t channels = rows.size(1), width = gemm::padded(channels);
   if (width == channels && is_aligned(rows)) return rows;
   auto out = at::empty({rows.size(0) * rows.size(2), width}, rows.options());
-  C10_CUDA_CHECK(products::pad_rows(rows.const_data_ptr(), out.size(0), channels, out.mutable_data_ptr(),
-                                    c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(gemm::pad_rows(rows.const_data_ptr(), out.size(0), channels, out.mutable_data_ptr(),
+                                c10::cuda::getCurrentCUDAStream()));
   return out;
 }
 
 /// A contiguous weight to be packed to `packed`.
-inline products::Packing packing(const Tensor& weight, void* packed) {
+inline gemm::Packing packing(const Tensor& weight, void* packed) {
   return {weight.const_data_ptr(), packed, weight.size(0), weight.size(1), static_cast<int>(weight.size(2))};
 }
 
@@ -67,27 +67,27 @@ class Branches {
   c10::cuda::CUDAStream main_, side_;
 };
 
-/// The gradients of a layer that is one product, each where it is wanted, of the layer's own sizes. `grad` and `input`
-/// are padded rows; a transposed layer's input is the narrow tensor. The input's gradient goes first: others wait for
-/// it.
-inline void input_backward(const products::Conv1d& conv, bool transposed, const Tensor& grad,
-                           const products::Weights& weights, const Tensor& to) {
-  const auto product = transposed ? products::fprop : products::dgrad;
+/// The gradients of a layer that is one GEMM, each where it is wanted, of the layer's own sizes. `grad` and `input` are
+/// padded rows; a transposed layer exchanges data and weight gradient's operands. The input's gradient goes first:
+/// others wait for it.
+inline void input_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad, const gemm::Weights& weights,
+                           const Tensor& to) {
+  const auto convolve = transposed ? gemm::fprop : gemm::dgrad;
   C10_CUDA_CHECK(
-      product(conv, grad.const_data_ptr(), weights, {}, to.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+      convolve(conv, grad.const_data_ptr(), weights, {}, to.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
 }
-inline void parameter_backward(const products::Conv1d& conv, bool transposed, const Tensor& grad, const Tensor& input,
+inline void parameter_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad, const Tensor& input,
                                const Tensor& weight, const Tensor& bias, c10::cuda::CUDAStream stream) {
   const int64_t rows = conv.batch * (transposed ? conv.x_length : conv.y_length);
   const int64_t channels = transposed ? conv.x_channels : conv.y_channels;
   if (weight.defined()) {
     const auto &y = transposed ? input : grad, &x = transposed ? grad : input;
-    C10_CUDA_CHECK(products::wgrad(conv, y.const_data_ptr(), x.const_data_ptr(), weight.mutable_data_ptr(),
-                                   kernel_dtype(weight.scalar_type()), stream));
+    C10_CUDA_CHECK(gemm::wgrad(conv, y.const_data_ptr(), x.const_data_ptr(), weight.mutable_data_ptr(),
+                               kernel_dtype(weight.scalar_type()), stream));
   }
   if (bias.defined())
-    C10_CUDA_CHECK(products::column_sums(conv.dtype, grad.const_data_ptr(), rows, channels, products::padded(channels),
-                                         bias.mutable_data_ptr(), kernel_dtype(bias.scalar_type()), stream));
+    C10_CUDA_CHECK(gemm::column_sums(conv.dtype, grad.const_data_ptr(), rows, channels, gemm::padded(channels),
+                                     bias.mutable_data_ptr(), kernel_dtype(bias.scalar_type()), stream));
 }
 
 }  // namespace dpa
