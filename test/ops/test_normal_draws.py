@@ -66,8 +66,8 @@ def test_in_a_graph():
         generator.manual_seed(seed)
         for _ in range(3):
             graph.replay()
-            expected_calls = [torch.randn(1, 16, 2, device=device, generator=expected) for _ in range(5)]
-            assert torch.equal(torch.cat([single[None], got[:4]]), torch.stack(expected_calls))
+            drawn = [torch.randn(1, 16, 2, device=device, generator=expected) for _ in range(5)]
+            assert torch.equal(torch.cat([single[None], got[:4]]), torch.stack(drawn))
         assert generator.get_offset() == expected.get_offset()
 
 
@@ -98,7 +98,7 @@ def test_a_loop_draws_what_its_steps_draw(device, first, flags):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_loops_inputs_are_written_at_once(device, dtype):
-    """Beside the random numbers: copies of all kinds, more than one launch takes, odd places in memory."""
+    """Beside the random numbers: copies of all kinds, in more than one launch, at odd places."""
     new = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
     given = [
         new(3, 37),
