@@ -71,13 +71,10 @@ _NOT_YET = (
     "docs/architecture.md",
     "docs/promises.md",
     "python/dpa/acceleration/",
-    "python/dpa/nn/",
     "python/dpa/packed/",
     "python/dpa/sampling/",
     "python/dpa/tracking/",
-    "python/dpa/training/graphed_calls.py",
     "test/acceleration/",
-    "test/nn/",
     "test/packed/",
     "test/sampling/",
 )

@@ -280,7 +280,7 @@ PARTS = [
 @pytest.mark.parametrize("joint", [False, True], ids=["film_by_block", "joint_film"])
 @pytest.mark.parametrize("change", PARTS, ids=lambda change: change.__name__[1:])
 def test_changed_parts_count(change, joint, monkeypatch):
-    """Also where FiLM of all blocks would be one product."""
+    """Also where FiLM of all blocks would be one GEMM."""
     monkeypatch.setattr(unet1d, "channels_last", lambda *_: joint)
     net, inputs = make("film_scale")
     before = net(**inputs)

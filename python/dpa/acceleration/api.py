@@ -268,7 +268,7 @@ class _Survey:
             how = _how(module, network, "loop") if known else network
             return Finding(path, "U-Net", name, known, False, how)
         errors = tuple(forward.shadow.errors.values())
-        why = forward.why_original() or forward.shadow.failed
+        why = forward.fallback_reason() or forward.shadow.failed
         if why is not None:
             return Finding(path, "U-Net", name, False, False, why, errors)
         how = "layer by layer with dpa's ops while it is in training mode"
@@ -282,7 +282,7 @@ class _Survey:
             why = self.why_no_loop(module) or why_no_table(module)
             how = why or _how_loop(module)
             return Finding(path, "loop", type(module).__name__, why is None, False, how)
-        why = why_no_table(module) or loop.why_original() or loop.shadow.failed or loop.refused
+        why = why_no_table(module) or loop.fallback_reason() or loop.shadow.failed or loop.refused
         errors = tuple(loop.shadow.errors.values())
         how, can = why or _how_loop(module), why is None
         return Finding(path, "loop", type(module).__name__, can, can, how, errors)

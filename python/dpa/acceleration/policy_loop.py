@@ -133,14 +133,14 @@ class FastLoop:
             self._set_timesteps(route)
         return _sample(route.sampler, call, forward.weight.dtype)
 
-    def why_original(self) -> str | None:
+    def fallback_reason(self) -> str | None:
         """Return why the network's part keeps this loop from running, or None."""
         unet = getattr(self.policy, self.network, None)
         unet = getattr(unet, "_orig_mod", unet)
         forward = replaced_forward(unet) if isinstance(unet, nn.Module) else None
         if not isinstance(forward, FastForward):
             return f"its {self.network} is not accelerated"
-        return forward.why_original()
+        return forward.fallback_reason()
 
     def _forward(self) -> FastForward | None:
         """Return what runs the network, or None where the loop has to run as it is."""
@@ -158,7 +158,7 @@ class FastLoop:
             return None
         network = forward.network
         if network is None or not network.tracker.unchanged() or forward.bypassed:
-            return None if forward.why_original() is not None else forward
+            return None if forward.fallback_reason() is not None else forward
         return None if network.tracker.hooked() else forward
 
     def _run_both(

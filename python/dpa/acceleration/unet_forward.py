@@ -119,7 +119,7 @@ class FastForward:
         """Whether this thread runs the original."""
         return getattr(self._bypasses, "on", False)
 
-    def why_original(self) -> str | None:
+    def fallback_reason(self) -> str | None:
         """Return why the original runs now, whatever it is called with; None where dpa's may."""
         if self.bypassed:
             return "it is being compared with"
@@ -183,7 +183,7 @@ class FastForward:
         """Run the network, with the arguments of the forward that this one replaces."""
         if torch.compiler.is_compiling():
             return self._trace(*args, **kwargs)
-        if self.why_original() is not None:
+        if self.fallback_reason() is not None:
             return self.original(*args, **kwargs)
         call = self._arguments(args, kwargs)
         if call is None:
@@ -270,7 +270,7 @@ class FastForward:
     @torch.compiler.assume_constant_result
     def _may_trace(self) -> bool:
         """Look at the network itself while it is compiled, and not in what is compiled."""
-        if is_exporting() or self.why_original() is not None or self.layers is None:
+        if is_exporting() or self.fallback_reason() is not None or self.layers is None:
             return False
         return self._check_apart()
 

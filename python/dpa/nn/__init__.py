@@ -1,4 +1,4 @@
-"""Modules that run on dpa's ops and load the weights of the projects they stand in for."""
+"""Modules that run on dpa's ops and load the weights of the projects they replace."""
 
 from dpa.nn.blocks1d import ConditionalResidualBlock1D, Conv1dBlock
 from dpa.nn.family import lerobot_parameters

@@ -261,7 +261,7 @@ _BLOCK_LAYERS = PlainLayers(
 
 
 def parameters_of(layers: PlainLayers, module: nn.Module) -> list[Tensor | None] | None:
-    """Return the parameters of a module's layers where one op may run in their stead."""
+    """Return the parameters of a module's layers where one op may replace them."""
     if is_exporting():
         return None
     return layers.traced(module) if torch.compiler.is_compiling() else layers.of(module)

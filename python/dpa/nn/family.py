@@ -221,7 +221,7 @@ class Network:
         return {key: module._parameters[name] for key, (module, name) in self.slots.items()}
 
     def layers(self) -> nn.Module | None:
-        """Return dpa's layers on the same parameters, whatever is put in the place of one later.
+        """Return dpa's layers on the same parameters, whatever replaces one later.
 
         None where blocks are unconditioned, which dpa's are not.
         """
@@ -269,7 +269,7 @@ def recognise(module: nn.Module) -> Network:
 
 
 def _is_odd(layer: nn.Module) -> bool:
-    """Whether something is set that no layer of the family has; asks for all that may be set."""
+    """Whether something is set that no layer of the family has; reads all that may be set."""
     if layer.forward is None:
         return True
     if isinstance(layer, nn.GroupNorm):

@@ -1,8 +1,8 @@
 """Weights that stay packed from call to call, where no gradient is wanted.
 
-A forward pass of the U-Net in 16 bits reads its weights in the order of the products of
-``kernels/cuda/conv1d``. Training lays them out anew in every pass, for they change in between.
-Without gradients they are laid out once and kept, by module and dtype, outside of the module: no
+A forward pass of the U-Net in 16 bits reads its weights in the order of the GEMMs of
+``kernels/cuda/conv1d``. Training packs them anew in every pass, for they change in between.
+Without gradients they are packed once and stay, by module and dtype, outside of the module: no
 state dict, copy or pickle of it shows them, and they go when it goes.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpa.nn.plain import FoundLayers
 from dpa.tracking import stamp_of
 
-_LOOKS = 128  # elements of each weight that ops/unet1d_batch compares
+_SAMPLED = 128  # elements of each weight that ops/unet1d_batch compares
 
 _promise = threading.local()
 
@@ -31,11 +31,11 @@ def fixed_weights() -> Iterator[None]:
     A CUDA graph of a network's forward pass packs the weights in every replay, since they may have
     changed since the last. Captured in this context it reads the packed weights that the module
     keeps, of the last call outside of a capture: call the network once before the capture, and,
-    outside of this context, once after weights have changed, which brings the kept ones, and so the
-    graph, up to date. The module must live as long as the graph.
+    outside of this context, once after weights have changed, which brings the packed ones, and so
+    the graph, up to date. The module must live as long as the graph.
 
     In this context calls outside of captures see changes that count as versions of a parameter, but
-    do not look for others: through ``parameter.data``, or by the replay of a graph.
+    do not check for others: through ``parameter.data``, or by the replay of a graph.
     """
     before = getattr(_promise, "given", False)
     _promise.given = True
@@ -54,7 +54,7 @@ def forward(
     global_cond: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Run the network on kept weights: (B, T, Da) of ``dtype``, or None where it cannot be.
+    """Run the network on packed weights: (B, T, Da) of ``dtype``, or None where it cannot be.
 
     It cannot where a gradient may be wanted, a layer is replaced, hooked, sharded or set up in
     another way than in ``template``, or the library was built without the instructions.
@@ -153,11 +153,11 @@ class _Pack:
         return self._packed
 
     def _follow(self, parameters: list[Tensor], count: int, fresh: bool) -> None:
-        """Pack what has changed: all, unless ``fresh``, which no write through data tells."""
+        """Pack what has changed: all, unless ``fresh``, which misses writes through ``data``."""
         given = (parameters, self._config, self._dtype)
         if self._packed is None or self._packed.device != parameters[0].device:
             self._packed = torch.ops.dpa.unet1d_batch_pack(*given)
-            self._seen = torch.zeros(count, _LOOKS, dtype=torch.int32, device=self._packed.device)
+            self._seen = torch.zeros(count, _SAMPLED, dtype=torch.int32, device=self._packed.device)
         elif not fresh:
             torch.ops.dpa.unet1d_batch_pack.out(*given, out=self._packed)
         torch.ops.dpa.unet1d_batch_pack.out(*given, self._seen, out=self._packed)

@@ -1,4 +1,4 @@
-"""Layers that one op runs in their stead, as long as they are what they were made as."""
+"""Layers that one op replaces, as long as they are what they were made as."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class PlainLayers:
         return found.parameters() if found.keep_length and found.one_kind_of_norm else None
 
     def traced(self, module: nn.Module) -> list[Tensor | None] | None:
-        """The same in what compilers can trace, where looking costs nothing at run time."""
+        """The same in what compilers can trace, where checks cost nothing at run time."""
         norms = []
-        # Each layer stands after the one that holds it: what is looked for is there.
+        # Each layer stands after the one that holds it: what is read is there.
         for (path, kinds), count in zip(self._types.items(), self._children, strict=True):
             layer = module.get_submodule(path)
             if type(layer) not in kinds or is_changed(layer) or len(layer._modules) != count:

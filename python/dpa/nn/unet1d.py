@@ -237,7 +237,7 @@ class ConditionalUnet1D(nn.Module):
             fast = channels_last(sample, self._weight(self.final_conv))
             out = None
             if fast:
-                out = self._on_kept_weights(sample, timestep, local_cond, global_cond)
+                out = self._on_packed_weights(sample, timestep, local_cond, global_cond)
             if out is not None:
                 return out
         cond = self._embed(sample, timestep, fast)
@@ -299,7 +299,7 @@ class ConditionalUnet1D(nn.Module):
 
     @torch.jit.unused
     def _film(self, embedding: Tensor, global_cond: Tensor | None) -> list[Tensor]:
-        """Return shift and scale of every block, the last block's first, from one product for all.
+        """Return shift and scale of every block, the last block's first, from one GEMM for all.
 
         The condition comes in its two parts, of which often the embedding alone wants a gradient.
 
@@ -320,7 +320,7 @@ class ConditionalUnet1D(nn.Module):
         return list(film.split(widths, dim=1))[::-1]
 
     @torch.jit.unused
-    def _on_kept_weights(
+    def _on_packed_weights(
         self,
         sample: Tensor,
         timestep: Tensor | float | int,
@@ -366,7 +366,7 @@ class ConditionalUnet1D(nn.Module):
             if self._has_another_encoder():
                 embedding = encoder(steps)
             elif fast:
-                embedding = self._embed_by_products(steps)
+                embedding = self._embed_by_joint_linear(steps)
         if embedding is None:
             if torch.jit.is_scripting():
                 dtype = encoder[1].weight.dtype
@@ -377,8 +377,8 @@ class ConditionalUnet1D(nn.Module):
         return embedding.expand(sample.shape[0], -1)
 
     @torch.jit.unused
-    def _embed_by_products(self, steps: Tensor) -> Tensor | None:
-        """Run the encoder's layers on the products of FiLM, or nothing where one is changed.
+    def _embed_by_joint_linear(self, steps: Tensor) -> Tensor | None:
+        """Run the encoder's layers as FiLM's op, or nothing where one is changed.
 
         They read float32 weights where they lie, and want no workspace of a library.
         """

@@ -27,7 +27,7 @@ class Compared(Protocol):
     def is_compared(self) -> bool:
         """Whether a call like one made now was compared."""
 
-    def why_original(self) -> str | None:
+    def fallback_reason(self) -> str | None:
         """Return why the original runs now, or None."""
 
 
@@ -44,10 +44,10 @@ def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Mod
     is. So let ``zero_grad(set_to_none=True)`` come before the call; adding gradients of several
     batches up costs a copy of them.
 
-    A call runs as it is where a graph cannot stand for it: no gradients, evaluation mode, arguments
+    A call runs as it is where a graph cannot replace it: no gradients, evaluation mode, arguments
     that are not CUDA tensors or None, hooks on inner modules, checkpointing, a second call before
     the first one's backward, replaced modules, inside a capture or ``torch.compile``. What it may
-    not do is look at values on the host, or depend on Python values that change. A backward with
+    not do is read values on the host, or depend on Python values that change. A backward with
     ``create_graph=True``, and a second one of the same call, call the module again, without graphs.
     Under DDP, gradients are exchanged after the backward, not during it: :class:`GraphedStep`
     captures both.
@@ -90,7 +90,7 @@ def replaced_forward(module: Any) -> Any:
 
 
 class GraphedForward:
-    """What stands in for the forward of a module whose calls are graphed."""
+    """The replacement of the forward of a module whose calls are graphed."""
 
     def __init__(self, module: nn.Module, warmup: int, capacity: int):
         self.module = module
@@ -128,7 +128,7 @@ class GraphedForward:
 
     @property
     def __code__(self) -> Any:
-        """Of the forward that this one replaces: torch.export asks where it is written."""
+        """Of the forward that this one replaces: torch.export reads where it is written."""
         return type(self.module).forward.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ class GraphedForward:
         return _Replay.apply(capture, tensors, *capture.trained(tensors))
 
     def _is_decided(self) -> bool:
-        """Whether a later call would run as one does now: not while a comparison tells nothing."""
+        """Whether a later call would run as one does now: not before a comparison has decided."""
         return not isinstance(self.inner, Compared) or self.inner.is_compared()
 
     def _key(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> Hashable | None:
@@ -165,7 +165,7 @@ class GraphedForward:
         if device.index != torch.cuda.current_device():  # whose streams are what is captured
             return None
         inner = self.inner
-        if isinstance(inner, Compared) and inner.why_original() is not None:
+        if isinstance(inner, Compared) and inner.fallback_reason() is not None:
             return None
         parts = self._parts
         if parts is None or not parts.unchanged():
@@ -205,7 +205,7 @@ class GraphedForward:
 
 
 def _is_special() -> bool:
-    """Whether somebody looks on or changes what calls mean, or no gradient is asked for."""
+    """Whether no gradient is wanted, or a hook or mode observes calls or changes them."""
     return (
         not torch.is_grad_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -220,7 +220,7 @@ def _is_special() -> bool:
 class _Parts:
     """The modules, parameters and buffers that a capture has in it.
 
-    Looked at in every call, so a look is made of dictionary lookups alone.
+    Checked in every call, so a check is made of dictionary lookups alone.
     """
 
     def __init__(self, module: nn.Module):
@@ -237,7 +237,7 @@ class _Parts:
         return same and self._tracker.unchanged()
 
     def are_plain(self, device: torch.device) -> bool:
-        """Whether a graph can stand for the module: on one device, not sharded, not watched."""
+        """Whether a graph can replace it: on one device, not sharded, no hooks on inner modules."""
         return (
             not self._tracker.hooked(inner=True)
             and all(type(p) is nn.Parameter for p in self.parameters)

@@ -28,7 +28,7 @@ class GraphedStep:
     the captured one's place and replays. Where there is no CUDA every call runs as it is, so that a
     script is the same on any machine.
 
-    The step must begin with ``optimizer.zero_grad(set_to_none=True)``, look at no value on the
+    The step must begin with ``optimizer.zero_grad(set_to_none=True)``, read no value on the
     host, and have an optimizer that can be captured: ``AdamW(..., fused=True, capturable=True)``,
     with a tensor for ``lr`` where a schedule changes it. Random numbers drawn in it are new at
     every replay. Autocast and a GradScaler may be part of it; regions of autocast begin and end
