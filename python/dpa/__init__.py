@@ -11,9 +11,9 @@ if not wants_jit():
 
 from dpa import jit, nn, ops, reference, schedulers
 from dpa.acceleration.api import accelerate, explain, repack, restore
+from dpa.bench.profiling import StepProfile, profile
 from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.diagnostics.info import info
-from dpa.diagnostics.profiling import StepProfile, profile
 from dpa.nn.inference import fixed_weights
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.parallel import Parallel, ParallelReport

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import dpa
-from dpa.diagnostics import profiling
+from dpa.bench import profiling
 from dpa.packed.unet import unet_config
 
 _MARKS = 7

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dpa
 from dpa.bench.ahead import Process, on_request
-from dpa.diagnostics.timing import device_spread_us, graphed, latency
+from dpa.bench.timing import device_spread_us, graphed, latency
 from dpa.sampling import stepwise_loop as stepwise
 
 BATCHES = (1, 16)  # at which they are measured

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import dpa
+from dpa.bench.timing import latency
 from dpa.demo import train
 from dpa.demo import world as W
 from dpa.demo.rollout import make_scheduler, rollout
-from dpa.diagnostics.timing import latency
 
 # The published sizes on the demo's task, which such a network learns in a few hundred batches.
 UNET = train.UNET | {"diffusion_step_embed_dim": 256, "down_dims": [256, 512, 1024]}

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from dpa.demo.draw import FAINT, INK, MUTED, figure, headline
 
 if TYPE_CHECKING:
-    from dpa.diagnostics.profiling import StepProfile
+    from dpa.bench.profiling import StepProfile
 
 COLORS = {"multiply": "#1f7a8c", "publish": "#f2b134", "wait": "#d9d8d3", "normalise": "#e0782f"}
 _WAYS = {

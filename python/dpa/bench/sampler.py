@@ -15,8 +15,8 @@ import dpa
 from dpa.bench import compiled, parallel
 from dpa.bench.ahead import Process
 from dpa.bench.bars import bars
-from dpa.diagnostics.profiling import captured_loop, step_us
-from dpa.diagnostics.timing import device_spread_us, device_us, latency
+from dpa.bench.profiling import captured_loop, step_us
+from dpa.bench.timing import device_spread_us, device_us, latency
 
 HORIZON, ACTION_DIM, COND_DIM = 16, 2, 132
 _ORDERED = ("steps", "loops")  # tables to which several ways add rows

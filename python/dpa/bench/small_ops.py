@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dpa
 from dpa.bench.ahead import on_request
-from dpa.diagnostics.timing import Spread, device_us_alternated, graphed, host_us_alternated
+from dpa.bench.timing import Spread, device_us_alternated, graphed, host_us_alternated
 
 _Runs = dict[str, Callable[[], object]]
 _SIZES = (2**20, 2**26)  # of the element-wise ops

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dpa
-from dpa.diagnostics.timing import device_us, graphed
+from dpa.bench.timing import device_us, graphed
 from dpa.training import graph_calls
 
 Row = dict[str, Any]

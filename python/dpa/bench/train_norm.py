@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dpa
-from dpa.diagnostics.timing import device_us_alternated, graphed
+from dpa.bench.timing import device_us_alternated, graphed
 
 SIZES = ((1024, 512, 16), (4096, 512, 16))
 _GROUPS = 8

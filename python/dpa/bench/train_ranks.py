@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpa.bench.timing import device_us
 from dpa.bench.train import DPA, NET_80M
-from dpa.diagnostics.timing import device_us
 from dpa.training import GraphedStep
 from dpa.training.distributed import Ranks, ranks
 

@@ -1,1 +1,1 @@
-"""What is installed and whether it works, and where a sampling step's time goes."""
+"""What is installed and whether it works."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dpa.diagnostics.timing import device_us
+from dpa.bench.timing import device_us
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.tables import StepTable
