@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.acceleration.shadow_run import STEP_LIMITS, Options, ShadowRun, say_fallback
+from dpa.library.compiling import constant_in_graphs
 from dpa.nn.blocks1d import is_exporting
 from dpa.nn.family import Network, NotInFamily, recognise, run_network
 from dpa.packed.unet import PackedUnet, runs_packed
@@ -267,7 +268,7 @@ class FastForward:
                 )
         return bool(self.shadow.passed(kind))
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _may_trace(self) -> bool:
         """Look at the network itself while it is compiled, and not in what is compiled."""
         if is_exporting() or self.fallback_reason() is not None or self.layers is None:

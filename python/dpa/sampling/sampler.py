@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
+from dpa.library.compiling import uncompiled
 from dpa.packed.unet import PackedUnet
 from dpa.sampling import fused_loop, stepwise_loop
 from dpa.sampling.arguments import (
@@ -260,7 +261,7 @@ class DiffusionSampler:
                 return call(given, generator)
         return self._sample(given, batch_size, generator)
 
-    @torch.compiler.disable(reason="the sampler captures its own graphs")
+    @uncompiled(reason="the sampler captures its own graphs")
     @torch.no_grad()
     def _sample(
         self, given: dict[str, Tensor | None], batch_size: int | None, generator: Generators
