@@ -2,15 +2,20 @@
 
 The order of the packages is import-linter's part (``make lint``; pyproject.toml has the contract).
 Here: a leading underscore keeps a name inside its module, and only programs import the root, which
-imports everything.
+imports everything. That one takes no heavy module with it.
 """
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
+import torch._dynamo
 
 import dpa
+from dpa.library.compiling import constant_in_graphs, uncompiled
 
 PACKAGE = Path(dpa.__file__).parent
 # PyTorch's, whoever sets them.
@@ -96,3 +101,58 @@ def test_imports_of_the_root_are_found():
         assert imports_root(ast.parse(f"def f():\n    {line}"))
     for line in ("import dpa.ops", "from dpa import ops, reference", "from dpa.ops import layers"):
         assert not imports_root(ast.parse(line))
+
+
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.onnx", "triton", "sympy", "diffusers", "rich")
+HEAVY += ("matplotlib", "PIL", "typer", "lerobot", "transformers", "safetensors", "torch.testing")
+ADDED = """
+import sys, torch
+before = set(sys.modules)
+import dpa
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_import_takes_no_heavy_module_besides_torch():
+    done = subprocess.run([sys.executable, "-c", ADDED], capture_output=True, text=True, check=True)
+    names = done.stdout.split()
+    assert "dpa.sampling.sampler" in names
+    assert not [n for n in names if n in HEAVY or n.startswith(tuple(f"{h}." for h in HEAVY))]
+
+
+def compiled(function, *arguments):
+    """What a function answers under torch.compile, how often it is left, and its graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    answer = torch.compile(function, backend="eager")(*arguments)
+    counters = torch._dynamo.utils.counters
+    return answer, sum(counters["graph_break"].values()), counters["stats"]["calls_captured"]
+
+
+def test_an_uncompiled_function_is_left_out_of_graphs():
+    seen = []
+
+    @uncompiled(reason="it looks at itself")
+    def apart(x):
+        seen.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    answer, breaks, calls = compiled(lambda x: apart(x * 2) + 1, torch.ones(2))
+    torch.testing.assert_close(answer, torch.full((2,), 2.0).sin() + 1)
+    assert seen == [False] and breaks >= 1 and calls == 2  # x * 2 and + 1, not sin
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it looks at itself"):
+        torch.compile(lambda x: apart(x), backend="eager", fullgraph=True)(torch.ones(2))
+    assert apart(torch.zeros(1)) == 0  # and called as it is
+
+
+def test_a_constant_function_runs_once_a_graph():
+    seen = []
+
+    @constant_in_graphs
+    def constant():
+        seen.append(1)
+        return 3
+
+    function = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
+    assert function(torch.ones(1)) == 3 and function(torch.ones(1)) == 3
+    assert seen == [1]
