@@ -2,7 +2,8 @@
 
 A rule folds the mapped dimension into one that the op has already: into the samples where every
 example shares the parameters, and into the channels, group by group, where each has its own. Ops
-without channels (``lltm``, ``denoise``, ``scheduler_step``) loop where each has its own.
+without such groups (``lltm``, ``residual_block1d``, ``denoise``, ``scheduler_step``) loop where
+each has its own.
 
 The rules are in Python because functorch's public interface is: its C++ headers are internal, and
 want a JSON library at build time.
@@ -10,409 +11,207 @@ want a JSON library at build time.
 
 from __future__ import annotations
 
-import functools
-import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dpa.library.loader import when_loaded
 
-_Dim = int | None
+_Op = Callable[..., Any]
 
 
-class _Fold:
-    """Puts the mapped dimension, of size ``n``, beside dimension ``at`` and makes the two one.
-
-    ``at`` counts in the tensor as the op sees it. A tensor that is not mapped is repeated.
-    """
-
-    def __init__(self, n: int):
-        self.n = n
-
-    def __call__(self, x: Tensor | None, dim: _Dim, at: int = 0) -> Tensor | None:
-        return None if x is None else _leading(x, dim, self.n).movedim(0, at).flatten(at, at + 1)
-
-    def undo(self, x: Tensor | None, size: int, at: int = 0) -> Tensor | None:
-        """Take the two apart again, ``size`` being the op's; the mapped dimension is at ``at``."""
-        return None if x is None else x.unflatten(at, (self.n, size))
-
-
-def _leading(x: Tensor, dim: _Dim, n: int) -> Tensor:
-    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
-def _shape(x: Tensor, dim: _Dim) -> list[int]:
-    """The shape of one example."""
-    return [size for i, size in enumerate(x.shape) if i != dim]
-
-
-def _one(x, dim):
-    """One example without its values: of a tensor, of each in a list; what is no tensor stays."""
-    if isinstance(x, Tensor):
-        return torch.empty(_shape(x, dim), dtype=x.dtype, device="meta")
-    if isinstance(x, list | tuple):
-        return [_one(t, d) for t, d in zip(x, dim or [None] * len(x), strict=True)]
-    return x
-
-
-def _dims(in_dims: tuple, count: int) -> list[_Dim]:
-    """Where each of ``count`` arguments is mapped; ``in_dims`` leaves trailing defaults out."""
-    return [*in_dims, *[None] * (count - len(in_dims))]
-
-
-def _elementwise(op):
-    def rule(info, in_dims, a, b, *rest):
-        a, b = (_leading(x, d, info.batch_size) for x, d in zip((a, b), in_dims[:2], strict=True))
-        return op(a, b, *rest), 0
-
-    return rule
-
-
-def _group_norm_mish(
-    info,
-    in_dims,
-    input,
-    num_groups,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    scale=None,
-    shift=None,
-    residual=None,
-):
-    x, _, w, b, _, sc, sh, r = _dims(in_dims, 8)
-    fold, op = _Fold(info.batch_size), torch.ops.dpa.group_norm_mish
-    if w is None and b is None:
-        films = fold(scale, sc), fold(shift, sh)
-        out = op(fold(input, x), num_groups, weight, bias, eps, *films, fold(residual, r))
-        return fold.undo(out, _shape(input, x)[0]), 0
-    out = op(
-        fold(input, x, 1),
-        fold.n * num_groups,
-        fold(weight, w),
-        fold(bias, b),
-        eps,
-        fold(scale, sc, 1),
-        fold(shift, sh, 1),
-        fold(residual, r, 1),
-    )
-    return fold.undo(out, _shape(input, x)[1], 1), 1
-
-
-def _group_norm_mish_backward(
-    info, in_dims, grad, input, num_groups, weight, bias, eps, scale, shift, output_mask
-):
-    """Gradients of the parameters are one an example, so requiring them splits the channels."""
-    g, x, _, w, b, _, sc, sh, _ = in_dims
-    fold, op = _Fold(info.batch_size), torch.ops.dpa.group_norm_mish_backward
-    shared = w is None and b is None and not output_mask[1] and not output_mask[2]
-    at = 0 if shared else 1
-    grads = op(
-        fold(grad, g, at),
-        fold(input, x, at),
-        num_groups if shared else fold.n * num_groups,
-        weight if shared else fold(weight, w),
-        bias if shared else fold(bias, b),
-        eps,
-        fold(scale, sc, at),
-        fold(shift, sh, at),
-        output_mask,
-    )
-    shape = _shape(input, x)
-    places = (at, 0, 0, at, at)
-    sizes = (shape[at], shape[1], shape[1], shape[at], shape[at])
-    grads = tuple(map(fold.undo, grads, sizes, places))
-    return grads, tuple(
-        place if grad is not None else None for grad, place in zip(grads, places, strict=True)
-    )
-
-
-def _arithmetic(input, stride):
+def _arithmetic(input: Tensor, stride: int) -> torch.dtype:
     """As in ops/conv1d/formula.cpp, where the reason is."""
     wide = input.device.type == "cpu" and input.dtype == torch.bfloat16 and stride > 1
     return torch.float32 if wide else input.dtype
 
 
-def _convolution_of_groups(fold: _Fold, tensors, dims, stride, padding, transposed) -> Tensor:
-    """Every example's convolution as a group of channels of one, where each has its own weight.
+# The ops on the channels of n examples, side by side, each with parameters of its own.
 
-    Args:
-        fold: of the examples.
-        tensors: input, weight and bias.
-        dims: where each is mapped.
-        stride, padding, transposed: as of ``dpa::conv1d``.
 
-    """
-    (input, weight, bias), (x, w, b) = tensors, dims
-    wide = _arithmetic(input, stride)
-    parameter = lambda t, d: None if t is None else fold(t, d).to(input.dtype).to(wide)  # noqa: E731
+def _conv1d(n, input, weight, bias=None, stride=1, padding=0, transposed=False):
+    dtype = _arithmetic(input, stride)
+    rounded = lambda t: None if t is None else t.to(input.dtype).to(dtype)  # noqa: E731
     convolve = F.conv_transpose1d if transposed else F.conv1d
-    return convolve(
-        fold(input, x, 1).to(wide),
-        parameter(weight, w),
-        parameter(bias, b),
-        stride=stride,
-        padding=padding,
-        groups=fold.n,
-    ).to(input.dtype)
+    given = input.to(dtype), rounded(weight), rounded(bias)
+    return convolve(*given, stride=stride, padding=padding, groups=n).to(input.dtype)
 
 
-def _conv1d_gnm(
-    info,
-    in_dims,
-    input,
-    conv_weight,
-    conv_bias,
-    gn_weight,
-    gn_bias,
-    num_groups,
-    eps=1e-5,
-    scale=None,
-    shift=None,
-    residual=None,
-):
-    x, w, b, gw, gb, _, _, sc, sh, re = _dims(in_dims, 10)
-    fold = _Fold(info.batch_size)
-    if {w, b, gw, gb} == {None}:
-        out = torch.ops.dpa.conv1d_gnm(
-            fold(input, x),
-            conv_weight,
-            conv_bias,
-            gn_weight,
-            gn_bias,
-            num_groups,
-            eps,
-            fold(scale, sc),
-            fold(shift, sh),
-            fold(residual, re),
-        )
-        return fold.undo(out, _shape(input, x)[0]), 0
-    padding = _shape(conv_weight, w)[2] // 2
-    out = torch.ops.dpa.group_norm_mish(
-        _convolution_of_groups(fold, (input, conv_weight, conv_bias), (x, w, b), 1, padding, False),
-        fold.n * num_groups,
-        fold(gn_weight, gw),
-        fold(gn_bias, gb),
-        eps,
-        fold(scale, sc, 1),
-        fold(shift, sh, 1),
-        fold(residual, re, 1),
+def _conv1d_forward(n, input, *rest):
+    return _conv1d(n, input, *rest), input.new_empty(0)
+
+
+def _conv1d_backward(n, grad, input, weight, bias, packed, stride, padding, transposed, mask):
+    dtype = _arithmetic(input, stride)
+    given = grad.to(dtype), input.to(dtype), weight.to(input.dtype).to(dtype)
+    sizes = [grad.shape[1]], [stride], [padding], [1]
+    grads = torch.ops.aten.convolution_backward(*given, *sizes, transposed, [0], n, mask)
+    types = input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+    return tuple(g if g is None else g.to(t) for g, t in zip(grads, types, strict=True))
+
+
+def _group_norm_mish(n, input, num_groups, *rest):
+    return torch.ops.dpa.group_norm_mish(input, n * num_groups, *rest)
+
+
+def _group_norm_mish_backward(n, grad, input, num_groups, *rest):
+    return torch.ops.dpa.group_norm_mish_backward(grad, input, n * num_groups, *rest)
+
+
+def _conv1d_gnm(n, input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups, *rest):
+    x = _conv1d(n, input, conv_weight, conv_bias, padding=conv_weight.shape[2] // 2)
+    return _group_norm_mish(n, x, num_groups, gn_weight, gn_bias, *rest)
+
+
+def _apart(n: int, tensors: Sequence[Tensor | None], at: int = 0) -> Tensor:
+    """Tensors side by side in each example, the examples first."""
+    parts = [t.unflatten(at, (n, t.shape[at] // n)) for t in tensors if t is not None]
+    return torch.cat(parts, at + 1).movedim(at, 0)
+
+
+def _joint_linear(n, input, weights, biases, rest=None):
+    weight, bias = (_apart(n, t).to(input.dtype) for t in (weights, biases))
+    x = _apart(n, [input, rest], 1)
+    return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2)).movedim(0, 1).flatten(1)
+
+
+def _joint_linear_backward(n, grad, input, weights, biases, rest, mask):
+    g, x, weight = _apart(n, [grad], 1), _apart(n, [input, rest], 1), _apart(n, weights)
+    widths = input.shape[1] // n, 0 if rest is None else rest.shape[1] // n
+    of_columns = lambda w: (g @ w.to(g.dtype)).movedim(0, 1).flatten(1)  # noqa: E731
+    own, others = weight.split(widths, 2)
+    makes = (
+        lambda: of_columns(own),
+        lambda: (g.transpose(1, 2) @ x).to(weights[0].dtype).flatten(0, 1),
+        lambda: g.sum(1).to(biases[0].dtype).flatten(),
+        lambda: None if rest is None else of_columns(others),
     )
-    return fold.undo(out, _shape(conv_weight, w)[0], 1), 1
+    return tuple(make() if wanted else None for make, wanted in zip(makes, mask, strict=True))
 
 
-def _loop(op, n: int, dims: list[_Dim], args: tuple):
-    """Call ``op`` for every example: each has parameters of its own, and the op knows one set."""
-    examples = [
-        op(*(x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)))
-        for i in range(n)
-    ]
-    if not isinstance(examples[0], tuple):
-        return torch.stack(examples)
-    outputs = zip(*examples, strict=True)
-    return tuple(None if out[0] is None else torch.stack(out) for out in outputs)
+# Each op: a letter an argument, a letter an output, and the op on channels where there is one.
+# (s)amples first, then channels; (c)hannels first: of parameters, which samples share, and their
+# gradients; (i)ntegers, one or one a sample; - what is not mapped.
+_BLOCK = "s" + "c" * 10 + "--ss"
+_RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
+    "elementwise_mult": ("ss", "s"),
+    "fused_relu_add": ("ss-", "s"),
+    "group_norm_mish": ("s-cc-sss", "s", _group_norm_mish),
+    "group_norm_mish_backward": ("ss-cc-ss-", "sccss", _group_norm_mish_backward),
+    "conv1d": ("scc---", "s", _conv1d),
+    "conv1d_forward": ("scc---", "s-", _conv1d_forward),
+    "conv1d_backward": ("ssccc----", "scc", _conv1d_backward),
+    "conv1d_gnm": ("scccc--sss", "s", _conv1d_gnm),
+    "joint_linear": ("sccs", "s", _joint_linear),
+    "joint_linear_backward": ("ssccs-", "sccs", _joint_linear_backward),
+    "residual_block1d": (_BLOCK, "s"),
+    "residual_block1d_forward": (_BLOCK, "ssss--"),
+    "residual_block1d_backward": (f"s{_BLOCK}ssscc-", "s" + "c" * 10 + "ss"),
+    "lltm": ("sccss", "ss"),
+    "lltm_forward": ("sccss", "sss"),
+    "lltm_backward": ("sssccsss-", "sccss"),
+    "denoise": ("sscis", "s"),
+    "denoise_backward": ("ssscis-", "sscs"),
+    "scheduler_step": ("sscis-", "s"),
+    "scheduler_step_backward": ("ssscis--", "sscs"),
+}
 
 
-def _each(f, out):
-    """``f`` of the output, or of every one that is there."""
-    if isinstance(out, tuple):
-        return tuple(None if x is None else f(x) for x in out)
-    return f(out)
+def _each(f: Callable[[Tensor, Any], Any], x: Any, dim: Any) -> Any:
+    """``f`` of a tensor and where it is mapped, of each in a list; what is no tensor stays."""
+    if isinstance(x, list | tuple):
+        return [_each(f, t, d) for t, d in zip(x, dim or [None] * len(x), strict=True)]
+    return f(x, dim) if isinstance(x, Tensor) else x
 
 
-def _by_samples(op, samples: tuple[int, ...], index: int | None = None, own: tuple[int, ...] = ()):
-    """Make a rule that folds the mapped dimension into the samples.
+def _tuple(out: Tensor | tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return out if isinstance(out, tuple) else (out,)
 
-    Where an argument that samples share is mapped, or requires a gradient, it loops.
 
-    Args:
-        op: the op; its outputs begin with the dimension of the samples.
-        samples: the arguments that do too.
-        index: an argument of integers, one element or one a sample.
-        own: places of shared arguments in the mask of gradients, which is the last argument.
+def _example(x: Tensor, dim: int | None) -> Tensor:
+    """One example without its values."""
+    shape = [size for i, size in enumerate(x.shape) if i != dim]
+    return torch.empty(shape, dtype=x.dtype, device="meta")
 
+
+def _folded(op: _Op, kinds: tuple[str, str], n: int, dims: list[Any], args: tuple, at: int):
+    """Call ``op`` once, examples folded into the samples (``at`` is 0) or into the channels (1).
+
+    Returns the outputs, and where each is mapped.
     """
+    takes, gives = kinds
+    shape = _example(args[0], dims[0]).shape  # a sample may be one number
+    folds = "sci" if at else "si"
+
+    def fold(kind: str, x: Tensor, dim: int | None) -> Tensor:
+        if kind not in folds:
+            return x
+        x, place = (
+            x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0),
+            at if kind == "s" else 0,
+        )
+        if kind == "i":
+            x = x.reshape(n, x[0].numel()).expand(n, *shape[:1] or (1,))
+        return x.movedim(0, place).flatten(place, place + 1) if x.dim() > 1 else x
+
+    def apart(x: Tensor | None, place: int | None) -> Tensor | None:
+        whole = x is None or place is None or not shape
+        return x if whole else x.unflatten(place, (n, x.shape[place] // n))
+
+    takes = takes[: len(args)]
+    folded = [_each(partial(fold, k), x, d) for k, x, d in zip(takes, args, dims, strict=True)]
+    places = [{"s": at, "c": 0}.get(kind) for kind in gives]
+    return list(map(apart, _tuple(op(*folded)), places)), places
+
+
+def _loop(op: _Op, n: int, dims: list[Any], args: tuple) -> list[Tensor | None]:
+    """Call ``op`` for every example, and stack the outputs."""
+    select = lambda i, x, d: x if d is None else x.select(d, i)  # noqa: E731
+    outs = [_tuple(op(*map(partial(_each, partial(select, i)), args, dims))) for i in range(n)]
+    return [None if x[0] is None else torch.stack(x) for x in zip(*outs, strict=True)]
+
+
+def _rule(op: _Op, takes: str, gives: str, on_channels: _Op | None = None):
+    """Make the rule of an op from its line in ``_RULES``."""
 
     def rule(info, in_dims, *args):
-        dims = [
-            d if isinstance(x, Tensor) else None
-            for x, d in zip(args, _dims(in_dims, len(args)), strict=True)
-        ]
-        shared = set(range(len(args))) - {*samples, index}
-        if any(dims[i] is not None for i in shared) or any(args[-1][i] for i in own):
-            out = _loop(op, info.batch_size, dims, args)
+        n, dims = info.batch_size, [*in_dims, *[None] * (len(args) - len(in_dims))]
+        # The op sees one example first: a rule may accept what the op rejects.
+        example = op(*map(partial(_each, _example), args, dims))
+        mapped = {
+            kind
+            for kind, dim in zip(takes, dims, strict=False)
+            if any(d is not None for d in tree_leaves(dim))
+        }
+        if "c" in gives:  # one gradient of a parameter for each example
+            mapped |= {kind for kind, wanted in zip(gives, args[-1], strict=True) if wanted}
+        places: list[int | None] = [0] * len(gives)
+        if n == 0:
+            new = lambda x: torch.empty(0, *x.shape, dtype=x.dtype, device=args[0].device)  # noqa: E731
+            outs = [None if x is None else new(x) for x in _tuple(example)]
+        elif "c" not in mapped:
+            outs, places = _folded(op, (takes, gives), n, dims, args, 0)
+        elif on_channels:
+            outs, places = _folded(partial(on_channels, n), (takes, gives), n, dims, args, 1)
         else:
-            fold, shape = _Fold(info.batch_size), _shape(args[samples[0]], dims[samples[0]])
-            number, size = not shape, math.prod(shape[:1])  # a sample may be one number
-            take = (lambda x, d: None if x is None else _leading(x, d, fold.n)) if number else fold
-            folded = [take(x, dims[i]) if i in samples else x for i, x in enumerate(args)]
-            if index is not None:
-                rows = _leading(args[index], dims[index], fold.n)
-                rows = rows.reshape(fold.n, math.prod(rows.shape[1:]))
-                folded[index] = rows.expand(fold.n, size).reshape(-1)
-            out = _each(lambda x: x if number else fold.undo(x, size), op(*folded))
-        return out, _each(lambda x: 0, out)
+            outs = _loop(op, n, dims, args)
+        places = [None if x is None else place for x, place in zip(outs, places, strict=True)]
+        one = isinstance(example, Tensor)
+        return (outs[0], places[0]) if one else (tuple(outs), tuple(places))
 
     return rule
 
 
-def _conv1d(info, in_dims, input, weight, bias=None, stride=1, padding=0, transposed=False):
-    x, w, b, _, _, _ = _dims(in_dims, 6)
-    fold = _Fold(info.batch_size)
-    if w is None and b is None:
-        out = torch.ops.dpa.conv1d(fold(input, x), weight, bias, stride, padding, transposed)
-        return fold.undo(out, _shape(input, x)[0]), 0
-    out = _convolution_of_groups(
-        fold, (input, weight, bias), (x, w, b), stride, padding, transposed
-    )
-    return fold.undo(out, _shape(weight, w)[1 if transposed else 0], 1), 1
-
-
-def _conv1d_forward(info, in_dims, input, weight, bias, stride, padding, transposed):
-    out, dim = _conv1d(info, in_dims, input, weight, bias, stride, padding, transposed)
-    return (out, input.new_empty(info.batch_size, 0)), (dim, 0)
-
-
-def _conv1d_backward(
-    info, in_dims, grad, input, weight, bias, packed, stride, padding, transposed, output_mask
-):
-    """Every example's convolution is a group of channels."""
-    g, x, w = in_dims[:3]
-    fold = _Fold(info.batch_size)
-    channels = _shape(weight, w)[1 if transposed else 0]
-    wide = _arithmetic(input, stride)
-    grads = torch.ops.aten.convolution_backward(
-        fold(grad, g, 1).to(wide),
-        fold(input, x, 1).to(wide),
-        fold(weight, w).to(input.dtype).to(wide),
-        [channels * fold.n],
-        [stride],
-        [padding],
-        [1],
-        transposed,
-        [0],
-        fold.n,
-        output_mask,
-    )
-    types = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    grads = [None if d is None else d.to(t) for d, t in zip(grads, types, strict=True)]
-    sizes = (_shape(input, x)[1], _shape(weight, w)[0], channels)
-    places = (1, 0, 0)
-    grads = tuple(map(fold.undo, grads, sizes, places))
-    return grads, tuple(
-        place if grad is not None else None for grad, place in zip(grads, places, strict=True)
-    )
-
-
-# The block's arguments that begin with the samples: input, scale, shift.
-_BLOCK_SAMPLES = (0, 13, 14)
-
-
-def _residual_block1d_forward(info, in_dims, *args):
-    """As the other rules by samples, but the packed weights are the weights' alone."""
-    dims = _dims(in_dims, len(args))
-    if any(d is not None for i, d in enumerate(dims) if i not in _BLOCK_SAMPLES):
-        op = torch.ops.dpa.residual_block1d_forward
-        out = _loop(op, info.batch_size, dims, args)
-        return out, _each(lambda x: 0, out)
-    fold, size = _Fold(info.batch_size), _shape(args[0], dims[0])[0]
-    folded = [fold(x, dims[i]) if i in _BLOCK_SAMPLES else x for i, x in enumerate(args)]
-    *activations, packed1, packed2 = torch.ops.dpa.residual_block1d_forward(*folded)
-    activations = [fold.undo(x, size) for x in activations]
-    return (*activations, packed1, packed2), (0, 0, 0, 0, None, None)
-
-
-def _joined(tensors: list[Tensor], dims: list[_Dim] | None, n: int, dtype: torch.dtype) -> Tensor:
-    """Weights or biases of all layers, an example a matrix or a row."""
-    each = zip(tensors, dims or [None] * len(tensors), strict=True)
-    return torch.cat([_leading(x, d, n) for x, d in each], dim=1).to(dtype)
-
-
-def _whole_input(input: Tensor, rest: Tensor | None, dims: list[_Dim], n: int) -> Tensor:
-    """Both parts of the input, an example a matrix."""
-    parts = [_leading(t, d, n) for t, d in zip((input, rest), dims, strict=True) if t is not None]
-    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
-
-
-def _joint_linear(info, in_dims, input, weights, biases, rest=None):
-    x, w, b, r = _dims(in_dims, 4)
-    n, dtype = info.batch_size, input.dtype
-    weight = _joined(weights, w, n, dtype).transpose(1, 2)
-    bias = _joined(biases, b, n, dtype).unsqueeze(1)
-    return torch.baddbmm(bias, _whole_input(input, rest, [x, r], n), weight), 0
-
-
-def _joint_linear_backward(info, in_dims, grad, input, weights, biases, rest, output_mask):
-    n, dtype = info.batch_size, input.dtype
-    g = _leading(grad, in_dims[0], n)
-    x = lambda: _whole_input(input, rest, [in_dims[1], in_dims[4]], n)  # noqa: E731
-    weight = functools.cache(lambda: _joined(weights, in_dims[2], n, dtype))
-    own = _shape(input, in_dims[1])[1]
-    wanted = (
-        lambda: torch.bmm(g, weight()[:, :, :own]),
-        lambda: torch.bmm(g.transpose(1, 2), x()).to(weights[0].dtype),
-        lambda: g.sum(1).to(biases[0].dtype),
-        lambda: None if rest is None else torch.bmm(g, weight()[:, :, own:]),
-    )
-    grads = tuple(
-        make() if is_wanted else None for make, is_wanted in zip(wanted, output_mask, strict=True)
-    )
-    return grads, tuple(None if d is None else 0 for d in grads)
-
-
-def _checked(op, rule):
-    """``rule``, once ``op`` has seen one example's shapes: a rule may accept what it rejects.
-
-    An empty map needs nothing more than the shapes that it answers.
-    """
-
-    @functools.wraps(rule)
-    def checked(info, in_dims, *args):
-        dims = _dims(in_dims, len(args))
-        out = op(*map(_one, args, dims))
-        if info.batch_size:
-            return rule(info, in_dims, *args)
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        empty = lambda x: torch.empty((0, *x.shape), dtype=x.dtype, device=device)  # noqa: E731
-        return _each(empty, out), _each(lambda x: 0, out)
-
-    return checked
-
-
 def register() -> None:
     """Give the ops their rules; the library must be loaded."""
-    ops = torch.ops.dpa
-    rules = {
-        "elementwise_mult": _elementwise(ops.elementwise_mult),
-        "fused_relu_add": _elementwise(ops.fused_relu_add),
-        "group_norm_mish": _group_norm_mish,
-        "group_norm_mish_backward": _group_norm_mish_backward,
-        "conv1d": _conv1d,
-        "conv1d_forward": _conv1d_forward,
-        "conv1d_backward": _conv1d_backward,
-        "conv1d_gnm": _conv1d_gnm,
-        "joint_linear": _joint_linear,
-        "joint_linear_backward": _joint_linear_backward,
-        "residual_block1d": _by_samples(ops.residual_block1d, _BLOCK_SAMPLES),
-        "residual_block1d_forward": _residual_block1d_forward,
-        "residual_block1d_backward": _by_samples(
-            ops.residual_block1d_backward, (0, 1, 14, 15, 16, 17, 18), own=tuple(range(1, 11))
-        ),
-        "lltm": _by_samples(ops.lltm, (0, 3, 4)),
-        "lltm_forward": _by_samples(ops.lltm_forward, (0, 3, 4)),
-        "lltm_backward": _by_samples(ops.lltm_backward, (0, 1, 2, 5, 6, 7), own=(1, 2)),
-        "denoise": _by_samples(ops.denoise, (0, 1, 4), 3),
-        "denoise_backward": _by_samples(ops.denoise_backward, (0, 1, 2, 5), 4, own=(2,)),
-        "scheduler_step": _by_samples(ops.scheduler_step, (0, 1, 4), 3),
-        "scheduler_step_backward": _by_samples(
-            ops.scheduler_step_backward, (0, 1, 2, 5), 4, own=(2,)
-        ),
-    }
-    for name, rule in rules.items():
+    for name, line in _RULES.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", "FuncTorchBatched"):
-            torch.library.register_vmap(f"dpa::{name}", _checked(getattr(ops, name), rule))
+            torch.library.register_vmap(f"dpa::{name}", _rule(getattr(torch.ops.dpa, name), *line))
 
 
 when_loaded(register)
