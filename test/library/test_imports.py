@@ -132,7 +132,7 @@ def compiled(function, *arguments):
 def test_an_uncompiled_function_is_left_out_of_graphs():
     seen = []
 
-    @uncompiled(reason="it looks at itself")
+    @uncompiled(reason="it reads itself")
     def apart(x):
         seen.append(torch.compiler.is_compiling())
         return x.sin()
@@ -140,7 +140,7 @@ def test_an_uncompiled_function_is_left_out_of_graphs():
     answer, breaks, calls = compiled(lambda x: apart(x * 2) + 1, torch.ones(2))
     torch.testing.assert_close(answer, torch.full((2,), 2.0).sin() + 1)
     assert seen == [False] and breaks >= 1 and calls == 2  # x * 2 and + 1, not sin
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="it looks at itself"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it reads itself"):
         torch.compile(lambda x: apart(x), backend="eager", fullgraph=True)(torch.ones(2))
     assert apart(torch.zeros(1)) == 0  # and called as it is
 

@@ -94,7 +94,7 @@ def _joint_linear_backward(n, grad, input, weights, biases, rest, mask):
     return tuple(make() if wanted else None for make, wanted in zip(makes, mask, strict=True))
 
 
-# Each op: a letter an argument, a letter an output, and the op on channels where there is one.
+# Each op: a sign an argument, a sign an output, and the op on channels where there is one.
 # (s)amples first, then channels; (c)hannels first: of parameters, which samples share, and their
 # gradients; (i)ntegers, one or one a sample; - what is not mapped.
 _BLOCK = "s" + "c" * 10 + "--ss"
