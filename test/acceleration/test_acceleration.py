@@ -213,7 +213,7 @@ def test_sixteen_bit_policies(kind, dtype, device):
 @pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 def test_under_autocast(kind, dtype, device):
-    """There DDPM draws its noise in 16 bits, and the policy's parameters stay float32."""
+    """There DDPM's noise is of 16 bits, and the policy's parameters stay float32."""
     policy = lerobot_policy(device, noise_scheduler_type=kind, num_inference_steps=10)
     fast = dpa.accelerate(copy.deepcopy(policy))
     cond, results = torch.randn(4, 14, device=device), []

@@ -26,7 +26,7 @@ def unet_and_inputs(device):
 
 
 def check(call, default):
-    """The same result, and of the same dtype, under the default that is asked for."""
+    """The same result, and of the same dtype, under that default."""
     expected = call()
     default()
     got = call()

@@ -38,7 +38,7 @@ ROWS = {
     "nomad": (2, 8, NARROW, 3, 256, 256, "DDPM", 10),
 }
 CASES = int(os.environ.get("DPA_FUZZ_CASES", "30"))
-# The same cases in every run, but for who asks for more.
+# The same cases in every run, but where the environment wants more.
 SAME = "DPA_FUZZ_CASES" not in os.environ
 OPTIONS = {"dp3": {"prediction_type": "sample"}}
 # Rows whose network another row runs through all its steps on the CPU too.
@@ -65,7 +65,7 @@ def row_policy(name, device):
 
 
 def call_of(name, device, batch):
-    """The arguments of a row's call: what is known of the actions, and the condition."""
+    """The arguments of a row's call: condition_data, condition_mask and the conditioning."""
     actions, horizon, cond = ROWS[name][0], ROWS[name][1], ROWS[name][5]
     data = torch.randn(batch, horizon, actions, device=device).clamp(-1, 1)
     mask = torch.zeros_like(data, dtype=torch.bool)

@@ -114,11 +114,11 @@ def test_a_layer_replaced_by_its_like_runs(device):
 def test_layers_that_become_others_stop_it(alter, device):
     unet, inputs = running(device)
     alter(unet)
-    with pytest.warns(RuntimeWarning, match="ConditionalUnet1D was altered: .* the original runs"):
+    with pytest.warns(RuntimeWarning, match="ConditionalUnet1D has changed: .* the original runs"):
         unet(*inputs)
     assert_follows(unet, inputs)
     [finding] = dpa.explain(unet).findings
-    assert not finding.active and finding.state == "unchanged" and "was altered" in finding.how
+    assert not finding.active and finding.state == "unchanged" and "has changed" in finding.how
 
 
 def assign_weights(unet):
@@ -147,7 +147,7 @@ def hook_layer(unet):
 @torch.no_grad()
 def test_compiled_calls_follow(alter, before):
     if before and alter is hook_layer:
-        pytest.skip("torch.compile looks for hooks once only")
+        pytest.skip("torch.compile checks for hooks once only")
     unet, inputs = unet_and_inputs()
     dpa.accelerate(unet)
     compiled = torch.compile(unet, backend="eager", fullgraph=True)
@@ -156,7 +156,7 @@ def test_compiled_calls_follow(alter, before):
     alter(unet)
     want = type(unet).forward(unet, *inputs)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says of most that they were altered
+        warnings.simplefilter("ignore")  # it says of most that they have changed
         torch.testing.assert_close(compiled(*inputs), want, rtol=1e-5, atol=1e-5)
 
 
@@ -188,7 +188,7 @@ def test_a_parameter_that_goes_stops_it(device):
     with torch.no_grad():
         unet(*inputs)
     unet.final_conv[1].bias = None
-    with pytest.warns(RuntimeWarning, match="was altered: .*missing: final_conv.1.bias"):
+    with pytest.warns(RuntimeWarning, match="has changed: .*missing: final_conv.1.bias"):
         unet(*inputs)
     assert_follows(unet, inputs)
 
@@ -204,7 +204,7 @@ def test_loops_notice_replaced_layers(device):
         torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
     wrap_layer(fast.model)
     wrap_layer(plain.model)
-    with pytest.warns(RuntimeWarning, match="was altered"):
+    with pytest.warns(RuntimeWarning, match="has changed"):
         sampled(fast, call)
     torch.testing.assert_close(sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4)
 

@@ -120,7 +120,7 @@ def test_a_method_of_a_scheduler_that_is_replaced():
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["no sample", "all is given", "a head of zeros", "not finite"])
 def test_a_first_call_that_proves_nothing(case):
-    """Here the loop only looks right, which a later call must still find out."""
+    """Here the loop only seems right, which a later call must still find out."""
     policy = original_policy("cpu")
 
     class Doubled(type(policy)):

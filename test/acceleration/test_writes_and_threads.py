@@ -168,7 +168,7 @@ def test_what_dpa_does_not_know_belongs_to_the_original(device):
 
 
 class Interrupted(OriginalPolicy):
-    """Another thread draws from the global generator in the middle of every loop."""
+    """Another thread uses the global generator in the middle of every loop."""
 
     drawn = None
 
@@ -248,6 +248,6 @@ def test_explain_says_what_runs():
     assert "step by step: its solver has several steps" in str(dpa.explain(dpa.accelerate(policy)))
     policy = dpa.accelerate(original_policy("cpu"))
     policy.model.final_conv[1] = torch.nn.Sequential(policy.model.final_conv[1])
-    with pytest.warns(RuntimeWarning, match="was altered"):
+    with pytest.warns(RuntimeWarning, match="has changed"):
         findings = dpa.explain(policy).findings
     assert [finding.active for finding in findings] == [False, False]

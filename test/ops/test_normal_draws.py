@@ -56,7 +56,7 @@ def test_in_a_graph():
     like, graph = torch.empty(1, 16, 2, device=device), torch.cuda.CUDAGraph()
     generator = torch.Generator(device)
     graph.register_generator_state(generator)
-    assert noise._draws_as_pytorch(device, like.shape, like.dtype)
+    assert noise._agrees_with_pytorch(device, like.shape, like.dtype)
     with torch.cuda.graph(graph):
         single = torch.randn(1, 16, 2, device=device, generator=generator)
         got = torch.ops.dpa.normal_draws(like, 4, 5, generator)
@@ -73,26 +73,26 @@ def test_in_a_graph():
 
 @pytest.mark.parametrize("flags", [(True,) * 4, (True, True, False), (True, False, True), ()])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_loop_draws_what_its_steps_draw(device, first, flags):
+def test_a_loop_s_numbers_are_those_of_its_steps(device, first, flags):
     shape = (2, 8, 3)
     for sequence in (False, True):
         pairs = [
             [torch.Generator(device).manual_seed(s) for s in (1, 2)] if sequence else g
             for g in (torch.Generator(device).manual_seed(1) for _ in range(2))
         ]
-        draws = noise.Draws(first, flags, shape, torch.float32, device)
-        got = draws(pairs[0])
+        numbers = noise.RandomNumbers(first, flags, shape, torch.float32, device)
+        got = numbers(pairs[0])
         expected = [noise.draw_normal(shape, pairs[1], device, torch.float32)] if first else []
         for drawn in flags:
             one = noise.draw_normal(shape, pairs[1], device, torch.float32) if drawn else None
             expected.append(torch.zeros(shape, device=device) if one is None else one)
-        assert len(draws) == len(expected)
+        assert len(numbers) == len(expected)
         assert torch.equal(got, torch.stack(expected) if expected else got.new_empty(0, *shape))
         into = torch.full_like(got, torch.nan)
         several = pairs[0] if sequence else pairs[:1]
         for generator, seed in zip(several, (1, 2), strict=False):
             generator.manual_seed(seed)
-        draws.into(into, pairs[0])
+        numbers.into(into, pairs[0])
         assert torch.equal(into, got)
 
 

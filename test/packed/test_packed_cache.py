@@ -64,10 +64,10 @@ def test_values(name, dtype, own, hopper):
     Both errors are estimates: over few outputs they differ by chance, so networks are drawn until
     there are enough.
     """
-    draws = [values(name, dtype, own or dtype, hopper)]
-    while sum(len(expected) for *_, expected in draws) < 1000 or len(draws) < 3:
-        draws.append(values(name, dtype, own or dtype, hopper))
-    packed, kept, plain, expected = (torch.cat(each) for each in zip(*draws, strict=True))
+    trials = [values(name, dtype, own or dtype, hopper)]
+    while sum(len(expected) for *_, expected in trials) < 1000 or len(trials) < 3:
+        trials.append(values(name, dtype, own or dtype, hopper))
+    packed, kept, plain, expected = (torch.cat(each) for each in zip(*trials, strict=True))
     bound = 1.3 * error(plain, expected) + 1e-4
     assert error(packed, expected) < bound
     assert error(kept, expected) < bound
@@ -342,7 +342,7 @@ def _appended(net):
 
 @pytest.mark.parametrize("change", [_other_block, _other_embedding, _appended])
 def test_networks_with_other_layers_are_left_alone(change):
-    """Before the first look or after it."""
+    """Before the first check or after it."""
     for groups in (4, 8):
         net = ConditionalUnet1D(2, down_dims=(16, 32), diffusion_step_embed_dim=16, n_groups=groups)
         layers = inference._Network(net, net._as_made(), net._config).layers

@@ -12,7 +12,7 @@ from dpa.packed.unet import PackedUnet
 @pytest.mark.parametrize("name", [*NETS, "several"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_forward_on_film(cuda, name, dtype):
-    """FiLM's parameters computed apart, at more timesteps than the network is then asked for."""
+    """FiLM's parameters computed apart, at more timesteps than the network then runs at."""
     if name == "several":
         unet = dpa.nn.ConditionalUnet1D(diffusion_step_embed_dim=32, **SEVERAL).to(cuda).eval()
     else:

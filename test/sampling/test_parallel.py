@@ -149,7 +149,7 @@ def test_on_packed_weights(device, kind):
 
 
 class _Gaussian:
-    """The exact network for narrow Gaussian data, told its timestep alone."""
+    """The exact network for narrow Gaussian data, conditioned on its timestep alone."""
 
     def __init__(self, alphas, mean):
         self.alphas, self.mean = alphas, mean
@@ -157,8 +157,10 @@ class _Gaussian:
     def begin(self, inputs, timesteps):
         return timesteps.float()[:, None]
 
-    def __call__(self, inputs, sample, told):
-        alpha = self.alphas[told.expand(-1, len(sample) // len(told)).flatten().long()]
+    def __call__(self, inputs, sample, conditioning):
+        alpha = self.alphas[
+            conditioning.expand(-1, len(sample) // len(conditioning)).flatten().long()
+        ]
         alpha = alpha[:, None, None]
         spread = 0.01 * alpha + 1 - alpha
         return (1 - alpha).sqrt() * (sample - alpha.sqrt() * self.mean) / spread
@@ -198,20 +200,23 @@ def test_on_a_gpu_two_launches_are_the_sweep(monkeypatch, kind, batch, times, ac
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_a_move_is_checked_and_stays_in_bounds():
-    states, told = torch.randn(15, 1, 4, 2, device="cuda"), torch.randn(14, 3, device="cuda")
+    states, conditioning = (
+        torch.randn(15, 1, 4, 2, device="cuda"),
+        torch.randn(14, 3, device="cuda"),
+    )
     output, table = states[:3].clone(), torch.randn(14, 6, device="cuda")
     position, residual = torch.tensor(1, device="cuda"), torch.zeros((), device="cuda")
     window, move = torch.ops.dpa.parallel_window, torch.ops.dpa.parallel_move_
-    samples, rows = window(states, told, position, 3)
-    assert torch.equal(samples, states[1:4]) and torch.equal(rows, told[1:4])
+    samples, rows = window(states, conditioning, position, 3)
+    assert torch.equal(samples, states[1:4]) and torch.equal(rows, conditioning[1:4])
     for beyond, last in ((10**6, 11), (-(10**6), 0)):  # is kept to the rows there are
-        samples, rows = window(states, told, torch.tensor(beyond, device="cuda"), 3)
+        samples, rows = window(states, conditioning, torch.tensor(beyond, device="cuda"), 3)
         assert torch.equal(samples, states[last : last + 3])
-        assert torch.equal(rows, told[last : last + 3])
+        assert torch.equal(rows, conditioning[last : last + 3])
     with pytest.raises(RuntimeError, match="dpa::parallel_window: the window must be 1 to 128"):
-        window(states, told, position, 129)
+        window(states, conditioning, position, 129)
     with pytest.raises(RuntimeError, match="dpa::parallel_window: position must be one int64"):
-        window(states, told, position.float(), 3)
+        window(states, conditioning, position.float(), 3)
     rest = (None, None, None, 8, 1.0, 0.0)
     far = torch.tensor(10**6, device="cuda")
     move(states, far, residual, output, table, *rest)
@@ -221,7 +226,7 @@ def test_on_a_gpu_a_move_is_checked_and_stays_in_bounds():
     with pytest.raises(RuntimeError, match="dpa::parallel_move_: known must be given"):
         move(states, position, residual, output, table, None, output[0], *rest[2:])
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(window.default, (states, told, position, 3), test_utils=checks)
+    torch.library.opcheck(window.default, (states, conditioning, position, 3), test_utils=checks)
     arguments = (states, position, residual, output, table, *rest)
     torch.library.opcheck(move.default, arguments, test_utils=checks)
 

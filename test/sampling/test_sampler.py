@@ -43,19 +43,19 @@ def make_unet(device, **options):
 
 
 @torch.no_grad()
-def diffusers_loop(unet, scheduler, steps, cond, noise, generator=None, inpaint=None, **options):
+def diffusers_loop(unet, scheduler, steps, cond, noise, generator=None, condition=None, **options):
     """Sample as diffusion_policy does, on diffusers' own step."""
     sample = noise
     scheduler.set_timesteps(steps)
     for timestep in scheduler.timesteps:
-        if inpaint is not None:
-            sample[inpaint[1]] = inpaint[0][inpaint[1]]
+        if condition is not None:
+            sample = torch.where(condition[1], condition[0], sample)
         output = unet(sample, timestep, global_cond=cond)
         sample = scheduler.step(
             output, timestep, sample, generator=generator, **options
         ).prev_sample
-    if inpaint is not None:
-        sample[inpaint[1]] = inpaint[0][inpaint[1]]
+    if condition is not None:
+        sample = torch.where(condition[1], condition[0], sample)
     return sample
 
 
@@ -67,17 +67,17 @@ def test_follows_the_loop_of_diffusers(name, inpainting, device):
     unet, cond = make_unet(device).double(), torch.randn(3, 4, **options)
     data, mask = torch.randn(SHAPE, **options), torch.rand(SHAPE, device=device) < 0.3
     scheduler, steps, options = make_scheduler(name)
-    inpaint, arguments = None, {}
+    condition, arguments = None, {}
     if inpainting:
-        inpaint = (data, mask)
+        condition = (data, mask)
         arguments = {"condition_data": data, "condition_mask": mask}
     sampler = dpa.DiffusionSampler(unet, scheduler, steps, horizon=8, **options)
-    # A generator on the CPU: the initial noise and each step's draw come from one stream.
+    # A generator on the CPU: the initial noise and each step's noise come from one generator.
     got = sampler(cond, generator=torch.Generator().manual_seed(1), **arguments)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(device)
     plain = dpa.reference.plain(unet)
-    want = diffusers_loop(plain, scheduler, steps, cond, noise, generator, inpaint, **options)
+    want = diffusers_loop(plain, scheduler, steps, cond, noise, generator, condition, **options)
     assert got.shape == SHAPE and got.dtype == torch.float64 and not got.requires_grad
     torch.testing.assert_close(got, want, **gradient_tolerance(torch.float64))
     if inpainting:
@@ -192,9 +192,9 @@ def test_number_of_steps_may_change_later():
     assert sampler.num_inference_steps == 4
     sampler.num_inference_steps = None
     assert sampler.num_inference_steps == 20
-    fixed = dpa.DiffusionSampler(make_unet("cpu"), from_diffusers(scheduler, 4), horizon=8)
+    sampler = dpa.DiffusionSampler(make_unet("cpu"), from_diffusers(scheduler, 4), horizon=8)
     with pytest.raises(ValueError, match="num_inference_steps must be the StepTable's 4, got 5"):
-        fixed.num_inference_steps = 5
+        sampler.num_inference_steps = 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -495,7 +495,7 @@ def test_constructors_that_are_refused():
 
 
 def test_8_bit_dtypes_are_for_packed_weights_alone():
-    """A network itself cannot run in float8: said at construction, not deep in a product."""
+    """A network itself cannot run in float8: said at construction, not deep in a convolution."""
     unet = torch.nn.Linear(2, 2)
     table = dpa.schedulers.from_diffusers(diffusers.DDPMScheduler(), 2)
     for dtype, fused in [(torch.float8_e4m3fn, False), (torch.float8_e5m2, True)]:

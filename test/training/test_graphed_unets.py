@@ -97,7 +97,7 @@ def _other_eps(module):
             norm.eps = 0.5
 
 
-@pytest.mark.filterwarnings("ignore:dpa. ConditionalUnet1D was altered")
+@pytest.mark.filterwarnings("ignore:dpa. ConditionalUnet1D has changed")
 @pytest.mark.parametrize(
     "then",
     [

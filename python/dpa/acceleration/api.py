@@ -1,7 +1,7 @@
 """Accelerate the policies that people already run, in place, and undo it.
 
 The parts that run are replaced, not what the user sees: on each U-Net that is found the attribute
-``forward`` of the object, and on each policy whose loop is known its ``conditional_sample``.
+``forward`` of the object, and on each policy with a supported loop its ``conditional_sample``.
 Modules, parameters, state dicts, queues, normalizers and encoders stay as they are.
 """
 
@@ -126,9 +126,9 @@ def accelerate(
             DDPM or DDIM scheduler of diffusers, whose ``step`` becomes one op.
         dtype: of packed weights, float32, float16 or bfloat16; None takes the dtype that the
             original computes in. Inputs and results keep their dtypes.
-        mode: "loop" runs whole denoising loops as one op where the policy's loop is known; "step"
-            leaves the loops alone and accelerates each step; "chain" runs the network layer by
-            layer with dpa's fused ops, on the live parameters, with no packed copy.
+        mode: "loop" runs whole denoising loops as one op where the policy's loop is supported;
+            "step" leaves the loops alone and accelerates each step; "chain" runs the network layer
+            by layer with dpa's fused ops, on the live parameters, with no packed copy.
         tolerance: relative error in the norm beyond which the original runs, of a step or of a
             whole loop. None is, by the coarsest dtype at work, 1e-4, 1e-2 (float16), 5e-2
             (bfloat16) for a step, and 1e-3, 5e-2, 1e-1 for a loop.
@@ -264,9 +264,9 @@ class _Survey:
         name, forward = type(module).__name__, replaced_forward(module)
         if not isinstance(forward, FastForward):
             network = self.networks[module]
-            known = isinstance(network, Network)
-            how = _how(module, network, "loop") if known else network
-            return Finding(path, "U-Net", name, known, False, how)
+            is_supported = isinstance(network, Network)
+            how = _how(module, network, "loop") if is_supported else network
+            return Finding(path, "U-Net", name, is_supported, False, how)
         errors = tuple(forward.shadow.errors.values())
         why = forward.fallback_reason() or forward.shadow.failed
         if why is not None:
@@ -288,14 +288,14 @@ class _Survey:
         return Finding(path, "loop", type(module).__name__, can, can, how, errors)
 
     def why_no_loop(self, module: nn.Module) -> str | None:
-        """Return why a module's ``conditional_sample`` stays, or None where it is a known loop."""
+        """Return why a module's ``conditional_sample`` stays, or None where it is supported."""
         loop = getattr(type(module), "conditional_sample", None)
         if loop is None:
             return "it has no conditional_sample"
         if "conditional_sample" in vars(module):
             return "its conditional_sample was replaced on the object"
         names = set(inspect.signature(loop).parameters)
-        if not any(known <= names for known in _LOOPS):
+        if not any(arguments <= names for arguments in _LOOPS):
             return "its conditional_sample takes other arguments than LeRobot's and the original's"
         missing = [n for n in ("noise_scheduler", "num_inference_steps") if not hasattr(module, n)]
         if missing:
@@ -328,7 +328,7 @@ def _alone(finding: Finding) -> Finding:
     """Say of a U-Net inside a model in which no loop was found that its loop stays (robomimic)."""
     if finding.part != "U-Net" or not finding.path or not finding.can:
         return finding
-    how = f"{finding.how}, step by step: the loop around it is not one that is known here"
+    how = f"{finding.how}, step by step: the loop around it is not supported"
     return replace(finding, how=how)
 
 

@@ -90,7 +90,7 @@ class FastLoop:
         self.forget()
 
     def forget(self) -> None:
-        """Look everything up and compare again."""
+        """Find everything anew and compare again."""
         name = f"the accelerated {type(self.policy).__name__}.conditional_sample"
         self.shadow = ShadowRun(name, self.options.fallback)
         self.refused: str | None = None
@@ -197,7 +197,7 @@ class FastLoop:
         return result
 
     def _set_timesteps(self, route: _Route) -> None:
-        """Leave the scheduler's timesteps as the loop does: users look there afterwards."""
+        """Leave the scheduler's timesteps as the loop does: users read them afterwards."""
         scheduler = self.policy.noise_scheduler
         scheduler.set_timesteps(self.policy.num_inference_steps)
         route.timesteps = scheduler.timesteps
@@ -274,7 +274,7 @@ class FastLoop:
                 packed.dtype if fused else None,
                 action_dim=forward.network.arguments["input_dim"],
                 fused=fused,
-                noise_dtype=precision,  # the scheduler draws in the dtype of the network's output
+                noise_dtype=precision,  # the scheduler's noise has the output's dtype
                 weights=forward.options.weights,
                 **{name: value for name, value in options.items() if name != "horizon"},
             )
@@ -308,8 +308,8 @@ class FastLoop:
             bound = self._signature.bind(self.policy, *args, **kwargs)
         except TypeError:
             return None
-        known = _ARGUMENTS | {next(iter(self._signature.parameters))}
-        if other := sorted(bound.arguments.keys() - known):
+        supported = _ARGUMENTS | {next(iter(self._signature.parameters))}
+        if other := sorted(bound.arguments.keys() - supported):
             raise ValueError(f"dpa does not know what it does with {', '.join(other)}")
         bound.apply_defaults()
         given = bound.arguments

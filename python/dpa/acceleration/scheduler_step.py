@@ -73,7 +73,7 @@ def why_no_step(scheduler: Any) -> str | None:
 class FastStep:
     """Replaces ``step`` of one DDPM or DDIM scheduler of diffusers: ``dpa::scheduler_step``.
 
-    It has the scheduler's signature, draws what the scheduler draws and returns what it returns.
+    It has the scheduler's signature, takes the same random numbers and returns the same result.
     The table is measured at the first step after ``set_timesteps`` gave timesteps that are new, or
     after anything else of the scheduler changed. A timestep that is not among them, and options
     beyond the table, are left to the original.
@@ -225,7 +225,7 @@ class FastStep:
 
 
 class _Table:
-    """The steps of one state of a scheduler, placed on devices as they are asked for."""
+    """The steps of one state of a scheduler, placed on each device at its first step."""
 
     def __init__(self, snapshot: Snapshot, counts: Any, table: StepTable | None):
         self.snapshot, self.counts, self.table = snapshot, counts, table

@@ -15,15 +15,15 @@ from torch import Tensor
 STEP_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # The same of a whole loop, whose steps add theirs up.
 LOOP_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-_UNDECIDED = 16  # comparisons in a row that others' random numbers came between
+_UNDECIDED = 16  # comparisons in a row in which others used the stream
 
-# Runs one side. Given a generator, that one's random numbers are drawn; given None, the caller's.
+# Runs one side, on random numbers of the generator that it is given, else of the caller's.
 Run = Callable[[torch.Generator | None], Any]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What :func:`dpa.accelerate` was asked for; its docstring says what each of them means."""
+    """The options of :func:`dpa.accelerate`, whose docstring explains them."""
 
     dtype: torch.dtype | None = None
     mode: str = "loop"
@@ -65,9 +65,9 @@ def _itself(result: Any) -> Sequence[Tensor]:
 class ShadowRun:
     """What comparisons of an original with its replacement found, by kind of call.
 
-    A comparison draws the replacement's random numbers from a generator of its own, so it moves no
-    stream that others draw from. Where others drew from the original's in the meantime, it tells
-    nothing, and is made again on private generators or at the next call.
+    A comparison takes the replacement's random numbers from a generator of its own, so it advances
+    no shared stream. Where others used the original's in the meantime, it says nothing, and is made
+    again on private generators or at the next call.
 
     Attributes:
         what: the replacement, for messages.
@@ -123,7 +123,7 @@ class ShadowRun:
             limit: the largest relative error that passes.
             original: runs the one.
             replacement: runs the other; an exception is no less a difference.
-            stream: what the original draws from; None where it draws nothing.
+            stream: the original's generator; None where it uses no random numbers.
             parts: the tensors of a result that are compared.
             tells: whether agreeing with a result proves anything; each part by itself by default.
             private: whether the original can be given a generator.
@@ -146,7 +146,7 @@ class ShadowRun:
         if error is None:
             self._undecided += 1
             if self._undecided >= _UNDECIDED or private:
-                why = "draws other random numbers than the original"
+                why = "takes other random numbers than the original"
                 self._refuse(kind, float("inf"), why)
             return expected
         self._undecided = 0
@@ -168,7 +168,7 @@ def _error(
     before: Tensor | None,
     parts: Callable[[Any], Sequence[Tensor]],
 ) -> float | None:
-    """Return how far the replacement is off; None where the two drew different numbers."""
+    """Return how far the replacement is off; None where the two used different random numbers."""
     own = None
     if stream is not None:
         after = stream.get_state()

@@ -22,7 +22,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def _may_read() -> bool:
-    """Whether operations run now are seen by nobody, and their results can be read."""
+    """Whether nothing records or captures operations now, so that results can be read."""
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return not capturing and torch._C._len_torch_dispatch_stack() == 0
 
@@ -40,7 +40,7 @@ def _as_it_is(saved: Tensor) -> Tensor:
 class FastForward:
     """Replaces the forward of one U-Net: equal results, by dpa's ops.
 
-    On packed weights in evaluation where no gradient is asked for and the device has the kernels,
+    On packed weights in evaluation where no gradient is needed and the device has the kernels,
     else layer by layer on the network's own parameters, with gradients.
     The first call of each kind runs both and returns the original's result.
 
@@ -80,7 +80,7 @@ class FastForward:
         self.network, self.layers = network, network.layers()
 
     def repack(self) -> None:
-        """Drop what was packed and compared: weights were written where nobody sees it."""
+        """Drop what was packed and compared: weights were written in a way that is not tracked."""
         self.generation += 1
         self.shadow.forget()
         self._packed: dict[torch.dtype, PackedUnet | None] = {}
@@ -102,7 +102,7 @@ class FastForward:
             try:
                 self._take(recognise(self.unet))
             except NotInFamily as error:
-                self.refused = f"was altered: {error}"
+                self.refused = f"has changed: {error}"
                 say_fallback(type(self.unet).__name__, self.refused, self.options.fallback)
         return self.network
 
@@ -177,7 +177,7 @@ class FastForward:
 
     @property
     def __code__(self) -> Any:
-        """Of the forward that this one replaces: torch.export asks where it is written."""
+        """Of the forward that this one replaces: torch.export reads where it is written."""
         return type(self.unet).forward.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -270,7 +270,7 @@ class FastForward:
 
     @constant_in_graphs
     def _may_trace(self) -> bool:
-        """Look at the network itself while it is compiled, and not in what is compiled."""
+        """Check the network itself at compile time, outside of what is compiled."""
         if is_exporting() or self.fallback_reason() is not None or self.layers is None:
             return False
         return self._check_apart()
@@ -307,7 +307,7 @@ class FastForward:
         return out.to(precision)
 
     def _trains(self) -> bool:
-        """Whether gradients may be asked for, or weights are about to change again."""
+        """Whether gradients may be needed, or weights are about to change again."""
         duals = torch.autograd.forward_ad._current_level >= 0
         return self.unet.training or torch.is_grad_enabled() or duals
 

@@ -67,7 +67,7 @@ class PackedUnet:
     """A U-Net on packed weights: one op a forward pass, one op a whole denoising loop.
 
     The weights are packed at the first call, and again when a parameter was replaced or changed in
-    place, by its version. :meth:`follow` also looks at values, for writes that leave no other trace
+    place, by its version. :meth:`follow` also compares values, for writes that no version counts
     (:class:`dpa.tracking.WeightTracker`). No gradient flows through any of it.
 
     Args:
@@ -134,7 +134,7 @@ class PackedUnet:
         A captured graph that reads the packed weights therefore follows. ``generation`` is another
         number, of no other network, where there was no such memory. Other streams read what is
         there before it is written over, and wait for what is written; other threads hold ``lock``
-        from looking at the weights until what reads them is launched (on a CPU: done).
+        from checking the weights until what reads them is launched (on a CPU: done).
 
         Raises:
             ValueError: modules were replaced, and the network can no longer be packed.
@@ -200,7 +200,7 @@ class PackedUnet:
     def follow(self) -> None:
         """Repack if the weights changed, by their values too.
 
-        That waits for the device; inside a capture of a CUDA graph nothing is looked at.
+        That waits for the device; inside a capture of a CUDA graph nothing is compared.
         """
         if self._packed is None:
             return
@@ -208,7 +208,7 @@ class PackedUnet:
             return
         with self.lock:
             self.weights.start()
-            if self.stale() or self.weights.differed():
+            if self.stale() or self.weights.values_changed():
                 self.repack()
 
     def memory(self, device: torch.device) -> Tensor:
@@ -221,7 +221,7 @@ class PackedUnet:
     def packed(self) -> Tensor:
         """The packed weights, made anew if the network's have changed.
 
-        A compiled function takes them as they were packed before: its graph holds no such question.
+        A compiled function takes them as they were packed before: its graph holds no such check.
         A capture that finds them changed packs them in every replay, and for itself alone.
         """
         if torch.compiler.is_compiling() and self._packed is not None:
@@ -247,15 +247,15 @@ class PackedUnet:
         )
 
     def run(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
-        """One forward pass of float32 tensors, once the weights were looked at by value too.
+        """One forward pass of float32 tensors, after weights were checked by value too.
 
-        The caller has looked at the modules.
+        The caller has checked the modules.
         """
         if sample.is_cuda and torch.cuda.is_current_stream_capturing():
             return self(sample, timesteps, global_cond)
         with self.lock:
             self.weights.start()
-            if self._packed is None or self.weights.changed() or self.weights.differed():
+            if self._packed is None or self.weights.changed() or self.weights.values_changed():
                 self.repack()
             return torch.ops.dpa.unet1d(
                 sample, timesteps, global_cond, self._readable(), self.config, self.dtype

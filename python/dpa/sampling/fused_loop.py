@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet, runs_packed
 from dpa.sampling.graphs import Body, CapturedLoop, Given, Inputs, LoopGraphs, expanded
-from dpa.sampling.rng import Draws
+from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.conversion import LiveSteps, MultistepTable, StepTable
 from dpa.schedulers.tables import Generators
 
@@ -42,7 +42,7 @@ def run(
     given: Given,
     generator: Generators,
     *,
-    drawn: torch.dtype,
+    noise_dtype: torch.dtype,
     capture: bool,
 ) -> tuple[Tensor, CapturedLoop | None]:
     """Run the loop as one op, in a graph where ``capture`` allows it and one can be captured.
@@ -53,8 +53,8 @@ def run(
         table: the steps, on the network's device.
         shape: (B, T, Da).
         given: ``noise``, ``global_cond``, ``condition_data`` and ``condition_mask`` of the call.
-        generator: of the random stream, drawn from as the loop of steps draws.
-        drawn: the dtype that noise is drawn in.
+        generator: of the random numbers, used as the loop of steps uses it.
+        noise_dtype: that random numbers are sampled in.
         capture: whether a graph is wanted.
 
     Returns:
@@ -62,15 +62,15 @@ def run(
 
     """
     device, inputs = table.coefficients.device, expanded(given, shape)
-    draws = Draws("noise" not in inputs, table.draws_noise, shape, drawn, device)
+    numbers = RandomNumbers("noise" not in inputs, table.draws_noise, shape, noise_dtype, device)
     if not (capture and can_capture(device)):
         with packed.lock:
             packed.follow()
             run = _body(packed, table, film=False)
-            return run(inputs | {"draws": draws(generator)}), None
+            return run(inputs | {"random": numbers(generator)}), None
     make_body = functools.partial(_body, packed, table, film=True)
-    kind = (shape, table, drawn, frozenset(inputs))
-    call = CapturedLoop(packed, graphs, kind, draws, make_body)
+    kind = (shape, table, noise_dtype, frozenset(inputs))
+    call = CapturedLoop(packed, graphs, kind, numbers, make_body)
     return call(inputs, generator), call
 
 
@@ -88,17 +88,17 @@ def _body(packed: PackedUnet, table: StepTable, film: bool) -> Body:
 
     def body(inputs: Inputs) -> Tensor:
         floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
-        noise, draws = floats.get("noise"), floats.get("draws")
+        noise, random = floats.get("noise"), floats.get("random")
         if noise is None:
-            assert draws is not None
-            noise, draws = draws[0], draws[1:]
+            assert random is not None
+            noise, random = random[0], random[1:]
         return packed.sample(
             noise,
             timesteps,
             coefficients,
             table.clip,
             global_cond=floats.get("global_cond"),
-            noise=draws if draws is not None and len(draws) else None,
+            noise=random if random is not None and len(random) else None,
             condition_data=floats.get("condition_data"),
             condition_mask=floats.get("condition_mask"),
             step_film=step_film,

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dpa.library.capture import capturing, leaving_failed
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.rng import Drawing, Draws
+from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.tables import Generators
 
 Inputs = dict[str, Tensor]
 Given = Mapping[str, Tensor | None]
-# Asked for before a capture, and given back: more than a loop of the published networks takes.
+# Allocated before a capture, and freed: more than a loop of the published networks takes.
 _ROOM = 64 << 20
 _DEFAULT = 0  # the default stream's address
 
@@ -47,13 +47,13 @@ def attempt(
 
 @dataclass(frozen=True)
 class CapturedLoop:
-    """Calls of one kind, whose loop is in a graph: what they share was looked up and checked once.
+    """Calls of one kind, whose loop is in a graph: what they share was found and checked once.
 
     Attributes:
         packed: the network.
         graphs: captured so far.
         kind: of the calls; with the packed weights' place the key of a graph.
-        draws: what the loop draws.
+        numbers: the loop's random numbers.
         make_body: makes the loop, where it has to be captured anew.
 
     """
@@ -61,23 +61,21 @@ class CapturedLoop:
     packed: PackedUnet
     graphs: LoopGraphs
     kind: Hashable
-    draws: Draws
+    numbers: RandomNumbers
     make_body: Callable[[], Body]
 
     def __call__(self, given: Given, generator: Generators) -> Tensor:
         """Return the actions, of the weights that there are now."""
-        draws, packed = self.draws, self.packed
-        draw = None if draws.rows is None else Drawing(draws, generator)
-        inputs = expanded(given, draws.shape)
-
+        numbers, packed = self.numbers, self.packed
+        inputs = expanded(given, numbers.shape)
         with packed.lock:
-            # The values are compared while the host looks for other signs.
+            # The values are compared while the host checks the other signs.
             packed.weights.start()
-            if packed.stale() or packed.weights.differed():
+            if packed.stale() or packed.weights.values_changed():
                 packed.repack()
-            packed.memory(draws.device)
+            packed.memory(numbers.device)
             key = (self.kind, packed.generation)
-            return self.graphs.run(key, draws.device, inputs, draw, self.make_body)
+            return self.graphs.run(key, inputs, numbers, generator, self.make_body)
 
 
 def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
@@ -128,34 +126,32 @@ class LoopGraphs:
     def run(
         self,
         key: Hashable,
-        device: torch.device,
         inputs: Inputs,
-        draw: Drawing | None,
+        numbers: RandomNumbers,
+        generator: Generators,
         make_body: Callable[[], Body],
     ) -> Tensor:
         """Return ``body(inputs)``, replayed from the second call with a key on.
 
         Args:
             key: everything but the contents of ``inputs`` that the result depends on.
-            device: the CUDA device.
-            inputs: tensors on it, floating or bool; their shapes must follow from the key. The body
-                of a graph receives floating ones as float32.
-            draw: the random numbers that the body receives as ``draws``, float32.
+            inputs: tensors on a CUDA device, floating or bool; their shapes must follow from the
+                key. The body of a graph receives floating ones as float32.
+            numbers: the random numbers that the body receives as ``random``, float32.
+            generator: of these.
             make_body: makes the body, whose work is only kernels on the current stream.
 
         """
         with self._lock:
             if (graph := self._graphs.get(key)) is not None:
                 self._graphs.move_to_end(key)
-                return graph.replay(inputs, draw)
+                return graph.replay(inputs, numbers, generator)
             body = make_body()
-            if draw is not None:
-                drawn = torch.empty(draw.shape, dtype=torch.float32, device=device)
-                draw.begin(drawn, [], [])
-                inputs = inputs | {"draws": drawn}
+            if len(numbers):
+                inputs = inputs | {"random": numbers(generator).float()}
             result = body(inputs)
             if key not in self.refused:
-                self._capture(key, device, body, inputs)
+                self._capture(key, numbers.device, body, inputs)
             return result
 
     def _capture(self, key: Hashable, device: torch.device, body: Body, inputs: Inputs) -> None:
@@ -180,7 +176,7 @@ class _LoopGraph:
         self._home = torch._C._cuda_getCurrentRawStream(device.index)
         self._last = _DEFAULT
 
-    def replay(self, inputs: Inputs, draw: Drawing | None) -> Tensor:
+    def replay(self, inputs: Inputs, numbers: RandomNumbers, generator: Generators) -> Tensor:
         # The GPU waits meanwhile: nothing comes before the launch that it does not need. What ran
         # on the default stream last is ahead of this on it; another stream may be one that is gone.
         device = self._output.device
@@ -190,11 +186,11 @@ class _LoopGraph:
         if stream != self._home:  # whose memory the inputs are
             for value in self._inputs.values():
                 value.record_stream(torch.cuda.current_stream(device))
-        kept, given = [self._inputs[name] for name in inputs], list(inputs.values())
-        if draw is None:
-            torch.ops.dpa.loop_inputs_(kept, given)
+        targets, sources = [self._inputs[name] for name in inputs], list(inputs.values())
+        if len(numbers):
+            numbers.into(self._inputs["random"], generator, targets, sources)
         else:
-            draw.begin(self._inputs["draws"], kept, given)
+            torch.ops.dpa.loop_inputs_(targets, sources)
         self._graph.replay()
         result = self._output.clone()
         self._done.record(torch.cuda.current_stream(device))

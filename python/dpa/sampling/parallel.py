@@ -121,7 +121,7 @@ class Sweeps:
         inverse = torch.where(self._silent, 0.0, 1 / r1)
         slope = r3 - r4 * r0 * inverse
         self._columns = torch.stack([r0, r1, inverse, slope], 1)[..., None, None, None]
-        self._carried = _products(slope)
+        self._carried = _cumulative(slope)
         self._ahead = torch.arange(past, device=sample.device)
         self._states = sample.new_empty(self.steps + past + 1, *sample.shape)
         self._still = torch.zeros_like(self._states[: self.window])
@@ -244,7 +244,7 @@ class Sweeps:
     def _follow(self, rows: Tensor, gained: Tensor) -> Tensor:
         """States ``x[j + 1] = A_j x[j] + gained[j]``, from an x of 0 on."""
         carried = self._carried[rows[:, None], rows, None]
-        # Not a matrix product: that may round to TF32.
+        # Not a GEMM: that may round to TF32.
         return self._apply_condition((carried * gained.flatten(1)).sum(1).view_as(gained))
 
     def _apply_condition(self, states: Tensor) -> Tensor:
@@ -252,8 +252,8 @@ class Sweeps:
         return states if mask is None else torch.where(mask, self.inputs["condition_data"], states)
 
 
-def _products(slope: Tensor) -> Tensor:
-    """A matrix whose element (j, i) is the product of ``slope[i + 1 : j + 1]``, 0 for i > j."""
+def _cumulative(slope: Tensor) -> Tensor:
+    """A matrix whose element (j, i) multiplies ``slope[i + 1 : j + 1]``, 0 for i > j."""
     count = len(slope)
     after = torch.ones(count, count, dtype=torch.bool, device=slope.device).tril(-1)
     return torch.where(after, slope[:, None], 1.0).cumprod(0).tril()

@@ -26,7 +26,7 @@ from dpa.sampling.arguments import (
 )
 from dpa.sampling.graphs import CapturedLoop, Given, LoopGraphs
 from dpa.sampling.parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
-from dpa.sampling.rng import Draws, draw_normal
+from dpa.sampling.rng import RandomNumbers, draw_normal
 from dpa.schedulers.conversion import LiveSteps, MultistepTable, StepTable, from_diffusers
 from dpa.schedulers.tables import Generators
 from dpa.tracking.weights import MODES
@@ -42,10 +42,10 @@ class DiffusionSampler:
     """Sample action sequences with a U-Net and a scheduler of diffusers.
 
     Each step runs the network and then ``dpa::scheduler_step``; the sample and the scheduler's
-    arithmetic are float32 (float64 for a float64 network). Random numbers are drawn as diffusers
-    draws them, so that a generator's stream gives the same noise: the initial noise first, then one
-    draw of the sample's shape in each step that draws (DDPM at t > 0, DDIM with eta > 0), in the
-    sample's dtype, on the generator's device.
+    arithmetic are float32 (float64 for a float64 network). Random numbers are taken as diffusers
+    takes them, so that a generator gives the same noise: the initial noise first, then noise of the
+    sample's shape in each step that adds some (DDPM at t > 0, DDIM with eta > 0), in the sample's
+    dtype, on the generator's device.
 
     In a function that ``torch.compile`` compiles a call runs as it does elsewhere: it is a break in
     the graph. :class:`dpa.PackedUnet` is not, nor are the ops.
@@ -82,8 +82,8 @@ class DiffusionSampler:
             runs; :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked"
             compares a checksum of every element besides. "frozen" promises that nothing is written.
         watch: what ``weights`` was before: True is "tracked".
-        noise_dtype: what random numbers are drawn in; None is the sample's dtype, as in diffusers
-            where the network is float32. A 16-bit network's own loop draws 16-bit numbers.
+        noise_dtype: what random numbers are sampled in; None is the sample's dtype, as in diffusers
+            where the network is float32. A 16-bit network's own loop takes 16-bit noise.
         parallel: evaluate a window of timesteps at once, in sweeps, until they no longer move
             (:class:`dpa.Parallel`): the same actions from the same random stream, within its
             tolerance. ``last_parallel`` then says what the last call did.
@@ -131,12 +131,12 @@ class DiffusionSampler:
             and dtype.itemsize == 1
             and not (fused and dtype == torch.float8_e4m3fn)
         ):
-            fail("dtype", "have 16 bits or more (float8_e4m3fn where fused is asked for)", dtype)
+            fail("dtype", "have 16 bits or more (float8_e4m3fn with fused)", dtype)
         if isinstance(scheduler, StepTable) and (eta != 0 or use_clipped_model_output):
             got = f"{eta} and {use_clipped_model_output}"
             fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
         if fused and not isinstance(unet, nn.Module):
-            fail("unet", "be a module where fused is asked for", type(unet))
+            fail("unet", "be a module with fused", type(unet))
         self.unet = unet
         self.dtype = dtype
         self.fused = fused
@@ -147,7 +147,7 @@ class DiffusionSampler:
         self.parallel = parallel
         self.last_parallel: ParallelReport | None = None
         self.packed: PackedUnet | None = None
-        # What the last call came to, for others of its kind: they need not look all of it up again.
+        # What the last call came to, for others of its kind: they need not find all of it again.
         self._again: tuple[Any, Any, CapturedLoop] | None = None
         self._graphs = LoopGraphs()
         self._sweeps = SweepGraphs()
@@ -161,13 +161,13 @@ class DiffusionSampler:
         self.num_inference_steps = num_inference_steps
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the next call looks everything up."""
+        """Set an attribute; the next call checks everything."""
         super().__setattr__(name, value)
         if not name.startswith("_") and name != "packed":
             self._again = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy holds: all but what is looked up or made again."""
+        """Return what a copy holds: all but what is found or made again."""
         return self.__dict__ | {"_again": None, "_copy": None}
 
     @property
@@ -231,9 +231,9 @@ class DiffusionSampler:
             condition_data: (B, T, Da); its values where the mask is true are inpainted before every
                 call of the network and once after the loop (inpainting).
             condition_mask: bool, (B, T, Da); given with ``condition_data`` or not at all.
-            noise: (B, T, Da) to start from, instead of a draw.
+            noise: (B, T, Da) to start from, instead of random numbers.
             generator: of the random stream; None is the global one of the device. One on the CPU
-                draws there, whatever the device. A sequence has one generator a sample.
+                gives its own, whatever the device. A sequence has one generator a sample.
             batch_size: B; by default the batch of the arguments, or 1.
 
         Returns:
@@ -266,7 +266,7 @@ class DiffusionSampler:
     def _sample(
         self, given: dict[str, Tensor | None], batch_size: int | None, generator: Generators
     ) -> Tensor:
-        """Sample, with everything looked up and checked anew."""
+        """Sample, with everything found and checked anew."""
         tensors = {name: value for name, value in given.items() if value is not None}
         device, weights_dtype = placement(self.unet, tensors)
         if self.action_dim is None and self._width[0] is not self.unet:
@@ -275,19 +275,19 @@ class DiffusionSampler:
         shape = shape_of(tensors, batch_size, self.horizon, action_dim)
         check_generator(generator, shape[0])
         wide = torch.promote_types(weights_dtype, torch.float32)
-        drawn = self.noise_dtype or wide
+        noise_dtype = self.noise_dtype or wide
         condition = condition_of(given, wide)
         table = self._table(device, wide, self._steps)
         packed = self._packed_for(table, device, weights_dtype, given["local_cond"])
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            options = {"drawn": drawn, "capture": self.cuda_graph}
+            options = {"noise_dtype": noise_dtype, "capture": self.cuda_graph}
             result, call = fused_loop.run(
                 packed, self._graphs, table, shape, given, generator, **options
             )
             kind = _kind_of(given, batch_size, generator)
-            known = call is not None and kind is not None and result.dtype == wide
-            self._again = (kind, packed.weights.placement, call) if known else None
+            repeats = call is not None and kind is not None and result.dtype == wide
+            self._again = (kind, packed.weights.placement, call) if repeats else None
             return result.to(wide)
 
         conditions = {
@@ -298,8 +298,8 @@ class DiffusionSampler:
         noise = tensors.get("noise")
         if self.parallel is not None:
             self._parallel_may_run(table, device)
-            draws = Draws(noise is None, table.draws_noise, shape, drawn, device)
-            numbers = draws(generator).to(wide)
+            flags = noise is None, table.draws_noise
+            numbers = RandomNumbers(*flags, shape, noise_dtype, device)(generator).to(wide)
             if noise is None:
                 noise, numbers = numbers[0], numbers[1:]
             inputs = {"sample": noise.to(wide).expand(shape), **conditions, **condition}
@@ -308,7 +308,7 @@ class DiffusionSampler:
             return self._run_parallel(table, inputs, packed, weights_dtype)
 
         def draw() -> Tensor:
-            return draw_normal(shape, generator, device, drawn).to(wide)
+            return draw_normal(shape, generator, device, noise_dtype).to(wide)
 
         sample = (draw() if noise is None else noise.to(wide)).expand(shape)
         predict = stepwise_loop.Prediction(*self._network(device, weights_dtype), conditions)

@@ -42,7 +42,7 @@ class Copy:
 
 
 def _values(unet: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers, those that stand in several places as often."""
+    """Return parameters and buffers, those that several modules hold as often."""
     named = (unet.named_parameters, unet.named_buffers)
     return [value for those in named for _, value in those(remove_duplicate=False)]
 

@@ -1,6 +1,6 @@
-"""What a network, its weights and its settings were when last looked at, and what has changed.
+"""What a network, its weights and its settings were at the last check, and what has changed.
 
-Everything that packs, captures or replays asks here: :class:`Tracker` for the modules and their
+What packs, captures or replays asks here: :class:`Tracker` for the modules and their
 settings, :class:`WeightTracker` for the weights, :class:`Snapshot` for schedulers and policies.
 """
 

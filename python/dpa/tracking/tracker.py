@@ -1,4 +1,4 @@
-"""What modules and plain objects were when last looked at, and whether that still holds."""
+"""What modules and plain objects were at the last check, and whether that still holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
-# What every module has: its modes, and what it holds, which is looked at by itself.
+# What every module has: its modes, and what it holds, which is compared by itself.
 _OF_ALL = frozenset(vars(nn.Module()))
 # What dpa sets on a root itself. The forward of a layer inside shows in the number of attributes.
 _REPLACED = frozenset({"forward", "conditional_sample"})

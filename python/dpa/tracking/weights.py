@@ -1,4 +1,4 @@
-"""What weights were when last looked at: where they lie, how often written, and their values."""
+"""What weights were at the last check: where they lie, how often written, and their values."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class WeightTracker:
     """Parameters by where they are held, and what they were at the last :meth:`remember`.
 
     A write is noticed by three signs. A parameter that is another tensor lies elsewhere. A write in
-    place counts in its version. A write through ``parameter.data`` leaves no trace but the values:
+    place counts in its version. A write through ``parameter.data`` shows in the values alone:
     of these, all of a vector are compared, and of a matrix or a kernel one element of each row and
     column and each tap of one, so that a write of a whole row, channel or tap shows, and not one of
     a few elements inside. ``checked`` compares a checksum of every element besides.
 
     Args:
         slots: (module, name of the parameter in it).
-        mode: "tracked"; "checked"; or "frozen", which looks at nothing, as long as the parameters
+        mode: "tracked"; "checked"; or "frozen", which compares nothing, as long as the parameters
             stay where they are.
 
     Attributes:
@@ -146,7 +146,7 @@ class WeightTracker:
                 self._graph.replay()
             self._answered.record(torch.cuda.current_stream(device))
 
-    def differed(self) -> bool:
+    def values_changed(self) -> bool:
         """Whether values are others than those remembered, as of the last :meth:`start`."""
         if self.mode == "frozen" or self._values is None:
             return False
