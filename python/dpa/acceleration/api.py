@@ -24,6 +24,7 @@ from dpa.library import html
 from dpa.nn.family import Network, NotInFamily, recognise
 from dpa.packed.unet import config_of, runs_packed
 from dpa.schedulers.conversion import MultistepTable, from_diffusers
+from dpa.tracking.replacing import put_back, replace_method, replaced
 from dpa.tracking.weights import MODES
 from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
 
@@ -160,15 +161,18 @@ def accelerate(
         raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
     parts = [module for _, module in _modules(model)] + [model] * _is_scheduler(model)
     before = [
-        (vars(p), name, vars(p)[name]) for p in parts for name in _REPLACED if name in vars(p)
+        (part, name, replaced(part, name))
+        for part in parts
+        for name in _REPLACED
+        if name in vars(part)
     ]
     restore(model)
     try:
         _replace(model, Options(dtype, mode, tolerance, fallback, weights), graphs)
     except BaseException:
         restore(model)
-        for attributes, name, value in before:
-            attributes[name] = value
+        for part, name, value in before:
+            replace_method(part, name, value)
         raise
     return model
 
@@ -178,7 +182,7 @@ def _replace(model: Any, options: Options, graphs: bool) -> None:
     if _is_scheduler(model):
         if (why := why_no_step(model)) is not None:
             raise TypeError(f"accelerate: scheduler must be one whose step can be fused: {why}")
-        vars(model)["step"] = FastStep(model, options)
+        replace_method(model, "step", FastStep(model, options))
         return
     survey = _Survey(model)
     report = survey.report()
@@ -189,7 +193,7 @@ def _replace(model: Any, options: Options, graphs: bool) -> None:
         raise TypeError(f"accelerate: with fallback=False all must be fused, got: {Report(left)}")
     for module, network in survey.networks.items():
         if isinstance(network, Network):
-            vars(module)["forward"] = FastForward(module, options, network)
+            replace_method(module, "forward", FastForward(module, options, network))
             if graphs:
                 graph_calls(module)
     for finding in left:
@@ -197,19 +201,20 @@ def _replace(model: Any, options: Options, graphs: bool) -> None:
     for _, module in survey.modules:
         if options.mode != "step" and survey.why_no_loop(module) is None:
             name = survey.network_name(module)
-            loop = vars(module)["conditional_sample"] = FastLoop(module, name, options)
+            loop = FastLoop(module, name, options)
+            replace_method(module, "conditional_sample", loop)
             loop.refused = why_no_table(module)  # said already
 
 
 def restore(model: Any) -> Any:
     """Undo :func:`accelerate`, attribute for attribute, and return ``model``."""
-    if _is_scheduler(model) and isinstance(vars(model).get("step"), FastStep):
-        del vars(model)["step"]
+    if _is_scheduler(model) and isinstance(replaced(model, "step"), FastStep):
+        put_back(model, "step")
     for _, module in _modules(model):
         if isinstance(replaced_forward(module), FastForward):
-            del vars(ungraph_calls(module))["forward"]
-        if isinstance(vars(module).get("conditional_sample"), FastLoop):
-            del vars(module)["conditional_sample"]
+            put_back(ungraph_calls(module), "forward")
+        if isinstance(replaced(module, "conditional_sample"), FastLoop):
+            put_back(module, "conditional_sample")
     return model
 
 
@@ -220,7 +225,7 @@ def repack(model: Any) -> Any:
         if isinstance(forward, FastForward):
             forward.repack()
     for _, module in _modules(model):
-        loop = vars(module).get("conditional_sample")
+        loop = replaced(module, "conditional_sample")
         if isinstance(loop, FastLoop):
             loop.forget()
     return model
@@ -277,7 +282,7 @@ class _Survey:
         return Finding(path, "U-Net", name, True, True, how, errors)
 
     def _loop_finding(self, path: str, module: nn.Module) -> Finding:
-        loop = vars(module).get("conditional_sample")
+        loop = replaced(module, "conditional_sample")
         if not isinstance(loop, FastLoop):
             why = self.why_no_loop(module) or why_no_table(module)
             how = why or _how_loop(module)
@@ -315,12 +320,12 @@ class _Survey:
 
 
 def _scheduler_finding(scheduler: Any) -> Finding:
-    step, why = vars(scheduler).get("step"), why_no_step(scheduler)
-    replaced = isinstance(step, FastStep)
-    why = why or (step.shadow.failed if replaced else None)
-    errors = tuple(step.shadow.errors.values()) if replaced else ()
+    step, why = replaced(scheduler, "step"), why_no_step(scheduler)
+    fast = isinstance(step, FastStep)
+    why = why or (step.shadow.failed if fast else None)
+    errors = tuple(step.shadow.errors.values()) if fast else ()
     how = why or "each step one op"
-    active = replaced and why is None
+    active = fast and why is None
     return Finding("", "scheduler", type(scheduler).__name__, why is None, active, how, errors)
 
 

@@ -18,6 +18,7 @@ from dpa.sampling.rng import draw_normal, generator_on
 from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.conversion import MultistepTable, check_kind, from_diffusers
 from dpa.tracking import Snapshot, is_observed
+from dpa.tracking.replacing import Replacement
 from dpa.training.graphed_calls import replaced_forward
 
 _KEPT = 8  # routes: one for each state of the policy and kind of call
@@ -75,13 +76,15 @@ def why_no_table(policy: nn.Module) -> str | None:
     return None
 
 
-class FastLoop:
+class FastLoop(Replacement):
     """Replaces a policy's ``conditional_sample``: the whole loop by :class:`DiffusionSampler`.
 
     What it cannot run as the original does, the original runs, on the accelerated network. The
     first call of each kind, and the first after the policy, its configuration, its scheduler or its
     network changed in any attribute, runs both loops and returns the original's result.
     """
+
+    OWNER = "policy"
 
     def __init__(self, policy: nn.Module, network: str, options: Options):
         self.policy = policy

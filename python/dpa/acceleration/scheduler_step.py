@@ -13,6 +13,7 @@ from dpa.acceleration.shadow_run import STEP_LIMITS, Options, ShadowRun, proves,
 from dpa.sampling.rng import draw_normal, generator_on
 from dpa.schedulers.conversion import StepTable, from_diffusers
 from dpa.tracking import Snapshot
+from dpa.tracking.replacing import Replacement
 from dpa.tracking.tracker import version_of
 
 _KINDS = ("DDPMScheduler", "DDIMScheduler")
@@ -70,7 +71,7 @@ def why_no_step(scheduler: Any) -> str | None:
     return None
 
 
-class FastStep:
+class FastStep(Replacement):
     """Replaces ``step`` of one DDPM or DDIM scheduler of diffusers: ``dpa::scheduler_step``.
 
     It has the scheduler's signature, takes the same random numbers and returns the same result.
@@ -79,6 +80,8 @@ class FastStep:
     beyond the table, are left to the original.
     The first step of each kind runs both and returns the original's result.
     """
+
+    OWNER = "scheduler"
 
     def __init__(self, scheduler: Any, options: Options):
         self.scheduler = scheduler

@@ -16,6 +16,7 @@ from dpa.nn.blocks1d import is_exporting
 from dpa.nn.family import Network, NotInFamily, recognise, run_network
 from dpa.packed.unet import PackedUnet, runs_packed
 from dpa.tracking import is_observed, stamp_of
+from dpa.tracking.replacing import Replacement
 
 _PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda")
@@ -37,7 +38,7 @@ def _as_it_is(saved: Tensor) -> Tensor:
     return saved
 
 
-class FastForward:
+class FastForward(Replacement):
     """Replaces the forward of one U-Net: equal results, by dpa's ops.
 
     On packed weights in evaluation where no gradient is needed and the device has the kernels,
@@ -52,6 +53,8 @@ class FastForward:
         generation: another number after whatever made comparisons void.
 
     """
+
+    OWNER = "unet"
 
     def __init__(self, unet: nn.Module, options: Options, network: Network | None = None):
         self.unet = unet

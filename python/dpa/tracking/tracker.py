@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpa.tracking.replacing import REPLACED, class_of
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
 # What every module has: its modes, and what it holds, which is compared by itself.
 _OF_ALL = frozenset(vars(nn.Module()))
-# What dpa sets on a root itself. The forward of a layer inside shows in the number of attributes.
-_REPLACED = frozenset({"forward", "conditional_sample"})
-_NO_SETTINGS = _OF_ALL | _REPLACED
+# What is replaced on a root. The forward of a layer inside shows in the number of attributes.
+_NO_SETTINGS = _OF_ALL | REPLACED
 
 
 def is_observed() -> bool:
@@ -46,6 +47,7 @@ class Tracker:
             self.modules = {path: _inside(root, path) for path in paths}
         found = [module for module in self.modules.values() if module is not None]
         self._types = list(map(type, found))
+        self._classes = list(map(class_of, found))
         self._found = found
         self._own = [vars(module) for module in found]
         # Only where it is tracked: what a weak dictionary keeps by its root must not keep the root.
@@ -76,8 +78,11 @@ class Tracker:
             return False
         if any(held.get(name) is not module for held, name, module in self._places):
             return False
-        if list(map(type, self._found)) != self._types:
-            return False
+        types = list(map(type, self._found))
+        if types != self._types:
+            if list(map(class_of, self._found)) != self._classes:
+                return False
+            self._types = types  # one has a method replaced
         if list(map(len, self._inner)) != self._lengths:
             return False
         try:
@@ -90,7 +95,7 @@ class Tracker:
         return [read(own) for read, own in self._settings]
 
     def _names_of_root(self) -> set[str]:
-        return set() if self._root is None else self._root.keys() - _REPLACED
+        return set() if self._root is None else self._root.keys() - REPLACED
 
     def hooked(self, inner: bool = False) -> bool:
         """Whether a module has hooks; with ``inner``, one besides the root; or all modules have."""
@@ -126,7 +131,7 @@ class Snapshot:
 
     def _read(self) -> list[Any]:
         return [
-            (type(one), [(k, _frozen(v)) for k, v in vars(one).items() if k not in self._but])
+            (class_of(one), [(k, _frozen(v)) for k, v in vars(one).items() if k not in self._but])
             for one in self._objects
         ]
 

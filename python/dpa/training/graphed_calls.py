@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture, capturing, leaving_failed
 from dpa.tracking import Tracker
+from dpa.tracking.replacing import Replacement, put_back, replace_method, replaced
 
 
 @runtime_checkable
@@ -68,33 +69,35 @@ def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Mod
             f"graph_calls: warmup and capacity must be at least 1, got {warmup}, {capacity}"
         )
     ungraph_calls(module)
-    vars(module)["forward"] = GraphedForward(module, warmup, capacity)
+    replace_method(module, "forward", GraphedForward(module, warmup, capacity))
     return module
 
 
 def ungraph_calls(module: nn.Module) -> nn.Module:
     """Undo :func:`graph_calls` and return ``module``."""
-    graphed = vars(module).get("forward")
+    graphed = replaced(module, "forward")
     if isinstance(graphed, GraphedForward):
-        del vars(module)["forward"]
+        put_back(module, "forward")
         graphed.forget()  # captures lead back to it: memory goes now rather than with the garbage
         if graphed.inner is not None:
-            vars(module)["forward"] = graphed.inner
+            replace_method(module, "forward", graphed.inner)
     return module
 
 
 def replaced_forward(module: Any) -> Any:
     """Return what replaces a module's forward, beneath graphs of its calls; or None."""
-    forward = vars(module).get("forward")
+    forward = replaced(module, "forward")
     return forward.inner if isinstance(forward, GraphedForward) else forward
 
 
-class GraphedForward:
+class GraphedForward(Replacement):
     """The replacement of the forward of a module whose calls are graphed."""
+
+    OWNER = "module"
 
     def __init__(self, module: nn.Module, warmup: int, capacity: int):
         self.module = module
-        self.inner = vars(module).get("forward")
+        self.inner = replaced(module, "forward")
         self.warmup = warmup
         self.capacity = capacity
         self.forget()
@@ -114,6 +117,13 @@ class GraphedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.forget()
+
+    def copied_to(self, owner: nn.Module) -> GraphedForward:
+        """Return the same for another module, what is beneath it too."""
+        copied = super().copied_to(owner)
+        if isinstance(self.inner, Replacement):
+            copied.inner = self.inner.copied_to(owner)
+        return copied
 
     @property
     def captured(self) -> int:

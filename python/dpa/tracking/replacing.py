@@ -1,0 +1,142 @@
+"""A method replaced on one object, and not on what shares its attributes.
+
+``copy.copy``, and ``nn.DataParallel`` for its replicas, copy an object's attributes. A replacement
+that is a plain attribute goes along, and still runs on the object that it was made for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+from typing import Any, TypeVar
+
+import torch
+
+METHODS = ("forward", "conditional_sample", "step")
+_BESIDE = "_dpa_"  # and the method's name: the attribute that compilers read
+# What is set on an object whose methods are replaced.
+REPLACED = frozenset((*METHODS, *(_BESIDE + name for name in METHODS)))
+Self = TypeVar("Self", bound="Replacement")
+
+
+class Replacement:
+    """What replaces a method of one object.
+
+    Attributes:
+        OWNER: the name of the attribute that holds the object.
+
+    """
+
+    OWNER = "owner"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy holds."""
+        raise NotImplementedError
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start with what a copy holds."""
+        raise NotImplementedError
+
+    def copied_to(self: Self, owner: Any) -> Self:
+        """Return one that does the same for another object."""
+        new = object.__new__(type(self))
+        new.__setstate__(self.__getstate__() | {self.OWNER: owner})
+        return new
+
+
+class _OfOneObject:
+    """Marks the classes that this module makes, and keeps them out of their bases' registries."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+class _Method:
+    """Finds what replaces a method on an object, or the method itself."""
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return getattr(super(self.kind, kind), self.name)
+        if torch.compiler.is_compiling():  # which reads owner.__dict__[self.name] by this again
+            own = owner.__dict__.get(_BESIDE + self.name)
+            own = None if own is None or getattr(own, own.OWNER) is not owner else own
+        else:
+            own = replaced(owner, self.name)
+        return getattr(super(self.kind, owner), self.name) if own is None else own
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner.__dict__[self.name] = value
+        owner.__dict__.pop(_BESIDE + self.name, None)
+
+    def __delete__(self, owner: Any) -> None:
+        if self.name not in owner.__dict__:
+            raise AttributeError(self.name)
+        del owner.__dict__[self.name]
+        owner.__dict__.pop(_BESIDE + self.name, None)
+
+
+def replace_method(owner: Any, name: str, replacement: Any) -> None:
+    """Put a replacement in the place of an object's method, as an attribute of the object.
+
+    The object becomes one of a subclass of its class, of the same name, that looks whether the
+    replacement was made for the object: a shallow copy gets one of its own.
+    """
+    if isinstance(replacement, Replacement):
+        if not isinstance(owner, _OfOneObject):
+            with contextlib.suppress(TypeError):  # of a class with slots: shallow copies share it
+                owner.__class__ = _subclass(type(owner))
+        vars(owner)[_BESIDE + name] = replacement
+    vars(owner)[name] = replacement
+
+
+def put_back(owner: Any, name: str) -> None:
+    """Undo :func:`replace_method`."""
+    del vars(owner)[name]
+    vars(owner).pop(_BESIDE + name, None)
+    if _OfOneObject in type(owner).__bases__ and not any(
+        isinstance(value, Replacement) for value in vars(owner).values()
+    ):
+        owner.__class__ = class_of(owner)
+
+
+def replaced(owner: Any, name: str) -> Any:
+    """Return what replaces a method of an object, or None.
+
+    A shallow copy gets a replacement of its own here. A replica of ``nn.DataParallel``, which
+    lives for one call, has none.
+    """
+    held = vars(owner).get(name)
+    if not isinstance(held, Replacement) or getattr(held, held.OWNER) is owner:
+        return held
+    if vars(owner).get("_is_replica"):
+        return None
+    own = vars(owner)[name] = vars(owner)[_BESIDE + name] = held.copied_to(owner)
+    return own
+
+
+def class_of(owner: Any) -> type:
+    """Return an object's class, whether or not one of its methods is replaced."""
+    kind = type(owner)
+    return kind.__bases__[1] if _OfOneObject in kind.__bases__ else kind
+
+
+def _subclass(base: type) -> type:
+    """Return the subclass for objects of a class; pickles hold the class alone."""
+    for kind in base.__subclasses__():
+        if _OfOneObject in kind.__bases__:
+            return kind
+    names = ("__module__", "__qualname__", "__doc__")
+    contents = {name: getattr(base, name) for name in names}
+    contents |= {name: _Method() for name in METHODS if hasattr(base, name)}
+    return _metaclass(type(base))(base.__name__, (_OfOneObject, base), contents)
+
+
+@functools.cache
+def _metaclass(kind: type) -> type:
+    made = type(kind.__name__, (kind,), {})
+    copyreg.pickle(made, lambda subclass: (_subclass, (subclass.__bases__[1],)))
+    return made
