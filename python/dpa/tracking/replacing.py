@@ -82,7 +82,7 @@ class _Method:
 def replace_method(owner: Any, name: str, replacement: Any) -> None:
     """Put a replacement in the place of an object's method, as an attribute of the object.
 
-    The object becomes one of a subclass of its class, of the same name, that looks whether the
+    The object becomes one of a subclass of its class, of the same name, that checks whether the
     replacement was made for the object: a shallow copy gets one of its own.
     """
     if isinstance(replacement, Replacement):
