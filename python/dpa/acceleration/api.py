@@ -1,7 +1,8 @@
 """Accelerate the policies that people already run, in place, and undo it.
 
 The parts that run are replaced, not what the user sees: on each U-Net that is found the attribute
-``forward`` of the object, and on each policy with a supported loop its ``conditional_sample``.
+``forward`` of the object, and on each policy with a supported loop its ``conditional_sample`` and
+its method from observations to actions.
 Modules, parameters, state dicts, queues, normalizers and encoders stay as they are.
 """
 
@@ -20,6 +21,7 @@ from dpa.acceleration.policy_loop import FastLoop, why_no_table
 from dpa.acceleration.scheduler_step import FastStep, why_no_step
 from dpa.acceleration.shadow_run import Options
 from dpa.acceleration.unet_forward import FastForward
+from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
 from dpa.library import html
 from dpa.nn.family import Network, NotInFamily, recognise
 from dpa.packed.unet import config_of, runs_packed
@@ -29,7 +31,8 @@ from dpa.tracking.weights import MODES
 from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
 
 _MODES = ("loop", "step", "chain")
-_REPLACED = ("forward", "conditional_sample", "step")  # attributes of what is accelerated
+# Attributes of what is accelerated.
+_REPLACED = ("forward", "conditional_sample", "step", *WHOLE_CALLS)
 _NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
 _LOOPS = (
     {"batch_size", "global_cond", "generator"},  # LeRobot
@@ -43,7 +46,7 @@ class Finding:
 
     Attributes:
         path: where it was found, as attributes from the model.
-        part: "U-Net", "loop" or "scheduler".
+        part: "U-Net", "loop", "call" (from observations to actions) or "scheduler".
         name: its class.
         can: whether it can be accelerated.
         active: whether it is accelerated now.
@@ -116,7 +119,8 @@ def accelerate(
     original's result; where they differ beyond the tolerance, a warning says so and the original
     runs from then on. In training, and wherever gradients are enabled, the network runs layer by
     layer with dpa's ops on its own parameters; optimizers, DDP and state dicts notice nothing. On a
-    GPU its calls in training replay CUDA graphs, as :func:`dpa.training.graph_calls` says.
+    GPU its calls in training replay CUDA graphs, as :func:`dpa.training.graph_calls` says, and a
+    policy's whole call, from observations to actions, is one graph from the third of a kind on.
 
     Whatever changes afterwards is noticed, and compared anew: weights (optimizer steps,
     ``load_state_dict``, EMA copies, ``.to()``), modules, settings, schedulers, and every attribute
@@ -135,8 +139,8 @@ def accelerate(
             (bfloat16) for a step, and 1e-3, 5e-2, 1e-1 for a loop.
         fallback: what to do where a loop cannot be fused, or a self-check fails. True warns with
             the reason, and the original runs; False raises.
-        graphs: whether calls in training replay. Their activations and gradients stay allocated
-            between the steps.
+        graphs: whether calls in training, and whole calls of a policy, replay. Activations and
+            gradients stay allocated between the steps.
         weights: how changed weights are noticed by what runs on packed ones. "tracked": in every
             call, by where parameters lie, their versions and samples of their values;
             :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked" compares a
@@ -204,6 +208,9 @@ def _replace(model: Any, options: Options, graphs: bool) -> None:
             loop = FastLoop(module, name, options)
             replace_method(module, "conditional_sample", loop)
             loop.refused = why_no_table(module)  # said already
+            method = _whole_call(module)
+            if graphs and options.mode == "loop" and method is not None:
+                replace_method(module, method, WholeCall(module, method, options))
 
 
 def restore(model: Any) -> Any:
@@ -215,6 +222,9 @@ def restore(model: Any) -> Any:
             put_back(ungraph_calls(module), "forward")
         if isinstance(replaced(module, "conditional_sample"), FastLoop):
             put_back(module, "conditional_sample")
+        for method in WHOLE_CALLS:
+            if isinstance(replaced(module, method), WholeCall):
+                put_back(module, method)
     return model
 
 
@@ -225,9 +235,10 @@ def repack(model: Any) -> Any:
         if isinstance(forward, FastForward):
             forward.repack()
     for _, module in _modules(model):
-        loop = replaced(module, "conditional_sample")
-        if isinstance(loop, FastLoop):
-            loop.forget()
+        for name in ("conditional_sample", *WHOLE_CALLS):
+            replacement = replaced(module, name)
+            if isinstance(replacement, FastLoop | WholeCall):
+                replacement.forget()
     return model
 
 
@@ -261,6 +272,7 @@ class _Survey:
                 findings.append(self._unet_finding(path, module))
             if hasattr(type(module), "conditional_sample"):
                 findings.append(self._loop_finding(path, module))
+                findings.extend(_call_finding(path, module))
         if not any(finding.part == "loop" for finding in findings):
             findings = [_alone(finding) for finding in findings]
         return Report(tuple(findings))
@@ -317,6 +329,25 @@ class _Survey:
             if isinstance(unet, nn.Module) and isinstance(self.networks.get(unet), Network):
                 return name
         return None
+
+
+def _whole_call(policy: nn.Module) -> str | None:
+    """Return the name of a policy's method from observations to actions, or None."""
+    names = [n for n in WHOLE_CALLS if hasattr(type(policy), n) and n not in vars(policy)]
+    return names[0] if names else None
+
+
+def _call_finding(path: str, policy: nn.Module) -> Iterator[Finding]:
+    """Yield what replays a policy's whole call, on a GPU."""
+    found = [replaced(policy, name) for name in WHOLE_CALLS]
+    calls = [call for call in found if isinstance(call, WholeCall)]
+    parameter = next(policy.parameters(), None)
+    for call in calls if parameter is not None and parameter.is_cuda else []:
+        why = call.refused
+        how = why or ("one CUDA graph" if call.captured else "part by part, until it was compared")
+        errors = tuple(call.shadow.errors.values())
+        name = f"{type(policy).__name__}.{call.method}"
+        yield Finding(path, "call", name, why is None, call.captured, how, errors)
 
 
 def _scheduler_finding(scheduler: Any) -> Finding:

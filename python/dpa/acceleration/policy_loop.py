@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +46,7 @@ _NO_SETTINGS = frozenset({"_parameters", "_buffers", "training"})
 
 
 @dataclass(eq=False)
-class _Route:
+class Route:
     """A sampler for one state of a policy, or why there is none, and how to tell that state."""
 
     forward: FastForward
@@ -97,10 +99,11 @@ class FastLoop(Replacement):
         name = f"the accelerated {type(self.policy).__name__}.conditional_sample"
         self.shadow = ShadowRun(name, self.options.fallback)
         self.refused: str | None = None
-        self._routes: list[_Route] = []
+        self._routes: list[Route] = []
         self._found: tuple[Any, Any] = (None, None)
         self._misses = 0
         self._signature: inspect.Signature | None = None
+        self._thread = threading.local()  # the generator and the route of a thread's call
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again: a copy has its own."""
@@ -122,6 +125,8 @@ class FastLoop(Replacement):
         try:
             call = self._arguments(args, kwargs, forward.weight)
             route = None if call is None else self._find(forward, call.pop("options"))
+            if call is not None and call["generator"] is None:
+                call["generator"] = getattr(self._thread, "generator", None)
         except (TypeError, ValueError) as error:
             self._refuse(str(error))
             return self.original(*args, **kwargs)
@@ -132,9 +137,33 @@ class FastLoop(Replacement):
             return self._run_both(route, call, args, kwargs)
         if not passed:
             return self.original(*args, **kwargs)
-        if self.policy.noise_scheduler.timesteps is not route.timesteps:
-            self._set_timesteps(route)
+        self.leave_timesteps(route)
+        self._thread.route = route
         return _sample(route.sampler, call, forward.weight.dtype)
+
+    def watched(self, run: Callable[[], Any]) -> tuple[Any, Route | None]:
+        """Return what ``run()`` gives, and the route by which this loop ran inside as one op."""
+        self._thread.route = None
+        result, route = run(), self._thread.route
+        return result, route if route is not None and route.sampler.packed is not None else None
+
+    @contextmanager
+    def drawing_from(self, generator: torch.Generator | None) -> Iterator[None]:
+        """Let this thread's calls that are given no generator draw from this one."""
+        self._thread.generator = generator
+        try:
+            yield
+        finally:
+            self._thread.generator = None
+
+    def runs(self, route: Route) -> bool:
+        """Whether a call that ran by this route would run by it again."""
+        forward = self._forward()
+        if forward is not route.forward or not self.shadow.passed(route):
+            return False
+        weight = forward.weight
+        kind = (weight.device, weight.dtype, forward.precision(), route.kind[-1])
+        return route.holds(kind)
 
     def fallback_reason(self) -> str | None:
         """Return why the network's part keeps this loop from running, or None."""
@@ -165,7 +194,7 @@ class FastLoop(Replacement):
         return None if network.tracker.hooked() else forward
 
     def _run_both(
-        self, route: _Route, call: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, route: Route, call: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor:
         """Run both loops on the same random numbers; return the original's result."""
         forward = route.forward
@@ -199,11 +228,12 @@ class FastLoop(Replacement):
         route.timesteps = self.policy.noise_scheduler.timesteps
         return result
 
-    def _set_timesteps(self, route: _Route) -> None:
-        """Leave the scheduler's timesteps as the loop does: users read them afterwards."""
+    def leave_timesteps(self, route: Route) -> None:
+        """Set the scheduler's timesteps as the loop does: users read them afterwards."""
         scheduler = self.policy.noise_scheduler
-        scheduler.set_timesteps(self.policy.num_inference_steps)
-        route.timesteps = scheduler.timesteps
+        if scheduler.timesteps is not route.timesteps:
+            scheduler.set_timesteps(self.policy.num_inference_steps)
+            route.timesteps = scheduler.timesteps
 
     def _refuse(self, why: str) -> None:
         if why != self.refused:
@@ -211,7 +241,7 @@ class FastLoop(Replacement):
             say_fallback(name, f"cannot be accelerated: {why}", self.options.fallback)
         self.refused = why
 
-    def _find(self, forward: FastForward, options: dict[str, Any]) -> _Route:
+    def _find(self, forward: FastForward, options: dict[str, Any]) -> Route:
         """Return the route for the policy as it is now and for options of its step, or raise."""
         weight = forward.weight
         kind = (weight.device, weight.dtype, forward.precision(), options)
@@ -235,7 +265,7 @@ class FastLoop(Replacement):
         self.refused = None
         return route
 
-    def _make(self, forward: FastForward, kind: Any, options: dict[str, Any]) -> _Route:
+    def _make(self, forward: FastForward, kind: Any, options: dict[str, Any]) -> Route:
         """Make a sampler that does what the loop does."""
         policy, precision = self.policy, forward.precision()
         scheduler, steps = policy.noise_scheduler, policy.num_inference_steps
@@ -251,7 +281,7 @@ class FastLoop(Replacement):
             sampler = self._sampler(forward, scheduler, steps, precision, options)
         except (AttributeError, TypeError, ValueError) as error:
             sampler = str(error)
-        return _Route(
+        return Route(
             forward, network, forward.generation, snapshots, kind, sampler, scheduler.timesteps
         )
 

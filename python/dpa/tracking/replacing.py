@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-METHODS = ("forward", "conditional_sample", "step")
+METHODS = ("forward", "conditional_sample", "generate_actions", "predict_action", "step")
 _BESIDE = "_dpa_"  # and the method's name: the attribute that compilers read
 # What is set on an object whose methods are replaced.
 REPLACED = frozenset((*METHODS, *(_BESIDE + name for name in METHODS)))

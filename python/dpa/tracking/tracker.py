@@ -106,6 +106,33 @@ class Tracker:
         return [own["training"] for own in self._own]
 
 
+class Places:
+    """Where the parameters and buffers of modules lie, for what reads them there.
+
+    Args:
+        modules: that hold them; None stands for a module that is not there.
+
+    """
+
+    def __init__(self, modules: Iterable[nn.Module | None]):
+        held = [
+            tensors
+            for module in modules
+            if module is not None
+            for tensors in (module._parameters, module._buffers)
+        ]
+        self._slots = [(tensors, name) for tensors in held for name in tensors]
+        self._then = self._read()
+
+    def _read(self) -> list[int]:
+        found = [tensors.get(name) for tensors, name in self._slots]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
+
+    def unchanged(self) -> bool:
+        """Whether each lies where it lay."""
+        return self._read() == self._then
+
+
 def _inside(root: nn.Module, path: str) -> nn.Module | None:
     try:
         return root.get_submodule(path)

@@ -1,0 +1,324 @@
+"""A policy's whole call, from observations to actions, as one CUDA graph."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpa.acceleration.policy_loop import FastLoop, Route
+from dpa.acceleration.shadow_run import LOOP_LIMITS, Options, ShadowRun
+from dpa.library.capture import can_capture, capturing, leaving_failed
+from dpa.sampling.graphs import attempt
+from dpa.tracking import Places, Tracker, is_observed
+from dpa.tracking.replacing import Replacement, class_of, replaced
+
+# From observations to actions: LeRobot's DiffusionModel, diffusion_policy's policies.
+WHOLE_CALLS = ("generate_actions", "predict_action")
+_KEPT = 4  # kinds of calls
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)  # that a call may hold
+
+
+class WholeCall(Replacement):
+    """Replaces a policy's method from observations to actions; on a GPU its calls replay a graph.
+
+    The graph holds what the policy's own method launches: preprocessing, encoders, the accelerated
+    loop. It reads parameters and buffers where they lie, so writes in place need no notice. The
+    first call of each kind runs part by part, and so does the second, beside the graph, whose
+    result it is compared with. From the third on a call launches the graph at once; the host then
+    checks that the policy is still what was captured, and runs the call again where it is not.
+
+    What cannot be captured, such as an encoder that waits for the device, runs part by part.
+
+    Attributes:
+        shadow: what comparisons of a graph with the parts found.
+
+    """
+
+    OWNER = "policy"
+
+    def __init__(self, policy: nn.Module, method: str, options: Options):
+        self.policy, self.method, self.options = policy, method, options
+        self.forget()
+
+    def forget(self) -> None:
+        """Capture and compare again."""
+        name = f"{type(self.policy).__name__}.{self.method} in a graph"
+        self.shadow = ShadowRun(name)
+        # By kind: the graph; the loop's route where the parts ran once; or why they go on to.
+        self._graphs: OrderedDict[Hashable, _Graph | Route | _Refusal] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again: a copy has its own."""
+        return {"policy": self.policy, "method": self.method, "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forget()
+
+    @property
+    def refused(self) -> str | None:
+        """Why calls of the last kind run part by part, where there is a reason."""
+        last = next(reversed(self._graphs.values()), None)
+        return last.why if isinstance(last, _Refusal) else self.shadow.failed
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls of the last kind replay."""
+        last = next(reversed(self._graphs.values()), None)
+        return isinstance(last, _Graph) and bool(self.shadow.passed(last))
+
+    def parts(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the policy's own method, whose loop and network are accelerated."""
+        return getattr(class_of(self.policy), self.method)(self.policy, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict, with the arguments of the method that this one replaces."""
+        loop = replaced(self.policy, "conditional_sample")
+        call = _Call.of(args, kwargs) if isinstance(loop, FastLoop) else None
+        if call is None or self.policy.training:
+            return self.parts(*args, **kwargs)
+        with self._lock:
+            found = self._graphs.get(call.kind)
+            if isinstance(found, Route) and loop.runs(found):
+                return self._capture(found, loop, call)
+            if isinstance(found, _Refusal) and found.stands():
+                return self.parts(*args, **kwargs)
+            if isinstance(found, _Graph):
+                self._graphs.move_to_end(call.kind)
+                passed = self.shadow.passed(found)
+                if passed is None:
+                    return self._compare(found, loop, call)
+                if not passed:
+                    return self.parts(*args, **kwargs)
+                ran, result = found.run(call.tensors)
+                if ran:
+                    return result
+                self._drop(call.kind)
+            return self._warm_up(loop, call)
+
+    def _warm_up(self, loop: FastLoop, call: _Call) -> Any:
+        """Run part by part; where the loop ran as one op, the next such call is captured."""
+        result, route = loop.watched(lambda: self.parts(*call.args, **call.kwargs))
+        if route is not None:
+            self._graphs[call.kind] = route
+            while len(self._graphs) > _KEPT:
+                self._drop(next(iter(self._graphs)))
+        return result
+
+    def _capture(self, route: Route, loop: FastLoop, call: _Call) -> Any:
+        route.sampler.packed.follow()
+        failed: dict[Hashable, str] = {}
+        graph = attempt(failed, call.kind, call.device, lambda: _Graph(self, loop, call))
+        if graph is None:
+            for kind, why in failed.items():
+                self._graphs[kind] = _Refusal(f"it cannot be captured: {why}", self.policy)
+            return self.parts(*call.args, **call.kwargs)
+        self._graphs[call.kind] = graph
+        return self._compare(graph, loop, call)
+
+    def _drop(self, kind: Hashable) -> None:
+        self.shadow.errors.pop(self._graphs.pop(kind), None)
+
+    def _compare(self, graph: _Graph, loop: FastLoop, call: _Call) -> Any:
+        """Run a call both ways on the same random numbers; return the result of the parts."""
+        stream = torch.cuda.default_generators[call.device.index]
+        results, before = [], stream.get_offset()
+
+        def parts(own: torch.Generator | None) -> Any:
+            with loop.drawing_from(own):
+                results.append(self.parts(*call.args, **call.kwargs))
+            return results[-1]
+
+        # The graph uses the device's own generator, so the parts use a private one.
+        self.shadow.run_both(
+            graph,
+            graph.limit,
+            lambda _: graph.replay(call.tensors),
+            parts,
+            stream=stream,
+            parts=_tensors,
+        )
+        if results:
+            return results[-1]
+        stream.set_offset(before)  # the graph's result proved nothing
+        return self.parts(*call.args, **call.kwargs)
+
+
+class _Refusal:
+    """Why a policy's calls of a kind are not captured, as long as its modules stay as they are."""
+
+    def __init__(self, why: str, policy: nn.Module):
+        self.why = why
+        self._tracker = Tracker(policy)
+        self._hooked = self._tracker.hooked()
+
+    def stands(self) -> bool:
+        return self._tracker.unchanged() and self._tracker.hooked() == self._hooked
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that may be captured.
+
+    Attributes:
+        args: as given.
+        kwargs: as given.
+        tensors: all in them, on one CUDA device.
+        kind: everything else that the result depends on, but for the policy.
+
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+    kind: Hashable
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """Return the call, or None where it has to run as it is."""
+        if torch.is_grad_enabled() or is_observed():
+            return None
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors or not can_capture(tensors[0].device):
+            return None
+        if any(type(x) is not Tensor or x.device != tensors[0].device for x in tensors):
+            return None
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        if any(type(other) not in _PLAIN for other in others):
+            return None
+        shapes = tuple((x.shape, x.stride(), x.dtype) for x in tensors)
+        kind = (tensors[0].device, shapes, tuple(others), structure, _flags())
+        return cls(args, kwargs, tensors, kind)
+
+
+def _flags() -> tuple[Any, ...]:
+    """What else decides which kernels run."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.get_default_dtype(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.enabled,
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+class _Graph:
+    """A captured call, the memory that its kernels read and write, and what it was captured of.
+
+    Attributes:
+        limit: the relative error of a comparison that passes.
+
+    """
+
+    def __init__(self, whole: WholeCall, loop: FastLoop, call: _Call):
+        self._tracker = Tracker(whole.policy)
+        if self._tracker.hooked():
+            raise RuntimeError("its modules have hooks")
+        self._modes = self._tracker.modes()
+        self._places = Places(self._tracker.modules.values())
+        self._given = [torch.empty_like(tensor).copy_(tensor) for tensor in call.tensors]
+        given = iter(self._given)
+        args, kwargs = pytree.tree_map(
+            lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf,
+            (call.args, call.kwargs),
+        )
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(call.device),
+            leaving_failed(call.device, graph),
+            _no_autocast_cache(),
+            capturing(graph),
+        ):
+            result, route = loop.watched(lambda: whole.parts(*args, **kwargs))
+        self._graph, self._loop, self._route = graph, loop, route
+        leaves, self._structure = pytree.tree_flatten(result)
+        if route is None or any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
+            raise RuntimeError("its loop does not run as one op, or its results are not on the GPU")
+        self._leaves = leaves
+        self._packed = route.sampler.packed
+        self._generation = self._packed.generation
+        self._generator = torch.cuda.default_generators[call.device.index]
+        self._done, self._last = torch.cuda.Event(), torch.cuda.current_stream(call.device)
+        self.limit = route.forward.limit(LOOP_LIMITS, route.forward.precision())
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """Launch the graph on these inputs; return copies of the results."""
+        stream = torch.cuda.current_stream(self._given[0].device)
+        if stream != self._last:
+            stream.wait_event(self._done)
+            for tensor in (*self._given, *_tensors(self._leaves)):
+                tensor.record_stream(stream)
+        torch._foreach_copy_(self._given, tensors)
+        self._graph.replay()
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]
+        self._done.record(stream)
+        self._last = stream
+        return pytree.tree_unflatten(leaves, self._structure)
+
+    def run(self, tensors: list[Tensor]) -> tuple[bool, Any]:
+        """Launch the graph, then check that the policy is still what was captured.
+
+        Where weights changed that are packed, they are packed again and the graph is launched anew.
+
+        Returns:
+            Whether the graph still stands for the policy, and the results.
+
+        """
+        packed, before = self._packed, self._generator.get_offset()
+        with packed.lock:
+            packed.memory(self._given[0].device)
+            packed.weights.start()
+            result = self.replay(tensors)
+            after = self._generator.get_offset()
+            holds = self._holds()
+            if holds and not packed.stale() and not packed.weights.values_changed():
+                self._loop.leave_timesteps(self._route)
+                return True, result
+            if self._generator.get_offset() == after:  # no other thread drew in the meantime
+                self._generator.set_offset(before)
+            if holds:
+                packed.repack()
+            if not holds or packed.generation != self._generation:
+                return False, None
+            return True, self.replay(tensors)
+
+    def _holds(self) -> bool:
+        return (
+            self._packed.generation == self._generation
+            and self._tracker.unchanged()
+            and not self._tracker.hooked()
+            and self._tracker.modes() == self._modes
+            and self._places.unchanged()
+            and self._loop.runs(self._route)
+        )
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Let a capture cast weights anew: casts that were cached are freed with their context."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
