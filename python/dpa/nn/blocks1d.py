@@ -95,7 +95,7 @@ class Conv1dBlock(nn.Module):
     ) -> Tensor:
         """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
         if not torch.jit.is_scripting() and self._is_changed_inside():
-            return self._layer_by_layer(x, scale, shift, residual)
+            return self.layer_by_layer(x, scale, shift, residual)
         conv = self.block[0]
         norm = self.block[1]
         return torch.ops.dpa.conv1d_gnm(
@@ -126,9 +126,14 @@ class Conv1dBlock(nn.Module):
         return tuple(map(type, layers)) != _LAYER_KINDS or any(map(is_changed, layers))
 
     @torch.jit.unused
-    def _layer_by_layer(
-        self, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
+    def layer_by_layer(
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
+        """Compute the same by PyTorch's layers."""
         x = _modulated(self.block(x), scale, shift)
         return x if residual is None else x + residual
 
