@@ -1,4 +1,4 @@
-"""Writing files so that an interrupted run leaves whole files or none."""
+"""Where dpa's files lie; writing so that an interrupted run leaves whole files or none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def checkout() -> Path | None:
+    """The folder of the sources around this package, or None where it was installed."""
+    root = Path(__file__).resolve().parents[3]
+    return root if (root / "ops" / "library.cpp").is_file() else None
+
+
+def cache_folder() -> Path:
+    """Where libraries that are built at run time are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "dpa"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from pathlib import Path
 import torch
 
 from dpa.library import loader
+from dpa.library.files import cache_folder, checkout
 
+_COUNT = re.compile(r"\[\d+/\d+\]")
 _built: Path | None = None
 
 
@@ -60,7 +63,14 @@ def load(
         )
     source = _source()
     folder = Path(folder) if folder else _cache(source, cuda, archs)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").touch()
+    except OSError as error:
+        raise RuntimeError(
+            f"dpa.jit.load: {folder} cannot be written ({error.strerror}): give another folder=, "
+            "or set XDG_CACHE_HOME to one that can be"
+        ) from None
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _build(source, folder, cuda, archs, verbose)
@@ -71,11 +81,12 @@ def load(
 
 def _source() -> Path:
     """The folder with CMakeLists.txt: the checkout of an editable install."""
-    source = Path(__file__).resolve().parents[3]
-    if not (source / "ops" / "library.cpp").is_file():
+    source = checkout()
+    if source is None:
         raise FileNotFoundError(
-            f"dpa.jit.load: needs the sources of the library, which are not in {source}: "
-            "run from a checkout (make build)"
+            "dpa.jit.load: needs the sources of the library, which a wheel does not hold: clone "
+            "the repository and import dpa from its folder python/, or unset DPA_LIBRARY to take "
+            "the wheel's own library"
         )
     return source
 
@@ -84,8 +95,7 @@ def _cache(source: Path, cuda: str, archs: str) -> Path:
     gpu = torch.cuda.is_available()
     device = "sm{}{}".format(*torch.cuda.get_device_capability()) if gpu else "cpu"
     key = hashlib.sha256(f"{source} {cuda} {archs} {sys.prefix}".encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "dpa" / f"torch-{torch.__version__}-{device}-{key}"
+    return cache_folder() / f"torch-{torch.__version__}-{device}-{key}"
 
 
 def _build(source: Path, folder: Path, cuda: str, archs: str, verbose: bool) -> None:
@@ -97,13 +107,35 @@ def _build(source: Path, folder: Path, cuda: str, archs: str, verbose: bool) -> 
     configure = ["cmake", "-S", source, "-B", folder, "-G", "Ninja"]
     configure += [f"-DDPA_CUDA={cuda}", f"-DDPA_CUDA_ARCHS={archs}"]
     configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"]
+    environment = {**os.environ, "PATH": path}
+    say = not verbose and not (folder / "libdpa.so").exists()
+    if say:
+        print(f"dpa.jit.load: building the library in {folder}, for minutes", file=sys.stderr)
     for command in (configure, ["cmake", "--build", folder]):
-        done = subprocess.run(
-            list(map(str, command)),
-            env={**os.environ, "PATH": path},
-            text=True,
-            stdout=None if verbose else subprocess.PIPE,
-            stderr=None if verbose else subprocess.STDOUT,
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"dpa.jit.load: the build in {folder} failed\n{done.stdout or ''}")
+        status, output = _run([str(part) for part in command], environment, verbose, say)
+        if status != 0:
+            raise RuntimeError(f"dpa.jit.load: the build in {folder} failed\n{output}")
+
+
+def _run(
+    command: list[str], environment: dict[str, str], verbose: bool, say: bool
+) -> tuple[int, str]:
+    """Run a command; return its status and output, which ``verbose`` shows instead.
+
+    With ``say`` one line on a terminal counts the files that Ninja has compiled: ``[12/80]``.
+    """
+    if verbose:
+        return subprocess.run(command, env=environment).returncode, ""
+    lines = []
+    terminal = say and sys.stderr.isatty()
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if terminal and (done := _COUNT.match(line)):
+                print(f"\rdpa.jit.load: {done[0]}", end="", file=sys.stderr, flush=True)
+    if terminal:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return process.returncode, "".join(lines)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from dpa.library.files import checkout
+
 _loaded: Path | None = None
 _waiting: list[Callable[[], None]] = []
 
@@ -33,8 +35,12 @@ def library_path() -> Path:
     for path in paths:
         if path.is_file():
             return path
-    origin = "DPA_LIBRARY names" if chosen else "dpa expects its library at"
-    raise FileNotFoundError(f"{origin} {paths[0]}, which does not exist: run `make build`")
+    if chosen:
+        mend = "correct or unset DPA_LIBRARY"
+        raise FileNotFoundError(f"DPA_LIBRARY names {paths[0]}, which does not exist: {mend}")
+    raise FileNotFoundError(
+        f"dpa expects its library at {paths[0]}, which does not exist: {_rebuild()}"
+    )
 
 
 def folders() -> list[Path]:
@@ -52,6 +58,11 @@ def is_loaded() -> bool:
     return torch._C._dispatch_has_kernel("dpa::denoise")
 
 
+def _rebuild() -> str:
+    """What brings a whole library: in a checkout, and as a package was installed."""
+    return "run `make build`" if checkout() else "reinstall dpa's wheel"
+
+
 def _refuse_other_torch(path: Path) -> None:
     """Raise ImportError where the library was built against another minor version of torch."""
     built = path.with_name("torch-version.txt")
@@ -59,9 +70,11 @@ def _refuse_other_torch(path: Path) -> None:
         return
     theirs, ours = built.read_text().strip(), torch.__version__
     if theirs.split(".")[:2] != ours.split(".")[:2]:
+        minor = ".".join(theirs.split(".")[:2])
+        mend = "run `make build`, or" if checkout() else "reinstall dpa for this torch, or"
         raise ImportError(
-            f"dpa: the library was built against torch {theirs}, and this is torch {ours}: install "
-            "a dpa that was built against it, or set DPA_LIBRARY=jit and call dpa.jit.load()"
+            f"dpa: the library was built against torch {theirs}, and this is torch {ours}: {mend} "
+            f'pip install "torch=={minor}.*"'
         )
 
 
@@ -87,8 +100,7 @@ def _refuse_cut_short(path: Path) -> None:
                 ends.append(offset + length)
     if max(ends) > size:
         raise ImportError(
-            f"dpa: {path} is damaged or cut short, it has {size} bytes of {max(ends)}: run "
-            "`make build`, or reinstall"
+            f"dpa: {path} is damaged or cut short, it has {size} bytes of {max(ends)}: {_rebuild()}"
         )
 
 
@@ -99,8 +111,8 @@ def load(path: Path | None = None) -> None:
 
     Raises:
         FileNotFoundError: there is no library.
-        ImportError: it was built against another minor version of torch, is cut short, or is
-            another library.
+        ImportError: it was built against another torch or another CUDA, is cut short, or is another
+            library.
 
     """
     global _loaded
@@ -108,7 +120,14 @@ def load(path: Path | None = None) -> None:
         path = path or library_path()
         _refuse_other_torch(path)
         _refuse_cut_short(path)
-        torch.ops.load_library(str(path))
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:  # a symbol or a shared library that this torch does not have
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            raise ImportError(
+                f"dpa: {path} does not load with torch {torch.__version__}, built with CUDA "
+                f"{torch.version.cuda or 'none'}: {_rebuild()} ({reason})"
+            ) from None
         if not is_loaded():
             raise ImportError(f"dpa: {path} is another library: it registers no torch.ops.dpa.*")
         _loaded = path
