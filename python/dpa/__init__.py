@@ -4,41 +4,24 @@ Importing the package loads the library and registers ``torch.ops.dpa.*``, unles
 ``DPA_LIBRARY=jit`` in the environment leaves that to :func:`dpa.jit.load`.
 """
 
-from dpa.library.loader import library_path, load, wants_jit
+from importlib import import_module
+from importlib.util import find_spec
 
-if not wants_jit():
-    load()
-
-from dpa import jit, nn, ops, reference, schedulers
-from dpa.acceleration.api import accelerate, explain, repack, restore
-from dpa.bench.profiling import StepProfile, profile
-from dpa.checkpoints.loading import Checkpoint, load_checkpoint
-from dpa.diagnostics.info import info
-from dpa.nn.inference import fixed_weights
-from dpa.packed.unet import PackedUnet
-from dpa.sampling.parallel import Parallel, ParallelReport
-from dpa.sampling.sampler import DiffusionSampler
+from dpa.library.starting import is_command
 
 __version__ = "0.1.0"
-__all__ = [
-    "Checkpoint",
-    "DiffusionSampler",
-    "PackedUnet",
-    "Parallel",
-    "ParallelReport",
-    "StepProfile",
-    "accelerate",
-    "explain",
-    "fixed_weights",
-    "info",
-    "jit",
-    "library_path",
-    "load_checkpoint",
-    "nn",
-    "ops",
-    "profile",
-    "reference",
-    "repack",
-    "restore",
-    "schedulers",
-]
+
+if is_command():  # `dpa --help` waits for neither PyTorch nor the library, `dpa doctor` needs none
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if find_spec(f"dpa.{name}"):
+            return import_module(f"dpa.{name}")
+        public = import_module("dpa.public")
+        globals().update({each: getattr(public, each) for each in public.__all__})
+        return getattr(public, name)
+
+else:
+    from dpa.public import *  # noqa: F403
+    from dpa.public import __all__ as __all__

@@ -288,7 +288,7 @@ def test_the_command_refuses_what_it_does_not_know():
 def test_the_networks_are_named_by_their_parameters():
     from dpa.bench import command, sampler, train
 
-    assert list(command._NETWORKS) == [size.name for size in sampler.SIZES]
+    assert list(command.NETWORKS) == [size.name for size in sampler.SIZES]
     networks = {size.name: size.build("meta") for size in sampler.SIZES}
     sizes = (train.NET_80M, train.NET_252M)
     networks |= {f"{size.name}, training": size.build(train.DPA, "meta") for size in sizes}
@@ -303,7 +303,7 @@ def test_a_folder_that_cannot_be_fails_before_the_measurements(tmp_path, monkeyp
     (tmp_path / "file").touch()
     monkeypatch.setattr(command, "_measured", lambda *args: pytest.fail("measured"))
     with pytest.raises(OSError, match="file"):
-        command.bench(out=tmp_path / "file" / "out")
+        command.bench(command.Options(out=tmp_path / "file" / "out"))
 
 
 def test_the_bars_follow_from_the_tables():

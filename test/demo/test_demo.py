@@ -12,7 +12,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("PIL")
 
 import dpa
-from dpa.demo import Options, command, pipeline, report, run, train
+from dpa.cli import demo as command
+from dpa.demo import Options, pipeline, report, run, train
 from dpa.demo import world as W
 from dpa.demo.compare import compare
 from dpa.demo.rollout import judge, rollout

@@ -470,9 +470,6 @@ def _normalized(statistics, modes, parts, names):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--to", "onnx"], "to must be one of torchscript, exported-program, aoti, got onnx"),
-        (["--to", "aoti", "--dtype", "int8"], "dtype must be one of float32, bfloat16, got int8"),
-        (["--to", "aoti", "--part", "half"], "part must be one of loop, step, got half"),
         (["--to", "aoti", "--device", "tpu"], "device must be cpu, cuda or cuda:N, got tpu"),
         (["--to", "aoti", "--horizon", "9"], "horizon must be a multiple of 2 here, got 9"),
         (["--to", "aoti", "--steps", "200"], "num_inference_steps must lie in 1..100"),
@@ -484,6 +481,21 @@ def test_the_command_refuses_in_one_line(options, message, unet, tmp_path):
     # dpa.cli.main prints an expected failure as its message alone.
     assert result.exit_code == 1 and message in str(result.exception).splitlines()[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["unet.pt"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--to", "onnx", "'aoti', 'torchscript', 'exported-program'"),
+        ("--dtype", "int8", "'float32', 'bfloat16'"),
+        ("--part", "half", "'loop', 'step'"),
+    ],
+)
+def test_the_command_lists_the_choices(option, value, allowed, tmp_path):
+    command = ["export", str(tmp_path), "--to", "aoti", option, value]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"'{value}' is not one of {allowed}" in result.output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The ``dpa bench`` command."""
+"""What ``dpa bench`` runs without a checkpoint: every stage for this machine, tables, plots."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -20,105 +20,81 @@ from dpa.bench import cpu, small_ops
 from dpa.bench.ahead import Process
 from dpa.library.files import replacing
 
-HELP = """Measure beside eager PyTorch, torch.compile and the physical floor.
-
-On a GPU the small ops, the U-Net's step and the whole denoising loop, with what the sampler is
-held to and whether it holds: two to three minutes; on the CPU every op, and the U-Net beside ONNX
-Runtime and OpenVINO too, where they are installed. Writes OUT/results.json, after each part what
-there is by then, and plots. With --train: training steps eager, compiled and on dpa, called and in
-a CUDA graph, their peak memory, steps on two GPUs where there are two, and what is required of
-them; OUT/train.json and a plot.
-
-Examples:
-
-  dpa bench --quick
-
-  dpa bench --only sampler --networks "67 M" --batches 1,16
-
-  dpa bench --profile
-
-  dpa bench --train --only curves
-"""
-_PARTS = ("all", "ops", "sampler")
-_TRAIN_PARTS = ("all", "networks", "norm", "ddp", "curves")
-_NETWORKS = ("67 M", "252 M")  # the names of dpa.bench.sampler.SIZES
+PARTS = ("all", "ops", "sampler")
+TRAIN_PARTS = ("all", "networks", "norm", "ddp", "curves")
+NETWORKS = ("67 M", "252 M")  # the names of dpa.bench.sampler.SIZES
 Tables = dict[str, Any]
 Stages = dict[str, Callable[[], Tables]]
 
 
-def _quoted(names: Sequence[str]) -> str:
+def quoted(names: Sequence[str]) -> str:
+    """The names as a sentence has them."""
     return " or ".join(f"'{name}'" for name in names)
 
 
-def bench(
-    out: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the plots.")
-    ] = Path("out/bench"),
-    only: Annotated[
-        str,
-        typer.Option(help=f"On a GPU: {_quoted(_PARTS)}; of --train: {_quoted(_TRAIN_PARTS)}."),
-    ] = "all",
-    networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "67 M,252 M",
-    batches: Annotated[
-        str, typer.Option(help="Of the sampler's steps; PyTorch's at 1 and 16.")
-    ] = "1,2,4,8,16,32,64",
-    autotune: Annotated[
-        bool, typer.Option(help="torch.compile's max-autotune too: minutes to compile.")
-    ] = True,
-    plain: Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")] = True,
-    train_steps: Annotated[
-        int, typer.Option(help="Of the policy that is sampled in parallel; 0 leaves that out.")
-    ] = 1000,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One network, one sample, fewer rounds: a minute.")
-    ] = False,
-    training: Annotated[
-        bool, typer.Option("--train", help="Training steps and what they must reach, alone.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
-    """Measure beside eager PyTorch, torch.compile and the physical floor."""
+@dataclass(frozen=True)
+class Options:
+    """The options of ``dpa bench`` without a checkpoint; its ``--help`` explains each."""
+
+    out: Path = Path("out/bench")
+    only: str = "all"
+    networks: Sequence[str] = NETWORKS
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+    autotune: bool = True
+    plain: bool = True
+    train_steps: int = 1000
+    profile: bool = False
+    quick: bool = False
+    training: bool = False
+
+    def __post_init__(self):
+        parts = TRAIN_PARTS if self.training else PARTS
+        if self.only not in parts:
+            raise ValueError(f"--only must be {quoted(parts)}, got {self.only!r}")
+        if unknown := [name for name in self.networks if name not in NETWORKS]:
+            raise ValueError(f"--networks must be of {quoted(NETWORKS)}, got {unknown[0]!r}")
+        if self.profile and not torch.cuda.is_available():
+            raise ValueError("--profile needs a GPU")
+
+
+def bench(options: Options) -> tuple[Tables, list[Path]]:
+    """Measure this machine, with a progress bar; return the tables and the files written."""
     gpu = torch.cuda.is_available()
-    parts = _TRAIN_PARTS if training else _PARTS
-    if only not in parts:
-        raise typer.BadParameter(f"must be {_quoted(parts)}, got {only!r}")
-    if profile and not gpu:
-        raise typer.BadParameter("--profile needs a GPU")
-    chosen = _networks(networks)
-    sizes = _batches(batches)
+    out = options.out
     out.mkdir(parents=True, exist_ok=True)  # fails before the measurements
     name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     results: Tables = {"device": name, "torch": torch.__version__}
     if not gpu and (busy := _busy()):
         Console(stderr=True).print(f"[yellow]{busy}[/]", highlight=False)
+    kind = "profile" if options.profile else "train" if options.training else "results"
+    file = out / f"{kind}.json"
     pictures: list[Path] = []
-    file = out / f"{'profile' if profile else 'train' if training else 'results'}.json"
-    if profile:
-        tables, pictures = _profiles(chosen, out)
+    if options.profile:
+        tables, pictures = _profiles(options.networks, out)
         results |= tables
         _write(results, file)
     else:
-        if quick:
-            chosen, sizes, autotune, train_steps = ["67 M"], [1], False, 0
-        finish: Callable[[Tables], Tables] = dict
-        if training:
-            from dpa.bench import train_stages
-
-            stages, finish = train_stages.stages(only), train_stages.finished
-        elif gpu:
-            stages, finish = _on_gpu(only, chosen, sizes, autotune, plain, train_steps)
-        else:
-            stages = cpu.stages(quick)
+        stages, finish = _stages(options, gpu)
         results = _measured(stages, results, finish, partial(_write, file=file))
-    pictures += _pictures(results, out)
-    if as_json:
-        print(json.dumps(results, indent=2))
-        return
+    return results, [file, *pictures, *_pictures(results, out)]
+
+
+def _stages(options: Options, gpu: bool) -> tuple[Stages, Callable[[Tables], Tables]]:
+    if options.training:
+        from dpa.bench import train_stages
+
+        return train_stages.stages(options.only), train_stages.finished
+    if not gpu:
+        return cpu.stages(options.quick), dict
+    if options.quick:
+        options = replace(options, networks=["67 M"], batches=[1], autotune=False, train_steps=0)
+    return _on_gpu(options)
+
+
+def show(results: Tables) -> None:
+    """Print the tables."""
     console = Console()
-    unit = "us" if gpu else "us or ms as named"
+    unit = "us" if torch.cuda.is_available() else "us or ms as named"
     console.print(f"{results['device']}, torch {results['torch']}; medians, in {unit}")
     for title, rows in results.items():
         if isinstance(rows, list) and title != "curves":
@@ -127,22 +103,6 @@ def bench(
             console.print(_table(title, [rows]))
     if "read TB/s" in results:
         console.print(f"weights read at {results['read TB/s']:.2f} TB/s")
-    for path in (file, *pictures):
-        console.print(f"written: {path}")
-
-
-def _networks(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    if unknown := [name for name in names if name not in _NETWORKS]:
-        raise typer.BadParameter(f"--networks must be of {_quoted(_NETWORKS)}, got {unknown[0]!r}")
-    return names
-
-
-def _batches(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"--batches must be positive integers with commas, got {text!r}")
-    return [int(part) for part in parts]
 
 
 def _busy() -> str:
@@ -156,24 +116,18 @@ def _busy() -> str:
     )
 
 
-def _on_gpu(
-    only: str,
-    networks: list[str],
-    batches: list[int],
-    autotune: bool,
-    plain: bool,
-    train_steps: int,
-) -> tuple[Stages, Callable[[Tables], Tables]]:
+def _on_gpu(options: Options) -> tuple[Stages, Callable[[Tables], Tables]]:
     """The stages on a GPU, and the function that adds the last tables."""
-    if only == "ops":
+    if options.only == "ops":
         return {"small ops": small_ops.run}, dict
     from dpa.bench import sampler
 
-    if only == "sampler":
-        run = sampler.Run(networks, batches, autotune, plain, train_steps)
-        return run.stages(), sampler.finished
+    sizes = (list(options.networks), list(options.batches))
+    settings = (*sizes, options.autotune, options.plain, options.train_steps)
+    if options.only == "sampler":
+        return sampler.Run(*settings).stages(), sampler.finished
     ops = Process(small_ops.__name__)
-    run = sampler.Run(networks, batches, autotune, plain, train_steps, [ops])
+    run = sampler.Run(*settings, [ops])
     return run.stages() | {"small ops": ops.answer}, sampler.finished
 
 
@@ -222,7 +176,7 @@ def _write(results: Tables, file: Path) -> None:
         temporary.write_text(json.dumps(results, indent=2))
 
 
-def _profiles(networks: list[str], out: Path) -> tuple[Tables, list[Path]]:
+def _profiles(networks: Sequence[str], out: Path) -> tuple[Tables, list[Path]]:
     """Profile every network with every kind of weights."""
     from dpa.bench import sampler
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import warnings
@@ -12,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpa.checkpoints.options import Checkpoint, Ema, Prefix, TrustPickle
+from dpa.cli.options import Checkpoint, Ema, Prefix, TrustPickle, located
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 HELP = """Write a policy's denoising loop into one file for Python or C++.
 
-CHECKPOINT is what `dpa explain` understands: of LeRobot (a folder), of diffusion_policy, of
-`dpa demo`, or a bare U-Net. Missing values can be given as options; assumed ones are listed.
-Beside the file goes a manifest, FILE.json: shapes, dtypes, normalisation, steps.
+CHECKPOINT is what `dpa explain` understands: of LeRobot (a folder, or user/repo on the Hub), of
+diffusion_policy, of `dpa demo`, or a bare U-Net. Missing values can be given as options; assumed
+ones are listed. Beside the file goes a manifest, FILE.json: shapes, dtypes, normalisation, steps.
 
 Examples:
 
@@ -33,14 +34,40 @@ Examples:
 
   dpa export latest.ckpt --trust-pickle --to torchscript --device cuda
 """
-DTYPES = ("float32", "bfloat16")
-SCHEDULERS = ("DDIM", "DDPM")
-PARTS = ("loop", "step")
+
+
+class Format(str, enum.Enum):
+    """Of the file."""
+
+    aoti = "aoti"
+    torchscript = "torchscript"
+    exported_program = "exported-program"
+
+
+class Dtype(str, enum.Enum):
+    """Of the network."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Part(str, enum.Enum):
+    """Of the sampling."""
+
+    loop = "loop"
+    step = "step"
+
+
+class Scheduler(str, enum.Enum):
+    """By the names of diffusers, shortened."""
+
+    DDIM = "DDIM"
+    DDPM = "DDPM"
 
 
 def export(
     checkpoint: Checkpoint,
-    to: Annotated[str, typer.Option(help="aoti, torchscript or exported-program.")],
+    to: Annotated[Format, typer.Option(help="What kind of file.")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -48,16 +75,21 @@ def export(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of the network: float32 or bfloat16.")] = "float32",
-    part: Annotated[str, typer.Option(help="loop, or step: one step of it.")] = "loop",
+    dtype: Annotated[Dtype, typer.Option(help="Of the network.")] = Dtype.float32,
+    part: Annotated[Part, typer.Option(help="The loop, or one step of it.")] = Part.loop,
     layers: Annotated[
         bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
     ] = False,
     scheduler: Annotated[
-        str | None, typer.Option(help="DDIM or DDPM; by default the checkpoint's.")
+        Scheduler | None, typer.Option(help="By default the checkpoint's.")
     ] = None,
     scheduler_config: Annotated[
-        Path | None, typer.Option(help="A scheduler_config.json of diffusers, for a bare U-Net.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A scheduler_config.json of diffusers, for a bare U-Net.",
+        ),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
@@ -78,21 +110,19 @@ def export(
     from dpa.export.checkpoint import read, read_scheduler_config
     from dpa.export.making import Choice, make
 
-    choices = {"to": (to, FORMATS), "dtype": (dtype, DTYPES), "part": (part, PARTS)}
-    if scheduler is not None:
-        choices["scheduler"] = (scheduler, SCHEDULERS)
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value}")
-    if layers and part == "step":
-        raise ValueError("layers must be left out with --part step, got both")
-    named = checkpoint if checkpoint.name.strip(".") else checkpoint.resolve()
-    path = out or named.with_name(f"policy{FORMATS[to]}")
-    choice = Choice(to, device, dtype, part, layers, scheduler, steps, horizon, batch)
+    if layers and part is Part.step:
+        raise typer.BadParameter("--layers must be left out with --part step")
+    given = located(checkpoint)
+    named = given if given.name.strip(".") else given.resolve()
+    if not Path(checkpoint).exists():  # of the Hub: not into its cache
+        named = Path(named.name)
+    path = out or named.with_name(f"policy{FORMATS[to.value]}")
+    name = scheduler and scheduler.value
+    choice = Choice(to.value, device, dtype.value, part.value, layers, name, steps, horizon, batch)
     console = Console(stderr=as_json)
-    with _stages(console, to) as report:
+    with _stages(console, to.value) as report:
         report("reading")
-        source = read(checkpoint, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
+        source = read(given, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
         if scheduler_config is not None:
             source.scheduler = read_scheduler_config(scheduler_config)
             source.assumed = [line for line in source.assumed if "scheduler" not in line]
@@ -103,7 +133,7 @@ def export(
         print(json.dumps(manifest))
         return
     shapes = ", ".join(f"{entry['name']} {tuple(entry['shape'])}" for entry in manifest["inputs"])
-    what = f"{manifest['steps']} steps of {manifest['scheduler']}, {dtype} on {device}"
+    what = f"{manifest['steps']} steps of {manifest['scheduler']}, {dtype.value} on {device}"
     console.print(f"{manifest['checkpoint']}: {what}\ninputs: {shapes}", highlight=False)
     console.print(f"wrote {path} and {path}.json", highlight=False)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dpa.cli.options import Checkpoint, Device, Dtype, Json, located
+
 HELP = """Run a LeRobot checkpoint in closed loop in a simulator.
 
-CHECKPOINT is a folder that LeRobot's save_pretrained wrote. Prints the success rate and how long
-the policy takes to plan; --compare runs the unaccelerated policy through the same episodes too.
+CHECKPOINT is a folder that LeRobot's save_pretrained wrote, or user/repo on the Hub. Prints the
+success rate and how long the policy takes to plan; --compare runs the unaccelerated policy through
+the same episodes too.
 
 Examples:
 
@@ -19,32 +23,36 @@ Examples:
 
   dpa eval pretrained_model --env FetchReach-v4 --compare --video episodes.mp4
 """
-MODES = ("loop", "step", "chain")
-DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Mode(str, enum.Enum):
+    """As dpa.accelerate takes it."""
+
+    loop = "loop"
+    step = "step"
+    chain = "chain"
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A LeRobot folder.")],
+    checkpoint: Checkpoint,
     env: Annotated[str, typer.Option(help="Of gymnasium: PushT, FetchReach-v4, module:Name-v0.")],
     episodes: Annotated[int, typer.Option(min=1, help="To run.")] = 20,
     seed: Annotated[int, typer.Option(help="Of the first episode; each next one adds 1.")] = 0,
     plain: Annotated[bool, typer.Option("--plain", help="Do not accelerate.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain too, same episodes.")] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of accelerated weights: float32, float16, bfloat16.")
-    ] = None,
-    mode: Annotated[str, typer.Option(help="loop, step or chain: see dpa.accelerate.")] = "loop",
+    dtype: Annotated[Dtype | None, typer.Option(help="Of accelerated weights.")] = None,
+    mode: Annotated[Mode, typer.Option(help="As dpa.accelerate takes it.")] = Mode.loop,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Denoising steps; by default the policy's.")
     ] = None,
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Of an episode; by default the environment's.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     video: Annotated[
         Path | None, typer.Option(help="A film of the first episodes: .gif or .mp4.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run a LeRobot checkpoint in closed loop in a simulator."""
     import torch
@@ -53,17 +61,14 @@ def evaluate(
     from dpa.eval.pipeline import Options
     from dpa.eval.pipeline import evaluate as run
 
-    for name, value, allowed in (("mode", mode, MODES), ("dtype", dtype, (None, *DTYPES))):
-        if value not in allowed:
-            choices = ", ".join(filter(None, allowed))
-            raise ValueError(f"{name} must be one of {choices}, got {value}")
     if plain and compare:
-        raise ValueError("plain and compare exclude each other")
+        raise typer.BadParameter("--plain and --compare exclude each other")
+    path = located(checkpoint)
     kinds = ("plain", "accelerated") if compare else ("plain" if plain else "accelerated",)
-    weights = None if dtype is None else getattr(torch, dtype)
+    weights = None if dtype is None else getattr(torch, dtype.value)
     console = Console(stderr=as_json)
     options = Options(
-        checkpoint, env, episodes, seed, kinds, weights, mode, steps, max_steps, device, video
+        path, env, episodes, seed, kinds, weights, mode.value, steps, max_steps, device, video
     )
     results = run(options, console)
     if as_json:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dpa.cli.options import Device
 from dpa.demo import DTYPES, Options, run
 
 HELP = """Train a small Diffusion Policy and run it in closed loop, with DDPM and with DDIM.
@@ -24,6 +26,8 @@ Examples:
   dpa demo --checkpoint out/demo/checkpoint.pt --episodes 200
 """
 DEFAULTS = Options()
+Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)
+DTYPE = Dtype(DEFAULTS.dtype)
 
 
 def demo(
@@ -39,12 +43,12 @@ def demo(
     ] = DEFAULTS.out,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Take the policy from this file, do not train."),
+        typer.Option(
+            exists=True, dir_okay=False, help="Take the policy from this file, do not train."
+        ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="auto (CUDA where there is one), cpu, cuda or cuda:N.")
-    ] = DEFAULTS.device,
-    dtype: Annotated[str, typer.Option(help=f"Of sampling: {', '.join(DTYPES)}.")] = DEFAULTS.dtype,
+    device: Device = DEFAULTS.device,
+    dtype: Annotated[Dtype, typer.Option(help="Of sampling.")] = DTYPE,
     train_only: Annotated[
         bool, typer.Option("--train-only", help="Stop once the policy is trained and saved.")
     ] = False,
@@ -60,7 +64,16 @@ def demo(
     from rich.console import Console
 
     options = Options(
-        seed, episodes, train_steps, out, checkpoint, device, dtype, train_only, quick, threads
+        seed,
+        episodes,
+        train_steps,
+        out,
+        checkpoint,
+        device,
+        dtype.value,
+        train_only,
+        quick,
+        threads,
     )
     try:
         results = run(options, Console(stderr=as_json))

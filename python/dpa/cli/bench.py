@@ -1,0 +1,173 @@
+"""The ``dpa bench`` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpa.cli.options import Device, Dtype, Ema, Json, Prefix, TrustPickle, located
+
+HELP = """Measure a checkpoint, or this machine, beside eager PyTorch.
+
+With CHECKPOINT: the plain policy against the accelerated one, and where the call goes
+(preparation, network, rest), in half a minute. A LeRobot folder is measured from observation to
+action where LeRobot is installed, the denoising loop of any other checkpoint.
+
+Without: beside torch.compile and the physical floor too. On a GPU the small ops, the U-Net's step
+and the whole denoising loop, with what the sampler is held to and whether it holds: two to three
+minutes; on the CPU every op, and the U-Net beside ONNX Runtime and OpenVINO too, where they are
+installed. Writes OUT/results.json, after each part what there is by then, and plots. With --train:
+training steps eager, compiled and on dpa, called and in a CUDA graph, their peak memory, steps on
+two GPUs where there are two, and what is required of them; OUT/train.json and a plot.
+
+Examples:
+
+  dpa bench outputs/train/checkpoints/last/pretrained_model
+
+  dpa bench latest.ckpt --trust-pickle --steps 16 --dtype bfloat16
+
+  dpa bench --quick
+
+  dpa bench --only sampler --networks "67 M" --batches 1,16
+
+  dpa bench --profile
+
+  dpa bench --train --only curves
+"""
+
+
+def bench(
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(metavar="[CHECKPOINT]", help="As of dpa explain; without it this machine."),
+    ] = None,
+    device: Device = "auto",
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the accelerated checkpoint's weights.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Of measuring the checkpoint, after it is loaded.")
+    ] = 20.0,
+    prefix: Prefix = None,
+    ema: Ema = True,
+    trust_pickle: TrustPickle = False,
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the plots.")
+    ] = Path("out/bench"),
+    only: Annotated[
+        str,
+        typer.Option(
+            help="A part alone: all, ops, sampler; of --train networks, norm, ddp, curves."
+        ),
+    ] = "all",
+    networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "67 M,252 M",
+    batches: Annotated[
+        str, typer.Option(help="Of the sampler's steps; PyTorch's at 1 and 16.")
+    ] = "1,2,4,8,16,32,64",
+    autotune: Annotated[
+        bool, typer.Option(help="torch.compile's max-autotune too: minutes to compile.")
+    ] = True,
+    plain: Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")] = True,
+    train_steps: Annotated[
+        int, typer.Option(help="Of the policy that is sampled in parallel; 0 leaves that out.")
+    ] = 1000,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One network, one sample, fewer rounds: a minute.")
+    ] = False,
+    training: Annotated[
+        bool, typer.Option("--train", help="Training steps and what they must reach, alone.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a checkpoint, or this machine, beside eager PyTorch."""
+    if checkpoint is not None:
+        options = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
+        _checkpoint(checkpoint, device, dtype, steps, seconds, options, as_json)
+        return
+    from dpa.bench import command
+
+    names = [part.strip() for part in networks.split(",")]
+    try:
+        options = command.Options(
+            out,
+            only,
+            names,
+            _sizes(batches),
+            autotune,
+            plain,
+            train_steps,
+            profile,
+            quick,
+            training,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    results, files = command.bench(options)
+    if as_json:
+        print(json.dumps(results, indent=2))
+        return
+    command.show(results)
+    for path in files:
+        print(f"written: {path}")
+
+
+def _sizes(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"--batches must be positive integers with commas, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _checkpoint(
+    checkpoint: str,
+    device: str,
+    dtype: Dtype | None,
+    steps: int | None,
+    seconds: float,
+    reading: dict[str, Any],
+    as_json: bool,
+) -> None:
+    import torch
+    from rich.console import Console
+
+    from dpa.bench.checkpoint import Options, measure
+
+    path = located(checkpoint)
+    weights = None if dtype is None else getattr(torch, dtype.value)
+    with Console(stderr=True).status("measuring plain and accelerated calls in turns"):
+        found = measure(Options(path, device, weights, steps, seconds, reading))
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dpa.bench.checkpoint import PARTS
+
+    console = Console(highlight=False)
+    console.print(f"{found['what']}, {found['steps']} steps, on {found['device']}", markup=False)
+    table = Table("ms, median", "plain", "dpa", "plain / dpa", box=None, header_style="bold")
+    for part in PARTS:
+        plain, fast = found["plain"][part], found["dpa"][part]
+        ratio = f"{plain / fast:.1f}" if fast else ""
+        table.add_row(part, f"{plain:.2f}", f"{fast:.2f}", ratio)
+    console.print(table)
+    console.print(
+        f"dpa's network includes the scheduler's steps; its first call took "
+        f"{found['first call ms']:.0f} ms"
+    )
+    for line in found["how"]:
+        console.print(line, markup=False)

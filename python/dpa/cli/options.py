@@ -1,0 +1,73 @@
+"""The options that several commands have, and what they take."""
+
+from __future__ import annotations
+
+import enum
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT", help="A checkpoint file, a LeRobot folder, or user/repo on the Hub."
+    ),
+]
+Prefix = Annotated[
+    str | None, typer.Option(help="Where the file has several U-Nets: what one's names begin with.")
+]
+Ema = Annotated[bool, typer.Option(help="Averaged weights, where the file has them.")]
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="Unpickle in full, running the file's code.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda or cuda:N.")]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Dtype(str, enum.Enum):
+    """Of weights and sampling."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+def located(checkpoint: str) -> Path:
+    """The path of a CHECKPOINT; one of the Hub, ``user/repo``, is downloaded.
+
+    Raises:
+        FileNotFoundError: there is no such file, and no such repository.
+        RuntimeError: it seems to be on the Hub, which cannot be reached.
+
+    """
+    path = Path(checkpoint)
+    if path.exists():
+        return path
+    if not _HUB_ID.fullmatch(checkpoint):
+        raise FileNotFoundError(f"{checkpoint}: there is no such file")
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError:
+        raise FileNotFoundError(
+            f"{checkpoint}: there is no such file; to take it from the Hub, "
+            "pip install huggingface_hub"
+        ) from None
+    try:
+        patterns = ["*.safetensors", "*.json"]
+        return Path(huggingface_hub.snapshot_download(checkpoint, allow_patterns=patterns))
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise FileNotFoundError(
+            f"{checkpoint}: there is no such file here and no such repository on the Hub (one that "
+            "is private or gated needs `hf auth login`)",
+        ) from None
+    except Exception as error:  # no network, a proxy's refusal, a full disk: of many types
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(
+            f"{checkpoint}: there is no such file here, and the Hub cannot be reached ({reason}): "
+            "give the path of a folder that is here"
+        ) from None

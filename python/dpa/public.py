@@ -1,0 +1,39 @@
+"""Every public name of ``dpa``. The import of this module loads the library."""
+
+from dpa.library.loader import library_path, load, wants_jit
+
+if not wants_jit():
+    load()
+
+from dpa import jit, nn, ops, reference, schedulers
+from dpa.acceleration.api import accelerate, explain, repack, restore
+from dpa.bench.profiling import StepProfile, profile
+from dpa.checkpoints.loading import Checkpoint, load_checkpoint
+from dpa.diagnostics.info import info
+from dpa.nn.inference import fixed_weights
+from dpa.packed.unet import PackedUnet
+from dpa.sampling.parallel import Parallel, ParallelReport
+from dpa.sampling.sampler import DiffusionSampler
+
+__all__ = [
+    "Checkpoint",
+    "DiffusionSampler",
+    "PackedUnet",
+    "Parallel",
+    "ParallelReport",
+    "StepProfile",
+    "accelerate",
+    "explain",
+    "fixed_weights",
+    "info",
+    "jit",
+    "library_path",
+    "load_checkpoint",
+    "nn",
+    "ops",
+    "profile",
+    "reference",
+    "repack",
+    "restore",
+    "schedulers",
+]

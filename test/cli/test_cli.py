@@ -1,0 +1,267 @@
+"""The command line: quick help, choices, exit statuses, checkpoints of the Hub."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dpa
+from dpa.cli import options
+from dpa.cli.app import app, main
+
+NOTHING_HEAVY = """
+import sys, runpy
+sys.argv, sys.orig_argv = ["-m", *{arguments}], [sys.executable, "-m", "dpa", *{arguments}]
+try:
+    runpy.run_module("dpa", run_name="__main__", alter_sys=True)
+except SystemExit as stop:
+    assert stop.code == 0, stop.code
+assert not {{"torch", "numpy", "diffusers", "matplotlib"}} & set(sys.modules), "heavy"
+"""
+
+
+def run(*arguments, **environment):
+    """Status, output and errors of the command in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dpa", *map(str, arguments)],
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def status_of_main(*arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["dpa", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code or 0
+
+
+@pytest.fixture
+def unet(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"down_dims": (8, 16), "diffusion_step_embed_dim": 16, "n_groups": 4}
+    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=6, **sizes)
+    torch.save(unet.state_dict(), tmp_path / "unet.pt")
+    return tmp_path / "unet.pt"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"]])
+def test_help_waits_for_no_heavy_module(arguments):
+    code = NOTHING_HEAVY.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_is_quick():
+    """User time, for the machine may be busy; PyTorch alone takes more than twice the limit."""
+
+    def seconds():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        assert run("--help")[0] == 0
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used
+
+    assert min(seconds() for _ in range(3)) < 0.7
+
+
+def test_the_version():
+    assert run("--version") == (0, f"dpa {dpa.__version__}\n", "")
+
+
+def test_a_script_of_the_command_is_recognised_and_no_other(tmp_path):
+    """A script that an installer writes, and one of the same name by someone else."""
+    script = tmp_path / "dpa"
+    for text, deferred in (("from dpa.cli import main\n", True), ("print('mine')\n", False)):
+        script.write_text(f"{text}import sys; sys.exit('torch' in sys.modules)\n")
+        probe = f"{text}import dpa, sys\nprint('torch' in sys.modules)\n"
+        script.write_text(probe)
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+        assert done.stdout.split()[-1] == str(not deferred), done
+    code = "import dpa, torch; torch.ops.dpa.denoise"
+    other = subprocess.run([sys.executable, "-c", code, "dpa"], capture_output=True, text=True)
+    assert other.returncode == 0, other.stderr
+
+
+def test_the_deferred_package_has_every_public_name(tmp_path):
+    script = tmp_path / "dpa"
+    names = dpa.__all__
+    script.write_text(
+        "from dpa.cli import main\nimport dpa, sys\n"
+        "assert 'torch' not in sys.modules\n"
+        f"print([name for name in {names} if not hasattr(dpa, name)], dpa.nn.LLTM.__name__)\n"
+        "import torch; torch.ops.dpa.denoise\n"
+        "assert not hasattr(dpa, 'nothing')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "[] LLTM\n", done
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["explain"],
+        ["explain", "none.pt"],
+        ["explain", "empty.pt"],
+        ["explain", "unet.pt", "--prefix", "other"],
+        ["bench", "none.pt"],
+        ["bench", "--only", "nothing"],
+        ["bench", "unet.pt", "--device", "tpu"],
+        ["export", "unet.pt", "--to", "onnx"],
+        ["export", "unet.pt", "--to", "aoti", "--horizon", "9"],
+        ["export", "unet.pt", "--to", "torchscript", "--part", "step", "--layers"],
+        ["export", "unet.pt", "--to", "torchscript", "--scheduler-config", "none.json"],
+        ["eval", "none", "--env", "PushT"],
+        ["eval", "unet.pt", "--env", "PushT", "--dtype", "int8"],
+        ["eval", "unet.pt", "--env", "PushT", "--plain", "--compare"],
+        ["demo", "--dtype", "int8"],
+        ["demo", "--checkpoint", "none.pt"],
+        ["demo", "--device", "tpu"],
+    ],
+)
+def test_wrong_usage_ends_with_status_2(arguments, unet, monkeypatch, capsys):
+    monkeypatch.chdir(unet.parent)
+    (unet.parent / "empty.pt").touch()
+    assert status_of_main(*arguments, monkeypatch=monkeypatch) == 2
+    captured = capsys.readouterr()
+    assert captured.err and not captured.out and "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ImportError, OSError])
+def test_a_failure_ends_with_status_1(error, unet, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise error("it broke")
+
+    monkeypatch.setattr(dpa, "load_checkpoint", fail)
+    assert status_of_main("explain", unet, monkeypatch=monkeypatch) == 1
+    assert capsys.readouterr().err == "dpa: it broke\n"
+
+
+def test_a_missing_library_is_a_failure_in_one_line(tmp_path, unet):
+    status, out, err = run("explain", unet, DPA_LIBRARY=str(tmp_path / "none.so"))
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1 and "none.so, which does not exist" in err
+
+
+def test_choices_are_listed_in_the_help():
+    result = CliRunner().invoke(app, ["export", "--help"], env={"COLUMNS": "200"})
+    for choices in ("aoti|torchscript|exported-program", "loop|step", "DDIM|DDPM"):
+        assert choices in result.output, result.output
+
+
+def test_the_shell_completes_commands():
+    complete = {"_DPA_COMPLETE": "complete_bash", "COMP_WORDS": "dpa ex", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from dpa.cli.app import app; app(prog_name='dpa')"],
+        env={**os.environ, **complete},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["explain", "export"], done
+
+
+class Hub:
+    """The Hub, as far as the command uses it."""
+
+    def __init__(self, monkeypatch, answer):
+        self.asked = []
+        self.answer = answer
+        hub = pytest.importorskip("huggingface_hub")
+        monkeypatch.setattr(hub, "snapshot_download", self._download)
+
+    def _download(self, name, allow_patterns):
+        self.asked.append(name)
+        assert set(allow_patterns) == {"*.safetensors", "*.json"}  # no pickle comes from there
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return str(self.answer)
+
+
+def test_a_checkpoint_of_the_hub(tmp_path, unet, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    safetensors.save_file(torch.load(unet), folder / "model.safetensors")
+    hub = Hub(monkeypatch, folder)
+    result = CliRunner().invoke(app, ["explain", "someone/policy", "--json"])
+    assert result.exit_code == 0, result.output
+    assert hub.asked == ["someone/policy"]
+    assert json.loads(result.stdout)["checkpoint"] == "someone/policy"
+
+
+def test_a_folder_that_is_here_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    hub = Hub(monkeypatch, tmp_path)
+    (tmp_path / "someone" / "policy").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert options.located("someone/policy") == Path("someone/policy")
+    for path in ("./someone/none", "a/b/c", "/none", "none.pt", "~/none"):
+        with pytest.raises(FileNotFoundError, match="there is no such file"):
+            options.located(path)
+    assert not hub.asked
+
+
+def test_the_hub_out_of_reach(monkeypatch):
+    Hub(monkeypatch, OSError("Name or service not known\nmore"))
+    with pytest.raises(
+        RuntimeError, match=r"cannot be reached \(Name or service not known\): give"
+    ):
+        options.located("someone/policy")
+
+
+def test_no_such_repository(monkeypatch):
+    errors = pytest.importorskip("huggingface_hub.errors")
+    error = errors.RepositoryNotFoundError.__new__(errors.RepositoryNotFoundError)
+    Hub(monkeypatch, error)
+    with pytest.raises(FileNotFoundError, match="no such repository on the Hub"):
+        options.located("someone/policy")
+
+
+def test_a_name_of_the_hub_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FileNotFoundError, match="pip install huggingface_hub"):
+        options.located("someone/policy")
+
+
+def measured(*arguments):
+    command = ["bench", *map(str, arguments), "--seconds", "0", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = json.loads(result.stdout)
+    for kind in ("plain", "dpa"):
+        parts = dict(found[kind])
+        whole = parts.pop("whole call")
+        assert set(parts) == {"preparation", "network", "rest"}
+        assert min(parts.values()) >= 0 and sum(parts.values()) >= 0.99 * whole > 0
+    assert found["times faster"] > 0 and found["first call ms"] > 0
+    return found
+
+
+def test_bench_of_a_bare_network(unet):
+    found = measured(unet, "--steps", "3")
+    assert found["steps"] == 3 and found["what"].endswith("U-Net")
+    assert found["plain"]["preparation"] == found["dpa"]["preparation"] == 0
+    assert any("scheduler: the file does not name it" in line for line in found["how"])
+    shown = CliRunner().invoke(app, ["bench", str(unet), "--steps", "3", "--seconds", "0"])
+    assert all(part in shown.output for part in ("whole call", "preparation", "network", "rest"))
+
+
+def test_bench_of_a_policy_of_lerobot(tmp_path):
+    name = "lerobot.policies.diffusion.modeling_diffusion"
+    pytest.importorskip(name, reason="LeRobot is not installed", exc_type=ImportError)
+    from train_fetch_reach import make_policy
+
+    ones = {"observation.state": 10, "observation.environment_state": 3, "action": 4}
+    stats = {n: {"min": -torch.ones(width), "max": torch.ones(width)} for n, width in ones.items()}
+    for part in make_policy(stats):
+        part.save_pretrained(tmp_path)
+    found = measured(tmp_path)
+    assert found["steps"] == 10 and found["what"].startswith("LeRobot's policy")
+    assert found["dpa"]["preparation"] > 0
+    assert any("(loop)" in line for line in found["how"])

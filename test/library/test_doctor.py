@@ -1,0 +1,297 @@
+"""`dpa doctor` on machines where one thing or another is wrong, simulated and real."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import dpa
+from dpa.diagnostics.doctor import NOTE, OK, WRONG, examine, form, is_healthy
+from dpa.diagnostics.host import Host, look
+
+HOPPER = "the CPU and CUDA 13.0.88 for architectures 90a with PTX 80 (as asked)"
+CPU = "the CPU alone: DPA_CUDA is off"
+WELL = Host(
+    dpa="0.1.0",
+    checkout=Path("/sources"),
+    python="3.11.7",
+    torch="2.11.0+cu130",
+    torch_cuda="13.0",
+    gpus=(("NVIDIA H200", (9, 0)),),
+    seen=("NVIDIA H200",),
+    driver="580.65",
+    library="/sources/libdpa.so",
+    library_torch="2.11.0+cu130",
+    built_for=HOPPER,
+    compilers={"c++": "/usr/bin/c++"},
+    cache="/home/me/.cache/dpa",
+    packages={"diffusers": "0.35.2", "lerobot": "0.4.4"},
+    smoke={"cpu": "ok", "cuda:0": "ok"},
+)
+WHEEL = replace(WELL, checkout=None)
+NO_GPU = replace(WELL, gpus=(), seen=(), driver=None, smoke={"cpu": "ok"})
+OTHER_TORCH = {"torch": "2.9.1+cu128", "torch_cuda": "12.8", "smoke": {}}
+CANNOT = {"library_error": "cannot open shared object file", "smoke": {}}
+
+
+def test_a_machine_where_all_is_well():
+    for host in (WELL, WHEEL, NO_GPU, replace(NO_GPU, built_for=CPU)):
+        found = examine(host)
+        assert {f.state for f in found} == {OK} and not any(f.mend for f in found), found
+    says = {f.name: f.says for f in examine(WELL)}
+    assert "resident kernels" in says["kernels 0"] and says["lerobot"] == "0.4.4"
+
+
+# Each case: what differs, the state, the thing that is named, what is said, what mends it.
+CASES = {
+    "another torch, from a wheel": (
+        replace(WHEEL, library_error="built against torch", **OTHER_TORCH),
+        (WRONG, "library", "built against torch 2.11.0+cu130, and this is torch 2.9.1"),
+        r'^pip install "torch==2\.11\.\*"$',
+    ),
+    "another torch, in a checkout": (
+        replace(WELL, library_error="built against torch", **OTHER_TORCH),
+        (WRONG, "library", "built against torch"),
+        "^make build$",
+    ),
+    "no torch": (
+        replace(WHEEL, torch=None, torch_error="No module named 'torch'"),
+        (WRONG, "torch", "No module named"),
+        r'^pip install "torch==2\.11\.\*"$',
+    ),
+    "no library": (
+        replace(WHEEL, library=None, library_torch=None, built_for=None, **CANNOT),
+        (WRONG, "library", "cannot open"),
+        "^pip install --force-reinstall",
+    ),
+    "no library in a checkout": (
+        replace(WELL, library=None, library_torch=None, built_for=None, **CANNOT),
+        (WRONG, "library", "cannot open"),
+        "^make build$",
+    ),
+    "a library for another CUDA": (
+        replace(WELL, torch_cuda="12.8"),
+        (WRONG, "CUDA", "of CUDA 13, and torch is of CUDA 12.8"),
+        "^make build$",
+    ),
+    "a library for the CPU on a machine with a GPU": (
+        replace(WELL, built_for=CPU),
+        (WRONG, "kernels", "has none for GPUs"),
+        "^make build CUDA=on$",
+    ),
+    "a library without code for the GPU": (
+        replace(WELL, gpus=(("RTX 4090", (8, 9)),), built_for=HOPPER.replace(" with PTX 80", "")),
+        (WRONG, "kernels 0", "no code for this GPU (89)"),
+        "^make build CUDA_ARCHS=89$",
+    ),
+    "a library without Hopper's own instructions": (
+        replace(WELL, built_for=HOPPER.replace("90a", "80")),
+        (NOTE, "kernels 0", "those for 9.0a are not built"),
+        "^make build CUDA_ARCHS=90a$",
+    ),
+    "a torch for the CPU on a machine with a GPU": (
+        replace(NO_GPU, torch="2.11.0+cpu", torch_cuda=None, seen=("RTX 4090",), driver="580.65"),
+        (WRONG, "GPU", "this torch is a build for the CPU"),
+        "^pip install --force-reinstall torch==2.11.0$",
+    ),
+    "an old driver": (
+        replace(NO_GPU, seen=("RTX 4090",), driver="535.183.01"),
+        (WRONG, "driver", "535.183.01 is too old for torch's CUDA 13.0, which needs 580"),
+        "^update NVIDIA's driver to 580 or later",
+    ),
+    "a GPU that torch does not see": (
+        replace(NO_GPU, seen=("RTX 4090",), driver="580.65"),
+        (WRONG, "GPU", "torch sees none of them"),
+        r"^python -c .*\.cuda\(\)",
+    ),
+    "no compiler": (
+        replace(WELL, compilers={}),
+        (NOTE, "compiler", "no C++ compiler"),
+        "install g",
+    ),
+    "a home that cannot be written": (
+        replace(WELL, cache_writable=False),
+        (NOTE, "cache", "/home/me/.cache/dpa cannot be written"),
+        "^export XDG_CACHE_HOME=",
+    ),
+    "no metadata of the package": (
+        replace(WELL, dpa=None),
+        (NOTE, "dpa", "no metadata"),
+        "^make build$",
+    ),
+    "no diffusers": (
+        replace(WELL, packages={}),
+        (NOTE, "diffusers", "not installed"),
+        "^pip install diffusers$",
+    ),
+    "an op that fails": (
+        replace(WELL, smoke={"cpu": "ok", "cuda:0": "RuntimeError: it broke"}),
+        (WRONG, "smoke test cuda:0", "it broke"),
+        "^make build$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_and_what_mends_it(case):
+    host, (state, name, says), mend = CASES[case]
+    found = examine(host)
+    (finding,) = [f for f in found if f.mend]
+    assert (finding.state, finding.name) == (state, name)
+    assert says in finding.says and re.search(mend, finding.mend), finding
+    assert is_healthy(found) == (state == NOTE)
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "expected"),
+    [
+        ((9, 0), "90a with PTX 80", "hopper"),
+        ((9, 0), "80 with PTX 80", "layered"),
+        ((8, 9), "90a with PTX 80", "layered"),
+        ((12, 0), "90a with PTX 80", "layered"),
+        ((8, 6), "86 with PTX 80", "layered"),
+        ((8, 9), "90a", None),
+        ((10, 3), "100f", None),
+        ((7, 5), "90a with PTX 80", None),
+        ((7, 5), "75;80 with PTX 80", "layers"),
+    ],
+)
+def test_the_form_of_the_kernels(capability, archs, expected):
+    built_for = f"the CPU and CUDA 13.0.88 for architectures {archs} (as asked)"
+    assert form(capability, built_for) == expected
+    assert form(capability, CPU) is None
+
+
+# And really: in a process of its own, whose exit is never a traceback.
+
+
+def doctor(*arguments, command="doctor", **environment):
+    environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-m", "dpa", command, "--json", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def state(found, name):
+    return next(f for f in found["findings"] if f["name"] == name)
+
+
+def test_the_machine_here():
+    status, found = doctor()
+    assert (status == 0) == found["healthy"]
+    assert state(found, "torch")["says"].startswith(torch.__version__)
+    assert state(found, "smoke test cpu")["state"] == "ok"
+    assert look().dpa == dpa.info()["dpa"] or dpa.info()["dpa"].startswith("not installed")
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A copy of the library, with what the build wrote beside it."""
+    path = Path(dpa.library_path())
+    for name in ("torch-version.txt", "built-for.txt"):
+        if path.with_name(name).exists():
+            shutil.copy(path.with_name(name), tmp_path / name)
+    (tmp_path / "libdpa.so").symlink_to(path)
+    return tmp_path / "libdpa.so"
+
+
+@pytest.mark.parametrize("command", ["doctor", "info"])
+def test_a_missing_library(command, tmp_path):
+    status, found = doctor(command=command, DPA_LIBRARY=str(tmp_path / "none.so"))
+    text = json.dumps(found)
+    assert status == 1 and "none.so, which does not exist: correct or unset DPA_LIBRARY" in text
+
+
+@pytest.mark.parametrize("command", ["doctor", "info"])
+def test_a_truncated_library(command, library):
+    whole = library.read_bytes()
+    library.unlink()
+    library.write_bytes(whole[: len(whole) // 2])
+    status, found = doctor(command=command, DPA_LIBRARY=str(library))
+    assert status == 1 and "damaged or cut short" in json.dumps(found)
+
+
+@pytest.mark.parametrize("command", ["doctor", "info"])
+def test_another_torch(command, library):
+    (library.parent / "torch-version.txt").write_text("2.9.1+cu128\n")
+    status, found = doctor(command=command, DPA_LIBRARY=str(library))
+    text = json.dumps(found)
+    assert status == 1 and "built against torch 2.9.1+cu128, and this is torch" in text
+
+
+def test_the_import_with_another_torch_says_so_in_its_last_line(library):
+    (library.parent / "torch-version.txt").write_text("2.9.1+cu128\n")
+    environment = {**os.environ, "DPA_LIBRARY": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import dpa"], env=environment, capture_output=True, text=True
+    )
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("ImportError: dpa: the library was built against torch 2.9.1+cu128")
+    assert 'pip install "torch==2.9.*"' in line and "_OpNamespace" not in done.stderr
+
+
+def test_a_library_whose_symbols_torch_lacks(tmp_path):
+    """As of a torch whose version text fits and whose build differs."""
+    if not shutil.which("g++"):
+        pytest.skip("needs g++")
+    source = tmp_path / "a.cpp"
+    source.write_text("extern int of_another_torch(); int f() { return of_another_torch(); }")
+    command = ["g++", "-shared", "-fPIC", "-Wl,-z,now", "-o", tmp_path / "libdpa.so", source]
+    subprocess.run(command, check=True)
+    status, found = doctor(DPA_LIBRARY=str(tmp_path / "libdpa.so"))
+    says = state(found, "library")["says"]
+    assert status == 1 and "does not load with torch" in says and "of_another_torch" in says
+
+
+def test_a_torch_that_cannot_be_imported(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch.so: not found')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    status, found = doctor(PYTHONPATH=path)
+    finding = state(found, "torch")
+    assert status == 1 and "libtorch.so: not found" in finding["says"] and finding["mend"]
+    status, found = doctor(command="info", PYTHONPATH=path)
+    assert status == 1 and "libtorch.so" in found["advice"][0]
+
+
+def test_no_compiler(tmp_path):
+    _, found = doctor(PATH=str(tmp_path))
+    assert state(found, "compiler")["state"] == "note"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    _, found = doctor(XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert state(found, "cache")["state"] == "note"
+
+
+def test_a_driver_by_what_nvidia_smi_says(tmp_path):
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 470.57.02'\n")
+    script.chmod(0o755)
+    if torch.cuda.is_available() or torch.version.cuda is None:
+        pytest.skip("torch sees a GPU, or is a build for the CPU")
+    status, found = doctor(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    finding = state(found, "driver")
+    assert status == 1 and "driver 470.57.02 is too old" in finding["says"]
+
+
+def test_the_output_for_people_names_each_command():
+    broken = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "DPA_LIBRARY": "/none.so"}
+    done = subprocess.run(
+        [sys.executable, "-m", "dpa", "doctor"], env=broken, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and re.search(r"wrong +library", done.stdout)
+    assert "library: do this\n  make build" in done.stdout
