@@ -194,10 +194,8 @@ def conv1d_gnm(
     ``input`` is (B, C_in, T), ``conv_weight`` (C_out, C_in, k) with k odd; the result is
     (B, C_out, T).
     """
-    wide = _wide(input.dtype)
-    padding = conv_weight.shape[2] // 2
-    bias = None if conv_bias is None else conv_bias.to(wide)
-    x = F.conv1d(input.to(wide), conv_weight.to(wide), bias, padding=padding)
+    wide = input.to(_wide(input.dtype))
+    x = conv1d(wide, conv_weight, conv_bias, padding=conv_weight.shape[2] // 2)
     x = group_norm_mish(x, num_groups, gn_weight, gn_bias, eps, scale, shift, residual)
     return x.to(input.dtype)
 
@@ -246,26 +244,17 @@ def joint_linear(
     return torch.cat(outs, dim=1).to(input.dtype)
 
 
-class _PlainConv1dBlock(nn.Module):
+class _PlainConv1dBlock(Conv1dBlock):
     """A Conv1dBlock that runs its Sequential: convolution, GroupNorm, Mish, each on its own."""
 
-    def __init__(self, block: nn.Sequential):
-        super().__init__()
-        self.block = block
+    forward = Conv1dBlock.layer_by_layer
 
-    def forward(
-        self,
-        x: Tensor,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        x = self.block(x)
-        if scale is not None:
-            x = x * scale.unsqueeze(-1)
-        if shift is not None:
-            x = x + shift.unsqueeze(-1)
-        return x if residual is None else x + residual
+
+_PLAIN = {
+    Conv1dBlock: _PlainConv1dBlock,
+    nn.Conv1d: nn.Conv1d,
+    nn.ConvTranspose1d: nn.ConvTranspose1d,
+}
 
 
 def plain(unet: nn.Module) -> nn.Module:
@@ -275,14 +264,8 @@ def plain(unet: nn.Module) -> nn.Module:
     convolution is PyTorch's. The copy shares no storage with ``unet``, which is left as it is.
     """
     clone = copy.deepcopy(unet)
-    if isinstance(clone, Conv1dBlock):
-        return _PlainConv1dBlock(clone.block)
-    for parent in list(clone.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Conv1dBlock):
-                setattr(parent, name, _PlainConv1dBlock(child.block))
-            elif isinstance(child, nn.Conv1d):
-                child.__class__ = nn.Conv1d
-            elif isinstance(child, nn.ConvTranspose1d):
-                child.__class__ = nn.ConvTranspose1d
+    for module in clone.modules():
+        for kind, plain_kind in _PLAIN.items():
+            if isinstance(module, kind):
+                module.__class__ = plain_kind
     return clone

@@ -6,7 +6,7 @@ from test_unet1d import make
 from tolerances import tolerance
 
 import dpa
-from dpa.nn import Conv1dBlock, unet1d
+from dpa.nn import Conv1dBlock, plain, unet1d
 
 
 def test_hooks_and_replaced_layers_are_called():
@@ -332,3 +332,13 @@ def _as_the_original(net, sample, timestep, global_cond=None):
     for first, second, double in net.up_modules:
         x = double(second(first(torch.cat([x, skips.pop()], 1), cond), cond))
     return net.final_conv(x).transpose(1, 2)
+
+
+def test_a_layer_without_its_bias_is_called():
+    """The op takes all weights and biases, except of a shortcut that there need not be."""
+    net, inputs = make("film_scale")
+    block = net.mid_modules[0].blocks[0].block
+    block[0].bias = None
+    layers = plain.FoundLayers(block, {"0": (torch.nn.Conv1d,)}, [("0", "bias")], 1)
+    assert layers.parameters() is None
+    assert net(**inputs).isfinite().all()

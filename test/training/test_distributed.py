@@ -59,7 +59,7 @@ def test_a_sharded_optimizer_equals_one_process(device, kind, tmp_path):
     count = 3 if (device, kind) == ("cpu", "peers") else 2
     _torchrun(worker, kind, tmp_path, where=tmp_path, device=device, count=count)
     found = {(tmp_path / f"rank{rank}").read_text() for rank in range(count)}
-    assert found == {f"_{kind.title()}"}
+    assert found == {{"peers": "_Peers", "collectives": "Exchange"}[kind]}
 
 
 @_DEVICES

@@ -142,7 +142,7 @@ class FastLoop(Replacement):
         return _sample(route.sampler, call, forward.weight.dtype)
 
     def watched(self, run: Callable[[], Any]) -> tuple[Any, Route | None]:
-        """Return what ``run()`` gives, and the route by which this loop ran inside as one op."""
+        """Return what ``run()`` gives, and the route by which the loop ran in it as one op."""
         self._thread.route = None
         result, route = run(), self._thread.route
         return result, route if route is not None and route.sampler.packed is not None else None
@@ -226,6 +226,8 @@ class FastLoop(Replacement):
             private=takes_generator,
         )
         route.timesteps = self.policy.noise_scheduler.timesteps
+        if self.shadow.passed(route):
+            self._thread.route = route
         return result
 
     def leave_timesteps(self, route: Route) -> None:

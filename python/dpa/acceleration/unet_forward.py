@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dpa.acceleration.shadow_run import STEP_LIMITS, Options, ShadowRun, say_fallback
 from dpa.library.compiling import constant_in_graphs
-from dpa.nn.blocks1d import is_exporting
 from dpa.nn.family import Network, NotInFamily, recognise, run_network
+from dpa.nn.plain import is_exporting
 from dpa.packed.unet import PackedUnet, runs_packed
 from dpa.tracking import is_observed, stamp_of
 from dpa.tracking.replacing import Replacement

@@ -50,14 +50,19 @@ def leaving_failed(device: torch.device, *graphs: torch.cuda.CUDAGraph) -> Itera
     is brought out of it.
     """
     spare = torch.empty(1, device=device)
+    gc.collect()  # now rather than during a capture: destroying a graph would end it
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        with no_garbage():
-            yield
+        yield
     except BaseException:
         FAILED.extend(graphs)
         with contextlib.suppress(RuntimeError):  # the first error says more
             leave_capture(spare)
         raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -75,19 +80,6 @@ def gradients_kept() -> Iterator[None]:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
         raise
-
-
-@contextlib.contextmanager
-def no_garbage() -> Iterator[None]:
-    """Collect garbage before a capture and not during it: destroying a graph would end it."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def leave_capture(spare: Tensor) -> None:

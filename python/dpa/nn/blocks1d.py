@@ -8,15 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpa.nn.plain import PlainLayers, is_changed
-
-WEIGHT_AND_BIAS = ("weight", "bias")
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.export`` is at work, whose programs have the layers one by one."""
-    # torch.compiler.is_exporting() says yes to torch.compile too.
-    return torch.compiler._is_exporting_flag
+from dpa.nn.plain import PlainLayers, is_changed, sequential
 
 
 class Conv1d(nn.Conv1d):
@@ -95,7 +87,7 @@ class Conv1dBlock(nn.Module):
     ) -> Tensor:
         """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
         if not torch.jit.is_scripting() and self._is_changed_inside():
-            return self._layer_by_layer(x, scale, shift, residual)
+            return self.layer_by_layer(x, scale, shift, residual)
         conv = self.block[0]
         norm = self.block[1]
         return torch.ops.dpa.conv1d_gnm(
@@ -122,18 +114,25 @@ class Conv1dBlock(nn.Module):
     @torch.jit.unused
     def _is_changed_inside(self) -> bool:
         """Whether a layer is another one than was made, or changed."""
-        layers = (self.block, *self.block._modules.values())
-        return tuple(map(type, layers)) != _LAYER_KINDS or any(map(is_changed, layers))
+        layers = tuple(self.block._modules.values())
+        if type(self.block) is not nn.Sequential or tuple(map(type, layers)) != _BLOCK_KINDS:
+            return True
+        return any(map(is_changed, (self.block, *layers)))
 
     @torch.jit.unused
-    def _layer_by_layer(
-        self, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
+    def layer_by_layer(
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
+        """Compute the same by PyTorch's layers."""
         x = _modulated(self.block(x), scale, shift)
         return x if residual is None else x + residual
 
 
-_LAYER_KINDS = (nn.Sequential, nn.Conv1d, nn.GroupNorm, nn.Mish)
+_BLOCK_KINDS = (nn.Conv1d, nn.GroupNorm, nn.Mish)
 
 
 def _modulated(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
@@ -228,43 +227,18 @@ class ConditionalResidualBlock1D(nn.Module):
 
     @torch.jit.unused
     def _parameters_of_layers(self) -> list[Tensor | None]:
-        """Return what the block's one op takes, or nothing where its layers must be called.
-
-        What is exported has the layers too.
-        """
-        parameters = parameters_of(_BLOCK_LAYERS, self)
-        if parameters is None or any(p is None for p in parameters[:8]):
-            return []
-        return parameters
+        """Return what the block's one op takes, or nothing where its layers must be called."""
+        return _BLOCK_LAYERS.of(self) or []
 
 
 _BLOCK_LAYERS = PlainLayers(
-    {
-        "blocks": (nn.ModuleList,),
-        "residual_conv": (Conv1d, nn.Identity),
-        **{f"blocks.{i}": (Conv1dBlock,) for i in range(2)},
-        **{f"blocks.{i}.block": (nn.Sequential,) for i in range(2)},
-        **{f"blocks.{i}.block.0": (nn.Conv1d,) for i in range(2)},
-        **{f"blocks.{i}.block.1": (nn.GroupNorm,) for i in range(2)},
-        **{f"blocks.{i}.block.2": (nn.Mish,) for i in range(2)},
-    },
-    [
-        *(
-            f"blocks.{i}.block.{j}.{name}"
-            for i in range(2)
-            for j in range(2)
-            for name in WEIGHT_AND_BIAS
-        ),
-        *(f"residual_conv.{name}" for name in WEIGHT_AND_BIAS),
-    ],
+    {"blocks": (nn.ModuleList,), "residual_conv": (Conv1d, nn.Identity)}
+    | {f"blocks.{i}": (Conv1dBlock,) for i in (0, 1)}
+    | sequential("blocks.0.block", *_BLOCK_KINDS)
+    | sequential("blocks.1.block", *_BLOCK_KINDS),
+    [f"blocks.{i}.block.{j}" for i in (0, 1) for j in (0, 1)],
+    optional=["residual_conv"],
 )
-
-
-def parameters_of(layers: PlainLayers, module: nn.Module) -> list[Tensor | None] | None:
-    """Return the parameters of a module's layers where one op may replace them."""
-    if is_exporting():
-        return None
-    return layers.traced(module) if torch.compiler.is_compiling() else layers.of(module)
 
 
 class Downsample1d(nn.Module):

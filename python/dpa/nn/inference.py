@@ -97,7 +97,8 @@ class _Network:
         names: list[str] = torch.ops.dpa.unet1d_weight_names(config)
         modules = {path: module for path, module in template.named_modules() if path}
         paths = {path: (type(module),) for path, module in modules.items()}
-        self.layers = FoundLayers(unet, paths, [name.rpartition(".")[::2] for name in names])
+        slots = [name.rpartition(".")[::2] for name in names]
+        self.layers = FoundLayers(unet, paths, slots, len(slots))
         if self.layers.plain and not _alike(unet, template):
             self.layers.plain = False
         dimensions = {name: p.dim() for name, p in template.named_parameters()}

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from dpa.tracking.tracker import HOOKS_OF_ALL, Tracker
 
-_KINDS = frozenset({nn.Parameter, type(None)})
+_OPTIONAL = frozenset({nn.Parameter, type(None)})
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` is at work, whose programs have the layers one by one."""
+    # torch.compiler.is_exporting() says yes to torch.compile too.
+    return torch.compiler._is_exporting_flag
+
+
+def sequential(path: str, *kinds: type[nn.Module]) -> dict[str, tuple[type[nn.Module], ...]]:
+    """Return the types of a Sequential of these classes, as :class:`PlainLayers` takes them."""
+    return {path: (nn.Sequential,)} | {f"{path}.{i}": (kind,) for i, kind in enumerate(kinds)}
 
 
 class PlainLayers:
@@ -17,25 +29,39 @@ class PlainLayers:
 
     Args:
         types: the classes that each layer may have, by its path inside the module.
-        parameters: paths of the parameters, in the op's order; a layer without one gives None.
+        layers: paths of those whose weight and bias the op takes, in its order.
+        optional: paths of those after them that may have none, and give None.
 
     """
 
-    def __init__(self, types: Mapping[str, tuple[type, ...]], parameters: Sequence[str]):
-        self._types = types
-        self._parameters = [path.rpartition(".")[::2] for path in parameters]
+    def __init__(
+        self,
+        types: Mapping[str, tuple[type, ...]],
+        layers: Sequence[str],
+        optional: Sequence[str] = (),
+    ):
+        self._types, self._required = types, 2 * len(layers)
+        self._slots = [(path, n) for path in (*layers, *optional) for n in ("weight", "bias")]
         parents = [path.rpartition(".")[0] for path in types]
         self._children = [parents.count(path) for path in types]
         self._found: WeakKeyDictionary[nn.Module, FoundLayers] = WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> list[Tensor | None] | None:
-        """Return the parameters, or None where a layer is replaced, changed, hooked, or sharded."""
+        """Return the parameters, or None where a layer is replaced, changed, hooked, or sharded.
+
+        None for what is exported, too.
+        """
+        if is_exporting():
+            return None
+        if torch.compiler.is_compiling():
+            return self._traced(module)
         found = self._found.get(module)
         if found is None or not found.tracker.unchanged():
-            found = self._found[module] = FoundLayers(module, self._types, self._parameters)
+            found = FoundLayers(module, self._types, self._slots, self._required)
+            self._found[module] = found
         return found.parameters() if found.keep_length and found.one_kind_of_norm else None
 
-    def traced(self, module: nn.Module) -> list[Tensor | None] | None:
+    def _traced(self, module: nn.Module) -> list[Tensor | None] | None:
         """The same in what compilers can trace, where checks cost nothing at run time."""
         norms = []
         # Each layer stands after the one that holds it: what is read is there.
@@ -47,8 +73,15 @@ class PlainLayers:
                 norms.append((layer.eps, layer.num_groups))
         if any(norm != norms[0] for norm in norms):
             return None
-        found = [getattr(module.get_submodule(path), name, None) for path, name in self._parameters]
-        return found if all(type(p) in _KINDS for p in found) else None
+        found = [getattr(module.get_submodule(path), name, None) for path, name in self._slots]
+        return _present(found, self._required)
+
+
+def _present(found: list[Tensor | None], required: int) -> list[Tensor | None] | None:
+    """Return parameters, the first of which are required, unless one is missing or sharded."""
+    kinds = [type(p) for p in found]
+    missing = any(kind is not nn.Parameter for kind in kinds[:required])
+    return None if missing or any(kind not in _OPTIONAL for kind in kinds) else found
 
 
 def is_changed(layer: nn.Module) -> bool:
@@ -91,7 +124,8 @@ class FoundLayers:
         self,
         root: nn.Module,
         types: Mapping[str, tuple[type, ...]],
-        parameters: Sequence[tuple[str, str]],
+        slots: Sequence[tuple[str, str]],
+        required: int,
     ):
         self.tracker = Tracker(root, types)
         layers = self.tracker.modules
@@ -107,12 +141,12 @@ class FoundLayers:
         self.keep_length = self.plain and all(map(_keeps_length, convs))
         norms = {(m.eps, m.num_groups) for m in found if isinstance(m, nn.GroupNorm)}
         self.one_kind_of_norm = len(norms) <= 1
+        self._required = required
         if self.plain:
-            self._slots = [(layers[path]._parameters, name) for path, name in parameters]
+            self._slots = [(layers[path]._parameters, name) for path, name in slots]
 
     def parameters(self) -> list[Tensor | None] | None:
         """Return the parameters, or None where a layer is changed, hooked, or sharded."""
         if not self.plain or self.tracker.hooked():
             return None
-        found = [layer.get(name) for layer, name in self._slots]
-        return found if _KINDS.issuperset(map(type, found)) else None
+        return _present([layer.get(name) for layer, name in self._slots], self._required)

@@ -21,16 +21,13 @@ from torch import Tensor, nn
 
 from dpa.nn import inference
 from dpa.nn.blocks1d import (
-    WEIGHT_AND_BIAS,
     ConditionalResidualBlock1D,
     Conv1d,
     Conv1dBlock,
     Downsample1d,
     Upsample1d,
-    is_exporting,
-    parameters_of,
 )
-from dpa.nn.plain import PlainLayers, is_changed
+from dpa.nn.plain import PlainLayers, is_changed, is_exporting, sequential
 
 # The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
 _CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
@@ -68,14 +65,7 @@ def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor]:
     return (film.pop() if parts == 2 else None), film.pop()
 
 
-_FILM_LAYERS = PlainLayers(
-    {
-        "cond_encoder": (nn.Sequential,),
-        "cond_encoder.0": (nn.Mish,),
-        "cond_encoder.1": (nn.Linear,),
-    },
-    [f"cond_encoder.1.{name}" for name in WEIGHT_AND_BIAS],
-)
+_FILM_LAYERS = PlainLayers(sequential("cond_encoder", nn.Mish, nn.Linear), ["cond_encoder.1"])
 
 
 class _SinusoidalPosEmb(nn.Module):
@@ -97,14 +87,8 @@ class _SinusoidalPosEmb(nn.Module):
 
 
 _TIME_LAYERS = PlainLayers(
-    {
-        "diffusion_step_encoder": (nn.Sequential,),
-        "diffusion_step_encoder.0": (_SinusoidalPosEmb,),
-        "diffusion_step_encoder.1": (nn.Linear,),
-        "diffusion_step_encoder.2": (nn.Mish,),
-        "diffusion_step_encoder.3": (nn.Linear,),
-    },
-    [f"diffusion_step_encoder.{i}.{name}" for i in (1, 3) for name in WEIGHT_AND_BIAS],
+    sequential("diffusion_step_encoder", _SinusoidalPosEmb, nn.Linear, nn.Mish, nn.Linear),
+    ["diffusion_step_encoder.1", "diffusion_step_encoder.3"],
 )
 
 
@@ -310,8 +294,8 @@ class ConditionalUnet1D(nn.Module):
         blocks += [*self.mid_modules, *(block for level in self.up_modules for block in level[:2])]
         if any(type(b) is not ConditionalResidualBlock1D or is_changed(b) for b in blocks):
             return []
-        layers = [parameters_of(_FILM_LAYERS, block) for block in blocks]
-        if any(layer is None or any(p is None for p in layer) for layer in layers):
+        layers = [_FILM_LAYERS.of(block) for block in blocks]
+        if any(layer is None for layer in layers):
             return []
         weights, biases = zip(*layers, strict=True)
         widths = [b.out_channels for b in blocks for _ in range(self.film_parts)]
@@ -346,16 +330,8 @@ class ConditionalUnet1D(nn.Module):
         """Return what the constructor made, on the meta device: shapes and settings, no memory."""
         input_dim, kernel_size, n_groups, embed_dim, cond_dim, scale, *dims = self._config
         with torch.device("meta"):
-            return ConditionalUnet1D(
-                input_dim,
-                None,
-                cond_dim or None,
-                embed_dim,
-                dims,
-                kernel_size,
-                n_groups,
-                bool(scale),
-            )
+            shape = kernel_size, n_groups, bool(scale)
+            return ConditionalUnet1D(input_dim, None, cond_dim or None, embed_dim, dims, *shape)
 
     def _embed(self, sample: Tensor, timestep: Tensor | float | int, fast: bool) -> Tensor:
         """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""
@@ -382,8 +358,8 @@ class ConditionalUnet1D(nn.Module):
 
         They read float32 weights where they lie, and want no workspace of a library.
         """
-        parameters = parameters_of(_TIME_LAYERS, self)
-        if parameters is None or any(p is None for p in parameters):
+        parameters = _TIME_LAYERS.of(self)
+        if parameters is None:
             return None
         first, first_bias, second, second_bias = parameters
         sinusoid = self.diffusion_step_encoder[0](steps).to(first.dtype)
@@ -418,30 +394,22 @@ class ConditionalUnet1D(nn.Module):
                 "ConditionalUnet1D: horizon must be a positive multiple of "
                 f"{self.horizon_multiple} (2 ** (levels - 1)), got {horizon}"
             )
-        if global_cond is None:
-            if self.global_cond_dim != 0:
-                raise ValueError(
-                    "ConditionalUnet1D: global_cond must be given, of shape "
-                    f"({batch}, {self.global_cond_dim}), got None"
-                )
-        elif self.global_cond_dim == 0:
+        if global_cond is not None:
+            _check_cond("global_cond", global_cond, [batch, self.global_cond_dim])
+        elif self.global_cond_dim != 0:
             raise ValueError(
-                "ConditionalUnet1D: global_cond must be None where global_cond_dim is None, "
-                f"got {list(global_cond.shape)}"
-            )
-        elif list(global_cond.shape) != [batch, self.global_cond_dim]:
-            raise ValueError(
-                f"ConditionalUnet1D: global_cond must be ({batch}, {self.global_cond_dim}), "
-                f"got {list(global_cond.shape)}"
+                "ConditionalUnet1D: global_cond must be given, of shape "
+                f"({batch}, {self.global_cond_dim}), got None"
             )
         if local_cond is not None:
-            if self.local_cond_dim == 0:
-                raise ValueError(
-                    "ConditionalUnet1D: local_cond must be None where local_cond_dim is None, "
-                    f"got {list(local_cond.shape)}"
-                )
-            if list(local_cond.shape) != [batch, horizon, self.local_cond_dim]:
-                raise ValueError(
-                    f"ConditionalUnet1D: local_cond must be ({batch}, {horizon}, "
-                    f"{self.local_cond_dim}), got {list(local_cond.shape)}"
-                )
+            _check_cond("local_cond", local_cond, [batch, horizon, self.local_cond_dim])
+
+
+def _check_cond(name: str, cond: Tensor, shape: list[int]) -> None:
+    if shape[-1] == 0:
+        rule = f"None where {name}_dim is None"
+    elif list(cond.shape) != shape:
+        rule = f"({', '.join([str(size) for size in shape])})"
+    else:
+        return
+    raise ValueError(f"ConditionalUnet1D: {name} must be {rule}, got {list(cond.shape)}")

@@ -7,7 +7,6 @@ this process's shard, ``share``; ``finish``.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import os
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ _LARGE = 1 << 16  # elements from which a piece is copied alone
 
 def exchange_of(chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup) -> Exchange:
     """The exchange for a process group; ``like`` has the weights' dtype and device."""
-    kind = _Peers if _reach_one_another(like.device, group) else _Collectives
+    kind = _Peers if _reach_one_another(like.device, group) else Exchange
     return kind(chunks, like, group)
 
 
@@ -55,8 +54,8 @@ def _joined(processes: int) -> bool:
     return all(links[a][b] for a in range(count) for b in range(count) if a != b)
 
 
-class Exchange(abc.ABC):
-    """The interface of either kind to the optimizer.
+class Exchange:
+    """An exchange of any processes: two torch.distributed collectives a chunk.
 
     Attributes:
         weights: the flat buffer of the weights.
@@ -64,34 +63,51 @@ class Exchange(abc.ABC):
 
     """
 
-    weights: Tensor
-    average: Tensor
-
     def __init__(self, chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
-        self.total = sum(chunk.ranks * chunk.size for chunk in chunks)
         self.dtype, self.device = like.dtype, like.device
         self._read: list[list[Tensor]] = []  # by streams that the allocator does not track
+        self._allocate(chunks, sum(chunk.ranks * chunk.size for chunk in chunks))
 
-    @abc.abstractmethod
+    def _allocate(self, chunks: Sequence[Chunk], total: int) -> None:
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        self.weights, self._gradients = (torch.zeros(total, **options) for _ in range(2))
+        self.average = torch.zeros(total // self.ranks, **options)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
     def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
-        """Send a chunk's gradients, a tensor for each of its pieces, to their owners."""
+        """Send a chunk's gradients, a tensor for each of its pieces, beside the backward."""
+        self._read.append(pieces)
+        with self._beside():
+            targets = [p.among(chunk.shard(self._gradients, p.owner)) for p in chunk.pieces]
+            if pieces:
+                torch._foreach_copy_(targets, pieces)
+            average = chunk.among(self.average)
+            dist.reduce_scatter_tensor(average, chunk.of(self._gradients), group=self.group)
+            average.div_(self.ranks)
 
-    @abc.abstractmethod
     def begin(self) -> None:
         """Mark that all gradients are sent and that weights may be written."""
 
-    @abc.abstractmethod
     def receive(self, chunk: Chunk) -> None:
         """Wait until this process's shard of a chunk has its average."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
-    @abc.abstractmethod
     def share(self, chunk: Chunk) -> None:
         """Send this process's new weights of a chunk to all others."""
+        whole = self.all_gather(chunk.shard(self.weights, self.rank))
+        chunk.of(self.weights).copy_(whole)
 
-    @abc.abstractmethod
     def finish(self) -> None:
         """Wait until every process has all new weights."""
+        self._read.clear()
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """The shards of all processes of a chunk, concatenated."""
@@ -106,11 +122,10 @@ class _Peers(Exchange):
     Each process receives the gradients of each peer in one row; the first row becomes the average.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup):
-        super().__init__(chunks, like, group)
-        shards = self.total // self.ranks
+    def _allocate(self, chunks: Sequence[Chunk], total: int) -> None:
+        shards = total // self.ranks
         # Two buffers, since a saved state dict keeps the whole storage of its tensors.
-        self._handle, self._weights = self._shared(self.total)
+        self._handle, self._weights = self._shared(total)
         self._other_handle, received = self._shared((self.ranks - 1) * shards)
         self._received = [memory.view(-1, shards) for memory in received]
         self.weights, self.average = self._weights[self.rank], self._received[self.rank][0]
@@ -136,7 +151,6 @@ class _Peers(Exchange):
         return [piece.among(chunk.among(rows[piece.owner])) for piece in chunk.pieces]
 
     def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
-        """Send gradients to their owners."""
         transfers = list(zip(chunk.pieces, self._targets[chunk.start], pieces, strict=True))
         theirs = [t for t in transfers if t[0].owner != self.rank]
         small = [t for t in theirs if t[0].count < _LARGE]
@@ -169,7 +183,6 @@ class _Peers(Exchange):
             self._handle.barrier(channel=0)
 
     def receive(self, chunk: Chunk) -> None:
-        """Average the received gradients of a chunk with this process's own."""
         came, pairs = self._sent[chunk.start]
         torch.cuda.current_stream().wait_event(came)
         targets, own = [to for to, _ in pairs], [x for _, x in pairs]
@@ -185,7 +198,6 @@ class _Peers(Exchange):
         average.div_(self.ranks)
 
     def share(self, chunk: Chunk) -> None:
-        """Send this process's new weights of a chunk to all others."""
         self._updates.wait_stream(torch.cuda.current_stream())
         mine = chunk.shard(self.weights, self.rank)
         with torch.cuda.stream(self._updates):
@@ -194,54 +206,7 @@ class _Peers(Exchange):
                 chunk.shard(self._weights[peer], self.rank).copy_(mine)
 
     def finish(self) -> None:
-        """Wait until every process has all new weights."""
         torch.cuda.current_stream().wait_stream(self._updates)
         self._handle.barrier(channel=0)
         self._sent.clear()
-        self._read.clear()
-
-
-class _Collectives(Exchange):
-    """Any processes: two torch.distributed collectives a chunk."""
-
-    def __init__(self, chunks: Sequence[Chunk], like: Tensor, group: dist.ProcessGroup):
-        super().__init__(chunks, like, group)
-        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        self.weights = torch.zeros(self.total, **options)
-        self._gradients = torch.zeros(self.total, **options)
-        self.average = torch.zeros(self.total // self.ranks, **options)
-        self._stream = torch.cuda.Stream(self.device) if like.is_cuda else None
-
-    def _beside(self) -> contextlib.AbstractContextManager[Any]:
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
-
-    def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
-        """Average a chunk's gradients on a stream beside the backward."""
-        self._read.append(pieces)
-        with self._beside():
-            targets = [p.among(chunk.shard(self._gradients, p.owner)) for p in chunk.pieces]
-            if pieces:
-                torch._foreach_copy_(targets, pieces)
-            average = chunk.among(self.average)
-            dist.reduce_scatter_tensor(average, chunk.of(self._gradients), group=self.group)
-            average.div_(self.ranks)
-
-    def begin(self) -> None:
-        """No process writes to another's weights, so there is nothing to wait for."""
-
-    def receive(self, chunk: Chunk) -> None:
-        """Wait for the averages of a chunk, and of all others with them."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-
-    def share(self, chunk: Chunk) -> None:
-        """Send this process's new weights of a chunk to all others."""
-        whole = self.all_gather(chunk.shard(self.weights, self.rank))
-        chunk.of(self.weights).copy_(whole)
-
-    def finish(self) -> None:
-        """The collectives have been waited for."""
         self._read.clear()
