@@ -79,9 +79,8 @@ class PlainLayers:
 
 def _present(found: list[Tensor | None], required: int) -> list[Tensor | None] | None:
     """Return parameters, the first of which are required, unless one is missing or sharded."""
-    kinds = [type(p) for p in found]
-    missing = any(kind is not nn.Parameter for kind in kinds[:required])
-    return None if missing or any(kind not in _OPTIONAL for kind in kinds) else found
+    whole = all(type(p) is nn.Parameter for p in found[:required])
+    return found if whole and all(type(p) in _OPTIONAL for p in found[required:]) else None
 
 
 def is_changed(layer: nn.Module) -> bool:

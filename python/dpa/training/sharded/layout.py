@@ -79,6 +79,11 @@ class Chunk:
         """The shard of one process, in the flat buffer."""
         return self.of(flat)[rank * self.size : (rank + 1) * self.size]
 
+    def views(self, part: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Each parameter's number, and its view of this chunk's part of a flat buffer."""
+        for i, offset in zip(self.parameters, self.offsets, strict=True):
+            yield i, part[offset : offset + like[i].numel()].view(like[i].shape)
+
     def among(self, shards: Tensor) -> Tensor:
         """This chunk's shard in a buffer that holds the shards of one process alone."""
         return shards[self.start // self.ranks :][: self.size]

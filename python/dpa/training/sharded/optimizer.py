@@ -95,7 +95,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._chunks: list[Chunk] = []
         self._shards: list[nn.Parameter] = []  # one a chunk: what this process updates
         self._inner: torch.optim.Optimizer | None = None  # of the shards
-        self._chunk_of: dict[int, int] = {}
         self._places: dict[int, int] = {}  # the parameters' addresses
         self._held = False
         self._order: dict[int, None] = {}  # parameters, as their first gradients came
@@ -123,7 +122,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Reset the state of a step."""
         self._came: set[int] = set()  # parameters whose gradients are ready
         self._sent_as: dict[int, tuple[int, int]] = {}  # the identities of gradients sent
-        self._missing = [len(chunk.parameters) for chunk in self._chunks]
         self._sent = 0  # chunks
         self._again = False  # whether a sent gradient has been accumulated again
         self._averaged = False
@@ -142,9 +140,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._came.add(i)
         if self._exchange is None or self._again or self._held:
             return
-        self._missing[self._chunk_of[i]] -= 1
-        while self._sent < len(self._chunks) and self._missing[self._sent] == 0:
-            self._send(self._sent)
+        for number in range(self._sent, len(self._chunks)):
+            if not self._came.issuperset(self._chunks[number].parameters):
+                return
+            self._send(number)
 
     @torch.no_grad()
     def _send(self, number: int) -> None:
@@ -195,18 +194,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._parameters, self._groups, order.tolist(), self._group.size(), _CHUNKS
         )
         self._exchange = exchange = exchange_of(self._chunks, like, self._group)
-        for number, chunk in enumerate(self._chunks):
-            part = chunk.of(exchange.weights)
-            for i, offset in zip(chunk.parameters, chunk.offsets, strict=True):
-                p = self._parameters[i]
-                place = part[offset : offset + p.numel()].view(p.shape)
-                place.copy_(p)
-                p.data = place
+        for chunk in self._chunks:
+            for i, place in chunk.views(chunk.of(exchange.weights), self._parameters):
+                place.copy_(self._parameters[i])
+                self._parameters[i].data = place
                 self._places[i] = place.data_ptr()
-                self._chunk_of[i] = number
             self._shards.append(nn.Parameter(chunk.shard(exchange.weights, rank)))
             self._shards[-1].grad = chunk.among(exchange.average)
-        self._missing = [len(chunk.parameters) for chunk in self._chunks]
         self._take_state()
         return exchange
 
@@ -293,15 +287,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for chunk, shard in zip(self._chunks, self._shards, strict=True):
                 for name, value in self._inner.state[shard].items():
                     of_elements = isinstance(value, Tensor) and value.numel() == chunk.size
-                    whole = self._exchange.all_gather(value) if of_elements else value
-                    for i, offset in zip(chunk.parameters, chunk.offsets, strict=True):
-                        p = self._parameters[i]
-                        part = (
-                            whole[offset : offset + p.numel()].view(p.shape)
-                            if of_elements
-                            else whole
-                        )
-                        self.state[p][name] = part.clone() if isinstance(part, Tensor) else part
+                    if of_elements:
+                        parts = chunk.views(self._exchange.all_gather(value), self._parameters)
+                    else:
+                        parts = ((i, value) for i in chunk.parameters)
+                    for i, part in parts:
+                        own = part.clone() if isinstance(part, Tensor) else part
+                        self.state[self._parameters[i]][name] = own
         state = super().state_dict()
         if self._exchange is not None:
             self.state.clear()
