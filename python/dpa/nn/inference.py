@@ -99,8 +99,7 @@ class _Network:
         paths = {path: (type(module),) for path, module in modules.items()}
         slots = [name.rpartition(".")[::2] for name in names]
         self.layers = FoundLayers(unet, paths, slots, len(slots))
-        if self.layers.plain and not _alike(unet, template):
-            self.layers.plain = False
+        self.layers.plain = self.layers.plain and _described(unet) == _described(template)
         dimensions = {name: p.dim() for name, p in template.named_parameters()}
         is_packed = [dimensions[n] > 1 or n.endswith("cond_encoder.1.bias") for n in names]
         self._packed_places = [i for i, packed in enumerate(is_packed) if packed]
@@ -111,13 +110,10 @@ class _Network:
         return pack.current(parameters, [parameters[i] for i in self._packed_places])
 
 
-def _alike(unet: nn.Module, template: nn.Module) -> bool:
-    """Whether parameters have the shapes, and layers the settings, of those of another network."""
-    shapes = [{n: p.shape for n, p in net.named_parameters()} for net in (unet, template)]
-    settings = [
-        {n: m.extra_repr() for n, m in net.named_modules() if n} for net in (unet, template)
-    ]
-    return shapes[0] == shapes[1] and settings[0] == settings[1]
+def _described(unet: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """Return the shapes of parameters and the settings of layers."""
+    shapes = {name: parameter.shape for name, parameter in unet.named_parameters()}
+    return shapes, {name: layer.extra_repr() for name, layer in unet.named_modules() if name}
 
 
 class _Pack:

@@ -59,7 +59,7 @@ class PlainLayers:
         if found is None or not found.tracker.unchanged():
             found = FoundLayers(module, self._types, self._slots, self._required)
             self._found[module] = found
-        return found.parameters() if found.keep_length and found.one_kind_of_norm else None
+        return found.parameters() if found.alike else None
 
     def _traced(self, module: nn.Module) -> list[Tensor | None] | None:
         """The same in what compilers can trace, where checks cost nothing at run time."""
@@ -114,8 +114,8 @@ class FoundLayers:
         tracker: of the layers.
         plain: whether each has a class that it may have, no forward of its own, and no others
             inside.
-        keep_length: whether all convolutions are ordinary ones that keep the length.
-        one_kind_of_norm: whether all norms have one ``eps`` and one number of groups.
+        alike: whether they are plain, and convolutions ordinary ones that keep the length, and
+            norms of one ``eps`` and one number of groups.
 
     """
 
@@ -135,11 +135,9 @@ class FoundLayers:
             and len(layer._modules) == parents.count(path)
             for path, layer in layers.items()
         )
-        found = list(layers.values())
-        convs = [m for m in found if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))]
-        self.keep_length = self.plain and all(map(_keeps_length, convs))
-        norms = {(m.eps, m.num_groups) for m in found if isinstance(m, nn.GroupNorm)}
-        self.one_kind_of_norm = len(norms) <= 1
+        convs = [m for m in layers.values() if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))]
+        norms = {(m.eps, m.num_groups) for m in layers.values() if isinstance(m, nn.GroupNorm)}
+        self.alike = self.plain and len(norms) <= 1 and all(map(_keeps_length, convs))
         self._required = required
         if self.plain:
             self._slots = [(layers[path]._parameters, name) for path, name in slots]
