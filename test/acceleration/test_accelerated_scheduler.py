@@ -16,7 +16,7 @@ from scheduler_changes import (
 
 import dpa
 from dpa.acceleration.scheduler_step import FastStep
-from dpa.acceleration.shadow_run import STEP_LIMITS, relative_error
+from dpa.packed.agreement import STEP_LIMITS, relative_error
 from dpa.schedulers.conversion import from_diffusers
 
 CASES = [(kind, options) for kind, every in OPTIONS.items() for options in every]

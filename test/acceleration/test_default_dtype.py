@@ -55,7 +55,9 @@ def test_a_network(kind, timestep, default, device):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"parallel": dpa.Parallel(4)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": False}, {"fused": True}, {"parallel": dpa.Parallel(4)}], ids=str
+)
 @pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
 def test_a_sampler(kind, options, default, device):
     unet, _, cond = unet_and_inputs(device)

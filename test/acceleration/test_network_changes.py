@@ -216,7 +216,7 @@ def test_a_fused_sampler_notices_replaced_layers(device):
     noise, cond = torch.randn(2, 8, 2, device=device), torch.randn(2, 4, device=device)
     sampler(cond, noise=noise), sampler(cond, noise=noise)
     replace_layer(unet)
-    plain = dpa.DiffusionSampler(unet, diffusers.DDIMScheduler(20), 4, horizon=8)
+    plain = dpa.DiffusionSampler(unet, diffusers.DDIMScheduler(20), 4, horizon=8, fused=False)
     for _ in range(2):
         torch.testing.assert_close(
             sampler(cond, noise=noise), plain(cond, noise=noise), rtol=1e-4, atol=1e-4
@@ -236,7 +236,9 @@ def test_copies_of_a_fused_sampler_follow_their_own_weights(device):
         torch.testing.assert_close(other(cond, noise=noise), want)
         for parameter in other.unet.parameters():
             parameter.data.mul_(1.1)
-        plain = dpa.DiffusionSampler(other.unet, diffusers.DDIMScheduler(20), 4, horizon=8)
+        plain = dpa.DiffusionSampler(
+            other.unet, diffusers.DDIMScheduler(20), 4, horizon=8, fused=False
+        )
         for _ in range(2):
             got, expected = other(cond, noise=noise), plain(cond, noise=noise)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

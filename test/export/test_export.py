@@ -90,7 +90,7 @@ def test_exported_layers_in_bfloat16_are_as_exact_as_pytorchs(device):
         policy, sampler, around = make_policy("ddpm", device, torch.bfloat16, LayeredLoop, seed)
         scripted, table = torch.jit.script(policy), sampler.table
         plain = dpa.reference.plain(sampler.unet)
-        rounded = dpa.DiffusionSampler(plain, table, horizon=T)
+        rounded = dpa.DiffusionSampler(plain, table, horizon=T, fused=False)
         double = copy.deepcopy(plain).double()
         double = dpa.DiffusionSampler(double, table, noise_dtype=torch.float32, horizon=T)
         observation = torch.randn(B, DO, device=device)
@@ -220,7 +220,7 @@ def unet():
 
 
 def sampled(unet, scheduler, steps, cond, noise):
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, fused=False)
     with torch.no_grad():
         return sampler(cond, noise=noise)
 
@@ -285,7 +285,7 @@ def test_the_command_on_a_checkpoint_of_diffusion_policy(unet, tmp_path):
     observation, stream = torch.randn(1, DO), torch.Generator().manual_seed(2)
     noise = torch.stack([torch.randn(1, T, DA, generator=stream) for _ in range(4)])
     scheduler = diffusers.DDPMScheduler(30, beta_schedule="squaredcos_cap_v2")
-    sampler = dpa.DiffusionSampler(unet, scheduler, 4, horizon=T)
+    sampler = dpa.DiffusionSampler(unet, scheduler, 4, horizon=T, fused=False)
     with torch.no_grad():
         cond = observation * affines["obs"][0] + affines["obs"][1]
         want = sampler(cond, generator=stream.manual_seed(2))
@@ -324,7 +324,7 @@ def test_settings_of_the_loop_are_followed(only, unet, tmp_path):
     assert manifest["outputs"][0]["shape"] == [1, length, DA]
     assert {line.split(":")[0] for line in manifest["assumed"]} == {"actions", "observation"}
     scheduler = diffusers.DDIMScheduler(20, beta_schedule="squaredcos_cap_v2")
-    options = {"eta": 0.6, "use_clipped_model_output": True, "horizon": length}
+    options = {"eta": 0.6, "use_clipped_model_output": True, "horizon": length, "fused": False}
     sampler = dpa.DiffusionSampler(unet, scheduler, 4, **options)
     stream, cond = torch.Generator().manual_seed(2), torch.randn(1, DO)
     count = 1 + sum(sampler.table.draws_noise)

@@ -215,7 +215,7 @@ def test_no_memory_in_the_middle_of_a_capture(cuda):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return y + 1
 
-    run = lambda: graphs.run("key", cuda, {"x": x}, None, lambda: body)  # noqa: E731
+    run = lambda: graphs.run("key", cuda, {"x": x}, lambda: body)  # noqa: E731
     with pytest.warns(UserWarning, match="no memory for a CUDA graph .* tries again"):
         assert run().tolist() == [3, 3]
     assert failed and len(graphs) == 0 and not graphs.refused

@@ -193,7 +193,7 @@ def test_a_loop_that_cannot_be_captured_still_runs(cuda):
     make_body = lambda: lambda inputs: inputs["x"] * float(inputs["x"].sum())  # noqa: E731
     x = torch.ones(2, device=cuda)
     for _ in range(2):
-        assert graphs.run("key", cuda, {"x": x}, None, make_body).tolist() == [2, 2]
+        assert graphs.run("key", cuda, {"x": x}, make_body).tolist() == [2, 2]
     assert list(graphs.refused) == ["key"] and len(graphs) == 0
     assert torch.randn(2, device=cuda).shape == (2,)  # the global generator still works
 

@@ -8,7 +8,7 @@ import torch
 from tolerances import tolerance
 
 import dpa
-from dpa.schedulers.conversion import LiveSteps, MultistepTable, StepTable, from_diffusers
+from dpa.schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 DDPM, DDIM = diffusers.DDPMScheduler, diffusers.DDIMScheduler

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dpa.acceleration.scheduler_step import OF_A_LOOP, why_replaced
-from dpa.acceleration.shadow_run import LOOP_LIMITS, Options, ShadowRun, proves, say_fallback
+from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.acceleration.unet_forward import FastForward
 from dpa.nn.family import Network
+from dpa.packed.agreement import LOOP_LIMITS, proves
 from dpa.sampling.rng import draw_normal, generator_on
 from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.conversion import MultistepTable, check_kind, from_diffusers

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.acceleration.shadow_run import STEP_LIMITS, Options, ShadowRun, proves, say_fallback
+from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
+from dpa.packed.agreement import STEP_LIMITS, proves
 from dpa.sampling.rng import draw_normal, generator_on
 from dpa.schedulers.conversion import StepTable, from_diffusers
 from dpa.tracking import Snapshot
@@ -256,9 +257,7 @@ class _Table:
         """Return the coefficients, those that give x0 alone, and the index of each row."""
         wide = torch.promote_types(dtype, torch.float32)
         if (device, wide) not in self._placed:
-            coefficients = self.table.coefficients.to(device, wide)
-            x0 = coefficients.clone()
-            x0[:, 2:] = x0.new_tensor([1.0, 0.0, 0.0, 0.0])
-            rows = torch.arange(len(self.table), device=device).unbind()
-            self._placed[device, wide] = (coefficients, x0, rows)
+            table = self.table.to(device, wide)
+            rows = torch.arange(len(table), device=device).unbind()
+            self._placed[device, wide] = (table.coefficients, table.x0_coefficients(), rows)
         return self._placed[device, wide]

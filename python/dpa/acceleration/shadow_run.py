@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
-# their own rounding, which some 30 layers add up.
-STEP_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# The same of a whole loop, whose steps add theirs up.
-LOOP_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+from dpa.packed.agreement import proves, relative_error
+
 _UNDECIDED = 16  # comparisons in a row in which others used the stream
 
 # Runs one side, on random numbers of the generator that it is given, else of the caller's.
@@ -30,20 +27,6 @@ class Options:
     tolerance: float | None = None
     fallback: bool = True
     weights: str = "tracked"
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Return the relative error in the norm; infinity for another shape or dtype, or a NaN."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return float("inf")
-    got, expected = got.detach().double(), expected.detach().double()
-    error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
-    return float(torch.nan_to_num(error, nan=float("inf")))
-
-
-def proves(expected: Tensor) -> bool:
-    """Whether agreeing with this proves anything: some value is not zero, all are finite."""
-    return 0 < float(expected.detach().double().norm()) < float("inf")
 
 
 def say_fallback(what: str, why: str, fallback: bool) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.shadow_run import STEP_LIMITS, Options, ShadowRun, say_fallback
+from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.library.compiling import constant_in_graphs
 from dpa.nn.family import Network, NotInFamily, recognise, run_network
 from dpa.nn.plain import is_exporting
+from dpa.packed.agreement import STEP_LIMITS, example, limit
 from dpa.packed.unet import PackedUnet, runs_packed
 from dpa.tracking import is_observed, stamp_of
 from dpa.tracking.replacing import Replacement
@@ -245,27 +246,13 @@ class FastForward(Replacement):
             Whether the layers agree with the original in the precision that is due.
 
         """
-        weight, arguments = self.weight, self.network.arguments
         kind = (*self._kind()[:3], True)
         if self.shadow.passed(kind) is None and self.layers is not None and _may_read():
-            generator = torch.Generator("cpu").manual_seed(0)
-
-            def draw(*shape: int) -> Tensor:
-                return torch.randn(2, *shape, generator=generator, device="cpu").to(weight)
-
-            horizon = 2 ** len(arguments["down_dims"])
-            sample = draw(horizon, arguments["input_dim"])
-            timestep = torch.tensor([1, 50], device=weight.device)
-            conditions = {}
-            if arguments["global_cond_dim"]:
-                conditions["global_cond"] = draw(arguments["global_cond_dim"])
-            if self.network.local_cond_dim:
-                conditions["local_cond"] = draw(horizon, self.network.local_cond_dim)
+            sample, timestep, conditions = example(self.network, self.weight)
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-                limit = self.limit(STEP_LIMITS, kind[2])
                 self.shadow.run_both(
                     kind,
-                    limit,
+                    self.limit(STEP_LIMITS, kind[2]),
                     lambda _: self.original(sample, timestep, **conditions),
                     lambda _: self.layers(sample, timestep, **conditions),
                 )
@@ -315,11 +302,7 @@ class FastForward(Replacement):
         return self.unet.training or torch.is_grad_enabled() or duals
 
     def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
-        """Return the error that a table allows: that of the coarsest arithmetic on either side."""
+        """Return the error that passes: as the user chose, or a table allows."""
         if self.options.tolerance is not None:
             return self.options.tolerance
-        kinds = [precision, self.options.dtype or precision]
-        # The original's convolutions may round to TF32, which has float16's mantissa.
-        if self.weight.is_cuda and torch.backends.cudnn.allow_tf32:
-            kinds.append(torch.float16)
-        return max(table[kind] for kind in kinds)
+        return limit(table, (precision, self.options.dtype or precision), self.weight.device)

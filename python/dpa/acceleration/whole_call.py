@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpa.acceleration.policy_loop import FastLoop, Route
-from dpa.acceleration.shadow_run import LOOP_LIMITS, Options, ShadowRun
+from dpa.acceleration.shadow_run import Options, ShadowRun
 from dpa.library.capture import can_capture, capturing, leaving_failed
+from dpa.packed.agreement import LOOP_LIMITS
 from dpa.sampling.graphs import attempt
 from dpa.tracking import Places, Tracker, is_observed
 from dpa.tracking.replacing import Replacement, class_of, replaced

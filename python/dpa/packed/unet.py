@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpa.nn.family import Network, recognise
+from dpa.nn.family import Network, recognise, run_network
+from dpa.packed.agreement import STEP_LIMITS, example, limit, proves, relative_error
 from dpa.tracking import WeightTracker
 
 _MAX_LEVELS, _MAX_SIZE = 5, 65536  # of what the ops run
@@ -126,6 +127,7 @@ class PackedUnet:
         self.network = network or recognise(self.unet)
         self.config = config_of(self.network)
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
+        self._agrees: bool | None = None
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
 
     def repack(self) -> Tensor:
@@ -154,7 +156,7 @@ class PackedUnet:
                     self._packed, self.generation = packed, next(_memories)
                     self._films.clear()
                 for film, timesteps in self._films.items():
-                    film.copy_(self._step_film(timesteps))
+                    film.copy_(self._film_of_steps(timesteps))
             self._stream = None
             if packed.is_cuda:
                 self._stream = torch.cuda.current_stream(packed.device)
@@ -190,32 +192,51 @@ class PackedUnet:
             self._readers.add(stream)
         return self._packed
 
-    def _step_film(self, timesteps: Tensor) -> Tensor:
-        return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
-
     def stale(self) -> bool:
         """Whether modules changed, or weights lie elsewhere or were written, by their versions."""
         return self._packed is None or self.network.changed() or self.weights.changed()
 
-    def follow(self) -> None:
-        """Repack if the weights changed, by their values too.
+    def follow(self, modules: bool = True) -> Tensor:
+        """Return the packed weights, made anew if the network's have changed, by their values too.
 
-        That waits for the device; inside a capture of a CUDA graph nothing is compared.
+        That waits for the device; inside a capture of a CUDA graph no values are compared.
+
+        Args:
+            modules: whether modules are checked; otherwise the caller has done so.
+
         """
-        if self._packed is None:
-            return
-        if self._packed.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
+        if self._captured():
+            return self.packed
         with self.lock:
             self.weights.start()
-            if self.stale() or self.weights.values_changed():
-                self.repack()
+            stale = self.stale() if modules else self._packed is None or self.weights.changed()
+            return self.repack() if stale or self.weights.values_changed() else self._readable()
 
     def memory(self, device: torch.device) -> Tensor:
         """Return the packed weights as they are, packing only where there are none there yet."""
         if self._packed is None or self._packed.device != device:
             return self.repack()
         return self._readable()
+
+    def _captured(self) -> bool:
+        on_gpu = self.weights.placement[0].type == "cuda"
+        return on_gpu and torch.cuda.is_current_stream_capturing()
+
+    @torch.no_grad()
+    def agrees(self) -> bool:
+        """Whether the network's own forward computes the same, tried once on random numbers."""
+        if self._agrees is None or (self.network.changed() if self._agrees else self.stale()):
+            memory, (device, dtype) = self.follow(), self.weights.placement
+            like = torch.empty((), device=device, dtype=dtype)
+            sample, steps, conditions = example(self.network, like)
+            expected = run_network(lambda: self.unet(sample, steps, **conditions), sample)
+            cond = None if not conditions else conditions["global_cond"].float()
+            op = torch.ops.dpa.unet1d
+            got = op(sample.float(), steps.float(), cond, memory, self.config, self.dtype)
+            error = relative_error(got.to(expected.dtype), expected)
+            most = limit(STEP_LIMITS, (dtype, self.dtype), device)
+            self._agrees = proves(expected) and error <= most
+        return self._agrees
 
     @property
     def packed(self) -> Tensor:
@@ -228,9 +249,7 @@ class PackedUnet:
             return self._packed
         if not self.stale():
             return self._readable()
-        on_gpu = self.weights.placement[0].type == "cuda"
-        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-        return self._pack() if capturing else self.repack()
+        return self._pack() if self._captured() else self.repack()
 
     def __call__(
         self, sample: Tensor, timestep: Tensor | float | int, global_cond: Tensor | None = None
@@ -251,15 +270,9 @@ class PackedUnet:
 
         The caller has checked the modules.
         """
-        if sample.is_cuda and torch.cuda.is_current_stream_capturing():
-            return self(sample, timesteps, global_cond)
         with self.lock:
-            self.weights.start()
-            if self._packed is None or self.weights.changed() or self.weights.values_changed():
-                self.repack()
-            return torch.ops.dpa.unet1d(
-                sample, timesteps, global_cond, self._readable(), self.config, self.dtype
-            )
+            weights = self.follow(modules=False), self.config, self.dtype
+            return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
 
     def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:
         """FiLM's parameters of one observation at many timesteps, on a GPU: what no step changes.
@@ -289,12 +302,15 @@ class PackedUnet:
 
         """
         with torch.inference_mode(False), torch.no_grad():
-            if self._packed is None or self.stale():
+            if self.stale():
                 self.repack()
             timesteps = timesteps.clone()
-            film = self._step_film(timesteps)
+            film = self._film_of_steps(timesteps)
         self._films[film] = timesteps
         return film
+
+    def _film_of_steps(self, timesteps: Tensor) -> Tensor:
+        return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
 
     def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
         """One forward pass of (B, T, Da) on rows of :meth:`film`, (B, R), on a GPU."""

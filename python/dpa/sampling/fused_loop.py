@@ -11,8 +11,8 @@ from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet, runs_packed
 from dpa.sampling.graphs import Body, CapturedLoop, Given, Inputs, LoopGraphs, expanded
 from dpa.sampling.rng import RandomNumbers
-from dpa.schedulers.conversion import LiveSteps, MultistepTable, StepTable
-from dpa.schedulers.tables import Generators
+from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
+from dpa.tracking import is_observed
 
 
 def refusal(
@@ -32,6 +32,15 @@ def refusal(
         rule = "be left out of a scheduler that no StepTable expresses"
         return rule, type(table).__name__
     return None
+
+
+def is_plain(packed: PackedUnet) -> bool:
+    """Whether a call of the network would run its layers, in its own dtype, and nothing else."""
+    device = packed.weights.placement[0]
+    observed = is_observed() or torch._C._len_torch_dispatch_stack() > 0
+    replaced = "forward" in vars(packed.unet) or packed.network.tracker.hooked()
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return not (observed or replaced or captured or torch.is_autocast_enabled(device.type))
 
 
 def run(
@@ -62,7 +71,8 @@ def run(
 
     """
     device, inputs = table.coefficients.device, expanded(given, shape)
-    numbers = RandomNumbers("noise" not in inputs, table.draws_noise, shape, noise_dtype, device)
+    flags = "noise" not in inputs, table.draws_noise
+    numbers = RandomNumbers(*flags, shape, noise_dtype, device)
     if not (capture and can_capture(device)):
         with packed.lock:
             packed.follow()
@@ -77,38 +87,27 @@ def run(
 def _body(packed: PackedUnet, table: StepTable, film: bool) -> Body:
     """Return the loop of one op, to be run as it is or captured.
 
-    Args:
-        packed: the network.
-        table: the steps.
-        film: whether what FiLM makes of the timesteps is kept from run to run.
-
+    ``film``: whether FiLM's parameters of the timesteps are kept from run to run.
     """
     timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
     step_film = packed.step_film(timesteps) if film else None
 
     def body(inputs: Inputs) -> Tensor:
         floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
-        noise, random = floats.get("noise"), floats.get("random")
-        if noise is None:
-            assert random is not None
-            noise, random = random[0], random[1:]
-        return packed.sample(
-            noise,
-            timesteps,
-            coefficients,
-            table.clip,
-            global_cond=floats.get("global_cond"),
-            noise=random if random is not None and len(random) else None,
-            condition_data=floats.get("condition_data"),
-            condition_mask=floats.get("condition_mask"),
-            step_film=step_film,
-        )
+        random = floats.pop("random", None)
+        if "noise" in floats:
+            initial = floats.pop("noise")
+        else:
+            initial, random = random[0], random[1:]
+        noise = None if random is None or not len(random) else random
+        arguments = (initial, timesteps, coefficients, table.clip)
+        return packed.sample(*arguments, noise=noise, step_film=step_film, **floats)
 
     return body
 
 
 class Window:
-    """The packed network as :class:`dpa.parallel.Sweeps` calls it, for a window of states at once.
+    """The packed network as :class:`Sweeps` calls it, for a window of states at once.
 
     For one sample on a GPU FiLM's parameters at every timestep are computed once a call.
     """

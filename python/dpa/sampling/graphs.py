@@ -39,10 +39,61 @@ def attempt(
         torch.empty(_ROOM, dtype=torch.uint8, device=device)
         return capture()
     except torch.OutOfMemoryError:
-        _warn_of_memory()
+        warnings.warn(
+            "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel by "
+            "kernel: free some, the next call tries again",
+            stacklevel=2,
+        )
     except RuntimeError as error:
         refused[key] = str(error).partition("\n")[0]
     return None
+
+
+class GraphCache:
+    """A bounded cache of captured work; the least recently used goes first.
+
+    Calls from several streams or threads are safe: one waits for the other.
+
+    Args:
+        capacity: how many are kept.
+
+    """
+
+    def __init__(self, capacity: int = 8):
+        self.capacity = capacity
+        self.refused: dict[Hashable, str] = {}
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or what a pickle brings back, captures anew.
+        return (type(self), (self.capacity,))
+
+    def __len__(self) -> int:
+        """Return how many are held."""
+        return len(self._kept)
+
+    def clear(self) -> None:
+        """Drop all, and forget what could not be captured."""
+        with self.lock:
+            self._kept.clear()
+            self.refused.clear()
+
+    def find(self, key: Hashable) -> Any:
+        """Return what is kept of a key, or None."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def capture(self, key: Hashable, device: torch.device, capture: Callable[[], Any]) -> Any:
+        """Keep and return what :func:`attempt` captures, which is not tried again once refused."""
+        if key not in self.refused:
+            captured = attempt(self.refused, key, device, capture)
+            if captured is not None:
+                self._kept[key] = captured
+        while len(self._kept) > self.capacity:
+            self._kept.popitem(last=False)
+        return self._kept.get(key)
 
 
 @dataclass(frozen=True)
@@ -66,16 +117,13 @@ class CapturedLoop:
 
     def __call__(self, given: Given, generator: Generators) -> Tensor:
         """Return the actions, of the weights that there are now."""
-        numbers, packed = self.numbers, self.packed
+        numbers, packed, device = self.numbers, self.packed, self.numbers.device
         inputs = expanded(given, numbers.shape)
         with packed.lock:
-            # The values are compared while the host checks the other signs.
-            packed.weights.start()
-            if packed.stale() or packed.weights.values_changed():
-                packed.repack()
-            packed.memory(numbers.device)
+            packed.follow()
             key = (self.kind, packed.generation)
-            return self.graphs.run(key, inputs, numbers, generator, self.make_body)
+            drawn = numbers if len(numbers) else None
+            return self.graphs.run(key, device, inputs, self.make_body, drawn, generator)
 
 
 def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
@@ -92,74 +140,39 @@ def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
     return found
 
 
-class LoopGraphs:
-    """A bounded cache of captured loops; the least recently used goes first.
-
-    Results are copies, so a later call does not overwrite them. Calls from several streams or
-    threads are safe: each replay waits for the one before it.
-
-    Args:
-        capacity: how many graphs are kept.
-
-    """
-
-    def __init__(self, capacity: int = 8):
-        self.capacity = capacity
-        self.refused: dict[Hashable, str] = {}
-        self._graphs: OrderedDict[Hashable, _LoopGraph] = OrderedDict()
-        self._lock = threading.RLock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy, or what a pickle brings back, captures anew.
-        return (type(self), (self.capacity,))
-
-    def __len__(self) -> int:
-        """Return the number of graphs held."""
-        return len(self._graphs)
-
-    def clear(self) -> None:
-        """Drop every graph, and forget what could not be captured."""
-        with self._lock:
-            self._graphs.clear()
-            self.refused.clear()
+class LoopGraphs(GraphCache):
+    """Captured loops. Results are copies, so a later call does not overwrite them."""
 
     def run(
         self,
         key: Hashable,
+        device: torch.device,
         inputs: Inputs,
-        numbers: RandomNumbers,
-        generator: Generators,
         make_body: Callable[[], Body],
+        numbers: RandomNumbers | None = None,
+        generator: Generators = None,
     ) -> Tensor:
         """Return ``body(inputs)``, replayed from the second call with a key on.
 
         Args:
             key: everything but the contents of ``inputs`` that the result depends on.
-            inputs: tensors on a CUDA device, floating or bool; their shapes must follow from the
-                key. The body of a graph receives floating ones as float32.
+            device: the CUDA device.
+            inputs: tensors on it, floating or bool; their shapes must follow from the key. The body
+                of a graph receives floating ones as float32.
+            make_body: makes the body, whose work is only kernels on the current stream.
             numbers: the random numbers that the body receives as ``random``, float32.
             generator: of these.
-            make_body: makes the body, whose work is only kernels on the current stream.
 
         """
-        with self._lock:
-            if (graph := self._graphs.get(key)) is not None:
-                self._graphs.move_to_end(key)
+        with self.lock:
+            if (graph := self.find(key)) is not None:
                 return graph.replay(inputs, numbers, generator)
             body = make_body()
-            if len(numbers):
+            if numbers is not None:
                 inputs = inputs | {"random": numbers(generator).float()}
             result = body(inputs)
-            if key not in self.refused:
-                self._capture(key, numbers.device, body, inputs)
+            self.capture(key, device, lambda: _LoopGraph(device, body, inputs))
             return result
-
-    def _capture(self, key: Hashable, device: torch.device, body: Body, inputs: Inputs) -> None:
-        graph = attempt(self.refused, key, device, lambda: _LoopGraph(device, body, inputs))
-        if graph is not None:
-            self._graphs[key] = graph
-        while len(self._graphs) > self.capacity:
-            self._graphs.popitem(last=False)
 
 
 class _LoopGraph:
@@ -176,7 +189,9 @@ class _LoopGraph:
         self._home = torch._C._cuda_getCurrentRawStream(device.index)
         self._last = _DEFAULT
 
-    def replay(self, inputs: Inputs, numbers: RandomNumbers, generator: Generators) -> Tensor:
+    def replay(
+        self, inputs: Inputs, numbers: RandomNumbers | None, generator: Generators
+    ) -> Tensor:
         # The GPU waits meanwhile: nothing comes before the launch that it does not need. What ran
         # on the default stream last is ahead of this on it; another stream may be one that is gone.
         device = self._output.device
@@ -187,23 +202,15 @@ class _LoopGraph:
             for value in self._inputs.values():
                 value.record_stream(torch.cuda.current_stream(device))
         targets, sources = [self._inputs[name] for name in inputs], list(inputs.values())
-        if len(numbers):
-            numbers.into(self._inputs["random"], generator, targets, sources)
-        else:
+        if numbers is None:
             torch.ops.dpa.loop_inputs_(targets, sources)
+        else:
+            numbers.into(self._inputs["random"], generator, targets, sources)
         self._graph.replay()
         result = self._output.clone()
         self._done.record(torch.cuda.current_stream(device))
         self._last = stream
         return result
-
-
-def _warn_of_memory() -> None:
-    warnings.warn(
-        "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel by kernel: "
-        "free some, the next call tries again",
-        stacklevel=2,
-    )
 
 
 def _static(value: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,15 +10,14 @@ import torch
 from torch import Tensor
 
 from dpa.library.capture import capturing, leaving_failed
-from dpa.sampling.graphs import attempt
+from dpa.sampling.graphs import GraphCache, Inputs
 from dpa.schedulers.conversion import StepTable
 
-Inputs = dict[str, Tensor]
 _LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's
 
 
 class Predict(Protocol):
-    """The network: :class:`dpa.fused.Window` and :class:`dpa.stepwise.Window`."""
+    """The network, called for many timesteps at once: on packed weights, or layer by layer."""
 
     def begin(self, inputs: Inputs, timesteps: Tensor) -> Tensor:
         """Return the step conditioning of each of the timesteps, a row each, (N, R)."""
@@ -259,25 +256,8 @@ def _cumulative(slope: Tensor) -> Tensor:
     return torch.where(after, slope[:, None], 1.0).cumprod(0).tril()
 
 
-class SweepGraphs:
-    """Captured sweeps for each kind of call; the least recently used goes first.
-
-    Calls from several threads or streams are safe: one waits for the other.
-    """
-
-    def __init__(self, capacity: int = 8):
-        self.capacity = capacity
-        self.refused: dict[Hashable, str] = {}
-        self._kept: OrderedDict[Hashable, _CapturedSweeps] = OrderedDict()
-        self._lock = threading.RLock()
-
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        # A copy, or what a pickle brings back, captures anew.
-        return (type(self), (self.capacity,))
-
-    def __len__(self) -> int:
-        """Return the number of graphs held."""
-        return len(self._kept)
+class SweepGraphs(GraphCache):
+    """Captured sweeps."""
 
     def run(
         self, key: Hashable, inputs: Inputs, make: Callable[[Inputs], Sweeps]
@@ -291,17 +271,11 @@ class SweepGraphs:
 
         """
         device = inputs["sample"].device
-        with self._lock, torch.cuda.device(device):
-            if key not in self._kept and key not in self.refused:
-                made = attempt(self.refused, key, device, lambda: _CapturedSweeps(inputs, make))
-                if made is not None:
-                    self._kept[key] = made
-            if key not in self._kept:
-                return make(inputs).run()
-            self._kept.move_to_end(key)
-            while len(self._kept) > self.capacity:
-                self._kept.popitem(last=False)
-            return self._kept[key].run(inputs)
+        with self.lock, torch.cuda.device(device):
+            captured = self.find(key) or self.capture(
+                key, device, lambda: _CapturedSweeps(inputs, make)
+            )
+            return make(inputs).run() if captured is None else captured.run(inputs)
 
 
 class _CapturedSweeps:

@@ -27,8 +27,9 @@ from dpa.sampling.arguments import (
 from dpa.sampling.graphs import CapturedLoop, Given, LoopGraphs
 from dpa.sampling.parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
 from dpa.sampling.rng import RandomNumbers, draw_normal
-from dpa.schedulers.conversion import LiveSteps, MultistepTable, StepTable, from_diffusers
-from dpa.schedulers.tables import Generators
+from dpa.schedulers.conversion import from_diffusers
+from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
+from dpa.tracking import Tracker
 from dpa.tracking.weights import MODES
 
 Steps = StepTable | LiveSteps
@@ -61,23 +62,27 @@ class DiffusionSampler:
             DPM-Solver++ or flow-matching Euler of diffusers), or a :class:`StepTable`.
         num_inference_steps: steps of a call; an attribute that may be changed later. None takes the
             timesteps that the scheduler holds.
-        dtype: what the network runs in. Where it is not the dtype of the weights, each call casts
-            them into a copy that the sampler keeps. With ``fused``, the dtype of the packed ones;
-            float8_e4m3fn then too.
+        dtype: what the network runs in, the dtype of packed weights. Where it is not the dtype of
+            the weights, each call step by step casts them into a copy that the sampler keeps.
+            float8_e4m3fn with ``fused=True`` alone.
         horizon: T. Not needed where each call has a ``noise``, ``condition_data`` or
             ``local_cond``.
         action_dim: Da. Not needed where the network ends in a ``final_conv`` as the originals do.
         eta: DDIM's noise weight.
         use_clipped_model_output: DDIM's option of that name.
         fused: run the whole loop as one op on packed weights (:class:`dpa.packed.PackedUnet`, whose
-            docstring says which networks, and which changes of the weights it notices).
+            docstring says which networks). None does so where the network, the device and the
+            scheduler allow it, its result agrees with the network's own forward on one random
+            input, and nothing but the layers takes part in a call: no hook, replaced forward,
+            autocast or capture of the caller's; else the loop runs step by step. True raises where
+            it cannot be had; False runs step by step.
         fallback: what to do where the scheduler is none that a table expresses, or ``fused`` cannot
             be had. False raises; True warns with the reason, then runs the scheduler's own step
             (:class:`dpa.schedulers.LiveSteps`), or the loop step by step.
         cuda_graph: on a GPU, capture the fused loop into a CUDA graph at the first call of each
             shape, and replay it from then on. Eight are kept. Inside a capture of the caller's the
             kernels go into that one.
-        weights: with ``fused``, how changed weights are noticed. "tracked": at every call, by where
+        weights: how packed weights notice changes. "tracked": at every call, by where
             parameters lie, their versions and samples of their values, on a GPU while the loop
             runs; :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked"
             compares a checksum of every element besides. "frozen" promises that nothing is written.
@@ -104,7 +109,7 @@ class DiffusionSampler:
         action_dim: int | None = None,
         eta: float = 0.0,
         use_clipped_model_output: bool = False,
-        fused: bool = False,
+        fused: bool | None = None,
         fallback: bool = False,
         cuda_graph: bool = True,
         weights: str = "tracked",
@@ -126,11 +131,8 @@ class DiffusionSampler:
         check_dtype("noise_dtype", noise_dtype)
         if parallel is not None and not isinstance(parallel, Parallel):
             fail("parallel", "be a dpa.Parallel", type(parallel))
-        if (
-            dtype is not None
-            and dtype.itemsize == 1
-            and not (fused and dtype == torch.float8_e4m3fn)
-        ):
+        one_byte = dtype is not None and dtype.itemsize == 1
+        if one_byte and not (fused and dtype == torch.float8_e4m3fn):
             fail("dtype", "have 16 bits or more (float8_e4m3fn with fused)", dtype)
         if isinstance(scheduler, StepTable) and (eta != 0 or use_clipped_model_output):
             got = f"{eta} and {use_clipped_model_output}"
@@ -158,6 +160,7 @@ class DiffusionSampler:
         self._scheduler = copy.deepcopy(scheduler)
         self._tables: dict[Any, Steps] = {}
         self._copy: stepwise_loop.Copy | None = None
+        self._unpackable: tuple[nn.Module, Tracker] | None = None
         self.num_inference_steps = num_inference_steps
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -168,7 +171,7 @@ class DiffusionSampler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy holds: all but what is found or made again."""
-        return self.__dict__ | {"_again": None, "_copy": None}
+        return self.__dict__ | {"_again": None, "_copy": None, "_unpackable": None}
 
     @property
     def num_inference_steps(self) -> int:
@@ -258,7 +261,10 @@ class DiffusionSampler:
             kind, placed, call = again
             same = _kind_of(given, batch_size, generator) == kind
             if same and call.packed.weights.placement == placed and can_capture(placed[0]):
-                return call(given, generator)
+                packed = call.packed
+                plain = self.fused or (fused_loop.is_plain(packed) and not packed.network.changed())
+                if plain:
+                    return call(given, generator)
         return self._sample(given, batch_size, generator)
 
     @uncompiled(reason="the sampler captures its own graphs")
@@ -292,9 +298,12 @@ class DiffusionSampler:
 
         conditions = {
             name: tensors[name].expand(shape[0], *tensors[name].shape[1:])
-            for name in ("global_cond", "local_cond")
+            for name in stepwise_loop.CONDITIONS
             if name in tensors
         }
+        if packed is None:
+            layers = stepwise_loop.Layers(*self._network(device, weights_dtype))
+            conditions = {name: value.to(layers.dtype) for name, value in conditions.items()}
         noise = tensors.get("noise")
         if self.parallel is not None:
             self._parallel_may_run(table, device)
@@ -305,13 +314,13 @@ class DiffusionSampler:
             inputs = {"sample": noise.to(wide).expand(shape), **conditions, **condition}
             if len(numbers):
                 inputs["step_noise"] = numbers
-            return self._run_parallel(table, inputs, packed, weights_dtype)
+            return self._run_parallel(table, inputs, packed or layers)
 
         def draw() -> Tensor:
             return draw_normal(shape, generator, device, noise_dtype).to(wide)
 
         sample = (draw() if noise is None else noise.to(wide)).expand(shape)
-        predict = stepwise_loop.Prediction(*self._network(device, weights_dtype), conditions)
+        predict = functools.partial(layers.predict, conditions=conditions)
         return stepwise_loop.loop(sample, table, predict, draw, condition, generator)
 
     def _packed_for(
@@ -321,24 +330,36 @@ class DiffusionSampler:
         weights_dtype: torch.dtype,
         local_cond: Tensor | None,
     ) -> PackedUnet | None:
-        """Return the packed network of a fused call; None, after a warning, where it falls back."""
-        if not self.fused:
+        """Return the packed network of a fused call; None where the loop runs step by step."""
+        if self.fused is False:
             return None
         unet = getattr(self.unet, "_orig_mod", self.unet)  # inside torch.compile's wrapper
-        try:
-            if (reason := fused_loop.refusal(unet, table, device, local_cond)) is not None:
-                fail("fused", *reason)
-            dtype = self.dtype or weights_dtype
-            kept = self.packed
-            made_of = None if kept is None else (kept.unet, kept.dtype, kept.weights.mode)
-            if made_of is None or made_of[0] is not unet or made_of[1:] != (dtype, self.weights):
-                self.packed = PackedUnet(unet, dtype, weights=self.weights)
-            return self.packed
-        except ValueError as error:
-            if not self.fallback:
-                raise
-            _warn(f"{error}: the loop runs step by step instead")
+        reason = fused_loop.refusal(unet, table, device, local_cond)
+        if self.fused is None and (reason is not None or not self._may_pack(unet, weights_dtype)):
             return None
+        try:
+            if reason is not None:
+                fail("fused", *reason)
+            dtype, last = self.dtype or weights_dtype, self.packed
+            made_of = None if last is None else (last.dtype, last.weights.mode)
+            if made_of != (dtype, self.weights) or last.unet is not unet:
+                self.packed = PackedUnet(unet, dtype, weights=self.weights)
+            if self.fused or (fused_loop.is_plain(self.packed) and self.packed.agrees()):
+                return self.packed
+        except (RuntimeError, TypeError, ValueError) as error:
+            if self.fused is None:
+                self._unpackable = unet, Tracker(unet)
+            elif self.fallback and isinstance(error, ValueError):
+                _warn(f"{error}: the loop runs step by step instead")
+            else:
+                raise
+        return None
+
+    def _may_pack(self, unet: Any, weights_dtype: torch.dtype) -> bool:
+        if not isinstance(unet, nn.Module) or weights_dtype == torch.float64:
+            return False
+        refused = self._unpackable
+        return refused is None or refused[0] is not unet or not refused[1].unchanged()
 
     def _parallel_may_run(self, table: Steps, device: torch.device) -> None:
         if not isinstance(table, StepTable) or isinstance(table, MultistepTable):
@@ -349,36 +370,26 @@ class DiffusionSampler:
             fail("parallel", rule, self.parallel)
 
     def _run_parallel(
-        self,
-        table: StepTable,
-        inputs: dict[str, Tensor],
-        packed: PackedUnet | None,
-        weights_dtype: torch.dtype,
+        self, table: StepTable, inputs: dict[str, Tensor], network: PackedUnet | Predict
     ) -> Tensor:
         """Find the states of the loop in sweeps."""
         options = self.parallel
         assert options is not None
-        if len(inputs["sample"]) == 0:
+        batch, device = len(inputs["sample"]), inputs["sample"].device
+        if batch == 0:
             self.last_parallel = ParallelReport(len(table), 0, 0, 0.0)
             return inputs["sample"]
-        device = inputs["sample"].device
-        predict: Predict
-        if packed is None:
-            unet, unet_dtype = self._network(device, weights_dtype)
-            predict = stepwise_loop.Window(unet, unet_dtype)
-        else:
-            packed.follow()
-            memory = packed.packed.data_ptr()  # packed anew where weights changed
-            predict = fused_loop.Window(
-                packed, device.type == "cuda" and len(inputs["sample"]) == 1
-            )
+        key, predict = None, network
+        if isinstance(network, PackedUnet):
+            memory = network.follow().data_ptr()  # packed anew where weights changed
+            predict = fused_loop.Window(network, device.type == "cuda" and batch == 1)
+            if self.cuda_graph and can_capture(device):
+                shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
+                key = (shapes, table, network.dtype, memory, options)
         make = functools.partial(Sweeps, table=table, predict=predict, options=options)
-        if packed is not None and self.cuda_graph and can_capture(device):
-            shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
-            key = (shapes, table, packed.dtype, memory, options)
-            found, self.last_parallel = self._sweeps.run(key, inputs, make)
-        else:
-            found, self.last_parallel = make(inputs).run()
+        found, self.last_parallel = (
+            make(inputs).run() if key is None else self._sweeps.run(key, inputs, make)
+        )
         return found
 
     def _network(

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dpa.nn.family import run_network
-from dpa.schedulers.conversion import LiveSteps, StepTable
-from dpa.schedulers.tables import Generators
+from dpa.schedulers.tables import Generators, LiveSteps, StepTable
 from dpa.tracking import Snapshot
 
+CONDITIONS = ("global_cond", "local_cond")
 _WEIGHTS = frozenset({"_parameters", "_buffers"})
 
 
@@ -47,26 +47,18 @@ def _values(unet: nn.Module) -> list[Tensor]:
     return [value for those in named for _, value in those(remove_duplicate=False)]
 
 
-class Prediction:
-    """A network of a loop of steps: it is called in ``dtype``, on conditions of that dtype."""
-
-    def __init__(
-        self, unet: Callable[..., Tensor], dtype: torch.dtype, conditions: dict[str, Tensor]
-    ):
-        self._unet, self._dtype = unet, dtype
-        given = {name: value.to(dtype) for name, value in conditions.items()}
-        self._given = {"global_cond": None} | given
-
-    def __call__(self, sample: Tensor, timestep: Tensor) -> Tensor:
-        """Predict for samples (B, T, Da) at timesteps (B,), in the sample's dtype."""
-        return _predict(self._unet, sample, self._dtype, timestep, self._given)
-
-
-class Window:
-    """A network as :class:`dpa.parallel.Sweeps` calls it, for a window of states at once."""
+class Layers:
+    """A network that is called in a dtype, for one state of a loop or for a window of them."""
 
     def __init__(self, unet: Callable[..., Tensor], dtype: torch.dtype):
-        self._unet, self._dtype = unet, dtype
+        self._unet, self.dtype = unet, dtype
+
+    def predict(
+        self, sample: Tensor, timesteps: Tensor, conditions: dict[str, Tensor | None]
+    ) -> Tensor:
+        """Predict for samples (B, T, Da) at timesteps (B,), in the sample's dtype."""
+        cast, given = sample.to(self.dtype), {"global_cond": None} | conditions
+        return run_network(lambda: self._unet(cast, timesteps, **given), cast).to(sample.dtype)
 
     def begin(self, inputs: dict[str, Tensor], timesteps: Tensor) -> Tensor:
         """Return the timesteps, a row each, (N, 1)."""
@@ -74,24 +66,13 @@ class Window:
 
     def __call__(self, inputs: dict[str, Tensor], sample: Tensor, steps: Tensor) -> Tensor:
         """Predict for samples (N * B, T, Da) at timesteps (N, 1)."""
+        conditions = {
+            name: value.repeat(len(steps), *[1] * (value.dim() - 1))  # it serves every timestep
+            for name, value in inputs.items()
+            if name in CONDITIONS
+        }
         timesteps = steps.expand(-1, len(sample) // len(steps)).flatten()
-        given: dict[str, Tensor | None] = {"global_cond": None}
-        for name in ("global_cond", "local_cond"):
-            if name in inputs:  # it serves every timestep
-                value = inputs[name].to(self._dtype)
-                given[name] = value.repeat(len(steps), *[1] * (value.dim() - 1))
-        return _predict(self._unet, sample, self._dtype, timesteps, given)
-
-
-def _predict(
-    unet: Callable[..., Tensor],
-    sample: Tensor,
-    dtype: torch.dtype,
-    timesteps: Tensor,
-    given: dict[str, Tensor | None],
-) -> Tensor:
-    cast = sample.to(dtype)
-    return run_network(lambda: unet(cast, timesteps, **given), cast).to(sample.dtype)
+        return self.predict(sample, timesteps, conditions)
 
 
 def loop(

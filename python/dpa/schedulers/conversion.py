@@ -24,6 +24,7 @@ import copy
 import inspect
 import math
 import numbers
+import re
 from types import MethodType
 from typing import Any
 
@@ -31,9 +32,7 @@ import torch
 from torch import Tensor
 
 from dpa.schedulers.probes import StepProbe, measure_chain, refusing_foreign_errors
-from dpa.schedulers.tables import LiveSteps, MultistepTable, StepTable
-
-__all__ = ["LiveSteps", "MultistepTable", "StepTable", "from_diffusers"]
+from dpa.schedulers.tables import MultistepTable, StepTable
 
 _DDPM, _DDIM = "DDPMScheduler", "DDIMScheduler"
 _DPM, _EULER = "DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler"
@@ -54,45 +53,16 @@ _CHOICES: dict[str, dict[str, tuple]] = {
     "algorithm_type": {_DPM: ("dpmsolver++", "dpmsolver", "deis")},
     "stochastic_sampling": {_EULER: (False,)},
 }
-# Options whose effect is wholly inside the numbers that the probes measure.
-_MEASURED = {
-    "num_train_timesteps",
-    "beta_start",
-    "beta_end",
-    "beta_schedule",
-    "trained_betas",
-    "clip_sample",
-    "clip_sample_range",
-    "timestep_spacing",
-    "steps_offset",
-    "rescale_betas_zero_snr",
-    "set_alpha_to_one",
-    # These two act only where thresholding is on, and that is refused.
-    "dynamic_thresholding_ratio",
-    "sample_max_value",
-    # Of the multistep solver and of flow matching: they choose times, and weights at those times.
-    "solver_order",
-    "solver_type",
-    "lower_order_final",
-    "euler_at_final",
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
-    "use_lu_lambdas",
-    "use_flow_sigmas",
-    "flow_shift",
-    "final_sigmas_type",
-    "lambda_min_clipped",
-    "shift",
-    "use_dynamic_shifting",
-    "time_shift_type",
-    "base_shift",
-    "max_shift",
-    "base_image_seq_len",
-    "max_image_seq_len",
-    "invert_sigmas",
-    "shift_terminal",
-}
+# Options whose effect is wholly inside the numbers that the probes measure. Two of them act only
+# where thresholding is on, and that is refused.
+_MEASURED = re.compile(
+    r"num_train_timesteps|beta_(start|end|schedule)|trained_betas|rescale_betas_zero_snr"
+    r"|clip_sample(_range)?|timestep_spacing|steps_offset|set_alpha_to_one"
+    r"|dynamic_thresholding_ratio|sample_max_value|solver_(order|type)|lower_order_final"
+    r"|euler_at_final|use_(karras|exponential|beta|flow)_sigmas|use_lu_lambdas|final_sigmas_type"
+    r"|lambda_min_clipped|(flow_|base_|max_)?shift|shift_terminal|use_dynamic_shifting"
+    r"|time_shift_type|(base|max)_image_seq_len|invert_sigmas"
+)
 
 
 def from_diffusers(
@@ -160,8 +130,10 @@ def _measure(
             live.set_timesteps(live.config.num_train_timesteps)
     timesteps = live.timesteps.detach().clone().cpu()
     if kind in (_DPM, _EULER):
-        return _chain_table(live, timesteps)
-
+        rows, history = measure_chain(live)
+        kept = tuple(map(tuple, history)) if any(map(any, history)) else None
+        steps = (timesteps, _matrix(rows), math.inf, (False,) * len(rows))
+        return StepTable(*steps) if kept is None else MultistepTable(*steps, kept)
     options: dict[str, Any] = {}
     if kind == _DDIM:
         options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
@@ -170,15 +142,6 @@ def _measure(
     clip = probes[0].clip() if probes else math.inf
     coefficients = _matrix([probe.row(clip) for probe in probes])
     return StepTable(timesteps, coefficients, clip, tuple(probe.draws_noise for probe in probes))
-
-
-def _chain_table(live: Any, timesteps: Tensor) -> StepTable:
-    rows, history = measure_chain(live)
-    draws_noise = (False,) * len(rows)
-    if not any(any(weights) for weights in history):
-        return StepTable(timesteps, _matrix(rows), math.inf, draws_noise)
-    kept = tuple(tuple(weights) for weights in history)
-    return MultistepTable(timesteps, _matrix(rows), math.inf, draws_noise, kept)
 
 
 def _matrix(rows: list[list[float]]) -> Tensor:
@@ -211,7 +174,7 @@ def _check_options(kind: str, scheduler: Any, eta: float, use_clipped_model_outp
                 listed = ", ".join(map(str, choices))
                 refuse(option, value, f"one of {listed}" if len(choices) > 1 else listed)
             continue
-        if option.startswith("_") or option in _MEASURED:
+        if option.startswith("_") or _MEASURED.fullmatch(option):
             continue
         # A later version's new option is harmless at its default, which keeps the old behaviour.
         if option not in defaults or defaults[option].default != value:

@@ -7,8 +7,8 @@ the scheduler's own arithmetic adds no rounding; scalars that it computes in flo
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,41 +35,37 @@ def refusing_foreign_errors(begin: str) -> Iterator[None]:
         raise ValueError(f"{begin} cannot be measured, it raised {reason}") from error
 
 
-def _described(live: Any, options: dict[str, Any]) -> str:
-    names = (
-        "variance_type",
-        "prediction_type",
-        "beta_schedule",
-        "rescale_betas_zero_snr",
-        "algorithm_type",
-        "solver_order",
-        "use_flow_sigmas",
-    )
-    config = dict(live.config)
-    shown = {name: config[name] for name in names if name in config} | options
-    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+# The options that messages show.
+_SHOWN = re.compile(
+    r"(variance|prediction|algorithm)_type|beta_schedule|rescale_betas_zero_snr|solver_order"
+    r"|use_flow_sigmas"
+)
 
 
-def _check_finite(live: Any, timestep: Any, options: dict[str, Any], *values: Tensor) -> None:
-    for value in values:
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(
-                f"from_diffusers: {type(live).__name__}.step must be finite, got "
-                f"{value[~torch.isfinite(value)][0].item()} at timestep {timestep} under "
-                f"{_described(live, options)}"
-            )
+class _Step:
+    """A step of a live scheduler, for messages: it must be finite, and what the form says."""
 
+    def __init__(self, live: Any, timestep: Any, options: dict[str, Any]):
+        self.live, self.timestep, self.options = live, timestep, options
 
-def _check_close(
-    live: Any, timestep: Any, options: dict[str, Any], name: str, got: Tensor, want: Tensor
-) -> None:
-    error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
-    if not error < _LIMIT:
+    def refuse(self, rule: str, got: str) -> None:
+        config = dict(self.live.config)
+        shown = {n: v for n, v in config.items() if _SHOWN.fullmatch(n)} | self.options
+        described = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         raise ValueError(
-            f"from_diffusers: {type(live).__name__}.step must be linear with a clamped x0, got a "
-            f"relative {name} error of {error:.1e} at timestep {timestep} under "
-            f"{_described(live, options)}"
+            f"from_diffusers: {type(self.live).__name__}.step must be {rule}, got {got} at "
+            f"timestep {self.timestep} under {described}"
         )
+
+    def check_finite(self, *values: Tensor) -> None:
+        for value in values:
+            if not bool(torch.isfinite(value).all()):
+                self.refuse("finite", str(value[~torch.isfinite(value)][0].item()))
+
+    def check_close(self, name: str, got: Tensor, want: Tensor) -> None:
+        error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
+        if not error < _LIMIT:
+            self.refuse("linear with a clamped x0", f"a relative {name} error of {error:.1e}")
 
 
 def _fit(columns: list[Tensor], target: Tensor) -> list[float]:
@@ -82,14 +78,14 @@ def _fit(columns: list[Tensor], target: Tensor) -> list[float]:
     return [float(weight) / size for weight, size in zip(solution, sizes, strict=True)]
 
 
-class StepProbe:
+class StepProbe(_Step):
     """One timestep of a scheduler with independent steps (DDPM, DDIM), measured."""
 
     # Far outside any clip range, and so small that no clip range is reached.
     _LARGE, _SMALL = 2.0**60, 2.0**-60
 
     def __init__(self, live: Any, timestep: int, options: dict[str, Any]):
-        self._live, self._timestep, self._options = live, timestep, options
+        super().__init__(live, timestep, options)
         large, small = self._LARGE, self._SMALL
         sample = torch.tensor([0.0, small, 0.0, large, 0.0], dtype=torch.float64)
         output = torch.tensor([0.0, 0.0, small, 0.0, large], dtype=torch.float64)
@@ -105,12 +101,12 @@ class StepProbe:
         noise = torch.randn((1, sample.numel()), generator=generator, dtype=torch.float64)
         generator.manual_seed(0)
         before = generator.get_state()
-        result = self._live.step(
-            output[None], self._timestep, sample[None], generator=generator, **self._options
+        result = self.live.step(
+            output[None], self.timestep, sample[None], generator=generator, **self.options
         )
         self.draws_noise = self.draws_noise or not torch.equal(before, generator.get_state())
         out, x0 = result.prev_sample, result.pred_original_sample
-        _check_finite(self._live, self._timestep, self._options, out, x0)
+        self.check_finite(out, x0)
         return x0[0], out[0], noise[0]
 
     def clip(self) -> float:
@@ -136,8 +132,7 @@ class StepProbe:
         expected_x0 = (self.r0 * sample + self.r1 * output).clamp(-clip, clip)
         expected = r2 * x0 + r3 * sample + r4 * output + self.r5 * noise
         for name, got, want in (("x0", expected_x0, x0), ("result", expected, out)):
-            where = (self._live, self._timestep, self._options)
-            _check_close(*where, name, got[held_out], want[held_out])
+            self.check_close(name, got[held_out], want[held_out])
         return [self.r0, self.r1, r2, r3, r4, self.r5]
 
 
@@ -166,17 +161,17 @@ def measure_chain(live: Any) -> tuple[list[list[float]], list[list[float]]]:
         sample = sign * torch.pow(2.0, exponent.double())
         output = torch.randn(points, generator=generator, dtype=torch.float64)
         out = live.step(output[None], timestep, sample[None]).prev_sample[0]
-        where = (live, timestep.item(), {})
-        _check_finite(*where, out)
+        step = _Step(live, timestep.item(), {})
+        step.check_finite(out)
         columns = [sample, output, *remembered]
         weights = _fit([column[fitted] for column in columns], out[fitted])
         expected = sum(w * column for w, column in zip(weights, columns, strict=True))
-        _check_close(*where, "result", expected[held_out], out[held_out])
+        step.check_close("result", expected[held_out], out[held_out])
         r0 = r1 = 0.0
         if orders > 1:
             kept = live.model_outputs[-1][0]
             r0, r1 = _fit([sample[fitted], output[fitted]], kept[fitted])
-            _check_close(*where, "x0", (r0 * sample + r1 * output)[held_out], kept[held_out])
+            step.check_close("x0", (r0 * sample + r1 * output)[held_out], kept[held_out])
             remembered = [kept, *remembered][: orders - 1]
         rows.append([r0, r1, 0.0, weights[0], weights[1], 0.0])
         history.append([*weights[2:], *[0.0] * (orders + 1 - len(weights))])
@@ -185,15 +180,6 @@ def measure_chain(live: Any) -> tuple[list[list[float]], list[list[float]]]:
 
 def _rewind(live: Any) -> None:
     """Reset a used copy to its first step."""
-    if getattr(live, "_step_index", None) is not None:
-        live._step_index = None
-    if hasattr(live, "model_outputs"):
-        live.model_outputs = [None] * len(live.model_outputs)
-    if hasattr(live, "lower_order_nums"):
-        live.lower_order_nums = 0
-
-
-def step_options(scheduler: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return those of ``given`` that the scheduler's ``step`` has a parameter for."""
-    parameters = inspect.signature(scheduler.step).parameters
-    return {name: value for name, value in given.items() if name in parameters}
+    outputs = [None] * len(getattr(live, "model_outputs", ()))
+    start = {"_step_index": None, "model_outputs": outputs, "lower_order_nums": 0}
+    vars(live).update({name: value for name, value in start.items() if hasattr(live, name)})

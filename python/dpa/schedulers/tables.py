@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.schedulers.probes import refusing_foreign_errors, step_options
+from dpa.schedulers.probes import refusing_foreign_errors
 
 Advance = Callable[[int, Tensor, Tensor, "Tensor | None"], Tensor]
 Generators = torch.Generator | Sequence[torch.Generator] | None
@@ -76,6 +77,12 @@ class StepTable:
             coefficients=self.coefficients.to(device=device, dtype=dtype),
         )
 
+    def x0_coefficients(self) -> Tensor:
+        """The coefficients of steps whose result is the predicted x0."""
+        coefficients = self.coefficients.clone()
+        coefficients[:, 2:] = coefficients.new_tensor([1.0, 0.0, 0.0, 0.0])
+        return coefficients
+
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance(step, model_output, sample, noise)``, to be called in the steps' order.
 
@@ -119,14 +126,9 @@ class MultistepTable(StepTable):
 
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance``, which keeps the x0 of earlier steps."""
-        coefficients = self.coefficients.clone()
-        coefficients[:, 2:] = coefficients.new_tensor([1.0, 0.0, 0.0, 0.0])
-        remember = replace(self, coefficients=coefficients, draws_noise=(False,) * len(self))
-        x0 = StepTable.stepper(remember)
+        x0 = StepTable(self.timesteps, self.x0_coefficients(), self.clip).stepper()
         plain = super().stepper(generator)
-        kept: deque[Tensor] = deque(
-            maxlen=max((len(weights) for weights in self.history), default=0)
-        )
+        kept: deque[Tensor] = deque(maxlen=max(map(len, self.history), default=0))
 
         def advance(step: int, output: Tensor, sample: Tensor, noise: Tensor | None) -> Tensor:
             out = plain(step, output, sample, noise)
@@ -166,7 +168,7 @@ class LiveSteps:
         self._live = copy.deepcopy(scheduler)
         if num_inference_steps is not None:
             self._live.set_timesteps(num_inference_steps)
-        self._options = step_options(self._live, options)
+        self._options = self._accepted(options)
         self.timesteps: Tensor = self._live.timesteps.detach().clone()
         self.draws_noise = (False,) * len(self)
         self._check_unscaled(copy.deepcopy(self._live))
@@ -181,6 +183,10 @@ class LiveSteps:
                 f"LiveSteps: scheduler must take its noise and its model's inputs unscaled, got "
                 f"{type(live).__name__}"
             )
+
+    def _accepted(self, options: dict[str, Any]) -> dict[str, Any]:
+        parameters = inspect.signature(self._live.step).parameters
+        return {name: value for name, value in options.items() if name in parameters}
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -200,8 +206,7 @@ class LiveSteps:
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance``; the scheduler takes its noise from ``generator``."""
         live = copy.deepcopy(self._live)
-        options = dict(self._options)
-        options |= step_options(live, {"generator": generator})
+        options = self._options | self._accepted({"generator": generator})
 
         def advance(step: int, output: Tensor, sample: Tensor, noise: Tensor | None) -> Tensor:
             out = live.step(output, self.timesteps[step], sample, **options)

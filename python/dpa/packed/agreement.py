@@ -1,0 +1,56 @@
+"""How far the results of a network and of what replaces it may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dpa.nn.family import Network
+
+# Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
+# their own rounding, which some 30 layers add up.
+STEP_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# The same of a whole loop, whose steps add theirs up.
+LOOP_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+def limit(
+    table: dict[torch.dtype, float], dtypes: Iterable[torch.dtype], device: torch.device
+) -> float:
+    """Return the error that a table allows: that of the coarsest arithmetic on either side."""
+    # The original's convolutions may round to TF32, which has float16's mantissa.
+    tf32 = device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    return max(table[dtype] for dtype in (*dtypes, *[torch.float16] * tf32))
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Return the relative error in the norm; infinity for another shape or dtype, or a NaN."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return float("inf")
+    got, expected = got.detach().double(), expected.detach().double()
+    error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
+    return float(torch.nan_to_num(error, nan=float("inf")))
+
+
+def proves(expected: Tensor) -> bool:
+    """Whether agreeing with this proves anything: some value is not zero, all are finite."""
+    return 0 < float(expected.detach().double().norm()) < float("inf")
+
+
+def example(network: Network, like: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return random sample, timesteps and conditions of two calls at once, of a tensor's kind."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, generator=generator, device="cpu").to(like)
+
+    arguments, horizon = network.arguments, 2 ** len(network.arguments["down_dims"])
+    sample = random(horizon, arguments["input_dim"])
+    conditions = {}
+    if arguments["global_cond_dim"]:
+        conditions["global_cond"] = random(arguments["global_cond_dim"])
+    if network.local_cond_dim:
+        conditions["local_cond"] = random(horizon, network.local_cond_dim)
+    return sample, torch.tensor([1, 50], device=like.device), conditions

@@ -1,0 +1,117 @@
+"""Which path a sampler takes by default: packed weights and one op, or step by step."""
+
+import pytest
+import torch
+from torch import nn
+
+import dpa
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+
+class Doubled(dpa.nn.ConditionalUnet1D):
+    """All parts of the family, and another forward."""
+
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
+
+
+def case(device="cpu", kind=dpa.nn.ConditionalUnet1D):
+    torch.manual_seed(0)
+    unet = kind(2, global_cond_dim=4, down_dims=(16, 32), diffusion_step_embed_dim=16)
+    call = {"global_cond": torch.randn(3, 4), "noise": torch.randn(3, 8, 2)}
+    return unet.to(device), {name: value.to(device) for name, value in call.items()}
+
+
+def make(unet, kind="DDIM", **options):
+    scheduler = getattr(diffusers, f"{kind}Scheduler")(20, prediction_type="sample")
+    return dpa.DiffusionSampler(unet, scheduler, 4, **options)
+
+
+def same_path(unet, call, fused, **options):
+    """Whether two calls of the default give the bits of the path that ``fused`` chooses."""
+    sampler, chosen = make(unet, **options), make(unet, **options, fused=fused)
+    return all(torch.equal(sampler(**call), chosen(**call)) for _ in range(2))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_network_of_the_family_runs_as_one_op(device, dtype):
+    unet, call = case(device)
+    assert same_path(unet, call, True, dtype=dtype)
+    assert not torch.equal(make(unet)(**call), make(unet, fused=False)(**call))
+
+
+def _half_hook(unet):
+    unet.final_conv[0].register_forward_hook(lambda module, args, out: out / 2)
+
+
+def _forward(unet):
+    own = unet.forward
+    unet.forward = lambda *args, **kwargs: own(*args, **kwargs) / 2
+
+
+def _activation(unet):
+    for module in unet.mid_modules.modules():
+        if isinstance(module, nn.Sequential) and isinstance(module[-1], nn.Mish):
+            module[-1] = nn.SiLU()
+
+
+def _no_head(unet):
+    nn.init.zeros_(unet.final_conv[1].weight)
+    nn.init.zeros_(unet.final_conv[1].bias)
+
+
+CHANGES = [_half_hook, _forward, _activation]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, _no_head])
+def test_what_one_op_would_pass_over_runs_step_by_step(device, change, recwarn):
+    unet, call = case(device)
+    change(unet)
+    assert same_path(unet, call, False)
+    assert not [w for w in recwarn if "DiffusionSampler" in str(w.message)]
+
+
+def test_another_forward_runs_step_by_step(device):
+    unet, call = case(device, Doubled)
+    assert same_path(unet, call, False)
+    expected = make(case(device)[0], fused=False)(**call)
+    assert not torch.allclose(make(unet)(**call), expected, atol=1e-2)
+
+
+def test_other_arithmetic_and_other_schedulers_run_step_by_step():
+    unet, call = case()
+    assert same_path(unet, call, False, kind="DPMSolverMultistep")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same_path(unet, call, False)
+    assert same_path(unet.double(), call, False)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_after_the_first_call_are_noticed(device, change):
+    unet, call = case(device)
+    sampler = make(unet)
+    before = [sampler(**call) for _ in range(2)][1]
+    change(unet)
+    for _ in range(2):
+        assert torch.equal(sampler(**call), make(unet, fused=False)(**call))
+    assert not torch.allclose(sampler(**call), before, atol=1e-4)
+
+
+def test_changed_weights_are_noticed(device):
+    unet, call = case(device)
+    sampler = make(unet)
+    for _ in range(3):
+        sampler(**call)
+        for parameter in unet.parameters():
+            parameter.data.mul_(1.1)
+        torch.testing.assert_close(sampler(**call), make(unet, fused=False)(**call))
+        assert torch.equal(sampler(**call), make(unet, fused=True)(**call))
+
+
+def test_fused_true_still_raises(device):
+    unet, call = case(device)
+    _activation(unet)
+    with pytest.raises(ValueError, match="SiLU"):
+        make(unet, fused=True)(**call)
+    assert same_path(unet, call, False)
