@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.library.capture import can_capture, capturing, leaving_failed
-from dpa.tracking import Tracker
+from dpa.tracking import Tracker, is_observed
 from dpa.tracking.replacing import Replacement, put_back, replace_method, replaced
 
 
@@ -218,11 +218,10 @@ def _is_special() -> bool:
     """Whether no gradient is wanted, or a hook or mode observes calls or changes them."""
     return (
         not torch.is_grad_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_observed()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
         or nn.modules.module._has_any_global_hook()
     )
 
