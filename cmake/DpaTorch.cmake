@@ -1,4 +1,4 @@
-# torch::cpu and torch::cuda: the libraries of the Python environment's torch.
+# The Python environment's torch: what it is; and dpa_torch_targets(), which makes torch::cpu and torch::cuda of its libraries.
 #
 # torch's own CMake package wants a whole CUDA toolkit even for a CPU build against a CUDA wheel, and adds flags of its
 # own to the CUDA compiler. The library needs three shared objects and two include folders, so it names them itself.
@@ -16,24 +16,26 @@ if(failed)
 endif()
 list(GET torch_facts 0 DPA_TORCH_ROOT)
 list(GET torch_facts 1 DPA_TORCH_VERSION)
-list(GET torch_facts 2 torch_cuda)
-if(DPA_WITH_CUDA AND NOT torch_cuda EQUAL DPA_CUDA_MAJOR)
-  message(FATAL_ERROR "torch ${DPA_TORCH_VERSION} goes with CUDA ${torch_cuda} (0: none), and ${DPA_NVCC} is of CUDA "
-                      "${DPA_CUDA_MAJOR}: build with DPA_CUDA=off, or take another torch or another nvcc (CUDACXX)")
-endif()
+list(GET torch_facts 2 DPA_TORCH_CUDA) # the major version, 0 for a build for the CPU
 message(STATUS "dpa: torch ${DPA_TORCH_VERSION} in ${DPA_TORCH_ROOT}")
 
-add_library(torch::cpu INTERFACE IMPORTED)
-target_include_directories(torch::cpu SYSTEM INTERFACE
-  "${DPA_TORCH_ROOT}/include" "${DPA_TORCH_ROOT}/include/torch/csrc/api/include")
-target_link_libraries(torch::cpu INTERFACE
-  "${DPA_TORCH_ROOT}/lib/libtorch_cpu.so" "${DPA_TORCH_ROOT}/lib/libc10.so")
+macro(dpa_torch_targets)
+  if(DPA_WITH_CUDA AND NOT DPA_TORCH_CUDA EQUAL DPA_CUDA_MAJOR)
+    message(FATAL_ERROR "torch ${DPA_TORCH_VERSION} goes with CUDA ${DPA_TORCH_CUDA} (0: none), and ${DPA_NVCC} is of CUDA "
+                        "${DPA_CUDA_MAJOR}: build with DPA_CUDA=off, or set CUDACXX to an nvcc of CUDA ${DPA_TORCH_CUDA}")
+  endif()
+  add_library(torch::cpu INTERFACE IMPORTED)
+  target_include_directories(torch::cpu SYSTEM INTERFACE
+    "${DPA_TORCH_ROOT}/include" "${DPA_TORCH_ROOT}/include/torch/csrc/api/include")
+  target_link_libraries(torch::cpu INTERFACE
+    "${DPA_TORCH_ROOT}/lib/libtorch_cpu.so" "${DPA_TORCH_ROOT}/lib/libc10.so")
 
-add_library(torch::cuda INTERFACE IMPORTED)
-if(DPA_WITH_CUDA)
-  target_compile_definitions(torch::cuda INTERFACE DPA_WITH_CUDA)
-  target_include_directories(torch::cuda SYSTEM INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-  # libtorch_cuda has the generator whose stream dpa::normal_draws goes on with.
-  target_link_libraries(torch::cuda INTERFACE torch::cpu "${DPA_TORCH_ROOT}/lib/libc10_cuda.so"
-                                              "${DPA_TORCH_ROOT}/lib/libtorch_cuda.so" "${DPA_CUDART}")
-endif()
+  add_library(torch::cuda INTERFACE IMPORTED)
+  if(DPA_WITH_CUDA)
+    target_compile_definitions(torch::cuda INTERFACE DPA_WITH_CUDA)
+    target_include_directories(torch::cuda SYSTEM INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+    # libtorch_cuda has the generator whose stream dpa::normal_draws goes on with.
+    target_link_libraries(torch::cuda INTERFACE torch::cpu "${DPA_TORCH_ROOT}/lib/libc10_cuda.so"
+                                                "${DPA_TORCH_ROOT}/lib/libtorch_cuda.so" "${DPA_CUDART}")
+  endif()
+endmacro()

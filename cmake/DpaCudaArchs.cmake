@@ -1,0 +1,51 @@
+# Which compiler, which architectures, which code: functions alone, so that scripts can call them.
+
+# The compiler, of the CUDA that torch is built with where there is a choice: CUDACXX, CUDA_HOME, the PATH, the toolkits'
+# usual places, or the one that PyPI's nvidia-cuda-nvcc brings.
+function(dpa_find_nvcc result major)
+  find_program(DPA_NVCC nvcc
+    HINTS ENV CUDACXX ENV CUDA_HOME
+    PATHS "/usr/local/cuda-${major}/bin" /usr/local/cuda/bin "${Python_SITELIB}/nvidia/cu${major}/bin"
+    PATH_SUFFIXES bin)
+  set(${result} "${DPA_NVCC}" PARENT_SCOPE)
+endfunction()
+
+# The architectures of the GPUs here, or 90a where there is none.
+function(dpa_local_archs result reason)
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE capabilities RESULT_VARIABLE failed ERROR_QUIET)
+  if(failed OR NOT capabilities MATCHES "[0-9]")
+    set(${result} 90a PARENT_SCOPE)
+    set(${reason} "no GPU here, so the default" PARENT_SCOPE)
+    return()
+  endif()
+  string(REGEX MATCHALL "[0-9]+\\.[0-9]" capabilities "${capabilities}")
+  list(REMOVE_DUPLICATES capabilities)
+  set(archs "")
+  foreach(capability IN LISTS capabilities)
+    string(REPLACE "." "" arch "${capability}")
+    if(arch EQUAL 90)
+      set(arch 90a)
+    endif()
+    list(APPEND archs "${arch}")
+  endforeach()
+  set(${result} "${archs}" PARENT_SCOPE)
+  set(${reason} "the GPU here" PARENT_SCOPE)
+endfunction()
+
+# nvcc's options: machine code for each architecture, and PTX of 8.0, which the driver of any other GPU from 8.0 on
+# compiles, so that no build is without kernels there. It costs a fifth of the compiler's time. Compressed where the
+# compiler can, all of it takes less room than one architecture's code does plain.
+function(dpa_cuda_code_flags result archs version)
+  set(flags "--generate-code=arch=compute_80,code=compute_80")
+  if(version VERSION_GREATER_EQUAL 12.8)
+    list(PREPEND flags "--compress-mode=size")
+  endif()
+  foreach(arch IN LISTS archs)
+    if(NOT arch MATCHES "^[0-9]+[af]?$")
+      message(FATAL_ERROR "DPA_CUDA_ARCHS must hold architectures such as 80, 90a or 100f, got ${arch}")
+    endif()
+    list(APPEND flags "--generate-code=arch=compute_${arch},code=sm_${arch}")
+  endforeach()
+  set(${result} ${flags} PARENT_SCOPE)
+endfunction()

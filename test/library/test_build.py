@@ -1,0 +1,77 @@
+"""What the build makes code for, and what the library that it made holds."""
+
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import dpa
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "kernels" / "cuda").rglob("*.cu"))
+PTX, CODE = 1, 2  # kinds of a fat binary's entries
+
+SCRIPT = """
+include({root}/cmake/DpaCudaArchs.cmake)
+dpa_cuda_code_flags(flags "{archs}" {version})
+message("${{flags}}")
+"""
+
+
+def flags(archs, version="13.0.88"):
+    """The options that the build gives to nvcc, or the error's text."""
+    cmake = shutil.which("cmake") or pytest.skip("needs cmake")
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "flags.cmake")
+        script.write_text(SCRIPT.format(root=ROOT, archs=archs, version=version))
+        done = subprocess.run([cmake, "-P", script], capture_output=True, text=True)
+    return done.stderr.strip().split(";") if done.returncode == 0 else done.stderr
+
+
+@pytest.mark.parametrize("archs", ["90a", "80", "86", "75;80;90a", "100f", "120"])
+def test_every_build_holds_ptx_of_8_0_and_code_of_what_is_asked(archs):
+    given = flags(archs)
+    assert "--generate-code=arch=compute_80,code=compute_80" in given
+    for arch in archs.split(";"):
+        assert f"--generate-code=arch=compute_{arch},code=sm_{arch}" in given
+    assert len(given) == len(archs.split(";")) + 2 and "--compress-mode=size" in given
+
+
+def test_an_older_compiler_gets_no_option_that_it_lacks():
+    assert not any("compress" in option for option in flags("90a", "12.1.105"))
+
+
+def test_an_architecture_that_is_none_is_refused():
+    assert "must hold architectures such as 80, 90a or 100f, got sm_90" in " ".join(
+        flags("sm_90").split()
+    )
+
+
+def fat_binaries(library):
+    """For each fat binary of an ELF file, the (kind, architecture) of its entries."""
+    content = library.read_bytes()
+    for match in re.finditer(b"\x50\xed\x55\xba\x01\x00\x10\x00", content):
+        at = match.start()
+        (size,) = struct.unpack_from("<Q", content, at + 8)
+        entries, position, end = set(), at + 16, at + 16 + size
+        while position < end:
+            kind, _, header, length = struct.unpack_from("<HHIQ", content, position)
+            entries.add((kind, *struct.unpack_from("<I", content, position + 28)))
+            position += header + length
+        yield entries
+
+
+def test_the_library_runs_on_every_gpu_from_8_0():
+    """Each kernel file of the library here has PTX of 8.0 that a driver can compile."""
+    built_for = Path(dpa.library_path()).with_name("built-for.txt")
+    if not built_for.is_file() or "PTX 80" not in built_for.read_text():
+        pytest.skip("the library here has no CUDA kernels, or is built by another recipe")
+    found = list(fat_binaries(Path(dpa.library_path())))
+    assert len(found) == len(SOURCES)
+    assert all((PTX, 80) in entries for entries in found), found
+    assert all(any(kind == CODE for kind, _ in entries) for entries in found)
