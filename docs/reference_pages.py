@@ -126,7 +126,9 @@ def _page(name: str, schemas: list[str], measured: dict[str, str]) -> str:
 
 
 def on_config(config):
-    """List a page an op in the navigation, under the section that names this file's index."""
+    """Name the version in the header, and list a page an op under the section of the reference."""
+    text = (_ROOT / "python/dpa/__init__.py").read_text()
+    config["site_name"] += " " + re.findall(r'^__version__ = "(.*)"', text, re.M)[0]
     for section in config["nav"]:
         pages = section.get("Reference")
         if pages is not None:

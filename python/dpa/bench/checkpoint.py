@@ -228,7 +228,6 @@ def _loop(options: Options, device: torch.device) -> tuple[Subject, Subject]:
         steps,
         options.dtype,
         horizon=horizon,
-        fused=True,
         fallback=True,
     )
     what = f"the denoising loop of a checkpoint of {source.kind}"
