@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpa.nn.plain import PlainLayers, is_changed, sequential
+from dpa.nn.plain import PlainLayers, is_changed, scriptable, sequential
 
 
 class Conv1d(nn.Conv1d):
@@ -103,13 +103,8 @@ class Conv1dBlock(nn.Module):
             residual,
         )
 
-    def __prepare_scriptable__(self) -> "Conv1dBlock":
-        """Refuse ``torch.jit.script``, which would leave out what was changed."""
-        if self._is_changed_inside():
-            raise ValueError(
-                f"Conv1dBlock: block must be as it was made where it is scripted, got {self.block}"
-            )
-        return self
+    def __prepare_scriptable__(self) -> nn.Module:
+        return scriptable(self, "block", self._is_changed_inside())
 
     @torch.jit.unused
     def _is_changed_inside(self) -> bool:
@@ -206,14 +201,8 @@ class ConditionalResidualBlock1D(nn.Module):
         out = self.blocks[0](x, scale, shift)
         return self.blocks[1](out, None, None, self.residual_conv(x))
 
-    def __prepare_scriptable__(self) -> "ConditionalResidualBlock1D":
-        """Refuse ``torch.jit.script``, which would leave out what was changed."""
-        if self._has_other_blocks():
-            raise ValueError(
-                "ConditionalResidualBlock1D: blocks must be as they were made where they are "
-                f"scripted, got {self.blocks}"
-            )
-        return self
+    def __prepare_scriptable__(self) -> nn.Module:
+        return scriptable(self, "blocks", self._has_other_blocks())
 
     @torch.jit.unused
     def _has_other_blocks(self) -> bool:
@@ -241,25 +230,25 @@ _BLOCK_LAYERS = PlainLayers(
 )
 
 
-class Downsample1d(nn.Module):
+class _Resample1d(nn.Module):
+    def __init__(self, conv: nn.Module):
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, dim, T) to (B, dim, T')."""
+        return self.conv(x)
+
+
+class Downsample1d(_Resample1d):
     """Halves the length: a convolution of three taps and stride 2."""
 
     def __init__(self, dim: int):
-        super().__init__()
-        self.conv = Conv1d(dim, dim, 3, stride=2, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, dim, T) to (B, dim, T')."""
-        return self.conv(x)
+        super().__init__(Conv1d(dim, dim, 3, stride=2, padding=1))
 
 
-class Upsample1d(nn.Module):
+class Upsample1d(_Resample1d):
     """Doubles the length: a transposed convolution of four taps and stride 2."""
 
     def __init__(self, dim: int):
-        super().__init__()
-        self.conv = ConvTranspose1d(dim, dim, 4, stride=2, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, dim, T) to (B, dim, T')."""
-        return self.conv(x)
+        super().__init__(ConvTranspose1d(dim, dim, 4, stride=2, padding=1))

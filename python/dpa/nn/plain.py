@@ -19,6 +19,16 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def scriptable(module: nn.Module, part: str, changed: bool) -> nn.Module:
+    """Return a module, or refuse ``torch.jit.script``, which would leave out what was changed."""
+    if changed:
+        raise ValueError(
+            f"{type(module).__name__}: {part} must be as it was made where it is scripted, got "
+            f"{getattr(module, part)}"
+        )
+    return module
+
+
 def sequential(path: str, *kinds: type[nn.Module]) -> dict[str, tuple[type[nn.Module], ...]]:
     """Return the types of a Sequential of these classes, as :class:`PlainLayers` takes them."""
     return {path: (nn.Sequential,)} | {f"{path}.{i}": (kind,) for i, kind in enumerate(kinds)}

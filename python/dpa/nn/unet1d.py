@@ -27,7 +27,7 @@ from dpa.nn.blocks1d import (
     Downsample1d,
     Upsample1d,
 )
-from dpa.nn.plain import PlainLayers, is_changed, is_exporting, sequential
+from dpa.nn.plain import PlainLayers, is_changed, is_exporting, scriptable, sequential
 
 # The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
 _CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
@@ -259,14 +259,8 @@ class ConditionalUnet1D(nn.Module):
             x = level[2](x)
         return self.final_conv(x).transpose(1, 2)
 
-    def __prepare_scriptable__(self) -> "ConditionalUnet1D":
-        """Refuse ``torch.jit.script``, which would leave out what was changed."""
-        if self._has_another_encoder():
-            raise ValueError(
-                "ConditionalUnet1D: diffusion_step_encoder must be as it was made where it is "
-                f"scripted, got {self.diffusion_step_encoder}"
-            )
-        return self
+    def __prepare_scriptable__(self) -> nn.Module:
+        return scriptable(self, "diffusion_step_encoder", self._has_another_encoder())
 
     @torch.jit.unused
     def _has_another_encoder(self) -> bool:
