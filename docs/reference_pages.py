@@ -157,6 +157,8 @@ def on_files(files: Files, config) -> Files:
     files.append(File.generated(config, "reference/ops.md", content="\n".join(index) + "\n"))
     for name in _BESIDE_README:
         text = (_ROOT / name).read_text().replace("](docs/", "](")
+        for other in _BESIDE_README:
+            text = text.replace(f"]({other}", f"]({other.lower()}")
         files.append(File.generated(config, name.lower(), content=text))
     return files
 

@@ -23,9 +23,9 @@ def run(*arguments):
 
 
 def error(*arguments):
-    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)], env={"COLUMNS": "200"})
     assert result.exit_code != 0 and result.exception is not None
-    return str(result.exception)
+    return str(result.exception) if result.exit_code == 1 else result.output
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_what_is_refused(pusht_policy, tmp_path):
     assert "env: Environment `Nowhere` doesn't exist" in error(pusht_policy, "--env", "Nowhere-v0")
     assert "must be a dict" in error(pusht_policy, "--env", "CartPole-v1")
     assert "video: must end in .gif or .mp4" in error(pusht_policy, *env, "--video", "a.avi")
-    assert "mode must be one of loop, step, chain" in error(pusht_policy, *env, "--mode", "fast")
+    assert "'fast' is not one of 'loop', 'step'" in error(pusht_policy, *env, "--mode", "fast")
     assert "exclude each other" in error(pusht_policy, *env, "--plain", "--compare")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((pusht_policy / name).read_bytes())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dpa
+from dpa.library import jit
 
 _ROOT = Path(__file__).parents[2]
 
@@ -51,6 +52,41 @@ except RuntimeError as error:
     print(error)
 """
     assert "DPA_CUDA must be auto, on or off, got sometimes" in _run(code)
+
+
+def test_says_where_it_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+    code = f"""
+import dpa
+try:
+    dpa.jit.load(cuda="off", folder={str(tmp_path / "file" / "build")!r})
+except RuntimeError as error:
+    print(error)
+"""
+    printed = _run(code)
+    assert "cannot be written (Not a directory): give another folder=" in printed
+    assert "XDG_CACHE_HOME" in printed
+
+
+def test_a_wheel_has_no_sources(monkeypatch):
+    monkeypatch.setattr(jit, "checkout", lambda: None)
+    with pytest.raises(FileNotFoundError, match="which a wheel does not hold: clone the repo"):
+        jit._source()
+
+
+NINJA = ["sh", "-c", "echo '[1/2] a.cpp'; echo warning: b; echo '[2/2] b.cpp'; exit {status}"]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_counts_the_compiled_files_on_a_terminal(status, capsys, monkeypatch):
+    command = [part.format(status=status) for part in NINJA]
+    lines = "[1/2] a.cpp\nwarning: b\n[2/2] b.cpp\n"
+    assert jit._run(command, dict(os.environ), verbose=False, say=True) == (status, lines)
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert jit._run(command, dict(os.environ), verbose=False, say=True) == (status, lines)
+    err = capsys.readouterr().err
+    assert "\rdpa.jit.load: [1/2]\rdpa.jit.load: [2/2]" in err and err.endswith("\r\033[K")
 
 
 @pytest.mark.parametrize(

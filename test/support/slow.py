@@ -7,9 +7,10 @@ compiles, simulates or starts processes and was not measured. `make test` runs e
 from pathlib import PurePath
 
 # Programs around the library, and what needs several processes.
-FOLDERS = ("bench", "demo", "docs", "eval", "export", "faults")
+FOLDERS = ("bench", "cli", "demo", "docs", "eval", "export", "faults")
 FILES = (
     "acceleration/test_lerobot_loops.py",
+    "library/test_doctor.py",
     "library/test_jit.py",
     "ops/test_everywhere.py",
     "ops/test_own_op.py",
