@@ -95,7 +95,11 @@ def _commands(*programs):
 
 
 def _parse(name, *words):
-    command = typer.main.get_command(app).commands[name]
+    group = typer.main.get_command(app)
+    if name.startswith("-"):
+        assert any(name in option.opts for option in group.params), name
+        return
+    command = group.commands[name]
     try:
         with command.make_context(name, list(words)):
             pass
