@@ -42,7 +42,7 @@ Examples:
 def bench(
     checkpoint: Annotated[
         str | None,
-        typer.Argument(metavar="[CHECKPOINT]", help="As of dpa explain; without it this machine."),
+        typer.Argument(metavar="CHECKPOINT", help="As of dpa explain; without it this machine."),
     ] = None,
     device: Device = "auto",
     dtype: Annotated[
