@@ -3,6 +3,7 @@
 import copy
 import pickle
 import time
+import warnings
 
 import pytest
 import torch
@@ -192,8 +193,12 @@ def test_a_loop_that_cannot_be_captured_still_runs(cuda):
     graphs = LoopGraphs()
     make_body = lambda: lambda inputs: inputs["x"] * float(inputs["x"].sum())  # noqa: E731
     x = torch.ones(2, device=cuda)
-    for _ in range(2):
-        assert graphs.run("key", cuda, {"x": x}, make_body).tolist() == [2, 2]
+    run = lambda: graphs.run("key", cuda, {"x": x}, make_body).tolist()  # noqa: E731
+    with pytest.warns(RuntimeWarning, match="could not be captured and runs kernel by kernel"):
+        assert run() == [2, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run() == [2, 2]
     assert list(graphs.refused) == ["key"] and len(graphs) == 0
     assert torch.randn(2, device=cuda).shape == (2,)  # the global generator still works
 

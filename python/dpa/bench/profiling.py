@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpa.bench.timing import device_us
+from dpa.library.capture import capturing, leaving_failed
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.tables import StepTable
@@ -222,7 +223,7 @@ def captured_loop(
 
     loop()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with leaving_failed(noise.device, graph), capturing(graph):
         loop()
 
     def replay(reads: Callable[[], Tensor] = loop) -> None:  # keeps the graph's inputs alive

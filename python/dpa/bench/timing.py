@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dpa.library.capture import capturing, leaving_failed
+
 
 def device_us(run: Callable[[], object], repeats: int = 50, inner: int = 1) -> float:
     """Median microseconds a call of ``run`` takes on the GPU, or on the CPU where there is none.
@@ -114,7 +116,7 @@ def graphed(run: Callable[[], object], copies: int = 20, warm_up: int = 3) -> Ca
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with leaving_failed(torch.device("cuda"), graph), capturing(graph):
         for _ in range(copies):
             run()
     return graph.replay

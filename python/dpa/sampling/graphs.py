@@ -32,7 +32,8 @@ def attempt(
 ) -> Made | None:
     """Return what ``capture()`` captures, or None: then the work still runs, kernel by kernel.
 
-    Where memory is short the next call tries again; what else fails is ``refused`` for good.
+    Where memory is short the next call tries again; what else fails is ``refused`` for good, and a
+    warning says why.
     """
     try:
         # Without memory a capture would end in pieces; here the error is an ordinary one.
@@ -46,6 +47,12 @@ def attempt(
         )
     except RuntimeError as error:
         refused[key] = str(error).partition("\n")[0]
+        warnings.warn(
+            "DiffusionSampler: this loop could not be captured and runs kernel by kernel: "
+            f"{refused[key]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return None
 
 
