@@ -291,3 +291,38 @@ def test_a_timestep_with_dimensions_gives_the_original_dtype_and_shape(kind, dty
             expected, got = (getattr(result, name) for result in results)
             assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
             assert relative_error(got, expected) <= STEP_LIMITS[output.dtype]
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        float,
+        bool,
+        lambda t: torch.tensor(float(t)),
+        lambda t: torch.tensor(t, dtype=torch.uint8),
+        lambda t: torch.tensor(t, dtype=torch.int16),
+        lambda t: torch.tensor(t, dtype=torch.int32),
+        lambda t: torch.tensor(t).numpy()[()],
+    ],
+)
+def test_timesteps_of_other_types_mean_what_they_mean_to_the_original(kind, make):
+    plain = make_scheduler(kind)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    x = torch.linspace(-1, 1, 8).view(1, 4, 2)
+    for scheduler in (plain, fast):
+        scheduler.set_timesteps(50)
+    fast.step(x.sin(), 1, x), fast.step(x.sin(), 1, x)
+
+    def outcome(scheduler):
+        torch.manual_seed(0)
+        try:
+            return scheduler.step(x.sin(), make(1), x).prev_sample
+        except (IndexError, RuntimeError, TypeError) as error:
+            return type(error)
+
+    got, want = outcome(fast), outcome(plain)
+    if isinstance(want, type):
+        assert got is want
+    else:
+        torch.testing.assert_close(got, want)

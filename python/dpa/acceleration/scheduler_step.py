@@ -191,10 +191,13 @@ class FastStep(Replacement):
             return None
         timestep = bound["timestep"]
         if isinstance(timestep, Tensor) and timestep.numel() == 1:
+            # The original selects coefficients by it: one of another dtype masks, or is no index.
+            if timestep.dtype not in (torch.int64, torch.int32):
+                return None
             if _changes_results(timestep, sample, self.scheduler.alphas_cumprod):
                 return None
             bound["timestep"] = timestep.item()
-        elif not isinstance(timestep, int | float):
+        elif type(timestep) is not int:
             return None
         if (noise is not None and generator is not None) or not bound.get("return_dict", True):
             return None
