@@ -530,3 +530,42 @@ def test_a_loop_that_cannot_be_one_op_raises_or_runs_step_by_step(device):
     with pytest.warns(UserWarning, match=r"fused must be left out .* runs step by step"):
         got = sampler(cond, noise=noise)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["layer", "all", "wrapped"])
+def test_a_fused_sampler_leaves_hooked_and_altered_networks_to_the_loop(device, where):
+    """One op calls no layer: hooks that change results, and layers around layers, would be lost."""
+    unet, (scheduler, steps, _) = make_unet(device).eval(), make_scheduler("ddim")
+    cond, noise = torch.randn(SHAPE[0], 4, device=device), torch.randn(SHAPE, device=device)
+    options = {"fused": True, "horizon": SHAPE[1]}
+    lenient = dpa.DiffusionSampler(unet, scheduler, steps, fallback=True, **options)
+    strict = dpa.DiffusionSampler(unet, scheduler, steps, **options)
+    call = {"global_cond": cond, "noise": noise}
+    for _ in range(3):
+        before = lenient(**call), strict(**call)
+    louder, last = lambda module, args, result: result * 1.1, unet.final_conv[1]  # noqa: E731
+    handle = None
+    if where == "layer":
+        handle = unet.mid_modules[0].register_forward_hook(louder)
+    elif where == "all":
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, result: result * 1.1 if isinstance(module, nn.Conv1d) else None
+        )
+    else:
+        unet.final_conv[1] = nn.Sequential(last, nn.Tanh())
+    try:
+        for _ in range(2):
+            want = diffusers_loop(unet, scheduler, steps, cond, noise)
+            with pytest.warns(UserWarning, match="the loop runs step by step instead"):
+                torch.testing.assert_close(lenient(**call), want, rtol=1e-4, atol=1e-4)
+            assert (want - before[0]).abs().max() > 1e-3
+            with pytest.raises(ValueError, match="hooks" if handle else "final_conv.1"):
+                strict(**call)
+    finally:
+        unet.final_conv[1] = last
+        if handle is not None:
+            handle.remove()
+    for _ in range(2):
+        for sampler, then in zip((lenient, strict), before, strict=True):
+            torch.testing.assert_close(sampler(**call), then, rtol=1e-4, atol=1e-4)

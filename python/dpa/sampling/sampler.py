@@ -261,9 +261,11 @@ class DiffusionSampler:
             kind, placed, call = again
             same = _kind_of(given, batch_size, generator) == kind
             if same and call.packed.weights.placement == placed and can_capture(placed[0]):
-                packed = call.packed
-                plain = self.fused or (fused_loop.is_plain(packed) and not packed.network.changed())
-                if plain:
+                network = call.packed.network
+                wanted = (
+                    not network.tracker.hooked() if self.fused else fused_loop.is_plain(call.packed)
+                )
+                if wanted and not network.changed():
                     return call(given, generator)
         return self._sample(given, batch_size, generator)
 
@@ -344,6 +346,10 @@ class DiffusionSampler:
             made_of = None if last is None else (last.dtype, last.weights.mode)
             if made_of != (dtype, self.weights) or last.unet is not unet:
                 self.packed = PackedUnet(unet, dtype, weights=self.weights)
+            if self.fused and self.packed.network.changed():
+                self.packed.repack()  # or an error that says what was altered
+            if self.fused and self.packed.network.tracker.hooked():
+                fail("fused", "be left out where modules have hooks: one op calls none", True)
             if self.fused or (fused_loop.is_plain(self.packed) and self.packed.agrees()):
                 return self.packed
         except (RuntimeError, TypeError, ValueError) as error:
