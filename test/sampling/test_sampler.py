@@ -544,7 +544,7 @@ def test_a_fused_sampler_leaves_hooked_and_altered_networks_to_the_loop(device, 
     call = {"global_cond": cond, "noise": noise}
     for _ in range(3):
         before = lenient(**call), strict(**call)
-    louder, last = lambda module, args, result: result * 1.1, unet.final_conv[1]  # noqa: E731
+    louder, last = lambda module, args, result: result * 1.1, unet.final_conv[1]
     handle = None
     if where == "layer":
         handle = unet.mid_modules[0].register_forward_hook(louder)
