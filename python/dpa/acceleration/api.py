@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dpa.acceleration.policy_loop import FastLoop, why_no_table
-from dpa.acceleration.scheduler_step import FastStep, why_no_step
+from dpa.acceleration.policy_loop import LOOPS, FastLoop
+from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.shadow_run import Options
 from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
@@ -34,10 +34,6 @@ _MODES = ("loop", "step", "chain")
 # Attributes of what is accelerated.
 _REPLACED = ("forward", "conditional_sample", "step", *WHOLE_CALLS)
 _NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
-_LOOPS = (
-    {"batch_size", "global_cond", "generator"},  # LeRobot
-    {"condition_data", "condition_mask", "local_cond", "global_cond", "generator"},  # the original
-)
 
 
 @dataclass(frozen=True)
@@ -207,7 +203,7 @@ def _replace(model: Any, options: Options, graphs: bool) -> None:
             name = survey.network_name(module)
             loop = FastLoop(module, name, options)
             replace_method(module, "conditional_sample", loop)
-            loop.refused = why_no_table(module)  # said already
+            loop.refused = why_no_table(module.noise_scheduler)  # said already
             method = _whole_call(module)
             if graphs and options.mode == "loop" and method is not None:
                 replace_method(module, method, WholeCall(module, method, options))
@@ -278,31 +274,27 @@ class _Survey:
         return Report(tuple(findings))
 
     def _unet_finding(self, path: str, module: nn.Module) -> Finding:
-        name, forward = type(module).__name__, replaced_forward(module)
+        forward, network = replaced_forward(module), self.networks[module]
         if not isinstance(forward, FastForward):
-            network = self.networks[module]
-            is_supported = isinstance(network, Network)
-            how = _how(module, network, "loop") if is_supported else network
-            return Finding(path, "U-Net", name, is_supported, False, how)
-        errors = tuple(forward.shadow.errors.values())
+            why = None if isinstance(network, Network) else network
+            return _finding(path, "U-Net", module, None, why, lambda: _how(module, network, "loop"))
         why = forward.fallback_reason() or forward.shadow.failed
-        if why is not None:
-            return Finding(path, "U-Net", name, False, False, why, errors)
-        how = "layer by layer with dpa's ops while it is in training mode"
-        if not module.training:
-            how = _how(module, forward.network, forward.options.mode)
-        return Finding(path, "U-Net", name, True, True, how, errors)
+
+        def how() -> str:
+            if module.training:
+                return "layer by layer with dpa's ops while it is in training mode"
+            return _how(module, forward.network, forward.options.mode)
+
+        return _finding(path, "U-Net", module, forward, why, how)
 
     def _loop_finding(self, path: str, module: nn.Module) -> Finding:
         loop = replaced(module, "conditional_sample")
-        if not isinstance(loop, FastLoop):
-            why = self.why_no_loop(module) or why_no_table(module)
-            how = why or _how_loop(module)
-            return Finding(path, "loop", type(module).__name__, why is None, False, how)
-        why = why_no_table(module) or loop.fallback_reason() or loop.shadow.failed or loop.refused
-        errors = tuple(loop.shadow.errors.values())
-        how, can = why or _how_loop(module), why is None
-        return Finding(path, "loop", type(module).__name__, can, can, how, errors)
+        fast = loop if isinstance(loop, FastLoop) else None
+        why = self.why_no_loop(module) if fast is None else None
+        why = why or why_no_table(getattr(module, "noise_scheduler", None))
+        if fast is not None:
+            why = why or fast.fallback_reason() or fast.shadow.failed or fast.refused
+        return _finding(path, "loop", module, fast, why, lambda: _how_loop(module))
 
     def why_no_loop(self, module: nn.Module) -> str | None:
         """Return why a module's ``conditional_sample`` stays, or None where it is supported."""
@@ -312,7 +304,7 @@ class _Survey:
         if "conditional_sample" in vars(module):
             return "its conditional_sample was replaced on the object"
         names = set(inspect.signature(loop).parameters)
-        if not any(arguments <= names for arguments in _LOOPS):
+        if not any(arguments <= names for arguments in LOOPS):
             return "its conditional_sample takes other arguments than LeRobot's and the original's"
         missing = [n for n in ("noise_scheduler", "num_inference_steps") if not hasattr(module, n)]
         if missing:
@@ -352,12 +344,18 @@ def _call_finding(path: str, policy: nn.Module) -> Iterator[Finding]:
 
 def _scheduler_finding(scheduler: Any) -> Finding:
     step, why = replaced(scheduler, "step"), why_no_step(scheduler)
-    fast = isinstance(step, FastStep)
-    why = why or (step.shadow.failed if fast else None)
-    errors = tuple(step.shadow.errors.values()) if fast else ()
-    how = why or "each step one op"
-    active = fast and why is None
-    return Finding("", "scheduler", type(scheduler).__name__, why is None, active, how, errors)
+    fast = step if isinstance(step, FastStep) else None
+    why = why or (None if fast is None else fast.shadow.failed)
+    return _finding("", "scheduler", scheduler, fast, why, lambda: "each step one op")
+
+
+def _finding(
+    path: str, part: str, owner: Any, fast: Any, why: str | None, how: Callable[[], str]
+) -> Finding:
+    """Say what is found of a part that ``fast`` replaces, where it is not None."""
+    errors = () if fast is None else tuple(fast.shadow.errors.values())
+    can, name = why is None, type(owner).__name__
+    return Finding(path, part, name, can, can and fast is not None, why or how(), errors)
 
 
 def _alone(finding: Finding) -> Finding:

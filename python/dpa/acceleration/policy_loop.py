@@ -26,22 +26,12 @@ from dpa.training.graphed_calls import replaced_forward
 
 _KEPT = 8  # routes: one for each state of the policy and kind of call
 _MISSES = 32  # calls in a row that find no route
+_LEROBOT = frozenset({"batch_size", "global_cond", "generator"})
+_ORIGINAL = frozenset({"condition_data", "condition_mask", "local_cond", "global_cond"})
+LOOPS = (_LEROBOT, _ORIGINAL | {"generator"})  # the arguments of a supported loop
 # Whatever else a caller gives belongs to the original. (DP3 has the two of a point cloud and does
 # not use them.)
-_ARGUMENTS = frozenset(
-    {
-        "batch_size",
-        "global_cond",
-        "local_cond",
-        "generator",
-        "noise",
-        "condition_data",
-        "condition_mask",
-        "condition_data_pc",
-        "condition_mask_pc",
-        "kwargs",
-    }
-)
+_FURTHER = frozenset({"noise", "kwargs", "condition_data_pc", "condition_mask_pc"})
 _STEP_OPTIONS = frozenset({"eta", "use_clipped_model_output"})
 _NO_SETTINGS = frozenset({"_parameters", "_buffers", "training"})
 
@@ -68,17 +58,6 @@ class Route:
         )
 
 
-def why_no_table(policy: nn.Module) -> str | None:
-    """Return what in a policy's scheduler no table of steps expresses, or None."""
-    try:
-        if (why := why_replaced(policy.noise_scheduler)) is not None:
-            return why
-        from_diffusers(policy.noise_scheduler, 1)
-    except (AttributeError, TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
 class FastLoop(Replacement):
     """Replaces a policy's ``conditional_sample``: the whole loop by :class:`DiffusionSampler`.
 
@@ -87,13 +66,11 @@ class FastLoop(Replacement):
     network changed in any attribute, runs both loops and returns the original's result.
     """
 
-    OWNER = "policy"
-
-    def __init__(self, policy: nn.Module, network: str, options: Options):
-        self.policy = policy
-        self.network = network
-        self.options = options
-        self.forget()
+    METHOD, OWNER = "conditional_sample", "policy"
+    KEPT = ("policy", "network", "options")
+    policy: nn.Module
+    network: str
+    options: Options
 
     def forget(self) -> None:
         """Find everything anew and compare again."""
@@ -105,18 +82,6 @@ class FastLoop(Replacement):
         self._misses = 0
         self._signature: inspect.Signature | None = None
         self._thread = threading.local()  # the generator and the route of a thread's call
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again: a copy has its own."""
-        return {"policy": self.policy, "network": self.network, "options": self.options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.forget()
-
-    def original(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the loop that this one replaces."""
-        return type(self.policy).conditional_sample(self.policy, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Sample, with the arguments of the method that this one replaces."""
@@ -166,20 +131,23 @@ class FastLoop(Replacement):
         kind = (weight.device, weight.dtype, forward.precision(), route.kind[-1])
         return route.holds(kind)
 
-    def fallback_reason(self) -> str | None:
-        """Return why the network's part keeps this loop from running, or None."""
+    def _unet(self) -> nn.Module | None:
         unet = getattr(self.policy, self.network, None)
         unet = getattr(unet, "_orig_mod", unet)
-        forward = replaced_forward(unet) if isinstance(unet, nn.Module) else None
+        return unet if isinstance(unet, nn.Module) else None
+
+    def fallback_reason(self) -> str | None:
+        """Return why the network's part keeps this loop from running, or None."""
+        unet = self._unet()
+        forward = None if unet is None else replaced_forward(unet)
         if not isinstance(forward, FastForward):
             return f"its {self.network} is not accelerated"
         return forward.fallback_reason()
 
     def _forward(self) -> FastForward | None:
         """Return what runs the network, or None where the loop has to run as it is."""
-        unet = getattr(self.policy, self.network, None)
-        unet = getattr(unet, "_orig_mod", unet)
-        if not isinstance(unet, nn.Module):
+        unet = self._unet()
+        if unet is None:
             return None
         found = vars(unet).get("forward")
         if found is not self._found[0]:
@@ -271,8 +239,7 @@ class FastLoop(Replacement):
     def _make(self, forward: FastForward, kind: Any, options: dict[str, Any]) -> Route:
         """Make a sampler that does what the loop does."""
         policy, precision = self.policy, forward.precision()
-        scheduler, steps = policy.noise_scheduler, policy.num_inference_steps
-        network = forward.prepare()
+        scheduler, network = policy.noise_scheduler, forward.prepare()
         if network is None:
             raise ValueError(forward.refused)
         config = getattr(policy, "config", None)
@@ -281,7 +248,7 @@ class FastLoop(Replacement):
         sampler: DiffusionSampler | str
         try:
             check_kind(scheduler)  # others may change in ways that no attribute shows
-            sampler = self._sampler(forward, scheduler, steps, precision, options)
+            sampler = self._sampler(forward, scheduler, precision, dict(options))
         except (AttributeError, TypeError, ValueError) as error:
             sampler = str(error)
         return Route(
@@ -292,35 +259,31 @@ class FastLoop(Replacement):
         self,
         forward: FastForward,
         scheduler: Any,
-        steps: int,
         precision: torch.dtype,
         options: dict[str, Any],
     ) -> DiffusionSampler:
         if (why := why_replaced(scheduler)) is not None:
             raise ValueError(why)
+        horizon = options.pop("horizon", None)
+        table = from_diffusers(scheduler, self.policy.num_inference_steps, **options)
         packed = forward.packed(forward.options.dtype or precision)
-
-        def make(unet: nn.Module | None, fused: bool) -> DiffusionSampler:
-            if unet is None:
-                raise ValueError("the network cannot be run layer by layer")
-            return DiffusionSampler(
-                unet,
-                scheduler,
-                steps,
-                packed.dtype if fused else None,
-                action_dim=forward.network.arguments["input_dim"],
-                fused=fused,
-                noise_dtype=precision,  # the scheduler's noise has the output's dtype
-                weights=forward.options.weights,
-                **{name: value for name, value in options.items() if name != "horizon"},
-            )
-
-        sampler = make(forward.unet if packed else forward.layers, packed is not None)
-        if packed is not None and isinstance(sampler.table, MultistepTable):
-            sampler = make(forward.unet, False)  # whose forward is one op
-        elif packed is not None:
+        unet = forward.layers if packed is None else forward.unet
+        if unet is None:
+            raise ValueError("the network cannot be run layer by layer")
+        # Of a multistep solver each forward of the network is one op, and not the loop.
+        fused = packed is not None and not isinstance(table, MultistepTable)
+        sampler = DiffusionSampler(
+            unet,
+            table,
+            dtype=packed.dtype if fused else None,
+            horizon=horizon,
+            action_dim=forward.network.arguments["input_dim"],
+            fused=fused,
+            noise_dtype=precision,  # the scheduler's noise has the output's dtype
+            weights=forward.options.weights,
+        )
+        if fused:
             sampler.packed = packed  # one copy of the weights for every sampler
-        sampler.horizon = options.get("horizon")
         return sampler
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
@@ -344,7 +307,7 @@ class FastLoop(Replacement):
             bound = self._signature.bind(self.policy, *args, **kwargs)
         except TypeError:
             return None
-        supported = _ARGUMENTS | {next(iter(self._signature.parameters))}
+        supported = _FURTHER.union(*LOOPS) | {next(iter(self._signature.parameters))}
         if other := sorted(bound.arguments.keys() - supported):
             raise ValueError(f"dpa does not know what it does with {', '.join(other)}")
         bound.apply_defaults()

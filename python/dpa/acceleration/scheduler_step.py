@@ -21,18 +21,8 @@ _KINDS = ("DDPMScheduler", "DDIMScheduler")
 _OPTIONS = ("eta", "use_clipped_model_output")
 _KEPT = 64  # tables: one for each kind of loop
 # What ``set_timesteps`` and ``step`` of diffusers change themselves.
-OF_A_LOOP = frozenset(
-    {
-        "timesteps",
-        "num_inference_steps",
-        "custom_timesteps",
-        "sigmas",
-        "model_outputs",
-        "lower_order_nums",
-        "_step_index",
-        "_begin_index",
-    }
-)
+_SET_TIMESTEPS = frozenset({"timesteps", "num_inference_steps", "custom_timesteps", "sigmas"})
+OF_A_LOOP = _SET_TIMESTEPS | {"model_outputs", "lower_order_nums", "_step_index", "_begin_index"}
 
 
 def _changes_results(timestep: Tensor, sample: Tensor, alphas: Tensor) -> bool:
@@ -57,19 +47,24 @@ def why_replaced(scheduler: Any) -> str | None:
     return None
 
 
+def why_no_table(scheduler: Any) -> str | None:
+    """Return what in a scheduler no table of steps expresses, or None."""
+    try:
+        why = why_replaced(scheduler)
+        if why is None:
+            from_diffusers(scheduler, 1)
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
+    return why
+
+
 def why_no_step(scheduler: Any) -> str | None:
     """Return why a scheduler's ``step`` cannot be one op, or None where it can."""
     if not {cls.__name__ for cls in type(scheduler).__mro__} & set(_KINDS):
         return (
             f"its steps depend on earlier ones, or it is unknown here: {type(scheduler).__name__}"
         )
-    if (why := why_replaced(scheduler)) is not None:
-        return why
-    try:
-        from_diffusers(scheduler, 1)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
+    return why_no_table(scheduler)
 
 
 class FastStep(Replacement):
@@ -82,32 +77,18 @@ class FastStep(Replacement):
     The first step of each kind runs both and returns the original's result.
     """
 
-    OWNER = "scheduler"
+    METHOD, OWNER, KEPT = "step", "scheduler", ("scheduler", "options")
+    scheduler: Any
+    options: Options
 
-    def __init__(self, scheduler: Any, options: Options):
-        self.scheduler = scheduler
-        self.options = options
-        self._forget()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Measure and compare again."""
         name = f"the accelerated {type(self.scheduler).__name__}.step"
         self.shadow = ShadowRun(name, self.options.fallback)
         self._tables: list[_Table] = []
         self._output: Any = None
         self._last: tuple[Any, Any, tuple[int, ...]] = (None, None, ())
         self._signature = inspect.signature(type(self.scheduler).step)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again: a copy has its own."""
-        return {"scheduler": self.scheduler, "options": self.options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step that this one replaces."""
-        return type(self.scheduler).step(self.scheduler, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step, with the arguments of the method that this one replaces."""

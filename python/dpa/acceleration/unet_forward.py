@@ -55,26 +55,27 @@ class FastForward(Replacement):
 
     """
 
-    OWNER = "unet"
+    OWNER, KEPT = "unet", ("unet", "options")
+    unet: nn.Module
+    options: Options
 
     def __init__(self, unet: nn.Module, options: Options, network: Network | None = None):
-        self.unet = unet
-        self.options = options
-        self._start(network)
+        super().__init__(unet, options)
+        if network is not None:
+            self._take(network)
 
-    def _start(self, network: Network | None = None) -> None:
+    def forget(self) -> None:
+        """Read the network again, at the first call: it may be half restored now."""
         self._bypasses = threading.local()
         self.generation = 0
         name = f"the accelerated {type(self.unet).__name__}"
         self.shadow = ShadowRun(name, self.options.fallback, self._basis)
-        self._forget()
-        if network is not None:
-            self._take(network)
+        self._reset()
 
     def _basis(self) -> Any:
         return None if self.network is None else stamp_of(list(self.network.parameters().values()))
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.network: Network | None = None
         self.layers: nn.Module | None = None
         self.refused: str | None = None
@@ -90,18 +91,10 @@ class FastForward(Replacement):
         self._packed: dict[torch.dtype, PackedUnet | None] = {}
         self._placed: tuple[torch.device, torch.dtype] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again from the network: a copy has its own."""
-        return {"unet": self.unet, "options": self.options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()  # the network may be half restored now, so it is read at the first call
-
     def prepare(self) -> Network | None:
         """Return the network as it is now; None where it is no longer one of the family."""
         if self.network is not None and self.network.changed():
-            self._forget()
+            self._reset()
         if self.network is None and self.refused is None:
             try:
                 self._take(recognise(self.unet))

@@ -43,11 +43,10 @@ class WholeCall(Replacement):
 
     """
 
-    OWNER = "policy"
-
-    def __init__(self, policy: nn.Module, method: str, options: Options):
-        self.policy, self.method, self.options = policy, method, options
-        self.forget()
+    OWNER, KEPT = "policy", ("policy", "method", "options")
+    policy: nn.Module
+    method: str
+    options: Options
 
     def forget(self) -> None:
         """Capture and compare again."""
@@ -56,14 +55,6 @@ class WholeCall(Replacement):
         # By kind: the graph; the loop's route where the parts ran once; or why they go on to.
         self._graphs: OrderedDict[Hashable, _Graph | Route | _Refusal] = OrderedDict()
         self._lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again: a copy has its own."""
-        return {"policy": self.policy, "method": self.method, "options": self.options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.forget()
 
     @property
     def refused(self) -> str | None:

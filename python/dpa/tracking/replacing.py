@@ -21,22 +21,38 @@ Self = TypeVar("Self", bound="Replacement")
 
 
 class Replacement:
-    """What replaces a method of one object.
+    """What replaces a method of one object. Copies and pickles start anew.
 
     Attributes:
+        METHOD: the name of the method.
         OWNER: the name of the attribute that holds the object.
+        KEPT: the names of all attributes that a copy keeps.
 
     """
 
+    METHOD = "forward"
     OWNER = "owner"
+    KEPT: tuple[str, ...] = ("owner",)
+
+    def __init__(self, *kept: Any):
+        self.__setstate__(dict(zip(self.KEPT, kept, strict=True)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy holds."""
-        raise NotImplementedError
+        """Leave out what is made again: a copy has its own."""
+        return {name: getattr(self, name) for name in self.KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with what a copy holds."""
+        self.__dict__.update(state)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all that is found, compared or captured, and start anew."""
         raise NotImplementedError
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method that this one replaces."""
+        owner = getattr(self, self.OWNER)
+        return getattr(class_of(owner), self.METHOD)(owner, *args, **kwargs)
 
     def copied_to(self: Self, owner: Any) -> Self:
         """Return one that does the same for another object."""

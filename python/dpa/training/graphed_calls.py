@@ -93,14 +93,10 @@ def replaced_forward(module: Any) -> Any:
 class GraphedForward(Replacement):
     """The replacement of the forward of a module whose calls are graphed."""
 
-    OWNER = "module"
+    OWNER, KEPT = "module", ("module", "inner", "warmup", "capacity")
 
     def __init__(self, module: nn.Module, warmup: int, capacity: int):
-        self.module = module
-        self.inner = replaced(module, "forward")
-        self.warmup = warmup
-        self.capacity = capacity
-        self.forget()
+        super().__init__(module, replaced(module, "forward"), warmup, capacity)
 
     def forget(self) -> None:
         """Drop every capture, and what calls have shown."""
@@ -108,15 +104,6 @@ class GraphedForward(Replacement):
         self._calls: Counter[Hashable] = Counter()
         self._captures: OrderedDict[Hashable, _Capture] = OrderedDict()
         self.refused: dict[Hashable, str] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the graphs out: a copy captures its own."""
-        kept = ("module", "inner", "warmup", "capacity")
-        return {name: getattr(self, name) for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.forget()
 
     def copied_to(self, owner: nn.Module) -> GraphedForward:
         """Return the same for another module, what is beneath it too."""
