@@ -35,10 +35,6 @@ from dpa.tracking.weights import MODES
 Steps = StepTable | LiveSteps
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
-
-
 class DiffusionSampler:
     """Sample action sequences with a U-Net and a scheduler of diffusers.
 
@@ -86,7 +82,6 @@ class DiffusionSampler:
             parameters lie, their versions and samples of their values, on a GPU while the loop
             runs; :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked"
             compares a checksum of every element besides. "frozen" promises that nothing is written.
-        watch: what ``weights`` was before: True is "tracked".
         noise_dtype: what random numbers are sampled in; None is the sample's dtype, as in diffusers
             where the network is float32. A 16-bit network's own loop takes 16-bit noise.
         parallel: evaluate a window of timesteps at once, in sweeps, until they no longer move
@@ -113,7 +108,6 @@ class DiffusionSampler:
         fallback: bool = False,
         cuda_graph: bool = True,
         weights: str = "tracked",
-        watch: bool | None = None,
         noise_dtype: torch.dtype | None = None,
         parallel: Parallel | None = None,
     ):
@@ -121,12 +115,6 @@ class DiffusionSampler:
             fail("unet", "be a network, or a function like one", type(unet))
         if weights not in MODES:
             fail("weights", f"be one of {', '.join(MODES)}", repr(weights))
-        if watch is not None:
-            warnings.warn(
-                'DiffusionSampler: watch is weights="tracked" now, the default',
-                DeprecationWarning,
-                stacklevel=2,
-            )
         check_dtype("dtype", dtype)
         check_dtype("noise_dtype", noise_dtype)
         if parallel is not None and not isinstance(parallel, Parallel):
@@ -139,23 +127,16 @@ class DiffusionSampler:
             fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
         if fused and not isinstance(unet, nn.Module):
             fail("unet", "be a module with fused", type(unet))
-        self.unet = unet
-        self.dtype = dtype
-        self.fused = fused
-        self.fallback = fallback
-        self.cuda_graph = cuda_graph
-        self.weights = weights
-        self.noise_dtype = noise_dtype
-        self.parallel = parallel
+        self.unet, self.dtype, self.noise_dtype = unet, dtype, noise_dtype
+        self.fused, self.fallback, self.cuda_graph = fused, fallback, cuda_graph
+        self.weights, self.parallel = weights, parallel
+        self.horizon, self.action_dim = horizon, action_dim
         self.last_parallel: ParallelReport | None = None
         self.packed: PackedUnet | None = None
         # What the last call came to, for others of its kind: they need not find all of it again.
         self._again: tuple[Any, Any, CapturedLoop] | None = None
-        self._graphs = LoopGraphs()
-        self._sweeps = SweepGraphs()
+        self._graphs, self._sweeps = LoopGraphs(), SweepGraphs()
         self._width: tuple[Any, int | None] = (None, None)
-        self.horizon = horizon
-        self.action_dim = action_dim
         self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
         self._scheduler = copy.deepcopy(scheduler)
         self._tables: dict[Any, Steps] = {}
@@ -190,11 +171,10 @@ class DiffusionSampler:
         return self._table(torch.device("cpu"), torch.float64, self._steps)
 
     def _table(self, device: torch.device, dtype: torch.dtype, steps: int | None) -> Steps:
-        key = (steps, device, dtype)
+        key, base = (steps, device, dtype), (steps, torch.device("cpu"), torch.float64)
+        if base not in self._tables:
+            self._tables[base] = self._build_table(steps).to(*base[1:])
         if key not in self._tables:
-            base = (steps, torch.device("cpu"), torch.float64)
-            if base not in self._tables:
-                self._tables[base] = self._build_table(steps).to("cpu", torch.float64)
             self._tables[key] = self._tables[base].to(device, dtype)
         return self._tables[key]
 
@@ -206,7 +186,7 @@ class DiffusionSampler:
                 if not self.fallback:
                     raise
                 live = LiveSteps(self._scheduler, steps, **self._options)
-                _warn(f"{reason}: the scheduler's own step runs instead")
+                warnings.warn(f"{reason}: the scheduler's own step runs instead", stacklevel=2)
                 return live
         if steps not in (None, len(self._scheduler)):
             fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
@@ -356,7 +336,7 @@ class DiffusionSampler:
             if self.fused is None:
                 self._unpackable = unet, Tracker(unet)
             elif self.fallback and isinstance(error, ValueError):
-                _warn(f"{error}: the loop runs step by step instead")
+                warnings.warn(f"{error}: the loop runs step by step instead", stacklevel=2)
             else:
                 raise
         return None
