@@ -94,16 +94,12 @@ def load_checkpoint(
     if path.suffix == ".safetensors":
         config = _read_config(path.with_name("config.json"))
     content = read_file(path, trust_pickle)
-    found = list(_unets(content))
-    if prefix is not None:
-        found = [entry for entry in found if entry[1] == prefix]
+    found = [entry for entry in _unets(content) if prefix in (None, entry[1])]
     if not found:
         wanted = "" if prefix is None else f" under the prefix {prefix!r}"
         raise CheckpointError(f"{path}: holds no conditional U-Net of the family{wanted}")
-    averaged = [entry for entry in found if _AVERAGED.search(f"{entry[0]}.{entry[1]}".lower())]
-    plain = [entry for entry in found if entry not in averaged]
-    first, second = (averaged, plain) if ema else (plain, averaged)
-    chosen = (first or second)[0]
+    averaged = [bool(_AVERAGED.search(f"{where}.{start}".lower())) for where, start, _ in found]
+    chosen = found[averaged.index(ema) if ema in averaged else 0]
     if not config and isinstance(content, Mapping):
         config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
     settings = _settings(config, path, {} if n_groups is None else {"n_groups": n_groups})
@@ -140,7 +136,7 @@ def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) ->
         unet = template(arguments)
     except NotInFamily as error:
         raise CheckpointError(f"the state dict describes no U-Net of the family: {error}") from None
-    _refuse_differences(weights, unet.state_dict())
+    _refuse("the state dict does not fit", differences(weights, unet.state_dict()))
     dtype = functools.reduce(torch.promote_types, {value.dtype for value in weights.values()})
     unet = unet.to_empty(device="cpu").to(dtype)
     unet.load_state_dict(weights)
@@ -157,7 +153,7 @@ def load_state_dict(unet: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """
     weights = _renamed(state_dict)
     own = {original_name(name): value for name, value in unet.state_dict().items()}
-    _refuse_differences(weights, own)
+    _refuse("the state dict does not fit", differences(weights, own))
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(weights[name])
@@ -188,14 +184,12 @@ def _refuse_kinds(weights: Mapping[str, Tensor]) -> None:
             lines.append(f"{name} is {value.layout}, {value.dtype}")
         elif value.is_meta or value.numel() * value.itemsize > value.untyped_storage().nbytes():
             lines.append(f"{name} of shape {tuple(value.shape)} has not that many values")
+    _refuse("weights must be dense floating tensors of 16 bits or more", lines)
+
+
+def _refuse(rule: str, lines: list[str]) -> None:
     if lines:
-        rule = "weights must be dense floating tensors of 16 bits or more"
-        raise CheckpointError(f"{rule}:\n  " + "\n  ".join(lines))
-
-
-def _refuse_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    if lines := differences(got, expected):
-        raise CheckpointError("the state dict does not fit:\n  " + "\n  ".join(lines))
+        raise CheckpointError("\n  ".join([f"{rule}:", *lines]))
 
 
 def _unets(
@@ -293,15 +287,12 @@ def _refuse_altered_archive(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
-                raise CheckpointError(
-                    f"{path}: holds packed entries, which torch.save never writes"
-                )
-            damaged = archive.testzip()
-    except CheckpointError:
-        raise
+            packed = not stored or sum(e.file_size for e in entries) > path.stat().st_size
+            damaged = None if packed else archive.testzip()
     except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
+    if packed:
+        raise CheckpointError(f"{path}: holds packed entries, which torch.save never writes")
     if damaged:
         raise CheckpointError(f"{path}: is damaged: the checksum of {damaged} does not fit")
 
@@ -319,10 +310,10 @@ def read_file(path: Path, trust_pickle: bool = False) -> Any:
         try:
             from safetensors import SafetensorError
             from safetensors.torch import load_file
+
+            return load_file(path)
         except ImportError:
             raise CheckpointError(f"{path}: reading it needs `pip install safetensors`") from None
-        try:
-            return load_file(path)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
     _refuse_altered_archive(path)

@@ -15,11 +15,6 @@ def draw_normal(
 ) -> Tensor:
     """Return normal random numbers, made on the generator's device and brought to ``device``."""
     if isinstance(generator, Sequence):
-        if len(generator) != shape[0]:
-            raise ValueError(
-                f"DiffusionSampler: generator must be one, or a sequence of {shape[0]}, "
-                f"got {len(generator)}"
-            )
         if len(generator) == 0:
             return torch.empty(shape, device=device, dtype=dtype)
         one = (1, *shape[1:])

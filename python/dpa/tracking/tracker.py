@@ -154,47 +154,34 @@ class Snapshot:
 
     def __init__(self, *objects: Any, but: frozenset[str] = frozenset()):
         self._objects, self._but = objects, but
-        self._then = self._read()
+        self._held: list[Any] = []  # what is compared by its id, which stays its own while it lives
+        self._then = self._read(self._held)
 
-    def _read(self) -> list[Any]:
+    def _read(self, held: list[Any]) -> list[Any]:
+        but = self._but
         return [
-            (class_of(one), [(k, _frozen(v)) for k, v in vars(one).items() if k not in self._but])
+            (class_of(one), [(k, _frozen(v, held)) for k, v in vars(one).items() if k not in but])
             for one in self._objects
         ]
 
     def holds(self) -> bool:
         """Whether all attributes are what they were."""
-        return self._read() == self._then
+        return self._read([]) == self._then
 
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: Any, held: list[Any]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if isinstance(value, Tensor):
-        return _Same(value), version_of(value)
     if isinstance(value, dict):
-        return kind, [(_frozen(key), _frozen(inner)) for key, inner in value.items()]
+        return kind, [(_frozen(key, held), _frozen(inner, held)) for key, inner in value.items()]
     if isinstance(value, (list, tuple)):
-        return kind, [_frozen(inner) for inner in value]
-    return _Same(value)
-
-
-class _Same:
-    """Equal for the same object, which is kept: its id stays its own."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    __hash__ = None  # type: ignore[assignment]
+        return kind, [_frozen(inner, held) for inner in value]
+    held.append(value)
+    return kind, id(value), version_of(value) if isinstance(value, Tensor) else None
 
 
 def version_of(tensor: Tensor) -> Hashable:
