@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet, runs_packed
-from dpa.sampling.graphs import Body, CapturedLoop, Given, Inputs, LoopGraphs, expanded
+from dpa.sampling.graphs import Body, Captured, Given, Inputs, LoopGraphs, expanded, run_captured
 from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
 from dpa.tracking import is_observed
@@ -53,22 +53,12 @@ def run(
     *,
     noise_dtype: torch.dtype,
     capture: bool,
-) -> tuple[Tensor, CapturedLoop | None]:
+) -> tuple[Tensor, Captured | None]:
     """Run the loop as one op, in a graph where ``capture`` allows it and one can be captured.
 
-    Args:
-        packed: the network.
-        graphs: captured so far.
-        table: the steps, on the network's device.
-        shape: (B, T, Da).
-        given: ``noise``, ``global_cond``, ``condition_data`` and ``condition_mask`` of the call.
-        generator: of the random numbers, used as the loop of steps uses it.
-        noise_dtype: that random numbers are sampled in.
-        capture: whether a graph is wanted.
-
-    Returns:
-        The actions, and what runs further calls of this kind, where those can be captured.
-
+    ``given`` holds what the call was given of the loop's inputs; random numbers are sampled in
+    ``noise_dtype``, as the loop of steps samples them. Beside the actions comes what runs further
+    calls of this kind, where those can be captured: all that they share is found and checked.
     """
     device, inputs = table.coefficients.device, expanded(given, shape)
     flags = "noise" not in inputs, table.draws_noise
@@ -76,11 +66,11 @@ def run(
     if not (capture and can_capture(device)):
         with packed.lock:
             packed.follow()
-            run = _body(packed, table, film=False)
-            return run(inputs | {"random": numbers(generator)}), None
+            body = _body(packed, table, film=False)
+            return body(inputs | {"random": numbers(generator)}), None
     make_body = functools.partial(_body, packed, table, film=True)
     kind = (shape, table, noise_dtype, frozenset(inputs))
-    call = CapturedLoop(packed, graphs, kind, numbers, make_body)
+    call = functools.partial(run_captured, packed, graphs, kind, numbers, make_body)
     return call(inputs, generator), call
 
 

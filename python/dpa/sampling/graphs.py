@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from dpa.schedulers.tables import Generators
 
 Inputs = dict[str, Tensor]
 Given = Mapping[str, Tensor | None]
+Captured = Callable[[Given, Generators], Tensor]  # runs calls of one kind
 # Allocated before a capture, and freed: more than a loop of the published networks takes.
 _ROOM = 64 << 20
 _DEFAULT = 0  # the default stream's address
@@ -60,10 +60,6 @@ class GraphCache:
     """A bounded cache of captured work; the least recently used goes first.
 
     Calls from several streams or threads are safe: one waits for the other.
-
-    Args:
-        capacity: how many are kept.
-
     """
 
     def __init__(self, capacity: int = 8):
@@ -103,36 +99,6 @@ class GraphCache:
         return self._kept.get(key)
 
 
-@dataclass(frozen=True)
-class CapturedLoop:
-    """Calls of one kind, whose loop is in a graph: what they share was found and checked once.
-
-    Attributes:
-        packed: the network.
-        graphs: captured so far.
-        kind: of the calls; with the packed weights' place the key of a graph.
-        numbers: the loop's random numbers.
-        make_body: makes the loop, where it has to be captured anew.
-
-    """
-
-    packed: PackedUnet
-    graphs: LoopGraphs
-    kind: Hashable
-    numbers: RandomNumbers
-    make_body: Callable[[], Body]
-
-    def __call__(self, given: Given, generator: Generators) -> Tensor:
-        """Return the actions, of the weights that there are now."""
-        numbers, packed, device = self.numbers, self.packed, self.numbers.device
-        inputs = expanded(given, numbers.shape)
-        with packed.lock:
-            packed.follow()
-            key = (self.kind, packed.generation)
-            drawn = numbers if len(numbers) else None
-            return self.graphs.run(key, device, inputs, self.make_body, drawn, generator)
-
-
 def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
     """The tensors that there are, every one of the call's batch, without gradient."""
     found = {}
@@ -161,15 +127,9 @@ class LoopGraphs(GraphCache):
     ) -> Tensor:
         """Return ``body(inputs)``, replayed from the second call with a key on.
 
-        Args:
-            key: everything but the contents of ``inputs`` that the result depends on.
-            device: the CUDA device.
-            inputs: tensors on it, floating or bool; their shapes must follow from the key. The body
-                of a graph receives floating ones as float32.
-            make_body: makes the body, whose work is only kernels on the current stream.
-            numbers: the random numbers that the body receives as ``random``, float32.
-            generator: of these.
-
+        The key is everything but the contents of ``inputs`` that the result depends on, their
+        shapes too. ``make_body`` makes what launches kernels on the current stream alone. A graph's
+        body receives floating inputs as float32, and the random numbers as ``random``.
         """
         with self.lock:
             if (graph := self.find(key)) is not None:
@@ -180,6 +140,23 @@ class LoopGraphs(GraphCache):
             result = body(inputs)
             self.capture(key, device, lambda: _LoopGraph(device, body, inputs))
             return result
+
+
+def run_captured(
+    packed: PackedUnet,
+    graphs: LoopGraphs,
+    kind: Hashable,
+    numbers: RandomNumbers,
+    make_body: Callable[[], Body],
+    given: Given,
+    generator: Generators,
+) -> Tensor:
+    """Return the actions, of the weights that there are now."""
+    inputs = expanded(given, numbers.shape)
+    with packed.lock:
+        packed.follow()
+        key, random = (kind, packed.generation), numbers if len(numbers) else None
+        return graphs.run(key, numbers.device, inputs, make_body, random, generator)
 
 
 class _LoopGraph:

@@ -264,11 +264,8 @@ class SweepGraphs(GraphCache):
     ) -> tuple[Tensor, ParallelReport]:
         """Return what ``make(inputs)`` finds, its sweeps replayed where they can be captured.
 
-        Args:
-            key: everything but the contents of ``inputs`` that the result depends on.
-            inputs: of :class:`Sweeps`, on a CUDA device; their shapes follow from the key.
-            make: the sweeps over copies of the inputs, whose work is kernels alone.
-
+        The key is everything but the contents of ``inputs`` that the result depends on; the work of
+        what ``make`` returns is kernels alone.
         """
         device = inputs["sample"].device
         with self.lock, torch.cuda.device(device):

@@ -61,16 +61,9 @@ def _agrees_with_pytorch(device: torch.device, shape: Sequence[int], dtype: torc
 class RandomNumbers:
     """All random numbers of a loop, in its order: the sample (where ``first``), each step's noise.
 
-    Each row is made by itself, since one large call would not give a generator's numbers in the
-    same places; a row is zero where a step adds no noise.
-
-    Args:
-        first: whether there is a row for the initial sample.
-        draws_noise: whether each step adds noise; where none does, steps have no rows.
-        shape: of a row, (B, T, Da).
-        dtype: that they are sampled in.
-        device: that they are wanted on.
-
+    Each row, (B, T, Da) in ``dtype``, is made by itself, since one large call would not give a
+    generator's numbers in the same places. A row is zero where a step adds no noise; where none
+    does, steps have no rows.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from dpa.sampling.arguments import (
     placement,
     shape_of,
 )
-from dpa.sampling.graphs import CapturedLoop, Given, LoopGraphs
+from dpa.sampling.graphs import Captured, Given, LoopGraphs
 from dpa.sampling.parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
 from dpa.sampling.rng import RandomNumbers, draw_normal
 from dpa.schedulers.conversion import from_diffusers
@@ -134,7 +134,7 @@ class DiffusionSampler:
         self.last_parallel: ParallelReport | None = None
         self.packed: PackedUnet | None = None
         # What the last call came to, for others of its kind: they need not find all of it again.
-        self._again: tuple[Any, Any, CapturedLoop] | None = None
+        self._again: tuple[Any, Any, PackedUnet, Captured] | None = None
         self._graphs, self._sweeps = LoopGraphs(), SweepGraphs()
         self._width: tuple[Any, int | None] = (None, None)
         self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
@@ -238,13 +238,12 @@ class DiffusionSampler:
         }
         again = self._again  # read once: another thread's call may replace it
         if not torch.compiler.is_compiling() and again is not None:
-            kind, placed, call = again
+            kind, placed, packed, call = again
             same = _kind_of(given, batch_size, generator) == kind
-            if same and call.packed.weights.placement == placed and can_capture(placed[0]):
-                network = call.packed.network
-                wanted = (
-                    not network.tracker.hooked() if self.fused else fused_loop.is_plain(call.packed)
-                )
+            if same and packed.weights.placement == placed and can_capture(placed[0]):
+                network = packed.network
+                hooked, plain = network.tracker.hooked, fused_loop.is_plain
+                wanted = not hooked() if self.fused else plain(packed)
                 if wanted and not network.changed():
                     return call(given, generator)
         return self._sample(given, batch_size, generator)
@@ -275,7 +274,8 @@ class DiffusionSampler:
             )
             kind = _kind_of(given, batch_size, generator)
             repeats = call is not None and kind is not None and result.dtype == wide
-            self._again = (kind, packed.weights.placement, call) if repeats else None
+            again = (kind, packed.weights.placement, packed, call)
+            self._again = again if repeats else None
             return result.to(wide)
 
         conditions = {
