@@ -241,10 +241,9 @@ class DiffusionSampler:
             kind, placed, packed, call = again
             same = _kind_of(given, batch_size, generator) == kind
             if same and packed.weights.placement == placed and can_capture(placed[0]):
-                network = packed.network
-                hooked, plain = network.tracker.hooked, fused_loop.is_plain
+                hooked, plain = packed.network.tracker.hooked, fused_loop.is_plain
                 wanted = not hooked() if self.fused else plain(packed)
-                if wanted and not network.changed():
+                if wanted and not packed.network.changed():
                     return call(given, generator)
         return self._sample(given, batch_size, generator)
 
@@ -274,7 +273,7 @@ class DiffusionSampler:
             )
             kind = _kind_of(given, batch_size, generator)
             repeats = call is not None and kind is not None and result.dtype == wide
-            again = (kind, packed.weights.placement, packed, call)
+            again = kind, packed.weights.placement, packed, call
             self._again = again if repeats else None
             return result.to(wide)
 
