@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from dpa.packed.agreement import STEP_LIMITS, example, limit, proves, relative_e
 from dpa.tracking import WeightTracker
 
 _MAX_LEVELS, _MAX_SIZE = 5, 65536  # of what the ops run
+Result = TypeVar("Result")
 _memories = itertools.count(1)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -212,6 +214,22 @@ class PackedUnet:
             stale = self.stale() if modules else self._packed is None or self.weights.changed()
             return self.repack() if stale or self.weights.values_changed() else self._readable()
 
+    def launch(self, run: Callable[[], Result]) -> tuple[Result, bool]:
+        """Launch work on the packed weights as they are, and check them while the GPU does it.
+
+        Returns:
+            The result, and whether it is of the network's weights as they are now; where not, they
+            are packed again, and the work has to be launched again.
+
+        """
+        self.weights.start()
+        self._readable()
+        result = run()
+        if self.stale() or self.weights.values_changed():
+            self.repack()
+            return result, False
+        return result, True
+
     def memory(self, device: torch.device) -> Tensor:
         """Return the packed weights as they are, packing only where there are none there yet."""
         if self._packed is None or self._packed.device != device:
@@ -270,6 +288,7 @@ class PackedUnet:
 
         The caller has checked the modules.
         """
+
         with self.lock:
             weights = self.follow(modules=False), self.config, self.dtype
             return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
