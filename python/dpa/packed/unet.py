@@ -158,7 +158,7 @@ class PackedUnet:
                     self._packed, self.generation = packed, next(_memories)
                     self._films.clear()
                 for film, timesteps in self._films.items():
-                    film.copy_(self._film_of_steps(timesteps))
+                    film.copy_(self._step_film(timesteps))
             self._stream = None
             if packed.is_cuda:
                 self._stream = torch.cuda.current_stream(packed.device)
@@ -324,11 +324,11 @@ class PackedUnet:
             if self.stale():
                 self.repack()
             timesteps = timesteps.clone()
-            film = self._film_of_steps(timesteps)
+            film = self._step_film(timesteps)
         self._films[film] = timesteps
         return film
 
-    def _film_of_steps(self, timesteps: Tensor) -> Tensor:
+    def _step_film(self, timesteps: Tensor) -> Tensor:
         return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
 
     def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
