@@ -85,7 +85,8 @@ test-cpp: $(SETUP) build
 	@sh test/cpp/run.sh $(BIN)/python
 
 fuzz: $(SETUP) build
-	DPA_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest test/ops/test_properties.py $(TEST_ARGS)
+	DPA_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest test/ops/test_properties.py \
+	  test/faults/test_user_actions.py $(TEST_ARGS)
 
 # A new op, laid out as a copy of one that works.
 op: $(SETUP)
