@@ -1,0 +1,129 @@
+// The instructions that the phase kernel is made of, for compute capability 8.0 and later. A test compiles the kernel
+// for the host with its own version of this file (DPA_EMULATE), so the kernel itself contains no PTX.
+#pragma once
+#ifdef DPA_EMULATE
+#include "test/kernels/phases/emulator.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#define DPA_DEVICE __device__ __forceinline__
+#define DPA_OUTLINE __device__ __noinline__ inline
+namespace dpa::kernels::unet1d::device {
+
+extern __shared__ __align__(128) uint8_t shared_memory[];
+DPA_DEVICE uint8_t* shared() { return shared_memory; }
+DPA_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+DPA_DEVICE int thread() { return threadIdx.x; }
+DPA_DEVICE int block() { return blockIdx.x; }
+DPA_DEVICE int blocks() { return gridDim.x; }
+DPA_DEVICE void sync_block() { __syncthreads(); }
+DPA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+DPA_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+DPA_DEVICE uint32_t bits(float x) { return __float_as_uint(x); }
+DPA_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
+DPA_DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
+DPA_DEVICE float exponential_fast(float x) { return __expf(x); }
+DPA_DEVICE float inverse_root(float x) { return rsqrtf(x); }
+DPA_DEVICE long long clock_now() { return clock64(); }
+DPA_DEVICE void pause() { __nanosleep(20); }
+
+// Messages: 32-bit words, each with its flag, that another block writes or reads.
+DPA_DEVICE uint4 load_words(const uint32_t* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+DPA_DEVICE uint32_t load_word(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DPA_DEVICE void store_word(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DPA_DEVICE void store_words(uint32_t* p, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// The last block to come writes the epoch of the next launch: all have read the one of this launch.
+DPA_DEVICE void finish_launch(uint32_t* words, uint32_t epoch, int done, int at) {
+  if (atomicAdd(words + done, 1u) + 1 == gridDim.x) {
+    words[done] = 0;
+    words[at] = epoch;
+  }
+}
+DPA_DEVICE void copy_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DPA_DEVICE void copy_8(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+DPA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+DPA_DEVICE void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+DPA_DEVICE uint4 load_shared_16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+DPA_DEVICE uint2 load_shared_8(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+  return v;
+}
+// Lane l gives the address of row l % 8 of matrix l / 8.
+DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(at)
+               : "memory");
+}
+
+struct Half {};
+struct BFloat16 {};
+DPA_DEVICE void mma(BFloat16, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+DPA_DEVICE void mma(Half, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+DPA_DEVICE void mma(float, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+DPA_DEVICE uint32_t to_tf32(float x) {
+  uint32_t v;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(v) : "f"(x));
+  return v;
+}
+// Two numbers in a word, the first in the low half.
+DPA_DEVICE uint32_t pack(BFloat16, float low, float high) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(v);
+}
+DPA_DEVICE uint32_t pack(Half, float low, float high) {
+  const __half2 v = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(v);
+}
+DPA_DEVICE float2 unpack(BFloat16, uint32_t v) { return make_float2(as_float(v << 16), as_float(v & 0xffff0000u)); }
+DPA_DEVICE float2 unpack(Half, uint32_t v) { return __half22float2(reinterpret_cast<const __half2&>(v)); }
+
+}  // namespace dpa::kernels::unet1d::device
+#endif

@@ -1,0 +1,262 @@
+// The instructions of device.cuh on the host: every thread of a grid is a fiber, scheduled in random order.
+// Asynchronous copies happen when they are waited for, not before; a warp's instructions wait for all its lanes.
+#pragma once
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#define DPA_DEVICE inline
+#define DPA_OUTLINE inline
+
+namespace dpa::kernels::unet1d::device {
+
+struct Copy {
+  uint32_t to;
+  const uint8_t* from;
+  int bytes;
+};
+struct WarpState {
+  int arrived = 0, generation = 0;
+  uint32_t in[32][12];
+  uint32_t out[32][4];
+};
+struct BlockState {
+  std::vector<uint8_t> memory;
+  int arrived = 0, generation = 0;
+  WarpState warps[8];
+};
+struct Fiber {
+  ucontext_t context;
+  std::vector<uint8_t> stack;
+  int thread, block;
+  bool done = false;
+  std::vector<std::vector<Copy>> groups;
+  std::vector<Copy> open;
+};
+struct Machine {
+  int blocks = 0;
+  std::vector<BlockState> state;
+  std::vector<Fiber> fibers;
+  Fiber* now = nullptr;
+  ucontext_t scheduler;
+  void (*body)(void*) = nullptr;
+  void* argument = nullptr;
+};
+inline Machine machine;
+
+inline void yield() { swapcontext(&machine.now->context, &machine.scheduler); }
+inline BlockState& here() { return machine.state[machine.now->block]; }
+DPA_DEVICE uint8_t* shared() { return here().memory.data(); }
+DPA_DEVICE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - here().memory.data());
+}
+DPA_DEVICE int thread() { return machine.now->thread; }
+DPA_DEVICE int block() { return machine.now->block; }
+DPA_DEVICE int blocks() { return machine.blocks; }
+DPA_DEVICE long long clock_now() { return 0; }
+DPA_DEVICE void pause() { yield(); }
+DPA_DEVICE void sync_block() {
+  BlockState& b = here();
+  const int mine = b.generation;
+  if (++b.arrived == 256) b.arrived = 0, b.generation++;
+  while (b.generation == mine) yield();
+}
+// The last lane to come computes.
+template <class F>
+void collective(F f) {
+  WarpState& w = here().warps[thread() >> 5];
+  const int mine = w.generation;
+  if (++w.arrived == 32) {
+    w.arrived = 0;
+    f(w);
+    w.generation++;
+  }
+  while (w.generation == mine) yield();
+}
+DPA_DEVICE float as_float(uint32_t x) {
+  float f;
+  std::memcpy(&f, &x, 4);
+  return f;
+}
+DPA_DEVICE uint32_t bits(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+DPA_DEVICE float shuffle_xor(float x, int mask) {
+  const int lane = thread() & 31;
+  WarpState& w = here().warps[thread() >> 5];
+  w.in[lane][0] = bits(x);
+  collective([&](WarpState& s) {
+    for (int l = 0; l < 32; l++) s.out[l][0] = s.in[l ^ mask][0];
+  });
+  const float r = as_float(w.out[lane][0]);
+  collective([](WarpState&) {});
+  return r;
+}
+DPA_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t{a} * b) >> 32); }
+DPA_DEVICE float quotient(float a, float b) { return a / b; }
+DPA_DEVICE float exponential_fast(float x) { return std::exp(x); }
+DPA_DEVICE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
+
+DPA_DEVICE uint4 load_words(const uint32_t* p) {
+  if (reinterpret_cast<uintptr_t>(p) % 16) std::printf("misaligned load\n"), std::abort();
+  return *reinterpret_cast<const uint4*>(p);
+}
+DPA_DEVICE uint32_t load_word(const uint32_t* p) { return *p; }
+DPA_DEVICE void store_word(uint32_t* p, uint32_t v) { *p = v; }
+DPA_DEVICE void store_words(uint32_t* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
+DPA_DEVICE void finish_launch(uint32_t* words, uint32_t epoch, int done, int at) {
+  if (++words[done] == static_cast<uint32_t>(machine.blocks)) words[done] = 0, words[at] = epoch;
+}
+inline void copy_any(uint32_t to, const void* from, int bytes) {
+  if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) std::printf("misaligned copy\n"), std::abort();
+  machine.now->open.push_back({to, static_cast<const uint8_t*>(from), bytes});
+}
+DPA_DEVICE void copy_16(uint32_t to, const void* from) { copy_any(to, from, 16); }
+DPA_DEVICE void copy_8(uint32_t to, const void* from) { copy_any(to, from, 8); }
+DPA_DEVICE void copies_commit() {
+  machine.now->groups.push_back(machine.now->open);
+  machine.now->open.clear();
+}
+template <int kPending>
+void copies_wait() {
+  auto& g = machine.now->groups;
+  while (g.size() > kPending) {
+    for (const Copy& c : g[0]) std::memcpy(shared() + c.to, c.from, c.bytes);
+    g.erase(g.begin());
+  }
+}
+DPA_DEVICE uint4 load_shared_16(uint32_t at) {
+  uint4 v;
+  std::memcpy(&v, shared() + at, 16);
+  return v;
+}
+DPA_DEVICE uint2 load_shared_8(uint32_t at) {
+  uint2 v;
+  std::memcpy(&v, shared() + at, 8);
+  return v;
+}
+DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) {
+  const int lane = thread() & 31;
+  if (at % 16 || at + 16 > here().memory.size()) std::printf("bad ldmatrix address\n"), std::abort();
+  WarpState& w = here().warps[thread() >> 5];
+  w.in[lane][0] = at;
+  uint8_t* memory = shared();
+  collective([&](WarpState& s) {
+    for (int l = 0; l < 32; l++)
+      for (int m = 0; m < 4; m++) std::memcpy(&s.out[l][m], memory + s.in[m * 8 + l / 4][0] + l % 4 * 4, 4);
+  });
+  for (int m = 0; m < 4; m++) b[m] = w.out[lane][m];
+  collective([](WarpState&) {});
+}
+
+struct Half {};
+struct BFloat16 {};
+inline float half_value(uint32_t x) {
+  _Float16 h;
+  const uint16_t u = x;
+  std::memcpy(&h, &u, 2);
+  return h;
+}
+inline uint32_t half_bits(float x) {
+  const _Float16 h = static_cast<_Float16>(x);
+  uint16_t u;
+  std::memcpy(&u, &h, 2);
+  return u;
+}
+inline uint32_t bfloat_bits(float x) {
+  const uint32_t u = bits(x);
+  return (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+DPA_DEVICE uint32_t pack(BFloat16, float l, float h) { return bfloat_bits(l) | bfloat_bits(h) << 16; }
+DPA_DEVICE uint32_t pack(Half, float l, float h) { return half_bits(l) | half_bits(h) << 16; }
+DPA_DEVICE float2 unpack(BFloat16, uint32_t v) { return {as_float(v << 16), as_float(v & 0xffff0000u)}; }
+DPA_DEVICE float2 unpack(Half, uint32_t v) { return {half_value(v & 0xffff), half_value(v >> 16)}; }
+DPA_DEVICE uint32_t to_tf32(float x) { return (bits(x) + 0x1000u) & 0xffffe000u; }
+
+// k = 16 (two numbers a register) or 8 (one).
+template <class Type>
+void mma_any(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  const int lane = thread() & 31;
+  WarpState& w = here().warps[thread() >> 5];
+  uint32_t* in = w.in[lane];
+  in[0] = a.x, in[1] = a.y, in[2] = a.z, in[3] = a.w, in[4] = b0, in[5] = b1;
+  for (int i = 0; i < 4; i++) in[6 + i] = bits(c[i]);
+  collective([](WarpState& s) {
+    auto value = [](uint32_t x, int i) {
+      if constexpr (std::is_same_v<Type, float>)
+        return as_float(x);
+      else {
+        const float2 v = unpack(Type{}, x);
+        return i ? v.y : v.x;
+      }
+    };
+    constexpr int per = std::is_same_v<Type, float> ? 1 : 2;
+    for (int l = 0; l < 32; l++)
+      for (int i = 0; i < 4; i++) {
+        const int row = l / 4 + i / 2 * 8, column = l % 4 * 2 + i % 2;
+        float sum = as_float(s.in[l][6 + i]);
+        for (int k = 0; k < 8 * per; k++) {
+          const int q = k / per % 4, half = k / per / 4;
+          sum += value(s.in[row % 8 * 4 + q][row / 8 + half * 2], k % per) *
+                 value(s.in[column * 4 + q][4 + half], k % per);
+        }
+        s.out[l][i] = bits(sum);
+      }
+  });
+  for (int i = 0; i < 4; i++) c[i] = as_float(w.out[lane][i]);
+  collective([](WarpState&) {});
+}
+DPA_DEVICE void mma(BFloat16, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  mma_any<BFloat16>(c, a, b0, b1);
+}
+DPA_DEVICE void mma(Half, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) { mma_any<Half>(c, a, b0, b1); }
+DPA_DEVICE void mma(float, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) { mma_any<float>(c, a, b0, b1); }
+
+inline void fiber_entry() {
+  machine.body(machine.argument);
+  machine.now->done = true;
+  yield();
+}
+// Runs body(argument) in every thread of the grid, blocks at random turns, until all are done.
+inline void launch(int blocks, int shared_bytes, void (*body)(void*), void* argument, unsigned seed) {
+  machine.blocks = blocks, machine.body = body, machine.argument = argument;
+  machine.state.assign(blocks, {});
+  for (auto& b : machine.state) b.memory.assign(shared_bytes, 0xff);
+  machine.fibers.clear();
+  machine.fibers.resize(blocks * 256);
+  for (int i = 0; i < blocks * 256; i++) {
+    Fiber& f = machine.fibers[i];
+    f.block = i / 256, f.thread = i % 256;
+    f.stack.resize(48 << 10);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_link = nullptr;
+    makecontext(&f.context, fiber_entry, 0);
+  }
+  std::mt19937 random(seed);
+  int left = blocks * 256;
+  while (left > 0) {
+    const int block = random() % blocks, turns = 1 + random() % 64;
+    for (int turn = 0; turn < turns; turn++) {
+      const int warp = random() % 8;
+      for (int i = 0; i < 32; i++) {
+        Fiber& f = machine.fibers[block * 256 + warp * 32 + i];
+        if (f.done) continue;
+        machine.now = &f;
+        swapcontext(&machine.scheduler, &f.context);
+        if (f.done) left--;
+      }
+    }
+  }
+}
+
+}  // namespace dpa::kernels::unet1d::device

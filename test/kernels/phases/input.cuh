@@ -1,0 +1,409 @@
+// The input of a tile: partial sums and kept values are polled, added, normalised and written to the slab, the operand
+// of the GEMM: (sample, time with zeros around it, channel), value channels first, then those of the skip connection.
+#pragma once
+#include "kernels/math/mish.h"
+#include "test/kernels/phases/phases.h"
+#include "test/kernels/phases/weights.cuh"
+
+namespace dpa::kernels::unet1d::device {
+
+constexpr int kThreads = kPhaseWarps * 32;
+
+// Polling, with an end: a wait of about a second marks the workspace, and from then on nothing waits.
+struct Watch {
+  uint32_t* stuck;
+  bool gave_up = false;
+  DPA_DEVICE bool again(int& polls) {
+    if (gave_up) return false;
+    if ((++polls & 255) == 0 && (polls > 400000 || load_word(stuck))) {
+      store_word(stuck, 1);
+      gave_up = true;
+    }
+    return !gave_up;
+  }
+};
+
+// Pairs (row, column) of a table of `columns`, 256 apart.
+struct Walk {
+  int row, column, row_step, column_step, columns;
+  DPA_DEVICE Walk(int first, const Divisor& n) : columns(n.by) {
+    row = n(first), column = first - row * columns;
+    row_step = n(kThreads), column_step = kThreads - row_step * columns;
+  }
+  DPA_DEVICE void next() {
+    row += row_step, column += column_step;
+    if (column >= columns) column -= columns, row++;
+  }
+};
+
+// A source of the tile's slice: its words, and where the values go in shared memory.
+struct Sums {
+  const uint32_t* words;
+  int partial_stride, column_stride;
+  float* to;
+  int pitch;
+};
+// Kept floats (to null: none) that are fetched beside them, with the same rows and channels.
+struct Kept {
+  const uint32_t* words;
+  int stride;
+  float* to;
+  int pitch;
+};
+DPA_DEVICE uint32_t differs(const uint4& v, uint32_t flag) {
+  return ((v.x ^ flag) | (v.y ^ flag)) | ((v.z ^ flag) | (v.w ^ flag));
+}
+DPA_DEVICE float4 floats_of(const uint4& v) {
+  return make_float4(as_float(v.x & ~1u), as_float(v.y & ~1u), as_float(v.z & ~1u), as_float(v.w & ~1u));
+}
+
+// Sums of kPartials partial sums, and kept floats. kFloats: an item is 4 channels in 16 bytes, otherwise 8: a word is
+// channels g and g + 8 of 16. All loads of an item are in flight together.
+template <class Math, bool kFloats, int kPartials>
+DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip, int rows, const Divisor& by,
+                          uint32_t flag, Watch& watch) {
+  constexpr int kItems = kPartials >= 4 ? 1 : 2, kHalves = kFloats ? 1 : 2;
+  Walk walk(thread(), by);
+#pragma unroll 1
+  while (walk.row < rows) {
+    int row[kItems], channel[kItems];
+    const uint32_t *from[kItems], *beside[2][kItems];
+    uint4 v[kItems][kPartials], kept[kItems][2][kHalves];
+    bool inside[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; i++) {
+      inside[i] = walk.row < rows, row[i] = walk.row;
+      const int column = walk.column;
+      channel[i] = kFloats ? column * 4 : (column >> 1) * 16 + (column & 1) * 4;
+      from[i] = inside[i] ? s.words + (row[i] * s.column_stride + column * 4) : from[0];
+      beside[0][i] = inside[i] ? residual.words + (row[i] * residual.stride + channel[i]) : beside[0][0];
+      beside[1][i] = inside[i] ? skip.words + (row[i] * skip.stride + channel[i]) : beside[1][0];
+#pragma unroll
+      for (int h = 0; h < kHalves; h++) kept[i][0][h] = kept[i][1][h] = make_uint4(flag, flag, flag, flag);
+      walk.next();
+    }
+    uint32_t pending;
+    int polls = 0;
+    do {
+      pending = 0;
+#pragma unroll
+      for (int i = 0; i < kItems; i++) {
+#pragma unroll
+        for (int k = 0; k < kPartials; k++) v[i][k] = load_words(from[i] + k * s.partial_stride);
+      }
+      if (residual.to) {
+#pragma unroll
+        for (int i = 0; i < kItems; i++)
+#pragma unroll
+          for (int h = 0; h < kHalves; h++) kept[i][0][h] = load_words(beside[0][i] + h * 8);
+      }
+      if (skip.to) {
+#pragma unroll
+        for (int i = 0; i < kItems; i++)
+#pragma unroll
+          for (int h = 0; h < kHalves; h++) kept[i][1][h] = load_words(beside[1][i] + h * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < kItems; i++) {
+#pragma unroll
+        for (int k = 0; k < kPartials; k++) pending |= differs(v[i][k], flag);
+#pragma unroll
+        for (int h = 0; h < kHalves; h++) pending |= differs(kept[i][0][h], flag) | differs(kept[i][1][h], flag);
+      }
+#ifdef DPA_EMULATE
+      if (pending & 1) pause();
+#endif
+    } while ((pending & 1) && watch.again(polls));
+#pragma unroll
+    for (int i = 0; i < kItems; i++) {
+      float low[4] = {}, high[4] = {};
+#pragma unroll
+      for (int k = 0; k < kPartials; k++) {
+        const uint32_t w[4] = {v[i][k].x & ~1u, v[i][k].y & ~1u, v[i][k].z & ~1u, v[i][k].w & ~1u};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          if constexpr (kFloats) {
+            low[j] += as_float(w[j]);
+          } else {
+            const float2 two = unpack(Math{}, w[j]);
+            low[j] += two.x, high[j] += two.y;
+          }
+        }
+      }
+      if (!inside[i]) continue;
+      float* to = s.to + row[i] * s.pitch + channel[i];
+      *reinterpret_cast<float4*>(to) = make_float4(low[0], low[1], low[2], low[3]);
+      if constexpr (!kFloats) *reinterpret_cast<float4*>(to + 8) = make_float4(high[0], high[1], high[2], high[3]);
+#pragma unroll
+      for (int h = 0; h < kHalves; h++) {
+        if (residual.to)
+          *reinterpret_cast<float4*>(residual.to + row[i] * residual.pitch + channel[i] + h * 8) =
+              floats_of(kept[i][0][h]);
+        if (skip.to)
+          *reinterpret_cast<float4*>(skip.to + row[i] * skip.pitch + channel[i] + h * 8) = floats_of(kept[i][1][h]);
+      }
+    }
+  }
+}
+
+// Partial sums by their number; or, with words null, the kept floats alone (a phase whose value is the head's has none).
+template <class Tile>
+DPA_DEVICE void load_source(const Work& w, int partials, const Sums& s, const Kept& residual, const Kept& skip,
+                            uint32_t flag, Watch& watch) {
+  using Math = typename Tile::Math;
+  const Divisor& by = Tile::kWide ? w.by_floats : w.by_chunks;
+  if (partials == 8)
+    load_sums<Math, Tile::kWide, 8>(s, residual, skip, w.rows, by, flag, watch);
+  else if (partials == 4)
+    load_sums<Math, Tile::kWide, 4>(s, residual, skip, w.rows, by, flag, watch);
+  else if (partials == 2)
+    load_sums<Math, Tile::kWide, 2>(s, residual, skip, w.rows, by, flag, watch);
+  else
+    load_sums<Math, Tile::kWide, 1>(s, residual, skip, w.rows, by, flag, watch);
+}
+
+// The sample with zeros around it, (sample, taps / 2 + time + taps / 2, action). A barrier is due before it is read.
+DPA_DEVICE void load_sample(const PhaseLoop& a, const Work& w, int step, uint32_t flag, float* to, Watch& watch) {
+  const int halo = a.taps / 2, times = a.horizon + 2 * halo, count = w.samples * times * a.actions;
+  for (int i = thread(); i < count; i += kThreads) {
+    const int row = divide(i, a.actions), action = i - row * a.actions, b = divide(row, times);
+    const int time = row - b * times - halo, sample = w.sample0 + b;
+    float x = 0.0f;
+    if (time >= 0 && time < a.horizon) {
+      const int at = (sample * a.horizon + time) * a.actions + action;
+      if (step == 0) {
+        x = a.initial[at];
+      } else {
+        uint32_t v;
+        int polls = 0;
+        while (((v = load_word(a.workspace + a.sample_words + at)) ^ flag) & 1) {
+          if (!watch.again(polls)) break;
+#ifdef DPA_EMULATE
+          pause();
+#endif
+        }
+        x = as_float(v & ~1u);
+      }
+    }
+    to[i] = x;
+  }
+}
+// The weights of such a convolution for the slice's channels, (taps, actions, channels), and the bias behind them, go
+// to shared memory while the sample is waited for.
+DPA_DEVICE void stage_head(const PhaseLoop& a, const Work& w, const float* weights, const float* bias, int taps,
+                           float* to) {
+  const int terms = taps * a.actions;
+  Walk walk(thread(), w.by_value);
+#pragma unroll 4
+  for (; walk.row <= terms; walk.next()) {
+    const int c = w.first_channel + walk.column;
+    float x = 0.0f;
+    if (walk.column < w.real_channels) x = walk.row < terms ? weights[walk.row * a.channels + c] : bias[c];
+    to[walk.row * w.value_channels + walk.column] = x;
+  }
+}
+// The first convolution, or with taps = 1 its 1x1 residual, of the sample: four channels of a row at a time.
+DPA_DEVICE void convolve_sample(const PhaseLoop& a, const Work& w, const float* sample, const float* weights, int taps,
+                                float* stash, int pitch) {
+  const int halo = a.taps / 2, times = a.horizon + 2 * halo, terms = taps * a.actions, n = w.value_channels;
+  Walk walk(thread(), w.by_floats);
+#pragma unroll 1
+  for (; walk.row < w.rows; walk.next()) {
+    const int b = w.by_times(walk.row), t = walk.row - b * a.horizon;
+    const float* from = weights + walk.column * 4;
+    const float* x = sample + (b * times + t + (taps == 1 ? halo : 0)) * a.actions;
+    float4 sum = *reinterpret_cast<const float4*>(from + terms * n);
+#pragma unroll 4
+    for (int i = 0; i < terms; i++) {
+      const float4 f = *reinterpret_cast<const float4*>(from + i * n);
+      const float y = x[i];
+      sum.x += y * f.x, sum.y += y * f.y, sum.z += y * f.z, sum.w += y * f.w;
+    }
+    *reinterpret_cast<float4*>(stash + walk.row * pitch + walk.column * 4) = sum;
+  }
+}
+
+// Sums of (sample, group) pairs about their first value: float4 (sum, sum of squares, first value, -), `parts` a pair.
+// A warp owns a part.
+DPA_DEVICE void statistics(const Work& w, const float* stash, int pitch, float4* to) {
+  const int groups = w.groups, pairs = w.samples * groups, parts = w.parts;
+  const int width = w.p.group_channels, count = width * w.p.times_in, lane = thread() & 31;
+  for (int i = thread() >> 5; i < pairs * parts; i += kPhaseWarps) {
+    const int pair = w.by_parts(i), b = w.by_groups(pair);
+    const float* from = stash + b * w.p.times_in * pitch + (pair - b * groups) * width;
+    const float first = from[0];
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll 4
+    for (int e = (i - pair * parts) * 32 + lane; e < count; e += parts * 32) {
+      const int row = width == 1 ? e : static_cast<int>(high_product(e, w.p.group_magic));
+      const float d = from[row * pitch + e - row * width] - first;
+      sum += d, squares += d * d;
+    }
+#pragma unroll
+    for (int m = 16; m; m >>= 1) sum += shuffle_xor(sum, m), squares += shuffle_xor(squares, m);
+    if (lane == 0) to[i] = make_float4(sum, squares, first, 0.0f);
+  }
+}
+
+template <bool kExact>
+DPA_DEVICE float mish_of(float x) {
+  if constexpr (kExact) return math::mish(x);
+  const float e = exponential_fast(x < 20.0f ? x : 20.0f), n = e * (e + 2.0f);
+  return x * quotient(n, n + 2.0f);
+}
+
+// Norm and FiLM parameters in shared memory: (sample, kind, channel) with the kinds factor and term of the norm, scale
+// and shift of the FiLM; behind them gamma and beta by channel.
+DPA_DEVICE float2 film_of(const PhaseLoop& a, const Phase& p, int step, int sample, int channel) {
+  if (p.film < 0) return make_float2(1.0f, 0.0f);
+  const int at = p.film + channel, shift_at = a.film_scale ? at + p.channels_in : at;
+  const float* row = a.film_step + static_cast<int64_t>(step) * a.film_rows;
+  const float* more = a.film_cond ? a.film_cond + static_cast<int64_t>(sample) * a.film_rows : nullptr;
+  float shift = row[shift_at], scale = a.film_scale ? row[at] : 1.0f, shift_more = 0.0f, scale_more = 0.0f;
+  if (more) {
+    shift_more = more[shift_at];
+    if (a.film_scale) scale_more = more[at];
+  }
+  return make_float2(scale + scale_more, shift + shift_more);
+}
+// A thread's first channel (of sample 0) and first output channel, fetched before the input is waited for.
+struct Early {
+  float gamma = 0.0f, beta = 0.0f;
+  float2 film = {0.0f, 0.0f};
+  float bias[2], scale[2];
+};
+template <class Tile>
+DPA_DEVICE float2 bias_of(const PhaseLoop& a, const Work& w, int segment, int i) {
+  const int row = w.first_tile * 16 + i;
+  float2 r = make_float2(0.0f, 0.0f);
+  if (row >= w.p.channels_out) return r;
+  if (w.at.in == 0) r.x = a.floats[w.p.segments[segment].bias + row];
+  if constexpr (Tile::kScaled) r.y = a.floats[w.p.segments[segment].scale + row] * 256.0f;
+  return r;
+}
+template <class Tile>
+DPA_DEVICE void fetch_early(const PhaseLoop& a, const Work& w, int step, Early& e) {
+  const int i = thread();
+  if (w.p.norm >= 0 && i < w.real_channels) {
+    const int c = w.first_channel + i;
+    e.gamma = a.floats[w.p.norm + c], e.beta = a.floats[w.p.norm + w.p.channels_in + c];
+    e.film = film_of(a, w.p, step, w.sample0, c);
+  }
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+    if (s >= w.p.num_segments || i >= w.row_tiles * 16) continue;
+    const float2 b = bias_of<Tile>(a, w, s, i);
+    e.bias[s] = b.x, e.scale[s] = b.y;
+  }
+}
+// Stores what fetch_early brought, and fetches what it left: further channels and samples.
+template <class Tile>
+DPA_DEVICE void store_early(const PhaseLoop& a, const Work& w, int step, const Early& e, float* to, float* bias) {
+  const int n = w.value_channels, samples = w.samples, count = w.row_tiles * 16;
+  if (w.p.norm >= 0) {
+    float *gamma = to + 4 * samples * n, *beta = gamma + n;
+    const int i = thread();
+    if (i < n) gamma[i] = e.gamma, beta[i] = e.beta, to[2 * n + i] = e.film.x, to[3 * n + i] = e.film.y;
+#pragma unroll 1
+    for (int j = i + kThreads; j < samples * n; j += kThreads) {
+      const int b = w.by_value(j), c = j - b * n, channel = w.first_channel + c;
+      const bool real = c < w.real_channels;
+      if (b == 0) {
+        gamma[c] = real ? a.floats[w.p.norm + channel] : 0.0f;
+        beta[c] = real ? a.floats[w.p.norm + w.p.channels_in + channel] : 0.0f;
+      }
+      const float2 film = real ? film_of(a, w.p, step, w.sample0 + b, channel) : make_float2(0.0f, 0.0f);
+      to[(4 * b + 2) * n + c] = film.x, to[(4 * b + 3) * n + c] = film.y;
+    }
+    // what lies between a short first sample and thread 256 belongs to the samples after it
+    if (i >= n && i < samples * n) {
+      const int b = w.by_value(i), c = i - b * n;
+      const bool real = c < w.real_channels;
+      const float2 film = real ? film_of(a, w.p, step, w.sample0 + b, w.first_channel + c) : make_float2(0.0f, 0.0f);
+      to[(4 * b + 2) * n + c] = film.x, to[(4 * b + 3) * n + c] = film.y;
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+    if (s >= w.p.num_segments) continue;
+    for (int i = thread(); i < count; i += kThreads) {
+      const float2 b = i < kThreads ? make_float2(e.bias[s], e.scale[s]) : bias_of<Tile>(a, w, s, i);
+      bias[2 * s * count + i] = b.x;
+      if constexpr (Tile::kScaled) bias[(2 * s + 1) * count + i] = b.y;
+    }
+  }
+}
+
+// The norm as x * factor + term, by sample and channel.
+DPA_DEVICE void make_factors(const Work& w, const float4* statistics, float* to) {
+  const int n = w.value_channels, parts = w.parts;
+  const float *gamma = to + 4 * w.samples * n, *beta = gamma + n;
+#pragma unroll 1
+  for (int i = thread(); i < w.samples * n; i += kThreads) {
+    const int b = w.by_value(i), c = i - b * n, width = w.p.group_channels;
+    const int group = width == 1 ? c : static_cast<int>(high_product(c, w.p.group_magic));
+    float factor = 0.0f, term = 0.0f;
+    if (group < w.groups) {
+      const float4* from = statistics + (b * w.groups + group) * parts;
+      float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kPhaseWarps; k++) {
+        if (k < parts) sum += from[k].x, squares += from[k].y;
+      }
+      const float shift = sum * w.inverse_count, variance = squares * w.inverse_count - shift * shift;
+      factor = inverse_root((variance > 0.0f ? variance : 0.0f) + 1e-5f) * gamma[c];
+      term = beta[c] - (from[0].z + shift) * factor;
+    }
+    to[4 * b * n + c] = factor, to[(4 * b + 1) * n + c] = term;
+  }
+}
+
+// The stash becomes the slab (or, where slab is null, stays in place with its values finished): four channels of a row
+// at a time, norm, Mish, FiLM, residual.
+template <class Tile>
+DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch, const float* residual,
+                      const float* parameters, uint8_t* slab, int slab_pitch, uint32_t flag) {
+  using Math = typename Tile::Math;
+  const Phase& p = w.p;
+  const int n = w.value_channels, residual_pitch = n + 4;
+  const bool norm = p.norm >= 0, add = p.residual.kind != SourceKind::kNone, keep = p.keep >= 0 && w.at.out == 0;
+  Walk walk(thread(), w.by_quads);
+#pragma unroll 1
+  for (; walk.row < w.rows; walk.next()) {
+    const int row = walk.row, c = walk.column * 4, b = w.by_times(row);
+    float4* from = reinterpret_cast<float4*>(stash + row * pitch + c);
+    const float4 x = *from;
+    float v[4] = {x.x, x.y, x.z, x.w};
+    if (c < n) {
+      if (norm) {
+        const float* f = parameters + 4 * b * n + c;
+        const float4 factor = *reinterpret_cast<const float4*>(f), term = *reinterpret_cast<const float4*>(f + n),
+                     scale = *reinterpret_cast<const float4*>(f + 2 * n),
+                     shift = *reinterpret_cast<const float4*>(f + 3 * n);
+        v[0] = mish_of<Tile::kWide>(v[0] * factor.x + term.x) * scale.x + shift.x;
+        v[1] = mish_of<Tile::kWide>(v[1] * factor.y + term.y) * scale.y + shift.y;
+        v[2] = mish_of<Tile::kWide>(v[2] * factor.z + term.z) * scale.z + shift.z;
+        v[3] = mish_of<Tile::kWide>(v[3] * factor.w + term.w) * scale.w + shift.w;
+      }
+      if (add) {
+        const float4 r = *reinterpret_cast<const float4*>(residual + row * residual_pitch + c);
+        v[0] += r.x, v[1] += r.y, v[2] += r.z, v[3] += r.w;
+      }
+      if (keep)
+        store_words(a.workspace + p.keep + (w.sample0 * p.times_in + row) * p.keep_stride + w.first_channel + c,
+                    make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag, (bits(v[2]) & ~1u) | flag,
+                               (bits(v[3]) & ~1u) | flag));
+    }
+    if (!slab) {
+      *from = make_float4(v[0], v[1], v[2], v[3]);
+      continue;
+    }
+    uint8_t* to = slab + (row + (2 * b + 1) * p.pad) * slab_pitch;
+    if constexpr (Tile::kWide)
+      *reinterpret_cast<float4*>(to + c * 4) = make_float4(v[0], v[1], v[2], v[3]);
+    else
+      *reinterpret_cast<uint2*>(to + c * 2) = make_uint2(pack(Math{}, v[0], v[1]), pack(Math{}, v[2], v[3]));
+  }
+}
+
+}  // namespace dpa::kernels::unet1d::device

@@ -1,0 +1,290 @@
+// The loop of one block: all phases of all steps.
+#pragma once
+#include "test/kernels/phases/gemm.cuh"
+
+namespace dpa::kernels::unet1d::device {
+
+template <class Tile, int kSlots>
+struct Loop {
+  const PhaseLoop& a;
+  WeightStream<Tile, kSlots>& stream;
+  Watch& watch;
+  int step;
+  uint32_t flag, previous;  // of this step, of the sample that the last one made
+  int phase = 0;
+
+  template <class T>
+  DPA_DEVICE T* at(int offset) const {
+    return reinterpret_cast<T*>(shared() + offset);
+  }
+
+  DPA_DEVICE void mark(int what) const {
+    if (a.marks && step + 1 == a.steps && thread() == 0)
+      a.marks[(block() * a.num_phases + phase) * kPhaseMarks + what] = clock_now();
+  }
+
+  // Loads, normalises and applies the input of a tile. slab null: the values stay in the stash.
+  DPA_DEVICE void input(const Work& w, uint8_t* slab, int slab_pitch, const Early& early, float* bias) {
+    const Phase& p = w.p;
+    float *stash = at<float>(p.shared.stash), *residual = at<float>(p.shared.residual),
+          *parameters = at<float>(p.shared.parameters);
+    float4* sums = at<float4>(a.shared.statistics);
+    const int pitch = w.channels + 4, residual_pitch = w.value_channels + 4;
+    const bool head = p.value.kind == SourceKind::kHead, head_residual = p.residual.kind == SourceKind::kHead;
+    if (head || head_residual) {
+      float* weights = at<float>(p.shared.sample);
+      const int taps = head ? a.taps : 1;  // a phase has one of the two
+      stage_head(a, w, a.floats + (head ? a.head.weights : a.head.residual),
+                 a.floats + (head ? a.head.bias : a.head.residual_bias), taps, weights);
+      float* sample = weights + (taps * a.actions + 1) * w.value_channels;
+      load_sample(a, w, step, previous, sample, watch);
+      sync_block();
+      convolve_sample(a, w, sample, weights, taps, head ? stash : residual, head ? pitch : residual_pitch);
+    } else if (!slab) {
+      stage_tail(w, at<float>(p.shared.sample));
+    }
+    mark(1);
+    const int column0 = w.sample0 * p.times_in, times = a.marks && step + 1 == a.steps && slab ? 2 : 1;
+#pragma unroll 1
+    for (int i = 0; i < 1 + times; i++) {  // partial sums; what is older first; for a profile the value again
+      if (i == 2) mark(2);
+      const PhaseSource& source = i == 0 ? p.residual : p.value;
+      if (source.kind != SourceKind::kPartials) continue;
+      const int first = Tile::kWide ? w.first_channel : w.first_channel / 2;
+      const Sums sums_of = {a.workspace + source.words + column0 * source.column_stride + first, source.partial_stride,
+                            source.column_stride, i == 0 ? residual : stash, i == 0 ? residual_pitch : pitch};
+      const Kept kept = {a.workspace + p.residual.words + column0 * p.residual.column_stride + w.first_channel,
+                         p.residual.column_stride, i && p.residual.kind == SourceKind::kFinished ? residual : nullptr,
+                         residual_pitch};
+      const Kept skip = {a.workspace + p.skip.words + column0 * p.skip.column_stride + w.first_channel,
+                         p.skip.column_stride, i && p.joined ? stash + w.value_channels : nullptr, pitch};
+      load_source<Tile>(w, source.partials, sums_of, kept, skip, flag, watch);
+    }
+    store_early<Tile>(a, w, step, early, parameters, bias);
+    sync_block();
+    mark(8);
+    if (p.norm >= 0) {
+      statistics(w, stash, pitch, sums);
+      sync_block();
+      make_factors(w, sums, parameters);
+      sync_block();
+    }
+#pragma unroll 1
+    for (int i = 0; i < times; i++) {  // for a profile again, with warm instructions
+      mark(3 + i);
+      apply<Tile>(a, w, stash, pitch, residual, parameters, slab, slab_pitch, flag);
+      if (times > 1) sync_block();
+    }
+  }
+
+  template <int kColumnTiles>
+  DPA_DEVICE void multiply(const Work& w, const uint8_t* slab, int slab_pitch, const ColumnAt* columns,
+                           const float* bias) {
+    const Phase& p = w.p;
+    const int rows = w.row_tiles * 16;
+#pragma unroll 1
+    for (int s = 0; s < p.num_segments; s++) {
+      const PhaseSegment& g = p.segments[s];
+      const Output out = {a.workspace + g.out + w.at.in * p.partial_stride,
+                          columns,
+                          bias + 2 * s * rows,
+                          rows,
+                          w.samples * p.columns,
+                          g.time_first,
+                          p.column_stride,
+                          w.first_tile,
+                          flag};
+      float4* sums = at<float4>(p.shared.stash);
+      if (s > 0) sync_block();
+      multiply_tile<Tile, kSlots, kColumnTiles>(stream, w, s, shared_address(slab), slab_pitch, sums, out);
+      mark(6);
+      if (p.warps_k == 1) continue;
+      sync_block();
+      reduce_tile<Tile, kColumnTiles>(w, sums, out);
+    }
+  }
+
+  DPA_DEVICE void convolve(const Work& w) {
+    constexpr int kElement = Tile::kWide ? 4 : 2;
+    const Phase& p = w.p;
+    const bool tail = p.kind == PhaseKind::kTail;
+    Early early;
+    fetch_early<Tile>(a, w, step, early);
+    uint8_t* slab = at<uint8_t>(p.shared.slab);
+    const int slab_pitch = w.channels * kElement + 16;
+    ColumnAt* columns = at<ColumnAt>(p.shared.columns);
+    float* bias = at<float>(p.shared.parameters) + w.value_channels * (2 + 4 * w.samples);
+    if (!tail) fill_columns(w, columns, slab_pitch), fill_offsets(w, offsets_of(w, columns), slab_pitch, kElement);
+    const int edge = p.pad * slab_pitch / 16;
+    for (int i = thread(); i < w.samples * 2 * edge; i += kThreads) {
+      const int b = w.by_edges(i), rest = i - b * 2 * edge;
+      const int row = b * (p.times_in + 2 * p.pad) + (rest < edge ? 0 : p.times_in);
+      *reinterpret_cast<uint4*>(slab + row * slab_pitch + rest * 16) = make_uint4(0, 0, 0, 0);
+    }
+    input(w, tail ? nullptr : slab, slab_pitch, early, bias);
+    sync_block();
+    mark(5);
+    if (tail) return actions(w);
+    switch (p.column_tiles) {
+      case 1: multiply<1>(w, slab, slab_pitch, columns, bias); break;
+      case 2: multiply<2>(w, slab, slab_pitch, columns, bias); break;
+      case 4: multiply<4>(w, slab, slab_pitch, columns, bias); break;
+      default: multiply<8>(w, slab, slab_pitch, columns, bias);
+    }
+  }
+
+  // The weights of the convolution to the actions, (action, channel of the slice), and its bias.
+  DPA_DEVICE void stage_tail(const Work& w, float* to) const {
+    const int n = w.value_channels;
+    Walk walk(thread(), w.by_value);
+#pragma unroll 4
+    for (; walk.row < a.actions; walk.next())
+      to[walk.row * n + walk.column] =
+          walk.column < w.real_channels
+              ? a.floats[a.tail.weights + static_cast<int64_t>(walk.row) * a.channels + w.first_channel + walk.column]
+              : 0.0f;
+    for (int i = thread(); i < a.actions; i += kThreads)
+      to[a.actions * n + i] = w.at.in == 0 ? a.floats[a.tail.bias + i] : 0.0f;
+  }
+  // Partial sums of the 1x1 convolution to the actions, over the slice's channels: eight lanes a sum.
+  DPA_DEVICE void actions(const Work& w) {
+    const float *stash = at<float>(w.p.shared.stash), *weights = at<float>(w.p.shared.sample);
+    const int n = w.value_channels, pitch = w.channels + 4, all = a.batch * a.horizon * a.actions, part = thread() & 7;
+    const int count = w.rows * a.actions;
+    uint32_t* out = a.workspace + a.output_words + w.at.in * all + w.sample0 * a.horizon * a.actions;
+#pragma unroll 1
+    for (int base = 0; base < count; base += kThreads / 8) {
+      const int i = base + (thread() >> 3), j = i < count ? i : 0;
+      const int row = divide(j, a.actions), action = j - row * a.actions;
+      const float *x = stash + row * pitch, *f = weights + action * n;
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int c = part; c < n; c += 8) sum += x[c] * f[c];
+      sum += shuffle_xor(sum, 4), sum += shuffle_xor(sum, 2), sum += shuffle_xor(sum, 1);
+      if (part == 0 && i < count) store_word(out + i, (bits(sum + weights[a.actions * n + action]) & ~1u) | flag);
+    }
+  }
+
+  // The scheduler's step of one sample.
+  DPA_DEVICE void sample(int b) {
+    const int count = a.horizon * a.actions, all = a.batch * count;
+    for (int i = thread(); i < count; i += kThreads) {
+      const int at = b * count + i;
+      uint32_t* state = a.workspace + a.sample_words + at;
+      const float x = step == 0 ? a.initial[at] : as_float(load_word(state) & ~1u);
+      const float noise = a.table && a.noise ? a.noise[static_cast<int64_t>(step) * all + at] : 0.0f;
+      float r[6] = {};
+#pragma unroll
+      for (int k = 0; k < 6; k++)
+        if (a.table) r[k] = a.table[step * 6 + k];
+      uint32_t v[8];
+      const uint32_t* from = a.workspace + a.output_words + at;
+      int polls = 0;
+      uint32_t wrong;
+      do {
+        wrong = 0;
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          v[k] = flag;
+          if (k < a.output_slices) v[k] = load_word(from + k * all);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; k++) wrong |= v[k] ^ flag;
+#ifdef DPA_EMULATE
+        if (wrong & 1) pause();
+#endif
+      } while ((wrong & 1) && watch.again(polls));
+      float output = 0.0f;
+#pragma unroll
+      for (int k = 0; k < 8; k++) output += as_float(v[k] & ~1u);
+      float made = output;
+      if (a.table) {
+        float x0 = r[0] * x + r[1] * output;
+        x0 = x0 < -a.clip ? -a.clip : x0 > a.clip ? a.clip : x0;
+        made = r[2] * x0 + r[3] * x + r[4] * output;
+        if (a.noise) made += r[5] * noise;
+      }
+      store_word(state, (bits(made) & ~1u) | flag);
+      if (step + 1 == a.steps) a.output[at] = made;
+    }
+  }
+
+  DPA_DEVICE Work& work(int f) const { return *reinterpret_cast<Work*>(shared() + a.shared.table + f * kPhaseEntry); }
+
+  DPA_DEVICE void run() {
+#pragma unroll 1
+    for (int f = 0; f < a.num_phases; f++) {
+      Work& w = work(f);
+      phase = f;
+      const int tiles = w.p.tiles;
+#pragma unroll 1
+      for (int tile = block(); tile < tiles; tile += blocks()) {
+        sync_block();  // the tile before has been read
+        mark(0);
+        if (w.p.kind == PhaseKind::kSampler) {
+          sample(tile);
+        } else {
+          if (tiles > blocks()) fill(w, tile);
+          convolve(w);
+        }
+        mark(7);
+      }
+    }
+  }
+  DPA_OUTLINE static void fill(Work& w, int tile, int batch) {
+    if (thread() == 0) w.fill_tile(tile, batch, Tile::kWide ? 4 : 2);
+    sync_block();
+    if (thread() < 2 * kPhaseWarps && thread() / kPhaseWarps < w.p.num_segments)
+      w.fill_warp(thread() / kPhaseWarps, thread() % kPhaseWarps);
+    sync_block();
+  }
+  DPA_DEVICE void fill(Work& w, int tile) const { fill(w, tile, a.batch); }
+};
+
+// The table of the phases, each with the block's first tile.
+template <class Tile>
+DPA_DEVICE void fill_table(const PhaseLoop& a) {
+  uint8_t* table = shared() + a.shared.table;
+  static_assert(sizeof(Phase) % 4 == 0, "the table is copied in words");
+  constexpr int kWords = static_cast<int>(sizeof(Phase) / 4);
+  auto work = [&](int f) -> Work& { return *reinterpret_cast<Work*>(table + f * kPhaseEntry); };
+  for (int i = thread(); i < a.num_phases * kWords; i += kThreads) {
+    const int f = i / kWords;
+    reinterpret_cast<uint32_t*>(&work(f))[i - f * kWords] = reinterpret_cast<const uint32_t*>(a.phases)[i];
+  }
+  sync_block();
+#pragma unroll 1
+  for (int f = thread(); f < a.num_phases; f += kThreads)
+    if (work(f).p.kind != PhaseKind::kSampler) work(f).fill_tile(block(), a.batch, Tile::kWide ? 4 : 2);
+  sync_block();
+#pragma unroll 1
+  for (int i = thread(); i < a.num_phases * 2 * kPhaseWarps; i += kThreads) {
+    Work& w = work(i / (2 * kPhaseWarps));
+    const int segment = i / kPhaseWarps % 2;
+    if (segment < w.p.num_segments) w.fill_warp(segment, i % kPhaseWarps);
+  }
+  sync_block();
+}
+
+template <class Tile, int kSlots>
+DPA_DEVICE void run_phases(const PhaseLoop& a) {
+  fill_table<Tile>(a);
+  const uint32_t epoch = load_word(a.workspace + kEpoch);
+  sync_block();
+  const PhaseRun* places = a.runs + block() * kPhaseWarps + (thread() >> 5);
+  const uint2* runs = reinterpret_cast<const uint2*>(a.runs);
+  WeightStream<Tile, kSlots> stream(a.weights, runs + places[0].from, runs + places[1].from, a.steps);
+  stream.start();
+  Watch watch = {a.workspace + kStuck};
+#pragma unroll 1
+  for (int step = 0; step < a.steps; step++) {
+    const uint32_t flag = (epoch + step + 1) & 1;
+    Loop<Tile, kSlots> loop = {a, stream, watch, step, flag, flag ^ 1};
+    loop.run();
+  }
+  copies_wait<0>();
+  sync_block();
+  if (thread() == 0) finish_launch(a.workspace, epoch + a.steps, kDone, kEpoch);
+}
+
+}  // namespace dpa::kernels::unet1d::device

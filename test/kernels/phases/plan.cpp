@@ -1,0 +1,313 @@
+// Walks the plan's GEMMs, wires inputs to outputs, and gives each phase the tiling that a model of its time prefers.
+#include "test/kernels/phases/plan.h"
+
+#include <algorithm>
+
+namespace dpa::kernels::unet1d {
+namespace {
+
+int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+// What a tiling must hold in shared memory, beside the buffer of weights and the table of phases.
+struct Needs {
+  int columns, parameters, sample, slab, stash, residual;
+};
+
+class Builder {
+ public:
+  Builder(const Plan& p, int n, int t, const PhaseDevice& d) : plan(p), batch(n), horizon(t), device(d) {}
+
+  PhasePlan build() {
+    out.batch = batch, out.horizon = horizon;
+    wide = plan.dtype == DType::kFloat32;
+    const Config& c = plan.config;
+    if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
+    words = 32;  // the first words: epoch, error
+    out.sample_words = take(batch * horizon * c.action_dim);
+    PhaseSource value, residual;
+    value.kind = SourceKind::kHead;
+    int norm = static_cast<int>(plan.head.norm), groups = c.num_groups, film = static_cast<int>(plan.head.film);
+    bool keep = false;
+    int skip = -1;
+    PhaseSource skips[kMaxLevels];
+    PhaseSource next_residual;
+    next_residual.kind = SourceKind::kHead;
+    residual.kind = SourceKind::kNone;
+    for (const Conv& conv : plan.convs) {
+      Phase f;
+      f.value = value, f.residual = residual;
+      input(f, conv.channels_in, horizon >> conv.level_in, norm, groups, film);
+      if (conv.skip_in >= 0) f.joined = 1, f.skip = skips[conv.skip_in];
+      if (keep || skip >= 0) {
+        f.keep_stride = round_up(conv.channels_in, 16);
+        f.keep = take(batch * f.times_in * f.keep_stride);
+        PhaseSource kept = {SourceKind::kFinished, f.keep, 1, 0, f.keep_stride};
+        if (keep) next_residual = kept;
+        if (skip >= 0) skips[skip] = kept;
+      }
+      gemm(f, conv);
+      if (!choose(f)) return fail("a tile does not fit into shared memory");
+      place(f, conv);
+      value = {SourceKind::kPartials, f.segments[0].out, f.slices_in, f.partial_stride, f.column_stride};
+      if (f.num_segments == 2 && !conv.upsample) {
+        next_residual = value;
+        next_residual.words = f.segments[1].out;
+      }
+      norm = static_cast<int>(conv.norm), groups = conv.groups, film = static_cast<int>(conv.film);
+      keep = conv.keep, skip = conv.skip;
+      residual = conv.add ? next_residual : PhaseSource{};
+      out.phases.push_back(f);
+    }
+    tail(value, norm);
+    finish();
+    return out;
+  }
+
+ private:
+  const Plan& plan;
+  const int batch, horizon;
+  const PhaseDevice device;
+  PhasePlan out;
+  bool wide = false;
+  int words = 0;
+
+  PhasePlan fail(const char* why) {
+    out.error = why;
+    return out;
+  }
+  int take(int n) {
+    const int at = words;
+    words += round_up(n, 32);
+    return at;
+  }
+
+  void input(Phase& f, int channels, int times, int norm, int groups, int film) {
+    f.channels_in = channels, f.times_in = times;
+    f.norm = norm, f.film = film;
+    const Units u = units_of(channels, norm >= 0 ? groups : 0);
+    f.units = u.count, f.unit_channels = u.channels, f.unit_padded = u.padded;
+    f.group_channels = norm >= 0 ? channels / groups : channels;
+    f.group_magic = magic_of(f.group_channels);
+  }
+
+  void gemm(Phase& f, const Conv& conv) {
+    f.channels_out = conv.channels_out, f.row_tiles = ceil_div(conv.channels_out, 16);
+    f.times_out = horizon >> conv.level_out;
+    f.columns = conv.upsample ? f.times_in : f.times_out;
+    f.time_stride = conv.stride, f.num_segments = conv.num_segments;
+    f.column_stride = f.row_tiles * (wide ? 16 : 8);
+    f.partial_stride = batch * f.times_out * f.column_stride;
+    for (int s = 0; s < conv.num_segments; s++) {
+      PhaseSegment& g = f.segments[s];
+      g.taps = conv.segments[s].taps, g.first = conv.segments[s].first;
+      f.pad = std::max({f.pad, -g.first, g.first + g.taps - 1});
+      g.time_stride = conv.upsample ? 2 : 1, g.time_first = conv.upsample ? s : 0;
+      g.bias = static_cast<int>(conv.bias[s]);
+      g.scale = conv.scale < 0 ? -1 : static_cast<int>(conv.scale) + s * conv.channels_out;
+      g.weights = out.packed_bytes;
+      out.packed_bytes += static_cast<int64_t>(f.row_tiles) * f.units * (1 + f.joined) * g.taps * (f.unit_padded / 16) *
+                          256 * element_bytes(plan.dtype);
+    }
+  }
+
+  Needs needs(const Phase& f) const {
+    const int slice_units = ceil_div(f.units, f.slices_in) * (1 + f.joined), channels = slice_units * f.unit_padded;
+    const int value_channels = ceil_div(f.units, f.slices_in) * f.unit_padded, rows = f.samples * f.times_in;
+    Needs n = {};
+    n.columns = f.samples * f.columns * 8;
+    for (int s = 0; s < f.num_segments; s++) n.columns += slice_units * f.segments[s].taps * f.unit_padded / 16 * 4;
+    n.parameters = value_channels * 4 * (2 + 4 * f.samples) + 2 * 2 * ceil_div(f.row_tiles, f.slices_out) * 16 * 4;
+    const bool head = f.value.kind == SourceKind::kHead || f.residual.kind == SourceKind::kHead;
+    if (head) {
+      const int taps = f.value.kind == SourceKind::kHead ? plan.config.kernel_size : 1;
+      n.sample = (taps * plan.config.action_dim + 1) * value_channels * 4 +
+                 f.samples * (horizon + plan.config.kernel_size) * plan.config.action_dim * 4;
+    }
+    if (f.kind == PhaseKind::kTail) n.sample = plan.config.action_dim * (value_channels + 1) * 4;
+    n.slab = f.kind == PhaseKind::kConv ? f.samples * (f.times_in + 2 * f.pad) * (channels * (wide ? 4 : 2) + 16) : 0;
+    n.stash = rows * (channels + 4) * 4;
+    if (f.warps_k > 1) n.stash = std::max(n.stash, kPhaseWarps * f.column_tiles * 512);
+    n.residual = f.residual.kind == SourceKind::kNone ? 0 : rows * (value_channels + 4) * 4;
+    return n;
+  }
+  static int total(const Needs& n) {
+    return round_up(n.columns, 16) + round_up(n.parameters, 16) + round_up(n.sample, 16) + round_up(n.slab, 16) +
+           round_up(n.stash, 16) + round_up(n.residual, 16);
+  }
+  int fixed() const {  // the buffer, the table of phases, statistics
+    const int table = static_cast<int>(plan.convs.size() + 2) * kPhaseEntry;
+    return kPhaseWarps * slots() * phase_slot_bytes(plan.dtype) + table + kPhaseStatistics * 16;
+  }
+  int slots() const {
+    const int roomy = plan.dtype == DType::kFloat32      ? 6
+                      : plan.dtype == DType::kFloat8E4M3 ? 16
+                                                         : 12,
+              tight = plan.dtype == DType::kFloat32 ? 3 : 6;
+    return device.shared >= (160 << 10) ? roomy : tight;
+  }
+
+  // The warps of a block over its row tiles, columns and K.
+  void warps(Phase& f) const {
+    const int column_tiles = ceil_div(f.samples * f.columns, 8), rows = ceil_div(f.row_tiles, f.slices_out);
+    f.warps_columns = 1;
+    while (f.warps_columns * kPhaseColumnTiles < column_tiles) f.warps_columns *= 2;
+    f.column_tiles = 1;
+    while (f.column_tiles * f.warps_columns < column_tiles) f.column_tiles *= 2;
+    f.warps_rows = std::min(kPhaseWarps / f.warps_columns, rows);
+    f.warps_k = kPhaseWarps / f.warps_columns / f.warps_rows;
+  }
+
+  // Clocks of a phase: a model, to compare tilings with. Rates of one multiprocessor: L2 40 bytes a clock, its share of
+  // the stream of weights 18, an activation of a channel at a time 0.25 (30 instructions on 128 lanes).
+  double clocks(const Phase& f) const {
+    const int value_units = ceil_div(f.units, f.slices_in), channels = value_units * f.unit_padded;
+    const double values = static_cast<double>(f.samples) * f.times_in * channels, word = wide ? 4 : 2;
+    const int rows = ceil_div(f.row_tiles, f.slices_out), rounds = ceil_div(rows, f.warps_rows);
+    double read = values * word * (f.value.kind == SourceKind::kPartials ? f.value.partials : 1);
+    if (f.residual.kind == SourceKind::kPartials) read += values * word * f.residual.partials;
+    if (f.residual.kind == SourceKind::kFinished) read += values * 4;
+    if (f.joined) read += values * 4;
+    double steps = 0, made = 0;
+    for (int s = 0; s < f.num_segments; s++) {
+      steps += f.segments[s].taps * value_units * (1 + f.joined) * f.unit_padded / 16.0;
+      made += static_cast<double>(batch) * f.columns * f.channels_out;
+    }
+    const double weights = rows * steps * f.warps_columns * 256 * element_bytes(plan.dtype);
+    const double one = f.column_tiles * (wide ? 40.0 : 10.0) + 40;
+    const double gemm = rounds * (steps / f.warps_k + f.num_segments) * one;
+    const double sums = f.warps_k > 1 ? 150.0 + f.column_tiles * 25 * f.num_segments : 60.0 * rounds;
+    const double next = made * word * f.slices_in / std::min(device.blocks, 8 * f.slices_batch) / 40;
+    const int passes = ceil_div(f.tiles, device.blocks);
+    return passes * (read / 40 + values * (f.norm >= 0 ? 0.35 : 0.1) + weights / 18 * 0.7 + gemm + sums + 900) + next;
+  }
+
+  bool choose(Phase& f) {
+    double best = -1;
+    Phase chosen = f;
+    for (int in = 1; in <= 8 && in <= f.units; in *= 2) {
+      for (int slices = 1; slices <= batch; slices++) {
+        f.samples = ceil_div(batch, slices);
+        if (ceil_div(batch, f.samples) != slices) continue;
+        if (f.samples * f.columns > kPhaseColumnTiles * 32) continue;
+        if (f.norm >= 0 && f.samples * ceil_div(f.units, in) * (f.unit_channels / f.group_channels) > kPhaseStatistics)
+          continue;
+        f.slices_in = in, f.slices_batch = slices;
+        const int room = std::max(1, device.blocks / (in * slices));
+        for (int out_slices = std::min(f.row_tiles, room); out_slices >= 1; out_slices--) {
+          if (out_slices > 1 && ceil_div(f.row_tiles, out_slices) == ceil_div(f.row_tiles, out_slices - 1)) continue;
+          f.slices_out = out_slices;
+          f.tiles = f.slices_out * in * slices;
+          warps(f);
+          if (fixed() + total(needs(f)) > device.shared) continue;
+          const double time = clocks(f);
+          if (best < 0 || time < best) best = time, chosen = f;
+        }
+      }
+    }
+    f = chosen;
+    return best >= 0;
+  }
+
+  void place(Phase& f, const Conv& conv) {
+    f.segments[0].out = take(f.slices_in * f.partial_stride);
+    if (f.num_segments == 2)
+      f.segments[1].out = conv.upsample ? f.segments[0].out : take(f.slices_in * f.partial_stride);
+  }
+
+  // Partial sums of the 1x1 convolution to the actions, then the scheduler's step, a block a sample.
+  void tail(const PhaseSource& value, int norm) {
+    Phase f;
+    f.kind = PhaseKind::kTail;
+    f.value = value;
+    input(f, plan.config.down_dims[0], horizon, norm, kFinalGroups, -1);
+    f.slices_in = 1;
+    while (f.slices_in < 8 && f.slices_in * 2 <= f.units) f.slices_in *= 2;
+    f.slices_batch = std::min(batch, std::max(1, device.blocks / f.slices_in));
+    f.samples = ceil_div(batch, f.slices_batch), f.slices_batch = ceil_div(batch, f.samples);
+    while (f.samples > 1 && (f.samples * kFinalGroups > kPhaseStatistics || fixed() + total(needs(f)) > device.shared))
+      f.samples--, f.slices_batch = ceil_div(batch, f.samples);
+    f.tiles = f.slices_in * f.slices_batch;
+    out.output_slices = f.slices_in;
+    out.output_words = take(f.slices_in * batch * horizon * plan.config.action_dim);
+    out.phases.push_back(f);
+    Phase g;
+    g.kind = PhaseKind::kSampler;
+    g.slices_batch = g.tiles = batch;
+    out.phases.push_back(g);
+  }
+
+  void finish() {
+    PhaseShared& s = out.shared;
+    out.ring_slots = slots();
+    int at = kPhaseWarps * slots() * phase_slot_bytes(plan.dtype);
+    auto put = [&](int bytes) {
+      const int here = at;
+      at += round_up(bytes, 16);
+      return here;
+    };
+    s.table = put(static_cast<int>(out.phases.size()) * kPhaseEntry);
+    s.statistics = put(kPhaseStatistics * 16);
+    const int begin = at;
+    for (Phase& f : out.phases) {
+      if (f.kind == PhaseKind::kSampler) continue;
+      const Needs n = needs(f);
+      at = begin;
+      f.shared = {put(n.columns), put(n.parameters), put(n.sample), put(n.slab), put(n.stash), put(n.residual)};
+      s.bytes = std::max(s.bytes, at);
+    }
+    at = s.bytes;
+    if (at > device.shared) out.error = "a tile does not fit into shared memory";
+    out.workspace_words = words;
+  }
+};
+
+}  // namespace
+
+Units units_of(int channels, int groups) {
+  if (groups == 0) {  // no norm: any cut will do
+    for (int n = 8; n > 1; n /= 2) {
+      if (channels % (16 * n) == 0) return {n, channels / n, channels / n};
+    }
+  } else {
+    for (int n = std::min(groups, 8); n > 1; n--) {
+      if (groups % n == 0 && channels / n % 16 == 0) return {n, channels / n, channels / n};
+    }
+  }
+  return {1, channels, round_up(channels, 16)};
+}
+
+std::vector<PhaseRun> phase_runs(const PhasePlan& plan, DType dtype, int blocks) {
+  const int warps = blocks * kPhaseWarps, tile_bytes = 256 * element_bytes(dtype);
+  std::vector<PhaseRun> runs(warps + 1);
+  for (int i = 0; i < warps; i++) {
+    runs[i].from = static_cast<uint32_t>(runs.size());
+    const int block = i / kPhaseWarps, warp = i % kPhaseWarps;
+    for (const Phase& p : plan.phases) {
+      if (p.kind != PhaseKind::kConv) continue;
+      const int k = warp % p.warps_k, row = warp / p.warps_k % p.warps_rows, column = warp / p.warps_k / p.warps_rows;
+      for (int tile = block; tile < p.tiles && column < p.warps_columns; tile += blocks) {
+        const int in = tile % p.slices_in, out = tile / p.slices_in % p.slices_out;
+        const int unit0 = p.units * in / p.slices_in, units = p.units * (in + 1) / p.slices_in - unit0;
+        const int last = p.row_tiles * (out + 1) / p.slices_out;
+        for (int s = 0; s < p.num_segments; s++) {
+          const int per_unit = (1 + p.joined) * p.segments[s].taps * (p.unit_padded / 16), steps = units * per_unit;
+          const int begin = steps * k / p.warps_k, count = steps * (k + 1) / p.warps_k - begin;
+          for (int r = p.row_tiles * out / p.slices_out + row; r < last && count > 0; r += p.warps_rows) {
+            const int64_t first = (static_cast<int64_t>(r) * p.units + unit0) * per_unit + begin;
+            runs.push_back({static_cast<uint32_t>((p.segments[s].weights + first * tile_bytes) / 16),
+                            static_cast<uint32_t>(count)});
+          }
+        }
+      }
+    }
+  }
+  runs[warps].from = static_cast<uint32_t>(runs.size());
+  runs.push_back({});  // so that the end of the last warp's is an element
+  return runs;
+}
+
+PhasePlan make_phases(const Plan& plan, int batch, int horizon, const PhaseDevice& device) {
+  return Builder(plan, batch, horizon, device).build();
+}
+
+}  // namespace dpa::kernels::unet1d

@@ -1,0 +1,205 @@
+// A warp's private stream of weights. The stream is the sequence of the warp's runs (a row tile's steps along K) over
+// all phases and steps of the loop; it does not depend on activations, so it runs ahead over phases. Every lane copies
+// exactly the bytes that it reads as its fragments: no barrier, not even of the warp.
+#pragma once
+#include "test/kernels/phases/device.cuh"
+#include "test/kernels/phases/plan.h"
+
+namespace dpa::kernels::unet1d::device {
+
+// Element types: of a tile's weights, of the fragments that they become.
+struct TileBf16 {
+  using Math = BFloat16;
+  static constexpr int kBytes = 512, kSlots = 12, kSlotsTight = 6;
+  static constexpr bool kWide = false, kScaled = false;
+};
+struct TileFp16 : TileBf16 {
+  using Math = Half;
+};
+struct TileE4m3 {
+  using Math = Half;
+  static constexpr int kBytes = 256, kSlots = 16, kSlotsTight = 6;
+  static constexpr bool kWide = false, kScaled = true;
+};
+struct TileFp32 {
+  using Math = float;
+  static constexpr int kBytes = 1024, kSlots = 6, kSlotsTight = 3;
+  static constexpr bool kWide = true, kScaled = false;
+};
+
+// x / d for 0 <= x < 2^20, d > 0: five instructions. x + 1/2 is at least 1 / (2 d) away from a multiple, relative to d.
+DPA_DEVICE int divide(int x, int d) {
+  return static_cast<int>(quotient(static_cast<float>(x) + 0.5f, static_cast<float>(d)));
+}
+
+// Slice i of n parts of `count`.
+DPA_DEVICE int slice_begin(int count, int i, int n) { return divide(count * i, n); }
+
+// Division by a number that is known long before: magic as magic_of.
+struct Divisor {
+  int by;
+  uint32_t magic;
+  DPA_DEVICE void set(int n) { by = n > 0 ? n : 1, magic = by > 1 ? 0xffffffffu / static_cast<uint32_t>(by) + 1 : 0; }
+  DPA_DEVICE int operator()(int x) const {
+    return by == 1 ? x : static_cast<int>(high_product(static_cast<uint32_t>(x), magic));
+  }
+};
+
+// The steps along K that a warp multiplies for a row tile of a segment: where they begin, their number.
+struct WarpSteps {
+  int begin, count;
+};
+struct TileAt {
+  int in, out, batch;
+};
+// A phase and the tile of it that the block works at, in the numbers that its parts need. In shared memory, made before
+// the loop (again for each tile where a block has several), for divisions take long.
+struct Work {
+  Phase p;
+  TileAt at;
+  int sample0, samples, rows;                  // rows: (sample, time) pairs of the input
+  int unit0, units, value_channels, channels;  // of the slice; padded
+  int first_channel, real_channels;            // absolute; without padding
+  int groups, parts;                           // of the slice; warps that share a (sample, group) pair's statistics
+  int first_tile, row_tiles, rounds;           // row tiles of the output slice
+  float inverse_count;                         // 1 / values of a (sample, group) pair
+  Divisor by_times, by_chunks, by_floats, by_quads, by_value, by_groups, by_parts, by_columns, by_edges, by_rows,
+      by_per_tap, by_taps[2];
+  int all_steps[2];  // of a segment, along K
+  WarpSteps steps[2][kPhaseWarps];
+  signed char warp_row[kPhaseWarps], warp_column[kPhaseWarps];
+
+  DPA_DEVICE void fill_tile(int tile, int batch, int element) {
+    const int rest = divide(tile, p.slices_in);
+    at.in = tile - rest * p.slices_in;
+    at.batch = divide(rest, p.slices_out), at.out = rest - at.batch * p.slices_out;
+    sample0 = at.batch * p.samples;
+    samples = batch - sample0 < p.samples ? batch - sample0 : p.samples;
+    rows = samples * p.times_in;
+    unit0 = slice_begin(p.units, at.in, p.slices_in);
+    units = slice_begin(p.units, at.in + 1, p.slices_in) - unit0;
+    value_channels = units * p.unit_padded;
+    channels = value_channels * (1 + p.joined);
+    first_channel = unit0 * p.unit_channels, real_channels = units * p.unit_channels;
+    groups = p.group_channels ? divide(real_channels, p.group_channels) : 0;
+    const int pairs = samples * groups;
+    parts = pairs == 0 || pairs >= kPhaseWarps ? 1 : divide(kPhaseWarps, pairs);
+    first_tile = slice_begin(p.row_tiles, at.out, p.slices_out);
+    row_tiles = slice_begin(p.row_tiles, at.out + 1, p.slices_out) - first_tile;
+    rounds = divide(row_tiles + p.warps_rows - 1, p.warps_rows);
+    inverse_count = p.group_channels ? 1.0f / static_cast<float>(p.group_channels * p.times_in) : 0.0f;
+    by_times.set(p.times_in), by_chunks.set(value_channels / 8), by_floats.set(value_channels / 4);
+    by_quads.set(channels / 4), by_value.set(value_channels), by_groups.set(groups), by_parts.set(parts);
+    by_columns.set(p.columns), by_rows.set(row_tiles), by_per_tap.set(p.unit_padded >> 4);
+    for (int s = 0; s < 2; s++) {
+      by_taps[s].set(p.segments[s].taps);
+      all_steps[s] = s < p.num_segments ? units * (1 + p.joined) * p.segments[s].taps * (p.unit_padded >> 4) : 0;
+    }
+    by_edges.set(2 * p.pad * ((channels * element + 16) / 16));
+  }
+  // After fill_tile: a warp's part of a segment.
+  DPA_DEVICE void fill_warp(int segment, int warp) {
+    const int rest = divide(warp, p.warps_k), k = warp - rest * p.warps_k, column = divide(rest, p.warps_rows);
+    warp_column[warp] = static_cast<signed char>(column);
+    warp_row[warp] = static_cast<signed char>(rest - column * p.warps_rows);
+    const int all = all_steps[segment], begin = divide(all * k, p.warps_k);
+    steps[segment][warp] = {begin, column < p.warps_columns ? divide(all * (k + 1), p.warps_k) - begin : 0};
+  }
+};
+static_assert(sizeof(Work) <= kPhaseEntry, "the plan leaves room for a table of these");
+
+template <class Tile, int kSlots>
+struct WeightStream {
+  const uint8_t* weights;    // this lane's place
+  const uint2 *begin, *end;  // this warp's runs of a step
+  int steps;                 // left, with the one that `at` is in
+  const uint2* at = nullptr;
+  uint2 next = {0, 0};  // *at, loaded a run ahead
+  const uint8_t* from = nullptr;
+  int left = 0;                 // tiles of the current run
+  uint32_t buffer = 0;          // this lane's place in slot 0
+  uint32_t slot = 0, last = 0;  // the same of the next pair to consume and of the pair before
+
+  static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kPair = 2 * Tile::kBytes;
+
+  DPA_DEVICE WeightStream(const uint8_t* tiles, const uint2* first, const uint2* end_, int steps_)
+      : weights(tiles + (thread() & 31) * kLane),
+        begin(first),
+        end(end_),
+        steps(first == end_ ? 0 : steps_),
+        at(first) {
+    if (steps > 0) next = *at;
+  }
+  DPA_DEVICE void start() {
+    buffer = shared_address(shared()) + (thread() >> 5) * kSlots * kPair + (thread() & 31) * kLane;
+    slot = buffer, last = buffer + (kSlots - 1) * kPair;
+#pragma unroll 1
+    for (int i = 0; i < kSlots - 1; i++) issue(buffer + i * kPair);
+  }
+  static DPA_DEVICE void copy(uint32_t to, const uint8_t* tile) {
+    if constexpr (kLane == 8) {
+      copy_8(to, tile);
+    } else {
+      copy_16(to, tile);
+      if constexpr (Tile::kWide) copy_16(to + 512, tile + 512);
+    }
+  }
+  DPA_DEVICE void issue(uint32_t to) {
+    if (left <= 0 && steps > 0) {
+      from = weights + static_cast<size_t>(next.x) * 16, left = static_cast<int>(next.y);
+      if (++at == end) at = begin, steps--;
+      next = *at;
+    }
+    if (left > 0) copy(to, from);
+    if (left > 1) copy(to + Tile::kBytes, from + Tile::kBytes);
+    from += kPair, left -= 2;
+    copies_commit();
+  }
+  // The next pair of tiles is in its slot; returns this lane's address there.
+  DPA_DEVICE uint32_t wait() {
+    copies_wait<kSlots - 2>();
+    return slot;
+  }
+  // The slot before it, whose fragments have been multiplied, is filled again.
+  DPA_DEVICE void refill() { issue(last); }
+  DPA_DEVICE void advance() {
+    last = slot;
+    slot += kPair;
+    if (slot == buffer + kSlots * kPair) slot = buffer;
+  }
+};
+
+// A tile's fragments, ready for the matrix instructions.
+template <class Tile>
+struct Fragments {
+  uint4 a;
+  DPA_DEVICE void load(uint32_t at) { a = load_shared_16(at); }
+};
+// e4m3: a byte moved to the top of a half, its exponent a bit lower, is the number times 2^-8.
+template <>
+struct Fragments<TileE4m3> {
+  uint4 a;
+  static DPA_DEVICE uint32_t widen(uint32_t w) { return (w & 0x80008000u) | ((w & 0x7f007f00u) >> 1); }
+  DPA_DEVICE void load(uint32_t at) {
+    const uint2 v = load_shared_8(at);
+    a.x = widen(v.x << 8), a.y = widen(v.x), a.z = widen(v.y << 8), a.w = widen(v.y);
+  }
+};
+template <>
+struct Fragments<TileFp32> {
+  uint4 high[2], low[2];
+  static DPA_DEVICE void split(uint32_t x, uint32_t& high, uint32_t& low) {
+    high = to_tf32(as_float(x));
+    low = to_tf32(as_float(x) - as_float(high));
+  }
+  DPA_DEVICE void load(uint32_t at) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint4 v = load_shared_16(at + h * 512);
+      split(v.x, high[h].x, low[h].x), split(v.y, high[h].y, low[h].y);
+      split(v.z, high[h].z, low[h].z), split(v.w, high[h].w, low[h].w);
+    }
+  }
+};
+
+}  // namespace dpa::kernels::unet1d::device
