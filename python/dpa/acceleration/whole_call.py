@@ -17,7 +17,6 @@ from dpa.acceleration.policy_loop import FastLoop, Route
 from dpa.acceleration.shadow_run import Options, ShadowRun
 from dpa.library.capture import can_capture, capturing, leaving_failed
 from dpa.packed.agreement import LOOP_LIMITS
-from dpa.sampling.graphs import attempt
 from dpa.tracking import Places, Tracker, is_observed
 from dpa.tracking.replacing import Replacement, class_of, replaced
 
@@ -108,13 +107,13 @@ class WholeCall(Replacement):
 
     def _capture(self, route: Route, loop: FastLoop, call: _Call) -> Any:
         route.sampler.packed.follow()
-        failed: dict[Hashable, str] = {}
-        graph = attempt(failed, call.kind, call.device, lambda: _Graph(self, loop, call))
-        if graph is None:
-            for kind, why in failed.items():
-                self._graphs[kind] = _Refusal(f"it cannot be captured: {why}", self.policy)
+        try:
+            graph = self._graphs[call.kind] = _Graph(self, loop, call)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError):  # where memory is short: try again
+                why = str(error).partition("\n")[0]
+                self._graphs[call.kind] = _Refusal(f"it cannot be captured: {why}", self.policy)
             return self.parts(*call.args, **call.kwargs)
-        self._graphs[call.kind] = graph
         return self._compare(graph, loop, call)
 
     def _drop(self, kind: Hashable) -> None:
