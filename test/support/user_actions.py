@@ -5,6 +5,7 @@ An action takes a policy and a ``random.Random``, and does the same to both twin
 
 import contextlib
 import copy
+import inspect
 import pickle
 
 import torch
@@ -342,9 +343,14 @@ def _levels(policy, random):
         scheduler.alphas_cumprod.pow_(1.1)
 
 
+def _has_own_step(scheduler):
+    """Whether a user's function took the place of the step, and not what accelerates it."""
+    return inspect.isfunction(vars(scheduler).get("step"))
+
+
 def _own_step(policy, random):
     scheduler = policy.noise_scheduler
-    if "step" in vars(scheduler) or isinstance(scheduler, diffusers.DPMSolverMultistepScheduler):
+    if _has_own_step(scheduler) or isinstance(scheduler, diffusers.DPMSolverMultistepScheduler):
         return
     own = scheduler.step
 
@@ -355,7 +361,7 @@ def _own_step(policy, random):
 
 
 def _no_own_step(policy, random):
-    if type(vars(policy.noise_scheduler).get("step")).__name__ == "function":
+    if _has_own_step(policy.noise_scheduler):
         del policy.noise_scheduler.step
 
 
