@@ -5,6 +5,7 @@ Every result is compared with a twin that is not accelerated.
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -58,6 +59,143 @@ def test_a_learner_and_an_actor(device):
         plain.load_state_dict(fast.state_dict())
         got, want = sampled(fast, call), sampled(plain, call)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+class _Versions:
+    """A network whose last bias takes one value after another, and the twin's answers to each."""
+
+    count = 12
+
+    def __init__(self, device):
+        self.plain = original_policy(device)
+        options = {"clip_sample": False, "prediction_type": "sample"}
+        self.plain.noise_scheduler = diffusers.DDIMScheduler(20, **options)
+        self.plain.num_inference_steps = 1  # so that no loop reads two versions
+        self.fast = dpa.accelerate(copy.deepcopy(self.plain))
+        self.call, self.device = call_of(device), device
+        self.begun = self.done = 0
+        self.writing = threading.Lock()
+        self.answers = []
+        for version in range(self.count):
+            self.bias(self.plain).data.fill_(version)
+            self.answers.append({name: ask(self.plain) for name, ask in self.questions().items()})
+        self.bias(self.fast).data.zero_()
+
+    def bias(self, policy):
+        return policy.model.final_conv[1].bias
+
+    def questions(self):
+        return {"sample": self.sampled, "train": self.trained}
+
+    @torch.no_grad()
+    def sampled(self, policy):
+        generator = torch.Generator(self.device).manual_seed(5)
+        return (policy.conditional_sample(*self.call, generator),)
+
+    @torch.enable_grad()
+    def trained(self, policy):
+        generator = torch.Generator().manual_seed(6)
+        x = torch.randn(2, 8, 2, generator=generator).to(self.device)
+        result = policy.model(x, torch.tensor(3, device=self.device), None, self.call[3])
+        weight = policy.model.final_conv[1].weight
+        return result.detach(), torch.autograd.grad(result.square().mean(), weight)[0]
+
+    def write(self, how):
+        with self.writing:
+            version = min(self.done + 1, self.count - 1)
+            self.begun = version
+            how(version)
+            self.done = version
+
+    @torch.no_grad()
+    def learn(self, version):
+        self.bias(self.fast).fill_(version)
+
+    def load(self, version):
+        state = {name: value.clone() for name, value in self.fast.state_dict().items()}
+        state["model.final_conv.1.bias"].fill_(version)
+        self.fast.load_state_dict(state)
+
+    def ask(self, name):
+        """Ask the accelerated policy: its answer is the twin's, of a version of that time."""
+        first = self.done
+        try:
+            got = self.questions()[name](self.fast)
+        except RuntimeError as error:  # PyTorch's: written between a forward and its backward
+            assert "modified by an inplace operation" in str(error)
+            return
+        wanted = [answer[name] for answer in self.answers[first : self.begun + 1]]
+        near = {"rtol": 1e-3, "atol": 1e-3}
+        assert any(
+            all(torch.allclose(a, b, **near) for a, b in zip(got, want, strict=True))
+            for want in wanted
+        ), f"{name}: none of the answers of versions {first} to {self.begun}"
+
+
+@torch.no_grad()
+def test_a_comparison_that_a_write_comes_between_is_repeated(device, monkeypatch):
+    """What the two sides read at different times is no difference between them."""
+    fast, call = dpa.accelerate(original_policy(device), fallback=False), call_of(device)
+    predict, bias = OriginalPolicy.predict, fast.model.final_conv[1].bias
+
+    def then_written(policy, x, t, **conditions):
+        result = predict(policy, x, t, **conditions)
+        if t == policy.noise_scheduler.timesteps[-1]:
+            bias.add_(1.0)
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OriginalPolicy, "predict", then_written)
+        sampled(fast, call)
+    want = sampled(dpa.restore(copy.deepcopy(fast)), call)
+    for _ in range(2):
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    assert all(finding.active for finding in dpa.explain(fast).findings)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_sampling_training_loading_drawing_and_packing_at_once(device):
+    """Five threads on one policy, each answer compared with a twin that one thread touched."""
+    versions, errors, stop = _Versions(device), [], threading.Event()
+    drawn, turns = [], dict.fromkeys(("sample", "train", "learn", "load", "draw", "pack"), 0)
+    roles = {
+        "sample": lambda: versions.ask("sample"),
+        "train": lambda: versions.ask("train"),
+        "learn": lambda: versions.write(versions.learn),
+        "load": lambda: versions.write(versions.load),
+        "draw": lambda: drawn.append(torch.randn(2, device=device)),
+        "pack": lambda: dpa.repack(versions.fast),
+    }
+
+    def work(name):
+        try:
+            while not stop.is_set():
+                roles[name]()
+                turns[name] += 1
+                stop.wait(0.02 if name in ("learn", "load", "draw", "pack") else 0)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    torch.manual_seed(8)
+    threads = [threading.Thread(target=work, args=(name,)) for name in roles]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while not stop.is_set() and time.monotonic() < deadline and min(turns.values()) < 20:
+        stop.wait(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    assert all(finding.active for finding in dpa.explain(versions.fast).findings)
+    assert min(turns.values()) >= 5 and versions.done == versions.count - 1
+    torch.manual_seed(8)
+    for numbers in drawn:  # nothing else took a number from the global generator, or gave one back
+        assert torch.equal(numbers, torch.randn(2, device=device))
+    for name in versions.questions():
+        versions.ask(name)
 
 
 def _row(weight):
@@ -168,28 +306,31 @@ def test_what_dpa_does_not_know_belongs_to_the_original(device):
 
 
 class Interrupted(OriginalPolicy):
-    """Another thread uses the global generator in the middle of every loop."""
+    """Another thread takes from the loop's generator in the middle of every loop."""
 
-    drawn = None
+    drawn = generator = None
 
     def predict(self, x, t, **conditions):
         if self.drawn is not None:
-            thread = threading.Thread(target=lambda: self.drawn.append(torch.randn(2).tolist()))
+            take = lambda: torch.randn(2, generator=self.generator).tolist()  # noqa: E731
+            thread = threading.Thread(target=lambda: self.drawn.append(take()))
             thread.start()
             thread.join()
         return super().predict(x, t, **conditions)
 
 
 @torch.no_grad()
-def test_a_comparison_neither_disturbs_nor_is_disturbed():
+@pytest.mark.parametrize("given", [False, True], ids=["global", "by position"])
+def test_a_comparison_neither_disturbs_nor_is_disturbed(given):
     made, call, drawn = original_policy("cpu"), call_of(), []
+    own = torch.Generator().manual_seed(1) if given else None
     policy = Interrupted(made.model, made.noise_scheduler, made.num_inference_steps).eval()
-    Interrupted.drawn = drawn
+    Interrupted.drawn, Interrupted.generator = drawn, own
     try:
         fast = dpa.accelerate(policy)
-        sampled(fast, call)
+        sampled(fast, (*call, own))
     finally:
-        Interrupted.drawn = None
+        Interrupted.drawn = Interrupted.generator = None
     assert len(drawn) >= policy.num_inference_steps
     assert len({tuple(numbers) for numbers in drawn}) == len(drawn)  # none was drawn twice
     loop = vars(fast)["conditional_sample"]

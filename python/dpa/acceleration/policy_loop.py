@@ -193,6 +193,7 @@ class FastLoop(Replacement):
             stream=call["generator"] or generator_on(weight.device, None),
             tells=tells,
             private=takes_generator,
+            weights=forward.basis,
         )
         route.timesteps = self.policy.noise_scheduler.timesteps
         if self.shadow.passed(route):

@@ -50,7 +50,8 @@ class ShadowRun:
 
     A comparison takes the replacement's random numbers from a generator of its own, so it advances
     no shared stream. Where others used the original's in the meantime, it says nothing, and is made
-    again on private generators or at the next call.
+    again on private generators or at the next call. So does a difference that is found while others
+    write weights, which the two sides read at different times.
 
     Attributes:
         what: the replacement, for messages.
@@ -98,6 +99,7 @@ class ShadowRun:
         parts: Callable[[Any], Sequence[Tensor]] = _itself,
         tells: Callable[[Any], bool] | None = None,
         private: bool = False,
+        weights: Callable[[], Any] | None = None,
     ) -> Any:
         """Run the original, then the replacement beside it; return the original's result.
 
@@ -110,8 +112,11 @@ class ShadowRun:
             parts: the tensors of a result that are compared.
             tells: whether agreeing with a result proves anything; each part by itself by default.
             private: whether the original can be given a generator.
+            weights: what a write of weights changes; ``basis`` by default.
 
         """
+        weights = weights or self.basis
+        stamp = weights()
         before = None if stream is None else stream.get_state()
         expected = original(None)
         if not (tells(expected) if tells else all(map(proves, parts(expected)))):
@@ -123,6 +128,8 @@ class ShadowRun:
                 own.set_state(before)
                 error = _error(original(own), replacement, own, before, parts)
         except (RuntimeError, ValueError) as problem:
+            if weights() != stamp:
+                return expected
             why = f"raised {str(problem).partition(chr(10))[0]}"
             self._refuse(kind, float("inf"), why)
             return expected
@@ -133,6 +140,8 @@ class ShadowRun:
                 self._refuse(kind, float("inf"), why)
             return expected
         self._undecided = 0
+        if error > limit and weights() != stamp:
+            return expected
         self.errors[kind] = error
         if error > limit:
             why = f"differs from the original by {error:.1e} (relative), more than {limit:.0e}"

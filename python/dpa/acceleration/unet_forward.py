@@ -69,10 +69,11 @@ class FastForward(Replacement):
         self._bypasses = threading.local()
         self.generation = 0
         name = f"the accelerated {type(self.unet).__name__}"
-        self.shadow = ShadowRun(name, self.options.fallback, self._basis)
+        self.shadow = ShadowRun(name, self.options.fallback, self.basis)
         self._reset()
 
-    def _basis(self) -> Any:
+    def basis(self) -> Any:
+        """Return what a write of weights changes."""
         return None if self.network is None else stamp_of(list(self.network.parameters().values()))
 
     def _reset(self) -> None:
