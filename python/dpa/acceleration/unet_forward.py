@@ -17,7 +17,7 @@ from dpa.nn.plain import is_exporting
 from dpa.packed.agreement import STEP_LIMITS, example, limit
 from dpa.packed.unet import PackedUnet, runs_packed
 from dpa.tracking import is_observed, stamp_of
-from dpa.tracking.replacing import Replacement
+from dpa.tracking.replacing import Replacement, class_of
 
 _PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda")
@@ -144,8 +144,10 @@ class FastForward(Replacement):
 
     def original(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the forward that this one replaces."""
-        forward = type(self.unet).forward
-        if torch.compiler.is_compiling() or self.network is None:
+        if torch.compiler.is_compiling():  # which cannot trace the forward of an object's own class
+            return self._class.forward(self.unet, *args, **kwargs)
+        forward = class_of(self.unet).forward
+        if self.network is None:
             return forward(self.unet, *args, **kwargs)
         return run_network(lambda: forward(self.unet, *args, **kwargs), self.weight)
 
@@ -255,6 +257,7 @@ class FastForward(Replacement):
     @constant_in_graphs
     def _may_trace(self) -> bool:
         """Check the network itself at compile time, outside of what is compiled."""
+        self._class = class_of(self.unet)
         if is_exporting() or self.fallback_reason() is not None or self.layers is None:
             return False
         return self._check_apart()
