@@ -244,11 +244,13 @@ class UserActions(RuleBasedStateMachine):
             return
         if isinstance(fast, Exception):
             raise AssertionError(f"{name}: only the accelerated one raised") from fast
+        if isinstance(exact, Exception):  # what a wide copy of it does not take
+            exact = tuple(torch.full_like(x, torch.nan) for x in plain)
         limit = pair.limit([dtype, None if exact is None else torch.bfloat16])
         for one, other, true in zip(fast, plain, exact or plain, strict=True):
             assert one.shape == other.shape and one.device == other.device, name
             assert one.dtype == other.dtype or name == "sampler", (name, one.dtype, other.dtype)
-            if not bool(other.isfinite().all()):
+            if not bool(other.isfinite().all() and true.isfinite().all()):
                 continue
             off, own = (float((x.double() - true.double()).norm()) for x in (one, other))
             error = (off - 2 * own) / max(float(true.double().norm()), 1e-3)
