@@ -326,3 +326,25 @@ def test_timesteps_of_other_types_mean_what_they_mean_to_the_original(kind, make
         assert got is want
     else:
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+def test_a_step_has_gradients_after_one_in_inference_mode(kind, dtype, device):
+    """What is kept from step to step is of no mode."""
+    plain = make_scheduler(kind)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    x = torch.linspace(-1, 1, 8, dtype=dtype, device=device).view(1, 4, 2)
+
+    def step(scheduler, output):
+        generator = torch.Generator(device).manual_seed(0)
+        return scheduler.step(output, scheduler.timesteps[2], x, generator=generator).prev_sample
+
+    for scheduler in (plain, fast):
+        scheduler.set_timesteps(5)
+    with torch.inference_mode():
+        step(fast, x.sin()), step(fast, x.sin())
+    outputs = [x.sin().requires_grad_() for _ in range(2)]
+    for scheduler, output in zip((plain, fast), outputs, strict=True):
+        step(scheduler, output).square().sum().backward()
+    torch.testing.assert_close(outputs[1].grad, outputs[0].grad, rtol=1e-4, atol=1e-6)

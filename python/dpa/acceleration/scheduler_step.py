@@ -241,7 +241,8 @@ class _Table:
         """Return the coefficients, those that give x0 alone, and the index of each row."""
         wide = torch.promote_types(dtype, torch.float32)
         if (device, wide) not in self._placed:
-            table = self.table.to(device, wide)
-            rows = torch.arange(len(table), device=device).unbind()
-            self._placed[device, wide] = (table.coefficients, table.x0_coefficients(), rows)
+            with torch.inference_mode(False), torch.no_grad():  # later steps may have gradients
+                table = self.table.to(device, wide)
+                rows = torch.arange(len(table), device=device).unbind()
+                self._placed[device, wide] = (table.coefficients, table.x0_coefficients(), rows)
         return self._placed[device, wide]

@@ -98,6 +98,8 @@ def from_diffusers(
     with (
         refusing_foreign_errors(f"from_diffusers: {type(scheduler).__name__}"),
         torch.device("cpu"),  # whatever torch.set_default_device says
+        torch.inference_mode(False),  # a table outlives the call, and may be used with gradients
+        torch.no_grad(),
     ):
         _check_options(kind, scheduler, eta, use_clipped_model_output)
         copied = _cpu_copy(scheduler)
