@@ -9,6 +9,7 @@ from pathlib import PurePath
 # Programs around the library, and what needs several processes.
 FOLDERS = ("bench", "cli", "demo", "docs", "eval", "export", "faults")
 FILES = (
+    "acceleration/test_lerobot_commands.py",
     "acceleration/test_lerobot_loops.py",
     "library/test_doctor.py",
     "library/test_jit.py",
@@ -18,6 +19,11 @@ FILES = (
     "training/test_distributed.py",
 )
 TESTS = {
+    "acceleration/test_construction.py": (
+        "test_a_module_that_fails_shows_its_own_error",
+        "test_a_program_runs_with_its_policies_accelerated",
+        "test_wrong_usage_of_run",
+    ),
     "acceleration/test_acceleration.py": (
         "test_compile_without_a_graph_break",
         "test_compiled_first_a_network_is_compared_too",

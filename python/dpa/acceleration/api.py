@@ -151,14 +151,7 @@ def accelerate(
         ValueError: an unknown ``mode``, ``dtype`` or ``weights``, or a ``tolerance`` that is none.
 
     """
-    if mode not in _MODES:
-        raise ValueError(f"accelerate: mode must be one of {', '.join(_MODES)}, got {mode!r}")
-    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
-    if weights not in MODES:
-        raise ValueError(f"accelerate: weights must be one of {', '.join(MODES)}, got {weights!r}")
-    if tolerance is not None and not 0 < tolerance < float("inf"):
-        raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
+    check_options(dtype, mode, tolerance, weights)
     parts = [module for _, module in _modules(model)] + [model] * _is_scheduler(model)
     before = [
         (part, name, replaced(part, name))
@@ -175,6 +168,23 @@ def accelerate(
             replace_method(part, name, value)
         raise
     return model
+
+
+def check_options(
+    dtype: torch.dtype | None = None,
+    mode: str = "loop",
+    tolerance: float | None = None,
+    weights: str = "tracked",
+) -> None:
+    """Raise ValueError for what :func:`accelerate` takes for no value of an option."""
+    if mode not in _MODES:
+        raise ValueError(f"accelerate: mode must be one of {', '.join(_MODES)}, got {mode!r}")
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
+    if weights not in MODES:
+        raise ValueError(f"accelerate: weights must be one of {', '.join(MODES)}, got {weights!r}")
+    if tolerance is not None and not 0 < tolerance < float("inf"):
+        raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
 
 
 def _replace(model: Any, options: Options, graphs: bool) -> None:

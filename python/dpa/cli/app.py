@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import dpa
-from dpa.cli import bench, demo, evaluate, explain, export, report
+from dpa.cli import bench, demo, evaluate, explain, export, report, run
 
 app = typer.Typer(
     help="Fast registered operators for Diffusion Policy in PyTorch.",
@@ -73,6 +73,9 @@ app.command(help=_flowing(demo.HELP))(_with_library(demo.demo))
 app.command(help=_flowing(bench.HELP))(_with_library(bench.bench))
 app.command(help=_flowing(export.HELP))(_with_library(export.export))
 app.command("eval", help=_flowing(evaluate.HELP))(_with_library(evaluate.evaluate))
+# What stands behind the program's name is the program's.
+_BEHIND = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+app.command(help=_flowing(run.HELP), context_settings=_BEHIND)(_with_library(run.run))
 
 
 def main() -> None:

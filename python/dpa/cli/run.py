@@ -1,0 +1,84 @@
+"""The ``dpa run`` command."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpa.cli.options import Dtype
+
+HELP = """Run a program of others with its policies accelerated, as `python` would run it.
+
+Every policy of LeRobot, diffusion_policy (and projects made of it) and robomimic that the program
+makes is accelerated as it leaves its constructor; a line on standard error says so. Options of dpa
+stand before the program. The environment's DPA_ACCELERATE=0 runs the program as it is.
+
+Examples:
+
+  dpa run eval.py --checkpoint latest.ckpt -o out
+
+  dpa run --dtype bfloat16 -m lerobot.async_inference.policy_server
+
+  dpa run --policy my_robot.policy:MyPolicy -m my_robot.main
+"""
+
+Program = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PROGRAM ...", help="A script and its arguments.", show_default=False),
+]
+Module = Annotated[
+    bool, typer.Option("-m", help="PROGRAM is a module, as in `python -m`.", show_default=False)
+]
+Policy = Annotated[
+    list[str] | None,
+    typer.Option(help="A further policy, as module:Class; may be given several times."),
+]
+
+
+def run(
+    program: Program = None,
+    module: Module = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of packed weights.")] = None,
+    mode: Annotated[str | None, typer.Option(help="loop, step or chain.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Largest relative error.")] = None,
+    graphs: Annotated[bool | None, typer.Option(help="CUDA graphs of calls.")] = None,
+    policy: Policy = None,
+) -> None:
+    """Run a program of others with its policies accelerated."""
+    import os
+
+    import torch
+
+    from dpa.acceleration.construction import accelerate_new, options_from
+
+    if not program:
+        raise ValueError("PROGRAM must be a script, or with -m a module, got nothing")
+    options = options_from(os.environ)
+    given = {"mode": mode, "tolerance": tolerance, "graphs": graphs}
+    if dtype is not None:
+        given["dtype"] = getattr(torch, dtype.value)
+    if options is not None:
+        options |= {name: value for name, value in given.items() if value is not None}
+        accelerate_new(_say, tuple(policy or ()), **options)
+    name, *arguments = program
+    if not module and not Path(name).is_file():
+        raise FileNotFoundError(f"{name}: there is no such file")
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, os.getcwd() if module else str(Path(name).resolve().parent))
+    try:
+        if module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+    except Exception:  # the program's own: as Python shows it
+        traceback.print_exc()
+        raise typer.Exit(1) from None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
