@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dpa
-from dpa.diagnostics.doctor import NOTE, OK, WRONG, examine, form, is_healthy
+from dpa.diagnostics.doctor import NOTE, OK, WRONG, advice, examine, form, is_healthy
 from dpa.diagnostics.host import Host, look
 
 HOPPER = "the CPU and CUDA 13.0.88 for architectures 90a with PTX 80 (as asked)"
@@ -266,8 +266,14 @@ def test_a_torch_that_cannot_be_imported(tmp_path):
     assert status == 1 and "libtorch.so" in found["advice"][0]
 
 
+def test_what_is_wrong_is_advised_on_first():
+    found = examine(replace(WELL, dpa=None, torch=None, torch_error="libtorch.so: not found"))
+    assert [f.state for f in found[:2]] == [NOTE, WRONG]
+    assert [line.partition(":")[0] for line in advice(found)[:2]] == ["torch", "dpa"]
+
+
 def test_no_compiler(tmp_path):
-    _, found = doctor(PATH=str(tmp_path))
+    _, found = doctor(PATH=str(tmp_path), CXX="")
     assert state(found, "compiler")["state"] == "note"
 
 

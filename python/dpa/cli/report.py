@@ -57,16 +57,15 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show versions, devices, what the library is built for, and a smoke test."""
-    from dpa.diagnostics.doctor import examine
+    from dpa.diagnostics.doctor import advice, examine
     from dpa.diagnostics.host import look
 
     host = look()
     if host.library_error is not None or host.torch is None:
         found = examine(host)
-        advice = [f"{f.name}: {f.says}: {f.mend}" for f in found if f.mend]
         facts: dict[str, Any] = {"dpa": host.dpa, "torch": host.torch, "library": host.library}
         if as_json:
-            print(json.dumps(facts | {"advice": advice}, indent=2))
+            print(json.dumps(facts | {"advice": advice(found)}, indent=2))
         else:
             _print_findings(found)
         raise typer.Exit(1)

@@ -54,6 +54,12 @@ def to_dict(found: list[Finding]) -> dict[str, Any]:
     return {"healthy": is_healthy(found), "findings": [asdict(finding) for finding in found]}
 
 
+def advice(found: list[Finding]) -> list[str]:
+    """A line for each finding with something to mend, what is wrong before what is a note."""
+    ordered = sorted(found, key=lambda finding: finding.state != WRONG)
+    return [f"{f.name}: {f.says}: {f.mend}" for f in ordered if f.mend]
+
+
 def is_healthy(found: list[Finding]) -> bool:
     """Whether nothing is wrong; notes may be there."""
     return all(finding.state != WRONG for finding in found)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dpa.diagnostics.doctor import examine
+from dpa.diagnostics.doctor import advice, examine
 from dpa.diagnostics.host import look
 from dpa.library import html
 
@@ -59,6 +59,6 @@ def info() -> Info:
             "devices": devices,
             "ops": {name: op_keys(name) for name in op_names()},
             "smoke test": host.smoke,
-            "advice": [f"{f.name}: {f.says}: {f.mend}" for f in examine(host) if f.mend],
+            "advice": advice(examine(host)),
         }
     )
