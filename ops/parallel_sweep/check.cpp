@@ -1,4 +1,4 @@
-#include "kernels/cuda/parallel_sweep/parallel_sweep.h"
+#include "kernels/plans/parallel_sweep/window.h"
 #include "ops/parallel_sweep/parallel_sweep.h"
 
 namespace dpa {

@@ -52,6 +52,33 @@ def test_an_architecture_that_is_none_is_refused():
     )
 
 
+def included(file):
+    """The files of this repository that a source sees, and the other headers that these name."""
+    seen, others, queue = set(), set(), [file]
+    while queue:
+        seen.add(current := queue.pop())
+        for name in re.findall(r'^#include [<"](.+)[>"]', current.read_text(), re.M):
+            inside = [f for f in (ROOT / name, current.parent / name) if f.is_file()]
+            others |= set() if inside else {name}
+            queue += set(inside[:1]) - seen
+    return seen, others
+
+
+def test_a_build_for_the_cpu_sees_no_header_of_cuda():
+    """Where CUDA's headers lie on the compiler's path a build would not notice."""
+    ops = [f for f in (ROOT / "ops").rglob("*.cpp") if f.name != "cuda.cpp"]
+    host = [
+        *(ROOT / "kernels" / "plans").rglob("*.cpp"),
+        *(ROOT / "kernels" / "cpu").rglob("*.cpp"),
+    ]
+    assert len(ops) > 30 and len(host) > 5
+    for file in ops + host:
+        seen, others = included(file)
+        ours = [f for f in seen if ROOT / "kernels" / "cuda" in f.parents]
+        theirs = [name for name in others if re.search(r"\bcu(da|blas|dnn)", name)]
+        assert not ours and not theirs, f"{file.relative_to(ROOT)} sees {ours + theirs}"
+
+
 def fat_binaries(library):
     """For each fat binary of an ELF file, the (kind, architecture) of its entries."""
     content = library.read_bytes()

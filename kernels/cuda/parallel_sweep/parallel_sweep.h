@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels/plans/parallel_sweep/window.h"
+
 namespace dpa::kernels {
 
 /// Rows [*position, *position + window) of two matrices, whose widths are given.
@@ -16,9 +18,6 @@ struct ParallelWindow {
   float *samples, *rows;
 };
 cudaError_t parallel_window(const ParallelWindow& args, cudaStream_t stream);
-
-/// The most timesteps of a window: sums of so many rows fit the shared memory of every GPU.
-constexpr int64_t kLargestWindow = 128;
 
 struct ParallelMove {
   float* states;                  // (rows + 1, batch, inner)
