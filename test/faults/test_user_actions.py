@@ -216,7 +216,8 @@ class UserActions(RuleBasedStateMachine):
         exact = None
         weight = next(users.network(pair.plain).parameters())
         if low or weight.dtype == torch.bfloat16:
-            wide = pair.plain if low else copy.deepcopy(pair.plain).float()
+            narrow = weight.dtype == torch.bfloat16
+            wide = copy.deepcopy(pair.plain).float() if narrow else pair.plain
             exact = self._answer(call, pair, wide, mode, False, seed, False)[0]
         self._same(pair, name, *answers, exact, weight.dtype)
         SEEN[f"probe of a {name}"] += 1
@@ -354,6 +355,9 @@ class UserActions(RuleBasedStateMachine):
             made, plain = pair.samplers[0]
             if policy is pair.fast:
                 return (made(cond),)
+            if policy is not pair.plain:  # a wide copy of it
+                scheduler = copy.deepcopy(plain.noise_scheduler)
+                plain = type(plain)(users.network(policy), scheduler, 2)
             mask = torch.zeros(sample.shape, dtype=torch.bool, device=sample.device)
             return (plain.conditional_sample(sample, mask, global_cond=cond),)
 

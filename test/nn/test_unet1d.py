@@ -2,10 +2,10 @@
 
 import copy
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
+from policies import lerobot_unet
 from tolerances import gradient_tolerance, tolerance
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -98,24 +98,11 @@ def test_matches_plain_pytorch_in_value_and_gradient(name, device):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_matches_lerobot(name, device):
-    modeling = pytest.importorskip(
-        "lerobot.policies.diffusion.modeling_diffusion",
-        reason="LeRobot is not installed (requirements/lerobot.txt)",
-        exc_type=ImportError,
-    )
     options, _, _ = CONFIGS[name]
     if "local_cond_dim" in options:
         pytest.skip("LeRobot's U-Net has no local conditioning")
     net, inputs = make(name, device)
-    config = SimpleNamespace(
-        action_feature=SimpleNamespace(shape=(options["input_dim"],)),
-        diffusion_step_embed_dim=options["diffusion_step_embed_dim"],
-        down_dims=tuple(options["down_dims"]),
-        kernel_size=options.get("kernel_size", 3),
-        n_groups=options.get("n_groups", 8),
-        use_film_scale_modulation=options.get("cond_predict_scale", False),
-    )
-    theirs = modeling.DiffusionConditionalUnet1d(config, options.get("global_cond_dim", 0))
+    theirs = lerobot_unet(options)
     theirs.load_state_dict({lerobot_key(k): v for k, v in net.state_dict().items()})
     expected = theirs.to(device)(
         inputs["sample"], inputs["timestep"], global_cond=inputs.get("global_cond")

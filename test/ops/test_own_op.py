@@ -1,5 +1,6 @@
 """The guide "Your own op": it quotes what is built here, and the op passes the six proofs."""
 
+import fcntl
 import re
 import shutil
 import subprocess
@@ -24,9 +25,12 @@ def _library():
     build = _ROOT / "build" / "own_op"
     configure = [cmake, "-S", _ROOT / "test" / "ops" / "own_op", "-B", build, "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
-    for command in (configure, [cmake, "--build", build]):
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    build.mkdir(parents=True, exist_ok=True)
+    with open(build / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may run this file's tests at once
+        for command in (configure, [cmake, "--build", build]):
+            done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
     torch.ops.load_library(build / "libown_op.so")
     TestSwiglu.op = torch.ops.own.swiglu
 

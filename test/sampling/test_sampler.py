@@ -123,6 +123,7 @@ def test_follows_the_loop_of_lerobot(name):
         kernel_size=3,
         n_groups=8,
         use_film_scale_modulation=True,
+        gradient_checkpointing=False,
         horizon=8,
     )
     unet = modeling.DiffusionConditionalUnet1d(config, 4)
@@ -536,7 +537,8 @@ def test_a_loop_that_cannot_be_one_op_raises_or_runs_step_by_step(device):
 @pytest.mark.parametrize("where", ["layer", "all", "wrapped"])
 def test_a_fused_sampler_leaves_hooked_and_altered_networks_to_the_loop(device, where):
     """One op calls no layer: hooks that change results, and layers around layers, would be lost."""
-    unet, (scheduler, steps, _) = make_unet(device).eval(), make_scheduler("ddim")
+    # Norms over 8 values, as of 8 groups, magnify float32's roundings a thousandfold in a loop.
+    unet, (scheduler, steps, _) = make_unet(device, n_groups=2).eval(), make_scheduler("ddim")
     cond, noise = torch.randn(SHAPE[0], 4, device=device), torch.randn(SHAPE, device=device)
     options = {"fused": True, "horizon": SHAPE[1]}
     lenient = dpa.DiffusionSampler(unet, scheduler, steps, fallback=True, **options)

@@ -23,13 +23,13 @@ def lerobot_unet(arguments):
     config = SimpleNamespace(
         action_feature=SimpleNamespace(shape=(arguments["input_dim"],)),
         diffusion_step_embed_dim=arguments["diffusion_step_embed_dim"],
-        down_dims=arguments["down_dims"],
+        down_dims=tuple(arguments["down_dims"]),
         kernel_size=arguments.get("kernel_size", 3),
         n_groups=arguments.get("n_groups", 8),
         use_film_scale_modulation=arguments.get("cond_predict_scale", False),
         gradient_checkpointing=False,
     )
-    return modeling.DiffusionConditionalUnet1d(config, arguments["global_cond_dim"] or 0)
+    return modeling.DiffusionConditionalUnet1d(config, arguments.get("global_cond_dim") or 0)
 
 
 def lerobot_policy(device="cpu", **options):
