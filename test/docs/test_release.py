@@ -44,7 +44,7 @@ def test_a_workflow_runs_what_exists_and_pins_what_it_takes(path):
         included = job["strategy"]["matrix"]["include"]
         for step in job["steps"]:
             if "uses" in step:
-                assert re.search(r"@(v\d+\.\d+\.\d+|[0-9a-f]{40})$", step["uses"]), step
+                assert re.search(r"@[0-9a-f]{40}$", step["uses"]), step
             for target in re.findall(r"\bmake (\S+)", step.get("run", "").replace("{{ ", "{{")):
                 if target.startswith("$"):
                     assert {entry["target"] for entry in included} <= targets
