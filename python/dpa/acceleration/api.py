@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpa.acceleration.example import call_on, why_no_example
 from dpa.acceleration.policy_loop import LOOPS, FastLoop
 from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.shadow_run import Options
@@ -108,6 +109,7 @@ def accelerate(
     fallback: bool = True,
     graphs: bool = True,
     weights: str = "tracked",
+    example: Any = None,
 ) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
@@ -141,17 +143,24 @@ def accelerate(
             call, by where parameters lie, their versions and samples of their values;
             :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked" compares a
             checksum of every element besides. "frozen" promises that nothing is written.
+        example: an observation, as ``select_action`` or ``predict_action`` of the policy takes it.
+            The policy is called on it at once, so that no call of a control loop pays for
+            comparing and capturing what is of the same shapes. Its queues are empty afterwards;
+            the generators of random numbers are as they were.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: nothing in ``model`` can be accelerated, or with ``fallback=False`` not all that
-            was found; the message says why. The model stays as it was.
+            was found, or ``example`` cannot be given to it; the message says why. The model stays
+            as it was.
         ValueError: an unknown ``mode``, ``dtype`` or ``weights``, or a ``tolerance`` that is none.
 
     """
     check_options(dtype, mode, tolerance, weights)
+    if example is not None and (why := why_no_example(model)) is not None:
+        raise TypeError(f"accelerate: example needs {why}")
     parts = [module for _, module in _modules(model)] + [model] * _is_scheduler(model)
     before = [
         (part, name, replaced(part, name))
@@ -162,6 +171,8 @@ def accelerate(
     restore(model)
     try:
         _replace(model, Options(dtype, mode, tolerance, fallback, weights), graphs)
+        if example is not None:
+            call_on(model, example)
     except BaseException:
         restore(model)
         for part, name, value in before:
