@@ -149,6 +149,15 @@ TORCH_LIBRARY(dpa, m) {
       "Tensor? noise, Tensor? known, Tensor? known_mask, SymInt steps, float clip, float tolerance) -> ()",
       functional);
 
+  // What follows a backward; see ops/adamw_ema/adamw_ema.h and dpa.training.AdamW.
+  m.def(
+      "adamw_ema_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+      "Tensor(e!)[] averages, Tensor(f!)[] state_steps, *, float lr, float beta1, float beta2, float weight_decay, "
+      "float eps, bool decoupled_weight_decay=True, bool maximize=False, bool clear_grads=False, "
+      "Tensor? tensor_lr=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_coef=None, "
+      "Tensor? updates=None, float[] ema_schedule=[]) -> ()",
+      functional);
+
   // Inference on packed weights; see ops/unet1d/unet1d.h for `config`.
   m.def("unet1d_weight_names(int[] config) -> str[]", functional);
   m.def("unet1d_pack(Tensor[] weights, int[] config, ScalarType dtype) -> Tensor", functional);

@@ -15,9 +15,10 @@ _OPS = op_names()
 _PROVED = {f"dpa::{name}" for name in proofs_by_op()}
 # Steps of those, which their autograd kernels call, beneath autograd and after autocast.
 _INNER = {f"{name}_{step}" for name in _PROVED for step in ("forward", "backward")} & set(_OPS)
-# Inference, and a loop's other work, which test_corrupted_calls.py corrupts, or test_parallel.py
-# and test_normal_draws.py.
-_INFERENCE = {f"dpa::{name}" for name in (*CORRUPTED, "parallel_move_", "loop_inputs_")}
+# Inference, a loop's other work and an optimizer's, which test_corrupted_calls.py corrupts, or
+# test_parallel.py, test_normal_draws.py and test_adamw_ema.py.
+_IN_PLACE = ("parallel_move_", "loop_inputs_", "adamw_ema_")
+_INFERENCE = {f"dpa::{name}" for name in (*CORRUPTED, *_IN_PLACE)}
 _WITHOUT_CPU = {
     "dpa::unet1d_film",
     "dpa::unet1d_on_film",

@@ -11,9 +11,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor (FSDP2), or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.tolocal() if hasattr(tensor, "to_local") else tensor
+
+
+_Pairs = list[tuple[Tensor, Tensor]]
+
+
+def _values(pairs: _Pairs) -> list[Tensor]:
+    """The parameters, in the dtypes of their averages."""
+    return [local(parameter.detach()).to(old.dtype) for parameter, old in pairs]
 
 
 class EMA:
@@ -60,14 +68,31 @@ class EMA:
         self.model = model
         self.power, self.max_decay, self.min_decay = power, max_decay, min_decay
         self.inv_gamma = inv_gamma
-        self.updates = 0
+        self._updates = 0
+        self._count: Tensor | None = None  # of the updates, where an optimizer makes them
         self.averages = [self._copy(parameter) for parameter in model.parameters()]
 
     @staticmethod
     def _copy(parameter: Tensor) -> Tensor:
-        value = _local(parameter.detach())
+        value = local(parameter.detach())
         wide = torch.promote_types(value.dtype, torch.float32)
         return value.to(wide if value.is_floating_point() else value.dtype, copy=True)
+
+    @property
+    def updates(self) -> int:
+        """How many there have been; where an optimizer makes them, read from the device."""
+        return self._updates if self._count is None else int(self._count)
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        self._updates = value
+        if self._count is not None:
+            self._count.fill_(value)
+
+    @property
+    def schedule(self) -> list[float]:
+        """``power``, ``inv_gamma``, ``min_decay`` and ``max_decay``."""
+        return [self.power, self.inv_gamma, self.min_decay, self.max_decay]
 
     @property
     def decay(self) -> float:
@@ -80,20 +105,59 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the model; call it after the optimizer's step."""
+        if self._count is not None:
+            raise RuntimeError("EMA: update must be left to the optimizer that these averages have")
+        averaged, copied = self._parts()
+        if averaged:
+            olds = [old for _, old in averaged]
+            torch._foreach_lerp_(olds, _values(averaged), 1.0 - self.decay)
+        if copied:
+            torch._foreach_copy_([old for _, old in copied], _values(copied))
+        self.updates += 1
+
+    def _parts(self) -> tuple[_Pairs, _Pairs]:
+        """The parameters with their averages: what is averaged, and what is copied."""
         layers = (m for m in self.model.modules() if isinstance(m, _BatchNorm))
         normalising = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
-        averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
-        copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        averaged: _Pairs = []
+        copied: _Pairs = []
         for parameter, old in zip(self.model.parameters(), self.averages, strict=True):
             trains = parameter.requires_grad and id(parameter) not in normalising
-            olds, news = averaged if trains else copied
-            olds.append(old)
-            news.append(_local(parameter.detach()).to(old.dtype))
-        if averaged[0]:
-            torch._foreach_lerp_(*averaged, 1.0 - self.decay)
-        if copied[0]:
-            torch._foreach_copy_(*copied)
-        self.updates += 1
+            (averaged if trains else copied).append((parameter, old))
+        return averaged, copied
+
+    def attach(self) -> None:
+        """Count updates on the device: an optimizer's step makes them from now on."""
+        if self._count is not None:
+            raise ValueError("EMA: averages must have one optimizer, got a second one")
+        device = self.averages[0].device if self.averages else "cpu"
+        self._count = torch.tensor(self._updates, device=device)
+
+    @property
+    def count(self) -> Tensor:
+        """The number of updates, one int64 on the device of the averages."""
+        assert self._count is not None
+        return self._count
+
+    def averaged(self) -> dict[int, Tensor]:
+        """The averages that an optimizer's op may move, by the identities of their parameters."""
+        return {id(parameter): old for parameter, old in self._parts()[0]}
+
+    @torch.no_grad()
+    def finish_update(self, moved: Sequence[Tensor]) -> None:
+        """Do what is left of an update when the averages of some parameters have been moved."""
+        done = {id(parameter) for parameter in moved}
+        averaged, copied = self._parts()
+        left = [(parameter, old) for parameter, old in averaged if id(parameter) not in done]
+        if left:
+            count = self.count.double()
+            grown = 1.0 - (1.0 + (count - 1.0) / self.inv_gamma) ** -self.power
+            weight = torch.where(count < 2, 1.0, 1.0 - grown.clamp(self.min_decay, self.max_decay))
+            for (_, old), new in zip(left, _values(left), strict=True):
+                old.lerp_(new, weight.to(old.device, old.dtype))
+        if copied:
+            torch._foreach_copy_([old for _, old in copied], _values(copied))
+        self.count.add_(1)
 
     def _check_shapes(self, name: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != len(self.averages):
@@ -110,7 +174,7 @@ class EMA:
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
         """Write the averages, and the trained model's buffers, into a model of the same shapes."""
-        parameters = [_local(parameter.detach()) for parameter in model.parameters()]
+        parameters = [local(parameter.detach()) for parameter in model.parameters()]
         self._check_shapes("model", parameters)
         torch._foreach_copy_(parameters, self.averages)
         for kept, new in zip(model.buffers(), self.model.buffers(), strict=True):
@@ -119,7 +183,7 @@ class EMA:
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """Give the model its averages inside a ``with`` block, and its own weights back after."""
-        parameters = [_local(parameter.detach()) for parameter in self.model.parameters()]
+        parameters = [local(parameter.detach()) for parameter in self.model.parameters()]
         with torch.no_grad():
             own = [parameter.clone() for parameter in parameters]
             torch._foreach_copy_(parameters, self.averages)

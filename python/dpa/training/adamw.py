@@ -1,0 +1,249 @@
+"""Adam and AdamW with gradient clipping, moving averages and clearing of gradients, as one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpa.training.ema import EMA, local
+
+_Call = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
+
+class _OneOp(torch.optim.Optimizer):
+    """What :class:`Adam` and :class:`AdamW` have in common, before PyTorch's class of the name."""
+
+    _WEIGHT_DECAY = 0.0
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        max_norm: float | None = None,
+        ema: EMA | None = None,
+        clear_grads: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = True,
+        differentiable: bool = False,
+        fused: bool | None = True,
+    ):
+        name = type(self).__name__
+        if amsgrad or differentiable:
+            option = "amsgrad" if amsgrad else "differentiable"
+            raise ValueError(f"{name}: {option} must be False, got True; torch.optim has it")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}")
+        if ema is not None and not isinstance(ema, EMA):
+            raise ValueError(f"{name}: ema must be a dpa.training.EMA, got {type(ema)}")
+        self.max_norm, self.ema, self.clear_grads = max_norm, ema, clear_grads
+        self.grad_norm: Tensor | None = None
+        if weight_decay is None:
+            weight_decay = self._WEIGHT_DECAY
+        super().__init__(
+            params, lr, betas, eps, weight_decay, maximize=maximize, capturable=True, fused=True
+        )
+        if ema is not None:
+            ema.attach()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as to any optimizer; a parameter given twice raises."""
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+        if len({id(p) for p in tensors}) < len(tensors):
+            raise ValueError(f"{type(self).__name__}: params must differ, got one twice in a group")
+        super().add_param_group({**param_group, "params": params})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("max_norm", "ema", "clear_grads", "grad_norm", "_step_supports_amp_scaling")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # The state of another kind of AdamW counts steps on the host.
+        for group in self.param_groups:
+            group.update(foreach=None, capturable=True, differentiable=False, fused=True)
+            for p in group["params"]:
+                if p in self.state and "step" in self.state[p]:
+                    step = torch.as_tensor(self.state[p]["step"])
+                    self.state[p]["step"] = step.to(p.device, torch.float32)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of PyTorch's of the same name."""
+        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+            raise ValueError(f"{type(self).__name__}: the state must have no amsgrad, got one")
+        super().load_state_dict(state_dict)  # ends in __setstate__
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients, and the averages.
+
+        Args:
+            closure: computes the loss and its gradients anew, as for any optimizer.
+
+        Returns:
+            What the closure returns.
+
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._gradients_are_dense()
+        coefficient = self._clip_coefficient()
+        averages = {} if self.ema is None else self.ema.averaged()
+        for group in self.param_groups:
+            for call in self._calls(group, averages).values():
+                self._run(group, call, coefficient)
+        if self.ema is not None:
+            self.ema.finish_update(self._trained())
+        return loss
+
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def _gradients_are_dense(self) -> None:
+        for p in self._trained():
+            assert p.grad is not None
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__}: gradients must be dense, got {p.grad.layout}"
+                )
+
+    def _clip_coefficient(self) -> Tensor | None:
+        """What all gradients are multiplied by, on the device; None where nothing is clipped."""
+        grads = [p.grad for p in self._trained()]
+        if self.max_norm is None or not grads:
+            return None
+        norm = torch.nn.utils.get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):  # a DTensor: over all ranks
+            norm = norm.full_tensor()
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            norm = norm / scale.to(norm.device)
+        self.grad_norm = norm
+        return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+
+    def _calls(self, group: dict[str, Any], averages: dict[int, Tensor]) -> dict[Any, _Call]:
+        """The op's lists, for each device and dtype, and with and without averages."""
+        calls: dict[Any, _Call] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state, average = self.state[p], averages.get(id(p))
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            key = (p.device, p.dtype, p.grad.dtype, average is not None)
+            lists = calls.setdefault(key, ([], [], [], [], [], []))
+            tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
+            for to, tensor in zip(lists, tensors, strict=False):
+                to.append(local(tensor))
+            if average is not None:
+                lists[4].append(average)
+            lists[5].append(state["step"])
+        return calls
+
+    def _run(self, group: dict[str, Any], call: _Call, coefficient: Tensor | None) -> None:
+        device, dtype = call[0][0].device, call[0][0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        on_device = lambda x, of=torch.float32: None if x is None else x.to(device, of)  # noqa: E731
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        on_host = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+        torch.ops.dpa.adamw_ema_(
+            *call,
+            lr=float(lr) if on_host else 0.0,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            decoupled_weight_decay=isinstance(self, torch.optim.AdamW),
+            maximize=group["maximize"],
+            clear_grads=self.clear_grads,
+            tensor_lr=None if on_host else on_device(lr),
+            grad_scale=on_device(getattr(self, "grad_scale", None)),
+            found_inf=on_device(getattr(self, "found_inf", None)),
+            clip_coef=on_device(coefficient, wide),
+            updates=on_device(self.ema.count, torch.int64) if call[4] else None,
+            ema_schedule=self.ema.schedule if call[4] else [],
+        )
+
+
+class AdamW(_OneOp, torch.optim.AdamW):
+    r"""AdamW, gradient clipping, :class:`EMA` and clearing of gradients in one pass over memory.
+
+    ``torch.optim.AdamW(fused=True)`` with its parameter groups, its state dict and its arithmetic;
+    states of either load into the other. With :math:`g` the gradient, divided by a
+    ``GradScaler``'s scale and clipped, :math:`t` the steps of the parameter::
+
+        parameter  <- parameter - lr weight_decay parameter
+        exp_avg    <- beta1 exp_avg + (1 - beta1) g
+        exp_avg_sq <- beta2 exp_avg_sq + (1 - beta2) g^2
+        parameter  <- parameter
+                      - lr / (1 - beta1^t) exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
+        average    <- decay average + (1 - decay) parameter
+
+    On a GPU each element is read and written once, by a kernel for up to 320 parameters. Everything
+    that a step counts is on the device: a step can be captured in a CUDA graph
+    (:class:`GraphedStep`), averages included::
+
+        ema = EMA(model)
+        optimizer = AdamW(model.parameters(), lr=1e-4, max_norm=1.0, ema=ema)
+        loss.backward()
+        optimizer.step()  # clips, updates, averages
+
+    ``grad`` keeps the values of the backward: neither scale nor clipping is written to it.
+    Parameters are float64, float32, float16 or bfloat16, in any strides; gradients have the dtype
+    of the parameter, or 16 bits beside float32. Parameters without a gradient stay; their averages
+    move. DDP needs nothing special, and under FSDP2 each process updates its shards; the clipped
+    norm is that of all of them.
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        lr: learning rate; a tensor on the device where a captured step is to follow a schedule.
+        betas: of the moving averages of gradient and squared gradient.
+        eps: added to the denominator.
+        weight_decay: of the parameters, per step and learning rate.
+        maximize: whether steps go up the gradient.
+        max_norm: the largest 2-norm of all gradients together; larger ones are scaled, as
+            ``torch.nn.utils.clip_grad_norm_`` does. ``grad_norm`` is the last step's, on the
+            device, before the scaling.
+        ema: the averages that ``step`` moves, as its ``update`` would after the step. That is not
+            called any more.
+        clear_grads: whether ``step`` leaves zeros in ``grad``, for loops that keep gradients'
+            memory (``zero_grad(set_to_none=False)``).
+        amsgrad, foreach, capturable, differentiable, fused: as for ``torch.optim.AdamW``, so that
+            its calls serve. ``amsgrad`` and ``differentiable`` must be False; the others change
+            nothing.
+
+    Raises:
+        ValueError: on an option that is out of range or not supported, and a parameter given twice.
+        RuntimeError: from ``step``, on sparse gradients, and tensors that the op refuses:
+            ``dpa::adamw_ema_`` names them.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); the average's
+    schedule is that of Chi et al., Diffusion Policy (2023).
+
+    """
+
+    _WEIGHT_DECAY = 1e-2
+
+
+class Adam(_OneOp, torch.optim.Adam):
+    """Adam as :class:`AdamW` has it: the weight decay is added to the gradient.
+
+    ``torch.optim.Adam(fused=True)``, which LeRobot's Diffusion Policy trains with. Its weight decay
+    is 0 unless it is given.
+
+    Source: Kingma and Ba, Adam: A Method for Stochastic Optimization (2015).
+    """
