@@ -19,7 +19,8 @@ def test_a_small_network_is_measured(device, monkeypatch):
     assert [row["how"] for row in rows] == [train.TF32, train.EAGER, train.DPA]
     for row in rows:
         assert row["called"] > 0
-        assert (row["graph"] is None) == (row["peak MiB"] is None) == (device.type == "cpu")
+        missing = {row[name] is None for name in ("graph", "step", "peak MiB")}
+        assert missing == {device.type == "cpu"}
         if row["peak MiB"] is not None:  # weights, gradients and moments at least, and no rounding
             least = 4 * 4 * sum(p.numel() for p in small.parameters()) / 2**20
             assert least <= row["peak MiB"] <= row["allocated MiB"]
@@ -32,7 +33,9 @@ def _rows(dpa_ms):
     return [
         {"network": case.network.name, "batch": case.batch, "how": how}
         | {"what": case.what}
-        | dict.fromkeys(("called", "graph"), dpa_ms if how.startswith(train.DPA) else 1000.0)
+        | dict.fromkeys(
+            ("called", "graph", "step"), dpa_ms if how.startswith(train.DPA) else 1000.0
+        )
         | {"peak MiB": (80.0 if how.startswith(train.DPA) else 100.0) if case.backward else None}
         | {"replayed MiB": (99.0 if how.startswith(train.DPA) else 90.0) if case.backward else None}
         for case in train.CASES
@@ -45,22 +48,40 @@ def test_the_bars_compare_ratios():
     norm[0]["floor"] = 2.0
     speeds = ((256, 1, 10), (256, 2, 16), (256, 2, 14), (1024, 1, 10), (1024, 2, 3), (1024, 2, 19))
     gpus = [{"how": "", "GPUs": n, "batch a GPU": b, "samples a second": s} for b, n, s in speeds]
-    found = train_bars.bars(_rows(200.0), norm, gpus)
-    assert len(found) == 9 + 6 + 1 + 2
-    assert_close([row["ratio"] for row in found[:9]], [5.0] * 9)
-    assert [row["holds"] for row in found[:9]] == [
-        *("aim", "yes", "aim", "yes", "aim", "aim", "yes", "aim", "aim")
+    optimizers = [{"what": "AdamW", "dpa": us, "floor": 100.0} for us in (104.0, 110.0, 120.0)]
+    found = train_bars.bars(_rows(200.0), norm, optimizers, gpus)
+    assert len(found) == 11 + 10 + 1 + 3 + 2
+    assert_close([row["ratio"] for row in found[:11]], [5.0] * 11)
+    assert [row["holds"] for row in found[:11]] == [
+        *("aim", "yes", "aim", "yes", "aim", "aim", "aim", "aim", "yes", "aim", "aim")
     ]
-    assert_close([row["ratio"] for row in found[9:]], [0.8, 1.1] * 3 + [4.0, 1.6, 1.9])
-    assert [row["holds"] for row in found[9:]] == ["yes", "NO"] * 3 + ["aim", "NO", "yes"]
-    assert_close(found[15]["aim"], 8.0 / 2.6)
+    ratios = [*[0.8, 1.1] * 5, 4.0, 1.04, 1.1, 1.2, 1.6, 1.9]
+    assert_close([row["ratio"] for row in found[11:]], ratios)
+    assert [row["holds"] for row in found[11:]] == [
+        *(*("yes", "NO") * 5, "aim", "aim", "yes", "NO", "NO", "yes")
+    ]
+    assert_close(found[21]["aim"], 8.0 / 2.6)
     # Weights of 16 bits may be the faster rival, forward alone.
     rows = [r | {"graph": 600.0} if r["how"] == train.HALVES else r for r in _rows(200.0)]
-    forward = [r["ratio"] for r in train_bars.bars(rows, [], []) if ", forward, " in r["what"]]
+    forward = [r["ratio"] for r in train_bars.bars(rows, [], [], []) if ", forward, " in r["what"]]
     assert_close(forward, [3.0] * 3)
-    slow = train_bars.bars(_rows(500.0), [], [])
-    assert {row["holds"] for row in slow[:9]} == {"NO"}
-    assert train_bars.bars([], [], []) == []
+    slow = train_bars.bars(_rows(500.0), [], [], [])
+    assert {row["holds"] for row in slow[:11]} == {"NO"}
+    assert train_bars.bars([], [], [], []) == []
+
+
+def test_a_whole_step_trains(device):
+    """The pass, AdamW and the averages: the same weights and counts by either way."""
+    weights = []
+    for way in (train.EAGER, train.DPA):
+        network = train.SMALL[0].network
+        model = network.build(train.EAGER, device)
+        torch.manual_seed(1)
+        step = train.whole_step(train._work(train.SMALL[0], train.TF32, model), model, way)
+        for _ in range(3):
+            step()
+        weights.append([p.detach() for p in model.parameters()])
+    assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
 
 
 def test_the_picture_is_drawn(tmp_path):

@@ -21,7 +21,7 @@ from dpa.bench.ahead import Process
 from dpa.library.files import replacing
 
 PARTS = ("all", "ops", "sampler")
-TRAIN_PARTS = ("all", "networks", "norm", "ddp", "curves")
+TRAIN_PARTS = ("all", "networks", "norm", "optimizer", "ddp", "curves")
 NETWORKS = ("67 M", "252 M")  # the names of dpa.bench.sampler.SIZES
 Tables = dict[str, Any]
 Stages = dict[str, Callable[[], Tables]]

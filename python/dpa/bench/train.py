@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import dpa
 from dpa.bench.timing import device_us, graphed
-from dpa.training import graph_calls
+from dpa.training import EMA, AdamW, graph_calls
 
 Row = dict[str, Any]
 Alone = contextlib.AbstractContextManager[None]
@@ -92,8 +92,10 @@ class Case:
 
 CASES = (
     Case(NET_80M, 64),
+    Case(NET_80M, 128),
     Case(NET_80M, 256),
     Case(NET_252M, 64),
+    Case(NET_252M, 96),
     *(Case(NET_80M, batch, backward=False) for batch in (64, 256, 1024)),
 )
 SMALL = (Case(Network("0.3 M", (32, 64), 32, 20), 16),)
@@ -108,13 +110,16 @@ def measure(
     set to None at the start of each. ``alone`` gives the device to this process, after the first
     call.
 
+    ``step`` is a whole step in a graph: the pass, AdamW and the averages of all parameters, dpa's
+    in one op, the others' by PyTorch's fused and foreach kernels.
+
     The peak is that of six whole steps with fused AdamW, called and, ``replayed``, with the pass in
     a graph, captures among them. It counts requested bytes. The allocator's blocks are up to 1 MiB
     larger, depending on what was freed before; their sum is ``allocated MiB``, called.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     row: Row = {"network": case.network.name, "batch": case.batch}
-    row |= {"what": case.what, "how": way, "called": None, "graph": None}
+    row |= {"what": case.what, "how": way, "called": None, "graph": None, "step": None}
     row |= {"peak MiB": None, "allocated MiB": None, "replayed MiB": None}
     with _precision(way):
         model = case.network.build(way, device)
@@ -129,6 +134,9 @@ def measure(
                 with frozen:
                     if way != CALLS:
                         row["graph"] = device_us(graphed(work, 1), repeats)
+                if case.backward and way != CALLS:
+                    model.zero_grad(set_to_none=True)
+                    row["step"] = device_us(graphed(whole_step(work, model, way), 1), repeats)
                 if case.backward:
                     if way == CALLS:
                         graph_calls(model)  # captured anew, so that the captures count
@@ -165,6 +173,27 @@ def _work(case: Case, way: str, model: nn.Module) -> Callable[[], None]:
         F.mse_loss(predict().float(), noise).backward()
 
     return both if case.backward else forward
+
+
+def whole_step(work: Callable[[], None], model: nn.Module, way: str) -> Callable[[], None]:
+    """The pass, then AdamW and the moving averages."""
+    ema, options = EMA(model), {"lr": 1e-4, "betas": (0.95, 0.999), "weight_decay": 1e-6}
+    if way == DPA:
+        optimizer: torch.optim.Optimizer = AdamW(model.parameters(), **options, ema=ema)
+    else:
+        capturable = next(model.parameters()).is_cuda
+        optimizer = torch.optim.AdamW(
+            model.parameters(), **options, fused=True, capturable=capturable
+        )
+    parameters = [parameter.detach() for parameter in model.parameters()]
+
+    def step() -> None:
+        work()
+        optimizer.step()
+        if way != DPA:  # a graph holds one decay
+            torch._foreach_lerp_(ema.averages, parameters, 1e-4)
+
+    return step
 
 
 def _peak_of_steps(

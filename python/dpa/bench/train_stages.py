@@ -9,7 +9,7 @@ import torch
 
 from dpa.bench import train, train_bars
 
-_TABLES = ("training", "GroupNorm + Mish + FiLM", "two GPUs")
+_TABLES = ("training", "GroupNorm + Mish + FiLM", "optimizers", "two GPUs")
 
 
 def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -26,6 +26,8 @@ def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
         found |= {case.name: _network(case, others + calls[case]) for case in train.CASES}
     if part in ("all", "norm"):
         found["GroupNorm"] = _norm
+    if part in ("all", "optimizer"):
+        found["AdamW and EMA"] = _optimizers
     if part in ("all", "ddp") and torch.cuda.device_count() > 1:
         found["two GPUs"] = _two_gpus
     return found
@@ -48,10 +50,16 @@ def _norm() -> dict[str, Any]:
     return {_TABLES[1]: train_norm.run()}
 
 
+def _optimizers() -> dict[str, Any]:
+    from dpa.bench import train_optimizer
+
+    return {_TABLES[2]: train_optimizer.run()}
+
+
 def _two_gpus() -> dict[str, Any]:
     from dpa.bench import train_ranks
 
-    return {_TABLES[2]: train_ranks.run()}
+    return {_TABLES[3]: train_ranks.run()}
 
 
 def _curves() -> dict[str, Any]:

@@ -63,7 +63,8 @@ def bench(
     only: Annotated[
         str,
         typer.Option(
-            help="A part alone: all, ops, sampler; of --train networks, norm, ddp, curves."
+            help="A part alone: all, ops, sampler; of --train networks, norm, optimizer, ddp, "
+            "curves."
         ),
     ] = "all",
     networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "67 M,252 M",
