@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,15 @@ from torch.utils import _pytree as pytree
 
 from dpa.acceleration.policy_loop import FastLoop, Route
 from dpa.acceleration.shadow_run import Options, ShadowRun
-from dpa.library.capture import can_capture, capturing, leaving_failed
+from dpa.library.capture import (
+    can_capture,
+    capturing,
+    kernel_settings,
+    leaving_failed,
+    no_autocast_cache,
+)
 from dpa.packed.agreement import LOOP_LIMITS
-from dpa.tracking import Places, Tracker, is_observed
+from dpa.tracking import ModuleState, Tracker, is_observed
 from dpa.tracking.replacing import Replacement, class_of, replaced
 
 # From observations to actions: LeRobot's DiffusionModel, diffusion_policy's policies.
@@ -192,21 +197,8 @@ class _Call:
         if any(type(other) not in _PLAIN for other in others):
             return None
         shapes = tuple((x.shape, x.stride(), x.dtype) for x in tensors)
-        kind = (tensors[0].device, shapes, tuple(others), structure, _flags())
+        kind = (tensors[0].device, shapes, tuple(others), structure, kernel_settings())
         return cls(args, kwargs, tensors, kind)
-
-
-def _flags() -> tuple[Any, ...]:
-    """What else decides which kernels run."""
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cudnn.enabled,
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -222,11 +214,9 @@ class _Graph:
     """
 
     def __init__(self, whole: WholeCall, loop: FastLoop, call: _Call):
-        self._tracker = Tracker(whole.policy)
-        if self._tracker.hooked():
+        self._modules = ModuleState(whole.policy)
+        if self._modules.hooked():
             raise RuntimeError("its modules have hooks")
-        self._modes = self._tracker.modes()
-        self._places = Places(self._tracker.modules.values())
         self._given = [torch.empty_like(tensor).copy_(tensor) for tensor in call.tensors]
         given = iter(self._given)
         args, kwargs = pytree.tree_map(
@@ -237,7 +227,7 @@ class _Graph:
         with (
             torch.cuda.device(call.device),
             leaving_failed(call.device, graph),
-            _no_autocast_cache(),
+            no_autocast_cache(),
             capturing(graph),
         ):
             result, route = loop.watched(lambda: whole.parts(*args, **kwargs))
@@ -296,20 +286,6 @@ class _Graph:
     def _holds(self) -> bool:
         return (
             self._packed.generation == self._generation
-            and self._tracker.unchanged()
-            and not self._tracker.hooked()
-            and self._tracker.modes() == self._modes
-            and self._places.unchanged()
+            and self._modules.holds()
             and self._loop.runs(self._route)
         )
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Let a capture cast weights anew: casts that were cached are freed with their context."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)

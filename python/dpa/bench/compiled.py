@@ -119,12 +119,13 @@ def _loop(network: Callable[..., Tensor], dtype: torch.dtype, batch: int, schedu
     from dpa.bench.sampler import ACTION_DIM, HORIZON
 
     table, cond = _conditioning(dtype, batch, scheduler)
-    draw = lambda: torch.randn(batch, HORIZON, ACTION_DIM, device="cuda")  # noqa: E731
+    timesteps = table.timesteps[:, None].expand(-1, batch)
+    draw = lambda _: torch.randn(batch, HORIZON, ACTION_DIM, device="cuda")  # noqa: E731
 
-    def predict(sample: Tensor, timestep: Tensor) -> Tensor:
-        return network(sample.to(dtype), timestep, global_cond=cond).float()
+    def predict(sample: Tensor, step: int) -> Tensor:
+        return network(sample.to(dtype), timesteps[step], global_cond=cond).float()
 
-    return lambda: stepwise.loop(draw(), table, predict, draw, {}, None)
+    return lambda: stepwise.loop(draw(0), table, predict, draw, {})
 
 
 def _measure(network: str, mode: str, dtype: str, batch: str) -> None:

@@ -27,6 +27,30 @@ def can_capture(device: torch.device) -> bool:
     )
 
 
+def kernel_settings() -> tuple[Any, ...]:
+    """What else decides which kernels run."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.get_default_dtype(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.enabled,
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@contextlib.contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Let a capture cast weights anew: casts that were cached are freed with their context."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """Capture what runs inside, as ``torch.cuda.graph`` does; the current stream then waits for it.

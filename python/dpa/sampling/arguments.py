@@ -10,11 +10,24 @@ import torch
 from torch import Tensor, nn
 
 Given = Mapping[str, Tensor | None]
+_OF_EVERY_CALL = ("sample", "timestep", "random", "step_noise")
+# Arguments of a call, and their dimensions; conditions of other names may have any.
+_RANKS = {"global_cond": 2, "local_cond": 3, "condition_data": 3, "condition_mask": 3, "noise": 3}
 
 
 def fail(argument: str, rule: str, got: Any) -> NoReturn:
     """Raise what an argument must do, and what was received."""
     raise ValueError(f"DiffusionSampler: {argument} must {rule}, got {got}")
+
+
+def check_conditions(conditions: Any) -> dict[str, Any]:
+    """Return what else the network is called with, by name."""
+    if not isinstance(conditions, Mapping) or not all(isinstance(n, str) for n in conditions):
+        fail("conditions", "map names to tensors", type(conditions).__name__)
+    taken = sorted(conditions.keys() & (_RANKS.keys() | set(_OF_EVERY_CALL)))
+    if taken:
+        fail("conditions", "have names of their own", ", ".join(taken))
+    return dict(conditions)
 
 
 def check_count(name: str, value: Any, least: int) -> int:
@@ -72,10 +85,12 @@ def shape_of(
 ) -> tuple[int, int, int]:
     """Return (B, T, Da), on which all arguments must agree; what is None follows from them."""
     for name, value in tensors.items():
-        rank = 2 if name == "global_cond" else 3
-        if value.dim() != rank:
+        rank = _RANKS.get(name)
+        if rank is not None and value.dim() != rank:
             fail(name, f"have {rank} dimensions", tuple(value.shape))
-    sequences = {name: value for name, value in tensors.items() if name != "global_cond"}
+        if value.dim() == 0:
+            fail(name, "have a batch", "a number")
+    sequences = {name: value for name, value in tensors.items() if _RANKS.get(name) == 3}
     actions = {name: value for name, value in sequences.items() if name != "local_cond"}
     batch = batch_size
     if batch is None:

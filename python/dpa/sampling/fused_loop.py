@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,16 @@ def refusal(
     unet: nn.Module,
     table: StepTable | LiveSteps,
     device: torch.device,
-    local_cond: Tensor | None,
+    beside: Sequence[str],
 ) -> tuple[str, str] | None:
-    """Why a loop cannot be one op, what ``fused`` must and what was received; None where it can."""
+    """Why a loop cannot be one op, what ``fused`` must and what was received; None where it can.
+
+    ``beside``: the names of conditions that no op takes.
+    """
     if not runs_packed(device):
         return "be left out where no kernel runs packed weights", str(device)
-    if local_cond is not None:
-        return "be left out where there is local_cond", "both"
+    if beside:
+        return f"be left out where there is {beside[0]}", "both"
     if getattr(unet, "local_cond_encoder", None) is not None:
         return "be left out of a network with local conditioning", type(unet).__name__
     if isinstance(table, LiveSteps | MultistepTable):

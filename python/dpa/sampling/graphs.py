@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -9,18 +10,21 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpa.library.capture import capturing, leaving_failed
+from dpa.library.capture import capturing, kernel_settings, leaving_failed, no_autocast_cache
+from dpa.packed.agreement import LOOP_LIMITS, limit, proves, relative_error
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.tables import Generators
+from dpa.tracking import ModuleState
 
 Inputs = dict[str, Tensor]
 Given = Mapping[str, Tensor | None]
 Captured = Callable[[Given, Generators], Tensor]  # runs calls of one kind
 # Allocated before a capture, and freed: more than a loop of the published networks takes.
 _ROOM = 64 << 20
+_MISSES = 8  # graphs in a row whose module changed
 _DEFAULT = 0  # the default stream's address
 
 Body = Callable[[Inputs], Tensor]
@@ -166,20 +170,84 @@ def run_captured(
         return graphs.run(key, numbers.device, inputs, make_body, random, generator)
 
 
+class ModuleLoops(LoopGraphs):
+    """Captured loops around any module, each with what its module was when it was captured.
+
+    A graph reads the module's parameters where they lie, so writes in place need no notice.
+    """
+
+    def __init__(self, capacity: int = 8):
+        super().__init__(capacity)
+        self._misses = 0
+
+    def run(
+        self,
+        module: nn.Module,
+        kind: tuple[Hashable, ...],
+        inputs: Inputs,
+        body: Body,
+        numbers: RandomNumbers,
+        generator: Generators,
+    ) -> Tensor:
+        """Return ``body(inputs)`` with the loop's random numbers, replayed from the second call on.
+
+        ``kind`` is what the result depends on but for the module, its inputs' shapes and the
+        settings of kernels. The first replay of a graph is compared with the body.
+        """
+        shapes = tuple((n, tuple(v.shape), v.dtype) for n, v in inputs.items())
+        key = (*kind, shapes, kernel_settings())
+        with self.lock:
+            graph = self.find(key)
+            if graph is not None and not graph.state.holds():
+                del self._kept[key]
+                graph, self._misses = None, self._misses + 1
+            if graph is not None:
+                self._misses = 0
+                return graph.replay(inputs, numbers if len(numbers) else None, generator)
+            if len(numbers):
+                inputs = inputs | {"random": numbers(generator).float()}
+            result = body(inputs)
+            state = ModuleState(module)
+            if self._misses <= _MISSES and not state.hooked():
+                capture = functools.partial(_checked, state, numbers.device, body, inputs, result)
+                self.capture(key, numbers.device, capture)
+            return result
+
+
+def _checked(
+    state: ModuleState, device: torch.device, body: Body, inputs: Inputs, result: Tensor
+) -> _LoopGraph:
+    """Capture a loop, whose replay gives a result; raise RuntimeError where it does not."""
+    graph = _LoopGraph(device, body, inputs)
+    graph.state = state
+    error = relative_error(graph.replay(inputs, None, None), result)
+    most = limit(LOOP_LIMITS, (torch.float32,), device)
+    if proves(result) and error > most:
+        raise RuntimeError(f"its replay differs by {error:.1e} (relative), more than {most:.0e}")
+    return graph
+
+
 class _LoopGraph:
     """One captured loop with the memory that its kernels read and write.
 
     Attributes:
         inputs: of the last replay, with its random numbers.
+        state: the module that the loop calls, where it is none of packed weights.
 
     """
+
+    state: ModuleState
 
     def __init__(self, device: torch.device, body: Body, inputs: Inputs):
         self._body = body  # keeps the memory that the kernels read
         self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             self.inputs = {name: _static(value) for name, value in inputs.items()}
-            with leaving_failed(device, self._graph), capturing(self._graph):
+            with (
+                leaving_failed(device, self._graph),
+                no_autocast_cache(),
+                capturing(self._graph),
+            ):
                 self._output = body(self.inputs)
         self._done = torch.cuda.Event()
         self._home = torch._C._cuda_getCurrentRawStream(device.index)

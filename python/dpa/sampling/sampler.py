@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.library.compiling import uncompiled
+from dpa.nn.family import NotInFamily, recognise
 from dpa.packed.unet import PackedUnet
 from dpa.sampling import fused_loop, stepwise_loop
 from dpa.sampling.arguments import (
+    check_conditions,
     check_dtype,
     check_generator,
     condition_of,
@@ -24,19 +26,19 @@ from dpa.sampling.arguments import (
     placement,
     shape_of,
 )
-from dpa.sampling.graphs import Captured, Given, LoopGraphs
+from dpa.sampling.graphs import Captured, Given, LoopGraphs, ModuleLoops
 from dpa.sampling.parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
 from dpa.sampling.rng import RandomNumbers, draw_normal
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
-from dpa.tracking import Tracker
+from dpa.tracking import Tracker, is_observed
 from dpa.tracking.weights import MODES
 
 Steps = StepTable | LiveSteps
 
 
 class DiffusionSampler:
-    """Sample action sequences with a U-Net and a scheduler of diffusers.
+    """Sample action sequences with a U-Net, or another denoiser, and a scheduler of diffusers.
 
     Each step runs the network and then ``dpa::scheduler_step``; the sample and the scheduler's
     arithmetic are float32 (float64 for a float64 network). Random numbers are taken as diffusers
@@ -53,7 +55,8 @@ class DiffusionSampler:
     Args:
         unet: called as ``unet(sample, timestep, global_cond=...)``, with ``local_cond=...`` where
             there is one, ``sample`` being (B, T, Da) and ``timestep`` (B,). The original's U-Net,
-            LeRobot's and :class:`dpa.nn.ConditionalUnet1D` all are.
+            LeRobot's and :class:`dpa.nn.ConditionalUnet1D` all are. A network of any other kind
+            may take further ``conditions``, and no ``global_cond``.
         scheduler: a live object that :func:`dpa.schedulers.from_diffusers` takes (DDPM, DDIM,
             DPM-Solver++ or flow-matching Euler of diffusers), or a :class:`StepTable`.
         num_inference_steps: steps of a call; an attribute that may be changed later. None takes the
@@ -75,9 +78,12 @@ class DiffusionSampler:
         fallback: what to do where the scheduler is none that a table expresses, or ``fused`` cannot
             be had. False raises; True warns with the reason, then runs the scheduler's own step
             (:class:`dpa.schedulers.LiveSteps`), or the loop step by step.
-        cuda_graph: on a GPU, capture the fused loop into a CUDA graph at the first call of each
-            shape, and replay it from then on. Eight are kept. Inside a capture of the caller's the
-            kernels go into that one.
+        cuda_graph: on a GPU, capture the loop into a CUDA graph at the first call of each shape,
+            and replay it from then on: the fused loop, or all steps of a module of another kind
+            that is in evaluation mode and has no hooks. The latter's first replay is compared with
+            the loop, and runs only where they agree; what the module is made of, its settings and
+            its parameters' places are checked in every call. Eight are kept. Inside a capture of
+            the caller's the kernels go into that one.
         weights: how packed weights notice changes. "tracked": at every call, by where
             parameters lie, their versions and samples of their values, on a GPU while the loop
             runs; :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked"
@@ -135,7 +141,8 @@ class DiffusionSampler:
         self.packed: PackedUnet | None = None
         # What the last call came to, for others of its kind: they need not find all of it again.
         self._again: tuple[Any, Any, PackedUnet, Captured] | None = None
-        self._graphs, self._sweeps = LoopGraphs(), SweepGraphs()
+        self._graphs, self._sweeps, self._loops = LoopGraphs(), SweepGraphs(), ModuleLoops()
+        self._foreign: tuple[Any, bool] = (None, False)
         self._width: tuple[Any, int | None] = (None, None)
         self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
         self._scheduler = copy.deepcopy(scheduler)
@@ -152,7 +159,8 @@ class DiffusionSampler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy holds: all but what is found or made again."""
-        return self.__dict__ | {"_again": None, "_copy": None, "_unpackable": None}
+        again = {"_again": None, "_copy": None, "_unpackable": None, "_foreign": (None, False)}
+        return self.__dict__ | again
 
     @property
     def num_inference_steps(self) -> int:
@@ -202,6 +210,7 @@ class DiffusionSampler:
         noise: Tensor | None = None,
         generator: Generators = None,
         batch_size: int | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Sample action sequences.
 
@@ -218,6 +227,7 @@ class DiffusionSampler:
             generator: of the random stream; None is the global one of the device. One on the CPU
                 gives its own, whatever the device. A sequence has one generator a sample.
             batch_size: B; by default the batch of the arguments, or 1.
+            conditions: what else the network is called with, by name: tensors with a batch.
 
         Returns:
             (B, T, Da) float32 (float64 for a float64 network, which ``fused`` samples in float32),
@@ -237,7 +247,7 @@ class DiffusionSampler:
             "noise": noise,
         }
         again = self._again  # read once: another thread's call may replace it
-        if not torch.compiler.is_compiling() and again is not None:
+        if not torch.compiler.is_compiling() and again is not None and not conditions:
             kind, placed, packed, call = again
             same = _kind_of(given, batch_size, generator) == kind
             if same and packed.weights.placement == placed and can_capture(placed[0]):
@@ -245,15 +255,19 @@ class DiffusionSampler:
                 wanted = not hooked() if self.fused else plain(packed)
                 if wanted and not packed.network.changed():
                     return call(given, generator)
-        return self._sample(given, batch_size, generator)
+        return self._sample(given, check_conditions(conditions or {}), batch_size, generator)
 
     @uncompiled(reason="the sampler captures its own graphs")
     @torch.no_grad()
     def _sample(
-        self, given: dict[str, Tensor | None], batch_size: int | None, generator: Generators
+        self,
+        given: dict[str, Tensor | None],
+        others: dict[str, Tensor],
+        batch_size: int | None,
+        generator: Generators,
     ) -> Tensor:
         """Sample, with everything found and checked anew."""
-        tensors = {name: value for name, value in given.items() if value is not None}
+        tensors = {name: value for name, value in given.items() if value is not None} | others
         device, weights_dtype = placement(self.unet, tensors)
         if self.action_dim is None and self._width[0] is not self.unet:
             self._width = (self.unet, last_width(self.unet))
@@ -264,7 +278,8 @@ class DiffusionSampler:
         noise_dtype = self.noise_dtype or wide
         condition = condition_of(given, wide)
         table = self._table(device, wide, self._steps)
-        packed = self._packed_for(table, device, weights_dtype, given["local_cond"])
+        beside = [name for name in tensors if name == "local_cond" or name in others]
+        packed = self._packed_for(table, device, weights_dtype, beside)
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
             options = {"noise_dtype": noise_dtype, "capture": self.cuda_graph}
@@ -277,45 +292,74 @@ class DiffusionSampler:
             self._again = again if repeats else None
             return result.to(wide)
 
-        conditions = {
-            name: tensors[name].expand(shape[0], *tensors[name].shape[1:])
-            for name in stepwise_loop.CONDITIONS
-            if name in tensors
-        }
-        if packed is None:
-            layers = stepwise_loop.Layers(*self._network(device, weights_dtype))
-            conditions = {name: value.to(layers.dtype) for name, value in conditions.items()}
-        noise = tensors.get("noise")
+        own = ("noise", "condition_data", "condition_mask")
+        inputs = {n: v.expand(shape[0], *v.shape[1:]) for n, v in tensors.items() if n not in own}
+        layers = self._layers(device, weights_dtype, others) if packed is None else packed
+        if isinstance(layers, stepwise_loop.Layers):
+            inputs = layers.cast(inputs)
+        inputs |= condition
+        if given["noise"] is not None:
+            inputs["noise"] = given["noise"].to(wide)
+        numbers = RandomNumbers(
+            "noise" not in inputs, table.draws_noise, shape, noise_dtype, device
+        )
         if self.parallel is not None:
             self._parallel_may_run(table, device)
-            flags = noise is None, table.draws_noise
-            numbers = RandomNumbers(*flags, shape, noise_dtype, device)(generator).to(wide)
-            if noise is None:
-                noise, numbers = numbers[0], numbers[1:]
-            inputs = {"sample": noise.to(wide).expand(shape), **conditions, **condition}
-            if len(numbers):
-                inputs["step_noise"] = numbers
-            return self._run_parallel(table, inputs, packed or layers)
+            random = numbers(generator).to(wide)
+            if "noise" in inputs:
+                inputs["sample"] = inputs.pop("noise").expand(shape)
+            else:
+                inputs["sample"], random = random[0], random[1:]
+            if len(random):
+                inputs["step_noise"] = random
+            return self._run_parallel(table, inputs, layers)
+        run = functools.partial(stepwise_loop.run, layers, table)
+        if self._is_captured(layers, table, device, shape[0]):
+            kind = (layers.network, layers.dtype, table, noise_dtype, numbers.shape)
+            body = functools.partial(run, shape=shape)
+            return self._loops.run(layers.network, kind, inputs, body, numbers, generator)
 
         def draw() -> Tensor:
             return draw_normal(shape, generator, device, noise_dtype).to(wide)
 
-        sample = (draw() if noise is None else noise.to(wide)).expand(shape)
-        predict = functools.partial(layers.predict, conditions=conditions)
-        return stepwise_loop.loop(sample, table, predict, draw, condition, generator)
+        return run(inputs, shape, draw, generator)
+
+    def _layers(
+        self, device: torch.device, weights_dtype: torch.dtype, others: dict[str, Tensor]
+    ) -> stepwise_loop.Layers:
+        """Return the network as a loop of steps calls it."""
+        network, dtype = self._network(device, weights_dtype)
+        takes = not others and stepwise_loop.takes(network, "global_cond")
+        return stepwise_loop.Layers(network, dtype, ("global_cond",) if takes else ())
+
+    def _is_captured(
+        self, layers: stepwise_loop.Layers, table: Steps, device: torch.device, batch: int
+    ) -> bool:
+        """Whether the steps of a module that dpa does not pack run as one graph."""
+        unet = self.unet
+        plain = isinstance(unet, nn.Module) and not isinstance(unet, torch.jit.ScriptModule)
+        if not (plain and self.cuda_graph and batch and can_capture(device)):
+            return False
+        if unet.training or not isinstance(table, StepTable) or is_observed():
+            return False
+        if table.coefficients.dtype != torch.float32 or "_orig_mod" in unet._modules:
+            return False
+        if self._foreign[0] is not unet:
+            self._foreign = (unet, not is_of_family(unet))
+        return self._foreign[1]
 
     def _packed_for(
         self,
         table: Steps,
         device: torch.device,
         weights_dtype: torch.dtype,
-        local_cond: Tensor | None,
+        beside: list[str],
     ) -> PackedUnet | None:
         """Return the packed network of a fused call; None where the loop runs step by step."""
         if self.fused is False:
             return None
         unet = getattr(self.unet, "_orig_mod", self.unet)  # inside torch.compile's wrapper
-        reason = fused_loop.refusal(unet, table, device, local_cond)
+        reason = fused_loop.refusal(unet, table, device, beside)
         if self.fused is None and (reason is not None or not self._may_pack(unet, weights_dtype)):
             return None
         try:
@@ -398,3 +442,12 @@ def _kind_of(given: Given, batch_size: int | None, generator: Generators) -> tup
         return None
     tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
     return (*tensors, batch_size, None if generator is None else generator.device)
+
+
+def is_of_family(unet: nn.Module) -> bool:
+    """Whether a module is a U-Net that dpa packs or runs on its own layers."""
+    try:
+        recognise(unet)
+    except NotInFamily:
+        return False
+    return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from dpa.nn.family import run_network
 from dpa.schedulers.tables import Generators, LiveSteps, StepTable
 from dpa.tracking import Snapshot
 
-CONDITIONS = ("global_cond", "local_cond")
+# What a loop is given beside the conditions that the network takes.
+OF_THE_LOOP = ("sample", "noise", "random", "step_noise", "condition_data", "condition_mask")
 _WEIGHTS = frozenset({"_parameters", "_buffers"})
 
 
@@ -48,17 +50,28 @@ def _values(unet: nn.Module) -> list[Tensor]:
 
 
 class Layers:
-    """A network that is called in a dtype, for one state of a loop or for a window of them."""
+    """A network that is called in a dtype, for one state of a loop or for a window of them.
 
-    def __init__(self, unet: Callable[..., Tensor], dtype: torch.dtype):
-        self._unet, self.dtype = unet, dtype
+    Args:
+        unet: the network.
+        dtype: to call it in.
+        always: names of conditions that are None where there are none.
+
+    """
+
+    def __init__(self, unet: Callable[..., Tensor], dtype: torch.dtype, always: tuple[str, ...]):
+        self.network, self.dtype, self._none = unet, dtype, dict.fromkeys(always)
 
     def predict(
-        self, sample: Tensor, timesteps: Tensor, conditions: dict[str, Tensor | None]
+        self, sample: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor | None]
     ) -> Tensor:
         """Predict for samples (B, T, Da) at timesteps (B,), in the sample's dtype."""
-        cast, given = sample.to(self.dtype), {"global_cond": None} | conditions
-        return run_network(lambda: self._unet(cast, timesteps, **given), cast).to(sample.dtype)
+        cast, given = sample.to(self.dtype), self._none | dict(conditions)
+        return run_network(lambda: self.network(cast, timesteps, **given), cast).to(sample.dtype)
+
+    def cast(self, conditions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return conditions in the network's dtype; indices and masks stay as they are."""
+        return {n: v.to(self.dtype) if v.is_floating_point() else v for n, v in conditions.items()}
 
     def begin(self, inputs: dict[str, Tensor], timesteps: Tensor) -> Tensor:
         """Return the timesteps, a row each, (N, 1)."""
@@ -69,23 +82,62 @@ class Layers:
         conditions = {
             name: value.repeat(len(steps), *[1] * (value.dim() - 1))  # it serves every timestep
             for name, value in inputs.items()
-            if name in CONDITIONS
+            if name not in OF_THE_LOOP
         }
         timesteps = steps.expand(-1, len(sample) // len(steps)).flatten()
         return self.predict(sample, timesteps, conditions)
 
 
+def takes(unet: Callable[..., Tensor], name: str) -> bool:
+    """Whether a network takes an argument of that name, as far as it says."""
+    try:
+        parameters = inspect.signature(getattr(unet, "forward", unet)).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def run(
+    layers: Layers,
+    table: StepTable | LiveSteps,
+    inputs: Mapping[str, Tensor],
+    shape: tuple[int, int, int],
+    draw: Callable[[], Tensor] | None = None,
+    generator: Generators = None,
+) -> Tensor:
+    """Run the loop on its inputs: ``noise``, what holds by inpainting, the network's conditions.
+
+    ``draw`` gives the random numbers one by one, as the loop comes to need them; without it they
+    are an input, ``random``.
+    """
+    conditions = {n: v for n, v in inputs.items() if n not in OF_THE_LOOP}
+    condition = {n: v for n, v in inputs.items() if n in ("condition_data", "condition_mask")}
+    sample, random = inputs.get("noise"), inputs.get("random")
+    if sample is None and draw is None:
+        sample, random = random[0], random[1:]
+    sample = (draw() if sample is None else sample).expand(shape)
+    timesteps = table.timesteps[:, None].expand(-1, shape[0])
+    conditions = layers.cast(conditions)
+
+    def predict(sample: Tensor, step: int) -> Tensor:
+        return layers.predict(sample, timesteps[step], conditions)
+
+    numbers = random.__getitem__ if draw is None else lambda _: draw()
+    return loop(sample, table, predict, numbers, condition, generator)
+
+
 def loop(
     sample: Tensor,
     table: StepTable | LiveSteps,
-    predict: Callable[[Tensor, Tensor], Tensor],
-    draw: Callable[[], Tensor],
+    predict: Callable[[Tensor, int], Tensor],
+    draw: Callable[[int], Tensor],
     condition: dict[str, Tensor],
-    generator: Generators,
+    generator: Generators = None,
 ) -> Tensor:
     """Run the steps of ``table`` on ``sample``, (B, T, Da).
 
-    ``condition``: the ``condition_data`` that hold where ``condition_mask`` does, or nothing.
+    ``predict`` and ``draw`` take the number of the step; ``condition``: the ``condition_data`` that
+    hold where ``condition_mask`` does, or nothing.
     """
 
     def apply_condition(sample: Tensor) -> Tensor:
@@ -93,11 +145,9 @@ def loop(
             return sample
         return torch.where(condition["condition_mask"], condition["condition_data"], sample)
 
-    timesteps = table.timesteps[:, None].expand(-1, sample.shape[0])
     advance = table.stepper(generator)
     for step in range(len(table)):
         sample = apply_condition(sample)
-        output = predict(sample, timesteps[step])
-        noise = draw() if table.draws_noise[step] else None
-        sample = advance(step, output, sample, noise)
+        noise = draw(step) if table.draws_noise[step] else None
+        sample = advance(step, predict(sample, step), sample, noise)
     return apply_condition(sample)

@@ -1,11 +1,19 @@
 """What a network, its weights and its settings were at the last check, and what has changed.
 
 What packs, captures or replays asks here: :class:`Tracker` for the modules and their settings,
-:class:`WeightTracker` for the weights, :class:`Places` for where they lie, :class:`Snapshot` for
-schedulers and policies.
+:class:`WeightTracker` for the weights, :class:`Places` for where they lie, :class:`ModuleState` for
+what a capture rests on, :class:`Snapshot` for schedulers and policies.
 """
 
-from .tracker import Places, Snapshot, Tracker, is_observed
+from .tracker import ModuleState, Places, Snapshot, Tracker, is_observed
 from .weights import WeightTracker, stamp_of
 
-__all__ = ["Places", "Snapshot", "Tracker", "WeightTracker", "is_observed", "stamp_of"]
+__all__ = [
+    "ModuleState",
+    "Places",
+    "Snapshot",
+    "Tracker",
+    "WeightTracker",
+    "is_observed",
+    "stamp_of",
+]

@@ -133,6 +133,28 @@ class Places:
         return self._read() == self._then
 
 
+class ModuleState:
+    """What a captured run of a module rests on: its modules, settings, modes, hooks and places."""
+
+    def __init__(self, root: nn.Module):
+        self._tracker = Tracker(root)
+        self._modes = self._tracker.modes()
+        self._places = Places(self._tracker.modules.values())
+
+    def hooked(self) -> bool:
+        """Whether a module has hooks, or all modules have."""
+        return self._tracker.hooked()
+
+    def holds(self) -> bool:
+        """Whether all are as they were, and nothing hooks them."""
+        return (
+            self._tracker.unchanged()
+            and not self._tracker.hooked()
+            and self._tracker.modes() == self._modes
+            and self._places.unchanged()
+        )
+
+
 def _inside(root: nn.Module, path: str) -> nn.Module | None:
     try:
         return root.get_submodule(path)

@@ -1,0 +1,235 @@
+"""DiffusionSampler around networks of any kind: its loop, and the graph of it."""
+
+import copy
+
+import pytest
+import torch
+from samplers import diffusers
+from torch import nn
+
+import dpa
+from dpa.sampling import graphs
+from dpa.sampling import sampler as sampler_module
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+class Denoiser(nn.Module):
+    """Neither a U-Net nor called as one: its condition is a sequence of another length."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed, self.head = nn.Linear(2, width), nn.Linear(width, 2)
+        self.time, self.cond = nn.Embedding(20, width), nn.Linear(3, width)
+        self.scale = 1.0
+
+    def forward(self, sample, timestep, memory=None):
+        hidden = self.embed(sample) + self.time(timestep)[:, None]
+        if memory is not None:
+            hidden = hidden + self.cond(memory).mean(1, keepdim=True)
+        return self.head(hidden.tanh()) * self.scale
+
+
+def scheduler(kind="DDPM", **options):
+    if kind == "DPM":
+        return diffusers.DPMSolverMultistepScheduler(20, prediction_type="epsilon", **options)
+    return getattr(diffusers, f"{kind}Scheduler")(20, **options)
+
+
+def sampler_of(denoiser, kind="DDPM", steps=6, **options):
+    return dpa.DiffusionSampler(
+        denoiser, scheduler(kind), steps, horizon=8, action_dim=2, **options
+    )
+
+
+def plain_loop(denoiser, kind, steps, memory, generator):
+    live = scheduler(kind)
+    live.set_timesteps(steps)
+    x = torch.randn(len(memory), 8, 2, generator=generator, device=memory.device)
+    options = {} if kind == "DPM" else {"generator": generator}
+    for t in live.timesteps:
+        out = denoiser(x, t.to(x.device).expand(len(x)), memory)
+        x = live.step(out, t, x, **options).prev_sample
+    return x
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM", "DPM"])
+@torch.no_grad()
+def test_it_follows_the_plain_loop(kind, device):
+    denoiser = Denoiser().to(device).eval()
+    sampler = sampler_of(denoiser, kind)
+    for call in range(4):
+        memory = torch.randn(2, 5, 3, device=device)
+        ours, theirs = (torch.Generator(device).manual_seed(call) for _ in range(2))
+        expected = plain_loop(denoiser, kind, 6, memory, theirs)
+        got = sampler(conditions={"memory": memory}, generator=ours)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(
+            torch.randn(3, generator=ours, device=device),
+            torch.randn(3, generator=theirs, device=device),
+        )
+    assert len(sampler._loops) == (device.type == "cuda")
+
+
+def test_without_conditions(device):
+    sampler = sampler_of(Denoiser().to(device).eval())
+    assert sampler(batch_size=3).shape == (3, 8, 2)
+
+
+def test_parallel_sweeps_take_conditions(device):
+    denoiser = Denoiser().to(device).eval()
+    options = {"conditions": {"memory": torch.randn(2, 5, 3, device=device)}}
+    options["noise"] = torch.randn(2, 8, 2, device=device)
+    expected = sampler_of(denoiser, "DDIM")(**options)
+    swept = sampler_of(denoiser, "DDIM", parallel=dpa.Parallel(window=4, tolerance=1e-5))
+    torch.testing.assert_close(swept(**options), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        ({"memory": torch.zeros(())}, "memory must have a batch"),
+        ({"memory": torch.zeros(3, 5, 3)}, "memory must have a batch of 1 or 2"),
+        ({"memory": 1}, "memory must be a tensor, got int"),
+        ({"noise": torch.zeros(2, 8, 2)}, "conditions must have names of their own, got noise"),
+        ([torch.zeros(2)], "conditions must map names to tensors, got list"),
+    ],
+)
+def test_conditions_that_are_refused(conditions, message):
+    sampler = sampler_of(Denoiser().eval())
+    with pytest.raises(ValueError, match=message):
+        sampler(conditions=conditions, batch_size=2)
+
+
+def test_a_fused_loop_takes_no_further_conditions():
+    unet = dpa.nn.ConditionalUnet1D(2, None, 4, diffusion_step_embed_dim=16, down_dims=(16, 32))
+    sampler = dpa.DiffusionSampler(unet.eval(), scheduler(), 3, horizon=8, fused=True)
+    with pytest.raises(ValueError, match="fused must be left out where there is memory"):
+        sampler(conditions={"memory": torch.zeros(1, 2)})
+
+
+class Recorded:
+    """Stands where a graph does on a machine without a GPU: replays what it captured."""
+
+    captured, replayed = 0, 0
+
+    def __init__(self, device, body, inputs):
+        self.inputs = {n: graphs._static(v) for n, v in inputs.items()}
+        self._body = body
+        type(self).captured += 1
+
+    def replay(self, inputs, numbers, generator):
+        for name, value in inputs.items():
+            self.inputs[name].copy_(value)
+        if numbers is not None:
+            self.inputs["random"].copy_(numbers(generator))
+        type(self).replayed += 1
+        return self._body(self.inputs)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """A device on which loops are captured: a GPU, or the CPU with graphs that record."""
+
+    class Graph(Recorded):
+        captured, replayed = 0, 0
+
+    monkeypatch.setattr(graphs, "_LoopGraph", Graph)
+    monkeypatch.setattr(sampler_module, "can_capture", lambda device: True)
+    return Graph
+
+
+def call(sampler, seed=0, batch=2):
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.randn(batch, 5, 3, generator=torch.Generator().manual_seed(seed))
+    return sampler(conditions={"memory": memory}, generator=generator)
+
+
+def test_calls_of_a_kind_are_captured_once(recorded):
+    denoiser = Denoiser().eval()
+    sampler, plain = sampler_of(denoiser), sampler_of(denoiser, cuda_graph=False)
+    for seed in range(4):
+        torch.testing.assert_close(call(sampler, seed), call(plain, seed), rtol=0, atol=0)
+    assert (recorded.captured, recorded.replayed) == (1, 1 + 3)  # one replay is compared
+    call(sampler, batch=3)
+    assert recorded.captured == 2
+    assert len(copy.deepcopy(sampler)._loops) == 0
+
+
+@pytest.mark.parametrize("change", ["setting", "module", "parameter", "written", "hook", "train"])
+def test_a_changed_module_is_captured_anew_or_not_at_all(recorded, change):
+    denoiser = Denoiser().eval()
+    sampler, plain = sampler_of(denoiser), sampler_of(denoiser, cuda_graph=False)
+    for seed in range(2):
+        call(sampler, seed)
+    captured = recorded.captured
+    with torch.no_grad():
+        if change == "setting":
+            denoiser.scale = 2.0
+        elif change == "module":
+            denoiser.head = nn.Linear(16, 2)
+        elif change == "parameter":
+            denoiser.head.bias = nn.Parameter(torch.ones(2))
+        elif change == "written":
+            denoiser.head.bias.add_(1)
+        elif change == "hook":
+            denoiser.head.register_forward_hook(lambda *seen: seen[2] * 2)
+        elif change == "train":
+            denoiser.train()
+    for seed in range(3):
+        torch.testing.assert_close(call(sampler, seed), call(plain, seed), rtol=0, atol=0)
+    anew = {"setting": 1, "module": 1, "parameter": 1, "written": 0, "hook": 0, "train": 0}
+    assert recorded.captured == captured + anew[change]
+
+
+def test_a_module_that_changes_in_every_call_is_left_alone(recorded):
+    class Counting(Denoiser):
+        calls = 0
+
+        def forward(self, *given, **named):
+            self.calls += 1
+            return super().forward(*given, **named)
+
+    sampler = sampler_of(Counting().eval())
+    for seed in range(20):
+        call(sampler, seed)
+    assert 0 < recorded.captured <= graphs._MISSES + 1
+
+
+def test_a_replay_that_differs_is_refused_with_a_warning(recorded, monkeypatch):
+    monkeypatch.setattr(
+        recorded, "replay", lambda self, *_: torch.full_like(self._body(self.inputs), 3.0)
+    )
+    denoiser = Denoiser().eval()
+    sampler, plain = sampler_of(denoiser), sampler_of(denoiser, cuda_graph=False)
+    with pytest.warns(RuntimeWarning, match="replay differs by"):
+        call(sampler)
+    for seed in range(2):
+        assert torch.equal(call(sampler, seed), call(plain, seed))
+    assert recorded.captured == 1
+
+
+@gpu
+@torch.no_grad()
+def test_writes_and_other_places_are_followed_on_a_gpu(cuda):
+    denoiser = Denoiser().to(cuda).eval()
+    sampler, plain = sampler_of(denoiser), sampler_of(denoiser, cuda_graph=False)
+    memory = torch.randn(2, 5, 3, device=cuda)
+
+    def assert_same():
+        for _ in range(3):
+            ours, theirs = (torch.Generator(cuda).manual_seed(1) for _ in range(2))
+            got = sampler(conditions={"memory": memory}, generator=ours)
+            expected = plain(conditions={"memory": memory}, generator=theirs)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+    assert_same()
+    assert len(sampler._loops) == 1 and not sampler._loops.refused
+    denoiser.head.weight.mul_(2)
+    denoiser.head.bias.data.add_(1)
+    assert_same()
+    denoiser.head = nn.Linear(16, 2).to(cuda)
+    assert_same()
+    with torch.autocast("cuda", torch.bfloat16):
+        sampler(conditions={"memory": memory})
+    assert_same()
