@@ -7,6 +7,7 @@ if not wants_jit():
 
 from dpa import jit, nn, ops, reference, schedulers
 from dpa.acceleration.api import accelerate, explain, repack, restore
+from dpa.acceleration.loops import Loop, LoopCall
 from dpa.bench.profiling import StepProfile, profile
 from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.diagnostics.info import info
@@ -18,6 +19,8 @@ from dpa.sampling.sampler import DiffusionSampler
 __all__ = [
     "Checkpoint",
     "DiffusionSampler",
+    "Loop",
+    "LoopCall",
     "PackedUnet",
     "Parallel",
     "ParallelReport",

@@ -1,4 +1,4 @@
-"""dpa.accelerate on robomimic's own Diffusion Policy: its loop lies outside of any module."""
+"""dpa.accelerate on robomimic's own Diffusion Policy: an algorithm that is no module."""
 
 import copy
 import functools
@@ -9,6 +9,7 @@ import torch
 import dpa
 from dpa.acceleration.scheduler_step import FastStep
 from dpa.acceleration.unet_forward import FastForward
+from dpa.tracking.replacing import replaced
 from dpa.training.graphed_calls import replaced_forward
 
 pytest.importorskip(
@@ -59,15 +60,27 @@ def episode(algorithm, device, steps=20):
 def test_an_episode(algorithm, device):
     want = episode(algorithm, device)
     dpa.accelerate(algorithm, fallback=False)
+    loop = replaced(algorithm, "_get_action_trajectory")
     nets, averaged = (n["policy"]["noise_pred_net"] for n in (algorithm.nets, algorithm.ema_nets))
     for _ in range(2):
         torch.testing.assert_close(episode(algorithm, device), want, rtol=1e-4, atol=1e-4)
     for unet in (nets, averaged):
         assert isinstance(replaced_forward(unet), FastForward)
-    assert max(replaced_forward(averaged).shadow.errors.values()) < 1e-5
-    assert "step by step" in str(dpa.explain(algorithm))
+    assert loop.shadow.errors and max(loop.shadow.errors.values()) < 1e-4
+    assert len(loop._routes) == 1
+    assert "accelerated: the whole loop" in str(dpa.explain(algorithm))
+    dpa.restore(algorithm)
+    assert torch.equal(episode(algorithm, device), want)
+
+
+def test_an_episode_step_by_step(algorithm, device):
+    want = episode(algorithm, device)
+    dpa.accelerate(algorithm, mode="step", fallback=False)
     dpa.accelerate(algorithm.noise_scheduler, fallback=False)
-    torch.testing.assert_close(episode(algorithm, device), want, rtol=1e-4, atol=1e-4)
+    for _ in range(2):
+        torch.testing.assert_close(episode(algorithm, device), want, rtol=1e-4, atol=1e-4)
+    averaged = replaced_forward(algorithm.ema_nets["policy"]["noise_pred_net"])
+    assert max(averaged.shadow.errors.values()) < 1e-5
     assert isinstance(vars(algorithm.noise_scheduler)["step"], FastStep)
     assert max(vars(algorithm.noise_scheduler)["step"].shadow.errors.values()) < 1e-5
     dpa.restore(dpa.restore(algorithm).noise_scheduler)

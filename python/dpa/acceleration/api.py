@@ -8,9 +8,8 @@ Modules, parameters, state dicts, queues, normalizers and encoders stay as they 
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +17,9 @@ import torch
 from torch import nn
 
 from dpa.acceleration.example import call_on, why_no_example
-from dpa.acceleration.policy_loop import LOOPS, FastLoop
+from dpa.acceleration.known_loops import KNOWN
+from dpa.acceleration.loops import Loop, Place, check_loops, find
+from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.shadow_run import Options
 from dpa.acceleration.unet_forward import FastForward
@@ -26,14 +27,15 @@ from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
 from dpa.library import html
 from dpa.nn.family import Network, NotInFamily, recognise
 from dpa.packed.unet import config_of, runs_packed
-from dpa.schedulers.conversion import MultistepTable, from_diffusers
-from dpa.tracking.replacing import put_back, replace_method, replaced
+from dpa.sampling.sampler import is_of_family
+from dpa.schedulers.tables import MultistepTable
+from dpa.tracking.replacing import BESIDE, Replacement, put_back, replace_method, replaced
 from dpa.tracking.weights import MODES
 from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
 
 _MODES = ("loop", "step", "chain")
-# Attributes of what is accelerated.
-_REPLACED = ("forward", "conditional_sample", "step", *WHOLE_CALLS)
+# What replaces methods of a model, but for the network's forward.
+_LOOPS_AND_CALLS = (FastLoop, WholeCall)
 _NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
 
 
@@ -110,6 +112,7 @@ def accelerate(
     graphs: bool = True,
     weights: str = "tracked",
     example: Any = None,
+    loop: Loop | Sequence[Loop] | None = None,
 ) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
@@ -147,30 +150,34 @@ def accelerate(
             The policy is called on it at once, so that no call of a control loop pays for
             comparing and capturing what is of the same shapes. Its queues are empty afterwards;
             the generators of random numbers are as they were.
+        loop: where the policy has its denoising loop, as :class:`dpa.Loop` says, or several;
+            instead of those that are looked for. The network may be of any kind: one that dpa has
+            no kernels for runs as it is, on a GPU with the whole loop in one CUDA graph.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: nothing in ``model`` can be accelerated, or with ``fallback=False`` not all that
-            was found, or ``example`` cannot be given to it; the message says why. The model stays
-            as it was.
-        ValueError: an unknown ``mode``, ``dtype`` or ``weights``, or a ``tolerance`` that is none.
+            was found; or it has no such ``loop``, or ``example`` cannot be given to it. The message
+            says why. The model stays as it was.
+        ValueError: an unknown ``mode``, ``dtype`` or ``weights``, a ``tolerance`` that is none, or
+            a ``loop`` whose method is no name.
 
     """
     check_options(dtype, mode, tolerance, weights)
+    loops = None if loop is None else check_loops(loop)
     if example is not None and (why := why_no_example(model)) is not None:
         raise TypeError(f"accelerate: example needs {why}")
-    parts = [module for _, module in _modules(model)] + [model] * _is_scheduler(model)
     before = [
         (part, name, replaced(part, name))
-        for part in parts
-        for name in _REPLACED
-        if name in vars(part)
+        for _, part in _owners(model)
+        for name, held in list(vars(part).items())
+        if isinstance(held, Replacement) and not name.startswith(BESIDE)
     ]
     restore(model)
     try:
-        _replace(model, Options(dtype, mode, tolerance, fallback, weights), graphs)
+        _replace(model, Options(dtype, mode, tolerance, fallback, weights), graphs, loops)
         if example is not None:
             call_on(model, example)
     except BaseException:
@@ -198,17 +205,19 @@ def check_options(
         raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
 
 
-def _replace(model: Any, options: Options, graphs: bool) -> None:
+def _replace(
+    model: Any, options: Options, graphs: bool, loops: tuple[Loop, ...] | None = None
+) -> None:
     """Accelerate a model that is not, or raise TypeError."""
     if _is_scheduler(model):
         if (why := why_no_step(model)) is not None:
             raise TypeError(f"accelerate: scheduler must be one whose step can be fused: {why}")
         replace_method(model, "step", FastStep(model, options))
         return
-    survey = _Survey(model)
+    survey = _Survey(model, loops)
     report = survey.report()
     left = tuple(finding for finding in report.findings if not finding.can)
-    if not any(finding.can and finding.part == "U-Net" for finding in report.findings):
+    if not any(finding.can for finding in report.findings):
         raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {report}")
     if left and not options.fallback:
         raise TypeError(f"accelerate: with fallback=False all must be fused, got: {Report(left)}")
@@ -219,29 +228,31 @@ def _replace(model: Any, options: Options, graphs: bool) -> None:
                 graph_calls(module)
     for finding in left:
         warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=3)
-    for _, module in survey.modules:
-        if options.mode != "step" and survey.why_no_loop(module) is None:
-            name = survey.network_name(module)
-            loop = FastLoop(module, name, options)
-            replace_method(module, "conditional_sample", loop)
-            loop.refused = why_no_table(module.noise_scheduler)  # said already
-            method = _whole_call(module)
-            if graphs and options.mode == "loop" and method is not None:
-                replace_method(module, method, WholeCall(module, method, options))
+    for place in survey.loops if options.mode != "step" else []:
+        if place.loop is not None:
+            _replace_loop(place.owner, place.loop, options, graphs)
+
+
+def _replace_loop(owner: Any, loop: Loop, options: Options, graphs: bool) -> None:
+    fast = FastLoop(owner, loop, options)
+    replace_method(owner, loop.method, fast)
+    scheduler = loop.scheduler_of(owner)
+    fast.refused = None if scheduler is None else why_no_table(scheduler)  # said already
+    method = _whole_call(owner)
+    whole = loop.method == "conditional_sample" and not fast.is_around_any()
+    if graphs and whole and options.mode == "loop" and method is not None:
+        replace_method(owner, method, WholeCall(owner, method, options))
 
 
 def restore(model: Any) -> Any:
     """Undo :func:`accelerate`, attribute for attribute, and return ``model``."""
     if _is_scheduler(model) and isinstance(replaced(model, "step"), FastStep):
         put_back(model, "step")
-    for _, module in _modules(model):
-        if isinstance(replaced_forward(module), FastForward):
-            put_back(ungraph_calls(module), "forward")
-        if isinstance(replaced(module, "conditional_sample"), FastLoop):
-            put_back(module, "conditional_sample")
-        for method in WHOLE_CALLS:
-            if isinstance(replaced(module, method), WholeCall):
-                put_back(module, method)
+    for _, owner in _owners(model):
+        if isinstance(owner, nn.Module) and isinstance(replaced_forward(owner), FastForward):
+            put_back(ungraph_calls(owner), "forward")
+        for name in _replacements(owner):
+            put_back(owner, name)
     return model
 
 
@@ -251,12 +262,16 @@ def repack(model: Any) -> Any:
         forward = replaced_forward(module)
         if isinstance(forward, FastForward):
             forward.repack()
-    for _, module in _modules(model):
-        for name in ("conditional_sample", *WHOLE_CALLS):
-            replacement = replaced(module, name)
-            if isinstance(replacement, FastLoop | WholeCall):
-                replacement.forget()
+    for _, owner in _owners(model):
+        for replacement in _replacements(owner).values():
+            replacement.forget()
     return model
+
+
+def _replacements(owner: Any) -> dict[str, FastLoop | WholeCall]:
+    """Return what replaces an object's loops and calls, by the names of their methods."""
+    held = [name for name, value in vars(owner).items() if isinstance(value, _LOOPS_AND_CALLS)]
+    return {name: replaced(owner, name) for name in held if not name.startswith(BESIDE)}
 
 
 def explain(model: Any) -> Report:
@@ -264,32 +279,64 @@ def explain(model: Any) -> Report:
     return _Survey(model).report()
 
 
+@dataclass(frozen=True)
+class _Found:
+    """An object that has a denoising loop: which one, or why none that dpa knows."""
+
+    path: str
+    owner: Any
+    loop: Loop | None
+    why: str | None
+
+
 class _Survey:
-    """What a model holds: its modules by path, and which of them are U-Nets of the family.
+    """What a model holds: its modules by path, which of them are U-Nets of the family, its loops.
+
+    Args:
+        model: the model.
+        given: the loops that a user names; None looks for those that are known.
 
     Attributes:
         modules: (path, module), once each.
         networks: of each module that means to be a U-Net, what it was recognised as, or why not.
+        loops: in the order in which their owners lie in the model.
 
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, given: tuple[Loop, ...] | None = None):
         self.model = model
         self.modules = list(_modules(model))
         self.networks: dict[nn.Module, Network | str] = {}
         for _, module in self.modules:
             if all(hasattr(module, part) for part in _NEAR):
                 self.networks[module] = _recognised(module)
+        owners = [] if _is_scheduler(model) else list(_owners(model))
+        places = [place for path, owner in owners for place in _loops_of(path, owner)]
+        # A part of a policy may have a loop that its owner's is known by.
+        around = [find(place.owner, held) for place in places for held in _holders(place.loop)]
+        self.loops = [p for p in places if p.loop is not None or not _is_one_of(p.owner, around)]
+        for loop in given or ():
+            found = [(path, owner) for path, owner in owners if loop.missing(owner) is None]
+            if not found:
+                why = loop.missing(model)
+                raise TypeError(f"accelerate: model must have the loop {loop.method}, but {why}")
+            mine = [place for place in self.loops if place.owner is not found[0][1]]
+            same = [
+                place for place in self.loops if place.owner is found[0][1] and place.loop in given
+            ]
+            self.loops = [*mine, *same, _Found(*found[0], loop, None)]
 
     def report(self) -> Report:
         """Return the findings, in the order in which they lie in the model."""
         findings = [_scheduler_finding(self.model)] if _is_scheduler(self.model) else []
-        for path, module in self.modules:
-            if module in self.networks:
-                findings.append(self._unet_finding(path, module))
-            if hasattr(type(module), "conditional_sample"):
-                findings.append(self._loop_finding(path, module))
-                findings.extend(_call_finding(path, module))
+        places = list(self.loops)
+        for path, owner in _owners(self.model):
+            if isinstance(owner, nn.Module) and owner in self.networks:
+                findings.append(self._unet_finding(path, owner))
+            mine = [place for place in places if place.owner is owner]
+            findings.extend(_loop_finding(place) for place in mine)
+            if mine:
+                findings.extend(_call_finding(path, owner))
         if not any(finding.part == "loop" for finding in findings):
             findings = [_alone(finding) for finding in findings]
         return Report(tuple(findings))
@@ -308,40 +355,44 @@ class _Survey:
 
         return _finding(path, "U-Net", module, forward, why, how)
 
-    def _loop_finding(self, path: str, module: nn.Module) -> Finding:
-        loop = replaced(module, "conditional_sample")
-        fast = loop if isinstance(loop, FastLoop) else None
-        why = self.why_no_loop(module) if fast is None else None
-        why = why or why_no_table(getattr(module, "noise_scheduler", None))
-        if fast is not None:
-            why = why or fast.fallback_reason() or fast.shadow.failed or fast.refused
-        return _finding(path, "loop", module, fast, why, lambda: _how_loop(module))
 
-    def why_no_loop(self, module: nn.Module) -> str | None:
-        """Return why a module's ``conditional_sample`` stays, or None where it is supported."""
-        loop = getattr(type(module), "conditional_sample", None)
-        if loop is None:
-            return "it has no conditional_sample"
-        if "conditional_sample" in vars(module):
-            return "its conditional_sample was replaced on the object"
-        names = set(inspect.signature(loop).parameters)
-        if not any(arguments <= names for arguments in LOOPS):
-            return "its conditional_sample takes other arguments than LeRobot's and the original's"
-        missing = [n for n in ("noise_scheduler", "num_inference_steps") if not hasattr(module, n)]
-        if missing:
-            return f"it has no {', '.join(missing)}"
-        if self.network_name(module) is None:
-            return "neither its unet nor its model is a U-Net of the family"
-        return None
+def _holders(loop: Loop | None) -> tuple[Place, ...]:
+    return () if loop is None else loop.holders
 
-    def network_name(self, policy: nn.Module) -> str | None:
-        """Return the attribute that holds the policy's U-Net."""
-        for name in ("unet", "model"):
-            unet = getattr(policy, name, None)
-            unet = getattr(unet, "_orig_mod", unet)
-            if isinstance(unet, nn.Module) and isinstance(self.networks.get(unet), Network):
-                return name
-        return None
+
+def _is_one_of(owner: Any, objects: list[Any]) -> bool:
+    return any(owner is one for one in objects)
+
+
+def _loops_of(path: str, owner: Any) -> list[_Found]:
+    """Return the loops of an object: those that run accelerated, else those that are known."""
+    active = [fast.loop for fast in _replacements(owner).values() if isinstance(fast, FastLoop)]
+    if active:
+        return [_Found(path, owner, loop, None) for loop in active]
+    fitting = [loop for loop in KNOWN if loop.missing(owner) is None]
+    taken = [loop for loop in fitting if loop.method in vars(owner)]
+    if taken:
+        return [_Found(path, owner, None, f"its {taken[0].method} was replaced on the object")]
+    if fitting:
+        return [_Found(path, owner, loop, None) for loop in fitting]
+    if not hasattr(type(owner), "conditional_sample"):
+        return []
+    why = [loop.missing(owner) for loop in KNOWN if loop.method == "conditional_sample"]
+    other = [reason for reason in why if "does not take" not in reason]
+    takes = "its conditional_sample takes other arguments than LeRobot's and the original's"
+    return [_Found(path, owner, None, other[0] if other else takes)]
+
+
+def _loop_finding(place: _Found) -> Finding:
+    owner, loop = place.owner, place.loop
+    held = None if loop is None else replaced(owner, loop.method)
+    fast = held if isinstance(held, FastLoop) else None
+    why, scheduler = place.why, None if loop is None else loop.scheduler_of(owner)
+    if scheduler is not None:
+        why = why or why_no_table(scheduler)
+    if fast is not None:
+        why = why or fast.fallback_reason() or fast.shadow.failed or fast.refused
+    return _finding(place.path, "loop", owner, fast, why, lambda: _how_loop(owner, loop))
 
 
 def _whole_call(policy: nn.Module) -> str | None:
@@ -409,6 +460,13 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     yield from walk("", model, 3)
 
 
+def _owners(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules inside a model, and the model itself where it is none."""
+    if not isinstance(model, nn.Module) and hasattr(model, "__dict__"):
+        yield "", model
+    yield from _modules(model)
+
+
 def _is_scheduler(model: Any) -> bool:
     parts = ("step", "set_timesteps", "timesteps", "config")
     return not isinstance(model, nn.Module) and all(hasattr(model, part) for part in parts)
@@ -443,12 +501,17 @@ def _how(module: nn.Module, network: Network, mode: str) -> str:
     return "one op on packed weights"
 
 
-def _how_loop(policy: nn.Module) -> str:
+def _how_loop(policy: Any, loop: Loop) -> str:
     """Say how a loop runs whose scheduler has a table."""
     try:
-        table = from_diffusers(policy.noise_scheduler, policy.num_inference_steps)
-    except (TypeError, ValueError) as error:
+        table = loop.table_of(policy, {})
+    except (AttributeError, TypeError, ValueError) as error:
         return str(error)
+    network = loop.network_of(policy)
+    if not is_of_family(network):
+        parameter = next(network.parameters(), None)
+        how = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"
+        return f"the whole loop by DiffusionSampler, {how} around {type(network).__name__} as it is"
     if isinstance(table, MultistepTable):
         return "by DiffusionSampler, step by step: its solver has several steps"
     return "the whole loop by DiffusionSampler"

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 METHODS = ("forward", "conditional_sample", "generate_actions", "predict_action", "step")
-_BESIDE = "_dpa_"  # and the method's name: the attribute that compilers read
+BESIDE = "_dpa_"  # and the method's name: the attribute that compilers read
 # What is set on an object whose methods are replaced.
-REPLACED = frozenset((*METHODS, *(_BESIDE + name for name in METHODS)))
+REPLACED = frozenset((*METHODS, *(BESIDE + name for name in METHODS)))
 Self = TypeVar("Self", bound="Replacement")
 
 
@@ -78,7 +78,7 @@ class _Method:
         if owner is None:
             return getattr(super(self.kind, kind), self.name)
         if torch.compiler.is_compiling():  # which reads owner.__dict__[self.name] by this again
-            own = owner.__dict__.get(_BESIDE + self.name)
+            own = owner.__dict__.get(BESIDE + self.name)
             own = None if own is None or getattr(own, own.OWNER) is not owner else own
         else:
             own = replaced(owner, self.name)
@@ -86,13 +86,13 @@ class _Method:
 
     def __set__(self, owner: Any, value: Any) -> None:
         owner.__dict__[self.name] = value
-        owner.__dict__.pop(_BESIDE + self.name, None)
+        owner.__dict__.pop(BESIDE + self.name, None)
 
     def __delete__(self, owner: Any) -> None:
         if self.name not in owner.__dict__:
             raise AttributeError(self.name)
         del owner.__dict__[self.name]
-        owner.__dict__.pop(_BESIDE + self.name, None)
+        owner.__dict__.pop(BESIDE + self.name, None)
 
 
 def replace_method(owner: Any, name: str, replacement: Any) -> None:
@@ -105,14 +105,16 @@ def replace_method(owner: Any, name: str, replacement: Any) -> None:
         if not isinstance(owner, _OfOneObject):
             with contextlib.suppress(TypeError):  # of a class with slots: shallow copies share it
                 owner.__class__ = _subclass(type(owner))
-        vars(owner)[_BESIDE + name] = replacement
+        if isinstance(owner, _OfOneObject):
+            _find_on_objects(type(owner), name)
+        vars(owner)[BESIDE + name] = replacement
     vars(owner)[name] = replacement
 
 
 def put_back(owner: Any, name: str) -> None:
     """Undo :func:`replace_method`."""
     del vars(owner)[name]
-    vars(owner).pop(_BESIDE + name, None)
+    vars(owner).pop(BESIDE + name, None)
     if _OfOneObject in type(owner).__bases__ and not any(
         isinstance(value, Replacement) for value in vars(owner).values()
     ):
@@ -130,7 +132,7 @@ def replaced(owner: Any, name: str) -> Any:
         return held
     if vars(owner).get("_is_replica"):
         return None
-    own = vars(owner)[name] = vars(owner)[_BESIDE + name] = held.copied_to(owner)
+    own = vars(owner)[name] = vars(owner)[BESIDE + name] = held.copied_to(owner)
     return own
 
 
@@ -138,6 +140,14 @@ def class_of(owner: Any) -> type:
     """Return an object's class, whether or not one of its methods is replaced."""
     kind = type(owner)
     return kind.__bases__[1] if _OfOneObject in kind.__bases__ else kind
+
+
+def _find_on_objects(kind: type, name: str) -> None:
+    """Let a class of :func:`_subclass` look for one more method on its objects."""
+    if hasattr(kind, name) and not isinstance(vars(kind).get(name), _Method):
+        method = _Method()
+        method.__set_name__(kind, name)
+        setattr(kind, name, method)
 
 
 def _subclass(base: type) -> type:

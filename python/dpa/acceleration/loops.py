@@ -1,0 +1,150 @@
+"""Where policies have their denoising loops: what :func:`dpa.accelerate` takes the place of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpa.schedulers.conversion import from_diffusers
+from dpa.schedulers.tables import StepTable
+from dpa.tracking.replacing import class_of
+
+Place = str | Callable[[Any], Any]  # a path of attributes from the policy, or what finds it
+
+
+@dataclass
+class LoopCall:
+    """What a call of a policy's loop comes to: what the loop begins with, and what holds in it.
+
+    Attributes:
+        shape: (B, T, Da) of the sample. None where the network says it.
+        conditions: what the network is called with in every step, by name.
+        noise: (B, T, Da) to start from; None draws it from the generator.
+        generator: of random numbers; None is the device's own.
+        condition_data: (B, T, Da), inpainted where ``condition_mask`` is true.
+        condition_mask: bool, (B, T, Da).
+        options: of the scheduler's step: ``eta``, ``use_clipped_model_output``.
+
+    """
+
+    shape: tuple[int | None, int | None, int | None]
+    conditions: Mapping[str, Tensor | None] = field(default_factory=dict)
+    noise: Tensor | None = None
+    generator: Any = None
+    condition_data: Tensor | None = None
+    condition_mask: Tensor | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _sample_itself(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return sample
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Where a policy has its denoising loop, for :func:`dpa.accelerate`.
+
+    Places are paths of attributes from the policy, such as ``"objective.noise_scheduler"``, or
+    functions of the policy.
+
+    Attributes:
+        method: the name of the method that holds the loop; the policy calls it on itself.
+        network: the place of the network, a module called as ``network(sample, timestep, ...)``.
+        begin: ``begin(policy, ...)``, with the method's arguments: all that the method does before
+            the loop. Returns the :class:`LoopCall`; None leaves this call to the original, and so
+            does a ValueError, with its reason.
+        end: ``end(policy, sample, ...)``, with the method's arguments: all that it does after the
+            loop. Returns what the method returns; by default that is the sample.
+        scheduler: the place of the scheduler of diffusers.
+        steps: the place of the number of steps; None takes the timesteps that the scheduler holds.
+        table: where there is no such scheduler, ``table(policy, **options)`` returns the loop's
+            :class:`dpa.schedulers.StepTable`.
+        changing: names of attributes that calls change, and that are no settings of the loop.
+        holders: places of further objects whose attributes are settings of the loop.
+        knows: names of all arguments that ``begin`` takes; None is whatever the method has.
+        needs: names of arguments that the method must have, where the loop is looked for.
+
+    """
+
+    method: str
+    network: Place
+    begin: Callable[..., LoopCall | None]
+    end: Callable[..., Any] = _sample_itself
+    scheduler: Place | None = "noise_scheduler"
+    steps: Place | None = "num_inference_steps"
+    table: Callable[..., StepTable] | None = None
+    changing: tuple[str, ...] = ()
+    holders: tuple[Place, ...] = ("config",)
+    knows: frozenset[str] | None = None
+    needs: frozenset[str] = frozenset()
+
+    def network_of(self, policy: Any) -> nn.Module | None:
+        """Return the network, out of torch.compile's wrapper; None where there is no module."""
+        network = find(policy, self.network)
+        network = getattr(network, "_orig_mod", network)
+        return network if isinstance(network, nn.Module) else None
+
+    def scheduler_of(self, policy: Any) -> Any:
+        """Return the scheduler, or None."""
+        return None if self.table is not None else find(policy, self.scheduler)
+
+    def steps_of(self, policy: Any) -> int | None:
+        """Return the number of steps, or None for those that the scheduler holds."""
+        return None if self.steps is None else find(policy, self.steps)
+
+    def table_of(self, policy: Any, options: Mapping[str, Any]) -> StepTable:
+        """Return the steps; raise what :func:`from_diffusers` raises."""
+        if self.table is not None:
+            return self.table(policy, **options)
+        return from_diffusers(self.scheduler_of(policy), self.steps_of(policy), **options)
+
+    def missing(self, policy: Any) -> str | None:
+        """Return what a policy lacks of this loop, or None."""
+        if not callable(getattr(class_of(policy), self.method, None)):
+            return f"it has no method {self.method}"
+        lacks = (
+            self.needs - inspect.signature(getattr(class_of(policy), self.method)).parameters.keys()
+        )
+        if lacks:
+            return f"its {self.method} does not take {', '.join(sorted(lacks))}"
+        places = [("scheduler", self.scheduler), ("steps", self.steps)]
+        for what, place in places if self.table is None else []:
+            if place is not None and find(policy, place) is None:
+                return f"it has no {place if isinstance(place, str) else what}"
+        if self.network_of(policy) is None:
+            where = f" {self.network}" if isinstance(self.network, str) else ""
+            return f"it has no network{where} that is a module"
+        return None
+
+
+def find(policy: Any, place: Place | None) -> Any:
+    """Return what is in a place of a policy; None where there is nothing."""
+    if place is None:
+        return None
+    if not isinstance(place, str):
+        try:
+            return place(policy)
+        except (AttributeError, KeyError, TypeError):
+            return None
+    for name in place.split("."):
+        policy = getattr(policy, name, None)
+    return policy
+
+
+def check_loops(loops: Any) -> tuple[Loop, ...]:
+    """Return what a user gave as loops; raise TypeError or ValueError for what is none."""
+    found = tuple(loops) if isinstance(loops, Sequence) else (loops,)
+    for loop in found:
+        if not isinstance(loop, Loop):
+            raise TypeError(f"accelerate: loop must be a dpa.Loop, got {type(loop).__name__}")
+        if not isinstance(loop.method, str) or not loop.method.isidentifier():
+            raise ValueError(f"accelerate: loop.method must name a method, got {loop.method!r}")
+        for name in ("begin", "end", *["table"] * (loop.table is not None)):
+            if not callable(getattr(loop, name)):
+                got = type(getattr(loop, name)).__name__
+                raise TypeError(f"accelerate: loop.{name} must be a function, got {got}")
+    return found

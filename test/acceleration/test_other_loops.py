@@ -1,0 +1,325 @@
+"""Loops and networks of other kinds than LeRobot's and diffusion_policy's U-Nets."""
+
+import copy
+import pickle
+
+import other_policies as others
+import pytest
+import torch
+from torch import nn
+
+import dpa
+from dpa.acceleration.known_loops import KNOWN
+from dpa.acceleration.policy_loop import FastLoop
+from dpa.tracking.replacing import replaced
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+
+def cloud(device, batch=2):
+    points, state = torch.randn(batch, 2, 5, 6), torch.randn(batch, 2, 2)
+    return {"point_cloud": points.to(device), "agent_pos": state.to(device)}
+
+
+def images(device, batch=2):
+    rgb = torch.randint(0, 255, (batch, 2, 8, 8, 3), dtype=torch.uint8)
+    return {"rgb": rgb.to(device), "state": torch.randn(batch, 2, 3).to(device)}
+
+
+def state(device, batch=2):
+    return torch.randn(batch, 2, 3).to(device)
+
+
+# The policy, its method, an observation, the methods that hold its loops, and what the network is.
+CASES = {
+    "transformer": (
+        others.TransformerPolicy,
+        "predict_action",
+        lambda device: {"obs": state(device)},
+        ["conditional_sample"],
+    ),
+    "transformer_ddim": (
+        lambda: others.TransformerPolicy("DDIM"),
+        "predict_action",
+        lambda device: {"obs": state(device)},
+        ["conditional_sample"],
+    ),
+    "rti": (
+        others.RtiPolicy,
+        "predict_action",
+        lambda device: {"obs": state(device)},
+        ["initial_sample", "rti_sample"],
+    ),
+    "maniskill": (others.ManiSkillAgent, "get_action", state, ["get_action"]),
+    "maniskill_images": (
+        lambda: others.ManiSkillAgent(images=True),
+        "get_action",
+        images,
+        ["get_action"],
+    ),
+    "flow_policy": (others.FlowPolicy, "predict_action", cloud, ["predict_action"]),
+    **{
+        f"multi_task_dit_{kind}": (
+            lambda kind=kind: others.MultiTaskDiT(kind),
+            "predict_action_chunk",
+            lambda device: {"observation.state": state(device)},
+            ["_generate_actions"],
+        )
+        for kind in ("DDPM", "DDIM", "euler", "rk4")
+    },
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request, device):
+    torch.manual_seed(0)
+    make, method, observe, loops = CASES[request.param]
+    return make().to(device).eval(), method, lambda: observe(device), loops
+
+
+def acts(policy, method, observations):
+    """What a policy returns, call after call, and the random numbers after them."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        results = [getattr(policy, method)(copy.copy(observed)) for observed in observations]
+    device = next(policy.parameters()).device
+    return [*results, torch.randn(3, device=device)]
+
+
+def test_it_acts_as_before(case):
+    plain, method, observe, loops = case
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False, graphs=False)
+    observations = [observe() for _ in range(5)]
+    for _ in range(2):
+        expected = acts(copy.deepcopy(plain), method, observations)
+        got = acts(fast, method, observations)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        if "initial_guess" in vars(fast):
+            fast.initial_guess, fast.guess = True, None
+    for name in loops:
+        loop = replaced(fast, name)
+        assert isinstance(loop, FastLoop)
+        assert loop.shadow.errors and max(loop.shadow.errors.values()) < 1e-4, loop.shadow
+        assert len(loop._routes) == 1  # nothing that calls change is taken for a setting
+    findings = [f for f in dpa.explain(fast).findings if f.part == "loop"]
+    assert len(findings) == len(loops) and all(f.active and f.errors for f in findings)
+
+
+def test_restored_it_is_as_it_was(case):
+    plain, method, observe, _ = case
+    fast, observations = copy.deepcopy(plain), [observe()]
+    dpa.restore(dpa.accelerate(fast))
+    assert type(fast) is type(plain) and vars(fast).keys() == vars(plain).keys()
+    expected = acts(plain, method, observations)
+    torch.testing.assert_close(acts(fast, method, observations), expected, rtol=0, atol=0)
+
+
+def test_explain_changes_nothing(case):
+    policy, _, _, loops = case
+    before = dict(vars(policy))
+    report = dpa.explain(policy)
+    assert vars(policy) == before
+    assert sum(f.part == "loop" and f.can and not f.active for f in report.findings) == len(loops)
+
+
+def test_copies_and_pickles_run_their_own(case):
+    plain, method, observe, loops = case
+    if "flow" in type(plain).__name__.lower():
+        pytest.skip("its normalizer gives out functions")
+    fast, observed = dpa.accelerate(copy.deepcopy(plain)), [observe(), observe()]
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        for parameter in twin.parameters():
+            parameter.data.mul_(0.9)
+        bare = dpa.restore(copy.deepcopy(twin))
+        expected = acts(bare, method, observed)
+        torch.testing.assert_close(acts(twin, method, observed), expected, rtol=1e-4, atol=1e-4)
+        assert all(replaced(twin, name).policy is twin for name in loops)
+
+
+@torch.no_grad()
+def test_changes_are_followed(case):
+    plain, method, observe, _ = case
+    fast, observed = dpa.accelerate(copy.deepcopy(plain)), [observe(), observe()]
+    acts(fast, method, observed)
+
+    def both(change):
+        for policy in (plain, fast):
+            if "initial_guess" in vars(policy):
+                policy.initial_guess, policy.guess = True, None
+            change(policy)
+        expected = acts(plain, method, observed)
+        for _ in range(2):
+            if "initial_guess" in vars(fast):
+                fast.initial_guess, fast.guess = True, None
+            torch.testing.assert_close(acts(fast, method, observed), expected, rtol=1e-4, atol=1e-4)
+        return expected[0]
+
+    def fewer_steps(policy):
+        for owner in (policy, getattr(policy, "objective", policy)):
+            for name in ("num_inference_steps", "num_inference_step"):
+                if hasattr(owner, name):
+                    setattr(owner, name, 4)
+        if hasattr(policy, "num_diffusion_iters"):
+            policy.noise_scheduler.set_timesteps(4)
+        if hasattr(policy, "config"):
+            policy.config.num_integration_steps = 3
+
+    def weights(policy):
+        for parameter in policy.parameters():
+            parameter.mul_(1.2)
+
+    both(lambda policy: None)
+    both(fewer_steps)
+    both(weights)
+    both(lambda policy: setattr(policy, "kwargs", {}))
+
+
+def test_a_network_with_hooks_runs_its_own_loop(device):
+    policy = dpa.accelerate(others.TransformerPolicy().to(device).eval())
+    seen = []
+    policy.model.head.register_forward_hook(lambda *_: seen.append(1))
+    acts(policy, "predict_action", [{"obs": state(device)}])
+    assert len(seen) == 6
+    assert "hooks" in str(dpa.explain(policy))
+
+
+class Own(nn.Module):
+    """A policy that nobody knows: names of its own, and steps between encoder and loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"denoiser": others.Transformer()})
+        self.steps = others.diffusers.DDIMScheduler(20)
+        self.count, self.calls = 6, 0
+
+    def plan(self, seen, *, scale=1.0):
+        self.calls += 1
+        x = torch.randn(len(seen), 8, 2, device=seen.device)
+        self.steps.set_timesteps(self.count)
+        for t in self.steps.timesteps:
+            out = self.parts["denoiser"](x, t, cond=seen * 2)
+            x = self.steps.step(out, t, x).prev_sample
+        return {"plan": x * scale, "calls": self.calls}
+
+
+def begin(policy, seen, scale=1.0):
+    if len(seen) > 3:
+        raise ValueError("it plans for three at most")
+    return dpa.LoopCall((len(seen), 8, 2), {"cond": seen * 2})
+
+
+def end(policy, sample, seen, scale=1.0):
+    return {"plan": sample * scale, "calls": policy.calls}
+
+
+LOOP = dpa.Loop(
+    "plan",
+    lambda policy: policy.parts["denoiser"],
+    begin,
+    end,
+    scheduler="steps",
+    steps="count",
+    changing=("calls",),
+)
+
+
+def test_a_loop_that_the_user_names(device):
+    plain = Own().to(device).eval()
+    assert "no denoising loop" in str(dpa.explain(plain))
+    with pytest.raises(TypeError, match="no denoising loop was found"):
+        dpa.accelerate(plain)
+    fast = dpa.accelerate(copy.deepcopy(plain), loop=LOOP)
+    seen = torch.randn(2, 2, 3, device=device)
+    for call in range(4):
+        torch.manual_seed(call)
+        with torch.no_grad():
+            expected = plain.plan(seen, scale=0.5)["plan"]
+            torch.manual_seed(call)
+            got = fast.plan(seen, scale=0.5)["plan"]
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert len(replaced(fast, "plan")._routes) == 1
+    assert "accelerated: the whole loop" in str(dpa.explain(fast))
+    refused = "plan cannot be accelerated: it plans for three"
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match=refused):
+        assert fast.plan(seen.repeat(2, 1, 1))["plan"].shape == (4, 8, 2)
+    dpa.restore(fast)
+    assert "plan" not in vars(fast)
+
+
+def test_a_loop_of_a_part_of_the_model(device):
+    whole = nn.ModuleDict({"policy": Own()}).to(device).eval()
+    dpa.accelerate(whole, loop=LOOP)
+    assert isinstance(replaced(whole["policy"], "plan"), FastLoop)
+
+
+def test_an_adapter_that_does_something_else_is_found_out(device):
+    wrong = dpa.Loop(
+        "plan",
+        lambda policy: policy.parts["denoiser"],
+        lambda policy, seen, scale=1.0: dpa.LoopCall((len(seen), 8, 2), {"cond": seen * 3}),
+        end,
+        scheduler="steps",
+        steps="count",
+        changing=("calls",),
+    )
+    plain = Own().to(device).eval()
+    fast = dpa.accelerate(copy.deepcopy(plain), loop=wrong)
+    seen = torch.randn(2, 2, 3, device=device)
+    for call in range(2):
+        torch.manual_seed(2)
+        with torch.no_grad():
+            expected = plain.plan(seen)["plan"]
+        torch.manual_seed(2)
+        if call:
+            got = fast.plan(seen)["plan"]
+        else:
+            with pytest.warns(RuntimeWarning, match="differs from the original"), torch.no_grad():
+                got = fast.plan(seen)["plan"]
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"method": "act"}, TypeError, "must have the loop act, but it has no method act"),
+        ({"method": "a b"}, ValueError, "loop.method must name a method, got 'a b'"),
+        ({"network": "unet"}, TypeError, "it has no network unet that is a module"),
+        ({"network": "steps"}, TypeError, "it has no network steps that is a module"),
+        ({"scheduler": "noise_scheduler"}, TypeError, "it has no noise_scheduler"),
+        ({"steps": "num_inference_steps"}, TypeError, "it has no num_inference_steps"),
+        ({"needs": frozenset({"obs"})}, TypeError, "its plan does not take obs"),
+        ({"begin": None}, TypeError, "loop.begin must be a function, got NoneType"),
+        ({"table": 3}, TypeError, "loop.table must be a function, got int"),
+    ],
+)
+def test_adapters_that_are_refused(change, error, message):
+    loop = dpa.Loop(**{**vars(LOOP), **change})
+    policy = Own().eval()
+    with pytest.raises(error, match=message):
+        dpa.accelerate(policy, loop=loop)
+    assert "plan" not in vars(policy)
+
+
+def test_what_is_no_adapter():
+    with pytest.raises(TypeError, match=r"loop must be a dpa.Loop, got str"):
+        dpa.accelerate(Own(), loop="plan")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [(3, "must return a dpa.LoopCall or None, got int"), ("missing", "has no attribute")],
+)
+def test_adapters_that_fail_in_a_call(result, message):
+    def bad(policy, seen, scale=1.0):
+        return policy.nothing if result == "missing" else result
+
+    loop = dpa.Loop(**{**vars(LOOP), "begin": bad})
+    fast = dpa.accelerate(Own().eval(), loop=loop)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match=message):
+        assert fast.plan(torch.randn(1, 2, 3))["plan"].shape == (1, 8, 2)
+
+
+def test_every_known_loop_is_tried_here_or_beside():
+    """A new entry needs a policy above; robomimic's is tried with its own classes."""
+    methods = {name for *_, loops in CASES.values() for name in loops}
+    assert {loop.method for loop in KNOWN} == methods | {"_get_action_trajectory"}
