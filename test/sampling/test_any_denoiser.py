@@ -8,6 +8,7 @@ from samplers import diffusers
 from torch import nn
 
 import dpa
+from dpa.library import capture
 from dpa.sampling import graphs
 from dpa.sampling import sampler as sampler_module
 
@@ -207,6 +208,53 @@ def test_a_replay_that_differs_is_refused_with_a_warning(recorded, monkeypatch):
     for seed in range(2):
         assert torch.equal(call(sampler, seed), call(plain, seed))
     assert recorded.captured == 1
+
+
+class Masked(nn.Module):
+    """A transformer of PyTorch's whose mask is causal, which PyTorch finds out from its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(2, 16), nn.Linear(16, 2)
+        layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 1)
+        mask = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
+        self.register_buffer("mask", mask)
+
+    def forward(self, sample, timestep, memory):
+        hidden = self.embed(sample) + timestep[:, None, None] / 20
+        return self.head(self.decoder(hidden, memory, tgt_mask=self.mask))
+
+
+def masked_call(sampler, device, seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    memory = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(seed)).to(device)
+    return sampler(conditions={"memory": memory}, generator=generator)
+
+
+def test_a_mask_is_looked_at_once_and_again_when_it_is_written(recorded, monkeypatch):
+    asked, ask = [], capture._ask
+    monkeypatch.setattr(capture, "_ask", lambda *of: asked.append(of) or ask(*of))
+    denoiser, cpu = Masked().eval(), torch.device("cpu")
+    sampler, plain = sampler_of(denoiser), sampler_of(denoiser, cuda_graph=False)
+    masked_call(sampler, cpu)
+    assert len(asked) == 1  # by the loop that runs, and not by the capture nor by replays of it
+    captured = recorded.captured
+    denoiser.mask.zero_()
+    torch.testing.assert_close(masked_call(sampler, cpu), masked_call(plain, cpu), rtol=0, atol=0)
+    assert recorded.captured == captured + 1
+    assert torch.nn.modules.transformer._detect_is_causal_mask is ask or not capture._asked
+
+
+@gpu
+@torch.no_grad()
+def test_a_transformer_with_a_causal_mask_is_captured(cuda):
+    denoiser = Masked().to(cuda).eval()
+    sampler, plain = sampler_of(denoiser), sampler_of(denoiser, cuda_graph=False)
+    for seed in range(3):
+        got, expected = masked_call(sampler, cuda, seed), masked_call(plain, cuda, seed)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert len(sampler._loops) == 1 and not sampler._loops.refused
 
 
 @gpu

@@ -1,15 +1,24 @@
-"""CUDA graph capture: whether it is possible here, the capture, and the end of a failed one."""
+"""CUDA graph capture: whether it is possible here, the capture, and the end of a failed one.
+
+PyTorch's transformers wait for the device, to see whether a mask is causal; no capture can. What
+they found in a call before stands for it (:class:`MaskAnswers`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import transformer
 
+# What PyTorch asks of masks; who answers in each thread, and in all of them.
+_ask = transformer._detect_is_causal_mask
+_asking, _asked, _ANSWERING = threading.local(), [], threading.Lock()
 # Failed captures. PyTorch's allocator may still query them for their memory.
 FAILED: list[torch.cuda.CUDAGraph] = []
 
@@ -64,6 +73,50 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
         beside = torch.cuda.current_stream()
         yield
     torch.cuda.current_stream().wait_stream(beside)
+
+
+class MaskAnswers:
+    """Whether masks of PyTorch's transformers are causal, as a call found: a capture cannot ask."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], bool] = {}
+        self._masks: list[tuple[Tensor, int]] = []
+
+    def hold(self) -> bool:
+        """Whether no mask was written since."""
+        return all(mask._version == version for mask, version in self._masks)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Answer this thread's calls from what was found; find what was not."""
+        _asking.answers = self
+        with _ANSWERING:
+            _asked.append(self)
+            transformer._detect_is_causal_mask = _is_causal
+        try:
+            yield
+        finally:
+            _asking.answers = None
+            with _ANSWERING:
+                _asked.remove(self)
+                if not _asked:
+                    transformer._detect_is_causal_mask = _ask
+
+    def answer(self, mask: Tensor, size: int | None) -> bool:
+        """Return what was found of a mask, or ask."""
+        key = mask.data_ptr(), tuple(mask.shape), mask.stride(), mask.dtype, size
+        if key not in self._found:
+            self._found[key] = _ask(mask, None, size)
+            if not mask.is_inference():
+                self._masks.append((mask, mask._version))
+        return self._found[key]
+
+
+def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    answers = getattr(_asking, "answers", None)
+    if answers is None or mask is None or is_causal is not None:
+        return _ask(mask, is_causal, size)
+    return answers.answer(mask, size)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dpa.library.capture import capturing, kernel_settings, leaving_failed, no_autocast_cache
+from dpa.library.capture import (
+    MaskAnswers,
+    capturing,
+    kernel_settings,
+    leaving_failed,
+    no_autocast_cache,
+)
 from dpa.packed.agreement import LOOP_LIMITS, limit, proves, relative_error
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.rng import RandomNumbers
@@ -198,7 +204,7 @@ class ModuleLoops(LoopGraphs):
         key = (*kind, shapes, kernel_settings())
         with self.lock:
             graph = self.find(key)
-            if graph is not None and not graph.state.holds():
+            if graph is not None and not (graph.state.holds() and graph.answers.hold()):
                 del self._kept[key]
                 graph, self._misses = None, self._misses + 1
             if graph is not None:
@@ -206,20 +212,21 @@ class ModuleLoops(LoopGraphs):
                 return graph.replay(inputs, numbers if len(numbers) else None, generator)
             if len(numbers):
                 inputs = inputs | {"random": numbers(generator).float()}
-            result = body(inputs)
-            state = ModuleState(module)
-            if self._misses <= _MISSES and not state.hooked():
-                capture = functools.partial(_checked, state, numbers.device, body, inputs, result)
-                self.capture(key, numbers.device, capture)
+            answers = MaskAnswers()
+            with answers.used():
+                result = body(inputs)
+                state = ModuleState(module)
+                if self._misses <= _MISSES and not state.hooked():
+                    capture = functools.partial(_checked, numbers.device, body, inputs, result)
+                    graph = self.capture(key, numbers.device, capture)
+            if graph is not None:
+                graph.state, graph.answers = state, answers
             return result
 
 
-def _checked(
-    state: ModuleState, device: torch.device, body: Body, inputs: Inputs, result: Tensor
-) -> _LoopGraph:
+def _checked(device: torch.device, body: Body, inputs: Inputs, result: Tensor) -> _LoopGraph:
     """Capture a loop, whose replay gives a result; raise RuntimeError where it does not."""
     graph = _LoopGraph(device, body, inputs)
-    graph.state = state
     error = relative_error(graph.replay(inputs, None, None), result)
     most = limit(LOOP_LIMITS, (torch.float32,), device)
     if proves(result) and error > most:
@@ -233,10 +240,12 @@ class _LoopGraph:
     Attributes:
         inputs: of the last replay, with its random numbers.
         state: the module that the loop calls, where it is none of packed weights.
+        answers: what was found of its masks.
 
     """
 
     state: ModuleState
+    answers: MaskAnswers
 
     def __init__(self, device: torch.device, body: Body, inputs: Inputs):
         self._body = body  # keeps the memory that the kernels read

@@ -1,0 +1,334 @@
+"""What a model holds that dpa can accelerate: networks, loops and calls, and why not the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpa.acceleration.known_loops import KNOWN
+from dpa.acceleration.loops import Loop, Place, find
+from dpa.acceleration.policy_loop import FastLoop
+from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
+from dpa.acceleration.unet_forward import FastForward
+from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
+from dpa.library import html
+from dpa.nn.family import Network, NotInFamily, recognise
+from dpa.packed.unet import config_of, runs_packed
+from dpa.sampling.sampler import is_of_family
+from dpa.schedulers.tables import MultistepTable
+from dpa.tracking.replacing import BESIDE, replaced
+from dpa.training.graphed_calls import replaced_forward
+
+_NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of a model: what it is, and what dpa does or would do with it.
+
+    Attributes:
+        path: where it was found, as attributes from the model.
+        part: "U-Net", "loop", "call" (from observations to actions) or "scheduler".
+        name: its class.
+        can: whether it can be accelerated.
+        active: whether it is accelerated now.
+        how: what runs instead, or why nothing does.
+        errors: relative errors that the self-checks found.
+
+    """
+
+    path: str
+    part: str
+    name: str
+    can: bool
+    active: bool
+    how: str
+    errors: tuple[float, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """``active`` and ``can`` in words."""
+        return "accelerated" if self.active else "can be accelerated" if self.can else "unchanged"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`explain` found, in the order in which it lies in the model."""
+
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        """One line a finding."""
+        if not self.findings:
+            return "no conditional U-Net and no denoising loop was found"
+        lines = []
+        for f in self.findings:
+            worst = f"; checked, error {max(f.errors):.1e}" if f.errors else ""
+            lines.append(f"{f.path or '(itself)'} ({f.part}, {f.name}): {f.state}: {f.how}{worst}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if not self.findings:
+            return f"<p>{self}</p>"
+        rows = [
+            [f.path or "(itself)", f"{f.part}, {f.name}", f.state, f.how] for f in self.findings
+        ]
+        heads = ["where", "what", "state", "how"]
+        if any(f.errors for f in self.findings):
+            heads.append("checked error")
+            for row, f in zip(rows, self.findings, strict=True):
+                row.append(f"{max(f.errors):.1e}" if f.errors else "")
+        return html.table(rows, heads)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return plain lists and dicts, for JSON."""
+        return [asdict(finding) for finding in self.findings]
+
+
+def replacements(owner: Any) -> dict[str, FastLoop | WholeCall]:
+    """Return what replaces an object's loops and calls, by the names of their methods."""
+    held = [name for name, value in vars(owner).items() if isinstance(value, FastLoop | WholeCall)]
+    return {name: replaced(owner, name) for name in held if not name.startswith(BESIDE)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """An object that has a denoising loop: which one, or why none that dpa knows."""
+
+    path: str
+    owner: Any
+    loop: Loop | None
+    why: str | None
+
+
+class Survey:
+    """What a model holds: its modules by path, which of them are U-Nets of the family, its loops.
+
+    Args:
+        model: the model.
+        given: the loops that a user names; None looks for those that are known.
+
+    Attributes:
+        modules: (path, module), once each.
+        networks: of each module that means to be a U-Net, what it was recognised as, or why not.
+        loops: in the order in which their owners lie in the model.
+
+    """
+
+    def __init__(self, model: Any, given: tuple[Loop, ...] | None = None):
+        self.model = model
+        self.modules = list(modules_of(model))
+        self.networks: dict[nn.Module, Network | str] = {}
+        for _, module in self.modules:
+            if all(hasattr(module, part) for part in _NEAR):
+                self.networks[module] = _recognised(module)
+        owners = [] if is_scheduler(model) else list(owners_of(model))
+        places = [place for path, owner in owners for place in _loops_of(path, owner)]
+        # A part of a policy may have a loop that its owner's is known by.
+        around = [find(place.owner, held) for place in places for held in _holders(place.loop)]
+        self.loops = [p for p in places if p.loop is not None or not _is_one_of(p.owner, around)]
+        for loop in given or ():
+            found = [(path, owner) for path, owner in owners if loop.missing(owner) is None]
+            if not found:
+                why = loop.missing(model)
+                raise TypeError(f"accelerate: model must have the loop {loop.method}, but {why}")
+            mine = [place for place in self.loops if place.owner is not found[0][1]]
+            same = [
+                place for place in self.loops if place.owner is found[0][1] and place.loop in given
+            ]
+            self.loops = [*mine, *same, Found(*found[0], loop, None)]
+
+    def report(self) -> Report:
+        """Return the findings, in the order in which they lie in the model."""
+        findings = [_scheduler_finding(self.model)] if is_scheduler(self.model) else []
+        places = list(self.loops)
+        for path, owner in owners_of(self.model):
+            if isinstance(owner, nn.Module) and owner in self.networks:
+                findings.append(self._unet_finding(path, owner))
+            mine = [place for place in places if place.owner is owner]
+            findings.extend(_loop_finding(place) for place in mine)
+            if mine and isinstance(owner, nn.Module):
+                findings.extend(_call_finding(path, owner))
+        if not any(finding.part == "loop" for finding in findings):
+            findings = [_alone(finding) for finding in findings]
+        return Report(tuple(findings))
+
+    def _unet_finding(self, path: str, module: nn.Module) -> Finding:
+        forward, network = replaced_forward(module), self.networks[module]
+        if not isinstance(forward, FastForward):
+            why = None if isinstance(network, Network) else network
+            return _finding(path, "U-Net", module, None, why, lambda: _how(module, network, "loop"))
+        why = forward.fallback_reason() or forward.shadow.failed
+
+        def how() -> str:
+            if module.training:
+                return "layer by layer with dpa's ops while it is in training mode"
+            return _how(module, forward.network, forward.options.mode)
+
+        return _finding(path, "U-Net", module, forward, why, how)
+
+
+def _holders(loop: Loop | None) -> tuple[Place, ...]:
+    return () if loop is None else loop.holders
+
+
+def _is_one_of(owner: Any, objects: list[Any]) -> bool:
+    return any(owner is one for one in objects)
+
+
+def _loops_of(path: str, owner: Any) -> list[Found]:
+    """Return the loops of an object: those that run accelerated, else those that are known."""
+    active = [fast.loop for fast in replacements(owner).values() if isinstance(fast, FastLoop)]
+    if active:
+        return [Found(path, owner, loop, None) for loop in active]
+    fitting = [loop for loop in KNOWN if loop.missing(owner) is None]
+    taken = [loop for loop in fitting if loop.method in vars(owner)]
+    if taken:
+        return [Found(path, owner, None, f"its {taken[0].method} was replaced on the object")]
+    if fitting:
+        return [Found(path, owner, loop, None) for loop in fitting]
+    if not hasattr(type(owner), "conditional_sample"):
+        return []
+    why = [loop.missing(owner) for loop in KNOWN if loop.method == "conditional_sample"]
+    other = [reason for reason in why if "does not take" not in reason]
+    takes = "its conditional_sample takes other arguments than LeRobot's and the original's"
+    return [Found(path, owner, None, other[0] if other else takes)]
+
+
+def _loop_finding(place: Found) -> Finding:
+    owner, loop = place.owner, place.loop
+    held = None if loop is None else replaced(owner, loop.method)
+    fast = held if isinstance(held, FastLoop) else None
+    why, scheduler = place.why, None if loop is None else loop.scheduler_of(owner)
+    if scheduler is not None:
+        why = why or why_no_table(scheduler)
+    if fast is not None:
+        why = why or fast.fallback_reason() or fast.shadow.failed or fast.refused
+    return _finding(place.path, "loop", owner, fast, why, lambda: _how_loop(owner, loop))
+
+
+def whole_call_of(policy: nn.Module) -> str | None:
+    """Return the name of a policy's method from observations to actions, or None."""
+    names = [n for n in WHOLE_CALLS if hasattr(type(policy), n) and n not in vars(policy)]
+    return names[0] if names else None
+
+
+def _call_finding(path: str, policy: nn.Module) -> Iterator[Finding]:
+    """Yield what replays a policy's whole call, on a GPU."""
+    found = [replaced(policy, name) for name in WHOLE_CALLS]
+    calls = [call for call in found if isinstance(call, WholeCall)]
+    parameter = next(policy.parameters(), None)
+    for call in calls if parameter is not None and parameter.is_cuda else []:
+        why = call.refused
+        how = why or ("one CUDA graph" if call.captured else "part by part, until it was compared")
+        errors = tuple(call.shadow.errors.values())
+        name = f"{type(policy).__name__}.{call.method}"
+        yield Finding(path, "call", name, why is None, call.captured, how, errors)
+
+
+def _scheduler_finding(scheduler: Any) -> Finding:
+    step, why = replaced(scheduler, "step"), why_no_step(scheduler)
+    fast = step if isinstance(step, FastStep) else None
+    why = why or (None if fast is None else fast.shadow.failed)
+    return _finding("", "scheduler", scheduler, fast, why, lambda: "each step one op")
+
+
+def _finding(
+    path: str, part: str, owner: Any, fast: Any, why: str | None, how: Callable[[], str]
+) -> Finding:
+    """Say what is found of a part that ``fast`` replaces, where it is not None."""
+    errors = () if fast is None else tuple(fast.shadow.errors.values())
+    can, name = why is None, type(owner).__name__
+    return Finding(path, part, name, can, can and fast is not None, why or how(), errors)
+
+
+def _alone(finding: Finding) -> Finding:
+    """Say of a U-Net inside a model in which no loop was found that its loop stays (robomimic)."""
+    if finding.part != "U-Net" or not finding.path or not finding.can:
+        return finding
+    how = f"{finding.how}, step by step: the loop around it is not supported"
+    return replace(finding, how=how)
+
+
+def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules inside a module, or inside the attributes of a plain object, once each."""
+    seen: set[int] = set()
+
+    def walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module]]:
+        if id(value) in seen:
+            return
+        if isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    if "_orig_mod" in module._modules:  # torch.compile's wrapper shows its parts
+                        continue
+                    yield ".".join(part for part in (path, name) if part), module
+        elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, type):
+            seen.add(id(value))
+            for name, inner in list(vars(value).items()):
+                yield from walk(f"{path}.{name}".lstrip("."), inner, depth - 1)
+
+    yield from walk("", model, 3)
+
+
+def owners_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules inside a model, and the model itself where it is none."""
+    if not isinstance(model, nn.Module) and hasattr(model, "__dict__"):
+        yield "", model
+    yield from modules_of(model)
+
+
+def is_scheduler(model: Any) -> bool:
+    """Whether a model is a scheduler of diffusers."""
+    parts = ("step", "set_timesteps", "timesteps", "config")
+    return not isinstance(model, nn.Module) and all(hasattr(model, part) for part in parts)
+
+
+def _recognised(module: nn.Module) -> Network | str:
+    """Return a U-Net as one of the family, or why it cannot be accelerated."""
+    forward = replaced_forward(module)
+    if isinstance(forward, FastForward):
+        return forward.prepare() or str(forward.refused)
+    if forward is not None:
+        return "its forward was replaced on the object"
+    try:
+        network = recognise(module)
+    except NotInFamily as error:
+        return str(error)
+    if network.unconditioned and network.local_cond_dim is not None:
+        return "blocks without conditioning are not supported beside local conditioning"
+    return network
+
+
+def _how(module: nn.Module, network: Network, mode: str) -> str:
+    parameter = next(module.parameters())
+    if mode == "chain" or parameter.dtype == torch.float64:
+        return "layer by layer with dpa's ops"
+    try:
+        config_of(network)
+    except ValueError as error:
+        return f"layer by layer with dpa's ops: {error}"
+    if not runs_packed(parameter.device):
+        return f"layer by layer with dpa's ops: no packed kernels on {parameter.device.type}"
+    return "one op on packed weights"
+
+
+def _how_loop(policy: Any, loop: Loop) -> str:
+    """Say how a loop runs whose scheduler has a table."""
+    try:
+        table = loop.table_of(policy, {})
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
+    network = loop.network_of(policy)
+    if not is_of_family(network):
+        parameter = next(network.parameters(), None)
+        how = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"
+        return f"the whole loop by DiffusionSampler, {how} around {type(network).__name__} as it is"
+    if isinstance(table, MultistepTable):
+        return "by DiffusionSampler, step by step: its solver has several steps"
+    return "the whole loop by DiffusionSampler"
