@@ -6,9 +6,9 @@ switches and configures, as :func:`dpa.acceleration.construction.options_from` e
 
 import logging
 
-from dpa.acceleration.construction import accelerate_new_as_told
+from dpa.acceleration.construction import accelerate_new_by_environment
 
 try:
-    accelerate_new_as_told(logging.info)
+    accelerate_new_by_environment(logging.info)
 except ValueError as error:  # LeRobot's own log would name the plugin, and not the reason
     logging.error("dpa: %s; LeRobot runs as it is", error)

@@ -102,7 +102,7 @@ def accelerate_new(say: Say, policies: tuple[str, ...] = (), **options: Any) -> 
         _hook.start()
 
 
-def accelerate_new_as_told(say: Say) -> None:
+def accelerate_new_by_environment(say: Say) -> None:
     """Accelerate new policies as the environment says."""
     options = options_from(os.environ)
     if options is not None:

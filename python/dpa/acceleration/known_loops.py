@@ -88,8 +88,8 @@ def _chosen_steps(policy: Any, **options: Any) -> StepTable:
     if missing := [step for step in wanted if step not in rows]:
         raise ValueError(f"its steps {missing} are none of its scheduler's timesteps")
     chosen = [rows[step] for step in wanted]
-    draws = tuple(whole.draws_noise[row] for row in chosen)
-    return StepTable(whole.timesteps[chosen], whole.coefficients[chosen], whole.clip, draws)
+    noisy = tuple(whole.draws_noise[row] for row in chosen)
+    return StepTable(whole.timesteps[chosen], whole.coefficients[chosen], whole.clip, noisy)
 
 
 def _maniskill(policy: Any, obs_seq: Any) -> LoopCall:

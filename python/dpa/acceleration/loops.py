@@ -23,7 +23,7 @@ class LoopCall:
     Attributes:
         shape: (B, T, Da) of the sample. None where the network says it.
         conditions: what the network is called with in every step, by name.
-        noise: (B, T, Da) to start from; None draws it from the generator.
+        noise: (B, T, Da) to start from; None generates it.
         generator: of random numbers; None is the device's own.
         condition_data: (B, T, Da), inpainted where ``condition_mask`` is true.
         condition_mask: bool, (B, T, Da).

@@ -110,7 +110,7 @@ class Survey:
 
     Args:
         model: the model.
-        given: the loops that a user names; None looks for those that are known.
+        given: the loops that a user names; None finds those that are known.
 
     Attributes:
         modules: (path, module), once each.
