@@ -29,6 +29,14 @@ macro(dpa_torch_targets)
     "${DPA_TORCH_ROOT}/include" "${DPA_TORCH_ROOT}/include/torch/csrc/api/include")
   target_link_libraries(torch::cpu INTERFACE
     "${DPA_TORCH_ROOT}/lib/libtorch_cpu.so" "${DPA_TORCH_ROOT}/lib/libc10.so")
+  # A gcc built without shared libraries would link a static copy of the C++ library beside torch's shared one. A message
+  # that one of the two began and the other goes on with ends the process.
+  set(shared_cxx libstdc++.so.6)
+  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" "-print-file-name=${shared_cxx}" OUTPUT_VARIABLE found_cxx
+                  OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  if(IS_ABSOLUTE "${found_cxx}")
+    target_link_libraries(torch::cpu INTERFACE "-l:${shared_cxx}")
+  endif()
 
   add_library(torch::cuda INTERFACE IMPORTED)
   if(DPA_WITH_CUDA)

@@ -1,9 +1,11 @@
 """What the build makes code for, and what the library that it made holds."""
 
+import os
 import re
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,46 @@ def test_a_build_for_the_cpu_sees_no_header_of_cuda():
         ours = [f for f in seen if ROOT / "kernels" / "cuda" in f.parents]
         theirs = [name for name in others if re.search(r"\bcu(da|blas|dnn)", name)]
         assert not ours and not theirs, f"{file.relative_to(ROOT)} sees {ours + theirs}"
+
+
+PROJECT = """
+cmake_minimum_required(VERSION 3.24)
+project(one LANGUAGES CXX)
+list(APPEND CMAKE_MODULE_PATH "{root}/cmake")
+include(DpaCompile)
+include(DpaTorch)
+dpa_torch_targets()
+add_library(one SHARED one.cpp)
+target_link_libraries(one PRIVATE torch::cpu)
+"""
+MESSAGE = """
+#include <c10/core/SymInt.h>
+#include <c10/util/StringUtil.h>
+extern "C" int length() { return static_cast<int>(c10::str("shape ", c10::SymInt(3)).size()); }
+"""
+
+
+def test_a_compiler_with_a_static_library_links_the_shared_one(tmp_path):
+    """As of a gcc built without shared libraries: errors that name a shape ended the process."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None or not shutil.which("cmake"):
+        pytest.skip("needs g++ and cmake")
+    script = tmp_path / "g++"
+    script.write_text(f'#!/bin/sh\nexec {compiler} "$@" -static-libstdc++\n')
+    script.chmod(0o755)
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(root=ROOT))
+    (tmp_path / "one.cpp").write_text(MESSAGE)
+    where = ["-S", tmp_path, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}"]
+    for command in (
+        ["cmake", *where, f"-DCMAKE_CXX_COMPILER={script}"],
+        ["cmake", "--build", tmp_path / "build"],
+    ):
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    run = "import ctypes, sys, torch; print(ctypes.CDLL(sys.argv[1]).length())"
+    library = tmp_path / "build" / "libone.so"
+    done = subprocess.run([sys.executable, "-c", run, library], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
 def fat_binaries(library):
