@@ -127,6 +127,16 @@ def test_exported_steps_make_up_the_loop(to, dtype, device, tmp_path):
     assert [entry["name"] for entry in manifest["outputs"]] == ["sample", "actions"]
 
 
+def test_packed_weights_stay_on_their_kind_of_device(unet):
+    """A GPU's op takes bytes of a CPU's layout for its own: their length is the same."""
+    table = dpa.schedulers.from_diffusers(diffusers.DDIMScheduler(20), 3)
+    loop = PackedLoop(unet, table)
+    assert loop.to("cpu") is loop and loop.weights.device.type == "cpu"
+    with pytest.raises(ValueError, match=r"PackedLoop: weights must stay .* cpu, got meta"):
+        loop.to("meta")
+    assert loop.weights.device.type == "cpu" and loop.coefficients.device.type == "cpu"
+
+
 def test_a_policy_in_training_stays_so(device, tmp_path):
     policy, sampler, _ = make_policy("ddim", device, torch.float32, LayeredLoop)
     unet = sampler.unet.train()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +125,16 @@ class _Packed(_Exported):
         self.config = network.config
         self.conditioned = recognise(unet).arguments.get("global_cond_dim") is not None
         self.register_buffer("weights", network.repack())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # A GPU could not tell bytes that a CPU packed: reading their mark would stop the stream.
+        here, there = self.weights.device.type, fn(self.weights[:0]).device.type
+        if here != there:
+            raise ValueError(
+                f"{type(self).__name__}: weights must stay on the kind of device that packed them, "
+                f"{here}, got {there}: make another of the network there"
+            )
+        return super()._apply(fn, recurse)
 
 
 class PackedLoop(_Packed):
