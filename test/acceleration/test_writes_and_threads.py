@@ -386,7 +386,7 @@ def test_arguments_that_have_defaults_may_be_left_out():
 def test_explain_says_what_runs():
     policy = original_policy("cpu")
     policy.noise_scheduler = diffusers.DPMSolverMultistepScheduler(20)
-    assert "step by step: its solver has several steps" in str(dpa.explain(dpa.accelerate(policy)))
+    assert "accelerated: the whole loop" in str(dpa.explain(dpa.accelerate(policy)))
     policy = dpa.accelerate(original_policy("cpu"))
     policy.model.final_conv[1] = torch.nn.Sequential(policy.model.final_conv[1])
     with pytest.warns(RuntimeWarning, match="has changed"):

@@ -520,17 +520,45 @@ def test_fallback_says_why_and_runs_the_schedulers_own_step(device):
 
 
 def test_a_loop_that_cannot_be_one_op_raises_or_runs_step_by_step(device):
-    kind = diffusers.DPMSolverMultistepScheduler
-    scheduler = kind(20, beta_schedule="squaredcos_cap_v2", prediction_type="sample")
-    unet, cond = make_unet(device), torch.randn(3, 4, device=device)
-    noise = torch.randn(SHAPE, device=device)
-    want = dpa.DiffusionSampler(unet, scheduler, 6)(cond, noise=noise)
+    scheduler, steps, _ = make_scheduler("ddim")
+    unet = make_unet(device, local_cond_dim=3)
+    call = {
+        "global_cond": torch.randn(3, 4, device=device),
+        "local_cond": torch.randn(3, SHAPE[1], 3, device=device),
+        "noise": torch.randn(SHAPE, device=device),
+    }
+    want = dpa.DiffusionSampler(unet, scheduler, steps)(**call)
     with pytest.raises(ValueError, match="fused must be left out"):
-        dpa.DiffusionSampler(unet, scheduler, 6, fused=True)(cond, noise=noise)
-    sampler = dpa.DiffusionSampler(unet, scheduler, 6, fused=True, fallback=True)
+        dpa.DiffusionSampler(unet, scheduler, steps, fused=True)(**call)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, fused=True, fallback=True)
     with pytest.warns(UserWarning, match=r"fused must be left out .* runs step by step"):
-        got = sampler(cond, noise=noise)
+        got = sampler(**call)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("order", [2, 3])
+@torch.no_grad()
+def test_multistep_solvers_on_packed_weights(order, batch, device):
+    kind = diffusers.DPMSolverMultistepScheduler
+    options = {"beta_schedule": "squaredcos_cap_v2", "prediction_type": "sample"}
+    scheduler, unet = kind(20, solver_order=order, **options), make_unet(device, n_groups=2).eval()
+    mask = torch.zeros(batch, *SHAPE[1:], dtype=torch.bool, device=device)
+    mask[:, :2] = True
+    sampler = dpa.DiffusionSampler(unet, scheduler, 8, fused=True)
+    for call in range(4):
+        data = torch.randn(batch, *SHAPE[1:], device=device)
+        cond, noise = torch.randn(batch, 4, device=device), torch.randn_like(data)
+        want = diffusers_loop(unet, scheduler, 8, cond, noise, condition=(data, mask))
+        got = sampler(cond, noise=noise, condition_data=data, condition_mask=mask)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        if call == 2:
+            unet.final_conv[1].weight.data.mul_(1.5)
+    assert len(sampler._graphs) == (device.type == "cuda")
+    sixteen = dpa.DiffusionSampler(unet, scheduler, 8, torch.bfloat16, fused=True)
+    got = sixteen(cond, noise=noise, condition_data=data, condition_mask=mask)
+    want = sampler(cond, noise=noise, condition_data=data, condition_mask=mask)
+    assert 0 < (got - want).norm() / want.norm() < 0.1
 
 
 @torch.no_grad()

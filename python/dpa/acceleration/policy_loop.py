@@ -22,7 +22,7 @@ from dpa.nn.family import Network
 from dpa.packed.agreement import LOOP_LIMITS, proves
 from dpa.sampling.rng import draw_normal, generator_on
 from dpa.sampling.sampler import DiffusionSampler, is_of_family
-from dpa.schedulers.conversion import MultistepTable, check_kind
+from dpa.schedulers.conversion import check_kind
 from dpa.tracking import Snapshot, is_observed
 from dpa.tracking.replacing import Replacement, class_of
 from dpa.training.graphed_calls import replaced_forward
@@ -309,19 +309,17 @@ class FastLoop(Replacement):
             raise ValueError("the network cannot be run layer by layer")
         if action_dim is None and isinstance(forward, FastForward):
             action_dim = forward.network.arguments["input_dim"]
-        # Of a multistep solver each forward of the network is one op, and not the loop.
-        fused = packed is not None and not isinstance(table, MultistepTable)
         sampler = DiffusionSampler(
             unet,
             table,
-            dtype=packed.dtype if fused else None,
+            dtype=None if packed is None else packed.dtype,
             horizon=horizon,
             action_dim=action_dim,
-            fused=fused,
+            fused=packed is not None,
             noise_dtype=precision,  # the scheduler's noise has the output's dtype
             weights=forward.options.weights,
         )
-        if fused:
+        if packed is not None:
             sampler.packed = packed  # one copy of the weights for every sampler
         return sampler
 

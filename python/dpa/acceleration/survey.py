@@ -19,7 +19,6 @@ from dpa.library import html
 from dpa.nn.family import Network, NotInFamily, recognise
 from dpa.packed.unet import config_of, runs_packed
 from dpa.sampling.sampler import is_of_family
-from dpa.schedulers.tables import MultistepTable
 from dpa.tracking.replacing import BESIDE, replaced
 from dpa.training.graphed_calls import replaced_forward
 
@@ -321,7 +320,7 @@ def _how(module: nn.Module, network: Network, mode: str) -> str:
 def _how_loop(policy: Any, loop: Loop) -> str:
     """Say how a loop runs whose scheduler has a table."""
     try:
-        table = loop.table_of(policy, {})
+        loop.table_of(policy, {})
     except (AttributeError, TypeError, ValueError) as error:
         return str(error)
     network = loop.network_of(policy)
@@ -329,6 +328,4 @@ def _how_loop(policy: Any, loop: Loop) -> str:
         parameter = next(network.parameters(), None)
         how = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"
         return f"the whole loop by DiffusionSampler, {how} around {type(network).__name__} as it is"
-    if isinstance(table, MultistepTable):
-        return "by DiffusionSampler, step by step: its solver has several steps"
     return "the whole loop by DiffusionSampler"

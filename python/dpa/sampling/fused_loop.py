@@ -1,4 +1,8 @@
-"""The denoising loop as one op on packed weights: what it takes, and how a call of it runs."""
+"""The denoising loop on packed weights: what it takes, and how a call of it runs.
+
+It is one op. A multistep solver's earlier x0 are no operand of that op: of such a table each step
+is the packed network and :func:`dpa.ops.scheduler_step`, all of them in one graph.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet, runs_packed
+from dpa.sampling import stepwise_loop
 from dpa.sampling.graphs import Body, Captured, Given, Inputs, LoopGraphs, expanded, run_captured
 from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
@@ -32,7 +37,7 @@ def refusal(
         return f"be left out where there is {beside[0]}", "both"
     if getattr(unet, "local_cond_encoder", None) is not None:
         return "be left out of a network with local conditioning", type(unet).__name__
-    if isinstance(table, LiveSteps | MultistepTable):
+    if isinstance(table, LiveSteps):
         rule = "be left out of a scheduler that no StepTable expresses"
         return rule, type(table).__name__
     return None
@@ -58,7 +63,7 @@ def run(
     noise_dtype: torch.dtype,
     capture: bool,
 ) -> tuple[Tensor, Captured | None]:
-    """Run the loop as one op, in a graph where ``capture`` allows it and one can be captured.
+    """Run the loop on packed weights, in a graph where ``capture`` allows it and one is possible.
 
     ``given`` holds what the call was given of the loop's inputs; random numbers are sampled in
     ``noise_dtype``, as the loop of steps samples them. Beside the actions comes what runs further
@@ -79,25 +84,46 @@ def run(
 
 
 def _body(packed: PackedUnet, table: StepTable, film: bool) -> Body:
-    """Return the loop of one op, to be run as it is or captured.
+    """Return the loop, to be run as it is or captured.
 
     ``film``: whether FiLM's parameters of the timesteps are kept from run to run.
     """
+    if isinstance(table, MultistepTable):
+        return functools.partial(_several_steps, packed, table.to(dtype=torch.float32))
     timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
     step_film = packed.step_film(timesteps) if film else None
 
     def body(inputs: Inputs) -> Tensor:
-        floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
-        random = floats.pop("random", None)
-        if "noise" in floats:
-            initial = floats.pop("noise")
-        else:
-            initial, random = random[0], random[1:]
+        floats, initial, random = _split(inputs)
         noise = None if random is None or not len(random) else random
         arguments = (initial, timesteps, coefficients, table.clip)
         return packed.sample(*arguments, noise=noise, step_film=step_film, **floats)
 
     return body
+
+
+def _split(inputs: Inputs) -> tuple[Inputs, Tensor, Tensor | None]:
+    """Return the other inputs in float32, what the loop begins with, and the steps' noise."""
+    floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
+    random = floats.pop("random", None)
+    if "noise" in floats:
+        return floats, floats.pop("noise"), random
+    return floats, random[0], random[1:]
+
+
+def _several_steps(packed: PackedUnet, table: MultistepTable, inputs: Inputs) -> Tensor:
+    """Run the loop of a multistep table, step by step."""
+    floats, sample, random = _split(inputs)
+    condition = {n: v for n, v in floats.items() if n in ("condition_data", "condition_mask")}
+    predict = Window(packed, sample.is_cuda and len(sample) == 1)
+    rows = predict.begin(floats, table.timesteps)
+    return stepwise_loop.loop(
+        sample,
+        table,
+        lambda sample, step: predict(floats, sample, rows[step : step + 1]),
+        lambda step: random[step],
+        condition,
+    )
 
 
 class Window:
