@@ -352,6 +352,29 @@ def test_explain_says_why_the_original_runs():
     assert "unchanged: its layers have hooks" in str(dpa.explain(unet))
 
 
+def test_gradient_checkpointing_is_the_networks_own(device, monkeypatch):
+    """LeRobot's network recomputes its blocks in training: dpa leaves it alone there, not later."""
+    unet, inputs = running(device)
+    plain, calls = dpa.restore(copy.deepcopy(unet)), []
+    kind = type(replaced_forward(unet))
+    own = kind.original
+    monkeypatch.setattr(kind, "original", lambda *a, **k: calls.append(1) or own(*a, **k))
+    unet.config = types.SimpleNamespace(gradient_checkpointing=True)
+    for current in (unet, plain):
+        for _ in range(5):  # a call of a kind is captured after the first ones, if at all
+            current.train().zero_grad()
+            current(*inputs).square().sum().backward()
+    assert len(calls) == 5
+    pairs = zip(unet.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    unet.eval()
+    with torch.no_grad():
+        unet(*inputs)
+    before = len(calls)
+    assert_follows(unet, inputs)
+    assert len(calls) == before
+
+
 def test_without_fallback_everything_is_fused_or_raises():
     def unknown():
         policy = original_policy("cpu")
