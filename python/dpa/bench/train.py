@@ -201,7 +201,9 @@ def _peak_of_steps(
 ) -> tuple[float, float]:
     """Peak MiB of a step: weights, gradients, AdamW's moments, and the pass.
 
-    Requested and allocated bytes, after the caches are emptied.
+    Requested bytes, and those of the blocks that hold them, after the caches are emptied. Both
+    count until every stream is done with a block; what PyTorch calls allocated counts until the
+    host frees it, which may be less.
     """
     model.zero_grad(set_to_none=True)
     # cuBLAS keeps a workspace of 32 MiB for every stream that used it, captures included.
@@ -216,8 +218,8 @@ def _peak_of_steps(
         work()
         optimizer.step()
     peaks = torch.cuda.memory_stats()
-    requested, allocated = (peaks[f"{what}_bytes.all.peak"] for what in ("requested", "allocated"))
-    return requested / 2**20, allocated / 2**20
+    requested, blocks = (peaks[f"{what}_bytes.all.peak"] for what in ("requested", "active"))
+    return requested / 2**20, blocks / 2**20
 
 
 @contextlib.contextmanager
