@@ -1,6 +1,6 @@
 // The convolution's kernels against sums in float64 on random shapes, and their times: conv1d_test [test] [bench].
 // Outputs are poisoned before and have a guard behind them; inputs are fresh random numbers, rounded as they are
-// stored.
+// stored, or to tf32.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,6 +11,7 @@
 
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/plans/conv1d/plan.h"
 
@@ -53,11 +54,20 @@ __device__ float noise(uint64_t seed, uint64_t i) {  // uniform on -1..1 (splitm
   return static_cast<float>(z >> 40) / 8388608.0f - 1.0f;
 }
 
+// What the tensor cores make of a value: of float32 a tf32.
+template <class T>
+__device__ T rounded(float value) {
+  if constexpr (std::is_same_v<T, float>)
+    return __uint_as_float(ptx::to_tf32(value) & 0xFFFFE000);
+  else
+    return narrow<T>(value);
+}
+
 template <class T>
 __device__ void put_noise(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * width;
        i += int64_t{gridDim.x} * blockDim.x)
-    x[i] = narrow<T>(i % width < channels ? scale * noise(seed, i) : 0.f);
+    x[i] = rounded<T>(i % width < channels ? scale * noise(seed, i) : 0.f);
 }
 
 template <class T>
@@ -86,7 +96,7 @@ __global__ void slow_fprop(Conv1d c, const T* x, const float* weight, const floa
       if (u < 0 || u >= c.x_length) continue;
       for (int64_t j = 0; j < c.x_channels; ++j)
         sum += double(widen(x[(b * c.x_length + u) * width + j])) *
-               widen(narrow<T>(weight[(i * c.x_channels + j) * c.taps + k]));
+               widen(rounded<T>(weight[(i * c.x_channels + j) * c.taps + k]));
     }
     out[e] = sum;
   }
@@ -103,38 +113,42 @@ __global__ void slow_dgrad(Conv1d c, const T* y, const float* weight, const floa
       if (t < 0 || t % c.stride != 0 || t / c.stride >= c.y_length) continue;
       for (int64_t i = 0; i < c.y_channels; ++i)
         sum += double(widen(y[(b * c.y_length + t / c.stride) * width + i])) *
-               widen(narrow<T>(weight[(i * c.x_channels + j) * c.taps + k]));
+               widen(rounded<T>(weight[(i * c.x_channels + j) * c.taps + k]));
     }
     out[e] = sum;
   }
 }
 // Beside the sum, what float32 addition on the tensor cores may lose of it: an instruction adds 16 rows' terms to
 // the running sum of its block and cuts off what lies below the last place of the largest of them, 2^-23 of it.
-// Terms are at most 1. The kernel's plan says which rows a block adds, in which order.
+// Terms are at most 1. The kernel's plan says which rows a block adds, in which order. An instruction in tf32 adds 8
+// rows, and in another order, for which the largest running sum of this one stands.
 template <class T>
 __global__ void slow_wgrad(Conv1d c, WgradPlan plan, const T* y, const T* x, double* out, double* lost, int64_t y_width,
                            int64_t x_width) {
   const int64_t total = c.y_channels * c.x_channels * c.taps;
   for (int64_t e = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; e < total; e += int64_t{gridDim.x} * blockDim.x) {
     const int64_t k = e % c.taps, j = e / c.taps % c.x_channels, i = e / c.taps / c.x_channels;
-    double sum = 0, running = 0, cut = 0;
+    double sum = 0, running = 0, cut = 0, largest = 0;
     int64_t block = 0;
     for (int64_t b = 0; b < c.batch; ++b) {
       for (int64_t t = 0; t < c.y_length; ++t) {
         const RowTiles& rows = plan.rows;
         const int64_t piece = rows.per_sample == 1 ? b / rows.samples : b * rows.per_sample + t / rows.time;
         const int64_t row = (rows.per_sample == 1 ? b % rows.samples * rows.time : 0) + t % rows.time;
-        while (piece >= rows.count * (block + 1) / plan.splits) ++block, running = 0;
+        while (!std::is_same_v<T, float> && piece >= rows.count * (block + 1) / plan.splits) ++block, running = 0;
         const int64_t u = c.stride * t + k - c.padding;
         const double term = u < 0 || u >= c.x_length ? 0
                                                      : double(widen(y[(b * c.y_length + t) * y_width + i])) *
                                                            widen(x[(b * c.x_length + u) * x_width + j]);
         sum += term, running += term;
+        largest = fmax(largest, fabs(sum));
         const bool ends = t + 1 == c.y_length && (rows.per_sample > 1 || b + 1 == c.batch);
         const bool last = row + 1 == rows.time * rows.samples || ends;
         if (row % 16 == 15 || last) cut += (fabs(running) + 1) / (1 << 23);
       }
     }
+    if (std::is_same_v<T, float>)
+      cut = double(plan.rows.count) * kTf32Times * (2 * largest + 1) / (1 << 23);
     out[e] = sum, lost[e] = cut;
   }
 }
@@ -145,6 +159,7 @@ template <class T>
 double worst(const std::vector<T>& got, const std::vector<double>& exact, double unit, double slack,
              const std::vector<double>& lost = {}) {
   double result = 0;
+  bool found = false;
   for (size_t i = 0; i < exact.size(); ++i) {
     double value;
     if constexpr (std::is_same_v<T, float>) {
@@ -164,6 +179,8 @@ double worst(const std::vector<T>& got, const std::vector<double>& exact, double
     const double allowed = unit * std::abs(exact[i]) + slack + (lost.empty() ? 0 : lost[i]);
     const double error = std::abs(value - exact[i]) / allowed;
     if (!(error <= result)) result = error;  // NaN counts
+    if (!(error <= 1) && !found)
+      std::printf("first wrong: element %zu of %zu, %.9g for %.9g\n", i, exact.size(), value, exact[i]), found = true;
   }
   return result;
 }
@@ -178,10 +195,11 @@ std::vector<T> to_host(const Buffer& buffer) {
 // A convolution's tensors, filled, and its three GEMMs.
 template <class T>
 struct Case {
+  static constexpr bool kFloat = std::is_same_v<T, float>;
   Conv1d c;
   bool prefetchable = true;
   int64_t y_rows, x_rows, y_width, x_width, weights;
-  Buffer y, x, weight, packed, bias, y_out, x_out, y_residual, x_residual, gradient, half_gradient;
+  Buffer y, x, weight, packed, transposed, bias, y_out, x_out, y_residual, x_residual, gradient, half_gradient;
 
   Case(const Conv1d& conv, uint64_t seed)
       : c(conv),
@@ -190,17 +208,18 @@ struct Case {
         y_width(padded(c.y_channels)),
         x_width(padded(c.x_channels)),
         weights(c.y_channels * c.x_channels * c.taps),
-        y(y_rows * y_width * 2),
-        x(x_rows * x_width * 2),
+        y(y_rows * y_width * sizeof(T)),
+        x(x_rows * x_width * sizeof(T)),
         weight(weights * 4),
-        packed(c.taps * c.y_channels * x_width * 2),
+        packed(c.taps * c.y_channels * x_width * sizeof(T)),
+        transposed(c.taps * c.x_channels * y_width * sizeof(T)),
         bias(std::max(c.y_channels, c.x_channels) * 4),
-        y_out(y_rows * c.y_channels * 2),
-        x_out(x_rows * c.x_channels * 2),
+        y_out(y_rows * c.y_channels * sizeof(T)),
+        x_out(x_rows * c.x_channels * sizeof(T)),
         y_residual(y_out.bytes),
         x_residual(x_out.bytes),
         gradient(weights * 4),
-        half_gradient(weights * 2) {
+        half_gradient(weights * sizeof(T)) {
     put<T>(y, y_rows, c.y_channels, y_width, seed, 1);
     put<T>(x, x_rows, c.x_channels, x_width, seed + 1, 1);
     put<float>(weight, c.y_channels, c.x_channels * c.taps, c.x_channels * c.taps, seed + 2, 0.1f);
@@ -208,9 +227,13 @@ struct Case {
     put<T>(y_residual, y_rows, c.y_channels, c.y_channels, seed + 4, 1);
     put<T>(x_residual, x_rows, c.x_channels, c.x_channels, seed + 5, 1);
     CHECK(pack_weights(DType::kFloat32, c.dtype, packings(), 0));
+    if (kFloat) CHECK(pack_weights_transposed(packings(true), 0));
     CHECK(cudaDeviceSynchronize());  // the weights are prefetchable
   }
-  Packings packings() const { return {{{weight.data, packed.data, c.y_channels, c.x_channels, c.taps}}, 1}; }
+  Packings packings(bool of_transposed = false) const {
+    const auto& to = of_transposed ? transposed : packed;
+    return {{{weight.data, to.data, c.y_channels, c.x_channels, c.taps}}, 1};
+  }
   template <class S>
   static void put(Buffer& to, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
     fill<S><<<1024, 256>>>(reinterpret_cast<S*>(to.data), rows, channels, width, seed, scale);
@@ -221,7 +244,7 @@ struct Case {
   }
   void run_dgrad(bool addends, cudaStream_t stream = 0) {
     const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? x_residual.data : nullptr};
-    CHECK(dgrad(c, y.data, {packed.data, prefetchable}, add, x_out.data, stream));
+    CHECK(dgrad(c, y.data, {kFloat ? transposed.data : packed.data, prefetchable}, add, x_out.data, stream));
   }
   void run_wgrad(bool half, cudaStream_t stream = 0) {
     CHECK(
@@ -259,11 +282,15 @@ T* as(Buffer& buffer) {
 template <class T>
 bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   Case<T> t(c, seed);
-  const double unit = std::is_same_v<T, __half> ? 0.501 / 1024 : 0.501 / 128, slack = 2e-5;
+  constexpr bool kFloat = std::is_same_v<T, float>;
+  const double unit = kFloat ? 1.01 / (1 << 24) : std::is_same_v<T, __half> ? 0.501 / 1024 : 0.501 / 128;
+  // In float32 the stored values hide nothing of what an instruction cuts off its running sum.
+  const double terms = c.taps * std::max(c.x_channels, c.y_channels), running = 0.1 * std::sqrt(terms) + 0.1;
+  const double slack = kFloat ? (terms / 8 + c.taps * 4 + 8) * running / (1 << 23) : 2e-5;
   const float* bias = addends ? as<float>(t.bias) : nullptr;
   t.run_fprop(addends), t.run_dgrad(addends), t.run_wgrad(false), t.run_wgrad(true);
   CHECK(cudaDeviceSynchronize());
-  Buffer y_exact(t.y_out.bytes * 4), x_exact(t.x_out.bytes * 4), wgrad_exact(t.weights * 8), wgrad_lost(t.weights * 8);
+  Buffer y_exact(t.y_out.bytes / sizeof(T) * 8), x_exact(t.x_out.bytes / sizeof(T) * 8), wgrad_exact(t.weights * 8), wgrad_lost(t.weights * 8);
   slow_fprop<T><<<2048, 256>>>(c, as<T>(t.x), as<float>(t.weight), bias, addends ? as<T>(t.y_residual) : nullptr,
                                as<double>(y_exact), t.x_width);
   slow_dgrad<T><<<2048, 256>>>(c, as<T>(t.y), as<float>(t.weight), bias, addends ? as<T>(t.x_residual) : nullptr,
@@ -281,7 +308,7 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   const double w = worst(to_host<float>(t.gradient), sums, nearest, tiny, lost);
   const double h = worst(to_host<T>(t.half_gradient), sums, unit, tiny, lost);
   const bool guards = t.y_out.guard_intact() && t.x_out.guard_intact() && t.gradient.guard_intact() &&
-                      t.half_gradient.guard_intact() && t.packed.guard_intact();
+                      t.half_gradient.guard_intact() && t.packed.guard_intact() && t.transposed.guard_intact();
   // The same call again must give the same bits.
   const auto once = to_host<float>(t.gradient);
   const auto once_out = to_host<uint16_t>(t.y_out);
@@ -296,7 +323,7 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
     std::printf(
         "%s B %lld y %lldx%lld x %lldx%lld k %d s %d p %d: fprop %.2f dgrad %.2f wgrad %.2f %.2f%s%s "
         "%s%s\n",
-        std::is_same_v<T, __half> ? "f16 " : "bf16", (long long)c.batch, (long long)c.y_length, (long long)c.y_channels,
+        kFloat ? "tf32" : std::is_same_v<T, __half> ? "f16 " : "bf16", (long long)c.batch, (long long)c.y_length, (long long)c.y_channels,
         (long long)c.x_length, (long long)c.x_channels, c.taps, c.stride, c.padding, g, s, w, h, guards ? "" : " GUARD",
         repeats ? "" : " UNSTEADY", late ? "" : " EARLY", good ? "ok" : "WRONG");
   return good;
@@ -309,6 +336,7 @@ bool test_shape(DType dtype, int64_t batch, int64_t length, int64_t y_channels, 
   if (y_length <= 0) return true;
   const Conv1d c{dtype, batch, y_length, y_channels, length, x_channels, taps, stride, padding};
   if (!serves(c)) return std::printf("not served\n"), false;
+  if (dtype == DType::kFloat32) return test_case<float>(c, seed, addends);
   return dtype == DType::kFloat16 ? test_case<__half>(c, seed, addends) : test_case<__nv_bfloat16>(c, seed, addends);
 }
 
@@ -320,21 +348,23 @@ int run_tests() {
     wrong += !test_shape(dtype, b, l, n, w, k, s, seed += 7, add);
   };
   constexpr auto kB = DType::kBFloat16;
-  // The networks' own.
-  try_one(kB, 64, 16, 256, 256, 5, 1, false), try_one(kB, 64, 8, 512, 512, 5, 1, true);
-  try_one(kB, 64, 4, 1024, 1024, 5, 1, true), try_one(kB, 64, 16, 256, 2, 5, 1, true);
-  try_one(kB, 64, 16, 2, 256, 1, 1, true), try_one(kB, 64, 16, 256, 256, 3, 2, true);
-  try_one(kB, 64, 16, 256, 256, 4, 2, true), try_one(kB, 256, 16, 512, 256, 1, 1, false);
-  try_one(kB, 1024, 16, 256, 256, 5, 1, true), try_one(kB, 3, 48, 256, 256, 5, 1, true);
+  for (const auto type : {kB, DType::kFloat32}) {  // the networks' own
+    try_one(type, 64, 16, 256, 256, 5, 1, false), try_one(type, 64, 8, 512, 512, 5, 1, true);
+    try_one(type, 64, 4, 1024, 1024, 5, 1, true), try_one(type, 64, 16, 256, 2, 5, 1, true);
+    try_one(type, 64, 16, 2, 256, 1, 1, true), try_one(type, 64, 16, 256, 256, 3, 2, true);
+    try_one(type, 64, 16, 256, 256, 4, 2, true), try_one(type, 256, 16, 512, 256, 1, 1, false);
+    try_one(type, 1024, 16, 256, 256, 5, 1, true), try_one(type, 3, 48, 256, 256, 5, 1, true);
+  }
   std::mt19937 random(std::random_device{}());
   seed = 2000 + random() % 100000;
   const auto pick = [&](int low, int high) { return static_cast<int>(low + random() % (high - low + 1)); };
-  for (int i = 0; i < 120; ++i) {
+  constexpr DType types[] = {DType::kFloat32, kB, DType::kFloat16};
+  for (int i = 0; i < 180; ++i) {
     const int taps_of[] = {1, 3, 4, 5};
     const int taps = taps_of[pick(0, 3)], stride = taps == 4 ? 2 : taps == 3 ? pick(1, 2) : 1;
     const int length = (i % 4 == 0 ? pick(65, 300) : pick(1, 64)) * (taps == 4 ? 2 : 1);
-    try_one(i % 2 ? kB : DType::kFloat16, pick(1, i % 3 ? 20 : 90), length, pick(1, i % 5 ? 150 : 600),
-            pick(1, i % 5 ? 150 : 600), taps, stride, i % 3 != 0);
+    try_one(types[i % 3], pick(1, i % 4 ? 20 : 90), length, pick(1, i % 5 ? 150 : 600),
+            pick(1, i % 5 ? 150 : 600), taps, stride, i % 7 > 2);
   }
   std::printf("%s: %d wrong\n", wrong ? "FAILED" : "passed", wrong);
   return wrong;
@@ -371,8 +401,9 @@ double graph_time(F&& call) {
   return times[times.size() / 2];
 }
 
-void run_bench() {
-  std::printf("%22s %10s %18s %18s %18s %8s   us (TFLOP/s), splits\n", "B T y x k s", "at 600", "fprop", "dgrad",
+template <class T>
+void run_bench(DType type, double rate) {
+  std::printf("%22s %5s %.0f %18s %18s %18s %8s   us (TFLOP/s), splits\n", "B T y x k s", "at", rate, "fprop", "dgrad",
               "wgrad", "pack");
   struct Row {
     int64_t batch, length, y_channels, x_channels;
@@ -392,22 +423,24 @@ void run_bench() {
   CHECK(cudaGetDeviceProperties(&properties, 0));
   for (const auto& r : rows) {
     const int padding = r.stride == 2 ? 1 : r.taps / 2;
-    const Conv1d c{DType::kBFloat16, r.batch, r.length / r.stride, r.y_channels, r.length, r.x_channels, r.taps,
+    const Conv1d c{type, r.batch, r.length / r.stride, r.y_channels, r.length, r.x_channels, r.taps,
                    r.stride,         padding};
-    Case<__nv_bfloat16> t(c, 1);
+    Case<T> t(c, 1);
     const double work = 2.0 * r.batch * (r.length / r.stride) * r.y_channels * r.x_channels * r.taps;
     const double g = graph_time([&](cudaStream_t s) { t.run_fprop(true, s); });
     const double x = graph_time([&](cudaStream_t s) { t.run_dgrad(true, s); });
     const double w = graph_time([&](cudaStream_t s) { t.run_wgrad(false, s); });
     const double p =
         graph_time([&](cudaStream_t s) { CHECK(pack_weights(DType::kFloat32, c.dtype, t.packings(), s)); });
+    const double q =
+        Case<T>::kFloat ? graph_time([&](cudaStream_t s) { CHECK(pack_weights_transposed(t.packings(true), s)); }) : 0;
     const auto fprop_plan = plan_fprop(c, properties.multiProcessorCount);
     const auto dgrad_plan = plan_dgrad(c, properties.multiProcessorCount);
     const auto wgrad_plan = plan_wgrad(c, properties.multiProcessorCount);
-    std::printf("%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %d %8.1f\n",
+    std::printf("%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %8.1f %8.1f\n",
                 (long long)r.batch, (long long)r.length, (long long)r.y_channels, (long long)r.x_channels, r.taps,
-                r.stride, work / 600e6, g, work / g / 1e6, fprop_plan.tile_columns, fprop_plan.splits, x,
-                work / x / 1e6, dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.splits, p);
+                r.stride, work / rate / 1e6, g, work / g / 1e6, fprop_plan.tile_columns, fprop_plan.splits, x,
+                work / x / 1e6, dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.height, wgrad_plan.splits, p, q);
   }
 }
 
@@ -417,7 +450,10 @@ int main(int count, char** arguments) {
   int wrong = 0;
   for (int i = 1; i < count; ++i) {
     if (arguments[i] == std::string("test")) wrong += run_tests();
-    if (arguments[i] == std::string("bench")) run_bench();
+    if (arguments[i] == std::string("bench")) {
+      run_bench<__nv_bfloat16>(DType::kBFloat16, 600);
+      run_bench<float>(DType::kFloat32, 300);
+    }
   }
   return wrong != 0;
 }

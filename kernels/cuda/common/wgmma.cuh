@@ -1,11 +1,12 @@
 // Warpgroup MMA (wgmma, sm_90a alone): d (64 x N, float32) = a (64 x 16) b (16 x N), or d += a b; b in shared memory, a
-// in shared memory (mma_ss) or in registers (mma_rs).
+// in shared memory (mma_ss) or in registers (mma_rs). float operands are multiplied in tf32, a 64 x 8 and b 8 x N, and
+// their rows run along K.
 //
 // Four consecutive warps, the first at a multiple of four, call every function here together. An mma is asynchronous:
 // `fence` before the first one (and after ordinary instructions wrote its registers), then `commit`, then `wait` before
 // d is read or the registers of a are written again.
 //
-// Warp w holds rows 16 w to 16 w + 15 of a (in registers: as for mma.m16n8k16) and of d: d[4 i + j] is row lane / 4 + 8
+// Warp w holds rows 16 w to 16 w + 15 of a (in registers: as for mma.m16n8k16 or, in tf32, m16n8k8) and of d: d[4 i + j] is row lane / 4 + 8
 // (j / 2), column 8 i + 2 (lane % 4) + j % 2.
 #pragma once
 #include <cuda_bf16.h>
@@ -84,6 +85,11 @@ __device__ __forceinline__ uint64_t unswizzled(uint32_t first, uint32_t channel_
                                                                    ", %" #b_mn_at ";\n}"                              \
                : DPA_ACC_##registers(0)                                                                               \
                : "l"(a), "l"(b), "r"(add), "n"(kAMajorM), "n"(kBMajorN))
+#define DPA_MMA_SS_TF32(n, registers, a_at, b_at, add_at)                                                      \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n   \
+               "k8.f32.tf32.tf32 {" DPA_NAMES_##registers "}, %" #a_at ", %" #b_at ", add, 1, 1;\n}"            \
+               : DPA_ACC_##registers(0)                                                                        \
+               : "l"(a), "l"(b), "r"(add))
 // a in four registers.
 #define DPA_MMA_RS(n, type, registers, a0, a1, a2, a3, b_at)                                                      \
   asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 1, 1;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type \
@@ -92,28 +98,43 @@ __device__ __forceinline__ uint64_t unswizzled(uint32_t first, uint32_t channel_
                : DPA_ACC_##registers(0)                                                                           \
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b))
 
+#define DPA_MMA_RS_TF32(n, registers, a0, a1, a2, a3, b_at)                                                       \
+  asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 1, 1;\nwgmma.mma_async.sync.aligned.m64n" #n                 \
+               "k8.f32.tf32.tf32 {" DPA_NAMES_##registers "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b_at      \
+               ", add, 1, 1;\n}"                                                                                  \
+               : DPA_ACC_##registers(0)                                                                           \
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b))
+
 // d = a b, or d += a b where `add`. A row of an operand runs along K, or along M (kAMajorM) or N (kBMajorN).
 template <class T, int kN, int kAMajorM, int kBMajorN>
 __device__ __forceinline__ void mma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int add) {
   static_assert(kN == 128 || kN == 160 || kN == 192 || kN == 256,
                 "mma_ss is spelled out for N of 128, 160, 192 and 256");
-  constexpr bool kHalf = std::is_same_v<T, __half>;
-  static_assert(kHalf || std::is_same_v<T, __nv_bfloat16>, "operands are float16 or bfloat16");
+  constexpr bool kHalf = std::is_same_v<T, __half>, kFloat = std::is_same_v<T, float>;
+  static_assert(kHalf || kFloat || std::is_same_v<T, __nv_bfloat16>, "operands are float16, bfloat16 or float");
+  static_assert(!kFloat || (kAMajorM == 0 && kBMajorN == 0), "wgmma transposes no 32-bit operand");
+  if constexpr (kN == 128 && kFloat) DPA_MMA_SS_TF32(128, 64, 64, 65, 66);
+  if constexpr (kN == 256 && kFloat) DPA_MMA_SS_TF32(256, 128, 128, 129, 130);
+  static_assert(!kFloat || kN == 128 || kN == 256, "in tf32 mma_ss is spelled out for N of 128 and 256");
   if constexpr (kN == 128 && kHalf) DPA_MMA_SS(128, "f16", 64, 64, 65, 66, 67, 68);
-  if constexpr (kN == 128 && !kHalf) DPA_MMA_SS(128, "bf16", 64, 64, 65, 66, 67, 68);
+  if constexpr (kN == 128 && !kHalf && !kFloat) DPA_MMA_SS(128, "bf16", 64, 64, 65, 66, 67, 68);
   if constexpr (kN == 160 && kHalf) DPA_MMA_SS(160, "f16", 80, 80, 81, 82, 83, 84);
-  if constexpr (kN == 160 && !kHalf) DPA_MMA_SS(160, "bf16", 80, 80, 81, 82, 83, 84);
+  if constexpr (kN == 160 && !kHalf && !kFloat) DPA_MMA_SS(160, "bf16", 80, 80, 81, 82, 83, 84);
   if constexpr (kN == 192 && kHalf) DPA_MMA_SS(192, "f16", 96, 96, 97, 98, 99, 100);
-  if constexpr (kN == 192 && !kHalf) DPA_MMA_SS(192, "bf16", 96, 96, 97, 98, 99, 100);
+  if constexpr (kN == 192 && !kHalf && !kFloat) DPA_MMA_SS(192, "bf16", 96, 96, 97, 98, 99, 100);
   if constexpr (kN == 256 && kHalf) DPA_MMA_SS(256, "f16", 128, 128, 129, 130, 131, 132);
-  if constexpr (kN == 256 && !kHalf) DPA_MMA_SS(256, "bf16", 128, 128, 129, 130, 131, 132);
+  if constexpr (kN == 256 && !kHalf && !kFloat) DPA_MMA_SS(256, "bf16", 128, 128, 129, 130, 131, 132);
 }
 
 // d += a b, b's rows along K.
 template <class T, int kN>
 __device__ __forceinline__ void mma_rs(float (&d)[kN / 2], const uint4& a, uint64_t b) {
-  static_assert(kN == 16 || kN == 32 || kN == 64, "mma_rs is spelled out for N of 16, 32 and 64");
-  constexpr bool kHalf = std::is_same_v<T, __half>;
+  constexpr bool kHalf = std::is_same_v<T, __half>, kFloat = std::is_same_v<T, float>;
+  static_assert(kFloat || kN == 16 || kN == 32 || kN == 64, "mma_rs is spelled out for N of 16, 32 and 64");
+  static_assert(!kFloat || kN == 128 || kN == 160 || kN == 192, "in tf32 for N of 128, 160 and 192");
+  if constexpr (kN == 128 && kFloat) DPA_MMA_RS_TF32(128, 64, 64, 65, 66, 67, 68);
+  if constexpr (kN == 160 && kFloat) DPA_MMA_RS_TF32(160, 80, 80, 81, 82, 83, 84);
+  if constexpr (kN == 192 && kFloat) DPA_MMA_RS_TF32(192, 96, 96, 97, 98, 99, 100);
   if constexpr (kN == 16 && kHalf) DPA_MMA_RS(16, "f16", 8, 8, 9, 10, 11, 12);
   if constexpr (kN == 16 && !kHalf) DPA_MMA_RS(16, "bf16", 8, 8, 9, 10, 11, 12);
   if constexpr (kN == 32 && kHalf) DPA_MMA_RS(32, "f16", 16, 16, 17, 18, 19, 20);
@@ -122,7 +143,9 @@ __device__ __forceinline__ void mma_rs(float (&d)[kN / 2], const uint4& a, uint6
   if constexpr (kN == 64 && !kHalf) DPA_MMA_RS(64, "bf16", 32, 32, 33, 34, 35, 36);
 }
 
+#undef DPA_MMA_RS_TF32
 #undef DPA_MMA_RS
+#undef DPA_MMA_SS_TF32
 #undef DPA_MMA_SS
 #undef DPA_NAMES_128
 #undef DPA_ACC_128

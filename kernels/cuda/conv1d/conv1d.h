@@ -11,6 +11,8 @@
 // Operands are 16-bit tensors, rows of channels padded with zeros to a multiple of 8, and packed weights (taps, d0, d1
 // padded to a multiple of 8). Results have rows that are not padded. Accumulators are float32, added in an order that
 // the sizes alone determine.
+//
+// Operands in float32 are rounded to tf32, and dgrad takes weights that are packed (taps, d1, d0 padded).
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -102,11 +104,14 @@ struct Packings {
   const int* wanted = nullptr;  // on the device, one a weight: which to pack; null for all
 };
 cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream);
+// Float32 weights of all their columns to (taps, d1, padded d0) of float32.
+cudaError_t pack_weights_transposed(const Packings& packings, cudaStream_t stream);
 // Change detection by kChangeSamples elements of each weight: wanted[w] says whether one of them
 // differs from what `seen`, (count, kChangeSamples), holds from the last call.
 cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
                            cudaStream_t stream);
-// `rows` rows of `channels` 16-bit elements to rows of padded(channels).
-cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream);
+// `count` rows of `channels` elements of 16 bits, or of float32, to rows of padded(channels).
+cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream,
+                     DType dtype = DType::kFloat16);
 
 }  // namespace dpa::kernels::conv1d

@@ -1,9 +1,10 @@
 // fprop and dgrad: out[b, phases j + p, n] = sum over terms i and channels c of A B,
 //   A = x[b, stride j + shift[p][i], c]
-//   B = weight[tap[p][i]][n, c] (fprop: rows along K) or weight[tap[p][i]][c, n] (dgrad: rows along N)
+//   B = weight[tap[p][i]][n, c] (fprop: rows along K) or weight[tap[p][i]][c, n] (dgrad: rows along N). In float32,
+//       which wgmma takes with rows along K alone, dgrad's weights are packed the other way round: [n, c].
 //
-// An output tile is 128 rows (j, sample), times outside, by kColumns channels n. A step contracts 64 channels of one
-// term. TMA loads a box of A, 64 channels x times x samples, with zeros where it leaves the sample, which is the
+// An output tile is 128 rows (j, sample), times outside, by kColumns channels n. A step contracts 128 bytes of channels
+// of one term. TMA loads a box of A, those channels x times x samples, with zeros where it leaves the sample, which is the
 // padding; no patch matrix exists. Where a sample's rows are whole swizzle atoms, one box serves all terms: a term
 // shifts time, and so begins at another row of the box. Else each term has its own.
 //
@@ -46,7 +47,7 @@ struct Work {
   __device__ Work(const ConvArgs& args, const TileCoord& coord) {
     const ConvPlan& plan = args.plan;
     const int* const shift = plan.shift[0];
-    const int all = plan.terms[coord.phase], bytes = plan.rows.samples * kChunk * 2;
+    const int all = plan.terms[coord.phase], bytes = plan.rows.samples * kRowBytes;
     terms = plan.together ? all : 1;
     start = plan.together ? (shift[0] - plan.lowest) * bytes : 0;
     delta = plan.together ? (shift[1] - shift[0]) * bytes : 0;
@@ -57,7 +58,7 @@ struct Work {
 };
 
 // The producer thread. Prefetchable weights of the first phase are loaded before the grid dependency resolves.
-template <int kColumns, bool kDgrad, bool kShortcut>
+template <class T, int kColumns, bool kMajorN, bool kShortcut>
 struct Producer {
   using Shape = ConvShape<kColumns>;
   const TensorMaps& maps;
@@ -72,13 +73,13 @@ struct Producer {
   __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
     const bool shortcut = kShortcut && i == work.terms;
     const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
-    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i], channel = box % args.plan.chunks * kChunk;
+    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i], channel = box % args.plan.chunks * kStepChannels<T>;
     const uint32_t full = acquire(pipelines.weights, at, Shape::kWeightBytes);
     const uint32_t to = memory + Shape::kBoxesBytes + at.stage * Shape::kWeightBytes;
-    if constexpr (kDgrad) {
+    if constexpr (kMajorN) {
 #pragma unroll 1
       for (int n = 0; n < kColumns / 64; ++n)
-        ptx::tma_load(to + n * kChunk * 128, map, coord.first_column + n * 64, channel, tap, full);
+        ptx::tma_load(to + n * kChunk * kRowBytes, map, coord.first_column + n * 64, channel, tap, full);
     } else {
       ptx::tma_load(to, map, channel, coord.first_column, tap, full);
     }
@@ -88,7 +89,7 @@ struct Producer {
     const int shift = args.plan.together ? args.plan.lowest : args.plan.shift[coord.phase][term(box)];
     const int chunk = box % args.plan.chunks, more = chunk - args.x_chunks;
     ptx::tma_load(memory + at.stage * args.box_stage, more < 0 ? &maps.x : &maps.more_x,
-                  (more < 0 ? chunk : more) * kChunk, coord.first_sample, coord.first_time * args.plan.stride + shift,
+                  (more < 0 ? chunk : more) * kStepChannels<T>, coord.first_sample, coord.first_time * args.plan.stride + shift,
                   acquire(pipelines.boxes, at, args.box_bytes));
   }
 
@@ -116,12 +117,12 @@ struct Producer {
 };
 
 // The consumer warpgroups' mainloop: a stage is released once the MMAs of the next step are in flight.
-template <class T, int kColumns, bool kDgrad, bool kShortcut>
+template <class T, int kColumns, bool kMajorN, bool kShortcut>
 __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipelines, const ConvArgs& args,
                                               const Work& work, float* tile) {
   using Shape = ConvShape<kColumns>;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  const uint32_t rows = memory + warpgroup * 64 * 128, weights = memory + Shape::kBoxesBytes;
+  const uint32_t rows = memory + warpgroup * 64 * kRowBytes, weights = memory + Shape::kBoxesBytes;
   const int first_term = args.plan.together ? args.plan.first_term[warpgroup] : 0;
   const int end_term = args.plan.together ? args.plan.end_term[warpgroup] : 1;
   // A stage that is held while others are skipped may be the one that the producer waits for.
@@ -143,11 +144,11 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   const auto contract = [&](float(&to)[kSums], int start) {
     wgmma::fence();
     const uint64_t a = wgmma::swizzled(rows + box_at.stage * args.box_stage + start, 16, 1024, wgmma::Swizzle::k128);
-    const uint64_t b = wgmma::swizzled(weights + weight_at.stage * Shape::kWeightBytes, kDgrad ? kChunk * 128 : 16,
+    const uint64_t b = wgmma::swizzled(weights + weight_at.stage * Shape::kWeightBytes, kMajorN ? kChunk * kRowBytes : 16,
                                        1024, wgmma::Swizzle::k128);
 #pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k)
-      wgmma::mma_ss<T, kColumns, 0, kDgrad>(to, a + k * 2, b + k * (kDgrad ? 128 : 2), 1);
+    for (int k = 0; k < kRowBytes / 32; ++k)
+      wgmma::mma_ss<T, kColumns, 0, kMajorN>(to, a + k * 2, b + k * (kMajorN ? 128 : 2), 1);
     wgmma::commit();
     wgmma::wait<1>();
     release_previous();
@@ -184,9 +185,9 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
     store_sums<kColumns, Shape::kStride>(tile + Shape::kTile, shortcut_sums, [](int j) { return 8 * j; });
 }
 
-// kPasses: of the normalisation, or 0 without one. kSplit: blocks share tiles; then each has a multiprocessor, as far
+// kMajorN: whether rows of weights run along N. kPasses: of the normalisation, or 0 without one. kSplit: blocks share tiles; then each has a multiprocessor, as far
 // as the plan goes, and may use all of its registers. kShortcut: with a side.
-template <class T, int kColumns, bool kDgrad, int kPasses, bool kSplit, bool kShortcut>
+template <class T, int kColumns, bool kMajorN, int kPasses, bool kSplit, bool kShortcut>
 __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<kColumns>::kBlocks)
     conv_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ ConvArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
   __syncthreads();
   if (threadIdx.x >= kConsumerThreads) {
     if (threadIdx.x == kConsumerThreads)
-      Producer<kColumns, kDgrad, kShortcut>{maps, args, coord, work, ptx::shared_address(memory), pipelines}.run();
+      Producer<T, kColumns, kMajorN, kShortcut>{maps, args, coord, work, ptx::shared_address(memory), pipelines}.run();
     __syncwarp();
     if constexpr (kSplit) {
       ptx::cluster_sync();
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
   } else {
     bool left = false;
     grid_dependency_sync();
-    consume_tiles<T, kColumns, kDgrad, kShortcut>(ptx::shared_address(memory), pipelines, args, work, tile);
+    consume_tiles<T, kColumns, kMajorN, kShortcut>(ptx::shared_address(memory), pipelines, args, work, tile);
     if constexpr (kPasses > 0) {
       kSplit ? ptx::cluster_sync() : ptx::sync_threads(1, kConsumerThreads);
       left = normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, tile, kSplit && !kShortcut);
@@ -234,14 +235,14 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
 #endif
 }
 
-template <class T, int kColumns, bool kDgrad, int kPasses = 0, bool kShortcut = false>
+template <class T, int kColumns, bool kMajorN, int kPasses = 0, bool kShortcut = false>
 cudaError_t launch_conv(const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
-  auto kernel = conv_kernel<T, kColumns, kDgrad, kPasses, /*kSplit=*/false, kShortcut>;
+  auto kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/false, kShortcut>;
   if (args.plan.splits > 1) {
     if constexpr (kColumns == 256)
       return cudaErrorInvalidValue;
     else
-      kernel = conv_kernel<T, kColumns, kDgrad, kPasses, /*kSplit=*/true, kShortcut>;
+      kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/true, kShortcut>;
   }
   const int bytes = ConvShape<kColumns>::bytes(args.weights);
   const Launch launch{args.blocks, kThreads, args.plan.splits, bytes, stream, /*urgent=*/true};
@@ -266,9 +267,10 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   const int64_t x_length = kDgrad ? conv.y_length : conv.x_length;
   const int64_t x_channels = kDgrad ? conv.y_channels : conv.x_channels;
   TensorMaps maps;
+  const int step_channels = chunk(conv.dtype);  // of a step
   const int box_times = plan.rows.time + plan.reach, box_rows = box_times * plan.rows.samples;
   const auto x_map = [&](const void* rows, int64_t channels, CUtensorMap* map) {
-    return make_map({conv.dtype, rows, conv.batch, x_length, padded(channels), plan.rows.samples, box_times, kChunk,
+    return make_map({conv.dtype, rows, conv.batch, x_length, padded(channels), plan.rows.samples, box_times, step_channels,
                      plan.stride, /*planes_inside=*/true},
                     map);
   };
@@ -277,6 +279,10 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   if (x.more)
     if (const auto error = x_map(x.more, x_channels - x.channels, &maps.more_x)) return error;
   const auto weight_map = [&](const void* packed, int taps, CUtensorMap* map) {
+    if (conv.dtype == DType::kFloat32)
+      return make_map({conv.dtype, packed, taps, kDgrad ? conv.x_channels : conv.y_channels, padded(x_channels), 1,
+                       plan.tile_columns, step_channels, 1},
+                      map);
     return make_map({conv.dtype, packed, taps, conv.y_channels, padded(conv.x_channels), 1,
                      kDgrad ? kChunk : plan.tile_columns, 64, 1},
                     map);
@@ -287,7 +293,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
     if (const auto error = weight_map(shortcut.weights.packed, 1, &maps.shortcut)) return error;
   const int64_t blocks = plan.rows.count * plan.phases * plan.column_tiles * plan.splits;
   // The MMAs read a whole tile's rows, and a stage begins with a whole swizzle atom of 8 rows.
-  const uint32_t box_stage = std::max((box_rows + 7) / 8 * 8, kTileRows) * kChunk * 2;
+  const uint32_t box_stage = std::max((box_rows + 7) / 8 * 8, kTileRows) * kRowBytes;
   const int boxes = std::min(kMaxBoxes, static_cast<int>(ConvShape<128>::kBoxesBytes / box_stage));
   const bool alone = blocks <= multiprocessors(), small_tile = plan.tile_columns == 128;
   if (shortcut.out && !(alone && small_tile && plan.together)) return cudaErrorInvalidValue;
@@ -308,14 +314,15 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
                       prefetched,
                       alone,
                       static_cast<unsigned>(blocks),
-                      x.more ? static_cast<int>(x.channels / kChunk) : plan.chunks,
+                      x.more ? static_cast<int>(x.channels / step_channels) : plan.chunks,
                       boxes,
                       stages,
-                      static_cast<uint32_t>(box_rows) * kChunk * 2,
+                      static_cast<uint32_t>(box_rows) * kRowBytes,
                       box_stage,
                       shortcut};
-  return dispatch_half(conv.dtype, [&](auto tag) {
+  return dispatch_element(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    constexpr bool kMajorN = kDgrad && sizeof(T) == 2;
     if constexpr (!kDgrad) {
       if (normalisation.out) {
         const int passes = static_cast<int>(conv.y_length * normalisation.group / 128);
@@ -324,8 +331,8 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
                                         : launch_normalised<T, 128>(passes, maps, args, stream);
       }
     }
-    return plan.tile_columns == 256 ? launch_conv<T, 256, kDgrad>(maps, args, stream)
-                                    : launch_conv<T, 128, kDgrad>(maps, args, stream);
+    return plan.tile_columns == 256 ? launch_conv<T, 256, kMajorN>(maps, args, stream)
+                                    : launch_conv<T, 128, kMajorN>(maps, args, stream);
   });
 }
 

@@ -22,6 +22,10 @@ struct ConvArgs {
   Shortcut shortcut;
 };
 
+constexpr int kRowBytes = 128;  // of an operand's row in a stage, swizzled over 8 rows: what a step contracts of it
+template <class T>
+constexpr int kStepChannels = kRowBytes / sizeof(T);
+
 struct TensorMaps {
   CUtensorMap x, more_x, weights, shortcut;
 };
@@ -40,7 +44,7 @@ struct ConvShape {
   // Two blocks of the small tile share a multiprocessor: one multiplies while the other fills its stages or stores.
   static constexpr int kBlocks = kColumns == 128 ? 2 : 1;
   // Boxes of x, of a size that the plan gives, then weights, then the barriers of both buffers.
-  static constexpr uint32_t kBoxesBytes = 64 * 1024, kWeightBytes = kColumns * kChunk * 2;
+  static constexpr uint32_t kBoxesBytes = 64 * 1024, kWeightBytes = kColumns * kRowBytes;
   static constexpr int kWeights = kColumns == 128 ? 3 : 4;
   static constexpr int bytes(int weights) { return kBoxesBytes + weights * kWeightBytes + sizeof(Pipelines); }
   static constexpr int kBytes = bytes(kWeights);
@@ -65,14 +69,16 @@ struct TileCoord {
   }
 };
 
-// Four neighbouring elements of 16 bits.
+// Four neighbouring elements.
 template <class T>
-struct alignas(8) Four {
+struct alignas(4 * sizeof(T)) Four {
   T element[4];
 };
+template <class T>
+using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
 template <class T>
-__device__ __forceinline__ float4 widen_four(uint2 bits) {
+__device__ __forceinline__ float4 widen_four(FourBits<T> bits) {
   const auto& four = reinterpret_cast<const Four<T>&>(bits);
   return make_float4(widen(four.element[0]), widen(four.element[1]), widen(four.element[2]), widen(four.element[3]));
 }
@@ -81,9 +87,9 @@ __device__ __forceinline__ float4 widen_four(uint2 bits) {
 // many loads can be in flight.
 template <class T>
 struct Bits {
-  uint2 bits;
+  FourBits<T> bits;
   __device__ __forceinline__ void load(const void* tensor, int64_t n) {
-    if (tensor) bits = *reinterpret_cast<const uint2*>(static_cast<const T*>(tensor) + n);
+    if (tensor) bits = *reinterpret_cast<const FourBits<T>*>(static_cast<const T*>(tensor) + n);
   }
   __device__ __forceinline__ float4 values(const void* tensor, float otherwise) const {
     return tensor ? widen_four<T>(bits) : make_float4(otherwise, otherwise, otherwise, otherwise);
@@ -95,7 +101,7 @@ struct ParameterBits {
   template <class T>
   __device__ __forceinline__ void load(const void* tensor, bool is_float, int64_t n) {
     if (!tensor) return;
-    if (is_float) {
+    if (sizeof(T) == 4 || is_float) {
       bits = *reinterpret_cast<const float4*>(static_cast<const float*>(tensor) + n);
     } else {
       const float2 half = *reinterpret_cast<const float2*>(static_cast<const T*>(tensor) + n);
@@ -105,7 +111,10 @@ struct ParameterBits {
   template <class T>
   __device__ __forceinline__ float4 values(const void* tensor, bool is_float, float otherwise) const {
     if (!tensor) return make_float4(otherwise, otherwise, otherwise, otherwise);
-    return is_float ? bits : widen_four<T>(make_uint2(__float_as_uint(bits.x), __float_as_uint(bits.y)));
+    if constexpr (sizeof(T) == 4)
+      return bits;
+    else
+      return is_float ? bits : widen_four<T>(make_uint2(__float_as_uint(bits.x), __float_as_uint(bits.y)));
   }
 };
 

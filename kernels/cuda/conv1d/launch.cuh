@@ -19,6 +19,12 @@ cudaError_t dispatch_half(DType dtype, F&& f) {
   return dtype == DType::kFloat16 ? f(TypeTag<__half>{}) : cudaErrorInvalidValue;
 }
 
+// The same, or with float.
+template <class F>
+cudaError_t dispatch_element(DType dtype, F&& f) {
+  return dtype == DType::kFloat32 ? f(TypeTag<float>{}) : dispatch_half(dtype, f);
+}
+
 struct Launch {
   int64_t blocks;
   int threads, cluster, bytes;  // of a block; blocks of a cluster; shared memory of a block

@@ -3,6 +3,8 @@
 // pack_weights    (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
 //                 of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
 //                 thread
+//                 or to (taps, d1, d0 padded): a block takes all taps of some columns j of kTransposedRows rows i, and
+//                 writes each (k, j)'s rows side by side, one a lane
 // detect_changes  a block compares some elements of a weight with what they were
 // pad_rows        a thread an element of the padded rows
 // column_sums     a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
@@ -80,6 +82,42 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 }
 
+constexpr int kTransposedRows = 32, kTransposedColumns = 160;  // of a piece: all taps of some channels j
+
+// The same order of pieces; those of a weight count neighbouring j first.
+__global__ void __launch_bounds__(kPackThreads)
+    pack_transposed(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
+  __shared__ float piece[kTransposedRows][kTransposedColumns + 1];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  grid_dependency_sync();
+  int64_t index = blockIdx.x;
+  for (int w = 0; w < packings.count; ++w) {
+    const Packing& packing = packings.each[w];
+    const int64_t d0 = packing.d0, d1 = packing.d1, width = pieces.row_length[w], channels = pieces.channels[w];
+    const int64_t across = (d1 + channels - 1) / channels;
+    for (; index < pieces.count[w]; index += gridDim.x) {
+      const int64_t first = index % across * channels, i0 = index / across * kTransposedRows;
+      const int columns = static_cast<int>(min(channels, d1 - first)) * packing.taps;
+      for (int row = warp; row < kTransposedRows; row += kPackThreads / 32) {
+        const float* from = static_cast<const float*>(packing.weight) + ((i0 + row) * d1 + first) * packing.taps;
+#pragma unroll
+        for (int n = 0; n < kTransposedColumns / 32; ++n) {
+          const int column = n * 32 + lane;
+          if (column < columns) piece[row][column] = i0 + row < d0 ? from[column] : 0.f;
+        }
+      }
+      __syncthreads();
+      for (int column = warp; column < columns; column += kPackThreads / 32) {
+        const int64_t j = first + column / packing.taps, k = column % packing.taps;
+        if (i0 + lane < width)
+          static_cast<float*>(packing.packed)[(k * d1 + j) * width + i0 + lane] = piece[lane][column];
+      }
+      __syncthreads();
+    }
+    index -= pieces.count[w];
+  }
+}
+
 // A block a weight, a thread an element, spread over all of it.
 template <class Bits>
 __global__ void __launch_bounds__(kChangeSamples)
@@ -124,14 +162,31 @@ __global__ void __launch_bounds__(kSumThreads)
     sums[first + threadIdx.x] = narrow<S>(part[0][threadIdx.x]);
 }
 
-__global__ void pad(const uint16_t* rows, int64_t count, int64_t channels, int64_t width, uint16_t* out) {
+template <class Bits>
+__global__ void pad(const Bits* rows, int64_t count, int64_t channels, int64_t width, Bits* out) {
   grid_dependency_sync();
   for (int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; e < count * width;
        e += int64_t{gridDim.x} * blockDim.x)
-    out[e] = e % width < channels ? rows[e / width * channels + e % width] : uint16_t{0};
+    out[e] = e % width < channels ? rows[e / width * channels + e % width] : Bits{0};
 }
 
 }  // namespace
+
+cudaError_t pack_weights_transposed(const Packings& packings, cudaStream_t stream) {
+  Pieces pieces{};
+  for (int n = 0; n < packings.count; ++n) {
+    const Packing& packing = packings.each[n];
+    if (packing.taps > kMaxTaps) return cudaErrorInvalidValue;
+    pieces.row_length[n] = padded(packing.d0);
+    pieces.channels[n] = kTransposedColumns / packing.taps;
+    pieces.count[n] = (packing.d0 + kTransposedRows - 1) / kTransposedRows *
+                      ((packing.d1 + pieces.channels[n] - 1) / pieces.channels[n]);
+    pieces.total += pieces.count[n];
+  }
+  const int64_t blocks = multiprocessors() * 10;
+  return launch_dependent(pack_transposed, grid_for(std::min(pieces.total, blocks), 1), kPackThreads, stream, packings,
+                          pieces);
+}
 
 cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream) {
   Pieces pieces{};
@@ -143,7 +198,7 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
     pieces.count[n] = packing.d0 * ((pieces.row_length[n] + pieces.channels[n] - 1) / pieces.channels[n]);
     pieces.total += pieces.count[n];
   }
-  return dispatch_half(dtype, [&](auto tag) {
+  return dispatch_element(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto kernel = source_dtype == DType::kFloat32 ? pack<float, T> : pack<T, T>;
     // As many as are resident at once; few where perhaps nothing is to be done.
@@ -159,16 +214,20 @@ cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_
   return launch_dependent(kernel, packings.count, kChangeSamples, stream, packings, seen, wanted);
 }
 
-cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream) {
+cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream,
+                     DType dtype) {
   constexpr int kPadThreads = 256;
-  return launch_dependent(pad, grid_for(count * padded(channels), kPadThreads), kPadThreads, stream,
-                          static_cast<const uint16_t*>(rows), count, channels, padded(channels),
-                          static_cast<uint16_t*>(out));
+  const auto go = [&](auto* to) {
+    using Bits = std::remove_pointer_t<decltype(to)>;
+    return launch_dependent(pad<Bits>, grid_for(count * padded(channels), kPadThreads), kPadThreads, stream,
+                            static_cast<const Bits*>(rows), count, channels, padded(channels), to);
+  };
+  return dtype == DType::kFloat32 ? go(static_cast<uint32_t*>(out)) : go(static_cast<uint16_t*>(out));
 }
 
 cudaError_t column_sums(DType dtype, const void* rows, int64_t count, int64_t channels, int64_t width, void* sums,
                         DType sums_dtype, cudaStream_t stream) {
-  return dispatch_half(dtype, [&](auto tag) {
+  return dispatch_element(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto go = [&](auto* to) {
       using S = std::remove_pointer_t<decltype(to)>;

@@ -22,9 +22,9 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 cudaError_t make_map(const Boxes& boxes, CUtensorMap* map) {
   const auto encode = encoder();
   if (!encode) return cudaErrorNotSupported;
-  constexpr cuuint64_t kElement = 2;
+  const cuuint64_t element = boxes.dtype == DType::kFloat32 ? 4 : 2;
   const auto columns = static_cast<cuuint64_t>(boxes.columns), rows = static_cast<cuuint64_t>(boxes.rows);
-  const cuuint64_t row_bytes = std::max(columns, static_cast<cuuint64_t>(boxes.pitch)) * kElement;
+  const cuuint64_t row_bytes = std::max(columns, static_cast<cuuint64_t>(boxes.pitch)) * element;
   const int of_rows = boxes.planes_inside ? 2 : 1, of_planes = 3 - of_rows;
   cuuint64_t sizes[3] = {columns}, strides[2];
   sizes[of_rows] = rows, strides[of_rows - 1] = row_bytes;
@@ -33,9 +33,11 @@ cudaError_t make_map(const Boxes& boxes, CUtensorMap* map) {
   cuuint32_t box[3] = {static_cast<cuuint32_t>(boxes.box_columns)}, steps[3] = {1, 1, 1};
   box[of_rows] = static_cast<cuuint32_t>(boxes.box_rows) * step, steps[of_rows] = step;
   box[of_planes] = static_cast<cuuint32_t>(boxes.box_planes);
-  const auto type =
-      boxes.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const auto swizzle = boxes.box_columns * kElement == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  // TMA rounds float32 to tf32 on its way, where wgmma alone would truncate.
+  const auto type = boxes.dtype == DType::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                    : boxes.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto swizzle = boxes.box_columns * element == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const auto result =
       encode(map, type, 3, const_cast<void*>(boxes.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -9,7 +9,7 @@
 
 namespace dpa::kernels::conv1d {
 
-// A (planes, rows, columns) tensor of 16-bit elements, columns side by side, of which boxes of
+// A (planes, rows, columns) tensor of 16-bit elements, or of float32 that arrives rounded to tf32, columns side by side, of which boxes of
 // (box_planes, box_rows, box_columns) are copied, every `row_step`-th row of it. A box's row is 128 or 64 bytes wide
 // and is swizzled over that width. `planes_inside`: a box lies as (rows, planes, columns), and its coordinates are in
 // that order too. `pitch`: from row to row, where that is more than the columns.

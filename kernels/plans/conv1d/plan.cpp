@@ -42,7 +42,7 @@ void find_padding(ConvPlan& plan, int64_t x_length) {
 void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
             int64_t outputs, int multiprocessors) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
-  plan.chunks = static_cast<int>(ceil_div(contracted, kChunk));
+  plan.chunks = static_cast<int>(ceil_div(contracted, chunk(conv.dtype)));
   const int64_t row_tiles = plan.rows.count * plan.phases;
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
   const int64_t steps = static_cast<int64_t>(terms) * plan.chunks;
@@ -81,7 +81,7 @@ RowTiles row_tiles(int64_t batch, int64_t length, int limit) {
 }
 
 bool serves(const Conv1d& c) {
-  const auto half = c.dtype == DType::kFloat16 || c.dtype == DType::kBFloat16;
+  const auto type = c.dtype == DType::kFloat16 || c.dtype == DType::kBFloat16 || c.dtype == DType::kFloat32;
   // The weight gradient is compiled for these numbers of taps.
   const bool taps = c.taps == 1 || (c.taps >= 3 && c.taps <= 5);
   const bool stride = c.stride == 1 || c.stride == 2;
@@ -93,7 +93,7 @@ bool serves(const Conv1d& c) {
                      c.x_channels < kLimit &&
                      c.batch * ceil_div(std::max(c.y_length, c.x_length), kTileRows) * 2 < kLimit &&
                      ceil_div(std::max(c.y_channels, c.x_channels), 32) < 65536;
-  return half && taps && stride && reach && some && sizes;
+  return type && taps && stride && reach && some && sizes;
 }
 
 ConvPlan plan_fprop(const Conv1d& conv, int multiprocessors) {
@@ -135,6 +135,11 @@ bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group) {
 WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors) {
   WgradPlan plan{};
   plan.rows = row_tiles(conv.batch, conv.y_length, kChunk);
+  if (conv.dtype == DType::kFloat32) {
+    const int64_t per_sample = ceil_div(conv.y_length, kTf32Times);
+    plan.rows = {kTf32Times, kTf32Samples, static_cast<int>(per_sample),
+                 ceil_div(conv.batch, kTf32Samples) * per_sample};
+  }
   plan.x_channels = conv.taps == 1 ? 128 : conv.taps == 3 ? 64 : 32;
   plan.x_tiles = ceil_div(conv.x_channels, plan.x_channels);
   // The high tile reads less for each MMA, but only a grid that fills most of the device is worth it; with three

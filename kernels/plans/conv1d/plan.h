@@ -5,9 +5,13 @@
 namespace dpa::kernels::conv1d {
 
 constexpr int kTileRows = 128;  // rows (sample, time) of an output tile of fprop and dgrad
-constexpr int kChunk = 64;      // channels, or rows of the weight gradient, that one step contracts
+constexpr int kChunk = 64;      // 16-bit channels, or rows of the weight gradient, that one step contracts
 constexpr int kMaxSplits = 8;   // blocks of a cluster that share one output tile
 constexpr int kMaxPhases = 2;
+constexpr int kTf32Samples = 8, kTf32Times = 4;  // of a step of the weight gradient in float32
+
+// Channels that a step of fprop or dgrad contracts: 128 bytes of a row.
+constexpr int chunk(DType dtype) { return dtype == DType::kFloat32 ? kChunk / 2 : kChunk; }
 
 // Whether the kernels take these sizes.
 bool serves(const Conv1d& conv);
@@ -47,7 +51,7 @@ ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors);
 bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group);
 
 struct WgradPlan {
-  RowTiles rows;   // pieces of at most kChunk rows
+  RowTiles rows;   // pieces of at most kChunk rows; in float32 of kTf32Times times of kTf32Samples samples
   int height;      // 128 narrow channels of a tile each
   int x_channels;  // of a tile; all taps of them
   int64_t y_tiles, x_tiles;

@@ -11,7 +11,7 @@ constexpr int kChangeSamples = 128;  // elements of a weight that change detecti
 
 // The tensors x and y in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
 struct Conv1d {
-  DType dtype;  // of the tensors: float16 or bfloat16
+  DType dtype;  // of the tensors: float16, bfloat16, or float32, which is multiplied in tf32
   int64_t batch;
   int64_t y_length, y_channels;
   int64_t x_length, x_channels;
