@@ -1,8 +1,9 @@
 // `dpa::conv1d`: a convolution, or a transposed one, that keeps its input's order in memory.
 //
 // 16-bit channels-last tensors take the GEMMs of kernels/cuda/conv1d on a Hopper GPU, beside float32 weights, which is
-// training in mixed precision, or weights of their own dtype; everything else takes PyTorch's convolution, on CUDA in
-// channels-last order where the input is.
+// training in mixed precision, or weights of their own dtype; so do those of float32 where PyTorch's convolutions would
+// multiply in TF32, on weights that are packed anew in each direction. Everything else takes PyTorch's convolution, on
+// CUDA in channels-last order where the input is.
 #pragma once
 #include "ops/common/check.h"
 #include "ops/common/op.h"
@@ -30,6 +31,11 @@ c10::SymInt conv1d_length(const c10::SymInt& length, const c10::SymInt& taps, in
 /// Whether the GEMMs' packed weight is made: a matter of dtypes, order, device, taps and stride alone, so that the
 /// Meta kernel knows it. Sizes that the GEMMs do not take fall back later.
 bool conv1d_packs(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding);
+
+/// Whether PyTorch multiplies float32 convolutions on CUDA in TF32 now: `torch.backends.cudnn`'s settings.
+bool convolves_in_tf32();
+/// Whether the GEMMs may do so for these tensors. Sizes that they do not take fall back later.
+bool conv1d_in_tf32(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding);
 
 /// Through the dispatcher.
 inline constexpr Op<"conv1d", Tensor(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

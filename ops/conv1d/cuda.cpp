@@ -21,13 +21,17 @@ gemm::Conv1d geometry(const Tensor& input, const Tensor& weight, int64_t stride,
           static_cast<int>(padding)};
 }
 
-Tensor pack(const Tensor& weight_, at::ScalarType type) {
+/// As fprop reads it; or, of float32, as dgrad does.
+Tensor pack(const Tensor& weight_, at::ScalarType type, bool transposed = false) {
   const auto weight = weight_.contiguous();
-  auto packed = at::empty({weight.size(2), weight.size(0), gemm::padded(weight.size(1))}, weight.options().dtype(type));
-  if (weight.numel() > 0)
-    C10_CUDA_CHECK(gemm::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(type),
-                                      {{packing(weight, packed.mutable_data_ptr())}, 1},
-                                      c10::cuda::getCurrentCUDAStream()));
+  const int64_t row = weight.size(transposed ? 0 : 1), rows = weight.size(transposed ? 1 : 0);
+  auto packed = at::empty({weight.size(2), rows, gemm::padded(row)}, weight.options().dtype(type));
+  if (weight.numel() == 0) return packed;
+  const gemm::Packings packings{{packing(weight, packed.mutable_data_ptr())}, 1};
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  C10_CUDA_CHECK(transposed ? gemm::pack_weights_transposed(packings, stream)
+                            : gemm::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(type), packings,
+                                                 stream));
   return packed;
 }
 
@@ -36,9 +40,10 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   check_conv1d("conv1d", input, weight, bias_, stride, padding, transposed);
   const c10::cuda::CUDAGuard guard(input.device());
   const bool channels_last = is_channels_last(input);
-  auto packed = conv1d_packs(input, weight, stride, padding) ? pack(weight, input.scalar_type())
-                                                             : at::empty({0}, input.options());
-  const bool packs = packed.dim() == 3;
+  const auto type = input.scalar_type();
+  const bool tf32 = conv1d_in_tf32(input, weight, stride, padding);
+  auto packed = conv1d_packs(input, weight, stride, padding) ? pack(weight, type) : at::empty({0}, input.options());
+  const bool packs = packed.dim() == 3 || tf32;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
   // PyTorch's convolutions in float32 read vectors wherever a tensor begins.
   if (!packs || !takes_gemm(conv))
@@ -50,8 +55,9 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const int64_t channels = weight.size(transposed ? 1 : 0);
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());
+  const auto weights = tf32 ? pack(weight, type, transposed) : packed;
   const auto convolve = transposed ? gemm::dgrad : gemm::fprop;
-  C10_CUDA_CHECK(convolve(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false}, addends,
+  C10_CUDA_CHECK(convolve(conv, x.const_data_ptr(), {weights.const_data_ptr(), /*prefetchable=*/false}, addends,
                           out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
   return {out, packed};
 }
@@ -70,7 +76,8 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   const c10::cuda::CUDAGuard guard(input.device());
   // The forward says whether it packed. Hooks on saved tensors may bring back other strides and alignments.
   const auto packed = aligned(packed_.contiguous());
-  const bool packs = packed.dim() == 3 && stride <= 2 && padding < gemm::kMaxTaps;
+  const bool tf32 = packed.dim() != 3 && conv1d_in_tf32(input, weight, stride, padding);
+  const bool packs = (packed.dim() == 3 && stride <= 2 && padding < gemm::kMaxTaps) || tf32;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
   if (!packs || !takes_gemm(conv)) {
     auto [grad_input, grad_weight, grad_bias] = conv1d_backward_formula(aligned(grad), aligned(input), aligned(weight),
@@ -87,7 +94,8 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   if (mask[2]) grad_bias = at::empty({weight.size(transposed ? 1 : 0)}, (bias.has_value() ? *bias : weight).options());
   Branches branches;
   branches.fork();
-  if (mask[0]) input_backward(conv, transposed, g, {packed.const_data_ptr(), /*prefetchable=*/true}, grad_input);
+  const auto weights = tf32 && mask[0] ? pack(weight, input.scalar_type(), !transposed) : packed;
+  if (mask[0]) input_backward(conv, transposed, g, {weights.const_data_ptr(), /*prefetchable=*/!tf32}, grad_input);
   parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches.side());
   branches.join();
   return {grad_input, grad_weight, grad_bias};

@@ -21,7 +21,7 @@ inline Tensor padded_rows(const Tensor& tensor) {
   if (width == channels && is_aligned(rows)) return rows;
   auto out = at::empty({rows.size(0) * rows.size(2), width}, rows.options());
   C10_CUDA_CHECK(gemm::pad_rows(rows.const_data_ptr(), out.size(0), channels, out.mutable_data_ptr(),
-                                c10::cuda::getCurrentCUDAStream()));
+                                c10::cuda::getCurrentCUDAStream(), kernel_dtype(rows.scalar_type())));
   return out;
 }
 

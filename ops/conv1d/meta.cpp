@@ -1,3 +1,4 @@
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -7,17 +8,34 @@
 
 namespace dpa {
 
-bool conv1d_packs([[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor& weight,
-                  [[maybe_unused]] int64_t stride, [[maybe_unused]] int64_t padding) {
+namespace {
+
+bool is_served([[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor& weight,
+               [[maybe_unused]] int64_t stride, [[maybe_unused]] int64_t padding) {
 #ifdef DPA_SM90A
-  const auto type = input.scalar_type();
-  if (input.device().type() != at::kCUDA || (type != at::kHalf && type != at::kBFloat16)) return false;
-  if (stride > 2 || !is_channels_last(input)) return false;
+  if (input.device().type() != at::kCUDA || stride > 2 || !is_channels_last(input)) return false;
   // The numbers of taps for which the weight gradient is compiled.
   for (const int64_t taps : {1, 3, 4, 5})
     if (weight.sym_size(2) == taps) return taps >= stride && padding < taps;
 #endif
   return false;
+}
+
+}  // namespace
+
+bool conv1d_packs(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
+  const auto type = input.scalar_type();
+  return (type == at::kHalf || type == at::kBFloat16) && is_served(input, weight, stride, padding);
+}
+
+bool convolves_in_tf32() {
+  const auto& context = at::globalContext();
+  return context.userEnabledCuDNN() && context.allowTF32CuDNN(at::Float32Op::CONV);
+}
+
+bool conv1d_in_tf32(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
+  return input.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat &&
+         is_served(input, weight, stride, padding) && convolves_in_tf32();
 }
 
 namespace {

@@ -7,8 +7,10 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "kernels/cuda/group_norm_mish/group_norm_mish.h"
+#include "ops/conv1d/conv1d.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 
 namespace dpa {
@@ -80,10 +82,13 @@ kernels::NormShape shape_of(const Tensor& input, int64_t num_groups) {
   return {input.size(0), input.size(1), input.size(2), num_groups};
 }
 
-/// A plan for the channels-last kernels where they serve, else one that does not fit.
+/// A plan for the channels-last kernels where they serve, else one that does not fit. Float32 takes them where it is
+/// convolved in TF32: they approximate Mish.
 kernels::NormPlan channels_last_plan(const Tensor& input, int64_t num_groups) {
-  if (input.element_size() != 2 || !is_channels_last(input) || input.numel() == 0) return {};
-  return kernels::teams(shape_of(input, num_groups), 2);
+  if (!is_channels_last(input) || input.numel() == 0) return {};
+  const bool tf32 = input.scalar_type() == at::kFloat && kernels::conv1d::supported() && convolves_in_tf32();
+  if (input.element_size() != 2 && !tf32) return {};
+  return kernels::teams(shape_of(input, num_groups), static_cast<int>(input.element_size()));
 }
 
 /// The arguments of the channels-last kernels, and the tensors that they point into.

@@ -22,17 +22,27 @@ struct Places {
     return weight == kConv1Weight ? conv1 : weight == kConv2Weight ? conv2 : residual;
   }
 };
-void* behind(void* place, const Tensor& weight) {
-  return static_cast<uint16_t*>(place) + packed_size(weight).expect_int();
+/// Behind the first `elements` of a packed tensor.
+void* behind(const Tensor& packed, int64_t elements) {
+  return static_cast<char*>(packed.mutable_data_ptr()) + elements * packed.element_size();
 }
 Places places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
-  void* conv1 = packed1.mutable_data_ptr();
-  return {conv1, packed2.mutable_data_ptr(), behind(conv1, block[kConv1Weight])};
+  return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
+          behind(packed1, packed_size(block[kConv1Weight]).expect_int())};
 }
 /// All in one, in the order of the block's arguments.
 Places places(const ResidualBlock& block, const Tensor& packed) {
-  void *conv1 = packed.mutable_data_ptr(), *conv2 = behind(conv1, block[kConv1Weight]);
-  return {conv1, conv2, behind(conv2, block[kConv2Weight])};
+  const int64_t conv1 = packed_size(block[kConv1Weight]).expect_int();
+  return {packed.mutable_data_ptr(), behind(packed, conv1),
+          behind(packed, conv1 + packed_size(block[kConv2Weight]).expect_int())};
+}
+/// For data gradients of float32: as `places`, each weight as dgrad reads it.
+int64_t transposed_size(const Tensor& weight) {
+  return weight.size(2) * weight.size(1) * gemm::padded(weight.size(0));
+}
+Places transposed_places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
+  return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
+          behind(packed1, transposed_size(block[kConv1Weight]))};
 }
 
 constexpr BlockSlot kWeights[] = {kConv1Weight, kConv2Weight, kResidualWeight};
@@ -74,7 +84,8 @@ class Chain {
         length_(block[kInput].size(2)),
         channels_(block[kConv1Weight].size(0)) {
     shape_ = {batch_, channels_, length_, block.num_groups};
-    plan_ = block[kInput].numel() > 0 ? kernels::teams(shape_, 2) : kernels::NormPlan{};
+    const int size = static_cast<int>(block[kInput].element_size());
+    plan_ = block[kInput].numel() > 0 ? kernels::teams(shape_, size) : kernels::NormPlan{};
   }
 
   /// Whether the kernels take such sizes and dtypes, whatever the strides.
@@ -120,38 +131,45 @@ class Chain {
 
   /// What the parameters' gradients need goes to branches beside the way to the input's gradient, which comes first
   /// wherever both are ready: it is the longer one. `saved.packed2` goes when it has been read.
-  BlockGradients backward(const Tensor& grad_, BlockSaved& saved, const BlockMask& mask) const {
+  ///
+  /// `fresh`: the weights are yet to be packed, transposed; in a graph beside the kernels before their convolution.
+  BlockGradients backward(const Tensor& grad_, BlockSaved& saved, const BlockMask& mask, bool fresh) const {
     BlockGradients to;
     const auto grad = padded_rows(grad_), x = padded_rows(block_[kInput]);
     const auto scratch = at::empty({3, batch_ * length_ * channels_}, grad.options());
     const auto partials = at::empty({2, 3, slices(shape_, plan_), channels_}, grad.options().dtype(at::kFloat));
-    const auto part = [&](int i) { return static_cast<uint16_t*>(scratch.mutable_data_ptr()) + i * scratch.size(1); };
+    const auto part = [&](int i) { return behind(scratch, i * scratch.size(1)); };
     void *grad_conv2 = part(0), *grad_activation = part(1), *grad_conv1 = part(2);
     const void* through = grad.const_data_ptr();
     const bool convolves = block_[kResidualWeight].defined() && mask[kInput];
     Tensor residual;
-    Branches parameters, beside;
-    parameters.fork();
+    Branches parameters, beside, packing;
+    parameters.fork(), packing.fork();
+    if (fresh) pack_transposed(kConv2Weight, packing.side());
     if (convolves) beside.fork();
     normalise_back(second_norm(saved.conv2), through, grad_conv2, kSecond, mask, partials[0], to);
     if (convolves) {
       residual = input_like();
       beside.fork_for_fills();
-      convolve_back(kResidualWeight, through, nullptr, residual.mutable_data_ptr(), beside.side());
+      if (fresh) pack_transposed(kResidualWeight, beside.side());
+      convolve_back(kResidualWeight, !fresh, through, nullptr, residual.mutable_data_ptr(), beside.side());
       through = residual.const_data_ptr();
     }
     residual_back(grad, x, mask, to, parameters);
     parameters.fork();
-    convolve_back(kConv2Weight, grad_conv2, nullptr, grad_activation, stream_);
+    packing.join();
+    convolve_back(kConv2Weight, !fresh, grad_conv2, nullptr, grad_activation, stream_);
+    if (fresh && mask[kInput]) pack_transposed(kConv1Weight, packing.side());
     weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters);
     // What is placed there from here on is written after the GEMM that read it: the next fork follows that.
     saved.packed2.reset();
     normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, kFirst, mask, partials[1], to);
     parameters.fork();
     if (convolves) beside.join();
+    packing.join();
     if (mask[kInput]) {
       to[kInput] = input_like();
-      convolve_back(kConv1Weight, grad_conv1, through, to[kInput].mutable_data_ptr(), stream_);
+      convolve_back(kConv1Weight, !fresh, grad_conv1, through, to[kInput].mutable_data_ptr(), stream_);
     }
     add_slices(partials, mask, to, parameters);
     weight_back(kConv1Weight, grad_conv1, x, mask, to, parameters);
@@ -178,6 +196,11 @@ class Chain {
       if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], packed_[slot]);
     C10_CUDA_CHECK(
         gemm::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_), packings, stream));
+  }
+  /// Of float32, as dgrad reads it.
+  void pack_transposed(BlockSlot slot, c10::cuda::CUDAStream stream) const {
+    const auto weight = block_[slot].contiguous();
+    C10_CUDA_CHECK(gemm::pack_weights_transposed({{packing(weight, packed_[slot])}, 1}, stream));
   }
   /// In a graph the second convolution's weights are packed while the first one runs: memory limits one, latency and
   /// the tensor cores the other. Launched one by one, a launch less is worth more.
@@ -234,11 +257,10 @@ class Chain {
     norm.input = conv.const_data_ptr();
     C10_CUDA_CHECK(norms::forward(norm, stream_));
   }
-  void convolve_back(BlockSlot weight, const void* grad, const void* residual, void* out,
+  void convolve_back(BlockSlot weight, bool prefetchable, const void* grad, const void* residual, void* out,
                      c10::cuda::CUDAStream stream) const {
     const gemm::Addends addends{nullptr, kernel_dtype(type_), residual};
-    C10_CUDA_CHECK(
-        gemm::dgrad(convolution(weight), grad, {packed_[weight], /*prefetchable=*/true}, addends, out, stream));
+    C10_CUDA_CHECK(gemm::dgrad(convolution(weight), grad, {packed_[weight], prefetchable}, addends, out, stream));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {
@@ -330,13 +352,16 @@ class Chain {
 BlockForward run(const ResidualBlock& block, bool keep) {
   check_residual_block1d(block);
   const c10::cuda::CUDAGuard guard(block[kInput].device());
-  if (!block_packs(block)) return residual_block1d_of_ops(block);
+  const bool tf32 = block_in_tf32(block);
+  if (!tf32 && !block_packs(block)) return residual_block1d_of_ops(block);
   const auto packed = [&](const c10::SymInt& size) { return at::empty({size.expect_int()}, block[kInput].options()); };
   const auto packed1 = packed(packed1_size(block)), packed2 = packed(packed_size(block[kConv2Weight]));
   if (const Chain chain(block, places(block, packed1, packed2)); chain.serves()) {
     const auto [out, conv1, activation, conv2] = chain.forward(keep, /*fresh=*/true);
+    if (tf32) return {out, conv1, activation, conv2, packed(0), packed(0)};  // the backward wants them transposed
     return {out, conv1, activation, conv2, packed1, packed2};
   }
+  if (tf32) return residual_block1d_of_ops(block);
   const auto [out, conv1, activation, conv2, none1, none2] = residual_block1d_of_ops(block);
   if (keep) pack_weights(block, places(block, packed1, packed2));
   return {out, conv1, activation, conv2, packed1, packed2};
@@ -367,8 +392,20 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
     const auto plain = with_plain_vectors(block);
     if (Chain(plain, places(plain, packed1, saved.packed2)).fits()) {
       make_plain(saved);
-      return as_tuple(Chain(plain, places(plain, saved.packed1, saved.packed2)).backward(grad, saved, mask));
+      return as_tuple(
+          Chain(plain, places(plain, saved.packed1, saved.packed2)).backward(grad, saved, mask, /*fresh=*/false));
     }
+  } else if (packed1.numel() == 0 && block_in_tf32(block)) {
+    const auto plain = with_plain_vectors(block);
+    const auto size = [&](BlockSlot weight) { return plain[weight].defined() ? transposed_size(plain[weight]) : 0; };
+    const auto packed = [&](int64_t elements) { return at::empty({elements}, input.options()); };
+    saved.packed1 = packed(size(kConv1Weight) + size(kResidualWeight)), saved.packed2 = packed(size(kConv2Weight));
+    const Chain chain(plain, transposed_places(plain, saved.packed1, saved.packed2));
+    if (chain.fits()) {
+      make_plain(saved);
+      return as_tuple(chain.backward(grad, saved, mask, /*fresh=*/true));
+    }
+    saved.packed1.reset(), saved.packed2.reset();
   }
   return as_tuple(residual_block1d_backward_of_ops(grad, block, saved, mask));
 }

@@ -7,16 +7,23 @@
 
 namespace dpa {
 
-bool block_packs(const ResidualBlock& block) {
-  const auto packs = [&](BlockSlot weight, int64_t padding) {
-    return conv1d_packs(block[kInput], block[weight], 1, padding) &&
+namespace {
+
+bool all_weights(const ResidualBlock& block, decltype(conv1d_packs) takes) {
+  const auto taken = [&](BlockSlot weight) {
+    // Padding is less than the taps, whatever their number.
+    return takes(block[kInput], block[weight], /*stride=*/1, /*padding=*/0) &&
            block[weight].scalar_type() == block[kConv1Weight].scalar_type();
   };
   if (block[kInput].device().type() != at::kCUDA) return false;
-  // Padding is less than the taps, whatever their number.
-  return packs(kConv1Weight, 0) && packs(kConv2Weight, 0) &&
-         (!block[kResidualWeight].defined() || packs(kResidualWeight, 0));
+  return taken(kConv1Weight) && taken(kConv2Weight) && (!block[kResidualWeight].defined() || taken(kResidualWeight));
 }
+
+}  // namespace
+
+bool block_packs(const ResidualBlock& block) { return all_weights(block, conv1d_packs); }
+
+bool block_in_tf32(const ResidualBlock& block) { return all_weights(block, conv1d_in_tf32); }
 
 c10::SymInt packed_size(const Tensor& weight) {
   return weight.sym_size(2) * weight.sym_size(0) * ((weight.sym_size(1) + 7) / 8 * 8);

@@ -73,7 +73,7 @@ __device__ __forceinline__ void normalise_group(const ConvArgs& args, const Grou
     float out[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float normalised = fmaf(x[p][e], rstd, -mean * rstd);
+      const float normalised = sizeof(T) == 4 ? (x[p][e] - mean) * rstd : fmaf(x[p][e], rstd, -mean * rstd);
       out[e] = channels_last::Mish(normalised * slope[e] + start[e]).value * times[e] + plus[e] + before[e];
     }
     store_four<T>(norm.out, coord.at + p * coord.pass, out);

@@ -19,8 +19,6 @@
 namespace dpa::kernels::channels_last {
 namespace {
 
-constexpr int kOwned = 8;  // neighbouring channels of a thread: 16 bytes of activations
-
 /// 16 bytes of neighbouring values, as they are stored. Sixteen-bit values stay packed: a thread that holds a group
 /// as floats would need twice the registers.
 template <class T>
@@ -38,10 +36,12 @@ struct alignas(16) Vector {
     }
   }
 
-  /// Values `2 * i` and `2 * i + 1`, of 16 bits. Assembled from halves: as one word (pack_pair) it is other machine
-  /// code.
+  /// Values `2 * i` and `2 * i + 1`. Those of 16 bits are assembled from halves: as one word (pack_pair) it is other
+  /// machine code.
   __device__ __forceinline__ void set_pair(int i, float low, float high) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if constexpr (sizeof(T) == 4) {
+      words[2 * i] = __float_as_uint(low), words[2 * i + 1] = __float_as_uint(high);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
       const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
       words[i] = __bfloat16_as_ushort(pair.x) | uint32_t{__bfloat16_as_ushort(pair.y)} << 16;
     } else {
@@ -57,11 +57,14 @@ struct alignas(16) Vector {
   }
 };
 
-/// A thread's channels as arithmetic wants them, from an address aligned to 16 bytes; `otherwise` without one.
 template <class T>
-__device__ __forceinline__ void load_channels(float (&to)[kOwned], const T* from, float otherwise) {
+constexpr int kOwned = Vector<T>::kSize;  // neighbouring channels of a thread
+
+/// A thread's channels as arithmetic wants them, from an address aligned to 16 bytes; `otherwise` without one.
+template <class T, int kCount>
+__device__ __forceinline__ void load_channels(float (&to)[kCount], const T* from, float otherwise) {
 #pragma unroll
-  for (int i = 0; i < kOwned; i += Vector<T>::kSize) {
+  for (int i = 0; i < kCount; i += Vector<T>::kSize) {
     Vector<T> vector;
     if (from) vector = *reinterpret_cast<const Vector<T>*>(from + i);
 #pragma unroll
@@ -73,7 +76,7 @@ template <class T>
 __device__ __forceinline__ void store_channels(T* to, const float* from) {
   Vector<T> vector;
 #pragma unroll
-  for (int i = 0; i < kOwned; i += 2) vector.set_pair(i / 2, from[i], from[i + 1]);
+  for (int i = 0; i < kOwned<T>; i += 2) vector.set_pair(i / 2, from[i], from[i + 1]);
   *reinterpret_cast<Vector<T>*>(to) = vector;
 }
 
@@ -94,14 +97,14 @@ struct ThreadCoord {
   bool in_row;            // whether there is such a column
   int channel;            // its first channel
 
-  __device__ ThreadCoord(const NormPlan& plan, int group_set) {
+  __device__ ThreadCoord(const NormPlan& plan, int group_set, int owned) {
     const int team = threadIdx.x >> log2_of(plan.threads);
     sample = team >> log2_of(plan.groups), group = team & (plan.groups - 1);
     thread = threadIdx.x & (plan.threads - 1);
     column = thread & (plan.width - 1), row = thread >> log2_of(plan.width);
     step = plan.threads >> log2_of(plan.width);
-    in_row = column * kOwned < plan.channels;
-    channel = (group_set * plan.groups + group) * plan.channels + (in_row ? column * kOwned : 0);
+    in_row = column * owned < plan.channels;
+    channel = (group_set * plan.groups + group) * plan.channels + (in_row ? column * owned : 0);
   }
 };
 
@@ -133,8 +136,8 @@ struct Held {
   }
 };
 
-/// Of a group. `normalized` is one multiplication and addition, without subtracting the mean first: what that loses
-/// where the mean is far from zero is 2^-12 of a 16-bit element's own rounding, or less.
+/// Of a group. `normalized` of 16-bit elements is one multiplication and addition, without subtracting the mean first:
+/// what that loses where the mean is far from zero is 2^-12 of an element's own rounding, or less.
 struct Statistics {
   float mean, rstd;
 
@@ -146,14 +149,14 @@ struct Statistics {
 #pragma unroll
     for (int k = 0; k < V; ++k)
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i) sum += x.vectors[k][i];
+      for (int i = 0; i < kOwned<T>; ++i) sum += x.vectors[k][i];
     mean = team_sum(sum, args.plan.threads, scratch) * over;
     x.keep_packed();
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       if (coord.row + k * coord.step >= rows) continue;
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i) {
+      for (int i = 0; i < kOwned<T>; ++i) {
         const float centered = x.vectors[k][i] - mean;
         squares += centered * centered;
       }
@@ -162,18 +165,22 @@ struct Statistics {
     rstd = rsqrt(team_sum(squares, args.plan.threads, scratch) * over + static_cast<float>(args.eps));
   }
 
-  __device__ __forceinline__ float normalized(float x) const { return fmaf(x, rstd, -mean * rstd); }
+  template <class T>
+  __device__ __forceinline__ float normalized(float x) const {
+    return sizeof(T) == 4 ? (x - mean) * rstd : fmaf(x, rstd, -mean * rstd);
+  }
 };
 
 template <class T, class P, int V>
 __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args) {
+  constexpr int kChannels = kOwned<T>;
   __shared__ float scratch[kMaxTeam / kWarpSize];
   const int channels = args.shape.channels, inner = args.shape.inner, samples = args.plan.samples();
   const int64_t batch = args.shape.batch, step = int64_t{gridDim.y} * samples;
   const float over = 1.0f / static_cast<float>(inner * args.plan.channels);
-  const ThreadCoord coord(args.plan, blockIdx.x);
+  const ThreadCoord coord(args.plan, blockIdx.x, kChannels);
   grid_dependency_sync();
-  float weight[kOwned], bias[kOwned];
+  float weight[kChannels], bias[kChannels];
   load_channels(weight, at_or_null<P>(args.weight, coord.channel), 1.0f);
   load_channels(bias, at_or_null<P>(args.bias, coord.channel), 0.0f);
   const auto rows_of = [&](int64_t sample) { return sample < batch && coord.in_row ? inner : 0; };
@@ -189,7 +196,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args
     fetch(next, sample + step);
     const int rows = rows_of(sample);
     const int64_t film = rows > 0 ? sample : 0, first = film * (inner * channels) + coord.channel;
-    float scale[kOwned], shift[kOwned];
+    float scale[kChannels], shift[kChannels];
     load_channels(scale, at_or_null<T>(args.scale, film * args.scale_stride + coord.channel), 1.0f);
     load_channels(shift, at_or_null<T>(args.shift, film * args.shift_stride + coord.channel), 0.0f);
     const Statistics s(x, coord, rows, over, args, scratch);
@@ -198,15 +205,15 @@ __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args
       const int row = coord.row + k * coord.step;
       if (row >= rows) break;
       const int64_t at = first + row * channels;
-      float out[kOwned];
+      float out[kChannels];
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i)
-        out[i] = Mish(s.normalized(x.vectors[k][i]) * weight[i] + bias[i]).value * scale[i] + shift[i];
+      for (int i = 0; i < kChannels; ++i)
+        out[i] = Mish(s.normalized<T>(x.vectors[k][i]) * weight[i] + bias[i]).value * scale[i] + shift[i];
       if (args.residual) {
-        float residual[kOwned];
+        float residual[kChannels];
         load_channels(residual, static_cast<const T*>(args.residual) + at, 0.0f);
 #pragma unroll
-        for (int i = 0; i < kOwned; ++i) out[i] += residual[i];
+        for (int i = 0; i < kChannels; ++i) out[i] += residual[i];
       }
       store_channels(static_cast<T*>(args.out) + at, out);
     }
@@ -229,7 +236,7 @@ __device__ __forceinline__ void sum_over_rows(float (&values)[kCount], const Nor
 /// The same over the block, in a fixed order, with `store(i, group, channel, sum)` for value i of the
 /// channel vector that begins with `channel` of the group. Every thread of the block must call. `scratch` has kCount
 /// elements a thread.
-template <int kCount, class Store>
+template <int kChannels, int kCount, class Store>
 __device__ __forceinline__ void sum_over_block(float (&values)[kCount], const ThreadCoord& coord, const NormPlan& plan,
                                                float* scratch, Store&& store) {
   sum_over_rows(values, plan);
@@ -246,7 +253,7 @@ __device__ __forceinline__ void sum_over_block(float (&values)[kCount], const Th
   }
   __syncthreads();
   for (int item = threadIdx.x; item < kCount * keys; item += blockDim.x) {
-    const int i = item >> log2_of(keys), of = item & (keys - 1), channel = (of & (plan.width - 1)) * kOwned;
+    const int i = item >> log2_of(keys), of = item & (keys - 1), channel = (of & (plan.width - 1)) * kChannels;
     const float* from = scratch + i * writers * keys + of;
     float sum = 0;
     for (int w = 0; w < writers; ++w) sum += from[w * keys];
@@ -258,16 +265,17 @@ __device__ __forceinline__ void sum_over_block(float (&values)[kCount], const Th
 /// With `kFilm` there are scale and shift, or gradients of them are wanted; with `kSums` those of the input's gradient.
 template <class T, class P, int V, bool kFilm, bool kSums>
 __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBackward args) {
+  constexpr int kChannels = kOwned<T>;
   constexpr int kGradients = kSums ? 3 : 2;  // of weight, of bias, and the sums
-  __shared__ float scratch[kMaxTeam / kWarpSize], sums[kGradients * kOwned * kMaxTeam];
+  __shared__ float scratch[kMaxTeam / kWarpSize], sums[kGradients * kChannels * kMaxTeam];
   trigger_dependent_launch();
   grid_dependency_sync();
   const GroupNormMish& in = args.forward;
   const NormPlan& plan = in.plan;
   const int channels = in.shape.channels, inner = in.shape.inner, samples = plan.samples();
   const float over = 1.0f / static_cast<float>(inner * plan.channels);
-  const ThreadCoord coord(plan, blockIdx.x);
-  float weight[kOwned], bias[kOwned], parameters[kGradients * kOwned] = {};
+  const ThreadCoord coord(plan, blockIdx.x, kChannels);
+  float weight[kChannels], bias[kChannels], parameters[kGradients * kChannels] = {};
   load_channels(weight, at_or_null<P>(in.weight, coord.channel), 1.0f);
   load_channels(bias, at_or_null<P>(in.bias, coord.channel), 0.0f);
   for (int64_t base = int64_t{blockIdx.y} * samples; base < in.shape.batch; base += int64_t{gridDim.y} * samples) {
@@ -277,25 +285,25 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
     Held<T, V> x, grad;
     x.load(static_cast<const T*>(in.input) + first, coord, rows, channels);
     grad.load(static_cast<const T*>(args.grad) + first, coord, rows, channels);
-    float scale[kOwned], films[2 * kOwned] = {};  // the latter: gradients of scale, then of shift
+    float scale[kChannels], films[2 * kChannels] = {};  // the latter: gradients of scale, then of shift
     if constexpr (kFilm) load_channels(scale, at_or_null<T>(in.scale, sample * in.scale_stride + coord.channel), 1.0f);
     const Statistics s(x, coord, rows, over, in, scratch);
-    float normalized_grad[V][kOwned], sum = 0, dot = 0;  // the normalised input's gradient; its sums with 1 and with it
+    float normalized_grad[V][kChannels], sum = 0, dot = 0;  // the normalised input's gradient; its sums with 1 and with it
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       if (coord.row + k * coord.step >= rows) break;
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i) {
-        const float normalized = s.normalized(x.vectors[k][i]), g = grad.vectors[k][i];
+      for (int i = 0; i < kChannels; ++i) {
+        const float normalized = s.normalized<T>(x.vectors[k][i]), g = grad.vectors[k][i];
         const Mish mish(normalized * weight[i] + bias[i]);
         float grad_u = g * mish.slope;
         if constexpr (kFilm) {
           grad_u *= scale[i];
           films[i] += g * mish.value;
-          films[kOwned + i] += g;
+          films[kChannels + i] += g;
         }
         parameters[i] += grad_u * normalized;
-        parameters[kOwned + i] += grad_u;
+        parameters[kChannels + i] += grad_u;
         normalized_grad[k][i] = grad_u * weight[i];
         sum += normalized_grad[k][i];
         dot += normalized_grad[k][i] * normalized;
@@ -308,20 +316,20 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
     for (int k = 0; k < V; ++k) {
       const int row = coord.row + k * coord.step;
       if (row >= rows || !args.grad_input) break;
-      float out[kOwned];
+      float out[kChannels];
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i) {
-        out[i] = s.normalized(x.vectors[k][i]) * slant + (normalized_grad[k][i] * s.rstd + mean);
-        if constexpr (kSums) parameters[2 * kOwned + i] += out[i];
+      for (int i = 0; i < kChannels; ++i) {
+        out[i] = s.normalized<T>(x.vectors[k][i]) * slant + (normalized_grad[k][i] * s.rstd + mean);
+        if constexpr (kSums) parameters[2 * kChannels + i] += out[i];
       }
       store_channels(static_cast<T*>(args.grad_input) + first + row * channels, out);
     }
     if constexpr (kFilm) {
       T *grad_scale = static_cast<T*>(args.grad_scale), *grad_shift = static_cast<T*>(args.grad_shift);
       if (plan.threads > kWarpSize) {
-        sum_over_block(films, coord, plan, sums, [&](int i, int, int channel, float value) {
-          T* to = i < kOwned ? grad_scale : grad_shift;
-          const int64_t at = base * channels + int64_t{blockIdx.x} * plan.channels + channel + i % kOwned;
+        sum_over_block<kChannels>(films, coord, plan, sums, [&](int i, int, int channel, float value) {
+          T* to = i < kChannels ? grad_scale : grad_shift;
+          const int64_t at = base * channels + int64_t{blockIdx.x} * plan.channels + channel + i % kChannels;
           if (to) to[at] = narrow<T>(value);
         });
       } else {
@@ -329,15 +337,15 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
         if (rows == 0 || coord.row != 0) continue;
         const int64_t pair = sample * channels + coord.channel;
         if (grad_scale) store_channels(grad_scale + pair, films);
-        if (grad_shift) store_channels(grad_shift + pair, films + kOwned);
+        if (grad_shift) store_channels(grad_shift + pair, films + kChannels);
       }
     }
   }
   if (!args.partials) return;
   float* partials = args.partials + int64_t{blockIdx.y} * channels;
-  sum_over_block(parameters, coord, plan, sums, [&](int i, int group, int channel, float value) {
-    const int64_t gradient = i / kOwned * int64_t{gridDim.y} * channels;
-    partials[gradient + (blockIdx.x * plan.groups + group) * plan.channels + channel + i % kOwned] = value;
+  sum_over_block<kChannels>(parameters, coord, plan, sums, [&](int i, int group, int channel, float value) {
+    const int64_t gradient = i / kChannels * int64_t{gridDim.y} * channels;
+    partials[gradient + (blockIdx.x * plan.groups + group) * plan.channels + channel + i % kChannels] = value;
   });
 }
 

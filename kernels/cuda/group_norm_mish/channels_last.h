@@ -1,5 +1,5 @@
 // CUDA launchers of `dpa::group_norm_mish` and its backward on channels-last activations, which are (B, L, C) in
-// memory, of 16 bits, where a plan fits. Optional pointers may be null; tensors are not empty, and aligned to 16 bytes,
+// memory, of 16 bits or float32, where a plan fits. Optional pointers may be null; tensors are not empty, and aligned to 16 bytes,
 // as are the rows of `scale` and `shift`.
 #pragma once
 #include <cuda_runtime_api.h>

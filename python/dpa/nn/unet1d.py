@@ -36,10 +36,11 @@ _MAX_LEVELS = 5  # of the network as one op
 
 
 def channels_last(sample: Tensor, weight: Tensor) -> bool:
-    """Whether activations are (B, T, C) in memory: in 16 bits on a Hopper GPU.
+    """Whether activations are (B, T, C) in memory: in 16 bits, or trained in TF32, on a Hopper GPU.
 
-    That is the order of its fast convolutions, under autocast and in 16-bit modules. Modules map
-    (B, C, T) either way; the order is in the strides, and each op answers in the order of its
+    That is the order of its fast convolutions, under autocast, in 16-bit modules, and in float32
+    where ``torch.backends.cudnn`` allows TF32 and gradients are wanted. Modules map (B, C, T)
+    either way; the order is in the strides, and each op answers in the order of its
     input. Exported programs have the usual order, for they may run anywhere.
     ``DPA_CHANNELS_LAST=0`` in the environment refuses it.
     """
@@ -48,9 +49,17 @@ def channels_last(sample: Tensor, weight: Tensor) -> bool:
         if possible:
             same, half = sample.dtype == weight.dtype, weight.dtype in _HALVES
             mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled("cuda")
-            if same and (half or mixed):
+            if same and (half or mixed or _trains_in_tf32(weight)):
                 return torch.cuda.get_device_properties(sample.device).major == 9
     return False
+
+
+@torch.jit.unused
+def _trains_in_tf32(weight: Tensor) -> bool:
+    if weight.dtype != torch.float32 or torch.compiler.is_compiling():
+        return False
+    cudnn = torch.backends.cudnn
+    return torch.is_grad_enabled() and cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
 
 
 def _join(x: Tensor, skip: Tensor) -> Tensor:
@@ -307,6 +316,8 @@ class ConditionalUnet1D(nn.Module):
     ) -> Tensor | None:
         """Run the network as one op where no gradient is wanted and it serves, else None."""
         if torch.compiler.is_compiling():
+            return None
+        if sample.dtype == torch.float32 and not torch.is_autocast_enabled("cuda"):
             return None
         if local_cond is not None or type(sample) is not Tensor or torch.jit.is_tracing():
             return None
