@@ -3,8 +3,8 @@
 // pack_weights    (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
 //                 of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
 //                 thread
-//                 or to (taps, d1, d0 padded): a block takes all taps of some columns j of kTransposedRows rows i, and
-//                 writes each (k, j)'s rows side by side, one a lane
+//                 or to (taps, d1, d0 padded): a block takes all taps of some columns j of 32 rows i, and writes each
+//                 (k, j)'s rows side by side, one a lane
 // detect_changes  a block compares some elements of a weight with what they were
 // pad_rows        a thread an element of the padded rows
 // column_sums     a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
@@ -82,39 +82,47 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 }
 
-constexpr int kTransposedRows = 32, kTransposedColumns = 160;  // of a piece: all taps of some channels j
+// Of a piece: rows i, and columns (j, k), all taps of some channels j.
+constexpr int kTransposedRows = 32, kTransposedColumns = 40, kTransposedThreads = 256;
+constexpr int kTransposedElements = kTransposedRows * kTransposedColumns / kTransposedThreads;  // of a thread
 
-// The same order of pieces; those of a weight count neighbouring j first.
-__global__ void __launch_bounds__(kPackThreads)
+// Pieces in the same turn.
+__global__ void __launch_bounds__(kTransposedThreads)
     pack_transposed(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
   __shared__ float piece[kTransposedRows][kTransposedColumns + 1];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   grid_dependency_sync();
-  int64_t index = blockIdx.x;
+  int64_t next = blockIdx.x;
   for (int w = 0; w < packings.count; ++w) {
     const Packing& packing = packings.each[w];
-    const int64_t d0 = packing.d0, d1 = packing.d1, width = pieces.row_length[w], channels = pieces.channels[w];
-    const int64_t across = (d1 + channels - 1) / channels;
-    for (; index < pieces.count[w]; index += gridDim.x) {
-      const int64_t first = index % across * channels, i0 = index / across * kTransposedRows;
-      const int columns = static_cast<int>(min(channels, d1 - first)) * packing.taps;
-      for (int row = warp; row < kTransposedRows; row += kPackThreads / 32) {
-        const float* from = static_cast<const float*>(packing.weight) + ((i0 + row) * d1 + first) * packing.taps;
+    const int d0 = static_cast<int>(packing.d0), d1 = static_cast<int>(packing.d1), taps = packing.taps;
+    const int width = static_cast<int>(pieces.row_length[w]), channels = pieces.channels[w];
+    const unsigned across = (d1 + channels - 1) / channels;
+    const float* const weight = static_cast<const float*>(packing.weight);
+    float* const packed = static_cast<float*>(packing.packed);
+    for (; next < pieces.count[w]; next += gridDim.x) {
+      const unsigned index = static_cast<unsigned>(next);
+      const int first = index % across * channels, i0 = index / across * kTransposedRows;
+      const int columns = min(channels, d1 - first) * taps;
 #pragma unroll
-        for (int n = 0; n < kTransposedColumns / 32; ++n) {
-          const int column = n * 32 + lane;
-          if (column < columns) piece[row][column] = i0 + row < d0 ? from[column] : 0.f;
-        }
+      for (int n = 0; n < kTransposedElements; ++n) {
+        const int element = n * kTransposedThreads + threadIdx.x;
+        const int i = i0 + element / kTransposedColumns, column = element % kTransposedColumns;
+        const bool there = i < d0 && column < columns;
+        piece[element / kTransposedColumns][column] =
+            there ? weight[(static_cast<int64_t>(i) * d1 + first) * taps + column] : 0.f;
       }
       __syncthreads();
-      for (int column = warp; column < columns; column += kPackThreads / 32) {
-        const int64_t j = first + column / packing.taps, k = column % packing.taps;
-        if (i0 + lane < width)
-          static_cast<float*>(packing.packed)[(k * d1 + j) * width + i0 + lane] = piece[lane][column];
+#pragma unroll
+      for (int n = 0; n < kTransposedElements; ++n) {
+        const int element = n * kTransposedThreads + threadIdx.x;
+        const int i = i0 + element % kTransposedRows, column = element / kTransposedRows;
+        const int j = first + column / taps, k = column % taps;
+        if (i < width && column < columns)
+          packed[(static_cast<int64_t>(k) * d1 + j) * width + i] = piece[element % kTransposedRows][column];
       }
       __syncthreads();
     }
-    index -= pieces.count[w];
+    next -= pieces.count[w];
   }
 }
 
@@ -183,9 +191,9 @@ cudaError_t pack_weights_transposed(const Packings& packings, cudaStream_t strea
                       ((packing.d1 + pieces.channels[n] - 1) / pieces.channels[n]);
     pieces.total += pieces.count[n];
   }
-  const int64_t blocks = multiprocessors() * 10;
-  return launch_dependent(pack_transposed, grid_for(std::min(pieces.total, blocks), 1), kPackThreads, stream, packings,
-                          pieces);
+  const int64_t blocks = multiprocessors() * 8;  // as many as are resident at once
+  return launch_dependent(pack_transposed, grid_for(std::min(pieces.total, blocks), 1), kTransposedThreads, stream,
+                          packings, pieces);
 }
 
 cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream) {
