@@ -29,9 +29,9 @@ Tensor pack(const Tensor& weight_, at::ScalarType type, bool transposed = false)
   if (weight.numel() == 0) return packed;
   const gemm::Packings packings{{packing(weight, packed.mutable_data_ptr())}, 1};
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(transposed ? gemm::pack_weights_transposed(packings, stream)
-                            : gemm::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(type), packings,
-                                                 stream));
+  C10_CUDA_CHECK(transposed
+                     ? gemm::pack_weights_transposed(packings, stream)
+                     : gemm::pack_weights(kernel_dtype(weight.scalar_type()), kernel_dtype(type), packings, stream));
   return packed;
 }
 

@@ -37,9 +37,7 @@ Places places(const ResidualBlock& block, const Tensor& packed) {
           behind(packed, conv1 + packed_size(block[kConv2Weight]).expect_int())};
 }
 /// For data gradients of float32: as `places`, each weight as dgrad reads it.
-int64_t transposed_size(const Tensor& weight) {
-  return weight.size(2) * weight.size(1) * gemm::padded(weight.size(0));
-}
+int64_t transposed_size(const Tensor& weight) { return weight.size(2) * weight.size(1) * gemm::padded(weight.size(0)); }
 Places transposed_places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
   return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
           behind(packed1, transposed_size(block[kConv1Weight]))};

@@ -147,8 +147,7 @@ __global__ void slow_wgrad(Conv1d c, WgradPlan plan, const T* y, const T* x, dou
         if (row % 16 == 15 || last) cut += (fabs(running) + 1) / (1 << 23);
       }
     }
-    if (std::is_same_v<T, float>)
-      cut = double(plan.rows.count) * kTf32Times * (2 * largest + 1) / (1 << 23);
+    if (std::is_same_v<T, float>) cut = double(plan.rows.count) * kTf32Times * (2 * largest + 1) / (1 << 23);
     out[e] = sum, lost[e] = cut;
   }
 }
@@ -290,7 +289,8 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   const float* bias = addends ? as<float>(t.bias) : nullptr;
   t.run_fprop(addends), t.run_dgrad(addends), t.run_wgrad(false), t.run_wgrad(true);
   CHECK(cudaDeviceSynchronize());
-  Buffer y_exact(t.y_out.bytes / sizeof(T) * 8), x_exact(t.x_out.bytes / sizeof(T) * 8), wgrad_exact(t.weights * 8), wgrad_lost(t.weights * 8);
+  Buffer y_exact(t.y_out.bytes / sizeof(T) * 8), x_exact(t.x_out.bytes / sizeof(T) * 8), wgrad_exact(t.weights * 8),
+      wgrad_lost(t.weights * 8);
   slow_fprop<T><<<2048, 256>>>(c, as<T>(t.x), as<float>(t.weight), bias, addends ? as<T>(t.y_residual) : nullptr,
                                as<double>(y_exact), t.x_width);
   slow_dgrad<T><<<2048, 256>>>(c, as<T>(t.y), as<float>(t.weight), bias, addends ? as<T>(t.x_residual) : nullptr,
@@ -323,8 +323,11 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
     std::printf(
         "%s B %lld y %lldx%lld x %lldx%lld k %d s %d p %d: fprop %.2f dgrad %.2f wgrad %.2f %.2f%s%s "
         "%s%s\n",
-        kFloat ? "tf32" : std::is_same_v<T, __half> ? "f16 " : "bf16", (long long)c.batch, (long long)c.y_length, (long long)c.y_channels,
-        (long long)c.x_length, (long long)c.x_channels, c.taps, c.stride, c.padding, g, s, w, h, guards ? "" : " GUARD",
+        kFloat                      ? "tf32"
+        : std::is_same_v<T, __half> ? "f16 "
+                                    : "bf16",
+        (long long)c.batch, (long long)c.y_length, (long long)c.y_channels, (long long)c.x_length,
+        (long long)c.x_channels, c.taps, c.stride, c.padding, g, s, w, h, guards ? "" : " GUARD",
         repeats ? "" : " UNSTEADY", late ? "" : " EARLY", good ? "ok" : "WRONG");
   return good;
 }
@@ -363,8 +366,8 @@ int run_tests() {
     const int taps_of[] = {1, 3, 4, 5};
     const int taps = taps_of[pick(0, 3)], stride = taps == 4 ? 2 : taps == 3 ? pick(1, 2) : 1;
     const int length = (i % 4 == 0 ? pick(65, 300) : pick(1, 64)) * (taps == 4 ? 2 : 1);
-    try_one(types[i % 3], pick(1, i % 4 ? 20 : 90), length, pick(1, i % 5 ? 150 : 600),
-            pick(1, i % 5 ? 150 : 600), taps, stride, i % 7 > 2);
+    try_one(types[i % 3], pick(1, i % 4 ? 20 : 90), length, pick(1, i % 5 ? 150 : 600), pick(1, i % 5 ? 150 : 600),
+            taps, stride, i % 7 > 2);
   }
   std::printf("%s: %d wrong\n", wrong ? "FAILED" : "passed", wrong);
   return wrong;
@@ -423,8 +426,7 @@ void run_bench(DType type, double rate) {
   CHECK(cudaGetDeviceProperties(&properties, 0));
   for (const auto& r : rows) {
     const int padding = r.stride == 2 ? 1 : r.taps / 2;
-    const Conv1d c{type, r.batch, r.length / r.stride, r.y_channels, r.length, r.x_channels, r.taps,
-                   r.stride,         padding};
+    const Conv1d c{type, r.batch, r.length / r.stride, r.y_channels, r.length, r.x_channels, r.taps, r.stride, padding};
     Case<T> t(c, 1);
     const double work = 2.0 * r.batch * (r.length / r.stride) * r.y_channels * r.x_channels * r.taps;
     const double g = graph_time([&](cudaStream_t s) { t.run_fprop(true, s); });
@@ -437,10 +439,12 @@ void run_bench(DType type, double rate) {
     const auto fprop_plan = plan_fprop(c, properties.multiProcessorCount);
     const auto dgrad_plan = plan_dgrad(c, properties.multiProcessorCount);
     const auto wgrad_plan = plan_wgrad(c, properties.multiProcessorCount);
-    std::printf("%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %8.1f %8.1f\n",
-                (long long)r.batch, (long long)r.length, (long long)r.y_channels, (long long)r.x_channels, r.taps,
-                r.stride, work / rate / 1e6, g, work / g / 1e6, fprop_plan.tile_columns, fprop_plan.splits, x,
-                work / x / 1e6, dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.height, wgrad_plan.splits, p, q);
+    std::printf(
+        "%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %8.1f "
+        "%8.1f\n",
+        (long long)r.batch, (long long)r.length, (long long)r.y_channels, (long long)r.x_channels, r.taps, r.stride,
+        work / rate / 1e6, g, work / g / 1e6, fprop_plan.tile_columns, fprop_plan.splits, x, work / x / 1e6,
+        dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.height, wgrad_plan.splits, p, q);
   }
 }
 

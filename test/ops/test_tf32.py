@@ -102,7 +102,9 @@ def test_residual_block(c_in, tf32):
     exact, other = run(double, torch.float64), run(plain, torch.float32)
     got = run(block, torch.float32)
     for name, gradient in got.items():
-        assert _error(gradient, exact[name]) < max(_error(other[name], exact[name]) * 1.2, 3e-6), name
+        assert _error(gradient, exact[name]) < max(_error(other[name], exact[name]) * 1.2, 3e-6), (
+            name
+        )
     assert ("wgrad_tf32" in _kernels(lambda: run(block, torch.float32))) == tf32
 
 

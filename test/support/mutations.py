@@ -32,7 +32,10 @@ _TESTS = {
     "test/kernels/conv1d_test.cu": [
         f"kernels/{name}"
         for name in (
-            *(f"cuda/conv1d/{file}" for file in ("convolution.cu", "wgrad.cu", "wgrad_tf32.cu", "pack.cu")),
+            *(
+                f"cuda/conv1d/{file}"
+                for file in ("convolution.cu", "wgrad.cu", "wgrad_tf32.cu", "pack.cu")
+            ),
             *("cuda/conv1d/tensor_map.cpp", "plans/conv1d/plan.cpp"),
         )
     ],

@@ -85,10 +85,10 @@ __device__ __forceinline__ uint64_t unswizzled(uint32_t first, uint32_t channel_
                                                                    ", %" #b_mn_at ";\n}"                              \
                : DPA_ACC_##registers(0)                                                                               \
                : "l"(a), "l"(b), "r"(add), "n"(kAMajorM), "n"(kBMajorN))
-#define DPA_MMA_SS_TF32(n, registers, a_at, b_at, add_at)                                                      \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n   \
-               "k8.f32.tf32.tf32 {" DPA_NAMES_##registers "}, %" #a_at ", %" #b_at ", add, 1, 1;\n}"            \
-               : DPA_ACC_##registers(0)                                                                        \
+#define DPA_MMA_SS_TF32(n, registers, a_at, b_at, add_at)                                                    \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
+               "k8.f32.tf32.tf32 {" DPA_NAMES_##registers "}, %" #a_at ", %" #b_at ", add, 1, 1;\n}"         \
+               : DPA_ACC_##registers(0)                                                                      \
                : "l"(a), "l"(b), "r"(add))
 // a in four registers.
 #define DPA_MMA_RS(n, type, registers, a0, a1, a2, a3, b_at)                                                      \
@@ -98,11 +98,11 @@ __device__ __forceinline__ uint64_t unswizzled(uint32_t first, uint32_t channel_
                : DPA_ACC_##registers(0)                                                                           \
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b))
 
-#define DPA_MMA_RS_TF32(n, registers, a0, a1, a2, a3, b_at)                                                       \
-  asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 1, 1;\nwgmma.mma_async.sync.aligned.m64n" #n                 \
-               "k8.f32.tf32.tf32 {" DPA_NAMES_##registers "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b_at      \
-               ", add, 1, 1;\n}"                                                                                  \
-               : DPA_ACC_##registers(0)                                                                           \
+#define DPA_MMA_RS_TF32(n, registers, a0, a1, a2, a3, b_at)                                                   \
+  asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 1, 1;\nwgmma.mma_async.sync.aligned.m64n" #n             \
+               "k8.f32.tf32.tf32 {" DPA_NAMES_##registers "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b_at \
+                                                          ", add, 1, 1;\n}"                                   \
+               : DPA_ACC_##registers(0)                                                                       \
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b))
 
 // d = a b, or d += a b where `add`. A row of an operand runs along K, or along M (kAMajorM) or N (kBMajorN).

@@ -73,7 +73,8 @@ struct Producer {
   __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
     const bool shortcut = kShortcut && i == work.terms;
     const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
-    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i], channel = box % args.plan.chunks * kStepChannels<T>;
+    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i],
+              channel = box % args.plan.chunks * kStepChannels<T>;
     const uint32_t full = acquire(pipelines.weights, at, Shape::kWeightBytes);
     const uint32_t to = memory + Shape::kBoxesBytes + at.stage * Shape::kWeightBytes;
     if constexpr (kMajorN) {
@@ -89,8 +90,8 @@ struct Producer {
     const int shift = args.plan.together ? args.plan.lowest : args.plan.shift[coord.phase][term(box)];
     const int chunk = box % args.plan.chunks, more = chunk - args.x_chunks;
     ptx::tma_load(memory + at.stage * args.box_stage, more < 0 ? &maps.x : &maps.more_x,
-                  (more < 0 ? chunk : more) * kStepChannels<T>, coord.first_sample, coord.first_time * args.plan.stride + shift,
-                  acquire(pipelines.boxes, at, args.box_bytes));
+                  (more < 0 ? chunk : more) * kStepChannels<T>, coord.first_sample,
+                  coord.first_time * args.plan.stride + shift, acquire(pipelines.boxes, at, args.box_bytes));
   }
 
   __device__ void run() const {
@@ -144,8 +145,8 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   const auto contract = [&](float(&to)[kSums], int start) {
     wgmma::fence();
     const uint64_t a = wgmma::swizzled(rows + box_at.stage * args.box_stage + start, 16, 1024, wgmma::Swizzle::k128);
-    const uint64_t b = wgmma::swizzled(weights + weight_at.stage * Shape::kWeightBytes, kMajorN ? kChunk * kRowBytes : 16,
-                                       1024, wgmma::Swizzle::k128);
+    const uint64_t b = wgmma::swizzled(weights + weight_at.stage * Shape::kWeightBytes,
+                                       kMajorN ? kChunk * kRowBytes : 16, 1024, wgmma::Swizzle::k128);
 #pragma unroll
     for (int k = 0; k < kRowBytes / 32; ++k)
       wgmma::mma_ss<T, kColumns, 0, kMajorN>(to, a + k * 2, b + k * (kMajorN ? 128 : 2), 1);
@@ -270,8 +271,8 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   const int step_channels = chunk(conv.dtype);  // of a step
   const int box_times = plan.rows.time + plan.reach, box_rows = box_times * plan.rows.samples;
   const auto x_map = [&](const void* rows, int64_t channels, CUtensorMap* map) {
-    return make_map({conv.dtype, rows, conv.batch, x_length, padded(channels), plan.rows.samples, box_times, step_channels,
-                     plan.stride, /*planes_inside=*/true},
+    return make_map({conv.dtype, rows, conv.batch, x_length, padded(channels), plan.rows.samples, box_times,
+                     step_channels, plan.stride, /*planes_inside=*/true},
                     map);
   };
   if (const auto error = x_map(x.rows, x.more ? x.channels : x_channels, &maps.x)) return error;

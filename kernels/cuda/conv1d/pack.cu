@@ -222,8 +222,7 @@ cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_
   return launch_dependent(kernel, packings.count, kChangeSamples, stream, packings, seen, wanted);
 }
 
-cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream,
-                     DType dtype) {
+cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream, DType dtype) {
   constexpr int kPadThreads = 256;
   const auto go = [&](auto* to) {
     using Bits = std::remove_pointer_t<decltype(to)>;

@@ -37,10 +37,10 @@ struct Tf32Shape {
   static constexpr uint32_t kStageBytes = kTransposedAt + kAtoms * kXBox;
   static constexpr int kStages = 220 * 1024 / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes + kAlignment;
-  static constexpr int kSums = kColumns / 2;    // of a thread in 64 channels i
-  static constexpr int kRow = kColumns + 8;     // of the tile, in words: a warp's rows start at different banks
+  static constexpr int kSums = kColumns / 2;     // of a thread in 64 channels i
+  static constexpr int kRow = kColumns + 8;      // of the tile, in words: a warp's rows start at different banks
   static constexpr int kOperands = 4 / kHeight;  // left operands in registers: of the MMAs in flight, and of the next
-  static constexpr int kProducerThreads = 128;  // a whole warpgroup can give registers away
+  static constexpr int kProducerThreads = 128;   // a whole warpgroup can give registers away
   static constexpr int kTransposers = kProducerThreads / 32 - 1;
   static_assert(kYChannels * kRow * 4 <= kStages * kStageBytes, "the tile of sums replaces the stages");
 };
@@ -113,8 +113,8 @@ __device__ __forceinline__ void consume_rows(const WgradArgs& args, uint32_t buf
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
     const int sample = lane % 4 * 2 + odd, sixteen = warp % 2 * 4 + lane / 16;
-    at_sample[odd] = (group * kHeight * 2 + warp / 2) * Shape::kYBox + sample * 128 + ((sixteen ^ sample) << 4) +
-                     lane / 4 % 4 * 4;
+    at_sample[odd] =
+        (group * kHeight * 2 + warp / 2) * Shape::kYBox + sample * 128 + ((sixteen ^ sample) << 4) + lane / 4 % 4 * 4;
   }
   const int slide = args.stride * Shape::kAtoms * 4 * 16;  // of the right operand from time to time, in units
   float sums[kHeight][Shape::kSums];
@@ -130,8 +130,8 @@ __device__ __forceinline__ void consume_rows(const WgradArgs& args, uint32_t buf
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, at.advance(Shape::kStages)) {
     const uint32_t y = buffer + at.stage * Shape::kStageBytes;
-    uint64_t b = static_cast<uint64_t>(16) << 32 | static_cast<uint64_t>(8) << 16 |
-                 wgmma::units(y + Shape::kTransposedAt);
+    uint64_t b =
+        static_cast<uint64_t>(16) << 32 | static_cast<uint64_t>(8) << 16 | wgmma::units(y + Shape::kTransposedAt);
     ptx::barrier_wait(full_barrier(pipeline.loads, at), at.phase);
 #pragma unroll
     for (int t = 0; t < kTimes; ++t, b += slide) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void consume_rows(const WgradArgs& args, uint32_t buf
         const uint32_t even = y + at_sample[0] + t * Shape::kTimeBytes + m * 2 * Shape::kYBox;
         const uint32_t odd = y + at_sample[1] + t * Shape::kTimeBytes + m * 2 * Shape::kYBox;
         a[t % Shape::kOperands][m] = make_uint4(ptx::load_shared_word(even), ptx::load_shared_word(even ^ 32),
-                                 ptx::load_shared_word(odd), ptx::load_shared_word(odd ^ 32));
+                                                ptx::load_shared_word(odd), ptx::load_shared_word(odd ^ 32));
       }
       if (t == 0) ptx::barrier_wait(ptx::shared_address(&pipeline.transposed[at.stage]), at.phase);
       wgmma::fence();
@@ -222,8 +222,9 @@ cudaError_t wgrad_tf32(const Conv1d& conv_, const void* y, const void* x, void* 
     conv.batch = count / kTimes, conv.y_length = conv.x_length = kTimes;
   const WgradPlan plan = plan_wgrad(conv, multiprocessors());
   const auto boxes = [&](const void* rows, int64_t length, int64_t channels, int times, int64_t pitch) {
-    return Boxes{conv.dtype, rows,  conv.batch, length, padded(channels), kSamples,
-                 times,      32, /*row_step=*/1, /*planes_inside=*/true, pitch};
+    return Boxes{conv.dtype, rows,  conv.batch, length,         padded(channels),
+                 kSamples,   times, 32,         /*row_step=*/1, /*planes_inside=*/true,
+                 pitch};
   };
   CUtensorMap y_map, x_map;
   if (const auto error = make_map(boxes(y, conv.y_length, conv.y_channels, kTimes, y_pitch), &y_map)) return error;

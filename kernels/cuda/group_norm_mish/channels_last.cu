@@ -288,7 +288,8 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
     float scale[kChannels], films[2 * kChannels] = {};  // the latter: gradients of scale, then of shift
     if constexpr (kFilm) load_channels(scale, at_or_null<T>(in.scale, sample * in.scale_stride + coord.channel), 1.0f);
     const Statistics s(x, coord, rows, over, in, scratch);
-    float normalized_grad[V][kChannels], sum = 0, dot = 0;  // the normalised input's gradient; its sums with 1 and with it
+    float normalized_grad[V][kChannels], sum = 0,
+                                         dot = 0;  // the normalised input's gradient; its sums with 1 and with it
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       if (coord.row + k * coord.step >= rows) break;
