@@ -142,8 +142,8 @@ class Chain {
     const bool convolves = block_[kResidualWeight].defined() && mask[kInput];
     Tensor residual;
     Branches parameters, beside, packing;
-    parameters.fork(), packing.fork();
-    if (fresh) pack_transposed(kConv2Weight, packing.side());
+    parameters.fork();
+    if (fresh) packing.fork(), pack_transposed(kConv2Weight, packing.side());
     if (convolves) beside.fork();
     normalise_back(second_norm(saved.conv2), through, grad_conv2, kSecond, mask, partials[0], to);
     if (convolves) {
@@ -155,7 +155,7 @@ class Chain {
     }
     residual_back(grad, x, mask, to, parameters);
     parameters.fork();
-    packing.join();
+    if (fresh) packing.join();
     convolve_back(kConv2Weight, !fresh, grad_conv2, nullptr, grad_activation, stream_);
     if (fresh && mask[kInput]) pack_transposed(kConv1Weight, packing.side());
     weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters);
@@ -164,7 +164,7 @@ class Chain {
     normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, kFirst, mask, partials[1], to);
     parameters.fork();
     if (convolves) beside.join();
-    packing.join();
+    if (fresh) packing.join();
     if (mask[kInput]) {
       to[kInput] = input_like();
       convolve_back(kConv1Weight, !fresh, grad_conv1, through, to[kInput].mutable_data_ptr(), stream_);
