@@ -37,10 +37,9 @@ struct Tf32Shape {
   static constexpr uint32_t kStageBytes = kTransposedAt + kAtoms * kXBox;
   static constexpr int kStages = 220 * 1024 / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes + kAlignment;
-  static constexpr int kSums = kColumns / 2;     // of a thread in 64 channels i
-  static constexpr int kRow = kColumns + 8;      // of the tile, in words: a warp's rows start at different banks
-  static constexpr int kOperands = 4 / kHeight;  // left operands in registers: of the MMAs in flight, and of the next
-  static constexpr int kProducerThreads = 128;   // a whole warpgroup can give registers away
+  static constexpr int kSums = kColumns / 2;    // of a thread in 64 channels i
+  static constexpr int kRow = kColumns + 8;     // of the tile, in words: a warp's rows start at different banks
+  static constexpr int kProducerThreads = 128;  // a whole warpgroup can give registers away
   static constexpr int kTransposers = kProducerThreads / 32 - 1;
   static_assert(kYChannels * kRow * 4 <= kStages * kStageBytes, "the tile of sums replaces the stages");
 };
@@ -122,9 +121,8 @@ __device__ __forceinline__ void consume_rows(const WgradArgs& args, uint32_t buf
   for (int m = 0; m < kHeight; ++m)
 #pragma unroll
     for (int i = 0; i < Shape::kSums; ++i) sums[m][i] = 0;
-  constexpr int kInFlight = Shape::kOperands - 1;
-  static_assert(kTimes % Shape::kOperands == 0, "a time has the same registers in every step");
-  uint4 a[Shape::kOperands][kHeight];
+  static_assert(kTimes % 2 == 0, "a time has the same registers in every step");
+  uint4 a[2][kHeight];  // of the MMAs in flight, and of the next
   PipelineState at;
   int previous = -1;
 #pragma unroll 1
@@ -139,16 +137,16 @@ __device__ __forceinline__ void consume_rows(const WgradArgs& args, uint32_t buf
       for (int m = 0; m < kHeight; ++m) {
         const uint32_t even = y + at_sample[0] + t * Shape::kTimeBytes + m * 2 * Shape::kYBox;
         const uint32_t odd = y + at_sample[1] + t * Shape::kTimeBytes + m * 2 * Shape::kYBox;
-        a[t % Shape::kOperands][m] = make_uint4(ptx::load_shared_word(even), ptx::load_shared_word(even ^ 32),
-                                                ptx::load_shared_word(odd), ptx::load_shared_word(odd ^ 32));
+        a[t % 2][m] = make_uint4(ptx::load_shared_word(even), ptx::load_shared_word(even ^ 32),
+                                 ptx::load_shared_word(odd), ptx::load_shared_word(odd ^ 32));
       }
       if (t == 0) ptx::barrier_wait(ptx::shared_address(&pipeline.transposed[at.stage]), at.phase);
       wgmma::fence();
 #pragma unroll
-      for (int m = 0; m < kHeight; ++m) wgmma::mma_rs<float, Shape::kColumns>(sums[m], a[t % Shape::kOperands][m], b);
+      for (int m = 0; m < kHeight; ++m) wgmma::mma_rs<float, Shape::kColumns>(sums[m], a[t % 2][m], b);
       wgmma::commit();
-      wgmma::wait<kInFlight>();
-      if (t == kInFlight - 1 && previous >= 0) release(pipeline.loads, previous);
+      wgmma::wait<1>();
+      if (t == 0 && previous >= 0) release(pipeline.loads, previous);
     }
     previous = at.stage;
   }
