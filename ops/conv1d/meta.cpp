@@ -1,6 +1,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include "kernels/plans/conv1d/shape.h"
 #include "ops/common/strides.h"
@@ -29,8 +30,13 @@ bool conv1d_packs(const Tensor& input, const Tensor& weight, int64_t stride, int
 }
 
 bool convolves_in_tf32() {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 10
+  const auto* const convolutions = "conv";
+#else
+  const auto convolutions = at::Float32Op::CONV;
+#endif
   const auto& context = at::globalContext();
-  return context.userEnabledCuDNN() && context.allowTF32CuDNN(at::Float32Op::CONV);
+  return context.userEnabledCuDNN() && context.allowTF32CuDNN(convolutions);
 }
 
 bool conv1d_in_tf32(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {

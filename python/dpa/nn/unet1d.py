@@ -59,7 +59,8 @@ def _trains_in_tf32(weight: Tensor) -> bool:
     if weight.dtype != torch.float32 or torch.compiler.is_compiling():
         return False
     cudnn = torch.backends.cudnn
-    return torch.is_grad_enabled() and cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
+    allowed = cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
+    return bool(allowed and torch.is_grad_enabled())
 
 
 def _join(x: Tensor, skip: Tensor) -> Tensor:
