@@ -1,7 +1,9 @@
 """Policies whose loops or networks are of other kinds, true in structure to those that people have.
 
-Each was compared by hand with the project that its docstring names: the same attributes, arguments,
-order of random numbers and arithmetic, with small networks.
+Each has the attributes, arguments, order of random numbers and arithmetic of the project's class
+that its docstring names, with small networks. The projects' own classes of three were accelerated
+once by hand, with results equal to 1e-6: TransformerForDiffusion's and RTI-DP's lowdim policies,
+and multi_task_dit.
 """
 
 from types import SimpleNamespace
