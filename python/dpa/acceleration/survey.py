@@ -16,13 +16,11 @@ from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
 from dpa.library import html
-from dpa.nn.family import Network, NotInFamily, recognise
+from dpa.nn.family import Network, NotInFamily, recognise, resembles
 from dpa.packed.unet import config_of, runs_packed
 from dpa.sampling.sampler import is_of_family
 from dpa.tracking.replacing import BESIDE, replaced
 from dpa.training.graphed_calls import replaced_forward
-
-_NEAR = ("down_modules", "up_modules")  # who has these meant to be a U-Net: say why it is none
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Survey:
         self.modules = list(modules_of(model))
         self.networks: dict[nn.Module, Network | str] = {}
         for _, module in self.modules:
-            if all(hasattr(module, part) for part in _NEAR):
+            if resembles(module):
                 self.networks[module] = _recognised(module)
         owners = [] if is_scheduler(model) else list(owners_of(model))
         places = [place for path, owner in owners for place in _loops_of(path, owner)]
@@ -305,16 +303,18 @@ def _recognised(module: nn.Module) -> Network | str:
 
 
 def _how(module: nn.Module, network: Network, mode: str) -> str:
-    parameter = next(module.parameters())
+    parameter, kinds = next(module.parameters()), network.parts_in_words()
+    beside = f"; PyTorch runs {' and '.join(kinds)}" if kinds else ""
     if mode == "chain" or parameter.dtype == torch.float64:
-        return "layer by layer with dpa's ops"
+        return f"layer by layer with dpa's ops{beside}"
     try:
         config_of(network)
     except ValueError as error:
-        return f"layer by layer with dpa's ops: {error}"
+        return f"layer by layer with dpa's ops: {error}{beside}"
+    kind = parameter.device.type
     if not runs_packed(parameter.device):
-        return f"layer by layer with dpa's ops: no packed kernels on {parameter.device.type}"
-    return "one op on packed weights"
+        return f"layer by layer with dpa's ops: no packed kernels on {kind}{beside}"
+    return f"one op on packed weights{beside}"
 
 
 def _how_loop(policy: Any, loop: Loop) -> str:

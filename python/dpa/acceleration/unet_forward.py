@@ -130,6 +130,8 @@ class FastForward(Replacement):
         config = getattr(self.unet, "config", None)
         if self.unet.training and getattr(config, "gradient_checkpointing", False):
             return "it recomputes activations to save memory, as its gradient_checkpointing says"
+        if network.drops():
+            return "it drops values at random in training"
         if network.tracker.hooked():  # whoever watches the layers would see nothing of a fused run
             return "its layers have hooks"
         if self.weight.device.type not in _DEVICES:
@@ -220,11 +222,15 @@ class FastForward(Replacement):
         if len(call) != len(args) + len(kwargs) or any(name not in inputs for name in call):
             return None
         sample = call.pop(inputs[0], None)
+        try:
+            call = self.network.translated(self.unet, call)
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            return None
         timestep = call.pop("timestep", None)
         # Subclasses trace or distribute; a timestep that is a float, the original may truncate.
         if type(sample) is not Tensor or not isinstance(timestep, (Tensor, int)):
             return None
-        return sample, timestep, {name: x for name, x in call.items() if x is not None}
+        return sample, timestep, call
 
     def _kind(self) -> tuple[Any, ...]:
         """Return what calls have in common that one comparison stands for."""
@@ -242,8 +248,8 @@ class FastForward(Replacement):
             Whether the layers agree with the original in the precision that is due.
 
         """
-        kind = (*self._kind()[:3], True)
-        if self.shadow.passed(kind) is None and self.layers is not None and _may_read():
+        kind, possible = (*self._kind()[:3], True), self.network.called_alike and _may_read()
+        if self.shadow.passed(kind) is None and self.layers is not None and possible:
             sample, timestep, conditions = example(self.network, self.weight)
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
                 self.shadow.run_both(
@@ -288,7 +294,8 @@ class FastForward(Replacement):
         if isinstance(timestep, int) or (timestep.device.type == "cpu" and timestep.dim() == 0):
             steps = torch.full((batch,), float(timestep), dtype=torch.float32, device=sample.device)
         else:
-            steps = timestep.to(sample.device, torch.float32).expand(batch)
+            steps = timestep.to(sample.device, torch.float32)
+            steps = steps.expand(batch) if steps.dim() < 2 else steps
         cond = conditions.get("global_cond")
         out = packed.run(sample.float(), steps, None if cond is None else cond.float())
         return out.to(precision)

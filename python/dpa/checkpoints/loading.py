@@ -27,8 +27,8 @@ from dpa.nn.family import (
     prefixes,
     switched_off,
     template,
-    without_film,
 )
+from dpa.nn.network import without_film
 from dpa.nn.unet1d import ConditionalUnet1D
 
 _DEPTH = 16  # of nested dicts

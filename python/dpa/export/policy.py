@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.nn.family import recognise
 from dpa.packed.unet import PackedUnet
 from dpa.schedulers.conversion import StepTable
 
@@ -120,10 +119,13 @@ class _Packed(_Exported):
     ):
         super().__init__(table, around)
         network = PackedUnet(unet, dtype)
+        if not network.network.called_alike:
+            kind = type(unet).__name__
+            raise ValueError(f"unet must take what the original takes to be exported, got {kind}")
         self.dtype = dtype
         self.dtype_name = str(dtype).removeprefix("torch.")
         self.config = network.config
-        self.conditioned = recognise(unet).arguments.get("global_cond_dim") is not None
+        self.conditioned = network.network.arguments.get("global_cond_dim") is not None
         self.register_buffer("weights", network.repack())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -12,22 +12,24 @@ Everything in dpa uses the original's names.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpa.nn.blocks1d import Conv1d, ConvTranspose1d
+from dpa.nn.network import Network, NotInFamily, shapes, template
+from dpa.nn.parts import ATTENTION, ENCODER, FILM, reduce_to
 from dpa.nn.unet1d import ConditionalUnet1D
+from dpa.nn.variants import LEROBOT, ORIGINAL, VARIANTS, Variant
 from dpa.tracking import Tracker
 
 _FIRST_CONV = re.compile(r"down_modules\.0\.0\.(?:blocks\.0|conv1)\.block\.0\.weight$")
-_PARTS = ("diffusion_step_encoder", "down_modules", "mid_modules", "up_modules", "final_conv")
+_PARTS = (ENCODER, "down_modules", "mid_modules", "up_modules", "final_conv")
+_LAYERS = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm, nn.Mish)
 # What a network of somebody else's has where ours has its own convolutions.
 _PLAIN = {Conv1d: nn.Conv1d, ConvTranspose1d: nn.ConvTranspose1d}
 # DP3's switches, and which residual blocks each of them conditions.
@@ -38,15 +40,9 @@ _SWITCHES = {
 }
 
 
-class NotInFamily(ValueError):
-    """The network is not a conditional U-Net of the family; the message says what differs."""
-
-
 def original_name(name: str) -> str:
     """Return the original's name of a parameter that the original or LeRobot names ``name``."""
-    name = name.replace("_orig_mod.", "")
-    name = re.sub(r"\bconv([12])\.block\.", lambda m: f"blocks.{int(m[1]) - 1}.block.", name)
-    return re.sub(r"((?:down|up)_modules\.\d+\.2)\.(weight|bias)$", r"\1.conv.\2", name)
+    return LEROBOT.original_name(name.replace("_orig_mod.", ""))
 
 
 def lerobot_name(name: str) -> str:
@@ -96,18 +92,26 @@ def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str
     return lines
 
 
-def arguments_from_shapes(weights: Mapping[str, Any], n_groups: int = 8) -> dict[str, Any]:
+def arguments_from_shapes(
+    weights: Mapping[str, Any], n_groups: int = 8, *, other_parts: bool = False
+) -> dict[str, Any]:
     """Return the arguments of :class:`dpa.nn.ConditionalUnet1D` that fit these weights.
 
     Args:
         weights: tensors by the original's names. A few may be missing: each argument is read off
             whichever weight shows it.
         n_groups: of the GroupNorms, which no shape shows.
+        other_parts: whether embedding and FiLM may have more or fewer layers than the original's.
 
     Raises:
         NotInFamily: the weights show no such network, naming one that would.
 
     """
+
+    def layer(part: str, pick: Callable[[Iterable[int]], int], usual: int) -> str:
+        found = (re.match(rf"{part}\.(?P<layer>\d+)\.weight$", name) for name in weights)
+        numbers = [int(match["layer"]) for match in found if match]
+        return rf"{part}\.{pick(numbers) if other_parts and numbers else usual}"
 
     def size(dim: int, *patterns: str) -> int:
         for pattern in patterns:
@@ -127,10 +131,12 @@ def arguments_from_shapes(weights: Mapping[str, Any], n_groups: int = 8) -> dict
         )
         for level in range(max(levels) + 1)
     ]
-    step_dim = size(0, r"diffusion_step_encoder\.3\.weight", r"diffusion_step_encoder\.3\.bias")
-    film = r"(down|mid|up)_modules\..*cond_encoder\.1\.weight"
-    cond_dim = size(1, film) - step_dim
-    first_film = r"down_modules\.0\.[01]\.cond_encoder\.1\.(weight|bias)"
+    step = layer("diffusion_step_encoder", max, 3)
+    step_dim = size(0, rf"{step}\.weight", rf"{step}\.bias")
+    cond_dim = (
+        size(1, layer(r"(down|mid|up)_modules\..*cond_encoder", min, 1) + r"\.weight") - step_dim
+    )
+    film = layer(r"down_modules\.0\.[01]\.cond_encoder", max, 1) + r"\.(weight|bias)"
     arguments: dict[str, Any] = {
         "input_dim": size(0, r"final_conv\.1\.weight", r"final_conv\.1\.bias"),
         "global_cond_dim": cond_dim or None,
@@ -138,7 +144,7 @@ def arguments_from_shapes(weights: Mapping[str, Any], n_groups: int = 8) -> dict
         "down_dims": tuple(down_dims),
         "kernel_size": size(2, r"(down|mid|up)_modules\..*\.blocks\.[01]\.block\.0\.weight"),
         "n_groups": n_groups,
-        "cond_predict_scale": size(0, first_film) == 2 * down_dims[0],
+        "cond_predict_scale": size(0, film) == 2 * down_dims[0],
     }
     local = r"local_cond_encoder\.0\.blocks\.0\.block\.0\.weight"
     if any(name.startswith("local_cond_encoder.") for name in weights):
@@ -146,96 +152,17 @@ def arguments_from_shapes(weights: Mapping[str, Any], n_groups: int = 8) -> dict
     return arguments
 
 
-def template(arguments: Mapping[str, Any]) -> ConditionalUnet1D:
-    """Return the network of these arguments on the meta device: all shapes, no memory.
-
-    Raises:
-        NotInFamily: the constructor refuses the arguments.
-
-    """
-    try:
-        with torch.device("meta"):
-            return ConditionalUnet1D(**arguments)
-    except (ValueError, RuntimeError) as error:
-        raise NotInFamily(str(error)) from None
-
-
 def switched_off(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the beginnings of the names of the residual blocks that DP3's switches leave bare."""
     return tuple(begin for name, begin in _SWITCHES.items() if not settings.get(name, True))
 
 
-def without_film(
-    weights: Mapping[str, Tensor], begins: tuple[str, ...], scale: bool
-) -> dict[str, Tensor]:
-    """Return the weights with a constant FiLM, scale 1 and shift 0, where names begin so."""
-    changed = dict(weights)
-    for key, value in weights.items():
-        if key.startswith(begins) and ".cond_encoder." in key:
-            changed[key] = torch.zeros_like(value)
-            if key.endswith(".bias") and scale:
-                changed[key][: value.shape[0] // 2] = 1
-    return changed
-
-
-@dataclass(frozen=True, eq=False)
-class Network:
-    """A live module that was recognised as a U-Net of the family.
-
-    Attributes:
-        arguments: those of :class:`dpa.nn.ConditionalUnet1D`.
-        inputs: the names of the arguments of its forward, in order.
-        slots: where each parameter lives: (module, name in it), by the original's names.
-        tracker: of its modules, as they were when it was recognised.
-        twin: dpa's network of these arguments, on the meta device.
-        unconditioned: beginnings of the names of residual blocks that run without FiLM (DP3).
-
-    """
-
-    arguments: dict[str, Any]
-    inputs: tuple[str, ...]
-    slots: dict[str, tuple[nn.Module, str]] = field(repr=False)
-    tracker: Tracker = field(repr=False)
-    twin: ConditionalUnet1D = field(repr=False)
-    unconditioned: tuple[str, ...] = ()
-
-    @property
-    def local_cond_dim(self) -> int | None:
-        """Width of the local conditioning; None of a network without it."""
-        return self.arguments.get("local_cond_dim")
-
-    def changed(self) -> bool:
-        """Whether a module was added, removed, replaced or set up anew, or a parameter is gone."""
-        return not self.tracker.unchanged() or any(
-            module._parameters.get(name) is None for module, name in self.slots.values()
-        )
-
-    def changed_in_trace(self, module: nn.Module) -> bool:
-        """The same of ``module`` in what compilers trace; what they read here they watch."""
-        layers = list(module.modules())[1:]
-        pairs = zip(layers, list(self.tracker.modules.values())[1:], strict=True)
-        return any(layer is not then or _is_odd(layer) for layer, then in pairs)
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that the module has now, by the original's names."""
-        return {key: module._parameters[name] for key, (module, name) in self.slots.items()}
-
-    def layers(self) -> nn.Module | None:
-        """Return dpa's layers on the same parameters, whatever replaces one later.
-
-        None where blocks are unconditioned, which dpa's are not.
-        """
-        if self.unconditioned:
-            return None
-        layers = copy.deepcopy(self.twin).eval()
-        for key, (module, _) in self.slots.items():
-            vars(layers.get_submodule(key.rpartition(".")[0]))["_parameters"] = module._parameters
-        return layers
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights that give the original's network the mathematics of this one."""
-        weights = {key: value.detach() for key, value in self.parameters().items()}
-        return without_film(weights, self.unconditioned, self.arguments["cond_predict_scale"])
+def resembles(module: nn.Module) -> bool:
+    """Whether a module means to be a U-Net of the family, so that it matters why it is none."""
+    if all(hasattr(module, part) for part in ("down_modules", "up_modules")):
+        return True
+    levels = all(hasattr(module, part) for part in ("downs", "ups"))
+    return levels and _variant_of(module) is not ORIGINAL
 
 
 def recognise(module: nn.Module) -> Network:
@@ -247,67 +174,106 @@ def recognise(module: nn.Module) -> Network:
         NotInFamily: with the first thing that differs.
 
     """
-    missing = [part for part in _PARTS if not isinstance(getattr(module, part, None), nn.Module)]
-    if missing:
-        raise NotInFamily(f"{type(module).__name__} has no {', '.join(missing)}")
-    slots: dict[str, tuple[nn.Module, str]] = {}
+    kind, variant = type(module).__name__, _variant_of(module)
+    paths = {path: variant.original_name(path) for path, _ in module.named_modules()}
+    layers = {paths[path]: layer for path, layer in module.named_modules()}
+    tops = {path.partition(".")[0] for path in layers}
+    if missing := [part for part in _PARTS if part not in tops]:
+        raise NotInFamily(f"{kind} has no {', '.join(missing)}")
+    slots = {}
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:
-                slots[original_name(f"{path}.{name}".lstrip("."))] = (owner, name)
-    live = {key: owner._parameters[name] for key, (owner, name) in slots.items()}
-    norms = [m for m in module.down_modules.modules() if isinstance(m, nn.GroupNorm)]
+                key = f"{path}.{name}".lstrip(".").replace("_orig_mod.", "")
+                slots[variant.original_name(key)] = (owner, name)
+    others = (*variant.unused, *variant.extra)
+    live = {k: owner._parameters[n] for k, (owner, n) in slots.items() if not k.startswith(others)}
+    norms = [m for p, m in layers.items() if _is_norm(m, variant) and p.startswith("down_modules.")]
     if not norms:
-        raise NotInFamily(f"{type(module).__name__} has no GroupNorm in down_modules")
-    twin = template(arguments := arguments_from_shapes(live, norms[0].num_groups))
-    if lines := differences(live, dict(twin.named_parameters())):
+        raise NotInFamily(f"{kind} has no GroupNorm in down_modules")
+    arguments = arguments_from_shapes(live, norms[0].num_groups, other_parts=True)
+    twin = template(arguments)
+    reduce_to(twin, variant.blocks, norms[0].eps)
+    parts = _parts(module, variant, layers, live, twin)
+    within = tuple(f"{path}." for path in parts)
+    live = {key: value for key, value in live.items() if not key.startswith(within)}
+    ours = {k: v for k, v in twin.named_parameters() if not k.startswith(within)}
+    if lines := differences(live, ours):
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-        raise NotInFamily(f"{type(module).__name__}'s parameters differ: {lines[0]}{more}")
-    _check_layers(module, twin)
-    off = switched_off({name: getattr(module, name, True) for name in _SWITCHES})
-    return Network(arguments, _forward_inputs(module), slots, Tracker(module), twin, off)
-
-
-def _is_odd(layer: nn.Module) -> bool:
-    """Whether something is set that no layer of the family has; reads all that may be set."""
-    if layer.forward is None:
-        return True
-    if isinstance(layer, nn.GroupNorm):
-        return layer.eps != 1e-5 or layer.num_groups < 1
-    if isinstance(layer, (nn.Conv1d, nn.ConvTranspose1d)):
-        usual = layer.padding_mode == "zeros" and layer.dilation == (1,) and layer.groups == 1
-        lengths = (layer.padding, layer.output_padding, layer.stride)
-        return not usual or any(length < (0,) for length in lengths)
-    return False
-
-
-def _check_layers(module: nn.Module, twin: nn.Module) -> None:
-    """Raise unless the layers have the types and settings that the family's have."""
-    layers = dict(module.named_modules())
-    lerobot = "down_modules.0.0.conv1" in layers
+        raise NotInFamily(f"{kind}'s parameters differ: {lines[0]}{more}")
+    theirs = {original: path for path, original in paths.items()}
     for path, expected in twin.named_modules():
-        if not isinstance(
-            expected, (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm, nn.Mish)
-        ):
-            continue
-        path = lerobot_name(path) if lerobot else path
-        got = layers.get(path)
+        if not path.startswith(within):
+            _check_layer(kind, theirs.get(path, path), layers.get(path), expected, variant)
+    off = switched_off({name: getattr(module, name, True) for name in _SWITCHES})
+    inputs = _forward_inputs(module, variant)
+    return Network(variant, arguments, inputs, slots, Tracker(module), twin, parts, off)
+
+
+def _variant_of(module: nn.Module) -> Variant:
+    names = [name for name, _ in module.named_parameters()]
+    names += inspect.signature(type(module).forward).parameters
+    return next(variant for variant in VARIANTS if variant.fits(names))
+
+
+def _is_norm(layer: nn.Module, variant: Variant) -> bool:
+    return isinstance(layer, nn.GroupNorm) or type(layer).__name__ in variant.norms
+
+
+def _parts(
+    module: nn.Module,
+    variant: Variant,
+    layers: dict[str, nn.Module],
+    live: dict[str, Tensor],
+    twin: ConditionalUnet1D,
+) -> dict[str, nn.Module]:
+    """Return what PyTorch runs: the parts that are there, but made of other layers."""
+    expected = shapes(twin)
+
+    def differs(path: str) -> bool:
+        of_twin = {k: v for k, v in expected.items() if k.startswith(f"{path}.")}
+        return {k: v.shape for k, v in live.items() if k.startswith(f"{path}.")} != of_twin
+
+    parts = {}
+    if variant.embedding != (ENCODER,) or differs(ENCODER):
+        parts[ENCODER] = nn.Sequential(*map(module.get_submodule, variant.embedding))
+    films = [path for path in layers if path.endswith(FILM)]
+    # Where a few of them differ somebody has changed those few.
+    if all(differs(path) and isinstance(layers[path], nn.Sequential) for path in films):
+        parts |= {path: layers[path] for path in films}
+    for path, layer in layers.items():
+        if path.endswith(ATTENTION) and not isinstance(layer, nn.Identity):
+            parts[path] = layer
+    return parts
+
+
+def _check_layer(
+    kind: str, path: str, got: nn.Module | None, expected: nn.Module, variant: Variant
+) -> None:
+    """Raise unless a layer has the type and settings that the family's have."""
+    if not isinstance(expected, _LAYERS):
+        return
+    if isinstance(expected, nn.GroupNorm) and type(got).__name__ in variant.norms:
+        known: tuple[Any, ...] = (type(got),)
+        same = (got.num_groups, got.eps) == (expected.num_groups, expected.eps)
+    else:
         known = (type(expected), _PLAIN.get(type(expected)))
-        if type(got) in known and "forward" in vars(got):
-            raise NotInFamily(f"{type(module).__name__}.{path} has a forward of its own")
-        if type(got) not in known or got.extra_repr() != expected.extra_repr():
-            raise NotInFamily(f"{type(module).__name__}.{path} must be {expected}, got {got}")
+        same = type(got) in known and got.extra_repr() == expected.extra_repr()
+    if type(got) in known and "forward" in vars(got):
+        raise NotInFamily(f"{kind}.{path} has a forward of its own")
+    if not same:
+        raise NotInFamily(f"{kind}.{path} must be {expected}, got {got}")
 
 
-def _forward_inputs(module: nn.Module) -> tuple[str, ...]:
+def _forward_inputs(module: nn.Module, variant: Variant) -> tuple[str, ...]:
     """Return the names of the arguments of the class's forward."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    known = {"local_cond", "global_cond"}
-    if len(names) < 2 or names[1] != "timestep" or not known.issuperset(names[2:]):
+    roles = [variant.inputs.get(name) for name in names[1:]]
+    if None in roles or "timestep" not in roles:
         raise NotInFamily(
-            f"{type(module).__name__}.forward must take (sample, timestep, local_cond, "
-            f"global_cond) or a part of it, got ({', '.join(names)})"
+            f"{type(module).__name__}.forward must take (sample, {', '.join(variant.inputs)}) or a "
+            f"part of it, got ({', '.join(names)})"
         )
     return names
 

@@ -234,7 +234,7 @@ class ConditionalUnet1D(nn.Module):
                 out = self._on_packed_weights(sample, timestep, local_cond, global_cond)
             if out is not None:
                 return out
-        cond = self._embed(sample, timestep, fast)
+        cond = self.embed(sample, timestep, fast)
         if global_cond is not None:
             global_cond = global_cond.to(cond.dtype)
         x = sample.transpose(1, 2)
@@ -339,7 +339,7 @@ class ConditionalUnet1D(nn.Module):
             shape = kernel_size, n_groups, bool(scale)
             return ConditionalUnet1D(input_dim, None, cond_dim or None, embed_dim, dims, *shape)
 
-    def _embed(self, sample: Tensor, timestep: Tensor | float | int, fast: bool) -> Tensor:
+    def embed(self, sample: Tensor, timestep: Tensor | float | int, fast: bool = False) -> Tensor:
         """Return the timestep's embedding, (B, diffusion_step_embed_dim)."""
         steps = self._steps(sample, timestep)
         encoder = self.diffusion_step_encoder
@@ -381,6 +381,8 @@ class ConditionalUnet1D(nn.Module):
             steps = torch.full([1], float(timestep), dtype=torch.float32, device=sample.device)
         if steps.dim() == 0:
             steps = steps.reshape(1)
+        if not torch.jit.is_scripting() and steps.dim() == 2 and self._has_another_encoder():
+            return steps  # one for each action, if it takes them
         if steps.dim() != 1 or (steps.shape[0] != 1 and steps.shape[0] != batch):
             raise ValueError(
                 "ConditionalUnet1D: timestep must be a number or a tensor of shape (), (1,) or "

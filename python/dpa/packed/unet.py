@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpa.nn.family import Network, recognise, run_network
+from dpa.nn.parts import ATTENTION, film_rows
 from dpa.packed.agreement import STEP_LIMITS, example, limit, proves, relative_error
 from dpa.tracking import WeightTracker
 
@@ -37,8 +38,8 @@ def unet_config(unet: nn.Module) -> list[int]:
         ``[action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims]``.
 
     Raises:
-        ValueError: the module is not such a network, has local conditioning, more than 5 levels or
-            a size above 65536.
+        ValueError: the module is not such a network, has local conditioning or attention, more than
+            5 levels or a size above 65536.
 
     """
     return config_of(recognise(unet))
@@ -46,12 +47,20 @@ def unet_config(unet: nn.Module) -> list[int]:
 
 def config_of(network: Network) -> list[int]:
     """The same of a network that was recognised already."""
-    arguments = network.arguments
+    device = next(iter(network.parameters().values())).device
+    arguments = network.packed_arguments
     if arguments.get("local_cond_dim") is not None:
         raise ValueError("unet must have no local conditioning to be packed, got one that has")
     if len(arguments["down_dims"]) > _MAX_LEVELS:
         dims = list(arguments["down_dims"])
         raise ValueError(f"unet must have 1 to {_MAX_LEVELS} down_dims to be packed, got {dims}")
+    if layers := [path for path in network.parts if path.endswith(ATTENTION)]:
+        raise ValueError(f"unet must have no attention to be packed, got {', '.join(layers)}")
+    if network.film_apart and network.unconditioned:
+        got = ", ".join(network.unconditioned)
+        raise ValueError(f"unet must condition all blocks to be packed, got none in {got}")
+    if network.film_apart and device.type != "cuda":
+        raise ValueError(f"unet must be on a GPU where PyTorch makes its FiLM, got {device}")
     config = [
         arguments["input_dim"],
         arguments["kernel_size"],
@@ -74,8 +83,9 @@ class PackedUnet:
     (:class:`dpa.tracking.WeightTracker`). No gradient flows through any of it.
 
     Args:
-        unet: the original's ``ConditionalUnet1D``, LeRobot's or dpa's, without local conditioning,
-            on a device for which :func:`runs_packed` holds.
+        unet: the original's ``ConditionalUnet1D``, dpa's, or one like it (:mod:`dpa.nn.variants`),
+            without local conditioning, on a device for which :func:`runs_packed` holds. Where its
+            FiLM is made otherwise PyTorch makes it, and the rest is packed, on a GPU.
         dtype: of the packed weights: float32, float16, bfloat16 or float8_e4m3fn. Arithmetic
             accumulates in float32, and inputs and outputs are float32. With 16-bit weights the
             activations between layers are rounded to their type, and on the GPU partial sums too.
@@ -128,6 +138,8 @@ class PackedUnet:
     def _read(self, network: Network | None = None) -> None:
         self.network = network or recognise(self.unet)
         self.config = config_of(self.network)
+        self._layers = self.network.layers() if self.network.film_apart else None
+        self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._agrees: bool | None = None
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
@@ -148,6 +160,10 @@ class PackedUnet:
             if self.network.changed():
                 self._read()
                 self._packed = None  # of another size, perhaps
+            places = [value.data_ptr() for value in self.network.parameters().values()]
+            if self._layers is not None and places != self._places:
+                self._packed = None  # a captured graph reads FiLM's layers where they lay
+            self._places = places
             self.weights.remember()  # first: a write while this packs counts as one that came later
             packed = self._pack()
             self._wait_for_readers()
@@ -243,14 +259,15 @@ class PackedUnet:
     @torch.no_grad()
     def agrees(self) -> bool:
         """Whether the network's own forward computes the same, tried once on random numbers."""
+        if not self.network.called_alike:
+            return False
         if self._agrees is None or (self.network.changed() if self._agrees else self.stale()):
             memory, (device, dtype) = self.follow(), self.weights.placement
             like = torch.empty((), device=device, dtype=dtype)
             sample, steps, conditions = example(self.network, like)
             expected = run_network(lambda: self.unet(sample, steps, **conditions), sample)
             cond = None if not conditions else conditions["global_cond"].float()
-            op = torch.ops.dpa.unet1d
-            got = op(sample.float(), steps.float(), cond, memory, self.config, self.dtype)
+            got = self._forward(sample.float(), steps.float(), cond, memory)
             error = relative_error(got.to(expected.dtype), expected)
             most = limit(STEP_LIMITS, (dtype, self.dtype), device)
             self._agrees = proves(expected) and error <= most
@@ -279,9 +296,23 @@ class PackedUnet:
         steps = torch.as_tensor(timestep, dtype=torch.float32, device=sample.device)
         if steps.numel() == 1:
             steps = steps.reshape(1).expand(sample.shape[0])
-        return torch.ops.dpa.unet1d(
-            sample, steps, global_cond, self.packed, self.config, self.dtype
-        )
+        return self._forward(sample, steps, global_cond, self.packed)
+
+    def _forward(
+        self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None, packed: Tensor
+    ) -> Tensor:
+        weights = packed, self.config, self.dtype
+        if self._layers is None:
+            return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
+        return torch.ops.dpa.unet1d_on_film(sample, self._rows(timesteps, global_cond), *weights)
+
+    def _rows(self, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
+        """FiLM's parameters as PyTorch makes them, (S, R)."""
+        dtype = self.weights.placement[1]
+        if global_cond is not None:
+            global_cond = global_cond.to(dtype).expand(len(timesteps), -1)
+        with torch.no_grad():
+            return film_rows(self._layers, timesteps, global_cond).float()
 
     def run(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
         """One forward pass of float32 tensors, after weights were checked by value too.
@@ -290,8 +321,7 @@ class PackedUnet:
         """
 
         with self.lock:
-            weights = self.follow(modules=False), self.config, self.dtype
-            return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
+            return self._forward(sample, timesteps, global_cond, self.follow(modules=False))
 
     def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:
         """FiLM's parameters of one observation at many timesteps, on a GPU: what no step changes.
@@ -304,11 +334,13 @@ class PackedUnet:
             (S, R), float32, rows for ``on_film``.
 
         """
+        if self._layers is not None:
+            return self._rows(timesteps, global_cond)
         return torch.ops.dpa.unet1d_film(
             timesteps, global_cond, self.packed, self.config, self.dtype
         )
 
-    def step_film(self, timesteps: Tensor) -> Tensor:
+    def step_film(self, timesteps: Tensor) -> Tensor | None:
         """FiLM's parameters at many timesteps, but for the observation's part, on a GPU.
 
         They are made anew, in the same memory, when the weights are packed again into theirs.
@@ -317,9 +349,11 @@ class PackedUnet:
             timesteps: (S,), float32.
 
         Returns:
-            (S, R), float32, for ``sample``.
+            (S, R), float32, for ``sample``; None where the observation's part is not apart.
 
         """
+        if self._layers is not None:
+            return None
         with torch.inference_mode(False), torch.no_grad():
             if self.stale():
                 self.repack()
@@ -366,9 +400,37 @@ class PackedUnet:
             (B, T, Da), float32.
 
         """
+        if self.network.variant.condition is not None:
+            kind = type(self.unet).__name__
+            raise ValueError(f"unet must take global_cond for a loop to be one op, got {kind}")
         weights = (self.packed, self.config, self.dtype)
         rest = (coefficients, clip, noise, condition_data, condition_mask)
+        if self._layers is not None:
+            if len(initial) != 1:
+                return self._step_by_step(initial, timesteps, global_cond, *rest)
+            step_film, global_cond = self._rows(timesteps, global_cond), None
         if step_film is not None:
             op = torch.ops.dpa.diffusion_sample_on_film
             return op(initial, step_film, global_cond, *weights, *rest)
         return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *rest)
+
+    def _step_by_step(
+        self,
+        sample: Tensor,
+        timesteps: Tensor,
+        global_cond: Tensor | None,
+        coefficients: Tensor,
+        clip: float,
+        noise: Tensor | None,
+        data: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Run the loop where each sample has FiLM's parameters of its own."""
+        packed, index = self.packed, torch.arange(len(timesteps), device=sample.device)
+        for step in range(len(timesteps)):
+            sample = sample if mask is None else torch.where(mask, data, sample)
+            output = self._forward(sample, timesteps[step].expand(len(sample)), global_cond, packed)
+            own = None if noise is None else noise[step]
+            row = index[step : step + 1]
+            sample = torch.ops.dpa.scheduler_step(output, sample, coefficients, row, own, clip)
+        return sample if mask is None else torch.where(mask, data, sample)
