@@ -221,3 +221,42 @@ def test_a_sampler_refuses_what_takes_no_global_cond():
     sampler = dpa.DiffusionSampler(unet, scheduler, 4, fused=True, horizon=8)
     with pytest.raises(ValueError, match=r"unet must take global_cond .* got DPPO"):
         sampler(torch.randn(1, 12))
+
+
+class Planner(nn.Module):
+    """A loop of its own around a network that takes its conditions under another name."""
+
+    def __init__(self, unet):
+        super().__init__()
+        self.unet, self.noise_scheduler = unet, diffusers.DDIMScheduler(20)
+        self.num_inference_steps = 4
+
+    def plan(self, seen):
+        x = torch.randn(len(seen), HORIZON, 2, device=seen.device)
+        self.noise_scheduler.set_timesteps(self.num_inference_steps)
+        for t in self.noise_scheduler.timesteps:
+            times = t.to(x.device).expand(len(x))
+            x = self.noise_scheduler.step(self.unet(x, times, condition=seen), t, x).prev_sample
+        return x
+
+
+@torch.no_grad()
+def test_a_loop_that_is_named_around_a_near_copy(device):
+    unet, _, call = network_and_call("CleanDiffuser", device)
+    policy = Planner(unet).eval()
+    plain = copy.deepcopy(policy)
+    loop = dpa.Loop(
+        "plan",
+        "unet",
+        lambda policy, seen: dpa.LoopCall((len(seen), HORIZON, 2), {"condition": seen}),
+    )
+    dpa.accelerate(policy, loop=loop, fallback=False)
+    for step in range(3):
+        for each in (policy, plain):  # as an optimizer does, at every place
+            each.unet.mids[0].conv1[0].weight.mul_(1.1)
+        results = []
+        for each in (plain, policy):
+            torch.manual_seed(step)
+            results.append(each.plan(call["condition"]))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert all(finding.active for finding in dpa.explain(policy).findings)

@@ -25,7 +25,7 @@ class AnyNetwork:
     """
 
     refused: str | None = None
-    bypassed = False
+    bypassed = called_alike = False
 
     def __init__(self, unet: nn.Module, options: Options):
         self.unet = self.layers = unet

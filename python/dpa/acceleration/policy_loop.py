@@ -303,8 +303,9 @@ class FastLoop(Replacement):
         precision = forward.precision()
         horizon, action_dim = options.pop("horizon", None), options.pop("action_dim", None)
         table = self.loop.table_of(self.policy, options)
-        packed = forward.packed(forward.options.dtype or precision)
-        unet = forward.layers if packed is None else forward.unet
+        alike = forward.network.called_alike  # else each forward translates its arguments
+        packed = forward.packed(forward.options.dtype or precision) if alike else None
+        unet = forward.layers if alike and packed is None else forward.unet
         if unet is None:
             raise ValueError("the network cannot be run layer by layer")
         if action_dim is None and isinstance(forward, FastForward):

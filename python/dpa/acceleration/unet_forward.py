@@ -294,7 +294,9 @@ class FastForward(Replacement):
         if isinstance(timestep, int) or (timestep.device.type == "cpu" and timestep.dim() == 0):
             steps = torch.full((batch,), float(timestep), dtype=torch.float32, device=sample.device)
         else:
-            steps = timestep.to(sample.device, torch.float32)
+            # Layers of its own may tell integers from floats.
+            dtype = timestep.dtype if packed.network.film_apart else torch.float32
+            steps = timestep.to(sample.device, dtype)
             steps = steps.expand(batch) if steps.dim() < 2 else steps
         cond = conditions.get("global_cond")
         out = packed.run(sample.float(), steps, None if cond is None else cond.float())

@@ -32,6 +32,7 @@ from dpa.sampling.rng import RandomNumbers, draw_normal
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
 from dpa.tracking import Tracker, is_observed
+from dpa.tracking.replacing import replaced
 from dpa.tracking.weights import MODES
 
 Steps = StepTable | LiveSteps
@@ -346,7 +347,7 @@ class DiffusionSampler:
             return False
         if self._foreign[0] is not unet:
             self._foreign = (unet, not is_of_family(unet))
-        return self._foreign[1]
+        return self._foreign[1] and replaced(unet, "forward") is None
 
     def _packed_for(
         self,
@@ -445,9 +446,8 @@ def _kind_of(given: Given, batch_size: int | None, generator: Generators) -> tup
 
 
 def is_of_family(unet: nn.Module) -> bool:
-    """Whether a module is a U-Net that dpa packs or runs on its own layers."""
+    """Whether a module is a U-Net that dpa packs or runs on its own layers, called as it calls."""
     try:
-        recognise(unet)
+        return recognise(unet).called_alike
     except NotInFamily:
         return False
-    return True
