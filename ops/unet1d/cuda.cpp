@@ -53,7 +53,11 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
     out.copy_(in.sample);
     return out;
   }
-  const auto bytes = kernels::unet1d::workspace_bytes(plan, call.batch, call.horizon, call.steps);
+  kernels::unet1d::Device device;
+  C10_CUDA_CHECK(kernels::unet1d::current_device(device));
+  const auto bytes =
+      kernels::unet1d::workspace_bytes(plan, call.batch, call.horizon, call.steps,
+                                       kernels::unet1d::choose_path(plan, call.batch, call.horizon, device), device);
   auto workspace = at::empty({static_cast<int64_t>(bytes)}, in.packed.options());
   call.packed = in.packed.const_data_ptr();
   call.workspace = workspace.mutable_data_ptr();
@@ -69,7 +73,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   call.condition_mask = static_cast<const uint8_t*>(data_or_null(in.known_mask));
   call.output = out.mutable_data_ptr<float>();
   if (record.defined()) call.record = reinterpret_cast<uint32_t*>(record.mutable_data_ptr<int32_t>());
-  C10_CUDA_CHECK(kernels::unet1d::sample(plan, call, c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(kernels::unet1d::sample(plan, call, device, c10::cuda::getCurrentCUDAStream()));
   return out;
 }
 

@@ -77,8 +77,11 @@ TEST_P(EveryPlan, SlicesCoverTheChannels) {
   for (const Conv& conv : plan.convs) {
     const Tiling t = tiling(plan, conv);
     EXPECT_EQ(t.rows * plan.slices_out, conv.channels_out);
-    EXPECT_EQ(t.in * plan.slices_in, conv.channels_in);
-    EXPECT_EQ(t.skip * plan.slices_in, conv.channels_skip);
+    EXPECT_EQ(t.in * conv.slices_in, conv.channels_in);
+    EXPECT_EQ(t.skip * conv.slices_in, conv.channels_skip);
+    if (plan.slices_in == 8) {
+      EXPECT_EQ(conv.slices_in, 8);
+    }
     EXPECT_GE(t.row_tiles * 16, t.rows);
     EXPECT_GE(t.in_steps * 16, t.in);
     EXPECT_GE(t.skip_steps * 16, t.skip);
@@ -121,7 +124,7 @@ std::vector<Range> written(const Plan& plan) {
   for (const Conv& conv : plan.convs) {
     const Tiling t = tiling(plan, conv);
     const int64_t tap =
-        int64_t{plan.slices_out} * plan.slices_in * t.steps_per_tap() * t.row_tiles * 256 * element_bytes(plan.dtype);
+        int64_t{plan.slices_out} * conv.slices_in * t.steps_per_tap() * t.row_tiles * 256 * element_bytes(plan.dtype);
     for (int s = 0; s < conv.num_segments; ++s)
       ranges.emplace_back(conv.segments[s].weights, conv.segments[s].weights + tap * conv.segments[s].taps);
     const int64_t scale = plan.floats + 4 * conv.scale;

@@ -2,8 +2,8 @@
 //   unet1d_test test     every configuration, every path and weight type: one forward pass, and a loop with noise and
 //                        inpainting
 //   unet1d_test quick    the small configurations alone (for compute-sanitizer)
-//   unet1d_test step     a step at batch 1 inside a captured loop
-//   unet1d_test bench    other batches, horizons and the layered path too
+//   unet1d_test step     a step at batch 1 inside a captured loop, sizes in real use
+//   unet1d_test bench    other batches too
 //   unet1d_test profile  where the one-sample kernel's last step goes
 // A second word, `clustered`, keeps to the clustered path. A further word keeps to the cases and benchmarks whose names
 // contain it.
@@ -19,6 +19,7 @@
 #include <random>
 
 #include "kernels/plans/unet1d/cluster_layout.h"
+#include "kernels/plans/unet1d/resident_layout.h"
 #include "test/kernels/unet1d_reference.h"
 
 using namespace dpa::kernels;
@@ -174,17 +175,26 @@ struct Network {
   }
 };
 
-// Whether a path other than the layered one takes these sizes.
+Device this_device() {
+  Device device;
+  CHECK(current_device(device));
+  return device;
+}
 bool fits(const Plan& plan, int batch, int horizon, Path path) {
-  cudaDeviceProp p;
-  CHECK(cudaGetDeviceProperties(&p, 0));
-  if (path == Path::kClustered) return clusters_fit(0) && cluster_layout(plan, batch, horizon).fits;
-  return choose_path(plan, batch, horizon, p.multiProcessorCount, static_cast<int>(p.sharedMemPerBlockOptin), false) ==
-         path;
+  const Device device = this_device();
+  switch (path) {
+    case Path::kClustered: return device.clusters && cluster_layout(plan, batch, horizon).fits;
+    case Path::kResident: return device.hopper && resident_fits(plan, batch, horizon, device);
+    case Path::kPhases: return phase_samples(plan, batch, horizon, device) > 0;
+    default: return true;
+  }
 }
 
 const char* name_of(Path path) {
-  return path == Path::kResident ? "resident" : path == Path::kClustered ? "cluster " : "layered ";
+  return path == Path::kResident    ? "resident"
+         : path == Path::kClustered ? "cluster "
+         : path == Path::kPhases    ? "phases  "
+                                    : "layered ";
 }
 
 int failures = 0;
@@ -242,14 +252,14 @@ void test_case(const Case& c, DType dtype, bool loop) {
   Buffer<float> d_timesteps(timesteps), d_cond(cond), d_initial(initial), d_table(table), d_noise(noise),
       d_condition_data(condition_data);
   Buffer<uint8_t> d_condition_mask(condition_mask);
-  for (Path path : {Path::kLayered, Path::kResident, Path::kClustered}) {
-    if (path != Path::kLayered && !fits(net.plan, c.batch, c.horizon, path)) continue;
+  for (Path path : {Path::kLayered, Path::kPhases, Path::kResident, Path::kClustered}) {
+    if (!fits(net.plan, c.batch, c.horizon, path)) continue;
     if (only_clustered && path != Path::kClustered) continue;
     double worst = 0;
     bool intact = true, repeats = true;
     std::vector<float> before;
     for (int poison : {0xff, 0x00, 0x7f}) {
-      Buffer<uint8_t> work(workspace_bytes(net.plan, c.batch, c.horizon, steps), poison);
+      Buffer<uint8_t> work(workspace_bytes(net.plan, c.batch, c.horizon, steps, path, this_device()), poison);
       Buffer<float> out(count);
       Call call = {c.batch,
                    c.horizon,
@@ -267,7 +277,7 @@ void test_case(const Case& c, DType dtype, bool loop) {
                    loop ? d_condition_mask.data : nullptr,
                    out.data,
                    path};
-      CHECK(sample(net.plan, call, nullptr));
+      CHECK(sample(net.plan, call, this_device(), nullptr));
       CHECK(cudaDeviceSynchronize());
       const auto got = out.host();
       double difference = 0, norm = 0;
@@ -318,14 +328,9 @@ float median_us(cudaStream_t stream, int repeats, F f) {
   return t[t.size() / 2];
 }
 
-void bench_case(const char* name, const Config& config, DType dtype, int batch, int horizon, double bandwidth,
-                Path path) {
-  if (!std::strstr((std::string(name) + " batch " + std::to_string(batch)).c_str(), only)) return;
-  Network net(config, dtype);
-  if (path != Path::kLayered && !fits(net.plan, batch, horizon, path)) {
-    std::printf("%-28s batch %2d: does not fit the %s path\n", name, batch, name_of(path));
-    return;
-  }
+void bench_case(const char* name, const Network& net, int batch, int horizon, double bandwidth, Path path) {
+  const Config& config = net.plan.config;
+  const DType dtype = net.plan.dtype;
   constexpr int kSteps = 40;
   const int count = batch * horizon * config.action_dim;
   std::vector<float> timesteps(kSteps);
@@ -336,7 +341,7 @@ void bench_case(const char* name, const Config& config, DType dtype, int batch, 
   Buffer<float> d_timesteps(timesteps), d_cond(uniform_values(static_cast<size_t>(batch) * config.cond_dim)),
       d_initial(uniform_values(count)), d_table(table), d_noise(uniform_values(static_cast<size_t>(kSteps) * count)),
       out(count);
-  Buffer<uint8_t> work(workspace_bytes(net.plan, batch, horizon, kSteps));
+  Buffer<uint8_t> work(workspace_bytes(net.plan, batch, horizon, kSteps, path, this_device()));
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
   const double floor_us = net.plan.tile_bytes / bandwidth * 1e6;
@@ -349,11 +354,11 @@ void bench_case(const char* name, const Config& config, DType dtype, int batch, 
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    CHECK(sample(net.plan, call, stream));
+    CHECK(sample(net.plan, call, this_device(), stream));
     CHECK(cudaStreamEndCapture(stream, &graph));
     CHECK(cudaGraphInstantiate(&exec, graph, 0));
     for (int w = 0; w < 3; w++) CHECK(cudaGraphLaunch(exec, stream));
-    us[i++] = median_us(stream, 21, [&] { CHECK(cudaGraphLaunch(exec, stream)); });
+    us[i++] = median_us(stream, 11, [&] { CHECK(cudaGraphLaunch(exec, stream)); });
     CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));
   }
@@ -378,7 +383,7 @@ void profile_case(const char* name, const Config& config, DType dtype) {
     for (float r : {1.1f, -0.4f, 0.5f, 0.4f, 0.05f, 0.1f}) table.push_back(r);
   Buffer<float> d_timesteps(timesteps), d_cond(uniform_values(config.cond_dim)), d_initial(uniform_values(count)),
       d_table(table), out(count);
-  Buffer<uint8_t> work(workspace_bytes(net.plan, 1, 16, kSteps));
+  Buffer<uint8_t> work(workspace_bytes(net.plan, 1, 16, kSteps, Path::kResident, this_device()));
   const size_t words = static_cast<size_t>(blocks) * layers * kMarks;
   Buffer<uint32_t> record(words);
   Call call = {1,       16,          kSteps,         net.packed.data, work.data,  d_timesteps.data,
@@ -387,7 +392,7 @@ void profile_case(const char* name, const Config& config, DType dtype) {
   std::vector<std::vector<uint32_t>> runs;
   for (int i = 0; i < kRuns; i++) {
     CHECK(cudaMemset(record.data, 0, words * 4));
-    CHECK(sample(net.plan, call, nullptr));
+    CHECK(sample(net.plan, call, this_device(), nullptr));
     CHECK(cudaDeviceSynchronize());
     runs.push_back(record.host());
   }
@@ -433,6 +438,28 @@ void profile_case(const char* name, const Config& config, DType dtype) {
   std::printf("\n");
 }
 
+struct Row {
+  const char* name;
+  Config config;
+  int horizon;
+  std::vector<int> batches;
+};
+const Row kRows[] = {
+    {"80 M", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 16, {1, 2, 4, 8, 16, 28, 64, 256}},
+    {"80 M k3", {2, 3, {256, 512, 1024}, 3, 8, 256, 132, true}, 16, {1, 16}},
+    {"LeRobot 252 M", {6, 3, {512, 1024, 2048}, 5, 8, 128, 268, true}, 64, {1, 2, 4, 8, 16, 64}},
+    {"DP3 252 M", {24, 3, {512, 1024, 2048}, 5, 8, 128, 256, true}, 16, {1, 16}},
+    {"ALOHA 80 M", {16, 3, {256, 512, 1024}, 5, 8, 256, 206, true}, 48, {1, 16}},
+    {"Simple DP3", {4, 3, {128, 256, 384}, 5, 8, 128, 64, true}, 16, {1, 16, 64}},
+    {"ManiSkill", {8, 3, {64, 128, 256}, 5, 8, 64, 84, true}, 16, {1, 16, 64}},
+    {"NoMaD", {2, 3, {64, 128, 256}, 3, 8, 256, 256, true}, 8, {1, 16}},
+    {"80 M", {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 32, {1, 16}},
+    {"80 M da 14", {14, 3, {256, 512, 1024}, 5, 8, 256, 206, true}, 64, {1, 16}},
+    {"96/192/320 k7", {2, 3, {96, 192, 320}, 7, 8, 64, 20, true}, 16, {1}},
+    {"64/128/256", {2, 3, {64, 128, 256}, 5, 8, 64, 20, true}, 256, {1}},
+};
+
+// Every row, on the path that is chosen and on the loop in phases.
 void bench(bool all) {
   const size_t bytes = size_t{2} << 30;
   double bandwidth;
@@ -449,28 +476,21 @@ void bench(bool all) {
   cudaDeviceProp p;
   CHECK(cudaGetDeviceProperties(&p, 0));
   std::printf("%s, read %.2f TB/s\n", p.name, bandwidth * 1e-12);
-  const Config small = {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true},
-               large = {2, 3, {512, 1024, 2048}, 5, 8, 128, 132, true};
-  if (only_clustered) {
-    for (int batch : {2, 4, 8, 16, 64})
-      bench_case("67 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kClustered);
-    return;
+  for (const Row& row : kRows) {
+    for (DType dtype : {DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3}) {
+      const std::string name = std::string(name_of(dtype)) + " " + row.name + " T" + std::to_string(row.horizon);
+      if (!std::strstr(name.c_str(), only)) continue;
+      const Network net(row.config, dtype);
+      for (int batch : row.batches) {
+        if (batch > 1 && !all) continue;
+        if (batch > 16 && dtype != DType::kBFloat16) continue;
+        const Path chosen = choose_path(net.plan, batch, row.horizon, this_device());
+        bench_case(row.name, net, batch, row.horizon, bandwidth, chosen);
+        if (chosen != Path::kPhases && fits(net.plan, batch, row.horizon, Path::kPhases))
+          bench_case(row.name, net, batch, row.horizon, bandwidth, Path::kPhases);
+      }
+    }
   }
-  bench_case("67 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kResident);
-  bench_case("67 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
-  bench_case("67 M", small, DType::kFloat8E4M3, 1, 16, bandwidth, Path::kResident);
-  bench_case("252 M", large, DType::kBFloat16, 1, 16, bandwidth, Path::kResident);
-  bench_case("252 M", large, DType::kFloat32, 1, 16, bandwidth, Path::kResident);
-  bench_case("252 M", large, DType::kFloat8E4M3, 1, 16, bandwidth, Path::kResident);
-  if (!all) return;
-  for (int batch : {2, 4, 8}) bench_case("67 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kResident);
-  for (int batch : {2, 4, 8, 16, 64})
-    bench_case("67 M", small, DType::kBFloat16, batch, 16, bandwidth, Path::kClustered);
-  bench_case("67 M", small, DType::kBFloat16, 1, 48, bandwidth, Path::kResident);
-  bench_case("67 M", small, DType::kBFloat16, 1, 16, bandwidth, Path::kLayered);
-  bench_case("67 M", small, DType::kBFloat16, 16, 16, bandwidth, Path::kLayered);
-  bench_case("67 M", small, DType::kFloat32, 1, 16, bandwidth, Path::kLayered);
-  bench_case("252 M", large, DType::kBFloat16, 1, 16, bandwidth, Path::kLayered);
 }
 
 }  // namespace

@@ -25,6 +25,7 @@ _FILES = [
     "scheduler_step/scheduler_step.cu",
     "conv1d/convolution.cu",
     "unet1d/layered.cu",
+    "unet1d/phases.cu",
 ]
 
 

@@ -263,7 +263,7 @@ struct Runner {
     c.columns_per_sample = conv.upsample ? c.times_in : c.times_out;
     c.stride = conv.stride, c.upsample = conv.upsample;
     c.channels_in = conv.channels_in, c.channels_skip = conv.channels_skip, c.channels_out = conv.channels_out;
-    c.slices_out = plan.slices_out, c.slices_in = plan.slices_in;
+    c.slices_out = plan.slices_out, c.slices_in = conv.slices_in;
     const dim3 grid(c.slices_out * c.tiling.row_tiles, ceil_div(c.batch * c.columns_per_sample, kColumns),
                     conv.num_segments);
     conv_kernel<Weight><<<grid, kThreads, 0, stream>>>(c);

@@ -128,7 +128,7 @@ cudaError_t pack_as(const Plan& plan, const void* const* weights, void* packed, 
   for (const TileItem& item : plan.tiles) {
     const Conv& conv = plan.convs[item.conv];
     const Segment& segment = conv.segments[item.segment];
-    const Tiles t = {tiling(plan, conv), segment.taps,      plan.slices_out, plan.slices_in,
+    const Tiles t = {tiling(plan, conv), segment.taps,      plan.slices_out, conv.slices_in,
                      conv.channels_in,   conv.channels_out, item.tap_first,  item.tap_step,
                      item.stride_out,    item.stride_in,    item.stride_tap, item.weight < 0};
     const int64_t count =

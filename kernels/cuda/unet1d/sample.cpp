@@ -1,4 +1,6 @@
 // A call from end to end: the path on this device, what the host gives it, and the order of the launches.
+#include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "kernels/cuda/unet1d/paths.h"
@@ -57,52 +59,47 @@ cudaError_t step_film_table(const Plan& plan, const void* packed, const float* t
               stream);
 }
 
-// The path on the current device.
-static cudaError_t path_here(const Plan& plan, int batch, int horizon, Path& path) {
-  int device = 0, multiprocessors = 0, shared_bytes = 0, major = 0, minor = 0;
+cudaError_t current_device(Device& made) {
+  int device = 0, major = 0, minor = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   for (const auto& [value, attribute] :
-       {std::pair(&multiprocessors, cudaDevAttrMultiProcessorCount),
-        std::pair(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+       {std::pair(&made.multiprocessors, cudaDevAttrMultiProcessorCount),
+        std::pair(&made.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin),
         std::pair(&major, cudaDevAttrComputeCapabilityMajor), std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
     error = cudaDeviceGetAttribute(value, attribute, device);
     if (error != cudaSuccess) return error;
   }
-  path = kBuiltForHopper && major == 9 && minor == 0
-             ? choose_path(plan, batch, horizon, multiprocessors, shared_bytes, clusters_fit(device))
-             : Path::kLayered;
+  made.hopper = kBuiltForHopper && major == 9 && minor == 0;
+  made.clusters = made.hopper && clusters_fit(device);
+  if (const char* limit = std::getenv("DPA_TEST_MULTIPROCESSORS"))  // as many as a smaller GPU has
+    made.multiprocessors = std::max(1, std::min(made.multiprocessors, std::atoi(limit)));
   return cudaSuccess;
 }
 
 RecordShape record_shape(const Plan& plan, int batch, int horizon) {
-  Path path = Path::kLayered;
-  int device = 0, shared_bytes = 0;
-  if (path_here(plan, batch, horizon, path) != cudaSuccess || path != Path::kResident ||
-      cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess ||
-      !records(plan, batch, horizon, shared_bytes))
+  Device device;
+  if (current_device(device) != cudaSuccess || choose_path(plan, batch, horizon, device) != Path::kResident ||
+      !records(plan, batch, horizon, device.shared_bytes))
     return {};
   return {plan.slices_out * plan.slices_in, static_cast<int>(plan.convs.size()) + 1};
 }
 
-cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream) {
+cudaError_t sample(const Plan& plan, const Call& call, const Device& device, cudaStream_t stream) {
   if (!reject(plan, call.batch, call.horizon, call.steps).empty()) return cudaErrorInvalidValue;
   if (call.batch == 0 || call.steps == 0) return cudaSuccess;
-  const Workspace at = workspace(plan, call.batch, call.horizon, call.steps);
+  const Path path =
+      call.path == Path::kAutomatic ? choose_path(plan, call.batch, call.horizon, device) : call.path;
+  const Workspace at = workspace(plan, call.batch, call.horizon, call.steps, path, device);
   auto* base = static_cast<uint8_t*>(call.workspace);
   auto floats = [&](size_t offset) { return reinterpret_cast<float*>(base + offset); };
   const FilmBuffers buffers = {floats(at.hidden), floats(at.embedding), floats(at.step), floats(at.cond)};
-  cudaError_t error = call.film ? cudaSuccess : film(plan, call, buffers, stream);
+  const cudaError_t error = call.film ? cudaSuccess : film(plan, call, buffers, stream);
   if (error != cudaSuccess) return error;
-  Path path = call.path;
-  if (path == Path::kAutomatic) {
-    error = path_here(plan, call.batch, call.horizon, path);
-    if (error != cudaSuccess) return error;
-  }
   switch (path) {
     case Path::kResident: return run_resident(plan, call, at, stream);
     case Path::kClustered: return run_clustered(plan, call, at, stream);
+    case Path::kPhases: return run_phases(plan, call, at, device, stream);
     default: return run_layered(plan, call, at, stream);
   }
 }

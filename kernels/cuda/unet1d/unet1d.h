@@ -28,7 +28,7 @@ cudaError_t pack(const Plan& plan, const void* const* weights, DType source, voi
 struct Call {
   int batch, horizon, steps;
   const void* packed;
-  void* workspace;         // workspace_bytes(plan, batch, horizon, steps), aligned to 256; holds nothing between calls
+  void* workspace;         // workspace_bytes, aligned to 256; holds nothing between calls
   const float* timesteps;  // (S), or (B) where per_sample_timesteps
   bool per_sample_timesteps;  // S is 1 and every sample has a timestep of its own
   const float* global_cond;   // (B, cond_dim), null where cond_dim is 0
@@ -65,7 +65,10 @@ cudaError_t film_table(const Plan& plan, const void* packed, const float* timest
 cudaError_t step_film_table(const Plan& plan, const void* packed, const float* timesteps, int steps, void* workspace,
                             float* table, cudaStream_t stream);
 
+/// What the current device is.
+cudaError_t current_device(Device& device);
+
 /// Runs a call on `stream`.
-cudaError_t sample(const Plan& plan, const Call& call, cudaStream_t stream);
+cudaError_t sample(const Plan& plan, const Call& call, const Device& device, cudaStream_t stream);
 
 }  // namespace dpa::kernels::unet1d

@@ -3,8 +3,14 @@
 #include <algorithm>
 
 #include "kernels/plans/unet1d/cluster_layout.h"
+#include "kernels/plans/unet1d/phases.h"
 
 namespace dpa::kernels::unet1d {
+
+static PhaseDevice phase_device(const Device& device) { return {device.multiprocessors, device.shared_bytes}; }
+static size_t phase_bytes(const Plan& plan, int samples, int horizon, const PhaseDevice& device) {
+  return phase_workspace_bytes(*phases_of(plan, samples, horizon, device), device);
+}
 
 size_t message_words(const Plan& plan, int batch, int horizon) {
   // The one-sample kernel gives every output the room of the largest, in steps of what its threads send at once.
@@ -20,33 +26,39 @@ size_t message_words(const Plan& plan, int batch, int horizon) {
   return (words + 2 * tail * plan.slices_out) * plan.slices_in;
 }
 
-Workspace workspace(const Plan& plan, int batch, int horizon, int steps) {
+Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path path, const Device& device) {
   Workspace w = {};
-  size_t at = 0;
-  auto take = [&](size_t floats) {
-    const size_t begin = at;
-    at += (floats * sizeof(float) + 255) / 256 * 256;
+  auto take = [&](size_t bytes) {
+    const size_t begin = w.bytes;
+    w.bytes += (bytes + 255) / 256 * 256;
     return begin;
   };
+  auto floats = [&](size_t n) { return take(n * sizeof(float)); };
   const size_t rows = std::max(steps, batch), dim = plan.config.step_dim,
                columns = static_cast<size_t>(batch) * horizon;
-  w.hidden = take(rows * dim * 4);
-  w.embedding = take(rows * dim);
-  w.step = take(rows * plan.film_rows);
-  w.cond = take(static_cast<size_t>(batch) * plan.film_rows);
-  w.sample = take(columns * plan.config.action_dim);
-  size_t widest = columns * plan.config.down_dims[0];
-  for (const Conv& conv : plan.convs)
-    widest = std::max(widest, static_cast<size_t>(batch) * (horizon >> conv.level_out) * conv.channels_out);
-  w.value = take(widest);
-  w.raw = take(widest);
-  w.residual = take(widest);
-  for (int i = 1; i < plan.config.levels; i++)
-    w.skips[i] = take(static_cast<size_t>(batch) * (horizon >> i) * plan.config.down_dims[i]);
-  w.message_bytes = message_words(plan, batch, horizon) * sizeof(uint32_t);
-  const int64_t clustered = batch == 1 ? 0 : 2 * cluster_layout(plan, batch, horizon).message_bytes;
-  w.messages = take(std::max(w.message_bytes, static_cast<size_t>(clustered)) / sizeof(float));
-  w.bytes = at;
+  w.hidden = floats(rows * dim * 4);
+  w.embedding = floats(rows * dim);
+  w.step = floats(rows * plan.film_rows);
+  w.cond = floats(static_cast<size_t>(batch) * plan.film_rows);
+  if (path == Path::kLayered) {
+    w.sample = floats(columns * plan.config.action_dim);
+    size_t widest = columns * plan.config.down_dims[0];
+    for (const Conv& conv : plan.convs)
+      widest = std::max(widest, static_cast<size_t>(batch) * (horizon >> conv.level_out) * conv.channels_out);
+    w.value = floats(widest);
+    w.raw = floats(widest);
+    w.residual = floats(widest);
+    for (int i = 1; i < plan.config.levels; i++)
+      w.skips[i] = floats(static_cast<size_t>(batch) * (horizon >> i) * plan.config.down_dims[i]);
+  }
+  if (path == Path::kResident) w.message_bytes = message_words(plan, batch, horizon) * sizeof(uint32_t);
+  if (path == Path::kClustered) w.message_bytes = 2 * cluster_layout(plan, batch, horizon).message_bytes;
+  if (path == Path::kPhases) {
+    const int samples = phase_samples(plan, batch, horizon, device);
+    for (const int n : {samples, batch % samples})
+      if (n > 0) w.message_bytes = std::max(w.message_bytes, phase_bytes(plan, n, horizon, phase_device(device)));
+  }
+  w.messages = take(w.message_bytes);
   return w;
 }
 
@@ -54,8 +66,8 @@ size_t film_workspace_bytes(const Plan& plan, int steps) {
   return (static_cast<size_t>(steps) * plan.config.step_dim * 5 + plan.film_rows) * sizeof(float);
 }
 
-size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps) {
-  return workspace(plan, batch, horizon, steps).bytes;
+size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps, Path path, const Device& device) {
+  return workspace(plan, batch, horizon, steps, path, device).bytes;
 }
 
 std::string reject(const Plan& plan, int batch, int horizon, int steps) {
@@ -76,9 +88,20 @@ std::string reject(const Plan& plan, int batch, int horizon, int steps) {
   return "";
 }
 
-Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes, bool clusters) {
-  if (clusters && cluster_serves(plan, batch, horizon)) return Path::kClustered;
-  return resident_fits(plan, batch, horizon, multiprocessors, shared_bytes) ? Path::kResident : Path::kLayered;
+int phase_samples(const Plan& plan, int batch, int horizon, const Device& device) {
+  constexpr int kColumns = 1024;  // of a launch: a larger one would only need more memory
+  const int launches = ceil_div(batch, std::max(1, kColumns / horizon)), samples = ceil_div(batch, launches);
+  return phases_of(plan, samples, horizon, phase_device(device))->error.empty() ? samples : 0;
+}
+
+Path choose_path(const Plan& plan, int batch, int horizon, const Device& device) {
+  // Beyond these sizes the loop in phases is faster, measured on an H200.
+  constexpr int kClusteredBatch = 32, kResidentHorizon = 48;
+  if (device.hopper && device.clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon))
+    return Path::kClustered;
+  if (device.hopper && batch == 1 && horizon <= kResidentHorizon && resident_fits(plan, batch, horizon, device))
+    return Path::kResident;
+  return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;
 }
 
 }  // namespace dpa::kernels::unet1d

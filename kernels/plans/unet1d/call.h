@@ -9,12 +9,20 @@
 
 namespace dpa::kernels::unet1d {
 
-/// How a call is run: one resident kernel for the whole loop, or one made for several samples, or a chain of kernels,
-/// two a layer.
-enum class Path { kAutomatic, kResident, kClustered, kLayered };
+/// How a call is run. One kernel for the whole loop: on Hopper a resident one for common sizes, or one in clusters for
+/// several samples; the loop in phases for every other size and GPU. Or, where no tile of a phase fits into shared memory,
+/// a chain of kernels, two a layer.
+enum class Path { kAutomatic, kResident, kClustered, kPhases, kLayered };
 
-/// Bytes of workspace for a call of these sizes; enough for either path.
-size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps);
+/// What decides over the path.
+struct Device {
+  int multiprocessors = 0, shared_bytes = 0;  // shared_bytes: the most of a block
+  bool hopper = false;                        // compute capability 9.0, and kernels built for it
+  bool clusters = false;                      // the clusters of the kernel for several samples fit
+};
+
+/// Bytes of workspace for a call of these sizes that takes `path`.
+size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps, Path path, const Device& device);
 
 /// Columns (sample, time) of a block of the layered path's convolution, and how many its grid's y dimension covers.
 constexpr int kLayeredColumns = 32;
@@ -23,19 +31,21 @@ constexpr int64_t kMaxColumns = int64_t{65535} * kLayeredColumns;
 /// Why a call of these sizes cannot run (empty when it can): the rule and the values.
 std::string reject(const Plan& plan, int batch, int horizon, int steps);
 
-/// The path that kAutomatic takes on a device with these many multiprocessors and this much shared memory a block;
-/// `clusters`: whether the clusters of the kernel for several samples fit it.
-Path choose_path(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes, bool clusters);
+/// The path that kAutomatic takes.
+Path choose_path(const Plan& plan, int batch, int horizon, const Device& device);
+
+/// Samples of a launch of the loop in phases, which takes a larger batch in parts; 0 where they do not fit.
+int phase_samples(const Plan& plan, int batch, int horizon, const Device& device);
 
 /// Byte offsets.
 struct Workspace {
   size_t hidden, embedding, step, cond;            // FilmBuffers
   size_t sample;                                   // (B, T, A)
   size_t value, raw, residual, skips[kMaxLevels];  // layered: activations (B, time, C)
-  size_t messages, message_bytes;                  // resident: partial sums
+  size_t messages, message_bytes;                  // partial sums; resident: those to clear
   size_t bytes;
 };
-Workspace workspace(const Plan& plan, int batch, int horizon, int steps);
+Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path path, const Device& device);
 
 /// Bytes of the workspace of `film_table` and `step_film_table`.
 size_t film_workspace_bytes(const Plan& plan, int steps);
@@ -44,7 +54,7 @@ size_t film_workspace_bytes(const Plan& plan, int steps);
 size_t message_words(const Plan& plan, int batch, int horizon);
 
 /// Whether the resident kernel can run a call of these sizes on such a device.
-bool resident_fits(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes);
+bool resident_fits(const Plan& plan, int batch, int horizon, const Device& device);
 /// Whether it would be the one-sample kernel, which keeps records.
 bool records(const Plan& plan, int batch, int horizon, int shared_bytes);
 

@@ -55,6 +55,7 @@ class Builder {
       upsample(name + "2.conv.", c.down_dims[i - 1], i);
     }
     last_block();
+    cut();
     place();
   }
 
@@ -70,8 +71,7 @@ class Builder {
 
   void choose_slices() {
     bool eight = c.num_groups == 8;
-    int least = c.down_dims[0];
-    for (int i = 0; i < c.levels; i++) least = std::min(least, c.down_dims[i]);
+    for (int i = 0; i < c.levels; i++) eight = eight && c.down_dims[i] % 32 == 0;
     p.slices_in = eight ? 8 : 1;
     p.slices_out = 1;
     if (!eight) return;
@@ -230,6 +230,17 @@ class Builder {
     p.tail.bias = floats(weight("final_conv.1.bias", {c.action_dim}), c.action_dim);
   }
 
+  // Eight slices of the input, or as many as leave 16 whole channels and whole groups to each.
+  void cut() {
+    int groups = c.num_groups;
+    for (Conv& conv : p.convs) {
+      conv.slices_in = p.slices_in;
+      for (int n = 8; n > 1 && p.slices_in == 1 && conv.slices_in == 1; n--)
+        if (conv.channels_in % (16 * n) == 0 && (groups == 0 || groups % n == 0)) conv.slices_in = n;
+      groups = conv.norm >= 0 ? conv.groups : 0;
+    }
+  }
+
   void place() {
     const int bytes = element_bytes(p.dtype);
     auto align = [](int64_t n) { return (n + 127) / 128 * 128; };
@@ -238,7 +249,7 @@ class Builder {
       const Tiling t = tiling(p, conv);
       for (int s = 0; s < conv.num_segments; s++) {
         conv.segments[s].weights = at;
-        at += align(static_cast<int64_t>(p.slices_out) * p.slices_in * conv.segments[s].taps * t.steps_per_tap() *
+        at += align(static_cast<int64_t>(p.slices_out) * conv.slices_in * conv.segments[s].taps * t.steps_per_tap() *
                     t.row_tiles * kTileElements * bytes);
       }
     }
@@ -294,8 +305,8 @@ Tiling tiling(const Plan& plan, const Conv& conv) {
   Tiling t;
   t.rows = conv.channels_out / plan.slices_out;
   t.row_tiles = ceil_div(t.rows, 16);
-  t.in = conv.channels_in / plan.slices_in;
-  t.skip = conv.channels_skip / plan.slices_in;
+  t.in = conv.channels_in / conv.slices_in;
+  t.skip = conv.channels_skip / conv.slices_in;
   t.in_steps = ceil_div(t.in, 16);
   t.skip_steps = ceil_div(t.skip, 16);
   return t;

@@ -43,6 +43,7 @@ struct Conv {
   Segment segments[2];
   int num_segments = 1;
   int channels_in = 0, channels_skip = 0, channels_out = 0;  // the input is cat(previous value, skips[skip_in])
+  int slices_in = 1;                                         // of its tiles: whole GroupNorm groups of the input
   int skip_in = -1;
   int level_in = 0, level_out = 0;  // times: horizon >> level
   int stride = 1;
@@ -99,7 +100,7 @@ struct Plan {
   std::vector<Conv> convs;
   Head head;
   Tail tail;
-  int slices_out = 1, slices_in = 1;  // of the tiles: every GEMM is cut into slices_out x slices_in parts
+  int slices_out = 1, slices_in = 1;  // of the tiles: slices_in is 8 where every GEMM is cut into its input's 8 groups
 
   int64_t floats = 0;                    // byte offset of the floats
   int64_t film_step = 0, film_cond = 0;  // byte offsets: (film_rows, step_dim), (film_rows, cond_dim)
@@ -129,7 +130,7 @@ inline int log2_of(int n) {
 }
 
 /// The tiling of a GEMM: 16 x 16 tiles (output channels x input channels of one tap), for each of
-/// slices_out x slices_in parts (slices_in fastest) the steps along K (tap, then channels), for each the rows' tiles.
+/// plan.slices_out x conv.slices_in parts (slices_in fastest) the steps along K (tap, then channels), for each the rows' tiles.
 struct Tiling {
   int rows, row_tiles;       // output channels of a slice, and their tiles
   int in, skip;              // channels of an input slice: of the value, of the skip

@@ -168,9 +168,9 @@ bool records(const Plan& plan, int batch, int horizon, int shared_bytes) {
   return layout.fits && layout.pairs > 0;
 }
 
-bool resident_fits(const Plan& plan, int batch, int horizon, int multiprocessors, int shared_bytes) {
-  const ResidentLayout layout = resident_layout(plan, batch, horizon, shared_bytes);
-  return layout.fits && layout.blocks <= multiprocessors;
+bool resident_fits(const Plan& plan, int batch, int horizon, const Device& device) {
+  const ResidentLayout layout = resident_layout(plan, batch, horizon, device.shared_bytes);
+  return layout.fits && layout.blocks <= device.multiprocessors;
 }
 
 }  // namespace dpa::kernels::unet1d

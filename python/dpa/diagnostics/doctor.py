@@ -17,7 +17,7 @@ WRONG: Literal["wrong"] = "wrong"
 _DRIVERS = {12: 525, 13: 580}
 _FORMS = {
     "hopper": "resident kernels: the whole denoising loop is one kernel",
-    "layered": "a kernel or two a layer, on packed weights",
+    "phases": "the whole denoising loop is one kernel, in phases",
     "layers": "the small ops; networks run in PyTorch's layers",
 }
 
@@ -85,7 +85,7 @@ def form(capability: tuple[int, int], built_for: str) -> str | None:
     ptx = [int(base) for base in re.findall(r"\d+", with_ptx)]
     if not exact and not any(base <= major * 10 + minor for base in ptx):
         return None
-    return "layered" if major >= 8 else "layers"
+    return "phases" if major >= 8 else "layers"
 
 
 def _package(host: Host) -> Finding:

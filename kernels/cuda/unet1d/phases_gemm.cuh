@@ -1,7 +1,7 @@
 // The GEMM of a tile: 16 output channels times up to 64 columns (samples' times) a warp, warps over row tiles, columns
 // and K. Partial sums of the warps that share an output meet in shared memory; the tile's sums go to the workspace.
 #pragma once
-#include "test/kernels/phases/input.cuh"
+#include "kernels/cuda/unet1d/phases_input.cuh"
 
 namespace dpa::kernels::unet1d::device {
 
@@ -49,26 +49,28 @@ DPA_DEVICE void publish(const Output& o, int row_tile, int column_tile, int lane
   }
 }
 
-// Byte offsets into the slab of the steps along K, (unit, tap, 16 channels), segment by segment, behind the columns.
+// Byte offsets into the slab of the steps along K, (unit, tap, 16 channels of value, then of skip), segment by segment,
+// behind the columns.
 DPA_DEVICE int* offsets_of(const Work& w, ColumnAt* columns) {
   return reinterpret_cast<int*>(columns + w.samples * w.p.columns);
 }
 DPA_DEVICE void fill_offsets(const Work& w, int* to, int pitch, int element) {
-  const int per_tap = w.by_per_tap.by, joined = w.p.joined, unit_bytes = w.p.unit_padded * element,
-            value_bytes = w.value_channels * element;
+  const int per_tap = w.by_per_tap.by, per_value = w.p.unit_padded >> 4, unit_bytes = w.p.unit_padded * element,
+            value_bytes = w.slab_value * element;
 #pragma unroll 1
   for (int s = 0; s < w.p.num_segments; s++) {
     const Divisor taps = w.by_taps[s];
     for (int i = thread(); i < w.all_steps[s]; i += kThreads) {
       const int before = w.by_per_tap(i), unit = taps(before), tap = before - unit * taps.by;
-      const int at = joined ? (unit & 1) * value_bytes + (unit >> 1) * unit_bytes : unit * unit_bytes;
-      to[s * w.all_steps[0] + i] = at + tap * pitch + (i - before * per_tap) * 16 * element;
+      const int part = i - before * per_tap, skip = part >= per_value;
+      to[s * w.all_steps[0] + i] =
+          unit * unit_bytes + skip * value_bytes + tap * pitch + (part - skip * per_value) * 16 * element;
     }
   }
 }
 
-template <class Tile, int kSlots, int kColumnTiles>
-DPA_DEVICE void multiply_run(WeightStream<Tile, kSlots>& stream, const int* offsets, int count, uint32_t slab,
+template <class Tile, int kColumnTiles>
+DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int count, uint32_t slab,
                              const ColumnAt* columns, int first_column, int num_columns,
                              float (&sum)[kColumnTiles][4]) {
   using Math = typename Tile::Math;
@@ -136,8 +138,8 @@ DPA_DEVICE void multiply_run(WeightStream<Tile, kSlots>& stream, const int* offs
 
 // One segment of a tile. Every thread of the block calls it; the slab is complete. `sums` may be overwritten by the
 // caller after a barrier.
-template <class Tile, int kSlots, int kColumnTiles>
-DPA_DEVICE void multiply_tile(WeightStream<Tile, kSlots>& stream, const Work& w, int segment, uint32_t slab,
+template <class Tile, int kColumnTiles>
+DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int segment, uint32_t slab,
                               int slab_pitch, float4* sums, const Output& out) {
   const Phase& p = w.p;
   const PhaseSegment& g = p.segments[segment];
@@ -151,7 +153,7 @@ DPA_DEVICE void multiply_tile(WeightStream<Tile, kSlots>& stream, const Work& w,
     const bool works = mine.count > 0 && row < w.row_tiles;
     float sum[kColumnTiles][4] = {};
     if (works)
-      multiply_run<Tile, kSlots, kColumnTiles>(stream, offsets + segment * w.all_steps[0] + mine.begin, mine.count,
+      multiply_run<Tile, kColumnTiles>(stream, offsets + segment * w.all_steps[0] + mine.begin, mine.count,
                                                first_tap, out.columns, column * kColumnTiles * 8, out.count, sum);
     if (p.warps_k > 1) {
 #pragma unroll

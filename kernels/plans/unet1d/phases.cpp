@@ -1,7 +1,9 @@
 // Walks the plan's GEMMs, wires inputs to outputs, and gives each phase the tiling that a model of its time prefers.
-#include "test/kernels/phases/plan.h"
+#include "kernels/plans/unet1d/phases.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 namespace dpa::kernels::unet1d {
 namespace {
@@ -10,19 +12,20 @@ int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 // What a tiling must hold in shared memory, beside the buffer of weights and the table of phases.
 struct Needs {
-  int columns, parameters, sample, slab, stash, residual;
+  int columns, parameters, sample, slab, stash, residual, statistics;
 };
 
-class Builder {
+class PhaseBuilder {
  public:
-  Builder(const Plan& p, int n, int t, const PhaseDevice& d) : plan(p), batch(n), horizon(t), device(d) {}
+  PhaseBuilder(const Plan& p, int n, int t, const PhaseDevice& d, bool few_slots)
+      : plan(p), batch(n), horizon(t), device(d), tight(few_slots) {}
 
   PhasePlan build() {
     out.batch = batch, out.horizon = horizon;
     wide = plan.dtype == DType::kFloat32;
     const Config& c = plan.config;
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
-    words = 32;  // the first words: epoch, error
+    words = 32;  // the first words: kStuck
     out.sample_words = take(batch * horizon * c.action_dim);
     PhaseSource value, residual;
     value.kind = SourceKind::kHead;
@@ -36,7 +39,7 @@ class Builder {
     for (const Conv& conv : plan.convs) {
       Phase f;
       f.value = value, f.residual = residual;
-      input(f, conv.channels_in, horizon >> conv.level_in, norm, groups, film);
+      input(f, conv.channels_in, conv.slices_in, horizon >> conv.level_in, norm, groups, film);
       if (conv.skip_in >= 0) f.joined = 1, f.skip = skips[conv.skip_in];
       if (keep || skip >= 0) {
         f.keep_stride = round_up(conv.channels_in, 16);
@@ -67,6 +70,7 @@ class Builder {
   const Plan& plan;
   const int batch, horizon;
   const PhaseDevice device;
+  const bool tight;  // a small buffer of weights
   PhasePlan out;
   bool wide = false;
   int words = 0;
@@ -81,17 +85,17 @@ class Builder {
     return at;
   }
 
-  void input(Phase& f, int channels, int times, int norm, int groups, int film) {
+  void input(Phase& f, int channels, int units, int times, int norm, int groups, int film) {
     f.channels_in = channels, f.times_in = times;
     f.norm = norm, f.film = film;
-    const Units u = units_of(channels, norm >= 0 ? groups : 0);
-    f.units = u.count, f.unit_channels = u.channels, f.unit_padded = u.padded;
+    f.units = units, f.unit_channels = channels / units, f.unit_padded = round_up(f.unit_channels, 16);
     f.group_channels = norm >= 0 ? channels / groups : channels;
     f.group_magic = magic_of(f.group_channels);
   }
 
   void gemm(Phase& f, const Conv& conv) {
     f.channels_out = conv.channels_out, f.row_tiles = ceil_div(conv.channels_out, 16);
+    f.slice_tiles = tiling(plan, conv).row_tiles;
     f.times_out = horizon >> conv.level_out;
     f.columns = conv.upsample ? f.times_in : f.times_out;
     f.time_stride = conv.stride, f.num_segments = conv.num_segments;
@@ -104,15 +108,14 @@ class Builder {
       g.time_stride = conv.upsample ? 2 : 1, g.time_first = conv.upsample ? s : 0;
       g.bias = static_cast<int>(conv.bias[s]);
       g.scale = conv.scale < 0 ? -1 : static_cast<int>(conv.scale) + s * conv.channels_out;
-      g.weights = out.packed_bytes;
-      out.packed_bytes += static_cast<int64_t>(f.row_tiles) * f.units * (1 + f.joined) * g.taps * (f.unit_padded / 16) *
-                          256 * element_bytes(plan.dtype);
+      g.weights = conv.segments[s].weights;
     }
   }
 
   Needs needs(const Phase& f) const {
-    const int slice_units = ceil_div(f.units, f.slices_in) * (1 + f.joined), channels = slice_units * f.unit_padded;
-    const int value_channels = ceil_div(f.units, f.slices_in) * f.unit_padded, rows = f.samples * f.times_in;
+    const int slice_units = ceil_div(f.units, f.slices_in) * (1 + f.joined);
+    const int value_channels = round_up(ceil_div(f.units, f.slices_in) * f.unit_channels, 16),
+              channels = value_channels * (1 + f.joined), rows = f.samples * f.times_in;
     Needs n = {};
     n.columns = f.samples * f.columns * 8;
     for (int s = 0; s < f.num_segments; s++) n.columns += slice_units * f.segments[s].taps * f.unit_padded / 16 * 4;
@@ -124,26 +127,28 @@ class Builder {
                  f.samples * (horizon + plan.config.kernel_size) * plan.config.action_dim * 4;
     }
     if (f.kind == PhaseKind::kTail) n.sample = plan.config.action_dim * (value_channels + 1) * 4;
-    n.slab = f.kind == PhaseKind::kConv ? f.samples * (f.times_in + 2 * f.pad) * (channels * (wide ? 4 : 2) + 16) : 0;
+    n.slab = f.kind != PhaseKind::kConv
+                 ? 0
+                 : f.samples * (f.times_in + 2 * f.pad) * (slice_units * f.unit_padded * (wide ? 4 : 2) + 16);
     n.stash = rows * (channels + 4) * 4;
     if (f.warps_k > 1) n.stash = std::max(n.stash, kPhaseWarps * f.column_tiles * 512);
     n.residual = f.residual.kind == SourceKind::kNone ? 0 : rows * (value_channels + 4) * 4;
+    n.statistics = f.norm < 0 ? 0 : 16 * std::max(kPhaseWarps, f.samples * ceil_div(value_channels, f.group_channels));
     return n;
   }
   static int total(const Needs& n) {
     return round_up(n.columns, 16) + round_up(n.parameters, 16) + round_up(n.sample, 16) + round_up(n.slab, 16) +
-           round_up(n.stash, 16) + round_up(n.residual, 16);
+           round_up(n.stash, 16) + round_up(n.residual, 16) + round_up(n.statistics, 16);
   }
-  int fixed() const {  // the buffer, the table of phases, statistics
+  int fixed() const {  // the buffer, the table of phases
     const int table = static_cast<int>(plan.convs.size() + 2) * kPhaseEntry;
-    return kPhaseWarps * slots() * phase_slot_bytes(plan.dtype) + table + kPhaseStatistics * 16;
+    return kPhaseWarps * slots() * phase_slot_bytes(plan.dtype) + table;
   }
   int slots() const {
     const int roomy = plan.dtype == DType::kFloat32      ? 6
                       : plan.dtype == DType::kFloat8E4M3 ? 16
-                                                         : 12,
-              tight = plan.dtype == DType::kFloat32 ? 3 : 6;
-    return device.shared >= (160 << 10) ? roomy : tight;
+                                                         : 12;
+    return tight ? kPhaseTightSlots : roomy;
   }
 
   // The warps of a block over its row tiles, columns and K.
@@ -181,12 +186,23 @@ class Builder {
     return passes * (read / 40 + values * (f.norm >= 0 ? 0.35 : 0.1) + weights / 18 * 0.7 + gemm + sums + 900) + next;
   }
 
+  // Whether slices of the input begin at multiples of 16 channels, as messages do.
+  static bool whole(const Phase& f, int slices) {
+    return slices == 1 || f.unit_channels % 16 == 0 ||
+           (f.units % slices == 0 && f.units / slices * f.unit_channels % 16 == 0);
+  }
+
   bool choose(Phase& f) {
+    constexpr int kMost = 0xffff;  // of a run's numbers
+    if (f.slice_tiles > kMost) return false;
+    for (const PhaseSegment& g : f.segments)
+      if (int64_t{f.units} * (1 + f.joined) * g.taps * (f.unit_padded / 16) > kMost) return false;
     double best = -1;
     Phase chosen = f;
     for (int in = 1; in <= 8 && in <= f.units; in *= 2) {
       for (int slices = 1; slices <= batch; slices++) {
         f.samples = ceil_div(batch, slices);
+        if (!whole(f, in)) break;
         if (ceil_div(batch, f.samples) != slices) continue;
         if (f.samples * f.columns > kPhaseColumnTiles * 32) continue;
         if (f.norm >= 0 && f.samples * ceil_div(f.units, in) * (f.unit_channels / f.group_channels) > kPhaseStatistics)
@@ -214,14 +230,15 @@ class Builder {
       f.segments[1].out = conv.upsample ? f.segments[0].out : take(f.slices_in * f.partial_stride);
   }
 
+  int tail_units() const { return plan.config.down_dims[0] % 32 == 0 ? kFinalGroups : 1; }
   // Partial sums of the 1x1 convolution to the actions, then the scheduler's step, a block a sample.
   void tail(const PhaseSource& value, int norm) {
     Phase f;
     f.kind = PhaseKind::kTail;
     f.value = value;
-    input(f, plan.config.down_dims[0], horizon, norm, kFinalGroups, -1);
+    input(f, plan.config.down_dims[0], tail_units(), horizon, norm, kFinalGroups, -1);
     f.slices_in = 1;
-    while (f.slices_in < 8 && f.slices_in * 2 <= f.units) f.slices_in *= 2;
+    while (f.slices_in < 8 && f.slices_in * 2 <= f.units && whole(f, f.slices_in * 2)) f.slices_in *= 2;
     f.slices_batch = std::min(batch, std::max(1, device.blocks / f.slices_in));
     f.samples = ceil_div(batch, f.slices_batch), f.slices_batch = ceil_div(batch, f.samples);
     while (f.samples > 1 && (f.samples * kFinalGroups > kPhaseStatistics || fixed() + total(needs(f)) > device.shared))
@@ -246,68 +263,60 @@ class Builder {
       return here;
     };
     s.table = put(static_cast<int>(out.phases.size()) * kPhaseEntry);
-    s.statistics = put(kPhaseStatistics * 16);
+    auto layout = [&](int begin, bool kept) {  // kept: every phase's columns and offsets have a place of their own
+      s.bytes = 0, s.tables_kept = kept;
+      for (Phase& f : out.phases) {
+        at = begin;
+        if (kept && f.kind == PhaseKind::kConv) f.shared.columns = put(needs(f).columns), begin = at;
+      }
+      for (Phase& f : out.phases) {
+        if (f.kind == PhaseKind::kSampler) continue;
+        const Needs n = needs(f);
+        at = begin;
+        const int columns = kept ? f.shared.columns : put(n.columns);
+        f.shared = {columns,     put(n.parameters), put(n.sample),    put(n.slab),
+                    put(n.stash), put(n.residual),   put(n.statistics)};
+        s.bytes = std::max(s.bytes, at);
+      }
+    };
     const int begin = at;
-    for (Phase& f : out.phases) {
-      if (f.kind == PhaseKind::kSampler) continue;
-      const Needs n = needs(f);
-      at = begin;
-      f.shared = {put(n.columns), put(n.parameters), put(n.sample), put(n.slab), put(n.stash), put(n.residual)};
-      s.bytes = std::max(s.bytes, at);
-    }
+    layout(begin, true);
+    if (s.bytes > device.shared) layout(begin, false);
     at = s.bytes;
     if (at > device.shared) out.error = "a tile does not fit into shared memory";
     out.workspace_words = words;
+    for (const Phase& f : out.phases)
+      out.warp_runs += f.num_segments * ceil_div(f.tiles, device.blocks) *
+                       ceil_div(ceil_div(f.row_tiles, f.slices_out), f.warps_rows);
   }
 };
 
 }  // namespace
 
-Units units_of(int channels, int groups) {
-  if (groups == 0) {  // no norm: any cut will do
-    for (int n = 8; n > 1; n /= 2) {
-      if (channels % (16 * n) == 0) return {n, channels / n, channels / n};
-    }
-  } else {
-    for (int n = std::min(groups, 8); n > 1; n--) {
-      if (groups % n == 0 && channels / n % 16 == 0) return {n, channels / n, channels / n};
-    }
-  }
-  return {1, channels, round_up(channels, 16)};
-}
-
-std::vector<PhaseRun> phase_runs(const PhasePlan& plan, DType dtype, int blocks) {
-  const int warps = blocks * kPhaseWarps, tile_bytes = 256 * element_bytes(dtype);
-  std::vector<PhaseRun> runs(warps + 1);
-  for (int i = 0; i < warps; i++) {
-    runs[i].from = static_cast<uint32_t>(runs.size());
-    const int block = i / kPhaseWarps, warp = i % kPhaseWarps;
-    for (const Phase& p : plan.phases) {
-      if (p.kind != PhaseKind::kConv) continue;
-      const int k = warp % p.warps_k, row = warp / p.warps_k % p.warps_rows, column = warp / p.warps_k / p.warps_rows;
-      for (int tile = block; tile < p.tiles && column < p.warps_columns; tile += blocks) {
-        const int in = tile % p.slices_in, out = tile / p.slices_in % p.slices_out;
-        const int unit0 = p.units * in / p.slices_in, units = p.units * (in + 1) / p.slices_in - unit0;
-        const int last = p.row_tiles * (out + 1) / p.slices_out;
-        for (int s = 0; s < p.num_segments; s++) {
-          const int per_unit = (1 + p.joined) * p.segments[s].taps * (p.unit_padded / 16), steps = units * per_unit;
-          const int begin = steps * k / p.warps_k, count = steps * (k + 1) / p.warps_k - begin;
-          for (int r = p.row_tiles * out / p.slices_out + row; r < last && count > 0; r += p.warps_rows) {
-            const int64_t first = (static_cast<int64_t>(r) * p.units + unit0) * per_unit + begin;
-            runs.push_back({static_cast<uint32_t>((p.segments[s].weights + first * tile_bytes) / 16),
-                            static_cast<uint32_t>(count)});
-          }
-        }
-      }
-    }
-  }
-  runs[warps].from = static_cast<uint32_t>(runs.size());
-  runs.push_back({});  // so that the end of the last warp's is an element
-  return runs;
-}
-
 PhasePlan make_phases(const Plan& plan, int batch, int horizon, const PhaseDevice& device) {
-  return Builder(plan, batch, horizon, device).build();
+  PhasePlan made = PhaseBuilder(plan, batch, horizon, device, false).build();
+  return made.error.empty() ? made : PhaseBuilder(plan, batch, horizon, device, true).build();
+}
+
+std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int horizon, const PhaseDevice& device) {
+  constexpr size_t kMost = 1024;  // sizes of a process that tries many
+  static std::mutex mutex;
+  static std::map<std::vector<int>, std::shared_ptr<const PhasePlan>> kept;
+  const Config& c = plan.config;
+  std::vector<int> key = {batch,         horizon,      device.blocks, device.shared, static_cast<int>(plan.dtype),
+                          c.action_dim,  c.levels,     c.kernel_size, c.num_groups,  c.step_dim,
+                          c.film_scale};
+  key.insert(key.end(), c.down_dims, c.down_dims + c.levels);
+  const std::lock_guard lock(mutex);
+  if (kept.size() >= kMost) kept.clear();
+  auto& entry = kept[key];
+  if (!entry) entry = std::make_shared<const PhasePlan>(make_phases(plan, batch, horizon, device));
+  return entry;
+}
+
+size_t phase_workspace_bytes(const PhasePlan& plan, const PhaseDevice& device) {
+  return plan.workspace_words * sizeof(uint32_t) +
+         static_cast<size_t>(device.blocks) * kPhaseWarps * plan.warp_runs * sizeof(PhaseRun);
 }
 
 }  // namespace dpa::kernels::unet1d

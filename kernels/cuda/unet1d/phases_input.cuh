@@ -2,23 +2,28 @@
 // of the GEMM: (sample, time with zeros around it, channel), value channels first, then those of the skip connection.
 #pragma once
 #include "kernels/math/mish.h"
-#include "test/kernels/phases/phases.h"
-#include "test/kernels/phases/weights.cuh"
+#include "kernels/cuda/unet1d/phases.h"
+#include "kernels/cuda/unet1d/phases_weights.cuh"
 
 namespace dpa::kernels::unet1d::device {
 
 constexpr int kThreads = kPhaseWarps * 32;
 
-// Polling, with an end: a wait of about a second marks the workspace, and from then on nothing waits.
+// Polling. In a test's build with an end: a wait of about a second marks the workspace, and from then on nothing waits.
 struct Watch {
   uint32_t* stuck;
   bool gave_up = false;
   DPA_DEVICE bool again(int& polls) {
+#ifdef DPA_TEST_POLLS
     if (gave_up) return false;
     if ((++polls & 255) == 0 && (polls > 400000 || load_word(stuck))) {
       store_word(stuck, 1);
       gave_up = true;
     }
+#endif
+#ifdef DPA_EMULATE
+    pause();
+#endif
     return !gave_up;
   }
 };
@@ -110,9 +115,6 @@ DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip,
 #pragma unroll
         for (int h = 0; h < kHalves; h++) pending |= differs(kept[i][0][h], flag) | differs(kept[i][1][h], flag);
       }
-#ifdef DPA_EMULATE
-      if (pending & 1) pause();
-#endif
     } while ((pending & 1) && watch.again(polls));
 #pragma unroll
     for (int i = 0; i < kItems; i++) {
@@ -162,6 +164,10 @@ DPA_DEVICE void load_source(const Work& w, int partials, const Sums& s, const Ke
     load_sums<Math, Tile::kWide, 1>(s, residual, skip, w.rows, by, flag, watch);
 }
 
+// What the loop begins with: inpainted values where the mask is set.
+DPA_DEVICE float initial_at(const PhaseLoop& a, int at) {
+  return a.condition_mask && a.condition_mask[at] ? a.condition_data[at] : a.initial[at];
+}
 // The sample with zeros around it, (sample, taps / 2 + time + taps / 2, action). A barrier is due before it is read.
 DPA_DEVICE void load_sample(const PhaseLoop& a, const Work& w, int step, uint32_t flag, float* to, Watch& watch) {
   const int halo = a.taps / 2, times = a.horizon + 2 * halo, count = w.samples * times * a.actions;
@@ -172,15 +178,12 @@ DPA_DEVICE void load_sample(const PhaseLoop& a, const Work& w, int step, uint32_
     if (time >= 0 && time < a.horizon) {
       const int at = (sample * a.horizon + time) * a.actions + action;
       if (step == 0) {
-        x = a.initial[at];
+        x = initial_at(a, at);
       } else {
         uint32_t v;
         int polls = 0;
         while (((v = load_word(a.workspace + a.sample_words + at)) ^ flag) & 1) {
           if (!watch.again(polls)) break;
-#ifdef DPA_EMULATE
-          pause();
-#endif
         }
         x = as_float(v & ~1u);
       }
@@ -254,22 +257,29 @@ DPA_DEVICE float mish_of(float x) {
 
 // Norm and FiLM parameters in shared memory: (sample, kind, channel) with the kinds factor and term of the norm, scale
 // and shift of the FiLM; behind them gamma and beta by channel.
-DPA_DEVICE float2 film_of(const PhaseLoop& a, const Phase& p, int step, int sample, int channel) {
-  if (p.film < 0) return make_float2(1.0f, 0.0f);
+struct Film {
+  float scale = 1.0f, shift = 0.0f, more_scale = 0.0f, more_shift = 0.0f;  // of the step, of the sample: not added, for
+                                                                           // that would wait for the loads
+  DPA_DEVICE float2 sums() const { return make_float2(scale + more_scale, shift + more_shift); }
+};
+DPA_DEVICE Film film_of(const PhaseLoop& a, const Phase& p, int step, int sample, int channel) {
+  Film f;
+  if (p.film < 0) return f;
   const int at = p.film + channel, shift_at = a.film_scale ? at + p.channels_in : at;
-  const float* row = a.film_step + static_cast<int64_t>(step) * a.film_rows;
-  const float* more = a.film_cond ? a.film_cond + static_cast<int64_t>(sample) * a.film_rows : nullptr;
-  float shift = row[shift_at], scale = a.film_scale ? row[at] : 1.0f, shift_more = 0.0f, scale_more = 0.0f;
-  if (more) {
-    shift_more = more[shift_at];
-    if (a.film_scale) scale_more = more[at];
+  const float* row = a.film_step + step * a.film_step_stride + sample * a.film_sample_stride;
+  f.shift = row[shift_at];
+  if (a.film_scale) f.scale = row[at];
+  if (a.film_cond) {
+    const float* more = a.film_cond + static_cast<int64_t>(sample) * a.film_rows;
+    f.more_shift = more[shift_at];
+    if (a.film_scale) f.more_scale = more[at];
   }
-  return make_float2(scale + scale_more, shift + shift_more);
+  return f;
 }
 // A thread's first channel (of sample 0) and first output channel, fetched before the input is waited for.
 struct Early {
   float gamma = 0.0f, beta = 0.0f;
-  float2 film = {0.0f, 0.0f};
+  Film film = {0.0f, 0.0f, 0.0f, 0.0f};
   float bias[2], scale[2];
 };
 template <class Tile>
@@ -278,7 +288,7 @@ DPA_DEVICE float2 bias_of(const PhaseLoop& a, const Work& w, int segment, int i)
   float2 r = make_float2(0.0f, 0.0f);
   if (row >= w.p.channels_out) return r;
   if (w.at.in == 0) r.x = a.floats[w.p.segments[segment].bias + row];
-  if constexpr (Tile::kScaled) r.y = a.floats[w.p.segments[segment].scale + row] * 256.0f;
+  if constexpr (Tile::kScaled) r.y = a.floats[w.p.segments[segment].scale + row];
   return r;
 }
 template <class Tile>
@@ -303,7 +313,8 @@ DPA_DEVICE void store_early(const PhaseLoop& a, const Work& w, int step, const E
   if (w.p.norm >= 0) {
     float *gamma = to + 4 * samples * n, *beta = gamma + n;
     const int i = thread();
-    if (i < n) gamma[i] = e.gamma, beta[i] = e.beta, to[2 * n + i] = e.film.x, to[3 * n + i] = e.film.y;
+    const float2 own = e.film.sums();
+    if (i < n) gamma[i] = e.gamma, beta[i] = e.beta, to[2 * n + i] = own.x, to[3 * n + i] = own.y;
 #pragma unroll 1
     for (int j = i + kThreads; j < samples * n; j += kThreads) {
       const int b = w.by_value(j), c = j - b * n, channel = w.first_channel + c;
@@ -312,14 +323,15 @@ DPA_DEVICE void store_early(const PhaseLoop& a, const Work& w, int step, const E
         gamma[c] = real ? a.floats[w.p.norm + channel] : 0.0f;
         beta[c] = real ? a.floats[w.p.norm + w.p.channels_in + channel] : 0.0f;
       }
-      const float2 film = real ? film_of(a, w.p, step, w.sample0 + b, channel) : make_float2(0.0f, 0.0f);
+      const float2 film = real ? film_of(a, w.p, step, w.sample0 + b, channel).sums() : make_float2(0.0f, 0.0f);
       to[(4 * b + 2) * n + c] = film.x, to[(4 * b + 3) * n + c] = film.y;
     }
     // what lies between a short first sample and thread 256 belongs to the samples after it
     if (i >= n && i < samples * n) {
       const int b = w.by_value(i), c = i - b * n;
       const bool real = c < w.real_channels;
-      const float2 film = real ? film_of(a, w.p, step, w.sample0 + b, w.first_channel + c) : make_float2(0.0f, 0.0f);
+      const float2 film =
+          real ? film_of(a, w.p, step, w.sample0 + b, w.first_channel + c).sums() : make_float2(0.0f, 0.0f);
       to[(4 * b + 2) * n + c] = film.x, to[(4 * b + 3) * n + c] = film.y;
     }
   }
@@ -329,7 +341,7 @@ DPA_DEVICE void store_early(const PhaseLoop& a, const Work& w, int step, const E
     for (int i = thread(); i < count; i += kThreads) {
       const float2 b = i < kThreads ? make_float2(e.bias[s], e.scale[s]) : bias_of<Tile>(a, w, s, i);
       bias[2 * s * count + i] = b.x;
-      if constexpr (Tile::kScaled) bias[(2 * s + 1) * count + i] = b.y;
+      if constexpr (Tile::kScaled) bias[(2 * s + 1) * count + i] = b.y * 256.0f;  // of Fragments
     }
   }
 }
@@ -398,11 +410,16 @@ DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch
       *from = make_float4(v[0], v[1], v[2], v[3]);
       continue;
     }
+    int column = c;
+    if (w.spread) {
+      const int half = c < n ? 0 : 1, unit = w.by_unit(c - half * n);
+      column = half * w.slab_value + unit * p.unit_padded + c - half * n - unit * p.unit_channels;
+    }
     uint8_t* to = slab + (row + (2 * b + 1) * p.pad) * slab_pitch;
     if constexpr (Tile::kWide)
-      *reinterpret_cast<float4*>(to + c * 4) = make_float4(v[0], v[1], v[2], v[3]);
+      *reinterpret_cast<float4*>(to + column * 4) = make_float4(v[0], v[1], v[2], v[3]);
     else
-      *reinterpret_cast<uint2*>(to + c * 2) = make_uint2(pack(Math{}, v[0], v[1]), pack(Math{}, v[2], v[3]));
+      *reinterpret_cast<uint2*>(to + column * 2) = make_uint2(pack(Math{}, v[0], v[1]), pack(Math{}, v[2], v[3]));
   }
 }
 

@@ -4,7 +4,6 @@
 //   phases_test blocks         the 80 M network with fewer blocks
 //   phases_test plan           what the plan chose for the rows (no GPU)
 //   phases_test profile        clocks by phase, bf16
-//   phases_test micro          what the design rests on: barrier, hand-over, stream
 // Compiled for the host with DPA_EMULATE, `small` runs the kernel in an emulator (emulator.h).
 #include <algorithm>
 #include <chrono>
@@ -14,15 +13,9 @@
 #include <random>
 
 #ifdef DPA_EMULATE
-#define DPA_NO_CUDA
-#endif
-#include "test/kernels/phases/plan.h"
-#ifdef DPA_EMULATE
-#include "test/kernels/phases/kernel.cuh"
+#include "kernels/cuda/unet1d/phases_kernel.cuh"
 #else
-#include <cuda_runtime.h>
-
-#include "test/kernels/phases/phases.h"
+#include "kernels/cuda/unet1d/phases.cu"
 #endif
 #include "test/kernels/unet1d_reference.h"
 
@@ -240,34 +233,29 @@ struct Network {
     }
   }
 
-  std::vector<uint8_t> pack(const PhasePlan& phases) const {
+  std::vector<uint8_t> pack() const {
     const int bytes = element_bytes(plan.dtype);
-    std::vector<uint8_t> packed(phases.packed_bytes);
+    std::vector<uint8_t> packed(plan.tile_bytes);
     for (const TileItem& t : plan.tiles) {
-      const Phase& f = phases.phases[t.conv];
-      const PhaseSegment& g = f.segments[t.segment];
-      const std::vector<float>* w = t.weight < 0 ? nullptr : &weights.at(plan.weights[t.weight].name);
       const Conv& conv = plan.convs[t.conv];
-      const int steps = f.unit_padded / 16, units = f.units * (1 + f.joined);
-      parallel(f.row_tiles, [&](int row_tile) {
-        for (int u = 0; u < units; u++)
-          for (int tap = 0; tap < g.taps; tap++)
-            for (int s = 0; s < steps; s++) {
-              const int64_t tile = ((static_cast<int64_t>(row_tile) * units + u) * g.taps + tap) * steps + s;
-              uint8_t* to = packed.data() + g.weights + tile * 256 * bytes;
-              const int unit = f.joined ? u / 2 : u, base = f.joined && u % 2 ? f.channels_in : 0;
-              for (int r = 0; r < 16; r++)
-                for (int k = 0; k < 16; k++) {
-                  const int o = row_tile * 16 + r, c = s * 16 + k, in = base + unit * f.unit_channels + c;
-                  float x = 0.0f;
-                  if (o < conv.channels_out && c < f.unit_channels)
-                    x = w ? (*w)[element(t, o, in, tap)] : o == in ? 1.0f : 0.0f;
-                  store(to, r, k, x,
-                        o < conv.channels_out && conv.scale >= 0
-                            ? floats[conv.scale + t.segment * conv.channels_out + o]
-                            : 1.0f);
-                }
+      const Segment& g = conv.segments[t.segment];
+      const Tiling y = tiling(plan, conv);
+      const std::vector<float>* w = t.weight < 0 ? nullptr : &weights.at(plan.weights[t.weight].name);
+      const int per_tap = y.steps_per_tap(), slice = g.taps * per_tap * y.row_tiles;
+      parallel(plan.slices_out * conv.slices_in, [&](int part) {
+        for (int i = 0; i < slice; i++) {
+          const int step = i / y.row_tiles, tap = step / per_tap, s = step % per_tap, skip = s >= y.in_steps;
+          uint8_t* to = packed.data() + g.weights + (static_cast<int64_t>(part) * slice + i) * 256 * bytes;
+          for (int r = 0; r < 16; r++)
+            for (int k = 0; k < 16; k++) {
+              const int row = i % y.row_tiles * 16 + r, o = part / conv.slices_in * y.rows + row,
+                        c = (skip ? s - y.in_steps : s) * 16 + k, width = skip ? y.skip : y.in,
+                        in = (skip ? conv.channels_in : 0) + part % conv.slices_in * width + c;
+              const bool real = row < y.rows && c < width;
+              store(to, r, k, real ? w ? (*w)[element(t, o, in, tap)] : o == in ? 1.0f : 0.0f : 0.0f,
+                    real && conv.scale >= 0 ? floats[conv.scale + t.segment * conv.channels_out + o] : 1.0f);
             }
+        }
       });
     }
     return packed;
@@ -278,9 +266,7 @@ struct Network {
     const uint16_t h = plan.dtype == DType::kBFloat16 ? to_bf16(x) : plan.dtype == DType::kFloat16 ? to_fp16(x) : 0;
     if (element_bytes(plan.dtype) == 2) std::memcpy(to + at * 2, &h, 2);
     if (plan.dtype == DType::kFloat8E4M3) {
-      // two registers of two numbers each in a word: bytes 0 and 2 are the first register's
-      const int lane = at / 8, j = at % 8, reg = j / 2 % 2, half = j % 2;
-      to[lane * 8 + j / 4 * 4 + half * 2 + reg] = to_e4m3(round_to(x / scale, 3, -6));
+      to[at] = to_e4m3(round_to(x / scale, 3, -6));
     }
   }
 
@@ -326,7 +312,8 @@ struct Run {
   PhasePlan plan;
   PhaseLoop loop = {};
   std::vector<void*> buffers;
-  std::vector<float> initial, noise, table;
+  std::vector<float> initial, noise, table, known;
+  std::vector<uint8_t> mask;  // of the loop; one evaluation takes its input as it is
   std::vector<Vector> cond;
   int max_steps, blocks;
 
@@ -367,16 +354,16 @@ struct Run {
       const float r[6] = {0.9f, -0.5f, 0.4f, 0.55f, 0.1f, s + 1 < steps ? 0.1f : 0.0f};
       table.insert(table.end(), r, r + 6);
     }
-    const std::vector<uint8_t> packed = net.pack(plan);
+    const std::vector<uint8_t> packed = net.pack();
     loop.weights = static_cast<uint8_t*>(put(packed.data(), packed.size()));
     loop.floats = static_cast<float*>(put(net.floats.data(), net.floats.size() * 4));
-    loop.phases = static_cast<Phase*>(put(plan.phases.data(), plan.phases.size() * sizeof(Phase)));
-    const std::vector<PhaseRun> runs = phase_runs(plan, n.plan.dtype, blocks);
-    loop.runs = static_cast<PhaseRun*>(put(runs.data(), runs.size() * sizeof(PhaseRun)));
-    loop.num_phases = static_cast<int>(plan.phases.size()), loop.shared = plan.shared;
-    loop.workspace = static_cast<uint32_t*>(allocate(plan.workspace_words * size_t{4}));
-    buffers.push_back(loop.workspace);
-    clear(loop.workspace, plan.workspace_words * size_t{4});
+    buffers.push_back(allocate(phase_workspace_bytes(plan, device)));
+    set_phases(loop, n.plan, plan, buffers.back());
+    known = random_values(count, 79, 1.0f);
+    for (size_t i = 0; i < count; i++) mask.push_back(i % 3 == 1);
+    loop.condition_data = static_cast<float*>(put(known.data(), count * 4));
+    loop.condition_mask = static_cast<uint8_t*>(put(mask.data(), count));
+    loop.noise_stride = count, loop.film_step_stride = n.plan.film_rows;
     loop.film_step = static_cast<float*>(put(step_rows.data(), step_rows.size() * 4));
     loop.film_cond = static_cast<float*>(put(cond_rows.data(), cond_rows.size() * 4));
     loop.film_rows = net.plan.film_rows, loop.film_scale = g.film_scale;
@@ -387,9 +374,6 @@ struct Run {
     loop.output = static_cast<float*>(allocate(count * 4));
     buffers.push_back(loop.output);
     loop.batch = c.batch, loop.horizon = c.horizon, loop.actions = g.action_dim, loop.taps = g.kernel_size;
-    loop.channels = g.down_dims[0];
-    loop.sample_words = plan.sample_words, loop.output_words = plan.output_words;
-    loop.output_slices = plan.output_slices;
     loop.head = net.plan.head, loop.tail = net.plan.tail;
   }
   ~Run() {
@@ -401,7 +385,8 @@ struct Run {
   void launch(int steps, bool network_alone, unsigned seed = 1) {
     PhaseLoop l = loop;
     l.steps = steps;
-    if (network_alone) l.table = nullptr;
+    if (network_alone) l.table = nullptr, l.condition_mask = nullptr;
+    clear(l.workspace, plan.workspace_words * size_t{4});
 #ifdef DPA_EMULATE
     struct Job {
       PhaseLoop l;
@@ -412,16 +397,16 @@ struct Run {
         [](void* p) {
           const Job& j = *static_cast<Job*>(p);
           switch (j.d) {
-            case DType::kBFloat16: return device::run_phases<device::TileBf16, device::TileBf16::kSlots>(j.l);
-            case DType::kFloat16: return device::run_phases<device::TileFp16, device::TileFp16::kSlots>(j.l);
-            case DType::kFloat8E4M3: return device::run_phases<device::TileE4m3, device::TileE4m3::kSlots>(j.l);
-            default: return device::run_phases<device::TileFp32, device::TileFp32::kSlots>(j.l);
+            case DType::kBFloat16: return device::run_phases<device::TileBf16>(j.l);
+            case DType::kFloat16: return device::run_phases<device::TileFp16>(j.l);
+            case DType::kFloat8E4M3: return device::run_phases<device::TileE4m3>(j.l);
+            default: return device::run_phases<device::TileFp32>(j.l);
           }
         },
         &job, seed);
 #else
     (void)seed;
-    CHECK(launch_phases(net.plan.dtype, plan, l, blocks, nullptr));
+    CHECK(launch_phases(net.plan.dtype, l, blocks, nullptr));
 #endif
   }
   std::vector<float> result() const {
@@ -433,9 +418,9 @@ struct Run {
     return v;
   }
   bool stuck() const {
-    uint32_t words[3];
-    download(words, loop.workspace, 12);
-    return words[kStuck] != 0;
+    uint32_t word;
+    download(&word, loop.workspace, 4);
+    return word != 0;
   }
   // || got - reference || / || reference || over samples 0 and the last.
   double error(int steps, bool network_alone, const std::vector<float>& got) const {
@@ -448,7 +433,13 @@ struct Run {
       auto at = [&](int a, int t) { return base + static_cast<size_t>(t) * actions + a; };
       for (int a = 0; a < actions; a++)
         for (int t = 0; t < c.horizon; t++) x.at(a, t) = initial[at(a, t)];
+      auto inpaint = [&] {
+        for (int a = 0; a < actions; a++)
+          for (int t = 0; t < c.horizon; t++)
+            if (!network_alone && mask[at(a, t)]) x.at(a, t) = known[at(a, t)];
+      };
       for (int s = 0; s < steps; s++) {
+        inpaint();
         const Signal y = reference.forward(x, time_of(s), cond[b]);
         for (int a = 0; a < actions; a++)
           for (int t = 0; t < c.horizon; t++) {
@@ -462,6 +453,7 @@ struct Run {
             v = r[2] * x0 + r[3] * v + r[4] * y.at(a, t) + r[5] * noise[s * initial.size() + at(a, t)];
           }
       }
+      inpaint();
       for (int a = 0; a < actions; a++)
         for (int t = 0; t < c.horizon; t++) {
           const double d = got[at(a, t)] - x.at(a, t);
@@ -509,7 +501,7 @@ void print_plan(const Case& c, DType dtype, const PhaseDevice& device) {
   const PhasePlan p = make_phases(plan, c.batch, c.horizon, device);
   std::printf("%s %s, %d blocks: %s %zu phases, %.1f KB shared, workspace %.2f MB, weights %.1f MB\n", c.name,
               name_of(dtype), device.blocks, p.error.c_str(), p.phases.size(), p.shared.bytes / 1024.0,
-              p.workspace_words * 4e-6, p.packed_bytes * 1e-6);
+              phase_workspace_bytes(p, device) * 1e-6, plan.tile_bytes * 1e-6);
   for (size_t i = 0; i < p.phases.size(); i++) {
     const Phase& f = p.phases[i];
     std::printf(
@@ -567,7 +559,7 @@ void bench(const Case& c, DType dtype, const PhaseDevice& device) {
   }
   std::printf("%-26s %s %3d blocks | error %.2e %s | bits %s | %8.1f us a step%s | floor %5.1f | %.1f s\n", c.name,
               name_of(dtype), device.blocks, e, e < limit_of(dtype) ? "good " : "WRONG", same ? "repeat" : "DIFFER", us,
-              stuck ? " STUCK" : "", run.plan.packed_bytes / 4.35e6,
+              stuck ? " STUCK" : "", net.plan.tile_bytes / 4.35e6,
               std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   std::fflush(stdout);
 }
@@ -615,134 +607,6 @@ void profile(const Case& c, DType dtype, const PhaseDevice& device) {
   std::fflush(stdout);
 }
 
-__global__ void barrier_kernel(uint32_t* count, int rounds, long long* clocks) {
-  const long long begin = clock64();
-  for (int i = 0; i < rounds; i++) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      atomicAdd(count, 1);
-      const uint32_t goal = (i + 1) * gridDim.x;
-      uint32_t v;
-      int polls = 0;
-      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(count) : "memory");
-      while (v < goal && ++polls < 1000000);
-    }
-    __syncthreads();
-  }
-  if (threadIdx.x == 0 && blockIdx.x == 0) *clocks = clock64() - begin;
-}
-// In every round each of the blocks stores 512 flagged words and polls 2048 (8 partial sums of 256) of a buffer that 8
-// others wrote: the hand-over of the engine without its arithmetic.
-__global__ void message_kernel(uint32_t* words, int rounds, long long* clocks) {
-  const long long begin = clock64();
-  const int group = blockIdx.x % 8, slice = blockIdx.x / 8, slices = gridDim.x / 8;
-  for (int i = 0; i < rounds; i++) {
-    uint32_t* buffer = words + (i % 16) * 65536;
-    const uint32_t flag = (i / 16 + 1) & 1;
-    // partial `group` of channels of slice
-    for (int j = threadIdx.x; j < 4096 / slices / 2 / 1; j += 256)
-      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(buffer + group * 2048 + slice * (2048 / slices) + j),
-                   "r"((i << 1) | flag)
-                   : "memory");
-    if (threadIdx.x < 64) {
-      uint4 v[8];
-      int polls = 0;
-      uint32_t wrong;
-      do {
-        wrong = 0;
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-          asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                       : "=r"(v[k].x), "=r"(v[k].y), "=r"(v[k].z), "=r"(v[k].w)
-                       : "l"(buffer + k * 2048 + group * 256 + threadIdx.x * 4)
-                       : "memory");
-          wrong |= (v[k].x ^ flag) | (v[k].y ^ flag) | (v[k].z ^ flag) | (v[k].w ^ flag);
-        }
-      } while ((wrong & 1) && ++polls < 1000000);
-    }
-    __syncthreads();
-  }
-  if (threadIdx.x == 0 && blockIdx.x == 0) *clocks = clock64() - begin;
-}
-template <int kSlots>
-__global__ void stream_kernel(const uint8_t* from, size_t bytes_a_block, uint32_t* sink) {
-  extern __shared__ __align__(128) uint8_t buffer[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint8_t* mine = from + blockIdx.x * bytes_a_block + warp * (bytes_a_block / 8) + lane * 16;
-  const int pairs = static_cast<int>(bytes_a_block / 8 / 1024);
-  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) + warp * kSlots * 1024 + lane * 16;
-  uint32_t sum = 0;
-  for (int i = 0; i < pairs + kSlots - 1; i++) {
-    if (i < pairs) {
-      const uint32_t to = base + i % kSlots * 1024;
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to),
-                   "l"(mine + static_cast<size_t>(i) * 1024)
-                   : "memory");
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + 512),
-                   "l"(mine + static_cast<size_t>(i) * 1024 + 512)
-                   : "memory");
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    if (i >= kSlots - 2) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 2) : "memory");
-      uint32_t v;
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(base + (i - kSlots + 2) % kSlots * 1024) : "memory");
-      sum += v;
-    }
-  }
-  if (sum == 12345u) sink[0] = sum;
-}
-
-void micro(int blocks) {
-  uint32_t* words = static_cast<uint32_t*>(allocate(16 * 65536 * 4));
-  long long* clocks = static_cast<long long*>(allocate(8));
-  cudaEvent_t begin, end;
-  CHECK(cudaEventCreate(&begin));
-  CHECK(cudaEventCreate(&end));
-  float ms;
-  for (int kind = 0; kind < 2; kind++) {
-    for (int repeat = 0; repeat < 2; repeat++) {
-      clear(words, 16 * 65536 * 4);
-      int rounds = 1600;
-      void* args[] = {&words, &rounds, &clocks};
-      CHECK(cudaEventRecord(begin));
-      CHECK(cudaLaunchCooperativeKernel(
-          kind ? reinterpret_cast<void*>(message_kernel) : reinterpret_cast<void*>(barrier_kernel),
-          dim3(kind ? 128 : blocks), dim3(256), args, 0, nullptr));
-      CHECK(cudaEventRecord(end));
-      CHECK(cudaEventSynchronize(end));
-      CHECK(cudaEventElapsedTime(&ms, begin, end));
-      if (repeat)
-        std::printf("micro: %s %.3f us\n", kind ? "flagged words, 8 partial sums, a hand-over" : "grid barrier",
-                    ms * 1e3 / rounds);
-    }
-  }
-  const size_t bytes = size_t{132} * (4 << 20);
-  uint8_t* weights = static_cast<uint8_t*>(allocate(bytes));
-  CHECK(cudaFuncSetAttribute(stream_kernel<16>, cudaFuncAttributeMaxDynamicSharedMemorySize, 128 << 10));
-  CHECK(cudaFuncSetAttribute(stream_kernel<6>, cudaFuncAttributeMaxDynamicSharedMemorySize, 128 << 10));
-  for (int slots : {16, 6})
-    for (int n : {blocks, 46, 16}) {
-      std::vector<float> times;
-      for (int r = 0; r < 5; r++) {
-        CHECK(cudaEventRecord(begin));
-        if (slots == 16)
-          stream_kernel<16><<<n, 256, 128 << 10>>>(weights, 4 << 20, words);
-        else
-          stream_kernel<6><<<n, 256, 128 << 10>>>(weights, 4 << 20, words);
-        CHECK(cudaEventRecord(end));
-        CHECK(cudaEventSynchronize(end));
-        CHECK(cudaEventElapsedTime(&ms, begin, end));
-        times.push_back(ms);
-      }
-      std::sort(times.begin(), times.end());
-      std::printf("micro: stream by cp.async, %d slots of 1 KB a warp, %d blocks: %.2f TB/s\n", slots, n,
-                  n * 4.194304e-3 / times[2]);
-    }
-  std::fflush(stdout);
-  release(words), release(clocks), release(weights);
-}
 #endif
 
 }  // namespace
@@ -751,6 +615,7 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "small", filter = argc > 2 ? argv[2] : "";
   const DType types[] = {DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kFloat16};
   PhaseDevice device;
+  if (what == "plan" && argc > 3) device.shared = std::atoi(argv[3]);
   auto wanted = [&](const Case& c, DType d) {
     return filter.empty() || (std::string(name_of(d)) + " " + c.name).find(filter) != std::string::npos;
   };
@@ -762,6 +627,7 @@ int main(int argc, char** argv) {
   }
 #ifdef DPA_EMULATE
   device.blocks = argc > 3 ? std::atoi(argv[3]) : 6;
+  if (argc > 5) device.shared = std::atoi(argv[5]);
   int bad = 0;
   for (const Case& c : kSmall)
     for (DType d : types)
@@ -772,7 +638,7 @@ int main(int argc, char** argv) {
   CHECK(cudaGetDeviceProperties(&properties, 0));
   device.blocks = properties.multiProcessorCount;
   device.shared = static_cast<int>(properties.sharedMemPerBlockOptin);
-  if (what == "micro") micro(device.blocks);
+  if (argc > 3) device.shared = std::atoi(argv[3]);
   if (what == "small")
     for (const Case& c : kSmall)
       for (DType d : types)

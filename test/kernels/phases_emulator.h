@@ -1,4 +1,4 @@
-// The instructions of device.cuh on the host: every thread of a grid is a fiber, scheduled in random order.
+// The instructions of phases_device.cuh on the host: every thread of a grid is a fiber, scheduled in random order.
 // Asynchronous copies happen when they are waited for, not before; a warp's instructions wait for all its lanes.
 #pragma once
 #include <cuda_runtime.h>
@@ -102,6 +102,15 @@ DPA_DEVICE float shuffle_xor(float x, int mask) {
   return r;
 }
 DPA_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t{a} * b) >> 32); }
+template <uint32_t kSelectors>
+DPA_DEVICE uint32_t spread_bytes(uint32_t x) {
+  uint32_t made = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t from = kSelectors >> 4 * i & 7;
+    if (from < 4) made |= (x >> 8 * from & 0xff) << 8 * i;
+  }
+  return made;
+}
 DPA_DEVICE float quotient(float a, float b) { return a / b; }
 DPA_DEVICE float exponential_fast(float x) { return std::exp(x); }
 DPA_DEVICE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
@@ -113,9 +122,6 @@ DPA_DEVICE uint4 load_words(const uint32_t* p) {
 DPA_DEVICE uint32_t load_word(const uint32_t* p) { return *p; }
 DPA_DEVICE void store_word(uint32_t* p, uint32_t v) { *p = v; }
 DPA_DEVICE void store_words(uint32_t* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
-DPA_DEVICE void finish_launch(uint32_t* words, uint32_t epoch, int done, int at) {
-  if (++words[done] == static_cast<uint32_t>(machine.blocks)) words[done] = 0, words[at] = epoch;
-}
 inline void copy_any(uint32_t to, const void* from, int bytes) {
   if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) std::printf("misaligned copy\n"), std::abort();
   machine.now->open.push_back({to, static_cast<const uint8_t*>(from), bytes});

@@ -2,15 +2,15 @@
 // all phases and steps of the loop; it does not depend on activations, so it runs ahead over phases. Every lane copies
 // exactly the bytes that it reads as its fragments: no barrier, not even of the warp.
 #pragma once
-#include "test/kernels/phases/device.cuh"
-#include "test/kernels/phases/plan.h"
+#include "kernels/cuda/unet1d/phases_device.cuh"
+#include "kernels/plans/unet1d/phases.h"
 
 namespace dpa::kernels::unet1d::device {
 
 // Element types: of a tile's weights, of the fragments that they become.
 struct TileBf16 {
   using Math = BFloat16;
-  static constexpr int kBytes = 512, kSlots = 12, kSlotsTight = 6;
+  static constexpr int kBytes = 512, kSlots = 12;
   static constexpr bool kWide = false, kScaled = false;
 };
 struct TileFp16 : TileBf16 {
@@ -18,12 +18,12 @@ struct TileFp16 : TileBf16 {
 };
 struct TileE4m3 {
   using Math = Half;
-  static constexpr int kBytes = 256, kSlots = 16, kSlotsTight = 6;
+  static constexpr int kBytes = 256, kSlots = 16;
   static constexpr bool kWide = false, kScaled = true;
 };
 struct TileFp32 {
   using Math = float;
-  static constexpr int kBytes = 1024, kSlots = 6, kSlotsTight = 3;
+  static constexpr int kBytes = 1024, kSlots = 6;
   static constexpr bool kWide = true, kScaled = false;
 };
 
@@ -58,13 +58,15 @@ struct Work {
   Phase p;
   TileAt at;
   int sample0, samples, rows;                  // rows: (sample, time) pairs of the input
-  int unit0, units, value_channels, channels;  // of the slice; padded
+  int unit0, units, value_channels, channels;  // of the slice; channels: of value and skip, each in steps of 16
+  int slab_value, slab_channels;               // the same in the slab, where every unit is padded to 16
+  int spread;                                  // whether that makes a difference
   int first_channel, real_channels;            // absolute; without padding
   int groups, parts;                           // of the slice; warps that share a (sample, group) pair's statistics
   int first_tile, row_tiles, rounds;           // row tiles of the output slice
   float inverse_count;                         // 1 / values of a (sample, group) pair
   Divisor by_times, by_chunks, by_floats, by_quads, by_value, by_groups, by_parts, by_columns, by_edges, by_rows,
-      by_per_tap, by_taps[2];
+      by_per_tap, by_taps[2], by_unit;
   int all_steps[2];  // of a segment, along K
   WarpSteps steps[2][kPhaseWarps];
   signed char warp_row[kPhaseWarps], warp_column[kPhaseWarps];
@@ -78,9 +80,10 @@ struct Work {
     rows = samples * p.times_in;
     unit0 = slice_begin(p.units, at.in, p.slices_in);
     units = slice_begin(p.units, at.in + 1, p.slices_in) - unit0;
-    value_channels = units * p.unit_padded;
-    channels = value_channels * (1 + p.joined);
     first_channel = unit0 * p.unit_channels, real_channels = units * p.unit_channels;
+    value_channels = (real_channels + 15) / 16 * 16, channels = value_channels * (1 + p.joined);
+    slab_value = units * p.unit_padded, slab_channels = slab_value * (1 + p.joined);
+    spread = slab_value != value_channels;
     groups = p.group_channels ? divide(real_channels, p.group_channels) : 0;
     const int pairs = samples * groups;
     parts = pairs == 0 || pairs >= kPhaseWarps ? 1 : divide(kPhaseWarps, pairs);
@@ -90,12 +93,13 @@ struct Work {
     inverse_count = p.group_channels ? 1.0f / static_cast<float>(p.group_channels * p.times_in) : 0.0f;
     by_times.set(p.times_in), by_chunks.set(value_channels / 8), by_floats.set(value_channels / 4);
     by_quads.set(channels / 4), by_value.set(value_channels), by_groups.set(groups), by_parts.set(parts);
-    by_columns.set(p.columns), by_rows.set(row_tiles), by_per_tap.set(p.unit_padded >> 4);
+    by_columns.set(p.columns), by_rows.set(row_tiles);
+    by_per_tap.set((1 + p.joined) * (p.unit_padded >> 4)), by_unit.set(p.unit_channels);
     for (int s = 0; s < 2; s++) {
       by_taps[s].set(p.segments[s].taps);
       all_steps[s] = s < p.num_segments ? units * (1 + p.joined) * p.segments[s].taps * (p.unit_padded >> 4) : 0;
     }
-    by_edges.set(2 * p.pad * ((channels * element + 16) / 16));
+    by_edges.set(2 * p.pad * ((slab_channels * element + 16) / 16));
   }
   // After fill_tile: a warp's part of a segment.
   DPA_DEVICE void fill_warp(int segment, int warp) {
@@ -108,33 +112,40 @@ struct Work {
 };
 static_assert(sizeof(Work) <= kPhaseEntry, "the plan leaves room for a table of these");
 
-template <class Tile, int kSlots>
+// A warp's runs of a step, made before the loop.
+struct Runs {
+  PhaseRun* begin;
+  int count;
+};
+
+template <class Tile>
 struct WeightStream {
-  const uint8_t* weights;    // this lane's place
-  const uint2 *begin, *end;  // this warp's runs of a step
-  int steps;                 // left, with the one that `at` is in
-  const uint2* at = nullptr;
-  uint2 next = {0, 0};  // *at, loaded a run ahead
+  const uint8_t* weights;       // this lane's place
+  const PhaseRun *begin, *end;  // this warp's runs of a step
+  int steps;                    // left, with the one that `at` is in
+  bool tight;                   // kPhaseTightSlots instead of Tile::kSlots
+  const PhaseRun* at = nullptr;
+  PhaseRun next = {0, 0};  // *at, loaded a run ahead
   const uint8_t* from = nullptr;
-  int left = 0;                 // tiles of the current run
+  int left = 0, stride = 0;     // tiles of the current run; bytes from one to the next
   uint32_t buffer = 0;          // this lane's place in slot 0
   uint32_t slot = 0, last = 0;  // the same of the next pair to consume and of the pair before
+  uint32_t buffer_end = 0;
 
   static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kPair = 2 * Tile::kBytes;
 
-  DPA_DEVICE WeightStream(const uint8_t* tiles, const uint2* first, const uint2* end_, int steps_)
+  DPA_DEVICE WeightStream(const uint8_t* tiles, const Runs& runs, int steps_, int slots)
       : weights(tiles + (thread() & 31) * kLane),
-        begin(first),
-        end(end_),
-        steps(first == end_ ? 0 : steps_),
-        at(first) {
+        begin(runs.begin),
+        end(runs.begin + runs.count),
+        steps(runs.count ? steps_ : 0),
+        tight(slots < Tile::kSlots),
+        at(runs.begin) {
     if (steps > 0) next = *at;
-  }
-  DPA_DEVICE void start() {
-    buffer = shared_address(shared()) + (thread() >> 5) * kSlots * kPair + (thread() & 31) * kLane;
-    slot = buffer, last = buffer + (kSlots - 1) * kPair;
+    buffer = shared_address(shared()) + (thread() >> 5) * slots * kPair + (thread() & 31) * kLane;
+    slot = buffer, last = buffer + (slots - 1) * kPair, buffer_end = last + kPair;
 #pragma unroll 1
-    for (int i = 0; i < kSlots - 1; i++) issue(buffer + i * kPair);
+    for (int i = 0; i < slots - 1; i++) issue(buffer + i * kPair);
   }
   static DPA_DEVICE void copy(uint32_t to, const uint8_t* tile) {
     if constexpr (kLane == 8) {
@@ -146,18 +157,22 @@ struct WeightStream {
   }
   DPA_DEVICE void issue(uint32_t to) {
     if (left <= 0 && steps > 0) {
-      from = weights + static_cast<size_t>(next.x) * 16, left = static_cast<int>(next.y);
+      from = weights + static_cast<size_t>(next.from) * 16;
+      left = static_cast<int>(next.tiles & 0xffff), stride = static_cast<int>(next.tiles >> 16) * Tile::kBytes;
       if (++at == end) at = begin, steps--;
       next = *at;
     }
     if (left > 0) copy(to, from);
-    if (left > 1) copy(to + Tile::kBytes, from + Tile::kBytes);
-    from += kPair, left -= 2;
+    if (left > 1) copy(to + Tile::kBytes, from + stride);
+    from += 2 * stride, left -= 2;
     copies_commit();
   }
   // The next pair of tiles is in its slot; returns this lane's address there.
   DPA_DEVICE uint32_t wait() {
-    copies_wait<kSlots - 2>();
+    if (tight)
+      copies_wait<kPhaseTightSlots - 2>();
+    else
+      copies_wait<Tile::kSlots - 2>();
     return slot;
   }
   // The slot before it, whose fragments have been multiplied, is filled again.
@@ -165,7 +180,7 @@ struct WeightStream {
   DPA_DEVICE void advance() {
     last = slot;
     slot += kPair;
-    if (slot == buffer + kSlots * kPair) slot = buffer;
+    if (slot == buffer_end) slot = buffer;
   }
 };
 
@@ -175,14 +190,15 @@ struct Fragments {
   uint4 a;
   DPA_DEVICE void load(uint32_t at) { a = load_shared_16(at); }
 };
-// e4m3: a byte moved to the top of a half, its exponent a bit lower, is the number times 2^-8.
+// e4m3: a byte in the upper half of 16 bits, its exponent a bit lower, is a float16, the number times 2^-8.
 template <>
 struct Fragments<TileE4m3> {
   uint4 a;
   static DPA_DEVICE uint32_t widen(uint32_t w) { return (w & 0x80008000u) | ((w & 0x7f007f00u) >> 1); }
   DPA_DEVICE void load(uint32_t at) {
     const uint2 v = load_shared_8(at);
-    a.x = widen(v.x << 8), a.y = widen(v.x), a.z = widen(v.y << 8), a.w = widen(v.y);
+    a.x = widen(spread_bytes<0x1404>(v.x)), a.y = widen(spread_bytes<0x3424>(v.x));
+    a.z = widen(spread_bytes<0x1404>(v.y)), a.w = widen(spread_bytes<0x3424>(v.y));
   }
 };
 template <>

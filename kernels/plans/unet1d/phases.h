@@ -7,6 +7,8 @@
 // a slice of the batch whole samples, so that the block of a tile normalises its own input and no statistics travel.
 #pragma once
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "kernels/plans/unet1d/plan.h"
@@ -15,8 +17,11 @@ namespace dpa::kernels::unet1d {
 
 constexpr int kPhaseWarps = 8;
 constexpr int kPhaseStatistics = 512;  // most (sample, group) pairs of a tile
-constexpr int kPhaseEntry = 624;       // bytes of a phase in a block's table
+constexpr int kPhaseEntry = 672;       // bytes of a phase in a block's table
+constexpr int kMaxPhases = kMaxConvs + 2;
+constexpr int kPhaseWords = 4;  // of the workspace, before the messages: kStuck
 constexpr int kPhaseColumnTiles = 8;   // most column tiles (of 8) that a warp accumulates
+constexpr int kPhaseTightSlots = 3;    // of a warp's buffer of weights where a tile needs the room
 
 /// What a loop may use.
 struct PhaseDevice {
@@ -37,7 +42,7 @@ struct PhaseSource {
 };
 
 struct PhaseSegment {
-  int64_t weights = 0;  // byte offset: 16 x 16 tiles by (row tile, unit, tap, channel step)
+  int64_t weights = 0;  // byte offset of the packed tiles
   int taps = 0, first = 0;
   int out = 0;                          // words
   int time_stride = 1, time_first = 0;  // output time = column time * time_stride + time_first
@@ -46,11 +51,12 @@ struct PhaseSegment {
 
 /// Byte offsets into shared memory of what a tile keeps there.
 struct TileShared {
-  int columns = 0, parameters = 0, sample = 0, slab = 0, stash = 0, residual = 0;
+  int columns = 0, parameters = 0, sample = 0, slab = 0, stash = 0, residual = 0, statistics = 0;
 };
-/// The same of the phases' table and the statistics, behind the buffer of weights; the bytes of all.
+/// The same of the phases' table, behind the buffer of weights; the bytes of all.
 struct PhaseShared {
-  int table = 0, statistics = 0, bytes = 0;
+  int table = 0, bytes = 0;
+  bool tables_kept = false;  // whether every phase has room of its own for its columns and offsets
 };
 
 struct Phase {
@@ -59,13 +65,13 @@ struct Phase {
   int samples = 1;  // of a slice of the batch
   // input
   int times_in = 0, channels_in = 0;                              // channels of the value (the skip has as many)
-  int units = 1, unit_channels = 0, unit_padded = 0, joined = 0;  // a unit: whole groups; padded to 16 channels
+  int units = 1, unit_channels = 0, unit_padded = 0, joined = 0;  // a unit: a slice of the packed tiles' input
   int norm = -1, group_channels = 0, film = -1;
   uint32_t group_magic = 0;
   PhaseSource value, residual, skip;
   int keep = -1, keep_stride = 0;  // words of the finished floats
   // GEMM
-  int row_tiles = 0, channels_out = 0;
+  int row_tiles = 0, slice_tiles = 0, channels_out = 0;  // slice_tiles: of a slice of the packed tiles' output
   int columns = 0;  // of a sample
   int time_stride = 1, pad = 0;
   int warps_rows = 1, warps_columns = 1, warps_k = 1, column_tiles = 1;
@@ -80,28 +86,25 @@ struct PhasePlan {
   PhaseShared shared;
   int ring_slots = 0;
   int batch = 0, horizon = 0;
-  int64_t packed_bytes = 0;                 // of the tiles
   int sample_words = 0;                     // offset of the sample in the workspace
   int output_words = 0, output_slices = 1;  // offset of the tail's partial sums, and their number
-  int workspace_words = 0;                  // zeros before the first launch
+  int workspace_words = 0;                  // zeros before a launch
+  int warp_runs = 0;                        // the most runs of a warp in a step
   std::string error;
 };
 
-/// Tiles that a warp multiplies one after another: their place in units of 16 bytes, their number.
-struct PhaseRun {
+/// Tiles that a warp multiplies one after another: the place of the first in units of 16 bytes; their number, and, from
+/// bit 16, how many tiles lie from one to the next.
+struct alignas(8) PhaseRun {
   uint32_t from, tiles;
 };
-/// Every warp's runs of a step, in order, behind blocks x kPhaseWarps + 1 places (in `from`) where a warp's begin.
-std::vector<PhaseRun> phase_runs(const PhasePlan& plan, DType dtype, int blocks);
 
-/// The tiles' elements are those of `plan`; their order is by row tile first and does not depend on the device or batch.
+/// Reads the packed tiles of `plan`. `device.blocks` decides how a phase is cut.
 PhasePlan make_phases(const Plan& plan, int batch, int horizon, const PhaseDevice& device);
-
-/// The GroupNorm units that an input of `channels` is cut into: at most 8, each a multiple of 16 channels, or one.
-struct Units {
-  int count, channels, padded;
-};
-Units units_of(int channels, int groups);
+/// The same, made once for each of the sizes; for other threads too.
+std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int horizon, const PhaseDevice& device);
+/// Bytes of the workspace of a launch: the messages, then every warp's runs.
+size_t phase_workspace_bytes(const PhasePlan& plan, const PhaseDevice& device);
 
 /// Bytes in a slot of a warp's buffer of weights: two tiles.
 inline int phase_slot_bytes(DType dtype) { return 2 * 256 * element_bytes(dtype); }

@@ -2,7 +2,7 @@
 // for the host with its own version of this file (DPA_EMULATE), so the kernel itself contains no PTX.
 #pragma once
 #ifdef DPA_EMULATE
-#include "test/kernels/phases/emulator.h"
+#include "test/kernels/phases_emulator.h"
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -27,6 +27,11 @@ DPA_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
 DPA_DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
 DPA_DEVICE float exponential_fast(float x) { return __expf(x); }
 DPA_DEVICE float inverse_root(float x) { return rsqrtf(x); }
+// Bytes of x, or zeros (selectors from 4), by the four selectors.
+template <uint32_t kSelectors>
+DPA_DEVICE uint32_t spread_bytes(uint32_t x) {
+  return __byte_perm(x, 0, kSelectors);
+}
 DPA_DEVICE long long clock_now() { return clock64(); }
 DPA_DEVICE void pause() { __nanosleep(20); }
 
@@ -52,13 +57,6 @@ DPA_DEVICE void store_words(uint32_t* p, const uint4& v) {
                : "memory");
 }
 
-// The last block to come writes the epoch of the next launch: all have read the one of this launch.
-DPA_DEVICE void finish_launch(uint32_t* words, uint32_t epoch, int done, int at) {
-  if (atomicAdd(words + done, 1u) + 1 == gridDim.x) {
-    words[done] = 0;
-    words[at] = epoch;
-  }
-}
 DPA_DEVICE void copy_16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }

@@ -1,13 +1,13 @@
 // The loop of one block: all phases of all steps.
 #pragma once
-#include "test/kernels/phases/gemm.cuh"
+#include "kernels/cuda/unet1d/phases_gemm.cuh"
 
 namespace dpa::kernels::unet1d::device {
 
-template <class Tile, int kSlots>
+template <class Tile>
 struct Loop {
   const PhaseLoop& a;
-  WeightStream<Tile, kSlots>& stream;
+  WeightStream<Tile>& stream;
   Watch& watch;
   int step;
   uint32_t flag, previous;  // of this step, of the sample that the last one made
@@ -28,7 +28,7 @@ struct Loop {
     const Phase& p = w.p;
     float *stash = at<float>(p.shared.stash), *residual = at<float>(p.shared.residual),
           *parameters = at<float>(p.shared.parameters);
-    float4* sums = at<float4>(a.shared.statistics);
+    float4* sums = at<float4>(p.shared.statistics);
     const int pitch = w.channels + 4, residual_pitch = w.value_channels + 4;
     const bool head = p.value.kind == SourceKind::kHead, head_residual = p.residual.kind == SourceKind::kHead;
     if (head || head_residual) {
@@ -96,7 +96,7 @@ struct Loop {
                           flag};
       float4* sums = at<float4>(p.shared.stash);
       if (s > 0) sync_block();
-      multiply_tile<Tile, kSlots, kColumnTiles>(stream, w, s, shared_address(slab), slab_pitch, sums, out);
+      multiply_tile<Tile, kColumnTiles>(stream, w, s, shared_address(slab), slab_pitch, sums, out);
       mark(6);
       if (p.warps_k == 1) continue;
       sync_block();
@@ -104,6 +104,12 @@ struct Loop {
     }
   }
 
+  DPA_DEVICE static void fill_tables(const Work& w) {
+    constexpr int kElement = Tile::kWide ? 4 : 2;
+    const int pitch = w.slab_channels * kElement + 16;
+    ColumnAt* columns = reinterpret_cast<ColumnAt*>(shared() + w.p.shared.columns);
+    fill_columns(w, columns, pitch), fill_offsets(w, offsets_of(w, columns), pitch, kElement);
+  }
   DPA_DEVICE void convolve(const Work& w) {
     constexpr int kElement = Tile::kWide ? 4 : 2;
     const Phase& p = w.p;
@@ -111,11 +117,15 @@ struct Loop {
     Early early;
     fetch_early<Tile>(a, w, step, early);
     uint8_t* slab = at<uint8_t>(p.shared.slab);
-    const int slab_pitch = w.channels * kElement + 16;
+    const int slab_pitch = w.slab_channels * kElement + 16;
     ColumnAt* columns = at<ColumnAt>(p.shared.columns);
     float* bias = at<float>(p.shared.parameters) + w.value_channels * (2 + 4 * w.samples);
-    if (!tail) fill_columns(w, columns, slab_pitch), fill_offsets(w, offsets_of(w, columns), slab_pitch, kElement);
+    if (!tail && (!a.shared.tables_kept || p.tiles > blocks())) fill_tables(w);
     const int edge = p.pad * slab_pitch / 16;
+    if (!tail && w.spread) {
+      for (int i = thread(); i < w.samples * (p.times_in + 2 * p.pad) * slab_pitch / 16; i += kThreads)
+        reinterpret_cast<uint4*>(slab)[i] = make_uint4(0, 0, 0, 0);
+    }
     for (int i = thread(); i < w.samples * 2 * edge; i += kThreads) {
       const int b = w.by_edges(i), rest = i - b * 2 * edge;
       const int row = b * (p.times_in + 2 * p.pad) + (rest < edge ? 0 : p.times_in);
@@ -171,8 +181,9 @@ struct Loop {
     for (int i = thread(); i < count; i += kThreads) {
       const int at = b * count + i;
       uint32_t* state = a.workspace + a.sample_words + at;
-      const float x = step == 0 ? a.initial[at] : as_float(load_word(state) & ~1u);
-      const float noise = a.table && a.noise ? a.noise[static_cast<int64_t>(step) * all + at] : 0.0f;
+      const float x = step == 0 ? initial_at(a, at) : as_float(load_word(state) & ~1u);
+      const float noise = a.table && a.noise ? a.noise[step * a.noise_stride + at] : 0.0f;
+      const bool known = a.condition_mask && a.condition_mask[at];
       float r[6] = {};
 #pragma unroll
       for (int k = 0; k < 6; k++)
@@ -190,9 +201,6 @@ struct Loop {
         }
 #pragma unroll
         for (int k = 0; k < 8; k++) wrong |= v[k] ^ flag;
-#ifdef DPA_EMULATE
-        if (wrong & 1) pause();
-#endif
       } while ((wrong & 1) && watch.again(polls));
       float output = 0.0f;
 #pragma unroll
@@ -203,6 +211,7 @@ struct Loop {
         x0 = x0 < -a.clip ? -a.clip : x0 > a.clip ? a.clip : x0;
         made = r[2] * x0 + r[3] * x + r[4] * output;
         if (a.noise) made += r[5] * noise;
+        if (known) made = a.condition_data[at];
       }
       store_word(state, (bits(made) & ~1u) | flag);
       if (step + 1 == a.steps) a.output[at] = made;
@@ -264,27 +273,70 @@ DPA_DEVICE void fill_table(const PhaseLoop& a) {
     if (segment < w.p.num_segments) w.fill_warp(segment, i % kPhaseWarps);
   }
   sync_block();
+  if (!a.shared.tables_kept) return;
+#pragma unroll 1
+  for (int f = 0; f < a.num_phases; f++)
+    if (work(f).p.kind == PhaseKind::kConv && block() < work(f).p.tiles) Loop<Tile>::fill_tables(work(f));
 }
 
-template <class Tile, int kSlots>
+// The runs of this warp, in order of phase, tile, segment and row tile. A lane makes those of every 32nd phase, behind
+// the lanes before it; their numbers meet in shared memory.
+template <class Tile>
+DPA_DEVICE Runs make_runs(const PhaseLoop& a) {
+  const int warp = thread() >> 5, lane = thread() & 31;
+  int* counts = reinterpret_cast<int*>(shared()) + warp * kMaxPhases;
+  PhaseRun* runs = a.runs + (block() * kPhaseWarps + warp) * a.warp_runs;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; pass++) {
+#pragma unroll 1
+    for (int f = lane; f < a.num_phases; f += 32) {
+      const Phase& p = reinterpret_cast<const Work*>(shared() + a.shared.table + f * kPhaseEntry)->p;
+      int at = 0, made = 0;
+      for (int i = 0; pass && i < f; i++) at += counts[i];
+      const int k = warp % p.warps_k, row = warp / p.warps_k % p.warps_rows, column = warp / p.warps_k / p.warps_rows;
+#pragma unroll 1
+      for (int tile = block(); p.kind == PhaseKind::kConv && tile < p.tiles && column < p.warps_columns;
+           tile += blocks()) {
+        const int in = tile % p.slices_in, out = tile / p.slices_in % p.slices_out;
+        const int unit0 = p.units * in / p.slices_in, units = p.units * (in + 1) / p.slices_in - unit0;
+        const int last = p.row_tiles * (out + 1) / p.slices_out;
+#pragma unroll 1
+        for (int s = 0; s < p.num_segments; s++) {
+          const int per_unit = (1 + p.joined) * p.segments[s].taps * (p.unit_padded / 16), steps = units * per_unit;
+          const int begin = steps * k / p.warps_k, count = steps * (k + 1) / p.warps_k - begin;
+#pragma unroll 1
+          for (int r = p.row_tiles * out / p.slices_out + row; r < last && count > 0; r += p.warps_rows, made++) {
+            if (!pass) continue;
+            const int slice = r / p.slice_tiles;
+            const int64_t first =
+                ((static_cast<int64_t>(slice) * p.units + unit0) * per_unit + begin) * p.slice_tiles + r % p.slice_tiles;
+            runs[at + made] = {static_cast<uint32_t>((p.segments[s].weights + first * Tile::kBytes) / 16),
+                               static_cast<uint32_t>(count | p.slice_tiles << 16)};
+          }
+        }
+      }
+      if (!pass) counts[f] = made;
+    }
+    sync_block();
+  }
+  Runs mine = {runs, 0};
+  for (int i = 0; i < a.num_phases; i++) mine.count += counts[i];
+  sync_block();
+  return mine;
+}
+
+template <class Tile>
 DPA_DEVICE void run_phases(const PhaseLoop& a) {
   fill_table<Tile>(a);
-  const uint32_t epoch = load_word(a.workspace + kEpoch);
-  sync_block();
-  const PhaseRun* places = a.runs + block() * kPhaseWarps + (thread() >> 5);
-  const uint2* runs = reinterpret_cast<const uint2*>(a.runs);
-  WeightStream<Tile, kSlots> stream(a.weights, runs + places[0].from, runs + places[1].from, a.steps);
-  stream.start();
+  WeightStream<Tile> stream(a.weights, make_runs<Tile>(a), a.steps, a.slots);
   Watch watch = {a.workspace + kStuck};
 #pragma unroll 1
   for (int step = 0; step < a.steps; step++) {
-    const uint32_t flag = (epoch + step + 1) & 1;
-    Loop<Tile, kSlots> loop = {a, stream, watch, step, flag, flag ^ 1};
+    const uint32_t flag = (step + 1) & 1;
+    Loop<Tile> loop = {a, stream, watch, step, flag, flag ^ 1};
     loop.run();
   }
   copies_wait<0>();
-  sync_block();
-  if (thread() == 0) finish_launch(a.workspace, epoch + a.steps, kDone, kEpoch);
 }
 
 }  // namespace dpa::kernels::unet1d::device

@@ -1,0 +1,83 @@
+// The general engine: the whole sampling loop in one persistent kernel, for compute capability 8.0 and later, any
+// number of multiprocessors, any sizes of the family.
+//
+// Dimensions: a network is a list of phases (plan.h), one a convolution; a phase has tiles of
+// (slice of the output channels) x (slice of the input channels: whole GroupNorm groups) x (slice of the batch: whole
+// samples).
+//   grid    one block a multiprocessor, all resident (a cooperative launch); block i owns tiles i, i + blocks, ...
+//   block   8 warps: polls and adds the partial sums of its input slice, normalises them (the groups are whole, so no
+//           statistics travel), multiplies, stores its partial sums
+//   warp    a row tile of 16 output channels, a part of K, up to 64 columns; its own stream of weights through shared
+//           memory, which runs ahead over phases and steps, for weights wait for nobody
+//   thread  of a poll: 16-byte words of partial sums, each word with its flag in the lowest bit (the step's parity)
+//
+// Blocks hand over without barriers, fences or counters: a word says itself whether it is of this step. It is written
+// again a step later, when the sample of the next step depends on all that was read before.
+#include <algorithm>
+
+#include "kernels/cuda/common/shared_memory.h"
+#include "kernels/cuda/unet1d/paths.h"
+#include "kernels/cuda/unet1d/phases_kernel.cuh"
+
+namespace dpa::kernels::unet1d {
+namespace {
+
+template <class Tile>
+__global__ void __launch_bounds__(kPhaseWarps * 32, 1) phases_kernel(const __grid_constant__ PhaseLoop a) {
+#if __CUDA_ARCH__ >= 800
+  device::run_phases<Tile>(a);
+#endif
+}
+
+template <class Tile>
+cudaError_t launch_tile(const PhaseLoop& loop, int blocks, cudaStream_t stream) {
+  const auto kernel = phases_kernel<Tile>;
+  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), loop.shared.bytes)) return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks, config.blockDim = kPhaseWarps * 32, config.stream = stream;
+  config.dynamicSmemBytes = loop.shared.bytes;
+  cudaLaunchAttribute cooperative = {};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  config.attrs = &cooperative, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, loop);
+}
+
+cudaError_t launch_phases(DType dtype, const PhaseLoop& loop, int blocks, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kBFloat16: return launch_tile<device::TileBf16>(loop, blocks, stream);
+    case DType::kFloat16: return launch_tile<device::TileFp16>(loop, blocks, stream);
+    case DType::kFloat8E4M3: return launch_tile<device::TileE4m3>(loop, blocks, stream);
+    default: return launch_tile<device::TileFp32>(loop, blocks, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t run_phases(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
+                       cudaStream_t stream) {
+  const int samples = phase_samples(plan, call.batch, call.horizon, device);
+  if (samples < 1) return cudaErrorInvalidConfiguration;
+  auto* workspace = static_cast<uint8_t*>(call.workspace) + at.messages;
+  PhaseLoop all = {loop_arguments(plan, call, at)};
+  const int64_t count = static_cast<int64_t>(call.horizon) * all.actions;
+  all.noise_stride = call.batch * count;
+  for (int first = 0; first < call.batch; first += samples) {
+    PhaseLoop part = all;
+    part.batch = std::min(samples, call.batch - first);
+    const auto phases =
+        phases_of(plan, part.batch, call.horizon, {device.multiprocessors, device.shared_bytes});
+    set_phases(part, plan, *phases, workspace);
+    const auto skip = [&](auto*& p, int64_t n) { p = p ? p + first * n : p; };
+    skip(part.initial, count), skip(part.noise, count), skip(part.condition_data, count);
+    skip(part.condition_mask, count), skip(part.output, count), skip(part.film_cond, part.film_rows);
+    part.film_step += first * part.film_sample_stride;
+    cudaError_t error = cudaMemsetAsync(workspace, 0, phases->workspace_words * sizeof(uint32_t), stream);
+    if (error != cudaSuccess) return error;
+    error = launch_phases(plan.dtype, part, device.multiprocessors, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace dpa::kernels::unet1d
