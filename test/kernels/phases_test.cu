@@ -252,7 +252,11 @@ struct Network {
                         c = (skip ? s - y.in_steps : s) * 16 + k, width = skip ? y.skip : y.in,
                         in = (skip ? conv.channels_in : 0) + part % conv.slices_in * width + c;
               const bool real = row < y.rows && c < width;
-              store(to, r, k, real ? w ? (*w)[element(t, o, in, tap)] : o == in ? 1.0f : 0.0f : 0.0f,
+              store(to, r, k,
+                    real ? w         ? (*w)[element(t, o, in, tap)]
+                           : o == in ? 1.0f
+                                     : 0.0f
+                         : 0.0f,
                     real && conv.scale >= 0 ? floats[conv.scale + t.segment * conv.channels_out + o] : 1.0f);
             }
         }

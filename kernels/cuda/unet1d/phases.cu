@@ -65,8 +65,7 @@ cudaError_t run_phases(const Plan& plan, const Call& call, const Workspace& at, 
   for (int first = 0; first < call.batch; first += samples) {
     PhaseLoop part = all;
     part.batch = std::min(samples, call.batch - first);
-    const auto phases =
-        phases_of(plan, part.batch, call.horizon, {device.multiprocessors, device.shared_bytes});
+    const auto phases = phases_of(plan, part.batch, call.horizon, {device.multiprocessors, device.shared_bytes});
     set_phases(part, plan, *phases, workspace);
     const auto skip = [&](auto*& p, int64_t n) { p = p ? p + first * n : p; };
     skip(part.initial, count), skip(part.noise, count), skip(part.condition_data, count);

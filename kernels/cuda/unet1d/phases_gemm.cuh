@@ -139,8 +139,8 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
 // One segment of a tile. Every thread of the block calls it; the slab is complete. `sums` may be overwritten by the
 // caller after a barrier.
 template <class Tile, int kColumnTiles>
-DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int segment, uint32_t slab,
-                              int slab_pitch, float4* sums, const Output& out) {
+DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int segment, uint32_t slab, int slab_pitch,
+                              float4* sums, const Output& out) {
   const Phase& p = w.p;
   const PhaseSegment& g = p.segments[segment];
   const int warp = thread() >> 5, lane = thread() & 31, column = w.warp_column[warp];
@@ -153,8 +153,8 @@ DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int seg
     const bool works = mine.count > 0 && row < w.row_tiles;
     float sum[kColumnTiles][4] = {};
     if (works)
-      multiply_run<Tile, kColumnTiles>(stream, offsets + segment * w.all_steps[0] + mine.begin, mine.count,
-                                               first_tap, out.columns, column * kColumnTiles * 8, out.count, sum);
+      multiply_run<Tile, kColumnTiles>(stream, offsets + segment * w.all_steps[0] + mine.begin, mine.count, first_tap,
+                                       out.columns, column * kColumnTiles * 8, out.count, sum);
     if (p.warps_k > 1) {
 #pragma unroll
       for (int i = 0; i < kColumnTiles; i++)

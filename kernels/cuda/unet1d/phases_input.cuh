@@ -1,9 +1,9 @@
 // The input of a tile: partial sums and kept values are polled, added, normalised and written to the slab, the operand
 // of the GEMM: (sample, time with zeros around it, channel), value channels first, then those of the skip connection.
 #pragma once
-#include "kernels/math/mish.h"
 #include "kernels/cuda/unet1d/phases.h"
 #include "kernels/cuda/unet1d/phases_weights.cuh"
+#include "kernels/math/mish.h"
 
 namespace dpa::kernels::unet1d::device {
 

@@ -308,8 +308,8 @@ DPA_DEVICE Runs make_runs(const PhaseLoop& a) {
           for (int r = p.row_tiles * out / p.slices_out + row; r < last && count > 0; r += p.warps_rows, made++) {
             if (!pass) continue;
             const int slice = r / p.slice_tiles;
-            const int64_t first =
-                ((static_cast<int64_t>(slice) * p.units + unit0) * per_unit + begin) * p.slice_tiles + r % p.slice_tiles;
+            const int64_t first = ((static_cast<int64_t>(slice) * p.units + unit0) * per_unit + begin) * p.slice_tiles +
+                                  r % p.slice_tiles;
             runs[at + made] = {static_cast<uint32_t>((p.segments[s].weights + first * Tile::kBytes) / 16),
                                static_cast<uint32_t>(count | p.slice_tiles << 16)};
           }

@@ -88,8 +88,7 @@ RecordShape record_shape(const Plan& plan, int batch, int horizon) {
 cudaError_t sample(const Plan& plan, const Call& call, const Device& device, cudaStream_t stream) {
   if (!reject(plan, call.batch, call.horizon, call.steps).empty()) return cudaErrorInvalidValue;
   if (call.batch == 0 || call.steps == 0) return cudaSuccess;
-  const Path path =
-      call.path == Path::kAutomatic ? choose_path(plan, call.batch, call.horizon, device) : call.path;
+  const Path path = call.path == Path::kAutomatic ? choose_path(plan, call.batch, call.horizon, device) : call.path;
   const Workspace at = workspace(plan, call.batch, call.horizon, call.steps, path, device);
   auto* base = static_cast<uint8_t*>(call.workspace);
   auto floats = [&](size_t offset) { return reinterpret_cast<float*>(base + offset); };

@@ -28,8 +28,8 @@ cudaError_t pack(const Plan& plan, const void* const* weights, DType source, voi
 struct Call {
   int batch, horizon, steps;
   const void* packed;
-  void* workspace;         // workspace_bytes, aligned to 256; holds nothing between calls
-  const float* timesteps;  // (S), or (B) where per_sample_timesteps
+  void* workspace;            // workspace_bytes, aligned to 256; holds nothing between calls
+  const float* timesteps;     // (S), or (B) where per_sample_timesteps
   bool per_sample_timesteps;  // S is 1 and every sample has a timestep of its own
   const float* global_cond;   // (B, cond_dim), null where cond_dim is 0
   const float* initial;       // (B, T, A): the noise the loop begins with, or the input of one forward pass

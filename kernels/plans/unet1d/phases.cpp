@@ -145,9 +145,7 @@ class PhaseBuilder {
     return kPhaseWarps * slots() * phase_slot_bytes(plan.dtype) + table;
   }
   int slots() const {
-    const int roomy = plan.dtype == DType::kFloat32      ? 6
-                      : plan.dtype == DType::kFloat8E4M3 ? 16
-                                                         : 12;
+    const int roomy = plan.dtype == DType::kFloat32 ? 6 : plan.dtype == DType::kFloat8E4M3 ? 16 : 12;
     return tight ? kPhaseTightSlots : roomy;
   }
 
@@ -274,7 +272,7 @@ class PhaseBuilder {
         const Needs n = needs(f);
         at = begin;
         const int columns = kept ? f.shared.columns : put(n.columns);
-        f.shared = {columns,     put(n.parameters), put(n.sample),    put(n.slab),
+        f.shared = {columns,      put(n.parameters), put(n.sample),    put(n.slab),
                     put(n.stash), put(n.residual),   put(n.statistics)};
         s.bytes = std::max(s.bytes, at);
       }
@@ -303,8 +301,8 @@ std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int hori
   static std::mutex mutex;
   static std::map<std::vector<int>, std::shared_ptr<const PhasePlan>> kept;
   const Config& c = plan.config;
-  std::vector<int> key = {batch,         horizon,      device.blocks, device.shared, static_cast<int>(plan.dtype),
-                          c.action_dim,  c.levels,     c.kernel_size, c.num_groups,  c.step_dim,
+  std::vector<int> key = {batch,        horizon,  device.blocks, device.shared, static_cast<int>(plan.dtype),
+                          c.action_dim, c.levels, c.kernel_size, c.num_groups,  c.step_dim,
                           c.film_scale};
   key.insert(key.end(), c.down_dims, c.down_dims + c.levels);
   const std::lock_guard lock(mutex);

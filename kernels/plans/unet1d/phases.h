@@ -19,9 +19,9 @@ constexpr int kPhaseWarps = 8;
 constexpr int kPhaseStatistics = 512;  // most (sample, group) pairs of a tile
 constexpr int kPhaseEntry = 672;       // bytes of a phase in a block's table
 constexpr int kMaxPhases = kMaxConvs + 2;
-constexpr int kPhaseWords = 4;  // of the workspace, before the messages: kStuck
-constexpr int kPhaseColumnTiles = 8;   // most column tiles (of 8) that a warp accumulates
-constexpr int kPhaseTightSlots = 3;    // of a warp's buffer of weights where a tile needs the room
+constexpr int kPhaseWords = 4;        // of the workspace, before the messages: kStuck
+constexpr int kPhaseColumnTiles = 8;  // most column tiles (of 8) that a warp accumulates
+constexpr int kPhaseTightSlots = 3;   // of a warp's buffer of weights where a tile needs the room
 
 /// What a loop may use.
 struct PhaseDevice {
@@ -72,7 +72,7 @@ struct Phase {
   int keep = -1, keep_stride = 0;  // words of the finished floats
   // GEMM
   int row_tiles = 0, slice_tiles = 0, channels_out = 0;  // slice_tiles: of a slice of the packed tiles' output
-  int columns = 0;  // of a sample
+  int columns = 0;                                       // of a sample
   int time_stride = 1, pad = 0;
   int warps_rows = 1, warps_columns = 1, warps_k = 1, column_tiles = 1;
   int num_segments = 0;
