@@ -437,13 +437,13 @@ struct Run {
       auto at = [&](int a, int t) { return base + static_cast<size_t>(t) * actions + a; };
       for (int a = 0; a < actions; a++)
         for (int t = 0; t < c.horizon; t++) x.at(a, t) = initial[at(a, t)];
-      auto inpaint = [&] {
+      auto set_condition = [&] {
         for (int a = 0; a < actions; a++)
           for (int t = 0; t < c.horizon; t++)
             if (!network_alone && mask[at(a, t)]) x.at(a, t) = known[at(a, t)];
       };
       for (int s = 0; s < steps; s++) {
-        inpaint();
+        set_condition();
         const Signal y = reference.forward(x, time_of(s), cond[b]);
         for (int a = 0; a < actions; a++)
           for (int t = 0; t < c.horizon; t++) {
@@ -457,7 +457,7 @@ struct Run {
             v = r[2] * x0 + r[3] * v + r[4] * y.at(a, t) + r[5] * noise[s * initial.size() + at(a, t)];
           }
       }
-      inpaint();
+      set_condition();
       for (int a = 0; a < actions; a++)
         for (int t = 0; t < c.horizon; t++) {
           const double d = got[at(a, t)] - x.at(a, t);
