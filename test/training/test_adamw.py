@@ -448,14 +448,14 @@ def test_it_trains_as_it_does_with_plain_parts(device):
             torch.nn.Linear(4, 32), torch.nn.Mish(), torch.nn.Linear(32, 2)
         ).to(device)
         ema = EMA(model)
-        options = {"lr": 3e-3, "weight_decay": 1e-4}
+        options = {"lr": 2e-2, "weight_decay": 1e-4}
         if fused:
             optimizer = AdamW(model.parameters(), **options, max_norm=0.5, ema=ema)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), **options)
         found = []
         for _ in range(60):
-            x = torch.randn(64, 4, device=device)
+            x = torch.randn(256, 4, device=device)
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), x[:, :2] * x[:, 2:])
             loss.backward()
@@ -468,6 +468,6 @@ def test_it_trains_as_it_does_with_plain_parts(device):
         return torch.tensor(found), ema.averages
 
     (ours, mine), (theirs, other) = losses(True), losses(False)
-    assert ours[-10:].mean() < 0.8 * ours[:10].mean()
+    assert ours[-10:].mean() < 0.5 * ours[:10].mean()
     assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert_close(mine, other, rtol=1e-3, atol=1e-4)
