@@ -50,6 +50,7 @@ def accelerate(
     weights: str = "tracked",
     example: Any = None,
     loop: Loop | Sequence[Loop] | None = None,
+    training_dtype: torch.dtype | None = None,
 ) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
@@ -90,6 +91,10 @@ def accelerate(
         loop: where the policy has its denoising loop, as :class:`dpa.Loop` says, or several;
             instead of those that are looked for. The network may be of any kind: one that dpa has
             no kernels for runs as it is, on a GPU with the whole loop in one CUDA graph.
+        training_dtype: bfloat16 for a trainer in float32: the U-Net's calls in training compute
+            under autocast, and give float32. Parameters, gradients and the optimizer's state stay
+            float32; calls in evaluation, without gradients or under an autocast of the trainer's
+            are as without it. None leaves the precision to the trainer.
 
     Returns:
         ``model``.
@@ -98,11 +103,11 @@ def accelerate(
         TypeError: nothing in ``model`` can be accelerated, or with ``fallback=False`` not all that
             was found; or it has no such ``loop``, or ``example`` cannot be given to it. The message
             says why. The model stays as it was.
-        ValueError: an unknown ``mode``, ``dtype`` or ``weights``, a ``tolerance`` that is none, or
-            a ``loop`` whose method is no name.
+        ValueError: an unknown ``mode``, ``dtype``, ``training_dtype`` or ``weights``, a
+            ``tolerance`` that is none, or a ``loop`` whose method is no name.
 
     """
-    check_options(dtype, mode, tolerance, weights)
+    check_options(dtype, mode, tolerance, weights, training_dtype)
     loops = None if loop is None else check_loops(loop)
     if example is not None and (why := why_no_example(model)) is not None:
         raise TypeError(f"accelerate: example needs {why}")
@@ -114,7 +119,8 @@ def accelerate(
     ]
     restore(model)
     try:
-        _replace(model, Options(dtype, mode, tolerance, fallback, weights), graphs, loops)
+        options = Options(dtype, mode, tolerance, fallback, weights, training_dtype)
+        _replace(model, options, graphs, loops)
         if example is not None:
             call_on(model, example)
     except BaseException:
@@ -130,12 +136,15 @@ def check_options(
     mode: str = "loop",
     tolerance: float | None = None,
     weights: str = "tracked",
+    training_dtype: torch.dtype | None = None,
 ) -> None:
     """Raise ValueError for what :func:`accelerate` takes for no value of an option."""
     if mode not in _MODES:
         raise ValueError(f"accelerate: mode must be one of {', '.join(_MODES)}, got {mode!r}")
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
+    if training_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"accelerate: training_dtype must be bfloat16, got {training_dtype}")
     if weights not in MODES:
         raise ValueError(f"accelerate: weights must be one of {', '.join(MODES)}, got {weights!r}")
     if tolerance is not None and not 0 < tolerance < float("inf"):

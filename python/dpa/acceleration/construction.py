@@ -41,7 +41,8 @@ def options_from(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the options of :func:`dpa.accelerate` that an environment says; None switches off.
 
     ``DPA_ACCELERATE`` is the switch. ``DPA_DTYPE``, ``DPA_MODE``, ``DPA_TOLERANCE``,
-    ``DPA_FALLBACK``, ``DPA_GRAPHS`` and ``DPA_WEIGHTS`` are the options of those names.
+    ``DPA_FALLBACK``, ``DPA_GRAPHS``, ``DPA_WEIGHTS`` and ``DPA_TRAINING_DTYPE`` are the options of
+    those names.
 
     Raises:
         ValueError: naming the variable, the rule and the value.
@@ -56,10 +57,11 @@ def options_from(environment: Mapping[str, str]) -> dict[str, Any] | None:
     for name in ("fallback", "graphs"):
         if value := environment.get(f"DPA_{name.upper()}"):
             options[name] = _flag(f"DPA_{name.upper()}", value)
-    if value := environment.get("DPA_DTYPE"):
-        if value not in _DTYPES:
-            raise ValueError(f"DPA_DTYPE must be one of {', '.join(_DTYPES)}, got {value!r}")
-        options["dtype"] = _DTYPES[value]
+    for name in ("dtype", "training_dtype"):
+        if value := environment.get(variable := f"DPA_{name.upper()}"):
+            if value not in _DTYPES:
+                raise ValueError(f"{variable} must be one of {', '.join(_DTYPES)}, got {value!r}")
+            options[name] = _DTYPES[value]
     if value := environment.get("DPA_TOLERANCE"):
         try:
             options["tolerance"] = float(value)

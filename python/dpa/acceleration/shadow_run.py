@@ -27,6 +27,7 @@ class Options:
     tolerance: float | None = None
     fallback: bool = True
     weights: str = "tracked"
+    training_dtype: torch.dtype | None = None
 
 
 def say_fallback(what: str, why: str, fallback: bool) -> None:

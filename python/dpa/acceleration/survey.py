@@ -163,7 +163,8 @@ class Survey:
 
         def how() -> str:
             if module.training:
-                return "layer by layer with dpa's ops while it is in training mode"
+                precision = ", in bfloat16" if forward.options.training_dtype else ""
+                return f"layer by layer with dpa's ops{precision} while it is in training mode"
             return _how(module, forward.network, forward.options.mode)
 
         return _finding(path, "U-Net", module, forward, why, how)

@@ -175,7 +175,16 @@ class FastForward(Replacement):
         kind, dtype = self.weight.device.type, self.weight.dtype
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             return torch.get_autocast_dtype(kind)
-        return dtype
+        return self.lowered() or dtype
+
+    def lowered(self) -> torch.dtype | None:
+        """Return the dtype that a call made now trains in, where the trainer's is float32."""
+        if self.options.training_dtype is None or not self.unet.training:
+            return None
+        weight = next(self.unet.parameters())
+        own = torch.is_autocast_enabled(weight.device.type)
+        plain = weight.dtype == torch.float32 and torch.is_grad_enabled() and not own
+        return self.options.training_dtype if plain else None
 
     @property
     def __code__(self) -> Any:
@@ -184,6 +193,13 @@ class FastForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the network, with the arguments of the forward that this one replaces."""
+        lowered = self.lowered()
+        if lowered is None:
+            return self._call(*args, **kwargs)
+        with torch.autocast(next(self.unet.parameters()).device.type, lowered):
+            return self._call(*args, **kwargs).float()
+
+    def _call(self, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return self._trace(*args, **kwargs)
         if self.fallback_reason() is not None:
