@@ -49,3 +49,28 @@ function(dpa_cuda_code_flags result archs version)
   endforeach()
   set(${result} ${flags} PARENT_SCOPE)
 endfunction()
+
+# For ops beside kernels that are built: what those were built for; and whether this torch can have their CUDA, whose
+# headers are needed, not its compiler.
+function(dpa_read_kernels why with_cuda)
+  get_filename_component(folder "${DPA_KERNELS}" DIRECTORY)
+  file(STRINGS "${folder}/built-for.txt" built LIMIT_COUNT 1)
+  if(built MATCHES "^the CPU and CUDA" AND DPA_TORCH_CUDA GREATER 0)
+    find_path(DPA_CUDA_INCLUDE crt/host_defines.h
+      HINTS "${Python_SITELIB}/nvidia/cu${DPA_TORCH_CUDA}/include" "${Python_SITELIB}/nvidia/cuda_runtime/include"
+            "${Python_SITELIB}/nvidia/cuda_nvcc/include" ENV CUDA_HOME
+      PATHS "/usr/local/cuda-${DPA_TORCH_CUDA}/include" /usr/local/cuda/include
+      PATH_SUFFIXES include)
+    if(NOT DPA_CUDA_INCLUDE)
+      set(package "nvidia-cuda-crt==${DPA_TORCH_CUDA}.*")
+      if(DPA_TORCH_CUDA LESS 13)
+        set(package "nvidia-cuda-nvcc-cu${DPA_TORCH_CUDA}")
+      endif()
+      message(FATAL_ERROR "CUDA's headers are not here: pip install \"${package}\"")
+    endif()
+    set(${with_cuda} ON PARENT_SCOPE)
+    set(${why} "${built}" PARENT_SCOPE)
+  else()
+    set(${why} "the CPU alone" PARENT_SCOPE)
+  endif()
+endfunction()

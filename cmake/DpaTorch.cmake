@@ -1,49 +1,57 @@
-# The Python environment's torch: what it is; and dpa_torch_targets(), which makes torch::cpu and torch::cuda of its libraries.
+# A torch package: what it is, by dpa_torch_facts(), and dpa_torch_targets(), which makes torch::headers, torch::cpu and
+# torch::cuda of it. The Python environment's own is DPA_TORCH_ROOT, of DPA_TORCH_VERSION and DPA_TORCH_CUDA.
 #
 # torch's own CMake package wants a whole CUDA toolkit even for a CPU build against a CUDA wheel, and adds flags of its
 # own to the CUDA compiler. The library needs three shared objects and two include folders, so it names them itself.
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+
+# Sets version and cuda (the major version, 0 for a build for the CPU) of the torch in a folder.
+function(dpa_torch_facts root version cuda)
+  if(NOT EXISTS "${root}/version.py")
+    message(FATAL_ERROR "DPA_TORCHES must hold folders of torch packages, got ${root}")
+  endif()
+  file(STRINGS "${root}/version.py" facts)
+  set(${cuda} 0 PARENT_SCOPE)
+  foreach(fact IN LISTS facts)
+    if(fact MATCHES "^__version__ = '([^']+)'")
+      set(${version} "${CMAKE_MATCH_1}" PARENT_SCOPE)
+    elseif(fact MATCHES "^cuda.*= '([0-9]+)")
+      set(${cuda} "${CMAKE_MATCH_1}" PARENT_SCOPE)
+    endif()
+  endforeach()
+endfunction()
+
 execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c "import importlib.util, pathlib, re
-root = pathlib.Path(importlib.util.find_spec('torch').origin).parent
-facts = (root / 'version.py').read_text()
-version = re.search(r\"__version__ = '([^']+)'\", facts)[1]
-cuda = re.search(r\"^cuda\\b.*= '(\\d+)\", facts, re.M)
-print(f'{root};{version};{cuda[1] if cuda else 0}', end='')"
-  OUTPUT_VARIABLE torch_facts RESULT_VARIABLE failed)
+  COMMAND "${Python_EXECUTABLE}" -c
+          "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('torch').origin).parent, end='')"
+  OUTPUT_VARIABLE DPA_TORCH_ROOT RESULT_VARIABLE failed ERROR_QUIET)
 if(failed)
   message(FATAL_ERROR "${Python_EXECUTABLE} has no torch: pip install torch==2.11.0")
 endif()
-list(GET torch_facts 0 DPA_TORCH_ROOT)
-list(GET torch_facts 1 DPA_TORCH_VERSION)
-list(GET torch_facts 2 DPA_TORCH_CUDA) # the major version, 0 for a build for the CPU
+dpa_torch_facts("${DPA_TORCH_ROOT}" DPA_TORCH_VERSION DPA_TORCH_CUDA)
 message(STATUS "dpa: torch ${DPA_TORCH_VERSION} in ${DPA_TORCH_ROOT}")
 
-macro(dpa_torch_targets)
-  if(DPA_WITH_CUDA AND NOT DPA_TORCH_CUDA EQUAL DPA_CUDA_MAJOR)
-    message(FATAL_ERROR "torch ${DPA_TORCH_VERSION} goes with CUDA ${DPA_TORCH_CUDA} (0: none), and ${DPA_NVCC} is of CUDA "
-                        "${DPA_CUDA_MAJOR}: build with DPA_CUDA=off, or set CUDACXX to an nvcc of CUDA ${DPA_TORCH_CUDA}")
-  endif()
-  add_library(torch::cpu INTERFACE IMPORTED)
-  target_include_directories(torch::cpu SYSTEM INTERFACE
-    "${DPA_TORCH_ROOT}/include" "${DPA_TORCH_ROOT}/include/torch/csrc/api/include")
-  target_link_libraries(torch::cpu INTERFACE
-    "${DPA_TORCH_ROOT}/lib/libtorch_cpu.so" "${DPA_TORCH_ROOT}/lib/libc10.so")
+# The targets of the torch in a folder, in a namespace of their own where there are several.
+function(dpa_torch_targets root namespace)
+  add_library(${namespace}::headers INTERFACE IMPORTED GLOBAL)
+  target_include_directories(${namespace}::headers SYSTEM INTERFACE
+    "${root}/include" "${root}/include/torch/csrc/api/include")
+  add_library(${namespace}::cpu INTERFACE IMPORTED GLOBAL)
+  target_link_libraries(${namespace}::cpu INTERFACE
+    ${namespace}::headers "${root}/lib/libtorch_cpu.so" "${root}/lib/libc10.so")
   # A gcc built without shared libraries would link a static copy of the C++ library beside torch's shared one. A message
   # that one of the two began and the other goes on with ends the process.
   set(shared_cxx libstdc++.so.6)
   execute_process(COMMAND "${CMAKE_CXX_COMPILER}" "-print-file-name=${shared_cxx}" OUTPUT_VARIABLE found_cxx
                   OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   if(IS_ABSOLUTE "${found_cxx}")
-    target_link_libraries(torch::cpu INTERFACE "-l:${shared_cxx}")
+    target_link_libraries(${namespace}::cpu INTERFACE "-l:${shared_cxx}")
   endif()
-
-  add_library(torch::cuda INTERFACE IMPORTED)
+  add_library(${namespace}::cuda INTERFACE IMPORTED GLOBAL)
   if(DPA_WITH_CUDA)
-    target_compile_definitions(torch::cuda INTERFACE DPA_WITH_CUDA)
-    target_include_directories(torch::cuda SYSTEM INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+    target_include_directories(${namespace}::cuda SYSTEM INTERFACE ${DPA_CUDA_INCLUDE})
     # libtorch_cuda has the generator whose stream dpa::normal_draws goes on with.
-    target_link_libraries(torch::cuda INTERFACE torch::cpu "${DPA_TORCH_ROOT}/lib/libc10_cuda.so"
-                                                "${DPA_TORCH_ROOT}/lib/libtorch_cuda.so" "${DPA_CUDART}")
+    target_link_libraries(${namespace}::cuda INTERFACE
+      ${namespace}::cpu "${root}/lib/libc10_cuda.so" "${root}/lib/libtorch_cuda.so")
   endif()
-endmacro()
+endfunction()

@@ -3,7 +3,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
-#include "kernels/plans/conv1d/shape.h"
+#include "kernels/plans/conv1d/plan.h"
 #include "ops/common/strides.h"
 #include "ops/conv1d/conv1d.h"
 
@@ -11,14 +11,12 @@ namespace dpa {
 
 namespace {
 
-bool is_served([[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor& weight,
-               [[maybe_unused]] int64_t stride, [[maybe_unused]] int64_t padding) {
-#ifdef DPA_SM90A
+bool is_served(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
+  if (!kernels::conv1d::built_for_hopper()) return false;
   if (input.device().type() != at::kCUDA || stride > 2 || !is_channels_last(input)) return false;
   // The numbers of taps for which the weight gradient is compiled.
   for (const int64_t taps : {1, 3, 4, 5})
     if (weight.sym_size(2) == taps) return taps >= stride && padding < taps;
-#endif
   return false;
 }
 

@@ -23,6 +23,8 @@ at::ScalarType named_dtype(const char* op, std::string_view name) {
   DPA_CHECK(false, op, "dtype must be float32, float16, bfloat16 or float8_e4m3fn", name);
 }
 
+}  // namespace
+
 Tensor unet1d_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                       const Tensor& packed, at::IntArrayRef config, std::string_view dtype) {
   return unet1d(sample, timesteps, global_cond, packed, config, named_dtype("unet1d_by_name", dtype));
@@ -36,16 +38,13 @@ Tensor diffusion_sample_by_name(const Tensor& sample, const Tensor& timesteps, c
                           std::nullopt);
 }
 
-}  // namespace
-}  // namespace dpa
+TORCH_LIBRARY_IMPL(dpa, CPU, m) {
+  m.impl("unet1d_by_name", &unet1d_by_name);
+  m.impl("diffusion_sample_by_name", &diffusion_sample_by_name);
+}
+TORCH_LIBRARY_IMPL(dpa, Meta, m) {
+  m.impl("unet1d_by_name", &unet1d_by_name);
+  m.impl("diffusion_sample_by_name", &diffusion_sample_by_name);
+}
 
-#define DPA_BY_NAME(key)                                                \
-  TORCH_LIBRARY_IMPL(dpa, key, m) {                                     \
-    m.impl("unet1d_by_name", &dpa::unet1d_by_name);                     \
-    m.impl("diffusion_sample_by_name", &dpa::diffusion_sample_by_name); \
-  }
-DPA_BY_NAME(CPU)
-DPA_BY_NAME(Meta)
-#ifdef DPA_WITH_CUDA
-DPA_BY_NAME(CUDA)
-#endif
+}  // namespace dpa

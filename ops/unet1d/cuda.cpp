@@ -169,6 +169,8 @@ TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("diffusion_sample", &diffusion_sample_cuda);
   m.impl("diffusion_sample_on_film", &diffusion_sample_on_film_cuda);
   m.impl("diffusion_sample_clocks", &diffusion_sample_clocks_cuda);
+  m.impl("unet1d_by_name", &unet1d_by_name);
+  m.impl("diffusion_sample_by_name", &diffusion_sample_by_name);
 }
 
 }  // namespace dpa

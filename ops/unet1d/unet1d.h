@@ -6,6 +6,7 @@
 // which `unet1d_weight_names` names in the order it wants them.
 #pragma once
 #include <memory>
+#include <string_view>
 
 #include "kernels/plans/unet1d/plan.h"
 #include "ops/common/check.h"
@@ -79,5 +80,12 @@ inline UnetCall film_call(const Tensor& sample, const Tensor& film, const Tensor
 }
 
 void check_unet1d_pack(const Plan& plan, at::TensorList weights);
+
+/// The ops of the same names, one code for every device.
+Tensor unet1d_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                      const Tensor& packed, at::IntArrayRef config, std::string_view dtype);
+Tensor diffusion_sample_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
+                                const Tensor& packed, at::IntArrayRef config, std::string_view dtype,
+                                const Tensor& table, double clip, const OptionalTensor& noise);
 
 }  // namespace dpa

@@ -80,6 +80,14 @@ RowTiles row_tiles(int64_t batch, int64_t length, int limit) {
   return tiles;
 }
 
+bool built_for_hopper() {
+#ifdef DPA_SM90A
+  return true;
+#else
+  return false;
+#endif
+}
+
 bool serves(const Conv1d& c) {
   const auto type = c.dtype == DType::kFloat16 || c.dtype == DType::kBFloat16 || c.dtype == DType::kFloat32;
   // The weight gradient is compiled for these numbers of taps.
