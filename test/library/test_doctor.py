@@ -38,11 +38,15 @@ WELL = Host(
 WHEEL = replace(WELL, checkout=None)
 NO_GPU = replace(WELL, gpus=(), seen=(), driver=None, smoke={"cpu": "ok"})
 OTHER_TORCH = {"torch": "2.9.1+cu128", "torch_cuda": "12.8", "smoke": {}}
+TOOLS = {tool: f"/usr/bin/{tool}" for tool in ("c++", "cmake", "ninja")}
+SAYS = "this wheel has ops for torch 2.9, 2.11, and this is torch 2.16.0"
+NO_OPS = {"library_torch": None, "library_error": SAYS, "smoke": {}}
 CANNOT = {"library_error": "cannot open shared object file", "smoke": {}}
 
 
 def test_a_machine_where_all_is_well():
-    for host in (WELL, WHEEL, NO_GPU, replace(NO_GPU, built_for=CPU)):
+    older = replace(WHEEL, torch="2.10.0+cu128", torch_cuda="12.8", kernels_cuda=13)
+    for host in (WELL, WHEEL, older, NO_GPU, replace(NO_GPU, built_for=CPU)):
         found = examine(host)
         assert {f.state for f in found} == {OK} and not any(f.mend for f in found), found
     says = {f.name: f.says for f in examine(WELL)}
@@ -76,10 +80,22 @@ CASES = {
         (WRONG, "library", "cannot open"),
         "^make build$",
     ),
-    "a library for another CUDA": (
-        replace(WELL, torch_cuda="12.8"),
-        (WRONG, "CUDA", "of CUDA 13, and torch is of CUDA 12.8"),
-        "^make build$",
+    "kernels that are newer than the driver": (
+        replace(WHEEL, torch_cuda="12.8", driver="570.86", built_for=CPU, kernels_cuda=13),
+        (WRONG, "driver", "570.86 is too old for the kernels, of CUDA 13, which need 580"),
+        "^update NVIDIA's driver to 580 or later$",
+    ),
+    "a torch that a wheel has no ops for": (
+        replace(WHEEL, library=None, ops_for=("2.9", "2.11"), built_for=None, **NO_OPS),
+        (WRONG, "library", "has ops for torch 2.9, 2.11, and this is torch 2.16.0"),
+        r'^pip install "torch==2\.11\.\*"$',
+    ),
+    "a torch that a wheel has no ops for, where they can be built": (
+        replace(
+            WHEEL, library=None, ops_for=("2.9", "2.11"), built_for=None, compilers=TOOLS, **NO_OPS
+        ),
+        (WRONG, "library", "has ops for torch 2.9, 2.11, and this is torch 2.16.0"),
+        r'^python -c "import dpa"  # builds them',
     ),
     "a library for the CPU on a machine with a GPU": (
         replace(WELL, built_for=CPU),

@@ -68,9 +68,9 @@ except RuntimeError as error:
     assert "XDG_CACHE_HOME" in printed
 
 
-def test_a_wheel_has_no_sources(monkeypatch):
-    monkeypatch.setattr(jit, "checkout", lambda: None)
-    with pytest.raises(FileNotFoundError, match="which a wheel does not hold: clone the repo"):
+def test_an_installation_without_sources(monkeypatch):
+    monkeypatch.setattr(jit, "sources", lambda: None)
+    with pytest.raises(FileNotFoundError, match="does not hold dpa's sources"):
         jit._source()
 
 

@@ -140,6 +140,11 @@ def _library(host: Host) -> Iterator[Finding]:
     if host.library_error is None:
         says = f"{host.library}, built for {host.built_for or 'what it does not say'}"
         yield Finding("library", OK, says)
+    elif host.ops_for:
+        builds = {"c++", "cmake", "ninja"} <= host.compilers.keys()
+        mend = 'python -c "import dpa"  # builds them, in minutes'
+        mend = mend if builds else f'pip install "torch=={host.ops_for[-1]}.*"'
+        yield Finding("library", WRONG, host.library_error, mend)
     elif built and built != has:
         says = f"built against torch {host.library_torch}, and this is torch {host.torch}"
         yield Finding("library", WRONG, says, _rebuild(host, f'pip install "torch=={built}.*"'))
@@ -159,21 +164,19 @@ def _kernels(host: Host) -> Iterator[Finding]:
     has_cuda = host.built_for.startswith("the CPU and CUDA")
     if not host.gpus:
         return
+    needed = _DRIVERS.get(host.kernels_cuda or 0)
+    if not has_cuda and needed and host.driver and _major(host.driver) < needed:
+        says = (
+            f"{host.driver} is too old for the kernels, of CUDA {host.kernels_cuda}, which need "
+            f"{needed}: everything on a GPU runs in PyTorch's layers"
+        )
+        yield Finding("driver", WRONG, says, f"update NVIDIA's driver to {needed} or later")
+        return
     if not has_cuda:
         says = "the library has none for GPUs: everything on a GPU runs in PyTorch's layers"
-        yield Finding(
-            "kernels", WRONG, says, _rebuild(host, "install a dpa wheel with CUDA") + _on(host)
-        )
+        mend = _rebuild(host, "install a dpa wheel with CUDA") + _on(host)
+        yield Finding("kernels", WRONG, says, mend)
         return
-    built = re.search(r"CUDA (\d+)", host.built_for)
-    if built and host.torch_cuda and int(built[1]) != _major(host.torch_cuda):
-        says = f"of CUDA {built[1]}, and torch is of CUDA {host.torch_cuda}"
-        yield Finding(
-            "CUDA",
-            WRONG,
-            says,
-            _rebuild(host, f"install a dpa wheel for CUDA {_major(host.torch_cuda)}"),
-        )
     for number, (_, capability) in enumerate(host.gpus):
         name = f"kernels {number}"
         runs = form(capability, host.built_for)

@@ -34,7 +34,9 @@ class Host:
         library: the path of the library, or None.
         library_error: why it is missing, or cannot be loaded.
         library_torch: the torch that it was built against.
+        ops_for: the versions of torch that a wheel has ops for, where this one is none of them.
         built_for: as the build wrote it, such as ``the CPU alone: ...``.
+        kernels_cuda: the major version of CUDA that a wheel's kernels are built with.
         compilers: paths of c++, nvcc, cmake and ninja, where they are.
         cache: the folder of built libraries.
         cache_writable: whether files can be made there.
@@ -55,7 +57,9 @@ class Host:
     library: str | None = None
     library_error: str | None = None
     library_torch: str | None = None
+    ops_for: tuple[str, ...] = ()
     built_for: str | None = None
+    kernels_cuda: int | None = None
     compilers: dict[str, str] = field(default_factory=dict)
     cache: str = ""
     cache_writable: bool = True
@@ -67,7 +71,7 @@ def look() -> Host:
     """Look at this machine. Loads the library, if it can be loaded."""
     seen, driver = _driver()
     facts: dict[str, Any] = {
-        "dpa": version("dpa"),
+        "dpa": version("torch-dpa"),
         "checkout": checkout(),
         "python": platform.python_version(),
         "seen": seen,
@@ -145,15 +149,20 @@ def _gpus() -> tuple[tuple[str, tuple[int, int]], ...]:
 
 
 def _library() -> dict[str, Any]:
-    from dpa.library import loader
+    from dpa.library import by_torch, loader
 
     facts: dict[str, Any] = {"library": None, "library_error": None}
     try:
+        facts["kernels_cuda"] = next(
+            filter(None, map(by_torch.kernels_cuda, loader.folders())), None
+        )
         path = loader.library_path()
         facts["library"] = str(path)
         facts["library_torch"] = _text(path.with_name("torch-version.txt"))
         facts["built_for"] = _text(path.with_name("built-for.txt"))
         loader.load(path)
+    except loader.NoOpsForTorch as error:
+        facts["library_error"], facts["ops_for"] = str(error), tuple(error.has)
     except Exception as error:  # the loader's own, and whatever a foreign library raises
         facts["library_error"] = _line(error)
     return facts

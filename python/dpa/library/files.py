@@ -14,6 +14,12 @@ def checkout() -> Path | None:
     return root if (root / "ops" / "library.cpp").is_file() else None
 
 
+def sources() -> Path | None:
+    """The folder of the library's sources: the checkout's, or those that an installation holds."""
+    installed = Path(__file__).resolve().parents[1] / "sources"
+    return checkout() or (installed if installed.is_dir() else None)
+
+
 def cache_folder() -> Path:
     """Where libraries that are built at run time are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "dpa"

@@ -14,6 +14,7 @@ Ninja, and CUDA's compiler for GPU kernels; the first build takes minutes, later
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -21,12 +22,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from dpa.library import loader
-from dpa.library.files import cache_folder, checkout
+from dpa.library import by_torch, loader
+from dpa.library.files import cache_folder, sources
 
 _COUNT = re.compile(r"\[\d+/\d+\]")
 _built: Path | None = None
@@ -63,31 +65,48 @@ def load(
         )
     source = _source()
     folder = Path(folder) if folder else _cache(source, cuda, archs)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "lock").touch()
-    except OSError as error:
-        raise RuntimeError(
-            f"dpa.jit.load: {folder} cannot be written ({error.strerror}): give another folder=, "
-            "or set XDG_CACHE_HOME to one that can be"
-        ) from None
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        _build(source, folder, cuda, archs, verbose)
-    loader.load(folder / "libdpa.so")
-    _built = folder / "libdpa.so"
+    definitions = {"DPA_CUDA": cuda, "DPA_CUDA_ARCHS": archs}
+    _built = _build(source, folder, definitions, verbose)
+    loader.load(_built)
     return _built
 
 
-def _source() -> Path:
-    """The folder with CMakeLists.txt: the checkout of an editable install."""
-    source = checkout()
-    if source is None:
-        raise FileNotFoundError(
-            "dpa.jit.load: needs the sources of the library, which a wheel does not hold: clone "
-            "the repository and import dpa from its folder python/, or unset DPA_LIBRARY to take "
-            "the wheel's own library"
+def build_ops(missing: loader.NoOpsForTorch) -> Path:
+    """Build a wheel's ops for this torch, beside the wheel's kernels; return the library.
+
+    Raises:
+        ImportError: there is no compiler, CMake or Ninja here, or the build has failed.
+
+    """
+    lib = missing.lib
+    newest = f'pip install "torch=={missing.has[-1]}.*"'
+    packages = [tool for tool in ("cmake", "ninja") if not _tool(tool)]
+    wants = [f"pip install {' '.join(packages)}"] if packages else []
+    if not _tool(os.environ.get("CXX", "c++")):
+        wants.append("sudo apt install g++ (or conda install gxx)")
+    if wants:
+        raise ImportError(
+            f"dpa: {missing}: {', '.join(wants)}, and the next import builds them, once, in "
+            f"minutes; or {newest}"
         )
+    print(f"dpa: {missing}: building them, once, in minutes", file=sys.stderr)
+    definitions = {
+        "DPA_KERNELS": str(lib / by_torch.KERNELS),
+        "DPA_CUDA": "off" if by_torch.kinds(lib) == ("cpu",) else "auto",
+    }
+    try:
+        return _build(_source(), by_torch.built_here(lib).parent, definitions, verbose=False)
+    except (RuntimeError, FileNotFoundError) as error:
+        raise ImportError(
+            f"dpa: {missing}, and they cannot be built: {error}\nOr {newest}"
+        ) from None
+
+
+def _source() -> Path:
+    """The folder with CMakeLists.txt."""
+    source = sources()
+    if source is None:
+        raise FileNotFoundError("dpa.jit.load: this installation does not hold dpa's sources")
     return source
 
 
@@ -98,23 +117,50 @@ def _cache(source: Path, cuda: str, archs: str) -> Path:
     return cache_folder() / f"torch-{torch.__version__}-{device}-{key}"
 
 
-def _build(source: Path, folder: Path, cuda: str, archs: str, verbose: bool) -> None:
-    tools = Path(sys.executable).parent
-    path = f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"
+def _build(source: Path, folder: Path, definitions: dict[str, str], verbose: bool) -> Path:
+    """Build in the folder, one process at a time; return the library."""
     for tool in ("cmake", "ninja"):
-        if not shutil.which(tool, path=path):
+        if not _tool(tool):
             raise FileNotFoundError(f"dpa.jit.load: needs {tool}: pip install {tool}")
     configure = ["cmake", "-S", source, "-B", folder, "-G", "Ninja"]
-    configure += [f"-DDPA_CUDA={cuda}", f"-DDPA_CUDA_ARCHS={archs}"]
+    configure += [f"-D{name}={value}" for name, value in definitions.items()]
     configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"]
-    environment = {**os.environ, "PATH": path}
-    say = not verbose and not (folder / "libdpa.so").exists()
-    if say:
-        print(f"dpa.jit.load: building the library in {folder}, for minutes", file=sys.stderr)
-    for command in (configure, ["cmake", "--build", folder]):
-        status, output = _run([str(part) for part in command], environment, verbose, say)
-        if status != 0:
-            raise RuntimeError(f"dpa.jit.load: the build in {folder} failed\n{output}")
+    library = folder / by_torch.NAME
+    with _locked(folder):
+        say = not verbose and not library.exists()
+        if say:
+            print(f"dpa.jit.load: building the library in {folder}, for minutes", file=sys.stderr)
+        for command in (configure, ["cmake", "--build", folder]):
+            environment = {**os.environ, "PATH": _path()}
+            status, output = _run([str(part) for part in command], environment, verbose, say)
+            if status != 0:
+                raise RuntimeError(f"dpa.jit.load: the build in {folder} failed\n{output}")
+    return library
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder, and hold it: other processes wait."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").touch()
+    except OSError as error:
+        raise RuntimeError(
+            f"dpa.jit.load: {folder} cannot be written ({error.strerror}): give another folder=, "
+            "or set XDG_CACHE_HOME to one that can be"
+        ) from None
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _path() -> str:
+    """Where programs are looked for: those of this environment first."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name, path=_path())
 
 
 def _run(

@@ -10,10 +10,23 @@ from pathlib import Path
 
 import torch
 
+from dpa.library import by_torch
 from dpa.library.files import checkout
 
 _loaded: Path | None = None
 _waiting: list[Callable[[], None]] = []
+
+
+class NoOpsForTorch(FileNotFoundError):
+    """A wheel has ops for other versions of torch; they can be built for this one."""
+
+    def __init__(self, lib: Path, has: list[str]) -> None:
+        super().__init__(
+            f"this wheel has ops for torch {', '.join(has)}, and this is torch "
+            f"{torch.__version__}"
+        )
+        self.lib = lib
+        self.has = has
 
 
 def library_path() -> Path:
@@ -22,30 +35,34 @@ def library_path() -> Path:
     ``DPA_LIBRARY`` in the environment names another one, such as a build that is not installed.
 
     Raises:
-        FileNotFoundError: there is no library, because the package was not built.
+        FileNotFoundError: there is no library, because the package was not built, or none for this
+            torch.
 
     """
     if _loaded:
         return _loaded
-    chosen = os.environ.get("DPA_LIBRARY")
     if wants_jit():
         raise FileNotFoundError("DPA_LIBRARY is jit: call dpa.jit.load(), which builds the library")
-    # An editable install leaves the sources here and puts the library where packages are installed.
-    paths = [Path(chosen)] if chosen else [folder / "lib" / "libdpa.so" for folder in folders()]
-    for path in paths:
-        if path.is_file():
-            return path
-    if chosen:
+    if chosen := os.environ.get("DPA_LIBRARY"):
+        if Path(chosen).is_file():
+            return Path(chosen)
         mend = "correct or unset DPA_LIBRARY"
-        raise FileNotFoundError(f"DPA_LIBRARY names {paths[0]}, which does not exist: {mend}")
+        raise FileNotFoundError(f"DPA_LIBRARY names {chosen}, which does not exist: {mend}")
+    for lib in folders():
+        if path := by_torch.fitting(lib):
+            return path
+    for lib in folders():
+        if has := by_torch.torches(lib):
+            raise NoOpsForTorch(lib, has)
     raise FileNotFoundError(
-        f"dpa expects its library at {paths[0]}, which does not exist: {_rebuild()}"
+        f"dpa expects its library in {folders()[0]}, which does not hold it: {_rebuild()}"
     )
 
 
 def folders() -> list[Path]:
-    """Where the package may lie: around this file, and, if that is a checkout, as installed."""
-    return [Path(__file__).parents[1], Path(sysconfig.get_path("platlib")) / "dpa"]
+    """Where libraries may lie: in the package around this file; an editable install leaves that in
+    the checkout and puts libraries where packages are installed."""
+    return [Path(__file__).parents[1] / "lib", Path(sysconfig.get_path("platlib")) / "dpa" / "lib"]
 
 
 def wants_jit() -> bool:
@@ -69,8 +86,7 @@ def _refuse_other_torch(path: Path) -> None:
     if not built.is_file():
         return
     theirs, ours = built.read_text().strip(), torch.__version__
-    if theirs.split(".")[:2] != ours.split(".")[:2]:
-        minor = ".".join(theirs.split(".")[:2])
+    if (minor := by_torch.minor(theirs)) != by_torch.minor(ours):
         mend = "run `make build`, or" if checkout() else "reinstall dpa for this torch, or"
         raise ImportError(
             f"dpa: the library was built against torch {theirs}, and this is torch {ours}: {mend} "
@@ -112,12 +128,17 @@ def load(path: Path | None = None) -> None:
     Raises:
         FileNotFoundError: there is no library.
         ImportError: it was built against another torch or another CUDA, is cut short, or is another
-            library.
+            library; or a wheel has none for this torch, and none can be built here.
 
     """
     global _loaded
     if not is_loaded():
-        path = path or library_path()
+        try:
+            path = path or library_path()
+        except NoOpsForTorch as error:
+            from dpa.library.jit import build_ops  # which loads what it builds, by this module
+
+            path = build_ops(error)
         _refuse_other_torch(path)
         _refuse_cut_short(path)
         try:
