@@ -7,6 +7,8 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 TORCH ?= 2.15.0
+# The torches that `make wheels` makes ops for.
+TORCHES ?= $(shell sed -n 's/^torch==//p' requirements/torches.txt)
 SUITE ?=
 FUZZ_CASES ?= 10000
 
@@ -24,9 +26,11 @@ JOBS ?= $(if $(GPU),1,$(shell nproc))
 PYTEST := $(if $(filter-out 1,$(JOBS)),OMP_WAIT_POLICY=passive) $(BIN)/python -m pytest \
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 
-.PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-torch test-threads bench lint docs wheel sdist clean
+.PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-wheels test-torch test-threads bench lint \
+  docs wheel wheels sdist clean
 
 build: $(BUILD_SETUP)
+	@$(PIP) uninstall --yes dpa 2>/dev/null # what is installed under the import's name would hide the package
 	@$(PIP) install --no-build-isolation --no-deps --editable . \
 	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \
 	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
@@ -109,16 +113,34 @@ docs: $(SETUP)
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "the site is in site/: open site/index.html"
 
-# The tag promises the oldest glibc that the library runs on; torch and CUDA's runtime come with the torch package.
+# A wheel: the kernels once, and ops for each torch in these folders; into this folder. The tag promises the oldest glibc that the
+# libraries run on; torch comes with the torch package.
+define make_wheel
+@$(PIP) install -r requirements/wheel.txt
+@rm -rf build/wheel $(2)/*.whl
+$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel . \
+  --config-settings=build-dir=build/wheel-$(3) \
+  --config-settings='cmake.define.DPA_TORCHES=$(1)' \
+  --config-settings=cmake.define.DPA_CUDA=$(3) \
+  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
+@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(2) --exclude 'libtorch*' --exclude 'libc10*' \
+  --exclude 'libdpa_kernels.so' --exclude 'libcudart.so*' --exclude 'libgomp.so*' build/wheel/*.whl
+@ls -sh $(2)/*.whl
+endef
+own_torch = $(shell $(BIN)/python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
+semicolon := ;
+empty :=
+torch_folders = $(subst $(empty) ,$(semicolon),$(foreach torch,$(TORCHES),$(CURDIR)/build/torches/$(torch)/torch))
+
 wheel: $(SETUP)
-	@$(PIP) install -r requirements/wheel.txt
-	@rm -rf build/wheel dist/*.whl
-	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel . \
-	  --config-settings=cmake.define.DPA_CUDA=$(CUDA) \
-	  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
-	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' \
-	  --exclude 'libcudart.so*' --exclude 'libgomp.so*' build/wheel/*.whl
-	@ls -sh dist/*.whl
+	$(call make_wheel,$(own_torch),dist,$(CUDA))
+
+# For every torch in requirements/torches.txt, a GB of each in build/torches: one with CUDA, for any torch, and a smaller one for the
+# CPU alone.
+wheels: $(SETUP)
+	@for torch in $(TORCHES); do $(BIN)/python cmake/fetch_torch.py $$torch build/torches/$$torch; done
+	$(call make_wheel,$(torch_folders),dist/cpu,off)
+	$(if $(filter off,$(CUDA)),,$(call make_wheel,$(torch_folders),dist,on))
 
 sdist: $(SETUP)
 	@rm -f dist/*.tar.gz
@@ -129,6 +151,11 @@ test-wheel: $(SETUP) build wheel sdist
 	@tar -tzf dist/*.tar.gz | sed 's,^[^/]*/,,' >build/in-sdist
 	@! git ls-files | grep -vxFf build/in-sdist
 	@sh test/scripts/wheel.sh $(BIN)/python dist/*.whl
+
+# Each wheel of `make wheels` in environments of their own, with torch 2.9 and 2.15 and LeRobot 0.4 and 0.6, 3 to 8 GB each, which
+# are made one after another and removed.
+test-wheels: $(SETUP)
+	@sh test/scripts/wheels.sh dist/*.whl
 
 # Host code against another torch: it compiles and links. SUITE=1 runs every test on it too, on the CPU.
 test-torch: $(SETUP)

@@ -137,7 +137,7 @@ def test_packages_to_install_are_ones_that_are_tested(line):
         return
     for word in words:
         name = re.split(r"[<=>]", word)[0]
-        ours = name in ("dist/dpa-*.whl", "--no-build-isolation", ".", "./plugins/lerobot")
+        ours = name in ("dist/torch_dpa-*.whl", "--no-build-isolation", ".", "./plugins/lerobot")
         assert ours or re.search(rf"^{name}==", pins, re.M), name
 
 

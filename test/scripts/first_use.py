@@ -1,0 +1,73 @@
+"""A user's first minutes with the wheel: doctor found nothing wrong, and a policy runs accelerated.
+
+first_use.py DOCTOR.JSON. The policy is LeRobot's, unedited, with an image encoder; where LeRobot is
+not installed, dpa's network under a scheduler of diffusers.
+"""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import dpa
+
+
+def lerobot_call():
+    """A policy of LeRobot, accelerated; a call of it, and what it did before."""
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+    from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
+
+    config = DiffusionConfig(
+        input_features={
+            "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
+            "observation.image": PolicyFeature(FeatureType.VISUAL, (3, 96, 96)),
+        },
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
+        device="cpu",
+        down_dims=(64, 128),
+        num_train_timesteps=10,
+    )
+    policy = DiffusionPolicy(config).eval()
+    state, image = torch.randn(1, 3), torch.rand(1, 3, 96, 96)
+    observation = {"observation.state": state, "observation.image": image}
+
+    def call():
+        policy.reset()
+        torch.manual_seed(0)
+        return policy.select_action(dict(observation))
+
+    expected = call()
+    dpa.accelerate(policy)
+    return policy, call, expected
+
+
+def sampler_call():
+    """The same of dpa's own network and diffusers' scheduler."""
+    from diffusers import DDIMScheduler
+
+    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=20, down_dims=(64, 128))
+    scheduler = DDIMScheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
+    options = {"num_inference_steps": 5, "horizon": 16}
+    plain = dpa.DiffusionSampler(unet, scheduler, fused=False, **options)
+    fused = dpa.DiffusionSampler(unet, scheduler, fused=True, **options)
+    cond, noise = torch.randn(1, 20), torch.randn(1, 16, 2)
+    expected = plain(global_cond=cond, noise=noise)
+    return unet, lambda: fused(global_cond=cond, noise=noise), expected
+
+
+def main():
+    found = json.loads(Path(sys.argv[1]).read_text())
+    assert found["healthy"], found
+    model, call, expected = lerobot_call() if find_spec("lerobot") else sampler_call()
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(call(), expected, rtol=1e-3, atol=1e-3)
+    if find_spec("lerobot"):
+        print(dpa.explain(model))
+    print("torch", torch.__version__, dpa.library_path().parent.name)
+
+
+main()
