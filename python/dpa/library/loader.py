@@ -22,8 +22,7 @@ class NoOpsForTorch(FileNotFoundError):
 
     def __init__(self, lib: Path, has: list[str]) -> None:
         super().__init__(
-            f"this wheel has ops for torch {', '.join(has)}, and this is torch "
-            f"{torch.__version__}"
+            f"this wheel has ops for torch {', '.join(has)}, and this is torch {torch.__version__}"
         )
         self.lib = lib
         self.has = has
