@@ -31,8 +31,14 @@ endif()
 dpa_torch_facts("${DPA_TORCH_ROOT}" DPA_TORCH_VERSION DPA_TORCH_CUDA)
 message(STATUS "dpa: torch ${DPA_TORCH_VERSION} in ${DPA_TORCH_ROOT}")
 
-# The targets of the torch in a folder, in a namespace of their own where there are several.
-function(dpa_torch_targets root namespace)
+# The targets of the environment's torch; or of the one in a folder, in a namespace: dpa_torch_targets(<folder> <namespace>).
+function(dpa_torch_targets)
+  set(root "${DPA_TORCH_ROOT}")
+  set(namespace torch)
+  if(ARGC EQUAL 2)
+    set(root "${ARGV0}")
+    set(namespace "${ARGV1}")
+  endif()
   add_library(${namespace}::headers INTERFACE IMPORTED GLOBAL)
   target_include_directories(${namespace}::headers SYSTEM INTERFACE
     "${root}/include" "${root}/include/torch/csrc/api/include")
@@ -52,6 +58,6 @@ function(dpa_torch_targets root namespace)
     target_include_directories(${namespace}::cuda SYSTEM INTERFACE ${DPA_CUDA_INCLUDE})
     # libtorch_cuda has the generator whose stream dpa::normal_draws goes on with.
     target_link_libraries(${namespace}::cuda INTERFACE
-      ${namespace}::cpu "${root}/lib/libc10_cuda.so" "${root}/lib/libtorch_cuda.so")
+      ${namespace}::cpu "${root}/lib/libc10_cuda.so" "${root}/lib/libtorch_cuda.so" ${DPA_CUDART})
   endif()
 endfunction()
