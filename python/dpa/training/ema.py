@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor (FSDP2), or the tensor itself."""
-    return tensor.tolocal() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 _Pairs = list[tuple[Tensor, Tensor]]
