@@ -93,6 +93,7 @@ def test_no_ops_for_this_torch(lib):
 def test_without_a_compiler_the_import_says_what_to_install(lib, monkeypatch, tmp_path):
     add(lib, "torch1.10-cpu")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ImportError) as caught:
         loader.load()

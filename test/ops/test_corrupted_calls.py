@@ -119,7 +119,7 @@ def _argument(argument, tensor):
     """A value of the argument's type."""
     kind = str(argument.type)
     values = {"List[Tensor]": [tensor], "int": 1, "float": 1.0, "bool": True, "str": "float32"}
-    values |= {"List[int]": CONFIG, "List[bool]": [True] * (argument.N or 1)}
+    values |= {"List[int]": CONFIG, "List[bool]": [True] * (argument.N or 1), "List[float]": [1.0]}
     return tensor if kind in ("Tensor", "Optional[Tensor]") else values.get(kind)
 
 

@@ -99,7 +99,7 @@ def test_empty_batches_and_other_dtypes(hopper):
 
 def test_a_build_without_the_instructions(monkeypatch):
     """The network runs layer by layer, and the op is asked once. Without a GPU."""
-    net, inputs = make("film_scale", torch.device("cpu"))
+    net, inputs = make("film_scale", torch.device("cpu"), torch.bfloat16)
     asked = []
 
     def refuse(*args):

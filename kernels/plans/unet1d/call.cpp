@@ -54,7 +54,7 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
   if (path == Path::kResident) w.message_bytes = message_words(plan, batch, horizon) * sizeof(uint32_t);
   if (path == Path::kClustered) w.message_bytes = 2 * cluster_layout(plan, batch, horizon).message_bytes;
   if (path == Path::kPhases) {
-    const int samples = phase_samples(plan, batch, horizon, device);
+    const int samples = std::max(1, phase_samples(plan, batch, horizon, device));
     for (const int n : {samples, batch % samples})
       if (n > 0) w.message_bytes = std::max(w.message_bytes, phase_bytes(plan, n, horizon, phase_device(device)));
   }
@@ -90,6 +90,7 @@ std::string reject(const Plan& plan, int batch, int horizon, int steps) {
 
 int phase_samples(const Plan& plan, int batch, int horizon, const Device& device) {
   constexpr int kColumns = 1024;  // of a launch: a larger one would only need more memory
+  if (batch < 1 || horizon < 1) return 0;
   const int launches = ceil_div(batch, std::max(1, kColumns / horizon)), samples = ceil_div(batch, launches);
   return phases_of(plan, samples, horizon, phase_device(device))->error.empty() ? samples : 0;
 }

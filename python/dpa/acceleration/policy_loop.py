@@ -192,11 +192,11 @@ class FastLoop(Replacement):
         """Run both loops on the same random numbers; return the original's result."""
         forward, mask = route.forward, call.condition_mask
         weight, given = forward.weight, call.generator
-        names = self._signature.parameters
+        names = bound.signature.parameters
         takes_generator = "generator" in names and "condition_data_pc" not in names
 
         def original(own: torch.Generator | None) -> Any:
-            again = self._signature.bind(self.policy, *args, **kwargs)
+            again = bound.signature.bind(self.policy, *args, **kwargs)
             if own is not None:  # however the caller gave one, or none
                 again.arguments["generator"] = own
             with forward.bypass():

@@ -212,7 +212,9 @@ def recognise(module: nn.Module) -> Network:
 
 def _variant_of(module: nn.Module) -> Variant:
     names = [name for name, _ in module.named_parameters()]
-    names += inspect.signature(type(module).forward).parameters
+    forward = type(module).forward
+    if inspect.isfunction(forward):  # of a scripted module it is none
+        names += inspect.signature(forward).parameters
     return next(variant for variant in VARIANTS if variant.fits(names))
 
 

@@ -122,7 +122,9 @@ def run(
     def predict(sample: Tensor, step: int) -> Tensor:
         return layers.predict(sample, timesteps[step], conditions)
 
-    numbers = random.__getitem__ if draw is None else lambda _: draw()
+    def numbers(step: int) -> Tensor:
+        return random[step] if draw is None else draw()
+
     return loop(sample, table, predict, numbers, condition, generator)
 
 
