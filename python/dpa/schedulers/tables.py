@@ -80,7 +80,8 @@ class StepTable:
     def x0_coefficients(self) -> Tensor:
         """The coefficients of steps whose result is the predicted x0."""
         coefficients = self.coefficients.clone()
-        coefficients[:, 2:] = coefficients.new_tensor([1.0, 0.0, 0.0, 0.0])
+        # No copy from the host, for this may be captured.
+        coefficients[:, 2], coefficients[:, 3:] = 1.0, 0.0
         return coefficients
 
     def stepper(self, generator: Generators = None) -> Advance:
