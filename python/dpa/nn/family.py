@@ -212,8 +212,8 @@ def recognise(module: nn.Module) -> Network:
 
 def _variant_of(module: nn.Module) -> Variant:
     names = [name for name, _ in module.named_parameters()]
-    forward = type(module).forward
-    if inspect.isfunction(forward):  # of a scripted module it is none
+    forward = inspect.getattr_static(type(module), "forward")  # of a scripted module no function
+    if inspect.isfunction(forward):
         names += inspect.signature(forward).parameters
     return next(variant for variant in VARIANTS if variant.fits(names))
 
