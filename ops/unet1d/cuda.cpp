@@ -55,9 +55,8 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   }
   kernels::unet1d::Device device;
   C10_CUDA_CHECK(kernels::unet1d::current_device(device));
-  const auto bytes =
-      kernels::unet1d::workspace_bytes(plan, call.batch, call.horizon, call.steps,
-                                       kernels::unet1d::choose_path(plan, call.batch, call.horizon, device), device);
+  call.path = kernels::unet1d::choose_path(plan, call.batch, call.horizon, device);
+  const auto bytes = kernels::unet1d::workspace_bytes(plan, call.batch, call.horizon, call.steps, call.path, device);
   auto workspace = at::empty({static_cast<int64_t>(bytes)}, in.packed.options());
   call.packed = in.packed.const_data_ptr();
   call.workspace = workspace.mutable_data_ptr();

@@ -1,4 +1,4 @@
-// The general engine against the float64 reference, and its time.
+// The loop in phases against the float64 reference, and its time.
 //   phases_test small          small networks, every type: one evaluation, a loop of 4 steps, repeated bits
 //   phases_test bench [type]   the published rows: one evaluation compared, repeated bits, us a step
 //   phases_test blocks         the 80 M network with fewer blocks

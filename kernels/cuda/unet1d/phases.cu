@@ -1,7 +1,7 @@
-// The general engine: the whole sampling loop in one persistent kernel, for compute capability 8.0 and later, any
+// The loop in phases: the whole denoising loop in one persistent kernel, for compute capability 8.0 and later, any
 // number of multiprocessors, any sizes of the family.
 //
-// Dimensions: a network is a list of phases (plan.h), one a convolution; a phase has tiles of
+// Dimensions: a network is a list of phases (kernels/plans/unet1d/phases.h), one a convolution; a phase has tiles of
 // (slice of the output channels) x (slice of the input channels: whole GroupNorm groups) x (slice of the batch: whole
 // samples).
 //   grid    one block a multiprocessor, all resident (a cooperative launch); block i owns tiles i, i + blocks, ...

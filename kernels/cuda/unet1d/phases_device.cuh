@@ -4,10 +4,10 @@
 #ifdef DPA_EMULATE
 #include "test/kernels/phases_emulator.h"
 #else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
+
+#include "kernels/cuda/common/dtype.cuh"
+#include "kernels/cuda/common/ptx.cuh"
 
 #define DPA_DEVICE __device__ __forceinline__
 #define DPA_OUTLINE __device__ __noinline__ inline
@@ -68,60 +68,32 @@ template <int kPending>
 DPA_DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
-DPA_DEVICE uint4 load_shared_16(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
-}
+using ptx::load_shared_16;
 DPA_DEVICE uint2 load_shared_8(uint32_t at) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
   return v;
 }
 // Lane l gives the address of row l % 8 of matrix l / 8.
-DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-               : "r"(at)
-               : "memory");
-}
+DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) { ptx::load_matrix_x4(b, at); }
 
-struct Half {};
-struct BFloat16 {};
-DPA_DEVICE void mma(BFloat16, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+// A value of the type says which one: the host's version has types of its own.
+using Half = __half;
+using BFloat16 = __nv_bfloat16;
+template <class T>
+DPA_DEVICE void mma(T, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  ptx::mma<T>(c, a, b0, b1);
 }
-DPA_DEVICE void mma(Half, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-DPA_DEVICE void mma(float, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-DPA_DEVICE uint32_t to_tf32(float x) {
-  uint32_t v;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(v) : "f"(x));
-  return v;
-}
+using ptx::to_tf32;
 // Two numbers in a word, the first in the low half.
-DPA_DEVICE uint32_t pack(BFloat16, float low, float high) {
-  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(v);
+template <class T>
+DPA_DEVICE uint32_t pack(T, float low, float high) {
+  return pack_pair<T>(low, high);
 }
-DPA_DEVICE uint32_t pack(Half, float low, float high) {
-  const __half2 v = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(v);
+template <class T>
+DPA_DEVICE float2 unpack(T, uint32_t v) {
+  return unpack_pair<T>(v);
 }
-DPA_DEVICE float2 unpack(BFloat16, uint32_t v) { return make_float2(as_float(v << 16), as_float(v & 0xffff0000u)); }
-DPA_DEVICE float2 unpack(Half, uint32_t v) { return __half22float2(reinterpret_cast<const __half2&>(v)); }
 
 }  // namespace dpa::kernels::unet1d::device
 #endif

@@ -21,7 +21,6 @@ class PhaseBuilder {
       : plan(p), batch(n), horizon(t), device(d), tight(few_slots) {}
 
   PhasePlan build() {
-    out.batch = batch, out.horizon = horizon;
     wide = plan.dtype == DType::kFloat32;
     const Config& c = plan.config;
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");

@@ -1,4 +1,4 @@
-// The network as phases of one persistent kernel: the general engine's plan. A phase is a GEMM with what its consumer
+// The network as phases of one persistent kernel: the plan of the loop in phases. A phase is a GEMM with what its consumer
 // does folded into the load of its input, so that a convolution costs one hand-over:
 //   input   value = sum over partials of the previous phase's output;  norm: mish(group_norm(value)), then FiLM;
 //           value += residual;  the joined skip connection beside it
@@ -19,7 +19,6 @@ constexpr int kPhaseWarps = 8;
 constexpr int kPhaseStatistics = 512;  // most (sample, group) pairs of a tile
 constexpr int kPhaseEntry = 672;       // bytes of a phase in a block's table
 constexpr int kMaxPhases = kMaxConvs + 2;
-constexpr int kPhaseWords = 4;        // of the workspace, before the messages: kStuck
 constexpr int kPhaseColumnTiles = 8;  // most column tiles (of 8) that a warp accumulates
 constexpr int kPhaseTightSlots = 3;   // of a warp's buffer of weights where a tile needs the room
 
@@ -85,7 +84,6 @@ struct PhasePlan {
   std::vector<Phase> phases;
   PhaseShared shared;
   int ring_slots = 0;
-  int batch = 0, horizon = 0;
   int sample_words = 0;                     // offset of the sample in the workspace
   int output_words = 0, output_slices = 1;  // offset of the tail's partial sums, and their number
   int workspace_words = 0;                  // zeros before a launch
