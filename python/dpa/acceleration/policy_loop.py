@@ -326,14 +326,16 @@ class FastLoop(Replacement):
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
         """Return the arguments by name; None where the original says what is wrong."""
-        if self._signature is None:
-            self._signature = inspect.signature(getattr(class_of(self.policy), self.loop.method))
+        signature = self._signature  # read once: another thread may let this forget it
+        if signature is None:
+            signature = inspect.signature(getattr(class_of(self.policy), self.loop.method))
+            self._signature = signature
         try:
-            bound = self._signature.bind(self.policy, *args, **kwargs)
+            bound = signature.bind(self.policy, *args, **kwargs)
         except TypeError:
             return None
         if self.loop.knows is not None:
-            known = self.loop.knows | {next(iter(self._signature.parameters))}
+            known = self.loop.knows | {next(iter(signature.parameters))}
             if other := sorted(bound.arguments.keys() - known):
                 raise ValueError(f"dpa does not know what it does with {', '.join(other)}")
         bound.apply_defaults()

@@ -128,6 +128,10 @@ class Network:
     def _dropouts(self) -> list[nn.Dropout]:
         return [m for m in self.tracker.modules.values() if isinstance(m, nn.Dropout)]
 
+    @functools.cached_property
+    def _packed_shapes(self) -> dict[str, torch.Size]:
+        return shapes(template(self.packed_arguments))
+
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the module has now, by the original's names."""
         return {key: module._parameters[name] for key, (module, name) in self.slots.items()}
@@ -157,14 +161,14 @@ class Network:
         ``eps`` is scaled, as the norm's input may be when its ``eps`` is.
         """
         found = {key: value.detach() for key, value in self.parameters().items()}
-        like = next(iter(found.values()))
+        like, eps, apart = next(iter(found.values())), self.eps, self.film_apart
         weights = {}
-        for name, shape in shapes(template(self.packed_arguments)).items():
-            value = None if self.film_apart and FILM in name else found.get(name)
+        for name, shape in self._packed_shapes.items():
+            value = None if apart and FILM in name else found.get(name)
             if value is None or value.shape != shape:
                 value = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            elif self.eps != _EPS and ".block.0." in name:
-                value = value * (_EPS / self.eps) ** 0.5
+            elif eps != _EPS and ".block.0." in name:
+                value = value * (_EPS / eps) ** 0.5
             weights[name] = value
         return without_film(weights, self.unconditioned, self.arguments["cond_predict_scale"])
 
