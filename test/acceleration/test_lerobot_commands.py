@@ -131,7 +131,8 @@ def test_eval_with_the_plugin_absent_present_and_off(
     construction.leave_new()
     sys.modules.pop("lerobot_policy_dpa")
     monkeypatch.setenv("DPA_ACCELERATE", "0")
-    assert evaluate(checkpoint, tmp_path / "off", monkeypatch) == plain
+    off = evaluate(checkpoint, tmp_path / "off", monkeypatch)
+    assert off == pytest.approx(plain, rel=1e-6)  # PyTorch's own sums turn with the addresses
     assert "lerobot_policy_dpa" in sys.modules and not is_fast(made[-1])
 
 
