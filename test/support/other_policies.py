@@ -149,7 +149,7 @@ class RtiPolicy(nn.Module):
         if self.initial_guess:
             raise ValueError("Initial guess is not set, please run initial_sample first.")
         x = torch.cat([self.guess[:, 1:, :], self.guess[:, -1, :].unsqueeze(1)], dim=1)
-        timesteps = torch.tensor(self.steps, device=condition_data.device)
+        timesteps = torch.tensor(self.steps)  # beside the scheduler's, as newer diffusers wants
         conditions = {"local_cond": local_cond, "global_cond": global_cond}
         return self._loop(
             x, timesteps, condition_data, condition_mask, conditions, generator, kwargs
