@@ -24,7 +24,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 # memory and time some tests measure.
 JOBS ?= $(if $(GPU),1,$(shell nproc))
 PYTEST := $(if $(filter-out 1,$(JOBS)),OMP_WAIT_POLICY=passive) $(BIN)/python -m pytest \
-  $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
+  $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 .PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-wheels test-torch test-threads bench lint \
   docs wheel wheels sdist clean

@@ -1,20 +1,37 @@
-"""Fixtures that every test file shares, and the mark of slow tests."""
+"""Fixtures that every test file shares, the mark of slow tests, and the order of files."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from slow import is_slow
+from slow import LONGEST, is_slow
 
 import dpa  # noqa: F401  (registers the ops)
 
+# PyTorch's compiler tries vector instructions by programs that import PyTorch, for half a minute,
+# and starts processes that compile beside this one. The CPU's flags say enough, and the cores are
+# taken by tests.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+_TESTS = Path(__file__).parent
+
 
 def pytest_collection_modifyitems(items):
-    """Mark what ``make check`` leaves out."""
+    """Mark what ``make check`` leaves out; the files that take longest come first.
+
+    Test processes take file after file: one that came late would leave the others idle.
+    """
     for item in items:
-        file = item.path.relative_to(Path(__file__).parent)
-        if is_slow(file, getattr(item, "originalname", item.name)):
+        if is_slow(_file(item), getattr(item, "originalname", item.name)):
             item.add_marker(pytest.mark.slow)
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(_file(item).as_posix(), len(order)))
+
+
+def _file(item):
+    return item.path.relative_to(_TESTS)
 
 
 @pytest.fixture(

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from policies import (
-    SMALL,
     diffusers,
     lerobot_policy,
     observations,
@@ -306,8 +305,7 @@ def test_compiled_first_a_network_is_compared_too():
 
 
 def test_compiled_calls_leave_float_timesteps_to_the_original():
-    arguments = {"input_dim": 2, "global_cond_dim": 4, **SMALL}
-    unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(**arguments)).eval()
+    unet, _ = unet_and_inputs(down_dims=(16,))
 
     class Truncating(type(unet)):
         def forward(self, sample, timestep, local_cond=None, global_cond=None):

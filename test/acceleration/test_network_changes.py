@@ -21,6 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import dpa
 from dpa.training.graphed_calls import replaced_forward
 
+ONE_LEVEL = {"down_dims": (16,)}  # compiles in half the time
 # Nothing falls back here unless a test says so.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -148,7 +149,7 @@ def hook_layer(unet):
 def test_compiled_calls_follow(alter, before):
     if before and alter is hook_layer:
         pytest.skip("torch.compile checks for hooks once only")
-    unet, inputs = unet_and_inputs()
+    unet, inputs = unet_and_inputs(**ONE_LEVEL)
     dpa.accelerate(unet)
     compiled = torch.compile(unet, backend="eager", fullgraph=True)
     if before:
@@ -162,7 +163,7 @@ def test_compiled_calls_follow(alter, before):
 
 @torch.no_grad()
 def test_compiled_calls_stay_compiled_when_weights_are_packed_again():
-    unet, inputs = unet_and_inputs()
+    unet, inputs = unet_and_inputs(**ONE_LEVEL)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(dpa.accelerate(unet), backend=counter, fullgraph=True)
     for _ in range(4):
@@ -175,7 +176,7 @@ def test_compiled_calls_stay_compiled_when_weights_are_packed_again():
 
 @torch.no_grad()
 def test_compiled_functional_calls_take_the_weights_given():
-    unet, inputs = unet_and_inputs()
+    unet, inputs = unet_and_inputs(**ONE_LEVEL)
     weights = {name: 1.3 * value for name, value in unet.named_parameters()}
     want = torch.func.functional_call(unet, weights, inputs)
     dpa.accelerate(unet)

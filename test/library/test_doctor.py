@@ -288,26 +288,32 @@ def test_what_is_wrong_is_advised_on_first():
     assert [line.partition(":")[0] for line in advice(found)[:2]] == ["torch", "dpa"]
 
 
-def test_no_compiler(tmp_path):
-    _, found = doctor(PATH=str(tmp_path), CXX="")
-    assert state(found, "compiler")["state"] == "note"
+def seen_here(name):
+    """What a look at this machine, from this process, finds."""
+    return next(finding for finding in examine(look()) if finding.name == name)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path):
+def test_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "")
+    assert seen_here("compiler").state == NOTE
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    _, found = doctor(XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert state(found, "cache")["state"] == "note"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert seen_here("cache").state == NOTE
 
 
-def test_a_driver_by_what_nvidia_smi_says(tmp_path):
+def test_a_driver_by_what_nvidia_smi_says(tmp_path, monkeypatch):
     script = tmp_path / "nvidia-smi"
     script.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 470.57.02'\n")
     script.chmod(0o755)
     if torch.cuda.is_available() or torch.version.cuda is None:
         pytest.skip("torch sees a GPU, or is a build for the CPU")
-    status, found = doctor(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    finding = state(found, "driver")
-    assert status == 1 and "driver 470.57.02 is too old" in finding["says"]
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    finding = seen_here("driver")
+    assert finding.state == WRONG and "driver 470.57.02 is too old" in finding.says
 
 
 def test_the_output_for_people_names_each_command():

@@ -31,41 +31,28 @@ def test_refuses_a_second_library():
         dpa.jit.load()
 
 
-def test_leaves_the_installed_library_alone():
-    code = """
+def test_before_a_library_is_built(tmp_path):
+    """One process: the installed library is left alone, and two builds say why they fail."""
+    (tmp_path / "file").touch()
+    code = f"""
 import dpa, torch
 assert not hasattr(torch.ops.dpa, "denoise")
 try:
     dpa.library_path()
 except FileNotFoundError as error:
     print(error)
-"""
-    assert "call dpa.jit.load()" in _run(code)
-
-
-def test_reports_a_failed_build(tmp_path):
-    code = f"""
-import dpa
-try:
-    dpa.jit.load(cuda="sometimes", folder={str(tmp_path)!r})
-except RuntimeError as error:
-    print(error)
-"""
-    assert "DPA_CUDA must be auto, on or off, got sometimes" in _run(code)
-
-
-def test_says_where_it_cannot_write(tmp_path):
-    (tmp_path / "file").touch()
-    code = f"""
-import dpa
-try:
-    dpa.jit.load(cuda="off", folder={str(tmp_path / "file" / "build")!r})
-except RuntimeError as error:
-    print(error)
+tries = [("off", {str(tmp_path / "file" / "build")!r}), ("sometimes", {str(tmp_path)!r})]
+for cuda, folder in tries:
+    try:
+        dpa.jit.load(cuda=cuda, folder=folder)
+    except RuntimeError as error:
+        print(error)
 """
     printed = _run(code)
+    assert "call dpa.jit.load()" in printed
     assert "cannot be written (Not a directory): give another folder=" in printed
     assert "XDG_CACHE_HOME" in printed
+    assert "DPA_CUDA must be auto, on or off, got sometimes" in printed
 
 
 def test_an_installation_without_sources(monkeypatch):

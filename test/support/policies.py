@@ -116,8 +116,9 @@ def original_policy(device, kind="DDIM", local_cond_dim=None, global_cond_dim=4)
     return OriginalPolicy(dpa.reference.plain(unet), scheduler, 5).to(device).eval()
 
 
-def unet_and_inputs(device="cpu"):
-    unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(2, None, 4, **SMALL)).to(device).eval()
+def unet_and_inputs(device="cpu", **options):
+    unet = dpa.nn.ConditionalUnet1D(2, None, 4, **{**SMALL, **options})
+    unet = dpa.reference.plain(unet).to(device).eval()
     return unet, (
         torch.randn(3, 8, 2, device=device),
         torch.arange(3, device=device),

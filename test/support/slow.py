@@ -54,6 +54,27 @@ TESTS = {
     ),
 }
 
+# The longest files, in seconds of CPU time from about 130 to 25.
+LONGEST = (
+    "acceleration/test_lerobot_loops.py",
+    "training/test_distributed.py",
+    "nn/test_unet1d_changes.py",
+    "eval/test_eval.py",
+    "export/test_export.py",
+    "library/test_jit.py",
+    "library/test_doctor.py",
+    "acceleration/test_network_changes.py",
+    "acceleration/test_acceleration.py",
+    "faults/test_faults.py",
+    "ops/test_everywhere.py",
+    "cli/test_cli.py",
+    "nn/test_unet1d.py",
+    "acceleration/test_other_loops.py",
+    "training/test_graphed_calls.py",
+    "ops/test_properties.py",
+    "ops/test_own_op.py",
+)
+
 
 def is_slow(file: PurePath, function: str) -> bool:
     """Whether the table names a test, by its file below test/ and its function."""
