@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import dpa
 from dpa.bench import profiling
-from dpa.packed.unet import unet_config
+from dpa.packed.config import unet_config
 
 _MARKS = 7
 

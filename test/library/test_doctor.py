@@ -289,7 +289,7 @@ def test_what_is_wrong_is_advised_on_first():
 
 
 def seen_here(name):
-    """What a look at this machine, from this process, finds."""
+    """What is found of this machine from this process."""
     return next(finding for finding in examine(look()) if finding.name == name)
 
 

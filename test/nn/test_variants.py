@@ -39,12 +39,12 @@ def test_each_is_recognised(policies, make, parts, packs):
     own = {id(p) for p in unet.parameters()}
     assert {id(p) for p in network.parameters().values()} == own
     if packs:
-        config = dpa.packed.unet.config_of(network)
+        config = dpa.packed.config.config_of(network)
         names = torch.ops.dpa.unet1d_weight_names(config)
         assert network.weights().keys() >= set(names)
     else:
         with pytest.raises(ValueError, match="unet must "):
-            dpa.packed.unet.config_of(network)
+            dpa.packed.config.config_of(network)
     assert family.resembles(unet)
 
 

@@ -11,7 +11,7 @@ from test_properties import cases
 
 import dpa
 from dpa.nn import ConditionalUnet1D
-from dpa.packed.unet import unet_config
+from dpa.packed.config import unet_config
 
 CONFIG = [2, 5, 8, 32, 20, 1, 64, 128]
 

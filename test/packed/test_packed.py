@@ -9,7 +9,8 @@ from proofs import poisoned_memory
 from torch import nn
 
 import dpa
-from dpa.packed.unet import PackedUnet, unet_config
+from dpa.packed.config import unet_config
+from dpa.packed.unet import PackedUnet
 
 diffusers = pytest.importorskip("diffusers")
 

@@ -3,7 +3,7 @@
 import torch
 
 import dpa
-from dpa.packed.unet import unet_config
+from dpa.packed.config import unet_config
 
 # Relative error of a forward pass in the norm. float32: sums in float32, GEMMs in three tf32
 # parts. bfloat16 and float16: weights and activations of 8 and 11 bits through some 30 layers.

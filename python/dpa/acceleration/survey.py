@@ -17,7 +17,7 @@ from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
 from dpa.library import html
 from dpa.nn.family import Network, NotInFamily, recognise, resembles
-from dpa.packed.unet import config_of, runs_packed
+from dpa.packed.config import config_of, runs_packed
 from dpa.sampling.sampler import is_of_family
 from dpa.tracking.replacing import BESIDE, replaced
 from dpa.training.graphed_calls import replaced_forward

@@ -15,7 +15,8 @@ from dpa.library.compiling import constant_in_graphs
 from dpa.nn.family import Network, NotInFamily, recognise, run_network
 from dpa.nn.plain import is_exporting
 from dpa.packed.agreement import STEP_LIMITS, example, limit
-from dpa.packed.unet import PackedUnet, runs_packed
+from dpa.packed.config import runs_packed
+from dpa.packed.unet import PackedUnet
 from dpa.tracking import is_observed, stamp_of
 from dpa.tracking.replacing import Replacement, class_of
 

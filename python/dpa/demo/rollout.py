@@ -13,7 +13,7 @@ from torch import Tensor
 from dpa import DiffusionSampler
 from dpa.demo import world as W
 from dpa.demo.train import Policy
-from dpa.packed.unet import runs_packed
+from dpa.packed.config import runs_packed
 
 EXECUTE = 8  # steps of a chunk that are carried out before the next one is planned
 STEPS = {"DDPM": 100, "DDIM": 16}

@@ -12,67 +12,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpa.nn.family import Network, recognise, run_network
-from dpa.nn.parts import ATTENTION, film_rows
+from dpa.nn.parts import film_rows
 from dpa.packed.agreement import STEP_LIMITS, example, limit, proves, relative_error
+from dpa.packed.config import config_of
 from dpa.tracking import WeightTracker
 
-_MAX_LEVELS, _MAX_SIZE = 5, 65536  # of what the ops run
 Result = TypeVar("Result")
 _memories = itertools.count(1)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-
-
-def runs_packed(device: torch.device) -> bool:
-    """Whether this build can run networks on packed weights on such a device."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if key == "CUDA" and torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    return key is not None and has_kernel("dpa::diffusion_sample", key)
-
-
-def unet_config(unet: nn.Module) -> list[int]:
-    """Read the architecture off a U-Net of the family.
-
-    Returns:
-        ``[action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims]``.
-
-    Raises:
-        ValueError: the module is not such a network, has local conditioning or attention, more than
-            5 levels or a size above 65536.
-
-    """
-    return config_of(recognise(unet))
-
-
-def config_of(network: Network) -> list[int]:
-    """The same of a network that was recognised already."""
-    device = next(iter(network.parameters().values())).device
-    arguments = network.packed_arguments
-    if arguments.get("local_cond_dim") is not None:
-        raise ValueError("unet must have no local conditioning to be packed, got one that has")
-    if len(arguments["down_dims"]) > _MAX_LEVELS:
-        dims = list(arguments["down_dims"])
-        raise ValueError(f"unet must have 1 to {_MAX_LEVELS} down_dims to be packed, got {dims}")
-    if layers := [path for path in network.parts if path.endswith(ATTENTION)]:
-        raise ValueError(f"unet must have no attention to be packed, got {', '.join(layers)}")
-    if network.film_apart and network.unconditioned:
-        got = ", ".join(network.unconditioned)
-        raise ValueError(f"unet must condition all blocks to be packed, got none in {got}")
-    if network.film_apart and device.type != "cuda":
-        raise ValueError(f"unet must be on a GPU where PyTorch makes its FiLM, got {device}")
-    config = [
-        arguments["input_dim"],
-        arguments["kernel_size"],
-        arguments["n_groups"],
-        arguments["diffusion_step_embed_dim"],
-        arguments["global_cond_dim"] or 0,
-        int(arguments["cond_predict_scale"]),
-        *arguments["down_dims"],
-    ]
-    if max(config) > _MAX_SIZE:
-        raise ValueError(f"unet must have sizes up to {_MAX_SIZE} to be packed, got {config}")
-    return config
 
 
 class PackedUnet:

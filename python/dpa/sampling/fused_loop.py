@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
-from dpa.packed.unet import PackedUnet, runs_packed
+from dpa.packed.config import runs_packed
+from dpa.packed.unet import PackedUnet
 from dpa.sampling import stepwise_loop
 from dpa.sampling.graphs import Body, Captured, Given, Inputs, LoopGraphs, expanded, run_captured
 from dpa.sampling.rng import RandomNumbers

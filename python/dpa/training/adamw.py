@@ -94,10 +94,7 @@ class _OneOp(torch.optim.Optimizer):
             What the closure returns.
 
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._gradients_are_dense()
         coefficient = self._clip_coefficient()
         averages = {} if self.ema is None else self.ema.averaged()

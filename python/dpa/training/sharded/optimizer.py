@@ -215,10 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             What the closure returns.
 
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         with self._on_device():
             exchange = self._send_all()
             exchange.begin()
