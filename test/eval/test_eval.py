@@ -34,12 +34,12 @@ def trained(tmp_path_factory):
     from train_fetch_reach import train
 
     folder = tmp_path_factory.mktemp("fetch_reach")
-    train(folder)
+    train(folder, steps=400, episodes=40, batch_size=32)  # 9 of the 12 episodes below succeed
     return folder
 
 
 def test_the_same_episodes_succeed_when_accelerated(trained):
-    results = run(trained, "--env", "FetchReach", "--episodes", 20, "--compare")
+    results = run(trained, "--env", "FetchReach", "--episodes", 12, "--compare")
     plain, fast = results["runs"]["plain"], results["runs"]["accelerated"]
     assert plain["success"] >= 0.6
     assert fast["successes"] == plain["successes"] and results["same_outcomes"]
@@ -47,7 +47,7 @@ def test_the_same_episodes_succeed_when_accelerated(trained):
     assert results["largest_action_difference"] < 0.02
     loop = next(part for part in results["acceleration"] if part["part"] == "loop")
     assert loop["active"] and max(loop["errors"]) < 1e-4
-    assert plain["plans"] == fast["plans"] == 20 * 7  # chunks of 8 actions in 50 steps
+    assert plain["plans"] == fast["plans"] == 12 * 7  # chunks of 8 actions in 50 steps
     assert 0 < fast["plan_ms"]["p50"] <= fast["plan_ms"]["p90"] <= fast["plan_ms"]["p99"]
 
 

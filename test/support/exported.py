@@ -13,12 +13,12 @@ B, T, DA, DO, DG = 2, 8, 2, 5, 4
 UNET = {"diffusion_step_embed_dim": 16, "down_dims": (8, 16)}
 
 
-def make_policy(name, device, dtype, kind, seed=3):
+def make_policy(name, device, dtype, kind, seed=3, **options):
     """Return a policy, the sampler that it must agree with, and what is around both."""
     torch.manual_seed(seed)
     scheduler = {"ddim": diffusers.DDIMScheduler, "ddpm": diffusers.DDPMScheduler}[name]
     scheduler = scheduler(20, beta_schedule="squaredcos_cap_v2")
-    unet = dpa.nn.ConditionalUnet1D(DA, global_cond_dim=DG, **UNET).to(device).eval()
+    unet = dpa.nn.ConditionalUnet1D(DA, global_cond_dim=DG, **{**UNET, **options}).to(device).eval()
     affines = [(torch.rand(n) + 0.5, torch.randn(n)) for n in (DO, DA)]
     around = Around(nn.Linear(DO, DG).to(device), *affines)
     packed = kind is not LayeredLoop

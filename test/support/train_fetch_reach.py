@@ -73,7 +73,7 @@ def make_policy(stats):
     return DiffusionPolicy(config), *make_diffusion_pre_post_processors(config, stats)
 
 
-def train(folder, steps=STEPS, episodes=EPISODES):
+def train(folder, steps=STEPS, episodes=EPISODES, batch_size=BATCH):
     """Train on the CPU, and write what LeRobot's save_pretrained writes."""
     torch.manual_seed(0)
     records = demonstrate(episodes)
@@ -86,9 +86,9 @@ def train(folder, steps=STEPS, episodes=EPISODES):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=1e-6)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.05)
     for _ in range(steps):
-        index = torch.randint(len(data["action"]), (BATCH,))
+        index = torch.randint(len(data["action"]), (batch_size,))
         batch = {key: value[index] for key, value in data.items()}
-        batch["action_is_pad"] = torch.zeros(BATCH, HORIZON, dtype=torch.bool)
+        batch["action_is_pad"] = torch.zeros(batch_size, HORIZON, dtype=torch.bool)
         loss, _ = policy.forward(batch)
         optimizer.zero_grad()
         loss.backward()
