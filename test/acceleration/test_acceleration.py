@@ -7,18 +7,24 @@ import warnings
 import pytest
 import torch
 from policies import (
+    call_of,
     diffusers,
     lerobot_policy,
     observations,
     original_policy,
+    sampled,
     unet_and_inputs,
 )
 from tolerances import tolerance
 from torch import nn
 
 import dpa
+from dpa.acceleration import survey, unet_forward
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.unet_forward import FastForward
+from dpa.nn.family import recognise
+from dpa.packed import config, unet
+from dpa.sampling import sampler
 from dpa.training.graphed_calls import replaced_forward
 
 
@@ -270,6 +276,15 @@ def test_compile_without_a_graph_break(backend, device):
     compiled = torch.compile(lambda *args: unet(*args) * 2, backend=backend, fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_network_is_recognised_once(device, monkeypatch):
+    recognised, policy = [], original_policy(device)
+    for module in (survey, unet_forward, config, unet, sampler):
+        monkeypatch.setattr(module, "recognise", lambda m: recognised.append(m) or recognise(m))
+    dpa.accelerate(policy)
+    sampled(policy, call_of(device))
+    assert recognised == [policy.model]
 
 
 def doubled_and_inputs(device="cpu"):

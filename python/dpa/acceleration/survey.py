@@ -147,7 +147,7 @@ class Survey:
             if isinstance(owner, nn.Module) and owner in self.networks:
                 findings.append(self._unet_finding(path, owner))
             mine = [place for place in places if place.owner is owner]
-            findings.extend(_loop_finding(place) for place in mine)
+            findings.extend(self._loop_finding(place) for place in mine)
             if mine and isinstance(owner, nn.Module):
                 findings.extend(_call_finding(path, owner))
         if not any(finding.part == "loop" for finding in findings):
@@ -168,6 +168,31 @@ class Survey:
             return _how(module, forward.network, forward.options.mode)
 
         return _finding(path, "U-Net", module, forward, why, how)
+
+    def _loop_finding(self, place: Found) -> Finding:
+        owner, loop = place.owner, place.loop
+        held = None if loop is None else replaced(owner, loop.method)
+        fast = held if isinstance(held, FastLoop) else None
+        why, scheduler = place.why, None if loop is None else loop.scheduler_of(owner)
+        if scheduler is not None:
+            why = why or why_no_table(scheduler)
+        if fast is not None:
+            why = why or fast.fallback_reason() or fast.shadow.failed or fast.refused
+        return _finding(place.path, "loop", owner, fast, why, lambda: self._how_loop(owner, loop))
+
+    def _how_loop(self, policy: Any, loop: Loop) -> str:
+        """Say how a loop runs whose scheduler has a table."""
+        try:
+            loop.table_of(policy, {})
+        except (AttributeError, TypeError, ValueError) as error:
+            return str(error)
+        how, network = "the whole loop by DiffusionSampler", loop.network_of(policy)
+        found = self.networks.get(network)
+        if found.called_alike if isinstance(found, Network) else is_of_family(network):
+            return how
+        parameter = next(network.parameters(), None)
+        kind = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"
+        return f"{how}, {kind} around {type(network).__name__} as it is"
 
 
 def _holders(loop: Loop | None) -> tuple[Place, ...]:
@@ -195,18 +220,6 @@ def _loops_of(path: str, owner: Any) -> list[Found]:
     other = [reason for reason in why if "does not take" not in reason]
     takes = "its conditional_sample takes other arguments than LeRobot's and the original's"
     return [Found(path, owner, None, other[0] if other else takes)]
-
-
-def _loop_finding(place: Found) -> Finding:
-    owner, loop = place.owner, place.loop
-    held = None if loop is None else replaced(owner, loop.method)
-    fast = held if isinstance(held, FastLoop) else None
-    why, scheduler = place.why, None if loop is None else loop.scheduler_of(owner)
-    if scheduler is not None:
-        why = why or why_no_table(scheduler)
-    if fast is not None:
-        why = why or fast.fallback_reason() or fast.shadow.failed or fast.refused
-    return _finding(place.path, "loop", owner, fast, why, lambda: _how_loop(owner, loop))
 
 
 def whole_call_of(policy: nn.Module) -> str | None:
@@ -316,17 +329,3 @@ def _how(module: nn.Module, network: Network, mode: str) -> str:
     if not runs_packed(parameter.device):
         return f"layer by layer with dpa's ops: no packed kernels on {kind}{beside}"
     return f"one op on packed weights{beside}"
-
-
-def _how_loop(policy: Any, loop: Loop) -> str:
-    """Say how a loop runs whose scheduler has a table."""
-    try:
-        loop.table_of(policy, {})
-    except (AttributeError, TypeError, ValueError) as error:
-        return str(error)
-    network = loop.network_of(policy)
-    if not is_of_family(network):
-        parameter = next(network.parameters(), None)
-        how = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"
-        return f"the whole loop by DiffusionSampler, {how} around {type(network).__name__} as it is"
-    return "the whole loop by DiffusionSampler"
