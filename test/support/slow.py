@@ -1,4 +1,4 @@
-"""The tests that `make check` leaves out.
+"""The tests that `make check` leaves out, and the files that come first.
 
 A test is named where all its cases together took more than about 3 s of CPU time, or where it
 compiles, simulates or starts processes and was not measured. `make test` runs every one.
@@ -15,10 +15,12 @@ FILES = (
     "library/test_jit.py",
     "ops/test_everywhere.py",
     "ops/test_own_op.py",
+    "schedulers/test_scheduler_combinations.py",
     "schedulers/test_diffusers_versions.py",
     "training/test_distributed.py",
 )
 TESTS = {
+    "acceleration/test_accelerated_scheduler.py": ("test_timesteps_that_change",),
     "acceleration/test_construction.py": (
         "test_a_module_that_fails_shows_its_own_error",
         "test_a_program_runs_with_its_policies_accelerated",
@@ -41,13 +43,30 @@ TESTS = {
         "test_a_compiled_network_is_compared_with_the_original",
         "test_lerobots_network_compiles_without_a_graph_break",
     ),
+    "acceleration/test_other_loops.py": (
+        "test_changes_are_followed",
+        "test_copies_and_pickles_run_their_own",
+    ),
+    "library/test_build.py": ("test_a_compiler_with_a_static_library_links_the_shared_one",),
+    "library/test_imports.py": ("test_the_import_takes_no_heavy_module_besides_torch",),
+    "library/test_loader.py": (
+        "test_a_process_survives_what_is_no_whole_library",
+        "test_documented_paths_import_without_a_warning_and_the_moved_one_with_one",
+    ),
+    "nn/test_architectures.py": ("test_kernels_compile_for_the_oldest_gpu",),
     "nn/test_unet1d.py": (
         "test_compiled_backward",
         "test_export_with_a_dynamic_batch",
         "test_one_dynamic_compile_serves_every_batch_and_horizon",
     ),
     "nn/test_unet1d_changes.py": ("test_changed_layers_count", "test_changed_parts_count"),
-    "sampling/test_sampler.py": ("test_scripted_and_compiled_networks",),
+    "ops/test_vmap_places.py": ("test_values_and_gradients",),
+    "packed/test_packed_cpu.py": ("test_any_network",),
+    "sampling/test_sampler.py": (
+        "test_scripted_and_compiled_networks",
+        "test_the_copy_in_another_dtype_is_kept",
+    ),
+    "training/test_graphed_unets.py": ("test_accelerated_training_by_replays",),
     "training/test_training_step.py": (
         "test_a_compiled_step_has_no_graph_breaks",
         "test_compilers_see_one_op_a_residual_block",
