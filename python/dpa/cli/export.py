@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,7 @@ from dpa.cli.options import Checkpoint, Ema, Prefix, TrustPickle, located
 if TYPE_CHECKING:
     from rich.console import Console
 
-HELP = """Write a policy's denoising loop into one file for Python or C++.
+HELP = """Write a policy's denoising loop into one file for Python, C++ or ONNX runtimes (TensorRT).
 
 CHECKPOINT is what `dpa explain` understands: of LeRobot (a folder, or user/repo on the Hub), of
 diffusion_policy, of `dpa demo`, or a bare U-Net. Missing values can be given as options; assumed
@@ -33,6 +33,8 @@ Examples:
   dpa export latest.ckpt --trust-pickle --to torchscript --dtype bfloat16
 
   dpa export latest.ckpt --trust-pickle --to torchscript --device cuda
+
+  dpa export pretrained_model --to onnx --scheduler DDIM --steps 10
 """
 
 
@@ -42,6 +44,7 @@ class Format(str, enum.Enum):
     aoti = "aoti"
     torchscript = "torchscript"
     exported_program = "exported-program"
+    onnx = "onnx"
 
 
 class Dtype(str, enum.Enum):
@@ -71,7 +74,7 @@ def export(
     out: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False, help="The file; by default policy.pt or .pt2 beside CHECKPOINT."
+            dir_okay=False, help="The file; by default policy.pt, .pt2 or .onnx beside CHECKPOINT."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")] = "cpu",
@@ -135,7 +138,17 @@ def export(
     shapes = ", ".join(f"{entry['name']} {tuple(entry['shape'])}" for entry in manifest["inputs"])
     what = f"{manifest['steps']} steps of {manifest['scheduler']}, {dtype.value} on {device}"
     console.print(f"{manifest['checkpoint']}: {what}\ninputs: {shapes}", highlight=False)
+    if to is Format.onnx:
+        console.print(_verdict(manifest["checked"]), highlight=False)
     console.print(f"wrote {path} and {path}.json", highlight=False)
+
+
+def _verdict(checked: dict[str, Any] | None) -> str:
+    """Say what the comparison with another runtime gave."""
+    if checked is None:
+        return "[yellow]note[/yellow] not compared: pip install onnxruntime, and export again"
+    error = f"relative error {checked['error']:.1e}, at most {checked['limit']:g} passes"
+    return f"compared with {checked['by']}: {error}"
 
 
 @contextmanager

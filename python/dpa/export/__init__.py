@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dpa.checkpoints.loading import CheckpointError
+from dpa.export import onnx_graph
+from dpa.export.onnx_graph import PlainLoop, PlainStep
 from dpa.export.packages import compile_package, open_package
 from dpa.export.policy import Around, LayeredLoop, PackedLoop, PackedStep
 from dpa.library.files import replacing
@@ -24,16 +26,18 @@ __all__ = [
     "LayeredLoop",
     "PackedLoop",
     "PackedStep",
+    "PlainLoop",
+    "PlainStep",
     "export_policy",
     "load_policy",
 ]
 
 STAGES = ("reading", "packing", "compiling", "running it", "writing")
-FORMATS = {"torchscript": ".pt", "exported-program": ".pt2", "aoti": ".pt2"}
+FORMATS = {"torchscript": ".pt", "exported-program": ".pt2", "aoti": ".pt2", "onnx": ".onnx"}
 
 
 def export_policy(
-    policy: LayeredLoop | PackedLoop | PackedStep,
+    policy: LayeredLoop | PackedLoop | PackedStep | PlainLoop,
     path: Path,
     to: str,
     inputs: dict[str, Tensor],
@@ -46,7 +50,8 @@ def export_policy(
         policy: on the device that it shall run on; it stays as it is.
         path: the file.
         to: ``torchscript`` (Python and C++), ``aoti`` (an AOTInductor package: Python and C++, for
-            machines like this one) or ``exported-program`` (Python, and tools that read it).
+            machines like this one), ``exported-program`` (Python, and tools that read it) or
+            ``onnx`` (other runtimes; of a :class:`PlainLoop` or :class:`PlainStep`).
         inputs: an example of each argument of ``policy.forward`` by its name, in order, of the
             shape and on the device that the file is made for.
         facts: further entries of the manifest.
@@ -56,24 +61,30 @@ def export_policy(
         The manifest.
 
     Raises:
-        ValueError: for another format.
+        ValueError: for another format, or what cannot be written in it.
 
     """
     if to not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {to}")
-    arguments = tuple(inputs.values())
+    if (to == "onnx") != isinstance(policy, PlainLoop):
+        kind = type(policy).__name__
+        raise ValueError(f"format must be onnx for PlainLoop and PlainStep alone, got {to}, {kind}")
+    checked: dict[str, Any] = {}
     with _as_it_will_run(policy), torch.no_grad():
         report("compiling")
-        content = _content(policy, to, arguments)
+        content = _content(policy, to, inputs)
         report("running it")
-        results = policy(*arguments)
+        results = policy(*inputs.values())
+        if to == "onnx":
+            checked = {"opset": onnx_graph.OPSET}
+            checked["checked"] = onnx_graph.check(content, policy, inputs)
     report("writing")
     with replacing(path) as temporary:
         temporary.write_bytes(content)
     outputs = {"actions": results}
     if isinstance(results, tuple):
         outputs = dict(zip(("sample", "actions"), results, strict=True))
-    manifest = _manifest(policy, path, to, inputs, outputs) | (facts or {})
+    manifest = _manifest(policy, path, to, inputs, outputs) | (facts or {}) | checked
     manifest["crc32"] = zlib.crc32(content)
     with replacing(path.with_name(path.name + ".json")) as temporary:
         temporary.write_text(json.dumps(manifest, indent=2) + "\n")
@@ -118,6 +129,7 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
     try:
         manifest = json.loads(beside.read_bytes())
         to, expected = manifest["format"], manifest["crc32"]
+        names = [entry["name"] for entry in manifest["inputs"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         raise CheckpointError(f"{beside}: is no manifest of an exported policy") from None
     if not isinstance(to, str) or to not in FORMATS:
@@ -126,6 +138,8 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
     if (found := _checksum(path)) != expected:
         reason = f"its CRC-32 is {found}, that in {beside.name} {expected}"
         raise CheckpointError(f"{path}: is damaged, or not the file of its manifest: {reason}")
+    if to == "onnx":
+        return onnx_graph.open_graph(path, names)
     if to == "aoti":
         return open_package(path)
     return torch.jit.load(path) if to == "torchscript" else torch.export.load(path).module()
@@ -139,8 +153,12 @@ def _checksum(path: Path) -> int:
     return found
 
 
-def _content(policy: nn.Module, to: str, arguments: tuple[Tensor, ...]) -> bytes:
+def _content(policy: nn.Module, to: str, inputs: dict[str, Tensor]) -> bytes:
     """Make the bytes of the file. PyTorch's writers of files abort the process on a full disk."""
+    arguments = tuple(inputs.values())
+    if to == "onnx":
+        outputs = ("next_sample", "actions") if isinstance(policy, PlainStep) else ("actions",)
+        return onnx_graph.graph_of(policy, inputs, outputs)
     if to == "torchscript":
         return torch.jit.script(policy).save_to_buffer()
     if to == "aoti":
@@ -167,7 +185,7 @@ def _manifest(
     return {
         "file": path.name,
         "format": to,
-        "part": "step" if isinstance(policy, PackedStep) else "loop",
+        "part": "step" if isinstance(policy, PackedStep | PlainStep) else "loop",
         "torch": torch.__version__,
         "device": outputs["actions"].device.type,
         "network_dtype": str(policy.dtype).removeprefix("torch."),

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.export import LayeredLoop, PackedLoop, PackedStep, export_policy
+from dpa.export import (
+    LayeredLoop,
+    PackedLoop,
+    PackedStep,
+    PlainLoop,
+    PlainStep,
+    export_policy,
+)
 from dpa.export.checkpoint import Source, left_out, make_scheduler
 from dpa.schedulers.conversion import StepTable, from_diffusers
 
@@ -39,6 +46,8 @@ def make(
         ValueError: what cannot be exported, with the reason.
 
     """
+    if choice.to == "onnx":
+        _check_onnx(choice)
     report("packing")
     device = _device(choice.device)
     dtype = getattr(torch, choice.dtype)
@@ -63,7 +72,9 @@ def make(
         raise ValueError(f"horizon must be a multiple of {multiple} here, got {horizon}")
 
     unet = source.unet.to(device)
-    if choice.layers:
+    if choice.to == "onnx":
+        policy = (PlainLoop if choice.part == "loop" else PlainStep)(unet, table, source.around)
+    elif choice.layers:
         policy = LayeredLoop(unet.to(dtype), table, source.around)
     else:
         policy = (PackedLoop if choice.part == "loop" else PackedStep)(
@@ -89,6 +100,16 @@ def make(
     }
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return export_policy(policy.to(device), path, choice.to, inputs, facts, report)
+
+
+def _check_onnx(choice: Choice) -> None:
+    """Refuse what an ONNX file leaves to the runtime that opens it."""
+    wanted = {"device": "cpu", "dtype": "float32", "layers": False}
+    for name, value in wanted.items():
+        if (got := getattr(choice, name)) != value:
+            raise ValueError(
+                f"{name} must be left out with --to onnx, whose runtime chooses it, got {got}"
+            )
 
 
 def _device(name: str) -> torch.device:

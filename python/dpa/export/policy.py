@@ -31,7 +31,7 @@ class Around:
     action: Affine | None = None
 
 
-class _Exported(nn.Module):
+class Exported(nn.Module):
     """The steps of a table, with the encoder and the normalisation around them."""
 
     def __init__(self, table: StepTable, around: Around):
@@ -67,7 +67,7 @@ class _Exported(nn.Module):
         return sample * self.action_scale + self.action_offset
 
 
-class LayeredLoop(_Exported):
+class LayeredLoop(Exported):
     """The whole loop, layer by layer: ``(observation, noise) -> actions``.
 
     Noise is an input, so that the caller owns the random stream: ``noise[0]`` is the initial
@@ -107,7 +107,7 @@ class LayeredLoop(_Exported):
         return self.unnormalised(sample)
 
 
-class _Packed(_Exported):
+class _Packed(Exported):
     """A network on packed weights."""
 
     def __init__(
