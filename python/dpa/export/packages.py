@@ -24,7 +24,6 @@ def compile_package(policy: nn.Module, arguments: tuple[Tensor, ...]) -> bytes:
     """Compile a policy for the machine and device here and return its package."""
     program = torch.export.export(policy, arguments)
     on_cpu = arguments[0].device.type == "cpu"
-    buffer = io.BytesIO()
     # There is one file to compile: precompiled headers and parallel compile processes would take
     # longer than they save.
     options = {
@@ -33,9 +32,19 @@ def compile_package(policy: nn.Module, arguments: tuple[Tensor, ...]) -> bytes:
         "compile_threads": 1,
     }
     with _vector_probe(enabled=on_cpu and isinstance(policy, LayeredLoop)):
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=buffer, inductor_configs=options
-        )
+        try:
+            return _compiled(program, options)
+        except RuntimeError as error:
+            # PyTorch 2.11 names the arrays of sizes by the addresses of objects that are gone: now
+            # and then an address comes again, and the code uses an array that it does not declare.
+            if "int_array_" not in str(error):
+                raise
+            return _compiled(program, options)
+
+
+def _compiled(program: torch.export.ExportedProgram, options: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch._inductor.aoti_compile_and_package(program, package_path=buffer, inductor_configs=options)
     return buffer.getvalue()
 
 
