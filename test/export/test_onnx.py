@@ -15,28 +15,25 @@ onnx = pytest.importorskip("onnx", reason="onnx is not installed (requirements/d
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (requirements/dev.txt)")
 
 
-def exported(kind, name, path, seed=3):
-    """A file, its manifest, the policy of it in dpa's own kernels, and example inputs."""
-    packed, sampler, around = make_policy(name, "cpu", torch.float32, dpa.export.PackedLoop, seed)
-    policy = kind(sampler.unet, sampler.table, around)
-    noisy = sum(sampler.table.draws_noise)
-    observation = torch.randn(B, DO)
-    inputs = {"observation": observation, "noise": torch.randn(1 + noisy, B, T, DA)}
+def exported(kind, name, path):
+    """A file's manifest, the table, fresh inputs of the loop, and the packed loop's actions."""
+    packed, sampler, around = make_policy(name, "cpu", torch.float32, dpa.export.PackedLoop)
+    policy, table = kind(sampler.unet, sampler.table, around), sampler.table
+    observation, noise = torch.randn(B, DO), torch.randn(1 + sum(table.draws_noise), B, T, DA)
+    inputs = {"observation": observation, "noise": noise}
     if kind is PlainStep:
-        inputs["sample"], inputs["index"] = torch.randn(B, T, DA), torch.zeros(1, dtype=torch.int64)
-        inputs["noise"] = torch.randn(B, T, DA)
-        inputs = {name: inputs[name] for name in ("observation", "sample", "index", "noise")}
+        index = torch.zeros(1, dtype=torch.int64)
+        inputs = {"observation": observation, "sample": noise[0], "index": index, "noise": noise[0]}
     manifest = export_policy(policy, path, "onnx", inputs)
-    return manifest, packed, sampler.table
+    fresh = torch.randn_like(observation), torch.randn_like(noise)
+    with torch.no_grad():
+        return manifest, table, *fresh, packed(*fresh)
 
 
 @pytest.mark.parametrize("name", ["ddim", "ddpm"])
 def test_a_loop_is_the_packed_loop(name, tmp_path):
     path = tmp_path / "policy.onnx"
-    manifest, packed, table = exported(PlainLoop, name, path)
-    observation, noise = torch.randn(B, DO), torch.randn(1 + sum(table.draws_noise), B, T, DA)
-    with torch.no_grad():
-        want = packed(observation, noise)
+    manifest, _, observation, noise, want = exported(PlainLoop, name, path)
     got = load_policy(path)(observation, noise)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert manifest == json.loads((tmp_path / "policy.onnx.json").read_text())
@@ -48,10 +45,7 @@ def test_a_loop_is_the_packed_loop(name, tmp_path):
 @pytest.mark.parametrize("name", ["ddim", "ddpm"])
 def test_steps_make_up_the_loop(name, tmp_path):
     path = tmp_path / "step.onnx"
-    manifest, packed, table = exported(PlainStep, name, path)
-    observation, noise = torch.randn(B, DO), torch.randn(1 + sum(table.draws_noise), B, T, DA)
-    with torch.no_grad():
-        want = packed(observation, noise)
+    manifest, table, observation, noise, want = exported(PlainStep, name, path)
     step, sample, index = load_policy(path), noise[0], torch.zeros(1, dtype=torch.int64)
     for number, noisy in enumerate(table.draws_noise):
         entry = noise[sum(table.draws_noise[: number + 1])] if noisy else noise[0]
@@ -130,7 +124,7 @@ def test_without_onnx_runtime(monkeypatch, tmp_path):
     find = onnx_graph.importlib.util.find_spec
     hidden = lambda name: None if name == "onnxruntime" else find(name)  # noqa: E731
     monkeypatch.setattr(onnx_graph.importlib.util, "find_spec", hidden)
-    manifest, _, _ = exported(PlainLoop, "ddim", tmp_path / "x.onnx")
+    manifest, *_ = exported(PlainLoop, "ddim", tmp_path / "x.onnx")
     assert manifest["checked"] is None
     with pytest.raises(RuntimeError, match="opening it needs ONNX Runtime: pip install onnxr"):
         load_policy(tmp_path / "x.onnx")

@@ -177,8 +177,6 @@ def check(
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:
     if like.is_floating_point():
         return torch.randn(like.shape, generator=generator, dtype=like.dtype)
-    if like.dtype == torch.uint8:  # pixels
-        return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8)
     return torch.zeros_like(like)
 
 
