@@ -1,11 +1,12 @@
 # Which compiler, which architectures, which code: functions alone, so that scripts can call them.
 
-# The compiler, of the CUDA that torch is built with where there is a choice: CUDACXX, CUDA_HOME, the PATH, the toolkits'
-# usual places, or the one that PyPI's nvidia-cuda-nvcc brings.
+# The compiler: CUDACXX, CUDA_HOME, the toolkit of the CUDA that torch is built with, the PATH, the usual place, or the one
+# that PyPI's nvidia-cuda-nvcc brings.
 function(dpa_find_nvcc result major)
+  get_filename_component(chosen "$ENV{CUDACXX}" DIRECTORY)
   find_program(DPA_NVCC nvcc
-    HINTS ENV CUDACXX ENV CUDA_HOME
-    PATHS "/usr/local/cuda-${major}/bin" /usr/local/cuda/bin "${Python_SITELIB}/nvidia/cu${major}/bin"
+    HINTS "${chosen}" ENV CUDA_HOME "/usr/local/cuda-${major}"
+    PATHS /usr/local/cuda "${Python_SITELIB}/nvidia/cu${major}"
     PATH_SUFFIXES bin)
   set(${result} "${DPA_NVCC}" PARENT_SCOPE)
 endfunction()
@@ -34,11 +35,12 @@ function(dpa_local_archs result reason)
 endfunction()
 
 # nvcc's options: machine code for each architecture, and PTX of 8.0, which the driver of any other GPU from 8.0 on
-# compiles, so that no build is without kernels there. It costs a fifth of the compiler's time. Compressed where the
-# compiler can, all of it takes less room than one architecture's code does plain.
+# compiles, so that no build is without kernels there. It costs a fifth of the compiler's time. Compressed for size, all of
+# it takes less room than one architecture's code does plain; but of the drivers that run CUDA 12's code, only those from
+# 550 on can unpack that.
 function(dpa_cuda_code_flags result archs version)
   set(flags "--generate-code=arch=compute_80,code=compute_80")
-  if(version VERSION_GREATER_EQUAL 12.8)
+  if(version VERSION_GREATER_EQUAL 13)
     list(PREPEND flags "--compress-mode=size")
   endif()
   foreach(arch IN LISTS archs)

@@ -44,14 +44,33 @@ def test_every_build_holds_ptx_of_8_0_and_code_of_what_is_asked(archs):
     assert len(given) == len(archs.split(";")) + 2 and "--compress-mode=size" in given
 
 
-def test_an_older_compiler_gets_no_option_that_it_lacks():
-    assert not any("compress" in option for option in flags("90a", "12.1.105"))
+@pytest.mark.parametrize("version", ["12.1.105", "12.9.86"])
+def test_code_of_cuda_12_is_packed_as_every_driver_of_cuda_12_reads_it(version):
+    assert not any("compress" in option for option in flags("90a", version))
 
 
 def test_an_architecture_that_is_none_is_refused():
     assert "must hold architectures such as 80, 90a or 100f, got sm_90" in " ".join(
         flags("sm_90").split()
     )
+
+
+@pytest.mark.parametrize("variable, below", [("CUDACXX", "bin/nvcc"), ("CUDA_HOME", "")])
+def test_the_compiler_is_the_one_that_is_named(variable, below, tmp_path):
+    cmake = shutil.which("cmake") or pytest.skip("needs cmake")
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    script = tmp_path / "find.cmake"
+    script.write_text(
+        f"include({ROOT}/cmake/DpaCudaArchs.cmake)\n"
+        'dpa_find_nvcc(found 12)\nmessage("${found}")\n'
+    )
+    environment = {key: os.environ[key] for key in os.environ.keys() - {"CUDACXX", "CUDA_HOME"}}
+    environment[variable] = str(tmp_path / "toolkit" / below)
+    done = subprocess.run([cmake, "-P", script], env=environment, capture_output=True, text=True)
+    assert done.stderr.strip() == str(nvcc)
 
 
 def included(file):
