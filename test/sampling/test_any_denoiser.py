@@ -114,7 +114,7 @@ class Recorded:
 
     captured, replayed = 0, 0
 
-    def __init__(self, device, body, inputs):
+    def __init__(self, device, body, inputs, known=True):
         self.inputs = {n: graphs._static(v) for n, v in inputs.items()}
         self._body = body
         type(self).captured += 1

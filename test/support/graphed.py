@@ -19,7 +19,7 @@ from dpa.training import graphed_calls
 class FakeCapture(graphed_calls._Capture):
     """A capture that runs the function again."""
 
-    def _record(self, forward, args, kwargs, parameters):
+    def _record(self, forward, args, kwargs, parameters, known):
         module = forward.__self__.module
         lent = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
         trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
@@ -46,7 +46,8 @@ class FakeCapture(graphed_calls._Capture):
             run = forward(*args, **kwargs)
         self._output, self._grad, self._gradients = run.detach().clone(), torch.ones_like(run), []
         differentiate()
-        self._forward.replay, self._backward.replay = replay, differentiate
+        self._forward = types.SimpleNamespace(replay=replay)
+        self._backward = types.SimpleNamespace(replay=differentiate)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def graphs(device, monkeypatch):
     if device.type == "cuda":
         return
     nothing = types.SimpleNamespace(wait_event=id, wait_stream=id, record=id)
-    for name in ("CUDAGraph", "Stream", "Event", "current_stream"):
+    for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: copy.copy(nothing))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device.index)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())

@@ -127,16 +127,24 @@ def leaving_failed(device: torch.device, *graphs: torch.cuda.CUDAGraph) -> Itera
     is brought out of it.
     """
     spare = torch.empty(1, device=device)
-    gc.collect()  # now rather than during a capture: destroying a graph would end it
+    with collecting_later():
+        try:
+            yield
+        except BaseException:
+            FAILED.extend(graphs)
+            with contextlib.suppress(RuntimeError):  # the first error says more
+                leave_capture(spare)
+            raise
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Collect garbage now rather than inside, during a capture: destroying a graph would end it."""
+    gc.collect()
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
-    except BaseException:
-        FAILED.extend(graphs)
-        with contextlib.suppress(RuntimeError):  # the first error says more
-            leave_capture(spare)
-        raise
     finally:
         if collects:
             gc.enable()

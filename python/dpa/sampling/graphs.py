@@ -12,13 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dpa.library.capture import (
-    MaskAnswers,
-    capturing,
-    kernel_settings,
-    leaving_failed,
-    no_autocast_cache,
-)
+from dpa.library.capture import MaskAnswers, kernel_settings, no_autocast_cache
+from dpa.library.graphs import captured
 from dpa.packed.agreement import LOOP_LIMITS, limit, proves, relative_error
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.rng import RandomNumbers
@@ -226,7 +221,7 @@ class ModuleLoops(LoopGraphs):
 
 def _checked(device: torch.device, body: Body, inputs: Inputs, result: Tensor) -> _LoopGraph:
     """Capture a loop, whose replay gives a result; raise RuntimeError where it does not."""
-    graph = _LoopGraph(device, body, inputs)
+    graph = _LoopGraph(device, body, inputs, known=False)
     error = relative_error(graph.replay(inputs, None, None), result)
     most = limit(LOOP_LIMITS, (torch.float32,), device)
     if proves(result) and error > most:
@@ -247,17 +242,16 @@ class _LoopGraph:
     state: ModuleState
     answers: MaskAnswers
 
-    def __init__(self, device: torch.device, body: Body, inputs: Inputs):
+    def __init__(self, device: torch.device, body: Body, inputs: Inputs, known: bool = True):
         self._body = body  # keeps the memory that the kernels read
-        self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             self.inputs = {name: _static(value) for name, value in inputs.items()}
-            with (
-                leaving_failed(device, self._graph),
-                no_autocast_cache(),
-                capturing(self._graph),
-            ):
-                self._output = body(self.inputs)
+            with no_autocast_cache():
+                # Another's network may use random numbers, or differentiate in other threads.
+                graphs, outputs = captured(
+                    device, lambda: body(self.inputs), random_numbers=not known
+                )
+        (self._graph,), (self._output,) = graphs, outputs
         self._done = torch.cuda.Event()
         self._home = torch._C._cuda_getCurrentRawStream(device.index)
         self._last = _DEFAULT

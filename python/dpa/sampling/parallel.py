@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpa.library.capture import capturing, leaving_failed
+from dpa.library.graphs import captured
 from dpa.sampling.graphs import GraphCache, Inputs
 from dpa.schedulers.conversion import StepTable
 
@@ -280,14 +280,11 @@ class _CapturedSweeps:
         with torch.inference_mode(False), torch.no_grad():
             self._inputs = {name: value.clone() for name, value in inputs.items()}
             self._sweeps = make(self._inputs)
-            self._begin, self._sweep = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            for graph, work in (
-                (self._begin, self._sweeps.begin),
-                (self._sweep, self._sweeps.sweep),
-            ):
+            graphs = []
+            for work in (self._sweeps.begin, self._sweeps.sweep):
                 work()  # what kernels set up at their first launch is not captured
-                with leaving_failed(inputs["sample"].device, graph), capturing(graph):
-                    work()
+                graphs += captured(inputs["sample"].device, work)[0]
+            self._begin, self._sweep = graphs
         self._done = torch.cuda.Event()
 
     def run(self, inputs: Inputs) -> tuple[Tensor, ParallelReport]:

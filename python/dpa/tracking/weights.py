@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from dpa.library.capture import capturing, leaving_failed
+from dpa.library.graphs import Replayed, captured
 
 _version = operator.attrgetter("_version")
 MODES = ("tracked", "checked", "frozen")
@@ -57,7 +58,7 @@ class WeightTracker:
         self._elements: list[Tensor] = []
         self._addresses: list[int] = []
         self._values: Tensor | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Replayed | None = None
         self.counts = bool(self._read()[1])
 
     def tensors(self) -> list[Tensor]:
@@ -110,13 +111,10 @@ class WeightTracker:
 
     def _capture(self, device: torch.device) -> None:
         """Capture the comparison; where that fails it runs kernel by kernel."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.device(device), leaving_failed(device, graph), capturing(graph):
-                self._answer.copy_(self._differ(), non_blocking=True)
-        except RuntimeError:
-            return
-        self._graph = graph
+        with contextlib.suppress(RuntimeError):
+            (self._graph,), _ = captured(
+                device, lambda: self._answer.copy_(self._differ(), non_blocking=True)
+            )
 
     def _compared(self) -> Tensor:
         """The values that are compared, as integers, among which a NaN equals itself."""

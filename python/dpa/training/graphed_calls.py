@@ -16,7 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dpa.library.capture import can_capture, capturing, leaving_failed
+from dpa.library.capture import can_capture
+from dpa.library.graphs import captured
 from dpa.tracking import Tracker, is_observed
 from dpa.tracking.replacing import Replacement, put_back, replace_method, replaced
 
@@ -184,7 +185,9 @@ class GraphedForward(Replacement):
     def _capture(self, key: Hashable, args: Any, kwargs: dict[str, Any]) -> _Capture | None:
         assert self._parts is not None
         try:
-            capture = _Capture(self.original, self._parts, args, kwargs)
+            # A network of the family uses no random numbers; of another module nobody knows.
+            known = isinstance(self.inner, Compared)
+            capture = _Capture(self.original, self._parts, args, kwargs, known)
         except RuntimeError as error:  # calls go on, kernel by kernel
             self.refused[key] = str(error).partition("\n")[0]
             warnings.warn(
@@ -274,8 +277,9 @@ class _Capture:
     nobody has its gradients any more.
     """
 
-    def __init__(self, forward: Callable[..., Any], parts: _Parts, args: Any, kwargs: Any):
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    def __init__(
+        self, forward: Callable[..., Any], parts: _Parts, args: Any, kwargs: Any, known: bool
+    ):
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._call: Callable[[], Any] = lambda: None
         lend = lambda x: None if x is None else x.detach().clone().requires_grad_(x.requires_grad)  # noqa: E731
@@ -288,27 +292,35 @@ class _Capture:
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # casts of parameters belong to each replay
         try:
-            with (
-                leaving_failed(device, self._forward, self._backward),
-                parts.replaced(_without_history) as parameters,
-            ):
-                self._record(forward, args, kwargs, parameters)
+            with parts.replaced(_without_history) as parameters:
+                self._record(forward, args, kwargs, parameters, known)
         finally:
             torch.set_autocast_cache_enabled(caches)
         self._parameters = [p for p in parts.parameters if p.requires_grad]
         self._storages = [g.untyped_storage() for g in self._gradients if g is not None]
         self._users = [torch._C._storage_Use_Count(s._cdata) for s in self._storages]
 
-    def _record(self, forward: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        with capturing(self._forward, pool=pool, stream=self._stream):
-            output = forward(*args, **kwargs)
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            raise RuntimeError("it must return one tensor that has a gradient")
-        self._output, self._grad = output.detach(), torch.empty_like(output)
+    def _record(
+        self, forward: Any, args: Any, kwargs: Any, parameters: list[Tensor], known: bool
+    ) -> None:
         trained = [x for x in (*self._inputs, *parameters) if x.requires_grad]
-        with capturing(self._backward, pool=pool, stream=self._stream):
-            self._gradients = torch.autograd.grad(output, trained, self._grad, allow_unused=True)
+        outputs: list[Any] = []
+
+        def run() -> None:
+            outputs[:] = [forward(*args, **kwargs)]
+            if not isinstance(outputs[0], Tensor) or not outputs[0].requires_grad:
+                raise RuntimeError("it must return one tensor that has a gradient")
+            self._output, self._grad = outputs[0].detach(), torch.empty_like(outputs[0])
+
+        def differentiate() -> None:
+            self._gradients = torch.autograd.grad(
+                outputs.pop(), trained, self._grad, allow_unused=True
+            )
+
+        options = {"stream": self._stream, "random_numbers": not known, "differentiates": True}
+        (self._forward, self._backward), _ = captured(
+            self.mark.device, run, differentiate, **options
+        )
 
     def is_free(self) -> bool:
         """Whether a replay may write: nothing of the last one is wanted any more."""

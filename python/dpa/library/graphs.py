@@ -1,0 +1,163 @@
+"""CUDA graphs whose capture leaves the random number generators of other threads alone.
+
+``torch.cuda.graph`` registers the device's generator for every capture: until the capture ends, a
+thread that uses random numbers on that device gets an error. The graphs here know no generator.
+Memory comes from a pool of PyTorch's allocator, as that of its own graphs does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from dpa.library.capture import capturing, collecting_later, leaving_failed
+from dpa.library.loader import library_path
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads go on using CUDA
+_AUTO_FREE = 1  # cudaGraphInstantiateFlagAutoFreeOnLaunch, as PyTorch's graphs
+
+# Captures of one device share a stream, since cuBLAS keeps a workspace for every stream.
+_streams: dict[int, tuple[torch.cuda.Stream, threading.Lock]] = {}
+
+Pool = tuple[int, int]
+
+
+class Replayed(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+
+
+def captured(
+    device: torch.device,
+    *works: Callable[[], Any],
+    stream: torch.cuda.Stream | None = None,
+    random_numbers: bool = False,
+    differentiates: bool = False,
+) -> tuple[list[Replayed], list[Any]]:
+    """Capture each work, in order; return the graphs, whose memory is shared, and the results.
+
+    Where that fails, as for work that uses random numbers after all, every work runs once more, in
+    a capture of ``torch.cuda.graph``, whose error is raised.
+
+    Args:
+        device: where works launch kernels.
+        works: called without arguments.
+        stream: the current one of the captures.
+        random_numbers: whether to take ``torch.cuda.graph`` at once.
+        differentiates: whether another thread works too, as in a backward: all on ``stream``.
+
+    """
+    if not random_numbers:
+        try:
+            with collecting_later(), _beside(device, stream):
+                pool = torch.cuda.graph_pool_handle()
+                graphs = [Graph(device, pool, differentiates) for _ in works]
+                results = [graph.record(work) for graph, work in zip(graphs, works, strict=True)]
+                return list(graphs), results
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AttributeError):  # AttributeError: a PyTorch without these pools
+            pass
+    theirs, results = [torch.cuda.CUDAGraph() for _ in works], []
+    pool = torch.cuda.graph_pool_handle()
+    with leaving_failed(device, *theirs):
+        for graph, work in zip(theirs, works, strict=True):
+            with capturing(graph, pool=pool, stream=stream):
+                results.append(work())
+    return list(theirs), results
+
+
+class Graph:
+    """What a capture recorded, to be replayed on the current stream."""
+
+    def __init__(self, device: torch.device, pool: Pool, differentiates: bool):
+        self._device, self._pool, self._differentiates = device.index, pool, differentiates
+        self._launched = ctypes.c_void_p()
+
+    def record(self, work: Callable[[], Any]) -> Any:
+        """Capture what ``work`` launches on the current stream, and return what it returns."""
+        cuda, stream = _runtime(), torch.cuda.current_stream(self._device)
+        graph, raw = ctypes.c_void_p(), ctypes.c_void_p(stream.cuda_stream)
+        # Memory of this thread on any stream, or of any thread on this one, comes from the pool.
+        if self._differentiates:
+            torch._C._cuda_beginAllocateCurrentStreamToPool(self._device, self._pool)
+        else:
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, self._pool)
+        _at_end(self, torch._C._cuda_releasePool, self._device, self._pool)
+        try:
+            _check(cuda.cudaStreamBeginCapture(raw, _THREAD_LOCAL))
+            try:
+                result = work()
+            except BaseException:
+                cuda.cudaStreamEndCapture(raw, ctypes.byref(graph))
+                cuda.cudaGetLastError()  # a capture that was broken off
+                raise
+            _check(cuda.cudaStreamEndCapture(raw, ctypes.byref(graph)))
+            made = cuda.cudaGraphInstantiateWithFlags(
+                ctypes.byref(self._launched), graph, ctypes.c_ulonglong(_AUTO_FREE)
+            )
+            _check(made)
+            _at_end(self, cuda.cudaGraphExecDestroy, ctypes.c_void_p(self._launched.value))
+        finally:
+            torch._C._cuda_endAllocateToPool(self._device, self._pool)
+            if graph:
+                cuda.cudaGraphDestroy(graph)
+        return result
+
+    def replay(self) -> None:
+        """Launch it on the current stream of its device."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if self._device == torch._C._cuda_getDevice():
+            status = _runtime().cudaGraphLaunch(self._launched, ctypes.c_void_p(stream))
+        else:
+            with torch.cuda.device(self._device):
+                status = _runtime().cudaGraphLaunch(self._launched, ctypes.c_void_p(stream))
+        _check(status)
+
+
+@contextmanager
+def _beside(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Let what runs inside use a stream that is no thread's default, after the current one."""
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()  # a capture cannot take what the allocator holds unused
+        shared, lock = _streams.setdefault(
+            device.index, (torch.cuda.Stream(device), threading.Lock())
+        )
+        mine = stream is None and lock.acquire(blocking=False)
+        if stream is None:
+            stream = shared if mine else torch.cuda.Stream(device)
+        try:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            if mine:
+                lock.release()
+
+
+@functools.cache
+def _runtime() -> Any:
+    """CUDA's runtime: the one that the library, and so PyTorch, uses."""
+    found = ctypes.CDLL(str(library_path()))
+    found.cudaGetErrorString.restype = ctypes.c_char_p
+    return found
+
+
+def _check(status: int) -> None:
+    if status:
+        _runtime().cudaGetLastError()
+        raise RuntimeError(f"CUDA error: {_runtime().cudaGetErrorString(status).decode()}")
+
+
+def _at_end(owner: object, call: Callable[..., Any], *arguments: Any) -> None:
+    """Call when the owner goes, but not when the process ends, as CUDA does then."""
+    weakref.finalize(owner, call, *arguments).atexit = False
