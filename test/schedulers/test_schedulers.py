@@ -333,6 +333,15 @@ def test_multistep_table_checks_its_history():
             MultistepTable(timesteps, rows, history=history)
 
 
+@pytest.mark.parametrize("scheduler", [DDIM(20), DPM(20, solver_order=3), EULER(20)])
+def test_a_step_reads_nothing_off_its_table(scheduler):
+    """A capture cannot wait for what is on the GPU, nor can anyone read a meta tensor."""
+    table = from_diffusers(scheduler, 4).to("meta", torch.float32)
+    advance = table.stepper()
+    for step in range(4):
+        assert advance(step, *torch.empty(3, 1, 8, 2, device="meta")).is_meta
+
+
 def test_live_steps_take_what_no_table_expresses():
     scheduler = DDIM(20, thresholding=True)
     steps = LiveSteps(scheduler, 5, eta=0.5)

@@ -128,7 +128,9 @@ class MultistepTable(StepTable):
 
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance``, which keeps the x0 of earlier steps."""
-        x0 = StepTable(self.timesteps, self.x0_coefficients(), self.clip).stepper()
+        # Which steps draw is given, not read off the coefficients: this may be captured.
+        silent = (False,) * len(self)
+        x0 = StepTable(self.timesteps, self.x0_coefficients(), self.clip, silent).stepper()
         plain = super().stepper(generator)
         kept: deque[Tensor] = deque(maxlen=max(map(len, self.history), default=0))
 
