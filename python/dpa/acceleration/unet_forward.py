@@ -22,6 +22,7 @@ from dpa.tracking.replacing import Replacement, class_of
 
 _PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda")
+_CONDITIONS = ("local_cond", "global_cond")
 
 
 def _may_read() -> bool:
@@ -85,6 +86,8 @@ class FastForward(Replacement):
 
     def _take(self, network: Network) -> None:
         self.network, self.layers = network, network.layers()
+        modules = network.tracker.modules.values()
+        self._dropouts = [layer for layer in modules if isinstance(layer, nn.Dropout)]
 
     def repack(self) -> None:
         """Drop what was packed and compared: weights were written in a way that is not tracked."""
@@ -95,7 +98,7 @@ class FastForward(Replacement):
 
     def prepare(self) -> Network | None:
         """Return the network as it is now; None where it is no longer one of the family."""
-        if self.network is not None and self.network.changed():
+        if self.network is not None and not self.network.tracker.unchanged():
             self._reset()
         if self.network is None and self.refused is None:
             try:
@@ -131,7 +134,7 @@ class FastForward(Replacement):
         config = getattr(self.unet, "config", None)
         if self.unet.training and getattr(config, "gradient_checkpointing", False):
             return "it recomputes activations to save memory, as its gradient_checkpointing says"
-        if network.drops():
+        if any(layer.training and layer.p > 0 for layer in self._dropouts):
             return "it drops values at random in training"
         if network.tracker.hooked():  # whoever watches the layers would see nothing of a fused run
             return "its layers have hooks"
@@ -210,9 +213,10 @@ class FastForward(Replacement):
             return self.original(*args, **kwargs)
         sample, _, conditions = call
         weight, kind = self.weight, self._kind()
-        precision, local = kind[2], self.network.local_cond_dim is not None
+        precision = kind[2]
         mixed = sample.dtype != weight.dtype and precision == weight.dtype
-        if mixed or not sample.is_floating_point() or ("local_cond" in conditions and not local):
+        unknown = "local_cond" in conditions and not self.network.arguments.get("local_cond_dim")
+        if mixed or unknown or not sample.is_floating_point():
             return self.original(*args, **kwargs)  # which says what is wrong
         passed = self.shadow.passed(kind)
         recorded = passed is None and _is_recorded()
@@ -239,15 +243,19 @@ class FastForward(Replacement):
         if len(call) != len(args) + len(kwargs) or any(name not in inputs for name in call):
             return None
         sample = call.pop(inputs[0], None)
+        variant = self.network.variant
         try:
-            call = self.network.translated(self.unet, call)
+            call = {variant.inputs[name]: value for name, value in call.items()}
+            if variant.condition is not None:
+                call["global_cond"] = variant.condition(self.unet, call)
         except (AttributeError, KeyError, RuntimeError, TypeError):
             return None
         timestep = call.pop("timestep", None)
+        conditions = {name: call[name] for name in _CONDITIONS if call.get(name) is not None}
         # Subclasses trace or distribute; a timestep that is a float, the original may truncate.
         if type(sample) is not Tensor or not isinstance(timestep, (Tensor, int)):
             return None
-        return sample, timestep, call
+        return sample, timestep, conditions
 
     def _kind(self) -> tuple[Any, ...]:
         """Return what calls have in common that one comparison stands for."""

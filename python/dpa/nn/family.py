@@ -207,7 +207,8 @@ def recognise(module: nn.Module) -> Network:
             _check_layer(kind, theirs.get(path, path), layers.get(path), expected, variant)
     off = switched_off({name: getattr(module, name, True) for name in _SWITCHES})
     inputs = _forward_inputs(module, variant)
-    return Network(variant, arguments, inputs, slots, Tracker(module), twin, parts, off)
+    tracker = Tracker(module, slots=slots.values())
+    return Network(variant, arguments, inputs, slots, tracker, twin, parts, off)
 
 
 def _variant_of(module: nn.Module) -> Variant:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpa.nn.parts import ATTENTION, ENCODER, FILM, place
 from dpa.nn.unet1d import ConditionalUnet1D
-from dpa.nn.variants import ORIGINAL, Variant
+from dpa.nn.variants import Variant
 from dpa.tracking import Tracker
 
 _EPS = 1e-5  # of the norms of what runs packed
@@ -46,7 +46,7 @@ class Network:
         arguments: those of :class:`dpa.nn.ConditionalUnet1D`.
         inputs: the names of the arguments of its forward, in order.
         slots: where each parameter lives: (module, name in it), by the original's names.
-        tracker: of its modules, as they were when it was recognised.
+        tracker: of its modules and parameters, as they were when it was recognised.
         twin: dpa's network of these arguments and blocks, on the meta device.
         parts: the modules that PyTorch runs, by the original's path.
         unconditioned: beginnings of the names of residual blocks that run without FiLM (DP3).
@@ -96,9 +96,7 @@ class Network:
 
     def changed(self) -> bool:
         """Whether a module was added, removed, replaced or set up anew, or a parameter is gone."""
-        return not self.tracker.unchanged() or any(
-            module._parameters.get(name) is None for module, name in self.slots.values()
-        )
+        return not self.tracker.unchanged()
 
     def changed_in_trace(self, module: nn.Module) -> bool:
         """The same of ``module`` in what compilers trace; what they read here they watch."""
@@ -112,21 +110,6 @@ class Network:
         standard = all(name == self.variant.inputs[name] for name in self.inputs[1:])
         alike = standard and self.variant.condition is None and self.inputs[1] == "timestep"
         return alike and not self.variant.each_action
-
-    def translated(self, module: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the original for those of the network, but for the sample."""
-        call = {self.variant.inputs[name]: value for name, value in call.items()}
-        if self.variant.condition is not None:
-            call["global_cond"] = self.variant.condition(module, call)
-        return {name: call[name] for name in ORIGINAL.inputs if call.get(name) is not None}
-
-    def drops(self) -> bool:
-        """Whether a layer drops values at random now."""
-        return any(layer.training and layer.p > 0 for layer in self._dropouts)
-
-    @functools.cached_property
-    def _dropouts(self) -> list[nn.Dropout]:
-        return [m for m in self.tracker.modules.values() if isinstance(m, nn.Dropout)]
 
     @functools.cached_property
     def _packed_shapes(self) -> dict[str, torch.Size]:

@@ -34,13 +34,19 @@ class Tracker:
         root: the module around all.
         paths: which modules inside are tracked; None is all of them and the root. The ``forward``
             of a root is not tracked: replacements are put there.
+        slots: (module, name of a parameter in it): parameters that have to be there.
 
     Attributes:
         modules: the tracked modules by path; None where there is none.
 
     """
 
-    def __init__(self, root: nn.Module, paths: Iterable[str] | None = None):
+    def __init__(
+        self,
+        root: nn.Module,
+        paths: Iterable[str] | None = None,
+        slots: Iterable[tuple[nn.Module, str]] = (),
+    ):
         if paths is None:
             self.modules: dict[str, nn.Module | None] = dict(root.named_modules())
         else:
@@ -60,6 +66,7 @@ class Tracker:
         self._then = self._read_settings()
         children = [module._modules for module in found]
         self._leaves = [now for now in children if not now]
+        self._slots = [(module._parameters, name) for module, name in slots]
         self._containers = [(now, dict(now)) for now in children if now]
         # Where modules stand whose parent is not tracked itself.
         outer = [p for p in self.modules if p and p.rpartition(".")[0] not in self.modules]
@@ -77,6 +84,8 @@ class Tracker:
         if any(self._leaves) or any(now != then for now, then in self._containers):
             return False
         if any(held.get(name) is not module for held, name, module in self._places):
+            return False
+        if any(held.get(name) is None for held, name in self._slots):
             return False
         types = list(map(type, self._found))
         if types != self._types:

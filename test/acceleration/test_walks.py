@@ -1,0 +1,66 @@
+"""The modules that a steady call meets, which docs/architecture.md names."""
+
+import sys
+from pathlib import Path
+
+import torch
+from policies import unet_and_inputs
+
+import dpa
+
+_PACKAGE = str(Path(dpa.__file__).parent)
+
+
+def walk(run):
+    """The modules of dpa whose functions a call runs, in order; and each way back up.
+
+    That is a call into a module which the caller was itself called from.
+    """
+    modules, back = [], []
+
+    def enter(frame, event, _):
+        path = frame.f_code.co_filename
+        if event != "call" or not path.startswith(_PACKAGE):
+            return
+        above, caller = [], frame.f_back
+        while caller is not None:
+            above.append(caller.f_code.co_filename)
+            caller = caller.f_back
+        above = [other for other in above if other.startswith(_PACKAGE)]
+        modules.append(path)
+        if above and path != above[0] and path in above:
+            back.append(f"{above[0]} -> {path}: {frame.f_code.co_qualname}")
+
+    sys.setprofile(enter)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return [str(Path(path).relative_to(_PACKAGE)) for path in dict.fromkeys(modules)], back
+
+
+def test_a_training_step_meets_nine_modules():
+    unet, inputs = unet_and_inputs()
+    dpa.accelerate(unet.train())
+
+    def step():
+        unet(*inputs).sum().backward()
+
+    step()
+    step()
+    modules, back = walk(step)
+    assert len(modules) <= 9, modules
+    assert "nn/blocks1d.py" in modules
+    assert not back
+
+
+def test_a_way_back_up_is_seen():
+    _, (sample, timestep, _, cond) = unet_and_inputs()
+    unet = dpa.nn.ConditionalUnet1D(2, None, 4, diffusion_step_embed_dim=16, down_dims=(16, 32))
+
+    def hook(*_):
+        unet.embed(sample, timestep)
+
+    unet.mid_modules[0].blocks[0].register_forward_pre_hook(hook)
+    _, back = walk(lambda: unet(sample, timestep, None, cond))
+    assert any("blocks1d.py" in step and "ConditionalUnet1D.embed" in step for step in back)
