@@ -13,6 +13,7 @@ from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.diagnostics.info import info
 from dpa.nn.inference import fixed_weights
 from dpa.packed.unet import PackedUnet
+from dpa.sampling.inpainting import prefix_weights
 from dpa.sampling.parallel import Parallel, ParallelReport
 from dpa.sampling.sampler import DiffusionSampler
 
@@ -34,6 +35,7 @@ __all__ = [
     "load_checkpoint",
     "nn",
     "ops",
+    "prefix_weights",
     "profile",
     "reference",
     "repack",

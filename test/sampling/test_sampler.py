@@ -440,7 +440,7 @@ REFUSED = [
     ({"batch_size": 4}, r"global_cond must have a batch of 1 or 4, got \(3, 4\)"),
     ({"condition_data": torch.zeros(SHAPE)}, "condition_mask must be given"),
     ({"condition_mask": MASK}, "condition_data must be given"),
-    ({"condition_data": torch.zeros(SHAPE), "condition_mask": torch.zeros(SHAPE)}, "bool tensor"),
+    ({"condition_data": torch.zeros(SHAPE), "condition_mask": MASK.int()}, "bool tensor"),
     ({"condition_data": torch.zeros(3, 8, 1), "condition_mask": MASK}, r"condition_data must be"),
     ({"local_cond": torch.zeros(3, 6, 1)}, r"local_cond must have the horizon 8, got \(3, 6, 1\)"),
     ({"global_cond": torch.zeros(3, 2, 2)}, "global_cond must have 2 dimensions"),

@@ -9,10 +9,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from dpa.sampling.inpainting import PLACES
+
 Given = Mapping[str, Tensor | None]
 _OF_EVERY_CALL = ("sample", "timestep", "random", "step_noise")
 # Arguments of a call, and their dimensions; conditions of other names may have any.
-_RANKS = {"global_cond": 2, "local_cond": 3, "condition_data": 3, "condition_mask": 3, "noise": 3}
+_ACTIONS = ("condition_data", "condition_mask", "noise", "last_chunk")
+_RANKS = {"global_cond": 2, "local_cond": 3, **dict.fromkeys(_ACTIONS, 3)}
 
 
 def fail(argument: str, rule: str, got: Any) -> NoReturn:
@@ -128,9 +131,30 @@ def condition_of(given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
         fail(missing, "be given where its counterpart is", None)
     if data is None or mask is None:
         return {}
-    if mask.dtype != torch.bool:
-        fail("condition_mask", "be a bool tensor", mask.dtype)
-    return {"condition_data": data.to(dtype), "condition_mask": mask}
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        fail("condition_mask", "be a bool tensor, or floating weights", mask.dtype)
+    weights = mask.to(dtype) if mask.is_floating_point() else mask
+    return {"condition_data": data.to(dtype), "condition_mask": weights}
+
+
+def check_way(given: Given, inpainting: str, first_step: Any, table: Any, parallel: Any) -> None:
+    """Refuse a way through the loop that there is not: how it begins, and where actions hold."""
+    if inpainting not in PLACES:
+        fail("inpainting", f"be one of {', '.join(PLACES)}", repr(inpainting))
+    check_count("first_step", first_step, 0)
+    if first_step and given["last_chunk"] is None:
+        fail("last_chunk", "be given where first_step is", None)
+    got = type(table).__name__
+    if given["last_chunk"] is not None and getattr(table, "levels", None) is None:
+        fail("last_chunk", "be left out where the steps' noise levels are unknown", got)
+    if inpainting == "x0" and getattr(table, "x0", None) is None:
+        fail("inpainting", "be 'sample' where the steps' x0 is unknown", got)
+    mask = given["condition_mask"]
+    if parallel is not None and mask is not None:
+        if inpainting != "sample":
+            fail("inpainting", "be 'sample' with parallel", repr(inpainting))
+        if mask.dtype != torch.bool:
+            fail("condition_mask", "be a bool tensor with parallel", mask.dtype)
 
 
 def last_width(unet: Any) -> int | None:

@@ -1,7 +1,8 @@
 """The denoising loop on packed weights: what it takes, and how a call of it runs.
 
-It is one op. A multistep solver's earlier x0 are no operand of that op: of such a table each step
-is the packed network and :func:`dpa.ops.scheduler_step`, all of them in one graph.
+It is one op. A multistep solver's earlier x0 are no operand of that op, nor is inpainting with
+weights or in x0: there each step is the packed network and :func:`dpa.ops.scheduler_step`, all of
+them in one graph.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dpa.packed.config import runs_packed
 from dpa.packed.unet import PackedUnet
 from dpa.sampling import stepwise_loop
 from dpa.sampling.graphs import Body, Captured, Given, Inputs, LoopGraphs, expanded, run_captured
+from dpa.sampling.inpainting import Inpainting
 from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
 from dpa.tracking import is_observed
@@ -63,12 +65,14 @@ def run(
     *,
     noise_dtype: torch.dtype,
     capture: bool,
+    inpainting: str = "sample",
 ) -> tuple[Tensor, Captured | None]:
     """Run the loop on packed weights, in a graph where ``capture`` allows it and one is possible.
 
     ``given`` holds what the call was given of the loop's inputs; random numbers are sampled in
-    ``noise_dtype``, as the loop of steps samples them. Beside the actions comes what runs further
-    calls of this kind, where those can be captured: all that they share is found and checked.
+    ``noise_dtype``, as the loop of steps samples them; ``inpainting`` is where given actions hold.
+    Beside the actions comes what runs further calls of this kind, where those can be captured: all
+    that they share is found and checked.
     """
     device, inputs = table.coefficients.device, expanded(given, shape)
     flags = "noise" not in inputs, table.draws_noise
@@ -76,26 +80,31 @@ def run(
     if not (capture and can_capture(device)):
         with packed.lock:
             packed.follow()
-            body = _body(packed, table, film=False)
+            body = _body(packed, table, inputs, inpainting, film=False)
             return body(inputs | {"random": numbers(generator)}), None
-    make_body = functools.partial(_body, packed, table, film=True)
-    kind = (shape, table, noise_dtype, frozenset(inputs))
+    make_body = functools.partial(_body, packed, table, inputs, inpainting, film=True)
+    soft = any(inputs[name].dtype != torch.bool for name in ("condition_mask",) if name in inputs)
+    kind = (shape, table, noise_dtype, frozenset(inputs), soft, inpainting)
     call = functools.partial(run_captured, packed, graphs, kind, numbers, make_body)
     return call(inputs, generator), call
 
 
-def _body(packed: PackedUnet, table: StepTable, film: bool) -> Body:
+def _body(
+    packed: PackedUnet, table: StepTable, inputs: Inputs, inpainting: str, film: bool
+) -> Body:
     """Return the loop, to be run as it is or captured.
 
     ``film``: whether FiLM's parameters of the timesteps are kept from run to run.
     """
-    if isinstance(table, MultistepTable):
-        return functools.partial(_several_steps, packed, table.to(dtype=torch.float32))
+    mask = inputs.get("condition_mask")
+    hard = mask is None or (mask.dtype == torch.bool and inpainting == "sample")
+    if isinstance(table, MultistepTable) or not hard:
+        return functools.partial(_several_steps, packed, table.to(dtype=torch.float32), inpainting)
     timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
     step_film = packed.step_film(timesteps) if film else None
 
     def body(inputs: Inputs) -> Tensor:
-        floats, initial, random = _split(inputs)
+        floats, initial, random = _split(inputs, table)
         noise = None if random is None or not len(random) else random
         arguments = (initial, timesteps, coefficients, table.clip)
         return packed.sample(*arguments, noise=noise, step_film=step_film, **floats)
@@ -103,19 +112,21 @@ def _body(packed: PackedUnet, table: StepTable, film: bool) -> Body:
     return body
 
 
-def _split(inputs: Inputs) -> tuple[Inputs, Tensor, Tensor | None]:
+def _split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | None]:
     """Return the other inputs in float32, what the loop begins with, and the steps' noise."""
     floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
     random = floats.pop("random", None)
-    if "noise" in floats:
-        return floats, floats.pop("noise"), random
-    return floats, random[0], random[1:]
+    initial = floats.pop("noise", None)
+    if initial is None:
+        initial, random = random[0], random[1:]
+    if "last_chunk" in floats:
+        initial = table.noised(floats.pop("last_chunk"), initial)
+    return floats, initial, random
 
 
-def _several_steps(packed: PackedUnet, table: MultistepTable, inputs: Inputs) -> Tensor:
-    """Run the loop of a multistep table, step by step."""
-    floats, sample, random = _split(inputs)
-    condition = {n: v for n, v in floats.items() if n in ("condition_data", "condition_mask")}
+def _several_steps(packed: PackedUnet, table: StepTable, inpainting: str, inputs: Inputs) -> Tensor:
+    """Run the loop step by step, each of them the packed network and a scheduler's step."""
+    floats, sample, random = _split(inputs, table)
     predict = Window(packed, sample.is_cuda and len(sample) == 1)
     rows = predict.begin(floats, table.timesteps)
     return stepwise_loop.loop(
@@ -123,7 +134,7 @@ def _several_steps(packed: PackedUnet, table: MultistepTable, inputs: Inputs) ->
         table,
         lambda sample, step: predict(floats, sample, rows[step : step + 1]),
         lambda step: random[step],
-        condition,
+        Inpainting.of(floats, inpainting),
     )
 
 

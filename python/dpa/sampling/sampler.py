@@ -20,6 +20,7 @@ from dpa.sampling.arguments import (
     check_conditions,
     check_dtype,
     check_generator,
+    check_way,
     condition_of,
     fail,
     last_width,
@@ -179,27 +180,32 @@ class DiffusionSampler:
         """The steps of a call, on the CPU in float64."""
         return self._table(torch.device("cpu"), torch.float64, self._steps)
 
-    def _table(self, device: torch.device, dtype: torch.dtype, steps: int | None) -> Steps:
-        key, base = (steps, device, dtype), (steps, torch.device("cpu"), torch.float64)
+    def _table(
+        self, device: torch.device, dtype: torch.dtype, steps: int | None, first_step: int = 0
+    ) -> Steps:
+        whole = (steps, first_step)
+        key, base = (whole, device, dtype), (whole, torch.device("cpu"), torch.float64)
         if base not in self._tables:
-            self._tables[base] = self._build_table(steps).to(*base[1:])
+            self._tables[base] = self._build_table(steps, first_step).to(*base[1:])
         if key not in self._tables:
             self._tables[key] = self._tables[base].to(device, dtype)
         return self._tables[key]
 
-    def _build_table(self, steps: int | None) -> Steps:
+    def _build_table(self, steps: int | None, first_step: int) -> Steps:
         if not isinstance(self._scheduler, StepTable):
             try:
-                return from_diffusers(self._scheduler, steps, **self._options)
+                return from_diffusers(
+                    self._scheduler, steps, **self._options, first_step=first_step
+                )
             except (TypeError, ValueError) as reason:
-                if not self.fallback:
+                if not self.fallback or first_step:
                     raise
                 live = LiveSteps(self._scheduler, steps, **self._options)
                 warnings.warn(f"{reason}: the scheduler's own step runs instead", stacklevel=2)
                 return live
         if steps not in (None, len(self._scheduler)):
             fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
-        return self._scheduler
+        return self._scheduler.after(first_step) if first_step else self._scheduler
 
     def __call__(
         self,
@@ -212,6 +218,9 @@ class DiffusionSampler:
         generator: Generators = None,
         batch_size: int | None = None,
         conditions: Mapping[str, Tensor] | None = None,
+        inpainting: str = "sample",
+        last_chunk: Tensor | None = None,
+        first_step: int = 0,
     ) -> Tensor:
         """Sample action sequences.
 
@@ -223,12 +232,20 @@ class DiffusionSampler:
             local_cond: (B, T, Dl), in any floating dtype.
             condition_data: (B, T, Da); its values where the mask is true are inpainted before every
                 call of the network and once after the loop (inpainting).
-            condition_mask: bool, (B, T, Da); given with ``condition_data`` or not at all.
+            condition_mask: bool, (B, T, Da), or floating weights from 0 to 1, by which the sample
+                is moved towards the data; given with ``condition_data`` or not at all.
             noise: (B, T, Da) to start from, instead of random numbers.
             generator: of the random stream; None is the global one of the device. One on the CPU
                 gives its own, whatever the device. A sequence has one generator a sample.
             batch_size: B; by default the batch of the arguments, or 1.
             conditions: what else the network is called with, by name: tensors with a batch.
+            inpainting: where ``condition_data`` holds. "sample" is for policies that are trained
+                with inpainting. "x0" holds it in each step's prediction of x0 instead, and at the
+                end where the weight is 1: for policies that are not, as real-time chunking
+                continues the last chunk (:func:`dpa.prefix_weights` makes the weights).
+            last_chunk: (B, T, Da), from which the loop starts instead of from noise alone: with
+                the noise of ``first_step`` added (warm start).
+            first_step: the step to begin at; the steps before it do not run.
 
         Returns:
             (B, T, Da) float32 (float64 for a float64 network, which ``fused`` samples in float32),
@@ -246,17 +263,19 @@ class DiffusionSampler:
             "condition_data": condition_data,
             "condition_mask": condition_mask,
             "noise": noise,
+            "last_chunk": last_chunk,
         }
+        way = inpainting, first_step
         again = self._again  # read once: another thread's call may replace it
         if not torch.compiler.is_compiling() and again is not None and not conditions:
             kind, placed, packed, call = again
-            same = _kind_of(given, batch_size, generator) == kind
+            same = _kind_of(given, batch_size, generator, way) == kind
             if same and packed.weights.placement == placed and can_capture(placed[0]):
                 hooked, plain = packed.network.tracker.hooked, fused_loop.is_plain
                 wanted = not hooked() if self.fused else plain(packed)
                 if wanted and not packed.network.changed():
                     return call(given, generator)
-        return self._sample(given, check_conditions(conditions or {}), batch_size, generator)
+        return self._sample(given, check_conditions(conditions or {}), batch_size, generator, way)
 
     @uncompiled(reason="the sampler captures its own graphs")
     @torch.no_grad()
@@ -266,6 +285,7 @@ class DiffusionSampler:
         others: dict[str, Tensor],
         batch_size: int | None,
         generator: Generators,
+        way: tuple[str, int],
     ) -> Tensor:
         """Sample, with everything found and checked anew."""
         tensors = {name: value for name, value in given.items() if value is not None} | others
@@ -278,29 +298,37 @@ class DiffusionSampler:
         wide = torch.promote_types(weights_dtype, torch.float32)
         noise_dtype = self.noise_dtype or wide
         condition = condition_of(given, wide)
-        table = self._table(device, wide, self._steps)
+        inpainting, first_step = way
+        whole = self._table(device, wide, self._steps)
+        check_way(given, inpainting, first_step, whole, self.parallel)
+        table = self._table(device, wide, self._steps, first_step) if first_step else whole
         beside = [name for name in tensors if name == "local_cond" or name in others]
         packed = self._packed_for(table, device, weights_dtype, beside)
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            options = {"noise_dtype": noise_dtype, "capture": self.cuda_graph}
+            options = {
+                "noise_dtype": noise_dtype,
+                "capture": self.cuda_graph,
+                "inpainting": inpainting,
+            }
             result, call = fused_loop.run(
                 packed, self._graphs, table, shape, given, generator, **options
             )
-            kind = _kind_of(given, batch_size, generator)
+            kind = _kind_of(given, batch_size, generator, way)
             repeats = call is not None and kind is not None and result.dtype == wide
             again = kind, packed.weights.placement, packed, call
             self._again = again if repeats else None
             return result.to(wide)
 
-        own = ("noise", "condition_data", "condition_mask")
+        own = ("noise", "last_chunk", "condition_data", "condition_mask")
         inputs = {n: v.expand(shape[0], *v.shape[1:]) for n, v in tensors.items() if n not in own}
         layers = self._layers(device, weights_dtype, others) if packed is None else packed
         if isinstance(layers, stepwise_loop.Layers):
             inputs = layers.cast(inputs)
         inputs |= condition
-        if given["noise"] is not None:
-            inputs["noise"] = given["noise"].to(wide)
+        for name in ("noise", "last_chunk"):
+            if (value := given[name]) is not None:
+                inputs[name] = value.to(wide)
         numbers = RandomNumbers(
             "noise" not in inputs, table.draws_noise, shape, noise_dtype, device
         )
@@ -311,12 +339,14 @@ class DiffusionSampler:
                 inputs["sample"] = inputs.pop("noise").expand(shape)
             else:
                 inputs["sample"], random = random[0], random[1:]
+            if "last_chunk" in inputs:
+                inputs["sample"] = table.noised(inputs.pop("last_chunk"), inputs["sample"])
             if len(random):
                 inputs["step_noise"] = random
             return self._run_parallel(table, inputs, layers)
-        run = functools.partial(stepwise_loop.run, layers, table)
+        run = functools.partial(stepwise_loop.run, layers, table, inpainting=inpainting)
         if self._is_captured(layers, table, device, shape[0]):
-            kind = (layers.network, layers.dtype, table, noise_dtype, numbers.shape)
+            kind = (layers.network, layers.dtype, table, noise_dtype, numbers.shape, inpainting)
             body = functools.partial(run, shape=shape)
             return self._loops.run(layers.network, kind, inputs, body, numbers, generator)
 
@@ -435,14 +465,16 @@ class DiffusionSampler:
         return self._copy.to(device, self.dtype), self.dtype
 
 
-def _kind_of(given: Given, batch_size: int | None, generator: Generators) -> tuple[Any, ...] | None:
+def _kind_of(
+    given: Given, batch_size: int | None, generator: Generators, way: tuple[str, int]
+) -> tuple[Any, ...] | None:
     """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
     if generator is not None and not isinstance(generator, torch.Generator):
         return None
     if not all(v is None or isinstance(v, Tensor) for v in given.values()):
         return None
     tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
-    return (*tensors, batch_size, None if generator is None else generator.device)
+    return (*tensors, batch_size, None if generator is None else generator.device, *way)
 
 
 def is_of_family(unet: nn.Module) -> bool:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dpa.nn.family import run_network
+from dpa.sampling.inpainting import Inpainting
 from dpa.schedulers.tables import Generators, LiveSteps, StepTable
 from dpa.tracking import Snapshot
 
 # What a loop is given beside the conditions that the network takes.
-OF_THE_LOOP = ("sample", "noise", "random", "step_noise", "condition_data", "condition_mask")
+HELD = ("condition_data", "condition_mask")
+OF_THE_LOOP = ("sample", "noise", "random", "step_noise", "last_chunk", *HELD)
 _WEIGHTS = frozenset({"_parameters", "_buffers"})
 
 
@@ -104,18 +106,20 @@ def run(
     shape: tuple[int, int, int],
     draw: Callable[[], Tensor] | None = None,
     generator: Generators = None,
+    inpainting: str = "sample",
 ) -> Tensor:
     """Run the loop on its inputs: ``noise``, what holds by inpainting, the network's conditions.
 
-    ``draw`` gives the random numbers one by one, as the loop comes to need them; without it they
-    are an input, ``random``.
+    ``inpainting`` is where given actions hold. ``draw`` gives the random numbers one by one, as the
+    loop comes to need them; without it they are an input, ``random``.
     """
     conditions = {n: v for n, v in inputs.items() if n not in OF_THE_LOOP}
-    condition = {n: v for n, v in inputs.items() if n in ("condition_data", "condition_mask")}
     sample, random = inputs.get("noise"), inputs.get("random")
     if sample is None and draw is None:
         sample, random = random[0], random[1:]
     sample = (draw() if sample is None else sample).expand(shape)
+    if "last_chunk" in inputs:
+        sample = table.noised(inputs["last_chunk"], sample)
     timesteps = table.timesteps[:, None].expand(-1, shape[0])
     conditions = layers.cast(conditions)
 
@@ -125,7 +129,7 @@ def run(
     def numbers(step: int) -> Tensor:
         return random[step] if draw is None else draw()
 
-    return loop(sample, table, predict, numbers, condition, generator)
+    return loop(sample, table, predict, numbers, Inpainting.of(inputs, inpainting), generator)
 
 
 def loop(
@@ -133,23 +137,20 @@ def loop(
     table: StepTable | LiveSteps,
     predict: Callable[[Tensor, int], Tensor],
     draw: Callable[[int], Tensor],
-    condition: dict[str, Tensor],
+    inpainting: Inpainting | None,
     generator: Generators = None,
 ) -> Tensor:
     """Run the steps of ``table`` on ``sample``, (B, T, Da).
 
-    ``predict`` and ``draw`` take the number of the step; ``condition``: the ``condition_data`` that
-    hold where ``condition_mask`` does, or nothing.
+    ``predict`` and ``draw`` take the number of the step.
     """
-
-    def apply_condition(sample: Tensor) -> Tensor:
-        if not condition:
-            return sample
-        return torch.where(condition["condition_mask"], condition["condition_data"], sample)
-
     advance = table.stepper(generator)
     for step in range(len(table)):
-        sample = apply_condition(sample)
+        if inpainting is not None:
+            sample = inpainting.sample(sample)
         noise = draw(step) if table.draws_noise[step] else None
-        sample = advance(step, predict(sample, step), sample, noise)
-    return apply_condition(sample)
+        output = predict(sample, step)
+        if inpainting is not None:
+            output = inpainting.output(table, step, output, sample)
+        sample = advance(step, output, sample, noise)
+    return sample if inpainting is None else inpainting.last(sample)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.schedulers.probes import StepProbe, measure_chain, refusing_foreign_errors
+from dpa.schedulers.probes import StepProbe, measure_chain, measure_levels, refusing_foreign_errors
 from dpa.schedulers.tables import MultistepTable, StepTable
 
 _DDPM, _DDIM = "DDPMScheduler", "DDIMScheduler"
@@ -70,6 +70,8 @@ def from_diffusers(
     num_inference_steps: int | None = None,
     eta: float = 0.0,
     use_clipped_model_output: bool = False,
+    *,
+    first_step: int = 0,
 ) -> StepTable:
     """Measure the step table of a live diffusers scheduler.
 
@@ -84,6 +86,7 @@ def from_diffusers(
             been set.
         eta: weight of the noise in DDIM; 0 is deterministic.
         use_clipped_model_output: DDIM's option to derive the noise from the clipped x0 again.
+        first_step: the step that the process begins at, of those of all timesteps.
 
     Returns:
         The table on the CPU, in float64.
@@ -103,17 +106,12 @@ def from_diffusers(
     ):
         _check_options(kind, scheduler, eta, use_clipped_model_output)
         copied = _cpu_copy(scheduler)
-        return _measure(kind, copied, num_inference_steps, eta, use_clipped_model_output)
+        _set_timesteps(kind, copied, num_inference_steps)
+        return _measure(kind, copied, eta, use_clipped_model_output, first_step)
 
 
-def _measure(
-    kind: str,
-    live: Any,
-    num_inference_steps: int | None,
-    eta: float,
-    use_clipped_model_output: bool,
-) -> StepTable:
-    """Measure a copy that may be changed."""
+def _set_timesteps(kind: str, live: Any, num_inference_steps: int | None) -> None:
+    """Set the timesteps of a copy, or check that it holds some."""
     if num_inference_steps is not None:
         most, steps = live.config.num_train_timesteps, num_inference_steps
         if not isinstance(steps, numbers.Integral) or not 1 <= steps <= most:
@@ -130,12 +128,27 @@ def _measure(
             )
         if kind == _DDIM:
             live.set_timesteps(live.config.num_train_timesteps)
+
+
+def _measure(
+    kind: str, live: Any, eta: float, use_clipped_model_output: bool, first_step: int
+) -> StepTable:
+    """Measure a copy that may be changed."""
     timesteps = live.timesteps.detach().clone().cpu()
+    if not isinstance(first_step, numbers.Integral) or not 0 <= first_step < max(len(timesteps), 1):
+        raise ValueError(
+            f"from_diffusers: first_step must lie in 0..{len(timesteps) - 1}, got {first_step!r}"
+        )
+    timesteps = timesteps[first_step:]
+    levels = measure_levels(copy.deepcopy(live), timesteps)  # which may change it
     if kind in (_DPM, _EULER):
-        rows, history = measure_chain(live)
+        rows, history = measure_chain(live, first_step)
         kept = tuple(map(tuple, history)) if any(map(any, history)) else None
         steps = (timesteps, _matrix(rows), math.inf, (False,) * len(rows))
-        return StepTable(*steps) if kept is None else MultistepTable(*steps, kept)
+        known = {"levels": levels, "x0": _x0_of(kind, live.config, levels)}
+        if kept is None:
+            return StepTable(*steps, **known)
+        return MultistepTable(*steps, kept, **known)
     options: dict[str, Any] = {}
     if kind == _DDIM:
         options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
@@ -143,7 +156,24 @@ def _measure(
     # Every step clips alike; a step whose x0 is always zero (r0 = r1 = 0) does not exist.
     clip = probes[0].clip() if probes else math.inf
     coefficients = _matrix([probe.row(clip) for probe in probes])
-    return StepTable(timesteps, coefficients, clip, tuple(probe.draws_noise for probe in probes))
+    draws_noise = tuple(probe.draws_noise for probe in probes)
+    known = {"levels": levels, "x0": coefficients[:, :2].clone()}
+    return StepTable(timesteps, coefficients, clip, draws_noise, **known)
+
+
+def _x0_of(kind: str, config: Any, levels: Tensor | None) -> Tensor | None:
+    """Return the weights of sample and model output in a solver's prediction of x0."""
+    if levels is None or config.get("invert_sigmas"):
+        return None
+    signal, noise = levels.unbind(1)
+    one = torch.ones_like(signal)
+    rows = {
+        "epsilon": (1 / signal, -noise / signal),
+        "sample": (0 * one, one),
+        "v_prediction": (signal, -noise),
+        "flow_prediction": (one, -noise),
+    }
+    return torch.stack(rows["flow_prediction" if kind == _EULER else config.prediction_type], 1)
 
 
 def _matrix(rows: list[list[float]]) -> Tensor:

@@ -40,8 +40,8 @@ def flow_matching(
     """Return the steps that integrate ``dx/dt = network(x, t)`` over the times.
 
     Args:
-        times: in the order in which they are passed, from noise to actions; or how many equal steps
-            lead from 0 to 1.
+        times: in the order in which they are passed, from noise at 0 to actions at 1; or how many
+            equal steps lead there.
         method: "euler", "midpoint", "heun" or "rk4": 1, 2, 2 and 4 evaluations a step.
         timestep_scale: what the network takes for the time t is ``timestep_scale * t``.
         draws_noise: whether each evaluation takes noise from the random stream and does not use it.
@@ -59,18 +59,25 @@ def flow_matching(
     if len(times) < 2 or not all(math.isfinite(time) for time in times):
         raise ValueError(f"flow_matching: times must be two or more, finite, got {list(times)}")
     stages, weights = _TABLEAUX[method]
-    timesteps, rows, history = [], [], []
+    passed, rows, history = [], [], []
     for start, end in itertools.pairwise(times):
         length, before = end - start, (0.0,) * len(stages)
         for stage, moment in enumerate(stages):
             after = (*weights[stage], *[0.0] * (len(stages) - stage - 1))
             moves = [length * (a - b) for a, b in zip(after, before, strict=True)]
-            timesteps.append(timestep_scale * (start + moment * length))
+            passed.append(start + moment * length)
             rows.append([0.0, 1.0, moves[stage], 1.0, 0.0, 0.0])  # x0 is the velocity
             earlier = moves[:stage][::-1]
             history.append((*earlier, *[0.0] * (len(stages) - 1 - stage)))
             before = after
     coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    moments = torch.tensor(timesteps, dtype=torch.float32, device="cpu")
-    steps = (moments, coefficients, math.inf, (draws_noise,) * len(rows))
-    return StepTable(*steps) if len(stages) == 1 else MultistepTable(*steps, tuple(history))
+    now = torch.tensor(passed, dtype=torch.float64, device="cpu")
+    steps = ((timestep_scale * now).float(), coefficients, math.inf, (draws_noise,) * len(rows))
+    whole = times[-1] == 1 and all(0 <= time <= 1 for time in times)
+    known = {
+        "levels": torch.stack([now, 1 - now], 1) if whole else None,
+        "x0": torch.stack([torch.ones_like(now), times[-1] - now], 1),
+    }
+    if len(stages) == 1:
+        return StepTable(*steps, **known)
+    return MultistepTable(*steps, tuple(history), **known)

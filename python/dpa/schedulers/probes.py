@@ -136,8 +136,21 @@ class StepProbe(_Step):
         return [self.r0, self.r1, r2, r3, r4, self.r5]
 
 
-def measure_chain(live: Any) -> tuple[list[list[float]], list[list[float]]]:
+def measure_levels(live: Any, timesteps: Tensor) -> Tensor | None:
+    """Measure with what weights a scheduler mixes x0 and noise, (S, 2); None where it does not."""
+    one, none = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)[:, None]
+    try:
+        if hasattr(live, "scale_noise"):
+            return live.scale_noise(one.expand(len(timesteps), 2), timesteps, none)
+        return live.add_noise(one.expand(len(timesteps), 2), none, timesteps)
+    except Exception:  # of a subclass, which has another way or none
+        return None
+
+
+def measure_chain(live: Any, first_step: int = 0) -> tuple[list[list[float]], list[list[float]]]:
     """Measure a deterministic scheduler whose steps follow one another (a multistep solver, Euler).
+
+    The process begins at ``first_step``, with nothing remembered.
 
     Each step may use what the steps before it remembered, ``m = r0 * sample + r1 * model_output``
     (``live.model_outputs``, the newest last).
@@ -153,7 +166,7 @@ def measure_chain(live: Any) -> tuple[list[list[float]], list[list[float]]]:
     orders = len(live.model_outputs) if hasattr(live, "model_outputs") else 1
     remembered: list[Tensor] = []
     rows, history = [], []
-    for timestep in live.timesteps:
+    for timestep in live.timesteps[first_step:]:
         # Powers of two, which a coefficient multiplies exactly: these schedulers round the
         # sample, and its multiples, to float32.
         exponent = torch.randint(-3, 4, (points,), generator=generator)

@@ -29,6 +29,10 @@ class StepTable:
         clip: bound of the predicted x0; infinity where clipping is off.
         draws_noise: whether each step takes noise from the random stream. A step may weight its
             noise by zero; it still advances the stream.
+        levels: (S, 2), floating: the sample that a step takes is ``levels[s, 0] * x0 +
+            levels[s, 1] * noise``. None where nobody knows.
+        x0: (S, 2), floating: a step's prediction of x0, before it is clipped, is ``x0[s, 0] *
+            sample + x0[s, 1] * model_output``. None where nobody knows.
 
     Raises:
         ValueError: where the shapes do not match.
@@ -39,6 +43,8 @@ class StepTable:
     coefficients: Tensor
     clip: float = math.inf
     draws_noise: tuple[bool, ...] = field(default=())
+    levels: Tensor | None = field(default=None, kw_only=True)
+    x0: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check that the shapes match."""
@@ -62,6 +68,13 @@ class StepTable:
             raise ValueError(
                 f"StepTable: draws_noise must have {shape[0]} entries, got {len(self.draws_noise)}"
             )
+        for name in ("levels", "x0"):
+            rows = getattr(self, name)
+            if rows is not None and (rows.shape != (shape[0], 2) or not rows.is_floating_point()):
+                raise ValueError(
+                    f"StepTable: {name} must be a floating ({shape[0]}, 2) tensor, a row each, got "
+                    f"{rows.dtype} {tuple(rows.shape)}"
+                )
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -71,11 +84,40 @@ class StepTable:
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> StepTable:
         """Return the table on ``device``, its coefficients in ``dtype``."""
-        return replace(
-            self,
-            timesteps=self.timesteps.to(device=device),
-            coefficients=self.coefficients.to(device=device, dtype=dtype),
-        )
+        rows = {
+            name: value.to(device=device, dtype=dtype)
+            for name in ("coefficients", "levels", "x0")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, timesteps=self.timesteps.to(device=device), **rows)
+
+    def after(self, first_step: int) -> StepTable:
+        """Return the steps from ``first_step`` on, as a process of their own.
+
+        Raises:
+            ValueError: there is no such step, or it needs the x0 of steps before it.
+
+        """
+        if not 0 <= first_step < max(len(self), 1):
+            raise ValueError(
+                f"StepTable: first_step must lie in 0..{len(self) - 1}, got {first_step}"
+            )
+        parts = {
+            name: value[first_step:]
+            for name in ("timesteps", "coefficients", "draws_noise", "levels", "x0")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **parts, **self._history_after(first_step))
+
+    def _history_after(self, first_step: int) -> dict[str, Any]:
+        return {}
+
+    def noised(self, chunk: Tensor, noise: Tensor) -> Tensor:
+        """Return the sample that the first step takes of a chunk of actions."""
+        if self.levels is None:
+            raise ValueError("StepTable: levels must be there to add noise to a chunk, got None")
+        levels = self.levels.to(chunk.dtype)
+        return levels[0, 0] * chunk + levels[0, 1] * noise
 
     def x0_coefficients(self) -> Tensor:
         """The coefficients of steps whose result is the predicted x0."""
@@ -125,6 +167,15 @@ class MultistepTable(StepTable):
                 f"MultistepTable: history must have {len(self)} entries of one length, got "
                 f"{len(self.history)} of lengths {[len(weights) for weights in self.history]}"
             )
+
+    def _history_after(self, first_step: int) -> dict[str, Any]:
+        history = self.history[first_step:]
+        if any(any(weights[step:]) for step, weights in enumerate(history)):
+            raise ValueError(
+                "MultistepTable: first_step must be one that needs no x0 of an earlier step, got "
+                f"{first_step}"
+            )
+        return {"history": history}
 
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance``, which keeps the x0 of earlier steps."""
