@@ -8,6 +8,7 @@ if not wants_jit():
 from dpa import jit, nn, ops, reference, schedulers
 from dpa.acceleration.api import accelerate, explain, repack, restore
 from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.real_time import continuing
 from dpa.bench.profiling import StepProfile, profile
 from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.diagnostics.info import info
@@ -27,6 +28,7 @@ __all__ = [
     "ParallelReport",
     "StepProfile",
     "accelerate",
+    "continuing",
     "explain",
     "fixed_weights",
     "info",

@@ -18,6 +18,7 @@ from torch import nn
 from dpa.acceleration.example import call_on, why_no_example
 from dpa.acceleration.loops import Loop, check_loops
 from dpa.acceleration.policy_loop import FastLoop
+from dpa.acceleration.real_time import add_real_time, real_time_of
 from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.shadow_run import Options
 from dpa.acceleration.survey import (
@@ -177,6 +178,8 @@ def _replace(
     for place in survey.loops if options.mode != "step" else []:
         if place.loop is not None:
             _replace_loop(place.owner, place.loop, options, graphs)
+    for _, owner in owners_of(model):
+        add_real_time(owner)
 
 
 def _replace_loop(owner: Any, loop: Loop, options: Options, graphs: bool) -> None:
@@ -197,7 +200,7 @@ def restore(model: Any) -> Any:
     for _, owner in owners_of(model):
         if isinstance(owner, nn.Module) and isinstance(replaced_forward(owner), FastForward):
             put_back(ungraph_calls(owner), "forward")
-        for name in replacements(owner):
+        for name in (*replacements(owner), *real_time_of(owner)):
             put_back(owner, name)
     return model
 

@@ -26,8 +26,11 @@ class LoopCall:
         noise: (B, T, Da) to start from; None generates it.
         generator: of random numbers; None is the device's own.
         condition_data: (B, T, Da), inpainted where ``condition_mask`` is true.
-        condition_mask: bool, (B, T, Da).
+        condition_mask: bool, or floating weights, (B, T, Da).
         options: of the scheduler's step: ``eta``, ``use_clipped_model_output``.
+        inpainting: where ``condition_data`` holds, "sample" or "x0".
+        last_chunk: (B, T, Da) that the loop starts from, with the noise of ``first_step``.
+        first_step: the step to begin at.
 
     """
 
@@ -38,6 +41,9 @@ class LoopCall:
     condition_data: Tensor | None = None
     condition_mask: Tensor | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    inpainting: str = "sample"
+    last_chunk: Tensor | None = None
+    first_step: int = 0
 
 
 def _sample_itself(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class FastLoop(Replacement):
         """Sample, with the arguments of the method that this one replaces."""
         forward = self._forward()
         if forward is None:
-            return self.original(*args, **kwargs)
+            return self._run_original("its network does not run accelerated", args, kwargs)
         try:
             bound = self._bind(args, kwargs)
             call = None if bound is None else self._begin(bound, forward.weight)
@@ -98,17 +98,59 @@ class FastLoop(Replacement):
                 call.generator = getattr(self._thread, "generator", None)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             self._refuse(str(error))
-            return self.original(*args, **kwargs)
+            return self._run_original(str(error), args, kwargs)
         if route is None:
-            return self.original(*args, **kwargs)
-        passed = self.shadow.passed(route)
+            return self._run_original("dpa does not know this call of it", args, kwargs)
+        passed, held = self.shadow.passed(route), self.held
         if passed is None:
-            return self._run_both(route, call, bound, args, kwargs)
+            with self._rewound(route, call, held is not None):
+                result = self._run_both(route, call, bound, args, kwargs)
+            if held is None:
+                return result
+            passed = self.shadow.passed(route)
         if not passed:
-            return self.original(*args, **kwargs)
+            return self._run_original("it did not agree with the original", args, kwargs)
+        if held is not None:
+            if call.condition_mask is not None and bool(call.condition_mask.any()):
+                return self._run_original("it has inpainting of its own", args, kwargs)
+            dtype = forward.weight.dtype
+            wide = {n: v.to(dtype) if isinstance(v, Tensor) else v for n, v in held.items()}
+            call = replace(call, **wide)
         self.leave_timesteps(route)
         self._thread.route = route
         return self._run(route, call, bound)
+
+    @property
+    def held(self) -> dict[str, Any] | None:
+        """What this thread's calls continue: fields of their :class:`LoopCall`; or None."""
+        return getattr(self._thread, "held", None)
+
+    @contextmanager
+    def holding(self, held: dict[str, Any]) -> Iterator[None]:
+        """Let this thread's calls continue a chunk, by these fields of their LoopCall."""
+        before, self._thread.held = self.held, held
+        try:
+            yield
+        finally:
+            self._thread.held = before
+
+    def _run_original(self, why: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the original, which continues no chunk."""
+        if self.held is not None:
+            name = f"{type(self.policy).__name__}.{self.loop.method}"
+            say_fallback(name, f"cannot continue the last chunk: {why}", self.options.fallback)
+        return self.original(*args, **kwargs)
+
+    @contextmanager
+    def _rewound(self, route: Route, call: LoopCall, rewind: bool) -> Iterator[None]:
+        """Set the random stream back afterwards: what ran in between was a trial."""
+        given = call.generator
+        stream = given or generator_on(route.forward.weight.device, None)
+        before = stream.get_state() if rewind else None
+        yield
+        if before is not None:
+            stream.set_state(before)
+        call.generator = given
 
     def _run(self, route: Route, call: LoopCall, bound: inspect.BoundArguments) -> Any:
         sample = _sample(route.sampler, call, route.forward.weight.dtype)
@@ -208,6 +250,7 @@ class FastLoop(Replacement):
 
         def tells(result: Any) -> bool:
             masked = mask is not None and isinstance(result, Tensor) and result.shape == mask.shape
+            masked = masked and mask.dtype == torch.bool
             free = [result[~mask]] if masked else _tensors(result)
             if isinstance(forward, FastForward):
                 free.append(route.network.parameters()["final_conv.1.weight"])
@@ -359,7 +402,7 @@ class FastLoop(Replacement):
             raise TypeError(f"its loop.begin must return a dpa.LoopCall or None, got {got}")
         if isinstance(call.generator, Sequence):
             raise ValueError("there are several generators")
-        for name in ("condition_data", "noise"):
+        for name in ("condition_data", "noise", "last_chunk"):
             tensor = getattr(call, name)
             if tensor is not None and tensor.dtype != weight.dtype:
                 raise ValueError(f"{name} is {tensor.dtype}, the network {weight.dtype}")
@@ -388,4 +431,7 @@ def _sample(sampler: DiffusionSampler, call: LoopCall, dtype: torch.dtype) -> Te
         generator=call.generator,
         batch_size=batch,
         conditions=conditions,
+        inpainting=call.inpainting,
+        last_chunk=call.last_chunk,
+        first_step=call.first_step,
     ).to(dtype)

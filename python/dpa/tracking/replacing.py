@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 METHODS = ("forward", "conditional_sample", "generate_actions", "predict_action", "step")
+METHODS += ("predict_action_chunk", "supports_rtc")
 BESIDE = "_dpa_"  # and the method's name: the attribute that compilers read
 # What is set on an object whose methods are replaced.
 REPLACED = frozenset((*METHODS, *(BESIDE + name for name in METHODS)))
