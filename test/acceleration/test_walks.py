@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import torch
 from policies import unet_and_inputs
 
 import dpa
