@@ -2,83 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpa.acceleration.shadow_run import Options
-from dpa.packed.agreement import limit
+from dpa.acceleration.unet_forward import OBSERVED, Bypass, Denoiser
 from dpa.tracking import Tracker, is_observed, stamp_of
 
 
-class AnyNetwork:
-    """What a loop asks of a network, as :class:`FastForward` answers it for U-Nets of the family.
+class AnyNetwork(Denoiser):
+    """A network that runs as it is.
 
     Attributes:
-        unet: the module.
+        network: what tells whether the module changed: this; None where it has no parameters.
         layers: the module too: nothing takes its place.
-        generation: another number after whatever made comparisons void.
 
     """
 
     refused: str | None = None
-    bypassed = called_alike = False
+    called_alike = False
 
     def __init__(self, unet: nn.Module, options: Options):
         self.unet = self.layers = unet
-        self.options, self.generation = options, 0
-        self.tracker = Tracker(unet)
+        self.options, self.bypass = options, Bypass()
+        self._look()
 
-    @property
-    def network(self) -> AnyNetwork:
-        """What tells whether the module changed: this."""
-        return self
+    def _look(self) -> None:
+        found = (
+            (m._parameters, n, p) for m in self.unet.modules() for n, p in m._parameters.items()
+        )
+        floating = [(held, n) for held, n, p in found if p is not None and p.is_floating_point()]
+        self.network = self if floating else None
+        self.tracker = Tracker(self.unet)
+        if floating:
+            self.home = floating[0]
 
-    def prepare(self) -> AnyNetwork:
+    def prepare(self) -> AnyNetwork | None:
         """Return the network as it is now."""
-        if not self.tracker.unchanged():
-            self.tracker, self.generation = Tracker(self.unet), self.generation + 1
-        return self
+        held, name = self.home if self.network else ({}, "")
+        if held.get(name) is None or not self.tracker.unchanged():
+            self._look()
+            self.generation += 1
+        return self.network
 
     def fallback_reason(self) -> str | None:
         """Return why the original loop runs now; None where dpa's may."""
         if is_observed():
-            return "torch.func transforms it, or torch.jit.trace records it"
-        if next(self._tensors(), None) is None:
+            return OBSERVED
+        if self.prepare() is None:
             return "its network has no floating parameters"
-        return "its layers have hooks" if self.prepare().tracker.hooked() else None
-
-    def _tensors(self) -> Iterator[Tensor]:
-        return (p for p in self.unet.parameters() if p.is_floating_point())
-
-    @property
-    def weight(self) -> Tensor:
-        """One of the network's parameters, for its device and dtype."""
-        return next(self._tensors())
+        return "its layers have hooks" if self.tracker.hooked() else None
 
     def basis(self) -> Any:
         """Return what a write of weights changes."""
         return stamp_of(list(self.unet.parameters()))
 
-    def bypass(self) -> AbstractContextManager[None]:
-        """Let the original run, which it does in any case."""
-        return nullcontext()
-
     def packed(self, dtype: torch.dtype) -> None:
         """Return the network on packed weights: there are none."""
-
-    def precision(self) -> torch.dtype:
-        """Return the dtype that the network computes in: the weights', or autocast's."""
-        kind, dtype = self.weight.device.type, self.weight.dtype
-        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-            return torch.get_autocast_dtype(kind)
-        return dtype
-
-    def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
-        """Return the error that passes: as the user chose, or a table allows."""
-        if self.options.tolerance is not None:
-            return self.options.tolerance
-        return limit(table, (precision,), self.weight.device)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.loops import Loop, LoopCall, find
+from dpa.acceleration.loops import Loop, LoopCall
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.flow import flow_matching
 from dpa.schedulers.tables import StepTable
+from dpa.tracking import find
 
 _STEP_OPTIONS = frozenset({"eta", "use_clipped_model_output"})
 _ORIGINAL = frozenset({"condition_data", "condition_mask", "generator"})
@@ -24,7 +25,7 @@ _OF_A_CLOUD = frozenset({"condition_data_pc", "condition_mask_pc"})
 
 
 def _unet_or_model(policy: Any) -> Any:
-    return find(policy, "unet") or find(policy, "model")
+    return getattr(policy, "unet", None) or getattr(policy, "model", None)
 
 
 def _lerobot(

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.tables import StepTable
+from dpa.tracking import Place, find
 from dpa.tracking.replacing import class_of
-
-Place = str | Callable[[Any], Any]  # a path of attributes from the policy, or what finds it
 
 
 @dataclass
@@ -125,20 +124,6 @@ class Loop:
             where = f" {self.network}" if isinstance(self.network, str) else ""
             return f"it has no network{where} that is a module"
         return None
-
-
-def find(policy: Any, place: Place | None) -> Any:
-    """Return what is in a place of a policy; None where there is nothing."""
-    if place is None:
-        return None
-    if not isinstance(place, str):
-        try:
-            return place(policy)
-        except (AttributeError, KeyError, TypeError):
-            return None
-    for name in place.split("."):
-        policy = getattr(policy, name, None)
-    return policy
 
 
 def check_loops(loops: Any) -> tuple[Loop, ...]:

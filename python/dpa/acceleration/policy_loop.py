@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpa.acceleration.any_network import AnyNetwork
-from dpa.acceleration.loops import Loop, LoopCall, find
+from dpa.acceleration.loops import Loop, LoopCall
 from dpa.acceleration.scheduler_step import OF_A_LOOP, why_replaced
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.acceleration.unet_forward import FastForward
@@ -23,7 +23,7 @@ from dpa.packed.agreement import LOOP_LIMITS, proves
 from dpa.sampling.rng import draw_normal, generator_on
 from dpa.sampling.sampler import DiffusionSampler, is_of_family
 from dpa.schedulers.conversion import check_kind
-from dpa.tracking import Snapshot, is_observed
+from dpa.tracking import Snapshot, find, is_observed
 from dpa.tracking.replacing import Replacement, class_of
 from dpa.training.graphed_calls import replaced_forward
 
@@ -46,11 +46,10 @@ class Route:
     timesteps: Tensor | None
 
     def holds(self, kind: Any) -> bool:
-        """Whether this serves a call of that kind now."""
+        """Whether this serves a call of that kind now, on a network that did not change."""
         return (
             kind == self.kind
             and self.generation == self.forward.generation
-            and self.network.tracker.unchanged()
             and all(snapshot.holds() for snapshot in self.snapshots)
         )
 
@@ -79,8 +78,8 @@ class FastLoop(Replacement):
         self.shadow = ShadowRun(name, self.options.fallback)
         self.refused: str | None = None
         self._routes: list[Route] = []
-        self._found: tuple[Any, Any] = (None, None)
-        self._other: tuple[nn.Module | None, AnyNetwork | None] = (None, None)
+        # What is in the network's place, the network, what replaces its forward, what runs it.
+        self._found: tuple[Any, Any, Any, FastForward | AnyNetwork | None] = (None,) * 4
         self._misses = 0
         self._signature: inspect.Signature | None = None
         self._thread = threading.local()  # the generator and the route of a thread's call
@@ -177,13 +176,11 @@ class FastLoop(Replacement):
         forward = self._forward()
         if forward is not route.forward or not self.shadow.passed(route):
             return False
-        weight = forward.weight
-        kind = (weight.device, weight.dtype, forward.precision(), route.kind[-1])
-        return route.holds(kind)
+        return route.holds((*_arithmetic(forward), route.kind[-1]))
 
     def fallback_reason(self) -> str | None:
         """Return why the network's part keeps this loop from running, or None."""
-        forward = self._of_network(self.loop.network_of(self.policy))
+        forward = self._of_network()
         if forward is None:
             place = self.loop.network
             return f"its {place if isinstance(place, str) else 'network'} is not accelerated"
@@ -191,35 +188,33 @@ class FastLoop(Replacement):
 
     def is_around_any(self) -> bool:
         """Whether the network is one that dpa has no kernels for."""
-        return isinstance(self._of_network(self.loop.network_of(self.policy)), AnyNetwork)
+        return isinstance(self._of_network(), AnyNetwork)
 
-    def _of_network(self, unet: nn.Module | None) -> FastForward | AnyNetwork | None:
+    def _of_network(self) -> FastForward | AnyNetwork | None:
         """Return what runs the network: dpa's forward, or the network itself where it has none."""
-        if unet is None:
-            return None
-        found = vars(unet).get("forward")
-        if found is not None:
-            if found is not self._found[0]:
-                self._found = (found, replaced_forward(unet))
-            forward = self._found[1]
-            return forward if isinstance(forward, FastForward) else None
-        if self._other[0] is not unet:
-            other = None if is_of_family(unet) else AnyNetwork(unet, self.options)
-            self._other = (unet, other)
-        return self._other[1]
+        there = find(self.policy, self.loop.network)
+        place, unet, held, found = self._found
+        if unet is not None and there is place and vars(unet).get("forward") is held:
+            return found
+        unet, found = self.loop.network_of(self.policy), None
+        if unet is not None and "forward" in vars(unet):
+            forward = replaced_forward(unet)
+            found = forward if isinstance(forward, FastForward) else None
+        elif unet is not None and not is_of_family(unet):
+            found = AnyNetwork(unet, self.options)
+        held = None if unet is None else vars(unet).get("forward")
+        self._found = there, unet, held, found
+        return found
 
     def _forward(self) -> FastForward | AnyNetwork | None:
         """Return what runs the network, or None where the loop has to run as it is."""
-        unet = self.loop.network_of(self.policy)
-        forward = self._of_network(unet)
+        forward = self._of_network()
         if torch.compiler.is_compiling() or forward is None:
             return None
-        if unet.training or torch.is_grad_enabled() or is_observed():
+        if forward.unet.training or torch.is_grad_enabled() or is_observed():
             return None
-        if isinstance(forward, AnyNetwork):
-            return forward if forward.fallback_reason() is None else None
         network = forward.network
-        if network is None or not network.tracker.unchanged() or forward.bypassed:
+        if network is None or not network.tracker.unchanged() or forward.bypass.on:
             return None if forward.fallback_reason() is not None else forward
         return None if network.tracker.hooked() else forward
 
@@ -241,7 +236,7 @@ class FastLoop(Replacement):
             again = bound.signature.bind(self.policy, *args, **kwargs)
             if own is not None:  # however the caller gave one, or none
                 again.arguments["generator"] = own
-            with forward.bypass():
+            with forward.bypassing():
                 return self.original(*again.args[1:], **again.kwargs)
 
         def replacement(own: torch.Generator | None) -> Any:
@@ -290,10 +285,10 @@ class FastLoop(Replacement):
 
     def _find(self, forward: FastForward | AnyNetwork, call: LoopCall) -> Route:
         """Return the route for the policy as it is now and for a kind of call, or raise."""
-        weight, options = forward.weight, dict(call.options)
+        options = dict(call.options)
         if call.condition_data is None:
             options |= {"horizon": call.shape[1], "action_dim": call.shape[2]}
-        kind = (weight.device, weight.dtype, forward.precision(), options)
+        kind = (*_arithmetic(forward), options)
         for place, route in enumerate(self._routes):
             if route.forward is forward and route.holds(kind):
                 if place:
@@ -347,7 +342,7 @@ class FastLoop(Replacement):
         horizon, action_dim = options.pop("horizon", None), options.pop("action_dim", None)
         table = self.loop.table_of(self.policy, options)
         alike = forward.network.called_alike  # else each forward translates its arguments
-        packed = forward.packed(forward.options.dtype or precision) if alike else None
+        packed = forward.packed(forward.packed_dtype(precision)) if alike else None
         unet = forward.layers if alike and packed is None else forward.unet
         if unet is None:
             raise ValueError("the network cannot be run layer by layer")
@@ -407,6 +402,14 @@ class FastLoop(Replacement):
             if tensor is not None and tensor.dtype != weight.dtype:
                 raise ValueError(f"{name} is {tensor.dtype}, the network {weight.dtype}")
         return call
+
+
+def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:
+    """Return where a network computes, its weights' dtype, and autocast's."""
+    held, name = forward.home
+    device, dtype = held[name].device, held[name].dtype
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return device, dtype, autocast
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dpa.acceleration.known_loops import KNOWN
-from dpa.acceleration.loops import Loop, Place, find
+from dpa.acceleration.loops import Loop
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.unet_forward import FastForward
@@ -19,6 +19,7 @@ from dpa.library import html
 from dpa.nn.family import Network, NotInFamily, recognise, resembles
 from dpa.packed.config import config_of, runs_packed
 from dpa.sampling.sampler import is_of_family
+from dpa.tracking import Place, find
 from dpa.tracking.replacing import BESIDE, replaced
 from dpa.training.graphed_calls import replaced_forward
 
@@ -188,7 +189,9 @@ class Survey:
             return str(error)
         how, network = "the whole loop by DiffusionSampler", loop.network_of(policy)
         found = self.networks.get(network)
-        if found.called_alike if isinstance(found, Network) else is_of_family(network):
+        if found is None and is_of_family(network):
+            return how
+        if isinstance(found, Network) and found.called_alike:
             return how
         parameter = next(network.parameters(), None)
         kind = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"

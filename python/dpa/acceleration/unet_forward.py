@@ -23,6 +23,63 @@ from dpa.tracking.replacing import Replacement, class_of
 _PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda")
 _CONDITIONS = ("local_cond", "global_cond")
+OBSERVED = "torch.func transforms it, or torch.jit.trace records it"
+
+
+class Bypass(threading.local):
+    """Whether this thread runs the original of a network."""
+
+    on = False
+
+
+class Denoiser:
+    """What a loop asks of a network, whether dpa has kernels for it or not.
+
+    Attributes:
+        unet: the module.
+        options: of :func:`dpa.accelerate`.
+        generation: another number after whatever made comparisons void.
+        home: what holds one of its floating parameters, and the name there.
+        bypass: ``on`` where this thread runs the original: its loop is being compared with.
+
+    """
+
+    unet: nn.Module
+    options: Options
+    generation = 0
+    home: tuple[dict[str, Any], str]
+
+    @property
+    def weight(self) -> Tensor:
+        """One of the network's parameters, for its device and dtype."""
+        held, name = self.home
+        return held[name]
+
+    def precision(self) -> torch.dtype:
+        """Return the dtype that the network computes in: the weights', or autocast's."""
+        kind, dtype = self.weight.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+            return torch.get_autocast_dtype(kind)
+        return dtype
+
+    def packed_dtype(self, precision: torch.dtype) -> torch.dtype:
+        """Return the dtype of what stands in for the network."""
+        return precision
+
+    def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
+        """Return the error that passes: as the user chose, or a table allows."""
+        if self.options.tolerance is not None:
+            return self.options.tolerance
+        return limit(table, (precision, self.packed_dtype(precision)), self.weight.device)
+
+    @contextmanager
+    def bypassing(self) -> Iterator[None]:
+        """Let this thread run the original."""
+        self.bypass.on = True
+        try:
+            yield
+        finally:
+            self.bypass.on = False
 
 
 def _may_read() -> bool:
@@ -41,7 +98,7 @@ def _as_it_is(saved: Tensor) -> Tensor:
     return saved
 
 
-class FastForward(Replacement):
+class FastForward(Replacement, Denoiser):
     """Replaces the forward of one U-Net: equal results, by dpa's ops.
 
     On packed weights in evaluation where no gradient is needed and the device has the kernels,
@@ -53,13 +110,10 @@ class FastForward(Replacement):
         layers: dpa's layers on its parameters, or None where dpa has none like them.
         shadow: what comparisons with the original found.
         refused: why it is none of the family, or None.
-        generation: another number after whatever made comparisons void.
 
     """
 
     OWNER, KEPT = "unet", ("unet", "options")
-    unet: nn.Module
-    options: Options
 
     def __init__(self, unet: nn.Module, options: Options, network: Network | None = None):
         super().__init__(unet, options)
@@ -68,8 +122,7 @@ class FastForward(Replacement):
 
     def forget(self) -> None:
         """Read the network again, at the first call: it may be half restored now."""
-        self._bypasses = threading.local()
-        self.generation = 0
+        self.bypass = Bypass()
         name = f"the accelerated {type(self.unet).__name__}"
         self.shadow = ShadowRun(name, self.options.fallback, self.basis)
         self._reset()
@@ -86,6 +139,8 @@ class FastForward(Replacement):
 
     def _take(self, network: Network) -> None:
         self.network, self.layers = network, network.layers()
+        module, name = next(iter(network.slots.values()))
+        self.home = module._parameters, name
         modules = network.tracker.modules.values()
         self._dropouts = [layer for layer in modules if isinstance(layer, nn.Dropout)]
 
@@ -108,26 +163,12 @@ class FastForward(Replacement):
                 say_fallback(type(self.unet).__name__, self.refused, self.options.fallback)
         return self.network
 
-    @contextmanager
-    def bypass(self) -> Iterator[None]:
-        """Let this thread run the original: its loop is being compared with."""
-        self._bypasses.on = True
-        try:
-            yield
-        finally:
-            self._bypasses.on = False
-
-    @property
-    def bypassed(self) -> bool:
-        """Whether this thread runs the original."""
-        return getattr(self._bypasses, "on", False)
-
     def fallback_reason(self) -> str | None:
         """Return why the original runs now, whatever it is called with; None where dpa's may."""
-        if self.bypassed:
+        if self.bypass.on:
             return "it is being compared with"
         if is_observed():
-            return "torch.func transforms it, or torch.jit.trace records it"
+            return OBSERVED
         network = self.prepare()
         if network is None:
             return self.refused
@@ -141,12 +182,6 @@ class FastForward(Replacement):
         if self.weight.device.type not in _DEVICES:
             return f"it is on {self.weight.device}"
         return None
-
-    @property
-    def weight(self) -> Tensor:
-        """One of the network's parameters, for its device and dtype."""
-        module, name = next(iter(self.network.slots.values()))
-        return module._parameters[name]
 
     def original(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the forward that this one replaces."""
@@ -175,11 +210,12 @@ class FastForward(Replacement):
         return self._packed[dtype]
 
     def precision(self) -> torch.dtype:
-        """Return the dtype that the original computes in: the weights', or autocast's."""
-        kind, dtype = self.weight.device.type, self.weight.dtype
-        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-            return torch.get_autocast_dtype(kind)
-        return self.lowered() or dtype
+        """Return the dtype that the original computes in: the weights', autocast's, or lowered."""
+        return self.lowered() or super().precision()
+
+    def packed_dtype(self, precision: torch.dtype) -> torch.dtype:
+        """Return the dtype of packed weights."""
+        return self.options.dtype or precision
 
     def lowered(self) -> torch.dtype | None:
         """Return the dtype that a call made now trains in, where the trainer's is float32."""
@@ -311,7 +347,7 @@ class FastForward(Replacement):
         conditions: dict[str, Tensor],
         precision: torch.dtype,
     ) -> Tensor:
-        packed = None if self._trains() else self.packed(self.options.dtype or precision)
+        packed = None if self._trains() else self.packed(self.packed_dtype(precision))
         if packed is None:
             run = self.original if self.layers is None else self.layers
             return run(sample, timestep, **conditions)
@@ -331,9 +367,3 @@ class FastForward(Replacement):
         """Whether gradients may be needed, or weights are about to change again."""
         duals = torch.autograd.forward_ad._current_level >= 0
         return self.unet.training or torch.is_grad_enabled() or duals
-
-    def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
-        """Return the error that passes: as the user chose, or a table allows."""
-        if self.options.tolerance is not None:
-            return self.options.tolerance
-        return limit(table, (precision, self.options.dtype or precision), self.weight.device)

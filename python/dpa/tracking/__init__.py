@@ -5,15 +5,17 @@ What packs, captures or replays asks here: :class:`Tracker` for the modules and 
 what a capture rests on, :class:`Snapshot` for schedulers and policies.
 """
 
-from .tracker import ModuleState, Places, Snapshot, Tracker, is_observed
+from .tracker import ModuleState, Place, Places, Snapshot, Tracker, find, is_observed
 from .weights import WeightTracker, stamp_of
 
 __all__ = [
     "ModuleState",
+    "Place",
     "Places",
     "Snapshot",
     "Tracker",
     "WeightTracker",
+    "find",
     "is_observed",
     "stamp_of",
 ]

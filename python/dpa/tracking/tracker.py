@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,23 @@ HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in H
 _OF_ALL = frozenset(vars(nn.Module()))
 # What is replaced on a root. The forward of a layer inside shows in the number of attributes.
 _NO_SETTINGS = _OF_ALL | REPLACED
+
+
+Place = str | Callable[[Any], Any]  # a path of attributes from an object, or what finds it
+
+
+def find(owner: Any, place: Place | None) -> Any:
+    """Return what is in a place of an object; None where there is nothing."""
+    if place is None:
+        return None
+    if not isinstance(place, str):
+        try:
+            return place(owner)
+        except (AttributeError, KeyError, TypeError):
+            return None
+    for name in place.split("."):
+        owner = getattr(owner, name, None)
+    return owner
 
 
 def is_observed() -> bool:
