@@ -110,6 +110,17 @@ TORCH_LIBRARY(dpa, m) {
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       functional);
 
+  // Images: a layer of an encoder, the keypoints at its end, and what comes before it.
+  m.def(
+      "conv2d_norm_act(Tensor input, Tensor weight, Tensor? bias=None, Tensor? scale=None, Tensor? shift=None, "
+      "Tensor? residual=None, int num_groups=0, float eps=1e-5, int stride=1, int padding=0, bool relu=True) -> Tensor",
+      functional);
+  m.def("spatial_softmax(Tensor input, Tensor? temperature=None) -> Tensor", functional);
+  m.def(
+      "resize_crop_normalize(Tensor image, SymInt[]? size=None, SymInt[]? crop=None, Tensor? mean=None, "
+      "Tensor? std=None, bool antialias=True, bool hwc=False, ScalarType? dtype=None) -> Tensor",
+      functional);
+
   m.def("joint_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? rest=None) -> Tensor", functional);
   m.def(
       "joint_linear_backward(Tensor grad, Tensor input, Tensor[] weights, Tensor[] biases, Tensor? rest, "

@@ -1,5 +1,5 @@
-// 16-bit numbers to float and back, one at a time, without branches: loops over them vectorise, which those over c10's
-// conversions of bfloat16 do not. float and double stay as they are.
+// 16-bit numbers and bytes to float, and 16-bit numbers back, one at a time, without branches: loops over them
+// vectorise, which those over c10's conversions of bfloat16 do not. float and double stay as they are.
 #pragma once
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -13,6 +13,7 @@ namespace dpa {
 
 DPA_ALWAYS_INLINE double widen(double x) { return x; }
 DPA_ALWAYS_INLINE float widen(float x) { return x; }
+DPA_ALWAYS_INLINE float widen(uint8_t x) { return x; }
 DPA_ALWAYS_INLINE float widen(c10::Half x) { return c10::detail::fp16_ieee_to_fp32_value(x.x); }
 DPA_ALWAYS_INLINE float widen(c10::BFloat16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.x) << 16;

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -292,6 +292,77 @@ def residual_block1d(
     x = conv1d_gnm(input, *first, num_groups, eps, scale, shift)
     residual = input if residual_weight is None else conv1d(input, residual_weight, residual_bias)
     return conv1d_gnm(x, *second, num_groups, eps, residual=residual)
+
+
+def conv2d_norm_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    num_groups: int = 0,
+    eps: float = 1e-5,
+    stride: int = 1,
+    padding: int = 0,
+    relu: bool = True,
+) -> Tensor:
+    """Compute ``relu(norm(conv2d(input)) * scale + shift + residual)``, GroupNorm or none."""
+    wide = _wide(input.dtype)
+    given = (None if t is None else t.to(wide) for t in (input, weight, bias))
+    y = F.conv2d(*given, stride=stride, padding=padding)
+    if num_groups > 0:
+        groups = y.reshape(y.shape[0], num_groups, y.shape[1] // num_groups, *y.shape[2:])
+        centered = groups - groups.mean((2, 3, 4), keepdim=True)
+        deviation = (centered.square().mean((2, 3, 4), keepdim=True) + eps).sqrt()
+        y = (centered / deviation).reshape(y.shape)
+    if scale is not None:
+        y = y * scale.to(wide)[:, None, None]
+    if shift is not None:
+        y = y + shift.to(wide)[:, None, None]
+    if residual is not None:
+        y = y + residual.to(wide)
+    return (y.relu() if relu else y).to(input.dtype)
+
+
+def spatial_softmax(input: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """Return the mean (x, y) of each feature map's softmax, from -1 to 1 each way."""
+    logits = input.to(_wide(input.dtype))
+    if temperature is not None:
+        logits = logits / temperature.reshape(()).to(logits.dtype)
+    weights = logits.flatten(2).softmax(-1)
+    height, width = input.shape[2:]
+    y, x = torch.meshgrid(
+        *(torch.linspace(-1, 1, n, dtype=logits.dtype) for n in (height, width)), indexing="ij"
+    )
+    grid = torch.stack([x.flatten(), y.flatten()], -1).to(logits.device)
+    return (weights @ grid).to(input.dtype)
+
+
+def resize_crop_normalize(
+    image: Tensor,
+    size: Sequence[int] | None = None,
+    crop: Sequence[int] | None = None,
+    mean: Tensor | None = None,
+    std: Tensor | None = None,
+    antialias: bool = True,
+    hwc: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Resize as torchvision does, crop, and compute ``(image - mean) / std``."""
+    bytes_ = image.dtype == torch.uint8
+    out = dtype or (torch.float32 if bytes_ else image.dtype)
+    x = image.permute(0, 3, 1, 2) if hwc else image
+    x = x.to(torch.float64 if torch.float64 in (out, image.dtype) else torch.float32)
+    x = x / 255 if bytes_ else x
+    if size is not None:
+        x = F.interpolate(x, tuple(size), mode="bilinear", antialias=antialias)
+    if crop is not None:
+        top, left, height, width = crop
+        x = x[:, :, top : top + height, left : left + width]
+    for values, join in ((mean, torch.sub), (std, torch.div)):
+        x = x if values is None else join(x, values.to(x.dtype)[:, None, None])
+    return x.to(out)
 
 
 def joint_linear(

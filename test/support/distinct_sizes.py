@@ -52,6 +52,12 @@ def _cell(new: _NEW) -> tuple:
     return new(_BATCH, 5), new(9, 8), new(9), new(_BATCH, 3), new(_BATCH, 3)
 
 
+def _image(new: _NEW, groups: int) -> tuple:
+    x, weight = new(_BATCH, _IN, 9, 11), new(_OUT, _IN, 3, 5)
+    ends = new(_OUT), new(_OUT), new(_OUT), new(_BATCH, _OUT, 5, 5)
+    return x, weight, *ends, groups, 1e-5, 2, 1, False
+
+
 def _denoise(new: _NEW, timestep) -> tuple:
     x = new(_BATCH, 3, _IN)
     return x, new(*x.shape), new(4, 5).abs() + 0.5, torch.tensor(timestep), new(*x.shape)
@@ -91,6 +97,13 @@ def calls(new: _NEW) -> dict[str, tuple[str, tuple]]:
         "fused_relu_add": (*_pair(new), 0.5),
         "group_norm_mish": _norm(new),
         "group_norm_mish_backward": _backward("group_norm_mish", _norm(new), new, 5),
+        "conv2d_norm_act": _image(new, 0),
+        "conv2d_norm_act-groups": _image(new, _GROUPS),
+        "spatial_softmax": (new(_BATCH, 3, 4, 5), new(1).abs() + 0.5),
+        "resize_crop_normalize": (
+            *(new(_BATCH, 3, 9, 11), (5, 7), (1, 2, 4, 5)),
+            *(new(3), new(3).abs() + 0.5),
+        ),
         "joint_linear": _linear(new),
         "joint_linear_backward": _backward("joint_linear", _linear(new), new, 4),
         "lltm": _cell(new),

@@ -12,10 +12,12 @@ from dpa.ops import (
     batching,  # noqa: F401  (registers the rules of torch.vmap)
     denoising,
     elementwise,
+    images,
     layers,
 )
 from dpa.ops.denoising import *  # noqa: F403
 from dpa.ops.elementwise import *  # noqa: F403
+from dpa.ops.images import *  # noqa: F403
 from dpa.ops.layers import *  # noqa: F403
 
-__all__ = [*denoising.__all__, *elementwise.__all__, *layers.__all__]
+__all__ = [*denoising.__all__, *elementwise.__all__, *images.__all__, *layers.__all__]

@@ -2,8 +2,8 @@
 
 A rule folds the mapped dimension into one that the op has already: into the samples where every
 example shares the parameters, and into the channels, group by group, where each has its own. Ops
-without such groups (``lltm``, ``residual_block1d``, ``denoise``, ``scheduler_step``) loop where
-each has its own.
+without such groups (``lltm``, ``residual_block1d``, ``denoise``, ``scheduler_step``,
+``spatial_softmax``, ``resize_crop_normalize``) loop where each has its own.
 
 The rules are in Python because functorch's public interface is: its C++ headers are internal, and
 want a JSON library at build time.
@@ -68,6 +68,19 @@ def _conv1d_gnm(n, input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups
     return _group_norm_mish(n, x, num_groups, gn_weight, gn_bias, *rest)
 
 
+def _conv2d_norm_act(n, input, weight, bias, scale, shift, residual, num_groups, *rest):
+    eps, stride, padding, relu = rest
+    as_input = lambda t: None if t is None else t.to(input.dtype)  # noqa: E731
+    x = F.conv2d(input, as_input(weight), as_input(bias), stride, padding, groups=n)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if num_groups and x.numel():
+        x = F.group_norm(x, n * num_groups, eps=eps)
+    for values, join in ((scale, torch.mul), (shift, torch.add)):
+        x = x if values is None else join(x, values.to(x.dtype)[:, None, None])
+    x = x if residual is None else x + residual
+    return (x.relu() if relu else x).to(input.dtype)
+
+
 def _apart(n: int, tensors: Sequence[Tensor | None], at: int = 0) -> Tensor:
     """Tensors side by side in each example, the examples first."""
     parts = [t.unflatten(at, (n, t.shape[at] // n)) for t in tensors if t is not None]
@@ -107,6 +120,9 @@ _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "conv1d_forward": ("scc---", "s-", _conv1d_forward),
     "conv1d_backward": ("ssccc----", "scc", _conv1d_backward),
     "conv1d_gnm": ("scccc--sss", "s", _conv1d_gnm),
+    "conv2d_norm_act": ("sccccs-----", "s", _conv2d_norm_act),
+    "spatial_softmax": ("sc", "s"),
+    "resize_crop_normalize": ("s--cc---", "s"),
     "joint_linear": ("sccs", "s", _joint_linear),
     "joint_linear_backward": ("ssccs-", "sccs", _joint_linear_backward),
     "residual_block1d": (_BLOCK, "s"),

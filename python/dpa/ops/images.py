@@ -1,0 +1,122 @@
+"""Images: what comes before an encoder, a layer of it, and the keypoints at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "conv2d_norm_act",
+    "resize_crop_normalize",
+    "spatial_softmax",
+]
+
+
+def conv2d_norm_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    num_groups: int = 0,
+    eps: float = 1e-5,
+    stride: int = 1,
+    padding: int = 0,
+    relu: bool = True,
+) -> Tensor:
+    """Convolve an image, normalise, add the residual and apply ReLU.
+
+    With ``num_groups``::
+
+        relu(group_norm(conv2d(input, weight, bias), num_groups, scale, shift, eps) + residual)
+
+    and without, for a BatchNorm in evaluation, ``scale`` being ``gamma / sqrt(variance + eps)`` and
+    ``shift`` being ``beta - mean * scale``::
+
+        relu(conv2d(input, weight, bias) * scale + shift + residual)
+
+    Args:
+        input: (B, C_in, H, W), contiguous or channels-last.
+        weight: (C_out, C_in, kh, kw); in the input's dtype, or float32 beside a 16-bit input. On
+            the CPU also in oneDNN's order, beside a float32 input, which spares reordering it.
+        bias: (C_out,) of the convolution, or None; likewise.
+        scale: (C_out,) or None for 1; likewise.
+        shift: (C_out,) or None for 0; likewise.
+        residual: (B, C_out, H_out, W_out) in the dtype of ``input``, or None.
+        num_groups: of the GroupNorm, a positive divisor of C_out; 0 for none.
+        eps: added to the GroupNorm's variance, at least 0.
+        stride: in both directions, at least 1.
+        padding: zeros at each border.
+        relu: whether ReLU comes last.
+
+    Returns:
+        (B, C_out, H_out, W_out) in the dtype of ``input``, channels-last where ``input`` is.
+        Differentiable in every tensor to any order, on strided weights. Under autocast the input
+        and the residual alone are cast.
+
+    Sources: He et al., Deep Residual Learning for Image Recognition (2015); Wu and He, Group
+    Normalization (2018).
+
+    """
+    return torch.ops.dpa.conv2d_norm_act(
+        input, weight, bias, scale, shift, residual, num_groups, eps, stride, padding, relu
+    )
+
+
+def spatial_softmax(input: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """Find the keypoint of each feature map: the mean place under a softmax over its pixels.
+
+    ``sum over pixels of softmax(input / temperature) * (x, y)``, where x goes from -1 in the first
+    column to 1 in the last, and y from the first row to the last; one row or column is at -1.
+
+    Args:
+        input: (B, K, H, W), of at least one pixel.
+        temperature: one element, in the input's dtype or float32 beside a 16-bit input; None for 1.
+
+    Returns:
+        (B, K, 2), x before y, in the dtype of ``input``. Differentiable in both tensors to any
+        order. Under autocast it runs in float32.
+
+    Source: Finn et al., Deep Spatial Autoencoders for Visuomotor Learning (2015), as robomimic and
+    LeRobot have it.
+
+    """
+    return torch.ops.dpa.spatial_softmax(input, temperature)
+
+
+def resize_crop_normalize(
+    image: Tensor,
+    size: Sequence[int] | None = None,
+    crop: Sequence[int] | None = None,
+    mean: Tensor | None = None,
+    std: Tensor | None = None,
+    antialias: bool = True,
+    hwc: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Turn camera images into an encoder's input, in one pass.
+
+    uint8 images are divided by 255 first. Then they are resized bilinearly, as
+    ``torchvision.transforms.Resize`` resizes floating tensors, cropped, and normalised:
+    ``(image - mean) / std``.
+
+    Args:
+        image: (B, C, H, W), or (B, H, W, C) where ``hwc``; uint8 or floating.
+        size: (height, width) to resize to, or None.
+        crop: (top, left, height, width) in the resized image, or None.
+        mean: (C,), of any floating dtype, or None for 0.
+        std: (C,), likewise, or None for 1.
+        antialias: whether a smaller image is smoothed, as torchvision does by default.
+        hwc: whether the channels come last in the shape of ``image``.
+        dtype: of the result; None is the image's, and float32 for uint8.
+
+    Returns:
+        (B, C, height, width), channels-last in memory. Differentiable in ``image``, where that is
+        floating, ``mean`` and ``std``. Arithmetic is float32, or float64 where an image or the
+        result is.
+
+    """
+    return torch.ops.dpa.resize_crop_normalize(image, size, crop, mean, std, antialias, hwc, dtype)
