@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpa.acceleration.encoder_forward import FastEncoder
 from dpa.acceleration.example import call_on, why_no_example
 from dpa.acceleration.loops import Loop, check_loops
 from dpa.acceleration.policy_loop import FastLoop
@@ -33,6 +34,7 @@ from dpa.acceleration.survey import (
 from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WholeCall
 from dpa.nn.family import Network
+from dpa.nn.image_encoder import Encoder
 from dpa.tracking.replacing import BESIDE, Replacement, put_back, replace_method, replaced
 from dpa.tracking.weights import MODES
 from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
@@ -52,6 +54,7 @@ def accelerate(
     example: Any = None,
     loop: Loop | Sequence[Loop] | None = None,
     training_dtype: torch.dtype | None = None,
+    encoders: bool = True,
 ) -> Any:
     """Accelerate every conditional U-Net and denoising loop inside ``model``, in place.
 
@@ -96,6 +99,8 @@ def accelerate(
             under autocast, and give float32. Parameters, gradients and the optimizer's state stay
             float32; calls in evaluation, without gradients or under an autocast of the trainer's
             are as without it. None leaves the precision to the trainer.
+        encoders: whether known image encoders run on packed weights too: on the CPU, in evaluation
+            and without gradients. :func:`explain` says why another one does not.
 
     Returns:
         ``model``.
@@ -121,7 +126,7 @@ def accelerate(
     restore(model)
     try:
         options = Options(dtype, mode, tolerance, fallback, weights, training_dtype)
-        _replace(model, options, graphs, loops)
+        _replace(model, options, graphs, loops, encoders)
         if example is not None:
             call_on(model, example)
     except BaseException:
@@ -153,7 +158,11 @@ def check_options(
 
 
 def _replace(
-    model: Any, options: Options, graphs: bool, loops: tuple[Loop, ...] | None = None
+    model: Any,
+    options: Options,
+    graphs: bool,
+    loops: tuple[Loop, ...] | None = None,
+    encoders: bool = True,
 ) -> None:
     """Accelerate a model that is not, or raise TypeError."""
     if is_scheduler(model):
@@ -163,7 +172,8 @@ def _replace(
         return
     survey = Survey(model, loops)
     report = survey.report()
-    left = tuple(finding for finding in report.findings if not finding.can)
+    found = [finding for finding in report.findings if finding.part != "encoder"]
+    left = tuple(finding for finding in found if not finding.can)
     if not any(finding.can for finding in report.findings):
         raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {report}")
     if left and not options.fallback:
@@ -173,6 +183,9 @@ def _replace(
             replace_method(module, "forward", FastForward(module, options, network))
             if graphs:
                 graph_calls(module)
+    for module, encoder in survey.encoders.items() if encoders else ():
+        if isinstance(encoder, Encoder):
+            replace_method(module, "forward", FastEncoder(module, options))
     for finding in left:
         warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=3)
     for place in survey.loops if options.mode != "step" else []:
@@ -198,7 +211,8 @@ def restore(model: Any) -> Any:
     if is_scheduler(model) and isinstance(replaced(model, "step"), FastStep):
         put_back(model, "step")
     for _, owner in owners_of(model):
-        if isinstance(owner, nn.Module) and isinstance(replaced_forward(owner), FastForward):
+        forward = replaced_forward(owner) if isinstance(owner, nn.Module) else None
+        if isinstance(forward, FastForward | FastEncoder):
             put_back(ungraph_calls(owner), "forward")
         for name in (*replacements(owner), *real_time_of(owner)):
             put_back(owner, name)
@@ -206,10 +220,10 @@ def restore(model: Any) -> Any:
 
 
 def repack(model: Any) -> Any:
-    """Pack the weights of every accelerated U-Net anew, and return ``model``."""
+    """Pack the weights of every accelerated U-Net and encoder anew, and return ``model``."""
     for _, module in modules_of(model):
         forward = replaced_forward(module)
-        if isinstance(forward, FastForward):
+        if isinstance(forward, FastForward | FastEncoder):
             forward.repack()
     for _, owner in owners_of(model):
         for replacement in replacements(owner).values():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from dpa.acceleration.encoder_forward import FastEncoder
 from dpa.acceleration.known_loops import KNOWN
 from dpa.acceleration.loops import Loop
 from dpa.acceleration.policy_loop import FastLoop
@@ -16,8 +17,11 @@ from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
 from dpa.library import html
+from dpa.nn import image_encoder
 from dpa.nn.family import Network, NotInFamily, recognise, resembles
+from dpa.nn.image_encoder import Encoder, NotAnEncoder
 from dpa.packed.config import config_of, runs_packed
+from dpa.packed.encoder import why_not
 from dpa.sampling.sampler import is_of_family
 from dpa.tracking import Place, find
 from dpa.tracking.replacing import BESIDE, replaced
@@ -30,7 +34,8 @@ class Finding:
 
     Attributes:
         path: where it was found, as attributes from the model.
-        part: "U-Net", "loop", "call" (from observations to actions) or "scheduler".
+        part: "U-Net", "encoder" (of images), "loop", "call" (from observations to actions) or
+            "scheduler".
         name: its class.
         can: whether it can be accelerated.
         active: whether it is accelerated now.
@@ -113,6 +118,7 @@ class Survey:
     Attributes:
         modules: (path, module), once each.
         networks: of each module that means to be a U-Net, what it was recognised as, or why not.
+        encoders: of each module on the CPU that means to be an image encoder, likewise.
         loops: in the order in which their owners lie in the model.
 
     """
@@ -124,6 +130,7 @@ class Survey:
         for _, module in self.modules:
             if resembles(module):
                 self.networks[module] = _recognised(module)
+        self.encoders = dict(_encoders(module for _, module in self.modules))
         owners = [] if is_scheduler(model) else list(owners_of(model))
         places = [place for path, owner in owners for place in _loops_of(path, owner)]
         # A part of a policy may have a loop that its owner's is known by.
@@ -147,6 +154,8 @@ class Survey:
         for path, owner in owners_of(self.model):
             if isinstance(owner, nn.Module) and owner in self.networks:
                 findings.append(self._unet_finding(path, owner))
+            if isinstance(owner, nn.Module) and owner in self.encoders:
+                findings.append(self._encoder_finding(path, owner))
             mine = [place for place in places if place.owner is owner]
             findings.extend(self._loop_finding(place) for place in mine)
             if mine and isinstance(owner, nn.Module):
@@ -169,6 +178,15 @@ class Survey:
             return _how(module, forward.network, forward.options.mode)
 
         return _finding(path, "U-Net", module, forward, why, how)
+
+    def _encoder_finding(self, path: str, module: nn.Module) -> Finding:
+        forward, found = replaced_forward(module), self.encoders[module]
+        why = None if isinstance(found, Encoder) else found
+        fast = forward if isinstance(forward, FastEncoder) else None
+        if fast is not None:
+            why = fast.fallback_reason() or fast.shadow.failed
+        how = "convolutions with what follows them, on packed weights"
+        return _finding(path, "encoder", module, fast, why, lambda: how)
 
     def _loop_finding(self, place: Found) -> Finding:
         owner, loop = place.owner, place.loop
@@ -317,6 +335,32 @@ def _recognised(module: nn.Module) -> Network | str:
     if network.unconditioned and network.local_cond_dim is not None:
         return "blocks without conditioning are not supported beside local conditioning"
     return network
+
+
+def _encoders(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Encoder | str]]:
+    """Yield image encoders that dpa runs where they lie, or why it does not; none inside others."""
+    inside: set[int] = set()
+    for module in modules:
+        first = next(module.parameters(), None) if image_encoder.resembles(module) else None
+        if first is None or id(module) in inside:
+            continue
+        forward = replaced_forward(module)
+        if first.device.type != "cpu" and not isinstance(forward, FastEncoder):
+            continue
+        inside.update(map(id, module.modules()))
+        if isinstance(forward, FastEncoder):
+            yield module, forward.prepare() or str(forward.refused)
+        elif forward is not None:
+            yield module, "its forward was replaced on the object"
+        else:
+            yield module, _encoder(module, first)
+
+
+def _encoder(module: nn.Module, first: nn.Parameter) -> Encoder | str:
+    try:
+        return why_not(first.dtype, first.device) or image_encoder.recognise(module)
+    except NotAnEncoder as error:
+        return str(error)
 
 
 def _how(module: nn.Module, network: Network, mode: str) -> str:

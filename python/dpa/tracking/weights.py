@@ -29,7 +29,7 @@ def stamp_of(tensors: list[Tensor]) -> Stamp:
 
 
 class WeightTracker:
-    """Parameters by where they are held, and what they were at the last :meth:`remember`.
+    """Parameters, or buffers, by where they are held, and as of the last :meth:`remember`.
 
     A write is noticed by three signs. A parameter that is another tensor lies elsewhere. A write in
     place counts in its version. A write through ``parameter.data`` shows in the values alone:
@@ -38,7 +38,7 @@ class WeightTracker:
     a few elements inside. ``checked`` compares a checksum of every element besides.
 
     Args:
-        slots: (module, name of the parameter in it).
+        slots: (module, name of the parameter or buffer in it).
         mode: "tracked"; "checked"; or "frozen", which compares nothing, as long as the parameters
             stay where they are.
 
@@ -52,7 +52,10 @@ class WeightTracker:
         if mode not in MODES:
             raise ValueError(f"weights must be one of {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
-        self._homes = [module._parameters for module, _ in slots]
+        self._homes = [
+            module._parameters if name in module._parameters else module._buffers
+            for module, name in slots
+        ]
         self._names = [name for _, name in slots]
         self._stamp: Stamp | None = None
         self._elements: list[Tensor] = []

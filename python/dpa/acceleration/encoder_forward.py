@@ -1,0 +1,137 @@
+"""What :func:`dpa.accelerate` puts in the place of an image encoder's forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
+from dpa.nn.image_encoder import Encoder, NotAnEncoder, recognise
+from dpa.packed.agreement import STEP_LIMITS, limit
+from dpa.packed.encoder import PackedEncoder, why_not
+from dpa.tracking import is_observed, stamp_of
+from dpa.tracking.replacing import Replacement, class_of
+
+
+class FastEncoder(Replacement):
+    """Replaces the forward of one image encoder: equal features, by dpa's ops on packed weights.
+
+    In evaluation, without gradients, on the CPU; everywhere else the encoder's own forward runs.
+    The first call of each kind runs both and returns the original's result.
+
+    Attributes:
+        network: what the encoder was recognised as; None where dpa knows none like it any more.
+        shadow: what comparisons with the original found.
+        refused: why it is none, or None.
+
+    """
+
+    OWNER, KEPT = "encoder", ("encoder", "options")
+    encoder: nn.Module
+    options: Options
+
+    def forget(self) -> None:
+        """Read the encoder again, at the first call: it may be half restored now."""
+        self._class = class_of(self.encoder)
+        name = f"the accelerated {type(self.encoder).__name__}"
+        self.shadow = ShadowRun(name, self.options.fallback, self.basis)
+        self._reset()
+
+    def basis(self) -> Any:
+        """Return what a write of weights changes."""
+        slots = [] if self.network is None else self.network.slots()
+        return stamp_of([getattr(module, name) for module, name in slots])
+
+    def _reset(self) -> None:
+        self.network: Encoder | None = None
+        self.refused: str | None = None
+        self.repack()
+
+    def repack(self) -> None:
+        """Drop what was packed and compared: weights were written in a way that is not tracked."""
+        self.shadow.forget()
+        self._packed: PackedEncoder | None = None
+
+    def prepare(self) -> Encoder | None:
+        """Return the encoder as it is now; None where dpa knows none like it any more."""
+        if self.network is not None and self.network.changed():
+            self._reset()
+        if self.network is None and self.refused is None:
+            try:
+                self.network = recognise(self.encoder)
+            except NotAnEncoder as error:
+                self.refused = f"has changed: {error}"
+                say_fallback(type(self.encoder).__name__, self.refused, self.options.fallback)
+        return self.network
+
+    def fallback_reason(self) -> str | None:
+        """Return why the original runs now, whatever it is called with; None where dpa's may."""
+        if is_observed():
+            return "torch.func transforms it, or torch.jit.trace records it"
+        network = self.prepare()
+        if network is None:
+            return self.refused
+        if network.hooked():  # whoever watches the layers would see nothing of a fused run
+            return "its layers have hooks"
+        if self.encoder.training:
+            return "it is in training mode"
+        weight = network.first.weight
+        return why_not(weight.dtype, weight.device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode images, with the arguments of the forward that this one replaces."""
+        if torch.compiler.is_compiling():
+            return self._class.forward(self.encoder, *args, **kwargs)
+        if kwargs or len(args) != 1 or type(args[0]) is not Tensor or not self._may_run():
+            return self.original(*args, **kwargs)
+        (images,) = args
+        weight = self.network.first.weight
+        self._check(images, weight)
+        made_for = getattr(self.encoder, "input_shape", images.shape[1:])
+        if images.device != weight.device or tuple(images.shape[1:]) != tuple(made_for):
+            return self.original(images)  # which says what is wrong
+        kind = weight.dtype, tuple(images.shape[1:])
+        passed = self.shadow.passed(kind)
+        if passed:
+            return self._run(images)
+        if passed is False:
+            return self.original(images)
+        allowed = self.options.tolerance or limit(STEP_LIMITS, (weight.dtype,), weight.device)
+        return self.shadow.run_both(
+            kind, allowed, lambda _: self.original(images), lambda _: self._run(images)
+        )
+
+    def _may_run(self) -> bool:
+        recorded = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
+        return not recorded and not torch.is_autocast_enabled("cpu") and not self.fallback_reason()
+
+    def _run(self, images: Tensor) -> Tensor:
+        if self._packed is None:
+            self._packed = PackedEncoder(self.network, self.options.weights)
+        return self._packed.run(images)
+
+    def _check(self, images: Tensor, weight: Tensor) -> None:
+        """Raise for what the encoder's own layers refuse as well, in words about images."""
+        name, channels = class_of(self.encoder).__name__, weight.shape[1]
+        shape = tuple(images.shape)
+        if images.dtype == torch.uint8:
+            raise RuntimeError(
+                f"dpa: images for {name} must be {weight.dtype}, as its weights, in the range that "
+                f"it was trained on, got uint8: convert them and divide by 255"
+            )
+        if images.dtype != weight.dtype:
+            raise RuntimeError(
+                f"dpa: images for {name} must be {weight.dtype}, as its weights, got {images.dtype}"
+            )
+        if images.dim() == 4 and shape[1] != channels:
+            order = shape[3] == channels
+            hint = ": channels come last in it, so permute(0, 3, 1, 2) first" if order else ""
+            raise RuntimeError(
+                f"dpa: images for {name} must have shape (B, {channels}, H, W), got {shape}{hint}"
+            )
+        if images.dim() != 4:
+            raise RuntimeError(
+                f"dpa: images for {name} must have 4 dimensions (B, {channels}, H, W), got {shape}"
+            )

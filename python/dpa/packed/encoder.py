@@ -1,0 +1,131 @@
+"""An image encoder on packed weights, on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpa import ops
+from dpa.nn.image_encoder import Convolution, Encoder, Keypoints, Preparation, Residual, folded
+from dpa.tracking import WeightTracker
+
+
+class PackedEncoder:
+    """Runs an encoder's layers by dpa's ops, channels-last, on weights that are kept packed.
+
+    A BatchNorm is folded into the convolution before it; float32 weights lie in oneDNN's order. The
+    weights are packed at the first call, and again when a parameter or a statistic was replaced or
+    written (:class:`dpa.tracking.WeightTracker`). No gradient flows through any of it.
+
+    Args:
+        encoder: what :func:`dpa.nn.image_encoder.recognise` returned.
+        weights: how changes are noticed, as :func:`dpa.accelerate` says.
+
+    """
+
+    def __init__(self, encoder: Encoder, weights: str = "tracked"):
+        self.encoder = encoder
+        self._lock = threading.Lock()
+        self._packed: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+        self._tracker = WeightTracker(encoder.slots(), weights)
+
+    def _follow(self) -> dict[int, tuple[Tensor, dict[str, Any]]]:
+        """Return the weights by convolution; a call keeps those that it began with."""
+        with self._lock:
+            if self._tracker.changed() or self._tracker.values_changed():
+                self._tracker.remember()  # first: a write while this packs counts as a later one
+                self._packed = {}
+            return self._packed
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _pack(self, layer: Convolution, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        weight, rest = folded(layer)
+        conv = layer.conv
+        rest |= {"stride": conv.stride[0], "padding": conv.padding[0]}
+        if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            reorder = torch.ops.mkldnn._reorder_convolution_weight
+            weight = reorder(weight, conv.padding, conv.stride, (1, 1), 1, list(x.shape))
+        return weight, rest
+
+    def run(self, images: Tensor) -> Tensor:
+        """Return the encoder's output.
+
+        Raises:
+            RuntimeError: the feature maps are not of the size that the keypoints are made for.
+
+        """
+        packed, x = self._follow(), images
+        for layer in self.encoder.layers:
+            if isinstance(layer, Preparation):
+                x = _prepared(layer, x)
+            elif isinstance(layer, Convolution):
+                x = self._convolve(packed, layer, x)
+            elif isinstance(layer, Residual):
+                x = self._residual(packed, layer, x)
+            elif isinstance(layer, Keypoints):
+                x = self._keypoints(packed, layer, x)
+            else:
+                x = layer(x)
+        return x
+
+    def _convolve(
+        self,
+        packed: dict[int, tuple[Tensor, dict[str, Any]]],
+        layer: Convolution,
+        x: Tensor,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        held = packed.get(id(layer))
+        if held is None:
+            held = packed[id(layer)] = self._pack(layer, x)
+        weight, rest = held
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            x = x.contiguous(memory_format=torch.channels_last)
+        return ops.conv2d_norm_act(x, weight, residual=residual, relu=layer.relu, **rest)
+
+    def _residual(self, packed: Any, block: Residual, x: Tensor) -> Tensor:
+        shortcut = x if block.shortcut is None else self._convolve(packed, block.shortcut, x)
+        for layer in block.layers[:-1]:
+            x = self._convolve(packed, layer, x)
+        return self._convolve(packed, block.layers[-1], x, shortcut)
+
+    def _keypoints(self, packed: Any, layer: Keypoints, x: Tensor) -> Tensor:
+        pool = layer.pool
+        expected = pool._in_h, pool._in_w
+        if x.shape[2:] != expected:
+            raise RuntimeError(
+                f"dpa: images must have the size that the encoder was made for: its feature maps "
+                f"are {tuple(x.shape[2:])}, and its keypoints want {expected}"
+            )
+        if layer.conv is not None:
+            x = self._convolve(packed, layer.conv, x)
+        keypoints = ops.spatial_softmax(x, getattr(pool, "temperature", None))
+        if "kps" in vars(pool):  # robomimic's keeps them, to be drawn
+            pool.kps = keypoints.detach()
+        return keypoints
+
+
+def _prepared(layer: Preparation, x: Tensor) -> Tensor:
+    """Resize and crop in one pass; a crop that is larger than the image pads, as it is."""
+    size = None if layer.resize is None else tuple(layer.resize.size)
+    height, width = size or x.shape[2:]
+    if layer.crop is None:
+        return ops.resize_crop_normalize(x, size)
+    h, w = layer.crop.size
+    if h > height or w > width:
+        return layer.crop(x if layer.resize is None else layer.resize(x))
+    crop = round((height - h) / 2.0), round((width - w) / 2.0), h, w
+    return ops.resize_crop_normalize(x, size, crop)
+
+
+def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why an encoder with such weights runs as it is, or None."""
+    if device.type != "cpu":
+        return f"on {device.type} it runs as it is; a whole call's graph holds it"
+    if dtype not in (torch.float32, torch.float64):
+        return f"its weights are {dtype}, and packed ones float32 or float64"
+    return None
