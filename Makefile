@@ -7,8 +7,11 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 TORCH ?= 2.15.0
-# The torches that `make wheels` makes ops for.
+# What `make wheels` makes: ops for these torches, machine code for these GPUs (PTX serves the others), and where nvcc of CUDA 12 is.
 TORCHES ?= $(shell sed -n 's/^torch==//p' requirements/torches.txt)
+WHEEL_ARCHS ?= 75;80;86;89;90a;100f;120f
+ARM_ARCHS ?= 87;90a;110f
+CUDA12 ?= $(lastword $(sort $(wildcard /usr/local/cuda-12*/bin/nvcc)))
 SUITE ?=
 FUZZ_CASES ?= 10000
 
@@ -27,7 +30,7 @@ PYTEST := $(if $(filter-out 1,$(JOBS)),OMP_WAIT_POLICY=passive) $(BIN)/python -m
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 .PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-wheels test-torch test-threads bench lint \
-  docs wheel wheels sdist clean
+  docs wheel wheels wheel-cpu wheel-cuda wheel-cuda12 wheel-aarch64 torches sdist clean
 
 build: $(BUILD_SETUP)
 	@$(PIP) uninstall --yes dpa 2>/dev/null # what is installed under the import's name would hide the package
@@ -113,34 +116,51 @@ docs: $(SETUP)
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "the site is in site/: open site/index.html"
 
-# A wheel: the kernels once, and ops for each torch in these folders; into this folder. The tag promises the oldest glibc that the
-# libraries run on; torch comes with the torch package.
-define make_wheel
-@$(PIP) install -r requirements/wheel.txt
-@rm -rf build/wheel $(2)/*.whl
-$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel . \
-  --config-settings=build-dir=build/wheel-$(3) \
-  --config-settings='cmake.define.DPA_TORCHES=$(1)' \
-  --config-settings=cmake.define.DPA_CUDA=$(3) \
-  --config-settings='cmake.define.DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
-@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(2) --exclude 'libtorch*' --exclude 'libc10*' \
-  --exclude 'libdpa_kernels.so' --exclude 'libcudart.so*' --exclude 'libgomp.so*' build/wheel/*.whl
-@ls -sh $(2)/*.whl
-endef
+# Wheels: of the checkout's own torch; or for every torch in requirements/torches.txt (a GB of each, in build/), with CUDA, for the
+# CPU alone, with CUDA 12 where its nvcc is, and for 64-bit ARM where the cross compiler is.
+$(BIN)/auditwheel: requirements/wheel.txt | $(SETUP)
+	@$(PIP) install -r requirements/wheel.txt
+	@touch $@
+
 own_torch = $(shell $(BIN)/python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
-semicolon := ;
-empty :=
-torch_folders = $(subst $(empty) ,$(semicolon),$(foreach torch,$(TORCHES),$(CURDIR)/build/torches/$(torch)/torch))
+torch_folders = $(foreach torch,$(TORCHES),$(CURDIR)/$(1)/$(torch)/torch)
+fetch_torches = for torch in $(TORCHES); do $(BIN)/python cmake/fetch.py torch==$$torch $(1)/$$torch $(2) || exit 1; done
+make_wheel = sh cmake/wheel.sh $(BIN) $(1) '$(2)'
+ARM_CUDART := build/torches-aarch64/cudart
 
-wheel: $(SETUP)
-	$(call make_wheel,$(own_torch),dist,$(CUDA))
+wheel: $(BIN)/auditwheel
+	@$(call make_wheel,dist,$(own_torch)) DPA_CUDA=$(CUDA) 'DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
 
-# For every torch in requirements/torches.txt, a GB of each in build/torches: one with CUDA, for any torch, and a smaller one for the
-# CPU alone.
-wheels: $(SETUP)
-	@for torch in $(TORCHES); do $(BIN)/python cmake/fetch_torch.py $$torch build/torches/$$torch; done
-	$(call make_wheel,$(torch_folders),dist/cpu,off)
-	$(if $(filter off,$(CUDA)),,$(call make_wheel,$(torch_folders),dist,on))
+wheels: wheel-cpu $(if $(filter off,$(CUDA)),,wheel-cuda wheel-cuda12) wheel-aarch64
+
+torches: $(SETUP)
+	@$(call fetch_torches,build/torches)
+
+wheel-cpu: torches $(BIN)/auditwheel
+	@$(call make_wheel,dist/cpu,$(call torch_folders,build/torches)) DPA_CUDA=off
+
+wheel-cuda: torches $(BIN)/auditwheel
+	@$(call make_wheel,dist,$(call torch_folders,build/torches)) DPA_CUDA=on 'DPA_CUDA_ARCHS=$(WHEEL_ARCHS)'
+
+wheel-cuda12: torches $(BIN)/auditwheel
+ifeq ($(CUDA12),)
+	@echo "no wheel for CUDA 12: its nvcc is not on PyPI; CUDA12=/usr/local/cuda-12.9/bin/nvcc says where it is"
+else
+	@export CUDACXX=$(CUDA12); $(call make_wheel,dist/cuda12,$(call torch_folders,build/torches)) DPA_CUDA=on \
+	  'DPA_CUDA_ARCHS=$(WHEEL_ARCHS)'
+endif
+
+wheel-aarch64: $(BIN)/auditwheel
+ifeq ($(shell command -v aarch64-linux-gnu-g++),)
+	@echo "no wheel for 64-bit ARM: no cross compiler (Debian: apt-get install g++-aarch64-linux-gnu)"
+else
+	@$(call fetch_torches,build/torches-aarch64,aarch64)
+	@$(BIN)/python cmake/fetch.py nvidia-cuda-runtime==13.0.96 $(ARM_CUDART) aarch64
+	@export _PYTHON_HOST_PLATFORM=linux-aarch64; \
+	  $(call make_wheel,dist/aarch64,$(call torch_folders,build/torches-aarch64)) DPA_CUDA=$(CUDA) \
+	  'CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64.cmake' 'DPA_CUDA_ARCHS=$(ARM_ARCHS)' \
+	  'DPA_CUDART_STATIC=$(CURDIR)/$(ARM_CUDART)/nvidia/cu13/lib/libcudart_static.a'
+endif
 
 sdist: $(SETUP)
 	@rm -f dist/*.tar.gz

@@ -9,7 +9,7 @@ PATH=$bin:$PATH
 export PATH
 
 mkdir -p "$folder"
-"$python" cmake/fetch_torch.py "$version" "build/torches/$version"
+"$python" cmake/fetch.py "torch==$version" "build/torches/$version"
 PYTHONPATH=$PWD/build/torches/$version cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release \
   -DPython_EXECUTABLE="$bin/python" -DDPA_CUDA=off >"$folder.log" 2>&1 || { cat "$folder.log"; exit 1; }
 cmake --build "$folder" >"$folder.log" 2>&1 || { cat "$folder.log"; exit 1; }
