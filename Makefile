@@ -11,6 +11,7 @@ TORCH ?= 2.15.0
 TORCHES ?= $(shell sed -n 's/^torch==//p' requirements/torches.txt)
 WHEEL_ARCHS ?= 75;80;86;89;90a;100f;120f
 ARM_ARCHS ?= 87;90a;110f
+CASE ?=
 CUDA12 ?= $(lastword $(sort $(wildcard /usr/local/cuda-12*/bin/nvcc)))
 SUITE ?=
 FUZZ_CASES ?= 10000
@@ -117,7 +118,8 @@ docs: $(SETUP)
 	@echo "the site is in site/: open site/index.html"
 
 # Wheels: of the checkout's own torch; or for every torch in requirements/torches.txt (a GB of each, in build/), with CUDA, for the
-# CPU alone, with CUDA 12 where its nvcc is, and for 64-bit ARM where the cross compiler is.
+# CPU alone, with CUDA 12 where its nvcc is, and for 64-bit ARM where the cross compiler is. Each has a folder of its own, because
+# pip takes the highest of one folder's versions, and 0.1.0+cpu is higher than 0.1.0.
 $(BIN)/auditwheel: requirements/wheel.txt | $(SETUP)
 	@$(PIP) install -r requirements/wheel.txt
 	@touch $@
@@ -125,11 +127,11 @@ $(BIN)/auditwheel: requirements/wheel.txt | $(SETUP)
 own_torch = $(shell $(BIN)/python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
 torch_folders = $(foreach torch,$(TORCHES),$(CURDIR)/$(1)/$(torch)/torch)
 fetch_torches = for torch in $(TORCHES); do $(BIN)/python cmake/fetch.py torch==$$torch $(1)/$$torch $(2) || exit 1; done
-make_wheel = sh cmake/wheel.sh $(BIN) $(1) '$(2)'
+make_wheel = sh cmake/wheel.sh $(BIN) $(1) '$(2)' '$(3)'
 ARM_CUDART := build/torches-aarch64/cudart
 
 wheel: $(BIN)/auditwheel
-	@$(call make_wheel,dist,$(own_torch)) DPA_CUDA=$(CUDA) 'DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
+	@$(call make_wheel,dist,,$(own_torch)) DPA_CUDA=$(CUDA) 'DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
 
 wheels: wheel-cpu $(if $(filter off,$(CUDA)),,wheel-cuda wheel-cuda12) wheel-aarch64
 
@@ -137,16 +139,16 @@ torches: $(SETUP)
 	@$(call fetch_torches,build/torches)
 
 wheel-cpu: torches $(BIN)/auditwheel
-	@$(call make_wheel,dist/cpu,$(call torch_folders,build/torches)) DPA_CUDA=off
+	@$(call make_wheel,dist/cpu,cpu,$(call torch_folders,build/torches)) DPA_CUDA=off
 
 wheel-cuda: torches $(BIN)/auditwheel
-	@$(call make_wheel,dist,$(call torch_folders,build/torches)) DPA_CUDA=on 'DPA_CUDA_ARCHS=$(WHEEL_ARCHS)'
+	@$(call make_wheel,dist,,$(call torch_folders,build/torches)) DPA_CUDA=on 'DPA_CUDA_ARCHS=$(WHEEL_ARCHS)'
 
 wheel-cuda12: torches $(BIN)/auditwheel
 ifeq ($(CUDA12),)
 	@echo "no wheel for CUDA 12: its nvcc is not on PyPI; CUDA12=/usr/local/cuda-12.9/bin/nvcc says where it is"
 else
-	@export CUDACXX=$(CUDA12); $(call make_wheel,dist/cuda12,$(call torch_folders,build/torches)) DPA_CUDA=on \
+	@export CUDACXX=$(CUDA12); $(call make_wheel,dist/cu12,cu12,$(call torch_folders,build/torches)) DPA_CUDA=on \
 	  'DPA_CUDA_ARCHS=$(WHEEL_ARCHS)'
 endif
 
@@ -157,7 +159,7 @@ else
 	@$(call fetch_torches,build/torches-aarch64,aarch64)
 	@$(BIN)/python cmake/fetch.py nvidia-cuda-runtime==13.0.96 $(ARM_CUDART) aarch64
 	@export _PYTHON_HOST_PLATFORM=linux-aarch64; \
-	  $(call make_wheel,dist/aarch64,$(call torch_folders,build/torches-aarch64)) DPA_CUDA=$(CUDA) \
+	  $(call make_wheel,dist/aarch64,,$(call torch_folders,build/torches-aarch64)) DPA_CUDA=$(CUDA) \
 	  'CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64.cmake' 'DPA_CUDA_ARCHS=$(ARM_ARCHS)' \
 	  'DPA_CUDART_STATIC=$(CURDIR)/$(ARM_CUDART)/nvidia/cu13/lib/libcudart_static.a'
 endif
@@ -172,10 +174,10 @@ test-wheel: $(SETUP) build wheel sdist
 	@! git ls-files | grep -vxFf build/in-sdist
 	@sh test/scripts/wheel.sh $(BIN)/python dist/*.whl
 
-# Each wheel of `make wheels` in environments of their own, with torch 2.9 and 2.15 and LeRobot 0.4 and 0.6, 3 to 8 GB each, which
-# are made one after another and removed.
+# The wheels for this machine in new environments with torch 2.9, LeRobot 0.4, LeRobot 0.6 and torch 2.15, 3 to 8 GB each, which
+# are made one after another and removed. CASE="3.11 torch==2.10.*" names another.
 test-wheels: $(SETUP)
-	@sh test/scripts/wheels.sh dist/*.whl
+	@sh test/scripts/wheels.sh "$(wildcard dist/*.whl dist/cpu/*.whl)" $(if $(CASE),"$(CASE)")
 
 # Host code against another torch: it compiles and links. SUITE=1 runs every test on it too, on the CPU.
 test-torch: $(SETUP)

@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,24 @@ def test_the_library_runs_on_every_gpu_from_8_0():
     assert len(found) == len(SOURCES)
     assert all((PTX, 80) in entries for entries in found), found
     assert all(any(kind == CODE for kind, _ in entries) for entries in found)
+
+
+def test_a_wheel_gets_a_local_version_everywhere_it_says_its_version(tmp_path):
+    wheel = tmp_path / "torch_dpa-0.1.0-py3-none-any.whl"
+    info = "torch_dpa-0.1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.4\nName: torch-dpa\nVersion: 0.1.0\n"
+        )
+        file.writestr("dpa/__init__.py", '__version__ = "0.1.0"\n')
+        file.writestr(f"{info}/RECORD", f"{info}/METADATA,,\ndpa/__init__.py,,\n{info}/RECORD,,\n")
+    script = ROOT / "cmake" / "local_version.py"
+    subprocess.run([sys.executable, script, wheel, "cpu"], check=True)
+    (made,) = tmp_path.iterdir()
+    new = "torch_dpa-0.1.0+cpu"
+    assert made.name == f"{new}-py3-none-any.whl"
+    with zipfile.ZipFile(made) as file:
+        assert "\nVersion: 0.1.0+cpu\n" in file.read(f"{new}.dist-info/METADATA").decode()
+        listed = file.read(f"{new}.dist-info/RECORD").decode().split(",,\n")[:-1]
+        assert sorted(listed) == sorted(file.namelist())
+        assert file.read("dpa/__init__.py") == b'__version__ = "0.1.0"\n'

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Installs a wheel beside other packages into new environments, one after another, and runs what a user runs first:
-# wheels.sh WHEEL [CASE...]. A case is a Python version and what to install; an environment takes 3 to 8 GB while it is there.
+# Installs wheels, one after another, beside other packages into new environments, and runs what a user runs first:
+# wheels.sh "WHEEL..." [CASE...]. A case is a Python version and what to install; an environment takes 3 to 8 GB while it is there.
 set -eu
-wheel=$(realpath "$1")
+wheels=$(realpath $1)
 here=$(dirname "$(realpath "$0")")
 shift
 [ $# -gt 0 ] || set -- "3.11 torch==2.9.*" "3.11 lerobot==0.4.4" "3.12 lerobot[diffusion]==0.6.1" "3.11 torch==2.15.*"
@@ -11,7 +11,8 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 
 for each in "$@"; do
-  python=$(command -v "python${each%% *}") || { echo "skipped, no python${each%% *}: ${each#* }"; continue; }
+  python=python${each%% *}
+  "$python" --version >/dev/null 2>&1 || { echo "skipped, no $python: ${each#* }"; continue; }
   package=${each#* }
   rm -rf venv
   "$python" -m venv venv
@@ -19,14 +20,17 @@ for each in "$@"; do
   $pip install -q --no-compile --no-cache-dir "$package" diffusers
   $pip check >before || true
   before=$($pip list --format=freeze)
-  $pip install -q --no-compile "$wheel"
-  $pip check >after || true
-  diff before after
-  # The wheel changes no version of what was there.
-  $pip list --format=freeze >list
-  echo "$before" | grep -v '^pip=' | grep -vxFf list && { echo "the wheel replaced these"; exit 1; }
-  PATH=$folder/venv/bin:$PATH env -u DPA_LIBRARY -u PYTHONPATH venv/bin/dpa doctor --json >doctor.json ||
-    { cat doctor.json; exit 1; }
-  env -u DPA_LIBRARY -u PYTHONPATH venv/bin/python "$here/first_use.py" doctor.json
-  echo "works: $package"
+  for wheel in $wheels; do
+    $pip install -q --no-compile "$wheel"
+    $pip check >after || true
+    diff before after
+    # The wheel changes no version of what was there.
+    $pip list --format=freeze >list
+    echo "$before" | grep -v '^pip=' | grep -vxFf list && { echo "the wheel replaced these"; exit 1; }
+    PATH=$folder/venv/bin:$PATH env -u DPA_LIBRARY -u PYTHONPATH venv/bin/dpa doctor --json >doctor.json ||
+      { cat doctor.json; exit 1; }
+    env -u DPA_LIBRARY -u PYTHONPATH venv/bin/python "$here/first_use.py" doctor.json
+    echo "works: $(basename "$wheel") beside $package"
+    $pip uninstall -q --yes torch-dpa
+  done
 done
