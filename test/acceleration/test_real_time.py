@@ -31,29 +31,31 @@ def fast(policy):
 
 def own(policy, seed=7):
     """A call of diffusion_policy's loop, without inpainting of its own."""
-    data = torch.zeros(2, HORIZON, 2)
-    cond = torch.randn(2, 4, generator=torch.Generator().manual_seed(6))
-    generator = torch.Generator().manual_seed(seed)
+    device = next(policy.parameters()).device
+    data = torch.zeros(2, HORIZON, 2, device=device)
+    cond = torch.randn(2, 4, generator=torch.Generator().manual_seed(6)).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         return policy.conditional_sample(data, data.bool(), None, cond, generator=generator)
 
 
 def sampled(policy, seed=7, **given):
     """The same by a sampler of its own."""
-    cond = torch.randn(2, 4, generator=torch.Generator().manual_seed(6))
+    device = next(policy.parameters()).device
+    cond = torch.randn(2, 4, generator=torch.Generator().manual_seed(6)).to(device)
     sampler = dpa.DiffusionSampler(
         policy.model, policy.noise_scheduler, policy.num_inference_steps, horizon=HORIZON
     )
-    return sampler(cond, generator=torch.Generator().manual_seed(seed), **given)
+    return sampler(cond, generator=torch.Generator(device).manual_seed(seed), **given)
 
 
 @pytest.mark.parametrize("compared", [False, True], ids=["first call", "later call"])
 @pytest.mark.parametrize("inpainting", ["x0", "sample"])
 @pytest.mark.parametrize("kind", ["DDIM", "DDPM"])
-def test_a_loop_continues_the_chunk(kind, inpainting, compared):
-    policy = original_policy("cpu", kind)
+def test_a_loop_continues_the_chunk(kind, inpainting, compared, device):
+    policy = original_policy(device, kind)
     plain = copy.deepcopy(policy)
-    chunk, weights = chunk_and_weights()
+    chunk, weights = (one.to(device) for one in chunk_and_weights())
     fast(policy)
     if compared:
         own(policy)
@@ -89,16 +91,17 @@ def test_what_cannot_continue_a_chunk_says_so():
 
 
 def observation(policy, steps=None):
+    device = next(policy.parameters()).device
     sizes = {k: v.shape for k, v in policy.config.input_features.items()}
     generator = torch.Generator().manual_seed(3)
-    found = {k: torch.randn(1, *v, generator=generator) for k, v in sizes.items()}
+    found = {k: torch.randn(1, *v, generator=generator).to(device) for k, v in sizes.items()}
     if steps is None:
         return found
     return {k: v[:, None].expand(-1, steps, *v.shape[1:]) for k, v in found.items()}
 
 
-def test_lerobots_policy_continues_what_is_left_over():
-    policy = lerobot_policy(num_inference_steps=5, noise_scheduler_type="DDIM")
+def test_lerobots_policy_continues_what_is_left_over(device):
+    policy = lerobot_policy(device, num_inference_steps=5, noise_scheduler_type="DDIM")
     plain = copy.deepcopy(policy)
     fast(policy)
     if hasattr(type(plain), "supports_rtc"):
@@ -106,7 +109,7 @@ def test_lerobots_policy_continues_what_is_left_over():
     inspect.signature(policy.predict_action_chunk).bind(
         object(), inference_delay=0, prev_chunk_left_over=None
     )
-    seen, noise = observation(policy), torch.randn(1, HORIZON, 2)
+    seen, noise = observation(policy), torch.randn(1, HORIZON, 2, device=device)
     first = policy.predict_action_chunk(
         seen, noise=noise, inference_delay=0, prev_chunk_left_over=None
     )
@@ -114,7 +117,7 @@ def test_lerobots_policy_continues_what_is_left_over():
         want = plain.diffusion.generate_actions(observation(policy, 2), noise=noise)
     torch.testing.assert_close(first, want, rtol=1e-4, atol=1e-4)
     left = first[0, 1:]  # one action is executed
-    for given in (left, torch.cat([left, torch.zeros(7, 2)])):  # LeRobot pads
+    for given in (left, torch.cat([left, left.new_zeros(7, 2)]), left):  # LeRobot pads
         chunk = policy.predict_action_chunk(
             seen, noise=-noise, inference_delay=2, prev_chunk_left_over=given
         )
