@@ -134,7 +134,7 @@ def _several_steps(packed: PackedUnet, table: StepTable, inpainting: str, inputs
         table,
         lambda sample, step: predict(floats, sample, rows[step : step + 1]),
         lambda step: random[step],
-        Inpainting.of(floats, inpainting),
+        Inpainting.of(floats, inpainting, table),
     )
 
 

@@ -16,7 +16,6 @@ Source: Black et al., Real-Time Execution of Action Chunking Flow Policies (2025
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,20 +25,41 @@ from dpa.schedulers.tables import LiveSteps, StepTable
 PLACES = ("sample", "x0")
 
 
-@dataclass(frozen=True)
 class Inpainting:
-    """Given actions, (B, T, Da), where they hold, and in what."""
+    """Given actions, (B, T, Da), where they hold, and in what.
 
-    data: Tensor
-    weights: Tensor
-    place: str = "sample"
+    Args:
+        data: the actions.
+        weights: how much of each holds.
+        place: where, "sample" or "x0".
+        table: the loop's steps.
+
+    """
+
+    def __init__(
+        self, data: Tensor, weights: Tensor, place: str, table: StepTable | LiveSteps
+    ) -> None:
+        self.data, self.weights, self.place = data, weights, place
+        if place == "x0":
+            of_sample, of_output = table.x0.unbind(1)
+            # Where the output has no part in x0 there is nothing to correct.
+            self._keeps = (weights == 0) | (of_output == 0)[:, None, None, None]
+            # Both ways between the output and x0 are a scheduler's step, one op.
+            self._index = torch.arange(len(table), device=data.device)
+            none, one = torch.zeros_like(of_sample), torch.ones_like(of_sample)
+            self._to_x0 = torch.stack([of_sample, of_output, one, none, none, none], 1)
+            back = [-of_sample / of_output, 1 / of_output]
+            self._to_output = torch.stack([none, none, none, *back, none], 1)
+            self._clip = table.clip
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Tensor], place: str) -> Inpainting | None:
+    def of(
+        cls, inputs: Mapping[str, Tensor], place: str, table: StepTable | LiveSteps
+    ) -> Inpainting | None:
         """Return what a loop's inputs say, or None."""
         if "condition_data" not in inputs:
             return None
-        return cls(inputs["condition_data"], inputs["condition_mask"], place)
+        return cls(inputs["condition_data"], inputs["condition_mask"], place, table)
 
     def sample(self, sample: Tensor) -> Tensor:
         """Return the sample as the network is given it, and as it is after the last step."""
@@ -54,19 +74,16 @@ class Inpainting:
         full = self.weights if self.weights.dtype == torch.bool else self.weights >= 1
         return torch.where(full, self.data, sample)
 
-    def output(
-        self, table: StepTable | LiveSteps, step: int, output: Tensor, sample: Tensor
-    ) -> Tensor:
+    def output(self, step: int, output: Tensor, sample: Tensor) -> Tensor:
         """Return the model output that predicts the blended x0."""
         if self.place == "sample":
             return output
-        of_sample, of_output = table.x0[step]
-        x0 = of_sample * sample + of_output * output
+        index, advance = self._index[step], torch.ops.dpa.scheduler_step
         # At high noise levels x0 is far outside the clip range, and would outweigh the data.
-        wanted = self._blend(x0.clamp(-table.clip, table.clip), self.data)
-        # Where the output has no part in x0 there is nothing to correct.
-        keeps = (self.weights == 0) | (of_output == 0)
-        return torch.where(keeps, output, (wanted - of_sample * sample) / of_output)
+        x0 = advance(output, sample, self._to_x0, index, None, self._clip)
+        wanted = self._blend(x0, self.data)
+        held = advance(wanted, sample, self._to_output, index)
+        return torch.where(self._keeps[step], output, held)
 
     def _blend(self, own: Tensor, given: Tensor) -> Tensor:
         if self.weights.dtype == torch.bool:

@@ -129,7 +129,9 @@ def run(
     def numbers(step: int) -> Tensor:
         return random[step] if draw is None else draw()
 
-    return loop(sample, table, predict, numbers, Inpainting.of(inputs, inpainting), generator)
+    return loop(
+        sample, table, predict, numbers, Inpainting.of(inputs, inpainting, table), generator
+    )
 
 
 def loop(
@@ -151,6 +153,6 @@ def loop(
         noise = draw(step) if table.draws_noise[step] else None
         output = predict(sample, step)
         if inpainting is not None:
-            output = inpainting.output(table, step, output, sample)
+            output = inpainting.output(step, output, sample)
         sample = advance(step, output, sample, noise)
     return sample if inpainting is None else inpainting.last(sample)
