@@ -6,6 +6,7 @@ import pickle
 import other_policies as others
 import pytest
 import torch
+from policy_cases import CASES, start_over, state
 from torch import nn
 
 import dpa
@@ -14,60 +15,6 @@ from dpa.acceleration.policy_loop import FastLoop
 from dpa.tracking.replacing import replaced
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-
-
-def cloud(device, batch=2):
-    points, state = torch.randn(batch, 2, 5, 6), torch.randn(batch, 2, 2)
-    return {"point_cloud": points.to(device), "agent_pos": state.to(device)}
-
-
-def images(device, batch=2):
-    rgb = torch.randint(0, 255, (batch, 2, 8, 8, 3), dtype=torch.uint8)
-    return {"rgb": rgb.to(device), "state": torch.randn(batch, 2, 3).to(device)}
-
-
-def state(device, batch=2):
-    return torch.randn(batch, 2, 3).to(device)
-
-
-# The policy, its method, an observation, the methods that hold its loops, and what the network is.
-CASES = {
-    "transformer": (
-        others.TransformerPolicy,
-        "predict_action",
-        lambda device: {"obs": state(device)},
-        ["conditional_sample"],
-    ),
-    "transformer_ddim": (
-        lambda: others.TransformerPolicy("DDIM"),
-        "predict_action",
-        lambda device: {"obs": state(device)},
-        ["conditional_sample"],
-    ),
-    "rti": (
-        others.RtiPolicy,
-        "predict_action",
-        lambda device: {"obs": state(device)},
-        ["initial_sample", "rti_sample"],
-    ),
-    "maniskill": (others.ManiSkillAgent, "get_action", state, ["get_action"]),
-    "maniskill_images": (
-        lambda: others.ManiSkillAgent(images=True),
-        "get_action",
-        images,
-        ["get_action"],
-    ),
-    "flow_policy": (others.FlowPolicy, "predict_action", cloud, ["predict_action"]),
-    **{
-        f"multi_task_dit_{kind}": (
-            lambda kind=kind: others.MultiTaskDiT(kind),
-            "predict_action_chunk",
-            lambda device: {"observation.state": state(device)},
-            ["_generate_actions"],
-        )
-        for kind in ("DDPM", "DDIM", "euler", "rk4")
-    },
-}
 
 
 @pytest.fixture(params=CASES)
@@ -94,8 +41,7 @@ def test_it_acts_as_before(case):
         expected = acts(copy.deepcopy(plain), method, observations)
         got = acts(fast, method, observations)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-        if "initial_guess" in vars(fast):
-            fast.initial_guess, fast.guess = True, None
+        start_over(fast)
     for name in loops:
         loop = replaced(fast, name)
         assert isinstance(loop, FastLoop)
@@ -144,13 +90,11 @@ def test_changes_are_followed(case):
 
     def both(change):
         for policy in (plain, fast):
-            if "initial_guess" in vars(policy):
-                policy.initial_guess, policy.guess = True, None
+            start_over(policy)
             change(policy)
         expected = acts(plain, method, observed)
         for _ in range(2):
-            if "initial_guess" in vars(fast):
-                fast.initial_guess, fast.guess = True, None
+            start_over(fast)
             torch.testing.assert_close(acts(fast, method, observed), expected, rtol=1e-4, atol=1e-4)
         return expected[0]
 

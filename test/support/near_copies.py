@@ -277,9 +277,10 @@ class StreamingPolicy(Unet):
         )
 
     def forward(self, sample, timestep, local_cond=None, global_cond=None, **kwargs):
-        return self.body(
-            sample, torch.cat([self.diffusion_step_encoder(timestep), global_cond], -1)
-        )
+        cond = self.diffusion_step_encoder(timestep)
+        if global_cond is not None:
+            cond = torch.cat([cond, global_cond], -1)
+        return self.body(sample, cond)
 
 
 class Split(nn.Module):

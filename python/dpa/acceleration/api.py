@@ -201,7 +201,9 @@ def _replace_loop(owner: Any, loop: Loop, options: Options, graphs: bool) -> Non
     scheduler = loop.scheduler_of(owner)
     fast.refused = None if scheduler is None else why_no_table(scheduler)  # said already
     method = whole_call_of(owner)
-    whole = loop.method == "conditional_sample" and not fast.is_around_any()
+    # A graph of the whole call would leave what the loop changes on the policy as it was.
+    one_op = not fast.is_around_any() and not loop.changing
+    whole = loop.method == "conditional_sample" and one_op
     if graphs and whole and options.mode == "loop" and method is not None:
         replace_method(owner, method, WholeCall(owner, method, options))
 

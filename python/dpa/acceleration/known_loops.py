@@ -1,7 +1,8 @@
 """The loops of policies that people have: LeRobot, diffusion_policy and what is made of it.
 
 An entry says what a policy's method does before and after its loop. The first call of an
-accelerated policy runs the original's method too, and compares.
+accelerated policy runs the original's method too, and compares. Of entries for one method the last
+one that fits a policy is its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpa.acceleration.consistency_policy import CONSISTENCY, KARRAS
+from dpa.acceleration.dppo import DPPO
 from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.streaming_policy import STREAMING
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.flow import flow_matching
 from dpa.schedulers.tables import StepTable
@@ -64,12 +68,13 @@ def _original(
         raise ValueError(f"condition_mask is {mask.dtype}, {tuple(mask.shape)}")
     names = ("local_cond", "global_cond", "cond")
     conditions = {name: others.pop(name) for name in names if name in others}
-    if others.keys() & _OF_A_CLOUD:  # whose loop takes a generator, and does not use it
-        generator = None
+    one_stream = not others.keys() & _OF_A_CLOUD  # whose loop takes a generator and ignores it
+    generator = generator if one_stream else None
     options = {name: value for name, value in others.items() if name not in _OF_A_CLOUD}
     if unknown := sorted(options.keys() - _STEP_OPTIONS):
         raise ValueError(f"no fused step takes {', '.join(unknown)}")
-    return LoopCall(tuple(data.shape), conditions, None, generator, data, mask, options)
+    given = None, generator, data, mask, options
+    return LoopCall(tuple(data.shape), conditions, *given, one_stream=one_stream)
 
 
 def _from_last_chunk(policy: Any, *args: Any, **kwargs: Any) -> LoopCall | None:
@@ -250,7 +255,7 @@ KNOWN = (
         needs=_ORIGINAL | _CONDITIONS,
         knows=_ORIGINAL | _CONDITIONS | {"kwargs"},
         changing=("guess", "initial_guess"),
-        holders=("noise_scheduler",),
+        holders=("noise_scheduler",),  # whose timesteps are a setting here
     ),
     Loop("get_action", "noise_pred_net", _maniskill, _maniskill_actions, steps=None),
     Loop(
@@ -289,4 +294,8 @@ KNOWN = (
         table=_flow_policy_steps,
         needs=frozenset({"obs_dict"}),
     ),
+    CONSISTENCY,
+    KARRAS,
+    DPPO,
+    STREAMING,
 )

@@ -21,7 +21,8 @@ class LoopCall:
 
     Attributes:
         shape: (B, T, Da) of the sample. None where the network says it.
-        conditions: what the network is called with in every step, by name.
+        conditions: what the network is called with in every step, by name: tensors, or
+            dictionaries of them.
         noise: (B, T, Da) to start from; None generates it.
         generator: of random numbers; None is the device's own.
         condition_data: (B, T, Da), inpainted where ``condition_mask`` is true.
@@ -30,11 +31,16 @@ class LoopCall:
         inpainting: where ``condition_data`` holds, "sample" or "x0".
         last_chunk: (B, T, Da) that the loop starts from, with the noise of ``first_step``.
         first_step: the step to begin at.
+        init_noise_sigma: what the random numbers to start from are multiplied by.
+        one_stream: whether a generator that the method is given makes all its random numbers; where
+            not, the device's own makes them.
+        finish: ``finish(sample, generator)``, in the place of the loop's ``end`` where that takes
+            random numbers too.
 
     """
 
     shape: tuple[int | None, int | None, int | None]
-    conditions: Mapping[str, Tensor | None] = field(default_factory=dict)
+    conditions: Mapping[str, Any] = field(default_factory=dict)
     noise: Tensor | None = None
     generator: Any = None
     condition_data: Tensor | None = None
@@ -43,6 +49,9 @@ class LoopCall:
     inpainting: str = "sample"
     last_chunk: Tensor | None = None
     first_step: int = 0
+    init_noise_sigma: float = 1.0
+    one_stream: bool = True
+    finish: Callable[[Tensor, Any], Any] | None = None
 
 
 def _sample_itself(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -66,8 +75,8 @@ class Loop:
             loop. Returns what the method returns; by default that is the sample.
         scheduler: the place of the scheduler of diffusers.
         steps: the place of the number of steps; None takes the timesteps that the scheduler holds.
-        table: where there is no such scheduler, ``table(policy, **options)`` returns the loop's
-            :class:`dpa.schedulers.StepTable`.
+        table: where no scheduler of diffusers says the steps, ``table(policy, **options)`` returns
+            the loop's :class:`dpa.schedulers.StepTable`.
         changing: names of attributes that calls change, and that are no settings of the loop.
         holders: places of further objects whose attributes are settings of the loop.
         knows: names of all arguments that ``begin`` takes; None is whatever the method has.

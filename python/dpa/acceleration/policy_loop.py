@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpa.acceleration.any_network import AnyNetwork
+from dpa.acceleration.loop_samplers import Sampler, is_nested, make_sampler, sample_of, translate
 from dpa.acceleration.loops import Loop, LoopCall
 from dpa.acceleration.scheduler_step import OF_A_LOOP, why_replaced
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.acceleration.unet_forward import FastForward
 from dpa.nn.family import Network
 from dpa.packed.agreement import LOOP_LIMITS, proves
-from dpa.sampling.rng import draw_normal, generator_on
-from dpa.sampling.sampler import DiffusionSampler, is_of_family
+from dpa.sampling.rng import generator_on
+from dpa.sampling.sampler import is_of_family
 from dpa.schedulers.conversion import check_kind
 from dpa.tracking import Snapshot, find, is_observed
 from dpa.tracking.replacing import Replacement, class_of
@@ -30,7 +31,6 @@ from dpa.training.graphed_calls import replaced_forward
 _KEPT = 8  # routes: one for each state of the policy and kind of call
 _MISSES = 32  # calls in a row that find no route
 _NO_SETTINGS = frozenset({"_parameters", "_buffers", "training"})
-_NAMED = ("global_cond", "local_cond")  # what the sampler takes under these names
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Route:
     generation: int
     snapshots: tuple[Snapshot, ...]
     kind: Any
-    sampler: DiffusionSampler | str
+    sampler: Sampler | str
     timesteps: Tensor | None
 
     def holds(self, kind: Any) -> bool:
@@ -91,7 +91,7 @@ class FastLoop(Replacement):
             return self._run_original("its network does not run accelerated", args, kwargs)
         try:
             bound = self._bind(args, kwargs)
-            call = None if bound is None else self._begin(bound, forward.weight)
+            call = None if bound is None else self._begin(bound, forward)
             route = None if call is None else self._find(forward, call)
             if call is not None and call.generator is None:
                 call.generator = getattr(self._thread, "generator", None)
@@ -101,6 +101,8 @@ class FastLoop(Replacement):
         if route is None:
             return self._run_original("dpa does not know this call of it", args, kwargs)
         passed, held = self.shadow.passed(route), self.held
+        if held is not None and (call.finish is not None or call.init_noise_sigma != 1.0):
+            return self._run_original("its loop starts otherwise", args, kwargs)
         if passed is None:
             with self._rewound(route, call, held is not None):
                 result = self._run_both(route, call, bound, args, kwargs)
@@ -152,7 +154,9 @@ class FastLoop(Replacement):
         call.generator = given
 
     def _run(self, route: Route, call: LoopCall, bound: inspect.BoundArguments) -> Any:
-        sample = _sample(route.sampler, call, route.forward.weight.dtype)
+        sample = sample_of(route.sampler, call, route.forward.weight.dtype)
+        if call.finish is not None:
+            return call.finish(sample, call.generator)
         first, *given = bound.args
         return self.loop.end(first, sample, *given, **bound.kwargs)
 
@@ -229,17 +233,23 @@ class FastLoop(Replacement):
         """Run both loops on the same random numbers; return the original's result."""
         forward, mask = route.forward, call.condition_mask
         weight, given = forward.weight, call.generator
-        names = bound.signature.parameters
-        takes_generator = "generator" in names and "condition_data_pc" not in names
+        takes_generator = "generator" in bound.signature.parameters and call.one_stream
+        attributes = vars(self.policy)
+        changing = {n: attributes[n] for n in self.loop.changing if n in attributes}
+        after: dict[str, Any] = {}
 
         def original(own: torch.Generator | None) -> Any:
             again = bound.signature.bind(self.policy, *args, **kwargs)
             if own is not None:  # however the caller gave one, or none
                 again.arguments["generator"] = own
+            attributes.update(changing)  # both begin with what the policy was
             with forward.bypassing():
-                return self.original(*again.args[1:], **again.kwargs)
+                result = self.original(*again.args[1:], **again.kwargs)
+            after.update({name: attributes[name] for name in changing})
+            return result
 
         def replacement(own: torch.Generator | None) -> Any:
+            attributes.update(changing)
             call.generator = own or given
             return self._run(route, call, bound)
 
@@ -262,6 +272,7 @@ class FastLoop(Replacement):
             private=takes_generator,
             weights=forward.basis,
         )
+        attributes.update(after)
         scheduler = self.loop.scheduler_of(self.policy)
         route.timesteps = None if scheduler is None else scheduler.timesteps
         if self.shadow.passed(route):
@@ -286,6 +297,8 @@ class FastLoop(Replacement):
     def _find(self, forward: FastForward | AnyNetwork, call: LoopCall) -> Route:
         """Return the route for the policy as it is now and for a kind of call, or raise."""
         options = dict(call.options)
+        if isinstance(forward, AnyNetwork) and is_nested(call):
+            options["nested"] = True
         if call.condition_data is None:
             options |= {"horizon": call.shape[1], "action_dim": call.shape[2]}
         kind = (*_arithmetic(forward), options)
@@ -318,49 +331,23 @@ class FastLoop(Replacement):
         held = [find(policy, place) for place in loop.holders]
         others = [one for one in held if hasattr(one, "__dict__")]
         snapshots = [Snapshot(policy, *others, but=_NO_SETTINGS.union(loop.changing))]
-        if scheduler is not None:
+        settings = find(policy, loop.scheduler)
+        if hasattr(settings, "__dict__"):
             # Where the loop sets no timesteps, those that are there are a setting.
             but = OF_A_LOOP - {"timesteps"} if loop.steps is None else OF_A_LOOP
-            snapshots.append(Snapshot(scheduler, but=but))
-        sampler: DiffusionSampler | str
+            snapshots.append(Snapshot(settings, but=but))
+        sampler: Sampler | str
         try:
             if scheduler is not None:
                 check_kind(scheduler)  # others may change in ways that no attribute shows
                 if (why := why_replaced(scheduler)) is not None:
                     raise ValueError(why)
-            sampler = self._sampler(forward, dict(options))
+            sampler = make_sampler(forward, loop, policy, dict(options))
         except (AttributeError, TypeError, ValueError) as error:
             sampler = str(error)
         timesteps = None if scheduler is None else scheduler.timesteps
         generation = forward.generation
         return Route(forward, network, generation, tuple(snapshots), kind, sampler, timesteps)
-
-    def _sampler(
-        self, forward: FastForward | AnyNetwork, options: dict[str, Any]
-    ) -> DiffusionSampler:
-        precision = forward.precision()
-        horizon, action_dim = options.pop("horizon", None), options.pop("action_dim", None)
-        table = self.loop.table_of(self.policy, options)
-        alike = forward.network.called_alike  # else each forward translates its arguments
-        packed = forward.packed(forward.packed_dtype(precision)) if alike else None
-        unet = forward.layers if alike and packed is None else forward.unet
-        if unet is None:
-            raise ValueError("the network cannot be run layer by layer")
-        if action_dim is None and isinstance(forward, FastForward):
-            action_dim = forward.network.arguments["input_dim"]
-        sampler = DiffusionSampler(
-            unet,
-            table,
-            dtype=None if packed is None else packed.dtype,
-            horizon=horizon,
-            action_dim=action_dim,
-            fused=packed is not None,
-            noise_dtype=precision,  # the scheduler's noise has the output's dtype
-            weights=forward.options.weights,
-        )
-        if packed is not None:
-            sampler.packed = packed  # one copy of the weights for every sampler
-        return sampler
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
         """Return the arguments by name; None where the original says what is wrong."""
@@ -379,7 +366,9 @@ class FastLoop(Replacement):
         bound.apply_defaults()
         return bound
 
-    def _begin(self, bound: inspect.BoundArguments, weight: Tensor) -> LoopCall | None:
+    def _begin(
+        self, bound: inspect.BoundArguments, forward: FastForward | AnyNetwork
+    ) -> LoopCall | None:
         """Return what a call comes to, or raise ValueError.
 
         None where the original says what is wrong, or knows what this does not.
@@ -397,10 +386,15 @@ class FastLoop(Replacement):
             raise TypeError(f"its loop.begin must return a dpa.LoopCall or None, got {got}")
         if isinstance(call.generator, Sequence):
             raise ValueError("there are several generators")
+        weight = forward.weight
         for name in ("condition_data", "noise", "last_chunk"):
             tensor = getattr(call, name)
             if tensor is not None and tensor.dtype != weight.dtype:
                 raise ValueError(f"{name} is {tensor.dtype}, the network {weight.dtype}")
+        try:
+            translate(forward, call)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
         return call
 
 
@@ -414,27 +408,3 @@ def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:
 
 def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-def _sample(sampler: DiffusionSampler, call: LoopCall, dtype: torch.dtype) -> Tensor:
-    """Sample as a policy does whose parameters have that dtype: it starts and ends in it."""
-    conditions = {name: x for name, x in call.conditions.items() if x is not None}
-    named = {name: conditions.pop(name) for name in _NAMED if name in conditions}
-    batch, noise = call.shape[0], call.noise
-    if noise is None and sampler.noise_dtype != dtype:
-        shape = (batch, sampler.horizon, sampler.action_dim)
-        shape = shape if call.condition_data is None else tuple(call.condition_data.shape)
-        device = next(sampler.unet.parameters()).device
-        noise = draw_normal(shape, call.generator, device, dtype)
-    return sampler(
-        **named,
-        condition_data=call.condition_data,
-        condition_mask=call.condition_mask,
-        noise=noise,
-        generator=call.generator,
-        batch_size=batch,
-        conditions=conditions,
-        inpainting=call.inpainting,
-        last_chunk=call.last_chunk,
-        first_step=call.first_step,
-    ).to(dtype)

@@ -207,9 +207,7 @@ class Survey:
             return str(error)
         how, network = "the whole loop by DiffusionSampler", loop.network_of(policy)
         found = self.networks.get(network)
-        if found is None and is_of_family(network):
-            return how
-        if isinstance(found, Network) and found.called_alike:
+        if isinstance(found, Network) or (found is None and is_of_family(network)):
             return how
         parameter = next(network.parameters(), None)
         kind = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"
@@ -229,7 +227,8 @@ def _loops_of(path: str, owner: Any) -> list[Found]:
     active = [fast.loop for fast in replacements(owner).values() if isinstance(fast, FastLoop)]
     if active:
         return [Found(path, owner, loop, None) for loop in active]
-    fitting = [loop for loop in KNOWN if loop.missing(owner) is None]
+    fits = {loop.method: loop for loop in KNOWN if loop.missing(owner) is None}
+    fitting = list(fits.values())  # of those for one method the last one
     taken = [loop for loop in fitting if loop.method in vars(owner)]
     if taken:
         return [Found(path, owner, None, f"its {taken[0].method} was replaced on the object")]

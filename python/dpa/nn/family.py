@@ -26,6 +26,7 @@ from dpa.nn.parts import ATTENTION, ENCODER, FILM, reduce_to
 from dpa.nn.unet1d import ConditionalUnet1D
 from dpa.nn.variants import LEROBOT, ORIGINAL, VARIANTS, Variant
 from dpa.tracking import Tracker
+from dpa.tracking.replacing import class_of
 
 _FIRST_CONV = re.compile(r"down_modules\.0\.0\.(?:blocks\.0|conv1)\.block\.0\.weight$")
 _PARTS = (ENCODER, "down_modules", "mid_modules", "up_modules", "final_conv")
@@ -213,9 +214,12 @@ def recognise(module: nn.Module) -> Network:
 
 def _variant_of(module: nn.Module) -> Variant:
     names = [name for name, _ in module.named_parameters()]
-    forward = inspect.getattr_static(type(module), "forward")  # of a scripted module no function
+    forward = inspect.getattr_static(
+        class_of(module), "forward"
+    )  # of a scripted module no function
     if inspect.isfunction(forward):
-        names += inspect.signature(forward).parameters
+        inputs = inspect.signature(forward).parameters.values()
+        names += [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in inputs]
     return next(variant for variant in VARIANTS if variant.fits(names))
 
 

@@ -43,7 +43,8 @@ class Variant:
 
     Attributes:
         policies: who has it, for the documentation.
-        mark: a pattern that only its parameters' names, or its forward's arguments, match.
+        mark: a pattern that only its parameters' names, or its forward's arguments, match; one with
+            a default is written "name=default".
         names: patterns and what replaces them, one after the other: from its names to the
             original's.
         blocks: residual blocks of a level, and in the middle.
@@ -124,6 +125,11 @@ VARIANTS = (
         mark="^stoptime$",
         inputs=_CONDITIONS | {"stoptime": "stoptime"},
         condition=_stop_and_global,
+    ),
+    Variant(
+        "Consistency Policy's teacher",
+        mark="^stoptime=None$",
+        inputs=_CONDITIONS | {"stoptime": "unread"},
     ),
     Variant(
         "Streaming Diffusion Policy",

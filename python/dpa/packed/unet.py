@@ -336,7 +336,8 @@ class PackedUnet:
             timesteps: (S,), float32.
             coefficients: (S, 6), the table of :func:`dpa.ops.scheduler_step`, float32.
             clip: the limit of x0.
-            global_cond: (B, Dg).
+            global_cond: (B, Dg); of a network that is conditioned otherwise, what
+                ``network.translated`` makes of that.
             noise: (S, B, T, Da), or None where no step adds any.
             condition_data: (B, T, Da); holds where ``condition_mask`` does, before every step and
                 after the last (inpainting).
@@ -347,9 +348,6 @@ class PackedUnet:
             (B, T, Da), float32.
 
         """
-        if self.network.variant.condition is not None:
-            kind = type(self.unet).__name__
-            raise ValueError(f"unet must take global_cond for a loop to be one op, got {kind}")
         weights = (self.packed, self.config, self.dtype)
         rest = (coefficients, clip, noise, condition_data, condition_mask)
         if self._layers is not None:

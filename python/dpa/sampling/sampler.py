@@ -399,7 +399,11 @@ class DiffusionSampler:
             dtype, last = self.dtype or weights_dtype, self.packed
             made_of = None if last is None else (last.dtype, last.weights.mode)
             if made_of != (dtype, self.weights) or last.unet is not unet:
-                self.packed = PackedUnet(unet, dtype, weights=self.weights)
+                packed = PackedUnet(unet, dtype, weights=self.weights)
+                if not packed.network.called_alike:
+                    kind = type(unet).__name__
+                    fail("unet", "take global_cond for a loop to be one op", kind)
+                self.packed = packed
             if self.fused and self.packed.network.changed():
                 self.packed.repack()  # or an error that says what was altered
             if self.fused and self.packed.network.tracker.hooked():

@@ -1,0 +1,121 @@
+"""What runs a policy's loop: the sampler for one state of the policy, and a call of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.acceleration.any_network import AnyNetwork
+from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.unet_forward import FastForward
+from dpa.sampling.each_action import EachActionSampler
+from dpa.sampling.rng import draw_normal
+from dpa.sampling.sampler import DiffusionSampler
+from dpa.schedulers.each_action import EachActionTable
+
+Sampler = DiffusionSampler | EachActionSampler
+_NAMED = ("global_cond", "local_cond")  # what the sampler takes under these names
+
+
+def make_sampler(
+    forward: FastForward | AnyNetwork, loop: Loop, policy: Any, options: dict[str, Any]
+) -> Sampler:
+    """Return a sampler that does what a loop does, or raise what says why there is none."""
+    precision = forward.precision()
+    horizon, action_dim = options.pop("horizon", None), options.pop("action_dim", None)
+    nested = options.pop("nested", False)
+    table = loop.table_of(policy, options)
+    packed, unet, each = None, forward.unet, isinstance(table, EachActionTable)
+    if isinstance(forward, FastForward) and forward.network.variant.each_action == each:
+        packed = forward.packed(forward.packed_dtype(precision))
+        unet = forward.layers if packed is None else unet
+        if unet is None:
+            raise ValueError("the network cannot be run layer by layer")
+        action_dim = action_dim or forward.network.arguments["input_dim"]
+    elif nested:
+        unet = _Nested(unet)
+    if each:
+        return EachActionSampler(unet, table, packed=packed, noise_dtype=precision)
+    sampler = DiffusionSampler(
+        unet,
+        table,
+        dtype=None if packed is None else packed.dtype,
+        horizon=horizon,
+        action_dim=action_dim,
+        fused=packed is not None,
+        noise_dtype=precision,  # the scheduler's noise has the output's dtype
+        weights=forward.options.weights,
+    )
+    if packed is not None:
+        sampler.packed = packed  # one copy of the weights for every sampler
+    return sampler
+
+
+def translate(forward: FastForward | AnyNetwork, call: LoopCall) -> None:
+    """Bring what a network of the family is called with into the original's arguments."""
+    if isinstance(forward, FastForward) and not forward.network.called_alike:
+        timesteps = {n: call.conditions[n] for n in ("timestep",) if n in call.conditions}
+        given = {n: v for n, v in call.conditions.items() if n not in timesteps}
+        call.conditions = forward.network.translated(forward.unet, given) | timesteps
+
+
+def is_nested(call: LoopCall) -> bool:
+    """Whether the network takes conditions in dictionaries."""
+    return any(isinstance(value, Mapping) for value in call.conditions.values())
+
+
+def sample_of(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor:
+    """Sample as a policy does whose parameters have that dtype: it starts and ends in it."""
+    conditions = {name: x for name, x in _flat(call.conditions).items() if x is not None}
+    named = {name: conditions.pop(name) for name in _NAMED if name in conditions}
+    batch, noise, scale = call.shape[0], call.noise, call.init_noise_sigma
+    if noise is None and (sampler.noise_dtype != dtype or scale != 1.0):
+        shape = (batch, sampler.horizon, sampler.action_dim)
+        shape = shape if call.condition_data is None else tuple(call.condition_data.shape)
+        device = next(sampler.unet.parameters()).device
+        noise = draw_normal(shape, call.generator, device, dtype)
+        noise = noise if scale == 1.0 else noise * scale
+    continued = {}
+    if isinstance(sampler, DiffusionSampler):
+        continued = {n: getattr(call, n) for n in ("inpainting", "last_chunk", "first_step")}
+    return sampler(
+        **named,
+        **continued,
+        condition_data=call.condition_data,
+        condition_mask=call.condition_mask,
+        noise=noise,
+        generator=call.generator,
+        batch_size=batch,
+        conditions=conditions,
+    ).to(dtype)
+
+
+def _flat(conditions: Mapping[str, Any], begin: str = "") -> dict[str, Any]:
+    """Return what nested dictionaries hold, by the names on the way to it."""
+    flat = {}
+    for name, value in conditions.items():
+        inner = _flat(value, f"{begin}{name}.") if isinstance(value, Mapping) else None
+        flat.update({f"{begin}{name}": value} if inner is None else inner)
+    return flat
+
+
+class _Nested(nn.Module):
+    """A network that takes dictionaries of conditions, called with what they hold."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, sample: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        """Predict; the name of a condition is the way to it."""
+        nested: dict[str, Any] = {}
+        for path, value in conditions.items():
+            *way, name = path.split(".")
+            inner = nested
+            for part in way:
+                inner = inner.setdefault(part, {})
+            inner[name] = value
+        return self.network(sample, timestep, **nested)

@@ -1,0 +1,111 @@
+"""The denoising loop of actions that each have a timestep of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.library.capture import can_capture
+from dpa.packed.unet import PackedUnet
+from dpa.sampling.graphs import Inputs, LoopGraphs, expanded, run_captured
+from dpa.sampling.rng import RandomNumbers
+from dpa.sampling.stepwise_loop import Layers, takes
+from dpa.schedulers.each_action import EachActionTable
+from dpa.schedulers.tables import Generators
+
+
+class EachActionSampler:
+    """Samples as :class:`dpa.DiffusionSampler`, from timesteps (B, T) that each step counts down.
+
+    Args:
+        unet: called as ``unet(sample, timesteps, global_cond=...)``.
+        table: of the process.
+        packed: the network on packed weights, which runs where there is one; on a GPU with the
+            whole loop in one CUDA graph.
+        noise_dtype: what random numbers are sampled in.
+
+    """
+
+    def __init__(
+        self,
+        unet: nn.Module,
+        table: EachActionTable,
+        *,
+        packed: PackedUnet | None,
+        noise_dtype: torch.dtype,
+    ):
+        self.unet, self.table, self.packed, self.noise_dtype = unet, table, packed, noise_dtype
+        self._graphs = LoopGraphs()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        global_cond: Tensor | None = None,
+        *,
+        noise: Tensor,
+        conditions: Mapping[str, Tensor],
+        local_cond: Tensor | None = None,
+        condition_data: Tensor | None = None,
+        condition_mask: Tensor | None = None,
+        generator: Generators = None,
+        batch_size: int | None = None,
+    ) -> Tensor:
+        """Sample from ``noise``, (B, T, Da); ``conditions`` hold each action's ``timestep``."""
+        given = {
+            "global_cond": global_cond,
+            "local_cond": local_cond,
+            "condition_data": condition_data,
+            "condition_mask": condition_mask,
+            "noise": noise,
+            **conditions,
+        }
+        shape, device = (noise.shape[0], noise.shape[1], noise.shape[2]), noise.device
+        numbers = RandomNumbers(False, self.table.draws_noise, shape, self.noise_dtype, device)
+        if self.packed is not None and can_capture(device) and self.table.count:
+            kind = (
+                shape,
+                self.table,
+                self.noise_dtype,
+                tuple(n for n, v in given.items() if v is not None),
+            )
+            make = functools.partial(self._body, device)
+            return run_captured(self.packed, self._graphs, kind, numbers, make, given, generator)
+        inputs = expanded(given, shape)
+        if len(numbers):
+            inputs["random"] = numbers(generator)
+        return self._body(device)(inputs)
+
+    def _body(self, device: torch.device) -> Any:
+        wide = torch.float64 if self.noise_dtype == torch.float64 else torch.float32
+        rows = self.table.rows.to(device, wide)
+        return functools.partial(self._loop, rows.coefficients, wide)
+
+    def _loop(self, coefficients: Tensor, wide: torch.dtype, inputs: Inputs) -> Tensor:
+        inputs = {n: v.to(wide) if v.is_floating_point() else v for n, v in inputs.items()}
+        sample, timesteps = inputs["noise"], inputs["timestep"]
+        mask, data = inputs.get("condition_mask"), inputs.get("condition_data")
+        conditions = {n: inputs[n] for n in ("global_cond", "local_cond") if n in inputs}
+        for step in range(self.table.count):
+            sample = sample if mask is None else torch.where(mask, data, sample)
+            output = self._predict(sample, timesteps, conditions)
+            noise = inputs["random"][step] if "random" in inputs else None
+            of_actions = [None if x is None else x.flatten(0, 1) for x in (output, sample, noise)]
+            output, before, noise = of_actions
+            place = (timesteps + 1).flatten()
+            clip = self.table.rows.clip
+            out = torch.ops.dpa.scheduler_step(output, before, coefficients, place, noise, clip)
+            sample = out.view_as(sample)
+            timesteps = (timesteps - 1).clamp(min=-1)
+        return sample if mask is None else torch.where(mask, data, sample)
+
+    def _predict(self, sample: Tensor, timesteps: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        if self.packed is not None:
+            return self.packed(sample, timesteps, conditions.get("global_cond"))
+        dtype = next(self.unet.parameters()).dtype
+        always = ("global_cond",) if takes(self.unet, "global_cond") else ()
+        layers = Layers(self.unet, dtype, always)
+        return layers.predict(sample, timesteps, layers.cast(conditions))
