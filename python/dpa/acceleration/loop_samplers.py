@@ -56,10 +56,14 @@ def make_sampler(
 
 def translate(forward: FastForward | AnyNetwork, call: LoopCall) -> None:
     """Bring what a network of the family is called with into the original's arguments."""
-    if isinstance(forward, FastForward) and not forward.network.called_alike:
-        timesteps = {n: call.conditions[n] for n in ("timestep",) if n in call.conditions}
-        given = {n: v for n, v in call.conditions.items() if n not in timesteps}
-        call.conditions = forward.network.translated(forward.unet, given) | timesteps
+    if not isinstance(forward, FastForward) or forward.network.called_alike:
+        return
+    variant, given = forward.network.variant, dict(call.conditions)
+    kept = {"timestep": given.pop("timestep")} if "timestep" in given else {}
+    given = {variant.inputs[name]: value for name, value in given.items()}
+    if variant.condition is not None:
+        given["global_cond"] = variant.condition(forward.unet, given)
+    call.conditions = {n: given[n] for n in _NAMED if given.get(n) is not None} | kept
 
 
 def is_nested(call: LoopCall) -> bool:

@@ -336,8 +336,8 @@ class PackedUnet:
             timesteps: (S,), float32.
             coefficients: (S, 6), the table of :func:`dpa.ops.scheduler_step`, float32.
             clip: the limit of x0.
-            global_cond: (B, Dg); of a network that is conditioned otherwise, what
-                ``network.translated`` makes of that.
+            global_cond: (B, Dg); of a network that is conditioned otherwise, what its variant's
+                ``condition`` makes of that.
             noise: (S, B, T, Da), or None where no step adds any.
             condition_data: (B, T, Da); holds where ``condition_mask`` does, before every step and
                 after the last (inpainting).
