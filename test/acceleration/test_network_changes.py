@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from policies import (
+    ONE_LEVEL,
     assert_follows,
     call_of,
     diffusers,
@@ -21,7 +22,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import dpa
 from dpa.training.graphed_calls import replaced_forward
 
-ONE_LEVEL = {"down_dims": (16,)}  # compiles in half the time
 # Nothing falls back here unless a test says so.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
