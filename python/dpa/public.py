@@ -14,9 +14,9 @@ from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.diagnostics.info import info
 from dpa.nn.inference import fixed_weights
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.inpainting import prefix_weights
 from dpa.sampling.parallel import Parallel, ParallelReport
 from dpa.sampling.sampler import DiffusionSampler
+from dpa.schedulers.inpainting import prefix_weights
 
 __all__ = [
     "Checkpoint",

@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
-from policies import unet_and_inputs
+import pytest
+import torch
+from policies import call_of, lerobot_policy, original_policy, unet_and_inputs
 
 import dpa
 
@@ -36,6 +38,29 @@ def walk(run):
     finally:
         sys.setprofile(None)
     return [str(Path(path).relative_to(_PACKAGE)) for path in dict.fromkeys(modules)], back
+
+
+def originals_call():
+    policy, call = dpa.accelerate(original_policy("cpu")), call_of()
+    return lambda: policy.conditional_sample(*call)
+
+
+def lerobots_call():
+    diffusion = dpa.accelerate(lerobot_policy()).diffusion
+    cond = torch.randn(1, 14)
+    return lambda: diffusion.conditional_sample(1, global_cond=cond)
+
+
+@pytest.mark.parametrize("make", [originals_call, lerobots_call])
+def test_a_call_of_a_policy_meets_seven_modules(make):
+    call = make()
+    with torch.no_grad():
+        for _ in range(3):
+            call()
+        modules, back = walk(call)
+    assert len(modules) <= 7, modules
+    assert "sampling/fused_loop.py" in modules
+    assert not back
 
 
 def test_a_training_step_meets_nine_modules():

@@ -73,11 +73,11 @@ def test_attributes_and_arguments_that_change_are_followed(cuda):
     sampler, cond = make_sampler(cuda), torch.randn(2, 5, device=cuda)
     draw = lambda: torch.Generator(cuda).manual_seed(1)  # noqa: E731
     first = sampler(cond, generator=draw())
-    assert sampler._again is not None
+    assert sampler.prepared is not None
     assert torch.equal(sampler(cond, generator=draw()), first)
-    assert copy.copy(sampler)._again is None and copy.deepcopy(sampler)._again is None
+    assert copy.copy(sampler).prepared is None and copy.deepcopy(sampler).prepared is None
     sampler.horizon = 8
-    assert sampler._again is None and sampler(cond, generator=draw()).shape == (2, 8, 2)
+    assert sampler.prepared is None and sampler(cond, generator=draw()).shape == (2, 8, 2)
     sampler.horizon = 16
     assert torch.equal(sampler(cond, generator=draw()), first)
     assert sampler(cond[:1], batch_size=3).shape == (3, 16, 2)

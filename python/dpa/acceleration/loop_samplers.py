@@ -17,7 +17,7 @@ from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.each_action import EachActionTable
 
 Sampler = DiffusionSampler | EachActionSampler
-_NAMED = ("global_cond", "local_cond")  # what the sampler takes under these names
+NAMED = ("global_cond", "local_cond")  # what the sampler takes under these names
 
 
 def make_sampler(
@@ -54,16 +54,14 @@ def make_sampler(
     return sampler
 
 
-def translate(forward: FastForward | AnyNetwork, call: LoopCall) -> None:
+def translate(forward: FastForward, call: LoopCall) -> None:
     """Bring what a network of the family is called with into the original's arguments."""
-    if not isinstance(forward, FastForward) or forward.network.called_alike:
-        return
     variant, given = forward.network.variant, dict(call.conditions)
     kept = {"timestep": given.pop("timestep")} if "timestep" in given else {}
     given = {variant.inputs[name]: value for name, value in given.items()}
     if variant.condition is not None:
         given["global_cond"] = variant.condition(forward.unet, given)
-    call.conditions = {n: given[n] for n in _NAMED if given.get(n) is not None} | kept
+    call.conditions = {n: given[n] for n in NAMED if given.get(n) is not None} | kept
 
 
 def is_nested(call: LoopCall) -> bool:
@@ -74,7 +72,7 @@ def is_nested(call: LoopCall) -> bool:
 def sample_of(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor:
     """Sample as a policy does whose parameters have that dtype: it starts and ends in it."""
     conditions = {name: x for name, x in _flat(call.conditions).items() if x is not None}
-    named = {name: conditions.pop(name) for name in _NAMED if name in conditions}
+    named = {name: conditions.pop(name) for name in NAMED if name in conditions}
     batch, noise, scale = call.shape[0], call.noise, call.init_noise_sigma
     if noise is None and (sampler.noise_dtype != dtype or scale != 1.0):
         shape = (batch, sampler.horizon, sampler.action_dim)

@@ -54,7 +54,8 @@ class LoopCall:
     finish: Callable[[Tensor, Any], Any] | None = None
 
 
-def _sample_itself(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def sample_itself(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the sample: what a loop ends with that does nothing after it."""
     return sample
 
 
@@ -87,7 +88,7 @@ class Loop:
     method: str
     network: Place
     begin: Callable[..., LoopCall | None]
-    end: Callable[..., Any] = _sample_itself
+    end: Callable[..., Any] = sample_itself
     scheduler: Place | None = "noise_scheduler"
     steps: Place | None = "num_inference_steps"
     table: Callable[..., StepTable] | None = None

@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,44 +14,27 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpa.acceleration.any_network import AnyNetwork
-from dpa.acceleration.loop_samplers import Sampler, is_nested, make_sampler, sample_of, translate
-from dpa.acceleration.loops import Loop, LoopCall
-from dpa.acceleration.scheduler_step import OF_A_LOOP, why_replaced
+from dpa.acceleration.loop_samplers import (
+    NAMED,
+    Sampler,
+    is_nested,
+    sample_of,
+    translate,
+)
+from dpa.acceleration.loops import Loop, LoopCall, sample_itself
+from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.acceleration.unet_forward import FastForward
-from dpa.nn.family import Network
 from dpa.packed.agreement import LOOP_LIMITS, proves
 from dpa.sampling.rng import generator_on
 from dpa.sampling.sampler import is_of_family
-from dpa.schedulers.conversion import check_kind
-from dpa.tracking import Snapshot, find, is_observed
+from dpa.tracking import find, is_observed
 from dpa.tracking.replacing import Replacement, class_of
 from dpa.training.graphed_calls import replaced_forward
 
 _KEPT = 8  # routes: one for each state of the policy and kind of call
+_GIVEN = ("condition_data", "condition_mask", "noise", "last_chunk")
 _MISSES = 32  # calls in a row that find no route
-_NO_SETTINGS = frozenset({"_parameters", "_buffers", "training"})
-
-
-@dataclass(eq=False)
-class Route:
-    """A sampler for one state of a policy, or why there is none, and how to tell that state."""
-
-    forward: FastForward | AnyNetwork
-    network: Network | AnyNetwork
-    generation: int
-    snapshots: tuple[Snapshot, ...]
-    kind: Any
-    sampler: Sampler | str
-    timesteps: Tensor | None
-
-    def holds(self, kind: Any) -> bool:
-        """Whether this serves a call of that kind now, on a network that did not change."""
-        return (
-            kind == self.kind
-            and self.generation == self.forward.generation
-            and all(snapshot.holds() for snapshot in self.snapshots)
-        )
 
 
 class FastLoop(Replacement):
@@ -80,6 +63,7 @@ class FastLoop(Replacement):
         self._routes: list[Route] = []
         # What is in the network's place, the network, what replaces its forward, what runs it.
         self._found: tuple[Any, Any, Any, FastForward | AnyNetwork | None] = (None,) * 4
+        self._scheduler = None if self.loop.table is not None else self.loop.scheduler
         self._misses = 0
         self._signature: inspect.Signature | None = None
         self._thread = threading.local()  # the generator and the route of a thread's call
@@ -100,7 +84,8 @@ class FastLoop(Replacement):
             return self._run_original(str(error), args, kwargs)
         if route is None:
             return self._run_original("dpa does not know this call of it", args, kwargs)
-        passed, held = self.shadow.passed(route), self.held
+        agreed, held = route in self.shadow.agreed, self.held
+        passed = agreed or self.shadow.passed(route)
         if held is not None and (call.finish is not None or call.init_noise_sigma != 1.0):
             return self._run_original("its loop starts otherwise", args, kwargs)
         if passed is None:
@@ -114,7 +99,7 @@ class FastLoop(Replacement):
         if held is not None:
             if call.condition_mask is not None and bool(call.condition_mask.any()):
                 return self._run_original("it has inpainting of its own", args, kwargs)
-            dtype = forward.weight.dtype
+            dtype = _arithmetic(forward)[1]
             wide = {n: v.to(dtype) if isinstance(v, Tensor) else v for n, v in held.items()}
             call = replace(call, **wide)
         self.leave_timesteps(route)
@@ -154,9 +139,14 @@ class FastLoop(Replacement):
         call.generator = given
 
     def _run(self, route: Route, call: LoopCall, bound: inspect.BoundArguments) -> Any:
-        sample = sample_of(route.sampler, call, route.forward.weight.dtype)
+        dtype = _arithmetic(route.forward)[1]
+        sample = _run_again(route.sampler, call, dtype)
+        if sample is None:
+            sample = sample_of(route.sampler, call, dtype)
         if call.finish is not None:
             return call.finish(sample, call.generator)
+        if self.loop.end is sample_itself:
+            return sample
         first, *given = bound.args
         return self.loop.end(first, sample, *given, **bound.kwargs)
 
@@ -180,7 +170,7 @@ class FastLoop(Replacement):
         forward = self._forward()
         if forward is not route.forward or not self.shadow.passed(route):
             return False
-        return route.holds((*_arithmetic(forward), route.kind[-1]))
+        return self._holds(route, (*_arithmetic(forward), route.kind[-1]))
 
     def fallback_reason(self) -> str | None:
         """Return why the network's part keeps this loop from running, or None."""
@@ -273,15 +263,23 @@ class FastLoop(Replacement):
             weights=forward.basis,
         )
         attributes.update(after)
-        scheduler = self.loop.scheduler_of(self.policy)
-        route.timesteps = None if scheduler is None else scheduler.timesteps
+        route.timesteps = None if route.scheduler is None else route.scheduler.timesteps
         if self.shadow.passed(route):
             self._thread.route = route
         return result
 
+    def _holds(self, route: Route, kind: Any) -> bool:
+        """Whether a route serves a call of that kind now, on a network that did not change."""
+        return (
+            kind == route.kind
+            and find(self.policy, self._scheduler) is route.scheduler
+            and route.generation == route.forward.generation
+            and all(snapshot.holds() for snapshot in route.snapshots)
+        )
+
     def leave_timesteps(self, route: Route) -> None:
         """Set the scheduler's timesteps as the loop does: users read them afterwards."""
-        scheduler = self.loop.scheduler_of(self.policy)
+        scheduler = route.scheduler
         if scheduler is None or self.loop.steps is None:
             return
         if scheduler.timesteps is not route.timesteps:
@@ -303,7 +301,7 @@ class FastLoop(Replacement):
             options |= {"horizon": call.shape[1], "action_dim": call.shape[2]}
         kind = (*_arithmetic(forward), options)
         for place, route in enumerate(self._routes):
-            if route.forward is forward and route.holds(kind):
+            if route.forward is forward and self._holds(route, kind):
                 if place:
                     self._routes.insert(0, self._routes.pop(place))
                 self._misses = 0
@@ -312,42 +310,15 @@ class FastLoop(Replacement):
             self._misses += 1
             if self._misses > _MISSES:
                 raise ValueError("its attributes change from call to call")
-            route = self._make(forward, kind, options)
+            route = make_route(self.policy, self.loop, forward, kind, options)
             self._routes.insert(0, route)
         for old in self._routes[_KEPT:]:
-            self.shadow.errors.pop(old, None)
+            self.shadow.drop(old)
         del self._routes[_KEPT:]
         if isinstance(route.sampler, str):
             raise ValueError(route.sampler)
         self.refused = None
         return route
-
-    def _make(self, forward: FastForward | AnyNetwork, kind: Any, options: dict[str, Any]) -> Route:
-        """Make a sampler that does what the loop does."""
-        policy, loop, network = self.policy, self.loop, forward.prepare()
-        if network is None:
-            raise ValueError(forward.refused)
-        scheduler = loop.scheduler_of(policy)
-        held = [find(policy, place) for place in loop.holders]
-        others = [one for one in held if hasattr(one, "__dict__")]
-        snapshots = [Snapshot(policy, *others, but=_NO_SETTINGS.union(loop.changing))]
-        settings = find(policy, loop.scheduler)
-        if hasattr(settings, "__dict__"):
-            # Where the loop sets no timesteps, those that are there are a setting.
-            but = OF_A_LOOP - {"timesteps"} if loop.steps is None else OF_A_LOOP
-            snapshots.append(Snapshot(settings, but=but))
-        sampler: Sampler | str
-        try:
-            if scheduler is not None:
-                check_kind(scheduler)  # others may change in ways that no attribute shows
-                if (why := why_replaced(scheduler)) is not None:
-                    raise ValueError(why)
-            sampler = make_sampler(forward, loop, policy, dict(options))
-        except (AttributeError, TypeError, ValueError) as error:
-            sampler = str(error)
-        timesteps = None if scheduler is None else scheduler.timesteps
-        generation = forward.generation
-        return Route(forward, network, generation, tuple(snapshots), kind, sampler, timesteps)
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
         """Return the arguments by name; None where the original says what is wrong."""
@@ -386,15 +357,16 @@ class FastLoop(Replacement):
             raise TypeError(f"its loop.begin must return a dpa.LoopCall or None, got {got}")
         if isinstance(call.generator, Sequence):
             raise ValueError("there are several generators")
-        weight = forward.weight
+        dtype = _arithmetic(forward)[1]
         for name in ("condition_data", "noise", "last_chunk"):
             tensor = getattr(call, name)
-            if tensor is not None and tensor.dtype != weight.dtype:
-                raise ValueError(f"{name} is {tensor.dtype}, the network {weight.dtype}")
-        try:
-            translate(forward, call)
-        except RuntimeError as error:
-            raise ValueError(str(error)) from None
+            if tensor is not None and tensor.dtype != dtype:
+                raise ValueError(f"{name} is {tensor.dtype}, the network {dtype}")
+        if isinstance(forward, FastForward) and not forward.called_alike:
+            try:
+                translate(forward, call)
+            except RuntimeError as error:
+                raise ValueError(str(error)) from None
         return call
 
 
@@ -408,3 +380,18 @@ def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:
 
 def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _run_again(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor | None:
+    """Sample by the loop that was prepared for calls of this kind, where there is one."""
+    last, scale = getattr(sampler, "prepared", None), call.init_noise_sigma
+    drawn = call.noise is None and (sampler.noise_dtype != dtype or scale != 1.0)
+    others = [n for n, value in call.conditions.items() if value is not None and n not in NAMED]
+    if last is None or drawn or others:
+        return None
+    given = {name: call.conditions.get(name) for name in NAMED}
+    given |= {name: getattr(call, name) for name in _GIVEN}
+    way = call.inpainting, call.first_step
+    if not last.serves(given, call.shape[0], call.generator, way):
+        return None
+    return last.run(given, call.generator).to(dtype)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.acceleration.loops import find
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.survey import owners_of
-from dpa.sampling.inpainting import prefix_weights
+from dpa.schedulers.inpainting import prefix_weights
+from dpa.tracking import find
 from dpa.tracking.replacing import Replacement, class_of, replace_method, replaced
 
 _IMAGES = "observation.images"  # LeRobot's name for all cameras, stacked

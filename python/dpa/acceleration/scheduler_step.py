@@ -198,7 +198,8 @@ class FastStep(Replacement):
                 return table if table.rows else None
         if len(self._tables) == _KEPT:
             self._tables.clear()
-            self.shadow.errors.clear()
+            for kind in list(self.shadow.errors):
+                self.shadow.drop(kind)
         snapshot = Snapshot(scheduler, but=OF_A_LOOP)
         why, measured = why_replaced(scheduler), None
         try:

@@ -59,6 +59,7 @@ class ShadowRun:
         fallback: whether the original runs where they differ, or an error is raised.
         basis: gives what else a verdict of difference rests on; another answer, and it is void.
         errors: relative errors by kind of call.
+        agreed: the kinds of which both agree.
         failed: what the last comparison found that failed, or None.
 
     """
@@ -67,24 +68,29 @@ class ShadowRun:
     fallback: bool = True
     basis: Callable[[], Any] = lambda: None
     errors: dict[Hashable, float] = field(default_factory=dict)
+    agreed: set[Hashable] = field(default_factory=set)
     failed: str | None = None
     _bases: dict[Hashable, Any] = field(default_factory=dict)
     _undecided: int = 0
 
     def forget(self) -> None:
         """Compare every kind of call again."""
-        self.errors.clear()
-        self._bases.clear()
+        for kind in list(self.errors):
+            self.drop(kind)
         self.failed, self._undecided = None, 0
+
+    def drop(self, kind: Hashable) -> None:
+        """Compare a kind of call again."""
+        self.errors.pop(kind, None)
+        self._bases.pop(kind, None)
+        self.agreed.discard(kind)
 
     def passed(self, kind: Hashable) -> bool | None:
         """Whether replacement and original agreed in calls of this kind; None before a verdict."""
-        if kind not in self.errors:
-            return None
-        if kind not in self._bases:
-            return True
+        if kind in self.agreed or kind not in self.errors:
+            return True if kind in self.agreed else None
         if self._bases[kind] != self.basis():
-            del self._bases[kind], self.errors[kind]
+            self.drop(kind)
             self.failed = None
             return None
         return False
@@ -144,7 +150,9 @@ class ShadowRun:
         if error > limit and weights() != stamp:
             return expected
         self.errors[kind] = error
-        if error > limit:
+        if error <= limit:
+            self.agreed.add(kind)
+        else:
             why = f"differs from the original by {error:.1e} (relative), more than {limit:.0e}"
             self._refuse(kind, error, why)
         return expected

@@ -139,6 +139,7 @@ class FastForward(Replacement, Denoiser):
 
     def _take(self, network: Network) -> None:
         self.network, self.layers = network, network.layers()
+        self.called_alike = network.called_alike
         module, name = next(iter(network.slots.values()))
         self.home = module._parameters, name
         modules = network.tracker.modules.values()

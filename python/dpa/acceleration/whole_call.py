@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpa.acceleration.policy_loop import FastLoop, Route
+from dpa.acceleration.policy_loop import FastLoop
+from dpa.acceleration.routes import Route
 from dpa.acceleration.shadow_run import Options, ShadowRun
 from dpa.library.capture import (
     can_capture,
@@ -122,7 +123,7 @@ class WholeCall(Replacement):
         return self._compare(graph, loop, call)
 
     def _drop(self, kind: Hashable) -> None:
-        self.shadow.errors.pop(self._graphs.pop(kind), None)
+        self.shadow.drop(self._graphs.pop(kind))
 
     def _compare(self, graph: _Graph, loop: FastLoop, call: _Call) -> Any:
         """Run a call both ways on the same random numbers; return the result of the parts."""

@@ -94,12 +94,8 @@ class Network:
         found = [n for n, end in kinds.items() if any(path.endswith(end) for path in self.parts)]
         return ["the conditioning"] * (self.variant.condition is not None) + found
 
-    def changed(self) -> bool:
-        """Whether a module was added, removed, replaced or set up anew, or a parameter is gone."""
-        return not self.tracker.unchanged()
-
     def changed_in_trace(self, module: nn.Module) -> bool:
-        """The same of ``module`` in what compilers trace; what they read here they watch."""
+        """Whether modules changed, in what compilers trace; what they read here they watch."""
         layers = list(module.modules())[1:]
         pairs = zip(layers, list(self.tracker.modules.values())[1:], strict=True)
         return any(layer is not then or _is_odd(layer, self.eps) for layer, then in pairs)

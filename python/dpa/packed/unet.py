@@ -15,6 +15,9 @@ from dpa.nn.family import Network, recognise, run_network
 from dpa.nn.parts import film_rows
 from dpa.packed.agreement import STEP_LIMITS, example, limit, proves, relative_error
 from dpa.packed.config import config_of
+from dpa.schedulers.inpainting import Inpainting
+from dpa.schedulers.stepping import loop
+from dpa.schedulers.tables import StepTable
 from dpa.tracking import WeightTracker
 
 Result = TypeVar("Result")
@@ -65,6 +68,8 @@ class PackedUnet:
 
     def _start(self, network: Network | None = None) -> None:
         self._packed: Tensor | None = None
+        # What an op takes of it, as it was packed last.
+        self.operands: tuple[Tensor, list[int], torch.dtype] | None = None
         self.generation = 0
         self._films = WeakTensorKeyDictionary()  # the timesteps of each that step_film made
         # On a GPU: the stream that packed, what is recorded there, and the others that read since.
@@ -104,7 +109,7 @@ class PackedUnet:
 
         """
         with self.lock:
-            if self.network.changed():
+            if self._changed():
                 self._read()
                 self._packed = None  # of another size, perhaps
             places = [value.data_ptr() for value in self.network.parameters().values()]
@@ -122,6 +127,7 @@ class PackedUnet:
                     self._films.clear()
                 for film, timesteps in self._films.items():
                     film.copy_(self._step_film(timesteps))
+            self.operands = self._packed, self.config, self.dtype
             self._stream = None
             if packed.is_cuda:
                 self._stream = torch.cuda.current_stream(packed.device)
@@ -159,7 +165,10 @@ class PackedUnet:
 
     def stale(self) -> bool:
         """Whether modules changed, or weights lie elsewhere or were written, by their versions."""
-        return self._packed is None or self.network.changed() or self.weights.changed()
+        return self._packed is None or self._changed() or self.weights.changed()
+
+    def _changed(self) -> bool:
+        return not self.network.tracker.unchanged()
 
     def follow(self, modules: bool = True) -> Tensor:
         """Return the packed weights, made anew if the network's have changed, by their values too.
@@ -208,7 +217,7 @@ class PackedUnet:
         """Whether the network's own forward computes the same, tried once on random numbers."""
         if not self.network.called_alike:
             return False
-        if self._agrees is None or (self.network.changed() if self._agrees else self.stale()):
+        if self._agrees is None or (self._changed() if self._agrees else self.stale()):
             memory, (device, dtype) = self.follow(), self.weights.placement
             like = torch.empty((), device=device, dtype=dtype)
             sample, steps, conditions = example(self.network, like)
@@ -348,34 +357,23 @@ class PackedUnet:
             (B, T, Da), float32.
 
         """
+        if self._layers is not None and len(initial) != 1:  # each has FiLM's parameters of its own
+            draws, packed = (noise is not None,) * len(timesteps), self.packed
+            held = {"condition_data": condition_data, "condition_mask": condition_mask}
+            held = {} if condition_data is None else held
+            table = StepTable(timesteps, coefficients, clip, draws)
+
+            def predict(sample: Tensor, step: int) -> Tensor:
+                times = timesteps[step].expand(len(sample))
+                return self._forward(sample, times, global_cond, packed)
+
+            inpainting = Inpainting.of(held, "sample", table)
+            return loop(initial, table, predict, lambda step: noise[step], inpainting)
         weights = (self.packed, self.config, self.dtype)
         rest = (coefficients, clip, noise, condition_data, condition_mask)
         if self._layers is not None:
-            if len(initial) != 1:
-                return self._step_by_step(initial, timesteps, global_cond, *rest)
             step_film, global_cond = self._rows(timesteps, global_cond), None
         if step_film is not None:
             op = torch.ops.dpa.diffusion_sample_on_film
             return op(initial, step_film, global_cond, *weights, *rest)
         return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *rest)
-
-    def _step_by_step(
-        self,
-        sample: Tensor,
-        timesteps: Tensor,
-        global_cond: Tensor | None,
-        coefficients: Tensor,
-        clip: float,
-        noise: Tensor | None,
-        data: Tensor | None,
-        mask: Tensor | None,
-    ) -> Tensor:
-        """Run the loop where each sample has FiLM's parameters of its own."""
-        packed, index = self.packed, torch.arange(len(timesteps), device=sample.device)
-        for step in range(len(timesteps)):
-            sample = sample if mask is None else torch.where(mask, data, sample)
-            output = self._forward(sample, timesteps[step].expand(len(sample)), global_cond, packed)
-            own = None if noise is None else noise[step]
-            row = index[step : step + 1]
-            sample = torch.ops.dpa.scheduler_step(output, sample, coefficients, row, own, clip)
-        return sample if mask is None else torch.where(mask, data, sample)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dpa.sampling.inpainting import PLACES
+from dpa.schedulers.inpainting import PLACES
 
 Given = Mapping[str, Tensor | None]
 _OF_EVERY_CALL = ("sample", "timestep", "random", "step_noise")

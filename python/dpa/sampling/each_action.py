@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.graphs import Inputs, LoopGraphs, expanded, run_captured
+from dpa.sampling.fused_loop import expanded
+from dpa.sampling.graphs import Inputs, LoopGraphs, run_captured
 from dpa.sampling.rng import RandomNumbers
 from dpa.sampling.stepwise_loop import Layers, takes
 from dpa.schedulers.each_action import EachActionTable
@@ -65,16 +66,11 @@ class EachActionSampler:
         }
         shape, device = (noise.shape[0], noise.shape[1], noise.shape[2]), noise.device
         numbers = RandomNumbers(False, self.table.draws_noise, shape, self.noise_dtype, device)
-        if self.packed is not None and can_capture(device) and self.table.count:
-            kind = (
-                shape,
-                self.table,
-                self.noise_dtype,
-                tuple(n for n, v in given.items() if v is not None),
-            )
-            make = functools.partial(self._body, device)
-            return run_captured(self.packed, self._graphs, kind, numbers, make, given, generator)
         inputs = expanded(given, shape)
+        if self.packed is not None and can_capture(device) and self.table.count:
+            kind = (shape, self.table, self.noise_dtype, tuple(inputs))
+            make = functools.partial(self._body, device)
+            return run_captured(self.packed, self._graphs, kind, numbers, make, inputs, generator)
         if len(numbers):
             inputs["random"] = numbers(generator)
         return self._body(device)(inputs)

@@ -8,7 +8,9 @@ them in one graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +18,79 @@ from torch import Tensor, nn
 from dpa.library.capture import can_capture
 from dpa.packed.config import runs_packed
 from dpa.packed.unet import PackedUnet
-from dpa.sampling import stepwise_loop
-from dpa.sampling.graphs import Body, Captured, Given, Inputs, LoopGraphs, expanded, run_captured
-from dpa.sampling.inpainting import Inpainting
+from dpa.sampling.arguments import Given
+from dpa.sampling.graphs import Body, Inputs, LoopGraphs, run_captured
 from dpa.sampling.rng import RandomNumbers
+from dpa.schedulers.inpainting import Inpainting
+from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
 from dpa.tracking import is_observed
+
+# The tensors that a call of a loop may be given.
+NAMES = ("global_cond", "local_cond", "condition_data", "condition_mask", "noise", "last_chunk")
+Way = tuple[str, int]  # where given actions hold, and the step to begin at
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A loop on packed weights, prepared for calls of one kind: all that they share is found.
+
+    Whoever runs it has checked that the network's modules are what they were.
+
+    Attributes:
+        kind: of the calls.
+        placement: of the network's weights.
+        packed: the network.
+        run: runs a call, by its tensors and its generator, on the weights that there are now.
+
+    """
+
+    kind: tuple[Any, ...]
+    placement: tuple[torch.device, torch.dtype]
+    packed: PackedUnet
+    run: Callable[[Given, Generators], Tensor]
+
+    def serves(self, given: Given, batch_size: int | None, generator: Generators, way: Way) -> bool:
+        """Whether a call is of this kind, and nobody captures what it does."""
+        if kind_of(given, batch_size, generator, way) != self.kind:
+            return False
+        if self.packed.weights.placement != self.placement:
+            return False
+        captures = self.placement[0].type == "cuda"
+        return not (captures and torch.cuda.is_current_stream_capturing())
+
+    def stands(self, fused: bool | None) -> bool:
+        """Whether the modules are what they were, and a call would run nothing else."""
+        tracker = self.packed.network.tracker
+        plain = not tracker.hooked() if fused else is_plain(self.packed)
+        return plain and tracker.unchanged()
+
+
+def kind_of(
+    given: Given, batch_size: int | None, generator: Generators, way: Way
+) -> tuple[Any, ...] | None:
+    """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        return None
+    tensors = [given[name] for name in NAMES]
+    if not all(v is None or isinstance(v, Tensor) for v in tensors):
+        return None
+    kinds = [None if v is None else (v.shape, v.dtype, v.device) for v in tensors]
+    return (*kinds, batch_size, None if generator is None else generator.device, *way)
+
+
+def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
+    """The tensors that there are, every one of the call's batch, without gradient."""
+    found = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if value.requires_grad:
+            value = value.detach()
+        if value.shape[0] != shape[0]:
+            value = value.expand(shape[0], *value.shape[1:])
+        found[name] = value
+    return found
 
 
 def refusal(
@@ -66,13 +135,13 @@ def run(
     noise_dtype: torch.dtype,
     capture: bool,
     inpainting: str = "sample",
-) -> tuple[Tensor, Captured | None]:
+) -> tuple[Tensor, Callable[[Given, Generators], Tensor] | None]:
     """Run the loop on packed weights, in a graph where ``capture`` allows it and one is possible.
 
     ``given`` holds what the call was given of the loop's inputs; random numbers are sampled in
     ``noise_dtype``, as the loop of steps samples them; ``inpainting`` is where given actions hold.
-    Beside the actions comes what runs further calls of this kind, where those can be captured: all
-    that they share is found and checked.
+    Beside the actions comes what runs further calls of this kind: all that they share is found and
+    checked. None on a GPU where they cannot be captured.
     """
     device, inputs = table.coefficients.device, expanded(given, shape)
     flags = "noise" not in inputs, table.draws_noise
@@ -81,12 +150,29 @@ def run(
         with packed.lock:
             packed.follow()
             body = _body(packed, table, inputs, inpainting, film=False)
-            return body(inputs | {"random": numbers(generator)}), None
+            result = body(inputs | {"random": numbers(generator)})
+        on_cpu = device.type == "cpu"
+        return result, functools.partial(_on_cpu, packed, numbers, body) if on_cpu else None
     make_body = functools.partial(_body, packed, table, inputs, inpainting, film=True)
     soft = any(inputs[name].dtype != torch.bool for name in ("condition_mask",) if name in inputs)
     kind = (shape, table, noise_dtype, frozenset(inputs), soft, inpainting)
-    call = functools.partial(run_captured, packed, graphs, kind, numbers, make_body)
-    return call(inputs, generator), call
+
+    def call(given: Given, generator: Generators) -> Tensor:
+        inputs = expanded(given, shape)
+        return run_captured(packed, graphs, kind, numbers, make_body, inputs, generator)
+
+    return call(given, generator), call
+
+
+def _on_cpu(
+    packed: PackedUnet, numbers: RandomNumbers, body: Body, given: Given, generator: Generators
+) -> Tensor:
+    """Run a call whose kind ran before."""
+    inputs = expanded(given, numbers.shape) | {"random": numbers(generator)}
+    with packed.lock:
+        if packed.weights.changed() or packed.weights.values_changed():
+            packed.repack()
+        return body(inputs)
 
 
 def _body(
@@ -102,12 +188,27 @@ def _body(
         return functools.partial(_several_steps, packed, table.to(dtype=torch.float32), inpainting)
     timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
     step_film = packed.step_film(timesteps) if film else None
+    # On a CPU the weights are checked once a call, and all that there is is the op.
+    direct = timesteps.device.type == "cpu"
 
     def body(inputs: Inputs) -> Tensor:
         floats, initial, random = _split(inputs, table)
         noise = None if random is None or not len(random) else random
         arguments = (initial, timesteps, coefficients, table.clip)
-        return packed.sample(*arguments, noise=noise, step_film=step_film, **floats)
+        if not direct:
+            return packed.sample(*arguments, noise=noise, step_film=step_film, **floats)
+        data, mask = floats.get("condition_data"), floats.get("condition_mask")
+        return torch.ops.dpa.diffusion_sample(
+            initial,
+            timesteps,
+            floats.get("global_cond"),
+            *packed.operands,
+            coefficients,
+            table.clip,
+            noise,
+            data,
+            mask,
+        )
 
     return body
 
@@ -129,7 +230,7 @@ def _several_steps(packed: PackedUnet, table: StepTable, inpainting: str, inputs
     floats, sample, random = _split(inputs, table)
     predict = Window(packed, sample.is_cuda and len(sample) == 1)
     rows = predict.begin(floats, table.timesteps)
-    return stepwise_loop.loop(
+    return loop(
         sample,
         table,
         lambda sample, step: predict(floats, sample, rows[step : step + 1]),

@@ -6,7 +6,7 @@ import functools
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +21,6 @@ from dpa.schedulers.tables import Generators
 from dpa.tracking import ModuleState
 
 Inputs = dict[str, Tensor]
-Given = Mapping[str, Tensor | None]
-Captured = Callable[[Given, Generators], Tensor]  # runs calls of one kind
 # Allocated before a capture, and freed: more than a loop of the published networks takes.
 _ROOM = 64 << 20
 _MISSES = 8  # graphs in a row whose module changed
@@ -104,20 +102,6 @@ class GraphCache:
         return self._kept.get(key)
 
 
-def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
-    """The tensors that there are, every one of the call's batch, without gradient."""
-    found = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        if value.requires_grad:
-            value = value.detach()
-        if value.shape[0] != shape[0]:
-            value = value.expand(shape[0], *value.shape[1:])
-        found[name] = value
-    return found
-
-
 class LoopGraphs(GraphCache):
     """Captured loops. Results are copies, so a later call does not overwrite them."""
 
@@ -153,11 +137,11 @@ def run_captured(
     kind: Hashable,
     numbers: RandomNumbers,
     make_body: Callable[[], Body],
-    given: Given,
+    inputs: Inputs,
     generator: Generators,
 ) -> Tensor:
     """Return the actions, of the weights that there are now."""
-    inputs, random = expanded(given, numbers.shape), numbers if len(numbers) else None
+    random = numbers if len(numbers) else None
     with packed.lock, graphs.lock:
         graph = graphs.find((kind, packed.generation))
         if graph is None:

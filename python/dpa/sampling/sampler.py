@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.library.compiling import uncompiled
-from dpa.nn.family import NotInFamily, recognise
+from dpa.nn.family import NotInFamily, recognise, resembles
 from dpa.packed.unet import PackedUnet
 from dpa.sampling import fused_loop, stepwise_loop
 from dpa.sampling.arguments import (
@@ -27,7 +27,7 @@ from dpa.sampling.arguments import (
     placement,
     shape_of,
 )
-from dpa.sampling.graphs import Captured, Given, LoopGraphs, ModuleLoops
+from dpa.sampling.graphs import LoopGraphs, ModuleLoops
 from dpa.sampling.parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
 from dpa.sampling.rng import RandomNumbers, draw_normal
 from dpa.schedulers.conversion import from_diffusers
@@ -142,7 +142,7 @@ class DiffusionSampler:
         self.last_parallel: ParallelReport | None = None
         self.packed: PackedUnet | None = None
         # What the last call came to, for others of its kind: they need not find all of it again.
-        self._again: tuple[Any, Any, PackedUnet, Captured] | None = None
+        self.prepared: fused_loop.Prepared | None = None
         self._graphs, self._sweeps, self._loops = LoopGraphs(), SweepGraphs(), ModuleLoops()
         self._foreign: tuple[Any, bool] = (None, False)
         self._width: tuple[Any, int | None] = (None, None)
@@ -156,12 +156,12 @@ class DiffusionSampler:
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the next call checks everything."""
         super().__setattr__(name, value)
-        if not name.startswith("_") and name != "packed":
-            self._again = None
+        if not name.startswith("_") and name not in ("packed", "prepared"):
+            self.prepared = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy holds: all but what is found or made again."""
-        again = {"_again": None, "_copy": None, "_unpackable": None, "_foreign": (None, False)}
+        again = {"prepared": None, "_copy": None, "_unpackable": None, "_foreign": (None, False)}
         return self.__dict__ | again
 
     @property
@@ -266,15 +266,10 @@ class DiffusionSampler:
             "last_chunk": last_chunk,
         }
         way = inpainting, first_step
-        again = self._again  # read once: another thread's call may replace it
-        if not torch.compiler.is_compiling() and again is not None and not conditions:
-            kind, placed, packed, call = again
-            same = _kind_of(given, batch_size, generator, way) == kind
-            if same and packed.weights.placement == placed and can_capture(placed[0]):
-                hooked, plain = packed.network.tracker.hooked, fused_loop.is_plain
-                wanted = not hooked() if self.fused else plain(packed)
-                if wanted and not packed.network.changed():
-                    return call(given, generator)
+        last = self.prepared  # read once: another thread's call may replace it
+        known = last is not None and not conditions and not torch.compiler.is_compiling()
+        if known and last.serves(given, batch_size, generator, way) and last.stands(self.fused):
+            return last.run(given, generator)
         return self._sample(given, check_conditions(conditions or {}), batch_size, generator, way)
 
     @uncompiled(reason="the sampler captures its own graphs")
@@ -314,10 +309,10 @@ class DiffusionSampler:
             result, call = fused_loop.run(
                 packed, self._graphs, table, shape, given, generator, **options
             )
-            kind = _kind_of(given, batch_size, generator, way)
+            kind = fused_loop.kind_of(given, batch_size, generator, way)
             repeats = call is not None and kind is not None and result.dtype == wide
-            again = kind, packed.weights.placement, packed, call
-            self._again = again if repeats else None
+            placed = packed.weights.placement
+            self.prepared = fused_loop.Prepared(kind, placed, packed, call) if repeats else None
             return result.to(wide)
 
         own = ("noise", "last_chunk", "condition_data", "condition_mask")
@@ -404,7 +399,7 @@ class DiffusionSampler:
                     kind = type(unet).__name__
                     fail("unet", "take global_cond for a loop to be one op", kind)
                 self.packed = packed
-            if self.fused and self.packed.network.changed():
+            if self.fused and not self.packed.network.tracker.unchanged():
                 self.packed.repack()  # or an error that says what was altered
             if self.fused and self.packed.network.tracker.hooked():
                 fail("fused", "be left out where modules have hooks: one op calls none", True)
@@ -469,21 +464,9 @@ class DiffusionSampler:
         return self._copy.to(device, self.dtype), self.dtype
 
 
-def _kind_of(
-    given: Given, batch_size: int | None, generator: Generators, way: tuple[str, int]
-) -> tuple[Any, ...] | None:
-    """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        return None
-    if not all(v is None or isinstance(v, Tensor) for v in given.values()):
-        return None
-    tensors = [None if v is None else (v.shape, v.dtype, v.device) for v in given.values()]
-    return (*tensors, batch_size, None if generator is None else generator.device, *way)
-
-
 def is_of_family(unet: nn.Module) -> bool:
     """Whether a module is a U-Net that dpa packs or runs on its own layers, called as it calls."""
     try:
-        return recognise(unet).called_alike
+        return resembles(unet) and recognise(unet).called_alike
     except NotInFamily:
         return False

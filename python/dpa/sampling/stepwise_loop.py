@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dpa.nn.family import run_network
-from dpa.sampling.inpainting import Inpainting
+from dpa.schedulers.inpainting import Inpainting
+from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import Generators, LiveSteps, StepTable
 from dpa.tracking import Snapshot
 
@@ -132,27 +133,3 @@ def run(
     return loop(
         sample, table, predict, numbers, Inpainting.of(inputs, inpainting, table), generator
     )
-
-
-def loop(
-    sample: Tensor,
-    table: StepTable | LiveSteps,
-    predict: Callable[[Tensor, int], Tensor],
-    draw: Callable[[int], Tensor],
-    inpainting: Inpainting | None,
-    generator: Generators = None,
-) -> Tensor:
-    """Run the steps of ``table`` on ``sample``, (B, T, Da).
-
-    ``predict`` and ``draw`` take the number of the step.
-    """
-    advance = table.stepper(generator)
-    for step in range(len(table)):
-        if inpainting is not None:
-            sample = inpainting.sample(sample)
-        noise = draw(step) if table.draws_noise[step] else None
-        output = predict(sample, step)
-        if inpainting is not None:
-            output = inpainting.output(step, output, sample)
-        sample = advance(step, output, sample, noise)
-    return sample if inpainting is None else inpainting.last(sample)
