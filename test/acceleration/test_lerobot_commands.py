@@ -1,64 +1,41 @@
 """LeRobot's own commands with ``lerobot_policy_dpa`` installed, switched off and absent."""
 
 import json
-import logging
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from lerobot_commands import (
+    NAME,
+    command,
+    install_plugin,
+    is_fast,
+    largest_error,
+    policies_made,
+    unload_plugin,
+)
 from policies import lerobot_policy
-
-from dpa.acceleration import construction
-from dpa.acceleration.policy_loop import FastLoop
-from dpa.tracking.replacing import replaced
 
 for needed in ("lerobot.scripts.lerobot_eval", "yamlinclude"):
     pytest.importorskip(needed, reason="requirements/lerobot.txt", exc_type=ImportError)
-PLUGIN = Path(__file__).parents[2] / "plugins" / "lerobot"
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch):
+def _clean():
     yield
-    construction.leave_new()
-    sys.modules.pop("lerobot_policy_dpa", None)
+    unload_plugin()
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The plugin as pip leaves it: a module, and a folder that names the distribution."""
-    monkeypatch.syspath_prepend(PLUGIN)
-    facts = tmp_path / "site" / "lerobot_policy_dpa-0.1.0.dist-info"
-    facts.mkdir(parents=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: lerobot_policy_dpa\nVersion: 0\n")
-    monkeypatch.syspath_prepend(facts.parent)
+    """LeRobot finds the plugin."""
+    install_plugin(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def made(monkeypatch):
     """Every policy that is made from now on."""
-    modeling = sys.modules["lerobot.policies.diffusion.modeling_diffusion"]
-    found, construct = [], modeling.DiffusionPolicy.__init__
-
-    def init(self, *args, **kwargs):
-        found.append(self)
-        construct(self, *args, **kwargs)
-
-    monkeypatch.setattr(modeling.DiffusionPolicy, "__init__", init)
-    return found
-
-
-def command(name, monkeypatch, **options):
-    """Run a command of LeRobot's in this process."""
-    main = pytest.importorskip(f"lerobot.scripts.lerobot_{name}", exc_type=ImportError).main
-    given = [f"--{option.replace('__', '.')}={value}" for option, value in options.items()]
-    monkeypatch.setattr(sys, "argv", [f"lerobot-{name}", *given])
-    root, handlers = logging.getLogger(), logging.getLogger().handlers[:]
-    try:
-        main()
-    finally:
-        root.handlers[:] = handlers
+    return policies_made(monkeypatch)
 
 
 @pytest.fixture
@@ -110,10 +87,6 @@ def evaluate(checkpoint, folder, monkeypatch):
     return overall["avg_sum_reward"]
 
 
-def is_fast(policy):
-    return isinstance(replaced(policy.diffusion, "conditional_sample"), FastLoop)
-
-
 def test_eval_with_the_plugin_absent_present_and_off(
     checkpoint, made, tmp_path, monkeypatch, request, capfd
 ):
@@ -125,15 +98,13 @@ def test_eval_with_the_plugin_absent_present_and_off(
     printed = "".join(capfd.readouterr())
     assert printed.count("DiffusionPolicy runs accelerated: loop, U-Net") == 1
     assert is_fast(made[-1])
-    errors = replaced(made[-1].diffusion, "conditional_sample").shadow.errors
-    assert errors and max(errors.values()) < 1e-4
+    assert largest_error(made[-1]) < 1e-4
     assert fast == pytest.approx(plain, rel=1e-2, abs=1e-3)  # through contacts
-    construction.leave_new()
-    sys.modules.pop("lerobot_policy_dpa")
+    unload_plugin()
     monkeypatch.setenv("DPA_ACCELERATE", "0")
     off = evaluate(checkpoint, tmp_path / "off", monkeypatch)
     assert off == pytest.approx(plain, rel=1e-6)  # PyTorch's own sums turn with the addresses
-    assert "lerobot_policy_dpa" in sys.modules and not is_fast(made[-1])
+    assert NAME in sys.modules and not is_fast(made[-1])
 
 
 def test_a_wrong_option_leaves_lerobot_running(

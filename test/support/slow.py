@@ -11,6 +11,7 @@ FOLDERS = ("bench", "cli", "demo", "docs", "eval", "export", "faults")
 FILES = (
     "acceleration/test_lerobot_commands.py",
     "acceleration/test_lerobot_loops.py",
+    "acceleration/test_lerobot_robots.py",
     "library/test_doctor.py",
     "library/test_jit.py",
     "ops/test_everywhere.py",

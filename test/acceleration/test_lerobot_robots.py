@@ -1,0 +1,246 @@
+"""LeRobot's commands that drive robots, and its server of policies, with a robot that has none."""
+
+import logging
+import pickle
+import sys
+import types
+from concurrent import futures
+
+import pytest
+import torch
+from lerobot_commands import (
+    NAME,
+    command,
+    install_plugin,
+    is_fast,
+    largest_error,
+    policies_made,
+    unload_plugin,
+)
+
+from dpa.acceleration import construction
+from dpa.acceleration.policy_loop import FastLoop
+from dpa.tracking.replacing import replaced
+
+for needed in ("lerobot.policies.diffusion.modeling_diffusion", "yamlinclude"):
+    pytest.importorskip(needed, reason="requirements/lerobot.txt", exc_type=ImportError)
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    yield
+    unload_plugin()
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Lets LeRobot find the plugin."""
+    return lambda: install_plugin(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Every policy that is made from now on."""
+    return policies_made(monkeypatch)
+
+
+@pytest.fixture
+def robot(monkeypatch):
+    """The robot's module; the viewer that LeRobot imports is left out where it is missing."""
+    try:
+        import rerun  # noqa: F401
+    except ImportError:
+        monkeypatch.setitem(sys.modules, "rerun", types.ModuleType("rerun"))
+    import fake_robot
+
+    fake_robot.StillRobot.sent.clear()
+    return fake_robot.StillRobot
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A small policy for the robot's joints and camera, with LeRobot's processors."""
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+    from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
+    from lerobot.policies.factory import make_pre_post_processors
+
+    config = DiffusionConfig(
+        input_features={
+            "observation.state": PolicyFeature(FeatureType.STATE, (2,)),
+            "observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
+        },
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
+        device="cpu",
+        push_to_hub=False,
+        crop_shape=None,
+        pretrained_backbone_weights=None,
+        use_group_norm=True,
+        spatial_softmax_num_keypoints=4,
+        diffusion_step_embed_dim=16,
+        down_dims=(16, 32),
+        horizon=8,
+        n_action_steps=6,
+        noise_scheduler_type="DDIM",
+        num_train_timesteps=20,
+        num_inference_steps=3,
+    )
+    one = {"mean": 0.0, "std": 1.0, "min": -1.0, "max": 1.0}
+    sizes = {"observation.state": (2,), "action": (2,), "observation.images.front": (3, 1, 1)}
+    stats = {k: {n: torch.full(v, x) for n, x in one.items()} for k, v in sizes.items()}
+    folder = tmp_path / "policy"
+    DiffusionPolicy(config).save_pretrained(folder)
+    for processor in make_pre_post_processors(config, dataset_stats=stats):
+        processor.save_pretrained(folder)
+    return folder
+
+
+def record(checkpoint, folder, monkeypatch):
+    """Record one episode of a policy's with ``lerobot-record``, as it was before 0.6."""
+    command(
+        "record",
+        monkeypatch,
+        robot__type="still_robot",
+        policy__path=checkpoint,
+        policy__device="cpu",
+        dataset__repo_id="me/eval_still",
+        dataset__root=folder,
+        dataset__single_task="stay",
+        dataset__fps=10,
+        dataset__episode_time_s=1.5,
+        dataset__reset_time_s=0,
+        dataset__num_episodes=1,
+        dataset__vcodec="h264",
+        dataset__push_to_hub="false",
+        play_sounds="false",
+    )
+
+
+def rollout(checkpoint, monkeypatch, **options):
+    """Let a policy drive the robot with ``lerobot-rollout``, which records no data."""
+    command(
+        "rollout",
+        monkeypatch,
+        robot__type="still_robot",
+        policy__path=checkpoint,
+        device="cpu",
+        fps=10,
+        task="stay",
+        play_sounds="false",
+        return_to_initial_position="false",
+        **options,
+    )
+
+
+@pytest.fixture
+def drives(checkpoint, tmp_path, monkeypatch, robot):
+    """Drives the robot by the command that this LeRobot has for it; returns what it was sent."""
+    from lerobot.scripts import lerobot_record
+
+    def drive(name, **options):
+        robot.sent.clear()
+        if hasattr(lerobot_record.RecordConfig, "policy"):
+            record(checkpoint, tmp_path / name, monkeypatch)
+        else:
+            rollout(checkpoint, monkeypatch, **{"duration": 1.5, **options})
+        return list(robot.sent)
+
+    return drive
+
+
+def test_a_robot_is_driven_with_the_plugin_absent_present_and_off(
+    drives, plugin, made, monkeypatch, capfd
+):
+    assert drives("absent") and not is_fast(made[-1])
+    plugin()
+    capfd.readouterr()
+    assert drives("present")
+    printed = "".join(capfd.readouterr())
+    assert printed.count("DiffusionPolicy runs accelerated: loop, U-Net") == 1
+    assert is_fast(made[-1])
+    assert largest_error(made[-1]) < 1e-4
+    unload_plugin()
+    monkeypatch.setenv("DPA_ACCELERATE", "0")
+    assert drives("off")
+    assert NAME in sys.modules and not is_fast(made[-1])
+
+
+def test_real_time_chunking_drives_a_robot(drives, plugin, made):
+    pytest.importorskip("lerobot.rollout", reason="LeRobot 0.6", exc_type=ImportError)
+    options = {"inference__type": "rtc", "inference__queue_threshold": 4, "duration": 3}
+    with pytest.raises(ValueError, match="RTC inference is not supported by policy type 'diff"):
+        drives("absent", **options)
+    plugin()
+    held = []
+    own = FastLoop.holding
+
+    def holding(self, fields):
+        held.append(fields)
+        return own(self, fields)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FastLoop, "holding", holding)
+        sent = drives("present", **options)
+    assert sent and is_fast(made[-1])
+    assert held and all(one["inpainting"] == "x0" for one in held)
+    assert replaced(made[-1].diffusion, "conditional_sample").refused is None
+
+
+class Context:
+    """What a call of the server knows of its client."""
+
+    def peer(self):
+        return "test"
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["as it is", "accelerated"])
+def test_the_server_of_policies(fast, checkpoint, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for its logs
+    server_module = pytest.importorskip(
+        "lerobot.async_inference.policy_server", reason="grpc", exc_type=ImportError
+    )
+    import grpc
+    from lerobot.async_inference.configs import PolicyServerConfig
+    from lerobot.async_inference.helpers import RemotePolicyConfig, TimedObservation
+    from lerobot.transport import services_pb2, services_pb2_grpc
+    from lerobot.transport.utils import send_bytes_in_chunks
+
+    if fast:
+        construction.accelerate_new(logging.info)  # as `dpa run` does
+    own = server_module.PolicyServer(PolicyServerConfig(obs_queue_timeout=20))
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    services_pb2_grpc.add_AsyncInferenceServicer_to_server(own, server)
+    port = server.add_insecure_port("localhost:0")
+    server.start()
+    try:
+        client = services_pb2_grpc.AsyncInferenceStub(grpc.insecure_channel(f"localhost:{port}"))
+        client.Ready(services_pb2.Empty())
+        features = {
+            "observation.state": {"dtype": "float32", "shape": (2,), "names": ["x.pos", "y.pos"]},
+            "observation.images.front": {
+                "dtype": "image",
+                "shape": (32, 32, 3),
+                "names": ["height", "width", "channels"],
+            },
+        }
+        specs = RemotePolicyConfig("diffusion", str(checkpoint), features, 6, "cpu")
+        client.SendPolicyInstructions(services_pb2.PolicySetup(data=pickle.dumps(specs)))
+        assert is_fast(made[-1]) == fast
+        chunks = []
+        for number in range(3):
+            seen = {"x.pos": 0.1 * number, "y.pos": 0.0, "task": "stay"}
+            seen["front"] = torch.full((32, 32, 3), 9, dtype=torch.uint8).numpy()
+            timed = TimedObservation(0.1 * number, number, seen, must_go=True)
+            client.SendObservations(
+                send_bytes_in_chunks(pickle.dumps(timed), services_pb2.Observation)
+            )
+            data = client.GetActions(services_pb2.Empty()).data
+            chunks.append(pickle.loads(data) if data else None)
+    finally:
+        server.stop(None).wait()
+    if not fast:  # LeRobot's own policy wants the history that select_action keeps
+        assert chunks == [None] * 3
+        return
+    assert [len(chunk) for chunk in chunks] == [6] * 3
+    assert all(torch.isfinite(one.get_action()).all() for chunk in chunks for one in chunk)
+    assert largest_error(made[-1]) < 1e-4
