@@ -48,6 +48,8 @@ class Subject:
         whole: from the observation to the actions.
         loop: the denoising loop alone, None where it is the whole.
         network: one evaluation of the network.
+        chunk: from the prepared observation to a chunk of actions: encoders and loop.
+        prepare: the preprocessing of an observation.
         how: notes on how it runs.
 
     """
@@ -57,6 +59,8 @@ class Subject:
     whole: Call
     network: Call
     loop: Call | None = None
+    chunk: Call | None = None
+    prepare: Call | None = None
     how: list[str] = field(default_factory=list)
 
 
@@ -71,7 +75,6 @@ def measure(options: Options) -> dict[str, Any]:
 
     """
     device = choose_device(options.device)
-    subjects = _lerobot if _is_lerobot(options.checkpoint) else _loop
     with torch.no_grad():
         plain, fast = subjects(options, device)
         started = time.perf_counter()
@@ -85,12 +88,12 @@ def measure(options: Options) -> dict[str, Any]:
             if call is not None
         }
         calls["plain", "network"] = plain.network
-        times = _in_turns(calls, options.seconds, device)
+        times = in_turns(calls, options.seconds, device)
     found = {
         "checkpoint": str(options.checkpoint),
         "what": plain.what,
         "steps": plain.steps,
-        "device": _device_name(device),
+        "device": device_name(device),
         "torch": torch.__version__,
         "plain": _parts(times, "plain", plain),
         "dpa": _parts(times, "dpa", fast),
@@ -116,8 +119,8 @@ def _parts(times: dict[Any, float], name: str, subject: Subject) -> dict[str, fl
     }
 
 
-def _in_turns(calls: dict[Any, Call], seconds: float, device: torch.device) -> dict[Any, float]:
-    """The median in milliseconds of each, in turns for about ``seconds``, thrice at least."""
+def in_turns(calls: dict[Any, Call], seconds: float, device: torch.device) -> dict[Any, float]:
+    """Return the medians in milliseconds, in turns for about ``seconds``, thrice at least."""
     times: dict[Any, list[float]] = {key: [] for key in calls}
     end = time.perf_counter() + seconds
     rounds = 0
@@ -137,10 +140,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return what a device is called."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
+
+
+def subjects(options: Options, device: torch.device) -> tuple[Subject, Subject]:
+    """Return what is measured of a checkpoint: plain, and accelerated."""
+    return (_lerobot if _is_lerobot(options.checkpoint) else _loop)(options, device)
 
 
 def _is_lerobot(path: Path) -> bool:
@@ -176,6 +185,15 @@ def _lerobot_subject(policy: Any) -> Subject:
         policy.reset()
         policy.act(observation)
 
+    frames = policy.prepared(observation)
+    if config.image_features:
+        images = [frames[name] for name in config.image_features]
+        frames["observation.images"] = torch.stack(images, dim=-4)
+    batch = {
+        name: torch.stack([frames[name]] * config.n_obs_steps, dim=1)
+        for name in policy.policy._queues
+        if name in frames and name.startswith("observation")
+    }
     width = model.unet.diffusion_step_encoder[-1].out_features
     cond_dim = model.unet.down_modules[0][0].cond_encoder[-1].in_features - width
     shape = (1, config.horizon, config.action_feature.shape[0])
@@ -189,6 +207,8 @@ def _lerobot_subject(policy: Any) -> Subject:
         whole,
         lambda: model.unet(sample, timestep, global_cond=cond),
         lambda: model.conditional_sample(1, global_cond=cond),
+        lambda: model.generate_actions(batch),
+        lambda: policy.prepared(observation),
     )
 
 

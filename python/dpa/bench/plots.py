@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from dpa.bench.profiling import StepProfile
 
 COLORS = {"multiply": "#1f7a8c", "publish": "#f2b134", "wait": "#d9d8d3", "normalise": "#e0782f"}
+_PARTS = {
+    "preprocessing": "#f2b134",
+    "encoder": "#7fb8c4",
+    "loop": "#1f7a8c",
+    "host": "#d9d8d3",
+}
 _WAYS = {
     "dpa.accelerate": "#7fb8c4",
     "dpa": "#1f7a8c",
@@ -251,6 +258,49 @@ def draw_engines(rows: list[Row], device: str, path: Path) -> Path:
             ax.set_title(f"batch {batch}", size=9.5, loc="left")
             _bare(ax)
     return path
+
+
+def draw_call(found: Row, parts: Sequence[str], path: Path) -> Path:
+    """Where a call goes: a bar of the plain policy, one of the accelerated, and that one enlarged.
+
+    Args:
+        found: of :func:`dpa.bench.call_profile.profile`.
+        parts: in their order.
+        path: of the picture.
+
+    """
+    plain, fast = found["plain"], found["dpa"]
+    with figure(path, (9, 3.6)) as fig:
+        line = f"{found['what']}; {found['device']}; milliseconds, median"
+        headline(fig, f"Where a call goes: {found['times faster']:.1f} x", line)
+        for bottom, rows in ((0.46, (("plain", plain), ("dpa", fast))), (0.14, (("dpa", fast),))):
+            ax = fig.add_axes((0.13, bottom, 0.8, 0.13 * len(rows)))
+            longest = max(row["whole call"] for _, row in rows)
+            for y, (_, row) in enumerate(rows):
+                _call_bar(ax, y, row, parts, longest)
+            names = [name if len(rows) > 1 else f"{name}, enlarged" for name, _ in rows]
+            ax.set_yticks(range(len(rows)), names, size=8.5)
+            ax.set(xlim=(0, longest * 1.02), ylim=(len(rows) - 0.5, -0.5))
+            ax.tick_params(axis="x", labelsize=8)
+            _bare(ax)
+        handles = [Patch(color=_PARTS[part], label=part) for part in parts]
+        corner = {"loc": "upper left", "bbox_to_anchor": (0.12, 0.8)}
+        fig.legend(handles=handles, frameon=False, ncols=len(parts), fontsize=8.5, **corner)
+    return path
+
+
+def _call_bar(ax: Axes, y: int, row: Row, parts: Sequence[str], longest: float) -> None:
+    begin = 0.0
+    for part in parts:
+        ax.barh(y, row[part], left=begin, color=_PARTS[part], height=0.62)
+        if row[part] > longest / 24:
+            middle, color = begin + row[part] / 2, "white" if part == "loop" else INK
+            text = {"ha": "center", "va": "center", "size": 8.5, "color": color}
+            ax.text(middle, y, f"{row[part]:.3g}", **text)
+        begin += row[part]
+    ax.text(
+        begin + longest * 0.01, y, f"{row['whole call']:.3g}", va="center", size=8.5, weight="bold"
+    )
 
 
 def _axes(fig: Figure, left: float) -> Axes:

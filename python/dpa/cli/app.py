@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import dpa
-from dpa.cli import bench, demo, evaluate, explain, export, report, run
+from dpa.cli import bench, demo, evaluate, explain, export, profile, report, run
 
 app = typer.Typer(
     help="Fast registered operators for Diffusion Policy in PyTorch.",
@@ -71,6 +71,7 @@ app.command(help=_flowing(report.INFO_HELP))(report.info)
 app.command(help=_flowing(explain.HELP))(_with_library(explain.explain))
 app.command(help=_flowing(demo.HELP))(_with_library(demo.demo))
 app.command(help=_flowing(bench.HELP))(_with_library(bench.bench))
+app.command(help=_flowing(profile.HELP))(_with_library(profile.profile))
 app.command(help=_flowing(export.HELP))(_with_library(export.export))
 app.command("eval", help=_flowing(evaluate.HELP))(_with_library(evaluate.evaluate))
 # What stands behind the program's name is the program's.

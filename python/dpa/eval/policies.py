@@ -78,10 +78,13 @@ class LeRobotPolicy:
             if got != shape:
                 raise ValueError(f"the policy takes {name} of shape {shape}, {where} gives {got}")
 
+    def prepared(self, observation: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what the policy takes: normalised, a batch of one, on its device."""
+        return self._before({name: observation[name] for name in self.inputs})
+
     def act(self, observation: Mapping[str, Tensor]) -> np.ndarray:
         """Return the action for an observation, in the environment's units."""
-        batch: dict[str, Any] = {name: observation[name] for name in self.inputs}
-        action = self._after(self.policy.select_action(self._before(batch)))
+        action = self._after(self.policy.select_action(self.prepared(observation)))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return action.squeeze(0).cpu().numpy()

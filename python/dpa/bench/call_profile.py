@@ -1,0 +1,75 @@
+"""Where a call of a policy goes, plain and accelerated: preprocessing, encoder, loop, host.
+
+The parts are differences of calls that hold one another: the whole call, from a prepared
+observation to a chunk, the loop. So they add up to the whole, also where one graph runs several.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpa.bench.checkpoint import Options, device_name, in_turns, subjects
+from dpa.library.devices import choose_device
+
+PARTS = ("preprocessing", "encoder", "loop", "host")
+_WARM_UP = 3  # compare, capture, replay
+
+
+def profile(options: Options) -> dict[str, Any]:
+    """Return milliseconds of the call and its parts, plain and accelerated, ready for JSON.
+
+    ``host`` is what the other parts leave of the call: the queues of observations and actions,
+    postprocessing, and the way between the parts.
+
+    Raises:
+        ValueError: the checkpoint, or the device, is refused; the message says why.
+
+    """
+    device = choose_device(options.device)
+    with torch.no_grad():
+        plain, fast = subjects(options, device)
+        calls = {
+            (name, part): call
+            for name, subject in (("plain", plain), ("dpa", fast))
+            for part in ("whole", "prepare", "chunk", "loop")
+            if (call := getattr(subject, part)) is not None
+        }
+        for call in list(calls.values()) * _WARM_UP:
+            call()
+        times = in_turns(calls, options.seconds, device)
+    found = {
+        "checkpoint": str(options.checkpoint),
+        "what": plain.what,
+        "steps": plain.steps,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "plain": parts(times, "plain"),
+        "dpa": parts(times, "dpa"),
+        "how": fast.how,
+    }
+    found["times faster"] = found["plain"]["whole call"] / found["dpa"]["whole call"]
+    return found
+
+
+def parts(times: dict[tuple[str, str], float], name: str) -> dict[str, float]:
+    """Milliseconds of the whole call and of :data:`PARTS`; none is below zero, as noise makes it.
+
+    Where only a loop was measured, it is the whole.
+    """
+    whole = times[name, "whole"]
+    loop = min(times.get((name, "loop"), whole), whole)
+    chunk = min(max(times.get((name, "chunk"), loop), loop), whole)
+    prepare = min(times.get((name, "prepare"), 0.0), whole - chunk)
+    host = whole - chunk - prepare
+    found = (prepare, chunk - loop, loop, host)
+    return {"whole call": whole} | dict(zip(PARTS, found, strict=True))
+
+
+def picture(found: dict[str, Any], path: Path) -> Path:
+    """Draw the profile."""
+    from dpa.bench.plots import draw_call
+
+    return draw_call(found, PARTS, path)

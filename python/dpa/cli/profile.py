@@ -1,0 +1,92 @@
+"""The ``dpa profile`` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpa.cli.options import Checkpoint, Device, Dtype, Ema, Json, Prefix, TrustPickle, located
+
+HELP = """Show where a call of a policy goes, before and after acceleration.
+
+Measures the plain policy and the accelerated one in turns, and splits each call into preprocessing
+(to the device, normalisation), encoder (images to features), loop (denoising) and host (queues,
+postprocessing, the way between the parts). Prints a table and draws OUT.
+
+A LeRobot folder is profiled whole where LeRobot is installed; of any other checkpoint the loop is.
+
+Examples:
+
+  dpa profile outputs/train/checkpoints/last/pretrained_model --dtype bfloat16
+
+  dpa profile latest.ckpt --trust-pickle --steps 16 --out profile.png
+"""
+
+
+def profile(
+    checkpoint: Checkpoint,
+    out: Annotated[
+        Path, typer.Option(dir_okay=False, help="The picture: .png, .svg or .pdf.")
+    ] = Path("out/profile.svg"),
+    device: Device = "auto",
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the accelerated policy's weights.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Of measuring.")] = 20.0,
+    prefix: Prefix = None,
+    ema: Ema = True,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
+) -> None:
+    """Show where a call of a policy goes, before and after acceleration."""
+    import torch
+    from rich.console import Console
+
+    from dpa.bench.call_profile import picture
+    from dpa.bench.call_profile import profile as measure
+    from dpa.bench.checkpoint import Options
+
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"--out must end in .png, .svg or .pdf, got {out.name}")
+    path = located(checkpoint)
+    weights = None if dtype is None else getattr(torch, dtype.value)
+    reading = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
+    with Console(stderr=True).status("measuring the parts of plain and accelerated calls in turns"):
+        found = measure(Options(path, device, weights, steps, seconds, reading))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    drawn = picture(found, out)
+    if as_json:
+        print(json.dumps(found | {"picture": str(drawn)}, indent=2))
+        return
+    _show(found)
+    print(f"written: {drawn}")
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dpa.bench.call_profile import PARTS
+
+    console = Console(highlight=False)
+    console.print(f"{found['what']}, {found['steps']} steps, on {found['device']}", markup=False)
+    columns = ("ms, median", "plain", "of it", "dpa", "of it", "plain / dpa")
+    table = Table(*columns, box=None, header_style="bold")
+    plain, fast = found["plain"], found["dpa"]
+    for part in ("whole call", *PARTS):
+        shares = [
+            text
+            for row in (plain, fast)
+            for text in (f"{row[part]:.2f}", f"{row[part] / row['whole call']:.0%}")
+        ]
+        ratio = f"{plain[part] / fast[part]:.1f}" if fast[part] else ""
+        table.add_row(part, *shares, ratio)
+    console.print(table)
+    for line in found["how"]:
+        console.print(line, markup=False)
