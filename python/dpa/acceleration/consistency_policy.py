@@ -115,9 +115,9 @@ def _student_steps(policy: Any) -> StepTable:
         scale = 1.0 if following is None else _scalings(scheduler, following)[2]
         noise = 0.0 if following is None else following * scale
         rows.append([of_sample / c_in, of_output, scale, 0.0, 0.0, noise])
-    draws = (*[True] * (len(rows) - 1), False)
+    noisy = (*[True] * (len(rows) - 1), False)
     coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    return StepTable(_embedded(times), coefficients, 1.0, draws)
+    return StepTable(_embedded(times), coefficients, 1.0, noisy)
 
 
 def _teacher_steps(policy: Any) -> StepTable:

@@ -14,7 +14,7 @@ HELP = """Show where a call of a policy goes, before and after acceleration.
 
 Measures the plain policy and the accelerated one in turns, and splits each call into preprocessing
 (to the device, normalisation), encoder (images to features), loop (denoising) and host (queues,
-postprocessing, the way between the parts). Prints a table and draws OUT.
+postprocessing, the way between the parts). Prints a table and writes the picture OUT.
 
 A LeRobot folder is profiled whole where LeRobot is installed; of any other checkpoint the loop is.
 

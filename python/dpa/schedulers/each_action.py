@@ -81,10 +81,10 @@ def from_each_action(
         timesteps = torch.arange(-1, live.config.num_train_timesteps)
         one = _OneTimestep(live)
         probes = [StepProbe(one, timestep, options) for timestep in timesteps.tolist()]
-        draws = {probe.draws_noise for probe in probes}
-        if len(draws) > 1:
+        noisy = {probe.draws_noise for probe in probes}
+        if len(noisy) > 1:
             raise ValueError("from_each_action: a step must take noise always or never")
         clip = probes[-1].clip()
         rows = torch.tensor([probe.row(clip) for probe in probes], dtype=torch.float64)
-        table = StepTable(timesteps, rows, clip, (draws.pop(),) * len(rows))
+        table = StepTable(timesteps, rows, clip, (noisy.pop(),) * len(rows))
     return EachActionTable(table, count)
