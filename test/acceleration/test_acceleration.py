@@ -23,9 +23,9 @@ import dpa
 from dpa.acceleration import survey, unet_forward
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.unet_forward import FastForward
+from dpa.nn import family
 from dpa.nn.family import recognise
 from dpa.packed import config, unet
-from dpa.sampling import sampler
 from dpa.training.graphed_calls import replaced_forward
 
 
@@ -282,7 +282,7 @@ def test_compile_without_a_graph_break(backend, device):
 
 def test_a_network_is_recognised_once(device, monkeypatch):
     recognised, policy = [], original_policy(device)
-    for module in (survey, unet_forward, config, unet, sampler):
+    for module in (survey, unet_forward, config, unet, family):
         monkeypatch.setattr(module, "recognise", lambda m: recognised.append(m) or recognise(m))
     dpa.accelerate(policy)
     sampled(policy, call_of(device))

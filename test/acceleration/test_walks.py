@@ -63,6 +63,18 @@ def test_a_call_of_a_policy_meets_seven_modules(make):
     assert not back
 
 
+def test_a_call_from_observations_to_actions_meets_one_more():
+    diffusion = dpa.accelerate(lerobot_policy()).diffusion
+    batch = {"observation.state": torch.randn(1, 2, 3)}
+    batch["observation.environment_state"] = torch.randn(1, 2, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            diffusion.generate_actions(batch)
+        modules, back = walk(lambda: diffusion.generate_actions(batch))
+    assert len(modules) <= 8 and "acceleration/whole_call.py" in modules, modules
+    assert not back
+
+
 def test_a_training_step_meets_nine_modules():
     unet, inputs = unet_and_inputs()
     dpa.accelerate(unet.train())

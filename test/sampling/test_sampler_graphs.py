@@ -296,7 +296,7 @@ def test_a_first_call_inside_a_capture_of_the_users(cuda, changed):
         with torch.no_grad():
             for net in (sampler.unet, twin.unet):
                 net.final_conv[1].weight.mul_(2)
-    table = sampler._table(cuda, torch.float32, 3)
+    table = sampler._tables.find(3, False, cuda, torch.float32)
     assert len(table) == 3  # on the device before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

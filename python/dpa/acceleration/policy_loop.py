@@ -25,9 +25,9 @@ from dpa.acceleration.loops import Loop, LoopCall, sample_itself
 from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.acceleration.unet_forward import FastForward
+from dpa.nn.family import is_of_family
 from dpa.packed.agreement import LOOP_LIMITS, proves
 from dpa.sampling.rng import generator_on
-from dpa.sampling.sampler import is_of_family
 from dpa.tracking import find, is_observed
 from dpa.tracking.replacing import Replacement, class_of
 from dpa.training.graphed_calls import replaced_forward

@@ -18,11 +18,10 @@ from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
 from dpa.library import html
 from dpa.nn import image_encoder
-from dpa.nn.family import Network, NotInFamily, recognise, resembles
+from dpa.nn.family import Network, NotInFamily, is_of_family, recognise, resembles
 from dpa.nn.image_encoder import Encoder, NotAnEncoder
 from dpa.packed.config import config_of, runs_packed
 from dpa.packed.encoder import why_not
-from dpa.sampling.sampler import is_of_family
 from dpa.tracking import Place, find
 from dpa.tracking.replacing import BESIDE, replaced
 from dpa.training.graphed_calls import replaced_forward

@@ -190,7 +190,7 @@ class _Call:
             return None
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not tensors or not can_capture(tensors[0].device):
+        if not tensors or not tensors[0].is_cuda or not can_capture(tensors[0].device):
             return None
         if any(type(x) is not Tensor or x.device != tensors[0].device for x in tensors):
             return None
@@ -273,7 +273,7 @@ class _Graph:
             result = self.replay(tensors)
             after = self._generator.get_offset()
             holds = self._holds()
-            if holds and not packed.stale() and not packed.weights.values_changed():
+            if holds and packed.current():
                 self._loop.leave_timesteps(self._route)
                 return True, result
             if self._generator.get_offset() == after:  # no other thread drew in the meantime

@@ -212,6 +212,14 @@ def recognise(module: nn.Module) -> Network:
     return Network(variant, arguments, inputs, slots, tracker, twin, parts, off)
 
 
+def is_of_family(unet: nn.Module) -> bool:
+    """Whether a module is a U-Net that dpa packs or runs on its own layers, called as it calls."""
+    try:
+        return resembles(unet) and recognise(unet).called_alike
+    except NotInFamily:
+        return False
+
+
 def _variant_of(module: nn.Module) -> Variant:
     names = [name for name, _ in module.named_parameters()]
     forward = inspect.getattr_static(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import StepTable
 from dpa.tracking import WeightTracker
 
-Result = TypeVar("Result")
 _memories = itertools.count(1)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -186,21 +184,17 @@ class PackedUnet:
             stale = self.stale() if modules else self._packed is None or self.weights.changed()
             return self.repack() if stale or self.weights.values_changed() else self._readable()
 
-    def launch(self, run: Callable[[], Result]) -> tuple[Result, bool]:
-        """Launch work on the packed weights as they are, and check them while the GPU does it.
+    def start(self) -> None:
+        """Begin to compare values, and let the current stream read what is packed.
 
-        Returns:
-            The result, and whether it is of the network's weights as they are now; where not, they
-            are packed again, and the work has to be launched again.
-
+        The caller then launches work on it, and asks :meth:`current` while the GPU does it.
         """
         self.weights.start()
         self._readable()
-        result = run()
-        if self.stale() or self.weights.values_changed():
-            self.repack()
-            return result, False
-        return result, True
+
+    def current(self) -> bool:
+        """Whether what is packed is of the weights as they are now, by what was started."""
+        return not self.stale() and not self.weights.values_changed()
 
     def memory(self, device: torch.device) -> Tensor:
         """Return the packed weights as they are, packing only where there are none there yet."""

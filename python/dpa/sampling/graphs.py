@@ -147,9 +147,11 @@ def run_captured(
         if graph is None:
             packed.follow()
         else:
-            result, current = packed.launch(lambda: graph.replay(inputs, random, generator))
-            if current:
+            packed.start()
+            result = graph.replay(inputs, random, generator)
+            if packed.current():
                 return result
+            packed.repack()
             inputs, random = graph.inputs, None  # the random numbers of this call are there
         key = (kind, packed.generation)
         return graphs.run(key, numbers.device, inputs, make_body, random, generator)

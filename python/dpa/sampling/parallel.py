@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from dpa.library.graphs import captured
+from dpa.packed.unet import PackedUnet
+from dpa.sampling.arguments import fail
+from dpa.sampling.fused_loop import Window
 from dpa.sampling.graphs import GraphCache, Inputs
-from dpa.schedulers.conversion import StepTable
+from dpa.schedulers.tables import LiveSteps, MultistepTable, StepTable
 
 _LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's
 
@@ -249,6 +253,16 @@ class Sweeps:
         return states if mask is None else torch.where(mask, self.inputs["condition_data"], states)
 
 
+def check_parallel(options: Parallel, table: StepTable | LiveSteps, device: torch.device) -> None:
+    """Refuse loops that have no sweeps."""
+    if not isinstance(table, StepTable) or isinstance(table, MultistepTable):
+        got = type(table).__name__
+        fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        rule = "be left out inside a capture, since how many sweeps it takes depends on values"
+        fail("parallel", rule, options)
+
+
 def _cumulative(slope: Tensor) -> Tensor:
     """A matrix whose element (j, i) multiplies ``slope[i + 1 : j + 1]``, 0 for i > j."""
     count = len(slope)
@@ -259,7 +273,29 @@ def _cumulative(slope: Tensor) -> Tensor:
 class SweepGraphs(GraphCache):
     """Captured sweeps."""
 
-    def run(
+    def sample(
+        self,
+        options: Parallel,
+        table: StepTable,
+        inputs: Inputs,
+        network: PackedUnet | Predict,
+        capture: bool,
+    ) -> tuple[Tensor, ParallelReport]:
+        """Find the states of a loop in sweeps, captured where the network is packed."""
+        batch, device = len(inputs["sample"]), inputs["sample"].device
+        if batch == 0:
+            return inputs["sample"], ParallelReport(len(table), 0, 0, 0.0)
+        if not isinstance(network, PackedUnet):
+            return Sweeps(inputs, table, network, options).run()
+        memory = network.follow().data_ptr()  # packed anew where weights changed
+        window = Window(network, device.type == "cuda" and batch == 1)
+        make = functools.partial(Sweeps, table=table, predict=window, options=options)
+        if not capture:
+            return make(inputs).run()
+        shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
+        return self._run((shapes, table, network.dtype, memory, options), inputs, make)
+
+    def _run(
         self, key: Hashable, inputs: Inputs, make: Callable[[Inputs], Sweeps]
     ) -> tuple[Tensor, ParallelReport]:
         """Return what ``make(inputs)`` finds, its sweeps replayed where they can be captured.

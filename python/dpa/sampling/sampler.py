@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.library.compiling import uncompiled
-from dpa.nn.family import NotInFamily, recognise, resembles
+from dpa.nn.family import is_of_family
 from dpa.packed.unet import PackedUnet
 from dpa.sampling import fused_loop, stepwise_loop
 from dpa.sampling.arguments import (
@@ -28,15 +28,13 @@ from dpa.sampling.arguments import (
     shape_of,
 )
 from dpa.sampling.graphs import LoopGraphs, ModuleLoops
-from dpa.sampling.parallel import Parallel, ParallelReport, Predict, SweepGraphs, Sweeps
+from dpa.sampling.parallel import Parallel, ParallelReport, SweepGraphs, check_parallel
 from dpa.sampling.rng import RandomNumbers, draw_normal
-from dpa.schedulers.conversion import from_diffusers
-from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
+from dpa.sampling.step_tables import Steps, Tables
+from dpa.schedulers.tables import Generators, StepTable
 from dpa.tracking import Tracker, is_observed
 from dpa.tracking.replacing import replaced
 from dpa.tracking.weights import MODES
-
-Steps = StepTable | LiveSteps
 
 
 class DiffusionSampler:
@@ -146,9 +144,9 @@ class DiffusionSampler:
         self._graphs, self._sweeps, self._loops = LoopGraphs(), SweepGraphs(), ModuleLoops()
         self._foreign: tuple[Any, bool] = (None, False)
         self._width: tuple[Any, int | None] = (None, None)
-        self._options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
+        options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
         self._scheduler = copy.deepcopy(scheduler)
-        self._tables: dict[Any, Steps] = {}
+        self._tables = Tables(self._scheduler, options)
         self._copy: stepwise_loop.Copy | None = None
         self._unpackable: tuple[nn.Module, Tracker] | None = None
         self.num_inference_steps = num_inference_steps
@@ -172,40 +170,13 @@ class DiffusionSampler:
     @num_inference_steps.setter
     def num_inference_steps(self, steps: int | None) -> None:
         # Builds the table now: a count that the scheduler cannot do is refused where it is set.
-        self._table(torch.device("cpu"), torch.float64, steps)
+        self._tables.find(steps, self.fallback)
         self._steps = steps
 
     @property
     def table(self) -> Steps:
         """The steps of a call, on the CPU in float64."""
-        return self._table(torch.device("cpu"), torch.float64, self._steps)
-
-    def _table(
-        self, device: torch.device, dtype: torch.dtype, steps: int | None, first_step: int = 0
-    ) -> Steps:
-        whole = (steps, first_step)
-        key, base = (whole, device, dtype), (whole, torch.device("cpu"), torch.float64)
-        if base not in self._tables:
-            self._tables[base] = self._build_table(steps, first_step).to(*base[1:])
-        if key not in self._tables:
-            self._tables[key] = self._tables[base].to(device, dtype)
-        return self._tables[key]
-
-    def _build_table(self, steps: int | None, first_step: int) -> Steps:
-        if not isinstance(self._scheduler, StepTable):
-            try:
-                return from_diffusers(
-                    self._scheduler, steps, **self._options, first_step=first_step
-                )
-            except (TypeError, ValueError) as reason:
-                if not self.fallback or first_step:
-                    raise
-                live = LiveSteps(self._scheduler, steps, **self._options)
-                warnings.warn(f"{reason}: the scheduler's own step runs instead", stacklevel=2)
-                return live
-        if steps not in (None, len(self._scheduler)):
-            fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
-        return self._scheduler.after(first_step) if first_step else self._scheduler
+        return self._tables.find(self._steps, self.fallback)
 
     def __call__(
         self,
@@ -294,9 +265,10 @@ class DiffusionSampler:
         noise_dtype = self.noise_dtype or wide
         condition = condition_of(given, wide)
         inpainting, first_step = way
-        whole = self._table(device, wide, self._steps)
+        place = self.fallback, device, wide
+        whole = self._tables.find(self._steps, *place)
         check_way(given, inpainting, first_step, whole, self.parallel)
-        table = self._table(device, wide, self._steps, first_step) if first_step else whole
+        table = self._tables.find(self._steps, *place, first_step) if first_step else whole
         beside = [name for name in tensors if name == "local_cond" or name in others]
         packed = self._packed_for(table, device, weights_dtype, beside)
         if packed is not None and self.parallel is None:
@@ -328,7 +300,7 @@ class DiffusionSampler:
             "noise" not in inputs, table.draws_noise, shape, noise_dtype, device
         )
         if self.parallel is not None:
-            self._parallel_may_run(table, device)
+            check_parallel(self.parallel, table, device)
             random = numbers(generator).to(wide)
             if "noise" in inputs:
                 inputs["sample"] = inputs.pop("noise").expand(shape)
@@ -338,7 +310,11 @@ class DiffusionSampler:
                 inputs["sample"] = table.noised(inputs.pop("last_chunk"), inputs["sample"])
             if len(random):
                 inputs["step_noise"] = random
-            return self._run_parallel(table, inputs, layers)
+            capture = self.cuda_graph and can_capture(device)
+            found, self.last_parallel = self._sweeps.sample(
+                self.parallel, table, inputs, layers, capture
+            )
+            return found
         run = functools.partial(stepwise_loop.run, layers, table, inpainting=inpainting)
         if self._is_captured(layers, table, device, shape[0]):
             kind = (layers.network, layers.dtype, table, noise_dtype, numbers.shape, inpainting)
@@ -353,8 +329,12 @@ class DiffusionSampler:
     def _layers(
         self, device: torch.device, weights_dtype: torch.dtype, others: dict[str, Tensor]
     ) -> stepwise_loop.Layers:
-        """Return the network as a loop of steps calls it."""
-        network, dtype = self._network(device, weights_dtype)
+        """Return the network as a loop of steps calls it, in the dtype that it is called in."""
+        network, dtype = self.unet, self.dtype or weights_dtype
+        if dtype != weights_dtype and isinstance(network, nn.Module):
+            if self._copy is None or self._copy.unet is not network:
+                self._copy = stepwise_loop.Copy(network)
+            network = self._copy.to(device, dtype)
         takes = not others and stepwise_loop.takes(network, "global_cond")
         return stepwise_loop.Layers(network, dtype, ("global_cond",) if takes else ())
 
@@ -419,54 +399,3 @@ class DiffusionSampler:
             return False
         refused = self._unpackable
         return refused is None or refused[0] is not unet or not refused[1].unchanged()
-
-    def _parallel_may_run(self, table: Steps, device: torch.device) -> None:
-        if not isinstance(table, StepTable) or isinstance(table, MultistepTable):
-            got = type(table).__name__
-            fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            rule = "be left out inside a capture, since how many sweeps it takes depends on values"
-            fail("parallel", rule, self.parallel)
-
-    def _run_parallel(
-        self, table: StepTable, inputs: dict[str, Tensor], network: PackedUnet | Predict
-    ) -> Tensor:
-        """Find the states of the loop in sweeps."""
-        options = self.parallel
-        assert options is not None
-        batch, device = len(inputs["sample"]), inputs["sample"].device
-        if batch == 0:
-            self.last_parallel = ParallelReport(len(table), 0, 0, 0.0)
-            return inputs["sample"]
-        key, predict = None, network
-        if isinstance(network, PackedUnet):
-            memory = network.follow().data_ptr()  # packed anew where weights changed
-            predict = fused_loop.Window(network, device.type == "cuda" and batch == 1)
-            if self.cuda_graph and can_capture(device):
-                shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
-                key = (shapes, table, network.dtype, memory, options)
-        make = functools.partial(Sweeps, table=table, predict=predict, options=options)
-        found, self.last_parallel = (
-            make(inputs).run() if key is None else self._sweeps.run(key, inputs, make)
-        )
-        return found
-
-    def _network(
-        self, device: torch.device, weights_dtype: torch.dtype
-    ) -> tuple[Callable[..., Tensor], torch.dtype]:
-        """Return the network to call, and the dtype to call it in."""
-        if self.dtype is None or self.dtype == weights_dtype:
-            return self.unet, weights_dtype
-        if not isinstance(self.unet, nn.Module):
-            return self.unet, self.dtype
-        if self._copy is None or self._copy.unet is not self.unet:
-            self._copy = stepwise_loop.Copy(self.unet)
-        return self._copy.to(device, self.dtype), self.dtype
-
-
-def is_of_family(unet: nn.Module) -> bool:
-    """Whether a module is a U-Net that dpa packs or runs on its own layers, called as it calls."""
-    try:
-        return resembles(unet) and recognise(unet).called_alike
-    except NotInFamily:
-        return False

@@ -6,11 +6,10 @@ than the GPU to run them, a step then takes as long as the GPU.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.library.graphs import captured
-from dpa.tracking import Tracker, is_observed
+from dpa.tracking import is_observed
 from dpa.tracking.replacing import Replacement, put_back, replace_method, replaced
+from dpa.training.parts import Parts
 
 
 @runtime_checkable
@@ -101,7 +101,7 @@ class GraphedForward(Replacement):
 
     def forget(self) -> None:
         """Drop every capture, and what calls have shown."""
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._calls: Counter[Hashable] = Counter()
         self._captures: OrderedDict[Hashable, _Capture] = OrderedDict()
         self.refused: dict[Hashable, str] = {}
@@ -168,7 +168,7 @@ class GraphedForward(Replacement):
         parts = self._parts
         if parts is None or not parts.unchanged():
             self.forget()
-            parts = self._parts = _Parts(self.module)
+            parts = self._parts = Parts(self.module)
         if not parts.are_plain(device) or any(x is not None and x.device != device for x in values):
             return None
         arguments = tuple(
@@ -216,59 +216,6 @@ def _is_special() -> bool:
     )
 
 
-class _Parts:
-    """The modules, parameters and buffers that a capture has in it.
-
-    Checked in every call, so a check is made of dictionary lookups alone.
-    """
-
-    def __init__(self, module: nn.Module):
-        self._tracker = Tracker(module)
-        held = [(m._parameters, m._buffers) for m in module.modules()]
-        self._slots = [(d, name, d[name]) for two in held for d in two for name in d]
-        self._parameter_slots = [(d, n) for d, _ in held for n in d if d[n] is not None]
-        self.parameters = list(module.parameters())
-        self._tensors = [*self.parameters, *module.buffers()]
-
-    def unchanged(self) -> bool:
-        """Whether nothing has been replaced."""
-        same = all(d.get(name) is value for d, name, value in self._slots)
-        return same and self._tracker.unchanged()
-
-    def are_plain(self, device: torch.device) -> bool:
-        """Whether a graph can replace it: on one device, not sharded, no hooks on inner modules."""
-        return (
-            not self._tracker.hooked(inner=True)
-            and all(type(p) is nn.Parameter for p in self.parameters)
-            and all(t.device == device for t in self._tensors)
-        )
-
-    def state(self) -> Hashable:
-        """Where and how parameters and buffers lie, which train, and modes."""
-        return (
-            tuple([(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._tensors]),
-            tuple([p.requires_grad for p in self.parameters]),
-            tuple(self._tracker.modes()),
-        )
-
-    def versions(self) -> list[int]:
-        """How often each parameter has been written."""
-        return [p._version for p in self.parameters]
-
-    @contextlib.contextmanager
-    def replaced(self, make: Callable[[nn.Parameter], Tensor]) -> Iterator[list[Tensor]]:
-        """Lend the module what ``make`` makes of its parameters."""
-        new = {id(p): make(p) for p in self.parameters}
-        own = [(d, name, d[name]) for d, name in self._parameter_slots]
-        try:
-            for d, name, parameter in own:
-                d[name] = new[id(parameter)]
-            yield list(new.values())
-        finally:
-            for d, name, parameter in own:
-                d[name] = parameter
-
-
 class _Capture:
     """One kind of call: its graphs, and the memory that they read and write.
 
@@ -278,7 +225,7 @@ class _Capture:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], parts: _Parts, args: Any, kwargs: Any, known: bool
+        self, forward: Callable[..., Any], parts: Parts, args: Any, kwargs: Any, known: bool
     ):
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._call: Callable[[], Any] = lambda: None

@@ -1,0 +1,68 @@
+"""What a captured call of a module rests on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dpa.tracking import Tracker
+
+
+class Parts:
+    """The modules, parameters and buffers that a capture has in it.
+
+    Checked in every call, so a check is made of dictionary lookups alone.
+
+    Attributes:
+        parameters: of the module, once each.
+
+    """
+
+    def __init__(self, module: nn.Module):
+        self._tracker = Tracker(module)
+        held = [(m._parameters, m._buffers) for m in module.modules()]
+        self._slots = [(d, name, d[name]) for two in held for d in two for name in d]
+        self._parameter_slots = [(d, n) for d, _ in held for n in d if d[n] is not None]
+        self.parameters = list(module.parameters())
+        self._tensors = [*self.parameters, *module.buffers()]
+
+    def unchanged(self) -> bool:
+        """Whether nothing has been replaced."""
+        same = all(d.get(name) is value for d, name, value in self._slots)
+        return same and self._tracker.unchanged()
+
+    def are_plain(self, device: torch.device) -> bool:
+        """Whether a graph can replace it: on one device, not sharded, no hooks on inner modules."""
+        return (
+            not self._tracker.hooked(inner=True)
+            and all(type(p) is nn.Parameter for p in self.parameters)
+            and all(t.device == device for t in self._tensors)
+        )
+
+    def state(self) -> Hashable:
+        """Where and how parameters and buffers lie, which train, and modes."""
+        return (
+            tuple([(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._tensors]),
+            tuple([p.requires_grad for p in self.parameters]),
+            tuple(self._tracker.modes()),
+        )
+
+    def versions(self) -> list[int]:
+        """How often each parameter has been written."""
+        return [p._version for p in self.parameters]
+
+    @contextlib.contextmanager
+    def replaced(self, make: Callable[[nn.Parameter], Tensor]) -> Iterator[list[Tensor]]:
+        """Lend the module what ``make`` makes of its parameters."""
+        new = {id(p): make(p) for p in self.parameters}
+        own = [(d, name, d[name]) for d, name in self._parameter_slots]
+        try:
+            for d, name, parameter in own:
+                d[name] = new[id(parameter)]
+            yield list(new.values())
+        finally:
+            for d, name, parameter in own:
+                d[name] = parameter
