@@ -10,7 +10,7 @@ from torch import Tensor
 from dpa.acceleration.any_network import AnyNetwork
 from dpa.acceleration.loop_samplers import Sampler, make_sampler
 from dpa.acceleration.loops import Loop
-from dpa.acceleration.scheduler_step import OF_A_LOOP, why_replaced
+from dpa.acceleration.scheduler_step import METHODS, OF_A_LOOP, why_replaced
 from dpa.acceleration.unet_forward import FastForward
 from dpa.nn.family import Network
 from dpa.schedulers.conversion import check_kind
@@ -52,12 +52,16 @@ def make_route(
     scheduler = loop.scheduler_of(policy)
     held = [find(policy, place) for place in loop.holders]
     others = [one for one in held if hasattr(one, "__dict__")]
-    snapshots = [Snapshot(policy, *others, but=_NO_SETTINGS.union(loop.changing))]
     settings = find(policy, loop.scheduler)
+    but, inside = _NO_SETTINGS.union(loop.changing), forward.unet.modules()
+    # Where a loop's arguments are not known its adapter reads modules and tensors in every call.
+    whole = loop.knows is not None
+    reads = {"apart": (settings, *inside), "tensors": whole, "modules": whole}
+    snapshots = [Snapshot(policy, *others, but=but, methods=(loop.method,), **reads)]
     if hasattr(settings, "__dict__"):
         # Where the loop sets no timesteps, those that are there are a setting.
         but = OF_A_LOOP - {"timesteps"} if loop.steps is None else OF_A_LOOP
-        snapshots.append(Snapshot(settings, but=but))
+        snapshots.append(Snapshot(settings, but=but, methods=METHODS))
     sampler: Sampler | str
     try:
         if scheduler is not None:

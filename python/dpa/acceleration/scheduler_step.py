@@ -25,6 +25,9 @@ _SET_TIMESTEPS = frozenset({"timesteps", "num_inference_steps", "custom_timestep
 OF_A_LOOP = _SET_TIMESTEPS | {"model_outputs", "lower_order_nums", "_step_index", "_begin_index"}
 
 
+METHODS = ("step", "set_timesteps")
+
+
 def _changes_results(timestep: Tensor, sample: Tensor, alphas: Tensor) -> bool:
     """Whether the shape of a timestep of one element changes the results' shape or dtype.
 
@@ -161,6 +164,8 @@ class FastStep(Replacement):
             bound = self._signature.bind(self.scheduler, *args, **kwargs).arguments
         except TypeError:
             return None
+        if not {"model_output", "timestep", "sample"} <= bound.keys():  # a subclass names others
+            return None
         output, sample = bound["model_output"], bound["sample"]
         generator, noise = bound.get("generator"), bound.get("variance_noise")
         tensors = [x for x in (output, sample, noise) if x is not None]
@@ -200,7 +205,7 @@ class FastStep(Replacement):
             self._tables.clear()
             for kind in list(self.shadow.errors):
                 self.shadow.drop(kind)
-        snapshot = Snapshot(scheduler, but=OF_A_LOOP)
+        snapshot = Snapshot(scheduler, but=OF_A_LOOP, methods=METHODS)
         why, measured = why_replaced(scheduler), None
         try:
             measured = from_diffusers(scheduler, **options) if why is None else None

@@ -328,6 +328,8 @@ class FastForward(Replacement, Denoiser):
         self._class = class_of(self.unet)
         if is_exporting() or self.fallback_reason() is not None or self.layers is None:
             return False
+        if self.network.tracker.read_beside:  # compilers watch what they trace alone
+            return False
         return self._check_apart()
 
     def _trace(self, *args: Any, **kwargs: Any) -> Tensor:

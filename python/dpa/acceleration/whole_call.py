@@ -215,7 +215,7 @@ class _Graph:
     """
 
     def __init__(self, whole: WholeCall, loop: FastLoop, call: _Call):
-        self._modules = ModuleState(whole.policy)
+        self._modules = ModuleState(whole.policy, (whole.method,))
         if self._modules.hooked():
             raise RuntimeError("its modules have hooks")
         self._given = [torch.empty_like(tensor).copy_(tensor) for tensor in call.tensors]

@@ -208,7 +208,7 @@ def recognise(module: nn.Module) -> Network:
             _check_layer(kind, theirs.get(path, path), layers.get(path), expected, variant)
     off = switched_off({name: getattr(module, name, True) for name in _SWITCHES})
     inputs = _forward_inputs(module, variant)
-    tracker = Tracker(module, slots=slots.values())
+    tracker = Tracker(module, slots=slots.values(), buffers=True)
     return Network(variant, arguments, inputs, slots, tracker, twin, parts, off)
 
 

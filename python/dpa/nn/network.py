@@ -96,9 +96,11 @@ class Network:
 
     def changed_in_trace(self, module: nn.Module) -> bool:
         """Whether modules changed, in what compilers trace; what they read here they watch."""
-        layers = list(module.modules())[1:]
-        pairs = zip(layers, list(self.tracker.modules.values())[1:], strict=True)
-        return any(layer is not then or _is_odd(layer, self.eps) for layer, then in pairs)
+        layers = list(module.modules())
+        pairs = zip(layers[1:], list(self.tracker.modules.values())[1:], strict=True)
+        if any(layer is not then or _is_odd(layer, self.eps) for layer, then in pairs):
+            return True
+        return any(getattr(layers[i], n) != then for i, n, then in self.tracker.settings_read)
 
     @property
     def called_alike(self) -> bool:

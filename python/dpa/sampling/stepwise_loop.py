@@ -14,7 +14,7 @@ from dpa.nn.family import run_network
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import Generators, LiveSteps, StepTable
-from dpa.tracking import Snapshot
+from dpa.tracking import Snapshot, Tracker
 
 # What a loop is given beside the conditions that the network takes.
 HELD = ("condition_data", "condition_mask")
@@ -28,7 +28,7 @@ class Copy:
     def __init__(self, unet: nn.Module):
         self.unet = unet
         self._copy: nn.Module | None = None
-        self._seen: tuple[Snapshot, list[Any]] | None = None
+        self._seen: tuple[Snapshot, Tracker, list[Any]] | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -36,9 +36,10 @@ class Copy:
         """Return the copy: what the network's modules and weights are now, in that dtype."""
         shapes = [value.shape for value in _values(self.unet)]
         seen = self._seen
-        if self._copy is None or seen is None or not seen[0].holds() or seen[1] != shapes:
+        same = seen is not None and seen[0].holds() and seen[1].unchanged() and seen[2] == shapes
+        if self._copy is None or not same:
             modules = Snapshot(*self.unet.modules(), but=_WEIGHTS)
-            self._copy, self._seen = copy.deepcopy(self.unet), (modules, shapes)
+            self._copy, self._seen = copy.deepcopy(self.unet), (modules, Tracker(self.unet), shapes)
         # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
         copied = self._copy.to(device, dtype)
         for old, new in zip(_values(copied), _values(self.unet), strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpa.tracking.reads import Reads
 from dpa.tracking.replacing import REPLACED, class_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -45,16 +46,21 @@ class Tracker:
     """The modules inside one, their settings and their hooks, as they were when this was made.
 
     A check reads dictionaries alone: microseconds for a block, tens for a whole network. Every
-    attribute that a class or a user sets on a module is a setting of it, whatever its type.
+    attribute that a class or a user sets on a module is a setting of it, whatever its type, and so
+    is what else a user's ``forward`` reads (:class:`dpa.tracking.reads.Reads`).
 
     Args:
         root: the module around all.
         paths: which modules inside are tracked; None is all of them and the root. The ``forward``
             of a root is not tracked: replacements are put there.
         slots: (module, name of a parameter in it): parameters that have to be there.
+        buffers: whether buffers that a user's ``forward`` reads count.
+        methods: of the root, which read settings besides ``forward``.
 
     Attributes:
         modules: the tracked modules by path; None where there is none.
+        read_beside: what users' code reads besides the settings.
+        settings_read: (number of the module, name, value) of the settings that it reads.
 
     """
 
@@ -63,6 +69,9 @@ class Tracker:
         root: nn.Module,
         paths: Iterable[str] | None = None,
         slots: Iterable[tuple[nn.Module, str]] = (),
+        *,
+        buffers: bool = False,
+        methods: tuple[str, ...] = (),
     ):
         if paths is None:
             self.modules: dict[str, nn.Module | None] = dict(root.named_modules())
@@ -95,6 +104,16 @@ class Tracker:
         ]
         self._hooks = [own[name] for own in self._own for name in HOOKS]
         self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
+        called = {id(root): ("forward", *methods)}
+        but = _NO_SETTINGS
+        reads = [
+            Reads(module, called.get(id(module), ("forward",)), _frozen, but=but, tensors=buffers)
+            for module in found
+        ]
+        self.read_beside = [read for read in reads if len(read)]
+        self.settings_read = [
+            (i, *item) for i, r in enumerate(reads) for item in r.settings().items()
+        ]
 
     def unchanged(self) -> bool:
         """Whether the modules are the same objects, of the same classes, set up as they were."""
@@ -115,7 +134,8 @@ class Tracker:
             same = self._read_settings() == self._then
         except (KeyError, RuntimeError, ValueError):  # one is gone, or compares element by element
             return False
-        return same and self._names_of_root() == self._root_names
+        same = same and self._names_of_root() == self._root_names
+        return same and all(reads.holds() for reads in self.read_beside)
 
     def _read_settings(self) -> list[Any]:
         return [read(own) for read, own in self._settings]
@@ -160,10 +180,16 @@ class Places:
 
 
 class ModuleState:
-    """What a captured run of a module rests on: its modules, settings, modes, hooks and places."""
+    """What a captured run of a module rests on: its modules, settings, modes, hooks and places.
 
-    def __init__(self, root: nn.Module):
-        self._tracker = Tracker(root)
+    Args:
+        root: the module.
+        methods: of it, that run besides ``forward``.
+
+    """
+
+    def __init__(self, root: nn.Module, methods: tuple[str, ...] = ()):
+        self._tracker = Tracker(root, methods=methods)
         self._modes = self._tracker.modes()
         self._places = Places(self._tracker.modules.values())
 
@@ -192,18 +218,28 @@ class Snapshot:
     """What is set on plain objects: schedulers, configurations, policies.
 
     Tensors count by identity and version, dicts and lists by what they hold, other objects by
-    identity.
+    identity, and by what a user's methods read of them (:class:`dpa.tracking.reads.Reads`).
 
     Args:
         objects: whose attributes count.
         but: names of attributes that do not.
+        methods: of the first object.
+        reads: further options of :class:`Reads`.
 
     """
 
-    def __init__(self, *objects: Any, but: frozenset[str] = frozenset()):
+    def __init__(
+        self,
+        *objects: Any,
+        but: frozenset[str] = frozenset(),
+        methods: tuple[str, ...] = (),
+        **reads: Any,
+    ):
         self._objects, self._but = objects, but
         self._held: list[Any] = []  # what is compared by its id, which stays its own while it lives
         self._then = self._read(self._held)
+        found = Reads(objects[0], methods, _frozen, but=but, shown=True, **reads)
+        self.read_beside = [found] if len(found) else []
 
     def _read(self, held: list[Any]) -> list[Any]:
         but = self._but
@@ -214,7 +250,8 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether all attributes are what they were."""
-        return self._read([]) == self._then
+        same = self._read([]) == self._then
+        return same and all(reads.holds() for reads in self.read_beside)
 
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)

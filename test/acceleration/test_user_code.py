@@ -1,0 +1,213 @@
+"""What the code of users' subclasses reads counts, wherever it is held, and changes later."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from policies import OriginalPolicy, call_of, diffusers, original_policy, sampled
+from torch import nn
+
+import dpa
+
+variable = 0.0
+
+
+class Guide:
+    strength = 0.0
+
+    def __init__(self):
+        self.weight = 0.0
+
+    def offset(self):
+        return self.weight + self.strength
+
+
+class Offset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("value", torch.zeros(()))
+        self.factor = 1.0
+
+    def forward(self, x):
+        return x * self.factor + self.value
+
+
+class ReadsMuch:
+    """What a subclass's code may read, beside plain attributes."""
+
+    of_class = 0.0
+
+    def hold(self):
+        self.held = SimpleNamespace(weight=0.0)
+        self.nested = {"guides": [Guide()]}
+        if isinstance(self, nn.Module):
+            self.register_buffer("shift", torch.zeros(()))
+        return self
+
+    def offset(self):
+        here = self.held.weight + self.nested["guides"][0].offset() + self.of_class + variable
+        return here + getattr(self, "shift", 0.0)
+
+
+class Policy(ReadsMuch, OriginalPolicy):
+    def conditional_sample(
+        self, condition_data, condition_mask, local_cond=None, global_cond=None, generator=None,
+        **kwargs,
+    ):  # fmt: skip
+        x = super().conditional_sample(
+            condition_data, condition_mask, local_cond, global_cond, generator, **kwargs
+        )
+        return self.layer(x) + self.offset()
+
+
+class Network(ReadsMuch, type(original_policy("cpu").model)):
+    factor = 1.0
+
+    def forward(self, sample, timestep, local_cond=None, global_cond=None):
+        result = super().forward(sample, timestep, local_cond, global_cond)
+        return result * self.factor + self.offset()
+
+
+class Scheduler(ReadsMuch, diffusers.DDIMScheduler):
+    def step(self, model_output, timestep, sample, *args, **kwargs):
+        return super().step(
+            model_output * (1 - self.offset() / 2), timestep, sample, *args, **kwargs
+        )
+
+
+CHANGES = {
+    "an object": lambda one: setattr(one.held, "weight", 1.0),
+    "an object in containers": lambda one: setattr(one.nested["guides"][0], "weight", 1.0),
+    "a buffer": lambda one: one.shift.fill_(1.0),
+    "the class": lambda one: setattr(ReadsMuch, "of_class", 1.0),
+    "the class of an object": lambda one: setattr(Guide, "strength", 1.0),
+    "a variable": lambda one: globals().update(variable=1.0),
+    "a layer's buffer": lambda one: one.layer.value.fill_(1.0),
+    "a layer's setting": lambda one: setattr(one.layer, "factor", 2.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    yield
+    Guide.strength = ReadsMuch.of_class = globals()["variable"] = 0.0
+
+
+def _policy(device, kind):
+    """A policy that reads much, or whose network or scheduler does."""
+    made = original_policy(device)
+    if kind == "policy":
+        made.__class__ = Policy
+        made.hold().layer = Offset()
+    if kind == "network":
+        made.model.__class__ = Network
+        made.model.hold()
+    if kind == "scheduler":
+        made.noise_scheduler = Scheduler(20).hold()
+    return made.to(device)
+
+
+def _part(policy, kind):
+    parts = {"network": lambda: policy.model, "scheduler": lambda: policy.noise_scheduler}
+    return parts.get(kind, lambda: policy)()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (kind, change)
+        for kind in ("policy", "network", "scheduler")
+        for change in CHANGES
+        if (kind == "policy" or "layer" not in change)
+        and (kind != "scheduler" or "buffer" not in change)
+    ],
+)
+def test_a_change_counts_at_the_next_call(kind, change, device):
+    plain = _policy(device, kind)
+    fast, call = dpa.accelerate(copy.deepcopy(plain)), call_of(device)
+    before = sampled(fast, call), sampled(fast, call)
+    loop = vars(fast)["conditional_sample"]
+    assert loop.shadow.passed(loop._routes[0])  # it runs accelerated
+    step = torch.randn(2, 8, 2, device=device), torch.tensor(3, device=device), None, call[3]
+    fast.model(*step), fast.model(*step)
+    parts = [_part(policy, kind) for policy in (plain, fast)]
+    for part in parts if "class" not in change and "variable" not in change else parts[:1]:
+        CHANGES[change](part)
+    for _ in range(3):
+        want = sampled(plain, call)
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(fast.model(*step), plain.model(*step), rtol=1e-4, atol=1e-4)
+    assert (want - before[1]).abs().max() > 1e-2
+    assert len(loop._routes) == 2 or kind == "network"  # what is the same again is not compared
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["an object", "a variable", "a number"])
+def test_compiled_calls_follow(change):
+    torch._dynamo.reset()
+    plain = _policy("cpu", "network").model
+    if change == "a number":  # and nothing else
+        plain = original_policy("cpu").model
+        plain.__class__ = Numbered
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    step = torch.randn(2, 8, 2), torch.tensor(3), None, torch.randn(2, 4)
+    fast(*step)
+    compiled = torch.compile(fast, backend="eager")
+    before = compiled(*step)
+    changes = CHANGES | {"a number": lambda one: setattr(one, "factor", 2.0)}
+    for one in (plain, fast):
+        changes[change](one)
+    torch.testing.assert_close(compiled(*step), plain(*step), rtol=1e-4, atol=1e-4)
+    assert (plain(*step) - before).abs().max() > 1e-2
+
+
+class Numbered(type(original_policy("cpu").model)):
+    factor = 1.0
+
+    def forward(self, sample, timestep, local_cond=None, global_cond=None):
+        return super().forward(sample, timestep, local_cond, global_cond) * self.factor
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["an object", "the class", "a variable"])
+def test_steps_of_a_scheduler_follow(change):
+    plain = Scheduler(20).hold()
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    output, sample = torch.randn(2, 8, 2), torch.randn(2, 8, 2)
+
+    def step(scheduler):
+        scheduler.set_timesteps(5)
+        return scheduler.step(output, scheduler.timesteps[1], sample).prev_sample
+
+    before = step(fast), step(fast)
+    for one in (plain, fast):
+        CHANGES[change](one)
+    for _ in range(2):
+        torch.testing.assert_close(step(fast), step(plain))
+    assert (step(plain) - before[1]).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_a_step_that_names_its_arguments_otherwise_is_the_schedulers():
+    class Otherwise(diffusers.DDIMScheduler):
+        def step(self, model_output, *rest, **options):
+            return super().step(model_output, *rest, **options)
+
+    plain = Otherwise(20)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    output, sample = torch.randn(2, 8, 2), torch.randn(2, 8, 2)
+    for one in (plain, fast):
+        one.set_timesteps(5)
+    for t in plain.timesteps:
+        got, want = (one.step(output, t, sample).prev_sample for one in (fast, plain))
+        torch.testing.assert_close(got, want)
+
+
+def test_what_is_known_needs_no_comparison():
+    """Of the original's code, and LeRobot's, nothing is read but what is compared already."""
+    policy, call = dpa.accelerate(original_policy("cpu")), call_of()
+    sampled(policy, call)
+    route = vars(policy)["conditional_sample"]._routes[0]
+    assert not any(one.read_beside for one in (*route.snapshots, route.network.tracker))
