@@ -388,6 +388,10 @@ def test_explain_says_what_runs():
     policy.noise_scheduler = diffusers.DPMSolverMultistepScheduler(20)
     assert "accelerated: the whole loop" in str(dpa.explain(dpa.accelerate(policy)))
     policy = dpa.accelerate(original_policy("cpu"))
+    policy.model.train()
+    assert "as it is while its network is in training mode" in str(dpa.explain(policy))
+    policy.model.eval()
+    assert "training" not in str(dpa.explain(policy))
     policy.model.final_conv[1] = torch.nn.Sequential(policy.model.final_conv[1])
     with pytest.warns(RuntimeWarning, match="has changed"):
         findings = dpa.explain(policy).findings

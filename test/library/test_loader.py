@@ -51,6 +51,16 @@ def test_segments_past_the_end_are_seen_without_a_table_of_sections(whole, tmp_p
         loader.load(path)
 
 
+@pytest.mark.parametrize("folder", [".", "torch2.11-cpu"])
+def test_kernels_that_are_cut_short_are_refused(whole, tmp_path, folder):
+    path, kernels = tmp_path / folder / "libdpa.so", tmp_path / "libdpa_kernels.so"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(whole)
+    kernels.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ImportError, match=r"libdpa_kernels.so is damaged or cut short"):
+        loader.load(path)
+
+
 def test_absurd_headers_are_refused(whole, tmp_path):
     path = tmp_path / "libdpa.so"
     for at in (32, 40):

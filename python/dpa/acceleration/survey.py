@@ -205,6 +205,8 @@ class Survey:
         except (AttributeError, TypeError, ValueError) as error:
             return str(error)
         how, network = "the whole loop by DiffusionSampler", loop.network_of(policy)
+        if network.training:
+            how = f"as it is while its network is in training mode; in evaluation {how}"
         found = self.networks.get(network)
         if isinstance(found, Network) or (found is None and is_of_family(network)):
             return how

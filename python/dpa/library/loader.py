@@ -139,7 +139,10 @@ def load(path: Path | None = None) -> None:
 
             path = build_ops(error)
         _refuse_other_torch(path)
-        _refuse_cut_short(path)
+        # The kernels of a wheel, which its ops open.
+        beside = [folder / by_torch.KERNELS for folder in path.resolve().parents[:2]]
+        for file in (path, *filter(Path.is_file, beside)):
+            _refuse_cut_short(file)
         try:
             torch.ops.load_library(str(path))
         except OSError as error:  # a symbol or a shared library that this torch does not have
