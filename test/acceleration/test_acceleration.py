@@ -289,6 +289,27 @@ def test_a_network_is_recognised_once(device, monkeypatch):
     assert recognised == [policy.model]
 
 
+def test_a_network_of_another_kind_is_not_recognised_at_all(monkeypatch):
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(2, 2)
+
+        def forward(self, sample, timestep, local_cond=None, global_cond=None):
+            return self.mix(sample)
+
+    def recognised(module):
+        raise AssertionError(f"{type(module).__name__} was recognised")
+
+    policy = original_policy("cpu")
+    policy.model = Mixing().eval()
+    for module in (survey, unet_forward, config, unet, family):
+        monkeypatch.setattr(module, "recognise", recognised)
+    dpa.accelerate(policy)
+    sampled(policy, call_of("cpu"))
+    assert "around Mixing as it is" in str(dpa.explain(policy))
+
+
 def doubled_and_inputs(device="cpu", **options):
     """A network whose layers are the family's, and whose forward is not."""
     unet, inputs = unet_and_inputs(device, **options)
