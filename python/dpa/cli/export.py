@@ -59,6 +59,7 @@ class Part(str, enum.Enum):
 
     loop = "loop"
     step = "step"
+    continuing = "continuing"
 
 
 class Scheduler(str, enum.Enum):
@@ -79,7 +80,14 @@ def export(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Of the network.")] = Dtype.float32,
-    part: Annotated[Part, typer.Option(help="The loop, or one step of it.")] = Part.loop,
+    part: Annotated[
+        Part,
+        typer.Option(help="The loop, one step of it, or the loop that continues the last chunk."),
+    ] = Part.loop,
+    first_step: Annotated[
+        int,
+        typer.Option(min=0, help="The step that begins with the last chunk (--part continuing)."),
+    ] = 0,
     layers: Annotated[
         bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
     ] = False,
@@ -113,15 +121,18 @@ def export(
     from dpa.export.checkpoint import read, read_scheduler_config
     from dpa.export.making import Choice, make
 
-    if layers and part is Part.step:
-        raise typer.BadParameter("--layers must be left out with --part step")
+    if layers and part is not Part.loop:
+        raise typer.BadParameter(f"--layers must be left out with --part {part.value}")
+    if first_step and part is not Part.continuing:
+        raise typer.BadParameter("--first-step must be left out without --part continuing")
     given = located(checkpoint)
     named = given if given.name.strip(".") else given.resolve()
     if not Path(checkpoint).exists():  # of the Hub: not into its cache
         named = Path(named.name)
     path = out or named.with_name(f"policy{FORMATS[to.value]}")
     name = scheduler and scheduler.value
-    choice = Choice(to.value, device, dtype.value, part.value, layers, name, steps, horizon, batch)
+    what = (to.value, device, dtype.value, part.value, layers)
+    choice = Choice(*what, name, steps, horizon, batch, first_step)
     console = Console(stderr=as_json)
     with _stages(console, to.value) as report:
         report("reading")

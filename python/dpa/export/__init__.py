@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from dpa.checkpoints.loading import CheckpointError
 from dpa.export import onnx_graph
+from dpa.export.continuing import ContinuingLoop
 from dpa.export.onnx_graph import PlainLoop, PlainStep
 from dpa.export.packages import compile_package, open_package
-from dpa.export.policy import Around, LayeredLoop, PackedLoop, PackedStep
+from dpa.export.policy import NO_CLIP, Around, LayeredLoop, PackedLoop, PackedStep
 from dpa.library.files import replacing
 
 __all__ = [
     "FORMATS",
     "Around",
+    "ContinuingLoop",
     "LayeredLoop",
     "PackedLoop",
     "PackedStep",
@@ -37,7 +39,7 @@ FORMATS = {"torchscript": ".pt", "exported-program": ".pt2", "aoti": ".pt2", "on
 
 
 def export_policy(
-    policy: LayeredLoop | PackedLoop | PackedStep | PlainLoop,
+    policy: LayeredLoop | PackedLoop | PackedStep | ContinuingLoop | PlainLoop,
     path: Path,
     to: str,
     inputs: dict[str, Tensor],
@@ -168,6 +170,12 @@ def _content(policy: nn.Module, to: str, inputs: dict[str, Tensor]) -> bytes:
     return buffer.getvalue()
 
 
+def _part_of(policy: nn.Module) -> str:
+    if isinstance(policy, ContinuingLoop):
+        return "continuing"
+    return "step" if isinstance(policy, PackedStep | PlainStep) else "loop"
+
+
 def _manifest(
     policy: nn.Module, path: Path, to: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor]
 ) -> dict[str, Any]:
@@ -185,7 +193,7 @@ def _manifest(
     return {
         "file": path.name,
         "format": to,
-        "part": "step" if isinstance(policy, PackedStep | PlainStep) else "loop",
+        "part": _part_of(policy),
         "torch": torch.__version__,
         "device": outputs["actions"].device.type,
         "network_dtype": str(policy.dtype).removeprefix("torch."),
@@ -194,5 +202,5 @@ def _manifest(
         "normalisation": normalisation,
         "steps": policy.steps,
         "timesteps": policy.timesteps.tolist(),
-        "clip": policy.clip if policy.clip < float("inf") else None,
+        "clip": policy.clip if policy.clip < NO_CLIP else None,
     }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpa.export import (
+    ContinuingLoop,
     LayeredLoop,
     PackedLoop,
     PackedStep,
@@ -35,6 +36,7 @@ class Choice:
     steps: int | None = None
     horizon: int | None = None
     batch: int = 1
+    first_step: int = 0
 
 
 def make(
@@ -57,7 +59,8 @@ def make(
     scheduler = make_scheduler(source.scheduler, choice.scheduler)
     steps = choice.steps or source.steps or scheduler.config.num_train_timesteps
     try:
-        table = from_diffusers(scheduler, steps, **source.step_options)
+        first = {"first_step": choice.first_step}
+        table = from_diffusers(scheduler, steps, **source.step_options, **first)
     except (AttributeError, TypeError) as error:  # another class, or options of another type
         raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
     if type(table) is not StepTable:
@@ -74,6 +77,9 @@ def make(
     unet = source.unet.to(device)
     if choice.to == "onnx":
         policy = (PlainLoop if choice.part == "loop" else PlainStep)(unet, table, source.around)
+    elif choice.part == "continuing":
+        warm = choice.first_step > 0
+        policy = ContinuingLoop(unet, table, dtype, source.around, warm)
     elif choice.layers:
         policy = LayeredLoop(unet.to(dtype), table, source.around)
     else:
@@ -84,9 +90,11 @@ def make(
     shape = (choice.batch, horizon, action_dim)
     observation = torch.zeros(choice.batch, source.observation_dim)
     inputs: dict[str, Tensor] = {"observation": observation}
-    if choice.part == "loop":
+    if choice.part != "step":
         inputs["noise"] = torch.randn(1 + sum(table.draws_noise), *shape)
-    else:
+    if choice.part == "continuing":
+        inputs |= {"last_chunk": torch.zeros(shape), "weights": torch.zeros(shape)}
+    elif choice.part == "step":
         inputs |= {
             "sample": torch.randn(shape),
             "index": torch.zeros(1, dtype=torch.int64),
@@ -96,6 +104,7 @@ def make(
         "checkpoint": source.kind,
         "scheduler": type(scheduler).__name__,
         "draws_noise": list(table.draws_noise),
+        "first_step": choice.first_step,
         "assumed": assumed,
     }
     inputs = {name: value.to(device) for name, value in inputs.items()}
@@ -104,6 +113,8 @@ def make(
 
 def _check_onnx(choice: Choice) -> None:
     """Refuse what an ONNX file leaves to the runtime that opens it."""
+    if choice.part == "continuing":
+        raise ValueError("part must be loop or step with --to onnx, got continuing")
     wanted = {"device": "cpu", "dtype": "float32", "layers": False}
     for name, value in wanted.items():
         if (got := getattr(choice, name)) != value:

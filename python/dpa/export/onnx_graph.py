@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpa.export.policy import Around, Exported
+from dpa.export.policy import NO_CLIP, Around, Exported
 from dpa.packed.agreement import relative_error
 from dpa.reference import plain
 from dpa.schedulers.conversion import StepTable
@@ -107,7 +107,7 @@ def _stepped(
 ) -> Tensor:
     """Compute :func:`dpa.ops.scheduler_step`."""
     x0 = row[0] * sample + row[1] * output
-    if clip < float("inf"):
+    if clip < NO_CLIP:
         x0 = x0.clamp(-clip, clip)
     sample = row[2] * x0 + row[3] * sample + row[4] * output
     return sample if noise is None else sample + row[5] * noise

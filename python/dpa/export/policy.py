@@ -13,6 +13,7 @@ from dpa.packed.unet import PackedUnet
 from dpa.schedulers.conversion import StepTable
 
 Affine = tuple[Tensor, Tensor]
+NO_CLIP = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Exported(nn.Module):
         self.conditioned = True
         self.encoder = nn.Identity() if around.encoder is None else around.encoder
         self.steps = len(table)
-        self.clip = float(table.clip)
+        # An AOTInductor package writes infinity as a string, which its reader refuses.
+        self.clip = min(float(table.clip), NO_CLIP)
         numbers = iter(range(1, self.steps + 1))
         # The index into ``noise`` of each step; 0 is the initial sample and stands for none.
         self.noise_index = [next(numbers) if noisy else 0 for noisy in table.draws_noise]

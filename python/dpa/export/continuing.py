@@ -1,0 +1,95 @@
+"""A policy as one module whose chunks continue the last one: real-time control without Python."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dpa.export.policy import Around, _Packed
+from dpa.schedulers.tables import StepTable
+
+
+class ContinuingLoop(_Packed):
+    """The loop on packed weights: ``(observation, noise, last_chunk, weights) -> actions``.
+
+    It is what :class:`dpa.DiffusionSampler` does with ``inpainting="x0"``, and with ``last_chunk``
+    where the table begins later. Weights of zero continue nothing. Each step is the packed network
+    and small ops; they take somewhat longer than the one op of :class:`PackedLoop`.
+
+    Args:
+        unet: as in :class:`dpa.PackedUnet`.
+        table: the steps, from the one that the loop begins at.
+        dtype: of the packed weights.
+        around: encoder and normalisation.
+        warm: whether the loop begins with the last chunk, with the noise of the table's first step,
+            and not with noise alone. Such a policy needs a last chunk in every call.
+
+    Raises:
+        ValueError: a network that cannot be packed, a table that does not know its x0 or, where
+            ``warm``, its noise levels, or a normalisation that makes all actions one.
+
+    """
+
+    def __init__(
+        self,
+        unet: nn.Module,
+        table: StepTable,
+        dtype: torch.dtype = torch.float32,
+        around: Around | None = None,
+        warm: bool = False,
+    ):
+        super().__init__(unet, table, dtype, around or Around())
+        if table.x0 is None or (warm and table.levels is None):
+            raise ValueError(f"table must know its x0 and noise levels, got {type(table).__name__}")
+        if not bool((self.action_scale != 0).all()):
+            raise ValueError("around.action must have a scale without zeros, got one")
+        self.warm = warm
+        of_sample, of_output = table.x0.unbind(1)
+        none, one = torch.zeros_like(of_sample), torch.ones_like(of_sample)
+        to_x0 = torch.stack([of_sample, of_output, one, none, none, none], 1)
+        back = [-of_sample / of_output, 1 / of_output]
+        to_output = torch.stack([none, none, none, *back, none], 1)
+        levels = torch.stack([none, one], 1) if table.levels is None else table.levels
+        self.register_buffer("to_x0", to_x0.float())
+        self.register_buffer("to_output", to_output.float())
+        self.register_buffer("without_output", (of_output == 0)[:, None, None, None])
+        self.register_buffer("level", levels[0].float())
+
+    def forward(
+        self, observation: Tensor, noise: Tensor, last_chunk: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Map float32 tensors to actions (B, T, Da), float32.
+
+        Args:
+            observation: (B, Do).
+            noise: (1 + noisy steps, B, T, Da), standard normal.
+            last_chunk: (B, T, Da), what is left of the last chunk at its places in this one, in the
+                units of actions.
+            weights: (B, T, Da), from 0 to 1: how much of it holds (:func:`dpa.prefix_weights`).
+
+        """
+        cond = self.condition(observation)
+        chunk = (last_chunk - self.action_offset) / self.action_scale
+        sample = noise[0]
+        if self.warm:
+            sample = self.level[0] * chunk + self.level[1] * sample
+        free = weights == 0
+        for step in range(self.steps):
+            timestep = self.timesteps[step].expand(sample.shape[0])
+            output = torch.ops.dpa.unet1d_by_name(
+                sample, timestep, cond, self.weights, self.config, self.dtype_name
+            )
+            index = self.index[step]
+            x0 = torch.ops.dpa.scheduler_step(output, sample, self.to_x0, index, None, self.clip)
+            blended = torch.lerp(x0, chunk, weights)
+            held = torch.ops.dpa.scheduler_step(
+                blended, sample, self.to_output, index, None, self.clip
+            )
+            output = torch.where(free | self.without_output[step], output, held)
+            step_noise: Tensor | None = None
+            if self.noise_index[step] > 0:
+                step_noise = noise[self.noise_index[step]]
+            sample = torch.ops.dpa.scheduler_step(
+                output, sample, self.coefficients, index, step_noise, self.clip
+            )
+        return torch.where(weights >= 1, last_chunk, self.unnormalised(sample))
