@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Sequence
 
@@ -13,7 +14,9 @@ from dpa.library.graphs import Replayed, captured
 
 _version = operator.attrgetter("_version")
 MODES = ("tracked", "checked", "frozen")
-_SMALL = 1 << 15  # elements of a long and thin matrix that is compared as a whole
+_WHOLE = 1 << 13  # elements of a matrix that is compared as a whole; of a thin one four times that
+_SPREAD = 256  # elements, spread over all of a larger one
+_GOLDEN = 0.618
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Stamp = tuple[list[int], list[int]]
@@ -33,9 +36,10 @@ class WeightTracker:
 
     A write is noticed by three signs. A parameter that is another tensor lies elsewhere. A write in
     place counts in its version. A write through ``parameter.data`` shows in the values alone:
-    of these, all of a vector are compared, and of a matrix or a kernel one element of each row and
-    column and each tap of one, so that a write of a whole row, channel or tap shows, and not one of
-    a few elements inside. ``checked`` compares a checksum of every element besides.
+    of these, all of a vector and of a small matrix or kernel are compared, and of a larger one an
+    element of each row and column, and some 256 that are spread over all of it. So a write of a
+    row, a channel, a tap or a block shows, and not one of a few elements inside a large matrix.
+    ``checked`` compares a checksum of every element besides.
 
     Args:
         slots: (module, name of the parameter or buffer in it).
@@ -164,14 +168,17 @@ def _sampled(parameter: Tensor) -> list[Tensor]:
     if parameter.dim() < 2:
         return [parameter.reshape(-1) if parameter.dim() == 0 else parameter]
     (rows, columns), (row, column) = parameter.shape[:2], parameter.stride()[:2]
-    taps = parameter[0, 0].reshape(-1) if parameter.dim() > 2 else parameter[0, :1]
+    side, longer = min(rows, columns), max(rows, columns)
+    if parameter.is_contiguous():
+        if parameter.numel() <= (4 * _WHOLE if longer > 8 * side else _WHOLE):
+            return [parameter.view(-1)]
+        spread = parameter.view(-1)[:: _spacing(rows, parameter.numel() // rows)]
+    else:
+        spread = parameter[0, 0].reshape(-1) if parameter.dim() > 2 else parameter[0, :1]
     middle = sum(
         size // 2 * stride
         for size, stride in zip(parameter.shape[2:], parameter.stride()[2:], strict=True)
     )
-    side, longer = min(rows, columns), max(rows, columns)
-    if longer > 8 * side and parameter.is_contiguous() and parameter.numel() <= _SMALL:
-        return [parameter.view(-1)]
     along = row if rows >= columns else column
     diagonals = [
         parameter.as_strided(
@@ -181,4 +188,15 @@ def _sampled(parameter: Tensor) -> list[Tensor]:
         )
         for start in range(0, longer, side)
     ]
-    return [taps, *diagonals]
+    return [spread, *diagonals]
+
+
+def _spacing(rows: int, width: int) -> int:
+    """Return the distance of elements that are spread evenly over rows, columns and taps."""
+    ratio = rows / _SPREAD
+    # Rows apart by a golden ratio of a width: no few columns meet all of them.
+    ratio = int(ratio) + _GOLDEN if ratio >= 1 else 1 / (int(1 / ratio) + _GOLDEN)
+    spacing = round(ratio * width)
+    while math.gcd(spacing, rows * width) > 1:
+        spacing += 1
+    return spacing

@@ -1,0 +1,77 @@
+"""Which writes through ``parameter.data`` show in the values that a tracker compares."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpa.tracking import WeightTracker
+
+LARGE = {
+    "convolution": lambda: nn.Conv1d(160, 96, 5),
+    "transposed": lambda: nn.ConvTranspose1d(96, 160, 4),
+    "linear": lambda: nn.Linear(130, 512),
+    "thin": lambda: nn.Linear(64, 1030),
+    "one tap": lambda: nn.Conv1d(256, 128, 1),
+}
+
+
+@pytest.fixture(params=LARGE)
+def layer(request, device):
+    return LARGE[request.param]().to(device)
+
+
+def _shows(layer, place):
+    """Whether a write of a place shows, and no longer once it is remembered."""
+    tracker = WeightTracker([(layer, "weight")])
+    tracker.remember()
+    tracker.start()
+    assert not tracker.values_changed()
+    layer.weight.data[place] += 1.0
+    tracker.start()
+    shown = tracker.values_changed()
+    tracker.remember()
+    tracker.start()
+    assert not tracker.values_changed() and not tracker.changed()
+    return shown
+
+
+def test_every_row_channel_and_tap_shows(layer):
+    for dim, size in enumerate(layer.weight.shape):
+        for at in range(0, size, 1 if size < 200 else 7):
+            assert _shows(layer, (slice(None),) * dim + (at,)), (dim, at)
+
+
+def test_blocks_show(layer):
+    rows, columns = layer.weight.shape[:2]
+    for fraction in (2, 3, 4):
+        for at in range(fraction):
+            low = slice(at * rows // fraction, (at + 1) * rows // fraction)
+            for side in range(fraction):
+                right = slice(side * columns // fraction, (side + 1) * columns // fraction)
+                assert _shows(layer, (low, right)), (low, right)
+
+
+def test_channels_last_shows(device):
+    layer = nn.Conv1d(96, 128, 5).to(device)
+    layer.weight.data = layer.weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    assert all(_shows(layer, at) for at in range(128))
+    assert all(_shows(layer, (slice(None), at)) for at in range(96))
+
+
+def test_all_of_a_small_one_shows(device):
+    layer = nn.Conv1d(32, 48, 5).to(device)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        place = [int(torch.randint(n, (), generator=generator)) for n in layer.weight.shape]
+        assert _shows(layer, tuple(place)), place
+
+
+def test_a_few_elements_inside_a_large_one_show_where_all_is_checked(device):
+    layer = nn.Linear(512, 512).to(device)
+    place = (100, 357)
+    assert not _shows(layer, place)
+    tracker = WeightTracker([(layer, "weight")], "checked")
+    tracker.remember()
+    layer.weight.data[place] += 1.0
+    tracker.start()
+    assert tracker.values_changed()
