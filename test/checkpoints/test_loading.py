@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 import torch
+from lerobot_names import lerobot_name
 from typer.testing import CliRunner
 
 import dpa
@@ -48,7 +49,7 @@ def prefixed(state, prefix):
 
 
 def lerobot_names(state):
-    return {family.lerobot_name(name): value for name, value in state.items()}
+    return {lerobot_name(name): value for name, value in state.items()}
 
 
 LAYOUTS = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported import DA, DO, UNET, B, T, diffusers, make_policy
+from lerobot_names import lerobot_name
 from typer.testing import CliRunner
 
 import dpa
@@ -25,7 +26,6 @@ from dpa.export import (
     export_policy,
     load_policy,
 )
-from dpa.nn import family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -372,7 +372,7 @@ def test_settings_of_lerobot_that_are_unknown_are_listed(unet, tmp_path):
     save_file = pytest.importorskip("safetensors.torch").save_file
     folder = tmp_path / "pretrained_model"
     folder.mkdir()
-    names = {n: family.lerobot_name(n) for n in unet.state_dict()}
+    names = {n: lerobot_name(n) for n in unet.state_dict()}
     state = {f"diffusion.unet.{names[n]}": v for n, v in unet.state_dict().items()}
     save_file(state, folder / "model.safetensors")
     known = {"type": "diffusion", "use_peft": False, "n_action_steps": 8, "tags": None}
@@ -436,8 +436,7 @@ def test_the_command_on_a_folder_of_lerobot(environment, layout, unet, tmp_path)
     }
     (folder / "config.json").write_text(json.dumps(config))
     state = {
-        "diffusion.unet." + family.lerobot_name(n): v.contiguous()
-        for n, v in unet.state_dict().items()
+        "diffusion.unet." + lerobot_name(n): v.contiguous() for n, v in unet.state_dict().items()
     }
     flat = {f"{n}.{s}": v for n, values in statistics.items() for s, v in values.items()}
     if layout == "buffers":

@@ -10,12 +10,12 @@ import torch
 from exported import DA, DO, UNET
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from lerobot_names import lerobot_name
 
 import dpa
 from dpa.checkpoints.loading import CheckpointError
 from dpa.export import settings as known
 from dpa.export.checkpoint import make_scheduler, read
-from dpa.nn import family
 from dpa.schedulers.conversion import from_diffusers
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -111,7 +111,7 @@ def test_configurations_of_lerobot(weights, kind, config):
     save_file = pytest.importorskip("safetensors.torch").save_file
     config = config | kind
     with tempfile.TemporaryDirectory() as folder:
-        names = {f"diffusion.unet.{family.lerobot_name(n)}": v for n, v in weights.items()}
+        names = {f"diffusion.unet.{lerobot_name(n)}": v for n, v in weights.items()}
         save_file(names, Path(folder) / "model.safetensors")
         (Path(folder) / "config.json").write_text(json.dumps(config))
         check(Path(folder), config, known.LEROBOT, "config.json")

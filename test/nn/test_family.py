@@ -4,6 +4,7 @@ import pytest
 import torch
 from architectures import architectures
 from hypothesis import given, settings
+from lerobot_names import lerobot_name
 from policies import lerobot_unet
 from torch import nn
 
@@ -34,7 +35,7 @@ def test_lerobot_is_recognised_as_the_same_network(arguments):
     assert network.inputs == ("x", "timestep", "global_cond")
     assert network.parameters().keys() == dict(family.template(arguments).named_parameters()).keys()
     names = dict(theirs.named_parameters())
-    assert all(family.lerobot_name(key) in names for key in network.slots)
+    assert all(lerobot_name(key) in names for key in network.slots)
     assert all(family.original_name(key) in network.slots for key in names)
 
 

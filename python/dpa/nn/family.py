@@ -46,12 +46,6 @@ def original_name(name: str) -> str:
     return LEROBOT.original_name(name.replace("_orig_mod.", ""))
 
 
-def lerobot_name(name: str) -> str:
-    """Return LeRobot's name of what the original names ``name``."""
-    name = re.sub(r"\bblocks\.([01])\.block\b", lambda m: f"conv{int(m[1]) + 1}.block", name)
-    return re.sub(r"((?:down|up)_modules\.\d+\.2)\.conv\b", r"\1", name)
-
-
 def lerobot_parameters(unet: nn.Module) -> list[nn.Parameter]:
     """Return a network's parameters in the order of LeRobot's, for optimizer states of LeRobot.
 

@@ -1,17 +1,16 @@
 """What a network, its weights and its settings were at the last check, and what has changed.
 
 What packs, captures or replays asks here: :class:`Tracker` for the modules and their settings,
-:class:`WeightTracker` for the weights, :class:`Places` for where they lie, :class:`ModuleState` for
-what a capture rests on, :class:`Snapshot` for schedulers and policies.
+:class:`WeightTracker` for the weights, :class:`ModuleState` for what a capture rests on,
+:class:`Snapshot` for schedulers and policies.
 """
 
-from .tracker import ModuleState, Place, Places, Snapshot, Tracker, find, is_observed
+from .tracker import ModuleState, Place, Snapshot, Tracker, find, is_observed
 from .weights import WeightTracker, stamp_of
 
 __all__ = [
     "ModuleState",
     "Place",
-    "Places",
     "Snapshot",
     "Tracker",
     "WeightTracker",

@@ -152,33 +152,6 @@ class Tracker:
         return [own["training"] for own in self._own]
 
 
-class Places:
-    """Where the parameters and buffers of modules lie, for what reads them there.
-
-    Args:
-        modules: that hold them; None stands for a module that is not there.
-
-    """
-
-    def __init__(self, modules: Iterable[nn.Module | None]):
-        held = [
-            tensors
-            for module in modules
-            if module is not None
-            for tensors in (module._parameters, module._buffers)
-        ]
-        self._slots = [(tensors, name) for tensors in held for name in tensors]
-        self._then = self._read()
-
-    def _read(self) -> list[int]:
-        found = [tensors.get(name) for tensors, name in self._slots]
-        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
-
-    def unchanged(self) -> bool:
-        """Whether each lies where it lay."""
-        return self._read() == self._then
-
-
 class ModuleState:
     """What a captured run of a module rests on: its modules, settings, modes, hooks and places.
 
@@ -191,7 +164,15 @@ class ModuleState:
     def __init__(self, root: nn.Module, methods: tuple[str, ...] = ()):
         self._tracker = Tracker(root, methods=methods)
         self._modes = self._tracker.modes()
-        self._places = Places(self._tracker.modules.values())
+        found = [module for module in self._tracker.modules.values() if module is not None]
+        held = [tensors for m in found for tensors in (m._parameters, m._buffers)]
+        self._slots = [(tensors, name) for tensors in held for name in tensors]
+        self._places = self._read_places()
+
+    def _read_places(self) -> list[int]:
+        """Return where parameters and buffers lie."""
+        found = [tensors.get(name) for tensors, name in self._slots]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
     def hooked(self) -> bool:
         """Whether a module has hooks, or all modules have."""
@@ -203,7 +184,7 @@ class ModuleState:
             self._tracker.unchanged()
             and not self._tracker.hooked()
             and self._tracker.modes() == self._modes
-            and self._places.unchanged()
+            and self._read_places() == self._places
         )
 
 
