@@ -3,9 +3,10 @@
 //   robot POLICY.pt|POLICY.pt2 [HZ=10] [CYCLES=50]
 //
 // Shapes, device and checksum are those of the policy's manifest, POLICY.pt.json. `read_observation` and `send_actions`
-// stand for the robot. A cycle misses its deadline where the actions are not there when the next cycle is due. With the
-// variable DPA_CHECK set to the file of a scripted module that has the tensors observation, noise and actions, the
-// program first compares and fails on a difference.
+// stand for the robot. A policy from images (dpa export --images) takes the newest frames of each camera and of the
+// state, which the program keeps. A cycle misses its deadline where the actions are not there when the next cycle is
+// due. With the variable DPA_CHECK set to the file of a scripted module that has the tensors observation (or
+// observation_0, observation_1, ...), noise and actions, the program first compares and fails on a difference.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
@@ -14,6 +15,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <fstream>
 #include <functional>
 #include <memory>
@@ -26,23 +28,27 @@
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Policy = std::function<at::Tensor(const at::Tensor& observation, const at::Tensor& noise)>;
+using Tensors = std::vector<at::Tensor>;
+using Policy = std::function<at::Tensor(const Tensors& inputs)>;  // observations, then noise
 
 Policy open_policy(const std::string& path) {
   if (path.ends_with(".pt2")) {
     auto package = std::make_shared<torch::inductor::AOTIModelPackageLoader>(path);
-    return [package](const at::Tensor& observation, const at::Tensor& noise) {
-      return package->run({observation, noise})[0];
-    };
+    return [package](const Tensors& inputs) { return package->run(inputs)[0]; };
   }
   auto module = std::make_shared<torch::jit::Module>(torch::jit::load(path));
-  return [module](const at::Tensor& observation, const at::Tensor& noise) {
-    return module->forward({observation, noise}).toTensor();
-  };
+  return [module](const Tensors& inputs) { return module->forward({inputs.begin(), inputs.end()}).toTensor(); };
 }
 
+struct Input {
+  std::vector<int64_t> shape;
+  at::ScalarType type;
+};
+
 struct Manifest {
-  std::vector<int64_t> observation, noise;
+  std::vector<Input> observations;
+  std::vector<int64_t> noise;
+  int64_t frames;  // that observations stack in their second dimension; 0 where they are vectors
   at::Device device;
   uint32_t crc32;
 };
@@ -65,28 +71,64 @@ void check_file(const std::string& path, uint32_t expected) {
   TORCH_CHECK(~crc == expected, "the policy must be the file of its manifest, and whole, got ", path);
 }
 
-// The little that the loop needs of the JSON: the first two shapes are those of the inputs.
+std::string found_in(const std::string& text, const char* pattern, const char* otherwise = "") {
+  std::smatch match;
+  return std::regex_search(text, match, std::regex(pattern)) ? std::string(match[1]) : otherwise;
+}
+
+// The little that the loop needs of the JSON: the inputs' shapes and types stand before the outputs'.
 Manifest read_manifest(const std::string& path) {
   std::ifstream file(path);
   TORCH_CHECK(file, "cannot read the manifest ", path);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  std::vector<std::vector<int64_t>> shapes;
-  const std::regex shape(R"re("shape":\s*\[([^\]]*)\])re");
-  for (std::sregex_iterator it(text.begin(), text.end(), shape), end; it != end; ++it) {
+  const std::string given = text.substr(0, text.find("\"outputs\""));
+  std::vector<Input> inputs;
+  const std::regex entry(R"re("shape":\s*\[([^\]]*)\],\s*"dtype":\s*"(\w+)")re");
+  for (std::sregex_iterator it(given.begin(), given.end(), entry), end; it != end; ++it) {
     std::istringstream sizes((*it)[1]);
-    auto& into = shapes.emplace_back();
-    for (std::string size; std::getline(sizes, size, ',');) into.push_back(std::stoll(size));
+    auto& into = inputs.emplace_back(Input{{}, (*it)[2] == "uint8" ? at::kByte : at::kFloat});
+    for (std::string size; std::getline(sizes, size, ',');) into.shape.push_back(std::stoll(size));
   }
-  std::smatch device, part, crc32;
-  std::regex_search(text, device, std::regex(R"re("device":\s*"(\w+)")re"));
-  std::regex_search(text, part, std::regex(R"re("part":\s*"(\w+)")re"));
-  std::regex_search(text, crc32, std::regex(R"re("crc32":\s*(\d+))re"));
-  TORCH_CHECK(shapes.size() >= 2 && !device.empty() && !crc32.empty() && part[1] == "loop",
-              "the manifest must be of a whole loop (dpa export --part loop), got ", path);
-  return {shapes[0], shapes[1], at::Device(device[1]), static_cast<uint32_t>(std::stoul(crc32[1]))};
+  const auto device = found_in(text, R"re("device":\s*"(\w+)")re");
+  const auto crc32 = found_in(text, R"re("crc32":\s*(\d+))re");
+  TORCH_CHECK(
+      inputs.size() >= 2 && !device.empty() && !crc32.empty() && found_in(text, R"re("part":\s*"(\w+)")re") == "loop",
+      "the manifest must be of a whole loop (dpa export --part loop), got ", path);
+  const auto noise = inputs.back().shape;
+  inputs.pop_back();
+  const auto frames = std::stoll(found_in(text, R"re("frames":\s*(\d+))re", "0"));
+  return {std::move(inputs), noise, frames, at::Device(device), static_cast<uint32_t>(std::stoul(crc32))};
 }
 
-at::Tensor read_observation(at::IntArrayRef shape, int cycle) { return at::full(shape, 0.01 * cycle); }
+// What a sensor shows now: an image as height, width and colour, a state as numbers.
+at::Tensor read_observation(at::IntArrayRef shape, at::ScalarType type, int cycle) {
+  return type == at::kByte ? at::full(shape, cycle % 256, type) : at::full(shape, 0.01 * cycle, type);
+}
+
+// The newest frames of each observation, the oldest first. The first one stands for those before it.
+class Frames {
+ public:
+  explicit Frames(const Manifest& manifest) : manifest_(manifest), kept_(manifest.observations.size()) {}
+
+  Tensors read(int cycle) {
+    Tensors stacked;
+    for (size_t i = 0; i < kept_.size(); ++i) {
+      auto [shape, type] = manifest_.observations[i];
+      if (manifest_.frames > 0) shape.erase(shape.begin() + 1);
+      auto& kept = kept_[i];
+      kept.push_back(read_observation(shape, type, cycle).to(manifest_.device));
+      const auto count = static_cast<size_t>(std::max<int64_t>(manifest_.frames, 1));
+      while (kept.size() < count) kept.push_front(kept.front());
+      if (kept.size() > count) kept.pop_front();
+      stacked.push_back(manifest_.frames > 0 ? at::stack(Tensors(kept.begin(), kept.end()), 1) : kept.back());
+    }
+    return stacked;
+  }
+
+ private:
+  const Manifest& manifest_;
+  std::vector<std::deque<at::Tensor>> kept_;
+};
 
 // Bringing them to the CPU waits for the device.
 void send_actions(const at::Tensor& computed) {
@@ -95,10 +137,15 @@ void send_actions(const at::Tensor& computed) {
 }
 
 // The largest difference from the actions that Python computed.
-double check(const Policy& policy, const std::string& path, const at::Device& device) {
+double check(const Policy& policy, const std::string& path, const Manifest& manifest) {
   const auto data = torch::jit::load(path);
-  const auto tensor = [&](const char* name) { return data.attr(name).toTensor().to(device); };
-  return (policy(tensor("observation"), tensor("noise")) - tensor("actions")).abs().max().item<double>();
+  const auto tensor = [&](const std::string& name) { return data.attr(name).toTensor().to(manifest.device); };
+  Tensors inputs;
+  if (manifest.frames == 0) inputs.push_back(tensor("observation"));
+  for (size_t i = 0; manifest.frames > 0 && i < manifest.observations.size(); ++i)
+    inputs.push_back(tensor("observation_" + std::to_string(i)));
+  inputs.push_back(tensor("noise"));
+  return (policy(inputs) - tensor("actions")).abs().max().item<double>();
 }
 
 void print_histogram(std::vector<double> ms) {
@@ -127,13 +174,15 @@ int run(int argc, char** argv) {
   const c10::InferenceMode inference;
   const Policy policy = open_policy(path);
   if (const char* data = std::getenv("DPA_CHECK")) {
-    const double difference = check(policy, data, manifest.device);
+    const double difference = check(policy, data, manifest);
     std::printf("largest difference from Python: %.1e\n", difference);
     if (!(difference < 1e-4)) return 1;
   }
+  Frames frames(manifest);
   const auto plan = [&](int cycle) {
-    const auto noise = at::randn(manifest.noise, at::device(manifest.device));
-    return policy(read_observation(manifest.observation, cycle).to(manifest.device), noise);
+    auto inputs = frames.read(cycle);
+    inputs.push_back(at::randn(manifest.noise, at::device(manifest.device)));
+    return policy(inputs);
   };
   for (int i = 0; i < 5; ++i) send_actions(plan(0));  // the first calls are slow
 

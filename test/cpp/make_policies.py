@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from exported import make_policy
+from exported import make_image_policy, make_policy
 from make_models import Data
 
 from dpa.export import PackedLoop, export_policy, load_policy
@@ -28,12 +28,20 @@ def main(folder: Path) -> None:
     for name, to, dtype in POLICIES:
         policy = make_policy("ddpm", torch.device("cpu"), dtype, PackedLoop)[0]
         inputs = {"observation": torch.randn(1, 5), "noise": torch.randn(3, 1, 8, 2)}
-        path = folder / name
-        export_policy(policy, path, to, inputs)
-        with torch.no_grad():
-            actions = load_policy(path)(*inputs.values())
-        data = Data(**inputs, actions=actions)
-        torch.jit.script(data).save(f"{path}.data")
+        write(folder / name, to, policy, inputs, inputs)
+    policy, inputs = make_image_policy()
+    *observations, noise = inputs.values()
+    named = {f"observation_{place}": value for place, value in enumerate(observations)}
+    facts = {"frames": 2}
+    write(folder / "images.pt", "torchscript", policy, inputs, named | {"noise": noise}, facts)
+
+
+def write(path, to, policy, inputs, data, facts=None):
+    """Write a policy, and what the program compares."""
+    export_policy(policy, path, to, inputs, facts)
+    with torch.no_grad():
+        actions = load_policy(path)(*inputs.values())
+    torch.jit.script(Data(**data, actions=actions)).save(f"{path}.data")
 
 
 if __name__ == "__main__":

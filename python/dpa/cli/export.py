@@ -34,6 +34,8 @@ Examples:
 
   dpa export latest.ckpt --trust-pickle --to torchscript --device cuda
 
+  dpa export pretrained_model --to torchscript --images --steps 10
+
   dpa export pretrained_model --to onnx --scheduler DDIM --steps 10
 """
 
@@ -91,6 +93,9 @@ def export(
     layers: Annotated[
         bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
     ] = False,
+    images: Annotated[
+        bool, typer.Option("--images", help="From camera images: LeRobot's encoders too.")
+    ] = False,
     scheduler: Annotated[
         Scheduler | None, typer.Option(help="By default the checkpoint's.")
     ] = None,
@@ -132,7 +137,7 @@ def export(
     path = out or named.with_name(f"policy{FORMATS[to.value]}")
     name = scheduler and scheduler.value
     what = (to.value, device, dtype.value, part.value, layers)
-    choice = Choice(*what, name, steps, horizon, batch, first_step)
+    choice = Choice(*what, name, steps, horizon, batch, first_step, images)
     console = Console(stderr=as_json)
     with _stages(console, to.value) as report:
         report("reading")
@@ -140,7 +145,7 @@ def export(
         if scheduler_config is not None:
             source.scheduler = read_scheduler_config(scheduler_config)
             source.assumed = [line for line in source.assumed if "scheduler" not in line]
-        manifest = make(source, path, choice, report)
+        manifest = make(source, path, choice, report, given)
     for line in manifest["assumed"]:
         console.print(f"[yellow]note[/yellow] {line}", highlight=False)
     if as_json:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpa.checkpoints.loading import CheckpointError
 from dpa.export import onnx_graph
 from dpa.export.continuing import ContinuingLoop
+from dpa.export.images import ImagePolicy
 from dpa.export.onnx_graph import PlainLoop, PlainStep
 from dpa.export.packages import compile_package, open_package
 from dpa.export.policy import NO_CLIP, Around, LayeredLoop, PackedLoop, PackedStep
@@ -25,6 +26,7 @@ __all__ = [
     "FORMATS",
     "Around",
     "ContinuingLoop",
+    "ImagePolicy",
     "LayeredLoop",
     "PackedLoop",
     "PackedStep",
@@ -39,7 +41,7 @@ FORMATS = {"torchscript": ".pt", "exported-program": ".pt2", "aoti": ".pt2", "on
 
 
 def export_policy(
-    policy: LayeredLoop | PackedLoop | PackedStep | ContinuingLoop | PlainLoop,
+    policy: LayeredLoop | PackedLoop | PackedStep | ContinuingLoop | PlainLoop | ImagePolicy,
     path: Path,
     to: str,
     inputs: dict[str, Tensor],
@@ -162,7 +164,9 @@ def _content(policy: nn.Module, to: str, inputs: dict[str, Tensor]) -> bytes:
         outputs = ("next_sample", "actions") if isinstance(policy, PlainStep) else ("actions",)
         return onnx_graph.graph_of(policy, inputs, outputs)
     if to == "torchscript":
-        return torch.jit.script(policy).save_to_buffer()
+        is_traced = isinstance(policy, ImagePolicy)
+        made = policy.traced(inputs) if is_traced else torch.jit.script(policy)
+        return made.save_to_buffer()
     if to == "aoti":
         return compile_package(policy, arguments)
     buffer = io.BytesIO()
@@ -183,13 +187,6 @@ def _manifest(
         dtype = str(value.dtype).removeprefix("torch.")
         return {"name": name, "shape": list(value.shape), "dtype": dtype}
 
-    normalisation = {
-        name: {
-            part: getattr(policy, f"{name}_{part}").flatten().tolist()
-            for part in ("scale", "offset")
-        }
-        for name in ("observation", "action")
-    }
     return {
         "file": path.name,
         "format": to,
@@ -199,7 +196,7 @@ def _manifest(
         "network_dtype": str(policy.dtype).removeprefix("torch."),
         "inputs": [described(name, value) for name, value in inputs.items()],
         "outputs": [described(name, value) for name, value in outputs.items()],
-        "normalisation": normalisation,
+        "normalisation": policy.normalisation(),
         "steps": policy.steps,
         "timesteps": policy.timesteps.tolist(),
         "clip": policy.clip if policy.clip < NO_CLIP else None,

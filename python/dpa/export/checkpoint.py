@@ -172,6 +172,28 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     )
 
 
+def normalisations_of_lerobot(path: Path, features: Mapping[str, Any]) -> dict[str, Affine]:
+    """Return how a folder of LeRobot normalises each of its observations.
+
+    Raises:
+        ValueError: the folder lacks the statistics of one.
+
+    """
+    loaded = load_checkpoint(path)
+    statistics = _lerobot_statistics(loaded.rest, path)
+    modes = loaded.config.get("normalization_mapping") or {}
+    found = {}
+    for name, feature in features.items():
+        kind = getattr(feature.type, "value", feature.type)
+        mode = modes.get(kind, "IDENTITY" if modes else None)
+        width = feature.shape[0]  # channels of an image
+        affine = _lerobot_affine(statistics, name, mode, width)
+        if affine is None:
+            raise ValueError(f"{path}: holds no {_needed(mode)} of {name}")
+        found[name] = affine
+    return found
+
+
 def _lerobot_statistics(rest: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Return ``FEATURE.STATISTIC`` tensors, of whichever of LeRobot's two layouts is there."""
     found = {}

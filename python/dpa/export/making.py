@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from dpa.export import (
+    Around,
     ContinuingLoop,
+    ImagePolicy,
     LayeredLoop,
     PackedLoop,
     PackedStep,
@@ -20,6 +22,7 @@ from dpa.export import (
     export_policy,
 )
 from dpa.export.checkpoint import Source, left_out, make_scheduler
+from dpa.export.images import encoder_of
 from dpa.schedulers.conversion import StepTable, from_diffusers
 
 
@@ -37,12 +40,19 @@ class Choice:
     horizon: int | None = None
     batch: int = 1
     first_step: int = 0
+    images: bool = False
 
 
 def make(
-    source: Source, path: Path, choice: Choice, report: Callable[[str], None] = lambda stage: None
+    source: Source,
+    path: Path,
+    choice: Choice,
+    report: Callable[[str], None] = lambda stage: None,
+    checkpoint: Path = Path(),
 ) -> dict[str, Any]:
     """Write the file and return its manifest; ``report`` receives the name of each stage.
+
+    ``checkpoint`` is what the source was read from.
 
     Raises:
         ValueError: what cannot be exported, with the reason.
@@ -50,8 +60,12 @@ def make(
     """
     if choice.to == "onnx":
         _check_onnx(choice)
+    if choice.images and choice.part != "loop":
+        raise ValueError(f"part must be loop with --images, got {choice.part}")
     report("packing")
     device = _device(choice.device)
+    encoder = encoder_of(source, checkpoint, device) if choice.images else None
+    around = source.around if encoder is None else Around(action=source.around.action)
     dtype = getattr(torch, choice.dtype)
     if source.unet.local_cond_dim:
         got = source.unet.local_cond_dim
@@ -76,20 +90,21 @@ def make(
 
     unet = source.unet.to(device)
     if choice.to == "onnx":
-        policy = (PlainLoop if choice.part == "loop" else PlainStep)(unet, table, source.around)
+        policy = (PlainLoop if choice.part == "loop" else PlainStep)(unet, table, around)
     elif choice.part == "continuing":
         warm = choice.first_step > 0
-        policy = ContinuingLoop(unet, table, dtype, source.around, warm)
+        policy = ContinuingLoop(unet, table, dtype, around, warm)
     elif choice.layers:
-        policy = LayeredLoop(unet.to(dtype), table, source.around)
+        policy = LayeredLoop(unet.to(dtype), table, around)
     else:
-        policy = (PackedLoop if choice.part == "loop" else PackedStep)(
-            unet, table, dtype, source.around
-        )
+        policy = (PackedLoop if choice.part == "loop" else PackedStep)(unet, table, dtype, around)
     action_dim = unet.final_conv[-1].weight.shape[0]
     shape = (choice.batch, horizon, action_dim)
-    observation = torch.zeros(choice.batch, source.observation_dim)
-    inputs: dict[str, Tensor] = {"observation": observation}
+    inputs: dict[str, Tensor] = {"observation": torch.zeros(choice.batch, source.observation_dim)}
+    if encoder is not None:
+        inputs = {one.name: one.example(choice.batch) for one in encoder.observed}
+        policy = ImagePolicy(encoder, policy)
+        assumed = [line for line in assumed if "_prepare_global_conditioning" not in line]
     if choice.part != "step":
         inputs["noise"] = torch.randn(1 + sum(table.draws_noise), *shape)
     if choice.part == "continuing":
@@ -107,6 +122,8 @@ def make(
         "first_step": choice.first_step,
         "assumed": assumed,
     }
+    if encoder is not None:
+        facts["frames"] = encoder.observed[0].shape[0]
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return export_policy(policy.to(device), path, choice.to, inputs, facts, report)
 
@@ -115,7 +132,7 @@ def _check_onnx(choice: Choice) -> None:
     """Refuse what an ONNX file leaves to the runtime that opens it."""
     if choice.part == "continuing":
         raise ValueError("part must be loop or step with --to onnx, got continuing")
-    wanted = {"device": "cpu", "dtype": "float32", "layers": False}
+    wanted = {"device": "cpu", "dtype": "float32", "layers": False, "images": False}
     for name, value in wanted.items():
         if (got := getattr(choice, name)) != value:
             raise ValueError(

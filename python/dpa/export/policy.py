@@ -64,6 +64,17 @@ class Exported(nn.Module):
             cond = self.encoder(observation * self.observation_scale + self.observation_offset)
         return cond
 
+    @torch.jit.unused
+    def normalisation(self) -> dict[str, dict[str, list[float]]]:
+        """Return the scale and offset of observations and of actions."""
+        return {
+            name: {
+                part: getattr(self, f"{name}_{part}").flatten().tolist()
+                for part in ("scale", "offset")
+            }
+            for name in ("observation", "action")
+        }
+
     def unnormalised(self, sample: Tensor) -> Tensor:
         """Return the actions that a sample stands for."""
         return sample * self.action_scale + self.action_offset

@@ -1,0 +1,170 @@
+"""A policy from camera images: normalisation, encoders and denoising loop in one module."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.export.checkpoint import Source, normalisations_of_lerobot
+from dpa.export.policy import Affine, Exported
+
+_LIMIT = 1e-4  # of the actions of a traced module, relative, beside those of the module
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What an exported policy takes of one sensor.
+
+    Attributes:
+        name: as the checkpoint names it.
+        shape: of an observation: (frames, H, W, C) of an image, (frames, D) of a state.
+        affine: scale and offset that it is normalised with, an image in [0, 1] by channels.
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    affine: Affine
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it is an image, uint8."""
+        return len(self.shape) == 4
+
+    def example(self, batch: int) -> Tensor:
+        """Return random numbers of its kind."""
+        shape = (batch, *self.shape)
+        return (
+            torch.randint(0, 256, shape, dtype=torch.uint8) if self.is_image else torch.randn(shape)
+        )
+
+
+class Encoder(nn.Module):
+    """Observations to ``global_cond``: images to [0, 1] and channels first, all normalised.
+
+    Args:
+        observed: what comes, in order.
+        encode: maps the normalised observations by name to (B, Dg).
+        holder: the module that ``encode`` calls.
+
+    """
+
+    def __init__(
+        self,
+        observed: list[Observed],
+        encode: Callable[[dict[str, Tensor]], Tensor],
+        holder: nn.Module,
+    ):
+        super().__init__()
+        self.observed, self._encode, self.holder = observed, encode, holder
+        for place, one in enumerate(observed):
+            for part, value in zip(("scale", "offset"), one.affine, strict=True):
+                value = value.detach().float().clone()
+                self.register_buffer(
+                    f"{part}_{place}", value[:, None, None] if one.is_image else value
+                )
+
+    def forward(self, *observations: Tensor) -> Tensor:
+        """Encode (B, frames, ...) of each."""
+        given: dict[str, Tensor] = {}
+        for place, (one, value) in enumerate(zip(self.observed, observations, strict=True)):
+            if one.is_image:
+                value = value.permute(0, 1, 4, 2, 3).float() / 255
+            scale, offset = getattr(self, f"scale_{place}"), getattr(self, f"offset_{place}")
+            given[one.name] = value * scale + offset
+        return self._encode(given)
+
+
+class ImagePolicy(nn.Module):
+    """The whole policy: ``(*observations, noise) -> actions``.
+
+    Args:
+        encoder: of the observations.
+        loop: a loop on what it encodes; it normalises actions alone.
+
+    """
+
+    def __init__(self, encoder: Encoder, loop: Exported):
+        super().__init__()
+        self.encoder, self.loop = encoder, loop
+        self.dtype, self.steps, self.clip = loop.dtype, loop.steps, loop.clip
+        self.timesteps = loop.timesteps
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Map observations (B, frames, ...) and noise, as the loop takes it, to (B, T, Da)."""
+        *observations, noise = inputs
+        return self.loop(self.encoder(*observations), noise)
+
+    def normalisation(self) -> dict[str, dict[str, list[float]]]:
+        """Return the scale and offset of each observation, and of the actions."""
+        found = {
+            one.name: dict(zip(("scale", "offset"), (x.tolist() for x in one.affine), strict=True))
+            for one in self.encoder.observed
+        }
+        return found | {"action": self.loop.normalisation()["action"]}
+
+    def traced(self, inputs: Mapping[str, Tensor]) -> torch.jit.ScriptModule:
+        """Return the policy as TorchScript, tried on other inputs than it was traced on.
+
+        Raises:
+            ValueError: it gives other actions there.
+
+        """
+        given = tuple(inputs.values())
+        # Encoders compute with sizes, which are numbers in a program and tensors in a trace.
+        program = torch.export.export(self, given).module(check_guards=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of those sizes
+            traced = torch.jit.trace(program, given, check_trace=False)
+        others = [
+            torch.randint_like(x, 0, 256) if x.dtype == torch.uint8 else torch.randn_like(x)
+            for x in inputs.values()
+        ]
+        expected, got = self(*others), traced(*others)
+        error = float((got - expected).norm() / expected.norm())
+        if not error < _LIMIT:
+            raise ValueError(f"the encoder must be traceable, got a relative error of {error:.1e}")
+        return traced
+
+
+def encoder_of(source: Source, path: Path, device: torch.device) -> Encoder:
+    """Return the encoder of a checkpoint, with its project's own code.
+
+    Raises:
+        ValueError: no images, or a checkpoint of another kind; the message says why.
+        RuntimeError: the project is not installed.
+
+    """
+    if source.kind != "LeRobot" or not path.is_dir():
+        raise ValueError(f"checkpoint must be a folder of LeRobot with --images, got {source.kind}")
+    from dpa.eval.policies import LeRobotPolicy
+
+    policy = LeRobotPolicy(path, device).policy
+    config, model = policy.config, policy.diffusion
+    names = ["observation.state", "observation.environment_state"]
+    names = [*config.image_features, *(n for n in names if n in config.input_features)]
+    affines = normalisations_of_lerobot(path, config.input_features)
+    if not config.image_features:
+        raise ValueError("checkpoint must have images to be exported with --images, got none")
+    observed = [
+        Observed(name, _shape(config.input_features[name], config.n_obs_steps), affines[name])
+        for name in names
+    ]
+
+    def encode(given: dict[str, Tensor]) -> Tensor:
+        images = torch.stack([given[name] for name in config.image_features], dim=2)
+        batch = {n: v for n, v in given.items() if n not in config.image_features}
+        return model._prepare_global_conditioning(batch | {"observation.images": images})
+
+    return Encoder(observed, encode, model).eval().to(device)
+
+
+def _shape(feature: Any, frames: int) -> tuple[int, ...]:
+    shape = tuple(feature.shape)
+    return (frames, *shape[1:], shape[0]) if len(shape) == 3 else (frames, *shape)
