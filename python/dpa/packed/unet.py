@@ -352,10 +352,10 @@ class PackedUnet:
 
         """
         if self._layers is not None and len(initial) != 1:  # each has FiLM's parameters of its own
-            draws, packed = (noise is not None,) * len(timesteps), self.packed
+            noisy, packed = (noise is not None,) * len(timesteps), self.packed
             held = {"condition_data": condition_data, "condition_mask": condition_mask}
             held = {} if condition_data is None else held
-            table = StepTable(timesteps, coefficients, clip, draws)
+            table = StepTable(timesteps, coefficients, clip, noisy)
 
             def predict(sample: Tensor, step: int) -> Tensor:
                 times = timesteps[step].expand(len(sample))
