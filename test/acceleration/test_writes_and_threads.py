@@ -339,6 +339,67 @@ def test_a_comparison_neither_disturbs_nor_is_disturbed(given):
     torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
 
 
+class GlobalNoise(Interrupted):
+    """A loop that is given a generator, and does not use it."""
+
+    def conditional_sample(
+        self, condition_data, condition_mask, local_cond=None, global_cond=None, generator=None,
+        **kwargs,
+    ):  # fmt: skip
+        return super().conditional_sample(
+            condition_data, condition_mask, local_cond, global_cond, **kwargs
+        )
+
+
+@torch.no_grad()
+def test_a_disturbed_comparison_is_repeated_where_a_loop_keeps_to_the_global_generator():
+    made, call = original_policy("cpu"), call_of()
+    fast = dpa.accelerate(GlobalNoise(made.model, made.noise_scheduler, 5).eval())
+    GlobalNoise.drawn = []
+    try:
+        for _ in range(3):
+            sampled(fast, call)
+    finally:
+        GlobalNoise.drawn = None
+    loop = vars(fast)["conditional_sample"]
+    assert loop.shadow.failed is None and not loop.shadow.agreed  # no verdict yet
+    want = sampled(copy.deepcopy(made), call)
+    for _ in range(2):
+        torch.testing.assert_close(sampled(fast, call), want, rtol=1e-4, atol=1e-4)
+    assert loop.shadow.passed(loop._routes[0])
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_verdict_on_a_loop_goes_with_the_weights_that_it_was_found_with():
+    plain, call = original_policy("cpu"), call_of()
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    loop = vars(fast)["conditional_sample"]
+    run = loop._run
+
+    def off(*args):
+        return run(*args) * 1.1
+
+    loop._run = off
+    sampled(fast, call)
+    assert loop.shadow.passed(loop._routes[0]) is False
+    loop._run = run
+    sampled(fast, call)
+    assert loop.shadow.passed(loop._routes[0]) is False  # with these weights
+    fast.load_state_dict(state)
+    sampled(fast, call)
+    assert loop.shadow.passed(loop._routes[0]) and loop.shadow.failed is None
+    loop.forget()
+    loop._run = off
+    for _ in range(40):  # a loop that differs whatever the weights are is compared a few times
+        fast.load_state_dict(state)
+        sampled(fast, call)
+    before = dict(loop.shadow.errors)
+    fast.load_state_dict(state)
+    assert loop.shadow.passed(loop._routes[0]) is False and loop.shadow.errors == before
+
+
 def test_policies_in_two_threads_are_both_accelerated():
     policies = [dpa.accelerate(original_policy("cpu")) for _ in range(2)]
     call, start = call_of(), threading.Barrier(2)

@@ -58,7 +58,7 @@ class FastLoop(Replacement):
     def forget(self) -> None:
         """Find everything anew and compare again."""
         name = f"the accelerated {type(self.policy).__name__}.{self.loop.method}"
-        self.shadow = ShadowRun(name, self.options.fallback)
+        self.shadow = ShadowRun(name, self.options.fallback, self._basis)
         self.refused: str | None = None
         self._routes: list[Route] = []
         # What is in the network's place, the network, what replaces its forward, what runs it.
@@ -67,6 +67,11 @@ class FastLoop(Replacement):
         self._misses = 0
         self._signature: inspect.Signature | None = None
         self._thread = threading.local()  # the generator and the route of a thread's call
+
+    def _basis(self) -> Any:
+        """Return what a write of weights changes."""
+        forward = self._of_network()
+        return None if forward is None else forward.basis()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, with the arguments of the method that this one replaces."""

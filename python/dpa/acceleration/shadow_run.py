@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dpa.packed.agreement import proves, relative_error
 
-_UNDECIDED = 16  # comparisons in a row in which others used the stream
+# Comparisons in a row in which others used the stream, and those that found a difference again.
+_UNDECIDED = 16
 
 # Runs one side, on random numbers of the generator that it is given, else of the caller's.
 Run = Callable[[torch.Generator | None], Any]
@@ -72,12 +73,13 @@ class ShadowRun:
     failed: str | None = None
     _bases: dict[Hashable, Any] = field(default_factory=dict)
     _undecided: int = 0
+    _voided: int = 0
 
     def forget(self) -> None:
         """Compare every kind of call again."""
         for kind in list(self.errors):
             self.drop(kind)
-        self.failed, self._undecided = None, 0
+        self.failed, self._undecided, self._voided = None, 0, 0
 
     def drop(self, kind: Hashable) -> None:
         """Compare a kind of call again."""
@@ -89,9 +91,9 @@ class ShadowRun:
         """Whether replacement and original agreed in calls of this kind; None before a verdict."""
         if kind in self.agreed or kind not in self.errors:
             return True if kind in self.agreed else None
-        if self._bases[kind] != self.basis():
+        if self._voided < _UNDECIDED and self._bases[kind] != self.basis():
             self.drop(kind)
-            self.failed = None
+            self.failed, self._voided = None, self._voided + 1
             return None
         return False
 
@@ -133,7 +135,10 @@ class ShadowRun:
             if error is None and private:
                 own = torch.Generator(stream.device)
                 own.set_state(before)
+                shared = stream.get_state()
                 error = _error(original(own), replacement, own, before, parts)
+                # Where the shared one moved, others used it, or this loop does all the same.
+                private = torch.equal(shared, stream.get_state())
         except (RuntimeError, ValueError) as problem:
             if weights() != stamp:
                 return expected
@@ -152,6 +157,7 @@ class ShadowRun:
         self.errors[kind] = error
         if error <= limit:
             self.agreed.add(kind)
+            self._voided = 0
         else:
             why = f"differs from the original by {error:.1e} (relative), more than {limit:.0e}"
             self._refuse(kind, error, why)
