@@ -243,7 +243,8 @@ class PackedUnet:
 
         The timestep is the network's: a number, or a tensor of shape (), (1,) or (B,).
         """
-        steps = torch.as_tensor(timestep, dtype=torch.float32, device=sample.device)
+        dtype = torch.float32 if self._layers is None else None  # which may tell integers apart
+        steps = torch.as_tensor(timestep, dtype=dtype, device=sample.device)
         if steps.numel() == 1:
             steps = steps.reshape(1).expand(sample.shape[0])
         return self._forward(sample, steps, global_cond, self.packed)

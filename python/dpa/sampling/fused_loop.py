@@ -186,7 +186,7 @@ def _body(
     hard = mask is None or (mask.dtype == torch.bool and inpainting == "sample")
     if isinstance(table, MultistepTable) or not hard:
         return functools.partial(_several_steps, packed, table.to(dtype=torch.float32), inpainting)
-    timesteps, coefficients = table.timesteps.float(), table.coefficients.float()
+    timesteps, coefficients = _timesteps(packed, table.timesteps), table.coefficients.float()
     step_film = packed.step_film(timesteps) if film else None
     # On a CPU the weights are checked once a call, and all that there is is the op.
     direct = timesteps.device.type == "cpu"
@@ -211,6 +211,11 @@ def _body(
         )
 
     return body
+
+
+def _timesteps(packed: PackedUnet, timesteps: Tensor) -> Tensor:
+    """Return timesteps as the op takes them. Layers of its own may tell integers from floats."""
+    return timesteps if packed.network.film_apart else timesteps.float()
 
 
 def _split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | None]:
@@ -250,10 +255,11 @@ class Window:
 
     def begin(self, inputs: Inputs, timesteps: Tensor) -> Tensor:
         """Return FiLM's parameters of each of the timesteps, or the timesteps, a row each."""
+        timesteps = _timesteps(self.packed, timesteps)
         if not self._one:
-            return timesteps.float()[:, None]
+            return timesteps[:, None]
         cond = inputs.get("global_cond")
-        return self.packed.film(timesteps.float(), None if cond is None else cond.float())
+        return self.packed.film(timesteps, None if cond is None else cond.float())
 
     def __call__(self, inputs: Inputs, sample: Tensor, steps: Tensor) -> Tensor:
         """Predict for samples (N * B, T, Da) at timesteps of which these are the rows, (N, R)."""
