@@ -29,13 +29,14 @@ METHODS = ("step", "set_timesteps")
 
 
 def _changes_results(timestep: Tensor, sample: Tensor, alphas: Tensor) -> bool:
-    """Whether the shape of a timestep of one element changes the results' shape or dtype.
+    """Whether the shape of a timestep of one element changes the results.
 
     Coefficients that a tensor of dimensions selects have them too, so they take part in
-    broadcasting and in type promotion.
+    broadcasting and in type promotion. With more than one DDPM finds another timestep before it.
     """
     promoted = torch.promote_types(sample.dtype, alphas.dtype)
-    return timestep.dim() > 0 and (promoted != sample.dtype or timestep.dim() > sample.dim())
+    wide = timestep.dim() > min(sample.dim(), 1)
+    return wide or (timestep.dim() == 1 and promoted != sample.dtype)
 
 
 def why_replaced(scheduler: Any) -> str | None:
