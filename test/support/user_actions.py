@@ -7,6 +7,7 @@ import contextlib
 import copy
 import inspect
 import pickle
+from types import SimpleNamespace
 
 import torch
 from policies import (
@@ -25,11 +26,12 @@ LAYERS = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm)
 
 
 class Guided(OriginalPolicy):
-    """A loop with an argument and an attribute of its own."""
+    """A loop with an argument, attributes and a buffer of its own."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.offset = 0.0
+        self.offset, self.held = 0.0, SimpleNamespace(offset=0.0)
+        self.register_buffer("shift", torch.zeros(()))
 
     def conditional_sample(
         self, condition_data, condition_mask, local_cond=None, global_cond=None, generator=None,
@@ -38,7 +40,7 @@ class Guided(OriginalPolicy):
         x = super().conditional_sample(
             condition_data, condition_mask, local_cond, global_cond, generator, **kwargs
         )
-        return x + guidance + self.offset
+        return x + guidance + self.offset + self.held.offset + self.shift
 
 
 def _scheduler(kind="DDIM", **options):
@@ -370,6 +372,16 @@ def _offset(policy, random):
         policy.offset = random.choice((0.0, 1.0))
 
 
+def _held_offset(policy, random):
+    if hasattr(policy, "held"):
+        policy.held.offset = random.choice((0.0, 1.0))
+
+
+def _shift(policy, random):
+    if hasattr(policy, "shift"):
+        policy.shift.fill_(random.choice((0.0, 1.0)))
+
+
 # Modes and dtypes.
 def _to(dtype):
     return lambda policy, random: policy.to(dtype)
@@ -431,6 +443,8 @@ ACTIONS = {
     "own step": _own_step,
     "no own step": _no_own_step,
     "offset": _offset,
+    "offset that is held": _held_offset,
+    "shift": _shift,
     "float64": _to(torch.float64),
     "float32": _to(torch.float32),
     "bfloat16": _to(torch.bfloat16),
