@@ -78,7 +78,7 @@ def evaluate(checkpoint, folder, monkeypatch):
         policy__device="cpu",
         env__type="pusht",
         env__obs_type="environment_state_agent_pos",
-        env__episode_length=24,
+        env__episode_length=12,
         eval__n_episodes=1,
         eval__batch_size=1,
         output_dir=folder,
