@@ -136,7 +136,9 @@ def test_what_has_no_images_is_refused(tmp_path):
     torch.save(unet.state_dict(), tmp_path / "unet.pt")
     options = ["--images", "--to", "torchscript", "--out", str(tmp_path / "out.pt")]
     result = CliRunner().invoke(app, ["export", str(tmp_path / "unet.pt"), *options])
-    assert "must be a folder of LeRobot with --images" in str(result.exception)
+    assert "must be a folder of LeRobot, or diffusion_policy's, with --images" in str(
+        result.exception
+    )
     assert not (tmp_path / "out.pt").exists()
 
 

@@ -94,7 +94,7 @@ def export(
         bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
     ] = False,
     images: Annotated[
-        bool, typer.Option("--images", help="From camera images: LeRobot's encoders too.")
+        bool, typer.Option("--images", help="From camera images: the encoders too.")
     ] = False,
     scheduler: Annotated[
         Scheduler | None, typer.Option(help="By default the checkpoint's.")
@@ -137,7 +137,7 @@ def export(
     path = out or named.with_name(f"policy{FORMATS[to.value]}")
     name = scheduler and scheduler.value
     what = (to.value, device, dtype.value, part.value, layers)
-    choice = Choice(*what, name, steps, horizon, batch, first_step, images)
+    choice = Choice(*what, name, steps, horizon, batch, first_step, images, trust_pickle)
     console = Console(stderr=as_json)
     with _stages(console, to.value) as report:
         report("reading")

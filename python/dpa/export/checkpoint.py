@@ -43,6 +43,7 @@ class Source:
             not know, one sentence each.
         step_options: options of the scheduler's step, as :func:`dpa.schedulers.from_diffusers`
             takes them.
+        loaded: what it was read from.
 
     """
 
@@ -55,6 +56,7 @@ class Source:
     steps: int | None = None
     assumed: list[str] = field(default_factory=list)
     step_options: dict[str, Any] = field(default_factory=dict)
+    loaded: Checkpoint | None = None
 
 
 def read(path: Path, **options: Any) -> Source:
@@ -67,6 +69,7 @@ def read(path: Path, **options: Any) -> Source:
     loaded = load_checkpoint(path, **options)
     try:
         source = _source(loaded, path)
+        source.loaded = loaded
     except CheckpointError:
         raise
     except Exception as error:  # a configuration may hold anything, and be read by any code
@@ -270,12 +273,7 @@ def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
     else:
         scheduler = USUAL_SCHEDULER
         assumed.append("scheduler: cfg.policy names none; assumed DDPM with the usual options")
-    affines = {}
-    for name, value in loaded.rest.items():
-        head, _, tail = name.partition("normalizer.params_dict.")
-        feature, _, part = tail.rpartition(".")
-        if tail and not head.strip(".") and part in ("scale", "offset"):
-            affines.setdefault(feature, {})[part] = value.flatten().float()
+    affines = normalizer_of(loaded.rest)
     action = observation = None
     if {"scale", "offset"} <= set(affines.get("action", ())):
         action = _inverse((affines["action"]["scale"], affines["action"]["offset"]))
@@ -303,6 +301,27 @@ def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
         assumed,
         {name: policy[name] for name in settings.STEP_OPTIONS if policy.get(name) is not None},
     )
+
+
+def normalizer_of(rest: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return scale and offset by feature, as diffusion_policy's LinearNormalizer keeps them."""
+    affines: dict[str, dict[str, Tensor]] = {}
+    for name, value in rest.items():
+        head, _, tail = name.partition("normalizer.params_dict.")
+        feature, _, part = tail.rpartition(".")
+        if tail and not head.strip(".") and part in ("scale", "offset"):
+            affines.setdefault(feature, {})[part] = value.flatten().float()
+    return affines
+
+
+def whole_policy_config(cfg: Any) -> dict[str, Any]:
+    """Return all of diffusion_policy's ``cfg.policy`` as plain values, references resolved."""
+    if isinstance(cfg, Mapping):
+        return dict(cfg.get("policy") or {})
+    from omegaconf import OmegaConf
+
+    policy = OmegaConf.select(cfg, "policy")
+    return OmegaConf.to_container(policy, resolve=True) if policy is not None else {}
 
 
 def _plain(cfg: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.export.checkpoint import Source, normalisations_of_lerobot
+from dpa.export.checkpoint import (
+    Source,
+    normalisations_of_lerobot,
+    normalizer_of,
+    whole_policy_config,
+)
 from dpa.export.policy import Affine, Exported
 
 _LIMIT = 1e-4  # of the actions of a traced module, relative, beside those of the module
@@ -133,16 +139,29 @@ class ImagePolicy(nn.Module):
         return traced
 
 
-def encoder_of(source: Source, path: Path, device: torch.device) -> Encoder:
+def encoder_of(source: Source, path: Path, device: torch.device, trusted: bool) -> Encoder:
     """Return the encoder of a checkpoint, with its project's own code.
+
+    Args:
+        source: read from the checkpoint.
+        path: of the checkpoint.
+        device: where it shall run.
+        trusted: whether code that the checkpoint names may run.
 
     Raises:
         ValueError: no images, or a checkpoint of another kind; the message says why.
         RuntimeError: the project is not installed.
 
     """
+    if source.kind == "diffusion_policy":
+        return _of_diffusion_policy(source, trusted).eval().to(device)
     if source.kind != "LeRobot" or not path.is_dir():
-        raise ValueError(f"checkpoint must be a folder of LeRobot with --images, got {source.kind}")
+        rule = "a folder of LeRobot, or diffusion_policy's, with --images"
+        raise ValueError(f"checkpoint must be {rule}, got {source.kind}")
+    return _of_lerobot(path, device).eval().to(device)
+
+
+def _of_lerobot(path: Path, device: torch.device) -> Encoder:
     from dpa.eval.policies import LeRobotPolicy
 
     policy = LeRobotPolicy(path, device).policy
@@ -162,7 +181,56 @@ def encoder_of(source: Source, path: Path, device: torch.device) -> Encoder:
         batch = {n: v for n, v in given.items() if n not in config.image_features}
         return model._prepare_global_conditioning(batch | {"observation.images": images})
 
-    return Encoder(observed, encode, model).eval().to(device)
+    return Encoder(observed, encode, model)
+
+
+def _of_diffusion_policy(source: Source, trusted: bool) -> Encoder:
+    """Return the ``obs_encoder`` of the policy that the configuration's ``_target_`` makes."""
+    if not trusted:
+        raise ValueError("checkpoint must be trusted to run the code that it names: --trust-pickle")
+    assert source.loaded is not None
+    config = whole_policy_config(source.loaded.config["cfg"])
+    features = (config.get("shape_meta") or {}).get("obs") or {}
+    if not any(feature.get("type") == "rgb" for feature in features.values()):
+        raise ValueError("checkpoint must have images to be exported with --images, got none")
+    encoder = getattr(_made(config), "obs_encoder", None)
+    if not isinstance(encoder, nn.Module):
+        raise ValueError(f"policy must have an obs_encoder, got {config.get('_target_')}")
+    rest, begin = source.loaded.rest, "obs_encoder."
+    encoder.load_state_dict(
+        {n.removeprefix(begin): v for n, v in rest.items() if n.startswith(begin)}
+    )
+    frames, affines, observed = config["n_obs_steps"], normalizer_of(rest), []
+    for name, feature in features.items():
+        shape = tuple(feature["shape"])
+        shape = (*shape[1:], shape[0]) if feature.get("type") == "rgb" else shape
+        if not {"scale", "offset"} <= set(affines.get(name, ())):
+            raise ValueError(f"checkpoint must have a normalizer of {name}, got none")
+        affine = affines[name]["scale"], affines[name]["offset"]
+        observed.append(Observed(name, (frames, *shape), affine))
+
+    def encode(given: dict[str, Tensor]) -> Tensor:
+        batch = next(iter(given.values())).shape[0]
+        return encoder({n: v.flatten(0, 1) for n, v in given.items()}).reshape(batch, -1)
+
+    return Encoder(observed, encode, encoder)
+
+
+def _made(config: Any) -> Any:
+    """Make what a configuration says, as hydra does: an object of each ``_target_``."""
+    if isinstance(config, list):
+        return [_made(value) for value in config]
+    if not isinstance(config, Mapping):
+        return config
+    values = {name: _made(value) for name, value in config.items() if name != "_target_"}
+    if "_target_" not in config:
+        return values
+    module, _, name = config["_target_"].rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise RuntimeError(f"exporting the encoder needs the policy's own code: {error}") from None
+    return kind(**values)
 
 
 def _shape(feature: Any, frames: int) -> tuple[int, ...]:

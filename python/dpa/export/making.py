@@ -41,6 +41,7 @@ class Choice:
     batch: int = 1
     first_step: int = 0
     images: bool = False
+    trusted: bool = False
 
 
 def make(
@@ -64,7 +65,9 @@ def make(
         raise ValueError(f"part must be loop with --images, got {choice.part}")
     report("packing")
     device = _device(choice.device)
-    encoder = encoder_of(source, checkpoint, device) if choice.images else None
+    encoder = None
+    if choice.images:
+        encoder = encoder_of(source, checkpoint, device, choice.trusted)
     around = source.around if encoder is None else Around(action=source.around.action)
     dtype = getattr(torch, choice.dtype)
     if source.unet.local_cond_dim:
@@ -104,7 +107,7 @@ def make(
     if encoder is not None:
         inputs = {one.name: one.example(choice.batch) for one in encoder.observed}
         policy = ImagePolicy(encoder, policy)
-        assumed = [line for line in assumed if "_prepare_global_conditioning" not in line]
+        assumed = [line for line in assumed if not line.startswith("observation: the global_cond")]
     if choice.part != "step":
         inputs["noise"] = torch.randn(1 + sum(table.draws_noise), *shape)
     if choice.part == "continuing":
