@@ -122,6 +122,19 @@ def test_the_buffer_goes_on_where_the_original_left_it():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("ddim", [False, True])
+def test_constants_that_the_first_step_moves_are_no_other_settings(ddim):
+    """On a GPU the scheduler's first step brings them there; here to the sample's dtype."""
+    plain, fast = both(lambda: near.StreamingPolicy(ddim=ddim))
+    for policy in (plain, fast):
+        scheduler = policy.noise_scheduler
+        scheduler.alphas_cumprod = scheduler.alphas_cumprod.bfloat16()
+        scheduler.betas = scheduler.betas.bfloat16()
+    same_results(plain, fast, lambda policy: policy.predict_action({"obs": OBSERVED["state"]}), 3)
+    assert len(replaced(fast, "conditional_sample")._routes) == 1
+
+
+@torch.no_grad()
 def test_the_first_comparison_leaves_the_original_s_buffer():
     plain, fast = both(near.StreamingPolicy)
     for policy in (plain, fast):

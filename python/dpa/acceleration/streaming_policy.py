@@ -16,6 +16,7 @@ from dpa.acceleration.loops import Loop, LoopCall
 from dpa.sampling.rng import draw_normal
 from dpa.schedulers.each_action import EachActionTable, from_each_action
 
+_MOVED = ("alphas_cumprod", "alphas", "betas", "final_alpha_cumprod")  # by the scheduler's step
 _NEEDS = frozenset({"condition_data", "condition_mask", "local_cond", "global_cond", "generator"})
 
 
@@ -35,6 +36,7 @@ def _begin(
     steps, buffer = policy.buffer_diff_steps, policy.action_buffer
     if generator is not None or not isinstance(steps, Tensor) or not isinstance(buffer, Tensor):
         return None  # noise is appended from another stream; an empty buffer is an error
+    _move_constants(policy.noise_scheduler, buffer)
     clean = policy.n_obs_steps - 1 + policy.n_action_steps - 1
     conditions = {"local_cond": local_cond, "global_cond": global_cond, "timestep": steps}
     return LoopCall(
@@ -48,6 +50,17 @@ def _begin(
         one_stream=False,
         finish=functools.partial(_finish, policy, steps),
     )
+
+
+def _move_constants(scheduler: Any, like: Tensor) -> None:
+    """Bring a scheduler's constants to the sample's device and dtype, as its first step does.
+
+    Otherwise the scheduler would be another one after the first call.
+    """
+    for name in _MOVED:
+        value = getattr(scheduler, name, None)
+        if isinstance(value, Tensor) and (value.device, value.dtype) != (like.device, like.dtype):
+            setattr(scheduler, name, value.to(like.device, like.dtype))
 
 
 def _finish(policy: Any, before: Tensor, sample: Tensor, generator: Any) -> Tensor:
