@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpa.export.policy import Around, _Packed
+from dpa.export.policy import Around, OnPackedWeights
 from dpa.schedulers.tables import StepTable
 
 
-class ContinuingLoop(_Packed):
+class ContinuingLoop(OnPackedWeights):
     """The loop on packed weights: ``(observation, noise, last_chunk, weights) -> actions``.
 
     It is what :class:`dpa.DiffusionSampler` does with ``inpainting="x0"``, and with ``last_chunk``

@@ -120,7 +120,7 @@ class LayeredLoop(Exported):
         return self.unnormalised(sample)
 
 
-class _Packed(Exported):
+class OnPackedWeights(Exported):
     """A network on packed weights."""
 
     def __init__(
@@ -152,7 +152,7 @@ class _Packed(Exported):
         return super()._apply(fn, recurse)
 
 
-class PackedLoop(_Packed):
+class PackedLoop(OnPackedWeights):
     """The whole loop as one op on packed weights: ``(observation, noise) -> actions``.
 
     ``noise`` is as in :class:`LayeredLoop`; a network without ``global_cond`` takes an observation
@@ -199,7 +199,7 @@ class PackedLoop(_Packed):
         return self.unnormalised(sample)
 
 
-class PackedStep(_Packed):
+class PackedStep(OnPackedWeights):
     """One step: ``(observation, sample, index, noise) -> (sample, actions)``.
 
     The caller runs ``index`` from 0 to ``steps - 1``. Args and errors as in :class:`PackedLoop`.
