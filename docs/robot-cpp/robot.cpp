@@ -5,20 +5,25 @@
 // Shapes, device and checksum are those of the policy's manifest, POLICY.pt.json. `read_observation` and `send_actions`
 // stand for the robot. A policy from images (dpa export --images) takes the newest frames of each camera and of the
 // state, which the program keeps. A cycle misses its deadline where the actions are not there when the next cycle is
-// due. With the variable DPA_CHECK set to the file of a scripted module that has the tensors observation (or
-// observation_0, observation_1, ...), noise and actions, the program first compares and fails on a difference.
+// due. A policy of `--part continuing` acts while it samples: a cycle sends one action, and misses its deadline where
+// it has none, or sends it after the next cycle is due. With the variable DPA_CHECK set to the file of a scripted
+// module that has the tensors observation (or observation_0, observation_1, ...), noise, actions and, where the policy
+// takes them, last_chunk and weights, the program first compares and fails on a difference.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <exception>
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <regex>
 #include <sstream>
 #include <string>
@@ -51,6 +56,7 @@ struct Manifest {
   int64_t frames;  // that observations stack in their second dimension; 0 where they are vectors
   at::Device device;
   uint32_t crc32;
+  bool continuing;
 };
 
 // PyTorch opens a file whose weights are damaged, and computes with them.
@@ -91,13 +97,16 @@ Manifest read_manifest(const std::string& path) {
   }
   const auto device = found_in(text, R"re("device":\s*"(\w+)")re");
   const auto crc32 = found_in(text, R"re("crc32":\s*(\d+))re");
-  TORCH_CHECK(
-      inputs.size() >= 2 && !device.empty() && !crc32.empty() && found_in(text, R"re("part":\s*"(\w+)")re") == "loop",
-      "the manifest must be of a whole loop (dpa export --part loop), got ", path);
+  const auto part = found_in(text, R"re("part":\s*"(\w+)")re");
+  TORCH_CHECK(inputs.size() >= 2 && !device.empty() && !crc32.empty() && part != "step",
+              "the manifest must be of a whole loop (dpa export --part loop or continuing), got ", path);
+  const bool continuing = part == "continuing";
+  if (continuing) inputs.resize(inputs.size() - 2);  // last_chunk and weights
   const auto noise = inputs.back().shape;
   inputs.pop_back();
   const auto frames = std::stoll(found_in(text, R"re("frames":\s*(\d+))re", "0"));
-  return {std::move(inputs), noise, frames, at::Device(device), static_cast<uint32_t>(std::stoul(crc32))};
+  const auto sum = static_cast<uint32_t>(std::stoul(crc32));
+  return {std::move(inputs), noise, frames, at::Device(device), sum, continuing};
 }
 
 // What a sensor shows now: an image as height, width and colour, a state as numbers.
@@ -145,6 +154,7 @@ double check(const Policy& policy, const std::string& path, const Manifest& mani
   for (size_t i = 0; manifest.frames > 0 && i < manifest.observations.size(); ++i)
     inputs.push_back(tensor("observation_" + std::to_string(i)));
   inputs.push_back(tensor("noise"));
+  if (manifest.continuing) inputs.insert(inputs.end(), {tensor("last_chunk"), tensor("weights")});
   return (policy(inputs) - tensor("actions")).abs().max().item<double>();
 }
 
@@ -161,23 +171,13 @@ void print_histogram(std::vector<double> ms) {
                 std::string(60 * counts[bin] / ms.size(), '#').c_str());
 }
 
-int run(int argc, char** argv) {
-  const auto number = [&](int index, int64_t otherwise) { return index < argc ? std::atoll(argv[index]) : otherwise; };
-  const int64_t hz = number(2, 10), cycles = number(3, 50);
-  if (argc < 2 || hz < 1 || cycles < 1) {
-    std::fprintf(stderr, "usage: robot POLICY [HZ] [CYCLES]\n");
-    return 2;
-  }
-  const std::string path = argv[1];
-  const Manifest manifest = read_manifest(path + ".json");
-  check_file(path, manifest.crc32);
-  const c10::InferenceMode inference;
-  const Policy policy = open_policy(path);
-  if (const char* data = std::getenv("DPA_CHECK")) {
-    const double difference = check(policy, data, manifest);
-    std::printf("largest difference from Python: %.1e\n", difference);
-    if (!(difference < 1e-4)) return 1;
-  }
+void print_deadlines(int64_t cycles, int64_t hz, int64_t missed) {
+  std::printf("%lld cycles at %lld Hz, %lld deadlines missed\n", static_cast<long long>(cycles),
+              static_cast<long long>(hz), static_cast<long long>(missed));
+}
+
+// A chunk is computed from the newest observation each time, and the actions that come next wait for it.
+int act_in_turn(const Policy& policy, const Manifest& manifest, int64_t hz, int64_t cycles) {
   Frames frames(manifest);
   const auto plan = [&](int cycle) {
     auto inputs = frames.read(cycle);
@@ -200,9 +200,152 @@ int run(int argc, char** argv) {
     std::this_thread::sleep_until(due);
   }
   print_histogram(latency);
-  std::printf("%lld cycles at %lld Hz, %lld deadlines missed\n", static_cast<long long>(cycles),
-              static_cast<long long>(hz), static_cast<long long>(missed));
+  print_deadlines(cycles, hz, missed);
   return 0;
+}
+
+// Actions (T, Da), on the CPU, for the cycles from `first` on.
+struct Chunk {
+  int64_t first;
+  at::Tensor actions;
+};
+
+// What is left of a chunk from a cycle on, its last action repeated, and how much of it holds, (1, T, Da) each: all of
+// the `delay` actions that are sent before the next chunk is there, from then on less and less.
+std::pair<at::Tensor, at::Tensor> left_over(const Chunk& chunk, int64_t cycle, int64_t delay) {
+  const int64_t length = chunk.actions.size(0), used = std::min(cycle - chunk.first, length), left = length - used;
+  const auto padding = chunk.actions.slice(0, length - 1).expand({used, -1});
+  const auto actions = at::cat({chunk.actions.slice(0, used), padding}).unsqueeze(0);
+  const int64_t held = std::min(delay, left);
+  const auto weights = at::zeros({length});
+  weights.slice(0, 0, held).fill_(1);
+  weights.slice(0, held, left).copy_(at::linspace(1, 0, left - held + 2).slice(0, 1, -1));
+  return {actions, weights.view({1, -1, 1}).expand_as(actions).contiguous()};
+}
+
+// Samples chunks in a thread of its own, each from the newest observation.
+class Sampler {
+ public:
+  Sampler(Policy policy, const Manifest& manifest, const Tensors& observation)
+      : policy_(std::move(policy)),
+        manifest_(manifest),
+        chunk_{0, first_chunk(observation)},
+        thread_([this] { run(); }) {}
+  ~Sampler() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+  }
+
+  // Hands over the observation of a cycle; returns its action, undefined where there is none.
+  at::Tensor exchange(int64_t cycle, Tensors observation) {
+    const std::lock_guard lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+    cycle_ = cycle, observation_ = std::move(observation);
+    changed_.notify_one();
+    const int64_t place = cycle - chunk_.first;
+    return place < chunk_.actions.size(0) ? chunk_.actions[place] : at::Tensor();
+  }
+  std::vector<double> latency() const {
+    const std::lock_guard lock(mutex_);
+    return latency_;
+  }
+
+ private:
+  at::Tensor sample(Tensors inputs, const at::Tensor& last, const at::Tensor& weights) {
+    inputs.push_back(at::randn(manifest_.noise, at::device(manifest_.device)));
+    for (const auto& tensor : {last, weights}) inputs.push_back(tensor.to(manifest_.device));
+    return policy_(inputs)[0].cpu();
+  }
+
+  // The robot stands still for the first calls, which are slow.
+  at::Tensor first_chunk(const Tensors& observation) {
+    TORCH_CHECK(manifest_.noise[1] == 1, "the policy must be exported with --batch 1, got ", manifest_.noise[1]);
+    const auto none = at::zeros({1, manifest_.noise[2], manifest_.noise[3]});
+    for (int i = 0; i < 4; ++i) sample(observation, none, none);
+    return sample(observation, none, none);
+  }
+
+  void run() try {
+    const c10::InferenceMode inference;
+    std::deque<int64_t> delays{1};  // cycles from an observation to its chunk
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stop_ || cycle_ > chunk_.first; });
+      if (stop_) return;
+      const int64_t cycle = cycle_;
+      const auto observation = observation_;
+      const Chunk last = chunk_;
+      lock.unlock();
+      const auto start = Clock::now();
+      const auto [rest, weights] = left_over(last, cycle, *std::max_element(delays.begin(), delays.end()));
+      const auto actions = sample(observation, rest, weights);
+      lock.lock();
+      latency_.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+      chunk_ = {cycle, actions};
+      delays.push_back(cycle_ + 1 - cycle);  // the next cycle is the first to take of it
+      if (delays.size() > 8) delays.pop_front();
+    }
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    error_ = std::current_exception();
+  }
+
+  const Policy policy_;
+  const Manifest manifest_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  Chunk chunk_;
+  int64_t cycle_ = 0;
+  Tensors observation_;
+  std::vector<double> latency_;
+  std::exception_ptr error_;
+  bool stop_ = false;
+  std::thread thread_;  // the last member: it uses the others
+};
+
+int act_while_sampling(const Policy& policy, const Manifest& manifest, int64_t hz, int64_t cycles) {
+  Frames frames(manifest);
+  Sampler sampler(policy, manifest, frames.read(0));
+  const auto period = std::chrono::nanoseconds(1'000'000'000 / hz);
+  int64_t missed = 0;
+  auto due = Clock::now();
+  for (int64_t cycle = 0; cycle < cycles; ++cycle) {
+    const auto action = sampler.exchange(cycle, frames.read(static_cast<int>(cycle)));
+    if (action.defined()) send_actions(action);  // else the robot holds its place
+    due += period;
+    if (const auto done = Clock::now(); done > due)
+      ++missed, due = done;
+    else if (!action.defined())
+      ++missed;
+    std::this_thread::sleep_until(due);
+  }
+  if (const auto latency = sampler.latency(); !latency.empty()) print_histogram(latency);
+  print_deadlines(cycles, hz, missed);
+  return 0;
+}
+
+int run(int argc, char** argv) {
+  const auto number = [&](int index, int64_t otherwise) { return index < argc ? std::atoll(argv[index]) : otherwise; };
+  const int64_t hz = number(2, 10), cycles = number(3, 50);
+  if (argc < 2 || hz < 1 || cycles < 1) {
+    std::fprintf(stderr, "usage: robot POLICY [HZ] [CYCLES]\n");
+    return 2;
+  }
+  const std::string path = argv[1];
+  const Manifest manifest = read_manifest(path + ".json");
+  check_file(path, manifest.crc32);
+  const c10::InferenceMode inference;
+  const Policy policy = open_policy(path);
+  if (const char* data = std::getenv("DPA_CHECK")) {
+    const double difference = check(policy, data, manifest);
+    std::printf("largest difference from Python: %.1e\n", difference);
+    if (!(difference < 1e-4)) return 1;
+  }
+  return (manifest.continuing ? act_while_sampling : act_in_turn)(policy, manifest, hz, cycles);
 }
 
 }  // namespace
