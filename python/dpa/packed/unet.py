@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpa.nn.family import Network, recognise, run_network
 from dpa.nn.parts import film_rows
+from dpa.packed import batch
 from dpa.packed.agreement import STEP_LIMITS, example, limit, proves, relative_error
 from dpa.packed.config import config_of
 from dpa.schedulers.inpainting import Inpainting
@@ -69,6 +70,8 @@ class PackedUnet:
         # What an op takes of it, as it was packed last.
         self.operands: tuple[Tensor, list[int], torch.dtype] | None = None
         self.generation = 0
+        self._batch: batch.BatchWeights | None = None
+        self._batch_wanted = False
         self._films = WeakTensorKeyDictionary()  # the timesteps of each that step_film made
         # On a GPU: the stream that packed, what is recorded there, and the others that read since.
         self._stream: torch.cuda.Stream | None = None
@@ -111,8 +114,8 @@ class PackedUnet:
                 self._read()
                 self._packed = None  # of another size, perhaps
             places = [value.data_ptr() for value in self.network.parameters().values()]
-            if self._layers is not None and places != self._places:
-                self._packed = None  # a captured graph reads FiLM's layers where they lay
+            if (self._layers or self._batch) is not None and places != self._places:
+                self._packed = None  # a captured graph reads layers where they lay
             self._places = places
             self.weights.remember()  # first: a write while this packs counts as one that came later
             packed = self._pack()
@@ -123,21 +126,34 @@ class PackedUnet:
                 else:
                     self._packed, self.generation = packed, next(_memories)
                     self._films.clear()
+                    self._batch = None
                 for film, timesteps in self._films.items():
                     film.copy_(self._step_film(timesteps))
+                if self._batch is not None:
+                    self._batch.update(self._given())
+                elif self._batch_wanted:
+                    self._batch = batch.BatchWeights(self._given(), self.config, self.dtype)
             self.operands = self._packed, self.config, self.dtype
             self._stream = None
             if packed.is_cuda:
                 self._stream = torch.cuda.current_stream(packed.device)
-                self._packed.record_stream(self._stream)
+                self._read_by(self._stream)
                 self._ready = self._stream.record_event()
             return self._packed
 
     def _pack(self) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            weights = self.network.weights()
-            given = [weights[name] for name in self._names]
+            given = list(self._given().values())
             return torch.ops.dpa.unet1d_pack(given, self.config, self.dtype)
+
+    def _given(self) -> dict[str, Tensor]:
+        weights = self.network.weights()
+        return {name: weights[name] for name in self._names}
+
+    def _read_by(self, stream: torch.cuda.Stream) -> None:
+        self._packed.record_stream(stream)
+        if self._batch is not None:
+            self._batch.packed.record_stream(stream)
 
     def _wait_for_readers(self) -> None:
         if self._stream is not None:
@@ -157,7 +173,7 @@ class PackedUnet:
         if not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(home.device)
             stream.wait_event(self._ready)
-            self._packed.record_stream(stream)
+            self._read_by(stream)
             self._readers.add(stream)
         return self._packed
 
@@ -252,10 +268,23 @@ class PackedUnet:
     def _forward(
         self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None, packed: Tensor
     ) -> Tensor:
+        if packed is self._packed and self._in_batch(sample):
+            return self._batch.forward(sample, timesteps, global_cond)
         weights = packed, self.config, self.dtype
         if self._layers is None:
             return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
         return torch.ops.dpa.unet1d_on_film(sample, self._rows(timesteps, global_cond), *weights)
+
+    def _in_batch(self, sample: Tensor) -> bool:
+        """Whether so many samples run layer by layer; the weights for that are there then."""
+        if torch.compiler.is_compiling() or self._layers is not None:
+            return False
+        if not batch.served(self.config, self.dtype, sample):
+            return False
+        if self._batch is None and not self._captured():
+            self._batch_wanted = True
+            self.repack()
+        return self._batch is not None
 
     def _rows(self, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
         """FiLM's parameters as PyTorch makes them, (S, R)."""
@@ -352,8 +381,10 @@ class PackedUnet:
             (B, T, Da), float32.
 
         """
-        if self._layers is not None and len(initial) != 1:  # each has FiLM's parameters of its own
-            noisy, packed = (noise is not None,) * len(timesteps), self.packed
+        packed = self.packed
+        several = self._layers is not None and len(initial) != 1  # each has FiLM's rows of its own
+        if several or (packed is self._packed and self._in_batch(initial)):
+            noisy = (noise is not None,) * len(timesteps)
             held = {"condition_data": condition_data, "condition_mask": condition_mask}
             held = {} if condition_data is None else held
             table = StepTable(timesteps, coefficients, clip, noisy)
@@ -364,7 +395,7 @@ class PackedUnet:
 
             inpainting = Inpainting.of(held, "sample", table)
             return loop(initial, table, predict, lambda step: noise[step], inpainting)
-        weights = (self.packed, self.config, self.dtype)
+        weights = (packed, self.config, self.dtype)
         rest = (coefficients, clip, noise, condition_data, condition_mask)
         if self._layers is not None:
             step_film, global_cond = self._rows(timesteps, global_cond), None

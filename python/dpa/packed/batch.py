@@ -1,0 +1,89 @@
+"""A network's weights for many samples: one op a layer, in which every weight serves them all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CLUSTERED = (256, 512, 1024)  # the widths whose loop for several samples is faster
+_ACTIVATIONS = {
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float16,
+    torch.float8_e4m3fn: torch.float16,
+}
+_FLOAT32 = ("down_modules.0.0.blocks.0.", "down_modules.0.0.residual", "final_conv.1")
+
+
+def served(config: list[int], dtype: torch.dtype, sample: Tensor) -> bool:
+    """Whether calls of such a sample, (B, T, Da), run layer by layer."""
+    if dtype not in _ACTIVATIONS or not sample.is_cuda:
+        return False
+    hopper = torch.cuda.get_device_capability(sample.device) == (9, 0)
+    return hopper and pays(config, *sample.shape[:2])
+
+
+def pays(config: list[int], batch: int, horizon: int) -> bool:
+    """Whether a step of layers, one op each, is faster than a step of the loop in one kernel.
+
+    Layers take almost the time of one sample for many. Measured on an H200: docs/sampler-log.md.
+    """
+    widths, columns = config[6:], batch * horizon
+    if config[1] > 5 or any(n % 8 for n in widths):  # the GEMMs of layers do not serve
+        return False
+    if horizon in (8, 16) and batch <= 32 and set(widths) <= set(_CLUSTERED):
+        return False
+    if min(widths) < 256 or horizon & (horizon - 1):  # the second: norms are launches of their own
+        return columns > 1024
+    return columns >= (256 if min(widths) >= 512 and horizon <= 16 else 512)
+
+
+class BatchWeights:
+    """What ``unet1d_batch`` reads of a network's weights, in one place in memory.
+
+    Args:
+        weights: by the names of ``unet1d_weight_names``, in that order. Those with more than one
+            dimension are packed, and read where they lie by what no kernel of packed weights
+            serves.
+        config: of the network.
+        dtype: of the network on packed weights. Weights in e4m3 are rounded as it rounds them, and
+            kept in float16.
+
+    """
+
+    def __init__(self, weights: dict[str, Tensor], config: list[int], dtype: torch.dtype):
+        self._config, self._dtype, self._kind = config, dtype, _ACTIVATIONS[dtype]
+        self._given = [w.clone() if w.dim() == 1 else w for w in self._readable(weights)]
+        self.packed = torch.ops.dpa.unet1d_batch_pack(self._given, config, self._kind)
+
+    def _readable(self, weights: dict[str, Tensor]) -> list[Tensor]:
+        given = list(weights.values())
+        if {w.dtype for w in given} not in ({torch.float32}, {self._kind}):
+            given = [w.float() for w in given]
+        if self._dtype.itemsize > 1:
+            return given
+        return [rounded_to_e4m3(n, w) for n, w in zip(weights, given, strict=True)]
+
+    def update(self, weights: dict[str, Tensor]) -> None:
+        """Take over other values of the same weights."""
+        for ours, weight in zip(self._given, self._readable(weights), strict=True):
+            if ours.data_ptr() != weight.data_ptr():
+                ours.copy_(weight)
+        pack = torch.ops.dpa.unet1d_batch_pack.out
+        pack(self._given, self._config, self._kind, out=self.packed)
+
+    def forward(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
+        """One forward pass: (B, T, Da) to (B, T, Da), float32; a timestep each, or one."""
+        if timesteps.stride(0) == 0:
+            timesteps = timesteps[:1]
+        weights = self._given, self.packed, self._config
+        return torch.ops.dpa.unet1d_batch(sample, timesteps, global_cond, *weights).float()
+
+
+def rounded_to_e4m3(name: str, weight: Tensor) -> Tensor:
+    """A convolution's weight as it is packed in e4m3: scale * q, a scale an output channel."""
+    if weight.dim() < 3 or name.startswith(_FLOAT32):
+        return weight
+    inputs = 0 if name.startswith("up_modules.") and ".2.conv." in name else 1
+    scale = weight.abs().amax((inputs, 2), keepdim=True).float() / 448
+    scale = torch.where(scale > 0, scale, 1.0)
+    return ((weight / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
