@@ -195,6 +195,18 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
         if constexpr (kPairs > 1) multiply<2, 2>(l, waited, layer);
         break;
       case 0x41: multiply<4, 1>(l, waited, layer); break;
+      case 0x14:
+        if constexpr (kPairs > 1 && !kWide) multiply<1, 4>(l, waited, layer);
+        break;
+      case 0x18:
+        if constexpr (kPairs > 2) multiply<1, 8>(l, waited, layer);
+        break;
+      case 0x24:
+        if constexpr (kPairs > 2) multiply<2, 4>(l, waited, layer);
+        break;
+      case 0x42:
+        if constexpr (kPairs > 2) multiply<4, 2>(l, waited, layer);
+        break;
       default: multiply<8, 1>(l, waited, layer); break;
     }
   }

@@ -9,9 +9,18 @@ namespace {
 // Whether the kernel of one sample has code for a GEMM of these tiles.
 bool solo_shape(bool wide, int row_tiles, int column_tiles) {
   if (column_tiles == 1) return row_tiles <= (wide ? 4 : 8) || row_tiles == 8;
-  if (column_tiles == 2) return row_tiles <= 2;
-  return false;
+  if (column_tiles == 2) return row_tiles <= (wide ? 2 : 4);
+  return !wide && row_tiles * column_tiles <= 8;
 }
+// Whether a GEMM's sums fit a warp's share of the partial sums, and its messages the threads' rounds.
+bool solo_room(bool wide, int pairs, int row_tiles, int columns) {
+  const int words = wide ? 1 : 2, rounds = ceil_div(pairs, words);  // words: sums in a message word
+  return columns * (16 * row_tiles + 4) <= kSoloShareFloats * pairs &&
+         columns * row_tiles * 16 / words <= kConsumerWarps * 32 * rounds;
+}
+
+// The channel pairs a thread that the one-sample kernel is compiled for, for `most` of them; 0: none.
+int solo_pairs(bool wide, int most) { return most <= 2 ? most : !wide && most <= 4 ? 4 : 0; }
 
 // Fills in the descriptors of the one-sample kernel; false where it has no code for a shape.
 bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
@@ -32,8 +41,9 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
     message += block;
     second_message = l.num_segments == 2 && !l.upsample ? message : -1;
     if (second_message >= 0) message += block;
-    const int column_tiles = ceil_div(l.columns_per_sample, 8), row_tiles = 1 << l.row_tiles_log2;
+    const int column_tiles = 1 << log2_of(ceil_div(l.columns_per_sample, 8)), row_tiles = 1 << l.row_tiles_log2;
     if (width % 16 || !solo_shape(wide, row_tiles, column_tiles) || r.halo > 4) return false;
+    if (!solo_room(wide, pairs, row_tiles, l.columns_per_sample)) return false;
     s.pitch = l.steps_per_tap * step_bytes + 16, s.input = r.input + r.halo * s.pitch,
     s.last_row = s.input + l.times_in * s.pitch;
     s.skip_in = l.skip_in, s.skip_bytes = l.skip_channel * element;
@@ -117,8 +127,8 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
     if (conv.skip >= 0) skip_bytes[conv.skip] = units_of(conv.channels_out, l.times_out) * 8;
     input_bytes = std::max(input_bytes, batch * (l.times_in + 2 * r.halo) * (l.steps_per_tap * 16 * element + 16));
     units = std::max(units, units_of(conv.channels_out, l.times_out));
-    partial_bytes =
-        std::max(partial_bytes, 2 * kConsumerWarps * kSoloShareFloats * 4 * std::min(2, units / batch / threads));
+    partial_bytes = std::max(partial_bytes, 2 * kConsumerWarps * kSoloShareFloats * 4 *
+                                                std::max(1, solo_pairs(wide, units / batch / threads)));
     partial_bytes = std::max(partial_bytes,
                              l.num_segments * (1 << l.k_warps_log2) * batch * l.columns_per_sample * (t.rows + 4) * 4);
   }
@@ -156,7 +166,8 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.buffer = at;
   r.stages = std::min(kMaxStages, (shared_bytes - kStatic - at) / kStageBytes);
   r.shared_bytes = at + r.stages * kStageBytes;
-  r.pairs = batch == 1 && most <= 2 && solo_layers(r, most, wide) ? most : 0;
+  const int pairs = batch == 1 ? solo_pairs(wide, most) : 0;
+  r.pairs = pairs > 0 && solo_layers(r, pairs, wide) ? pairs : 0;
   // The general kernel knows no scales.
   r.fits = r.stages >= kMinStages && r.tile_bytes * kConsumerWarps <= kStageBytes &&
            (plan.dtype != DType::kFloat8E4M3 || r.pairs > 0);
@@ -165,7 +176,12 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
 
 bool records(const Plan& plan, int batch, int horizon, int shared_bytes) {
   const ResidentLayout layout = resident_layout(plan, batch, horizon, shared_bytes);
-  return layout.fits && layout.pairs > 0;
+  return layout.fits && layout.pairs > 0 && layout.pairs <= 2;
+}
+
+bool solo_fits(const Plan& plan, int horizon, const Device& device) {
+  const ResidentLayout layout = resident_layout(plan, 1, horizon, device.shared_bytes);
+  return layout.fits && layout.pairs > 0 && layout.blocks <= device.multiprocessors;
 }
 
 bool resident_fits(const Plan& plan, int batch, int horizon, const Device& device) {

@@ -61,7 +61,8 @@ struct ResidentLayout {
   ResidentLayer layers[kMaxConvs + 1] =
       {};  // [0] stands for the first convolution: only what becomes of its output; then `count` GEMMs
   int pairs =
-      0;  // channel pairs a thread finishes of one sample, where there is one sample: 1, 2, or 0 for the general kernel
+      0;  // channel pairs a thread finishes of one sample, where there is one sample: 1, 2, 4 (16-bit inputs), or 0 for the
+          // general kernel
   SoloLayer solo[kMaxConvs + 1] = {};
   int blocks = 0, slices_out = 0, halo = 0;
   int tile_bytes = 0;
