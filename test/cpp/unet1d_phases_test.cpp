@@ -7,11 +7,12 @@
 namespace dpa::kernels::unet1d {
 namespace {
 
-const Device kHopper = {132, 227 << 10, true, true}, kA100 = {108, 163 << 10}, kRtx3090 = {82, 99 << 10},
+const Device kHopper = {132, 227 << 10, true, true, 16}, kA100 = {108, 163 << 10}, kRtx3090 = {82, 99 << 10},
              kOrin = {16, 163 << 10};
 const Config kHeadline = {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true},
              kLeRobot = {6, 3, {512, 1024, 2048}, 5, 8, 128, 268, true}, kUneven = {3, 2, {48, 80}, 7, 4, 32, 3, false},
-             kOne = {2, 1, {64}, 9, 8, 16, 0, true};
+             kOne = {2, 1, {64}, 9, 8, 16, 0, true}, kManiSkill = {8, 3, {64, 128, 256}, 5, 8, 64, 84, true},
+             kSimpleDp3 = {4, 3, {128, 256, 384}, 5, 8, 128, 64, true};
 
 TEST(Phases, TilesCoverEveryGemmOfEverySize) {
   for (const Config& config : {kHeadline, kLeRobot, kUneven, kOne})
@@ -55,6 +56,49 @@ TEST(Phases, SizesInRealUseFit) {
   EXPECT_TRUE(fits(kLeRobot, DType::kBFloat16, 1, 16, kRtx3090));
 }
 
+// What DPA_TEST_MULTIPROCESSORS limits a GPU to (an A100's, a 3090's, a 4070's, an Orin's) or more, with the shared memory
+// that a block has on one generation or another: every tile fits, and no block has more tiles than another has and one.
+TEST(Phases, FewMultiprocessorsAndLittleSharedMemory) {
+  int made_plans = 0;
+  for (const Config& config : {kHeadline, kLeRobot, kUneven, kOne})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3}) {
+      const Plan plan = make_plan(config, dtype);
+      for (const int blocks : {132, 108, 82, 46, 16, 8})
+        for (const int shared : {227, 163, 99, 64, 48}) {
+          const PhasePlan made = make_phases(plan, 1, 16, {blocks, shared << 10});
+          if (!made.error.empty()) continue;
+          made_plans++;
+          EXPECT_LE(made.shared.bytes, shared << 10);
+          EXPECT_GE(made.ring_slots, kPhaseTightSlots);
+          int runs = 0;
+          for (const Phase& f : made.phases) {
+            if (f.kind != PhaseKind::kConv) continue;
+            EXPECT_EQ(f.tiles, f.slices_out * f.slices_in * f.slices_batch);
+            EXPECT_LE(f.slices_out, f.row_tiles);
+            EXPECT_LE(f.slices_in, f.units);
+            EXPECT_LE(f.shared.statistics + (f.norm < 0 ? 0 : 16), made.shared.bytes);
+            runs += f.num_segments * ceil_div(f.tiles, blocks) *
+                    ceil_div(ceil_div(f.row_tiles, f.slices_out), f.warps_rows);
+          }
+          EXPECT_LE(runs, made.warp_runs);
+        }
+    }
+  EXPECT_GE(made_plans, 250);  // of 360: a device that has them all refuses few
+}
+
+// The networks that a GPU of that size is measured with fit on it, with the least shared memory of its generation.
+TEST(Phases, TheHeadlineNetworkFitsOnEveryGeneration) {
+  const struct {
+    int blocks, shared;
+  } devices[] = {{108, 163}, {82, 99}, {46, 99}, {16, 163}};
+  for (const auto& d : devices)
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
+      const Plan plan = make_plan(kHeadline, dtype);
+      for (const int batch : {1, 2, 16})
+        EXPECT_GT(phase_samples(plan, batch, 16, {d.blocks, d.shared << 10}), 0) << d.blocks << " " << batch;
+    }
+}
+
 TEST(Phases, ALargeBatchIsTakenInEqualParts) {
   const Plan plan = make_plan(kHeadline, DType::kBFloat16);
   EXPECT_EQ(phase_samples(plan, 64, 16, kA100), 64);
@@ -74,6 +118,22 @@ TEST(ChoosePath, ByDeviceAndSize) {
   EXPECT_EQ(choose_path(uneven, 1, 16, kHopper), Path::kPhases);
   for (const Device& d : {kA100, kRtx3090, kOrin}) EXPECT_EQ(choose_path(bf16, 1, 16, d), Path::kPhases);
   EXPECT_EQ(choose_path(bf16, 1, 4096, kHopper), Path::kLayered);
+  EXPECT_EQ(choose_path(bf16, 1, 64, kHopper), Path::kResident);
+  EXPECT_EQ(choose_path(fp32, 1, 64, kHopper), Path::kPhases);
+}
+
+TEST(ChoosePath, NarrowNetworksRunInTeams) {
+  for (const Config& c : {kManiSkill, kSimpleDp3})
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
+      const Plan plan = make_plan(c, dtype);
+      for (const Device& d : {kHopper, kA100, kOrin}) EXPECT_EQ(choose_path(plan, 1, 16, d), Path::kTeams);
+      EXPECT_EQ(choose_path(plan, 16, 16, kHopper), Path::kTeams);
+      EXPECT_EQ(choose_path(plan, 64, 16, kHopper), Path::kPhases);  // in parts
+    }
+  const Plan narrow = make_plan(kManiSkill, DType::kFloat32), wider = make_plan(kSimpleDp3, DType::kFloat32);
+  EXPECT_EQ(choose_path(narrow, 1, 16, kHopper), Path::kTeams);
+  EXPECT_EQ(choose_path(narrow, 1, 16, kA100), Path::kPhases);  // without clusters
+  EXPECT_EQ(choose_path(wider, 1, 16, kHopper), Path::kPhases);
 }
 
 }  // namespace

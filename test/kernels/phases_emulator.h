@@ -27,8 +27,23 @@ struct WarpState {
   uint32_t in[32][12];
   uint32_t out[32][4];
 };
+struct Barrier {
+  int pending = 1, phase = 0;
+  long bytes = 0;
+  void complete() {
+    if (pending == 0 && bytes == 0) pending = 1, phase ^= 1;
+  }
+};
+// A store into a peer's memory, under way.
+struct Store {
+  int block;
+  uint32_t to, barrier;
+  int bytes;
+  uint32_t words[4];
+};
 struct BlockState {
   std::vector<uint8_t> memory;
+  Barrier barriers[2];
   int arrived = 0, generation = 0;
   WarpState warps[8];
 };
@@ -44,6 +59,8 @@ struct Machine {
   int blocks = 0;
   std::vector<BlockState> state;
   std::vector<Fiber> fibers;
+  std::vector<Store> stores;
+  std::vector<int> cluster_arrived, cluster_generation;
   Fiber* now = nullptr;
   ucontext_t scheduler;
   void (*body)(void*) = nullptr;
@@ -80,6 +97,9 @@ void collective(F f) {
   }
   while (w.generation == mine) yield();
 }
+DPA_DEVICE void sync_warp() {
+  collective([](WarpState&) {});
+}
 DPA_DEVICE float as_float(uint32_t x) {
   float f;
   std::memcpy(&f, &x, 4);
@@ -101,6 +121,58 @@ DPA_DEVICE float shuffle_xor(float x, int mask) {
   collective([](WarpState&) {});
   return r;
 }
+DPA_DEVICE uint32_t held(uint32_t x) { return x; }
+DPA_DEVICE float shuffle_first(float x) {
+  WarpState& w = here().warps[thread() >> 5];
+  w.in[thread() & 31][0] = bits(x);
+  collective([&](WarpState& s) { s.out[0][0] = s.in[0][0]; });
+  const float r = as_float(w.out[0][0]);
+  collective([](WarpState&) {});
+  return r;
+}
+// Clusters of 8. A peer's window begins at its rank times 2^24; the barriers lie behind the block's memory.
+constexpr int kCluster = 8;
+constexpr uint32_t kBarriers = 0xfff000;
+DPA_DEVICE uint32_t peer_window(int rank) { return static_cast<uint32_t>(rank) << 24; }
+inline void send_any(uint32_t to, const void* words, int bytes, uint32_t barrier) {
+  if (to % bytes) std::printf("misaligned store\n"), std::abort();
+  if (to >> 24 != barrier >> 24) std::printf("a barrier of another block\n"), std::abort();
+  Store s = {block() / kCluster * kCluster + static_cast<int>(to >> 24), to & 0xffffff, barrier & 0xffffff, bytes, {}};
+  std::memcpy(s.words, words, bytes);
+  machine.stores.push_back(s);
+}
+DPA_DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) { send_any(to, &v, 4, barrier); }
+DPA_DEVICE void send_8(uint32_t to, const uint2& v, uint32_t barrier) { send_any(to, &v, 8, barrier); }
+DPA_DEVICE void send_16(uint32_t to, const uint4& v, uint32_t barrier) { send_any(to, &v, 16, barrier); }
+inline void arrive_store(const Store& s) {
+  BlockState& b = machine.state[s.block];
+  if (s.to + s.bytes > b.memory.size()) std::printf("a store behind the memory\n"), std::abort();
+  std::memcpy(b.memory.data() + s.to, s.words, s.bytes);
+  Barrier& barrier = b.barriers[(s.barrier - kBarriers) / 8];
+  barrier.bytes -= s.bytes;
+  barrier.complete();
+}
+DPA_DEVICE uint32_t block_barriers() { return kBarriers; }
+DPA_DEVICE uint32_t shared_address(uint32_t barriers) { return barriers; }
+DPA_DEVICE void barrier_init(uint32_t, int) {
+  for (Barrier& b : here().barriers) b = {};
+}
+DPA_DEVICE void barrier_expect(uint32_t at, int bytes) {
+  Barrier& b = here().barriers[(at - kBarriers) / 8];
+  if (b.pending == 0) std::printf("a barrier is armed twice\n"), std::abort();
+  b.pending--, b.bytes += bytes;
+  b.complete();
+}
+DPA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
+  const Barrier& b = here().barriers[(at - kBarriers) / 8];
+  while ((b.phase & 1) == static_cast<int>(parity)) yield();
+}
+DPA_DEVICE void cluster_sync() {
+  const int cluster = block() / kCluster, mine = machine.cluster_generation[cluster];
+  if (++machine.cluster_arrived[cluster] == kCluster * 256)
+    machine.cluster_arrived[cluster] = 0, machine.cluster_generation[cluster]++;
+  while (machine.cluster_generation[cluster] == mine) yield();
+}
 DPA_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t{a} * b) >> 32); }
 template <uint32_t kSelectors>
 DPA_DEVICE uint32_t spread_bytes(uint32_t x) {
@@ -110,6 +182,12 @@ DPA_DEVICE uint32_t spread_bytes(uint32_t x) {
     if (from < 4) made |= (x >> 8 * from & 0xff) << 8 * i;
   }
   return made;
+}
+constexpr float kWidenedE4m3 = 256.0f;
+template <uint32_t kSelectors>
+DPA_DEVICE uint32_t widen_e4m3(uint32_t x) {
+  const uint32_t w = spread_bytes<kSelectors>(x);
+  return (w & 0x80008000u) | ((w & 0x7f007f00u) >> 1);
 }
 DPA_DEVICE float quotient(float a, float b) { return a / b; }
 DPA_DEVICE float exponential_fast(float x) { return std::exp(x); }
@@ -142,6 +220,11 @@ void copies_wait() {
 }
 DPA_DEVICE uint4 load_shared_16(uint32_t at) {
   uint4 v;
+  std::memcpy(&v, shared() + at, 16);
+  return v;
+}
+DPA_DEVICE float4 load_shared_4(uint32_t at) {
+  float4 v;
   std::memcpy(&v, shared() + at, 16);
   return v;
 }
@@ -248,9 +331,18 @@ inline void launch(int blocks, int shared_bytes, void (*body)(void*), void* argu
     f.context.uc_link = nullptr;
     makecontext(&f.context, fiber_entry, 0);
   }
+  machine.stores.clear();
+  machine.cluster_arrived.assign(blocks / kCluster + 1, 0);
+  machine.cluster_generation.assign(blocks / kCluster + 1, 0);
   std::mt19937 random(seed);
   int left = blocks * 256;
   while (left > 0) {
+    for (size_t n = random() % (machine.stores.size() + 1); n > 0; n--) {  // stores arrive in any order
+      const size_t i = random() % machine.stores.size();
+      arrive_store(machine.stores[i]);
+      machine.stores[i] = machine.stores.back();
+      machine.stores.pop_back();
+    }
     const int block = random() % blocks, turns = 1 + random() % 64;
     for (int turn = 0; turn < turns; turn++) {
       const int warp = random() % 8;

@@ -185,6 +185,7 @@ bool fits(const Plan& plan, int batch, int horizon, Path path) {
   switch (path) {
     case Path::kClustered: return device.clusters && cluster_layout(plan, batch, horizon).fits;
     case Path::kResident: return device.hopper && resident_fits(plan, batch, horizon, device);
+    case Path::kTeams: return team_samples(plan, batch, horizon, device) > 0;
     case Path::kPhases: return phase_samples(plan, batch, horizon, device) > 0;
     default: return true;
   }
@@ -193,6 +194,7 @@ bool fits(const Plan& plan, int batch, int horizon, Path path) {
 const char* name_of(Path path) {
   return path == Path::kResident    ? "resident"
          : path == Path::kClustered ? "cluster "
+         : path == Path::kTeams     ? "teams   "
          : path == Path::kPhases    ? "phases  "
                                     : "layered ";
 }
@@ -252,7 +254,7 @@ void test_case(const Case& c, DType dtype, bool loop) {
   Buffer<float> d_timesteps(timesteps), d_cond(cond), d_initial(initial), d_table(table), d_noise(noise),
       d_condition_data(condition_data);
   Buffer<uint8_t> d_condition_mask(condition_mask);
-  for (Path path : {Path::kLayered, Path::kPhases, Path::kResident, Path::kClustered}) {
+  for (Path path : {Path::kLayered, Path::kPhases, Path::kTeams, Path::kResident, Path::kClustered}) {
     if (!fits(net.plan, c.batch, c.horizon, path)) continue;
     if (only_clustered && path != Path::kClustered) continue;
     double worst = 0;

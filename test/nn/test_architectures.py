@@ -26,6 +26,7 @@ _FILES = [
     "conv1d/convolution.cu",
     "unet1d/layered.cu",
     "unet1d/phases.cu",
+    "unet1d/teams.cu",
 ]
 
 

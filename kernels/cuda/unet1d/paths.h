@@ -18,6 +18,8 @@ FilmView film_view(const Plan& plan, const Call& call, const Workspace& at);
 cudaError_t run_layered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
 cudaError_t run_phases(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
                        cudaStream_t stream);
+cudaError_t run_teams(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
+                      cudaStream_t stream);
 cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
 cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
 

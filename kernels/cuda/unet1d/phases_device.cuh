@@ -20,7 +20,11 @@ DPA_DEVICE int thread() { return threadIdx.x; }
 DPA_DEVICE int block() { return blockIdx.x; }
 DPA_DEVICE int blocks() { return gridDim.x; }
 DPA_DEVICE void sync_block() { __syncthreads(); }
+DPA_DEVICE void sync_warp() { __syncwarp(); }
 DPA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+using ptx::held;
+DPA_DEVICE float4 load_shared_4(uint32_t at) { return ptx::load_shared(at); }
+DPA_DEVICE float shuffle_first(float x) { return __shfl_sync(~0u, x, 0); }
 DPA_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 DPA_DEVICE uint32_t bits(float x) { return __float_as_uint(x); }
 DPA_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
@@ -32,6 +36,26 @@ template <uint32_t kSelectors>
 DPA_DEVICE uint32_t spread_bytes(uint32_t x) {
   return __byte_perm(x, 0, kSelectors);
 }
+// The bytes that the selectors spread over two halves, e4m3, as float16 times 1 / kWidenedE4m3. Where the chip does not
+// convert: in the upper half of 16 bits, its exponent a bit lower, e4m3 is a float16, the number times 2^-8.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr float kWidenedE4m3 = 1.0f;
+template <uint32_t kSelectors>
+DPA_DEVICE uint32_t widen_e4m3(uint32_t x) {
+  uint32_t made;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}"
+      : "=r"(made)
+      : "r"(kSelectors == 0x1404 ? x : x >> 16));
+  return made;
+}
+#else
+constexpr float kWidenedE4m3 = 256.0f;
+template <uint32_t kSelectors>
+DPA_DEVICE uint32_t widen_e4m3(uint32_t x) {
+  const uint32_t w = spread_bytes<kSelectors>(x);
+  return (w & 0x80008000u) | ((w & 0x7f007f00u) >> 1);
+}
+#endif
 DPA_DEVICE long long clock_now() { return clock64(); }
 DPA_DEVICE void pause() { __nanosleep(20); }
 
@@ -94,6 +118,30 @@ template <class T>
 DPA_DEVICE float2 unpack(T, uint32_t v) {
   return unpack_pair<T>(v);
 }
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Blocks of a cluster: where a peer's shared memory begins, stores there that its barrier counts, and barriers.
+DPA_DEVICE uint32_t peer_window(int rank) {
+  return ptx::cluster_address(shared_address(shared_memory), rank) - shared_address(shared_memory);
+}
+DPA_DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(v),
+               "r"(barrier)
+               : "memory");
+}
+DPA_DEVICE void send_8(uint32_t to, const uint2& v, uint32_t barrier) { ptx::send_cluster_8(to, v, barrier); }
+DPA_DEVICE void send_16(uint32_t to, const uint4& v, uint32_t barrier) { ptx::send_cluster_16(to, v, barrier); }
+DPA_DEVICE uint64_t* block_barriers() {
+  __shared__ uint64_t barriers[2];
+  return barriers;
+}
+// Barriers of one arrival each. One thread calls it; the cluster's barrier is due before a peer uses them.
+DPA_DEVICE void barrier_init(uint64_t* barriers, int count) {
+  for (int i = 0; i < count; i++) cuda::ptx::mbarrier_init(barriers + i, 1);
+  cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+}
+using ptx::barrier_expect, ptx::barrier_wait, ptx::cluster_sync;
+#endif
 
 }  // namespace dpa::kernels::unet1d::device
 #endif

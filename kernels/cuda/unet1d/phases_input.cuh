@@ -13,7 +13,7 @@ constexpr int kThreads = kPhaseWarps * 32;
 struct Watch {
   uint32_t* stuck;
   bool gave_up = false;
-  DPA_DEVICE bool again(int& polls) {
+  DPA_DEVICE bool again([[maybe_unused]] int& polls) {
 #ifdef DPA_TEST_POLLS
     if (gave_up) return false;
     if ((++polls & 255) == 0 && (polls > 400000 || load_word(stuck))) {

@@ -72,8 +72,10 @@ cudaError_t current_device(Device& made) {
   }
   made.hopper = kBuiltForHopper && major == 9 && minor == 0;
   made.clusters = made.hopper && clusters_fit(device);
+  made.team_clusters = made.hopper ? team_clusters(device) : 0;
   if (const char* limit = std::getenv("DPA_TEST_MULTIPROCESSORS"))  // as many as a smaller GPU has
     made.multiprocessors = std::max(1, std::min(made.multiprocessors, std::atoi(limit)));
+  made.team_clusters = std::min(made.team_clusters, made.multiprocessors / 8);
   return cudaSuccess;
 }
 
@@ -98,6 +100,7 @@ cudaError_t sample(const Plan& plan, const Call& call, const Device& device, cud
   switch (path) {
     case Path::kResident: return run_resident(plan, call, at, stream);
     case Path::kClustered: return run_clustered(plan, call, at, stream);
+    case Path::kTeams: return run_teams(plan, call, at, device, stream);
     case Path::kPhases: return run_phases(plan, call, at, device, stream);
     default: return run_layered(plan, call, at, stream);
   }

@@ -55,6 +55,8 @@ RecordShape record_shape(const Plan& plan, int batch, int horizon);
 
 /// Whether the clusters of the kernel for several samples fit a Hopper device; asked once a device.
 bool clusters_fit(int device);
+/// Clusters of a team's blocks that fit the current device, a Hopper one, at once; asked once a device.
+int team_clusters(int device);
 
 /// FiLM's parameters at every step, with the observation's part: (S, plan.film_rows), for one sample. `workspace`: of
 /// film_workspace_bytes.

@@ -4,12 +4,20 @@
 
 #include "kernels/plans/unet1d/cluster_layout.h"
 #include "kernels/plans/unet1d/phases.h"
+#include "kernels/plans/unet1d/teams.h"
 
 namespace dpa::kernels::unet1d {
 
 static PhaseDevice phase_device(const Device& device) { return {device.multiprocessors, device.shared_bytes}; }
 static size_t phase_bytes(const Plan& plan, int samples, int horizon, const PhaseDevice& device) {
   return phase_workspace_bytes(*phases_of(plan, samples, horizon, device), device);
+}
+
+int teams_of(const Device& device) {
+  return device.team_clusters > 0 ? device.team_clusters : device.multiprocessors / kTeamBlocks;
+}
+int team_samples(const Plan& plan, int batch, int horizon, const Device& device) {
+  return team_samples(plan, batch, horizon, teams_of(device), device.shared_bytes);
 }
 
 size_t message_words(const Plan& plan, int batch, int horizon) {
@@ -58,6 +66,13 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
     for (const int n : {samples, batch % samples})
       if (n > 0) w.message_bytes = std::max(w.message_bytes, phase_bytes(plan, n, horizon, phase_device(device)));
   }
+  if (path == Path::kTeams) {
+    const int samples = std::max(1, team_samples(plan, batch, horizon, device));
+    for (const int n : {samples, batch % samples})
+      if (n > 0)
+        w.message_bytes = std::max(
+            w.message_bytes, team_workspace_bytes(make_teams(plan, n, horizon, teams_of(device), device.shared_bytes)));
+  }
   w.messages = take(w.message_bytes);
   return w;
 }
@@ -95,13 +110,25 @@ int phase_samples(const Plan& plan, int batch, int horizon, const Device& device
   return phases_of(plan, samples, horizon, phase_device(device))->error.empty() ? samples : 0;
 }
 
+// Whether a team is faster than all multiprocessors together: it streams all weights, but hands over sooner. A batch in
+// parts takes the time of every part.
+static bool teams_pay(const Plan& plan, int batch, int horizon, const Device& device) {
+  constexpr int64_t kMost = 14 << 20, kMostFloat32 = 5 << 20;  // weights of the convolutions
+  const bool wide = plan.dtype == DType::kFloat32;
+  if (wide && device.team_clusters == 0) return false;
+  if (plan.tile_bytes / element_bytes(plan.dtype) > (wide ? kMostFloat32 : kMost)) return false;
+  return team_samples(plan, batch, horizon, device) >= batch;
+}
+
 Path choose_path(const Plan& plan, int batch, int horizon, const Device& device) {
   // Beyond these sizes the loop in phases is faster, measured on an H200.
   constexpr int kClusteredBatch = 32, kResidentHorizon = 48;
   if (device.hopper && device.clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon))
     return Path::kClustered;
-  if (device.hopper && batch == 1 && horizon <= kResidentHorizon && resident_fits(plan, batch, horizon, device))
-    return Path::kResident;
+  const bool one = device.hopper && batch == 1;
+  if (one && solo_fits(plan, horizon, device)) return Path::kResident;
+  if (teams_pay(plan, batch, horizon, device)) return Path::kTeams;
+  if (one && horizon <= kResidentHorizon && resident_fits(plan, batch, horizon, device)) return Path::kResident;
   return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;
 }
 

@@ -10,15 +10,16 @@
 namespace dpa::kernels::unet1d {
 
 /// How a call is run. One kernel for the whole loop: on Hopper a resident one for common sizes, or one in clusters for
-/// several samples; the loop in phases for every other size and GPU. Or, where no tile of a phase fits into shared memory,
-/// a chain of kernels, two a layer.
-enum class Path { kAutomatic, kResident, kClustered, kPhases, kLayered };
+/// several samples; in teams for narrow networks, in phases for every other size and GPU. Or, where no tile of a phase
+/// fits into shared memory, a chain of kernels, two a layer.
+enum class Path { kAutomatic, kResident, kClustered, kTeams, kPhases, kLayered };
 
 /// What decides over the path.
 struct Device {
   int multiprocessors = 0, shared_bytes = 0;  // shared_bytes: the most of a block
   bool hopper = false;                        // compute capability 9.0, and kernels built for it
   bool clusters = false;                      // the clusters of the kernel for several samples fit
+  int team_clusters = 0;                      // clusters of a team's blocks that fit at once; none: teams go by words
 };
 
 /// Bytes of workspace for a call of these sizes that takes `path`.
@@ -36,6 +37,11 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 
 /// Samples of a launch of the loop in phases, which takes a larger batch in parts; 0 where they do not fit.
 int phase_samples(const Plan& plan, int batch, int horizon, const Device& device);
+
+/// The same of the loop in teams.
+int team_samples(const Plan& plan, int batch, int horizon, const Device& device);
+/// Teams at once: clusters, or as many as the multiprocessors make.
+int teams_of(const Device& device);
 
 /// Byte offsets.
 struct Workspace {
@@ -55,7 +61,9 @@ size_t message_words(const Plan& plan, int batch, int horizon);
 
 /// Whether the resident kernel can run a call of these sizes on such a device.
 bool resident_fits(const Plan& plan, int batch, int horizon, const Device& device);
-/// Whether it would be the one-sample kernel, which keeps records.
+/// Whether it would be the one-sample kernel.
+bool solo_fits(const Plan& plan, int horizon, const Device& device);
+/// Whether that keeps records: it does for the common sizes.
 bool records(const Plan& plan, int batch, int horizon, int shared_bytes);
 
 }  // namespace dpa::kernels::unet1d

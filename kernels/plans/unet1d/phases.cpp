@@ -8,8 +8,6 @@
 namespace dpa::kernels::unet1d {
 namespace {
 
-int round_up(int n, int to) { return (n + to - 1) / to * to; }
-
 // What a tiling must hold in shared memory, beside the buffer of weights and the table of phases.
 struct Needs {
   int columns, parameters, sample, slab, stash, residual, statistics;

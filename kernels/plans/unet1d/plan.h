@@ -121,6 +121,7 @@ inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : dt
 /// The type of the weights outside the tiles: the time embedding's and FiLM's.
 inline DType dense_dtype(DType dtype) { return dtype == DType::kFloat8E4M3 ? DType::kFloat16 : dtype; }
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
 inline bool power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
 /// The least log with 2^log >= n.
 inline int log2_of(int n) {

@@ -1,0 +1,120 @@
+// The loop in teams: the whole denoising loop of a narrow network in one kernel, 8 blocks for some samples.
+//
+// Dimensions: a network is a list of phases (kernels/plans/unet1d/teams.h), one a convolution.
+//   grid    teams x 8 blocks, all resident. Block r of a team owns, in every convolution, the r-th eighth of the output
+//           channels: whole GroupNorm groups, over all input channels. So it alone adds up, normalises and activates
+//           them, and hands finished values over, once a convolution; residuals stay in its threads' registers
+//   block   8 warps over the row tiles of 16 channels and K; their sums meet in shared memory (the only barrier of a
+//           phase); as few warps as a thread's two items of four channels allow run the epilogue
+//   warp    its own stream of weights through shared memory, which runs ahead over phases and steps
+//
+// Teams share nothing. A team on compute capability 9.0 is a cluster: values are stored into the slabs of all eight
+// blocks, where the next GEMM reads them. Elsewhere, and where clusters do not fit, they are words in L2 with the step's
+// parity as their flag. A phase is all-to-all in its team, so no block is more than one hand-over ahead of another.
+#include <algorithm>
+#include <atomic>
+
+#include "kernels/cuda/common/shared_memory.h"
+#include "kernels/cuda/unet1d/paths.h"
+#include "kernels/cuda/unet1d/teams_kernel.cuh"
+
+namespace dpa::kernels::unet1d {
+namespace {
+
+template <class Tile, bool kCluster>
+__global__ void __launch_bounds__(kPhaseWarps * 32, 1) team_kernel(const __grid_constant__ TeamArguments a) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kCluster) device::run_team<Tile, device::ClusterHandover>(a);
+#endif
+#if __CUDA_ARCH__ >= 800
+  if constexpr (!kCluster) device::run_team<Tile, device::WordHandover>(a);
+#endif
+}
+
+struct TeamLaunch {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attributes[2];
+  TeamLaunch(int teams, int bytes, bool cluster, cudaStream_t stream) {
+    config.gridDim = teams * kTeamBlocks, config.blockDim = kPhaseWarps * 32, config.stream = stream;
+    config.dynamicSmemBytes = bytes;
+    attributes[0].id = cudaLaunchAttributeCooperative;
+    attributes[0].val.cooperative = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {kTeamBlocks, 1, 1};
+    // Blocks of a cluster are placed together, and clusters do not wait for each other.
+    config.attrs = cluster ? attributes + 1 : attributes, config.numAttrs = 1;
+  }
+};
+
+template <class Tile, bool kCluster>
+cudaError_t launch_team_kernel(const TeamArguments& a, int teams, cudaStream_t stream) {
+  const auto kernel = team_kernel<Tile, kCluster>;
+  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), a.shared.bytes)) return error;
+  const TeamLaunch launch(teams, a.shared.bytes, kCluster, stream);
+  return cudaLaunchKernelEx(&launch.config, kernel, a);
+}
+template <class Tile>
+cudaError_t launch_tile(const TeamArguments& a, int teams, bool cluster, cudaStream_t stream) {
+  return cluster ? launch_team_kernel<Tile, true>(a, teams, stream) : launch_team_kernel<Tile, false>(a, teams, stream);
+}
+
+cudaError_t launch_teams(DType dtype, const TeamArguments& a, const TeamPlan& plan, bool cluster, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kBFloat16: return launch_tile<device::TileBf16>(a, plan.teams, cluster, stream);
+    case DType::kFloat16: return launch_tile<device::TileFp16>(a, plan.teams, cluster, stream);
+    case DType::kFloat8E4M3: return launch_tile<device::TileE4m3>(a, plan.teams, cluster, stream);
+    default: return launch_tile<device::TileFp32>(a, plan.teams, cluster, stream);
+  }
+}
+
+int query_team_clusters(int device) {
+  int current = 0, bytes = 0, clusters = 0;
+  if (cudaGetDevice(&current) != cudaSuccess || current != device) return 0;
+  cudaError_t error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  bytes -= kTeamStatic;
+  const auto kernel = team_kernel<device::TileBf16, true>;
+  if (error == cudaSuccess) error = allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
+  const TeamLaunch launch(1, bytes, true, nullptr);
+  if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
+  if (error == cudaSuccess) return clusters;
+  cudaGetLastError();
+  return 0;
+}
+
+}  // namespace
+
+int team_clusters(int device) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> answers[kMaxDevices];  // and one; 0: not asked
+  if (device < 0 || device >= kMaxDevices) return 0;
+  if (answers[device] == 0) answers[device] = query_team_clusters(device) + 1;
+  return answers[device] - 1;
+}
+
+cudaError_t run_teams(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
+                      cudaStream_t stream) {
+  const int samples = team_samples(plan, call.batch, call.horizon, device);
+  if (samples < 1) return cudaErrorInvalidConfiguration;
+  auto* workspace = static_cast<uint8_t*>(call.workspace) + at.messages;
+  TeamArguments all = {loop_arguments(plan, call, at)};
+  const int64_t count = static_cast<int64_t>(call.horizon) * all.actions;
+  all.noise_stride = call.batch * count;
+  const bool cluster = device.team_clusters > 0;
+  for (int first = 0; first < call.batch; first += samples) {
+    TeamArguments part = all;
+    part.batch = std::min(samples, call.batch - first);
+    const TeamPlan teams = make_teams(plan, part.batch, call.horizon, teams_of(device), device.shared_bytes);
+    set_teams(part, plan, teams, workspace);
+    const auto skip = [&](auto*& p, int64_t n) { p = p ? p + first * n : p; };
+    skip(part.initial, count), skip(part.noise, count), skip(part.condition_data, count);
+    skip(part.condition_mask, count), skip(part.output, count), skip(part.film_cond, part.film_rows);
+    part.film_step += first * part.film_sample_stride;
+    const size_t words = kTeamFirstWord + static_cast<size_t>(teams.teams) * teams.words;
+    cudaError_t error = cudaMemsetAsync(workspace, 0, words * sizeof(uint32_t), stream);
+    if (error == cudaSuccess) error = launch_teams(plan.dtype, part, teams, cluster, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace dpa::kernels::unet1d

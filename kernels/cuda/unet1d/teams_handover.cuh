@@ -1,0 +1,147 @@
+// How a team's blocks hand finished values over. In a cluster: stores into the shared memory of all eight, counted by a
+// barrier there. By words: 32 bits a value through L2, each with its flag, the step's parity, in the lowest bit.
+#pragma once
+#include "kernels/cuda/unet1d/phases_input.cuh"
+#include "kernels/cuda/unet1d/teams.h"
+
+namespace dpa::kernels::unet1d::device {
+
+// The numbers of a phase that a warp needs, read from shared memory before it waits.
+struct SlabAt {
+  int base, pitch, rows, padded, halo;  // of a value: see TeamPhase
+};
+template <class Tile>
+DPA_DEVICE int slab_offset(const SlabAt& s, int sample, int time, int rank, int channel) {
+  constexpr int kElement = Tile::kWide ? 4 : 2;
+  return s.base + (sample * s.rows + time + s.halo) * s.pitch + (rank * s.padded + channel) * kElement;
+}
+template <class Tile>
+DPA_DEVICE uint2 half_words(const float (&v)[4]) {
+  using Math = typename Tile::Math;
+  if constexpr (Tile::kWide)
+    return make_uint2(0, 0);
+  else
+    return make_uint2(pack(Math{}, v[0], v[1]), pack(Math{}, v[2], v[3]));
+}
+
+#if defined(DPA_EMULATE) || __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
+// Blocks of a cluster. Every phase is all-to-all, so a block is never more than one hand-over ahead of another: two
+// barriers by turns, and two slabs by turns, are enough.
+template <class Tile>
+struct ClusterHandover {
+  static constexpr bool kWords = false;
+  uint32_t peers[kTeamBlocks];  // where a peer's shared memory begins in the cluster's window
+  uint32_t barriers;            // address of two
+  int count = 0;                // hand-overs so far
+
+  DPA_DEVICE ClusterHandover(const TeamArguments&, int) : barriers(held(shared_address(block_barriers()))) {
+    if (thread() == 0) barrier_init(block_barriers(), 2);
+#pragma unroll
+    for (int d = 0; d < kTeamBlocks; d++) peers[d] = held(peer_window(d));
+  }
+  DPA_DEVICE static void meet() { cluster_sync(); }
+  DPA_DEVICE uint32_t barrier(int n) const { return barriers + (n & 1) * 8; }
+  DPA_DEVICE void expect(int ahead, int bytes) const { barrier_expect(barrier(count + ahead), bytes); }
+
+  // Where four channels of a time go, in every block; from a time to the next.
+  DPA_DEVICE static uint32_t place(const TeamPhase&, const SlabAt& to, int sample, int time, int rank, int channel) {
+    return shared_address(shared()) + slab_offset<Tile>(to, sample, time, rank, channel);
+  }
+  DPA_DEVICE static int pitch(const TeamPhase& p) { return p.out_pitch; }
+  DPA_DEVICE void send(uint32_t at, uint32_t, const float (&v)[4]) const {
+    const uint4 wide = make_uint4(bits(v[0]), bits(v[1]), bits(v[2]), bits(v[3]));
+    const uint2 half = half_words<Tile>(v);
+    const uint32_t full = barrier(count);
+#pragma unroll
+    for (int d = 0; d < kTeamBlocks; d++) {
+      if constexpr (Tile::kWide)
+        send_16(peers[d] + at, wide, peers[d] + full);
+      else
+        send_8(peers[d] + at, half, peers[d] + full);
+    }
+  }
+  DPA_DEVICE void send_tail(const TeamArguments& a, int at, uint32_t, float v) const {
+    const uint32_t to = shared_address(shared()) + a.shared.tail_words + at * 4;
+#pragma unroll
+    for (int d = 0; d < kTeamBlocks; d++) send_4(peers[d] + to, bits(v), peers[d] + barrier(count));
+  }
+  // The values of a hand-over are here. `next`: bytes of the one after the next.
+  DPA_DEVICE void wait(int next) {
+    barrier_wait(barrier(count), count >> 1 & 1);
+    if (thread() == 0) expect(2, next);
+    count++;
+  }
+};
+#endif
+
+template <class Tile>
+struct WordHandover {
+  static constexpr bool kWords = true;
+  uint32_t* words;  // of the team
+
+  DPA_DEVICE WordHandover(const TeamArguments& a, int team)
+      : words(a.workspace + kTeamFirstWord + static_cast<size_t>(team) * a.team_words) {}
+  DPA_DEVICE static void meet() {}
+
+  DPA_DEVICE static uint32_t place(const TeamPhase& p, const SlabAt&, int sample, int time, int rank, int channel) {
+    return p.words + ((sample * p.times + time) * kTeamBlocks + rank) * p.channels + channel;
+  }
+  DPA_DEVICE static int pitch(const TeamPhase& p) { return kTeamBlocks * p.channels; }
+  DPA_DEVICE void send(uint32_t at, uint32_t flag, const float (&v)[4]) const {
+    store_words(words + at, make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag, (bits(v[2]) & ~1u) | flag,
+                                       (bits(v[3]) & ~1u) | flag));
+  }
+  DPA_DEVICE void send_tail(const TeamArguments& a, int at, uint32_t flag, float v) const {
+    store_word(words + a.tail_words + at, (bits(v) & ~1u) | flag);
+  }
+  // Polls the output of phase `p` and writes it to its slab. A barrier is due before that is read.
+  DPA_DEVICE void receive(const TeamPhase& p, const SlabAt& to, int samples, uint32_t flag, Watch& watch) const {
+    constexpr int kItems = 2;
+    const int own = p.channels, quads = samples * p.times * own * kTeamBlocks / 4;
+    const Divisor by_own = {own / 4, p.own_magic}, by_times = {p.times, p.times_magic};
+    const uint32_t* from = words + p.words;
+#pragma unroll 1
+    for (int base = thread(); base < quads; base += kItems * kThreads) {
+      uint4 v[kItems];
+      uint32_t pending;
+      int polls = 0;
+      do {
+        pending = 0;
+#pragma unroll
+        for (int i = 0; i < kItems; i++) {
+          const int at = base + i * kThreads;
+          v[i] = load_words(from + (at < quads ? at : base) * 4);
+        }
+#pragma unroll
+        for (int i = 0; i < kItems; i++) pending |= differs(v[i], flag);
+      } while ((pending & 1) && watch.again(polls));
+#pragma unroll
+      for (int i = 0; i < kItems; i++) {
+        const int at = base + i * kThreads;
+        if (at >= quads) continue;
+        const int block = by_own(at), channel = (at - block * by_own.by) * 4, row = block >> 3, rank = block & 7;
+        const int sample = by_times(row), time = row - sample * p.times;
+        const float4 f = floats_of(v[i]);
+        const float x[4] = {f.x, f.y, f.z, f.w};
+        uint8_t* slab = shared() + slab_offset<Tile>(to, sample, time, rank, channel);
+        if constexpr (Tile::kWide)
+          *reinterpret_cast<float4*>(slab) = f;
+        else
+          *reinterpret_cast<uint2*>(slab) = half_words<Tile>(x);
+      }
+    }
+  }
+  DPA_DEVICE void receive_tail(const TeamArguments& a, int count, uint32_t flag, Watch& watch) const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(shared() + a.shared.tail_words);
+    for (int i = thread(); i < count; i += kThreads) {
+      uint32_t v;
+      int polls = 0;
+      while (((v = load_word(words + a.tail_words + i)) ^ flag) & 1) {
+        if (!watch.again(polls)) break;
+      }
+      to[i] = v & ~1u;
+    }
+  }
+};
+
+}  // namespace dpa::kernels::unet1d::device

@@ -1,0 +1,99 @@
+// What a block of a team makes before the loop: tables in shared memory, and every warp's list of runs.
+#pragma once
+#include "kernels/cuda/unet1d/teams.h"
+#include "kernels/cuda/unet1d/teams_gemm.cuh"
+
+namespace dpa::kernels::unet1d::device {
+
+// What a block keeps for the whole loop: the phases, tables of columns and of the steps along K, the sample, the first
+// and last convolutions' weights, zeros in the slabs.
+template <class Tile>
+DPA_DEVICE void fill_team_tables(const TeamArguments& a, int rank, int samples, int sample0) {
+  constexpr int kElement = Tile::kWide ? 4 : 2, kWords = static_cast<int>(sizeof(TeamPhase) / 4);
+  uint8_t* memory = shared();
+  for (int i = thread(); i < a.num_phases * kWords; i += kThreads)
+    reinterpret_cast<uint32_t*>(memory + a.shared.table)[i] = reinterpret_cast<const uint32_t*>(a.phases)[i];
+  for (int i = thread(); i < a.slab_bytes / 16; i += kThreads)
+    reinterpret_cast<uint4*>(memory + a.shared.slabs)[i] = make_uint4(0, 0, 0, 0);
+  sync_block();
+  const TeamPhase* phases = reinterpret_cast<const TeamPhase*>(memory + a.shared.table);
+  const int warp = thread() >> 5, lane = thread() & 31;
+#pragma unroll 1
+  for (int f = 1 + warp; f < a.num_phases; f += kPhaseWarps) {
+    const TeamPhase& p = phases[f];
+    int* columns = reinterpret_cast<int*>(memory + p.table);
+    for (int i = lane; i < samples * p.columns; i += 32) {
+      const int b = divide(i, p.columns), t = i - b * p.columns;
+      columns[i] = (b * p.rows + t * p.time_stride) * p.pitch;
+    }
+    int* offsets = columns + a.team_samples * p.columns;
+    const int per_value = p.unit_padded >> 4, per_tap = per_value * (1 + p.joined);
+#pragma unroll 1
+    for (int s = 0; s < p.num_segments; s++, offsets += p.segments[0].steps)
+#pragma unroll 1
+      for (int i = lane; i < p.segments[s].steps; i += 32) {
+        const int before = divide(i, per_tap), part = i - before * per_tap, unit = divide(before, p.segments[s].taps),
+                  tap = before - unit * p.segments[s].taps, skip = part >= per_value;
+        offsets[i] = (skip ? p.skip - p.value : 0) + tap * p.pitch +
+                     (unit * p.unit_padded + (part - skip * per_value) * 16) * kElement;
+      }
+  }
+  const int own = a.channels / kTeamBlocks, terms = a.taps * a.actions;
+  float *head = reinterpret_cast<float*>(memory + a.shared.head),
+        *sample = reinterpret_cast<float*>(memory + a.shared.sample);
+  for (int i = thread(); i < (terms + 2 * a.actions) * own; i += kThreads) {
+    const int term = divide(i, own), c = rank * own + i - term * own, tail = term - terms - a.actions;
+    head[i] = tail >= 0       ? a.floats[a.tail.weights + static_cast<int64_t>(tail) * a.channels + c]
+              : term >= terms ? a.floats[a.head.residual + static_cast<int64_t>(term - terms) * a.channels + c]
+                              : a.floats[a.head.weights + static_cast<int64_t>(term) * a.channels + c];
+  }
+  const int rows = a.horizon + 2 * a.halo;
+  for (int i = thread(); i < samples * rows * a.actions; i += kThreads) {
+    const int row = divide(i, a.actions), b = divide(row, rows), time = row - b * rows - a.halo;
+    const int global = ((sample0 + b) * a.horizon + time) * a.actions + i - row * a.actions;
+    float x = 0.0f;
+    if (time >= 0 && time < a.horizon)
+      x = a.condition_mask && a.condition_mask[global] ? a.condition_data[global] : a.initial[global];
+    sample[i] = x;
+  }
+}
+
+// This warp's runs in the order in which `multiply` takes them; a lane makes those of every 32nd phase.
+template <class Tile>
+DPA_DEVICE Runs make_team_runs(const TeamArguments& a, int rank) {
+  const int warp = thread() >> 5, lane = thread() & 31;
+  int* counts = reinterpret_cast<int*>(shared()) + warp * kMaxTeamPhases;
+  PhaseRun* runs = reinterpret_cast<PhaseRun*>(shared() + a.shared.runs) + warp * a.warp_runs;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; pass++) {
+#pragma unroll 1
+    for (int f = lane; f < a.num_phases; f += 32) {
+      const TeamPhase& p = reinterpret_cast<const TeamPhase*>(shared() + a.shared.table)[f];
+      int at = 0, made = 0;
+      for (int i = 0; pass && i < f; i++) at += counts[i];
+      const int k = warp & ((1 << p.log_warps_k) - 1), first_tile = rank * p.channels >> 4,
+                end = (rank * p.channels + p.channels + 15) >> 4;
+#pragma unroll 1
+      for (int s = 0; f > 0 && s < p.num_segments; s++) {
+        const TeamSegment& g = p.segments[s];
+        const int begin = g.steps * k >> p.log_warps_k, steps = (g.steps * (k + 1) >> p.log_warps_k) - begin;
+#pragma unroll 1
+        for (int r = first_tile + (warp >> p.log_warps_k); r < end && steps > 0; r += p.warps_rows, made++) {
+          if (!pass) continue;
+          const int slice = r / p.slice_tiles;
+          const int64_t first = (static_cast<int64_t>(slice) * g.steps + begin) * p.slice_tiles + r % p.slice_tiles;
+          runs[at + made] = {static_cast<uint32_t>((g.weights + first * Tile::kBytes) / 16),
+                             static_cast<uint32_t>(steps | p.slice_tiles << 16)};
+        }
+      }
+      if (!pass) counts[f] = made;
+    }
+    sync_block();
+  }
+  Runs mine = {runs, 0};
+  for (int i = 0; i < a.num_phases; i++) mine.count += counts[i];
+  sync_block();
+  return mine;
+}
+
+}  // namespace dpa::kernels::unet1d::device
