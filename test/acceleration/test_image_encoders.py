@@ -67,7 +67,12 @@ def _lerobot_policy(**options):
         device="cpu",
         num_train_timesteps=10,
         pretrained_backbone_weights=None,
-        **{**SMALL, "horizon": 8, "n_action_steps": 4, "crop_shape": (40, 40), **options},
+        **{
+            **SMALL,
+            **{"horizon": 8, "n_action_steps": 4, "crop_shape": (40, 40)},
+            "use_separate_rgb_encoder_per_camera": False,  # releases differ in the default
+            **options,
+        },
     )
     return _statistics(modeling.DiffusionPolicy(config))
 
