@@ -75,7 +75,8 @@ class TeamBuilder {
     f.times = times;
     f.channels = channels / kTeamBlocks, f.groups = groups / kTeamBlocks;
     f.quads = channels / groups / 4, f.quads_magic = magic_of(f.quads);
-    f.inverse_count = 1.0f / static_cast<float>(times * channels / groups);
+    const int count = times * channels / groups;  // groups divide the channels
+    f.inverse_count = 1.0f / static_cast<float>(count);
     f.own_magic = magic_of(f.channels / 4), f.times_magic = magic_of(times);
     f.out = place(times, channels, skip);
     f.out_pitch = pitch_of(channels), f.out_rows = times + 2 * out.halo, f.out_padded = padded(channels);
