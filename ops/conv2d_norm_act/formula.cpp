@@ -1,7 +1,6 @@
 // `dpa::conv2d_norm_act` in ATen ops: what autograd differentiates, and what runs wherever no kernel of the library does.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/convolution.h>
-#include <ATen/ops/group_norm.h>
 #include <ATen/ops/relu.h>
 
 #include "ops/conv2d_norm_act/conv2d_norm_act.h"
@@ -22,14 +21,15 @@ Tensor conv2d_norm_act_formula(const Tensor& input, const Tensor& weight, const 
                            {padding, padding}, {1, 1}, /*transposed=*/false, {0, 0}, 1)
                .to(wide);
   const auto along = [&](const Tensor& channels) { return channels.to(wide).unsqueeze(-1).unsqueeze(-1); };
-  const bool grouped = num_groups > 0 && y.sym_numel() != 0;
-  // ATen's backward wants a weight where it has a bias.
-  const bool affine = grouped && scale.has_value();
-  if (grouped)
-    y = at::group_norm(y, num_groups, as(scale, wide), affine ? as(shift, wide) : std::nullopt, eps,
-                       /*cudnn_enabled=*/false);
-  if (scale.has_value() && !affine) y = y * along(*scale);
-  if (shift.has_value() && !affine) y = y + along(*shift);
+  // Of ops that take what they saved in any order: the backward of ATen's group_norm does not.
+  if (num_groups > 0 && y.sym_numel() != 0) {
+    auto groups = y.reshape_symint({y.sym_size(0), num_groups, -1});
+    groups = groups - groups.mean({-1}, /*keepdim=*/true);
+    const auto variance = (groups * groups).mean({-1}, /*keepdim=*/true);
+    y = (groups * (variance + eps).rsqrt()).reshape_symint(y.sym_sizes());
+  }
+  if (scale.has_value()) y = y * along(*scale);
+  if (shift.has_value()) y = y + along(*shift);
   if (residual.has_value()) y = y + residual->to(wide);
   return (relu ? at::relu(y) : y).to(type);
 }
