@@ -80,7 +80,7 @@ def test_of_a_policy_of_lerobot(tmp_path):
     for kind in ("plain", "dpa"):
         parts = [found[kind][part] for part in call_profile.PARTS]
         assert min(parts) >= 0 and sum(parts) == pytest.approx(found[kind]["whole call"])
-        assert found[kind]["loop"] > 0 and found[kind]["preprocessing"] > 0
+        assert found[kind]["loop"] > 0  # the others are differences, within noise of zero
     assert found["plain"]["loop"] > found["dpa"]["loop"] and (tmp_path / "call.png").is_file()
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dpa.acceleration import construction
 from dpa.acceleration.policy_loop import FastLoop
@@ -52,10 +53,13 @@ def command(name, monkeypatch, **options):
     no_help = docstring.AttributeDocString()
     monkeypatch.setattr(docstring, "get_attribute_docstring", lambda *_: no_help)
     root, handlers = logging.getLogger(), logging.getLogger().handlers[:]
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    settings = cudnn.benchmark, products.allow_tf32
     try:
         main()
-    finally:
+    finally:  # what commands set for their process
         root.handlers[:] = handlers
+        cudnn.benchmark, products.allow_tf32 = settings
 
 
 def is_fast(policy):
