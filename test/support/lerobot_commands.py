@@ -53,13 +53,13 @@ def command(name, monkeypatch, **options):
     no_help = docstring.AttributeDocString()
     monkeypatch.setattr(docstring, "get_attribute_docstring", lambda *_: no_help)
     root, handlers = logging.getLogger(), logging.getLogger().handlers[:]
-    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
-    settings = cudnn.benchmark, products.allow_tf32
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    settings = cudnn.benchmark, matmul.allow_tf32
     try:
         main()
     finally:  # what commands set for their process
         root.handlers[:] = handlers
-        cudnn.benchmark, products.allow_tf32 = settings
+        cudnn.benchmark, matmul.allow_tf32 = settings
 
 
 def is_fast(policy):
