@@ -276,6 +276,32 @@ def test_the_copy_in_another_dtype_serves_other_modes():
     assert torch.equal(sampler(cond, noise=noise), fresh(cond, noise=noise))
 
 
+class _Scaled(nn.Module):
+    """A network with a number, which TorchScript keeps in C++, and a mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.unet, self.factor = make_unet("cpu"), 1.0
+        self.dropout = nn.Dropout(1.0).eval()
+
+    def forward(self, sample, timestep, global_cond: torch.Tensor):
+        return self.dropout(self.unet(sample, timestep, global_cond=global_cond)) * self.factor
+
+
+@pytest.mark.parametrize(
+    "change", [lambda net: setattr(net, "factor", 2.0), lambda net: net.dropout.train()]
+)
+def test_a_scripted_network_in_another_dtype_follows_its_attributes(change):
+    scheduler, steps = DDIM(20, prediction_type="sample"), 1
+    unet, cond, noise = torch.jit.script(_Scaled()), torch.randn(3, 4), torch.randn(SHAPE)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, torch.bfloat16, fused=False)
+    before = sampler(cond, noise=noise)
+    change(unet)
+    got = sampler(cond, noise=noise)
+    fresh = dpa.DiffusionSampler(unet, scheduler, steps, torch.bfloat16, fused=False)
+    assert torch.equal(got, fresh(cond, noise=noise)) and not torch.equal(got, before)
+
+
 def test_the_copy_in_another_dtype_is_kept(monkeypatch):
     scheduler, steps, _ = make_scheduler("ddim")
     unet, made = make_unet("cpu"), []

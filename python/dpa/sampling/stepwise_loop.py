@@ -28,21 +28,20 @@ class Copy:
     def __init__(self, unet: nn.Module):
         self.unet = unet
         self._copy: nn.Module | None = None
-        self._seen: tuple[Snapshot, list[Tracker], list[Any]] | None = None
+        self._seen: tuple[Snapshot, Tracker, Any] | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def to(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Return the copy: what the network's modules and weights are now, in that dtype."""
         shapes = [value.shape for value in _values(self.unet)]
-        seen = self._seen
-        same = seen is not None and seen[0].holds() and seen[2] == shapes
-        if self._copy is None or not same or not all(code.unchanged() for code in seen[1]):
-            modules = Snapshot(*self.unet.modules(), but=_WEIGHTS)
-            # A scripted network reads nothing but its own.
-            scripted = isinstance(self.unet, torch.jit.ScriptModule)
-            code = [] if scripted else [Tracker(self.unet)]
-            self._copy, self._seen = copy.deepcopy(self.unet), (modules, code, shapes)
+        if self._seen is not None:
+            modules, code, then = self._seen
+            same = modules.holds() and code.unchanged() and then == (shapes, code.modes())
+        if self._copy is None or not same:
+            modules, code = Snapshot(*self.unet.modules(), but=_WEIGHTS), Tracker(self.unet)
+            self._seen = modules, code, (shapes, code.modes())
+            self._copy = copy.deepcopy(self.unet)
         # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
         copied = self._copy.to(device, dtype)
         for old, new in zip(_values(copied), _values(self.unet), strict=True):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,10 +88,9 @@ class Tracker:
         self._root_names = self._names_of_root()
         self._inner = [own for own in self._own if own is not self._root]
         self._lengths = list(map(len, self._inner))
-        named = [(own, [name for name in own if name not in _NO_SETTINGS]) for own in self._own]
-        self._settings = [(operator.itemgetter(*names), own) for own, names in named if names]
+        self._settings = [setting for module in found for setting in _settings_of(module)]
         self._then = self._read_settings()
-        children = [module._modules for module in found]
+        children = list(map(_children, found))
         self._leaves = [now for now in children if not now]
         self._slots = [(module._parameters, name) for module, name in slots]
         self._containers = [(now, dict(now)) for now in children if now]
@@ -98,7 +98,7 @@ class Tracker:
         outer = [p for p in self.modules if p and p.rpartition(".")[0] not in self.modules]
         parents = {p: _inside(root, p.rpartition(".")[0]) for p in outer}
         self._places = [
-            (parent._modules, path.rpartition(".")[2], self.modules[path])
+            (_children(parent), path.rpartition(".")[2], self.modules[path])
             for path, parent in parents.items()
             if parent is not None
         ]
@@ -149,7 +149,7 @@ class Tracker:
 
     def modes(self) -> list[bool]:
         """Which modules are in training mode."""
-        return [own["training"] for own in self._own]
+        return [getattr(module, "training", False) for module in self._found]
 
 
 class ModuleState:
@@ -166,12 +166,12 @@ class ModuleState:
         self._modes = self._tracker.modes()
         found = [module for module in self._tracker.modules.values() if module is not None]
         held = [tensors for m in found for tensors in (m._parameters, m._buffers)]
-        self._slots = [(tensors, name) for tensors in held for name in tensors]
+        self._slots = [(tensors, name) for tensors in held for name, _ in tensors.items()]
         self._places = self._read_places()
 
     def _read_places(self) -> list[int]:
         """Return where parameters and buffers lie."""
-        found = [tensors.get(name) for tensors, name in self._slots]
+        found = [held[name] if held.__contains__(name) else None for held, name in self._slots]
         return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
     def hooked(self) -> bool:
@@ -186,6 +186,30 @@ class ModuleState:
             and self._tracker.modes() == self._modes
             and self._read_places() == self._places
         )
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dict that has the modules inside one; a scripted module wraps it."""
+    return getattr(module._modules, "_python_modules", module._modules)
+
+
+def _settings_of(module: nn.Module) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    """Yield what reads a module's settings, and what it reads them of."""
+    own = vars(module)
+    names = [name for name in own if name not in _NO_SETTINGS]
+    if names:
+        yield operator.itemgetter(*names), own
+    if isinstance(module, torch.jit.ScriptModule):  # its C++ module has its attributes
+        held = module._c
+        kind = torch._C.ConcreteModuleType.from_jit_type(held._type())
+        weights = dict(module._parameters.items()) | dict(module._buffers.items())
+        names = kind.get_attributes().keys() - weights.keys() - _OF_ALL
+        yield functools.partial(_scripted_attributes, sorted(names)), held
+
+
+def _scripted_attributes(names: list[str], held: Any) -> list[Any]:
+    values = [held.getattr(name) for name in names]
+    return [(v, version_of(v) if isinstance(v, Tensor) else None) for v in values]
 
 
 def _inside(root: nn.Module, path: str) -> nn.Module | None:
