@@ -48,17 +48,17 @@ class Policy:
         return torch.stack([steps, torch.full_like(steps, number)], dim=1)
 
 
-def run(example, policy, steps=40, hz=100, **options):
+def run(example, policy, steps, hz):
     robot = Robot()
-    loop = example.ControlLoop(policy, robot.read, robot.sent.append, hz, **options)
+    loop = example.ControlLoop(policy, robot.read, robot.sent.append, hz)
     return loop.run(steps), torch.stack(robot.sent)
 
 
 def test_every_step_gets_its_own_action(example):
     policy = Policy(0.0, 0.0, 0.012)
-    report, sent = run(example, policy)
+    report, sent = run(example, policy, steps=300, hz=100)  # a busy machine makes fewer chunks
     assert sent[:, 0].tolist() == [step for step, *_ in report.sent]
-    assert len(sent) + report.missed == 40
+    assert len(sent) + report.missed == 300
     assert sent[:, 1].unique().numel() > 3  # chunks
     for (step, due, at, age), after in zip(report.sent, report.sent[1:], strict=False):
         assert at >= due and age > 0 and after[1] - due == pytest.approx((after[0] - step) / 100)
@@ -75,13 +75,13 @@ def test_every_step_gets_its_own_action(example):
 
 
 def test_steps_without_an_action_are_counted(example):
-    # The third chunk takes far longer than a chunk has actions.
-    report, sent = run(example, Policy(0.0, 0.0, 0.25, 0.0), hz=50)
+    # The third chunk takes far longer than a chunk has actions, and than a thread is kept waiting.
+    report, sent = run(example, Policy(0.0, 0.0, 2.0, 0.0), steps=110, hz=50)
     assert report.missed >= 3
-    assert report.overrun and max(report.sampling) >= 0.25
+    assert report.overrun and max(report.sampling) >= 2.0
     assert sent[:, 0].tolist() == [step for step, *_ in report.sent]
     held = report.missed + len(sent)
-    assert held == 40 and f"40 steps, {report.missed} without an action" in str(report)
+    assert held == 110 and f"110 steps, {report.missed} without an action" in str(report)
 
 
 def test_late_steps_are_counted(example):
@@ -102,10 +102,11 @@ def test_what_sampling_raises_ends_the_loop(example):
                 raise RuntimeError("no observation")
             return super().__call__(*given)
 
-    start = time.monotonic()
+    robot = Robot()
+    loop = example.ControlLoop(Fails(0.0), robot.read, robot.sent.append, hz=100)
     with pytest.raises(RuntimeError, match="no observation"):
-        run(example, Fails(0.0), steps=10000)
-    assert time.monotonic() - start < 20
+        loop.run(10000)
+    assert robot.observed < 9000
 
 
 def test_a_held_chunk_has_no_jump(example):
