@@ -1,7 +1,10 @@
 """Fixtures that every test file shares, the mark of slow tests, and the order of files."""
 
+import itertools
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +65,22 @@ def hopper():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     return torch.device("cuda")
+
+
+@pytest.fixture
+def counted_calls(monkeypatch):
+    """For ``dpa bench`` and ``dpa profile`` the time is the number of function calls so far.
+
+    A call takes more of it than its parts, and the original loop more than one op, however busy
+    the machine is.
+    """
+    count = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(count)))
+    monkeypatch.setattr("dpa.bench.checkpoint.time", clock)
+    before = sys.getprofile()
+    sys.setprofile(lambda *_: next(count))
+    yield
+    sys.setprofile(before)
 
 
 @pytest.fixture(autouse=True)

@@ -255,7 +255,7 @@ def test_bench_of_a_bare_network(unet):
     assert all(part in shown.output for part in ("whole call", "preparation", "network", "rest"))
 
 
-def test_bench_of_a_policy_of_lerobot(tmp_path):
+def test_bench_of_a_policy_of_lerobot(tmp_path, counted_calls):
     name = "lerobot.policies.diffusion.modeling_diffusion"
     pytest.importorskip(name, reason="LeRobot is not installed", exc_type=ImportError)
     from train_fetch_reach import make_policy
