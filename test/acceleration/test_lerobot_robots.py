@@ -17,6 +17,7 @@ from lerobot_commands import (
     policies_made,
     unload_plugin,
 )
+from patience import HANGS
 
 from dpa.acceleration import construction
 from dpa.acceleration.policy_loop import FastLoop
@@ -207,7 +208,7 @@ def test_the_server_of_policies(fast, checkpoint, made, tmp_path, monkeypatch):
 
     if fast:
         construction.accelerate_new(logging.info)  # as `dpa run` does
-    own = server_module.PolicyServer(PolicyServerConfig(obs_queue_timeout=20))
+    own = server_module.PolicyServer(PolicyServerConfig(obs_queue_timeout=HANGS))
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
     services_pb2_grpc.add_AsyncInferenceServicer_to_server(own, server)
     port = server.add_insecure_port("localhost:0")

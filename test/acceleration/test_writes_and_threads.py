@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from patience import HANGS
 from policies import OriginalPolicy, call_of, diffusers, original_policy, sampled
 
 import dpa
@@ -181,7 +182,7 @@ def test_sampling_training_loading_drawing_and_packing_at_once(device):
     threads = [threading.Thread(target=work, args=(name,)) for name in roles]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANGS
     while not stop.is_set() and time.monotonic() < deadline and min(turns.values()) < 20:
         stop.wait(0.05)
     stop.set()

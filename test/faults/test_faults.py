@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANGS
 from policies import OriginalPolicy
 from samplers import diffusers, make_sampler, without_graph
 from torch import nn
@@ -69,7 +70,7 @@ def test_an_exception_in_an_observation_encoder(device):
     dpa.restore(policy)
 
 
-def _interrupted(command, out, ready, seconds=100):
+def _interrupted(command, out, ready):
     """Start ``dpa command --out out``, interrupt it once ``ready`` is there; what it printed."""
     command = [sys.executable, "-m", "dpa", *command, "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -82,12 +83,12 @@ def _interrupted(command, out, ready, seconds=100):
         # What a shell starts in the background ignores interrupts, and so would its children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    until = time.monotonic() + seconds
+    until = time.monotonic() + HANGS
     while not ready() and time.monotonic() < until and process.poll() is None:
         time.sleep(0.02)
     assert process.poll() is None, process.communicate()[0]
     process.send_signal(signal.SIGINT)
-    printed = process.communicate(timeout=60)[0]
+    printed = process.communicate(timeout=HANGS)[0]
     assert process.returncode != 0 and "Traceback" not in printed, printed
     return printed
 
@@ -248,7 +249,7 @@ for call in (lambda: sampler(cond), lambda: torch.ops.dpa.elementwise_mult(x, x)
         print("raised", "CUDA error" in str(error))
 """
     done = subprocess.run(
-        [*PYTHON, script], cwd=_SUPPORT, capture_output=True, text=True, timeout=90
+        [*PYTHON, script], cwd=_SUPPORT, capture_output=True, text=True, timeout=HANGS
     )
     assert done.stdout.split("\n")[:3] == ["raised True"] * 3, done.stdout + done.stderr[-2000:]
 
@@ -270,7 +271,7 @@ print(hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest())
         subprocess.Popen([*PYTHON, script], cwd=folder, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    printed = [process.communicate(timeout=120)[0].split() for process in processes]
+    printed = [process.communicate(timeout=HANGS)[0].split() for process in processes]
     assert printed[0][0] == "True" and printed.count(printed[0]) == 3, printed
 
 
@@ -300,7 +301,7 @@ def test_capture_in_one_thread_while_another_runs(cuda):
             assert len(sampler._graphs) == 1 and not sampler._graphs.refused
     finally:
         stop.set()
-        thread.join(timeout=60)
+        thread.join(timeout=HANGS)
     assert not thread.is_alive() and not wrong
 
 

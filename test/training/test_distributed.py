@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANGS
 from torch.testing import assert_close
 
 pytest.importorskip("diffusers")
@@ -36,7 +37,7 @@ def _torchrun(*command, where, device, count=2):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
