@@ -93,7 +93,8 @@ class Tracker:
         children = list(map(_children, found))
         self._leaves = [now for now in children if not now]
         self._slots = [(module._parameters, name) for module, name in slots]
-        self._containers = [(now, dict(now)) for now in children if now]
+        self._containers = [now for now in children if now]
+        self._children = list(map(dict, self._containers))
         # Where modules stand whose parent is not tracked itself.
         outer = [p for p in self.modules if p and p.rpartition(".")[0] not in self.modules]
         parents = {p: _inside(root, p.rpartition(".")[0]) for p in outer}
@@ -117,7 +118,7 @@ class Tracker:
 
     def unchanged(self) -> bool:
         """Whether the modules are the same objects, of the same classes, set up as they were."""
-        if any(self._leaves) or any(now != then for now, then in self._containers):
+        if any(self._leaves) or self._containers != self._children:
             return False
         if any(held.get(name) is not module for held, name, module in self._places):
             return False

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from dpa.tracking.replacing import Replacement, put_back, replace_method, replac
 from dpa.training.parts import Parts
 
 
-@runtime_checkable
 class Compared(Protocol):
     """A replacement of a forward that is compared with the original before it takes over."""
 
@@ -150,7 +149,7 @@ class GraphedForward(Replacement):
 
     def _is_decided(self) -> bool:
         """Whether a later call would run as one does now: not before a comparison has decided."""
-        return not isinstance(self.inner, Compared) or self.inner.is_compared()
+        return not _is_compared(self.inner) or self.inner.is_compared()
 
     def _key(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> Hashable | None:
         """All that a capture depends on, or None where the call has to run as it is."""
@@ -163,7 +162,7 @@ class GraphedForward(Replacement):
         if device.index != torch.cuda.current_device():  # whose streams are what is captured
             return None
         inner = self.inner
-        if isinstance(inner, Compared) and inner.fallback_reason() is not None:
+        if _is_compared(inner) and inner.fallback_reason() is not None:
             return None
         parts = self._parts
         if parts is None or not parts.unchanged():
@@ -186,7 +185,7 @@ class GraphedForward(Replacement):
         assert self._parts is not None
         try:
             # A network of the family uses no random numbers; of another module nobody knows.
-            known = isinstance(self.inner, Compared)
+            known = _is_compared(self.inner)
             capture = _Capture(self.original, self._parts, args, kwargs, known)
         except RuntimeError as error:  # calls go on, kernel by kernel
             self.refused[key] = str(error).partition("\n")[0]
@@ -202,6 +201,11 @@ class GraphedForward(Replacement):
             gone, _ = self._captures.popitem(last=False)
             del self._calls[gone]
         return capture
+
+
+def _is_compared(forward: Any) -> TypeGuard[Compared]:
+    """Whether a forward is one that is compared: every call asks, and a protocol takes its time."""
+    return hasattr(forward, "is_compared")
 
 
 def _is_special() -> bool:
@@ -245,7 +249,8 @@ class _Capture:
             torch.set_autocast_cache_enabled(caches)
         self._parameters = [p for p in parts.parameters if p.requires_grad]
         self._storages = [g.untyped_storage() for g in self._gradients if g is not None]
-        self._users = [torch._C._storage_Use_Count(s._cdata) for s in self._storages]
+        self._places = [storage._cdata for storage in self._storages]
+        self._users = list(map(torch._C._storage_Use_Count, self._places))
 
     def _record(
         self, forward: Any, args: Any, kwargs: Any, parameters: list[Tensor], known: bool
@@ -273,8 +278,9 @@ class _Capture:
         """Whether a replay may write: nothing of the last one is wanted any more."""
         if self._is_open():
             return False
-        if self._are_held():
-            self._give_away()
+        if not self._are_held():
+            return True
+        self._give_away()
         return not self._are_held()
 
     def _is_open(self) -> bool:
@@ -289,8 +295,7 @@ class _Capture:
 
     def _are_held(self) -> bool:
         """Whether somebody still has gradients of the last replay."""
-        count = torch._C._storage_Use_Count
-        return any(count(s._cdata) != n for s, n in zip(self._storages, self._users, strict=True))
+        return list(map(torch._C._storage_Use_Count, self._places)) != self._users
 
     def _give_away(self) -> None:
         """Move what the parameters hold of the last gradients to memory of its own."""

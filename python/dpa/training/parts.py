@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Hashable, Iterator
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 
 from dpa.tracking import Tracker
 
+_version, _trains = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+_device, _kind = operator.attrgetter("device"), operator.attrgetter("dtype", "shape")
+
 
 class Parts:
     """The modules, parameters and buffers that a capture has in it.
 
-    Checked in every call, so a check is made of dictionary lookups alone.
+    Checked in every call, so a check is made of dictionary lookups and of loops without bytecode.
 
     Attributes:
         parameters: of the module, once each.
@@ -38,21 +42,24 @@ class Parts:
         """Whether a graph can replace it: on one device, not sharded, no hooks on inner modules."""
         return (
             not self._tracker.hooked(inner=True)
-            and all(type(p) is nn.Parameter for p in self.parameters)
-            and all(t.device == device for t in self._tensors)
+            and set(map(type, self.parameters)) <= {nn.Parameter}
+            and all(map(device.__eq__, map(_device, self._tensors)))
         )
 
     def state(self) -> Hashable:
         """Where and how parameters and buffers lie, which train, and modes."""
+        tensors = self._tensors
         return (
-            tuple([(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._tensors]),
-            tuple([p.requires_grad for p in self.parameters]),
+            tuple(map(Tensor.data_ptr, tensors)),
+            tuple(map(Tensor.stride, tensors)),
+            tuple(map(_kind, tensors)),
+            tuple(map(_trains, self.parameters)),
             tuple(self._tracker.modes()),
         )
 
     def versions(self) -> list[int]:
         """How often each parameter has been written."""
-        return [p._version for p in self.parameters]
+        return list(map(_version, self.parameters))
 
     @contextlib.contextmanager
     def replaced(self, make: Callable[[nn.Parameter], Tensor]) -> Iterator[list[Tensor]]:
