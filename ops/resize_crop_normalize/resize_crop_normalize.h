@@ -30,7 +30,16 @@ ImageSizes check_resize_crop_normalize(const Tensor& image, at::OptionalSymIntAr
 /// The dtype of the output.
 at::ScalarType image_type(const Tensor& image, std::optional<at::ScalarType> dtype);
 
-/// The op in ATen ops.
+/// (B, C, H, W) resized, and what the crop leaves of it, by ATen ops that sum in one order and take any size.
+Tensor resized_and_cropped(const Tensor& x, const ImageSizes& s, bool antialias);
+
+/// The op in ATen ops, with this resize.
+using ResizeAndCrop = Tensor (*)(const Tensor& x, const ImageSizes& s, bool antialias);
+Tensor resize_crop_normalize_steps(const Tensor& image, const ImageSizes& s, const OptionalTensor& mean,
+                                   const OptionalTensor& std, bool antialias, bool hwc,
+                                   std::optional<at::ScalarType> dtype, ResizeAndCrop resize);
+
+/// The op in ATen ops, to be differentiated.
 Tensor resize_crop_normalize_formula(const Tensor& image, at::OptionalSymIntArrayRef size,
                                      at::OptionalSymIntArrayRef crop, const OptionalTensor& mean,
                                      const OptionalTensor& std, bool antialias, bool hwc,

@@ -355,7 +355,9 @@ def resize_crop_normalize(
     x = image.permute(0, 3, 1, 2) if hwc else image
     x = x.to(torch.float64 if torch.float64 in (out, image.dtype) else torch.float32)
     x = x / 255 if bytes_ else x
-    if size is not None:
+    if size is not None and x.numel() == 0:  # which a GPU does not resize
+        x = x.sum((2, 3), keepdim=True).expand(-1, -1, *size)
+    elif size is not None:
         x = F.interpolate(x, tuple(size), mode="bilinear", antialias=antialias)
     if crop is not None:
         top, left, height, width = crop

@@ -122,3 +122,49 @@ def test_what_the_crop_leaves_out_is_not_read(device):
 def test_no_images(device):
     got = dpa.ops.resize_crop_normalize(_bytes(device, 0, 8, 8, 3), (4, 4), (0, 0, 2, 2), hwc=True)
     assert got.shape == (0, 3, 2, 2)
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize(
+    "size, resized, crop",
+    [
+        ((48, 64), (30, 40), (3, 4, 24, 32)),
+        ((300, 5), (1, 7), None),
+        ((7, 250), (9, 3), (2, 1, 4, 2)),
+        ((31, 33), (31, 33), (5, 0, 20, 33)),
+        ((5, 6), (64, 50), None),
+    ],
+)
+def test_gradients_of_any_size(device, size, resized, crop, antialias):
+    """Values are the same where a gradient is wanted, and gradients are PyTorch's on a CPU."""
+    x = torch.rand(2, 3, *size, dtype=torch.float64, device=device)
+    values = dpa.ops.resize_crop_normalize(x, resized, crop, antialias=antialias)
+    exact, ours = x.cpu().requires_grad_(), x.requires_grad_()
+    want = dpa.reference.resize_crop_normalize(exact, resized, crop, antialias=antialias)
+    assert_close(values.cpu(), want, rtol=1e-9, atol=1e-9)
+    got = dpa.ops.resize_crop_normalize(ours, resized, crop, antialias=antialias)
+    assert_close(got.cpu(), want, rtol=1e-9, atol=1e-9)
+    weights = torch.randn_like(want)
+    (expected,) = torch.autograd.grad(want, exact, weights)
+    for _ in range(3):
+        (gradient,) = torch.autograd.grad(got, ours, weights.to(device), retain_graph=True)
+        assert_close(gradient.cpu(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_repeat(device):
+    """They are sums in one order."""
+    x = torch.rand(2, 3, 120, 160, device=device, requires_grad=True)
+    out = dpa.ops.resize_crop_normalize(x, (50, 60), (3, 2, 40, 48))
+    weights = torch.randn_like(out)
+    first, *others = (torch.autograd.grad(out, x, weights, retain_graph=True)[0] for _ in range(4))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_one_infinite_pixel(device):
+    """It reaches the pixels that it is a part of, with a gradient as without one."""
+    x = torch.zeros(1, 1, 12, 12, device=device)
+    x[0, 0, 5, 5] = float("inf")
+    values = dpa.ops.resize_crop_normalize(x, (6, 6))
+    got = dpa.ops.resize_crop_normalize(x.clone().requires_grad_(), (6, 6))
+    assert_close(got.detach(), values)
+    assert got.isfinite().sum() >= 27
