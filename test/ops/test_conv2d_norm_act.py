@@ -115,6 +115,15 @@ class TestConv2dNormAct(OpProofs):
             terms = terms * magnified(terms, exact.args[6]) + 10
         return (y + 100 * terms, -100 * terms), 0.0
 
+    # PyTorch's convolutions on a GPU add gradients up in any order, unless cuDNN is asked for one.
+    def test_gradcheck(self, device):
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            super().test_gradcheck(device)
+
+    def test_gradgradcheck(self, device):
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            super().test_gradgradcheck(device)
+
 
 @pytest.mark.parametrize("groups", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
