@@ -115,7 +115,7 @@ class TestConv2dNormAct(OpProofs):
             terms = terms * magnified(terms, exact.args[6]) + 10
         return (y + 100 * terms, -100 * terms), 0.0
 
-    # PyTorch's convolutions on a GPU add gradients up in any order, unless cuDNN is asked for one.
+    # PyTorch's convolutions on a GPU add gradients up in any order, unless cuDNN is to keep to one.
     def test_gradcheck(self, device):
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):
             super().test_gradcheck(device)
