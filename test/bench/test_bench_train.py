@@ -14,7 +14,7 @@ CliRunner = pytest.importorskip("typer.testing").CliRunner
 def test_a_small_network_is_measured(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device.type == "cuda")
     ways = (train.TF32, train.EAGER, train.DPA)
-    small = train.SMALL[0].network.build(train.EAGER, torch.device("cpu"))
+    small = train.build(train.SMALL[0].network, train.EAGER, torch.device("cpu"))
     rows = [train.measure(train.SMALL[0], way, repeats=1) for way in ways]
     assert [row["how"] for row in rows] == [train.TF32, train.EAGER, train.DPA]
     for row in rows:
@@ -75,7 +75,7 @@ def test_a_whole_step_trains(device):
     weights = []
     for way in (train.EAGER, train.DPA):
         network = train.SMALL[0].network
-        model = network.build(train.EAGER, device)
+        model = train.build(network, train.EAGER, device)
         torch.manual_seed(1)
         step = train.whole_step(train._work(train.SMALL[0], train.TF32, model), model, way)
         for _ in range(3):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dpa.bench.checkpoint import Options, device_name, in_turns, subjects
+from dpa.bench.checkpoint import Options, calls_of, found_of, medians, subjects
 from dpa.library.devices import choose_device
 
 PARTS = ("preprocessing", "encoder", "loop", "host")
@@ -31,27 +31,11 @@ def profile(options: Options) -> dict[str, Any]:
     device = choose_device(options.device)
     with torch.no_grad():
         plain, fast = subjects(options, device)
-        calls = {
-            (name, part): call
-            for name, subject in (("plain", plain), ("dpa", fast))
-            for part in ("whole", "prepare", "chunk", "loop")
-            if (call := getattr(subject, part)) is not None
-        }
+        calls = calls_of(plain, fast, ("whole", "prepare", "chunk", "loop"))
         for call in list(calls.values()) * _WARM_UP:
             call()
-        times = in_turns(calls, options.seconds, device)
-    found = {
-        "checkpoint": str(options.checkpoint),
-        "what": plain.what,
-        "steps": plain.steps,
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "plain": parts(times, "plain"),
-        "dpa": parts(times, "dpa"),
-        "how": fast.how,
-    }
-    found["times faster"] = found["plain"]["whole call"] / found["dpa"]["whole call"]
-    return found
+        times = medians(calls, options.seconds)
+    return found_of(options, device, fast, lambda name: parts(times, name))
 
 
 def parts(times: dict[tuple[str, str], float], name: str) -> dict[str, float]:

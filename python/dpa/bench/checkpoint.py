@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import dpa
+from dpa.bench.timing import in_turns, latency_us
 from dpa.export.checkpoint import make_scheduler, read
-from dpa.library.devices import choose_device
+from dpa.library.devices import choose_device, device_name
 
 PARTS = ("whole call", "preparation", "network", "rest")
 Call = Callable[[], object]
@@ -77,40 +78,21 @@ def measure(options: Options) -> dict[str, Any]:
     device = choose_device(options.device)
     with torch.no_grad():
         plain, fast = subjects(options, device)
-        started = time.perf_counter()
-        fast.whole()  # compares, packs, captures
-        _wait(device)
-        first = (time.perf_counter() - started) * 1e3
-        calls = {
-            (name, part): call
-            for name, subject in (("plain", plain), ("dpa", fast))
-            for part, call in (("whole", subject.whole), ("loop", subject.loop))
-            if call is not None
-        }
+        first = latency_us(fast.whole) / 1e3  # compares, packs, captures
+        calls = calls_of(plain, fast, ("whole", "loop"))
         calls["plain", "network"] = plain.network
-        times = in_turns(calls, options.seconds, device)
-    found = {
-        "checkpoint": str(options.checkpoint),
-        "what": plain.what,
-        "steps": plain.steps,
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "plain": _parts(times, "plain", plain),
-        "dpa": _parts(times, "dpa", fast),
-        "first call ms": first,
-        "how": fast.how,
-    }
-    found["times faster"] = found["plain"]["whole call"] / found["dpa"]["whole call"]
-    return found
+        times = medians(calls, options.seconds)
+    found = found_of(options, device, fast, lambda name: _parts(times, name, plain.steps))
+    return found | {"first call ms": first}
 
 
-def _parts(times: dict[Any, float], name: str, subject: Subject) -> dict[str, float]:
+def _parts(times: dict[Any, float], name: str, steps: int) -> dict[str, float]:
     """Milliseconds by :data:`PARTS`. No part is below zero, which noise could make it."""
     whole = times[name, "whole"]
     loop = times.get((name, "loop"), whole)
     network = loop
     if name == "plain":
-        network = min(times[name, "network"] * subject.steps, loop)
+        network = min(times[name, "network"] * steps, loop)
     return {
         "whole call": whole,
         "preparation": max(whole - loop, 0.0),
@@ -119,32 +101,49 @@ def _parts(times: dict[Any, float], name: str, subject: Subject) -> dict[str, fl
     }
 
 
-def in_turns(calls: dict[Any, Call], seconds: float, device: torch.device) -> dict[Any, float]:
+def medians(calls: dict[Any, Call], seconds: float) -> dict[Any, float]:
     """Return the medians in milliseconds, in turns for about ``seconds``, thrice at least."""
-    times: dict[Any, list[float]] = {key: [] for key in calls}
-    end = time.perf_counter() + seconds
-    rounds = 0
-    while rounds < 4 or (time.perf_counter() < end and rounds < 200):
-        for key, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            _wait(device)
-            if rounds:  # the first round warms up
-                times[key].append((time.perf_counter() - begin) * 1e3)
-        rounds += 1
-    return {key: statistics.median(values) for key, values in times.items()}
+
+    def rounds() -> Iterator[int]:
+        end = time.perf_counter() + seconds
+        for number in range(200):
+            if number >= 4 and time.perf_counter() >= end:
+                return
+            yield number
+
+    times = in_turns(calls, rounds())
+    return {key: statistics.median(values) / 1e3 for key, values in times.items()}
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def calls_of(plain: Subject, fast: Subject, parts: Sequence[str]) -> dict[tuple[str, str], Call]:
+    """Return the calls that there are of these parts, by ("plain" or "dpa", part)."""
+    subjects = {"plain": plain, "dpa": fast}
+    return {
+        (name, part): call
+        for name, subject in subjects.items()
+        for part in parts
+        if (call := getattr(subject, part)) is not None
+    }
 
 
-def device_name(device: torch.device) -> str:
-    """Return what a device is called."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+def found_of(
+    options: Options,
+    device: torch.device,
+    fast: Subject,
+    parts: Callable[[str], dict[str, float]],
+) -> dict[str, Any]:
+    """Return what was measured, ready for JSON; ``parts`` gives a kind's times by their names."""
+    found = {
+        "checkpoint": str(options.checkpoint),
+        "what": fast.what,
+        "steps": fast.steps,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "plain": parts("plain"),
+        "dpa": parts("dpa"),
+        "how": fast.how,
+    }
+    return found | {"times faster": found["plain"]["whole call"] / found["dpa"]["whole call"]}
 
 
 def subjects(options: Options, device: torch.device) -> tuple[Subject, Subject]:

@@ -18,11 +18,13 @@ from rich.table import Table
 
 from dpa.bench import cpu, small_ops
 from dpa.bench.ahead import Process
+from dpa.bench.networks import SIZES
+from dpa.library.devices import choose_device, device_name
 from dpa.library.files import replacing
 
 PARTS = ("all", "ops", "sampler")
 TRAIN_PARTS = ("all", "networks", "norm", "optimizer", "ddp", "curves")
-NETWORKS = ("67 M", "252 M")  # the names of dpa.bench.sampler.SIZES
+NETWORKS = tuple(size.name for size in SIZES)
 Tables = dict[str, Any]
 Stages = dict[str, Callable[[], Tables]]
 
@@ -62,8 +64,7 @@ def bench(options: Options) -> tuple[Tables, list[Path]]:
     gpu = torch.cuda.is_available()
     out = options.out
     out.mkdir(parents=True, exist_ok=True)  # fails before the measurements
-    name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
-    results: Tables = {"device": name, "torch": torch.__version__}
+    results: Tables = {"device": device_name(choose_device("auto")), "torch": torch.__version__}
     if not gpu and (busy := _busy()):
         Console(stderr=True).print(f"[yellow]{busy}[/]", highlight=False)
     kind = "profile" if options.profile else "train" if options.training else "results"
@@ -182,10 +183,10 @@ def _profiles(networks: Sequence[str], out: Path) -> tuple[Tables, list[Path]]:
 
     tables: Tables = {}
     pictures = []
-    for size in sampler.SIZES:
+    for size in SIZES:
         if size.name not in networks:
             continue
-        unet = size.build()
+        unet = size.build().eval()
         for label, dtype in sampler.DTYPES.items():
             try:
                 found = sampler.profile(unet, dtype)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dpa
 from dpa.bench.ahead import Process, on_request
+from dpa.bench.networks import ACTION_DIM, COND_DIM, HORIZON, SIZES
 from dpa.bench.timing import device_spread_us, graphed, latency
 from dpa.sampling import stepwise_loop as stepwise
 
@@ -28,7 +29,7 @@ class Ahead:
     Compiled one after the other they take minutes. A process waits, idle, until its turn.
 
     Args:
-        network: the name of one of :data:`dpa.bench.sampler.SIZES`.
+        network: the name of one of :data:`dpa.bench.networks.SIZES`.
         autotune: compile with max-autotune too, in bfloat16: a minute alone. In float32 it gains
             nothing.
 
@@ -98,16 +99,12 @@ def scheduler_of(name: str) -> Any:
 
 def _conditioning(dtype: torch.dtype, batch: int, scheduler: str) -> tuple[Any, Tensor]:
     """The step table of a loop, and a random ``global_cond``."""
-    from dpa.bench.sampler import COND_DIM
-
     table = dpa.schedulers.from_diffusers(scheduler_of(scheduler), COUNTS[scheduler])
     return table.to("cuda", torch.float32), torch.randn(batch, COND_DIM, device="cuda", dtype=dtype)
 
 
 def _step(network: Callable[..., Tensor], dtype: torch.dtype, batch: int) -> Call:
     """One forward pass, called as the loop calls it, so that it is compiled once."""
-    from dpa.bench.sampler import ACTION_DIM, HORIZON
-
     table, cond = _conditioning(dtype, batch, "DDPM")
     sample = torch.randn(batch, HORIZON, ACTION_DIM, device="cuda").to(dtype)
     timestep = table.timesteps[:, None].expand(-1, batch)[5]
@@ -116,8 +113,6 @@ def _step(network: Callable[..., Tensor], dtype: torch.dtype, batch: int) -> Cal
 
 def _loop(network: Callable[..., Tensor], dtype: torch.dtype, batch: int, scheduler: str) -> Call:
     """The loop of the network's forward passes and ``dpa::scheduler_step``, in float32."""
-    from dpa.bench.sampler import ACTION_DIM, HORIZON
-
     table, cond = _conditioning(dtype, batch, scheduler)
     timesteps = table.timesteps[:, None].expand(-1, batch)
     draw = lambda _: torch.randn(batch, HORIZON, ACTION_DIM, device="cuda")  # noqa: E731
@@ -130,11 +125,9 @@ def _loop(network: Callable[..., Tensor], dtype: torch.dtype, batch: int, schedu
 
 def _measure(network: str, mode: str, dtype: str, batch: str) -> None:
     """Compile, and measure on request."""
-    from dpa.bench.sampler import SIZES
-
     kind, count = getattr(torch, dtype), int(batch)
     size = next(size for size in SIZES if size.name == network)
-    with _plain(size.build(), kind) as plain:
+    with _plain(size.build().eval(), kind) as plain:
         compiled = torch.compile(plain, mode=mode)
         _loop(compiled, kind, count, "DDIM")()
         torch.cuda.synchronize()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dpa.bench.timing import in_turns, wall_us
 
 Function = Callable[..., Any]
 
@@ -136,21 +137,12 @@ def _training(function: Function, tensors: list[Tensor]) -> Function:
 
 
 def _pair_us(one: Function, other: Function, rounds: int) -> tuple[float, float]:
-    """Median microseconds of each, alternating, at least 0.2 ms at a time."""
-    times: tuple[list[float], list[float]] = ([], [])
-    counts = []
-    for run in (one, other):
+    """Median microseconds of each, in turns, at least 0.2 ms at a time."""
+    counted = {}
+    for name, run in enumerate((one, other)):
         run()
-        begin = time.perf_counter()
-        run()
-        counts.append(max(1, int(2e-4 / (time.perf_counter() - begin))))
-    for number in range(rounds + 2):
-        for run, count, into in zip((one, other), counts, times, strict=True):
-            begin = time.perf_counter()
-            for _ in range(count):
-                run()
-            if number >= 2:
-                into.append((time.perf_counter() - begin) * 1e6 / count)
+        counted[name] = run, max(1, int(200 / wall_us(run)))
+    times = in_turns(counted, range(rounds + 2), lambda pair: wall_us(*pair), warm_up=2)
     return statistics.median(times[0]), statistics.median(times[1])
 
 

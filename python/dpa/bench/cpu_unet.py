@@ -7,7 +7,6 @@ calls take turns in short rounds, so that a machine that is busier for a while i
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 import dpa
 from dpa.bench.cpu_rivals import Call, engines
+from dpa.bench.timing import in_turns, wall_us
 
 #: The network of diffusion_policy's low-dimensional tasks, 67 M parameters with this conditioning.
 NETWORK = {
@@ -27,22 +27,21 @@ _HORIZON = 16
 _DDIM_STEPS = 10
 
 
-def in_turns(calls: dict[Any, Call], rounds: int, each: int = 5) -> dict[Any, list[float]]:
-    """Milliseconds of ``rounds * each`` calls of each; a round begins with one that is not counted.
+_EACH = 5  # calls of an engine in a round
+
+
+def _milliseconds(calls: dict[Any, Call], rounds: int) -> dict[Any, list[float]]:
+    """Of each engine's calls, in turns; a turn begins with one that is not counted.
 
     That one wakes the engine's threads and sees the caches as the others have left them.
     """
-    times: dict[Any, list[float]] = {key: [] for key in calls}
-    for number in range(rounds + 1):
-        for key, call in calls.items():
-            call()
-            for _ in range(each if number else 2):
-                begin = time.perf_counter()
-                call()
-                elapsed = (time.perf_counter() - begin) * 1e3
-                if number:
-                    times[key].append(elapsed)
-    return times
+
+    def measure(call: Call) -> list[float]:
+        call()
+        return [wall_us(call) / 1e3 for _ in range(_EACH)]
+
+    times = in_turns(calls, range(rounds + 1), measure)
+    return {key: [ms for turn in turns for ms in turn] for key, turns in times.items()}
 
 
 def _summary(times: list[float]) -> dict[str, float]:
@@ -78,7 +77,7 @@ def forward_rows(
             packed = dpa.packed.PackedUnet(unet, dtype).packed
             precision = str(dtype).removeprefix("torch.")
             calls["reading", precision] = _reader(packed)
-        times = in_turns(calls, rounds)
+        times = _milliseconds(calls, rounds)
     eager = statistics.median(times["eager", "float32"])
     return [
         {"batch": batch, "engine": name, "precision": precision}
@@ -108,7 +107,7 @@ def loop_rows(unet: nn.Module, rounds: int = 4) -> list[dict[str, Any]]:
         calls["step", precision] = lambda packed=packed: packed(sample, timestep, cond)
         calls["loop", precision] = lambda sampler=sampler: sampler(global_cond=cond)
     with torch.no_grad():
-        times = in_turns(calls, rounds)
+        times = _milliseconds(calls, rounds)
     rows = []
     for precision in ("float32", "bfloat16"):
         step, loop = (statistics.median(times[what, precision]) for what in ("step", "loop"))

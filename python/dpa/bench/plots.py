@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 
 from dpa.demo.draw import FAINT, INK, MUTED, figure, headline
-
-if TYPE_CHECKING:
-    from dpa.bench.profiling import StepProfile
 
 COLORS = {"multiply": "#1f7a8c", "publish": "#f2b134", "wait": "#d9d8d3", "normalise": "#e0782f"}
 _PARTS = {
@@ -68,7 +64,7 @@ def draw_steps(rows: list[Row], device: str, path: Path) -> Path:
         ax.set_xscale("log")
         ax.set_xlim(min(row["floor us"] for row in rows) / 1.3, max(row["us"] for row in rows) * 3)
         ax.set_ylim(y - 0.9, -0.9)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        ax.xaxis.set_major_formatter("{x:g}")
     return path
 
 
@@ -96,7 +92,7 @@ def draw_loops(rows: list[Row], device: str, path: Path) -> Path:
         ax.set_xscale("log")
         ax.set_xlim(min(row["us"] for row in rows) / 2e3, max(row["us"] for row in rows) / 1e3 * 3)
         ax.set_ylim(y - 0.9, -0.9)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        ax.xaxis.set_major_formatter("{x:g}")
     return path
 
 
@@ -133,13 +129,13 @@ def _batch_panel(ax: Axes, rows: list[Row], title: str) -> None:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axis.set_major_formatter("{x:g}")
     ax.grid(color=FAINT, lw=0.6)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def draw_profile(profile: StepProfile, path: Path) -> Path:
-    """Stacked bars, a layer each, in the network's order."""
+def draw_profile(profile: Any, path: Path) -> Path:
+    """Stacked bars of a :class:`dpa.StepProfile`, a layer each, in the network's order."""
     layers = profile.layers
     with figure(path, (9, 1.6 + 0.22 * len(layers))) as fig:
         dtype = str(profile.dtype).removeprefix("torch.")
@@ -182,13 +178,8 @@ def draw_training(rows: list[Row], device: str, path: Path) -> Path:
                     continue
                 value /= 1 if column == "peak MiB" else 1e3
                 ax.barh(y, value, 0.7 / len(ways), color=_color(row["how"]))
-                ax.text(
-                    value,
-                    y,
-                    f" {value:.3g}" if value < 1000 else f" {value:.0f}",
-                    va="center",
-                    size=7.5,
-                )
+                text = f" {value:.3g}" if value < 1000 else f" {value:.0f}"
+                ax.text(value, y, text, va="center", size=7.5)
             labels = [f"{network}, batch {batch}\n{what}" for network, batch, what in cases]
             shown = labels if ax.get_subplotspec().colspan.start == 0 else [""] * len(labels)
             ax.set_yticks([i + 0.4 * (1 - 1 / len(ways)) for i in range(len(cases))], shown, size=8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,38 +14,14 @@ import dpa
 from dpa.bench import compiled, parallel
 from dpa.bench.ahead import Process
 from dpa.bench.bars import bars
+from dpa.bench.networks import ACTION_DIM, COND_DIM, HORIZON, SIZES, Network
 from dpa.bench.profiling import captured_loop, step_us
 from dpa.bench.timing import device_spread_us, device_us, latency
 
-HORIZON, ACTION_DIM, COND_DIM = 16, 2, 132
 _ORDERED = ("steps", "loops")  # tables to which several ways add rows
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Size:
-    """A network's widths, as the published policies have them."""
-
-    name: str
-    down_dims: tuple[int, ...]
-    step_dim: int
-
-    def build(self, device: str = "cuda") -> dpa.nn.ConditionalUnet1D:
-        """Return the network with random weights."""
-        with torch.device(device):
-            unet = dpa.nn.ConditionalUnet1D(
-                ACTION_DIM,
-                global_cond_dim=COND_DIM,
-                diffusion_step_embed_dim=self.step_dim,
-                down_dims=self.down_dims,
-                kernel_size=5,
-                n_groups=8,
-                cond_predict_scale=True,
-            )
-        return unet.eval()
-
-
-SIZES = (Size("67 M", (256, 512, 1024), 256), Size("252 M", (512, 1024, 2048), 128))
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -68,7 +43,7 @@ def conv_bytes(unet: nn.Module, dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def measured(size: Size, unet: nn.Module, batch: int) -> list[tuple[str, Row]]:
+def measured(size: Network, unet: nn.Module, batch: int) -> list[tuple[str, Row]]:
     """One step inside the captured loop, and loops from the call in Python to the result.
 
     The 99th percentile of a step is that of loops of 40 steps, a fortieth of it. Batches above 1
@@ -139,7 +114,7 @@ class Run:
         self._batches, self._autotune, self._train_steps = batches, autotune, train_steps
         self._others = others
         self._plain = plain and bool(self._sizes)
-        self._built: tuple[Size, dpa.nn.ConditionalUnet1D] | None = None
+        self._built: tuple[Network, dpa.nn.ConditionalUnet1D] | None = None
         self._theirs: compiled.Ahead | None = None
         self._policy: Any = None
         self._rate = 0.0
@@ -179,9 +154,9 @@ class Run:
         self._rate = read_rate()
         return {"read TB/s": self._rate * 1e-12}
 
-    def _unet(self, size: Size) -> dpa.nn.ConditionalUnet1D:
+    def _unet(self, size: Network) -> dpa.nn.ConditionalUnet1D:
         if self._built is None or self._built[0] is not size:
-            self._built = (size, size.build())
+            self._built = (size, size.build().eval())
         return self._built[1]
 
     def _compiled(self) -> dict[str, Any]:
@@ -192,13 +167,13 @@ class Run:
         size = self._sizes[0]
         return self._tables(size, compiled.eager(self._unet(size), DTYPES[label], batch))
 
-    def _ours(self, size: Size, batch: int) -> dict[str, Any]:
+    def _ours(self, size: Network, batch: int) -> dict[str, Any]:
         return self._tables(size, measured(size, self._unet(size), batch))
 
     def _parallel(self) -> dict[str, Any]:
         return {"parallel": parallel.rows(self._policy, torch.bfloat16)}
 
-    def _tables(self, size: Size, found: list[tuple[str, Row]]) -> dict[str, Any]:
+    def _tables(self, size: Network, found: list[tuple[str, Row]]) -> dict[str, Any]:
         tables: dict[str, Any] = {"steps": [], "loops": []}
         for table, row in found:
             row = {"network": size.name} | row

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from dpa.library.capture import capturing, leaving_failed
+
+Key, Run, Found = TypeVar("Key"), TypeVar("Run"), TypeVar("Found")
 
 
 def device_us(run: Callable[[], object], repeats: int = 50, inner: int = 1) -> float:
@@ -24,7 +27,7 @@ def device_us(run: Callable[[], object], repeats: int = 50, inner: int = 1) -> f
     for _ in range(max(3, repeats // 10)):
         run()
     if not torch.cuda.is_available():
-        return statistics.median(_wall_us(run, inner) for _ in range(repeats))
+        return statistics.median(wall_us(run, inner) for _ in range(repeats))
     return statistics.median(_device_us(run, inner) for _ in range(repeats))
 
 
@@ -38,17 +41,38 @@ def device_spread_us(run: Callable[[], object], repeats: int = 200) -> tuple[flo
 
 def latency(run: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Median and 99th percentile, in microseconds, from the call to its result on the device."""
-    times: list[float] = []
     warm_up = min(3, (repeats + 1) // 3)
-    for i in range(repeats + warm_up):
-        _synchronize()
-        begin = time.perf_counter()
-        run()
-        _synchronize()
-        if i >= warm_up:
-            times.append((time.perf_counter() - begin) * 1e6)
-    times.sort()
+    times = sorted(in_turns({"": run}, range(warm_up + repeats), warm_up=warm_up)[""])
     return statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
+
+
+def latency_us(run: Callable[[], object]) -> float:
+    """Microseconds of one call, to its result on the device."""
+    _synchronize()
+    begin = time.perf_counter()
+    run()
+    _synchronize()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def in_turns(
+    runs: Mapping[Key, Run],
+    rounds: Iterable[object],
+    measure: Callable[[Run], Found] = latency_us,
+    warm_up: int = 1,
+) -> dict[Key, list[Found]]:
+    """Measure all runs, one after the other in every round, but for the rounds to warm up.
+
+    Drift, such as that of the clocks, or of a machine that is busier for a while, affects all of
+    them alike, so that differences of a percent are resolved.
+    """
+    times: dict[Key, list[Found]] = {key: [] for key in runs}
+    for number, _ in enumerate(rounds):
+        for key, run in runs.items():
+            found = measure(run)
+            if number >= warm_up:
+                times[key].append(found)
+    return times
 
 
 @dataclass
@@ -72,11 +96,7 @@ class Spread:
 def device_us_alternated(
     runs: dict[str, Callable[[], object]], rounds: int, inner: int = 1
 ) -> dict[str, Spread]:
-    """As :func:`device_us` for several runs, one after the other in every round.
-
-    Drift, such as that of the clocks, affects all of them alike, so that differences of a percent
-    are resolved.
-    """
+    """As :func:`device_us` for several runs, in turns."""
     return _alternated(runs, rounds, lambda run: _device_us(run, inner))
 
 
@@ -87,7 +107,7 @@ def host_us_alternated(
 
     def measure(run: Callable[[], object]) -> float:
         torch.cuda.synchronize()
-        return _wall_us(run, inner)
+        return wall_us(run, inner)
 
     return _alternated(runs, rounds, measure)
 
@@ -97,13 +117,8 @@ def _alternated(
     rounds: int,
     measure: Callable[[Callable[[], object]], float],
 ) -> dict[str, Spread]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
     warm_up = max(3, rounds // 10)
-    for i in range(warm_up + rounds):
-        for name, run in runs.items():
-            time_us = measure(run)
-            if i >= warm_up:
-                times[name].append(time_us)
+    times = in_turns(runs, range(warm_up + rounds), measure, warm_up)
     return {name: Spread.of(values) for name, values in times.items()}
 
 
@@ -127,7 +142,8 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _wall_us(run: Callable[[], object], inner: int) -> float:
+def wall_us(run: Callable[[], object], inner: int = 1) -> float:
+    """Microseconds of the host for a call, the mean of ``inner`` in a row."""
     begin = time.perf_counter()
     for _ in range(inner):
         run()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dpa
+from dpa.bench.networks import NET_80M, NET_252M, Network
 from dpa.bench.timing import device_us, graphed
 from dpa.training import EMA, AdamW, graph_calls
 
@@ -27,48 +28,19 @@ HALVES = "torch.compile, bfloat16 weights"  # forward alone: weights that stay n
 WAYS = (TF32, EAGER, COMPILED, HALVES, DPA, CALLS)
 
 
-@dataclass(frozen=True)
-class Network:
-    """The sizes of a U-Net that policies are trained with."""
-
-    name: str
-    down_dims: tuple[int, ...]
-    embed_dim: int
-    cond_dim: int
-    action_dim: int = 2
-    horizon: int = 16
-    kernel_size: int = 5
-
-    def build(self, way: str, device: torch.device) -> nn.Module:
-        """The network in float32, on dpa's ops or on PyTorch's."""
-        torch.manual_seed(0)
-        unet: nn.Module = dpa.nn.ConditionalUnet1D(
-            self.action_dim,
-            global_cond_dim=self.cond_dim,
-            diffusion_step_embed_dim=self.embed_dim,
-            down_dims=self.down_dims,
-            kernel_size=self.kernel_size,
-            cond_predict_scale=True,
-        ).to(device)
-        if way != DPA:
-            unet = dpa.reference.plain(unet)
-        if way == CALLS:
-            dpa.accelerate(unet)
-        if way == HALVES:
-            unet = unet.bfloat16()
-        if way in (COMPILED, HALVES):
-            unet.compile(dynamic=False)
-        return unet
-
-    def batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Noisy actions, timesteps, conditions, and the noise to predict."""
-        new = lambda *shape: torch.randn(size, *shape, device=device)  # noqa: E731
-        actions, noise = new(self.horizon, self.action_dim), new(self.horizon, self.action_dim)
-        return actions, torch.randint(100, (size,), device=device), new(self.cond_dim), noise
-
-
-NET_80M = Network("80 M", (256, 512, 1024), 256, 1028)
-NET_252M = Network("252 M", (512, 1024, 2048), 128, 132)
+def build(network: Network, way: str, device: torch.device) -> nn.Module:
+    """The network in float32, on dpa's ops or on PyTorch's; the same weights each time."""
+    torch.manual_seed(0)
+    unet: nn.Module = network.build(device)
+    if way != DPA:
+        unet = dpa.reference.plain(unet)
+    if way == CALLS:
+        dpa.accelerate(unet)
+    if way == HALVES:
+        unet = unet.bfloat16()
+    if way in (COMPILED, HALVES):
+        unet.compile(dynamic=False)
+    return unet
 
 
 @dataclass(frozen=True)
@@ -122,7 +94,7 @@ def measure(
     row |= {"what": case.what, "how": way, "called": None, "graph": None, "step": None}
     row |= {"peak MiB": None, "allocated MiB": None, "replayed MiB": None}
     with _precision(way):
-        model = case.network.build(way, device)
+        model = build(case.network, way, device)
         work = _work(case, way, model)
         work()
         with alone():

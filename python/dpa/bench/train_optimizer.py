@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpa.bench.networks import NET_80M
 from dpa.bench.timing import device_us_alternated, graphed
-from dpa.bench.train import DPA, EAGER, NET_80M, whole_step
+from dpa.bench.train import DPA, EAGER, build, whole_step
 
 
 def run() -> list[dict[str, Any]]:
@@ -20,7 +21,7 @@ def run() -> list[dict[str, Any]]:
     device = torch.device("cuda")
     steps, runs, parameters = [], {}, []
     for way in (EAGER, DPA):
-        model = NET_80M.build(way, device)
+        model = build(NET_80M, way, device)
         parameters = list(model.parameters())
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpa.bench.networks import NET_80M
 from dpa.bench.timing import device_us
-from dpa.bench.train import DPA, NET_80M
+from dpa.bench.train import DPA, build
 from dpa.training import GraphedStep
 from dpa.training.distributed import Ranks, ranks
 
@@ -38,7 +39,7 @@ def run(count: int = 2) -> list[dict[str, Any]]:
 
 def _step_us(team: Ranks, how: str, batch_size: int) -> float:
     """Microseconds of a training step with fused AdamW; the slowest process counts."""
-    unet = NET_80M.build(DPA, team.device)
+    unet = build(NET_80M, DPA, team.device)
     model = team.wrap(unet) if how == DDP else unet
     optimizers = team if how == SHARDED else Ranks(0, 1, team.device)  # a whole one in each process
     optimizer = optimizers.optimizer(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 
 from dpa import reference
+from dpa.bench.timing import in_turns
 from dpa.demo import world as W
 from dpa.demo.rollout import STEPS, make_sampler, make_scheduler
 from dpa.demo.train import Policy
@@ -79,7 +78,9 @@ def compare(
 
     everything = len(observations)
     difference = (with_plain(everything).double() - with_dpa(everything).double()).abs().max()
-    plain_ms, dpa_ms = _medians([lambda: with_plain(1), lambda: with_dpa(1)], repeats, device)
+    calls = {"plain": lambda: with_plain(1), "dpa": lambda: with_dpa(1)}
+    times = in_turns(calls, range(WARMUP + repeats), warm_up=WARMUP)
+    plain_ms, dpa_ms = (statistics.median(times[way]) / 1e3 for way in ("plain", "dpa"))
     return {
         "plain_ms": plain_ms,
         "dpa_ms": dpa_ms,
@@ -88,25 +89,3 @@ def compare(
         "compared": everything,
         "repeats": repeats,
     }
-
-
-def _medians(calls: list[Callable[[], Tensor]], repeats: int, device: torch.device) -> list[float]:
-    """Median milliseconds of each call. They alternate, so that disturbances affect all."""
-
-    def timed(call: Callable[[], Tensor]) -> float:
-        _synchronize(device)
-        start = time.perf_counter()
-        call()
-        _synchronize(device)
-        return 1e3 * (time.perf_counter() - start)
-
-    for _ in range(WARMUP):
-        for call in calls:
-            call()
-    rounds = [[timed(call) for call in calls] for _ in range(repeats)]
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

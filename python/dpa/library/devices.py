@@ -19,3 +19,10 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device must be one of the {count} CUDA devices here, got {name}")
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
