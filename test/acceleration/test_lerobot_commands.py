@@ -11,7 +11,6 @@ from lerobot_commands import (
     install_plugin,
     is_fast,
     largest_error,
-    policies_made,
     unload_plugin,
 )
 from policies import lerobot_policy
@@ -20,22 +19,13 @@ for needed in ("lerobot.scripts.lerobot_eval", "yamlinclude"):
     pytest.importorskip(needed, reason="requirements/lerobot.txt", exc_type=ImportError)
 
 
-@pytest.fixture(autouse=True)
-def _clean():
-    yield
-    unload_plugin()
+pytestmark = pytest.mark.usefixtures("unloaded")
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """LeRobot finds the plugin."""
     install_plugin(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """Every policy that is made from now on."""
-    return policies_made(monkeypatch)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from lerobot_commands import (
     install_plugin,
     is_fast,
     largest_error,
-    policies_made,
     unload_plugin,
 )
 from patience import HANGS
@@ -27,22 +26,13 @@ for needed in ("lerobot.policies.diffusion.modeling_diffusion", "yamlinclude"):
     pytest.importorskip(needed, reason="requirements/lerobot.txt", exc_type=ImportError)
 
 
-@pytest.fixture(autouse=True)
-def _clean():
-    yield
-    unload_plugin()
+pytestmark = pytest.mark.usefixtures("unloaded")
 
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
     """Lets LeRobot find the plugin."""
     return lambda: install_plugin(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """Every policy that is made from now on."""
-    return policies_made(monkeypatch)
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from lerobot_names import lerobot_name
 import dpa
 from dpa.checkpoints.loading import CheckpointError
 from dpa.export import settings as known
-from dpa.export.checkpoint import make_scheduler, read
+from dpa.export.checkpoint import read
+from dpa.export.schedulers import make_scheduler
 from dpa.schedulers.conversion import from_diffusers
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")

@@ -53,9 +53,9 @@ def _begin(
     policy: Any,
     condition_data: Tensor,
     condition_mask: Tensor,
-    local_cond: Tensor | None,
-    global_cond: Tensor | None,
-    generator: Any,
+    local_cond: Tensor | None = None,
+    global_cond: Tensor | None = None,
+    generator: Any = None,
 ) -> LoopCall | None:
     scheduler = policy.noise_scheduler
     if not isinstance(condition_data, Tensor) or not isinstance(condition_mask, Tensor):
@@ -74,17 +74,9 @@ def _begin(
     return LoopCall(shape, conditions, generator=generator, init_noise_sigma=sigma)
 
 
-def _begin_student(
-    policy: Any,
-    condition_data: Tensor,
-    condition_mask: Tensor,
-    local_cond: Tensor | None = None,
-    global_cond: Tensor | None = None,
-    generator: Any = None,
-) -> LoopCall | None:
-    given = condition_data, condition_mask, local_cond, global_cond, generator
-    call = _begin(policy, *given)
-    if call is None or (policy.chain and generator is not None):
+def _begin_student(policy: Any, condition_data: Tensor, **others: Any) -> LoopCall | None:
+    call = _begin(policy, condition_data, **others)
+    if call is None or (policy.chain and call.generator is not None):
         return None  # the chain's noise is none of the generator's
     stop = float(_embedded(torch.tensor(policy.noise_scheduler.time_min, device="cpu")))
     like = condition_data

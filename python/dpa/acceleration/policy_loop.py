@@ -14,13 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpa.acceleration.any_network import AnyNetwork
-from dpa.acceleration.loop_samplers import (
-    NAMED,
-    Sampler,
-    is_nested,
-    sample_of,
-    translate,
-)
+from dpa.acceleration.loop_samplers import NAMED, Sampler, is_nested, sample_of, translate
 from dpa.acceleration.loops import Loop, LoopCall, sample_itself
 from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import dpa
 from dpa.bench.timing import in_turns, latency_us
-from dpa.export.checkpoint import make_scheduler, read
+from dpa.export.checkpoint import read
+from dpa.export.schedulers import make_scheduler
 from dpa.library.devices import choose_device, device_name
 
 PARTS = ("whole call", "preparation", "network", "rest")

@@ -123,8 +123,9 @@ def export(
     from rich.console import Console
 
     from dpa.export import FORMATS
-    from dpa.export.checkpoint import read, read_scheduler_config
+    from dpa.export.checkpoint import read
     from dpa.export.making import Choice, make
+    from dpa.export.schedulers import read_scheduler_config
 
     if layers and part is not Part.loop:
         raise typer.BadParameter(f"--layers must be left out with --part {part.value}")

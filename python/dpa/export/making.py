@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpa.export import (
     Around,
@@ -21,8 +21,10 @@ from dpa.export import (
     PlainStep,
     export_policy,
 )
-from dpa.export.checkpoint import Source, left_out, make_scheduler
+from dpa.export.checkpoint import Source
 from dpa.export.images import encoder_of
+from dpa.export.policy import Exported
+from dpa.export.schedulers import left_out, make_scheduler
 from dpa.schedulers.conversion import StepTable, from_diffusers
 
 
@@ -69,19 +71,11 @@ def make(
     if choice.images:
         encoder = encoder_of(source, checkpoint, device, choice.trusted)
     around = source.around if encoder is None else Around(action=source.around.action)
-    dtype = getattr(torch, choice.dtype)
     if source.unet.local_cond_dim:
         got = source.unet.local_cond_dim
         raise ValueError(f"U-Net must have no local_cond to be exported, got a width of {got}")
     scheduler = make_scheduler(source.scheduler, choice.scheduler)
-    steps = choice.steps or source.steps or scheduler.config.num_train_timesteps
-    try:
-        first = {"first_step": choice.first_step}
-        table = from_diffusers(scheduler, steps, **source.step_options, **first)
-    except (AttributeError, TypeError) as error:  # another class, or options of another type
-        raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
-    if type(table) is not StepTable:
-        raise ValueError(f"scheduler must be DDPM or DDIM to be exported, got {type(scheduler)}")
+    table = _table(source, choice, scheduler)
     assumed = [*source.assumed, *left_out(source.scheduler, scheduler)]
     horizon = choice.horizon or source.horizon
     multiple = source.unet.horizon_multiple
@@ -90,34 +84,14 @@ def make(
         assumed.append(f"horizon: the file does not name it; assumed {horizon} (--horizon)")
     if horizon % multiple:
         raise ValueError(f"horizon must be a multiple of {multiple} here, got {horizon}")
-
-    unet = source.unet.to(device)
-    if choice.to == "onnx":
-        policy = (PlainLoop if choice.part == "loop" else PlainStep)(unet, table, around)
-    elif choice.part == "continuing":
-        warm = choice.first_step > 0
-        policy = ContinuingLoop(unet, table, dtype, around, warm)
-    elif choice.layers:
-        policy = LayeredLoop(unet.to(dtype), table, around)
-    else:
-        policy = (PackedLoop if choice.part == "loop" else PackedStep)(unet, table, dtype, around)
-    action_dim = unet.final_conv[-1].weight.shape[0]
-    shape = (choice.batch, horizon, action_dim)
-    inputs: dict[str, Tensor] = {"observation": torch.zeros(choice.batch, source.observation_dim)}
+    policy = _policy(choice, source.unet.to(device), table, around)
+    shape = (choice.batch, horizon, source.unet.final_conv[-1].weight.shape[0])
+    inputs = {"observation": torch.zeros(choice.batch, source.observation_dim)}
     if encoder is not None:
         inputs = {one.name: one.example(choice.batch) for one in encoder.observed}
         policy = ImagePolicy(encoder, policy)
         assumed = [line for line in assumed if not line.startswith("observation: the global_cond")]
-    if choice.part != "step":
-        inputs["noise"] = torch.randn(1 + sum(table.draws_noise), *shape)
-    if choice.part == "continuing":
-        inputs |= {"last_chunk": torch.zeros(shape), "weights": torch.zeros(shape)}
-    elif choice.part == "step":
-        inputs |= {
-            "sample": torch.randn(shape),
-            "index": torch.zeros(1, dtype=torch.int64),
-            "noise": torch.randn(shape),
-        }
+    inputs |= _inputs_of_loop(choice.part, table, shape)
     facts = {
         "checkpoint": source.kind,
         "scheduler": type(scheduler).__name__,
@@ -129,6 +103,41 @@ def make(
         facts["frames"] = encoder.observed[0].shape[0]
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return export_policy(policy.to(device), path, choice.to, inputs, facts, report)
+
+
+def _table(source: Source, choice: Choice, scheduler: Any) -> StepTable:
+    steps = choice.steps or source.steps or scheduler.config.num_train_timesteps
+    try:
+        first = {"first_step": choice.first_step}
+        table = from_diffusers(scheduler, steps, **source.step_options, **first)
+    except (AttributeError, TypeError) as error:  # another class, or options of another type
+        raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
+    if type(table) is not StepTable:
+        raise ValueError(f"scheduler must be DDPM or DDIM to be exported, got {type(scheduler)}")
+    return table
+
+
+def _policy(choice: Choice, unet: nn.Module, table: StepTable, around: Around) -> Exported:
+    """Return the module that is exported."""
+    dtype = getattr(torch, choice.dtype)
+    if choice.to == "onnx":
+        return (PlainLoop if choice.part == "loop" else PlainStep)(unet, table, around)
+    if choice.part == "continuing":
+        return ContinuingLoop(unet, table, dtype, around, choice.first_step > 0)
+    if choice.layers:
+        return LayeredLoop(unet.to(dtype), table, around)
+    return (PackedLoop if choice.part == "loop" else PackedStep)(unet, table, dtype, around)
+
+
+def _inputs_of_loop(part: str, table: StepTable, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return an example of each input besides the observation."""
+    if part == "step":
+        index = torch.zeros(1, dtype=torch.int64)
+        return {"sample": torch.randn(shape), "index": index, "noise": torch.randn(shape)}
+    inputs = {"noise": torch.randn(1 + sum(table.draws_noise), *shape)}
+    if part == "continuing":
+        inputs |= {"last_chunk": torch.zeros(shape), "weights": torch.zeros(shape)}
+    return inputs
 
 
 def _check_onnx(choice: Choice) -> None:

@@ -60,9 +60,7 @@ class PackedUnet:
             raise ValueError(
                 f"dtype must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}"
             )
-        self.unet = unet
-        self.dtype = dtype
-        self._mode = weights
+        self.unet, self.dtype, self._mode = unet, dtype, weights
         self._start(network)
 
     def _start(self, network: Network | None = None) -> None:
@@ -164,11 +162,8 @@ class PackedUnet:
 
     def _readable(self) -> Tensor:
         """The packed weights, once the current stream waits for the one that packed them."""
-        home = self._stream
-        if (
-            home is None
-            or torch._C._cuda_getCurrentRawStream(home.device_index) == home.cuda_stream
-        ):
+        home, current = self._stream, torch._C._cuda_getCurrentRawStream
+        if home is None or current(home.device_index) == home.cuda_stream:
             return self._packed
         if not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(home.device)
@@ -299,7 +294,6 @@ class PackedUnet:
 
         The caller has checked the modules.
         """
-
         with self.lock:
             return self._forward(sample, timesteps, global_cond, self.follow(modules=False))
 

@@ -273,14 +273,9 @@ class DiffusionSampler:
         packed = self._packed_for(table, device, weights_dtype, beside)
         if packed is not None and self.parallel is None:
             assert isinstance(table, StepTable)
-            options = {
-                "noise_dtype": noise_dtype,
-                "capture": self.cuda_graph,
-                "inpainting": inpainting,
-            }
-            result, call = fused_loop.run(
-                packed, self._graphs, table, shape, given, generator, **options
-            )
+            loop = packed, self._graphs, table, shape
+            options = {"noise_dtype": noise_dtype, "capture": self.cuda_graph}
+            result, call = fused_loop.run(*loop, given, generator, **options, inpainting=inpainting)
             kind = fused_loop.kind_of(given, batch_size, generator, way)
             repeats = call is not None and kind is not None and result.dtype == wide
             placed = packed.weights.placement
