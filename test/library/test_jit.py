@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dpa
-from dpa.library import jit
+from dpa.library import building
 
 _ROOT = Path(__file__).parents[2]
 
@@ -56,9 +56,9 @@ for cuda, folder in tries:
 
 
 def test_an_installation_without_sources(monkeypatch):
-    monkeypatch.setattr(jit, "sources", lambda: None)
+    monkeypatch.setattr(building, "sources", lambda: None)
     with pytest.raises(FileNotFoundError, match="does not hold dpa's sources"):
-        jit._source()
+        building.source()
 
 
 NINJA = ["sh", "-c", "echo '[1/2] a.cpp'; echo warning: b; echo '[2/2] b.cpp'; exit {status}"]
@@ -68,10 +68,10 @@ NINJA = ["sh", "-c", "echo '[1/2] a.cpp'; echo warning: b; echo '[2/2] b.cpp'; e
 def test_counts_the_compiled_files_on_a_terminal(status, capsys, monkeypatch):
     command = [part.format(status=status) for part in NINJA]
     lines = "[1/2] a.cpp\nwarning: b\n[2/2] b.cpp\n"
-    assert jit._run(command, dict(os.environ), verbose=False, say=True) == (status, lines)
+    assert building._run(command, dict(os.environ), verbose=False, say=True) == (status, lines)
     assert capsys.readouterr().err == ""  # no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert jit._run(command, dict(os.environ), verbose=False, say=True) == (status, lines)
+    assert building._run(command, dict(os.environ), verbose=False, say=True) == (status, lines)
     err = capsys.readouterr().err
     assert "\rdpa.jit.load: [1/2]\rdpa.jit.load: [2/2]" in err and err.endswith("\r\033[K")
 

@@ -161,7 +161,7 @@ def _library() -> dict[str, Any]:
         facts["library_torch"] = _text(path.with_name("torch-version.txt"))
         facts["built_for"] = _text(path.with_name("built-for.txt"))
         loader.load(path)
-    except loader.NoOpsForTorch as error:
+    except by_torch.NoOpsForTorch as error:
         facts["library_error"], facts["ops_for"] = str(error), tuple(error.has)
     except Exception as error:  # the loader's own, and whatever a foreign library raises
         facts["library_error"] = _line(error)

@@ -21,6 +21,17 @@ KERNELS = "libdpa_kernels.so"
 _FOLDER = re.compile(r"torch(\d+)\.(\d+)-(cpu|cuda)")
 
 
+class NoOpsForTorch(FileNotFoundError):
+    """A wheel has ops for other versions of torch; they can be built for this one."""
+
+    def __init__(self, lib: Path, has: list[str]) -> None:
+        super().__init__(
+            f"this wheel has ops for torch {', '.join(has)}, and this is torch {torch.__version__}"
+        )
+        self.lib = lib
+        self.has = has
+
+
 def fitting(lib: Path) -> Path | None:
     """The library for this torch, of a package whose libraries are in the folder ``lib``."""
     names = [f"torch{minor(torch.__version__)}-{kind}" for kind in kinds(lib)]

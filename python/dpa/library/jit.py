@@ -14,23 +14,15 @@ Ninja, and CUDA's compiler for GPU kernels; the first build takes minutes, later
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import os
-import re
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from dpa.library import by_torch, loader
-from dpa.library.files import cache_folder, sources
+from dpa.library import building, loader
+from dpa.library.files import cache_folder
 
-_COUNT = re.compile(r"\[\d+/\d+\]")
 _built: Path | None = None
 
 
@@ -63,51 +55,12 @@ def load(
             "dpa.jit.load: the ops are registered already, by a library built ahead of time, and a "
             "process takes one library: set DPA_LIBRARY=jit in the environment before `import dpa`"
         )
-    source = _source()
+    source = building.source()
     folder = Path(folder) if folder else _cache(source, cuda, archs)
     definitions = {"DPA_CUDA": cuda, "DPA_CUDA_ARCHS": archs}
-    _built = _build(source, folder, definitions, verbose)
+    _built = building.build(source, folder, definitions, verbose)
     loader.load(_built)
     return _built
-
-
-def build_ops(missing: loader.NoOpsForTorch) -> Path:
-    """Build a wheel's ops for this torch, beside the wheel's kernels; return the library.
-
-    Raises:
-        ImportError: there is no compiler, CMake or Ninja here, or the build has failed.
-
-    """
-    lib = missing.lib
-    newest = f'pip install "torch=={missing.has[-1]}.*"'
-    packages = [tool for tool in ("cmake", "ninja") if not _tool(tool)]
-    wants = [f"pip install {' '.join(packages)}"] if packages else []
-    if not _tool(os.environ.get("CXX", "c++")):
-        wants.append("sudo apt install g++ (or conda install gxx)")
-    if wants:
-        raise ImportError(
-            f"dpa: {missing}: {', '.join(wants)}, and the next import builds them, once, in "
-            f"minutes; or {newest}"
-        )
-    print(f"dpa: {missing}: building them, once, in minutes", file=sys.stderr)
-    definitions = {
-        "DPA_KERNELS": str(lib / by_torch.KERNELS),
-        "DPA_CUDA": "off" if by_torch.kinds(lib) == ("cpu",) else "auto",
-    }
-    try:
-        return _build(_source(), by_torch.built_here(lib).parent, definitions, verbose=False)
-    except (RuntimeError, FileNotFoundError) as error:
-        raise ImportError(
-            f"dpa: {missing}, and they cannot be built: {error}\nOr {newest}"
-        ) from None
-
-
-def _source() -> Path:
-    """The folder with CMakeLists.txt."""
-    source = sources()
-    if source is None:
-        raise FileNotFoundError("dpa.jit.load: this installation does not hold dpa's sources")
-    return source
 
 
 def _cache(source: Path, cuda: str, archs: str) -> Path:
@@ -115,73 +68,3 @@ def _cache(source: Path, cuda: str, archs: str) -> Path:
     device = "sm{}{}".format(*torch.cuda.get_device_capability()) if gpu else "cpu"
     key = hashlib.sha256(f"{source} {cuda} {archs} {sys.prefix}".encode()).hexdigest()[:12]
     return cache_folder() / f"torch-{torch.__version__}-{device}-{key}"
-
-
-def _build(source: Path, folder: Path, definitions: dict[str, str], verbose: bool) -> Path:
-    """Build in the folder, one process at a time; return the library."""
-    for tool in ("cmake", "ninja"):
-        if not _tool(tool):
-            raise FileNotFoundError(f"dpa.jit.load: needs {tool}: pip install {tool}")
-    configure = ["cmake", "-S", source, "-B", folder, "-G", "Ninja"]
-    configure += [f"-D{name}={value}" for name, value in definitions.items()]
-    configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"]
-    library = folder / by_torch.NAME
-    with _locked(folder):
-        say = not verbose and not library.exists()
-        if say:
-            print(f"dpa.jit.load: building the library in {folder}, for minutes", file=sys.stderr)
-        for command in (configure, ["cmake", "--build", folder]):
-            environment = {**os.environ, "PATH": _path()}
-            status, output = _run([str(part) for part in command], environment, verbose, say)
-            if status != 0:
-                raise RuntimeError(f"dpa.jit.load: the build in {folder} failed\n{output}")
-    return library
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Make the folder, and hold it: other processes wait."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "lock").touch()
-    except OSError as error:
-        raise RuntimeError(
-            f"dpa.jit.load: {folder} cannot be written ({error.strerror}): give another folder=, "
-            "or set XDG_CACHE_HOME to one that can be"
-        ) from None
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _path() -> str:
-    """Where programs are looked for: those of this environment first."""
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-
-
-def _tool(name: str) -> str | None:
-    return shutil.which(name, path=_path())
-
-
-def _run(
-    command: list[str], environment: dict[str, str], verbose: bool, say: bool
-) -> tuple[int, str]:
-    """Run a command; return its status and output, which ``verbose`` shows instead.
-
-    With ``say`` one line on a terminal counts the files that Ninja has compiled: ``[12/80]``.
-    """
-    if verbose:
-        return subprocess.run(command, env=environment).returncode, ""
-    lines = []
-    terminal = say and sys.stderr.isatty()
-    with subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if terminal and (done := _COUNT.match(line)):
-                print(f"\rdpa.jit.load: {done[0]}", end="", file=sys.stderr, flush=True)
-    if terminal:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-    return process.returncode, "".join(lines)

@@ -10,22 +10,11 @@ from pathlib import Path
 
 import torch
 
-from dpa.library import by_torch
+from dpa.library import building, by_torch
 from dpa.library.files import checkout
 
 _loaded: Path | None = None
 _waiting: list[Callable[[], None]] = []
-
-
-class NoOpsForTorch(FileNotFoundError):
-    """A wheel has ops for other versions of torch; they can be built for this one."""
-
-    def __init__(self, lib: Path, has: list[str]) -> None:
-        super().__init__(
-            f"this wheel has ops for torch {', '.join(has)}, and this is torch {torch.__version__}"
-        )
-        self.lib = lib
-        self.has = has
 
 
 def library_path() -> Path:
@@ -52,7 +41,7 @@ def library_path() -> Path:
             return path
     for lib in folders():
         if has := by_torch.torches(lib):
-            raise NoOpsForTorch(lib, has)
+            raise by_torch.NoOpsForTorch(lib, has)
     raise FileNotFoundError(
         f"dpa expects its library in {folders()[0]}, which does not hold it: {_rebuild()}"
     )
@@ -134,10 +123,8 @@ def load(path: Path | None = None) -> None:
     if not is_loaded():
         try:
             path = path or library_path()
-        except NoOpsForTorch as error:
-            from dpa.library.jit import build_ops  # which loads what it builds, by this module
-
-            path = build_ops(error)
+        except by_torch.NoOpsForTorch as error:
+            path = building.build_ops(error)
         _refuse_other_torch(path)
         # The kernels of a wheel, which its ops open.
         beside = [folder / by_torch.KERNELS for folder in path.resolve().parents[:2]]
