@@ -7,6 +7,7 @@
 #include <set>
 
 #include "kernels/plans/unet1d/call.h"
+#include "kernels/plans/unet1d/loop.h"
 
 namespace dpa::kernels::unet1d {
 namespace {
@@ -194,6 +195,26 @@ TEST(RefusedPlan, SaysWhyAndListsNothing) {
             "the first width must be a multiple of 8, the groups of the last block, got 12");
   EXPECT_EQ(make_plan(Config(), DType::kFloat64).error,
             "packed weights must be float32, float16, bfloat16 or float8_e4m3fn, got float64");
+}
+
+// A batch in parts: each begins at its own samples, of everything that has a row a sample.
+TEST(LoopPart, BeginsAtItsFirstSample) {
+  float values[64] = {};
+  uint8_t mask[64] = {};
+  LoopArguments all = {};
+  all.batch = 5, all.horizon = 2, all.actions = 3, all.film_rows = 4, all.film_sample_stride = 7;
+  all.initial = values, all.condition_mask = mask, all.film_step = values, all.film_cond = values;
+  all.output = values, all.table = values;
+  const LoopArguments part = loop_part(all, 3, 2);
+  EXPECT_EQ(part.batch, 2);
+  EXPECT_EQ(part.initial, values + 18);
+  EXPECT_EQ(part.output, values + 18);
+  EXPECT_EQ(part.condition_mask, mask + 18);
+  EXPECT_EQ(part.film_step, values + 21);
+  EXPECT_EQ(part.film_cond, values + 12);
+  EXPECT_EQ(part.table, values);   // of every sample
+  EXPECT_EQ(part.noise, nullptr);  // absent, and stays so
+  EXPECT_EQ(part.condition_data, nullptr);
 }
 
 TEST(Reject, NamesTheRuleAndTheValues) {

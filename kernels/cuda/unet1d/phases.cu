@@ -59,18 +59,12 @@ cudaError_t run_phases(const Plan& plan, const Call& call, const Workspace& at, 
   const int samples = phase_samples(plan, call.batch, call.horizon, device);
   if (samples < 1) return cudaErrorInvalidConfiguration;
   auto* workspace = static_cast<uint8_t*>(call.workspace) + at.messages;
-  PhaseLoop all = {loop_arguments(plan, call, at)};
-  const int64_t count = static_cast<int64_t>(call.horizon) * all.actions;
-  all.noise_stride = call.batch * count;
+  const LoopArguments all = loop_arguments(plan, call, at);
   for (int first = 0; first < call.batch; first += samples) {
-    PhaseLoop part = all;
-    part.batch = std::min(samples, call.batch - first);
+    PhaseLoop part = {loop_part(all, first, std::min(samples, call.batch - first))};
+    part.noise_stride = int64_t{call.batch} * call.horizon * all.actions;
     const auto phases = phases_of(plan, part.batch, call.horizon, {device.multiprocessors, device.shared_bytes});
     set_phases(part, plan, *phases, workspace);
-    const auto skip = [&](auto*& p, int64_t n) { p = p ? p + first * n : p; };
-    skip(part.initial, count), skip(part.noise, count), skip(part.condition_data, count);
-    skip(part.condition_mask, count), skip(part.output, count), skip(part.film_cond, part.film_rows);
-    part.film_step += first * part.film_sample_stride;
     cudaError_t error = cudaMemsetAsync(workspace, 0, phases->workspace_words * sizeof(uint32_t), stream);
     if (error != cudaSuccess) return error;
     error = launch_phases(plan.dtype, part, device.multiprocessors, stream);

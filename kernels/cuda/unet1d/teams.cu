@@ -96,19 +96,13 @@ cudaError_t run_teams(const Plan& plan, const Call& call, const Workspace& at, c
   const int samples = team_samples(plan, call.batch, call.horizon, device);
   if (samples < 1) return cudaErrorInvalidConfiguration;
   auto* workspace = static_cast<uint8_t*>(call.workspace) + at.messages;
-  TeamArguments all = {loop_arguments(plan, call, at)};
-  const int64_t count = static_cast<int64_t>(call.horizon) * all.actions;
-  all.noise_stride = call.batch * count;
+  const LoopArguments all = loop_arguments(plan, call, at);
   const bool cluster = device.team_clusters > 0;
   for (int first = 0; first < call.batch; first += samples) {
-    TeamArguments part = all;
-    part.batch = std::min(samples, call.batch - first);
+    TeamArguments part = {loop_part(all, first, std::min(samples, call.batch - first))};
+    part.noise_stride = int64_t{call.batch} * call.horizon * all.actions;
     const TeamPlan teams = make_teams(plan, part.batch, call.horizon, teams_of(device), device.shared_bytes);
     set_teams(part, plan, teams, workspace);
-    const auto skip = [&](auto*& p, int64_t n) { p = p ? p + first * n : p; };
-    skip(part.initial, count), skip(part.noise, count), skip(part.condition_data, count);
-    skip(part.condition_mask, count), skip(part.output, count), skip(part.film_cond, part.film_rows);
-    part.film_step += first * part.film_sample_stride;
     const size_t words = kTeamFirstWord + static_cast<size_t>(teams.teams) * teams.words;
     cudaError_t error = cudaMemsetAsync(workspace, 0, words * sizeof(uint32_t), stream);
     if (error == cudaSuccess) error = launch_teams(plan.dtype, part, teams, cluster, stream);

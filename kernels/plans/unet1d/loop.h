@@ -21,4 +21,16 @@ struct LoopArguments {
   float clip;
 };
 
+/// The arguments of `count` samples of those, from `first` on. The noise's stride from step to step stays the whole
+/// batch's.
+inline LoopArguments loop_part(LoopArguments all, int first, int count) {
+  const int64_t values = static_cast<int64_t>(all.horizon) * all.actions;
+  const auto skip = [&](auto*& p, int64_t n) { p = p ? p + first * n : p; };
+  skip(all.initial, values), skip(all.noise, values), skip(all.condition_data, values);
+  skip(all.condition_mask, values), skip(all.output, values), skip(all.film_cond, all.film_rows);
+  all.film_step += first * all.film_sample_stride;
+  all.batch = count;
+  return all;
+}
+
 }  // namespace dpa::kernels::unet1d
