@@ -40,6 +40,15 @@ CLIP = {
     "clip_sample": st.booleans(),
     "clip_sample_range": st.sampled_from([1.0, 0.5, 2.5, 5.0]),
 }
+EDM = {
+    "sigma_min": st.sampled_from([0.002, 0.02]),
+    "sigma_max": st.sampled_from([80.0, 10.0]),
+    "sigma_data": st.sampled_from([0.5, 1.0]),
+    "sigma_schedule": st.sampled_from(["karras", "exponential"]),
+    "rho": st.sampled_from([7.0, 3.0]),
+    "prediction_type": st.sampled_from(["epsilon", "v_prediction"]),
+    "final_sigmas_type": st.sampled_from(["zero", "sigma_min"]),
+}
 OPTIONS = {
     "DDPMScheduler": {
         **COMMON,
@@ -57,6 +66,32 @@ OPTIONS = {
         "euler_at_final": st.booleans(),
         "use_karras_sigmas": st.booleans(),
         "final_sigmas_type": st.sampled_from(["zero", "sigma_min"]),
+    },
+    "UniPCMultistepScheduler": {
+        **COMMON,
+        "solver_order": st.sampled_from([1, 2, 2, 3]),
+        "solver_type": st.sampled_from(["bh1", "bh2"]),
+        "predict_x0": st.booleans(),
+        "lower_order_final": st.booleans(),
+        "disable_corrector": st.sampled_from([[], [0], [1, 3]]),
+        "use_karras_sigmas": st.booleans(),
+        "final_sigmas_type": st.sampled_from(["zero", "sigma_min"]),
+    },
+    "HeunDiscreteScheduler": {**COMMON, **CLIP, "use_karras_sigmas": st.booleans()},
+    "EulerDiscreteScheduler": {
+        **COMMON,
+        "interpolation_type": st.sampled_from(["linear", "linear", "log_linear"]),
+        "timestep_type": st.sampled_from(["discrete", "continuous"]),
+        "use_karras_sigmas": st.booleans(),
+        "final_sigmas_type": st.sampled_from(["zero", "sigma_min"]),
+    },
+    "EDMEulerScheduler": EDM,
+    "EDMDPMSolverMultistepScheduler": {
+        **EDM,
+        "solver_order": st.sampled_from([1, 2, 2, 3]),
+        "solver_type": st.sampled_from(["midpoint", "heun"]),
+        "lower_order_final": st.booleans(),
+        "euler_at_final": st.booleans(),
     },
     "FlowMatchEulerDiscreteScheduler": {
         "shift": st.sampled_from([1.0, 3.0, 0.5]),
@@ -87,7 +122,7 @@ def processes(draw, name):
     kind = getattr(diffusers, name)
     train_steps = draw(st.integers(2, 40))
     options = draw(st.fixed_dictionaries(OPTIONS[name]))
-    if name != "FlowMatchEulerDiscreteScheduler":
+    if not name.startswith(("Flow", "EDM")):
         options |= draw(BETAS)
         assume(options.get("beta_schedule") != "laplace" or name == "DDPMScheduler")
     if options.get("trained_betas"):
@@ -96,8 +131,8 @@ def processes(draw, name):
     accepted = inspect.signature(kind.__init__).parameters
     options = {key: value for key, value in options.items() if key in accepted}
     try:
-        scheduler = kind(train_steps, **options)
-    except (NotImplementedError, ValueError):
+        scheduler = kind(num_train_timesteps=train_steps, **options)
+    except (AttributeError, NotImplementedError, ValueError):
         assume(False)  # a schedule that this version lacks, or a pair of options that it refuses
     steps = draw(st.integers(1, train_steps))
     step_options = {}
@@ -113,16 +148,19 @@ def live_loop(scheduler, steps, sample, generator, options):
     scheduler.set_timesteps(steps)
     if "generator" in inspect.signature(scheduler.step).parameters:
         options = {**options, "generator": generator}
+    sample = sample * float(getattr(scheduler, "init_noise_sigma", 1.0))
+    scale = getattr(scheduler, "scale_model_input", lambda sample, timestep: sample)
     with torch.no_grad():
         for timestep in scheduler.timesteps:
-            output = network(sample, timestep)
+            output = network(scale(sample, timestep), timestep)
             sample = scheduler.step(output, timestep, sample, **options).prev_sample
     return sample
 
 
 def divides_by_zero(scheduler):
     """Whether x0 is a quotient by sqrt(alpha_bar) = 0, of which clipping keeps the sign."""
-    if scheduler.config.get("prediction_type") != "epsilon" or hasattr(scheduler, "lambda_t"):
+    kind = type(scheduler).__name__
+    if scheduler.config.get("prediction_type") != "epsilon" or kind not in TOLERANCE:
         return False  # the solvers keep alpha_bar above zero
     return bool((scheduler.alphas_cumprod[scheduler.timesteps.long()] == 0).any())
 

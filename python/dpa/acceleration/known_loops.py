@@ -18,7 +18,7 @@ from dpa.acceleration.loops import Loop, LoopCall
 from dpa.acceleration.streaming_policy import STREAMING
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.flow import flow_matching
-from dpa.schedulers.tables import StepTable
+from dpa.schedulers.tables import MultistepTable, StepTable
 from dpa.tracking import find
 
 _STEP_OPTIONS = frozenset({"eta", "use_clipped_model_output"})
@@ -88,7 +88,9 @@ def _from_last_chunk(policy: Any, *args: Any, **kwargs: Any) -> LoopCall | None:
 
 def _chosen_steps(policy: Any, **options: Any) -> StepTable:
     """Return the steps of RTI-DP: some of those that the scheduler's timesteps make."""
-    whole = from_diffusers(policy.noise_scheduler, **options)
+    whole = from_diffusers(policy.noise_scheduler, **options, scaled=False)
+    if isinstance(whole, MultistepTable):
+        raise ValueError("the steps of its scheduler depend on earlier ones")
     rows = {int(timestep): row for row, timestep in enumerate(whole.timesteps)}
     wanted = [int(step) for step in policy.steps]
     if missing := [step for step in wanted if step not in rows]:

@@ -78,6 +78,8 @@ class Loop:
         steps: the place of the number of steps; None takes the timesteps that the scheduler holds.
         table: where no scheduler of diffusers says the steps, ``table(policy, **options)`` returns
             the loop's :class:`dpa.schedulers.StepTable`.
+        scaled: whether the loop calls the scheduler's ``scale_model_input``, and starts from noise
+            times its ``init_noise_sigma``.
         changing: names of attributes that calls change, and that are no settings of the loop.
         holders: places of further objects whose attributes are settings of the loop.
         knows: names of all arguments that ``begin`` takes; None is whatever the method has.
@@ -92,6 +94,7 @@ class Loop:
     scheduler: Place | None = "noise_scheduler"
     steps: Place | None = "num_inference_steps"
     table: Callable[..., StepTable] | None = None
+    scaled: bool = False
     changing: tuple[str, ...] = ()
     holders: tuple[Place, ...] = ("config",)
     knows: frozenset[str] | None = None
@@ -115,7 +118,8 @@ class Loop:
         """Return the steps; raise what :func:`from_diffusers` raises."""
         if self.table is not None:
             return self.table(policy, **options)
-        return from_diffusers(self.scheduler_of(policy), self.steps_of(policy), **options)
+        scheduler, steps = self.scheduler_of(policy), self.steps_of(policy)
+        return from_diffusers(scheduler, steps, **options, scaled=self.scaled)
 
     def missing(self, policy: Any) -> str | None:
         """Return what a policy lacks of this loop, or None."""

@@ -13,6 +13,7 @@ from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.packed.agreement import STEP_LIMITS, proves
 from dpa.sampling.rng import draw_normal, generator_on
 from dpa.schedulers.conversion import StepTable, from_diffusers
+from dpa.schedulers.probes import OF_STEPS
 from dpa.tracking import Snapshot
 from dpa.tracking.replacing import Replacement
 from dpa.tracking.tracker import version_of
@@ -22,8 +23,7 @@ _OPTIONS = ("eta", "use_clipped_model_output")
 _KEPT = 64  # tables: one for each kind of loop
 # What ``set_timesteps`` and ``step`` of diffusers change themselves.
 _SET_TIMESTEPS = frozenset({"timesteps", "num_inference_steps", "custom_timesteps", "sigmas"})
-OF_A_LOOP = _SET_TIMESTEPS | {"model_outputs", "lower_order_nums", "_step_index", "_begin_index"}
-
+OF_A_LOOP = _SET_TIMESTEPS | {"_begin_index", *OF_STEPS}
 
 METHODS = ("step", "set_timesteps")
 

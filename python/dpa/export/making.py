@@ -108,8 +108,9 @@ def make(
 def _table(source: Source, choice: Choice, scheduler: Any) -> StepTable:
     steps = choice.steps or source.steps or scheduler.config.num_train_timesteps
     try:
-        first = {"first_step": choice.first_step}
-        table = from_diffusers(scheduler, steps, **source.step_options, **first)
+        # The loops of these policies scale nothing.
+        loop = {"first_step": choice.first_step, "scaled": False}
+        table = from_diffusers(scheduler, steps, **source.step_options, **loop)
     except (AttributeError, TypeError) as error:  # another class, or options of another type
         raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
     if type(table) is not StepTable:

@@ -39,6 +39,9 @@ class Exported(nn.Module):
         super().__init__()
         if type(table) is not StepTable:
             raise ValueError(f"table must be a StepTable to be exported, got {type(table)}")
+        if table.init_noise_sigma != 1:
+            rule = "start from unscaled noise to be exported"
+            raise ValueError(f"table must {rule}, got {table.init_noise_sigma} times it")
         self.conditioned = True
         self.encoder = nn.Identity() if around.encoder is None else around.encoder
         self.steps = len(table)

@@ -155,6 +155,8 @@ def check_way(given: Given, inpainting: str, first_step: Any, table: Any, parall
             fail("inpainting", "be 'sample' with parallel", repr(inpainting))
         if mask.dtype != torch.bool:
             fail("condition_mask", "be a bool tensor with parallel", mask.dtype)
+        if getattr(table, "scales", None) is not None:
+            fail("condition_mask", "be left out with parallel of a scheduler with scales", got)
 
 
 def last_width(unet: Any) -> int | None:

@@ -1,8 +1,8 @@
 """The denoising loop on packed weights: what it takes, and how a call of it runs.
 
 It is one op. A multistep solver's earlier x0 are no operand of that op, nor is inpainting with
-weights or in x0: there each step is the packed network and :func:`dpa.ops.scheduler_step`, all of
-them in one graph.
+weights, in x0 or of a sample that the scheduler scales: there each step is the packed network and
+:func:`dpa.ops.scheduler_step`, all of them in one graph.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def _body(
     """
     mask = inputs.get("condition_mask")
     hard = mask is None or (mask.dtype == torch.bool and inpainting == "sample")
+    hard = hard and (mask is None or table.scales is None)
     if isinstance(table, MultistepTable) or not hard:
         return functools.partial(_several_steps, packed, table.to(dtype=torch.float32), inpainting)
     timesteps, coefficients = _timesteps(packed, table.timesteps), table.coefficients.float()
@@ -225,9 +226,7 @@ def _split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | N
     initial = floats.pop("noise", None)
     if initial is None:
         initial, random = random[0], random[1:]
-    if "last_chunk" in floats:
-        initial = table.noised(floats.pop("last_chunk"), initial)
-    return floats, initial, random
+    return floats, table.begin(initial, floats.pop("last_chunk", None)), random
 
 
 def _several_steps(packed: PackedUnet, table: StepTable, inpainting: str, inputs: Inputs) -> Tensor:

@@ -301,8 +301,7 @@ class DiffusionSampler:
                 inputs["sample"] = inputs.pop("noise").expand(shape)
             else:
                 inputs["sample"], random = random[0], random[1:]
-            if "last_chunk" in inputs:
-                inputs["sample"] = table.noised(inputs.pop("last_chunk"), inputs["sample"])
+            inputs["sample"] = table.begin(inputs["sample"], inputs.pop("last_chunk", None))
             if len(random):
                 inputs["step_noise"] = random
             capture = self.cuda_graph and can_capture(device)

@@ -122,8 +122,7 @@ def run(
     if sample is None and draw is None:
         sample, random = random[0], random[1:]
     sample = (draw() if sample is None else sample).expand(shape)
-    if "last_chunk" in inputs:
-        sample = table.noised(inputs["last_chunk"], sample)
+    sample = table.begin(sample, inputs.get("last_chunk"))
     timesteps = table.timesteps[:, None].expand(-1, shape[0])
     conditions = layers.cast(conditions)
 

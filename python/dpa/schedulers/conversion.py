@@ -31,12 +31,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.schedulers.probes import StepProbe, measure_chain, measure_levels, refusing_foreign_errors
+from dpa.schedulers.probes import (
+    Chain,
+    StepProbe,
+    measure_chain,
+    measure_levels,
+    refusing_foreign_errors,
+)
 from dpa.schedulers.tables import MultistepTable, StepTable
 
 _DDPM, _DDIM = "DDPMScheduler", "DDIMScheduler"
-_DPM, _EULER = "DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler"
-_KINDS = (_DDPM, _DDIM, _DPM, _EULER)
+_DPM, _UNIPC = "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"
+_FLOW, _EDM_DPM = "FlowMatchEulerDiscreteScheduler", "EDMDPMSolverMultistepScheduler"
+_KINDS = (_DDPM, _DDIM, _DPM, _UNIPC, "EulerDiscreteScheduler", "HeunDiscreteScheduler")
+_KINDS += ("EDMEulerScheduler", _EDM_DPM, _FLOW)
 # The values of an option that the linear form covers, where it does not cover all.
 _CHOICES: dict[str, dict[str, tuple]] = {
     "thresholding": dict.fromkeys(_KINDS, (False,)),
@@ -50,8 +58,9 @@ _CHOICES: dict[str, dict[str, tuple]] = {
         _DPM: (None,),
     },
     # The stochastic ones sample noise in another dtype, or from another stream.
-    "algorithm_type": {_DPM: ("dpmsolver++", "dpmsolver", "deis")},
-    "stochastic_sampling": {_EULER: (False,)},
+    "algorithm_type": {_DPM: ("dpmsolver++", "dpmsolver", "deis"), _EDM_DPM: ("dpmsolver++",)},
+    "stochastic_sampling": {_FLOW: (False,)},
+    "solver_p": {_UNIPC: (None,)},  # another scheduler
 }
 # Options whose effect is wholly inside the numbers that the probes measure. Two of them act only
 # where thresholding is on, and that is refused.
@@ -61,7 +70,8 @@ _MEASURED = re.compile(
     r"|dynamic_thresholding_ratio|sample_max_value|solver_(order|type)|lower_order_final"
     r"|euler_at_final|use_(karras|exponential|beta|flow)_sigmas|use_lu_lambdas|final_sigmas_type"
     r"|lambda_min_clipped|(flow_|base_|max_)?shift|shift_terminal|use_dynamic_shifting"
-    r"|time_shift_type|(base|max)_image_seq_len|invert_sigmas"
+    r"|time_shift_type|(base|max)_image_seq_len|invert_sigmas|prediction_type|predict_x0"
+    r"|disable_corrector|interpolation_type|timestep_type|sigma_(min|max|data|schedule)|rho"
 )
 
 
@@ -72,12 +82,16 @@ def from_diffusers(
     use_clipped_model_output: bool = False,
     *,
     first_step: int = 0,
+    scaled: bool = True,
 ) -> StepTable:
     """Measure the step table of a live diffusers scheduler.
 
-    ``DDPMScheduler``, ``DDIMScheduler`` and ``FlowMatchEulerDiscreteScheduler`` give a
-    :class:`StepTable`; ``DPMSolverMultistepScheduler`` of order 2 or 3 gives a
-    :class:`MultistepTable`. The scheduler is copied and left as it is.
+    ``DDPMScheduler``, ``DDIMScheduler``, ``EulerDiscreteScheduler``, ``EDMEulerScheduler`` and
+    ``FlowMatchEulerDiscreteScheduler`` give a :class:`StepTable`; ``HeunDiscreteScheduler``,
+    ``UniPCMultistepScheduler``, ``DPMSolverMultistepScheduler`` and
+    ``EDMDPMSolverMultistepScheduler`` a :class:`MultistepTable`, but where the solver's order is 1.
+    Each evaluation of the network is a step: Heun's n steps are 2 n - 1. The scheduler is copied
+    and left as it is.
 
     Args:
         scheduler: the live object; recognised by its class name, so diffusers is never imported.
@@ -87,6 +101,9 @@ def from_diffusers(
         eta: weight of the noise in DDIM; 0 is deterministic.
         use_clipped_model_output: DDIM's option to derive the noise from the clipped x0 again.
         first_step: the step that the process begins at, of those of all timesteps.
+        scaled: whether the network takes what ``scale_model_input`` makes of the sample, and the
+            loop starts from noise times ``init_noise_sigma``, as in diffusers' pipelines. The loops
+            of most policies call neither. Only Euler, Heun and EDM's schedulers scale.
 
     Returns:
         The table on the CPU, in float64.
@@ -107,7 +124,10 @@ def from_diffusers(
         _check_options(kind, scheduler, eta, use_clipped_model_output)
         copied = _cpu_copy(scheduler)
         _set_timesteps(kind, copied, num_inference_steps)
-        return _measure(kind, copied, eta, use_clipped_model_output, first_step)
+        if kind in (_DDPM, _DDIM):
+            options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
+            return _measure(copied, {} if kind == _DDPM else options, first_step)
+        return _measure_chain(copied, first_step, scaled)
 
 
 def _set_timesteps(kind: str, live: Any, num_inference_steps: int | None) -> None:
@@ -121,7 +141,7 @@ def _set_timesteps(kind: str, live: Any, num_inference_steps: int | None) -> Non
             )
         live.set_timesteps(num_inference_steps)
     elif getattr(live, "num_inference_steps", None) is None:
-        if kind in (_DPM, _EULER):
+        if kind not in (_DDPM, _DDIM):
             raise ValueError(
                 f"from_diffusers: num_inference_steps must be given for a {kind} whose timesteps "
                 "have not been set, got None"
@@ -130,28 +150,20 @@ def _set_timesteps(kind: str, live: Any, num_inference_steps: int | None) -> Non
             live.set_timesteps(live.config.num_train_timesteps)
 
 
-def _measure(
-    kind: str, live: Any, eta: float, use_clipped_model_output: bool, first_step: int
-) -> StepTable:
-    """Measure a copy that may be changed."""
+def _begun(live: Any, first_step: int) -> Tensor:
+    """Return the timesteps from the first step on."""
     timesteps = live.timesteps.detach().clone().cpu()
     if not isinstance(first_step, numbers.Integral) or not 0 <= first_step < max(len(timesteps), 1):
         raise ValueError(
             f"from_diffusers: first_step must lie in 0..{len(timesteps) - 1}, got {first_step!r}"
         )
-    timesteps = timesteps[first_step:]
+    return timesteps[first_step:]
+
+
+def _measure(live: Any, options: dict[str, Any], first_step: int) -> StepTable:
+    """Measure a copy of DDPM or DDIM."""
+    timesteps = _begun(live, first_step)
     levels = measure_levels(copy.deepcopy(live), timesteps)  # which may change it
-    if kind in (_DPM, _EULER):
-        rows, history = measure_chain(live, first_step)
-        kept = tuple(map(tuple, history)) if any(map(any, history)) else None
-        steps = (timesteps, _matrix(rows), math.inf, (False,) * len(rows))
-        known = {"levels": levels, "x0": _x0_of(kind, live.config, levels)}
-        if kept is None:
-            return StepTable(*steps, **known)
-        return MultistepTable(*steps, kept, **known)
-    options: dict[str, Any] = {}
-    if kind == _DDIM:
-        options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
     probes = [StepProbe(live, timestep, options) for timestep in timesteps.tolist()]
     # Every step clips alike; a step whose x0 is always zero (r0 = r1 = 0) does not exist.
     clip = probes[0].clip() if probes else math.inf
@@ -161,10 +173,46 @@ def _measure(
     return StepTable(timesteps, coefficients, clip, draws_noise, **known)
 
 
-def _x0_of(kind: str, config: Any, levels: Tensor | None) -> Tensor | None:
+def _measure_chain(live: Any, first_step: int, scaled: bool) -> StepTable:
+    """Measure a copy of a scheduler whose steps may depend on one another."""
+    timesteps = _begun(live, first_step)
+    if first_step and len(timesteps) > 1 and timesteps[0] == timesteps[1]:
+        rule = "be the first evaluation of a step of Heun's"
+        raise ValueError(f"from_diffusers: first_step must {rule}, got {first_step}")
+    levels = measure_levels(copy.deepcopy(live), timesteps)
+    chain = measure_chain(copy.deepcopy(live), first_step)
+    rows, history = _matrix(chain.rows), torch.tensor(chain.history, dtype=torch.float64)
+    several, x0 = bool(history.any()), _x0_of(live.config, chain, levels)
+    if not several and math.isinf(chain.clip):
+        rows[:, :2] = 0.0  # of no use
+    more: dict[str, Any] = {}
+    scales = torch.tensor(chain.scales, dtype=torch.float64)
+    if scaled and bool((scales != 1).any()):
+        # The table's sample is the scaled one: a step divides by its scale, and applies the next.
+        after = torch.cat([scales[1:], scales.new_ones(1)])
+        rows[:, [0, 3]] /= scales[:, None]
+        rows[:, 2:] *= after[:, None]
+        history = history * after[:, None]
+        levels = None if levels is None else levels * scales[:, None]
+        x0 = None if x0 is None else torch.stack([x0[:, 0] / scales, x0[:, 1]], 1)
+        more["scales"] = scales
+    sigma = float(getattr(live, "init_noise_sigma", 1.0)) if scaled else 1.0
+    if scaled and (sigma != 1 or more):
+        more["init_noise_sigma"] = sigma * chain.scales[0]
+    steps = timesteps, rows, chain.clip, (False,) * len(rows)
+    more |= {"levels": levels, "x0": x0}
+    if not several:
+        return StepTable(*steps, **more)
+    return MultistepTable(*steps, tuple(map(tuple, history.tolist())), **more)
+
+
+def _x0_of(config: Any, chain: Chain, levels: Tensor | None) -> Tensor | None:
     """Return the weights of sample and model output in a solver's prediction of x0."""
     if levels is None or config.get("invert_sigmas"):
         return None
+    of_noise = config.get("algorithm_type") == "dpmsolver" or not config.get("predict_x0", True)
+    if chain.shown and not of_noise:
+        return torch.tensor(chain.kept, dtype=torch.float64)
     signal, noise = levels.unbind(1)
     one = torch.ones_like(signal)
     rows = {
@@ -173,7 +221,7 @@ def _x0_of(kind: str, config: Any, levels: Tensor | None) -> Tensor | None:
         "v_prediction": (signal, -noise),
         "flow_prediction": (one, -noise),
     }
-    return torch.stack(rows["flow_prediction" if kind == _EULER else config.prediction_type], 1)
+    return torch.stack(rows[config.get("prediction_type", "flow_prediction")], 1)
 
 
 def _matrix(rows: list[list[float]]) -> Tensor:

@@ -40,6 +40,7 @@ class Inpainting:
         self, data: Tensor, weights: Tensor, place: str, table: StepTable | LiveSteps
     ) -> None:
         self.data, self.weights, self.place = data, weights, place
+        self._scales = getattr(table, "scales", None)
         if place == "x0":
             of_sample, of_output = table.x0.unbind(1)
             # Where the output has no part in x0 there is nothing to correct.
@@ -61,11 +62,12 @@ class Inpainting:
             return None
         return cls(inputs["condition_data"], inputs["condition_mask"], place, table)
 
-    def sample(self, sample: Tensor) -> Tensor:
-        """Return the sample as the network is given it, and as it is after the last step."""
+    def sample(self, step: int, sample: Tensor) -> Tensor:
+        """Return the sample as the network is given it."""
         if self.place == "x0":
             return sample
-        return self._blend(sample, self.data)
+        given = self.data if self._scales is None else self.data * self._scales[step]
+        return self._blend(sample, given)
 
     def last(self, sample: Tensor) -> Tensor:
         """Return the sample as it is after the last step."""

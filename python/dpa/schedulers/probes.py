@@ -7,9 +7,11 @@ the scheduler's own arithmetic adds no rounding; scalars that it computes in flo
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,13 @@ from torch import Tensor
 
 # The largest relative error on points that were not fitted, in float64.
 _LIMIT = 1e-9
+# What steps of diffusers' schedulers leave in the object for the steps after them.
+OF_STEPS = ("_step_index", "model_outputs", "lower_order_nums", "timestep_list", "this_order")
+OF_STEPS += ("last_sample", "prev_derivative", "dt", "sample", "is_scale_input_called")
+
+
+class NotLinearError(ValueError):
+    """A step is not the linear form that it was held against."""
 
 
 @contextlib.contextmanager
@@ -48,11 +57,11 @@ class _Step:
     def __init__(self, live: Any, timestep: Any, options: dict[str, Any]):
         self.live, self.timestep, self.options = live, timestep, options
 
-    def refuse(self, rule: str, got: str) -> None:
+    def refuse(self, rule: str, got: str, error: type[ValueError] = ValueError) -> None:
         config = dict(self.live.config)
         shown = {n: v for n, v in config.items() if _SHOWN.fullmatch(n)} | self.options
         described = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        raise ValueError(
+        raise error(
             f"from_diffusers: {type(self.live).__name__}.step must be {rule}, got {got} at "
             f"timestep {self.timestep} under {described}"
         )
@@ -65,7 +74,8 @@ class _Step:
     def check_close(self, name: str, got: Tensor, want: Tensor) -> None:
         error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
         if not error < _LIMIT:
-            self.refuse("linear with a clamped x0", f"a relative {name} error of {error:.1e}")
+            got = f"a relative {name} error of {error:.1e}"
+            self.refuse("linear with a clamped x0", got, NotLinearError)
 
 
 def _fit(columns: list[Tensor], target: Tensor) -> list[float]:
@@ -147,52 +157,137 @@ def measure_levels(live: Any, timesteps: Tensor) -> Tensor | None:
         return None
 
 
-def measure_chain(live: Any, first_step: int = 0) -> tuple[list[list[float]], list[list[float]]]:
-    """Measure a deterministic scheduler whose steps follow one another (a multistep solver, Euler).
+@dataclass(frozen=True)
+class Chain:
+    """The steps of a deterministic scheduler that follow one another.
 
-    The process begins at ``first_step``, with nothing remembered.
-
-    Each step may use what the steps before it remembered, ``m = r0 * sample + r1 * model_output``
-    (``live.model_outputs``, the newest last).
-
-    Returns:
-        A row of six coefficients a step, the noise's being zero, and for each step the weights of
-        the remembered values, the newest first.
+    Attributes:
+        rows: six coefficients a step, the noise's being zero.
+        history: for each step the weights of what earlier steps kept, the newest first.
+        kept: for each step the weights of sample and model output in what it keeps.
+        shown: whether the scheduler shows what it keeps; where not that is the model output.
+        clip: bound of what a step keeps.
+        scales: for each step what the network takes the sample times.
 
     """
+
+    rows: list[list[float]]
+    history: list[tuple[float, ...]]
+    kept: list[list[float]]
+    shown: bool
+    clip: float
+    scales: list[float]
+
+
+def measure_chain(live: Any, first_step: int = 0) -> Chain:
+    """Measure a deterministic scheduler (a multistep solver, Euler, Heun), which this may change.
+
+    The process begins at ``first_step``, with nothing remembered. A step's result may depend on
+    what the steps before it kept: their x0 where the scheduler shows it, else the model output.
+    Where it depends on an earlier sample too (Heun, UniPC's corrector), that is what the last step
+    made this one's sample of, so that this sample and what was kept determine it.
+    """
     _rewind(live)
-    points, fitted, held_out = 48, slice(0, 24), slice(24, 48)
-    generator = torch.Generator().manual_seed(1)
-    orders = len(live.model_outputs) if hasattr(live, "model_outputs") else 1
-    remembered: list[Tensor] = []
-    rows, history = [], []
-    for timestep in live.timesteps[first_step:]:
-        # Powers of two, which a coefficient multiplies exactly: these schedulers round the
-        # sample, and its multiples, to float32.
-        exponent = torch.randint(-3, 4, (points,), generator=generator)
-        sign = torch.randint(0, 2, (points,), generator=generator) * 2 - 1
-        sample = sign * torch.pow(2.0, exponent.double())
-        output = torch.randn(points, generator=generator, dtype=torch.float64)
-        out = live.step(output[None], timestep, sample[None]).prev_sample[0]
-        step = _Step(live, timestep.item(), {})
+    try:
+        return _ChainProbe(copy.deepcopy(live), follows=False).run(first_step)
+    except NotLinearError:
+        return _ChainProbe(live, follows=True).run(first_step)
+
+
+class _ChainProbe:
+    """Takes every step of a live scheduler on points of several sizes.
+
+    The small points are inside every clip range, the large ones far outside.
+
+    Args:
+        live: the scheduler.
+        follows: whether a step is given the last one's result. If not, samples are powers of two,
+            which a coefficient multiplies exactly: some schedulers round the sample to float32.
+
+    """
+
+    _SIZES = torch.tensor([2.0**-20, 1.0, 2.0**20], dtype=torch.float64).repeat(16)
+    _SMALL, _LARGE = slice(0, 24, 3), slice(2, 24, 3)
+    _FITTED, _HELD_OUT = slice(0, 24), slice(24, 48)
+    _NONE = 1e-10  # of the result's size: the fit's rounding, where a weight is none
+
+    def __init__(self, live: Any, follows: bool):
+        self.live, self.follows = live, follows
+        self._generator = torch.Generator().manual_seed(1)
+        self._clip = math.inf
+        self._depth = max(1, len(getattr(live, "model_outputs", ())))
+        self._remembered: list[Tensor] = []
+
+    def run(self, first_step: int) -> Chain:
+        """Take the steps from the first one on."""
+        sample, found = self._powers(), []
+        for place, timestep in enumerate(self.live.timesteps[first_step:]):
+            sample, step = self._take(place, timestep, sample)
+            found.append(step)
+            sample = sample if self.follows else self._powers()
+        rows, histories, kept, shown, scales = map(list, zip(*found, strict=True))
+        width = max((n + 1 for h in histories for n, weight in enumerate(h) if weight), default=0)
+        history = [(*h[:width], *[0.0] * (width - len(h))) for h in histories]
+        return Chain(rows, history, kept, all(shown), self._clip, scales)
+
+    def _powers(self) -> Tensor:
+        count = len(self._SIZES)
+        exponent = torch.randint(-3, 4, (count,), generator=self._generator)
+        sign = torch.randint(0, 2, (count,), generator=self._generator) * 2 - 1
+        return sign * torch.pow(2.0, exponent.double()) * self._SIZES
+
+    def _take(self, place: int, timestep: Tensor, sample: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """Take a step; return its result, and what it is as a linear form."""
+        step, sizes = _Step(self.live, timestep.item(), {}), self._SIZES
+        output = torch.randn(len(sizes), generator=self._generator, dtype=torch.float64) * sizes
+        scale = self._scale(step, timestep, sample)
+        result = self.live.step(output[None], timestep, sample[None])
+        out, seen = result.prev_sample[0], self._shown(result)
         step.check_finite(out)
-        columns = [sample, output, *remembered]
-        weights = _fit([column[fitted] for column in columns], out[fitted])
-        expected = sum(w * column for w, column in zip(weights, columns, strict=True))
-        step.check_close("result", expected[held_out], out[held_out])
-        r0 = r1 = 0.0
-        if orders > 1:
-            kept = live.model_outputs[-1][0]
-            r0, r1 = _fit([sample[fitted], output[fitted]], kept[fitted])
-            step.check_close("x0", (r0 * sample + r1 * output)[held_out], kept[held_out])
-            remembered = [kept, *remembered][: orders - 1]
-        rows.append([r0, r1, 0.0, weights[0], weights[1], 0.0])
-        history.append([*weights[2:], *[0.0] * (orders + 1 - len(weights))])
-    return rows, history
+
+        keeps = output if seen is None else seen[0]
+        small, large = self._SMALL, self._LARGE
+        r0, r1 = _fit([x[small] / sizes[small] for x in (sample, output)], (keeps / sizes)[small])
+        whole = r0 * sample + r1 * output
+        if place == 0 and keeps[large].abs().max() < 0.5 * whole[large].abs().max():
+            self._clip = float(keeps[large].abs().max())
+        clipped, held_out = math.isfinite(self._clip), self._HELD_OUT
+        expected = whole.clamp(-self._clip, self._clip)
+        step.check_close("x0", (expected / sizes)[held_out], (keeps / sizes)[held_out])
+
+        columns = [sample, output, *[keeps] * clipped, *self._remembered]
+        columns, target = [column / sizes for column in columns], out / sizes
+        weights = _fit([column[self._FITTED] for column in columns], target[self._FITTED])
+        terms = [weight * column for weight, column in zip(weights, columns, strict=True)]
+        step.check_close("result", sum(terms)[held_out], target[held_out])
+        r3, r4, *others = weights
+        r2 = others.pop(0) if clipped else 0.0
+        least = self._NONE * float(target.abs().max())
+        counts = [float(term.abs().max()) > least for term in terms[len(terms) - len(others) :]]
+        history = [weight * counted for weight, counted in zip(others, counts, strict=True)]
+        self._remembered = [keeps, *self._remembered][: self._depth]
+        form = [r0, r1, r2, r3, r4, 0.0], history, [r0, r1], seen is not None, scale
+        return out, form
+
+    def _scale(self, step: _Step, timestep: Tensor, sample: Tensor) -> float:
+        """Return what the network takes the sample times."""
+        if not hasattr(self.live, "scale_model_input"):
+            return 1.0
+        scaled = self.live.scale_model_input(sample[None], timestep)[0]
+        scale = float((scaled / sample)[0])
+        step.check_close("input", scaled / self._SIZES, scale * sample / self._SIZES)
+        return scale
+
+    def _shown(self, result: Any) -> Tensor | None:
+        """Return what the scheduler shows of what it keeps: it is the x0 of most."""
+        if hasattr(self.live, "model_outputs"):
+            return self.live.model_outputs[-1]
+        return getattr(result, "pred_original_sample", None)
 
 
 def _rewind(live: Any) -> None:
     """Reset a used copy to its first step."""
-    outputs = [None] * len(getattr(live, "model_outputs", ()))
-    start = {"_step_index": None, "model_outputs": outputs, "lower_order_nums": 0}
-    vars(live).update({name: value for name, value in start.items() if hasattr(live, name)})
+    held = vars(live)
+    start = {name: held[name] for name in OF_STEPS if name in held}
+    empty = {n: [None] * len(v) if isinstance(v, list) else None for n, v in start.items()}
+    held.update(empty | ({"lower_order_nums": 0} if "lower_order_nums" in held else {}))

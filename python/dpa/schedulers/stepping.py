@@ -25,7 +25,7 @@ def loop(
     advance = table.stepper(generator)
     for step in range(len(table)):
         if inpainting is not None:
-            sample = inpainting.sample(sample)
+            sample = inpainting.sample(step, sample)
         noise = draw(step) if table.draws_noise[step] else None
         output = predict(sample, step)
         if inpainting is not None:

@@ -33,6 +33,9 @@ class StepTable:
             levels[s, 1] * noise``. None where nobody knows.
         x0: (S, 2), floating: a step's prediction of x0, before it is clipped, is ``x0[s, 0] *
             sample + x0[s, 1] * model_output``. None where nobody knows.
+        scales: (S,), floating, where the network takes the scheduler's sample times these. A
+            table's sample is what the network takes; the last step's result is not scaled.
+        init_noise_sigma: what the noise to start from is multiplied by.
 
     Raises:
         ValueError: where the shapes do not match.
@@ -45,6 +48,8 @@ class StepTable:
     draws_noise: tuple[bool, ...] = field(default=())
     levels: Tensor | None = field(default=None, kw_only=True)
     x0: Tensor | None = field(default=None, kw_only=True)
+    scales: Tensor | None = field(default=None, kw_only=True)
+    init_noise_sigma: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check that the shapes match."""
@@ -68,12 +73,13 @@ class StepTable:
             raise ValueError(
                 f"StepTable: draws_noise must have {shape[0]} entries, got {len(self.draws_noise)}"
             )
-        for name in ("levels", "x0"):
-            rows = getattr(self, name)
-            if rows is not None and (rows.shape != (shape[0], 2) or not rows.is_floating_point()):
+        for name, width in (("levels", "2"), ("x0", "2"), ("scales", "")):
+            rows, count = getattr(self, name), shape[0]
+            wanted = (count, int(width)) if width else (count,)
+            if rows is not None and (rows.shape != wanted or not rows.is_floating_point()):
                 raise ValueError(
-                    f"StepTable: {name} must be a floating ({shape[0]}, 2) tensor, a row each, got "
-                    f"{rows.dtype} {tuple(rows.shape)}"
+                    f"StepTable: {name} must be a floating ({count}, {width}) tensor, a row each, "
+                    f"got {rows.dtype} {tuple(rows.shape)}"
                 )
 
     def __len__(self) -> int:
@@ -86,7 +92,7 @@ class StepTable:
         """Return the table on ``device``, its coefficients in ``dtype``."""
         rows = {
             name: value.to(device=device, dtype=dtype)
-            for name in ("coefficients", "levels", "x0")
+            for name in ("coefficients", "levels", "x0", "scales")
             if (value := getattr(self, name)) is not None
         }
         return replace(self, timesteps=self.timesteps.to(device=device), **rows)
@@ -104,7 +110,7 @@ class StepTable:
             )
         parts = {
             name: value[first_step:]
-            for name in ("timesteps", "coefficients", "draws_noise", "levels", "x0")
+            for name in ("timesteps", "coefficients", "draws_noise", "levels", "x0", "scales")
             if (value := getattr(self, name)) is not None
         }
         return replace(self, **parts, **self._history_after(first_step))
@@ -118,6 +124,12 @@ class StepTable:
             raise ValueError("StepTable: levels must be there to add noise to a chunk, got None")
         levels = self.levels.to(chunk.dtype)
         return levels[0, 0] * chunk + levels[0, 1] * noise
+
+    def begin(self, noise: Tensor, last_chunk: Tensor | None = None) -> Tensor:
+        """Return the sample that the loop begins with: of noise, or of a chunk of actions too."""
+        if last_chunk is not None:
+            return self.noised(last_chunk, noise)
+        return noise if self.init_noise_sigma == 1.0 else noise * self.init_noise_sigma
 
     def x0_coefficients(self) -> Tensor:
         """The coefficients of steps whose result is the predicted x0."""
@@ -183,14 +195,16 @@ class MultistepTable(StepTable):
         silent = (False,) * len(self)
         x0 = StepTable(self.timesteps, self.x0_coefficients(), self.clip, silent).stepper()
         plain = super().stepper(generator)
-        kept: deque[Tensor] = deque(maxlen=max(map(len, self.history), default=0))
+        kept: deque[Tensor | None] = deque(maxlen=max(map(len, self.history), default=0))
 
         def advance(step: int, output: Tensor, sample: Tensor, noise: Tensor | None) -> Tensor:
             out = plain(step, output, sample, noise)
             for weight, earlier in zip(self.history[step], kept, strict=False):
                 if weight != 0:
                     out = out.add(earlier, alpha=weight)
-            kept.appendleft(x0(step, output, sample, None))
+            later = enumerate(self.history[step + 1 :][: kept.maxlen])
+            used = any(weights[ago] != 0 for ago, weights in later)
+            kept.appendleft(x0(step, output, sample, None) if used else None)
             return out
 
         return advance
@@ -246,6 +260,10 @@ class LiveSteps:
     def __len__(self) -> int:
         """Return the number of steps."""
         return len(self.timesteps)
+
+    def begin(self, noise: Tensor, last_chunk: Tensor | None = None) -> Tensor:
+        """Return the sample that the loop begins with: the noise."""
+        return noise
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
