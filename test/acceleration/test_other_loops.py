@@ -193,6 +193,62 @@ def test_a_loop_that_the_user_names(device):
     assert "plan" not in vars(fast)
 
 
+class Solved(Own):
+    """The same with one of diffusers' solvers, as diffusers' pipelines run them."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        kind = getattr(others.diffusers, f"{kind}Scheduler")
+        self.steps = kind(num_train_timesteps=20, **options)
+
+    def plan(self, seen, *, scale=1.0):
+        self.calls += 1
+        self.steps.set_timesteps(self.count)
+        x = torch.randn(len(seen), 8, 2, device=seen.device) * self.steps.init_noise_sigma
+        for t in self.steps.timesteps:
+            out = self.parts["denoiser"](self.steps.scale_model_input(x, t), t, cond=seen * 2)
+            x = self.steps.step(out, t, x).prev_sample
+        return {"plan": x * scale, "calls": self.calls}
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("UniPCMultistep", {"final_sigmas_type": "sigma_min"}),
+        ("UniPCMultistep", {"prediction_type": "v_prediction"}),
+        ("HeunDiscrete", {"prediction_type": "sample"}),
+        ("EulerDiscrete", {"use_karras_sigmas": True}),
+        ("EDMEuler", {"sigma_data": 1.0}),
+        ("EDMDPMSolverMultistep", {"solver_type": "heun"}),
+    ],
+)
+@torch.no_grad()
+def test_a_loop_with_a_solver(kind, setting, device):
+    plain = Solved(kind).to(device).eval()
+    fast = copy.deepcopy(plain)
+    dpa.accelerate(fast, loop=dpa.Loop(**{**vars(LOOP), "scaled": True}), fallback=False)
+    seen, loop, results = torch.randn(2, 2, 3, device=device), replaced(fast, "plan"), []
+    for change in ({}, setting):
+        for policy in (plain, fast):
+            policy.steps.register_to_config(**change)
+        for _ in range(3):
+            torch.manual_seed(1)
+            expected = plain.plan(seen)["plan"]
+            torch.manual_seed(1)
+            torch.testing.assert_close(fast.plan(seen)["plan"], expected, rtol=1e-4, atol=1e-4)
+        results.append(expected)
+    assert not torch.allclose(*results)
+    assert len(loop._routes) == 2 and max(loop.shadow.errors.values()) < 1e-4
+    assert "accelerated: the whole loop" in str(dpa.explain(fast))
+
+
+def test_a_loop_that_scales_and_does_not_say_so(device):
+    plain, seen = Solved("EulerDiscrete").to(device).eval(), torch.randn(2, 2, 3, device=device)
+    fast = dpa.accelerate(copy.deepcopy(plain), loop=LOOP)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="differs from the original"):
+        fast.plan(seen)
+
+
 def test_a_loop_of_a_part_of_the_model(device):
     whole = nn.ModuleDict({"policy": Own()}).to(device).eval()
     dpa.accelerate(whole, loop=LOOP)

@@ -24,10 +24,13 @@ from dpa.training.graphed_calls import replaced_forward
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
-@pytest.mark.parametrize("kind", ["DPMSolverMultistep", "FlowMatchEulerDiscrete"])
+SOLVERS = ["DPMSolverMultistep", "FlowMatchEulerDiscrete", "EulerDiscrete", "EDMEuler"]
+
+
+@pytest.mark.parametrize("kind", SOLVERS)
 def test_policies_with_other_solvers(kind, device):
     policy = original_policy(device)
-    policy.noise_scheduler = getattr(diffusers, f"{kind}Scheduler")(20)
+    policy.noise_scheduler = getattr(diffusers, f"{kind}Scheduler")(num_train_timesteps=20)
     fast, call = dpa.accelerate(copy.deepcopy(policy), fallback=False), call_of(device)
     for steps in (5, 5, 8):
         policy.num_inference_steps = fast.num_inference_steps = steps

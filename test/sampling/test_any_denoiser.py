@@ -25,16 +25,15 @@ class Denoiser(nn.Module):
         self.scale = 1.0
 
     def forward(self, sample, timestep, memory=None):
-        hidden = self.embed(sample) + self.time(timestep)[:, None]
+        place = timestep.abs().round().long()  # of EDM they are logarithms
+        hidden = self.embed(sample) + self.time(place)[:, None]
         if memory is not None:
             hidden = hidden + self.cond(memory).mean(1, keepdim=True)
         return self.head(hidden.tanh()) * self.scale
 
 
 def scheduler(kind="DDPM", **options):
-    if kind == "DPM":
-        return diffusers.DPMSolverMultistepScheduler(20, prediction_type="epsilon", **options)
-    return getattr(diffusers, f"{kind}Scheduler")(20, **options)
+    return getattr(diffusers, f"{kind}Scheduler")(num_train_timesteps=20, **options)
 
 
 def sampler_of(denoiser, kind="DDPM", steps=6, **options):
@@ -47,14 +46,19 @@ def plain_loop(denoiser, kind, steps, memory, generator):
     live = scheduler(kind)
     live.set_timesteps(steps)
     x = torch.randn(len(memory), 8, 2, generator=generator, device=memory.device)
-    options = {} if kind == "DPM" else {"generator": generator}
+    x = x * float(live.init_noise_sigma)
+    options = {"generator": generator} if kind in ("DDPM", "DDIM") else {}
     for t in live.timesteps:
-        out = denoiser(x, t.to(x.device).expand(len(x)), memory)
+        out = denoiser(live.scale_model_input(x, t), t.to(x.device).expand(len(x)), memory)
         x = live.step(out, t, x, **options).prev_sample
     return x
 
 
-@pytest.mark.parametrize("kind", ["DDPM", "DDIM", "DPM"])
+SOLVERS = ["DPMSolverMultistep", "UniPCMultistep", "HeunDiscrete", "EulerDiscrete"]
+SOLVERS += ["EDMEuler", "EDMDPMSolverMultistep"]
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM", *SOLVERS])
 @torch.no_grad()
 def test_it_follows_the_plain_loop(kind, device):
     denoiser = Denoiser().to(device).eval()

@@ -74,7 +74,7 @@ def test_the_loop_is_the_written_one(kind, prediction_type, inpainting, mask, wa
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("inpainting", ["sample", "x0"])
-@pytest.mark.parametrize("kind", ["DDPM", "DDIM", "DPMSolverMultistep"])
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM", "DPMSolverMultistep", "EulerDiscrete"])
 def test_packed_weights_give_the_loop_step_by_step(kind, inpainting, batch, device):
     fused = make_sampler(device, kind, steps=6)
     steps = dpa.DiffusionSampler(fused.unet, fused._scheduler, 6, horizon=16, fused=False)
@@ -174,6 +174,8 @@ SOLVERS = [
     ("DPMSolverMultistep", {"prediction_type": "v_prediction"}),
     ("DPMSolverMultistep", {"prediction_type": "flow_prediction", "use_flow_sigmas": True}),
     ("FlowMatchEulerDiscrete", {}),
+    ("UniPCMultistep", {"prediction_type": "v_prediction"}),
+    ("UniPCMultistep", {"predict_x0": False, "final_sigmas_type": "sigma_min"}),
 ]
 
 
@@ -184,14 +186,28 @@ def test_the_x0_of_solvers_is_their_own(kind, options):
     scheduler.set_timesteps(6)
     sample, output, _ = tensors()
     for step, timestep in enumerate(scheduler.timesteps):
-        if kind == "DPMSolverMultistep":
-            scheduler._step_index = step
+        if kind.endswith("Multistep"):
+            scheduler._step_index, scheduler.predict_x0 = step, True
             want = scheduler.convert_model_output(output, sample=sample)
         else:  # the whole way at once
             want = sample - timestep / 40 * output
         of_sample, of_output = table.x0[step]
         got = of_sample * sample + of_output * output
         torch.testing.assert_close(got, want.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["HeunDiscrete", "UniPCMultistep"])
+def test_weights_in_a_sample_that_tells_earlier_ones(kind):
+    sampler = dpa.DiffusionSampler(Network(), scheduler_of(kind, 6), 6)
+    noise, data, _ = tensors()
+    given = {"noise": noise, "condition_data": data}
+    with pytest.raises(ValueError, match="inpainting must be 'x0' with weights"):
+        sampler(condition_mask=WEIGHTS, **given)
+    held = WEIGHTS > 0.5
+    torch.testing.assert_close(sampler(condition_mask=held, **given)[held], data[held])
+    by_weights = sampler(condition_mask=WEIGHTS, inpainting="x0", **given)
+    by_mask = sampler(condition_mask=WEIGHTS >= 1, inpainting="x0", **given)
+    assert not torch.allclose(by_weights, by_mask)
 
 
 def test_a_solver_that_starts_later_remembers_nothing():

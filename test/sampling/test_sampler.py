@@ -1,6 +1,7 @@
 """The denoising loop against the loops that diffusers and LeRobot run."""
 
 import copy
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -44,16 +45,17 @@ def make_unet(device, **options):
 
 @torch.no_grad()
 def diffusers_loop(unet, scheduler, steps, cond, noise, generator=None, condition=None, **options):
-    """Sample as diffusion_policy does, on diffusers' own step."""
-    sample = noise
+    """Sample as diffusion_policy does, on diffusers' own step, scaled as its pipelines do."""
     scheduler.set_timesteps(steps)
+    sample = noise * float(scheduler.init_noise_sigma)
+    if "generator" in inspect.signature(scheduler.step).parameters:
+        options = {**options, "generator": generator}
     for timestep in scheduler.timesteps:
         if condition is not None:
             sample = torch.where(condition[1], condition[0], sample)
-        output = unet(sample, timestep, global_cond=cond)
-        sample = scheduler.step(
-            output, timestep, sample, generator=generator, **options
-        ).prev_sample
+        seen = scheduler.scale_model_input(sample, timestep)
+        output = unet(seen, timestep, global_cond=cond)
+        sample = scheduler.step(output, timestep, sample, **options).prev_sample
     if condition is not None:
         sample = torch.where(condition[1], condition[0], sample)
     return sample
@@ -562,20 +564,35 @@ def test_a_loop_that_cannot_be_one_op_raises_or_runs_step_by_step(device):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+SOLVERS = [
+    ("DPMSolverMultistep", {"solver_order": 2}),
+    ("DPMSolverMultistep", {"solver_order": 3}),
+    ("UniPCMultistep", {"solver_order": 2}),
+    ("UniPCMultistep", {"solver_order": 3}),
+    ("HeunDiscrete", {"clip_sample": True}),
+    ("EulerDiscrete", {"use_karras_sigmas": True}),
+    ("EDMEuler", {"prediction_type": "epsilon", "sigma_max": 10.0}),
+    ("EDMDPMSolverMultistep", {"prediction_type": "epsilon", "sigma_max": 10.0}),
+]
+
+
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(("kind", "given"), SOLVERS)
 @torch.no_grad()
-def test_multistep_solvers_on_packed_weights(order, batch, device):
-    kind = diffusers.DPMSolverMultistepScheduler
-    options = {"beta_schedule": "squaredcos_cap_v2", "prediction_type": "sample"}
-    scheduler, unet = kind(20, solver_order=order, **options), make_unet(device, n_groups=2).eval()
+def test_solvers_on_packed_weights(kind, given, batch, device):
+    options = {"beta_schedule": "squaredcos_cap_v2", "prediction_type": "sample", **given}
+    options = {n: v for n, v in options.items() if "EDM" not in kind or n != "beta_schedule"}
+    scheduler = getattr(diffusers, f"{kind}Scheduler")(num_train_timesteps=20, **options)
+    unet = make_unet(device, n_groups=2).eval()
     mask = torch.zeros(batch, *SHAPE[1:], dtype=torch.bool, device=device)
     mask[:, :2] = True
     sampler = dpa.DiffusionSampler(unet, scheduler, 8, fused=True)
     for call in range(4):
         data = torch.randn(batch, *SHAPE[1:], device=device)
         cond, noise = torch.randn(batch, 4, device=device), torch.randn_like(data)
-        want = diffusers_loop(unet, scheduler, 8, cond, noise, condition=(data, mask))
+        # In float64: from noise levels of 400 diffusers' Heun loses four digits in float32.
+        wide, given = copy.deepcopy(unet).double(), (cond.double(), noise.double())
+        want = diffusers_loop(wide, scheduler, 8, *given, condition=(data.double(), mask)).float()
         got = sampler(cond, noise=noise, condition_data=data, condition_mask=mask)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         if call == 2:

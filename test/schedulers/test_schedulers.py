@@ -9,10 +9,13 @@ from tolerances import tolerance
 
 import dpa
 from dpa.schedulers import LiveSteps, MultistepTable, StepTable, from_diffusers
+from dpa.schedulers.inpainting import Inpainting
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 DDPM, DDIM = diffusers.DDPMScheduler, diffusers.DDIMScheduler
 DPM, EULER = diffusers.DPMSolverMultistepScheduler, diffusers.FlowMatchEulerDiscreteScheduler
+UNIPC, HEUN = diffusers.UniPCMultistepScheduler, diffusers.HeunDiscreteScheduler
+EDM, EDM_DPM = diffusers.EDMEulerScheduler, diffusers.EDMDPMSolverMultistepScheduler
 
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 CLIPS = (
@@ -160,13 +163,18 @@ REFUSED = [
     (DPM, {"algorithm_type": "sde-dpmsolver++"}, "algorithm_type must .*'sde-dpmsolver"),
     (DPM, {"variance_type": "learned"}, "variance_type must be None .*, got 'learned'"),
     (EULER, {"stochastic_sampling": True}, "stochastic_sampling must be False .*, got True"),
+    (UNIPC, {"thresholding": True}, "thresholding must be False .*, got True"),
+    (UNIPC, {"solver_p": DDIM(20)}, "solver_p must be None for UniPCMultistepScheduler"),
+    (EDM_DPM, {"algorithm_type": "sde-dpmsolver++"}, "algorithm_type must be dpmsolver.. .*'sde"),
+    (HEUN, {"prediction_type": "flow"}, "cannot be measured, it raised ValueError: prediction"),
+    (diffusers.EulerDiscreteScheduler, {"prediction_type": "flow"}, "ValueError: prediction_type"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
 def test_options_that_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
-        from_diffusers(kind(20, **options), 10)
+        from_diffusers(kind(num_train_timesteps=20, **options), 10)
 
 
 FOREIGN = [IndexError("no such step"), AssertionError(), KeyError("t"), RecursionError("deep")]
@@ -244,7 +252,7 @@ def test_a_policy_whose_scheduler_refuses_the_probes_runs_as_it_is():
 
 def test_arguments_that_are_refused():
     with pytest.raises(TypeError, match=r"must be a DDPMScheduler, a DDIMSch.*, got Euler"):
-        from_diffusers(diffusers.EulerDiscreteScheduler())
+        from_diffusers(diffusers.EulerAncestralDiscreteScheduler())
     with pytest.raises(TypeError, match="got int"):
         from_diffusers(3)
     with pytest.raises(ValueError, match=r"eta must be 0 \(the option is DDIM's\).*, got 0.5"):
@@ -257,7 +265,7 @@ def test_arguments_that_are_refused():
     for steps in (0, 21, 2.5, "5"):
         with pytest.raises(ValueError, match=rf"num_inference_steps must lie in 1..20.*{steps}"):
             from_diffusers(DDIM(20), steps)
-    for kind in (DPM, EULER):
+    for kind in (DPM, EULER, UNIPC):
         with pytest.raises(
             ValueError, match=f"num_inference_steps must be given for a {kind.__name__}"
         ):
@@ -331,15 +339,64 @@ def test_multistep_table_checks_its_history():
     for history in (((0.5,),), ((0.5,), (0.5, 0.1))):
         with pytest.raises(ValueError, match="history must have 2 entries of one length"):
             MultistepTable(timesteps, rows, history=history)
+    with pytest.raises(ValueError, match=r"scales must be a floating \(2, \) tensor, .*\(3,\)"):
+        StepTable(timesteps, rows, scales=torch.ones(3))
 
 
-@pytest.mark.parametrize("scheduler", [DDIM(20), DPM(20, solver_order=3), EULER(20)])
+OF_EVERY_KIND = [DDIM(20), DPM(20, solver_order=3), EULER(20), UNIPC(20, solver_order=3), HEUN(20)]
+OF_EVERY_KIND += [diffusers.EulerDiscreteScheduler(20), EDM(), EDM_DPM()]
+
+
+@pytest.mark.parametrize("scheduler", OF_EVERY_KIND, ids=lambda one: type(one).__name__)
 def test_a_step_reads_nothing_off_its_table(scheduler):
     """A capture cannot wait for what is on the GPU, nor can anyone read a meta tensor."""
     table = from_diffusers(scheduler, 4).to("meta", torch.float32)
-    advance = table.stepper()
-    for step in range(4):
-        assert advance(step, *torch.empty(3, 1, 8, 2, device="meta")).is_meta
+    advance, sample = table.stepper(), table.begin(torch.empty(1, 8, 2, device="meta"))
+    held = torch.zeros_like(sample), torch.zeros_like(sample, dtype=torch.bool)
+    inpainting = Inpainting(*held, "sample", table)
+    for step in range(len(table)):
+        sample = inpainting.sample(step, sample)
+        sample = advance(step, torch.empty_like(sample), sample, None)
+    assert inpainting.last(sample).is_meta
+
+
+def test_a_loop_that_scales_nothing():
+    """Policies give the network the sample as it is, whatever the scheduler would make of it."""
+    scheduler = diffusers.EulerDiscreteScheduler(20, prediction_type="epsilon")
+    table, scaled = from_diffusers(scheduler, 5, scaled=False), from_diffusers(scheduler, 5)
+    assert type(table) is type(scaled) is StepTable
+    assert table.scales is None and table.init_noise_sigma == 1.0
+    scheduler.set_timesteps(5)
+    sample, output = torch.randn(2, 1, 4, dtype=torch.float64)
+    want = scheduler.step(output, scheduler.timesteps[0], sample).prev_sample
+    got = table.stepper()(0, output, sample, None)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    sigmas = scheduler.sigmas.double()
+    torch.testing.assert_close(scaled.scales, 1 / (sigmas[:-1] ** 2 + 1).sqrt())
+    begun = scaled.begin(sample)
+    torch.testing.assert_close(begun, sample * sigmas[0] * scaled.scales[0])
+    # What the sample holds of x0 and of noise, by the second step.
+    later = scheduler.add_noise(sample, output, scheduler.timesteps[1:2]).double()
+    later = scheduler.scale_model_input(later, scheduler.timesteps[1])
+    torch.testing.assert_close(scaled.after(1).begin(output, sample), later, rtol=1e-6, atol=1e-6)
+
+
+def test_heuns_process_begins_at_the_first_evaluation_of_a_step():
+    noise, chunk = torch.randn(2, 2, 4, 2, dtype=torch.float64)
+    table = from_diffusers(HEUN(20), 5, first_step=4)
+    assert len(table) == 5 and isinstance(table, MultistepTable)
+    with pytest.raises(ValueError, match="first_step must be the first evaluation of a step of H"):
+        from_diffusers(HEUN(20), 5, first_step=3)
+    scheduler, advance = HEUN(20), table.stepper()
+    scheduler.set_timesteps(5)
+    got = table.begin(noise, chunk)
+    want = scheduler.add_noise(chunk, noise, scheduler.timesteps[4:5])
+    for step, timestep in enumerate(scheduler.timesteps[4:]):
+        seen = scheduler.scale_model_input(want, timestep)
+        torch.testing.assert_close(got, seen, rtol=1e-6, atol=1e-6)
+        got, want = advance(step, seen.sin(), got, None), scheduler.step(seen.sin(), timestep, want)
+        want = want.prev_sample
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 def test_live_steps_take_what_no_table_expresses():

@@ -150,6 +150,10 @@ def check_way(given: Given, inpainting: str, first_step: Any, table: Any, parall
     if inpainting == "x0" and getattr(table, "x0", None) is None:
         fail("inpainting", "be 'sample' where the steps' x0 is unknown", got)
     mask = given["condition_mask"]
+    soft = mask is not None and mask.dtype != torch.bool and inpainting == "sample"
+    if soft and getattr(table, "follows", False):
+        rule = "be 'x0' with weights, where a solver's step depends on an earlier sample"
+        fail("inpainting", rule, repr(inpainting))
     if parallel is not None and mask is not None:
         if inpainting != "sample":
             fail("inpainting", "be 'sample' with parallel", repr(inpainting))

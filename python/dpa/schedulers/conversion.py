@@ -203,7 +203,8 @@ def _measure_chain(live: Any, first_step: int, scaled: bool) -> StepTable:
     more |= {"levels": levels, "x0": x0}
     if not several:
         return StepTable(*steps, **more)
-    return MultistepTable(*steps, tuple(map(tuple, history.tolist())), **more)
+    weights = tuple(map(tuple, history.tolist()))
+    return MultistepTable(*steps, weights, follows=chain.follows, **more)
 
 
 def _x0_of(config: Any, chain: Chain, levels: Tensor | None) -> Tensor | None:

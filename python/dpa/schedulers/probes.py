@@ -168,6 +168,7 @@ class Chain:
         shown: whether the scheduler shows what it keeps; where not that is the model output.
         clip: bound of what a step keeps.
         scales: for each step what the network takes the sample times.
+        follows: whether a step finds an earlier sample from its own one.
 
     """
 
@@ -177,6 +178,7 @@ class Chain:
     shown: bool
     clip: float
     scales: list[float]
+    follows: bool
 
 
 def measure_chain(live: Any, first_step: int = 0) -> Chain:
@@ -228,7 +230,7 @@ class _ChainProbe:
         rows, histories, kept, shown, scales = map(list, zip(*found, strict=True))
         width = max((n + 1 for h in histories for n, weight in enumerate(h) if weight), default=0)
         history = [(*h[:width], *[0.0] * (width - len(h))) for h in histories]
-        return Chain(rows, history, kept, all(shown), self._clip, scales)
+        return Chain(rows, history, kept, all(shown), self._clip, scales, self.follows)
 
     def _powers(self) -> Tensor:
         count = len(self._SIZES)

@@ -166,10 +166,13 @@ class MultistepTable(StepTable):
 
     Attributes:
         history: for each step the weights of the earlier x0, the newest first.
+        follows: whether a step finds an earlier sample from its own one (Heun, UniPC), so that its
+            sample must be what the last step gave, but where that is overwritten in every step.
 
     """
 
     history: tuple[tuple[float, ...], ...] = ()
+    follows: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check that the shapes match."""
