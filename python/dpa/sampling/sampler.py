@@ -58,7 +58,7 @@ class DiffusionSampler:
             LeRobot's and :class:`dpa.nn.ConditionalUnet1D` all are. A network of any other kind
             may take further ``conditions``, and no ``global_cond``.
         scheduler: a live object that :func:`dpa.schedulers.from_diffusers` takes (DDPM, DDIM,
-            DPM-Solver++ or flow-matching Euler of diffusers), or a :class:`StepTable`.
+            DPM-Solver++, UniPC, Heun or Euler of diffusers), or a :class:`StepTable`.
         num_inference_steps: steps of a call; an attribute that may be changed later. None takes the
             timesteps that the scheduler holds.
         dtype: what the network runs in, the dtype of packed weights. Where it is not the dtype of

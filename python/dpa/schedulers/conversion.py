@@ -1,12 +1,13 @@
 """A scheduler's whole sampling process as a table of six numbers a step.
 
-DDPM and DDIM, with any prediction type and with clipping, and flow matching's Euler steps share one
+DDPM and DDIM, with any prediction type and with clipping, and Euler's steps share one
 linear form (:func:`dpa.ops.scheduler_step`)::
 
     x0  = clamp(r0 * sample + r1 * model_output, -clip, clip)
     out = r2 * x0 + r3 * sample + r4 * model_output + r5 * noise
 
-A multistep solver, DPM-Solver++, adds weights of the x0 of earlier steps (:class:`MultistepTable`).
+A multistep solver (DPM-Solver++, UniPC, Heun) adds weights of the x0 of earlier steps
+(:class:`MultistepTable`).
 
 The rows are measured, not derived: a copy of the live scheduler takes every step on chosen float64
 points, and the linear form is then held against it on further points. The table therefore follows
@@ -15,7 +16,8 @@ refused instead of approximated. :class:`LiveSteps` runs such a scheduler as it 
 
 Sources: Ho et al., Denoising Diffusion Probabilistic Models (2020); Song et al., Denoising
 Diffusion Implicit Models (2020); Lu et al., DPM-Solver++ (2022); Lipman et al., Flow Matching for
-Generative Modeling (2022).
+Generative Modeling (2022); Karras et al., Elucidating the Design Space of Diffusion-Based
+Generative Models (2022); Zhao et al., UniPC (2023).
 """
 
 from __future__ import annotations
@@ -199,7 +201,7 @@ def _measure_chain(live: Any, first_step: int, scaled: bool) -> StepTable:
     sigma = float(getattr(live, "init_noise_sigma", 1.0)) if scaled else 1.0
     if scaled and (sigma != 1 or more):
         more["init_noise_sigma"] = sigma * chain.scales[0]
-    steps = timesteps, rows, chain.clip, (False,) * len(rows)
+    steps = timesteps, rows, chain.clip, chain.draws_noise
     more |= {"levels": levels, "x0": x0}
     if not several:
         return StepTable(*steps, **more)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -168,6 +169,7 @@ class Chain:
         shown: whether the scheduler shows what it keeps; where not that is the model output.
         clip: bound of what a step keeps.
         scales: for each step what the network takes the sample times.
+        draws_noise: whether each step takes noise from the random stream, which it does not use.
         follows: whether a step finds an earlier sample from its own one.
 
     """
@@ -178,6 +180,7 @@ class Chain:
     shown: bool
     clip: float
     scales: list[float]
+    draws_noise: tuple[bool, ...]
     follows: bool
 
 
@@ -216,6 +219,8 @@ class _ChainProbe:
     def __init__(self, live: Any, follows: bool):
         self.live, self.follows = live, follows
         self._generator = torch.Generator().manual_seed(1)
+        takes = "generator" in inspect.signature(live.step).parameters
+        self._noise = torch.Generator().manual_seed(2) if takes else None
         self._clip = math.inf
         self._depth = max(1, len(getattr(live, "model_outputs", ())))
         self._remembered: list[Tensor] = []
@@ -227,10 +232,12 @@ class _ChainProbe:
             sample, step = self._take(place, timestep, sample)
             found.append(step)
             sample = sample if self.follows else self._powers()
-        rows, histories, kept, shown, scales = map(list, zip(*found, strict=True))
+        rows, histories, kept, shown, scales, draws = map(list, zip(*found, strict=True))
         width = max((n + 1 for h in histories for n, weight in enumerate(h) if weight), default=0)
         history = [(*h[:width], *[0.0] * (width - len(h))) for h in histories]
-        return Chain(rows, history, kept, all(shown), self._clip, scales, self.follows)
+        return Chain(
+            rows, history, kept, all(shown), self._clip, scales, tuple(draws), self.follows
+        )
 
     def _powers(self) -> Tensor:
         count = len(self._SIZES)
@@ -243,8 +250,12 @@ class _ChainProbe:
         step, sizes = _Step(self.live, timestep.item(), {}), self._SIZES
         output = torch.randn(len(sizes), generator=self._generator, dtype=torch.float64) * sizes
         scale = self._scale(step, timestep, sample)
-        result = self.live.step(output[None], timestep, sample[None])
+        options = {} if self._noise is None else {"generator": self._noise}
+        before = None if self._noise is None else self._noise.get_state()
+        result = self.live.step(output[None], timestep, sample[None], **options)
         out, seen = result.prev_sample[0], self._shown(result)
+        # Noise of any weight but zero is none of the columns below.
+        draws = before is not None and not torch.equal(before, self._noise.get_state())
         step.check_finite(out)
 
         keeps = output if seen is None else seen[0]
@@ -268,7 +279,7 @@ class _ChainProbe:
         counts = [float(term.abs().max()) > least for term in terms[len(terms) - len(others) :]]
         history = [weight * counted for weight, counted in zip(others, counts, strict=True)]
         self._remembered = [keeps, *self._remembered][: self._depth]
-        form = [r0, r1, r2, r3, r4, 0.0], history, [r0, r1], seen is not None, scale
+        form = [r0, r1, r2, r3, r4, 0.0], history, [r0, r1], seen is not None, scale, draws
         return out, form
 
     def _scale(self, step: _Step, timestep: Tensor, sample: Tensor) -> float:
