@@ -76,7 +76,7 @@ def workspace_class(monkeypatch):
     missing = {root for root in ROOTS if importlib.util.find_spec(root) is None}
     for module in _replacements():
         if module.__name__.partition(".")[0] in missing:
-            module.__spec__ = ModuleSpec(module.__name__, None)  # others ask for it
+            module.__spec__ = ModuleSpec(module.__name__, None)  # others look for it
             monkeypatch.setitem(sys.modules, module.__name__, module)
     from diffusers import optimization
 

@@ -232,11 +232,11 @@ class _ChainProbe:
             sample, step = self._take(place, timestep, sample)
             found.append(step)
             sample = sample if self.follows else self._powers()
-        rows, histories, kept, shown, scales, draws = map(list, zip(*found, strict=True))
+        rows, histories, kept, shown, scales, noisy = map(list, zip(*found, strict=True))
         width = max((n + 1 for h in histories for n, weight in enumerate(h) if weight), default=0)
         history = [(*h[:width], *[0.0] * (width - len(h))) for h in histories]
         return Chain(
-            rows, history, kept, all(shown), self._clip, scales, tuple(draws), self.follows
+            rows, history, kept, all(shown), self._clip, scales, tuple(noisy), self.follows
         )
 
     def _powers(self) -> Tensor:
@@ -255,7 +255,7 @@ class _ChainProbe:
         result = self.live.step(output[None], timestep, sample[None], **options)
         out, seen = result.prev_sample[0], self._shown(result)
         # Noise of any weight but zero is none of the columns below.
-        draws = before is not None and not torch.equal(before, self._noise.get_state())
+        draws_noise = before is not None and not torch.equal(before, self._noise.get_state())
         step.check_finite(out)
 
         keeps = output if seen is None else seen[0]
@@ -279,7 +279,7 @@ class _ChainProbe:
         counts = [float(term.abs().max()) > least for term in terms[len(terms) - len(others) :]]
         history = [weight * counted for weight, counted in zip(others, counts, strict=True)]
         self._remembered = [keeps, *self._remembered][: self._depth]
-        form = [r0, r1, r2, r3, r4, 0.0], history, [r0, r1], seen is not None, scale, draws
+        form = [r0, r1, r2, r3, r4, 0.0], history, [r0, r1], seen is not None, scale, draws_noise
         return out, form
 
     def _scale(self, step: _Step, timestep: Tensor, sample: Tensor) -> float:
