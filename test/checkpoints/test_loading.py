@@ -19,7 +19,6 @@ from dpa.checkpoints import loading
 from dpa.checkpoints.loading import (
     CheckpointError,
     load_checkpoint,
-    load_state_dict,
     unet_from_state_dict,
 )
 from dpa.nn import family
@@ -199,25 +198,19 @@ def test_lerobot_folder(unet, tmp_path):
         assert loaded.arguments["n_groups"] == 4
 
 
-def test_a_partial_state_dict_lists_what_differs_and_changes_nothing(unet):
-    other = dpa.nn.ConditionalUnet1D(**ARGUMENTS)
-    state = dict(other.state_dict())
+def test_a_partial_state_dict_lists_what_differs(unet):
+    state = dict(unet.state_dict())
     del state["mid_modules.0.blocks.0.block.0.bias"]
     state["mid_modules.1.blocks.0.block.0.bias"] = torch.zeros(3)
     state["more"] = torch.zeros(2)
-    before = {name: value.clone() for name, value in unet.state_dict().items()}
-    for load in (lambda: load_state_dict(unet, state), lambda: unet_from_state_dict(state)):
-        with pytest.raises(CheckpointError) as error:
-            load()
-        for line in (
-            r"missing: mid_modules.0.blocks.0.block.0.bias (16,)",
-            r"unexpected: more (2,)",
-            r"shape: mid_modules.1.blocks.0.block.0.bias must be (16,), got (3,)",
-        ):
-            assert line in str(error.value)
-    assert equal(unet, before)
-    load_state_dict(unet, prefixed(lerobot_names(other.state_dict()), "diffusion.unet."))
-    assert equal(unet, other.state_dict())
+    with pytest.raises(CheckpointError) as error:
+        unet_from_state_dict(state)
+    for line in (
+        r"missing: mid_modules.0.blocks.0.block.0.bias (16,)",
+        r"unexpected: more (2,)",
+        r"shape: mid_modules.1.blocks.0.block.0.bias must be (16,), got (3,)",
+    ):
+        assert line in str(error.value)
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
@@ -292,11 +285,8 @@ def test_weights_that_are_no_dense_floating_tensors(corrupt, unet):
     state = dict(unet.state_dict())
     name = next(n for n, x in state.items() if x.dim() == 3)
     state[name] = corrupt(state[name])
-    before = {n: x.clone() for n, x in unet.state_dict().items()}
-    for load in (lambda: load_state_dict(unet, state), lambda: unet_from_state_dict(state)):
-        with pytest.raises(CheckpointError, match=r"weights must be dense floating tensors"):
-            load()
-    assert equal(unet, before)
+    with pytest.raises(CheckpointError, match=r"weights must be dense floating tensors"):
+        unet_from_state_dict(state)
 
 
 def test_dicts_without_an_end(unet, tmp_path):

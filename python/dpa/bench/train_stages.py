@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,26 +12,27 @@ import torch
 from dpa.bench import train, train_bars
 
 _TABLES = ("training", "GroupNorm + Mish + FiLM", "optimizers", "two GPUs")
+Tables = dict[str, Any]
 
 
-def stages(part: str) -> dict[str, Callable[[], dict[str, Any]]]:
+def stages(part: str) -> dict[str, Callable[[], Tables]]:
     """Stages by name; each returns tables. On the CPU one small network, to see that it works."""
     if part == "curves":  # no requirement depends on them, and they take long
         return {"loss curves": _curves}
     if not torch.cuda.is_available():
         return {case.name: _network(case, (train.EAGER, train.DPA)) for case in train.SMALL}
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    found: dict[str, Callable[[], Tables]] = {}
     if part in ("all", "networks"):
         others = (train.TF32, train.EAGER, train.DPA)
         found["torch.compile"] = lambda: {_TABLES[0]: train.measure_compiled()}
         calls = {case: (train.CALLS,) if case.backward else () for case in train.CASES}
         found |= {case.name: _network(case, others + calls[case]) for case in train.CASES}
     if part in ("all", "norm"):
-        found["GroupNorm"] = _norm
+        found["GroupNorm"] = partial(_table, _TABLES[1], "train_norm")
     if part in ("all", "optimizer"):
-        found["AdamW and EMA"] = _optimizers
+        found["AdamW and EMA"] = partial(_table, _TABLES[2], "train_optimizer")
     if part in ("all", "ddp") and torch.cuda.device_count() > 1:
-        found["two GPUs"] = _two_gpus
+        found["two GPUs"] = partial(_table, _TABLES[3], "train_ranks")
     return found
 
 
@@ -44,22 +47,8 @@ def _network(case: train.Case, ways: tuple[str, ...]) -> Callable[[], dict[str, 
     return lambda: {_TABLES[0]: [train.measure(case, way) for way in ways]}
 
 
-def _norm() -> dict[str, Any]:
-    from dpa.bench import train_norm
-
-    return {_TABLES[1]: train_norm.run()}
-
-
-def _optimizers() -> dict[str, Any]:
-    from dpa.bench import train_optimizer
-
-    return {_TABLES[2]: train_optimizer.run()}
-
-
-def _two_gpus() -> dict[str, Any]:
-    from dpa.bench import train_ranks
-
-    return {_TABLES[3]: train_ranks.run()}
+def _table(title: str, module: str) -> Tables:
+    return {title: import_module(f"dpa.bench.{module}").run()}
 
 
 def _curves() -> dict[str, Any]:

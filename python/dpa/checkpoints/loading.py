@@ -143,22 +143,6 @@ def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) ->
     return unet.eval()
 
 
-def load_state_dict(unet: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load weights into a network of the family, whichever of the layouts each of them has.
-
-    Raises:
-        CheckpointError: listing what is missing, unexpected or of the wrong shape; the network is
-            left untouched.
-
-    """
-    weights = _renamed(state_dict)
-    own = {original_name(name): value for name, value in unet.state_dict().items()}
-    _refuse("the state dict does not fit", differences(weights, own))
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(weights[name])
-
-
 def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the U-Net's part of a state dict in the original's names."""
     names = {name.replace("_orig_mod.", ""): name for name in state_dict}
