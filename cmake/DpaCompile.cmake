@@ -30,4 +30,4 @@ endif()
 
 # PyTorch's headers take longer to read than our code: several files share one reading.
 set(CMAKE_UNITY_BUILD ON CACHE BOOL "Compile several files as one")
-set(CMAKE_UNITY_BUILD_BATCH_SIZE 7)
+set(CMAKE_UNITY_BUILD_BATCH_SIZE 7 CACHE STRING "How many: fewer and larger ones compile faster on few cores")

@@ -245,7 +245,7 @@ class FastLoop(Replacement):
         def tells(result: Any) -> bool:
             masked = mask is not None and isinstance(result, Tensor) and result.shape == mask.shape
             masked = masked and mask.dtype == torch.bool
-            free = [result[~mask]] if masked else _tensors(result)
+            free = [result[~mask]] if masked else tensors_of(result)
             if isinstance(forward, FastForward):
                 free.append(route.network.parameters()["final_conv.1.weight"])
             return all(map(proves, free))
@@ -256,7 +256,7 @@ class FastLoop(Replacement):
             original,
             replacement,
             stream=given or generator_on(weight.device, None),
-            parts=_tensors,
+            parts=tensors_of,
             tells=tells,
             private=takes_generator,
             weights=forward.basis,
@@ -377,7 +377,8 @@ def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:
     return device, dtype, autocast
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_of(result: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 

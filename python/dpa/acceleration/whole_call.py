@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpa.acceleration.policy_loop import FastLoop
+from dpa.acceleration.policy_loop import FastLoop, tensors_of
 from dpa.acceleration.routes import Route
 from dpa.acceleration.shadow_run import Options, ShadowRun
 from dpa.library.capture import (
@@ -142,7 +142,7 @@ class WholeCall(Replacement):
             lambda _: graph.replay(call.tensors),
             parts,
             stream=stream,
-            parts=_tensors,
+            parts=tensors_of,
         )
         if results:
             return results[-1]
@@ -202,10 +202,6 @@ class _Call:
         return cls(args, kwargs, tensors, kind)
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
 class _Graph:
     """A captured call, the memory that its kernels read and write, and what it was captured of.
 
@@ -248,7 +244,7 @@ class _Graph:
         stream = torch.cuda.current_stream(self._given[0].device)
         if stream != self._last:
             stream.wait_event(self._done)
-            for tensor in (*self._given, *_tensors(self._leaves)):
+            for tensor in (*self._given, *tensors_of(self._leaves)):
                 tensor.record_stream(stream)
         torch._foreach_copy_(self._given, tensors)
         self._graph.replay()

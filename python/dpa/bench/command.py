@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dpa.bench import cpu, small_ops
@@ -21,6 +20,7 @@ from dpa.bench.ahead import Process
 from dpa.bench.networks import SIZES
 from dpa.library.devices import choose_device, device_name
 from dpa.library.files import replacing
+from dpa.library.progress import progress
 
 PARTS = ("all", "ops", "sampler")
 TRAIN_PARTS = ("all", "networks", "norm", "optimizer", "ddp", "curves")
@@ -147,14 +147,7 @@ def _measured(
         keep: receives the finished tables after every stage, with the names of those "to come".
 
     """
-    bar = Progress(
-        TextColumn("{task.description:<22}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    bar = progress(Console(stderr=True), 22, transient=True)
     seconds: dict[str, float] = {}
     done = results
     with bar:

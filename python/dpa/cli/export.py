@@ -171,20 +171,11 @@ def _verdict(checked: dict[str, Any] | None) -> str:
 @contextmanager
 def _stages(console: Console, to: str) -> Iterator[Callable[[str], None]]:
     """Show a bar of the stages; give what is to be called with the name of each."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from dpa.export import STAGES
+    from dpa.library.progress import progress
 
     notes = {"compiling": "compiling (half a minute)"} if to == "aoti" else {}
-    bar = Progress(
-        TextColumn("{task.description:<36}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    bar = progress(console, 36, transient=True, disable=not console.is_terminal)
     with bar, warnings.catch_warnings():
         # PyTorch's exporter warns of its deprecation, which the user cannot act on.
         warnings.simplefilter("ignore", FutureWarning)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import TimeRemainingColumn
 
 from dpa.demo import Options, report, show
 from dpa.demo import train as training
@@ -20,6 +21,7 @@ from dpa.demo.rollout import STEPS, Rollout, make_plan, rollout
 from dpa.demo.train import Policy
 from dpa.library.devices import choose_device
 from dpa.library.files import replacing
+from dpa.library.progress import progress as progress_bar
 from dpa.training.distributed import Ranks, ranks
 
 EVALUATION_EPISODES = 100  # of each evaluation during training
@@ -116,7 +118,7 @@ def train(options: Options, team: Ranks, console: Console) -> Policy:
     """Train with a progress bar; evaluate the EMA weights now and then."""
     device = team.device
     shown = "loss {task.fields[loss]}, success {task.fields[success]}"
-    with report.progress(console, shown) as bar:
+    with progress_bar(console, 18, TimeRemainingColumn(), shown) as bar:
         task = bar.add_task("training", total=options.train_steps, loss="-", success="-")
 
         def evaluate_average(policy: Policy) -> dict:
@@ -163,7 +165,7 @@ def evaluate(
     results["rollout"], results["compare"] = {}, {}
     observations = observe_starts(COMPARED, seed).to(device)
     repeats = {name: 2 if options.quick else count for name, count in REPEATS.items()}
-    with report.progress(console, "{task.fields[state]}") as bar:
+    with progress_bar(console, 18, TimeRemainingColumn(), "{task.fields[state]}") as bar:
         for name, steps in STEPS.items():
             task = bar.add_task(f"{name}, {steps} steps", total=W.STEP_LIMIT, state="")
 

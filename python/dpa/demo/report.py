@@ -1,35 +1,13 @@
-"""The output of the demo: progress bars, the table, the verdict."""
+"""The output of the demo: the table, the verdict."""
 
 from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 MIN_SUCCESS = 0.95
 MIN_SIDE = 0.20
 MIN_EPISODES = 50  # with fewer, the shares are too coarse to judge
-
-
-def progress(console: Console, fields: str) -> Progress:
-    """A bar with counts, ``fields`` of the task, the time taken and the time left."""
-    return Progress(
-        TextColumn("{task.description:<18}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TextColumn(fields, style="cyan"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 def judge(rollouts: dict[str, dict]) -> list[str]:

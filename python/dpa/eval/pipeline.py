@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 
 from dpa.acceleration.api import accelerate, explain
 from dpa.eval.environments import Environment
@@ -16,6 +16,7 @@ from dpa.eval.episodes import Episode, largest_difference, run_episode, summary
 from dpa.eval.policies import LeRobotPolicy
 from dpa.eval.video import check_video, save_video
 from dpa.library.devices import choose_device
+from dpa.library.progress import progress
 
 FILMED = 5  # episodes of the video
 
@@ -79,8 +80,7 @@ def _run(
     console: Console,
 ) -> list[Episode]:
     episodes: list[Episode] = []
-    columns = ("{task.description:<12}", BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, "{task.fields[state]}", TimeRemainingColumn(), console=console) as bar:
+    with progress(console, 12, TimeRemainingColumn(), "{task.fields[state]}") as bar:
         task = bar.add_task(kind, total=options.episodes, state="")
         for number in range(options.episodes):
             film, seed = number < filmed, options.seed + number
