@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress(console: Console, width: int, *fields: Any, **options: Any) -> Progress:
-    """A bar behind a name of so many letters, with counts, further columns and the time taken."""
+    """A bar behind a name of that width, with counts, further columns and the time taken."""
     columns = TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=28)
     columns += MofNCompleteColumn(), TimeElapsedColumn(), *fields
     return Progress(*columns, console=console, **options)

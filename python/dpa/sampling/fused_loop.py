@@ -226,7 +226,10 @@ def _split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | N
     initial = floats.pop("noise", None)
     if initial is None:
         initial, random = random[0], random[1:]
-    return floats, table.begin(initial, floats.pop("last_chunk", None)), random
+    last_chunk = floats.pop("last_chunk", None)
+    if last_chunk is not None or table.init_noise_sigma != 1.0:
+        initial = table.begin(initial, last_chunk)
+    return floats, initial, random
 
 
 def _several_steps(packed: PackedUnet, table: StepTable, inpainting: str, inputs: Inputs) -> Tensor:
