@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dpa
-from dpa.library import by_torch, jit, loader
+from dpa.library import building, by_torch, loader
 
 HERE = by_torch.minor(torch.__version__)
 
@@ -113,7 +113,7 @@ def test_builds_the_ops_beside_the_kernels_once(lib, monkeypatch, capsys):
             Path(command[-1], by_torch.NAME).touch()
         return 0, ""
 
-    monkeypatch.setattr(jit, "_run", run)
+    monkeypatch.setattr(building, "_run", run)
     monkeypatch.setattr(loader, "_refuse_cut_short", lambda path: None)
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     monkeypatch.setattr(loader, "is_loaded", lambda: bool(loaded))
@@ -126,7 +126,7 @@ def test_builds_the_ops_beside_the_kernels_once(lib, monkeypatch, capsys):
 
 def test_a_failed_build_is_an_import_error_with_its_output(lib, monkeypatch):
     add(lib, "torch1.10-cpu")
-    monkeypatch.setattr(jit, "_run", lambda *_: (1, "ops/library.cpp: no such header"))
+    monkeypatch.setattr(building, "_run", lambda *_: (1, "ops/library.cpp: no such header"))
     with pytest.raises(ImportError, match=r"cannot be built(.|\n)*no such header\nOr pip install"):
         loader.load()
 
