@@ -4,6 +4,7 @@ import functools
 
 import near_policies as near
 import other_policies as others
+import planners
 import torch
 
 
@@ -51,6 +52,15 @@ def _is_consistent(kind, *args, **options):
     return make, "predict_action", states, ["conditional_sample"]
 
 
+def _plans(kind, *args, **options):
+    make = functools.partial(getattr(planners, kind), *args, **options)
+    method = "sample" if issubclass(getattr(planners, kind), planners.Agent) else "p_sample_loop"
+    return make, "act", state, [method]
+
+
+FIRST = torch.zeros(8, 2)
+FIRST[0] = 1.0
+
 # The policy, its method, an observation, the methods that hold its loops.
 CASES = {
     "transformer": (
@@ -97,6 +107,21 @@ CASES = {
     "dppo_ddim": _diffuses(steps=20, ddim_steps=5, randn_clip_value=3, final_action_clip_value=0.5),
     "dppo_tuned": _diffuses(steps=20, ddim_steps=5, tuned=5, denoised_clip_value=None),
     "dppo_mlp": _diffuses(network=near.ActorMlp(), predict_epsilon=False),
+    "diffuser": _plans("GaussianDiffusion"),
+    "diffuser_attention": _plans("GaussianDiffusion", attention=True),
+    "diffuser_maze": _plans("Maze2dDiffusion", clip_denoised=False),
+    "clean_ddpm": _plans("DDPM"),
+    "clean_ddpm_x0": _plans("DDPM", predict_noise=False, bound=None, fix_mask=FIRST),
+    "clean_ddpm_free": _plans("DDPM", bound=None),
+    **{
+        f"clean_sde_{solver}": _plans("DiscreteDiffusionSDE", solver)
+        for solver in ("ddpm", "ddim", "ode_dpmsolver_1", "sde_dpmsolver_1", "ode_dpmsolver++_1")
+    },
+    "clean_sde_1": _plans("DiscreteDiffusionSDE", "sde_dpmsolver++_1", bound=None, again=2),
+    "clean_ode_2M": _plans("DiscreteDiffusionSDE", "ode_dpmsolver++_2M", fix_mask=FIRST),
+    "clean_sde_2M": _plans("DiscreteDiffusionSDE", "sde_dpmsolver++_2M", predict_noise=False),
+    "clean_edm": _plans("EDM"),
+    "clean_edm_heun": _plans("EDM", "heun", fix_mask=FIRST),
     "streaming": _streams(),
     "streaming_ddim": _streams(ddim=True),
     "streaming_inpainting": _streams(inpaints=True, prediction_type="sample"),

@@ -103,5 +103,6 @@ DPPO = Loop(
     _begin,
     _end,
     table=_table,
+    no_grad=True,
     needs=frozenset({"cond", "deterministic"}),
 )

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpa.acceleration.clean_diffuser import CLEAN_DDPM, CLEAN_EDM, CLEAN_SDE
 from dpa.acceleration.consistency_policy import CONSISTENCY, KARRAS
+from dpa.acceleration.diffuser import DIFFUSER
 from dpa.acceleration.dppo import DPPO
 from dpa.acceleration.loops import Loop, LoopCall
 from dpa.acceleration.streaming_policy import STREAMING
@@ -300,4 +302,8 @@ KNOWN = (
     KARRAS,
     DPPO,
     STREAMING,
+    DIFFUSER,
+    CLEAN_DDPM,
+    CLEAN_SDE,
+    CLEAN_EDM,
 )

@@ -80,6 +80,7 @@ class Loop:
             the loop's :class:`dpa.schedulers.StepTable`.
         scaled: whether the loop calls the scheduler's ``scale_model_input``, and starts from noise
             times its ``init_noise_sigma``.
+        no_grad: whether the method runs without gradients whoever calls it.
         changing: names of attributes that calls change, and that are no settings of the loop.
         holders: places of further objects whose attributes are settings of the loop.
         knows: names of all arguments that ``begin`` takes; None is whatever the method has.
@@ -95,6 +96,7 @@ class Loop:
     steps: Place | None = "num_inference_steps"
     table: Callable[..., StepTable] | None = None
     scaled: bool = False
+    no_grad: bool = False
     changing: tuple[str, ...] = ()
     holders: tuple[Place, ...] = ("config",)
     knows: frozenset[str] | None = None

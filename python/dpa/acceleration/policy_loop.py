@@ -69,6 +69,9 @@ class FastLoop(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, with the arguments of the method that this one replaces."""
+        if self.loop.no_grad and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(*args, **kwargs)
         forward = self._forward()
         if forward is None:
             return self._run_original("its network does not run accelerated", args, kwargs)
@@ -246,9 +249,10 @@ class FastLoop(Replacement):
             masked = mask is not None and isinstance(result, Tensor) and result.shape == mask.shape
             masked = masked and mask.dtype == torch.bool
             free = [result[~mask]] if masked else tensors_of(result)
+            proven = any(map(proves, free)) and all(bool(x.isfinite().all()) for x in free)
             if isinstance(forward, FastForward):
-                free.append(route.network.parameters()["final_conv.1.weight"])
-            return all(map(proves, free))
+                proven = proven and proves(route.network.parameters()["final_conv.1.weight"])
+            return proven
 
         result = self.shadow.run_both(
             route,

@@ -187,26 +187,15 @@ def _measure_chain(live: Any, first_step: int, scaled: bool) -> StepTable:
     several, x0 = bool(history.any()), _x0_of(live.config, chain, levels)
     if not several and math.isinf(chain.clip):
         rows[:, :2] = 0.0  # of no use
-    more: dict[str, Any] = {}
-    scales = torch.tensor(chain.scales, dtype=torch.float64)
-    if scaled and bool((scales != 1).any()):
-        # The table's sample is the scaled one: a step divides by its scale, and applies the next.
-        after = torch.cat([scales[1:], scales.new_ones(1)])
-        rows[:, [0, 3]] /= scales[:, None]
-        rows[:, 2:] *= after[:, None]
-        history = history * after[:, None]
-        levels = None if levels is None else levels * scales[:, None]
-        x0 = None if x0 is None else torch.stack([x0[:, 0] / scales, x0[:, 1]], 1)
-        more["scales"] = scales
-    sigma = float(getattr(live, "init_noise_sigma", 1.0)) if scaled else 1.0
-    if scaled and (sigma != 1 or more):
-        more["init_noise_sigma"] = sigma * chain.scales[0]
-    steps = timesteps, rows, chain.clip, chain.draws_noise
-    more |= {"levels": levels, "x0": x0}
-    if not several:
-        return StepTable(*steps, **more)
-    weights = tuple(map(tuple, history.tolist()))
-    return MultistepTable(*steps, weights, follows=chain.follows, **more)
+    steps, known = (timesteps, rows, chain.clip, chain.draws_noise), {"levels": levels, "x0": x0}
+    table = StepTable(*steps, **known)
+    if several:
+        weights = tuple(map(tuple, history.tolist()))
+        table = MultistepTable(*steps, weights, follows=chain.follows, **known)
+    scales, sigma = chain.scales, float(getattr(live, "init_noise_sigma", 1.0))
+    if not scaled or all(value == 1 for value in (sigma, *scales)):
+        return table
+    return table.scaled(torch.tensor(scales, dtype=torch.float64), sigma)
 
 
 def _x0_of(config: Any, chain: Chain, levels: Tensor | None) -> Tensor | None:

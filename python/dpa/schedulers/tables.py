@@ -118,6 +118,29 @@ class StepTable:
     def _history_after(self, first_step: int) -> dict[str, Any]:
         return {}
 
+    def scaled(self, scales: Tensor, init_noise_sigma: float) -> StepTable:
+        """Return the table of a network that takes the sample times ``scales``, (S,).
+
+        Its sample is the scaled one: a step divides by its scale, and applies the next one's.
+        ``init_noise_sigma`` is that of the sample as it was.
+        """
+        after = torch.cat([scales[1:], scales.new_ones(1)])
+        rows, levels, x0 = self.coefficients.clone(), self.levels, self.x0
+        rows[:, [0, 3]] /= scales[:, None]
+        rows[:, 2:] *= after[:, None]
+        return replace(
+            self,
+            coefficients=rows,
+            levels=None if levels is None else levels * scales[:, None],
+            x0=None if x0 is None else torch.stack([x0[:, 0] / scales, x0[:, 1]], 1),
+            scales=scales,
+            init_noise_sigma=init_noise_sigma * float(scales[0]),
+            **self._history_scaled(after),
+        )
+
+    def _history_scaled(self, scales: Tensor) -> dict[str, Any]:
+        return {}
+
     def noised(self, chunk: Tensor, noise: Tensor) -> Tensor:
         """Return the sample that the first step takes of a chunk of actions."""
         if self.levels is None:
@@ -191,6 +214,10 @@ class MultistepTable(StepTable):
                 f"{first_step}"
             )
         return {"history": history}
+
+    def _history_scaled(self, scales: Tensor) -> dict[str, Any]:
+        pairs = zip(self.history, scales.tolist(), strict=True)
+        return {"history": tuple(tuple(w * scale for w in weights) for weights, scale in pairs)}
 
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance``, which keeps the x0 of earlier steps."""

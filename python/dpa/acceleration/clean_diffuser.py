@@ -1,0 +1,307 @@
+"""The loops of CleanDiffuser's agents around a network with one condition, and none beside it.
+
+Source: Dong et al., CleanDiffuser (2024): its DDPM, its DiscreteDiffusionSDE with eight solvers, and
+EDM with the steps of Euler and Heun.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.acceleration.loops import Loop, LoopCall
+from dpa.schedulers.tables import MultistepTable, StepTable
+from dpa.tracking.replacing import class_of
+
+# What an agent calls beside these is left to it.
+_NEUTRAL = {"requires_grad": False, "preserve_history": False, "warm_start_reference": None}
+_OF_ALL = frozenset({"prior", "n_samples", "sample_steps", "condition_cfg", "w_cfg"})
+_KEPT_TIMES = 0.005  # below it Heun's second evaluation is left out
+
+
+def _of_kind(kind: str) -> Any:
+    def network(agent: Any) -> nn.Module | None:
+        fits = any(cls.__name__ == kind for cls in type(agent).__mro__)
+        fits = fits and hasattr(agent, "model_ema") and hasattr(agent, "fix_mask")
+        return agent.model_ema["diffusion"] if fits else None
+
+    return network
+
+
+def _begin(agent: Any, given: Mapping[str, Any], sigma: float, **options: Any) -> LoopCall | None:
+    """Return the call of an agent's ``sample``, by its arguments."""
+    prior, weight, condition = given["prior"], given["w_cfg"], given["condition_cfg"]
+    if not isinstance(prior, Tensor) or prior.dim() != 3 or len(prior) != given["n_samples"]:
+        return None
+    if not given["use_ema"] or any(given.get(name, v) is not v for name, v in _NEUTRAL.items()):
+        return None
+    if agent.classifier is not None:
+        raise ValueError("its classifier guides it")
+    if weight not in (0.0, 1.0):
+        raise ValueError(f"its w_cfg of {weight} weighs two predictions")
+    conditions = {}
+    if condition is not None:
+        vector = agent.model_ema["condition"](condition, given["mask_cfg"])
+        conditions = {"condition": vector} if weight else {}
+    prior, mask = prior.to(agent.device), agent.fix_mask
+    held = {}
+    if isinstance(mask, Tensor):
+        held = {"condition_data": prior, "condition_mask": mask.bool().expand(prior.shape)}
+    shape = tuple(prior.shape)
+    return LoopCall(shape, conditions, **held, options=options, init_noise_sigma=float(sigma))
+
+
+def _bound(agent: Any) -> float:
+    """Return what x0 is clipped to; raise for a mask of weights too, which none of these holds."""
+    mask = agent.fix_mask
+    if isinstance(mask, Tensor) and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError("its fix_mask has weights between 0 and 1")
+    least, most = getattr(agent, "x_min", None), getattr(agent, "x_max", None)
+    if least is None and most is None:
+        return math.inf
+    if least is not None and most is not None:
+        ends = torch.cat([torch.as_tensor(end).flatten().float().cpu() for end in (most, -least)])
+        if bool((ends == ends[0]).all()) and ends[0] >= 0:
+            return float(ends[0])
+    raise ValueError("its x_min and x_max are not one bound for all")
+
+
+def _row(
+    agent: Any, clip: float, levels: tuple[float, float], weights: tuple[float, float, float]
+) -> list[float]:
+    """Return the row of a step that is ``weights`` of the sample, epsilon and x0, without noise.
+
+    ``levels`` are those of x0 and of noise in the sample.
+    """
+    (alpha, sigma), (x, eps, x0) = levels, weights
+    to_x0 = [1 / alpha, -sigma / alpha] if agent.predict_noise else [0.0, 1.0]
+    if math.isinf(clip) and agent.predict_noise:
+        return [*to_x0, 0.0, x + x0 / alpha, eps - x0 * sigma / alpha, 0.0]
+    return [*to_x0, x0 - eps * alpha / sigma, x + eps / sigma, 0.0, 0.0]
+
+
+# ------------------------------------ DDPM ------------------------------------
+
+
+def _begin_ddpm(agent: Any, temperature: float = 1.0, **given: Any) -> LoopCall | None:
+    if given["sample_steps"] != agent.diffusion_steps:
+        return None  # which warns
+    return _begin(agent, given, temperature)
+
+
+def _end_ddpm(agent: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    return sample, {"log_p": None}
+
+
+def _ddpm(agent: Any) -> StepTable:
+    clip, rows, bars = _bound(agent), [], agent.bar_alpha.double().cpu()
+    for t in reversed(range(agent.diffusion_steps)):
+        bar, before = float(bars[t]), float(bars[t - 1]) if t else 1.0
+        alpha, beta = float(agent.alpha[t]), float(agent.beta[t])
+        if agent.predict_noise:
+            weights = 1 / math.sqrt(alpha), -beta / math.sqrt(alpha * (1 - bar)), 0.0
+        else:
+            past = math.sqrt(alpha) * (1 - before) / (1 - bar)
+            weights = past, 0.0, beta * math.sqrt(before) / (1 - bar)
+        row = _row(agent, clip, (math.sqrt(bar), math.sqrt(1 - bar)), weights)
+        row[5] = math.sqrt(beta * (1 - before) / (1 - bar)) if t else 0.0
+        rows.append(row)
+    moments = torch.arange(agent.diffusion_steps - 1, -1, -1, device="cpu")
+    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    return StepTable(moments, coefficients, clip, (*[True] * (len(rows) - 1), False))
+
+
+# ----------------------------- DiscreteDiffusionSDE -----------------------------
+
+
+def _begin_sde(
+    agent: Any,
+    solver: str = "ddpm",
+    sample_steps: int = 5,
+    sample_step_schedule: Any = "uniform",
+    diffusion_x_sampling_steps: int = 0,
+    temperature: float = 1.0,
+    **given: Any,
+) -> LoopCall | None:
+    if not isinstance(sample_step_schedule, str):
+        return None
+    steps = {"count": sample_steps, "schedule": sample_step_schedule}
+    again = diffusion_x_sampling_steps
+    return _begin(agent, given, temperature, solver=solver, again=again, **steps)
+
+
+def _end_sde(agent: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    if agent.x_max is not None or agent.x_min is not None:
+        sample = sample.clip(agent.x_min, agent.x_max)
+    return sample, {"sample_history": None}
+
+
+def _sde(
+    agent: Any, solver: str = "ddpm", count: int = 5, schedule: str = "uniform", again: int = 0
+) -> StepTable:
+    clip, of_file = _bound(agent), inspect.unwrap(class_of(agent).sample).__globals__
+    if solver not in _WEIGHTS or schedule not in of_file["SUPPORTED_SAMPLING_STEP_SCHEDULE"]:
+        raise ValueError(f"its solver is {solver!r}, its schedule {schedule!r}")
+    places = of_file["SUPPORTED_SAMPLING_STEP_SCHEDULE"][schedule](agent.diffusion_steps, count)
+    places = places.cpu()
+    alphas, sigmas = (v.cpu()[places].double() for v in (agent.alpha, agent.sigma))
+    snr = torch.log(alphas / sigmas)
+    rows, history, noisy = [], [], []
+    order = [*range(count, 0, -1), *[1] * again]
+    for i in order:
+        h = float(snr[i - 1] - snr[i])
+        now, after = (float(alphas[i]), float(sigmas[i])), (alphas[i - 1], sigmas[i - 1])
+        *weights, noise = _WEIGHTS[solver](now, tuple(map(float, after)), h)
+        ago = 0.0
+        if solver.endswith("2M") and i < count:
+            ratio = 0.5 * h / float(snr[i] - snr[i + 1])
+            ago, weights[2] = -ratio * weights[2], (1 + ratio) * weights[2]
+        draws = solver.startswith("sde") or (solver == "ddpm" and i > 1)
+        row = _row(agent, clip, now, tuple(weights))
+        row[5] = noise if draws else 0.0
+        rows.append(row)
+        history.append((ago,))
+        noisy.append(draws)
+    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    steps = places[order], coefficients, clip, tuple(noisy)
+    several = any(ago for (ago,) in history)
+    return MultistepTable(*steps, tuple(history)) if several else StepTable(*steps)
+
+
+_Levels = tuple[float, float]
+
+
+def _ancestral(now: _Levels, after: _Levels, h: float) -> tuple[float, ...]:
+    (a, s), (a2, s2) = now, after
+    noise = s2 / s * math.sqrt(1 - (a / a2) ** 2)
+    return a2 / a, math.sqrt(s2**2 - noise**2 + 1e-8) - a2 / a * s, 0.0, noise
+
+
+# The weights of the sample, of epsilon, of x0 and of noise, from the levels of x0 and of noise now
+# and after the step, and the difference of their logarithms' ratios.
+_WEIGHTS = {
+    "ddpm": _ancestral,
+    "ddim": lambda now, after, h: (
+        after[0] / now[0],
+        after[1] - after[0] * now[1] / now[0],
+        0.0,
+        0.0,
+    ),
+    "ode_dpmsolver_1": lambda now, after, h: (
+        after[0] / now[0],
+        -after[1] * math.expm1(h),
+        0.0,
+        0.0,
+    ),
+    "ode_dpmsolver++_1": lambda now, after, h: (
+        after[1] / now[1],
+        0.0,
+        -after[0] * math.expm1(-h),
+        0.0,
+    ),
+    "sde_dpmsolver_1": lambda now, after, h: (
+        after[0] / now[0],
+        -2 * after[1] * math.expm1(h),
+        0.0,
+        after[1] * math.sqrt(math.expm1(2 * h)),
+    ),
+    "sde_dpmsolver++_1": lambda now, after, h: (
+        after[1] / now[1] * math.exp(-h),
+        0.0,
+        -after[0] * math.expm1(-2 * h),
+        after[1] * math.sqrt(-math.expm1(-2 * h)),
+    ),
+}
+_WEIGHTS["ode_dpmsolver++_2M"] = _WEIGHTS["ode_dpmsolver++_1"]
+_WEIGHTS["sde_dpmsolver++_2M"] = _WEIGHTS["sde_dpmsolver++_1"]
+
+
+# ------------------------------------ EDM ------------------------------------
+
+
+def _begin_edm(
+    agent: Any, sample_steps: int = 5, solver: str = "euler", **given: Any
+) -> LoopCall | None:
+    return _begin(agent, given, 1.0, count=sample_steps, solver=solver)
+
+
+def _end_edm(agent: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    return sample, {"log_p": None, "sample_history": None}
+
+
+def _edm(agent: Any, count: int = 5, solver: str = "euler") -> StepTable:
+    """Return Euler's or Heun's steps of ``dx/dt = (x - D) / t``, with D of the network."""
+    clip = _bound(agent)
+    ends = agent.sigma_max ** (1 / agent.rho), agent.sigma_min ** (1 / agent.rho)
+    times = [(ends[0] + n / count * (ends[1] - ends[0])) ** agent.rho for n in range(count + 1)]
+    passed, rows, history = [], [], []
+
+    def take(time: float, of_d: float, of_sample: float, earlier: float = 0.0) -> None:
+        norm = agent.sigma_data**2 + time**2
+        to_d = [agent.sigma_data**2 / norm, time * agent.sigma_data / math.sqrt(norm)]
+        passed.append(time)
+        rows.append([*to_d, of_d, of_sample, 0.0, 0.0])
+        history.append((earlier,))
+
+    for place in range(count):
+        time, after = times[place], times[place + 1]
+        part = (time - after) / time
+        take(time, part, 1 - part)
+        if solver == "heun" and place != count - 1 and after > _KEPT_TIMES:
+            half, kept = (time - after) / (2 * after), (1 - part / 2) / (1 - part)
+            take(after, half, kept - half, part / 2 - kept * part)
+    moments = torch.tensor(passed, dtype=torch.float64, device="cpu")
+    scales = 1 / (agent.sigma_data**2 + moments**2).sqrt()
+    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    steps = (0.25 * moments.log()).float(), coefficients, clip, (False,) * len(rows)
+    follows = any(earlier for (earlier,) in history)
+    table = MultistepTable(*steps, tuple(history), follows=True) if follows else StepTable(*steps)
+    return table.scaled(scales, agent.sigma_max)
+
+
+_KNOWS = _OF_ALL | {"use_ema", "mask_cfg", "temperature", "condition_cg", "w_cg", *_NEUTRAL}
+_SHARED: dict[str, Any] = {"scheduler": None, "steps": None, "holders": ()}
+CLEAN_DDPM = Loop(
+    "sample",
+    _of_kind("DDPM"),
+    _begin_ddpm,
+    _end_ddpm,
+    table=_ddpm,
+    needs=_OF_ALL | {"temperature"},
+    knows=_KNOWS | {"kwargs"},
+    **_SHARED,
+)
+CLEAN_SDE = Loop(
+    "sample",
+    _of_kind("DiscreteDiffusionSDE"),
+    _begin_sde,
+    _end_sde,
+    table=_sde,
+    needs=_OF_ALL | {"sample_step_schedule"},
+    knows=_KNOWS
+    | {
+        "solver",
+        "sample_step_schedule",
+        "diffusion_x_sampling_steps",
+        "warm_start_forward_level",
+        "kwargs",
+    },
+    **_SHARED,
+)
+CLEAN_EDM = Loop(
+    "sample",
+    _of_kind("EDM"),
+    _begin_edm,
+    _end_edm,
+    table=_edm,
+    needs=_OF_ALL | {"solver"},
+    knows=_KNOWS | {"solver", "kwargs"},
+    changing=("sample_steps", "sigma_s", "t_s", "scale_s", "dot_sigma_s", "dot_scale_s")
+    + ("x_weight_s", "D_weight_s"),
+    **_SHARED,
+)

@@ -1,0 +1,92 @@
+"""The loop of Diffuser: DDPM's steps over trajectories in which given states hold.
+
+Source: Janner et al., Planning with Diffusion for Flexible Behavior Synthesis (2022).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpa.acceleration.loops import Loop, LoopCall
+from dpa.nn.family import resembles
+from dpa.schedulers.tables import StepTable
+from dpa.tracking.replacing import class_of
+
+_ARGUMENTS = frozenset({"shape", "cond", "verbose", "return_chain", "return_diffusion"})
+
+
+def _defaults(policy: Any) -> dict[str, Any]:
+    parameters = inspect.signature(class_of(policy).p_sample_loop).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _network(policy: Any) -> nn.Module | None:
+    of_it = ("posterior_log_variance_clipped", "transition_dim", "n_timesteps")
+    fits = all(hasattr(policy, name) for name in of_it) and resembles(policy.model)
+    return policy.model if fits else None
+
+
+def _begin(
+    policy: Any,
+    shape: tuple[int, int, int],
+    cond: dict[int, Tensor],
+    verbose: bool = True,
+    return_chain: bool = False,
+    return_diffusion: bool = False,
+    sample_fn: Any = None,
+) -> LoopCall | None:
+    if return_chain or return_diffusion:
+        return None
+    if sample_fn is not _defaults(policy).get("sample_fn"):
+        raise ValueError("its sample_fn is another one")
+    if not policy.predict_epsilon:
+        raise ValueError("its noise lies in memory as its network's output does")
+    if "forward" not in vars(policy.model):
+        raise ValueError("its network takes conditions before the timestep")
+    data = torch.zeros(shape, device=policy.betas.device)
+    mask = torch.zeros_like(data, dtype=torch.bool)
+    for moment, state in cond.items():
+        data[:, moment, policy.action_dim :] = state
+        mask[:, moment, policy.action_dim :] = True
+    return LoopCall(tuple(shape), {}, None, None, data, mask)
+
+
+def _end(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if "return_chain" not in _defaults(policy):  # of Maze2D
+        return sample
+    values = torch.zeros(len(sample), device=sample.device)
+    order = torch.argsort(values, descending=True)  # which may move equal ones
+    method = inspect.unwrap(class_of(policy).p_sample_loop)  # from under torch.no_grad
+    return method.__globals__["Sample"](sample[order], values[order], None)
+
+
+def _table(policy: Any) -> StepTable:
+    count = policy.n_timesteps
+    of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
+    of_output = [-value for value in policy.sqrt_recipm1_alphas_cumprod.tolist()]
+    means = policy.posterior_mean_coef1.tolist(), policy.posterior_mean_coef2.tolist()
+    deviations = torch.exp(0.5 * policy.posterior_log_variance_clipped).tolist()
+    columns = zip(of_sample, of_output, *means, deviations, strict=True)
+    rows = [[a, b, x0, x, 0.0, std] for a, b, x0, x, std in columns]
+    rows[0][5] = 0.0
+    coefficients = torch.tensor(rows[::-1], dtype=torch.float64, device="cpu")
+    moments = torch.arange(count - 1, -1, -1, device="cpu")
+    clip = 1.0 if policy.clip_denoised else math.inf
+    return StepTable(moments, coefficients, clip, (True,) * count)
+
+
+DIFFUSER = Loop(
+    "p_sample_loop",
+    _network,
+    _begin,
+    _end,
+    table=_table,
+    no_grad=True,
+    needs=frozenset({"shape", "cond", "verbose"}),
+    knows=_ARGUMENTS | {"sample_fn"},
+)
