@@ -1,11 +1,12 @@
 """The loops of CleanDiffuser's agents around a network with one condition, and none beside it.
 
-Source: Dong et al., CleanDiffuser (2024): its DDPM, its DiscreteDiffusionSDE with eight solvers, and
-EDM with the steps of Euler and Heun.
+Source: Dong et al., CleanDiffuser (2024). These are its DDPM, its DiscreteDiffusionSDE with eight
+solvers, and EDM with the steps of Euler and Heun.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Mapping
@@ -24,13 +25,10 @@ _OF_ALL = frozenset({"prior", "n_samples", "sample_steps", "condition_cfg", "w_c
 _KEPT_TIMES = 0.005  # below it Heun's second evaluation is left out
 
 
-def _of_kind(kind: str) -> Any:
-    def network(agent: Any) -> nn.Module | None:
-        fits = any(cls.__name__ == kind for cls in type(agent).__mro__)
-        fits = fits and hasattr(agent, "model_ema") and hasattr(agent, "fix_mask")
-        return agent.model_ema["diffusion"] if fits else None
-
-    return network
+def _network(kind: str, agent: Any) -> nn.Module | None:
+    fits = any(cls.__name__ == kind for cls in type(agent).__mro__)
+    fits = fits and hasattr(agent, "model_ema") and hasattr(agent, "fix_mask")
+    return agent.model_ema["diffusion"] if fits else None
 
 
 def _begin(agent: Any, given: Mapping[str, Any], sigma: float, **options: Any) -> LoopCall | None:
@@ -161,12 +159,12 @@ def _sde(
         if solver.endswith("2M") and i < count:
             ratio = 0.5 * h / float(snr[i] - snr[i + 1])
             ago, weights[2] = -ratio * weights[2], (1 + ratio) * weights[2]
-        draws = solver.startswith("sde") or (solver == "ddpm" and i > 1)
+        adds_noise = solver.startswith("sde") or (solver == "ddpm" and i > 1)
         row = _row(agent, clip, now, tuple(weights))
-        row[5] = noise if draws else 0.0
+        row[5] = noise if adds_noise else 0.0
         rows.append(row)
         history.append((ago,))
-        noisy.append(draws)
+        noisy.append(adds_noise)
     coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
     steps = places[order], coefficients, clip, tuple(noisy)
     several = any(ago for (ago,) in history)
@@ -268,7 +266,7 @@ _KNOWS = _OF_ALL | {"use_ema", "mask_cfg", "temperature", "condition_cg", "w_cg"
 _SHARED: dict[str, Any] = {"scheduler": None, "steps": None, "holders": ()}
 CLEAN_DDPM = Loop(
     "sample",
-    _of_kind("DDPM"),
+    functools.partial(_network, "DDPM"),
     _begin_ddpm,
     _end_ddpm,
     table=_ddpm,
@@ -278,7 +276,7 @@ CLEAN_DDPM = Loop(
 )
 CLEAN_SDE = Loop(
     "sample",
-    _of_kind("DiscreteDiffusionSDE"),
+    functools.partial(_network, "DiscreteDiffusionSDE"),
     _begin_sde,
     _end_sde,
     table=_sde,
@@ -295,7 +293,7 @@ CLEAN_SDE = Loop(
 )
 CLEAN_EDM = Loop(
     "sample",
-    _of_kind("EDM"),
+    functools.partial(_network, "EDM"),
     _begin_edm,
     _end_edm,
     table=_edm,

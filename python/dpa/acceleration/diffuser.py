@@ -20,6 +20,13 @@ from dpa.tracking.replacing import class_of
 _ARGUMENTS = frozenset({"shape", "cond", "verbose", "return_chain", "return_diffusion"})
 
 
+class _Buffers:
+    """A planner's buffers as attributes."""
+
+    def __init__(self, planner: nn.Module):
+        self.__dict__ = planner._buffers
+
+
 def _defaults(policy: Any) -> dict[str, Any]:
     parameters = inspect.signature(class_of(policy).p_sample_loop).parameters
     return {name: parameter.default for name, parameter in parameters.items()}
@@ -87,6 +94,7 @@ DIFFUSER = Loop(
     _end,
     table=_table,
     no_grad=True,
+    holders=(_Buffers,),
     needs=frozenset({"shape", "cond", "verbose"}),
     knows=_ARGUMENTS | {"sample_fn"},
 )

@@ -1,0 +1,127 @@
+"""What the loops of Diffuser and CleanDiffuser leave to the originals.
+
+That they act as the originals do is in ``test_other_loops``.
+"""
+
+import copy
+
+import planners
+import pytest
+import torch
+from test_near_policies import both, same_results
+from torch import nn
+
+import dpa
+from dpa.tracking.replacing import replaced
+
+STATE = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1))
+
+
+def called(**options):
+    def act(agent):
+        agent.options = {**agent.options, **options}
+        return agent.act(STATE)
+
+    return act
+
+
+def with_classifier(agent):
+    agent.classifier = nn.Identity()
+    return agent.act(STATE)
+
+
+def with_other_bounds(agent):
+    agent.x_max = torch.full((1, 8, 2), 0.5)
+    return agent.act(STATE)
+
+
+def with_weights(agent):
+    agent.fix_mask = torch.full((1, 8, 2), 0.25)
+    return agent.act(STATE)
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (called(w_cfg=0.5), "its w_cfg of 0.5 weighs two predictions"),
+        (with_classifier, "its classifier guides it"),
+        (with_other_bounds, "its x_min and x_max are not one bound"),
+        (with_weights, "its fix_mask has weights"),
+    ],
+)
+def test_what_agents_of_clean_diffuser_do_themselves(call, why):
+    plain, fast = both(lambda: planners.DDPM(predict_noise=False))
+    plain.options.pop("w_cfg", None)
+    given = {"prior": torch.zeros(2, 8, 2), "n_samples": 2, "condition_cfg": STATE}
+
+    def act(agent):
+        act_once = agent.sample
+
+        def sample(**options):
+            return act_once(**{**options, **given, **agent.options})
+
+        return call(Called(agent, sample))
+
+    with pytest.warns(RuntimeWarning, match=why):
+        same_results(plain, fast, act)
+    assert why in str(dpa.explain(fast))
+
+
+class Called:
+    """An agent whose ``act`` passes its options over those that it has by itself."""
+
+    def __init__(self, agent, sample):
+        vars(self).update(_agent=agent, _sample=sample)
+
+    def __getattr__(self, name):
+        return getattr(self._agent, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._agent, name, value)
+
+    def act(self, state):
+        return self._sample(w_cfg=1.0)[0]
+
+
+def test_diffuser_with_a_chain_and_with_a_guide():
+    def chain(planner):
+        return planner({0: STATE[:, 0]}, verbose=False, return_chain=True).chains
+
+    def guide(model, x, cond, t):
+        x, values = planners.default_sample_fn(model, x, cond, t)
+        return x + 0.1, values - x.mean((1, 2))
+
+    def guided(planner):
+        return planner({0: STATE[:, 0]}, verbose=False, sample_fn=guide).trajectories
+
+    plain, fast = both(planners.GaussianDiffusion)
+    same_results(plain, fast, chain)
+    with pytest.warns(RuntimeWarning, match="its sample_fn is another one"):
+        same_results(plain, fast, guided)
+
+
+def test_diffuser_runs_without_gradients_whoever_calls_it():
+    plain, fast = both(planners.GaussianDiffusion)
+    for seed in range(2):
+        results = []
+        for planner in (plain, fast):
+            torch.manual_seed(seed)
+            results.append(planner.act(STATE).trajectories)
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    loop = replaced(fast, "p_sample_loop")
+    assert loop.shadow.agreed and not results[1].requires_grad
+    assert "accelerated: the whole loop" in str(dpa.explain(fast))
+
+
+def test_a_written_buffer_of_diffuser_is_followed():
+    plain, fast = both(planners.GaussianDiffusion)
+    same_results(plain, fast, lambda planner: planner.act(STATE).trajectories)
+    for planner in (plain, fast):
+        planner.posterior_mean_coef1.mul_(0.5)
+    same_results(plain, fast, lambda planner: planner.act(STATE).trajectories)
+
+
+def test_diffuser_that_predicts_x0_runs_its_loop():
+    fast = dpa.accelerate(copy.deepcopy(planners.GaussianDiffusion(predict_epsilon=False).eval()))
+    with pytest.warns(RuntimeWarning, match="its noise lies in memory as its network's output"):
+        assert fast.act(STATE).trajectories.isfinite().all()
