@@ -30,8 +30,8 @@ JOBS ?= $(if $(GPU),1,$(shell nproc))
 PYTEST := $(if $(filter-out 1,$(JOBS)),OMP_WAIT_POLICY=passive) $(BIN)/python -m pytest \
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
-.PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-wheels test-torch test-threads bench lint \
-  docs wheel wheels wheel-cpu wheel-cuda wheel-cuda12 wheel-aarch64 torches sdist clean
+.PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-wheels test-wheel-aarch64 test-torch test-threads \
+  bench lint docs wheel wheels wheel-cpu wheel-cuda wheel-cuda12 wheel-aarch64 torches sdist clean
 
 build: $(BUILD_SETUP)
 	@$(PIP) uninstall --yes dpa 2>/dev/null # what is installed under the import's name would hide the package
@@ -179,6 +179,10 @@ test-wheel: $(SETUP) build wheel sdist
 # are made one after another and removed. CASE="3.11 torch==2.10.*" names another.
 test-wheels: $(SETUP)
 	@sh test/scripts/wheels.sh "$(wildcard dist/*.whl dist/cpu/*.whl)" $(if $(CASE),"$(CASE)")
+
+# The one for 64-bit ARM under emulation.
+test-wheel-aarch64: $(SETUP)
+	@sh test/scripts/wheel_aarch64.sh $(BIN)/python dist/aarch64/*.whl
 
 # Host code against another torch: it compiles and links. SUITE=1 runs every test on it too, on the CPU.
 test-torch: $(SETUP)
