@@ -1,6 +1,7 @@
 #include <map>
 #include <mutex>
 
+#include "kernels/plans/conv1d/changes.h"
 #include "kernels/plans/conv1d/shape.h"
 #include "ops/unet1d/unet1d.h"
 #include "ops/unet1d_batch/unet1d_batch.h"
@@ -186,11 +187,11 @@ void check_unet1d_batch_pack_out(const BatchPlan& plan, at::TensorList parameter
             out.sym_sizes());
   if (!seen.has_value()) return;
   check_same_device(op, "seen", *seen, "parameters", parameters[0]);
-  const int64_t items = static_cast<int64_t>(plan.items.size());
+  const int64_t items = static_cast<int64_t>(plan.items.size()), elements = kernels::conv1d::ComparedElements::kMost;
   DPA_CHECK(seen->scalar_type() == at::kInt && seen->dim() == 2 && seen->sym_size(0) == items &&
-                seen->sym_size(1) == kernels::conv1d::kChangeSamples && seen->is_contiguous(),
-            op, c10::str("seen must be contiguous int32 of shape (", items, ", ", kernels::conv1d::kChangeSamples, ")"),
-            seen->scalar_type(), " ", seen->sym_sizes());
+                seen->sym_size(1) == elements && seen->is_contiguous(),
+            op, c10::str("seen must be contiguous int32 of shape (", items, ", ", elements, ")"), seen->scalar_type(),
+            " ", seen->sym_sizes());
 }
 
 }  // namespace dpa

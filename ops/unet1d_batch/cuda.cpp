@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "kernels/cuda/unet1d_batch/unet1d_batch.h"
+#include "kernels/plans/conv1d/changes.h"
 #include "ops/conv1d/conv1d.h"
 #include "ops/conv1d/gemm.h"
 #include "ops/conv1d_gnm/conv1d_gnm.h"
@@ -42,7 +43,7 @@ void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, 
                                          item.width};
     }
     if (seen.defined()) {
-      auto* const samples = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * gemm::kChangeSamples;
+      auto* const samples = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * gemm::ComparedElements::kMost;
       auto* const changed = wanted.mutable_data_ptr<int>() + first;
       C10_CUDA_CHECK(gemm::detect_changes(source, packings, samples, changed, stream));
       packings.wanted = changed;

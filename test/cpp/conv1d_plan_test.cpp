@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/plans/conv1d/changes.h"
 #include "kernels/plans/conv1d/plan.h"
 
 namespace dpa::kernels::conv1d {
@@ -207,6 +208,31 @@ TEST(Serves, WhatTheKernelsAreCompiledFor) {
   EXPECT_FALSE(serves(convolution(int64_t{1} << 31, 16, 8, 8, 3, 1)));
   c.padding = 5;
   EXPECT_FALSE(serves(c));
+}
+
+TEST(Changes, ARowAColumnATapAndABlockShow) {
+  const std::tuple<int64_t, int64_t, int> shapes[] = {{64, 3, 1},     {2048, 1, 1},   {128, 64, 1},   {129, 64, 1},
+                                                      {2048, 2, 5},   {7, 1777, 3},   {256, 256, 5},  {1024, 2048, 5},
+                                                      {4096, 396, 1}, {2048, 512, 3}, {7936, 100, 1}, {512, 512, 9}};
+  for (auto [d0, d1, taps] : shapes) {
+    const ComparedElements elements{d0, d1, taps};
+    ASSERT_LE(elements.count(), ComparedElements::kMost);
+    std::set<int64_t> places, rows, columns, of_taps, blocks;
+    for (int n = 0; n < elements.count(); ++n) {
+      const int64_t place = elements.place(n), row = place / taps / d1, column = place / taps % d1;
+      ASSERT_TRUE(0 <= place && place < d0 * d1 * taps);
+      places.insert(place), rows.insert(row), columns.insert(column), of_taps.insert(place % taps);
+      blocks.insert(row * 4 / d0 * 4 + column * 4 / d1);  // a sixteenth of the weight
+    }
+    EXPECT_EQ(static_cast<int64_t>(rows.size()), d0) << d0 << ' ' << d1 << ' ' << taps;
+    EXPECT_EQ(static_cast<int64_t>(columns.size()), d1) << d0 << ' ' << d1 << ' ' << taps;
+    EXPECT_EQ(static_cast<int>(of_taps.size()), taps) << d0 << ' ' << d1 << ' ' << taps;
+    if (d0 >= 4 && d1 >= 4) EXPECT_EQ(blocks.size(), 16u) << d0 << ' ' << d1 << ' ' << taps;
+    if (elements.all() <= ComparedElements::kMost) EXPECT_EQ(static_cast<int64_t>(places.size()), elements.all());
+  }
+  const ComparedElements wide{10000, 4, 1};  // more rows than are compared
+  EXPECT_EQ(wide.count(), ComparedElements::kMost);
+  for (int n = 0; n < wide.count(); ++n) ASSERT_LT(wide.place(n), wide.all());
 }
 
 }  // namespace

@@ -136,6 +136,18 @@ def _one_weight(net):
         net.mid_modules[0].blocks[0].block[0].weight[3, 1, 2] += 5
 
 
+def _a_row_through_data(net):
+    net.mid_modules[0].blocks[0].block[0].weight.data[13] += 5
+
+
+def _a_column_through_data(net):
+    net.mid_modules[0].blocks[1].block[0].weight.data[:, 11] += 5
+
+
+def _a_tap_through_data(net):
+    net.mid_modules[1].blocks[0].block[0].weight.data[:, :, 0] *= 2
+
+
 def _load(net):
     net.load_state_dict({k: v * 0.7 for k, v in net.state_dict().items()})
 
@@ -174,6 +186,7 @@ def _paddings(net):
 
 
 CHANGES = [_step, _through_data, _one_weight, _load, _replace_parameter, _replace_storage]
+CHANGES += [_a_row_through_data, _a_column_through_data, _a_tap_through_data]
 CHANGES += [_replace_layer, _norm, _dilated_halving, _paddings]
 
 

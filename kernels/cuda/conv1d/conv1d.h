@@ -106,8 +106,8 @@ struct Packings {
 cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream);
 // Float32 weights of all their columns to (taps, d1, padded d0) of float32.
 cudaError_t pack_weights_transposed(const Packings& packings, cudaStream_t stream);
-// Change detection by kChangeSamples elements of each weight: wanted[w] says whether one of them
-// differs from what `seen`, (count, kChangeSamples), holds from the last call.
+// Change detection: wanted[w] says whether one of the ComparedElements (plans/conv1d/changes.h) of a weight differs
+// from what `seen`, (count, ComparedElements::kMost), holds from the last call.
 cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
                            cudaStream_t stream);
 // `count` rows of `channels` elements of 16 bits, or of float32, to rows of padded(channels).

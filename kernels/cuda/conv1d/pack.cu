@@ -5,7 +5,8 @@
 //                 thread
 //                 or to (taps, d1, d0 padded): a block takes all taps of some columns j of 32 rows i, and writes each
 //                 (k, j)'s rows side by side, one a lane
-// detect_changes  a block compares some elements of a weight with what they were
+// detect_changes  a block compares elements of a weight (plans/conv1d/changes.h) with what they were, a thread every
+//                 1024th
 // pad_rows        a thread an element of the padded rows
 // column_sums     a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
 //                 partial sums are added in pairs
@@ -14,6 +15,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/conv1d/launch.cuh"
+#include "kernels/plans/conv1d/changes.h"
 
 namespace dpa::kernels::conv1d {
 namespace {
@@ -126,18 +128,26 @@ __global__ void __launch_bounds__(kTransposedThreads)
   }
 }
 
-// A block a weight, a thread an element, spread over all of it.
+constexpr int kCompareThreads = 1024;
+
 template <class Bits>
-__global__ void __launch_bounds__(kChangeSamples)
-    compare_samples(const __grid_constant__ Packings packings, uint32_t* seen, int* wanted) {
+__global__ void __launch_bounds__(kCompareThreads)
+    compare(const __grid_constant__ Packings packings, uint32_t* seen, int* wanted) {
   const Packing& packing = packings.each[blockIdx.x];
-  const int64_t last = packing.d0 * packing.d1 * packing.taps - 1;
+  const ComparedElements elements{packing.d0, packing.d1, packing.taps};
+  const int count = elements.count();
   grid_dependency_sync();
-  const uint32_t bits = static_cast<const Bits*>(packing.weight)[last * threadIdx.x / (kChangeSamples - 1)];
-  uint32_t& before = seen[blockIdx.x * kChangeSamples + threadIdx.x];
-  const int differs = __syncthreads_or(bits != before);
-  before = bits;
-  if (threadIdx.x == 0) wanted[blockIdx.x] = differs;
+  bool differs = false;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < count; n += kCompareThreads) {
+    const uint32_t bits = static_cast<const Bits*>(packing.weight)[elements.place(n)];
+    uint32_t& before = seen[blockIdx.x * ComparedElements::kMost + n];
+    if (bits == before) continue;
+    before = bits;
+    differs = true;
+  }
+  const int any = __syncthreads_or(differs);
+  if (threadIdx.x == 0) wanted[blockIdx.x] = any;
 }
 
 constexpr int kSumThreads = 256, kSumRows = kSumThreads / 2, kSumColumns = 16;
@@ -218,8 +228,8 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
 
 cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_t* seen, int* wanted,
                            cudaStream_t stream) {
-  const auto kernel = source_dtype == DType::kFloat32 ? compare_samples<uint32_t> : compare_samples<uint16_t>;
-  return launch_dependent(kernel, packings.count, kChangeSamples, stream, packings, seen, wanted);
+  const auto kernel = source_dtype == DType::kFloat32 ? compare<uint32_t> : compare<uint16_t>;
+  return launch_dependent(kernel, packings.count, kCompareThreads, stream, packings, seen, wanted);
 }
 
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream, DType dtype) {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpa.nn.plain import FoundLayers
 from dpa.tracking import stamp_of
 
-_SAMPLED = 128  # elements of each weight that ops/unet1d_batch compares
+_COMPARED = 8192  # at most, elements of a weight (kernels/plans/conv1d/changes.h)
 
 _promise = threading.local()
 
@@ -154,7 +154,7 @@ class _Pack:
         given = (parameters, self._config, self._dtype)
         if self._packed is None or self._packed.device != parameters[0].device:
             self._packed = torch.ops.dpa.unet1d_batch_pack(*given)
-            self._seen = torch.zeros(count, _SAMPLED, dtype=torch.int32, device=self._packed.device)
+            self._seen = torch.zeros(count, _COMPARED, dtype=torch.int32, device=self._packed.device)
         elif not fresh:
             torch.ops.dpa.unet1d_batch_pack.out(*given, out=self._packed)
         torch.ops.dpa.unet1d_batch_pack.out(*given, self._seen, out=self._packed)
