@@ -6,7 +6,7 @@
 
 namespace dpa::kernels::conv1d {
 
-constexpr int kMaxTaps = 8;
+constexpr int kMaxTaps = 9;
 constexpr int kChangeSamples = 128;  // elements of a weight that change detection compares
 
 // The tensors x and y in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
