@@ -128,9 +128,7 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
 
   const auto packed = pack(c, weight, weight, false);
   std::vector<float> out(c.batch * c.y_length * c.y_channels, NAN);
-  Run run{{plan_mma_fprop(c, multiprocessors), c.batch, c.x_length, c.y_length, c.y_channels, c.x_channels, x.data(),
-           sixteen(packed)},
-          out.data()};
+  Run run{mma_args(plan_mma_fprop(c, multiprocessors), c, false, x.data(), sixteen(packed)), out.data()};
   const ConvPlan forward = run.args.plan.conv;
   launch_convolution<T, false>(run);
   Worst fprop, dgrad, wgrad;
@@ -147,9 +145,7 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
 
   const auto turned = pack(c, weight, weight, kIsFloat<T>);
   std::vector<float> back(c.batch * c.x_length * c.x_channels, NAN);
-  run = {{plan_mma_dgrad(c, multiprocessors), c.batch, c.y_length, c.x_length, c.x_channels, c.y_channels, y.data(),
-          sixteen(turned)},
-         back.data()};
+  run = {mma_args(plan_mma_dgrad(c, multiprocessors), c, true, y.data(), sixteen(turned)), back.data()};
   launch_convolution<T, !kIsFloat<T>>(run);
   std::vector<double> exact(back.size(), 0);
   for (int64_t b = 0; b < c.batch; ++b)
@@ -165,10 +161,23 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
   const auto plan = plan_mma_wgrad(c, multiprocessors);
   const int64_t weights = c.y_channels * c.x_channels * c.taps;
   std::vector<float> gradient(weights, NAN), partials(plan.splits > 1 ? weights * plan.splits : 0, NAN);
-  MmaWgradArgs args{plan,          c.batch * c.y_length, c.y_length, c.x_length,           c.batch,
-                    c.y_channels,  c.x_channels,         padded(c.y_channels), padded(c.x_channels), c.taps,
-                    c.stride,      c.padding,            y.data(),   x.data(),             gradient.data(),
-                    plan.splits > 1 ? partials.data() : nullptr, true};
+  MmaWgradArgs args{plan,
+                    int(c.batch * c.y_length),
+                    int(c.batch * c.x_length),
+                    int(c.y_length),
+                    int(c.x_length),
+                    int(c.y_channels),
+                    int(c.x_channels),
+                    padded(c.y_channels),
+                    padded(c.x_channels),
+                    c.taps,
+                    c.stride,
+                    c.padding,
+                    y.data(),
+                    x.data(),
+                    gradient.data(),
+                    plan.splits > 1 ? partials.data() : nullptr,
+                    true};
   const auto blocks = static_cast<int>(plan.y_tiles * plan.x_tiles * plan.splits);
   const auto go = [&](auto slots) {
     device::launch(

@@ -240,6 +240,7 @@ DPA_DEVICE uint2 load_shared_8(uint32_t at) {
   std::memcpy(&v, shared() + at, 8);
   return v;
 }
+DPA_DEVICE uint32_t held(uint32_t value) { return value; }
 DPA_DEVICE uint32_t load_shared_word(uint32_t at) {
   if (at % 4 || at + 4 > here().memory.size()) std::printf("bad shared address\n"), std::abort();
   uint32_t v;

@@ -60,7 +60,7 @@ cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, co
                       const Normalisation& normalisation, cudaStream_t stream) {
   const auto plan = plan_mma_fprop(conv, multiprocessors(), normalisation.out ? normalisation.group : 0);
   if (!plan.fits()) return cudaErrorInvalidValue;
-  const MmaArgs args{plan, conv.batch, conv.x_length, conv.y_length, conv.y_channels, conv.x_channels, x, weights};
+  const auto args = mma_args(plan, conv, /*is_dgrad=*/false, x, weights);
   const ConvArgs to = epilogue_args(plan, args, addends, y, normalisation);
   return dispatch_element(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -82,7 +82,7 @@ cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, co
                       cudaStream_t stream) {
   const auto plan = plan_mma_dgrad(conv, multiprocessors());
   if (!plan.fits()) return cudaErrorInvalidValue;
-  const MmaArgs args{plan, conv.batch, conv.y_length, conv.x_length, conv.x_channels, conv.y_channels, y, weights};
+  const auto args = mma_args(plan, conv, /*is_dgrad=*/true, y, weights);
   const ConvArgs to = epilogue_args(plan, args, addends, x, {});
   return dispatch_element(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -10,9 +10,27 @@ namespace dpa::kernels::conv1d {
 
 struct MmaArgs {
   MmaPlan plan;
-  int64_t batch, in_length, out_length, outputs, contracted;
+  int batch, in_length, out_length, outputs, contracted;
   const void *x, *weights;
+  uint32_t tap_vectors, row_vectors;  // of the packed weights: sixteen bytes of a tap, and of a row
 };
+
+// dgrad reads 16-bit weights as fprop does, and those of float32 transposed.
+inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, const void* x, const void* weights) {
+  const int64_t in = is_dgrad ? conv.y_channels : conv.x_channels, out = is_dgrad ? conv.x_channels : conv.y_channels;
+  const bool by_out = is_dgrad && conv.dtype != DType::kFloat32;  // rows of the packed weights
+  const int64_t row = padded(by_out ? out : in) / (conv.dtype == DType::kFloat32 ? 4 : 8), rows = by_out ? in : out;
+  return {plan,
+          static_cast<int>(conv.batch),
+          static_cast<int>(is_dgrad ? conv.y_length : conv.x_length),
+          static_cast<int>(is_dgrad ? conv.x_length : conv.y_length),
+          static_cast<int>(out),
+          static_cast<int>(in),
+          x,
+          weights,
+          static_cast<uint32_t>(rows * row),
+          static_cast<uint32_t>(row)};
+}
 
 struct MmaTile {
   int phase, first_sample, first_time, first_column;
@@ -39,14 +57,14 @@ struct BoxCopies {
 
   DPA_DEVICE BoxCopies(const MmaArgs& args, const MmaTile& tile, int first_time) {
     const int samples = args.plan.conv.rows.samples;
-    vectors = static_cast<int>(padded_channels(args.contracted) * kSize<T> / 16);
+    vectors = static_cast<int>(padded_channels(args.contracted)) * kSize<T> / 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const unsigned row = device::thread() / 8 + i * (kMmaThreads / 8);
-      const unsigned time = row / samples, sample = tile.first_sample + (row - time * samples);
-      const bool there = static_cast<int>(time) < args.plan.box_times && sample < args.batch &&
-                         static_cast<int64_t>(first_time) + time < args.in_length;
-      from[i] = there ? static_cast<uint32_t>((sample * args.in_length + first_time + time) * vectors) : kNone;
+      const int row = device::thread() / 8 + i * (kMmaThreads / 8);
+      const int time = row / samples, sample = tile.first_sample + row - time * samples;
+      const bool there =
+          time < args.plan.box_times && sample < args.batch && first_time + time < args.in_length;
+      from[i] = there ? static_cast<uint32_t>(sample * args.in_length + first_time + time) * vectors : kNone;
     }
   }
   DPA_DEVICE void load(const MmaArgs& args, int chunk, uint32_t to) const {
@@ -58,57 +76,54 @@ struct BoxCopies {
       const int row = device::thread() / 8 + i * (kMmaThreads / 8);
       const bool inside = at < vectors;
       device::copy_16_or_zeros(to + row * 128 + ((v ^ (row & 7)) << 4),
-                               x + (int64_t{from[i]} + (inside ? at : 0)) * 16, inside);
+                               x + (uint64_t{from[i]} + (inside ? at : 0)) * 16, inside);
     }
   }
 };
 
-// A thread's copies of the weights of a step.
+// A thread's copies of the weights of a step: `tap_vectors` and `row_vectors` are sixteen bytes each, of the packed form.
 template <class T, class Shape, bool kMajorN>
-struct WeightCopies {
-  static constexpr int kCopies = Shape::kColumns * 8 / kMmaThreads;
-  int64_t tap_bytes, row_bytes;
-
-  DPA_DEVICE explicit WeightCopies(const MmaArgs& args) {
-    const int64_t width = padded_channels(kMajorN ? args.outputs : args.contracted);
-    row_bytes = width * kSize<T>;
-    tap_bytes = row_bytes * (kMajorN ? args.contracted : args.outputs);
-  }
-  DPA_DEVICE void load(const MmaArgs& args, const MmaTile& tile, int tap, int chunk, uint32_t to) const {
-    const auto* weights = static_cast<const uint8_t*>(args.weights) + tap * tap_bytes;
-    const int v = device::thread() % 8;
+DPA_DEVICE void load_weights(const MmaArgs& args, int first_column, int tap, int chunk, uint32_t to) {
+  constexpr int kCopies = Shape::kColumns * 8 / kMmaThreads;
+  const uint32_t tap_at = tap * args.tap_vectors;
+  const auto* weights = static_cast<const uint8_t*>(args.weights);
+  const int v = device::thread() % 8;
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int row = device::thread() / 8 + i * (kMmaThreads / 8);
-      const uint32_t at = to + row * 128 + ((v ^ (row & 7)) << 4);
-      if constexpr (kMajorN) {
-        const int64_t k = chunk * 64 + row % 64, n = tile.first_column + row / 64 * 64 + v * 8;
-        if (n >= args.outputs) continue;
-        const bool inside = k < args.contracted;
-        device::copy_16_or_zeros(at, weights + (inside ? k * row_bytes + n * 2 : 0), inside);
-      } else {
-        const int64_t n = tile.first_column + row, byte = chunk * 128 + v * 16;
-        if (n >= args.outputs) continue;
-        const bool inside = byte < row_bytes;
-        device::copy_16_or_zeros(at, weights + (inside ? n * row_bytes + byte : 0), inside);
+  for (int i = 0; i < kCopies; ++i) {
+    const int row = device::thread() / 8 + i * (kMmaThreads / 8);
+    const int n = first_column + (kMajorN ? row / 64 * 64 + v * 8 : row);
+    if (n >= args.outputs) continue;
+    // Of the packed row, and sixteen bytes of it.
+    const int packed_row = kMajorN ? chunk * 64 + row % 64 : n, vector = kMajorN ? n / 8 : chunk * 8 + v;
+    const bool inside = kMajorN ? packed_row < args.contracted : vector < static_cast<int>(args.row_vectors);
+    const uint32_t from = inside ? tap_at + packed_row * args.row_vectors + vector : 0;
+    device::copy_16_or_zeros(to + row * 128 + ((v ^ (row & 7)) << 4), weights + uint64_t{from} * 16, inside);
+  }
+}
+
+// A lane's rows of A: of the warp's four row tiles, 16 bytes of row lane % 16.
+struct LaneRows {
+  uint32_t box[2];     // two rows of the box each, at shift 0, as signed halves
+  uint32_t inside[2];  // two tiles each: a bit a term, whether the row is no padding
+
+  DPA_DEVICE LaneRows(const ConvPlan& plan, const MmaTile& tile, int first_time, int first_row, int in_length) {
+    const int lane = device::thread() % 32;
+    box[0] = box[1] = inside[0] = inside[1] = 0;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const int row = first_row + m * 16 + lane % 16, j = row / plan.rows.samples, half = m % 2 * 16;
+      if (j >= plan.rows.time) continue;
+      const int time = (tile.first_time + j) * plan.stride;
+      box[m / 2] |= static_cast<uint32_t>((time - first_time) * plan.rows.samples + row - j * plan.rows.samples & 0xffff)
+                    << half;
+      for (int i = 0; i < plan.terms[tile.phase]; ++i) {
+        const int u = time + plan.shift[tile.phase][i];
+        if (u >= 0 && u < in_length) inside[m / 2] |= 1u << (half + i);
       }
     }
   }
-};
-
-// A lane's rows of A: matrix rows of the warp's four row tiles, times 16 bytes.
-struct LaneRows {
-  int box[4], time[4];  // row of the box, and time, at shift 0
-
-  DPA_DEVICE LaneRows(const ConvPlan& plan, const MmaTile& tile, int first_time, int first_row) {
-    const int lane = device::thread() % 32;
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int row = first_row + m * 16 + lane % 16, j = row / plan.rows.samples;
-      time[m] = j < plan.rows.time ? (tile.first_time + j) * plan.stride : INT32_MIN / 2;
-      box[m] = (time[m] - first_time) * plan.rows.samples + row - j * plan.rows.samples;
-    }
-  }
+  DPA_DEVICE int row(int m) const { return static_cast<int16_t>(box[m / 2] >> m % 2 * 16); }
+  DPA_DEVICE bool is_inside(int m, int term) const { return inside[m / 2] >> (m % 2 * 16 + term) & 1; }
 };
 
 // The MMAs of a warp in one step, on its slices of 32 bytes of K.
@@ -180,62 +195,53 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
   const int column = warp % Shape::kColumnWarps * 32, row_warp = warp / Shape::kColumnWarps % Shape::kRowWarps;
   const int group = warp / (Shape::kColumnWarps * Shape::kRowWarps);
   const int before = tile.first_time * plan.stride + plan.lowest, first_time = before > 0 ? before : 0;
-  const int terms = plan.terms[tile.phase], steps = terms * plan.chunks, boxes = args.plan.boxes;
+  const int terms = plan.terms[tile.phase], boxes = args.plan.boxes;
   const int first_term = plan.first_term[row_warp], end_term = plan.end_term[row_warp];
   const uint32_t zeros = device::shared_address(device::shared()), memory = zeros + 128;
   const uint32_t box_bytes = args.plan.box_times * plan.rows.samples * 128, weights = memory + boxes * box_bytes;
   if (thread < 32) reinterpret_cast<uint32_t*>(device::shared())[thread] = 0;
 
   const BoxCopies<T> box_copies(args, tile, first_time);
-  const WeightCopies<T, Shape, kMajorN> weight_copies(args);
-  const LaneRows lane_rows(plan, tile, first_time, row_warp * 64);
+  const LaneRows lane_rows(plan, tile, first_time, row_warp * 64, args.in_length);
   float sums[4][4][4] = {};
 
-  // What is loaded next: a step's weights, and the box of a chunk.
-  int load_term = 0, load_chunk = 0, load_stage = 0, load_box = 0;
-  const auto load_weights = [&] {
+  // Which step's weights are loaded next. Their stage is the one before that which is multiplied.
+  int load_term = 0, load_chunk = 0;
+  const auto load_step = [&](int stage) {
     if (load_chunk < plan.chunks)
-      weight_copies.load(args, tile, plan.tap[tile.phase][load_term], load_chunk,
-                         weights + load_stage * Shape::kWeightBytes);
+      load_weights<T, Shape, kMajorN>(args, tile.first_column, plan.tap[tile.phase][load_term], load_chunk,
+                                      weights + stage * Shape::kWeightBytes);
+    device::copies_commit();
     if (++load_term == terms) load_term = 0, ++load_chunk;
-    if (++load_stage == Shape::kStages) load_stage = 0;
   };
 #pragma unroll 1
-  for (; load_box < boxes - 1; ++load_box)
-    if (load_box < plan.chunks) box_copies.load(args, load_box, memory + load_box * box_bytes);
+  for (int i = 0; i < boxes - 1; ++i)
+    if (i < plan.chunks) box_copies.load(args, i, memory + i * box_bytes);
 #pragma unroll 1
-  for (int i = 0; i < Shape::kStages - 1; ++i) {
-    load_weights();
-    device::copies_commit();
-  }
+  for (int i = 0; i < Shape::kStages - 1; ++i) load_step(i);
 
-  int term = 0, stage = 0, box = 0, next_box = boxes - 1;
+  int term = 0, chunk = 0, stage = 0, box = 0;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  while (chunk < plan.chunks) {
     device::copies_wait<Shape::kStages - 2>();
     device::sync_block();
-    if (term == 0) {
-      if (load_box < plan.chunks) box_copies.load(args, load_box, memory + next_box * box_bytes);
-      ++load_box;
-      if (++next_box == boxes) next_box = 0;
-    }
-    load_weights();
-    device::copies_commit();
+    if (term == 0 && chunk + boxes - 1 < plan.chunks)
+      box_copies.load(args, chunk + boxes - 1, memory + (box == 0 ? boxes - 1 : box - 1) * box_bytes);
+    load_step(stage == 0 ? Shape::kStages - 1 : stage - 1);
     if (term >= first_term && term < end_term) {
-      const int shift = plan.shift[tile.phase][term];
+      const int shifted = plan.shift[tile.phase][term] * plan.rows.samples;
       const uint32_t at = memory + box * box_bytes;
       uint32_t rows[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const int row = lane_rows.box[m] + shift * plan.rows.samples;
-        const bool inside = static_cast<uint32_t>(lane_rows.time[m] + shift) < static_cast<uint32_t>(args.in_length);
-        rows[m] = inside ? at + row * 128 + ((row & 7) << 4) : zeros;
+        const int row = lane_rows.row(m) + shifted;
+        rows[m] = lane_rows.is_inside(m, term) ? at + row * 128 + ((row & 7) << 4) : zeros;
       }
       multiply_step<T, Shape, kMajorN>(sums, rows, weights + stage * Shape::kWeightBytes, group, column);
     }
     if (++stage == Shape::kStages) stage = 0;
     if (++term == terms) {
-      term = 0;
+      term = 0, ++chunk;
       if (++box == boxes) box = 0;
     }
   }

@@ -18,6 +18,7 @@ DPA_DEVICE void load_matrices_transposed(uint32_t (&b)[4], uint32_t at) {
                : "r"(at)
                : "memory");
 }
+using ptx::held;
 using ptx::load_shared_word;
 
 }  // namespace dpa::kernels::unet1d::device

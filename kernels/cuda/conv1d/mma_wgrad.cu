@@ -50,12 +50,12 @@ cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gr
   auto* const partials = plan.splits > 1 ? static_cast<float*>(workspace) : nullptr;
   const bool floats = gradient_dtype == DType::kFloat32;
   const MmaWgradArgs args{plan,
-                          conv.batch * conv.y_length,
-                          conv.y_length,
-                          conv.x_length,
-                          conv.batch,
-                          conv.y_channels,
-                          conv.x_channels,
+                          static_cast<int>(conv.batch * conv.y_length),
+                          static_cast<int>(conv.batch * conv.x_length),
+                          static_cast<int>(conv.y_length),
+                          static_cast<int>(conv.x_length),
+                          static_cast<int>(conv.y_channels),
+                          static_cast<int>(conv.x_channels),
                           y_pitch ? y_pitch : padded(conv.y_channels),
                           padded(conv.x_channels),
                           conv.taps,

@@ -11,12 +11,13 @@ namespace dpa::kernels::conv1d {
 
 struct MmaWgradArgs {
   MmaWgradPlan plan;
-  int64_t y_rows, y_length, x_length, batch;
-  int64_t y_channels, x_channels, y_pitch, x_width;  // of rows, in elements
+  int y_rows, x_rows, y_length, x_length;  // rows of all samples, and of one
+  int y_channels, x_channels;
+  int64_t y_pitch, x_width;  // of rows, in elements
   int taps, stride, padding;
   const void *y, *x;
-  void* gradient;     // (d0, d1, taps), of float32 or of T; with splits
-  float* partials;    // (splits, d0, d1, taps) instead
+  void* gradient;   // (d0, d1, taps), of float32 or of T
+  float* partials;  // with splits (splits, d0, d1, taps) instead
   bool float_gradient;
 };
 
@@ -32,54 +33,57 @@ struct WgradStage {
 };
 
 struct WgradTile {
-  int64_t first_y, first_x, first_step, steps;
+  int first_y, first_x, first_step, steps;
   int split;
+};
+
+// Of a row of y, its row of x at tap 0: perhaps before the tensor, or in another sample.
+struct XRow {
+  int row, time;
+  DPA_DEVICE XRow(const MmaWgradArgs& args, int y_row) {
+    const int sample = static_cast<unsigned>(y_row) / static_cast<unsigned>(args.y_length);
+    time = (y_row - sample * args.y_length) * args.stride - args.padding;
+    row = sample * args.x_length + time;
+  }
 };
 
 // A block's loads of one step.
 template <class T>
-DPA_DEVICE void load_rows(const MmaWgradArgs& args, const WgradTile& tile, int64_t step, uint8_t* stage, int x_pitch) {
+DPA_DEVICE void load_rows(const MmaWgradArgs& args, const WgradTile& tile, int step, uint8_t* stage) {
   using Stage = WgradStage<T>;
-  const int thread = device::thread();
+  const int thread = device::thread(), first = step * Stage::kRows;
   const uint32_t to = device::shared_address(stage);
-  const int64_t first = step * Stage::kRows;
-  const auto x_row = [&](int64_t row) {  // at tap 0, perhaps before the tensor or in another sample
-    const int64_t sample = row / args.y_length;
-    return sample * args.x_length + (row - sample * args.y_length) * args.stride - args.padding;
-  };
-  const int64_t x_at = x_row(first), first_x_row = x_at > 0 ? x_at : 0;
-  constexpr int kYVectors = kWgradYChannels * kSize<T> / 16;
-  const int y_vectors = static_cast<int>((padded_channels(args.y_channels) - tile.first_y) * kSize<T> / 16);
+  const int x_at = XRow(args, first).row, first_x_row = x_at > 0 ? x_at : 0, x_pitch = args.plan.x_pitch;
+  constexpr int kYVectors = kWgradYChannels * kSize<T> / 16, kYStep = kMmaThreads / kYVectors;
+  const int y_vector = thread % kYVectors;
+  const bool y_inside = y_vector * (16 / kSize<T>) < args.y_channels - tile.first_y;
+  const auto* y = static_cast<const uint8_t*>(args.y) + tile.first_y * kSize<T> + y_vector * 16;
 #pragma unroll
-  for (int i = 0; i < Stage::kRows * kYVectors / kMmaThreads; ++i) {
-    const int n = thread + i * kMmaThreads, row = n / kYVectors, v = n % kYVectors;
-    const bool inside = first + row < args.y_rows && v < y_vectors;
-    const int64_t at = inside ? ((first + row) * args.y_pitch + tile.first_y) * kSize<T> + v * 16 : 0;
-    device::copy_16_or_zeros(to + row * Stage::kYPitch + v * 16, static_cast<const uint8_t*>(args.y) + at, inside);
+  for (int row = thread / kYVectors; row < Stage::kRows; row += kYStep) {
+    const bool inside = y_inside && first + row < args.y_rows;
+    device::copy_16_or_zeros(to + row * Stage::kYPitch + y_vector * 16,
+                             inside ? y + (first + row) * (args.y_pitch * kSize<T>) : y, inside);
   }
-  const int vectors = args.plan.x_channels * kSize<T> / 16, shift = vectors == 4 ? 2 : vectors == 8 ? 3 : vectors == 16 ? 4 : 5;
-  const int x_vectors = static_cast<int>((padded_channels(args.x_channels) - tile.first_x) * kSize<T> / 16);
-  const int64_t x_rows = args.batch * args.x_length;
+  const int shift = args.plan.x_shift, x_vector = thread & ((1 << shift) - 1);
+  const bool x_inside = x_vector * (16 / kSize<T>) < args.x_channels - tile.first_x;
+  const auto* x = static_cast<const uint8_t*>(args.x) + tile.first_x * kSize<T> + x_vector * 16;
 #pragma unroll 1
-  for (int n = thread; n < args.plan.box_rows << shift; n += kMmaThreads) {
-    const int row = n >> shift, v = n & (vectors - 1);
-    const bool inside = first_x_row + row < x_rows && v < x_vectors;
-    const int64_t at = inside ? ((first_x_row + row) * args.x_width + tile.first_x) * kSize<T> + v * 16 : 0;
-    device::copy_16_or_zeros(to + Stage::kXAt + row * x_pitch + v * 16, static_cast<const uint8_t*>(args.x) + at,
-                             inside);
+  for (int row = thread >> shift; row < args.plan.box_rows; row += kMmaThreads >> shift) {
+    const bool inside = x_inside && first_x_row + row < args.x_rows;
+    device::copy_16_or_zeros(to + Stage::kXAt + row * x_pitch + x_vector * 16,
+                             inside ? x + (first_x_row + row) * (args.x_width * kSize<T>) : x, inside);
   }
   if (thread < Stage::kRows) {
-    const int64_t row = first + thread;
-    RowPlace place{0, INT32_MIN / 2};
-    if (row < args.y_rows)
-      place = {static_cast<int>(x_row(row) - first_x_row) * x_pitch,
-               static_cast<int>(row % args.y_length) * args.stride - args.padding};
-    reinterpret_cast<RowPlace*>(stage + Stage::kRows * Stage::kYPitch)[thread] = place;
+    const XRow at(args, first + thread);
+    const bool inside = first + thread < args.y_rows;
+    reinterpret_cast<RowPlace*>(stage + Stage::kRows * Stage::kYPitch)[thread] = {
+        (at.row - first_x_row) * x_pitch, inside ? at.time : INT32_MIN / 2};
   }
 }
 
 // Where a tap's row of x begins, or the zeros.
-DPA_DEVICE uint32_t row_at(const RowPlace& place, int tap, uint32_t x, int x_pitch, int64_t x_length, uint32_t zeros) {
+DPA_DEVICE uint32_t row_at(const RowPlace& place, int tap, uint32_t x, int x_pitch, int x_length,
+                           uint32_t zeros) {
   const bool inside = static_cast<uint32_t>(place.time + tap) < static_cast<uint32_t>(x_length);
   return inside ? x + place.byte + tap * x_pitch : zeros;
 }
@@ -93,7 +97,7 @@ DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* sta
   const uint32_t y = device::shared_address(stage), x = y + Stage::kXAt;
   const auto* places = reinterpret_cast<const RowPlace*>(stage + Stage::kRows * Stage::kYPitch);
   if constexpr (!kIsFloat<T>) {
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < Stage::kRows; k += 16) {
       uint32_t a[2][4];
 #pragma unroll
@@ -116,7 +120,7 @@ DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* sta
     }
   } else {
     const int row = lane % 4, column = lane / 4;
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < Stage::kRows; k += 8) {
       uint32_t a[2][4];
 #pragma unroll
@@ -150,12 +154,13 @@ DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* sta
 // Stores half of the tile's channels i, which the tile of sums holds.
 template <class T>
 DPA_DEVICE void store_channels(const MmaWgradArgs& args, const WgradTile& tile, const float* sums, int row_words,
-                               int64_t first_y) {
-  const int64_t whole = args.x_channels * args.taps, left = (args.x_channels - tile.first_x) * args.taps;
-  const int elements = static_cast<int>(left < args.plan.x_channels * args.taps ? left : args.plan.x_channels * args.taps);
+                               int first_y) {
+  const int64_t whole = int64_t{args.x_channels} * args.taps;
+  const int left = args.x_channels - tile.first_x, channels = args.plan.x_channels;
+  const int elements = (left < channels ? left : channels) * args.taps;
   const int warp = device::thread() / 32, lane = device::thread() % 32;
   const bool to_floats = args.partials || args.float_gradient;
-  float* const floats = args.partials ? args.partials + tile.split * args.y_channels * whole
+  float* const floats = args.partials ? args.partials + tile.split * (args.y_channels * whole)
                                       : static_cast<float*>(args.gradient);
 #pragma unroll 1
   for (int row = warp; row < kWgradYChannels / 2 && first_y + row < args.y_channels; row += kMmaThreads / 32) {
@@ -178,14 +183,15 @@ DPA_DEVICE void store_channels(const MmaWgradArgs& args, const WgradTile& tile, 
 }
 
 // The tile of a block.
-DPA_DEVICE WgradTile wgrad_tile(const MmaWgradArgs& args, int64_t index) {
+DPA_DEVICE WgradTile wgrad_tile(const MmaWgradArgs& args, unsigned index) {
   const MmaWgradPlan& plan = args.plan;
+  const unsigned splits = plan.splits, x_tiles = static_cast<unsigned>(plan.x_tiles);
   WgradTile tile;
-  tile.split = static_cast<int>(index % plan.splits), index /= plan.splits;
-  tile.first_x = index % plan.x_tiles * plan.x_channels;
-  tile.first_y = index / plan.x_tiles * kWgradYChannels;
-  tile.first_step = plan.steps * tile.split / plan.splits;
-  tile.steps = plan.steps * (tile.split + 1) / plan.splits - tile.first_step;
+  tile.split = index % splits, index /= splits;
+  tile.first_x = index % x_tiles * plan.x_channels;
+  tile.first_y = index / x_tiles * kWgradYChannels;
+  tile.first_step = static_cast<int>(plan.steps * tile.split / plan.splits);
+  tile.steps = static_cast<int>(plan.steps * (tile.split + 1) / plan.splits) - tile.first_step;
   return tile;
 }
 
@@ -204,16 +210,16 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
   float sums[2][kSlots][2][4] = {};
 #pragma unroll 1
   for (int i = 0; i < kMmaWgradStages - 1; ++i) {
-    if (i < tile.steps) load_rows<T>(args, tile, tile.first_step + i, stages + i * stage_bytes, x_pitch);
+    if (i < tile.steps) load_rows<T>(args, tile, tile.first_step + i, stages + i * stage_bytes);
     device::copies_commit();
   }
   int at = 0, next = kMmaWgradStages - 1;
 #pragma unroll 1
-  for (int64_t step = 0; step < tile.steps; ++step) {
+  for (int step = 0; step < tile.steps; ++step) {
     device::copies_wait<kMmaWgradStages - 2>();
     device::sync_block();
     if (step + kMmaWgradStages - 1 < tile.steps)
-      load_rows<T>(args, tile, tile.first_step + step + kMmaWgradStages - 1, stages + next * stage_bytes, x_pitch);
+      load_rows<T>(args, tile, tile.first_step + step + kMmaWgradStages - 1, stages + next * stage_bytes);
     device::copies_commit();
     multiply_rows<T, kSlots>(sums, stages + at * stage_bytes, y_channel, x_channel, args, x_pitch, zeros);
     if (++at == kMmaWgradStages) at = 0;
@@ -227,6 +233,8 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
   for (int half = 0; half < 2; ++half) {
     device::sync_block();
     if (y_channel / 64 == half) {
+      // Held, so that no address is computed before the loop: there are as many as sums.
+      const int taps = device::held(args.taps), words = device::held(row_words);
       int tap = 0, channel = x_channel + lane % 4 * 2;
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
@@ -236,9 +244,9 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
           for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              tile_sums[(y_channel % 64 + m * 16 + i / 2 * 8 + lane / 4) * row_words +
-                        (channel + n * 8 + i % 2) * args.taps + tap] = sums[m][slot][n][i];
-        if (++tap == args.taps) tap = 0, channel += 16;
+              tile_sums[(y_channel % 64 + m * 16 + i / 2 * 8 + lane / 4) * words +
+                        (channel + n * 8 + i % 2) * taps + tap] = sums[m][slot][n][i];
+        if (++tap == taps) tap = 0, channel += 16;
       }
     }
     device::sync_block();

@@ -96,7 +96,7 @@ MmaPlan plan_mma_dgrad(const Conv1d& conv, int multiprocessors) { return cheapes
 
 MmaWgradPlan plan_mma_wgrad(const Conv1d& conv, int multiprocessors) {
   MmaWgradPlan plan{};
-  const int64_t rows = conv.batch * conv.y_length;
+  const int64_t rows = conv.batch * conv.y_length, weights = conv.y_channels * conv.x_channels * conv.taps;
   const int size = conv.dtype == DType::kFloat32 ? 4 : 2;
   plan.step_rows = 64 / size;
   // Where a step crosses from sample to sample, x may have rows that no row of y reads.
@@ -105,6 +105,7 @@ MmaWgradPlan plan_mma_wgrad(const Conv1d& conv, int multiprocessors) {
   const int64_t box = int64_t{plan.step_rows - 1} * conv.stride + conv.taps + crossings * unread;
   plan.slots = conv.taps <= 2 ? 4 : conv.taps == 3 ? 6 : conv.taps;
   plan.x_channels = 32 * (plan.slots / conv.taps), plan.x_pitch = wgrad_pitch(plan.x_channels, size);
+  while (16 << plan.x_shift < plan.x_channels * size) ++plan.x_shift;
   plan.steps = ceil_div(rows, plan.step_rows);
   plan.y_tiles = ceil_div(conv.y_channels, kWgradYChannels);
   plan.x_tiles = ceil_div(conv.x_channels, plan.x_channels);
@@ -113,7 +114,9 @@ MmaWgradPlan plan_mma_wgrad(const Conv1d& conv, int multiprocessors) {
          plan.steps >= plan.splits * 16)
     plan.splits *= 2;
   plan.box_rows = static_cast<int>(std::min<int64_t>(box, kMaxBoxRows));
-  if (box > kMaxBoxRows || mma_wgrad_bytes(conv, plan) > kMmaMemory) plan.slots = 0;
+  constexpr int64_t kRows = std::numeric_limits<int32_t>::max() - 64;
+  const bool counts = rows < kRows && conv.batch * conv.x_length < kRows && weights < kRows;
+  if (!counts || box > kMaxBoxRows || mma_wgrad_bytes(conv, plan) > kMmaMemory) plan.slots = 0;
   return plan;
 }
 

@@ -31,7 +31,7 @@ int mma_bytes(const MmaPlan& plan);  // shared memory of a block
 struct MmaWgradPlan {
   int step_rows, box_rows;  // of y and of x in a stage
   int slots;                // sixteen columns each of a warp, a tap each
-  int x_channels, x_pitch;  // of a tile; bytes of its rows in a stage
+  int x_channels, x_pitch, x_shift;  // of a tile; bytes of its rows in a stage, and log2 of 16 bytes of them
   int64_t steps, y_tiles, x_tiles;
   int splits;  // blocks a tile; from two on each stores its sums in a workspace
   bool fits() const { return slots > 0; }
