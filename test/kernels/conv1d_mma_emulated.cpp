@@ -68,12 +68,12 @@ struct Run {
   float* out;
 };
 
-template <class T, class Shape, bool kMajorN>
+template <class T, class Shape, bool kMajorN, int kStride>
 void convolution_block(void* argument) {
   const Run& run = *static_cast<Run*>(argument);
   const ConvPlan& plan = run.args.plan.conv;
   const MmaTile tile = mma_tile<Shape>(plan, device::block());
-  sum_tile<T, Shape, kMajorN>(run.args, tile);
+  sum_tile<T, Shape, kMajorN, kStride>(run.args, tile);
   const float* sums = tile_of_sums();
   for (int e = device::thread(); e < Shape::kRows * Shape::kColumns; e += kMmaThreads) {
     const int row = e / Shape::kColumns, n = e % Shape::kColumns + tile.first_column;
@@ -92,7 +92,8 @@ void launch_convolution(Run& run) {
   const auto blocks = static_cast<int>(plan.rows.count * plan.phases * plan.column_tiles);
   const auto go = [&](auto shape) {
     using Shape = decltype(shape);
-    device::launch(blocks, mma_bytes(run.args.plan), convolution_block<T, Shape, kMajorN>, &run, generator());
+    device::launch(blocks, mma_bytes(run.args.plan), plan.stride == 2 ? convolution_block<T, Shape, kMajorN, 2> : convolution_block<T, Shape, kMajorN, 1>,
+                   &run, generator());
   };
   if (plan.tile_rows == 128)
     plan.tile_columns == 128 ? go(MmaShape<128, 128>{}) : go(MmaShape<128, 64>{});

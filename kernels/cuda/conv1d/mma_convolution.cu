@@ -18,11 +18,11 @@ namespace dpa::kernels::conv1d {
 namespace {
 
 // kPasses: of the normalisation, or 0 without one.
-template <class T, class Shape, bool kMajorN, int kPasses>
+template <class T, class Shape, bool kMajorN, int kPasses, int kStride>
 __global__ void __launch_bounds__(kMmaThreads, 2)
     mma_kernel(const __grid_constant__ MmaArgs args, const __grid_constant__ ConvArgs to) {
   grid_dependency_sync();
-  sum_tile<T, Shape, kMajorN>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x));
+  sum_tile<T, Shape, kMajorN, kStride>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x));
   const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
   const float* const tile = tile_of_sums();
   if constexpr (kPasses > 0)
@@ -31,12 +31,12 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
     store_rows<T, Shape::kColumns, /*kSplit=*/false>(to, {to.addends.bias, to.addends.residual, to.out}, coord, tile);
 }
 
-template <class T, class Shape, bool kMajorN, int kPasses = 0>
+template <class T, class Shape, bool kMajorN, int kPasses = 0, int kStride = 1>
 cudaError_t launch_mma(const MmaArgs& args, const ConvArgs& to, cudaStream_t stream) {
   const ConvPlan& plan = to.plan;
   const int64_t blocks = plan.rows.count * plan.phases * plan.column_tiles;
   const Launch launch{blocks, kMmaThreads, /*cluster=*/0, mma_bytes(args.plan), stream, /*urgent=*/true};
-  return launch_cluster(mma_kernel<T, Shape, kMajorN, kPasses>, launch, args, to);
+  return launch_cluster(mma_kernel<T, Shape, kMajorN, kPasses, kStride>, launch, args, to);
 }
 
 template <class F>
@@ -64,6 +64,7 @@ cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, co
   const ConvArgs to = epilogue_args(plan, args, addends, y, normalisation);
   return dispatch_element(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, false, 0, 2>(args, to, stream);
     return dispatch_shape(plan.conv, [&](auto shape) {
       using Shape = decltype(shape);
       if (!normalisation.out) return launch_mma<T, Shape, false>(args, to, stream);

@@ -12,7 +12,8 @@ struct MmaArgs {
   MmaPlan plan;
   int batch, in_length, out_length, outputs, contracted;
   const void *x, *weights;
-  uint32_t tap_vectors, row_vectors;  // of the packed weights: sixteen bytes of a tap, and of a row
+  int x_vectors;                      // sixteen bytes of a row of x
+  uint32_t tap_vectors, row_vectors;  // of the packed weights: of a tap, and of a row
 };
 
 // dgrad reads 16-bit weights as fprop does, and those of float32 transposed.
@@ -28,6 +29,7 @@ inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, 
           static_cast<int>(in),
           x,
           weights,
+          static_cast<int>(padded(in) / (conv.dtype == DType::kFloat32 ? 4 : 8)),
           static_cast<uint32_t>(rows * row),
           static_cast<uint32_t>(row)};
 }
@@ -47,110 +49,142 @@ struct MmaShape {
   static_assert(kSlices % kGroups == 0, "every warp has as many slices");
 };
 
+// Where a thread's first copy goes in a stage: the next ones are 32 rows further, whose swizzle is the same.
+DPA_DEVICE uint32_t copy_place() {
+  const int row = device::thread() / 8, v = device::thread() % 8;
+  return row * 128 + ((v ^ (row & 7)) << 4);
+}
+
 // A thread's copies of a box of x: where each row begins, in sixteen bytes from the tensor's start.
 template <class T>
 struct BoxCopies {
   static constexpr int kCopies = kMaxBoxRows * 8 / kMmaThreads;
   static constexpr uint32_t kNone = ~0u;
   uint32_t from[kCopies];
-  int vectors;  // sixteen bytes of a row of the tensor
 
   DPA_DEVICE BoxCopies(const MmaArgs& args, const MmaTile& tile, int first_time) {
     const int samples = args.plan.conv.rows.samples;
-    vectors = static_cast<int>(padded_channels(args.contracted)) * kSize<T> / 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       const int row = device::thread() / 8 + i * (kMmaThreads / 8);
       const int time = row / samples, sample = tile.first_sample + row - time * samples;
       const bool there =
           time < args.plan.box_times && sample < args.batch && first_time + time < args.in_length;
-      from[i] = there ? static_cast<uint32_t>(sample * args.in_length + first_time + time) * vectors : kNone;
+      const uint32_t x_row = sample * args.in_length + first_time + time;
+      from[i] = there ? x_row * args.x_vectors + device::thread() % 8 : kNone;
     }
   }
   DPA_DEVICE void load(const MmaArgs& args, int chunk, uint32_t to) const {
-    const int v = device::thread() % 8, at = chunk * 8 + v;
-    const auto* x = static_cast<const uint8_t*>(args.x);
+    const bool inside = chunk * 8 + device::thread() % 8 < args.x_vectors;
+    const auto* x = static_cast<const uint8_t*>(args.x) + (inside ? chunk * 128 : 0);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i)
+      if (from[i] != kNone)
+        device::copy_16_or_zeros(to + i * 4096, inside ? x + uint64_t{from[i]} * 16 : x, inside);
+  }
+};
+
+// A thread's copies of the weights of a step.
+template <class Shape, bool kMajorN>
+struct WeightCopies {
+  static constexpr int kCopies = Shape::kColumns * 8 / kMmaThreads;
+  uint32_t from;  // of the first copy, of tap 0 and chunk 0, in sixteen bytes
+  int columns;    // from the first copy's on
+
+  DPA_DEVICE WeightCopies(const MmaArgs& args, int first_column) {
+    const int row = device::thread() / 8, v = device::thread() % 8;
+    if constexpr (kMajorN) {
+      columns = args.outputs - first_column - v * 8;
+      from = row * args.row_vectors + first_column / 8 + v;
+    } else {
+      columns = args.outputs - first_column - row;
+      from = (first_column + row) * args.row_vectors + v;
+    }
+  }
+  DPA_DEVICE void load(const MmaArgs& args, int tap, int chunk, uint32_t to) const {
+    const auto* weights = static_cast<const uint8_t*>(args.weights);
+    const uint32_t step = tap * args.tap_vectors + chunk * (kMajorN ? 64 * args.row_vectors : 8);
+    const int row = device::thread() / 8, v = device::thread() % 8;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      if (from[i] == kNone) continue;
-      const int row = device::thread() / 8 + i * (kMmaThreads / 8);
-      const bool inside = at < vectors;
-      device::copy_16_or_zeros(to + row * 128 + ((v ^ (row & 7)) << 4),
-                               x + (uint64_t{from[i]} + (inside ? at : 0)) * 16, inside);
+      if (columns <= (kMajorN ? i / 2 * 64 : i * 32)) continue;
+      const bool inside = kMajorN ? chunk * 64 + i % 2 * 32 + row < args.contracted
+                                  : chunk * 8 + v < static_cast<int>(args.row_vectors);
+      const uint32_t further = kMajorN ? i % 2 * 32 * args.row_vectors + i / 2 * 8 : i * 32 * args.row_vectors;
+      device::copy_16_or_zeros(to + i * 4096, inside ? weights + uint64_t{from + step + further} * 16 : weights,
+                               inside);
     }
   }
 };
 
-// A thread's copies of the weights of a step: `tap_vectors` and `row_vectors` are sixteen bytes each, of the packed form.
-template <class T, class Shape, bool kMajorN>
-DPA_DEVICE void load_weights(const MmaArgs& args, int first_column, int tap, int chunk, uint32_t to) {
-  constexpr int kCopies = Shape::kColumns * 8 / kMmaThreads;
-  const uint32_t tap_at = tap * args.tap_vectors;
-  const auto* weights = static_cast<const uint8_t*>(args.weights);
-  const int v = device::thread() % 8;
-#pragma unroll
-  for (int i = 0; i < kCopies; ++i) {
-    const int row = device::thread() / 8 + i * (kMmaThreads / 8);
-    const int n = first_column + (kMajorN ? row / 64 * 64 + v * 8 : row);
-    if (n >= args.outputs) continue;
-    // Of the packed row, and sixteen bytes of it.
-    const int packed_row = kMajorN ? chunk * 64 + row % 64 : n, vector = kMajorN ? n / 8 : chunk * 8 + v;
-    const bool inside = kMajorN ? packed_row < args.contracted : vector < static_cast<int>(args.row_vectors);
-    const uint32_t from = inside ? tap_at + packed_row * args.row_vectors + vector : 0;
-    device::copy_16_or_zeros(to + row * 128 + ((v ^ (row & 7)) << 4), weights + uint64_t{from} * 16, inside);
-  }
-}
-
-// A lane's rows of A: of the warp's four row tiles, 16 bytes of row lane % 16.
+// A lane's rows of A: row lane % 16 of each of the warp's four row tiles.
+template <int kStride>
 struct LaneRows {
-  uint32_t box[2];     // two rows of the box each, at shift 0, as signed halves
+  static constexpr int kTiles = kStride == 1 ? 1 : 4;  // of stride 1 the tiles are sixteen rows of the box apart
+  int box[kTiles];     // row of the box, at shift 0
   uint32_t inside[2];  // two tiles each: a bit a term, whether the row is no padding
 
   DPA_DEVICE LaneRows(const ConvPlan& plan, const MmaTile& tile, int first_time, int first_row, int in_length) {
     const int lane = device::thread() % 32;
-    box[0] = box[1] = inside[0] = inside[1] = 0;
+    inside[0] = inside[1] = 0;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const int row = first_row + m * 16 + lane % 16, j = row / plan.rows.samples, half = m % 2 * 16;
-      if (j >= plan.rows.time) continue;
-      const int time = (tile.first_time + j) * plan.stride;
-      box[m / 2] |= static_cast<uint32_t>((time - first_time) * plan.rows.samples + row - j * plan.rows.samples & 0xffff)
-                    << half;
-      for (int i = 0; i < plan.terms[tile.phase]; ++i) {
+      const int row = first_row + m * 16 + lane % 16, j = row / plan.rows.samples;
+      const int time = (tile.first_time + j) * kStride;
+      if (m < kTiles) box[m] = (time - first_time) * plan.rows.samples + row - j * plan.rows.samples;
+      for (int i = 0; i < plan.terms[tile.phase] && j < plan.rows.time; ++i) {
         const int u = time + plan.shift[tile.phase][i];
-        if (u >= 0 && u < in_length) inside[m / 2] |= 1u << (half + i);
+        if (u >= 0 && u < in_length) inside[m / 2] |= 1u << (m % 2 * 16 + i);
       }
     }
   }
-  DPA_DEVICE int row(int m) const { return static_cast<int16_t>(box[m / 2] >> m % 2 * 16); }
-  DPA_DEVICE bool is_inside(int m, int term) const { return inside[m / 2] >> (m % 2 * 16 + term) & 1; }
+  // Where the rows of a term begin, with the swizzle of the sixteen bytes that the lane reads first; or zeros.
+  DPA_DEVICE void places(uint32_t (&rows)[4], uint32_t box_at, int shifted, int term, uint32_t zeros) const {
+    const uint32_t half = device::thread() % 32 / 16 << 4;
+    const auto place = [&](int row) { return box_at + row * 128 + ((row & 7) << 4 ^ half); };
+    const uint32_t bits[2] = {inside[0] >> term, inside[1] >> term};
+    const uint32_t first = place(box[0] + shifted);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const uint32_t at = kStride == 1 ? first + m * 2048 : place(box[m % kTiles] + shifted);
+      rows[m] = bits[m / 2] & (m % 2 ? 0x10000u : 1u) ? at : zeros;
+    }
+  }
 };
 
-// The MMAs of a warp in one step, on its slices of 32 bytes of K.
-template <class T, class Shape, bool kMajorN>
-DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4], uint32_t weights, int group,
-                              int column) {
+// Where a lane's first sixteen bytes of weights lie in a stage.
+template <bool kMajorN>
+DPA_DEVICE uint32_t lane_weights(int column) {
   const int lane = device::thread() % 32;
-#pragma unroll
+  if constexpr (kMajorN)
+    return (column / 64 * 64 + lane % 16) * 128 + ((column % 64 / 8 + lane / 16 ^ lane & 7) << 4);
+  const int row = column + lane / 16 * 8 + lane % 8;
+  return row * 128 + ((lane / 8 % 2 ^ row & 7) << 4);
+}
+
+// The MMAs of a warp in one step, on its slices of 32 bytes of K. The slice permutes the places of sixteen bytes as the
+// row does.
+template <class T, class Shape, bool kMajorN>
+DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4], uint32_t weights, int group) {
+  // More of them would spill.
+  constexpr int kUnrolled = Shape::kGroups > 1 ? Shape::kSlices : kMajorN ? 1 : 2;
+#pragma unroll kUnrolled
   for (int s = 0; s < Shape::kSlices; s += Shape::kGroups) {
     const int slice = s + group;
     uint32_t b[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      if constexpr (kMajorN) {
-        const int k = slice * 16 + lane % 16, v = (column % 64 + n * 16) / 8 + lane / 16;
-        device::load_matrices_transposed(b[n], weights + (column / 64 * 64 + k) * 128 + ((v ^ (k & 7)) << 4));
-      } else {
-        const int row = column + n * 16 + lane / 16 * 8 + lane % 8, v = slice * 2 + lane / 8 % 2;
-        device::load_matrices(b[n], weights + row * 128 + ((v ^ (row & 7)) << 4));
-      }
+      if constexpr (kMajorN)
+        device::load_matrices_transposed(b[n], (weights ^ n << 5) + slice * 2048);
+      else
+        device::load_matrices(b[n], (weights ^ slice << 5) + n * 2048);
 #pragma unroll
       for (int i = 0; i < 4; ++i) round_operand<T>(b[n][i]);
     }
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       uint32_t a[4];
-      device::load_matrices(a, rows[m] ^ (slice * 2 + lane / 16) << 4);
+      device::load_matrices(a, rows[m] ^ slice << 5);
 #pragma unroll
       for (int i = 0; i < 4; ++i) round_operand<T>(a[i]);
       const uint4 rounded = {a[0], a[1], a[2], a[3]};
@@ -188,35 +222,37 @@ DPA_DEVICE void store_groups(float* tile, const float (&sums)[4][4][4], int grou
 // Every thread of the block calls it. The tile lies at `tile_of_sums`, which begins behind a row of zeros.
 DPA_DEVICE float* tile_of_sums() { return reinterpret_cast<float*>(device::shared() + 128); }
 
-template <class T, class Shape, bool kMajorN>
+template <class T, class Shape, bool kMajorN, int kStride = 1>
 DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
   const ConvPlan& plan = args.plan.conv;
   const int thread = device::thread(), warp = thread / 32, lane = thread % 32;
   const int column = warp % Shape::kColumnWarps * 32, row_warp = warp / Shape::kColumnWarps % Shape::kRowWarps;
   const int group = warp / (Shape::kColumnWarps * Shape::kRowWarps);
-  const int before = tile.first_time * plan.stride + plan.lowest, first_time = before > 0 ? before : 0;
+  const int before = tile.first_time * kStride + plan.lowest, first_time = before > 0 ? before : 0;
   const int terms = plan.terms[tile.phase], boxes = args.plan.boxes;
   const int first_term = plan.first_term[row_warp], end_term = plan.end_term[row_warp];
-  const uint32_t zeros = device::shared_address(device::shared()), memory = zeros + 128;
-  const uint32_t box_bytes = args.plan.box_times * plan.rows.samples * 128, weights = memory + boxes * box_bytes;
+  const uint32_t zeros = device::shared_address(device::shared()), memory = zeros + 128, place = copy_place();
+  const uint32_t box_bytes = args.plan.box_bytes, weights = memory + args.plan.weights_at;
   if (thread < 32) reinterpret_cast<uint32_t*>(device::shared())[thread] = 0;
 
   const BoxCopies<T> box_copies(args, tile, first_time);
-  const LaneRows lane_rows(plan, tile, first_time, row_warp * 64, args.in_length);
+  const WeightCopies<Shape, kMajorN> weight_copies(args, tile.first_column);
+  const LaneRows<kStride> lane_rows(plan, tile, first_time, row_warp * 64, args.in_length);
+  const uint32_t lane_weight = weights + lane_weights<kMajorN>(column);
   float sums[4][4][4] = {};
 
   // Which step's weights are loaded next. Their stage is the one before that which is multiplied.
   int load_term = 0, load_chunk = 0;
   const auto load_step = [&](int stage) {
     if (load_chunk < plan.chunks)
-      load_weights<T, Shape, kMajorN>(args, tile.first_column, plan.tap[tile.phase][load_term], load_chunk,
-                                      weights + stage * Shape::kWeightBytes);
+      weight_copies.load(args, plan.tap[tile.phase][load_term], load_chunk,
+                         weights + place + stage * Shape::kWeightBytes);
     device::copies_commit();
     if (++load_term == terms) load_term = 0, ++load_chunk;
   };
 #pragma unroll 1
   for (int i = 0; i < boxes - 1; ++i)
-    if (i < plan.chunks) box_copies.load(args, i, memory + i * box_bytes);
+    if (i < plan.chunks) box_copies.load(args, i, memory + place + i * box_bytes);
 #pragma unroll 1
   for (int i = 0; i < Shape::kStages - 1; ++i) load_step(i);
 
@@ -226,18 +262,12 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
     device::copies_wait<Shape::kStages - 2>();
     device::sync_block();
     if (term == 0 && chunk + boxes - 1 < plan.chunks)
-      box_copies.load(args, chunk + boxes - 1, memory + (box == 0 ? boxes - 1 : box - 1) * box_bytes);
+      box_copies.load(args, chunk + boxes - 1, memory + place + (box == 0 ? boxes - 1 : box - 1) * box_bytes);
     load_step(stage == 0 ? Shape::kStages - 1 : stage - 1);
     if (term >= first_term && term < end_term) {
-      const int shifted = plan.shift[tile.phase][term] * plan.rows.samples;
-      const uint32_t at = memory + box * box_bytes;
       uint32_t rows[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int row = lane_rows.row(m) + shifted;
-        rows[m] = lane_rows.is_inside(m, term) ? at + row * 128 + ((row & 7) << 4) : zeros;
-      }
-      multiply_step<T, Shape, kMajorN>(sums, rows, weights + stage * Shape::kWeightBytes, group, column);
+      lane_rows.places(rows, memory + box * box_bytes, plan.shift[tile.phase][term] * plan.rows.samples, term, zeros);
+      multiply_step<T, Shape, kMajorN>(sums, rows, lane_weight + stage * Shape::kWeightBytes, group);
     }
     if (++stage == Shape::kStages) stage = 0;
     if (++term == terms) {

@@ -11,8 +11,10 @@
 // epilogue  wgrad.cuh
 //
 // wgrad_tf32.cu has the same for float32.
+#include "kernels/cuda/conv1d/mma.h"
 #include "kernels/cuda/conv1d/tensor_map.h"
 #include "kernels/cuda/conv1d/wgrad.cuh"
+#include "kernels/plans/conv1d/mma_plan.h"
 
 namespace dpa::kernels::conv1d {
 namespace {
@@ -145,8 +147,16 @@ cudaError_t launch_wgrad(const CUtensorMap& y_map, const CUtensorMap& x_map, con
 
 }  // namespace
 
+int64_t wgrad_workspace(const Conv1d& conv) {
+  if (has_wgmma() && wgmma_takes_taps(conv)) return 0;
+  const auto plan = plan_mma_wgrad(conv, multiprocessors());
+  return plan.splits == 1 ? 0 : conv.y_channels * conv.x_channels * conv.taps * plan.splits * int64_t{sizeof(float)};
+}
+
 cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
-                  cudaStream_t stream, int64_t y_pitch) {
+                  void* workspace, cudaStream_t stream, int64_t y_pitch) {
+  if (!has_wgmma() || !wgmma_takes_taps(conv))
+    return mma_wgrad(conv, y, x, gradient, gradient_dtype, workspace, stream, y_pitch);
   if (conv.dtype == DType::kFloat32) return wgrad_tf32(conv, y, x, gradient, stream, y_pitch);
   const WgradPlan plan = plan_wgrad(conv, multiprocessors());
   const RowTiles& rows = plan.rows;

@@ -54,6 +54,8 @@ MmaPlan with_tile(const Conv1d& conv, ConvPlan plan, const Sizes& sizes, int row
   const int stages = mma_stages(rows, columns);
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
   result.conv = plan, result.boxes = 1 + static_cast<int>(ceil_div(stages - 1, terms));
+  result.box_bytes = result.box_times * plan.rows.samples * 128;
+  result.weights_at = result.boxes * result.box_bytes;
   if (mma_bytes(result) > kMmaMemory) result.boxes = 0;
   return result;
 }
@@ -74,7 +76,9 @@ MmaPlan cheapest(const Conv1d& conv, bool dgrad, int multiprocessors, int64_t gr
   for (const int rows : {128, 64})
     for (const int columns : {128, 64}) {
       const auto plan = with_tile(conv, terms, sizes, rows, columns);
-      if (!plan.fits() || group > columns) continue;
+      // A stride of two has one kernel.
+      const bool takes = terms.stride == 1 || rows * columns == 64 * 64;
+      if (!takes || !plan.fits() || group > columns) continue;
       if (!best.fits() || cost(plan, multiprocessors) < cost(best, multiprocessors)) best = plan;
     }
   return best;
@@ -84,8 +88,7 @@ MmaPlan cheapest(const Conv1d& conv, bool dgrad, int multiprocessors, int64_t gr
 
 int mma_bytes(const MmaPlan& plan) {
   const ConvPlan& conv = plan.conv;
-  const int box = plan.box_times * conv.rows.samples * 128, weights = conv.tile_columns * 128;
-  const int stages = plan.boxes * box + mma_stages(conv.tile_rows, conv.tile_columns) * weights;
+  const int stages = plan.weights_at + mma_stages(conv.tile_rows, conv.tile_columns) * conv.tile_columns * 128;
   return 128 + std::max(stages, conv.tile_rows * (conv.tile_columns + 8) * 4);
 }
 

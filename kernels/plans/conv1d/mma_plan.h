@@ -15,6 +15,7 @@ constexpr int kMaxMmaSplits = 16;
 struct MmaPlan {
   ConvPlan conv;
   int box_times;  // of x that a tile reads, at most
+  int box_bytes, weights_at;  // of a stage of A; where the weights' stages begin
   int boxes;      // stages of A: a box is loaded while the terms of those before are multiplied
   bool fits() const { return boxes > 0; }
 };

@@ -80,13 +80,15 @@ RowTiles row_tiles(int64_t batch, int64_t length, int limit) {
   return tiles;
 }
 
-bool built_for_hopper() {
-#ifdef DPA_SM90A
+bool built_with_kernels() {
+#ifdef DPA_CUDA_KERNELS
   return true;
 #else
   return false;
 #endif
 }
+
+bool wgmma_takes_taps(const Conv1d& c) { return c.taps == 1 || (c.taps >= 3 && c.taps <= 5); }
 
 bool serves(const Conv1d& c) {
   const auto type = c.dtype == DType::kFloat16 || c.dtype == DType::kBFloat16 || c.dtype == DType::kFloat32;

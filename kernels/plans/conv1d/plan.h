@@ -13,11 +13,13 @@ constexpr int kTf32Samples = 8, kTf32Times = 4;  // of a step of the weight grad
 // Channels that a step of fprop or dgrad contracts: 128 bytes of a row.
 constexpr int chunk(DType dtype) { return dtype == DType::kFloat32 ? kChunk / 2 : kChunk; }
 
-// Whether the build has the kernels' code, which is for 9.0a alone.
-bool built_for_hopper();
+// Whether the build has CUDA kernels.
+bool built_with_kernels();
 
 // Whether the kernels take these sizes.
 bool serves(const Conv1d& conv);
+// Whether the weight gradient by wgmma is compiled for the number of taps.
+bool wgmma_takes_taps(const Conv1d& conv);
 
 // How (sample, time) is cut into pieces of at most `limit` rows: whole samples where they fit, else parts of one.
 struct RowTiles {
