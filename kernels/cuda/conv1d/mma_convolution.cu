@@ -21,6 +21,7 @@ namespace {
 template <class T, class Shape, bool kMajorN, int kPasses, int kStride>
 __global__ void __launch_bounds__(kMmaThreads, 2)
     mma_kernel(const __grid_constant__ MmaArgs args, const __grid_constant__ ConvArgs to) {
+#if __CUDA_ARCH__ >= 800  // elsewhere nobody launches it: see `supported`
   grid_dependency_sync();
   sum_tile<T, Shape, kMajorN, kStride>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x));
   const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
     normalise_groups<T, Shape::kColumns, kPasses, /*kSplit=*/false>(to, coord, tile, /*leaves=*/false);
   else
     store_rows<T, Shape::kColumns, /*kSplit=*/false>(to, {to.addends.bias, to.addends.residual, to.out}, coord, tile);
+#endif
 }
 
 template <class T, class Shape, bool kMajorN, int kPasses = 0, int kStride = 1>

@@ -12,8 +12,10 @@ namespace {
 template <class T, int kSlots>
 __global__ void __launch_bounds__(kMmaThreads, kSlots <= 5 ? 2 : 1)
     mma_wgrad_kernel(const __grid_constant__ MmaWgradArgs args) {
+#if __CUDA_ARCH__ >= 800  // elsewhere nobody launches it: see `supported`
   grid_dependency_sync();
   wgrad_block<T, kSlots>(args, wgrad_tile(args, blockIdx.x));
+#endif
 }
 
 // A thread an element of the gradient at a time.

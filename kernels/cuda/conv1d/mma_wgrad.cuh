@@ -39,47 +39,75 @@ struct WgradTile {
 
 // Of a row of y, its row of x at tap 0: perhaps before the tensor, or in another sample.
 struct XRow {
-  int row, time;
+  int time, x, x_time;  // the row's time; row and time of x
+
   DPA_DEVICE XRow(const MmaWgradArgs& args, int y_row) {
     const int sample = static_cast<unsigned>(y_row) / static_cast<unsigned>(args.y_length);
-    time = (y_row - sample * args.y_length) * args.stride - args.padding;
-    row = sample * args.x_length + time;
+    time = y_row - sample * args.y_length;
+    x_time = time * args.stride - args.padding;
+    x = sample * args.x_length + x_time;
+  }
+  // To the row of the next step.
+  DPA_DEVICE void advance(const MmaWgradArgs& args) {
+    time += args.plan.step_times, x += args.plan.step_x, x_time += args.plan.step_times * args.stride;
+    if (time < args.y_length) return;
+    time -= args.y_length, x_time -= args.y_length * args.stride;
+    x += args.x_length - args.y_length * args.stride;
   }
 };
 
-// A block's loads of one step.
+// A block's loads of the steps, one after the other.
 template <class T>
-DPA_DEVICE void load_rows(const MmaWgradArgs& args, const WgradTile& tile, int step, uint8_t* stage) {
+struct RowLoads {
   using Stage = WgradStage<T>;
-  const int thread = device::thread(), first = step * Stage::kRows;
-  const uint32_t to = device::shared_address(stage);
-  const int x_at = XRow(args, first).row, first_x_row = x_at > 0 ? x_at : 0, x_pitch = args.plan.x_pitch;
-  constexpr int kYVectors = kWgradYChannels * kSize<T> / 16, kYStep = kMmaThreads / kYVectors;
-  const int y_vector = thread % kYVectors;
-  const bool y_inside = y_vector * (16 / kSize<T>) < args.y_channels - tile.first_y;
-  const auto* y = static_cast<const uint8_t*>(args.y) + tile.first_y * kSize<T> + y_vector * 16;
+  static constexpr int kYVectors = kWgradYChannels * kSize<T> / 16, kYStep = kMmaThreads / kYVectors;
+
+  int rows_left;      // of y from the next step on
+  XRow first, own;    // the step's first row, and the thread's of the table
+  const uint8_t *y, *x;
+  uint32_t y_to, x_to;
+  int x_row;
+
+  DPA_DEVICE RowLoads(const MmaWgradArgs& args, const WgradTile& tile)
+      : rows_left(args.y_rows - tile.first_step * Stage::kRows),
+        first(args, tile.first_step * Stage::kRows),
+        own(args, tile.first_step * Stage::kRows + device::thread() % Stage::kRows) {
+    const int thread = device::thread(), y_row = thread / kYVectors, y_vector = thread % kYVectors;
+    const int shift = args.plan.x_shift, x_vector = thread & ((1 << shift) - 1);
+    x_row = thread >> shift;
+    // Channels that are not there are read from the first ones: they meet sums that nobody stores.
+    const bool y_inside = y_vector * (16 / kSize<T>) < args.y_channels - tile.first_y;
+    const bool x_inside = x_vector * (16 / kSize<T>) < args.x_channels - tile.first_x;
+    y = static_cast<const uint8_t*>(args.y) + (tile.first_y + (y_inside ? y_vector * (16 / kSize<T>) : 0)) * kSize<T> +
+        (int64_t{tile.first_step} * Stage::kRows + y_row) * (args.y_pitch * kSize<T>);
+    x = static_cast<const uint8_t*>(args.x) + (tile.first_x + (x_inside ? x_vector * (16 / kSize<T>) : 0)) * kSize<T>;
+    y_to = y_row * Stage::kYPitch + y_vector * 16;
+    x_to = Stage::kXAt + x_row * args.plan.x_pitch + x_vector * 16;
+  }
+  DPA_DEVICE void load(const MmaWgradArgs& args, uint8_t* stage) {
+    const uint32_t to = device::shared_address(stage);
+    const int64_t y_bytes = args.y_pitch * kSize<T>;
+    const int y_row = device::thread() / kYVectors;
 #pragma unroll
-  for (int row = thread / kYVectors; row < Stage::kRows; row += kYStep) {
-    const bool inside = y_inside && first + row < args.y_rows;
-    device::copy_16_or_zeros(to + row * Stage::kYPitch + y_vector * 16,
-                             inside ? y + (first + row) * (args.y_pitch * kSize<T>) : y, inside);
-  }
-  const int shift = args.plan.x_shift, x_vector = thread & ((1 << shift) - 1);
-  const bool x_inside = x_vector * (16 / kSize<T>) < args.x_channels - tile.first_x;
-  const auto* x = static_cast<const uint8_t*>(args.x) + tile.first_x * kSize<T> + x_vector * 16;
+    for (int row = 0; row < Stage::kRows; row += kYStep) {
+      const bool inside = y_row + row < rows_left;
+      device::copy_16_or_zeros(to + y_to + row * Stage::kYPitch, inside ? y + row * y_bytes : args.y, inside);
+    }
+    const int first_x = first.x > 0 ? first.x : 0, rows = kMmaThreads >> args.plan.x_shift;
+    uint32_t at = to + x_to;
 #pragma unroll 1
-  for (int row = thread >> shift; row < args.plan.box_rows; row += kMmaThreads >> shift) {
-    const bool inside = x_inside && first_x_row + row < args.x_rows;
-    device::copy_16_or_zeros(to + Stage::kXAt + row * x_pitch + x_vector * 16,
-                             inside ? x + (first_x_row + row) * (args.x_width * kSize<T>) : x, inside);
+    for (int row = x_row; row < args.plan.box_rows; row += rows, at += rows * args.plan.x_pitch) {
+      const bool inside = first_x + row < args.x_rows;
+      device::copy_16_or_zeros(at, inside ? x + (first_x + row) * (args.x_width * kSize<T>) : x, inside);
+    }
+    if (device::thread() < Stage::kRows)
+      reinterpret_cast<RowPlace*>(stage + Stage::kRows * Stage::kYPitch)[device::thread()] = {
+          (own.x - first_x) * args.plan.x_pitch,
+          device::thread() < rows_left ? own.x_time : INT32_MIN / 2};
+    rows_left -= Stage::kRows, y += Stage::kRows * y_bytes;
+    first.advance(args), own.advance(args);
   }
-  if (thread < Stage::kRows) {
-    const XRow at(args, first + thread);
-    const bool inside = first + thread < args.y_rows;
-    reinterpret_cast<RowPlace*>(stage + Stage::kRows * Stage::kYPitch)[thread] = {
-        (at.row - first_x_row) * x_pitch, inside ? at.time : INT32_MIN / 2};
-  }
-}
+};
 
 // Where a tap's row of x begins, or the zeros.
 DPA_DEVICE uint32_t row_at(const RowPlace& place, int tap, uint32_t x, int x_pitch, int x_length,
@@ -207,10 +235,11 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
   const uint32_t zeros = device::shared_address(device::shared());
   for (int i = device::thread(); i < zeros_bytes / 4; i += kMmaThreads)
     reinterpret_cast<uint32_t*>(device::shared())[i] = 0;
+  RowLoads<T> loads(args, tile);
   float sums[2][kSlots][2][4] = {};
 #pragma unroll 1
   for (int i = 0; i < kMmaWgradStages - 1; ++i) {
-    if (i < tile.steps) load_rows<T>(args, tile, tile.first_step + i, stages + i * stage_bytes);
+    if (i < tile.steps) loads.load(args, stages + i * stage_bytes);
     device::copies_commit();
   }
   int at = 0, next = kMmaWgradStages - 1;
@@ -219,7 +248,7 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
     device::copies_wait<kMmaWgradStages - 2>();
     device::sync_block();
     if (step + kMmaWgradStages - 1 < tile.steps)
-      load_rows<T>(args, tile, tile.first_step + step + kMmaWgradStages - 1, stages + next * stage_bytes);
+      loads.load(args, stages + next * stage_bytes);
     device::copies_commit();
     multiply_rows<T, kSlots>(sums, stages + at * stage_bytes, y_channel, x_channel, args, x_pitch, zeros);
     if (++at == kMmaWgradStages) at = 0;

@@ -110,6 +110,8 @@ MmaWgradPlan plan_mma_wgrad(const Conv1d& conv, int multiprocessors) {
   plan.x_channels = 32 * (plan.slots / conv.taps), plan.x_pitch = wgrad_pitch(plan.x_channels, size);
   while (16 << plan.x_shift < plan.x_channels * size) ++plan.x_shift;
   plan.steps = ceil_div(rows, plan.step_rows);
+  plan.step_times = static_cast<int>(plan.step_rows % conv.y_length);
+  plan.step_x = static_cast<int>(plan.step_rows / conv.y_length * conv.x_length + plan.step_times * conv.stride);
   plan.y_tiles = ceil_div(conv.y_channels, kWgradYChannels);
   plan.x_tiles = ceil_div(conv.x_channels, plan.x_channels);
   plan.splits = 1;

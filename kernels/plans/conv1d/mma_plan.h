@@ -31,6 +31,7 @@ int mma_bytes(const MmaPlan& plan);  // shared memory of a block
 // `step_rows` rows (b, t), in the order of memory, whatever the samples' length.
 struct MmaWgradPlan {
   int step_rows, box_rows;  // of y and of x in a stage
+  int step_times, step_x;   // from step to step: times beyond whole samples, and rows of x, within a sample
   int slots;                // sixteen columns each of a warp, a tap each
   int x_channels, x_pitch, x_shift;  // of a tile; bytes of its rows in a stage, and log2 of 16 bytes of them
   int64_t steps, y_tiles, x_tiles;
