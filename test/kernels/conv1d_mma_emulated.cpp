@@ -244,7 +244,12 @@ int main(int count, char** arguments) {
   constexpr DType types[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
   for (const auto type : types) {
     try_one(type, 9, 16, 40, 72, 5, 1, 1);      // one multiprocessor: large tiles
-    try_one(type, 3, 10, 72, 40, 7, 1, 100);    // small tiles, splits
+    try_one(type, 8, 16, 128, 72, 3, 1, 1);     // the largest ones
+    try_one(type, 32, 4, 128, 40, 5, 1, 1);     // terms that read nothing but padding are skipped
+    try_one(type, 4, 16, 128, 128, 1, 1, 1);    // wide and low ones
+    try_one(type, 3, 10, 72, 40, 7, 1, 100);    // small ones
+    try_one(type, 9, 64, 40, 24, 5, 1, 100);    // the weight gradient's rows in two parts
+    try_one(type, 2, 20, 24, 40, 9, 1, 100);
     try_one(type, 5, 16, 24, 40, 3, 2, 2);      // downsampling
     try_one(type, 5, 8, 24, 20, 4, 2, 100);     // upsampling, as dgrad
   }

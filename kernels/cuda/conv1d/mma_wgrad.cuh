@@ -26,9 +26,9 @@ struct RowPlace {
   int byte, time;
 };
 
-template <class T>
+template <class T, int kSlots>
 struct WgradStage {
-  static constexpr int kRows = 64 / kSize<T>, kYPitch = wgrad_pitch(kWgradYChannels, kSize<T>);
+  static constexpr int kStages = wgrad_stages(kSlots), kRows = wgrad_rows(kSlots, kSize<T>), kYPitch = wgrad_pitch(kWgradYChannels, kSize<T>);
   static constexpr int kXAt = kRows * (kYPitch + static_cast<int>(sizeof(RowPlace)));  // behind y and the table
 };
 
@@ -57,9 +57,9 @@ struct XRow {
 };
 
 // A block's loads of the steps, one after the other.
-template <class T>
+template <class T, int kSlots>
 struct RowLoads {
-  using Stage = WgradStage<T>;
+  using Stage = WgradStage<T, kSlots>;
   static constexpr int kYVectors = kWgradYChannels * kSize<T> / 16, kYStep = kMmaThreads / kYVectors;
 
   int rows_left;      // of y from the next step on
@@ -120,7 +120,7 @@ DPA_DEVICE uint32_t row_at(const RowPlace& place, int tap, uint32_t x, int x_pit
 template <class T, int kSlots>
 DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* stage, int y_channel, int x_channel,
                               const MmaWgradArgs& args, int x_pitch, uint32_t zeros) {
-  using Stage = WgradStage<T>;
+  using Stage = WgradStage<T, kSlots>;
   const int lane = device::thread() % 32;
   const uint32_t y = device::shared_address(stage), x = y + Stage::kXAt;
   const auto* places = reinterpret_cast<const RowPlace*>(stage + Stage::kRows * Stage::kYPitch);
@@ -226,7 +226,7 @@ DPA_DEVICE WgradTile wgrad_tile(const MmaWgradArgs& args, unsigned index) {
 // Every thread of the block calls it.
 template <class T, int kSlots>
 DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
-  using Stage = WgradStage<T>;
+  using Stage = WgradStage<T, kSlots>;
   const int warp = device::thread() / 32, lane = device::thread() % 32;
   const int y_channel = warp % 4 * 32, x_half = args.plan.x_channels / 2, x_channel = warp / 4 * x_half;
   const int x_pitch = args.plan.x_pitch;
@@ -235,24 +235,24 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
   const uint32_t zeros = device::shared_address(device::shared());
   for (int i = device::thread(); i < zeros_bytes / 4; i += kMmaThreads)
     reinterpret_cast<uint32_t*>(device::shared())[i] = 0;
-  RowLoads<T> loads(args, tile);
+  RowLoads<T, kSlots> loads(args, tile);
   float sums[2][kSlots][2][4] = {};
 #pragma unroll 1
-  for (int i = 0; i < kMmaWgradStages - 1; ++i) {
+  for (int i = 0; i < Stage::kStages - 1; ++i) {
     if (i < tile.steps) loads.load(args, stages + i * stage_bytes);
     device::copies_commit();
   }
-  int at = 0, next = kMmaWgradStages - 1;
+  int at = 0, next = Stage::kStages - 1;
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
-    device::copies_wait<kMmaWgradStages - 2>();
+    device::copies_wait<Stage::kStages - 2>();
     device::sync_block();
-    if (step + kMmaWgradStages - 1 < tile.steps)
+    if (step + Stage::kStages - 1 < tile.steps)
       loads.load(args, stages + next * stage_bytes);
     device::copies_commit();
     multiply_rows<T, kSlots>(sums, stages + at * stage_bytes, y_channel, x_channel, args, x_pitch, zeros);
-    if (++at == kMmaWgradStages) at = 0;
-    if (++next == kMmaWgradStages) next = 0;
+    if (++at == Stage::kStages) at = 0;
+    if (++next == Stage::kStages) next = 0;
   }
   device::copies_wait<0>();
   // The tile of sums takes the stages' place, half of the channels i at a time: rows in the gradient's order.

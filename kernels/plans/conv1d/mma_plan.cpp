@@ -101,12 +101,12 @@ MmaWgradPlan plan_mma_wgrad(const Conv1d& conv, int multiprocessors) {
   MmaWgradPlan plan{};
   const int64_t rows = conv.batch * conv.y_length, weights = conv.y_channels * conv.x_channels * conv.taps;
   const int size = conv.dtype == DType::kFloat32 ? 4 : 2;
-  plan.step_rows = 64 / size;
+  plan.slots = conv.taps <= 2 ? 4 : conv.taps == 3 ? 6 : conv.taps;
+  plan.step_rows = wgrad_rows(plan.slots, size);
   // Where a step crosses from sample to sample, x may have rows that no row of y reads.
   const int64_t unread = std::max<int64_t>(0, conv.x_length - conv.y_length * conv.stride);
   const int64_t crossings = (plan.step_rows + conv.y_length - 2) / conv.y_length;
   const int64_t box = int64_t{plan.step_rows - 1} * conv.stride + conv.taps + crossings * unread;
-  plan.slots = conv.taps <= 2 ? 4 : conv.taps == 3 ? 6 : conv.taps;
   plan.x_channels = 32 * (plan.slots / conv.taps), plan.x_pitch = wgrad_pitch(plan.x_channels, size);
   while (16 << plan.x_shift < plan.x_channels * size) ++plan.x_shift;
   plan.steps = ceil_div(rows, plan.step_rows);
@@ -116,7 +116,7 @@ MmaWgradPlan plan_mma_wgrad(const Conv1d& conv, int multiprocessors) {
   plan.x_tiles = ceil_div(conv.x_channels, plan.x_channels);
   plan.splits = 1;
   while (plan.splits < kMaxMmaSplits && plan.y_tiles * plan.x_tiles * plan.splits * 8 <= int64_t{multiprocessors} * 5 &&
-         plan.steps >= plan.splits * 16)
+         plan.steps * plan.step_rows * size >= plan.splits * 1024)
     plan.splits *= 2;
   plan.box_rows = static_cast<int>(std::min<int64_t>(box, kMaxBoxRows));
   constexpr int64_t kRows = std::numeric_limits<int32_t>::max() - 64;
@@ -129,7 +129,7 @@ int mma_wgrad_bytes(const Conv1d& conv, const MmaWgradPlan& plan) {
   const int size = conv.dtype == DType::kFloat32 ? 4 : 2;
   const int stage = plan.step_rows * (wgrad_pitch(kWgradYChannels, size) + 8) + plan.box_rows * plan.x_pitch;
   const int tile = kWgradYChannels / 2 * (plan.x_channels * conv.taps + 8) * 4;
-  return (plan.x_pitch + 127) / 128 * 128 + std::max(kMmaWgradStages * stage, tile);
+  return (plan.x_pitch + 127) / 128 * 128 + std::max(wgrad_stages(plan.slots) * stage, tile);
 }
 
 bool mma_serves(const Conv1d& conv) {

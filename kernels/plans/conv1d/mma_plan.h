@@ -39,7 +39,10 @@ struct MmaWgradPlan {
   bool fits() const { return slots > 0; }
 };
 MmaWgradPlan plan_mma_wgrad(const Conv1d& conv, int multiprocessors);
-constexpr int kMmaWgradStages = 4;
+// Stages, and rows (b, t) of each: as many as fit twice into a multiprocessor's shared memory.
+constexpr bool has_long_steps(int slots) { return slots == 5 || slots > 6; }
+constexpr int wgrad_stages(int slots) { return has_long_steps(slots) ? 3 : 4; }
+constexpr int wgrad_rows(int slots, int size) { return (has_long_steps(slots) ? 128 : 64) / size; }
 // Of a row of y or x in a stage: padded, so that the rows that an instruction reads begin in different banks.
 constexpr int wgrad_pitch(int channels, int size) { return channels * size + (size == 2 ? 16 : 32); }
 int mma_wgrad_bytes(const Conv1d& conv, const MmaWgradPlan& plan);
