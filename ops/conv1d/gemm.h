@@ -91,8 +91,8 @@ inline void input_backward(const gemm::Conv1d& conv, bool transposed, const Tens
   if (weight.defined()) {
     const auto &y = transposed ? input : grad, &x = transposed ? grad : input;
     C10_CUDA_CHECK(gemm::wgrad(conv, y.const_data_ptr(), x.const_data_ptr(), weight.mutable_data_ptr(),
-                               kernel_dtype(weight.scalar_type()), workspace.defined() ? workspace.mutable_data_ptr() : nullptr,
-                               stream));
+                               kernel_dtype(weight.scalar_type()),
+                               workspace.defined() ? workspace.mutable_data_ptr() : nullptr, stream));
   }
   if (bias.defined())
     C10_CUDA_CHECK(gemm::column_sums(conv.dtype, grad.const_data_ptr(), rows, channels, gemm::padded(channels),

@@ -134,12 +134,10 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
     if (!mask[1] || first == end) return;
     const auto rows = geometry(input, channels, end - first);
     kept.push_back(wgrad_workspace(rows, grad));
-    C10_CUDA_CHECK(
-        gemm::wgrad(rows, static_cast<const uint16_t*>(g.const_data_ptr()) + first,
-                    x.const_data_ptr(),
-                    static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),
-                    kernel_dtype(grad_weight.scalar_type()), mutable_data_or_null(kept.back()), stream,
-                    gemm::padded(outputs)));
+    C10_CUDA_CHECK(gemm::wgrad(
+        rows, static_cast<const uint16_t*>(g.const_data_ptr()) + first, x.const_data_ptr(),
+        static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),
+        kernel_dtype(grad_weight.scalar_type()), mutable_data_or_null(kept.back()), stream, gemm::padded(outputs)));
   };
   make_rows(0, late, branches.side());
   make_rows(late, outputs, c10::cuda::getCurrentCUDAStream());

@@ -61,8 +61,7 @@ TEST(Shapes, BlocksStayWithinTheDevicesMemoryAndLimits) {
         EXPECT_LE(mma_bytes(plan), kMmaMemory);
         EXPECT_LE(plan.box_times * plan.conv.rows.samples, kMaxBoxRows);
         // Before a chunk's terms are all multiplied, the boxes of the chunks after it have had their time.
-        EXPECT_GE((plan.boxes - 1) * plan.conv.terms[0],
-                  mma_stages(plan.conv.tile_rows, plan.conv.tile_columns) - 1);
+        EXPECT_GE((plan.boxes - 1) * plan.conv.terms[0], mma_stages(plan.conv.tile_rows, plan.conv.tile_columns) - 1);
       }
       const auto gradient = plan_mma_wgrad(c, multiprocessors);
       EXPECT_LE(mma_wgrad_bytes(c, gradient), kMmaMemory);

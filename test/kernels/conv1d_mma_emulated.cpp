@@ -92,7 +92,8 @@ void launch_convolution(Run& run) {
   const auto blocks = static_cast<int>(plan.rows.count * plan.phases * plan.column_tiles);
   const auto go = [&](auto shape) {
     using Shape = decltype(shape);
-    device::launch(blocks, mma_bytes(run.args.plan), plan.stride == 2 ? convolution_block<T, Shape, kMajorN, 2> : convolution_block<T, Shape, kMajorN, 1>,
+    device::launch(blocks, mma_bytes(run.args.plan),
+                   plan.stride == 2 ? convolution_block<T, Shape, kMajorN, 2> : convolution_block<T, Shape, kMajorN, 1>,
                    &run, generator());
   };
   if (plan.tile_rows == 128)
@@ -211,11 +212,14 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
         wgrad.add(got, sum, slack);
       }
   const bool good = fprop.wrong + dgrad.wrong + wgrad.wrong == 0;
-  std::printf("%s B %d x %dx%d y %dx%d k %d s %d: tile %dx%d, %d boxes; fprop %.2f dgrad %.2f wgrad %.2f, %d splits %s\n",
-              kIsFloat<T> ? "tf32" : std::is_same_v<T, device::Half> ? "f16 " : "bf16", int(c.batch), int(c.x_length),
-              int(c.x_channels), int(c.y_length), int(c.y_channels), c.taps, c.stride, forward.tile_rows,
-              forward.tile_columns, plan_mma_fprop(c, multiprocessors).boxes, fprop.error, dgrad.error, wgrad.error,
-              plan.splits, good ? "ok" : "WRONG");
+  std::printf(
+      "%s B %d x %dx%d y %dx%d k %d s %d: tile %dx%d, %d boxes; fprop %.2f dgrad %.2f wgrad %.2f, %d splits %s\n",
+      kIsFloat<T>                       ? "tf32"
+      : std::is_same_v<T, device::Half> ? "f16 "
+                                        : "bf16",
+      int(c.batch), int(c.x_length), int(c.x_channels), int(c.y_length), int(c.y_channels), c.taps, c.stride,
+      forward.tile_rows, forward.tile_columns, plan_mma_fprop(c, multiprocessors).boxes, fprop.error, dgrad.error,
+      wgrad.error, plan.splits, good ? "ok" : "WRONG");
   std::fflush(stdout);
   return good;
 }
@@ -243,21 +247,21 @@ int main(int count, char** arguments) {
   };
   constexpr DType types[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
   for (const auto type : types) {
-    try_one(type, 9, 16, 40, 72, 5, 1, 1);      // one multiprocessor: large tiles
-    try_one(type, 8, 16, 128, 72, 3, 1, 1);     // the largest ones
-    try_one(type, 32, 4, 128, 40, 5, 1, 1);     // terms that read nothing but padding are skipped
-    try_one(type, 4, 16, 128, 128, 1, 1, 1);    // wide and low ones
-    try_one(type, 3, 10, 72, 40, 7, 1, 100);    // small ones
-    try_one(type, 9, 64, 40, 24, 5, 1, 100);    // the weight gradient's rows in two parts
+    try_one(type, 9, 16, 40, 72, 5, 1, 1);    // one multiprocessor: large tiles
+    try_one(type, 8, 16, 128, 72, 3, 1, 1);   // the largest ones
+    try_one(type, 32, 4, 128, 40, 5, 1, 1);   // terms that read nothing but padding are skipped
+    try_one(type, 4, 16, 128, 128, 1, 1, 1);  // wide and low ones
+    try_one(type, 3, 10, 72, 40, 7, 1, 100);  // small ones
+    try_one(type, 9, 64, 40, 24, 5, 1, 100);  // the weight gradient's rows in two parts
     try_one(type, 2, 20, 24, 40, 9, 1, 100);
-    try_one(type, 5, 16, 24, 40, 3, 2, 2);      // downsampling
-    try_one(type, 5, 8, 24, 20, 4, 2, 100);     // upsampling, as dgrad
+    try_one(type, 5, 16, 24, 40, 3, 2, 2);   // downsampling
+    try_one(type, 5, 8, 24, 20, 4, 2, 100);  // upsampling, as dgrad
   }
   for (int i = 0; i < random_shapes; ++i) {
     const auto pick = [](int low, int high) { return static_cast<int>(low + generator() % (high - low + 1)); };
     const int taps = pick(1, 9), stride = taps == 3 || taps == 4 ? pick(1, 2) : 1;
-    try_one(types[i % 3], pick(1, 6), i % 5 == 4 ? pick(60, 140) : pick(1, 24), pick(1, 140), pick(1, 140), taps, stride,
-            i % 2 ? 2 : 100);
+    try_one(types[i % 3], pick(1, 6), i % 5 == 4 ? pick(60, 140) : pick(1, 24), pick(1, 140), pick(1, 140), taps,
+            stride, i % 2 ? 2 : 100);
   }
   std::printf("%s: %d wrong\n", wrong ? "FAILED" : "passed", wrong);
   return wrong != 0;

@@ -259,7 +259,8 @@ inline void load_four_matrices(uint32_t (&b)[4], uint32_t at) {
       for (int m = 0; m < 4; m++)
         for (int half = 0; half < 2; half++) {
           const int row = kTransposed ? l % 4 * 2 + half : l / 4, column = kTransposed ? l / 4 : l % 4 * 2 + half;
-          std::memcpy(reinterpret_cast<uint8_t*>(&s.out[l][m]) + half * 2, memory + s.in[m * 8 + row][0] + column * 2, 2);
+          std::memcpy(reinterpret_cast<uint8_t*>(&s.out[l][m]) + half * 2, memory + s.in[m * 8 + row][0] + column * 2,
+                      2);
         }
   });
   for (int m = 0; m < 4; m++) b[m] = w.out[lane][m];

@@ -68,8 +68,7 @@ struct BoxCopies {
     for (int i = 0; i < kCopies; ++i) {
       const int row = device::thread() / 8 + i * (kMmaThreads / 8);
       const int time = row / samples, sample = tile.first_sample + row - time * samples;
-      const bool there =
-          time < args.plan.box_times && sample < args.batch && first_time + time < args.in_length;
+      const bool there = time < args.plan.box_times && sample < args.batch && first_time + time < args.in_length;
       const uint32_t x_row = sample * args.in_length + first_time + time;
       from[i] = there ? x_row * args.x_vectors + device::thread() % 8 : kNone;
     }
@@ -79,8 +78,7 @@ struct BoxCopies {
     const auto* x = static_cast<const uint8_t*>(args.x) + (inside ? chunk * 128 : 0);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      if (from[i] != kNone)
-        device::copy_16_or_zeros(to + i * 4096, inside ? x + uint64_t{from[i]} * 16 : x, inside);
+      if (from[i] != kNone) device::copy_16_or_zeros(to + i * 4096, inside ? x + uint64_t{from[i]} * 16 : x, inside);
   }
 };
 
@@ -121,8 +119,8 @@ struct WeightCopies {
 template <int kStride>
 struct LaneRows {
   static constexpr int kTiles = kStride == 1 ? 1 : 4;  // of stride 1 the tiles are sixteen rows of the box apart
-  int box[kTiles];     // row of the box, at shift 0
-  uint32_t inside[2];  // two tiles each: a bit a term, whether the row is no padding
+  int box[kTiles];                                     // row of the box, at shift 0
+  uint32_t inside[2];                                  // two tiles each: a bit a term, whether the row is no padding
 
   DPA_DEVICE LaneRows(const ConvPlan& plan, const MmaTile& tile, int first_time, int first_row, int in_length) {
     const int lane = device::thread() % 32;
@@ -156,8 +154,7 @@ struct LaneRows {
 template <bool kMajorN>
 DPA_DEVICE uint32_t lane_weights(int column) {
   const int lane = device::thread() % 32;
-  if constexpr (kMajorN)
-    return (column / 64 * 64 + lane % 16) * 128 + ((column % 64 / 8 + lane / 16 ^ lane & 7) << 4);
+  if constexpr (kMajorN) return (column / 64 * 64 + lane % 16) * 128 + ((column % 64 / 8 + lane / 16 ^ lane & 7) << 4);
   const int row = column + lane / 16 * 8 + lane % 8;
   return row * 128 + ((lane / 8 % 2 ^ row & 7) << 4);
 }
@@ -167,7 +164,7 @@ DPA_DEVICE uint32_t lane_weights(int column) {
 template <class T, class Shape, bool kMajorN>
 DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4], uint32_t weights, int group) {
   // More of them would spill.
-  constexpr int kUnrolled = Shape::kGroups > 1 ? Shape::kSlices : kMajorN ? 1 : 2;
+  constexpr int kUnrolled = Shape::kGroups == 1 ? (kMajorN ? 1 : 2) : Shape::kGroups == 2 && kIsFloat<T> ? 1 : 4;
 #pragma unroll kUnrolled
   for (int s = 0; s < Shape::kSlices; s += Shape::kGroups) {
     const int slice = s + group;
@@ -189,8 +186,7 @@ DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4],
       for (int i = 0; i < 4; ++i) round_operand<T>(a[i]);
       const uint4 rounded = {a[0], a[1], a[2], a[3]};
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-        device::mma(T{}, sums[m][n], rounded, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+      for (int n = 0; n < 4; ++n) device::mma(T{}, sums[m][n], rounded, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
     }
   }
 }

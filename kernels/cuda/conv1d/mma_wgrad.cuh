@@ -28,7 +28,8 @@ struct RowPlace {
 
 template <class T, int kSlots>
 struct WgradStage {
-  static constexpr int kStages = wgrad_stages(kSlots), kRows = wgrad_rows(kSlots, kSize<T>), kYPitch = wgrad_pitch(kWgradYChannels, kSize<T>);
+  static constexpr int kStages = wgrad_stages(kSlots), kRows = wgrad_rows(kSlots, kSize<T>),
+                       kYPitch = wgrad_pitch(kWgradYChannels, kSize<T>);
   static constexpr int kXAt = kRows * (kYPitch + static_cast<int>(sizeof(RowPlace)));  // behind y and the table
 };
 
@@ -62,8 +63,8 @@ struct RowLoads {
   using Stage = WgradStage<T, kSlots>;
   static constexpr int kYVectors = kWgradYChannels * kSize<T> / 16, kYStep = kMmaThreads / kYVectors;
 
-  int rows_left;      // of y from the next step on
-  XRow first, own;    // the step's first row, and the thread's of the table
+  int rows_left;    // of y from the next step on
+  XRow first, own;  // the step's first row, and the thread's of the table
   const uint8_t *y, *x;
   uint32_t y_to, x_to;
   int x_row;
@@ -102,16 +103,14 @@ struct RowLoads {
     }
     if (device::thread() < Stage::kRows)
       reinterpret_cast<RowPlace*>(stage + Stage::kRows * Stage::kYPitch)[device::thread()] = {
-          (own.x - first_x) * args.plan.x_pitch,
-          device::thread() < rows_left ? own.x_time : INT32_MIN / 2};
+          (own.x - first_x) * args.plan.x_pitch, device::thread() < rows_left ? own.x_time : INT32_MIN / 2};
     rows_left -= Stage::kRows, y += Stage::kRows * y_bytes;
     first.advance(args), own.advance(args);
   }
 };
 
 // Where a tap's row of x begins, or the zeros.
-DPA_DEVICE uint32_t row_at(const RowPlace& place, int tap, uint32_t x, int x_pitch, int x_length,
-                           uint32_t zeros) {
+DPA_DEVICE uint32_t row_at(const RowPlace& place, int tap, uint32_t x, int x_pitch, int x_length, uint32_t zeros) {
   const bool inside = static_cast<uint32_t>(place.time + tap) < static_cast<uint32_t>(x_length);
   return inside ? x + place.byte + tap * x_pitch : zeros;
 }
@@ -130,8 +129,8 @@ DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* sta
       uint32_t a[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m)
-        device::load_matrices_transposed(a[m], y + (k + lane / 16 * 8 + lane % 8) * Stage::kYPitch +
-                                                   (y_channel + m * 16 + lane / 8 % 2 * 8) * 2);
+        device::load_matrices_transposed(
+            a[m], y + (k + lane / 16 * 8 + lane % 8) * Stage::kYPitch + (y_channel + m * 16 + lane / 8 % 2 * 8) * 2);
       const RowPlace place = places[k + lane % 16];
       int tap = 0, channel = x_channel + lane / 16 * 8;
 #pragma unroll
@@ -188,8 +187,8 @@ DPA_DEVICE void store_channels(const MmaWgradArgs& args, const WgradTile& tile, 
   const int elements = (left < channels ? left : channels) * args.taps;
   const int warp = device::thread() / 32, lane = device::thread() % 32;
   const bool to_floats = args.partials || args.float_gradient;
-  float* const floats = args.partials ? args.partials + tile.split * (args.y_channels * whole)
-                                      : static_cast<float*>(args.gradient);
+  float* const floats =
+      args.partials ? args.partials + tile.split * (args.y_channels * whole) : static_cast<float*>(args.gradient);
 #pragma unroll 1
   for (int row = warp; row < kWgradYChannels / 2 && first_y + row < args.y_channels; row += kMmaThreads / 32) {
     const int64_t to = (first_y + row) * whole + tile.first_x * args.taps;
@@ -247,8 +246,7 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
   for (int step = 0; step < tile.steps; ++step) {
     device::copies_wait<Stage::kStages - 2>();
     device::sync_block();
-    if (step + Stage::kStages - 1 < tile.steps)
-      loads.load(args, stages + next * stage_bytes);
+    if (step + Stage::kStages - 1 < tile.steps) loads.load(args, stages + next * stage_bytes);
     device::copies_commit();
     multiply_rows<T, kSlots>(sums, stages + at * stage_bytes, y_channel, x_channel, args, x_pitch, zeros);
     if (++at == Stage::kStages) at = 0;
@@ -273,8 +271,8 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
           for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              tile_sums[(y_channel % 64 + m * 16 + i / 2 * 8 + lane / 4) * words +
-                        (channel + n * 8 + i % 2) * taps + tap] = sums[m][slot][n][i];
+              tile_sums[(y_channel % 64 + m * 16 + i / 2 * 8 + lane / 4) * words + (channel + n * 8 + i % 2) * taps +
+                        tap] = sums[m][slot][n][i];
         if (++tap == taps) tap = 0, channel += 16;
       }
     }

@@ -6,8 +6,6 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The terms of fprop, or of dgrad's phases.
 ConvPlan terms_of(const Conv1d& conv, bool dgrad) {
   ConvPlan plan = dgrad ? plan_dgrad(conv, 1) : plan_fprop(conv, 1);

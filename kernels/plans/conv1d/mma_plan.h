@@ -5,18 +5,18 @@
 
 namespace dpa::kernels::conv1d {
 
-constexpr int kMmaThreads = 256;        // of a block: eight warps
-constexpr int kMaxBoxRows = 160;        // of A in a stage
-constexpr int kMmaMemory = 99 * 1024;   // shared memory that a block has on every such device
-constexpr int kWgradYChannels = 128;    // of a tile of the weight gradient
+constexpr int kMmaThreads = 256;       // of a block: eight warps
+constexpr int kMaxBoxRows = 160;       // of A in a stage
+constexpr int kMmaMemory = 99 * 1024;  // shared memory that a block has on every such device
+constexpr int kWgradYChannels = 128;   // of a tile of the weight gradient
 constexpr int kMaxMmaSplits = 16;
 
 // fprop or dgrad. `conv` has the tile's rows and columns: 128 or 64 each.
 struct MmaPlan {
   ConvPlan conv;
-  int box_times;  // of x that a tile reads, at most
+  int box_times;              // of x that a tile reads, at most
   int box_bytes, weights_at;  // of a stage of A; where the weights' stages begin
-  int boxes;      // stages of A: a box is loaded while the terms of those before are multiplied
+  int boxes;                  // stages of A: a box is loaded while the terms of those before are multiplied
   bool fits() const { return boxes > 0; }
 };
 // `group`: channels that a normalisation in the epilogue needs in one tile, or 0.
@@ -24,15 +24,17 @@ MmaPlan plan_mma_fprop(const Conv1d& conv, int multiprocessors, int64_t group = 
 MmaPlan plan_mma_dgrad(const Conv1d& conv, int multiprocessors);
 
 // Stages of the weights, by the size of the tile.
-constexpr int mma_stages(int rows, int columns) { return rows * columns == 128 * 128 ? 3 : rows * columns == 64 * 64 ? 6 : 4; }
+constexpr int mma_stages(int rows, int columns) {
+  return rows * columns == 128 * 128 ? 3 : rows * columns == 64 * 64 ? 6 : 4;
+}
 int mma_bytes(const MmaPlan& plan);  // shared memory of a block
 
 // The weight gradient: a tile is kWgradYChannels channels i by all taps of `x_channels` channels j. A step contracts
 // `step_rows` rows (b, t), in the order of memory, whatever the samples' length.
 struct MmaWgradPlan {
-  int step_rows, box_rows;  // of y and of x in a stage
-  int step_times, step_x;   // from step to step: times beyond whole samples, and rows of x, within a sample
-  int slots;                // sixteen columns each of a warp, a tap each
+  int step_rows, box_rows;           // of y and of x in a stage
+  int step_times, step_x;            // from step to step: times beyond whole samples, and rows of x, within a sample
+  int slots;                         // sixteen columns each of a warp, a tap each
   int x_channels, x_pitch, x_shift;  // of a tile; bytes of its rows in a stage, and log2 of 16 bytes of them
   int64_t steps, y_tiles, x_tiles;
   int splits;  // blocks a tile; from two on each stores its sums in a workspace

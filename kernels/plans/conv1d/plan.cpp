@@ -6,8 +6,6 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Blocks a tile: doubled while every block keeps `least` steps, and twice as many or more where the grid then fills
 // over half of the device. Clusters of `crowd` blocks or more find no place for many more than four fifths of it:
 // multiprocessors come in parts of 16 or 18. That is 8, or 4 where a block has a multiprocessor to itself.

@@ -18,6 +18,7 @@ struct Conv1d {
   int taps, stride, padding;
 };
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The channels of an operand's row: the next multiple of 8.
 constexpr int64_t padded(int64_t channels) { return (channels + 7) / 8 * 8; }
 // The same for long rows: of whole lines of memory, which TMA reads faster than parts of two.
