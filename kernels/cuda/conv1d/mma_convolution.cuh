@@ -221,7 +221,7 @@ DPA_DEVICE float* tile_of_sums() { return reinterpret_cast<float*>(device::share
 template <class T, class Shape, bool kMajorN, int kStride = 1>
 DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
   const ConvPlan& plan = args.plan.conv;
-  const int thread = device::thread(), warp = thread / 32, lane = thread % 32;
+  const int thread = device::thread(), warp = thread / 32;
   const int column = warp % Shape::kColumnWarps * 32, row_warp = warp / Shape::kColumnWarps % Shape::kRowWarps;
   const int group = warp / (Shape::kColumnWarps * Shape::kRowWarps);
   const int before = tile.first_time * kStride + plan.lowest, first_time = before > 0 ? before : 0;
