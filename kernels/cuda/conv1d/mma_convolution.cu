@@ -17,28 +17,41 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-// kPasses: of the normalisation, or 0 without one.
-template <class T, class Shape, bool kMajorN, int kPasses, int kStride>
+// A warp's passes over a group, which have a main loop in common.
+template <class T, class Shape>
+__device__ __forceinline__ void normalise_tile(const ConvArgs& to, const TileCoord& coord, const float* tile) {
+  const auto normalise = [&](auto passes) {
+    normalise_groups<T, Shape::kColumns, decltype(passes)::value, /*kSplit=*/false>(to, coord, tile, /*leaves=*/false);
+  };
+  switch (to.out_length * to.normalisation.group / 128) {
+    case 1: return normalise(std::integral_constant<int, 1>{});
+    case 2: return normalise(std::integral_constant<int, 2>{});
+    case 4: return normalise(std::integral_constant<int, 4>{});
+    default: return normalise(std::integral_constant<int, 8>{});
+  }
+}
+
+// kMajorN: weights run along N, as dgrad reads those of 16 bits.
+template <class T, class Shape, bool kMajorN, int kStride>
 __global__ void __launch_bounds__(kMmaThreads, 2)
     mma_kernel(const __grid_constant__ MmaArgs args, const __grid_constant__ ConvArgs to) {
-#if __CUDA_ARCH__ >= 800  // elsewhere nobody launches it: see `supported`
+#if __CUDA_ARCH__ >= 800 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere nobody launches it: see `has_wgmma`
   grid_dependency_sync();
   sum_tile<T, Shape, kMajorN, kStride>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x));
   const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
   const float* const tile = tile_of_sums();
-  if constexpr (kPasses > 0)
-    normalise_groups<T, Shape::kColumns, kPasses, /*kSplit=*/false>(to, coord, tile, /*leaves=*/false);
-  else
-    store_rows<T, Shape::kColumns, /*kSplit=*/false>(to, {to.addends.bias, to.addends.residual, to.out}, coord, tile);
+  if constexpr (!kMajorN && kStride == 1)
+    if (to.normalisation.out) return normalise_tile<T, Shape>(to, coord, tile);
+  store_rows<T, Shape::kColumns, /*kSplit=*/false>(to, {to.addends.bias, to.addends.residual, to.out}, coord, tile);
 #endif
 }
 
-template <class T, class Shape, bool kMajorN, int kPasses = 0, int kStride = 1>
+template <class T, class Shape, bool kMajorN, int kStride = 1>
 cudaError_t launch_mma(const MmaArgs& args, const ConvArgs& to, cudaStream_t stream) {
   const ConvPlan& plan = to.plan;
   const int64_t blocks = plan.rows.count * plan.phases * plan.column_tiles;
   const Launch launch{blocks, kMmaThreads, /*cluster=*/0, mma_bytes(args.plan), stream, /*urgent=*/true};
-  return launch_cluster(mma_kernel<T, Shape, kMajorN, kPasses, kStride>, launch, args, to);
+  return launch_cluster(mma_kernel<T, Shape, kMajorN, kStride>, launch, args, to);
 }
 
 template <class F>
@@ -61,22 +74,15 @@ ConvArgs epilogue_args(const MmaPlan& plan, const MmaArgs& args, const Addends& 
 cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, const Addends& addends, void* y,
                       const Normalisation& normalisation, cudaStream_t stream) {
   const auto plan = plan_mma_fprop(conv, multiprocessors(), normalisation.out ? normalisation.group : 0);
-  if (!plan.fits()) return cudaErrorInvalidValue;
+  if (!plan.fits() || (normalisation.out && !normalises(conv, plan.conv, normalisation.group)))
+    return cudaErrorInvalidValue;
   const auto args = mma_args(plan, conv, /*is_dgrad=*/false, x, weights);
   const ConvArgs to = epilogue_args(plan, args, addends, y, normalisation);
   return dispatch_element(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, false, 0, 2>(args, to, stream);
+    if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, /*kMajorN=*/false, 2>(args, to, stream);
     return dispatch_shape(plan.conv, [&](auto shape) {
-      using Shape = decltype(shape);
-      if (!normalisation.out) return launch_mma<T, Shape, false>(args, to, stream);
-      switch (conv.y_length * normalisation.group / 128) {
-        case 1: return launch_mma<T, Shape, false, 1>(args, to, stream);
-        case 2: return launch_mma<T, Shape, false, 2>(args, to, stream);
-        case 4: return launch_mma<T, Shape, false, 4>(args, to, stream);
-        case 8: return launch_mma<T, Shape, false, 8>(args, to, stream);
-        default: return cudaErrorInvalidValue;
-      }
+      return launch_mma<T, decltype(shape), /*kMajorN=*/false>(args, to, stream);
     });
   });
 }
