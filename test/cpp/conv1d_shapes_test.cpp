@@ -1,6 +1,7 @@
 // Which kernels the shapes that people train take: no kernel size, width, horizon or batch may fall to another library.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdint>
 
 #include "kernels/plans/conv1d/mma_plan.h"
@@ -71,8 +72,7 @@ TEST(Shapes, BlocksStayWithinTheDevicesMemoryAndLimits) {
   });
 }
 
-// Normalisations that run in the convolution's epilogue, and those in a kernel of their own; a group of widths like 96
-// that is no whole vector goes through contiguous copies.
+// Normalisations that run in the convolution's epilogue, and those in a kernel of their own.
 TEST(Shapes, NormalisationsOfTheNetworks) {
   const auto fused = [](int64_t batch, int64_t length, int64_t channels) {
     const Conv1d c{DType::kBFloat16, batch, length, channels, length, channels, 5, 1, 2};
@@ -87,9 +87,21 @@ TEST(Shapes, NormalisationsOfTheNetworks) {
   EXPECT_TRUE(fused(64, 32, 256) && fused(64, 64, 128));
   EXPECT_FALSE(fused(64, 64, 256));  // 2048 elements a group
   EXPECT_FALSE(fused(64, 12, 256) || fused(64, 16, 192));
-  for (const int64_t channels : {64, 128, 192, 256, 320, 384, 512, 1024})
-    for (const int64_t length : {8, 12, 16, 32, 64}) EXPECT_TRUE(teams({64, channels, length, kGroups}, 2).fits());
+}
+
+// Levels of half the length and other widths: each normalisation is one kernel, but for groups that are no whole
+// vectors, which go through contiguous copies.
+TEST(Shapes, LevelsNormaliseInOneKernel) {
+  for (const int size : {2, 4})
+    for (const auto& widths :
+         {std::array<int64_t, 3>{256, 512, 1024}, {512, 1024, 2048}, {128, 256, 384}, {192, 320, 640}, {64, 128, 256}})
+      for (const int64_t horizon : {8, 12, 16, 20, 32, 48, 64})
+        for (const int64_t batch : {16, 4096})
+          for (int level = 0; level < 3; ++level)
+            EXPECT_TRUE(teams({batch, widths[level], horizon >> level, kGroups}, size).fits())
+                << size << " " << widths[level] << " " << horizon;
   EXPECT_FALSE(teams({64, 96, 16, kGroups}, 2).fits());
+  EXPECT_TRUE(teams({64, 96, 16, kGroups}, 4).fits());
 }
 
 }  // namespace
