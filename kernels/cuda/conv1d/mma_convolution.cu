@@ -81,9 +81,8 @@ cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, co
   return dispatch_element(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, /*kMajorN=*/false, 2>(args, to, stream);
-    return dispatch_shape(plan.conv, [&](auto shape) {
-      return launch_mma<T, decltype(shape), /*kMajorN=*/false>(args, to, stream);
-    });
+    return dispatch_shape(
+        plan.conv, [&](auto shape) { return launch_mma<T, decltype(shape), /*kMajorN=*/false>(args, to, stream); });
   });
 }
 
