@@ -439,6 +439,10 @@ void run_bench(DType type, double rate) {
   rows.push_back({256, 16, 256, 256, 4, 2});
   rows.push_back({256, 8, 512, 2048, 1, 1});
   rows.push_back({256, 16, 256, 2, 5, 1});
+  rows.push_back({64, 32, 256, 256, 5, 1});
+  rows.push_back({64, 64, 512, 512, 5, 1});
+  rows.push_back({64, 32, 1024, 1024, 5, 1});
+  rows.push_back({128, 4, 384, 384, 5, 1});
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
   for (const auto& r : rows) {
