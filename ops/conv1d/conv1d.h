@@ -1,7 +1,7 @@
 // `dpa::conv1d`: a convolution, or a transposed one, that keeps its input's order in memory.
 //
-// 16-bit channels-last tensors take the GEMMs of kernels/cuda/conv1d on a Hopper GPU, beside float32 weights, which is
-// training in mixed precision, or weights of their own dtype; so do those of float32 where PyTorch's convolutions would
+// 16-bit channels-last tensors take the GEMMs of kernels/cuda/conv1d, beside float32 weights, which is training in mixed
+// precision, or weights of their own dtype; so do those of float32 where PyTorch's convolutions would
 // multiply in TF32, on weights that are packed anew in each direction. Everything else takes PyTorch's convolution, on
 // CUDA in channels-last order where the input is.
 #pragma once

@@ -46,7 +46,7 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const bool packs = packed.dim() == 3 || tf32;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
   // PyTorch's convolutions in float32 read vectors wherever a tensor begins.
-  if (!packs || !takes_gemm(conv))
+  if (!packs || !gemm::takes(conv))
     return {
         in_order(conv1d_formula(aligned(input), aligned(weight), bias_, stride, padding, transposed), channels_last),
         packed};
@@ -79,7 +79,7 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   const bool tf32 = packed.dim() != 3 && conv1d_in_tf32(input, weight, stride, padding);
   const bool packs = (packed.dim() == 3 && stride <= 2 && padding < gemm::kMaxTaps) || tf32;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
-  if (!packs || !takes_gemm(conv)) {
+  if (!packs || !gemm::takes(conv)) {
     auto [grad_input, grad_weight, grad_bias] = conv1d_backward_formula(aligned(grad), aligned(input), aligned(weight),
                                                                         bias, stride, padding, transposed, mask);
     if (mask[0]) grad_input = in_order(grad_input, is_channels_last(input));
@@ -96,7 +96,7 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   branches.fork();
   const auto weights = tf32 && mask[0] ? pack(weight, input.scalar_type(), !transposed) : packed;
   if (mask[0]) input_backward(conv, transposed, g, {weights.const_data_ptr(), /*prefetchable=*/!tf32}, grad_input);
-  parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches.side());
+  const auto workspace = parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches.side());
   branches.join();
   return {grad_input, grad_weight, grad_bias};
 }

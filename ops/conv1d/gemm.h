@@ -12,7 +12,12 @@ namespace dpa {
 
 namespace gemm = kernels::conv1d;
 
-inline bool takes_gemm(const gemm::Conv1d& conv) { return gemm::supported() && gemm::serves(conv); }
+/// What a weight gradient's kernels use between them, undefined where that is nothing. It lives until their branch has
+/// joined.
+inline Tensor wgrad_workspace(const gemm::Conv1d& conv, const Tensor& like) {
+  const int64_t bytes = gemm::wgrad_workspace(conv);
+  return bytes == 0 ? Tensor() : at::empty({bytes}, like.options().dtype(at::kByte));
+}
 
 /// Rows of channels as the GEMMs read them: padded to a multiple of 8 and aligned to 16 bytes.
 inline Tensor padded_rows(const Tensor& tensor) {
@@ -76,18 +81,23 @@ inline void input_backward(const gemm::Conv1d& conv, bool transposed, const Tens
   C10_CUDA_CHECK(
       convolve(conv, grad.const_data_ptr(), weights, {}, to.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
 }
-inline void parameter_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad, const Tensor& input,
-                               const Tensor& weight, const Tensor& bias, c10::cuda::CUDAStream stream) {
+/// Returns what has to live until the stream has joined.
+[[nodiscard]] inline Tensor parameter_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad,
+                                               const Tensor& input, const Tensor& weight, const Tensor& bias,
+                                               c10::cuda::CUDAStream stream) {
+  const auto workspace = weight.defined() ? wgrad_workspace(conv, grad) : Tensor();
   const int64_t rows = conv.batch * (transposed ? conv.x_length : conv.y_length);
   const int64_t channels = transposed ? conv.x_channels : conv.y_channels;
   if (weight.defined()) {
     const auto &y = transposed ? input : grad, &x = transposed ? grad : input;
     C10_CUDA_CHECK(gemm::wgrad(conv, y.const_data_ptr(), x.const_data_ptr(), weight.mutable_data_ptr(),
-                               kernel_dtype(weight.scalar_type()), stream));
+                               kernel_dtype(weight.scalar_type()),
+                               workspace.defined() ? workspace.mutable_data_ptr() : nullptr, stream));
   }
   if (bias.defined())
     C10_CUDA_CHECK(gemm::column_sums(conv.dtype, grad.const_data_ptr(), rows, channels, gemm::padded(channels),
                                      bias.mutable_data_ptr(), kernel_dtype(bias.scalar_type()), stream));
+  return workspace;
 }
 
 }  // namespace dpa

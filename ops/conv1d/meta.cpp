@@ -12,10 +12,9 @@ namespace dpa {
 namespace {
 
 bool is_served(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
-  if (!kernels::conv1d::built_for_hopper()) return false;
+  if (!kernels::conv1d::built_with_kernels()) return false;
   if (input.device().type() != at::kCUDA || stride > 2 || !is_channels_last(input)) return false;
-  // The numbers of taps for which the weight gradient is compiled.
-  for (const int64_t taps : {1, 3, 4, 5})
+  for (int64_t taps = 1; taps <= kernels::conv1d::kMaxTaps; ++taps)
     if (weight.sym_size(2) == taps) return taps >= stride && padding < taps;
   return false;
 }

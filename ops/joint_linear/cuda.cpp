@@ -33,7 +33,7 @@ gemm::Conv1d geometry(const Tensor& input, int64_t channels, int64_t outputs) {
 }
 
 bool serves(const Tensor& input, at::TensorList weights, const gemm::Conv1d& conv) {
-  return conv1d_packs(as_sample(input), weights[0].unsqueeze(2), 1, 0) && takes_gemm(conv);
+  return conv1d_packs(as_sample(input), weights[0].unsqueeze(2), 1, 0) && gemm::takes(conv);
 }
 
 /// Neighbouring channels of the input.
@@ -129,17 +129,19 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
     input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g, {packed, /*prefetchable=*/false},
                    grad_whole);
   }
+  std::vector<Tensor> kept;
   const auto make_rows = [&](int64_t first, int64_t end, c10::cuda::CUDAStream stream) {
     if (!mask[1] || first == end) return;
-    C10_CUDA_CHECK(
-        gemm::wgrad(geometry(input, channels, end - first), static_cast<const uint16_t*>(g.const_data_ptr()) + first,
-                    x.const_data_ptr(),
-                    static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),
-                    kernel_dtype(grad_weight.scalar_type()), stream, gemm::padded(outputs)));
+    const auto rows = geometry(input, channels, end - first);
+    kept.push_back(wgrad_workspace(rows, grad));
+    C10_CUDA_CHECK(gemm::wgrad(
+        rows, static_cast<const uint16_t*>(g.const_data_ptr()) + first, x.const_data_ptr(),
+        static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),
+        kernel_dtype(grad_weight.scalar_type()), mutable_data_or_null(kept.back()), stream, gemm::padded(outputs)));
   };
   make_rows(0, late, branches.side());
   make_rows(late, outputs, c10::cuda::getCurrentCUDAStream());
-  parameter_backward(conv, /*transposed=*/false, g, x, {}, grad_bias, branches.side());
+  kept.push_back(parameter_backward(conv, /*transposed=*/false, g, x, {}, grad_bias, branches.side()));
   branches.join();
 
   if (!of_rest) return {grad_whole, grad_weight, grad_bias, Tensor()};

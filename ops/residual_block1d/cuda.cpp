@@ -91,7 +91,7 @@ class Chain {
     if (!gemm::supported() || !plan_.fits()) return false;
     if (more_.defined() && !takes_more()) return false;
     for (const auto slot : kWeights)
-      if (block_[slot].defined() && !gemm::serves(convolution(slot))) return false;
+      if (block_[slot].defined() && !gemm::takes(convolution(slot))) return false;
     for (const auto slot : kVectors)
       if (block_[slot].defined() && block_[slot].scalar_type() != block_[kConv1Weight].scalar_type()) return false;
     return true;
@@ -270,9 +270,11 @@ class Chain {
                    Branches& branch) const {
     if (!mask[weight]) return;
     void* out = gradient(weight, mask, to);
+    kept_.push_back(wgrad_workspace(convolution(weight), x));
     branch.fork_for_fills();
     C10_CUDA_CHECK(gemm::wgrad(convolution(weight), grad, x.const_data_ptr(), out,
-                               kernel_dtype(block_[weight].scalar_type()), branch.side()));
+                               kernel_dtype(block_[weight].scalar_type()), mutable_data_or_null(kept_.back()),
+                               branch.side()));
   }
 
   norms::GroupNormMish norm(const Tensor& input, BlockSlot weight, BlockSlot bias) const {
@@ -344,6 +346,7 @@ class Chain {
   int64_t batch_, length_, channels_;
   kernels::NormShape shape_;
   kernels::NormPlan plan_;
+  mutable std::vector<Tensor> kept_;  // until a backward's branches have joined
   Tensor film_[2] = {aligned_rows(block_[kScale]), aligned_rows(block_[kShift])};
 };
 

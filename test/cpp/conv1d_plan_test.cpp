@@ -203,7 +203,8 @@ TEST(Serves, WhatTheKernelsAreCompiledFor) {
   other.dtype = DType::kFloat64;
   EXPECT_FALSE(serves(other));
   EXPECT_FALSE(serves(convolution(0, 16, 8, 8, 5, 1)));
-  EXPECT_FALSE(serves(convolution(2, 16, 8, 8, 7, 1)));
+  EXPECT_TRUE(serves(convolution(2, 16, 8, 8, 7, 1)));
+  EXPECT_FALSE(serves(convolution(2, 16, 8, 8, 11, 1)));
   EXPECT_FALSE(serves(convolution(2, 16, 8, 8, 3, 3)));
   EXPECT_FALSE(serves(convolution(int64_t{1} << 31, 16, 8, 8, 3, 1)));
   c.padding = 5;

@@ -13,6 +13,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/conv1d/conv1d.h"
+#include "kernels/plans/conv1d/mma_plan.h"
 #include "kernels/plans/conv1d/plan.h"
 
 namespace {
@@ -120,11 +121,12 @@ __global__ void slow_dgrad(Conv1d c, const T* y, const float* weight, const floa
 }
 // Beside the sum, what float32 addition on the tensor cores may lose of it: an instruction adds 16 rows' terms to
 // the running sum of its block and cuts off what lies below the last place of the largest of them, 2^-23 of it.
-// Terms are at most 1. The kernel's plan says which rows a block adds, in which order. An instruction in tf32 adds 8
+// Terms are at most 1. The kernel's plan says which rows a block adds, in which order; `flat` rows, where it is not 0,
+// are contracted in one step, whatever the samples. An instruction in tf32 adds 8
 // rows, and in another order, for which the largest running sum of this one stands.
 template <class T>
-__global__ void slow_wgrad(Conv1d c, WgradPlan plan, const T* y, const T* x, double* out, double* lost, int64_t y_width,
-                           int64_t x_width) {
+__global__ void slow_wgrad(Conv1d c, WgradPlan plan, int flat, const T* y, const T* x, double* out, double* lost,
+                           int64_t y_width, int64_t x_width) {
   const int64_t total = c.y_channels * c.x_channels * c.taps;
   for (int64_t e = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; e < total; e += int64_t{gridDim.x} * blockDim.x) {
     const int64_t k = e % c.taps, j = e / c.taps % c.x_channels, i = e / c.taps / c.x_channels;
@@ -133,8 +135,12 @@ __global__ void slow_wgrad(Conv1d c, WgradPlan plan, const T* y, const T* x, dou
     for (int64_t b = 0; b < c.batch; ++b) {
       for (int64_t t = 0; t < c.y_length; ++t) {
         const RowTiles& rows = plan.rows;
-        const int64_t piece = rows.per_sample == 1 ? b / rows.samples : b * rows.per_sample + t / rows.time;
-        const int64_t row = (rows.per_sample == 1 ? b % rows.samples * rows.time : 0) + t % rows.time;
+        const int64_t at = b * c.y_length + t;
+        const int64_t piece = flat                   ? at / flat
+                              : rows.per_sample == 1 ? b / rows.samples
+                                                     : b * rows.per_sample + t / rows.time;
+        const int64_t row =
+            flat ? at % flat : (rows.per_sample == 1 ? b % rows.samples * rows.time : 0) + t % rows.time;
         while (!std::is_same_v<T, float> && piece >= rows.count * (block + 1) / plan.splits) ++block, running = 0;
         const int64_t u = c.stride * t + k - c.padding;
         const double term = u < 0 || u >= c.x_length ? 0
@@ -142,8 +148,8 @@ __global__ void slow_wgrad(Conv1d c, WgradPlan plan, const T* y, const T* x, dou
                                                            widen(x[(b * c.x_length + u) * x_width + j]);
         sum += term, running += term;
         largest = fmax(largest, fabs(sum));
-        const bool ends = t + 1 == c.y_length && (rows.per_sample > 1 || b + 1 == c.batch);
-        const bool last = row + 1 == rows.time * rows.samples || ends;
+        const bool ends = t + 1 == c.y_length && ((!flat && rows.per_sample > 1) || b + 1 == c.batch);
+        const bool last = row + 1 == (flat ? flat : rows.time * rows.samples) || ends;
         if (row % 16 == 15 || last) cut += (fabs(running) + 1) / (1 << 23);
       }
     }
@@ -198,7 +204,8 @@ struct Case {
   Conv1d c;
   bool prefetchable = true;
   int64_t y_rows, x_rows, y_width, x_width, weights;
-  Buffer y, x, weight, packed, transposed, bias, y_out, x_out, y_residual, x_residual, gradient, half_gradient;
+  Buffer y, x, weight, packed, transposed, bias, y_out, x_out, y_residual, x_residual, gradient, half_gradient,
+      workspace;
 
   Case(const Conv1d& conv, uint64_t seed)
       : c(conv),
@@ -218,7 +225,8 @@ struct Case {
         y_residual(y_out.bytes),
         x_residual(x_out.bytes),
         gradient(weights * 4),
-        half_gradient(weights * sizeof(T)) {
+        half_gradient(weights * sizeof(T)),
+        workspace(wgrad_workspace(c)) {
     put<T>(y, y_rows, c.y_channels, y_width, seed, 1);
     put<T>(x, x_rows, c.x_channels, x_width, seed + 1, 1);
     put<float>(weight, c.y_channels, c.x_channels * c.taps, c.x_channels * c.taps, seed + 2, 0.1f);
@@ -246,8 +254,8 @@ struct Case {
     CHECK(dgrad(c, y.data, {kFloat ? transposed.data : packed.data, prefetchable}, add, x_out.data, stream));
   }
   void run_wgrad(bool half, cudaStream_t stream = 0) {
-    CHECK(
-        wgrad(c, y.data, x.data, half ? half_gradient.data : gradient.data, half ? c.dtype : DType::kFloat32, stream));
+    CHECK(wgrad(c, y.data, x.data, half ? half_gradient.data : gradient.data, half ? c.dtype : DType::kFloat32,
+                workspace.data, stream));
   }
 };
 
@@ -297,18 +305,26 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
                                as<double>(x_exact), t.y_width);
   int multiprocessors;
   CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
-  slow_wgrad<T><<<2048, 256>>>(c, plan_wgrad(c, multiprocessors), as<T>(t.y), as<T>(t.x), as<double>(wgrad_exact),
-                               as<double>(wgrad_lost), t.y_width, t.x_width);
+  WgradPlan plan = plan_wgrad(c, multiprocessors);
+  int flat = 0;
+  if (!has_wgmma() || !wgmma_takes_taps(c)) {
+    const auto mma = plan_mma_wgrad(c, multiprocessors);
+    plan.splits = mma.splits, plan.rows.count = mma.steps, flat = mma.step_rows;
+    if (kFloat) plan.rows.count = c.batch * c.y_length / 8 / kTf32Times + 1;
+  }
+  slow_wgrad<T><<<2048, 256>>>(c, plan, flat, as<T>(t.y), as<T>(t.x), as<double>(wgrad_exact), as<double>(wgrad_lost),
+                               t.y_width, t.x_width);
   CHECK(cudaDeviceSynchronize());
   const double g = worst(to_host<T>(t.y_out), to_host<double>(y_exact), unit, slack);
   const double s = worst(to_host<T>(t.x_out), to_host<double>(x_exact), unit, slack);
-  // The blocks of a cluster add at most 8 sums, each addition rounded to nearest.
-  const double nearest = 8.0 / (1 << 24), tiny = 1e-7;
+  // The blocks of a tile add their sums, each addition rounded to nearest.
+  const double nearest = std::max(8, plan.splits) / double(1 << 24), tiny = 1e-7;
   const auto lost = to_host<double>(wgrad_lost), sums = to_host<double>(wgrad_exact);
   const double w = worst(to_host<float>(t.gradient), sums, nearest, tiny, lost);
   const double h = worst(to_host<T>(t.half_gradient), sums, unit, tiny, lost);
   const bool guards = t.y_out.guard_intact() && t.x_out.guard_intact() && t.gradient.guard_intact() &&
-                      t.half_gradient.guard_intact() && t.packed.guard_intact() && t.transposed.guard_intact();
+                      t.half_gradient.guard_intact() && t.packed.guard_intact() && t.transposed.guard_intact() &&
+                      t.workspace.guard_intact();
   // The same call again must give the same bits.
   const auto once = to_host<float>(t.gradient);
   const auto once_out = to_host<uint16_t>(t.y_out);
@@ -338,7 +354,7 @@ bool test_shape(DType dtype, int64_t batch, int64_t length, int64_t y_channels, 
   const int64_t y_length = (length + 2 * padding - taps) / stride + 1;
   if (y_length <= 0) return true;
   const Conv1d c{dtype, batch, y_length, y_channels, length, x_channels, taps, stride, padding};
-  if (!serves(c)) return std::printf("not served\n"), false;
+  if (!takes(c)) return std::printf("not served: T %d k %d s %d\n", int(length), taps, stride), false;
   if (dtype == DType::kFloat32) return test_case<float>(c, seed, addends);
   return dtype == DType::kFloat16 ? test_case<__half>(c, seed, addends) : test_case<__nv_bfloat16>(c, seed, addends);
 }
@@ -357,14 +373,15 @@ int run_tests() {
     try_one(type, 64, 16, 2, 256, 1, 1, true), try_one(type, 64, 16, 256, 256, 3, 2, true);
     try_one(type, 64, 16, 256, 256, 4, 2, true), try_one(type, 256, 16, 512, 256, 1, 1, false);
     try_one(type, 1024, 16, 256, 256, 5, 1, true), try_one(type, 3, 48, 256, 256, 5, 1, true);
+    try_one(type, 64, 16, 192, 96, 7, 1, true), try_one(type, 16, 64, 320, 192, 3, 1, true);
   }
   std::mt19937 random(std::random_device{}());
   seed = 2000 + random() % 100000;
   const auto pick = [&](int low, int high) { return static_cast<int>(low + random() % (high - low + 1)); };
   constexpr DType types[] = {DType::kFloat32, kB, DType::kFloat16};
   for (int i = 0; i < 180; ++i) {
-    const int taps_of[] = {1, 3, 4, 5};
-    const int taps = taps_of[pick(0, 3)], stride = taps == 4 ? 2 : taps == 3 ? pick(1, 2) : 1;
+    const int taps_of[] = {1, 3, 4, 5, 5, pick(1, 9)};
+    const int taps = taps_of[pick(0, 5)], stride = taps == 4 ? 2 : taps == 3 ? pick(1, 2) : 1;
     const int length = (i % 4 == 0 ? pick(65, 300) : pick(1, 64)) * (taps == 4 ? 2 : 1);
     try_one(types[i % 3], pick(1, i % 4 ? 20 : 90), length, pick(1, i % 5 ? 150 : 600), pick(1, i % 5 ? 150 : 600),
             taps, stride, i % 7 > 2);
@@ -422,6 +439,10 @@ void run_bench(DType type, double rate) {
   rows.push_back({256, 16, 256, 256, 4, 2});
   rows.push_back({256, 8, 512, 2048, 1, 1});
   rows.push_back({256, 16, 256, 2, 5, 1});
+  rows.push_back({64, 32, 256, 256, 5, 1});
+  rows.push_back({64, 64, 512, 512, 5, 1});
+  rows.push_back({64, 32, 1024, 1024, 5, 1});
+  rows.push_back({128, 4, 384, 384, 5, 1});
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
   for (const auto& r : rows) {
@@ -436,9 +457,14 @@ void run_bench(DType type, double rate) {
         graph_time([&](cudaStream_t s) { CHECK(pack_weights(DType::kFloat32, c.dtype, t.packings(), s)); });
     const double q =
         Case<T>::kFloat ? graph_time([&](cudaStream_t s) { CHECK(pack_weights_transposed(t.packings(true), s)); }) : 0;
-    const auto fprop_plan = plan_fprop(c, properties.multiProcessorCount);
-    const auto dgrad_plan = plan_dgrad(c, properties.multiProcessorCount);
-    const auto wgrad_plan = plan_wgrad(c, properties.multiProcessorCount);
+    const int multiprocessors = properties.multiProcessorCount;
+    auto fprop_plan = plan_fprop(c, multiprocessors), dgrad_plan = plan_dgrad(c, multiprocessors);
+    auto wgrad_plan = plan_wgrad(c, multiprocessors);
+    if (!has_wgmma()) {  // the tile's rows in the place of its blocks
+      fprop_plan = plan_mma_fprop(c, multiprocessors).conv, fprop_plan.splits = fprop_plan.tile_rows;
+      dgrad_plan = plan_mma_dgrad(c, multiprocessors).conv, dgrad_plan.splits = dgrad_plan.tile_rows;
+      wgrad_plan.splits = plan_mma_wgrad(c, multiprocessors).splits;
+    }
     std::printf(
         "%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %8.1f "
         "%8.1f\n",

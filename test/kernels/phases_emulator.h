@@ -19,7 +19,7 @@ namespace dpa::kernels::unet1d::device {
 
 struct Copy {
   uint32_t to;
-  const uint8_t* from;
+  const uint8_t* from;  // zeros if null
   int bytes;
 };
 struct WarpState {
@@ -205,6 +205,12 @@ inline void copy_any(uint32_t to, const void* from, int bytes) {
   machine.now->open.push_back({to, static_cast<const uint8_t*>(from), bytes});
 }
 DPA_DEVICE void copy_16(uint32_t to, const void* from) { copy_any(to, from, 16); }
+DPA_DEVICE void copy_16_or_zeros(uint32_t to, const void* from, bool there) {
+  if (to + 16 > here().memory.size()) std::printf("copy out of shared memory\n"), std::abort();
+  if (there) return copy_any(to, from, 16);
+  if (to % 16) std::printf("misaligned copy\n"), std::abort();
+  machine.now->open.push_back({to, nullptr, 16});
+}
 DPA_DEVICE void copy_8(uint32_t to, const void* from) { copy_any(to, from, 8); }
 DPA_DEVICE void copies_commit() {
   machine.now->groups.push_back(machine.now->open);
@@ -214,7 +220,8 @@ template <int kPending>
 void copies_wait() {
   auto& g = machine.now->groups;
   while (g.size() > kPending) {
-    for (const Copy& c : g[0]) std::memcpy(shared() + c.to, c.from, c.bytes);
+    for (const Copy& c : g[0])
+      c.from ? std::memcpy(shared() + c.to, c.from, c.bytes) : std::memset(shared() + c.to, 0, c.bytes);
     g.erase(g.begin());
   }
 }
@@ -233,7 +240,15 @@ DPA_DEVICE uint2 load_shared_8(uint32_t at) {
   std::memcpy(&v, shared() + at, 8);
   return v;
 }
-DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) {
+DPA_DEVICE uint32_t held(uint32_t value) { return value; }
+DPA_DEVICE uint32_t load_shared_word(uint32_t at) {
+  if (at % 4 || at + 4 > here().memory.size()) std::printf("bad shared address\n"), std::abort();
+  uint32_t v;
+  std::memcpy(&v, shared() + at, 4);
+  return v;
+}
+template <bool kTransposed>
+inline void load_four_matrices(uint32_t (&b)[4], uint32_t at) {
   const int lane = thread() & 31;
   if (at % 16 || at + 16 > here().memory.size()) std::printf("bad ldmatrix address\n"), std::abort();
   WarpState& w = here().warps[thread() >> 5];
@@ -241,11 +256,18 @@ DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) {
   uint8_t* memory = shared();
   collective([&](WarpState& s) {
     for (int l = 0; l < 32; l++)
-      for (int m = 0; m < 4; m++) std::memcpy(&s.out[l][m], memory + s.in[m * 8 + l / 4][0] + l % 4 * 4, 4);
+      for (int m = 0; m < 4; m++)
+        for (int half = 0; half < 2; half++) {
+          const int row = kTransposed ? l % 4 * 2 + half : l / 4, column = kTransposed ? l / 4 : l % 4 * 2 + half;
+          std::memcpy(reinterpret_cast<uint8_t*>(&s.out[l][m]) + half * 2, memory + s.in[m * 8 + row][0] + column * 2,
+                      2);
+        }
   });
   for (int m = 0; m < 4; m++) b[m] = w.out[lane][m];
   collective([](WarpState&) {});
 }
+DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) { load_four_matrices<false>(b, at); }
+DPA_DEVICE void load_matrices_transposed(uint32_t (&b)[4], uint32_t at) { load_four_matrices<true>(b, at); }
 
 struct Half {};
 struct BFloat16 {};

@@ -1,5 +1,6 @@
-// One-dimensional convolutions over tensors in (batch, time, channels) order, as implicit GEMMs on Hopper's tensor
-// cores.
+// One-dimensional convolutions over tensors in (batch, time, channels) order, as implicit GEMMs on tensor cores: by
+// wgmma on Hopper, by warp-level MMAs (mma.h) on other GPUs from compute capability 8.0 on and for the weight gradients
+// that the tiles of wgmma do not take.
 //
 // A convolution maps x to y by a weight (d0, d1, taps); y is as long as x, or half as long where the stride is 2:
 //   fprop   y[b, t, i]      = sum over j, k of     weight[i, j, k] x[b, stride t + k - padding, j]
@@ -20,8 +21,11 @@
 
 namespace dpa::kernels::conv1d {
 
-// Whether the current device and this build have the instructions.
+// Whether the current device and this build have the instructions: any of them, or wgmma.
 bool supported();
+bool has_wgmma();
+// Whether they take these sizes.
+bool takes(const Conv1d& conv);
 
 // Packed weights. `prefetchable`: they are safe to prefetch before the grid dependency resolves, because between the
 // kernel that wrote them and the convolution lies another kernel of the stream that triggers its dependent launch only
@@ -57,7 +61,7 @@ struct ConvInput {
   int64_t channels = 0;  // of the first of two
 };
 
-// Sizes are such that `serves` (plan.h) accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
+// Sizes are such that `takes` accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
 // In a captured graph they go before what other branches have waiting.
 cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, const Addends& addends, void* y,
                   cudaStream_t stream);
@@ -78,9 +82,11 @@ cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weigh
                              void* y, const Normalisation& normalisation, const Shortcut& shortcut,
                              cudaStream_t stream);
 // `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors. `y` may be some
-// channels of a tensor whose rows are `y_pitch` elements apart, a multiple of 8, from a multiple of 8 on.
+// channels of a tensor whose rows are `y_pitch` elements apart, a multiple of 8, from a multiple of 8 on. `workspace`
+// has `wgrad_workspace` bytes, and is read and written by the stream's kernels alone.
+int64_t wgrad_workspace(const Conv1d& conv);
 cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
-                  cudaStream_t stream, int64_t y_pitch = 0);
+                  void* workspace, cudaStream_t stream, int64_t y_pitch = 0);
 
 // sums[c] = sum over `count` rows of rows[r, c], `width` elements apart, in `sums_dtype`, float32 or `dtype`: the
 // bias's gradient. Aligned to 16 bytes, the width a multiple of 8; the order of the sums depends on the sizes alone.

@@ -32,7 +32,9 @@
 
 #include "kernels/cuda/conv1d/epilogue.cuh"
 #include "kernels/cuda/conv1d/epilogue_norm.cuh"
+#include "kernels/cuda/conv1d/mma.h"
 #include "kernels/cuda/conv1d/tensor_map.h"
+#include "kernels/plans/conv1d/mma_plan.h"
 
 namespace dpa::kernels::conv1d {
 namespace {
@@ -261,6 +263,14 @@ cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs
   }
 }
 
+// The major number, or 0 where there is no device.
+int compute_capability() {
+  int device = 0, major = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess;
+  return known ? major : 0;
+}
+
 template <bool kDgrad>
 cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, const Weights& weights,
                 const Addends& addends, void* out, const Normalisation& normalisation, const Shortcut& shortcut,
@@ -339,24 +349,35 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
 
 }  // namespace
 
-bool supported() {
+bool has_wgmma() {
 #ifdef DPA_SM90A
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
+  return compute_capability() == 9;
 #else
   return false;
 #endif
 }
 
+bool supported() { return compute_capability() >= 8; }
+
+bool takes(const Conv1d& conv) {
+  if (!has_wgmma()) return supported() && mma_serves(conv);
+  return serves(conv) && (wgmma_takes_taps(conv) || plan_mma_wgrad(conv, multiprocessors()).fits());
+}
+
 cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, const Addends& addends, void* y,
                   cudaStream_t stream) {
+  if (!has_wgmma()) return mma_fprop(conv, x, weights.packed, addends, y, {}, stream);
   return run<false>(conv, plan_fprop(conv, multiprocessors()), {x}, weights, addends, y, {}, {}, stream);
 }
 
-bool normalises(const Conv1d& conv, int group) { return normalises(conv, plan_fprop(conv, multiprocessors()), group); }
+bool normalises(const Conv1d& conv, int group) {
+  if (has_wgmma()) return normalises(conv, plan_fprop(conv, multiprocessors()), group);
+  const auto plan = plan_mma_fprop(conv, multiprocessors(), group);
+  return plan.fits() && normalises(conv, plan.conv, group);
+}
 
 bool takes_shortcut(const Conv1d& conv) {
+  if (!has_wgmma()) return false;
   const auto plan = plan_fprop(conv, multiprocessors());
   const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
   return plan.together && plan.tile_columns == 128 && blocks <= multiprocessors();
@@ -365,12 +386,17 @@ bool takes_shortcut(const Conv1d& conv) {
 cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,
                              void* y, const Normalisation& normalisation, const Shortcut& shortcut,
                              cudaStream_t stream) {
+  if (!has_wgmma()) {
+    if (shortcut.out || x.more) return cudaErrorInvalidValue;
+    return mma_fprop(conv, x.rows, weights.packed, addends, y, normalisation, stream);
+  }
   const auto plan = plan_fprop(conv, multiprocessors());
   return run<false>(conv, plan, x, weights, addends, y, normalisation, shortcut, stream);
 }
 
 cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends, void* x,
                   cudaStream_t stream) {
+  if (!has_wgmma()) return mma_dgrad(conv, y, weights.packed, addends, x, stream);
   return run<true>(conv, plan_dgrad(conv, multiprocessors()), {y}, weights, addends, x, {}, {}, stream);
 }
 

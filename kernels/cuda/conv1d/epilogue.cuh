@@ -25,7 +25,7 @@ struct WarpRows {
   int64_t lane_offset;
 
   __device__ __forceinline__ WarpRows(const ConvArgs& args, const TileCoord& coord) {
-    count = kTileRows / (kConsumerThreads / 32) / args.plan.splits;
+    count = args.plan.tile_rows / (kConsumerThreads / 32) / args.plan.splits;
     first = (coord.rank * (kConsumerThreads / 32) + static_cast<int>(threadIdx.x) / 32) * count;
     lane_offset = row_offset(args, coord, first + threadIdx.x % 32);
   }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
                                               const float* tile, const WarpRows& rows, int column) {
   constexpr int kRows = 4, kRow = ConvShape<kColumns>::kStride * 4;
   const int n = coord.first_column + column;
-  const bool here = n < args.outputs;
+  const bool here = n < args.outputs && (kColumns >= 128 || column < kColumns);
   ParameterBits bias_bits{};
   if (here) bias_bits.load<T>(to.bias, args.float_bias, n);
   uint32_t from = ptx::shared_address(tile) + rows.first * kRow + column * 4;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
 }
 
 // The same for a number of columns that is no multiple of four: element by element.
-template <class T, int kColumns>
+template <class T, int kColumns, bool kSplit>
 __device__ __noinline__ void store_ragged(const ConvArgs& args, const Destination& to, const TileCoord& coord,
                                           const float* tile, const WarpRows& rows) {
   const T* residual = static_cast<const T*>(to.residual);
@@ -84,10 +84,12 @@ __device__ __noinline__ void store_ragged(const ConvArgs& args, const Destinatio
       const int n = coord.first_column + column;
       if (row < 0 || n >= args.outputs) continue;
       const uint32_t from = ptx::shared_address(tile + (rows.first + r) * ConvShape<kColumns>::kStride + column);
-      float sum = ptx::load_peer_word(ptx::peer_address(from, coord.rank));
+      float sum = __uint_as_float(ptx::load_shared_word(from));
+      if constexpr (kSplit) {
 #pragma unroll 1
-      for (int next = 1; next < args.plan.splits; ++next)
-        sum += ptx::load_peer_word(ptx::peer_address(from, (coord.rank + next) & (args.plan.splits - 1)));
+        for (int next = 1; next < args.plan.splits; ++next)
+          sum += ptx::load_peer_word(ptx::peer_address(from, (coord.rank + next) & (args.plan.splits - 1)));
+      }
       if (to.bias)
         sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);
       if (residual) sum += widen(residual[row + n]);
@@ -100,7 +102,7 @@ template <class T, int kColumns, bool kSplit>
 __device__ __forceinline__ void store_rows(const ConvArgs& args, const Destination& to, const TileCoord& coord,
                                            const float* tile) {
   const WarpRows rows(args, coord);
-  if (args.outputs % 4 != 0) return store_ragged<T, kColumns>(args, to, coord, tile, rows);
+  if (args.outputs % 4 != 0) return store_ragged<T, kColumns, kSplit>(args, to, coord, tile, rows);
 #pragma unroll 1
   for (int half = 0; half < kColumns; half += 128)
     store_columns<T, kColumns, kSplit>(args, to, coord, tile, rows, half + threadIdx.x % 32 * 4);

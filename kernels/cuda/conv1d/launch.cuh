@@ -27,7 +27,7 @@ cudaError_t dispatch_element(DType dtype, F&& f) {
 
 struct Launch {
   int64_t blocks;
-  int threads, cluster, bytes;  // of a block; blocks of a cluster; shared memory of a block
+  int threads, cluster, bytes;  // of a block; blocks of a cluster, 0 without; shared memory of a block
   cudaStream_t stream;
   bool urgent = false;  // where a graph is captured: its blocks go before those of other branches that wait for places
 };
@@ -46,9 +46,11 @@ cudaError_t launch_cluster(void (*kernel)(Parameters...), const Launch& launch, 
   if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), launch.bytes)) return error;
   cudaLaunchAttribute attributes[3] = {};
   unsigned count = 0;
-  attributes[count].id = cudaLaunchAttributeClusterDimension;
-  attributes[count].val.clusterDim.x = launch.cluster;
-  attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1, ++count;
+  if (launch.cluster > 0) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = launch.cluster;
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1, ++count;
+  }
   if (launches_dependent(reinterpret_cast<const void*>(kernel))) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1, ++count;

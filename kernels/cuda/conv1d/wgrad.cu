@@ -11,8 +11,10 @@
 // epilogue  wgrad.cuh
 //
 // wgrad_tf32.cu has the same for float32.
+#include "kernels/cuda/conv1d/mma.h"
 #include "kernels/cuda/conv1d/tensor_map.h"
 #include "kernels/cuda/conv1d/wgrad.cuh"
+#include "kernels/plans/conv1d/mma_plan.h"
 
 namespace dpa::kernels::conv1d {
 namespace {
@@ -95,58 +97,39 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, 1)
     wgrad_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ WgradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
-  extern __shared__ uint8_t shared[];
   __shared__ Pipeline<Shape::kStages> pipeline;
-  uint8_t* memory = shared + (kAlignment - ptx::shared_address(shared) % kAlignment) % kAlignment;
-  float* tile = reinterpret_cast<float*>(memory);
-  const uint32_t buffer = ptx::shared_address(memory);
   const WgradPlan& plan = args.plan;
-  const unsigned splits = plan.splits, x_tiles = static_cast<unsigned>(plan.x_tiles);
-  const int rank = blockIdx.x % splits;
-  const int first_x = blockIdx.x / splits % x_tiles * Shape::kXChannels;
-  const int first_y = blockIdx.x / splits / x_tiles * Shape::kYChannels;
-  const int2 steps = share(static_cast<int>(plan.rows.count), rank, plan.splits);
-  clear_unused_rows<Shape>(memory, plan.rows.time * plan.rows.samples);
-  if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&y_map);
-    ptx::prefetch_tensor_map(&x_map);
-    pipeline.init();
-  }
+  const auto block = begin_block<Shape>(y_map, x_map, plan, [&] { pipeline.init(); });
+  clear_unused_rows<Shape>(block.memory, plan.rows.time * plan.rows.samples);
   __syncthreads();
   grid_dependency_sync();
+  const uint32_t buffer = ptx::shared_address(block.memory);
   if (threadIdx.x >= kConsumerThreads) {
     if constexpr (Shape::kHeight == 2) ptx::registers_decrease<40>();
     if (threadIdx.x == kConsumerThreads)
-      produce_rows<Shape>(&y_map, &x_map, args, first_y, first_x, buffer, pipeline, steps);
-    __syncwarp();
-    if (splits > 1) ptx::cluster_sync(), ptx::cluster_sync();
+      produce_rows<Shape>(&y_map, &x_map, args, block.first_y, block.first_x, buffer, pipeline, block.steps);
+    follow_epilogue(plan);
   } else {
     if constexpr (Shape::kHeight == 2) ptx::registers_increase<232>();
-    consume_rows<T, Shape>(buffer, pipeline, steps.y - steps.x, tile);
-    store_gradient<T, Shape>(args, first_y, first_x, rank, tile);
+    float* const tile = reinterpret_cast<float*>(block.memory);
+    consume_rows<T, Shape>(buffer, pipeline, block.steps.y - block.steps.x, tile);
+    store_gradient<T, Shape>(args, block.first_y, block.first_x, block.rank, tile);
   }
 #endif
 }
 
-template <class T, int kTaps, int kAtoms>
-cudaError_t launch_wgrad(const CUtensorMap& y_map, const CUtensorMap& x_map, const WgradArgs& args,
-                         cudaStream_t stream) {
-  const WgradPlan& plan = args.plan;
-  const int64_t blocks = plan.y_tiles * plan.x_tiles * plan.splits;
-  const auto go = [&](auto shape) {
-    using Shape = decltype(shape);
-    const Launch launch{blocks, kConsumerThreads + Shape::kProducerThreads, plan.splits, Shape::kBytes, stream};
-    return launch_cluster(wgrad_kernel<T, Shape>, launch, y_map, x_map, args);
-  };
-  if constexpr (kTaps != 3)
-    if (plan.height == 2) return go(WgradShape<kTaps, kAtoms, 2>{});
-  return go(WgradShape<kTaps, kAtoms, 1>{});
-}
-
 }  // namespace
 
+int64_t wgrad_workspace(const Conv1d& conv) {
+  if (has_wgmma() && wgmma_takes_taps(conv)) return 0;
+  const auto plan = plan_mma_wgrad(conv, multiprocessors());
+  return plan.splits == 1 ? 0 : conv.y_channels * conv.x_channels * conv.taps * plan.splits * int64_t{sizeof(float)};
+}
+
 cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
-                  cudaStream_t stream, int64_t y_pitch) {
+                  void* workspace, cudaStream_t stream, int64_t y_pitch) {
+  if (!has_wgmma() || !wgmma_takes_taps(conv))
+    return mma_wgrad(conv, y, x, gradient, gradient_dtype, workspace, stream, y_pitch);
   if (conv.dtype == DType::kFloat32) return wgrad_tf32(conv, y, x, gradient, stream, y_pitch);
   const WgradPlan plan = plan_wgrad(conv, multiprocessors());
   const RowTiles& rows = plan.rows;
@@ -170,13 +153,9 @@ cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradie
       plan, conv.y_channels, conv.x_channels, conv.stride, conv.padding, gradient_dtype == DType::kFloat32, gradient};
   return dispatch_half(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    switch (conv.taps) {
-      case 1: return launch_wgrad<T, 1, 4>(y_map, x_map, args, stream);
-      case 3: return launch_wgrad<T, 3, 2>(y_map, x_map, args, stream);
-      case 4: return launch_wgrad<T, 4, 1>(y_map, x_map, args, stream);
-      case 5: return launch_wgrad<T, 5, 1>(y_map, x_map, args, stream);
-      default: return cudaErrorInvalidValue;
-    }
+    return dispatch_tile<WgradShape>(conv.taps, plan.height, [&](auto shape) {
+      return launch_wgrad(shape, wgrad_kernel<T, decltype(shape)>, y_map, x_map, args, stream);
+    });
   });
 }
 

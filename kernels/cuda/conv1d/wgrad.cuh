@@ -1,11 +1,12 @@
-// What the two kernels of the weight gradient share: the epilogue of a tile of kHeight * 128 channels i by kXChannels
-// channels j by all taps k.
+// What the two kernels of the weight gradient share: prologue, launch, and the epilogue of a tile of kHeight * 128
+// channels i by kXChannels channels j by all taps k.
 //
 // Accumulators go to shared memory in the gradient's order. With one block a tile, bulk copies write them, a channel i
 // at a time; else a warp takes a channel, adds the sums of all the cluster's blocks in rank order and stores them.
 #pragma once
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/conv1d/launch.cuh"
+#include "kernels/cuda/conv1d/tensor_map.h"
 
 namespace dpa::kernels::conv1d {
 
@@ -16,6 +17,60 @@ struct WgradArgs {
   bool float_gradient;
   void* gradient;
 };
+
+// What a block works on: its tile begins at channels (first_y, first_x), and it contracts `steps` of the rows.
+struct WgradBlock {
+  uint8_t* memory;  // aligned for TMA
+  int rank, first_y, first_x;
+  int2 steps;  // from the first one to before the last
+};
+
+// Every thread of the block calls it, before it reads what earlier kernels wrote. `init`: of the barriers, by one thread.
+template <class Shape, class F>
+__device__ __forceinline__ WgradBlock begin_block(const CUtensorMap& y_map, const CUtensorMap& x_map,
+                                                  const WgradPlan& plan, F&& init) {
+  extern __shared__ uint8_t shared[];
+  const unsigned splits = plan.splits, x_tiles = static_cast<unsigned>(plan.x_tiles);
+  WgradBlock block;
+  block.memory = shared + (kAlignment - ptx::shared_address(shared) % kAlignment) % kAlignment;
+  block.rank = blockIdx.x % splits;
+  block.first_x = blockIdx.x / splits % x_tiles * Shape::kXChannels;
+  block.first_y = blockIdx.x / splits / x_tiles * Shape::kYChannels;
+  block.steps = share(static_cast<int>(plan.rows.count), block.rank, plan.splits);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&y_map);
+    ptx::prefetch_tensor_map(&x_map);
+    init();
+  }
+  return block;
+}
+
+// The barriers that the consumers' epilogue meets, for the other warps.
+__device__ __forceinline__ void follow_epilogue(const WgradPlan& plan) {
+  __syncwarp();
+  if (plan.splits > 1) ptx::cluster_sync(), ptx::cluster_sync();
+}
+
+// Calls f with Shape<taps, boxes of 32 channels j, height>.
+template <template <int, int, int> class Shape, class F>
+cudaError_t dispatch_tile(int taps, int height, F&& f) {
+  switch (taps) {
+    case 1: return height == 2 ? f(Shape<1, 4, 2>{}) : f(Shape<1, 4, 1>{});
+    case 3: return f(Shape<3, 2, 1>{});  // the high one does not fit
+    case 4: return height == 2 ? f(Shape<4, 1, 2>{}) : f(Shape<4, 1, 1>{});
+    case 5: return height == 2 ? f(Shape<5, 1, 2>{}) : f(Shape<5, 1, 1>{});
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+template <class Shape, class Kernel>
+cudaError_t launch_wgrad(Shape, Kernel kernel, const CUtensorMap& y_map, const CUtensorMap& x_map,
+                         const WgradArgs& args, cudaStream_t stream) {
+  const WgradPlan& plan = args.plan;
+  const Launch launch{plan.y_tiles * plan.x_tiles * plan.splits, kConsumerThreads + Shape::kProducerThreads,
+                      plan.splits, Shape::kBytes, stream};
+  return launch_cluster(kernel, launch, y_map, x_map, args);
+}
 
 // A thread's sums in the tile, rows of kRow words in the gradient's order. The block's warpgroups are done with the
 // stages.

@@ -160,54 +160,29 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, 1)
     wgrad_tf32_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap x_map,
                       const __grid_constant__ WgradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
-  extern __shared__ uint8_t shared[];
   __shared__ Tf32Pipeline<Shape::kStages> pipeline;
-  uint8_t* memory = shared + (kAlignment - ptx::shared_address(shared) % kAlignment) % kAlignment;
-  float* tile = reinterpret_cast<float*>(memory);
-  const uint32_t buffer = ptx::shared_address(memory);
-  const WgradPlan& plan = args.plan;
-  const unsigned splits = plan.splits, x_tiles = static_cast<unsigned>(plan.x_tiles);
-  const int rank = blockIdx.x % splits;
-  const int first_x = blockIdx.x / splits % x_tiles * Shape::kXChannels;
-  const int first_y = blockIdx.x / splits / x_tiles * Shape::kYChannels;
-  const int2 steps = share(static_cast<int>(plan.rows.count), rank, plan.splits);
-  if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&y_map);
-    ptx::prefetch_tensor_map(&x_map);
+  const auto block = begin_block<Shape>(y_map, x_map, args.plan, [&] {
     for (auto& barrier : pipeline.transposed) cuda::ptx::mbarrier_init(&barrier, Shape::kTransposers);
     pipeline.loads.init();
-  }
+  });
   __syncthreads();
   grid_dependency_sync();
+  const uint32_t buffer = ptx::shared_address(block.memory);
+  const int steps = block.steps.y - block.steps.x;
   if (threadIdx.x >= kConsumerThreads) {
     ptx::registers_decrease<40>();
     if (threadIdx.x >= kConsumerThreads + 32)
-      transpose_rows<Shape>(args, buffer, pipeline, steps.y - steps.x);
+      transpose_rows<Shape>(args, buffer, pipeline, steps);
     else if (threadIdx.x == kConsumerThreads)
-      produce_rows<Shape>(&y_map, &x_map, args, first_y, first_x, buffer, pipeline.loads, steps);
-    __syncwarp();
-    if (splits > 1) ptx::cluster_sync(), ptx::cluster_sync();
+      produce_rows<Shape>(&y_map, &x_map, args, block.first_y, block.first_x, buffer, pipeline.loads, block.steps);
+    follow_epilogue(args.plan);
   } else {
     ptx::registers_increase<232>();
-    consume_rows<Shape>(args, buffer, pipeline, steps.y - steps.x, tile);
-    store_gradient<float, Shape>(args, first_y, first_x, rank, tile);
+    float* const tile = reinterpret_cast<float*>(block.memory);
+    consume_rows<Shape>(args, buffer, pipeline, steps, tile);
+    store_gradient<float, Shape>(args, block.first_y, block.first_x, block.rank, tile);
   }
 #endif
-}
-
-template <int kTaps, int kAtoms>
-cudaError_t launch_wgrad(const CUtensorMap& y_map, const CUtensorMap& x_map, const WgradArgs& args,
-                         cudaStream_t stream) {
-  const WgradPlan& plan = args.plan;
-  const int64_t blocks = plan.y_tiles * plan.x_tiles * plan.splits;
-  const auto go = [&](auto shape) {
-    using Shape = decltype(shape);
-    const Launch launch{blocks, kConsumerThreads + Shape::kProducerThreads, plan.splits, Shape::kBytes, stream};
-    return launch_cluster(wgrad_tf32_kernel<Shape>, launch, y_map, x_map, args);
-  };
-  if constexpr (kTaps != 3)
-    if (plan.height == 2) return go(Tf32Shape<kTaps, kAtoms, 2>{});
-  return go(Tf32Shape<kTaps, kAtoms, 1>{});
 }
 
 }  // namespace
@@ -229,13 +204,9 @@ cudaError_t wgrad_tf32(const Conv1d& conv_, const void* y, const void* x, void* 
   const int x_times = conv.stride * (kTimes - 1) + conv.taps;
   if (const auto error = make_map(boxes(x, conv.x_length, conv.x_channels, x_times, 0), &x_map)) return error;
   const WgradArgs args{plan, conv.y_channels, conv.x_channels, conv.stride, conv.padding, true, gradient};
-  switch (conv.taps) {
-    case 1: return launch_wgrad<1, 4>(y_map, x_map, args, stream);
-    case 3: return launch_wgrad<3, 2>(y_map, x_map, args, stream);
-    case 4: return launch_wgrad<4, 1>(y_map, x_map, args, stream);
-    case 5: return launch_wgrad<5, 1>(y_map, x_map, args, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_tile<Tf32Shape>(conv.taps, plan.height, [&](auto shape) {
+    return launch_wgrad(shape, wgrad_tf32_kernel<decltype(shape)>, y_map, x_map, args, stream);
+  });
 }
 
 }  // namespace dpa::kernels::conv1d

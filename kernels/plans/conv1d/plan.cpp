@@ -6,8 +6,6 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Blocks a tile: doubled while every block keeps `least` steps, and twice as many or more where the grid then fills
 // over half of the device. Clusters of `crowd` blocks or more find no place for many more than four fifths of it:
 // multiprocessors come in parts of 16 or 18. That is 8, or 4 where a block has a multiprocessor to itself.
@@ -24,6 +22,31 @@ int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors, int
   return splits;
 }
 
+void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
+            int64_t outputs, int multiprocessors) {
+  plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
+  plan.chunks = static_cast<int>(ceil_div(contracted, chunk(conv.dtype)));
+  const int64_t row_tiles = plan.rows.count * plan.phases;
+  const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
+  const int64_t steps = static_cast<int64_t>(terms) * plan.chunks;
+  // The wide tile reads less for each MMA, but has a longer epilogue: it is for long sums, and for a grid that
+  // fills most of the device.
+  const bool wide = outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
+  plan.tile_rows = kTileRows, plan.tile_columns = wide ? 256 : 128;
+  plan.column_tiles = ceil_div(outputs, plan.tile_columns);
+  plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors, 4);
+  // A term's rows must begin at a whole swizzled piece of 8 rows. Split-K is then over chunks.
+  const int* const shift = plan.shift[0];
+  plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
+  plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
+                  plan.rows.samples % 8 == 0 && (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
+  while (plan.together && plan.splits > plan.chunks) plan.splits /= 2;
+  if (!plan.together) plan.lowest = plan.reach = 0;
+  find_padding(plan, x_length);
+}
+
+}  // namespace
+
 void find_padding(ConvPlan& plan, int64_t x_length) {
   for (int w = 0; w < 2; ++w) {
     int &first = plan.first_term[w], &end = plan.end_term[w];
@@ -38,31 +61,6 @@ void find_padding(ConvPlan& plan, int64_t x_length) {
     while (first < end && padding(end - 1)) --end;
   }
 }
-
-void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
-            int64_t outputs, int multiprocessors) {
-  plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
-  plan.chunks = static_cast<int>(ceil_div(contracted, chunk(conv.dtype)));
-  const int64_t row_tiles = plan.rows.count * plan.phases;
-  const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
-  const int64_t steps = static_cast<int64_t>(terms) * plan.chunks;
-  // The wide tile reads less for each MMA, but has a longer epilogue: it is for long sums, and for a grid that
-  // fills most of the device.
-  const bool wide = outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
-  plan.tile_columns = wide ? 256 : 128;
-  plan.column_tiles = ceil_div(outputs, plan.tile_columns);
-  plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors, 4);
-  // A term's rows must begin at a whole swizzled piece of 8 rows. Split-K is then over chunks.
-  const int* const shift = plan.shift[0];
-  plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
-  plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
-                  plan.rows.samples % 8 == 0 && (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
-  while (plan.together && plan.splits > plan.chunks) plan.splits /= 2;
-  if (!plan.together) plan.lowest = plan.reach = 0;
-  find_padding(plan, x_length);
-}
-
-}  // namespace
 
 RowTiles row_tiles(int64_t batch, int64_t length, int limit) {
   RowTiles tiles{};
@@ -80,18 +78,19 @@ RowTiles row_tiles(int64_t batch, int64_t length, int limit) {
   return tiles;
 }
 
-bool built_for_hopper() {
-#ifdef DPA_SM90A
+bool built_with_kernels() {
+#ifdef DPA_CUDA_KERNELS
   return true;
 #else
   return false;
 #endif
 }
 
+bool wgmma_takes_taps(const Conv1d& c) { return c.taps == 1 || (c.taps >= 3 && c.taps <= 5); }
+
 bool serves(const Conv1d& c) {
   const auto type = c.dtype == DType::kFloat16 || c.dtype == DType::kBFloat16 || c.dtype == DType::kFloat32;
-  // The weight gradient is compiled for these numbers of taps.
-  const bool taps = c.taps == 1 || (c.taps >= 3 && c.taps <= 5);
+  const bool taps = c.taps >= 1 && c.taps <= kMaxTaps;
   const bool stride = c.stride == 1 || c.stride == 2;
   // Every phase of dgrad needs a tap, and every row of x a place.
   const bool reach = c.taps >= c.stride && c.padding >= 0 && c.padding < c.taps;
@@ -133,11 +132,12 @@ ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors) {
 bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group) {
   const auto power_of_two = [](int64_t n) { return n > 0 && (n & (n - 1)) == 0; };
   const int64_t length = conv.y_length, elements = length * group;
-  const bool samples = plan.rows.per_sample == 1 && length * plan.rows.samples == kTileRows;
+  const bool samples = plan.rows.per_sample == 1 && length * plan.rows.samples == plan.tile_rows;
   // A group is one to eight passes of a warp, four channels a lane.
   const bool warp = power_of_two(length) && power_of_two(group) && group >= 4 && group <= 128 && elements >= 128 &&
                     elements <= 8 * 128;
-  return conv.stride == 1 && samples && warp && plan.rows.samples % plan.splits == 0 && conv.y_channels % group == 0;
+  return conv.stride == 1 && samples && warp && group <= plan.tile_columns && plan.rows.samples % plan.splits == 0 &&
+         conv.y_channels % group == 0;
 }
 
 WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors) {

@@ -13,11 +13,13 @@ constexpr int kTf32Samples = 8, kTf32Times = 4;  // of a step of the weight grad
 // Channels that a step of fprop or dgrad contracts: 128 bytes of a row.
 constexpr int chunk(DType dtype) { return dtype == DType::kFloat32 ? kChunk / 2 : kChunk; }
 
-// Whether the build has the kernels' code, which is for 9.0a alone.
-bool built_for_hopper();
+// Whether the build has CUDA kernels.
+bool built_with_kernels();
 
 // Whether the kernels take these sizes.
 bool serves(const Conv1d& conv);
+// Whether the weight gradient by wgmma is compiled for the number of taps.
+bool wgmma_takes_taps(const Conv1d& conv);
 
 // How (sample, time) is cut into pieces of at most `limit` rows: whole samples where they fit, else parts of one.
 struct RowTiles {
@@ -42,13 +44,15 @@ struct ConvPlan {
   // Near a sample's ends the outer terms meet nothing but padding: those that do not, in rows 64 w to 64 w + 63 of a
   // tile, are the terms from first_term[w] to before end_term[w]. All of them where each has a box.
   int first_term[2], end_term[2];
-  int tile_columns;  // 128 or 256
+  int tile_rows, tile_columns;  // kTileRows, and 128 or 256
   int64_t column_tiles;
   int chunks;  // of the contracted channels
   int splits;
 };
 ConvPlan plan_fprop(const Conv1d& conv, int multiprocessors);
 ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors);
+// Finds first_term and end_term, where rows, terms and `together` are known.
+void find_padding(ConvPlan& plan, int64_t x_length);
 
 // Whether every block of fprop stores whole groups of `group` channels of whole samples, each fit for a warp.
 bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group);

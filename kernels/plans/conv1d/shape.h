@@ -6,7 +6,7 @@
 
 namespace dpa::kernels::conv1d {
 
-constexpr int kMaxTaps = 8;
+constexpr int kMaxTaps = 9;
 
 // The tensors x and y in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
 struct Conv1d {
@@ -17,6 +17,7 @@ struct Conv1d {
   int taps, stride, padding;
 };
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The channels of an operand's row: the next multiple of 8.
 constexpr int64_t padded(int64_t channels) { return (channels + 7) / 8 * 8; }
 // The same for long rows: of whole lines of memory, which TMA reads faster than parts of two.

@@ -29,19 +29,19 @@ from dpa.nn.blocks1d import (
 )
 from dpa.nn.plain import PlainLayers, is_changed, is_exporting, scriptable, sequential
 
-# The order of activations that is fastest in 16 bits on Hopper; for comparisons it can be refused.
+# The order of activations that is fastest on tensor cores; for comparisons it can be refused.
 _CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
 _HALVES = (torch.float16, torch.bfloat16)
 _MAX_LEVELS = 5  # of the network as one op
 
 
 def channels_last(sample: Tensor, weight: Tensor) -> bool:
-    """Whether activations are (B, T, C) in memory: in 16 bits, or trained in TF32, on a Hopper GPU.
+    """Whether activations are (B, T, C) in memory: in 16 bits, or trained in TF32, on a GPU.
 
-    That is the order of its fast convolutions, under autocast, in 16-bit modules, and in float32
-    where ``torch.backends.cudnn`` allows TF32 and gradients are wanted. Modules map (B, C, T)
-    either way; the order is in the strides, and each op answers in the order of its
-    input. Exported programs have the usual order, for they may run anywhere.
+    From compute capability 8.0 on that is the order of its fast convolutions, under autocast, in
+    16-bit modules, and in float32 where ``torch.backends.cudnn`` allows TF32 and gradients are
+    wanted. Modules map (B, C, T) either way; the order is in the strides, and each op answers in
+    the order of its input. Exported programs have the usual order, for they may run anywhere.
     ``DPA_CHANNELS_LAST=0`` in the environment refuses it.
     """
     if not torch.jit.is_scripting():
@@ -50,7 +50,7 @@ def channels_last(sample: Tensor, weight: Tensor) -> bool:
             same, half = sample.dtype == weight.dtype, weight.dtype in _HALVES
             mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled("cuda")
             if same and (half or mixed or _trains_in_tf32(weight)):
-                return torch.cuda.get_device_properties(sample.device).major == 9
+                return torch.cuda.get_device_properties(sample.device).major >= 8
     return False
 
 

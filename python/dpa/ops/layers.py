@@ -94,8 +94,8 @@ def conv1d(
     """Convolve along time, or transposed, in whichever order the input has in memory.
 
     ``torch.nn.functional.conv1d(input, weight, bias, stride, padding)``, or ``conv_transpose1d``. A
-    channels-last input, (B, T, C) in memory, gives a channels-last output; 16-bit ones run on a
-    Hopper GPU's tensor cores without a copy.
+    channels-last input, (B, T, C) in memory, gives a channels-last output; 16-bit ones run on
+    tensor cores without a copy, on a GPU of compute capability 8.0 or later.
 
     Args:
         input: (B, C_in, T).
@@ -205,7 +205,7 @@ def residual_block1d(
     Returns:
         (B, C_out, T), in the dtype and order of ``input``. Differentiable in every tensor, each
         gradient in its tensor's dtype. Under autocast the activations alone are cast. 16-bit
-        channels-last inputs run on a Hopper GPU's tensor cores.
+        channels-last inputs run on tensor cores, from compute capability 8.0 on.
 
     Source: Chi et al., Diffusion Policy: Visuomotor Policy Learning via Action Diffusion (2023).
 

@@ -1,0 +1,103 @@
+// fprop and dgrad by warp-level MMAs (`mma.sync`), for compute capability 8.0 and later: the GEMM of convolution.cu
+// where the device has no wgmma, or its tiles do not take the shape.
+//
+// An output tile is 128 or 64 rows (j, sample), times outside, by 128 or 64 channels n (mma_plan.cpp chooses). A step
+// contracts 128 bytes of channels of one term. A box of A, those channels of the tile's samples and times, serves all
+// terms; rows that are padding are read from a row of zeros. Every thread issues its share of the copies, some steps
+// ahead.
+//
+// block     eight warps, 64 rows x 32 columns each; where the tile has fewer places than that, groups of warps
+//           contract different slices of each step
+// epilogue  that of convolution.cu, for one block a tile
+#include "kernels/cuda/conv1d/epilogue.cuh"
+#include "kernels/cuda/conv1d/epilogue_norm.cuh"
+#include "kernels/cuda/conv1d/mma.h"
+#include "kernels/cuda/conv1d/mma_convolution.cuh"
+
+namespace dpa::kernels::conv1d {
+namespace {
+
+// A warp's passes over a group, which have a main loop in common.
+template <class T, class Shape>
+__device__ __forceinline__ void normalise_tile(const ConvArgs& to, const TileCoord& coord, const float* tile) {
+  const auto normalise = [&](auto passes) {
+    normalise_groups<T, Shape::kColumns, decltype(passes)::value, /*kSplit=*/false>(to, coord, tile, /*leaves=*/false);
+  };
+  switch (to.out_length * to.normalisation.group / 128) {
+    case 1: return normalise(std::integral_constant<int, 1>{});
+    case 2: return normalise(std::integral_constant<int, 2>{});
+    case 4: return normalise(std::integral_constant<int, 4>{});
+    default: return normalise(std::integral_constant<int, 8>{});
+  }
+}
+
+// kMajorN: weights run along N, as dgrad reads those of 16 bits.
+template <class T, class Shape, bool kMajorN, int kStride>
+__global__ void __launch_bounds__(kMmaThreads, 2)
+    mma_kernel(const __grid_constant__ MmaArgs args, const __grid_constant__ ConvArgs to) {
+#if __CUDA_ARCH__ >= 800 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere nobody launches it: see `has_wgmma`
+  grid_dependency_sync();
+  sum_tile<T, Shape, kMajorN, kStride>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x));
+  const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
+  const float* const tile = tile_of_sums();
+  if constexpr (!kMajorN && kStride == 1)
+    if (to.normalisation.out) return normalise_tile<T, Shape>(to, coord, tile);
+  store_rows<T, Shape::kColumns, /*kSplit=*/false>(to, {to.addends.bias, to.addends.residual, to.out}, coord, tile);
+#endif
+}
+
+template <class T, class Shape, bool kMajorN, int kStride = 1>
+cudaError_t launch_mma(const MmaArgs& args, const ConvArgs& to, cudaStream_t stream) {
+  const ConvPlan& plan = to.plan;
+  const int64_t blocks = plan.rows.count * plan.phases * plan.column_tiles;
+  const Launch launch{blocks, kMmaThreads, /*cluster=*/0, mma_bytes(args.plan), stream, /*urgent=*/true};
+  return launch_cluster(mma_kernel<T, Shape, kMajorN, kStride>, launch, args, to);
+}
+
+template <class F>
+cudaError_t dispatch_shape(const ConvPlan& plan, F&& f) {
+  if (plan.tile_rows == 128) return plan.tile_columns == 128 ? f(MmaShape<128, 128>{}) : f(MmaShape<128, 64>{});
+  return plan.tile_columns == 128 ? f(MmaShape<64, 128>{}) : f(MmaShape<64, 64>{});
+}
+
+ConvArgs epilogue_args(const MmaPlan& plan, const MmaArgs& args, const Addends& addends, void* out,
+                       const Normalisation& normalisation) {
+  ConvArgs to{};
+  to.plan = plan.conv, to.batch = args.batch, to.out_length = args.out_length, to.outputs = args.outputs;
+  to.addends = addends, to.float_bias = addends.bias_dtype == DType::kFloat32, to.out = out;
+  to.normalisation = normalisation;
+  return to;
+}
+
+}  // namespace
+
+cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, const Addends& addends, void* y,
+                      const Normalisation& normalisation, cudaStream_t stream) {
+  const auto plan = plan_mma_fprop(conv, multiprocessors(), normalisation.out ? normalisation.group : 0);
+  if (!plan.fits() || (normalisation.out && !normalises(conv, plan.conv, normalisation.group)))
+    return cudaErrorInvalidValue;
+  const auto args = mma_args(plan, conv, /*is_dgrad=*/false, x, weights);
+  const ConvArgs to = epilogue_args(plan, args, addends, y, normalisation);
+  return dispatch_element(conv.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, /*kMajorN=*/false, 2>(args, to, stream);
+    return dispatch_shape(
+        plan.conv, [&](auto shape) { return launch_mma<T, decltype(shape), /*kMajorN=*/false>(args, to, stream); });
+  });
+}
+
+cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, const Addends& addends, void* x,
+                      cudaStream_t stream) {
+  const auto plan = plan_mma_dgrad(conv, multiprocessors());
+  if (!plan.fits()) return cudaErrorInvalidValue;
+  const auto args = mma_args(plan, conv, /*is_dgrad=*/true, y, weights);
+  const ConvArgs to = epilogue_args(plan, args, addends, x, {});
+  return dispatch_element(conv.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return dispatch_shape(plan.conv, [&](auto shape) {
+      return launch_mma<T, decltype(shape), /*kMajorN=*/sizeof(T) == 2>(args, to, stream);
+    });
+  });
+}
+
+}  // namespace dpa::kernels::conv1d

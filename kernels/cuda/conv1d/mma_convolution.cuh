@@ -1,0 +1,290 @@
+// The mainloop of mma_convolution.cu: the sums of a tile, in shared memory.
+//
+// Rows of A and of weights along K lie in a stage as 128 bytes, sixteen at a time at the place that the row's number
+// permutes (swizzle); weights along N as pieces of 64 channels n, a row of K each.
+#pragma once
+#include "kernels/cuda/conv1d/mma_device.cuh"
+#include "kernels/plans/conv1d/mma_plan.h"
+
+namespace dpa::kernels::conv1d {
+
+struct MmaArgs {
+  MmaPlan plan;
+  int batch, in_length, out_length, outputs, contracted;
+  const void *x, *weights;
+  int x_vectors;                      // sixteen bytes of a row of x
+  uint32_t tap_vectors, row_vectors;  // of the packed weights: of a tap, and of a row
+};
+
+// dgrad reads 16-bit weights as fprop does, and those of float32 transposed.
+inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, const void* x, const void* weights) {
+  const int64_t in = is_dgrad ? conv.y_channels : conv.x_channels, out = is_dgrad ? conv.x_channels : conv.y_channels;
+  const bool by_out = is_dgrad && conv.dtype != DType::kFloat32;  // rows of the packed weights
+  const int64_t row = padded(by_out ? out : in) / (conv.dtype == DType::kFloat32 ? 4 : 8), rows = by_out ? in : out;
+  return {plan,
+          static_cast<int>(conv.batch),
+          static_cast<int>(is_dgrad ? conv.y_length : conv.x_length),
+          static_cast<int>(is_dgrad ? conv.x_length : conv.y_length),
+          static_cast<int>(out),
+          static_cast<int>(in),
+          x,
+          weights,
+          static_cast<int>(padded(in) / (conv.dtype == DType::kFloat32 ? 4 : 8)),
+          static_cast<uint32_t>(rows * row),
+          static_cast<uint32_t>(row)};
+}
+
+struct MmaTile {
+  int phase, first_sample, first_time, first_column;
+};
+
+template <int kRows_, int kColumns_>
+struct MmaShape {
+  static constexpr int kRows = kRows_, kColumns = kColumns_, kStages = mma_stages(kRows, kColumns);
+  // A warp multiplies 64 rows by 32 columns, of every kGroups-th slice of K.
+  static constexpr int kRowWarps = kRows / 64, kColumnWarps = kColumns / 32;
+  static constexpr int kGroups = kMmaThreads / 32 / (kRowWarps * kColumnWarps);
+  static constexpr int kSlices = 4;  // of 32 bytes of K, in a step
+  static constexpr int kWeightBytes = kColumns * 128, kStride = kColumns + 8;
+  static_assert(kSlices % kGroups == 0, "every warp has as many slices");
+};
+
+// Where a thread's first copy goes in a stage: the next ones are 32 rows further, whose swizzle is the same.
+DPA_DEVICE uint32_t copy_place() {
+  const int row = device::thread() / 8, v = device::thread() % 8;
+  return row * 128 + ((v ^ (row & 7)) << 4);
+}
+
+// A thread's copies of a box of x: where each row begins, in sixteen bytes from the tensor's start.
+template <class T>
+struct BoxCopies {
+  static constexpr int kCopies = kMaxBoxRows * 8 / kMmaThreads;
+  static constexpr uint32_t kNone = ~0u;
+  uint32_t from[kCopies];
+
+  DPA_DEVICE BoxCopies(const MmaArgs& args, const MmaTile& tile, int first_time) {
+    const int samples = args.plan.conv.rows.samples;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = device::thread() / 8 + i * (kMmaThreads / 8);
+      const int time = row / samples, sample = tile.first_sample + row - time * samples;
+      const bool there = time < args.plan.box_times && sample < args.batch && first_time + time < args.in_length;
+      const uint32_t x_row = sample * args.in_length + first_time + time;
+      from[i] = there ? x_row * args.x_vectors + device::thread() % 8 : kNone;
+    }
+  }
+  DPA_DEVICE void load(const MmaArgs& args, int chunk, uint32_t to) const {
+    const bool inside = chunk * 8 + device::thread() % 8 < args.x_vectors;
+    const auto* x = static_cast<const uint8_t*>(args.x) + (inside ? chunk * 128 : 0);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i)
+      if (from[i] != kNone) device::copy_16_or_zeros(to + i * 4096, inside ? x + uint64_t{from[i]} * 16 : x, inside);
+  }
+};
+
+// A thread's copies of the weights of a step.
+template <class Shape, bool kMajorN>
+struct WeightCopies {
+  static constexpr int kCopies = Shape::kColumns * 8 / kMmaThreads;
+  uint32_t from;  // of the first copy, of tap 0 and chunk 0, in sixteen bytes
+  int columns;    // from the first copy's on
+
+  DPA_DEVICE WeightCopies(const MmaArgs& args, int first_column) {
+    const int row = device::thread() / 8, v = device::thread() % 8;
+    if constexpr (kMajorN) {
+      columns = args.outputs - first_column - v * 8;
+      from = row * args.row_vectors + first_column / 8 + v;
+    } else {
+      columns = args.outputs - first_column - row;
+      from = (first_column + row) * args.row_vectors + v;
+    }
+  }
+  DPA_DEVICE void load(const MmaArgs& args, int tap, int chunk, uint32_t to) const {
+    const auto* weights = static_cast<const uint8_t*>(args.weights);
+    const uint32_t step = tap * args.tap_vectors + chunk * (kMajorN ? 64 * args.row_vectors : 8);
+    const int row = device::thread() / 8, v = device::thread() % 8;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (columns <= (kMajorN ? i / 2 * 64 : i * 32)) continue;
+      const bool inside = kMajorN ? chunk * 64 + i % 2 * 32 + row < args.contracted
+                                  : chunk * 8 + v < static_cast<int>(args.row_vectors);
+      const uint32_t further = kMajorN ? i % 2 * 32 * args.row_vectors + i / 2 * 8 : i * 32 * args.row_vectors;
+      device::copy_16_or_zeros(to + i * 4096, inside ? weights + uint64_t{from + step + further} * 16 : weights,
+                               inside);
+    }
+  }
+};
+
+// A lane's rows of A: row lane % 16 of each of the warp's four row tiles.
+template <int kStride>
+struct LaneRows {
+  static constexpr int kTiles = kStride == 1 ? 1 : 4;  // of stride 1 the tiles are sixteen rows of the box apart
+  int box[kTiles];                                     // row of the box, at shift 0
+  uint32_t inside[2];                                  // two tiles each: a bit a term, whether the row is no padding
+
+  DPA_DEVICE LaneRows(const ConvPlan& plan, const MmaTile& tile, int first_time, int first_row, int in_length) {
+    const int lane = device::thread() % 32;
+    inside[0] = inside[1] = 0;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const int row = first_row + m * 16 + lane % 16, j = row / plan.rows.samples;
+      const int time = (tile.first_time + j) * kStride;
+      if (m < kTiles) box[m] = (time - first_time) * plan.rows.samples + row - j * plan.rows.samples;
+      for (int i = 0; i < plan.terms[tile.phase] && j < plan.rows.time; ++i) {
+        const int u = time + plan.shift[tile.phase][i];
+        if (u >= 0 && u < in_length) inside[m / 2] |= 1u << (m % 2 * 16 + i);
+      }
+    }
+  }
+  // Where the rows of a term begin, with the swizzle of the sixteen bytes that the lane reads first; or zeros.
+  DPA_DEVICE void places(uint32_t (&rows)[4], uint32_t box_at, int shifted, int term, uint32_t zeros) const {
+    const uint32_t half = device::thread() % 32 / 16 << 4;
+    const auto place = [&](int row) { return box_at + row * 128 + ((row & 7) << 4 ^ half); };
+    const uint32_t bits[2] = {inside[0] >> term, inside[1] >> term};
+    const uint32_t first = place(box[0] + shifted);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const uint32_t at = kStride == 1 ? first + m * 2048 : place(box[m % kTiles] + shifted);
+      rows[m] = bits[m / 2] & (m % 2 ? 0x10000u : 1u) ? at : zeros;
+    }
+  }
+};
+
+// Where a lane's first sixteen bytes of weights lie in a stage.
+template <bool kMajorN>
+DPA_DEVICE uint32_t lane_weights(int column) {
+  const int lane = device::thread() % 32;
+  if constexpr (kMajorN) return (column / 64 * 64 + lane % 16) * 128 + ((column % 64 / 8 + lane / 16 ^ lane & 7) << 4);
+  const int row = column + lane / 16 * 8 + lane % 8;
+  return row * 128 + ((lane / 8 % 2 ^ row & 7) << 4);
+}
+
+// The MMAs of a warp in one step, on its slices of 32 bytes of K. The slice permutes the places of sixteen bytes as the
+// row does.
+template <class T, class Shape, bool kMajorN>
+DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4], uint32_t weights, int group) {
+  // More of them would spill.
+  constexpr int kUnrolled = Shape::kGroups == 1 ? (kMajorN ? 1 : 2) : Shape::kGroups == 2 && kIsFloat<T> ? 1 : 4;
+#pragma unroll kUnrolled
+  for (int s = 0; s < Shape::kSlices; s += Shape::kGroups) {
+    const int slice = s + group;
+    uint32_t b[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (kMajorN)
+        device::load_matrices_transposed(b[n], (weights ^ n << 5) + slice * 2048);
+      else
+        device::load_matrices(b[n], (weights ^ slice << 5) + n * 2048);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) round_operand<T>(b[n][i]);
+    }
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      uint32_t a[4];
+      device::load_matrices(a, rows[m] ^ slice << 5);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) round_operand<T>(a[i]);
+      const uint4 rounded = {a[0], a[1], a[2], a[3]};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) device::mma(T{}, sums[m][n], rounded, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+    }
+  }
+}
+
+// The warp's sums into the tile, those of the groups one after the other.
+template <class Shape>
+DPA_DEVICE void store_groups(float* tile, const float (&sums)[4][4][4], int group, int row, int column) {
+  const int lane = device::thread() % 32;
+  float* to = tile + (row + lane / 4) * Shape::kStride + column + lane % 4 * 2;
+#pragma unroll 1
+  for (int g = 0; g < Shape::kGroups; ++g) {
+    device::sync_block();
+    if (g != group) continue;
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float2* const at = reinterpret_cast<float2*>(to + (m * 16 + half * 8) * Shape::kStride + n * 8);
+          float2 sum = {sums[m][n][half * 2], sums[m][n][half * 2 + 1]};
+          if (g > 0) sum.x += at->x, sum.y += at->y;
+          *at = sum;
+        }
+  }
+  device::sync_block();
+}
+
+// Every thread of the block calls it. The tile lies at `tile_of_sums`, which begins behind a row of zeros.
+DPA_DEVICE float* tile_of_sums() { return reinterpret_cast<float*>(device::shared() + 128); }
+
+template <class T, class Shape, bool kMajorN, int kStride = 1>
+DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
+  const ConvPlan& plan = args.plan.conv;
+  const int thread = device::thread(), warp = thread / 32;
+  const int column = warp % Shape::kColumnWarps * 32, row_warp = warp / Shape::kColumnWarps % Shape::kRowWarps;
+  const int group = warp / (Shape::kColumnWarps * Shape::kRowWarps);
+  const int before = tile.first_time * kStride + plan.lowest, first_time = before > 0 ? before : 0;
+  const int terms = plan.terms[tile.phase], boxes = args.plan.boxes;
+  const int first_term = plan.first_term[row_warp], end_term = plan.end_term[row_warp];
+  const uint32_t zeros = device::shared_address(device::shared()), memory = zeros + 128, place = copy_place();
+  const uint32_t box_bytes = args.plan.box_bytes, weights = memory + args.plan.weights_at;
+  if (thread < 32) reinterpret_cast<uint32_t*>(device::shared())[thread] = 0;
+
+  const BoxCopies<T> box_copies(args, tile, first_time);
+  const WeightCopies<Shape, kMajorN> weight_copies(args, tile.first_column);
+  const LaneRows<kStride> lane_rows(plan, tile, first_time, row_warp * 64, args.in_length);
+  const uint32_t lane_weight = weights + lane_weights<kMajorN>(column);
+  float sums[4][4][4] = {};
+
+  // Which step's weights are loaded next. Their stage is the one before that which is multiplied.
+  int load_term = 0, load_chunk = 0;
+  const auto load_step = [&](int stage) {
+    if (load_chunk < plan.chunks)
+      weight_copies.load(args, plan.tap[tile.phase][load_term], load_chunk,
+                         weights + place + stage * Shape::kWeightBytes);
+    device::copies_commit();
+    if (++load_term == terms) load_term = 0, ++load_chunk;
+  };
+#pragma unroll 1
+  for (int i = 0; i < boxes - 1; ++i)
+    if (i < plan.chunks) box_copies.load(args, i, memory + place + i * box_bytes);
+#pragma unroll 1
+  for (int i = 0; i < Shape::kStages - 1; ++i) load_step(i);
+
+  int term = 0, chunk = 0, stage = 0, box = 0;
+#pragma unroll 1
+  while (chunk < plan.chunks) {
+    device::copies_wait<Shape::kStages - 1>();
+    device::sync_block();
+    if (term == 0 && chunk + boxes - 1 < plan.chunks)
+      box_copies.load(args, chunk + boxes - 1, memory + place + (box == 0 ? boxes - 1 : box - 1) * box_bytes);
+    load_step(stage == 0 ? Shape::kStages - 1 : stage - 1);
+    if (term >= first_term && term < end_term) {
+      uint32_t rows[4];
+      lane_rows.places(rows, memory + box * box_bytes, plan.shift[tile.phase][term] * plan.rows.samples, term, zeros);
+      multiply_step<T, Shape, kMajorN>(sums, rows, lane_weight + stage * Shape::kWeightBytes, group);
+    }
+    if (++stage == Shape::kStages) stage = 0;
+    if (++term == terms) {
+      term = 0, ++chunk;
+      if (++box == boxes) box = 0;
+    }
+  }
+  device::copies_wait<0>();
+  store_groups<Shape>(tile_of_sums(), sums, group, row_warp * 64, column);
+}
+
+// The tile of block `index`.
+template <class Shape>
+DPA_DEVICE MmaTile mma_tile(const ConvPlan& plan, unsigned index) {
+  MmaTile tile;
+  const unsigned columns = static_cast<unsigned>(plan.column_tiles), per_sample = plan.rows.per_sample;
+  tile.first_column = index % columns * Shape::kColumns, index /= columns;
+  tile.phase = plan.phases == 1 ? 0 : index & 1, index = plan.phases == 1 ? index : index >> 1;
+  tile.first_sample = index / per_sample * plan.rows.samples;
+  tile.first_time = index % per_sample * plan.rows.time;
+  return tile;
+}
+
+}  // namespace dpa::kernels::conv1d

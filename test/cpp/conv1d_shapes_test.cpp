@@ -1,0 +1,108 @@
+// Which kernels the shapes that people train take: no kernel size, width, horizon or batch may fall to another library.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdint>
+
+#include "kernels/plans/conv1d/mma_plan.h"
+#include "kernels/plans/group_norm_mish/plan.h"
+
+namespace dpa::kernels::conv1d {
+namespace {
+
+constexpr int kGroups = 8;
+
+template <class F>
+void each_block(F&& f) {
+  for (const auto dtype : {DType::kBFloat16, DType::kFloat32})
+    for (const int64_t batch : {1, 16, 64, 100, 256, 1024, 4096})
+      for (const int64_t length : {1, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 56, 64})
+        for (const int64_t channels : {2, 64, 96, 128, 192, 256, 320, 384, 512, 1024, 2048})
+          for (int taps = 1; taps <= 9; ++taps) {
+            // An even kernel's output is longer by one: the networks have none.
+            if (taps % 2 == 0) continue;
+            f(Conv1d{dtype, batch, length, channels, length, channels, taps, 1, taps / 2});
+          }
+}
+
+TEST(Shapes, EveryBlockIsServedByBothForms) {
+  each_block([](const Conv1d& c) {
+    EXPECT_TRUE(serves(c) && mma_serves(c)) << c.batch << " " << c.y_length << " " << c.y_channels << " " << c.taps;
+    EXPECT_TRUE(wgmma_takes_taps(c) || plan_mma_wgrad(c, 132).fits());
+  });
+}
+
+TEST(Shapes, SoAreDownsamplingAndUpsampling) {
+  for (const auto dtype : {DType::kBFloat16, DType::kFloat32})
+    for (const int64_t batch : {1, 64, 4096})
+      for (const int64_t length : {2, 4, 7, 10, 16, 24, 32, 64})
+        for (const int64_t channels : {64, 96, 320, 1024}) {
+          const int64_t down = (length - 1) / 2 + 1;
+          EXPECT_TRUE(mma_serves({dtype, batch, down, channels, length, channels, 3, 2, 1})) << length;
+          EXPECT_TRUE(mma_serves({dtype, batch, length, channels, 2 * length, channels, 4, 2, 1})) << length;
+        }
+}
+
+TEST(Shapes, TilesAreNotLeftHalfEmpty) {
+  each_block([](const Conv1d& c) {
+    if (c.batch < 64 || c.y_length < 4) return;  // the networks halve no shorter horizon
+    const auto used = [&](const RowTiles& rows, int tile) {
+      return static_cast<double>(c.batch * c.y_length) / static_cast<double>(rows.count * tile);
+    };
+    const auto mma = plan_mma_fprop(c, 132).conv;
+    EXPECT_GT(used(plan_fprop(c, 132).rows, kTileRows), 0.5) << c.batch << " " << c.y_length;
+    EXPECT_GT(used(mma.rows, mma.tile_rows), 0.5) << c.batch << " " << c.y_length;
+  });
+}
+
+TEST(Shapes, BlocksStayWithinTheDevicesMemoryAndLimits) {
+  each_block([](const Conv1d& c) {
+    for (const int multiprocessors : {36, 84, 108, 132, 170}) {
+      for (const auto& plan : {plan_mma_fprop(c, multiprocessors), plan_mma_dgrad(c, multiprocessors)}) {
+        EXPECT_LE(mma_bytes(plan), kMmaMemory);
+        EXPECT_LE(plan.box_times * plan.conv.rows.samples, kMaxBoxRows);
+        // Before a chunk's terms are all multiplied, the boxes of the chunks after it have had their time.
+        EXPECT_GE((plan.boxes - 1) * plan.conv.terms[0], mma_stages(plan.conv.tile_rows, plan.conv.tile_columns) - 1);
+      }
+      const auto gradient = plan_mma_wgrad(c, multiprocessors);
+      EXPECT_LE(mma_wgrad_bytes(c, gradient), kMmaMemory);
+      EXPECT_GE(gradient.steps, gradient.splits);
+      EXPECT_EQ(gradient.slots % c.taps, 0);
+    }
+  });
+}
+
+// Normalisations that run in the convolution's epilogue, and those in a kernel of their own.
+TEST(Shapes, NormalisationsOfTheNetworks) {
+  const auto fused = [](int64_t batch, int64_t length, int64_t channels) {
+    const Conv1d c{DType::kBFloat16, batch, length, channels, length, channels, 5, 1, 2};
+    const int64_t group = channels / kGroups;
+    const auto mma = plan_mma_fprop(c, 132, group);
+    const bool by_mma = mma.fits() && normalises(c, mma.conv, group);
+    EXPECT_EQ(by_mma, normalises(c, plan_fprop(c, 132), group)) << batch << " " << length << " " << channels;
+    return by_mma;
+  };
+  for (const int64_t batch : {64, 256, 1024})
+    for (int level = 0; level < 3; ++level) EXPECT_TRUE(fused(batch, 16 >> level, 256 << level));
+  EXPECT_TRUE(fused(64, 32, 256) && fused(64, 64, 128));
+  EXPECT_FALSE(fused(64, 64, 256));  // 2048 elements a group
+  EXPECT_FALSE(fused(64, 12, 256) || fused(64, 16, 192));
+}
+
+// Levels of half the length and other widths: each normalisation is one kernel, but for groups that are no whole
+// vectors, which go through contiguous copies.
+TEST(Shapes, LevelsNormaliseInOneKernel) {
+  for (const int size : {2, 4})
+    for (const auto& widths :
+         {std::array<int64_t, 3>{256, 512, 1024}, {512, 1024, 2048}, {128, 256, 384}, {192, 320, 640}, {64, 128, 256}})
+      for (const int64_t horizon : {8, 12, 16, 20, 32, 48, 64})
+        for (const int64_t batch : {16, 4096})
+          for (int level = 0; level < 3; ++level)
+            EXPECT_TRUE(teams({batch, widths[level], horizon >> level, kGroups}, size).fits())
+                << size << " " << widths[level] << " " << horizon;
+  EXPECT_FALSE(teams({64, 96, 16, kGroups}, 2).fits());
+  EXPECT_TRUE(teams({64, 96, 16, kGroups}, 4).fits());
+}
+
+}  // namespace
+}  // namespace dpa::kernels::conv1d
