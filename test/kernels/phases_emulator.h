@@ -284,7 +284,9 @@ DPA_DEVICE uint32_t pack(BFloat16, float l, float h) { return bfloat_bits(l) | b
 DPA_DEVICE uint32_t pack(Half, float l, float h) { return half_bits(l) | half_bits(h) << 16; }
 DPA_DEVICE float2 unpack(BFloat16, uint32_t v) { return {as_float(v << 16), as_float(v & 0xffff0000u)}; }
 DPA_DEVICE float2 unpack(Half, uint32_t v) { return {half_value(v & 0xffff), half_value(v >> 16)}; }
-DPA_DEVICE uint32_t to_tf32(float x) { return (bits(x) + 0x1000u) & 0xffffe000u; }
+DPA_DEVICE void split_tf32(float x, uint32_t& high, uint32_t& low) {
+  high = (bits(x) + 0x1000u) & 0xffffe000u, low = bits(x - as_float(high));
+}
 
 // k = 16 (two numbers a register) or 8 (one).
 template <class Type>
@@ -297,7 +299,7 @@ void mma_any(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   collective([](WarpState& s) {
     auto value = [](uint32_t x, int i) {
       if constexpr (std::is_same_v<Type, float>)
-        return as_float(x);
+        return as_float(x & 0xffffe000u);  // the last 13 bits do not count
       else {
         const float2 v = unpack(Type{}, x);
         return i ? v.y : v.x;
