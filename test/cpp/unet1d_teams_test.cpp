@@ -34,7 +34,10 @@ TEST(Teams, EveryStepChannelAndColumnHasAWarp) {
         for (size_t i = 0; i < t.phases.size(); i++) {
           const TeamPhase& f = t.phases[i];
           EXPECT_EQ(f.channels, f.groups * f.quads * 4);
-          EXPECT_LE(t.samples * f.groups << f.log_pair_warps, kPhaseWarps);
+          EXPECT_LE(t.samples * f.groups, kTeamPairs);
+          if (f.log_pair_warps > 0) {
+            EXPECT_LE(t.samples * f.groups << f.log_pair_warps, kTeamEpilogueWarps);
+          }
           EXPECT_LE(f.quads * f.pass_times, 32 << f.log_pair_warps);
           EXPECT_GE(f.passes * f.pass_times, f.columns);
           EXPECT_LE(f.passes, kTeamPasses);
@@ -43,6 +46,8 @@ TEST(Teams, EveryStepChannelAndColumnHasAWarp) {
           if (i == 0) continue;
           EXPECT_GE(f.rounds * f.warps_rows, f.row_tiles);
           EXPECT_EQ(f.warps_rows << f.log_warps_k, kPhaseWarps);
+          for (int s = 0; s < f.num_segments; s++) EXPECT_EQ(f.segments[s].steps % 2, 0);  // warps take pairs
+          EXPECT_LE(t.shared.ring + t.ring_slots * kPhaseWarps * 512 * element_bytes(dtype), t.shared.bytes);
           for (int r = 0; r < kTeamBlocks; r++) {
             const int first = r * f.channels / 16;
             EXPECT_LE(((r + 1) * f.channels + 15) / 16 - first, f.row_tiles);

@@ -41,11 +41,20 @@ struct Store {
   int bytes;
   uint32_t words[4];
 };
+// A barrier of threads: kMeetings of a block, the first of all its threads.
+struct Meeting {
+  int arrived = 0, generation = 0;
+  void arrive(int count) {
+    if (++arrived > count) std::printf("a barrier of too few threads\n"), std::abort();
+    if (arrived == count) arrived = 0, generation++;
+  }
+};
+constexpr int kMeetings = 16, kMostWarps = 16;
 struct BlockState {
   std::vector<uint8_t> memory;
   Barrier barriers[2];
-  int arrived = 0, generation = 0;
-  WarpState warps[8];
+  Meeting meetings[kMeetings];
+  WarpState warps[kMostWarps];
 };
 struct Fiber {
   ucontext_t context;
@@ -56,7 +65,7 @@ struct Fiber {
   std::vector<Copy> open;
 };
 struct Machine {
-  int blocks = 0;
+  int blocks = 0, threads = 0;  // threads: of a block
   std::vector<BlockState> state;
   std::vector<Fiber> fibers;
   std::vector<Store> stores;
@@ -79,12 +88,18 @@ DPA_DEVICE int block() { return machine.now->block; }
 DPA_DEVICE int blocks() { return machine.blocks; }
 DPA_DEVICE long long clock_now() { return 0; }
 DPA_DEVICE void pause() { yield(); }
-DPA_DEVICE void sync_block() {
-  BlockState& b = here();
-  const int mine = b.generation;
-  if (++b.arrived == 256) b.arrived = 0, b.generation++;
-  while (b.generation == mine) yield();
+template <int kBarrier>
+void arrive_threads(int count) {
+  here().meetings[kBarrier].arrive(count);
 }
+template <int kBarrier>
+void sync_threads(int count) {
+  Meeting& m = here().meetings[kBarrier];
+  const int mine = m.generation;
+  m.arrive(count);
+  while (m.generation == mine) yield();
+}
+DPA_DEVICE void sync_block() { sync_threads<0>(machine.threads); }
 // The last lane to come computes.
 template <class F>
 void collective(F f) {
@@ -169,7 +184,7 @@ DPA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
 }
 DPA_DEVICE void cluster_sync() {
   const int cluster = block() / kCluster, mine = machine.cluster_generation[cluster];
-  if (++machine.cluster_arrived[cluster] == kCluster * 256)
+  if (++machine.cluster_arrived[cluster] == kCluster * machine.threads)
     machine.cluster_arrived[cluster] = 0, machine.cluster_generation[cluster]++;
   while (machine.cluster_generation[cluster] == mine) yield();
 }
@@ -291,7 +306,9 @@ DPA_DEVICE uint32_t pack(BFloat16, float l, float h) { return bfloat_bits(l) | b
 DPA_DEVICE uint32_t pack(Half, float l, float h) { return half_bits(l) | half_bits(h) << 16; }
 DPA_DEVICE float2 unpack(BFloat16, uint32_t v) { return {as_float(v << 16), as_float(v & 0xffff0000u)}; }
 DPA_DEVICE float2 unpack(Half, uint32_t v) { return {half_value(v & 0xffff), half_value(v >> 16)}; }
-DPA_DEVICE uint32_t to_tf32(float x) { return (bits(x) + 0x1000u) & 0xffffe000u; }
+DPA_DEVICE void split_tf32(float x, uint32_t& high, uint32_t& low) {
+  high = (bits(x) + 0x1000u) & 0xffffe000u, low = bits(x - as_float(high));
+}
 
 // k = 16 (two numbers a register) or 8 (one).
 template <class Type>
@@ -304,7 +321,7 @@ void mma_any(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   collective([](WarpState& s) {
     auto value = [](uint32_t x, int i) {
       if constexpr (std::is_same_v<Type, float>)
-        return as_float(x);
+        return as_float(x & 0xffffe000u);  // the last 13 bits do not count
       else {
         const float2 v = unpack(Type{}, x);
         return i ? v.y : v.x;
@@ -338,15 +355,16 @@ inline void fiber_entry() {
   yield();
 }
 // Runs body(argument) in every thread of the grid, blocks at random turns, until all are done.
-inline void launch(int blocks, int shared_bytes, void (*body)(void*), void* argument, unsigned seed) {
-  machine.blocks = blocks, machine.body = body, machine.argument = argument;
+inline void launch(int blocks, int shared_bytes, void (*body)(void*), void* argument, unsigned seed,
+                   int threads = 256) {
+  machine.blocks = blocks, machine.threads = threads, machine.body = body, machine.argument = argument;
   machine.state.assign(blocks, {});
   for (auto& b : machine.state) b.memory.assign(shared_bytes, 0xff);
   machine.fibers.clear();
-  machine.fibers.resize(blocks * 256);
-  for (int i = 0; i < blocks * 256; i++) {
+  machine.fibers.resize(blocks * threads);
+  for (int i = 0; i < blocks * threads; i++) {
     Fiber& f = machine.fibers[i];
-    f.block = i / 256, f.thread = i % 256;
+    f.block = i / threads, f.thread = i % threads;
     f.stack.resize(48 << 10);
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
@@ -357,7 +375,7 @@ inline void launch(int blocks, int shared_bytes, void (*body)(void*), void* argu
   machine.cluster_arrived.assign(blocks / kCluster + 1, 0);
   machine.cluster_generation.assign(blocks / kCluster + 1, 0);
   std::mt19937 random(seed);
-  int left = blocks * 256;
+  int left = blocks * threads;
   while (left > 0) {
     for (size_t n = random() % (machine.stores.size() + 1); n > 0; n--) {  // stores arrive in any order
       const size_t i = random() % machine.stores.size();
@@ -367,9 +385,9 @@ inline void launch(int blocks, int shared_bytes, void (*body)(void*), void* argu
     }
     const int block = random() % blocks, turns = 1 + random() % 64;
     for (int turn = 0; turn < turns; turn++) {
-      const int warp = random() % 8;
+      const int warp = random() % (threads / 32);
       for (int i = 0; i < 32; i++) {
-        Fiber& f = machine.fibers[block * 256 + warp * 32 + i];
+        Fiber& f = machine.fibers[block * threads + warp * 32 + i];
         if (f.done) continue;
         machine.now = &f;
         swapcontext(&machine.scheduler, &f.context);

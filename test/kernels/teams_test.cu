@@ -35,6 +35,7 @@ const Case kNarrowRows[] = {
     {"NoMaD T8 k3 batch 16", {2, 3, {64, 128, 256}, 3, 8, 256, 256, false}, 16, 8},
     {"ManiSkill T16 batch 2", {8, 3, {64, 128, 256}, 5, 8, 64, 84, true}, 2, 16},
     {"ManiSkill T16 batch 64", {8, 3, {64, 128, 256}, 5, 8, 64, 84, true}, 64, 16},
+    {"NoMaD T8 k3 batch 64", {2, 3, {64, 128, 256}, 3, 8, 256, 256, false}, 64, 8},
     {"96/192/320 k7 T16", {2, 3, {96, 192, 320}, 7, 8, 64, 20, true}, 1, 16},
     {"192/384/640 T16", {2, 3, {192, 384, 640}, 5, 8, 64, 20, true}, 1, 16},
     {"256/512 T16", {2, 2, {256, 512}, 5, 8, 128, 40, true}, 1, 16},
@@ -87,7 +88,7 @@ struct Run : LoopBuffers {
             default: return run(device::TileFp32{});
           }
         },
-        &job, seed);
+        &job, seed, kTeamThreads);
 #else
     (void)seed;
     CHECK(launch_teams(net.plan.dtype, l, plan, cluster, nullptr));
@@ -132,10 +133,11 @@ void print_plan(const Case& c, DType dtype, int teams, int shared) {
   const Plan plan = make_plan(c.config, dtype);
   const TeamPlan p = make_teams(plan, c.batch, c.horizon, teams, shared);
   std::printf(
-      "%s %s: %s %d teams of %d samples, %zu phases, %.1f KB shared (slabs %.1f, sums %.1f, table at %d), %d slots, "
+      "%s %s: %s %d teams of %d samples, %zu phases, %.1f KB shared (slabs %.1f, sums %.1f, pairs %.1f), %d slots, "
       "weights %.1f MB\n",
       c.name, name_of(dtype), p.error.c_str(), p.teams, p.samples, p.phases.size(), p.shared.bytes / 1024.0,
-      p.slab_bytes / 1024.0, p.sum_segment * 8 / 1024.0, p.shared.table, p.ring_slots, plan.tile_bytes * 1e-6);
+      p.slab_bytes / 1024.0, p.sum_segment * 8 / 1024.0, p.warp_pairs * kPhaseWarps * 4 / 1024.0, p.ring_slots,
+      plan.tile_bytes * 1e-6);
   int tiles = 0;
   for (const TeamPhase& f : p.phases) {
     int steps = 0;

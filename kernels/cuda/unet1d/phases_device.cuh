@@ -20,6 +20,15 @@ DPA_DEVICE int thread() { return threadIdx.x; }
 DPA_DEVICE int block() { return blockIdx.x; }
 DPA_DEVICE int blocks() { return gridDim.x; }
 DPA_DEVICE void sync_block() { __syncthreads(); }
+// Barrier kBarrier of some of the block's threads, a multiple of 32; `arrive` does not wait.
+template <int kBarrier>
+DPA_DEVICE void sync_threads(int count) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(count) : "memory");
+}
+template <int kBarrier>
+DPA_DEVICE void arrive_threads(int count) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "r"(count) : "memory");
+}
 DPA_DEVICE void sync_warp() { __syncwarp(); }
 DPA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 using ptx::held;
@@ -108,7 +117,7 @@ template <class T>
 DPA_DEVICE void mma(T, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   ptx::mma<T>(c, a, b0, b1);
 }
-using ptx::to_tf32;
+using ptx::split_tf32;
 // Two numbers in a word, the first in the low half.
 template <class T>
 DPA_DEVICE uint32_t pack(T, float low, float high) {

@@ -204,10 +204,7 @@ struct Fragments<TileE4m3> {
 template <>
 struct Fragments<TileFp32> {
   uint4 high[2], low[2];
-  static DPA_DEVICE void split(uint32_t x, uint32_t& high, uint32_t& low) {
-    high = to_tf32(as_float(x));
-    low = to_tf32(as_float(x) - as_float(high));
-  }
+  static DPA_DEVICE void split(uint32_t x, uint32_t& high, uint32_t& low) { split_tf32(as_float(x), high, low); }
   DPA_DEVICE void load(uint32_t at) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {

@@ -4,9 +4,9 @@
 //   grid    teams x 8 blocks, all resident. Block r of a team owns, in every convolution, the r-th eighth of the output
 //           channels: whole GroupNorm groups, over all input channels. So it alone adds up, normalises and activates
 //           them, and hands finished values over, once a convolution; residuals stay in its threads' registers
-//   block   8 warps over the row tiles of 16 channels and K; their sums meet in shared memory (the only barrier of a
-//           phase); as few warps as a thread's two items of four channels allow run the epilogue
-//   warp    its own stream of weights through shared memory, which runs ahead over phases and steps
+//   block   8 warps over the row tiles of 16 channels and K, whose sums meet in shared memory; 4 of the epilogue, which
+//           fetch a phase's parameters while the others multiply
+//   warp    that multiplies: its own stream of weights through shared memory, which runs ahead over phases and steps
 //
 // Teams share nothing. A team on compute capability 9.0 is a cluster: values are stored into the slabs of all eight
 // blocks, where the next GEMM reads them. Elsewhere, and where clusters do not fit, they are words in L2 with the step's
@@ -22,7 +22,7 @@ namespace dpa::kernels::unet1d {
 namespace {
 
 template <class Tile, bool kCluster>
-__global__ void __launch_bounds__(kPhaseWarps * 32, 1) team_kernel(const __grid_constant__ TeamArguments a) {
+__global__ void __launch_bounds__(kTeamThreads, 1) team_kernel(const __grid_constant__ TeamArguments a) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster) device::run_team<Tile, device::ClusterHandover>(a);
 #endif
@@ -35,7 +35,7 @@ struct TeamLaunch {
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attributes[2];
   TeamLaunch(int teams, int bytes, bool cluster, cudaStream_t stream) {
-    config.gridDim = teams * kTeamBlocks, config.blockDim = kPhaseWarps * 32, config.stream = stream;
+    config.gridDim = teams * kTeamBlocks, config.blockDim = kTeamThreads, config.stream = stream;
     config.dynamicSmemBytes = bytes;
     attributes[0].id = cudaLaunchAttributeCooperative;
     attributes[0].val.cooperative = 1;

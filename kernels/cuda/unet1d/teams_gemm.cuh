@@ -1,6 +1,6 @@
 // The GEMM of a team's warp: its share of K of a row tile, 16 output channels times up to 64 columns. The next pair of
 // steps is loaded while one is multiplied. A warp has few others to hide behind: what counts is how many instructions a
-// pair takes, so pairs in the middle of a run, of the weights and of the GEMM, take none but copies, loads and MMAs.
+// pair takes. So a warp's weights are a list of pairs, all of them whole, and a pair takes copies, loads and MMAs alone.
 #pragma once
 #include "kernels/cuda/unet1d/phases_input.cuh"
 
@@ -40,70 +40,67 @@ struct Weights<TileFp32> {
   }
 };
 
-// A warp's stream of weights: its runs of all phases and steps, one after another. A lane copies the bytes that it
-// reads. Of e4m3 those are 8, and copies of 8 bytes would go through L1: there a lane copies 16 of the pair's.
+// A warp's stream of weights: its pairs of tiles of all phases of a step, again and again. A lane copies the bytes that
+// it reads. Of e4m3 those are 8, and copies of 8 bytes would go through L1: there a lane copies 16 of the pair's.
+struct TeamPairs {
+  const uint32_t* begin;  // of this warp, in shared memory: the first tile, and from bit 22 tiles from it to the second
+  int count;              // at least one
+};
 template <class Tile>
 struct TeamStream {
   static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kPair = 2 * Tile::kBytes;
   static constexpr bool kHalves = kLane == 8;  // half a warp copies a tile
-  const uint8_t* weights;                      // this lane's place in the first tile
-  const PhaseRun *at, *begin, *end;            // the next run; this warp's of a step, in shared memory
-  int steps;                                   // left, with the one that `at` is in
-  bool tight;                                  // kPhaseTightSlots instead of Tile::kSlots
-  const uint8_t* from = nullptr;               // of the run that is being copied: what this lane copies next,
-  int tiles = 0, stride = 0;                   // the tiles left, bytes from one to the next
-  uint32_t buffer, buffer_end, slot, last;     // this lane's places: of the pair to consume, of the pair before
+  static constexpr TeamSlots kSlots = team_slots(Tile::kBytes);
+  const uint8_t* weights;            // this lane's place in the first tile
+  const uint32_t *at, *begin, *end;  // the pair behind `next`
+  uint32_t next;                     // the pair to copy
+  int slots;
+  uint32_t buffer, buffer_end, slot, last;  // this lane's places: of the pair to consume, of the pair before
 
-  DPA_DEVICE TeamStream(const uint8_t* from_tiles, const Runs& runs, int steps_, int slots)
-      : weights(from_tiles + (thread() & (kHalves ? 15 : 31)) * 16),
-        at(runs.begin),
-        begin(runs.begin),
-        end(runs.begin + runs.count),
-        steps(runs.count ? steps_ : 0),
-        tight(slots < Tile::kSlots) {
-    buffer = shared_address(shared()) + (thread() >> 5) * slots * kPair + (thread() & 31) * kLane;
+  DPA_DEVICE TeamStream(const uint8_t* tiles, const TeamPairs& pairs, int ring, int slots_)
+      : weights(tiles + (thread() & (kHalves ? 15 : 31)) * 16),
+        at(pairs.begin),
+        begin(pairs.begin),
+        end(pairs.begin + pairs.count),
+        slots(slots_) {
+    buffer = shared_address(shared()) + ring + (thread() >> 5) * slots * kPair + (thread() & 31) * kLane;
     slot = buffer, last = buffer + (slots - 1) * kPair, buffer_end = last + kPair;
+    fetch();
 #pragma unroll 1
-    for (int i = 0; i < slots - 1; i++) issue<false>(buffer + i * kPair);
+    for (int i = 0; i < slots - 1; i++) issue(buffer + i * kPair);
+  }
+  DPA_DEVICE void fetch() {
+    next = *at++;
+    if (at == end) at = begin;
   }
   static DPA_DEVICE void copy(uint32_t to, const uint8_t* tile) {
     copy_16(to, tile);
     if constexpr (Tile::kWide) copy_16(to + 512, tile + 512);
   }
-  // Copies the next pair. kWhole: the run has two tiles more.
-  template <bool kWhole>
   DPA_DEVICE void issue(uint32_t to) {
-    if constexpr (!kWhole) {
-      if (tiles <= 0 && steps > 0) {
-        const PhaseRun run = *at;
-        tiles = static_cast<int>(run.tiles & 0xffff), stride = static_cast<int>(run.tiles >> 16) * Tile::kBytes;
-        from = weights + static_cast<size_t>(run.from) * 16 + (kHalves && (thread() & 16) ? stride : 0);
-        if (++at == end) at = begin, steps--;
-      }
-    }
+    const uint32_t first = (next & 0x3fffff) * Tile::kBytes, apart = (next >> 22) * Tile::kBytes;
+    const uint8_t* from = weights + first;
+    fetch();
     if constexpr (kHalves) {
       const int lane = thread() & 31;
-      if (kWhole || tiles > lane >> 4) copy(to + lane * (16 - kLane), from);
+      copy(to + lane * (16 - kLane), from + (lane & 16 ? apart : 0));
     } else {
-      if (kWhole || tiles > 0) copy(to, from);
-      if (kWhole || tiles > 1) copy(to + Tile::kBytes, from + stride);
+      copy(to, from);
+      copy(to + Tile::kBytes, from + apart);
     }
     copies_commit();
-    from += 2 * stride, tiles -= 2;
   }
   // The next pair is in its slot; returns this lane's address there.
   DPA_DEVICE uint32_t wait() const {
-    if (tight)
-      copies_wait<kPhaseTightSlots - 2>();
-    else
-      copies_wait<Tile::kSlots - 2>();
+    copies_wait<kSlots.most - 2>();
+    if (slots < kSlots.most) copies_wait<kSlots.middle - 2>();
+    if (slots < kSlots.middle) copies_wait<kSlots.least - 2>();
     if constexpr (kHalves) sync_warp();
     return slot;
   }
   // Fills the slot before it again, whose fragments have been multiplied, and goes on to the next.
-  template <bool kWhole>
   DPA_DEVICE void advance() {
-    issue<kWhole>(last);
+    issue(last);
     last = slot;
     slot += kPair;
     if (slot == buffer_end) slot = buffer;
@@ -181,9 +178,9 @@ struct OperandPair {
   Weights<Tile> a[2];
   uint32_t b[Rows::kOne ? 1 : 2][Rows::kLoads][4];
 
-  static DPA_DEVICE Offsets offsets(const int* p, bool two) {
-    if constexpr (Rows::kOne) return {p[two ? thread() >> 4 & 1 : 0], 0};
-    return {p[0], p[two]};
+  static DPA_DEVICE Offsets offsets(const int* p) {
+    if constexpr (Rows::kOne) return {p[thread() >> 4 & 1], 0};
+    return {p[0], p[1]};
   }
   DPA_DEVICE void load_weights(uint32_t at) { a[0].load(at), a[1].load(at + Tile::kBytes); }
   DPA_DEVICE void load(const Rows& rows, const Offsets& o) {
@@ -193,15 +190,14 @@ struct OperandPair {
       if constexpr (!Rows::kOne) load_matrices(b[1][i], rows.at[i] + o.second);
     }
   }
-  DPA_DEVICE void multiply(RunSums<Tile, kColumnTiles>& sums, bool two) const {
+  DPA_DEVICE void multiply(RunSums<Tile, kColumnTiles>& sums) const {
     using Math = typename Tile::Math;
     if constexpr (Rows::kOne) {
       mma(Math{}, sums.sum[0], a[0].ready().a, b[0][0][0], b[0][0][1]);
-      if (two) mma(Math{}, sums.other[0], a[1].ready().a, b[0][0][2], b[0][0][3]);
+      mma(Math{}, sums.other[0], a[1].ready().a, b[0][0][2], b[0][0][3]);
     } else {
 #pragma unroll
       for (int s = 0; s < 2; s++) {
-        if (s == 1 && !two) break;
         const Fragments<Tile> f = a[s].ready();
 #pragma unroll
         for (int i = 0; i < Rows::kLoads; i++) sums.multiply(f, i, b[s][i]);
@@ -210,20 +206,16 @@ struct OperandPair {
   }
 };
 
-// Multiplies `count` steps, whose offsets in the slab are given. `receive` is called before the slab is read.
+// Multiplies `pairs` pairs of steps, whose offsets in the slab are given. `receive` is called before the slab is read.
 template <class Tile, int kColumnTiles, class Receive>
-DPA_DEVICE void multiply_run(TeamStream<Tile>& stream, const int* offsets, int count,
+DPA_DEVICE void multiply_run(TeamStream<Tile>& stream, const int* offsets, int pairs,
                              const OperandRows<Tile, kColumnTiles>& rows, float (&sum)[kColumnTiles][4],
                              Receive receive) {
   using Pair = OperandPair<Tile, kColumnTiles>;
   RunSums<Tile, kColumnTiles> sums = {sum};
-  int left = count;  // not multiplied
-  auto at = Pair::offsets(offsets, count > 1);
-  // Loads the next pair, of `more` steps with those behind it.
-  auto load = [&](Pair& to, int more, auto between) {
-    const auto now = at;
+  auto load = [&](Pair& to, auto between) {
+    const auto now = Pair::offsets(offsets);
     offsets += 2;
-    if (more > 2) at = Pair::offsets(offsets, more > 3);
     to.load_weights(stream.wait());
     between();
     to.load(rows, now);
@@ -231,39 +223,32 @@ DPA_DEVICE void multiply_run(TeamStream<Tile>& stream, const int* offsets, int c
   if constexpr (kColumnTiles <= (Tile::kWide ? 1 : 2)) {  // registers for two pairs
     Pair even, odd;
     auto step = [&](const Pair& now, Pair& next) {
-      stream.template advance<false>();
-      if (left > 2) load(next, left - 2, [] {});
-      now.multiply(sums, left > 1);
-      left -= 2;
+      stream.advance();
+      load(next, [] {});
+      now.multiply(sums);
     };
-    auto whole_step = [&](const Pair& now, Pair& next) {
-      stream.template advance<true>();
-      load(next, 4, [] {});
-      now.multiply(sums, true);
-    };
-    load(even, left, receive);
+    load(even, receive);
 #pragma unroll 1
-    while (true) {
-      // Twice two pairs, with a whole one behind them, of both runs.
-      const int most = (left - 4) >> 2, of_stream = stream.tiles >> 2;
-      int n = most < of_stream ? most : of_stream;
-      if (n > 0) left -= 4 * n;
-#pragma unroll 1
-      for (; n > 0; n--) whole_step(even, odd), whole_step(odd, even);
+    for (; pairs > 2; pairs -= 2) step(even, odd), step(odd, even);
+    if (pairs > 1) {
       step(even, odd);
-      if (left <= 0) break;
-      step(odd, even);
-      if (left <= 0) break;
+      stream.advance();
+      odd.multiply(sums);
+    } else {
+      stream.advance();
+      even.multiply(sums);
     }
   } else {
-    receive();
+    Pair pair;
+    load(pair, receive);
 #pragma unroll 1
-    for (; left > 0; left -= 2) {
-      Pair pair;
-      load(pair, left, [] {});
-      stream.template advance<false>();
-      pair.multiply(sums, left > 1);
+    for (; pairs > 1; pairs--) {
+      pair.multiply(sums);
+      stream.advance();
+      load(pair, [] {});
     }
+    pair.multiply(sums);
+    stream.advance();
   }
   sums.finish();
 }

@@ -65,12 +65,16 @@ struct ClusterHandover {
 #pragma unroll
     for (int d = 0; d < kTeamBlocks; d++) send_4(peers[d] + to, bits(v), peers[d] + barrier(count));
   }
-  // The values of a hand-over are here. `next`: bytes of the one after the next.
-  DPA_DEVICE void wait(int next) {
+  // The values of a hand-over are here.
+  DPA_DEVICE void wait() {
     barrier_wait(barrier(count), count >> 1 & 1);
-    if (thread() == 0) expect(2, next);
     count++;
   }
+  // After `wait`, by warps that multiply: arms the barrier again, for so many bytes.
+  DPA_DEVICE void expect_next(int bytes) const {
+    if (thread() == 0) expect(1, bytes);
+  }
+  DPA_DEVICE void sent() { count++; }
 };
 #endif
 
@@ -87,6 +91,7 @@ struct WordHandover {
     return p.words + ((sample * p.times + time) * kTeamBlocks + rank) * p.channels + channel;
   }
   DPA_DEVICE static int pitch(const TeamPhase& p) { return kTeamBlocks * p.channels; }
+  DPA_DEVICE void sent() {}
   DPA_DEVICE void send(uint32_t at, uint32_t flag, const float (&v)[4]) const {
     store_words(words + at, make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag, (bits(v[2]) & ~1u) | flag,
                                        (bits(v[3]) & ~1u) | flag));
@@ -94,7 +99,8 @@ struct WordHandover {
   DPA_DEVICE void send_tail(const TeamArguments& a, int at, uint32_t flag, float v) const {
     store_word(words + a.tail_words + at, (bits(v) & ~1u) | flag);
   }
-  // Polls the output of phase `p` and writes it to its slab. A barrier is due before that is read.
+  // Polls the output of phase `p` and writes it to its slab, by the warps that multiply. A barrier is due before that is
+  // read.
   DPA_DEVICE void receive(const TeamPhase& p, const SlabAt& to, int samples, uint32_t flag, Watch& watch) const {
     constexpr int kItems = 2;
     const int own = p.channels, quads = samples * p.times * own * kTeamBlocks / 4;
@@ -133,7 +139,7 @@ struct WordHandover {
   }
   DPA_DEVICE void receive_tail(const TeamArguments& a, int count, uint32_t flag, Watch& watch) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(shared() + a.shared.tail_words);
-    for (int i = thread(); i < count; i += kThreads) {
+    for (int i = thread() - kThreads; i < count; i += kTeamThreads - kThreads) {
       uint32_t v;
       int polls = 0;
       while (((v = load_word(words + a.tail_words + i)) ^ flag) & 1) {

@@ -1,9 +1,24 @@
-// What a block of a team makes before the loop: tables in shared memory, and every warp's list of runs.
+// What a block of a team makes before the loop: tables in shared memory, and every warp's list of tiles.
 #pragma once
 #include "kernels/cuda/unet1d/teams.h"
 #include "kernels/cuda/unet1d/teams_gemm.cuh"
 
 namespace dpa::kernels::unet1d::device {
+
+// Barriers of some of a team's warps: of those that multiply; of the epilogue's; of all, where one kind waits for the
+// other, which goes on.
+DPA_DEVICE void sync_multiplying() { sync_threads<1>(kThreads); }
+DPA_DEVICE void sync_epilogue() { sync_threads<2>(kTeamThreads - kThreads); }
+DPA_DEVICE void sums_written() { arrive_threads<3>(kTeamThreads); }
+DPA_DEVICE void wait_for_sums() { sync_threads<3>(kTeamThreads); }
+DPA_DEVICE void sample_written() { arrive_threads<4>(kTeamThreads); }
+DPA_DEVICE void wait_for_sample() { sync_threads<4>(kTeamThreads); }
+
+// The steps' offsets behind a table of columns; they are read in twos.
+template <class T>
+DPA_DEVICE T* offsets_behind(T* columns, int count) {
+  return columns + ((count + 1) & ~1);
+}
 
 // What a block keeps for the whole loop: the phases, tables of columns and of the steps along K, the sample, the first
 // and last convolutions' weights, zeros in the slabs.
@@ -11,22 +26,22 @@ template <class Tile>
 DPA_DEVICE void fill_team_tables(const TeamArguments& a, int rank, int samples, int sample0) {
   constexpr int kElement = Tile::kWide ? 4 : 2, kWords = static_cast<int>(sizeof(TeamPhase) / 4);
   uint8_t* memory = shared();
-  for (int i = thread(); i < a.num_phases * kWords; i += kThreads)
+  for (int i = thread(); i < a.num_phases * kWords; i += kTeamThreads)
     reinterpret_cast<uint32_t*>(memory + a.shared.table)[i] = reinterpret_cast<const uint32_t*>(a.phases)[i];
-  for (int i = thread(); i < a.slab_bytes / 16; i += kThreads)
+  for (int i = thread(); i < a.slab_bytes / 16; i += kTeamThreads)
     reinterpret_cast<uint4*>(memory + a.shared.slabs)[i] = make_uint4(0, 0, 0, 0);
   sync_block();
   const TeamPhase* phases = reinterpret_cast<const TeamPhase*>(memory + a.shared.table);
   const int warp = thread() >> 5, lane = thread() & 31;
 #pragma unroll 1
-  for (int f = 1 + warp; f < a.num_phases; f += kPhaseWarps) {
+  for (int f = 1 + warp; f < a.num_phases; f += kTeamThreads / 32) {
     const TeamPhase& p = phases[f];
     int* columns = reinterpret_cast<int*>(memory + p.table);
     for (int i = lane; i < samples * p.columns; i += 32) {
       const int b = divide(i, p.columns), t = i - b * p.columns;
       columns[i] = (b * p.rows + t * p.time_stride) * p.pitch;
     }
-    int* offsets = columns + a.team_samples * p.columns;
+    int* offsets = offsets_behind(columns, a.team_samples * p.columns);
     const int per_value = p.unit_padded >> 4, per_tap = per_value * (1 + p.joined);
 #pragma unroll 1
     for (int s = 0; s < p.num_segments; s++, offsets += p.segments[0].steps)
@@ -41,14 +56,14 @@ DPA_DEVICE void fill_team_tables(const TeamArguments& a, int rank, int samples, 
   const int own = a.channels / kTeamBlocks, terms = a.taps * a.actions;
   float *head = reinterpret_cast<float*>(memory + a.shared.head),
         *sample = reinterpret_cast<float*>(memory + a.shared.sample);
-  for (int i = thread(); i < (terms + 2 * a.actions) * own; i += kThreads) {
+  for (int i = thread(); i < (terms + 2 * a.actions) * own; i += kTeamThreads) {
     const int term = divide(i, own), c = rank * own + i - term * own, tail = term - terms - a.actions;
     head[i] = tail >= 0       ? a.floats[a.tail.weights + static_cast<int64_t>(tail) * a.channels + c]
               : term >= terms ? a.floats[a.head.residual + static_cast<int64_t>(term - terms) * a.channels + c]
                               : a.floats[a.head.weights + static_cast<int64_t>(term) * a.channels + c];
   }
   const int rows = a.horizon + 2 * a.halo;
-  for (int i = thread(); i < samples * rows * a.actions; i += kThreads) {
+  for (int i = thread(); i < samples * rows * a.actions; i += kTeamThreads) {
     const int row = divide(i, a.actions), b = divide(row, rows), time = row - b * rows - a.halo;
     const int global = ((sample0 + b) * a.horizon + time) * a.actions + i - row * a.actions;
     float x = 0.0f;
@@ -58,12 +73,13 @@ DPA_DEVICE void fill_team_tables(const TeamArguments& a, int rank, int samples, 
   }
 }
 
-// This warp's runs in the order in which `multiply` takes them; a lane makes those of every 32nd phase.
+// This warp's pairs of tiles in the order in which `multiply` takes them; a lane makes those of every 32nd phase. The
+// warps of the GEMMs call it.
 template <class Tile>
-DPA_DEVICE Runs make_team_runs(const TeamArguments& a, int rank) {
+DPA_DEVICE TeamPairs make_team_pairs(const TeamArguments& a, int rank) {
   const int warp = thread() >> 5, lane = thread() & 31;
-  int* counts = reinterpret_cast<int*>(shared()) + warp * kMaxTeamPhases;
-  PhaseRun* runs = reinterpret_cast<PhaseRun*>(shared() + a.shared.runs) + warp * a.warp_runs;
+  int* counts = reinterpret_cast<int*>(shared() + a.shared.ring) + warp * kMaxTeamPhases;
+  uint32_t* pairs = reinterpret_cast<uint32_t*>(shared() + a.shared.pairs) + warp * a.warp_pairs;
 #pragma unroll 1
   for (int pass = 0; pass < 2; pass++) {
 #pragma unroll 1
@@ -76,23 +92,27 @@ DPA_DEVICE Runs make_team_runs(const TeamArguments& a, int rank) {
 #pragma unroll 1
       for (int s = 0; f > 0 && s < p.num_segments; s++) {
         const TeamSegment& g = p.segments[s];
-        const int begin = g.steps * k >> p.log_warps_k, steps = (g.steps * (k + 1) >> p.log_warps_k) - begin;
+        const int all = g.steps / 2, begin = all * k >> p.log_warps_k, stop = all * (k + 1) >> p.log_warps_k;
 #pragma unroll 1
-        for (int r = first_tile + (warp >> p.log_warps_k); r < end && steps > 0; r += p.warps_rows, made++) {
-          if (!pass) continue;
+        for (int r = first_tile + (warp >> p.log_warps_k); r < end; r += p.warps_rows) {
           const int slice = r / p.slice_tiles;
-          const int64_t first = (static_cast<int64_t>(slice) * g.steps + begin) * p.slice_tiles + r % p.slice_tiles;
-          runs[at + made] = {static_cast<uint32_t>((g.weights + first * Tile::kBytes) / 16),
-                             static_cast<uint32_t>(steps | p.slice_tiles << 16)};
+          const int64_t first = g.weights / Tile::kBytes + int64_t{slice} * g.steps * p.slice_tiles + r % p.slice_tiles;
+#pragma unroll 1
+          for (int i = begin; i < stop; i++, made++)
+            if (pass) pairs[at + made] = static_cast<uint32_t>(first + i * 2 * p.slice_tiles) | p.slice_tiles << 22;
         }
       }
       if (!pass) counts[f] = made;
     }
-    sync_block();
+    sync_multiplying();
   }
-  Runs mine = {runs, 0};
+  TeamPairs mine = {pairs, 0};
   for (int i = 0; i < a.num_phases; i++) mine.count += counts[i];
-  sync_block();
+  if (mine.count == 0) {  // nothing to multiply: any pair
+    if (lane == 0) pairs[0] = 0;
+    mine.count = 1;
+  }
+  sync_multiplying();
   return mine;
 }
 

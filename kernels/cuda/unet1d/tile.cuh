@@ -81,8 +81,7 @@ struct Tile<float> {
     uint32_t high[4], low[4];
   };
   static __device__ __forceinline__ void split(float x, uint32_t& high, uint32_t& low) {
-    high = ptx::to_tf32(x);
-    low = ptx::to_tf32(x - __uint_as_float(high));
+    ptx::split_tf32(x, high, low);
   }
   struct Raw {
     float4 w[2];

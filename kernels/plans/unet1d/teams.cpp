@@ -83,14 +83,14 @@ class TeamBuilder {
     f.words = out.words;
     out.words += round_up(out.samples * times * channels, 32);
   }
-  // How the warps divide the epilogue: as few a pair as leave a thread at most two items.
+  // How the warps divide the epilogue: as few a (sample, group) pair as leave a thread at most two items.
   bool pairs(TeamPhase& f) {
     const int most = out.samples * f.groups;
-    if (most > kPhaseWarps || f.quads > 32) return false;
+    if (most > kTeamPairs || f.quads > 32) return false;
     for (f.log_pair_warps = 0;; f.log_pair_warps++) {
       f.pass_times = (32 << f.log_pair_warps) / f.quads;
       f.passes = ceil_div(f.columns, f.pass_times);
-      const bool last = (most << (f.log_pair_warps + 1)) > kPhaseWarps;
+      const bool last = (most << (f.log_pair_warps + 1)) > kTeamEpilogueWarps;
       if (f.passes <= kTeamPasses || last) break;
     }
     return f.passes <= kTeamPasses;
@@ -157,6 +157,8 @@ class TeamBuilder {
       g.bias = static_cast<int>(conv.bias[s]);
       g.scale = conv.scale < 0 ? -1 : static_cast<int>(conv.scale) + s * conv.channels_out;
       g.steps = f.units * g.taps * (1 + f.joined) * (f.unit_padded / 16);
+      if (g.steps % 2 || f.slice_tiles >= 1 << 10 || plan.tile_bytes / element_bytes(plan.dtype) >= 256 << 22)
+        fail("a warp takes pairs of steps");
     }
   }
 
@@ -168,47 +170,43 @@ class TeamBuilder {
     for (TeamPhase& f : out.phases) {
       const bool head = &f == &out.phases.front();
       f.table = tables;
-      tables += out.samples * f.columns * 4;
+      tables += round_up(out.samples * f.columns, 2) * 4;
       const int parts = head ? kPhaseWarps : 1 << f.log_warps_k;
       sums = std::max(sums, parts * out.samples * f.columns * (f.row_tiles * 16 + 4));
       if (head) continue;
-      for (int i = 0; i < f.num_segments; i++) tables += f.segments[i].steps * 4;
-      out.warp_runs += f.num_segments * f.rounds;
+      for (int i = 0; i < f.num_segments; i++) {
+        tables += f.segments[i].steps * 4;
+        out.warp_pairs += f.rounds * ceil_div(f.segments[i].steps / 2, 1 << f.log_warps_k);
+      }
     }
     out.sum_segment = sums;
-    auto layout = [&](int slots) {
-      out.ring_slots = slots;
-      int at = kPhaseWarps * slots * phase_slot_bytes(plan.dtype);
-      auto put = [&](int bytes) {
-        const int here = at;
-        at += round_up(bytes, 16);
-        return here;
-      };
-      s.table = put(static_cast<int>(out.phases.size() * sizeof(TeamPhase)));
-      s.runs = put(kPhaseWarps * out.warp_runs * static_cast<int>(sizeof(PhaseRun)));
-      const int first = put(tables);
-      for (TeamPhase& f : out.phases) f.table += first;
-      tables_at = first;
-      s.tail_values = put(out.samples * horizon * (own + 4) * 4);
-      s.tail_words = put(kTeamBlocks * values * 4);
-      s.sample = put(out.samples * (horizon + 2 * out.halo) * c.action_dim * 4);
-      s.head = put(((c.kernel_size + 2) * c.action_dim) * own * 4);
-      s.sums = put(2 * sums * 4);
-      s.statistics = put(kPhaseWarps * 16);
-      at = round_up(at, 128);
-      s.slabs = put(out.slab_bytes);
-      s.bytes = at;
+    int at = 0;
+    auto put = [&](int bytes) {
+      const int here = at;
+      at += round_up(bytes, 16);
+      return here;
     };
-    const int roomy = plan.dtype == DType::kFloat32 ? 6 : plan.dtype == DType::kFloat8E4M3 ? 16 : 12;
-    layout(roomy);
-    if (s.bytes > room) {
-      for (TeamPhase& f : out.phases) f.table -= tables_at;
-      layout(kPhaseTightSlots);
-    }
-    if (s.bytes > room) out.error = "a team's values do not fit into shared memory";
+    s.table = put(static_cast<int>(out.phases.size() * sizeof(TeamPhase)));
+    s.pairs = put(kPhaseWarps * std::max(1, out.warp_pairs) * 4);
+    const int first = put(tables);
+    for (TeamPhase& f : out.phases) f.table += first;
+    s.tail_values = put(out.samples * horizon * (own + 4) * 4);
+    s.tail_words = put(kTeamBlocks * values * 4);
+    s.sample = put(out.samples * (horizon + 2 * out.halo) * c.action_dim * 4);
+    s.head = put(((c.kernel_size + 2) * c.action_dim) * own * 4);
+    s.sums = put(2 * sums * 4);
+    s.statistics = put(kTeamEpilogueWarps * 16);
+    at = round_up(at, 128);
+    s.slabs = put(out.slab_bytes);
+    s.ring = at = round_up(at, 128);
+    const int slot = 2 * 256 * element_bytes(plan.dtype) * kPhaseWarps;
+    const TeamSlots slots = team_slots(256 * element_bytes(plan.dtype));
+    for (int n : {slots.most, slots.middle, slots.least})
+      if (out.ring_slots == 0 && at + n * slot <= room) out.ring_slots = n;
+    s.bytes = at + out.ring_slots * slot;
+    if (out.ring_slots == 0) out.error = "a team's values do not fit into shared memory";
     for (TeamPhase& f : out.phases) f.value += s.slabs, f.skip += s.slabs, f.out += s.slabs;
   }
-  int tables_at = 0;
 };
 
 }  // namespace

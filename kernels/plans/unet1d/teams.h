@@ -15,15 +15,18 @@ namespace dpa::kernels::unet1d {
 
 constexpr int kTeamBlocks = 8;
 constexpr int kTeamStatic = 128;  // bytes of shared memory that the kernel has by itself: its barriers, aligned
-constexpr int kTeamPasses = 2;    // most (time, four channels) items of a thread
-constexpr int kTeamColumns = 64;  // most (sample, time) columns of a team's GEMM
+constexpr int kTeamEpilogueWarps = 4;
+constexpr int kTeamPairs = 8;  // most (sample, group) pairs of a block: two of an epilogue's warp
+constexpr int kTeamThreads = (kPhaseWarps + kTeamEpilogueWarps) * 32;  // the warps of the GEMMs first
+constexpr int kTeamPasses = 2;                                         // most (time, four channels) items of a thread
+constexpr int kTeamColumns = 64;                                       // most (sample, time) columns of a team's GEMM
 constexpr int kMaxTeamPhases = kMaxConvs + 1;
 
 struct TeamSegment {
   int64_t weights = 0;  // byte offset of the packed tiles
   int taps = 0, first = 0;
   int bias = 0, scale = -1;  // offsets into the floats
-  int steps = 0;             // along K
+  int steps = 0;             // along K, an even number: a warp takes pairs
 };
 
 /// Offsets and pitches in bytes, of shared memory, where they do not say words.
@@ -49,17 +52,26 @@ struct TeamPhase {
   uint32_t own_magic = 0, times_magic = 0;                              // of channels / 4, of times
 };
 
+/// Slots of a warp's buffer of weights: as many as there is room for.
+struct TeamSlots {
+  int most, middle, least;
+};
+constexpr TeamSlots team_slots(int tile_bytes) {
+  return {tile_bytes == 256 ? 16 : tile_bytes == 512 ? 12 : 6, tile_bytes == 1024 ? 4 : 8, 3};
+}
+
 struct TeamShared {
-  int table = 0, runs = 0, tail_values = 0, tail_words = 0, sample = 0, head = 0, sums = 0, statistics = 0, slabs = 0,
-      bytes = 0;
+  int ring = 0, table = 0, pairs = 0, tail_values = 0, tail_words = 0, sample = 0, head = 0, sums = 0, statistics = 0,
+      slabs = 0, bytes = 0;
 };
 
 struct TeamPlan {
   std::vector<TeamPhase> phases;  // the head's, then a convolution each; the last one's output is the tail's input
   TeamShared shared;
-  int samples = 1, teams = 1;  // samples: the most of a team
-  int halo = 0;                // zero rows before and behind a sample's
-  int ring_slots = 0, warp_runs = 0;
+  int samples = 1, teams = 1;           // samples: the most of a team
+  int halo = 0;                         // zero rows before and behind a sample's
+  int ring_slots = 0;                   // of a warp's buffer of weights, each of a pair of tiles
+  int warp_pairs = 0;                   // the most of a warp in a step of the loop
   int slab_bytes = 0, sum_segment = 0;  // sum_segment: floats from a segment's sums to the next one's
   int words = 0;                        // of a team in the workspace, hand-over by words alone
   std::string error;
