@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -17,6 +18,8 @@
 
 namespace dpa::kernels::unet1d::device {
 
+using std::max, std::min;
+
 struct Copy {
   uint32_t to;
   const uint8_t* from;
@@ -26,6 +29,9 @@ struct WarpState {
   int arrived = 0, generation = 0;
   uint32_t in[32][12];
   uint32_t out[32][4];
+};
+struct NamedBarrier {
+  int arrived = 0, generation = 0;
 };
 struct Barrier {
   int pending = 1, phase = 0;
@@ -45,6 +51,7 @@ struct BlockState {
   std::vector<uint8_t> memory;
   Barrier barriers[2];
   int arrived = 0, generation = 0;
+  NamedBarrier named[16];
   WarpState warps[8];
 };
 struct Fiber {
@@ -85,6 +92,12 @@ DPA_DEVICE void sync_block() {
   if (++b.arrived == 256) b.arrived = 0, b.generation++;
   while (b.generation == mine) yield();
 }
+DPA_DEVICE void sync_named(int id, int threads) {
+  NamedBarrier& b = here().named[id];
+  const int mine = b.generation;
+  if (++b.arrived == threads) b.arrived = 0, b.generation++;
+  while (b.generation == mine) yield();
+}
 // The last lane to come computes.
 template <class F>
 void collective(F f) {
@@ -116,6 +129,20 @@ DPA_DEVICE float shuffle_xor(float x, int mask) {
   w.in[lane][0] = bits(x);
   collective([&](WarpState& s) {
     for (int l = 0; l < 32; l++) s.out[l][0] = s.in[l ^ mask][0];
+  });
+  const float r = as_float(w.out[lane][0]);
+  collective([](WarpState&) {});
+  return r;
+}
+DPA_DEVICE void sync_warp() {
+  collective([](WarpState&) {});
+}
+DPA_DEVICE float shuffle_from(float x, int from) {
+  const int lane = thread() & 31;
+  WarpState& w = here().warps[thread() >> 5];
+  w.in[lane][0] = bits(x);
+  collective([&](WarpState& s) {
+    for (int l = 0; l < 32; l++) s.out[l][0] = s.in[from][0];
   });
   const float r = as_float(w.out[lane][0]);
   collective([](WarpState&) {});
@@ -191,6 +218,8 @@ DPA_DEVICE uint32_t widen_e4m3(uint32_t x) {
 }
 DPA_DEVICE float quotient(float a, float b) { return a / b; }
 DPA_DEVICE float exponential_fast(float x) { return std::exp(x); }
+DPA_DEVICE float exponential(float x) { return std::exp(x); }
+DPA_DEVICE float inverse_root_exact(float x) { return 1.0f / std::sqrt(x); }
 DPA_DEVICE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 
 DPA_DEVICE uint4 load_words(const uint32_t* p) {
@@ -200,11 +229,32 @@ DPA_DEVICE uint4 load_words(const uint32_t* p) {
 DPA_DEVICE uint32_t load_word(const uint32_t* p) { return *p; }
 DPA_DEVICE void store_word(uint32_t* p, uint32_t v) { *p = v; }
 DPA_DEVICE void store_words(uint32_t* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
+DPA_DEVICE uint4 load_16(const void* p) { return load_words(static_cast<const uint32_t*>(p)); }
+DPA_DEVICE void store_16(void* p, const uint4& v) {
+  if (reinterpret_cast<uintptr_t>(p) % 16) std::printf("misaligned store\n"), std::abort();
+  *static_cast<uint4*>(p) = v;
+}
+DPA_DEVICE uint32_t add_word(uint32_t* p, uint32_t v) {
+  const uint32_t before = *p;
+  *p += v;
+  return before;
+}
+DPA_DEVICE uint32_t acquire_word(const uint32_t* p) {
+  yield();
+  return *p;
+}
+DPA_DEVICE void fence() {}
+DPA_DEVICE void dependency_sync() {}
+DPA_DEVICE void dependency_trigger() {}
 inline void copy_any(uint32_t to, const void* from, int bytes) {
   if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) std::printf("misaligned copy\n"), std::abort();
   machine.now->open.push_back({to, static_cast<const uint8_t*>(from), bytes});
 }
 DPA_DEVICE void copy_16(uint32_t to, const void* from) { copy_any(to, from, 16); }
+DPA_DEVICE void copy_16_or_zeros(uint32_t to, const void* from, bool valid) {
+  copy_any(to, from, 16);
+  if (!valid) machine.now->open.back().from = nullptr;
+}
 DPA_DEVICE void copy_8(uint32_t to, const void* from) { copy_any(to, from, 8); }
 DPA_DEVICE void copies_commit() {
   machine.now->groups.push_back(machine.now->open);
@@ -214,7 +264,10 @@ template <int kPending>
 void copies_wait() {
   auto& g = machine.now->groups;
   while (g.size() > kPending) {
-    for (const Copy& c : g[0]) std::memcpy(shared() + c.to, c.from, c.bytes);
+    for (const Copy& c : g[0]) {
+      if (c.to + c.bytes > here().memory.size()) std::printf("a copy beyond shared memory\n"), std::abort();
+      c.from ? std::memcpy(shared() + c.to, c.from, c.bytes) : std::memset(shared() + c.to, 0, c.bytes);
+    }
     g.erase(g.begin());
   }
 }
