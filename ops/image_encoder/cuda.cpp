@@ -156,7 +156,7 @@ class Walk {
     DPA_CHECK(!step_plan.plans.empty(), "image_encoder", "images must be of a size that the kernels serve", "step ",
               first);
     conv2d::Launch launch = {};
-    launch.epoch = epoch();
+    launch.epoch = epoch(), launch.waits = step_plan.waits;
     for (size_t k = 0; k < step_plan.plans.size(); ++k) {
       const auto& s = network_.steps[first + k];
       const auto& place = plan_.places[first + k];

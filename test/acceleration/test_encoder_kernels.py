@@ -1,6 +1,9 @@
 """Image encoders on the GPU's kernels: their steps, features, changed weights, whole calls."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -108,9 +111,16 @@ def _error(got, exact):
     return float((got.double() - exact).norm() / exact.norm())
 
 
+@pytest.fixture
+def tf32(monkeypatch):
+    """As PyTorch has it by default: float32 convolutions round to TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+
+
 def _poison(device):
-    """Fill free memory with NaN: what a kernel leaves unwritten shows."""
-    held = [torch.full((1 << 22,), float("nan"), device=device) for _ in range(16)]
+    """Fill free memory, large blocks and small, with bytes that are NaN in every dtype."""
+    sizes = [1 << 24] * 16 + [1 << 17] * 256
+    held = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
     torch.cuda.synchronize()
     del held
 
@@ -149,7 +159,7 @@ def test_features_on_a_gpu(hopper, name, dtype):
 
 
 @torch.no_grad()
-def test_float32_is_as_near_as_pytorchs_tf32(hopper):
+def test_float32_is_as_near_as_pytorchs_tf32(hopper, tf32):
     encoder = _resnet(grouped=True).to(hopper)
     images = torch.rand(2, 3, 84, 84, device=hopper)
     exact = copy.deepcopy(encoder).double()(images.double())
@@ -176,12 +186,15 @@ def test_images_of_any_layout(hopper, layout):
 
 @torch.no_grad()
 @pytest.mark.parametrize("write", ["version", "data", "statistic", "replaced"])
-def test_writes_are_noticed_on_a_gpu(hopper, write):
+def test_writes_are_noticed_on_a_gpu(hopper, tf32, write):
     encoder = _resnet().to(hopper)
     images = torch.rand(2, 3, 84, 84, device=hopper)
     dpa.accelerate(encoder, fallback=False)
     encoder(images)
     before = encoder(images)
+    fast = replaced(encoder, "forward")
+    assert fast.shadow.errors and fast.kernels.generation
+    assert torch.equal(fast.kernels.run(images), before)
     if write == "version":
         encoder.layer3[0].conv1.weight.mul_(1.5)
     elif write == "data":
@@ -194,12 +207,25 @@ def test_writes_are_noticed_on_a_gpu(hopper, write):
     got = encoder(images)
     assert (got - before).norm() > 0.02 * before.norm()
     assert _error(got, want.double()) < 4e-3
+    assert torch.equal(fast.kernels.run(images), got)
+
+
+@torch.no_grad()
+def test_float32_without_tf32_is_the_encoders_own(hopper):
+    encoder = _resnet().to(hopper)
+    images = torch.rand(2, 3, 84, 84, device=hopper)
+    want = encoder(images)
+    dpa.accelerate(encoder, fallback=False)
+    for _ in range(2):
+        assert_close(encoder(images), want)
+    assert replaced(encoder, "forward").kernels is None
+    assert "torch.backends.cudnn allows no TF32" in str(dpa.explain(encoder))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_whole_call_on_a_gpu(hopper, separate, dtype):
+def test_a_whole_call_on_a_gpu(hopper, tf32, separate, dtype):
     """LeRobot's policy in one graph: the plain policy's actions, before and after a write."""
     options = {"cameras": ("left", "right"), "use_separate_rgb_encoder_per_camera": separate}
     policy = _lerobot_policy(**options).to(hopper)
@@ -226,3 +252,72 @@ def test_a_whole_call_on_a_gpu(hopper, separate, dtype):
     whole = replaced(fast.diffusion, "generate_actions")
     assert whole.captured, whole.refused
     assert all(replaced(m, "forward").kernels.generation for m in encoders)
+
+
+# Encoders in two streams, called and replayed, and a sampling loop in a third, all at once. Blocks
+# of each wait for one another: a launch that held a part of the device would wait for ever for
+# what another one holds.
+_STREAMS = """
+import threading
+import torch, torchvision
+from torch import nn
+import dpa
+from diffusers import DDIMScheduler
+from dpa.nn.image_encoder import recognise
+from dpa.packed.encoder_kernels import EncoderKernels
+
+torch.set_grad_enabled(False)
+torch.manual_seed(0)
+
+def encoder(dtype):
+    resnet = torchvision.models.resnet18(norm_layer=lambda c: nn.GroupNorm(c // 16, c))
+    resnet.fc = nn.Identity()
+    return EncoderKernels(recognise(resnet.cuda().eval()), dtype)
+
+def captured(run):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+encoders = [encoder(torch.bfloat16), encoder(torch.float32)]
+images = [torch.rand(n, 3, 84, 84, device="cuda") for n in (2, 4)]
+wants = [e.run(x).clone() for e, x in zip(encoders, images)]
+graphs = [captured(lambda: e.run(x)) for e, x in zip(encoders, images)]
+unet = dpa.nn.ConditionalUnet1D(2, None, 8, down_dims=(256, 512)).cuda().eval().bfloat16()
+scheduler = DDIMScheduler(100)
+scheduler.set_timesteps(10)
+loop = dpa.DiffusionSampler(unet, scheduler, 10)
+cond = torch.rand(1, 8, device="cuda", dtype=torch.bfloat16)
+noise = torch.randn(1, 16, 2, device="cuda", dtype=torch.bfloat16)
+wants += [loop(cond, noise=noise).clone() for _ in range(3)][2:]
+torch.cuda.synchronize()
+wrong = []
+
+def work(i):
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        for turn in range(300):
+            if i == 2:
+                got = loop(cond, noise=noise)
+            elif turn % 3 == 0:
+                got = encoders[i].run(images[i])
+            else:
+                graphs[i][0].replay()
+                got = graphs[i][1]
+            if turn % 20 == 0 and not torch.equal(got, wants[i]):
+                wrong.append((i, turn))
+        torch.cuda.current_stream().synchronize()
+
+threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not wrong, wrong
+print("right")
+"""
+
+
+def test_encoders_at_once_end(hopper):
+    """In a process of its own, which ends here where its kernels do not."""
+    command = [sys.executable, "-c", _STREAMS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert done.returncode == 0 and done.stdout.strip() == "right", done.stderr[-2000:]

@@ -78,6 +78,7 @@ TEST(Conv2dNetwork, ALaunchHasAPlanOfEachAndWaitsOnlyWhereItIsResident) {
       bool waits = false;
       for (const auto& plan : p.plans) blocks += plan.blocks(), waits |= plan.waits(p.deferred);
       EXPECT_EQ(blocks, p.blocks);
+      EXPECT_EQ(waits, p.waits);
       if (waits) {
         EXPECT_LE(blocks, resident_blocks(p.tiling, device));
       }

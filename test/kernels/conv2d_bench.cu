@@ -311,6 +311,7 @@ struct Bench {
           c.moments = static_cast<uint32_t*>(allocate(plan.moment_words(layer.shape) * 4, 0));
         c.first_block = launch.blocks;
         launch.blocks += c.blocks;
+        launch.waits |= plan.waits(p.deferred);
         launch.convs[launch.count++] = c;
       }
     return launch;
@@ -454,10 +455,16 @@ struct Bench {
     }
     std::printf("sum of the best: %.1f us\n", sum);
     const int last = static_cast<int>(net.steps.size()) - 1;
-    for (const bool dependent : {false, true}) {
+    // The last one only says what a cooperative launch costs: nothing else may run beside it.
+    enum { kPlain, kDependent, kAlone };
+    for (const int mode : {kPlain, kDependent, kAlone}) {
+      const bool dependent = mode != kPlain;
       // Fresh messages: the words of a timed launch have a parity of their own.
       for (size_t i = 0; i < net.steps.size(); i++)
-        if (net.steps[i].conv) launches[i] = launch_of(static_cast<int>(i), best[i], epoch);
+        if (net.steps[i].conv) {
+          launches[i] = launch_of(static_cast<int>(i), best[i], epoch);
+          launches[i].waits &= mode != kAlone;
+        }
       CHECK(cudaMemset(epoch, 0, 4));
       CHECK(cudaDeviceSynchronize());
       const auto exec = captured([&] {
@@ -476,7 +483,10 @@ struct Bench {
       double error = 0;
       for (int i = 0; i < last; i++)
         if (net.steps[i].conv) error = std::max(error, verify(i));
-      std::printf("launch by launch, %s: warm %.1f us, cold %.1f us, worst error %.1e%s\n", dependent ? "PDL" : "plain",
+      std::printf("launch by launch, %s: warm %.1f us, cold %.1f us, worst error %.1e%s\n",
+                  mode == kAlone ? "PDL, not cooperative"
+                  : dependent    ? "PDL"
+                                 : "plain",
                   warm, cold, error, error < 3 * bound ? "" : " WRONG");
       CHECK(cudaGraphExecDestroy(exec));
       std::fflush(stdout);

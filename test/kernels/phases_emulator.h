@@ -134,9 +134,6 @@ DPA_DEVICE float shuffle_xor(float x, int mask) {
   collective([](WarpState&) {});
   return r;
 }
-DPA_DEVICE void sync_warp() {
-  collective([](WarpState&) {});
-}
 DPA_DEVICE float shuffle_from(float x, int from) {
   const int lane = thread() & 31;
   WarpState& w = here().warps[thread() >> 5];

@@ -33,6 +33,7 @@ struct Conv {
 struct Launch {
   Conv convs[kMaxTogether];
   int count, blocks;
+  bool waits;  // whether blocks wait for one another (`ConvPlan::waits`): the device places all of them or none
   const uint32_t* epoch;  // counts the calls before this one; words of messages carry its parity
 };
 

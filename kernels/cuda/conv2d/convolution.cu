@@ -66,24 +66,30 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_with(void (*kernel)(Parameters...), int blocks, int shared, bool dependent, cudaStream_t stream,
-                        const Arguments&... arguments) {
+cudaError_t launch_with(void (*kernel)(Parameters...), int blocks, int shared, bool waits, bool dependent,
+                        cudaStream_t stream, const Arguments&... arguments) {
   if (blocks == 0) return cudaSuccess;
   if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared)) return error;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (waits) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  }
+  if (dependent && launches_dependent(reinterpret_cast<const void*>(kernel))) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks, config.blockDim = kThreads, config.stream = stream, config.dynamicSmemBytes = shared;
-  config.attrs = &attribute;
-  config.numAttrs = dependent && launches_dependent(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
+  config.attrs = attributes, config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 template <class T>
 cudaError_t launch_tiling(int tiling, const Launch& launch, bool dependent, cudaStream_t stream) {
   const auto go = [&](auto kernel) {
-    return launch_with(kernel, launch.blocks, shared_bytes(kTilings[tiling]), dependent, stream, launch);
+    return launch_with(kernel, launch.blocks, shared_bytes(kTilings[tiling]), launch.waits, dependent, stream, launch);
   };
   switch (tiling) {
     case 0: return go(conv_kernel<device::Config<0>, T>);
@@ -124,14 +130,16 @@ cudaError_t launch_pool(DType dtype, PoolKind kind, const Pool& pool, uint32_t* 
                              ? (int64_t{pieces} * pool.out_height * pool.out_width + kThreads - 1) / kThreads
                              : (pieces + kWarps - 1) / kWarps;
   return by_type(dtype, [&](auto type) {
-    return launch_with(pool_kernel<decltype(type)>, grid_for(blocks, 1), 0, dependent, stream, pool, kind, finished);
+    return launch_with(pool_kernel<decltype(type)>, grid_for(blocks, 1), 0, false, dependent, stream, pool, kind,
+                       finished);
   });
 }
 
 cudaError_t launch_normalise(DType dtype, const Conv& conv, const uint32_t* epoch, int blocks, bool dependent,
                              cudaStream_t stream) {
   return by_type(dtype, [&](auto type) {
-    return launch_with(normalise_kernel<decltype(type)>, blocks, conv.groups * 8, dependent, stream, conv, epoch);
+    return launch_with(normalise_kernel<decltype(type)>, blocks, conv.groups * 8, false, dependent, stream, conv,
+                       epoch);
   });
 }
 

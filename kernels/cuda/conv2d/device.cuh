@@ -16,7 +16,6 @@ DPA_DEVICE void copy_16_or_zeros(uint32_t to, const void* from, bool valid) {
       "l"(from), "r"(static_cast<int>(valid))
       : "memory");
 }
-DPA_DEVICE void sync_warp() { __syncwarp(); }
 // A barrier of the first or any other `threads` threads that name the id: whole warps.
 DPA_DEVICE void sync_named(int id, int threads) { ptx::sync_threads(id, threads); }
 DPA_DEVICE float shuffle_from(float x, int lane) { return __shfl_sync(~0u, x, lane); }

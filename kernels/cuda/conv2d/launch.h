@@ -11,8 +11,9 @@
 
 namespace dpa::kernels::conv2d {
 
-/// Where a plan's blocks wait for one another (`ConvPlan::waits`) all must be resident: no two such launches may run at
-/// once, each with a part of its blocks in place.
+/// A launch whose blocks wait for one another (`Launch::waits`) is cooperative: two that run at once, in two streams, would
+/// otherwise each hold a part of the device and wait for the other's part for ever. An error says that its blocks are more
+/// than the device holds.
 cudaError_t launch_convs(DType dtype, int tiling, const Launch& launch, bool dependent, cudaStream_t stream);
 /// `finished`: the epoch, where this is the last launch of a call; else null.
 cudaError_t launch_pool(DType dtype, PoolKind kind, const Pool& pool, uint32_t* finished, bool dependent,

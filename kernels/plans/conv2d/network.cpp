@@ -119,18 +119,18 @@ size_t places_of(const Network& network, DType dtype, std::vector<Place>& places
 
 StepPlan plan_step(const std::vector<Shape>& shapes, const Device& device) {
   for (const Choice& choice : candidates(shapes.front(), device)) {
-    StepPlan p = {choice.plan.tiling, choice.plan.blocks(), choice.deferred, {choice.plan}};
-    bool waits = choice.plan.waits(choice.deferred);
+    StepPlan p = {choice.plan.tiling, choice.plan.blocks(), choice.deferred, false, {choice.plan}};
+    p.waits = choice.plan.waits(choice.deferred);
     for (size_t i = 1; i < shapes.size(); i++) {
       ConvPlan other;
       if (!make_plan(shapes[i], p.tiling, 1, other)) break;
-      waits |= other.waits(choice.deferred), p.blocks += other.blocks();
+      p.waits |= other.waits(choice.deferred), p.blocks += other.blocks();
       p.plans.push_back(other);
     }
     if (p.plans.size() != shapes.size()) continue;
-    if (waits && p.blocks > resident_blocks(p.tiling, device)) {
+    if (p.waits && p.blocks > resident_blocks(p.tiling, device)) {
       if (choice.plan.splits > 1) continue;
-      p.deferred = true;
+      p.deferred = true, p.waits = false;
     }
     return p;
   }

@@ -49,6 +49,7 @@ size_t places_of(const Network& network, DType dtype, std::vector<Place>& places
 struct StepPlan {
   int tiling = -1, blocks = 0;
   bool deferred = false;  // a second pass normalises
+  bool waits = false;     // blocks wait for one another, and are resident at once
   std::vector<ConvPlan> plans;
 };
 /// The launch that is expected to be fastest; without plans where none is possible.
