@@ -1,13 +1,13 @@
 """Image encoders on the GPU's kernels: their steps, features, changed weights, whole calls."""
 
 import copy
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from patience import HANGS
 from test_image_encoders import _ENCODERS, _grouped, _lerobot_policy, _resnet
 from torch import nn
 from torch.testing import assert_close
@@ -319,5 +319,5 @@ print("right")
 def test_encoders_at_once_end(hopper):
     """In a process of its own, which ends here where its kernels do not."""
     command = [sys.executable, "-c", _STREAMS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0 and done.stdout.strip() == "right", done.stderr[-2000:]
