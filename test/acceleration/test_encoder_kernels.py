@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import dpa
 from dpa.acceleration.encoder_forward import FastEncoder
 from dpa.nn.image_encoder import NotAnEncoder, recognise
+from dpa.packed.encoder import why_not
 from dpa.packed.encoder_kernels import EncoderKernels
 from dpa.packed.encoder_program import EncoderProgram
 from dpa.tracking.replacing import replaced
@@ -210,6 +211,20 @@ def test_writes_are_noticed_on_a_gpu(hopper, tf32, write):
     assert torch.equal(fast.kernels.run(images), got)
 
 
+def test_why_an_encoder_runs_as_it_is(monkeypatch):
+    device, capability = torch.device("cuda"), [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: tuple(capability))
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("dpa::image_encoder", "CUDA"):
+        pytest.skip("the library is built for the CPU")
+    assert "allows no TF32" in why_not(torch.float32, device)
+    assert why_not(torch.float32, device, torch.bfloat16) is None
+    assert "weights are torch.float64" in why_not(torch.float64, device)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert why_not(torch.float32, device) is None
+    capability[0] = 8
+    assert "Hopper GPUs alone" in why_not(torch.float32, device)
+
+
 @torch.no_grad()
 def test_float32_without_tf32_is_the_encoders_own(hopper):
     encoder = _resnet().to(hopper)
@@ -220,6 +235,10 @@ def test_float32_without_tf32_is_the_encoders_own(hopper):
         assert_close(encoder(images), want)
     assert replaced(encoder, "forward").kernels is None
     assert "torch.backends.cudnn allows no TF32" in str(dpa.explain(encoder))
+    dpa.accelerate(encoder, torch.bfloat16, fallback=False)
+    for _ in range(2):
+        assert _error(encoder(images), want.double()) < _LIMITS[torch.bfloat16]
+    assert replaced(encoder, "forward").kernels.generation
 
 
 @torch.no_grad()

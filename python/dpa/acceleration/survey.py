@@ -357,7 +357,8 @@ def _encoders(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Encoder
 
 def _encoder(module: nn.Module, first: nn.Parameter) -> Encoder | str:
     try:
-        why = why_not(first.dtype, first.device)
+        # Whether float32 may round to TF32 is asked in every call: it is a setting of PyTorch's.
+        why = why_not(first.dtype, first.device, torch.bfloat16 if first.is_cuda else None)
         encoder = image_encoder.recognise(module)
         if first.is_cuda and why is None:
             EncoderProgram.of(encoder)
