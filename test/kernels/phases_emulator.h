@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -16,6 +17,8 @@
 #define DPA_OUTLINE inline
 
 namespace dpa::kernels::unet1d::device {
+
+using std::max, std::min;
 
 struct Copy {
   uint32_t to;
@@ -92,14 +95,17 @@ template <int kBarrier>
 void arrive_threads(int count) {
   here().meetings[kBarrier].arrive(count);
 }
-template <int kBarrier>
-void sync_threads(int count) {
-  Meeting& m = here().meetings[kBarrier];
+DPA_DEVICE void sync_named(int id, int threads) {
+  Meeting& m = here().meetings[id];
   const int mine = m.generation;
-  m.arrive(count);
+  m.arrive(threads);
   while (m.generation == mine) yield();
 }
-DPA_DEVICE void sync_block() { sync_threads<0>(machine.threads); }
+template <int kBarrier>
+void sync_threads(int count) {
+  sync_named(kBarrier, count);
+}
+DPA_DEVICE void sync_block() { sync_named(0, machine.threads); }
 // The last lane to come computes.
 template <class F>
 void collective(F f) {
@@ -131,6 +137,17 @@ DPA_DEVICE float shuffle_xor(float x, int mask) {
   w.in[lane][0] = bits(x);
   collective([&](WarpState& s) {
     for (int l = 0; l < 32; l++) s.out[l][0] = s.in[l ^ mask][0];
+  });
+  const float r = as_float(w.out[lane][0]);
+  collective([](WarpState&) {});
+  return r;
+}
+DPA_DEVICE float shuffle_from(float x, int from) {
+  const int lane = thread() & 31;
+  WarpState& w = here().warps[thread() >> 5];
+  w.in[lane][0] = bits(x);
+  collective([&](WarpState& s) {
+    for (int l = 0; l < 32; l++) s.out[l][0] = s.in[from][0];
   });
   const float r = as_float(w.out[lane][0]);
   collective([](WarpState&) {});
@@ -206,6 +223,8 @@ DPA_DEVICE uint32_t widen_e4m3(uint32_t x) {
 }
 DPA_DEVICE float quotient(float a, float b) { return a / b; }
 DPA_DEVICE float exponential_fast(float x) { return std::exp(x); }
+DPA_DEVICE float exponential(float x) { return std::exp(x); }
+DPA_DEVICE float inverse_root_exact(float x) { return 1.0f / std::sqrt(x); }
 DPA_DEVICE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 
 DPA_DEVICE uint4 load_words(const uint32_t* p) {
@@ -215,6 +234,23 @@ DPA_DEVICE uint4 load_words(const uint32_t* p) {
 DPA_DEVICE uint32_t load_word(const uint32_t* p) { return *p; }
 DPA_DEVICE void store_word(uint32_t* p, uint32_t v) { *p = v; }
 DPA_DEVICE void store_words(uint32_t* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
+DPA_DEVICE uint4 load_16(const void* p) { return load_words(static_cast<const uint32_t*>(p)); }
+DPA_DEVICE void store_16(void* p, const uint4& v) {
+  if (reinterpret_cast<uintptr_t>(p) % 16) std::printf("misaligned store\n"), std::abort();
+  *static_cast<uint4*>(p) = v;
+}
+DPA_DEVICE uint32_t add_word(uint32_t* p, uint32_t v) {
+  const uint32_t before = *p;
+  *p += v;
+  return before;
+}
+DPA_DEVICE uint32_t acquire_word(const uint32_t* p) {
+  yield();
+  return *p;
+}
+DPA_DEVICE void fence() {}
+DPA_DEVICE void dependency_sync() {}
+DPA_DEVICE void dependency_trigger() {}
 inline void copy_any(uint32_t to, const void* from, int bytes) {
   if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) std::printf("misaligned copy\n"), std::abort();
   machine.now->open.push_back({to, static_cast<const uint8_t*>(from), bytes});
@@ -222,9 +258,7 @@ inline void copy_any(uint32_t to, const void* from, int bytes) {
 DPA_DEVICE void copy_16(uint32_t to, const void* from) { copy_any(to, from, 16); }
 DPA_DEVICE void copy_16_or_zeros(uint32_t to, const void* from, bool there) {
   if (to + 16 > here().memory.size()) std::printf("copy out of shared memory\n"), std::abort();
-  if (there) return copy_any(to, from, 16);
-  if (to % 16) std::printf("misaligned copy\n"), std::abort();
-  machine.now->open.push_back({to, nullptr, 16});
+  copy_any(to, there ? from : nullptr, 16);
 }
 DPA_DEVICE void copy_8(uint32_t to, const void* from) { copy_any(to, from, 8); }
 DPA_DEVICE void copies_commit() {
@@ -235,8 +269,10 @@ template <int kPending>
 void copies_wait() {
   auto& g = machine.now->groups;
   while (g.size() > kPending) {
-    for (const Copy& c : g[0])
+    for (const Copy& c : g[0]) {
+      if (c.to + c.bytes > here().memory.size()) std::printf("a copy beyond shared memory\n"), std::abort();
       c.from ? std::memcpy(shared() + c.to, c.from, c.bytes) : std::memset(shared() + c.to, 0, c.bytes);
+    }
     g.erase(g.begin());
   }
 }

@@ -53,6 +53,12 @@ def _samples(device):
     kept = torch.randn(batch.shape, device=device).mul_(0.1).to(batch_dtype)
     yield "unet1d_batch_pack", Sample((weights, CONFIG, batch_dtype))
     yield "unet1d_batch", Sample((sample, new(2), cond, weights, kept, CONFIG))
+    layer, row = [3, 0, 0, -1, 8, 3, 1, 1, 0, 0, 1, 0], new(8)
+    parameters = [new(8, 3, 3, 3), row, row + 1]
+    yield "image_encoder_pack", Sample((parameters, layer, F32))
+    size = torch.ops.dpa.image_encoder_pack([x.to("meta") for x in parameters], layer, F32)
+    kept = torch.zeros(size.shape, dtype=torch.uint8, device=device)
+    yield "image_encoder", Sample((new(2, 3, 6, 6), kept, layer, [0.0], F32))
     yield "normal_draws", Sample((new(2, 3), 1, 2))
     states, position = new(4, 2, 4, 2), torch.zeros(1, dtype=torch.int64, device=device)
     yield "parallel_window", Sample((states, table, position, 2))
@@ -60,6 +66,7 @@ def _samples(device):
 
 # What another value of is no mistake: by op and place among its tensors.
 _VALID = {
+    ("image_encoder", 0): {"length"},
     ("normal_draws", 0): {"rank", "length", "double"},
     ("unet1d_batch", 0): {"double"},
     ("unet1d_batch", 1): {"double", "integer"},
@@ -76,7 +83,7 @@ NAMES = [name for name, _ in _samples(torch.device("meta"))]
 def _has_kernel(name, device):
     if name == "diffusion_sample_clocks":
         return False  # of networks larger than this one alone
-    if name == "unet1d_batch" and device.type == "cuda":
+    if name in ("unet1d_batch", "image_encoder") and device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] == 9
     key = {"cpu": "CPU", "cuda": "CUDA"}[device.type]
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", key)

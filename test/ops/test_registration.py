@@ -27,6 +27,8 @@ _WITHOUT_CPU = {
     "dpa::diffusion_sample_clocks",
     "dpa::unet1d_batch",
     "dpa::unet1d_batch_pack",
+    "dpa::image_encoder",
+    "dpa::image_encoder_pack",
     "dpa::parallel_window",
     "dpa::parallel_move_",
 }

@@ -11,6 +11,7 @@ from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.nn.image_encoder import Encoder, NotAnEncoder, recognise
 from dpa.packed.agreement import STEP_LIMITS, limit
 from dpa.packed.encoder import PackedEncoder, why_not
+from dpa.packed.encoder_kernels import EncoderKernels, dtype_of
 from dpa.tracking import is_observed, stamp_of
 from dpa.tracking.replacing import Replacement, class_of
 
@@ -18,8 +19,8 @@ from dpa.tracking.replacing import Replacement, class_of
 class FastEncoder(Replacement):
     """Replaces the forward of one image encoder: equal features, by dpa's ops on packed weights.
 
-    In evaluation, without gradients, on the CPU; everywhere else the encoder's own forward runs.
-    The first call of each kind runs both and returns the original's result.
+    In evaluation, without gradients, on the CPU or a Hopper GPU; everywhere else the encoder's own
+    forward runs. The first call of each kind runs both and returns the original's result.
 
     Attributes:
         network: what the encoder was recognised as; None where dpa knows none like it any more.
@@ -52,7 +53,7 @@ class FastEncoder(Replacement):
     def repack(self) -> None:
         """Drop what was packed and compared: weights were written in a way that is not tracked."""
         self.shadow.forget()
-        self._packed: PackedEncoder | None = None
+        self._packed: PackedEncoder | EncoderKernels | None = None
 
     def prepare(self) -> Encoder | None:
         """Return the encoder as it is now; None where dpa knows none like it any more."""
@@ -78,7 +79,7 @@ class FastEncoder(Replacement):
         if self.encoder.training:
             return "it is in training mode"
         weight = network.first.weight
-        return why_not(weight.dtype, weight.device)
+        return why_not(weight.dtype, weight.device, self._compute(weight))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Encode images, with the arguments of the forward that this one replaces."""
@@ -92,25 +93,43 @@ class FastEncoder(Replacement):
         made_for = getattr(self.encoder, "input_shape", images.shape[1:])
         if images.device != weight.device or tuple(images.shape[1:]) != tuple(made_for):
             return self.original(images)  # which says what is wrong
-        kind = weight.dtype, tuple(images.shape[1:])
+        compute = self._compute(weight)
+        kind = weight.device.type, weight.dtype, compute, tuple(images.shape[1:])
         passed = self.shadow.passed(kind)
         if passed:
             return self._run(images)
-        if passed is False:
+        if passed is False or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self.original(images)
-        allowed = self.options.tolerance or limit(STEP_LIMITS, (weight.dtype,), weight.device)
+        allowed = self.options.tolerance or limit(
+            STEP_LIMITS, (weight.dtype, compute), weight.device
+        )
         return self.shadow.run_both(
             kind, allowed, lambda _: self.original(images), lambda _: self._run(images)
         )
 
     def _may_run(self) -> bool:
         recorded = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
-        return not recorded and not torch.is_autocast_enabled("cpu") and not self.fallback_reason()
+        if recorded or self.fallback_reason():
+            return False
+        return not torch.is_autocast_enabled(self.network.first.weight.device.type)
+
+    def _compute(self, weight: Tensor) -> torch.dtype:
+        return dtype_of(weight.dtype, self.options.dtype) if weight.is_cuda else weight.dtype
 
     def _run(self, images: Tensor) -> Tensor:
-        if self._packed is None:
-            self._packed = PackedEncoder(self.network, self.options.weights)
+        on_gpu = images.is_cuda
+        if self._packed is None or on_gpu != isinstance(self._packed, EncoderKernels):
+            self._packed = (
+                EncoderKernels(self.network, self._compute(images), self.options.weights)
+                if on_gpu
+                else PackedEncoder(self.network, self.options.weights)
+            )
         return self._packed.run(images)
+
+    @property
+    def kernels(self) -> EncoderKernels | None:
+        """What a captured call reads: the packed weights on a GPU, where there are any."""
+        return self._packed if isinstance(self._packed, EncoderKernels) else None
 
     def _check(self, images: Tensor, weight: Tensor) -> None:
         """Raise for what the encoder's own layers refuse as well, in words about images."""

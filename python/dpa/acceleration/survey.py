@@ -22,6 +22,7 @@ from dpa.nn.family import Network, NotInFamily, is_of_family, recognise, resembl
 from dpa.nn.image_encoder import Encoder, NotAnEncoder
 from dpa.packed.config import config_of, runs_packed
 from dpa.packed.encoder import why_not
+from dpa.packed.encoder_program import EncoderProgram
 from dpa.tracking import Place, find
 from dpa.tracking.replacing import BESIDE, replaced
 from dpa.training.graphed_calls import replaced_forward
@@ -117,7 +118,7 @@ class Survey:
     Attributes:
         modules: (path, module), once each.
         networks: of each module that means to be a U-Net, what it was recognised as, or why not.
-        encoders: of each module on the CPU that means to be an image encoder, likewise.
+        encoders: of each module that means to be an image encoder, likewise.
         loops: in the order in which their owners lie in the model.
 
     """
@@ -345,8 +346,6 @@ def _encoders(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Encoder
         if first is None or id(module) in inside:
             continue
         forward = replaced_forward(module)
-        if first.device.type != "cpu" and not isinstance(forward, FastEncoder):
-            continue
         inside.update(map(id, module.modules()))
         if isinstance(forward, FastEncoder):
             yield module, forward.prepare() or str(forward.refused)
@@ -358,7 +357,12 @@ def _encoders(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Encoder
 
 def _encoder(module: nn.Module, first: nn.Parameter) -> Encoder | str:
     try:
-        return why_not(first.dtype, first.device) or image_encoder.recognise(module)
+        # Whether float32 may round to TF32 is asked in every call: it is a setting of PyTorch's.
+        why = why_not(first.dtype, first.device, torch.bfloat16 if first.is_cuda else None)
+        encoder = image_encoder.recognise(module)
+        if first.is_cuda and why is None:
+            EncoderProgram.of(encoder)
+        return why or encoder
     except NotAnEncoder as error:
         return str(error)
 

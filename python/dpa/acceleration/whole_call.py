@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpa.acceleration.encoder_forward import FastEncoder
 from dpa.acceleration.policy_loop import FastLoop, tensors_of
 from dpa.acceleration.routes import Route
 from dpa.acceleration.shadow_run import Options, ShadowRun
@@ -23,8 +25,10 @@ from dpa.library.capture import (
     no_autocast_cache,
 )
 from dpa.packed.agreement import LOOP_LIMITS
+from dpa.packed.encoder_kernels import EncoderKernels
 from dpa.tracking import ModuleState, Tracker, is_observed
 from dpa.tracking.replacing import Replacement, class_of, replaced
+from dpa.training.graphed_calls import replaced_forward
 
 # From observations to actions: LeRobot's DiffusionModel, diffusion_policy's policies.
 WHOLE_CALLS = ("generate_actions", "predict_action")
@@ -113,6 +117,8 @@ class WholeCall(Replacement):
 
     def _capture(self, route: Route, loop: FastLoop, call: _Call) -> Any:
         route.sampler.packed.follow()
+        for encoder in _encoders(self.policy):
+            encoder.repack()
         try:
             graph = self._graphs[call.kind] = _Graph(self, loop, call)
         except RuntimeError as error:
@@ -202,6 +208,13 @@ class _Call:
         return cls(args, kwargs, tensors, kind)
 
 
+def _encoders(policy: nn.Module) -> list[EncoderKernels]:
+    """Return what holds the packed weights of image encoders."""
+    forwards = [replaced_forward(module) for module in policy.modules()]
+    held = [forward.kernels for forward in forwards if isinstance(forward, FastEncoder)]
+    return [kernels for kernels in held if kernels is not None]
+
+
 class _Graph:
     """A captured call, the memory that its kernels read and write, and what it was captured of.
 
@@ -234,7 +247,9 @@ class _Graph:
             raise RuntimeError("its loop does not run as one op, or its results are not on the GPU")
         self._leaves = leaves
         self._packed = route.sampler.packed
-        self._generation = self._packed.generation
+        # What holds packed weights that the graph reads, and the memory that they were in.
+        held = [self._packed, *_encoders(whole.policy)]
+        self._held = [(packed, packed.generation) for packed in held]
         self._generator = torch.cuda.default_generators[call.device.index]
         self._done, self._last = torch.cuda.Event(), torch.cuda.current_stream(call.device)
         self.limit = route.forward.limit(LOOP_LIMITS, route.forward.precision())
@@ -262,27 +277,31 @@ class _Graph:
             Whether the graph still stands for the policy, and the results.
 
         """
-        packed, before = self._packed, self._generator.get_offset()
-        with packed.lock:
-            packed.memory(self._given[0].device)
-            packed.weights.start()
+        before = self._generator.get_offset()
+        with contextlib.ExitStack() as locks:
+            for packed, _ in self._held:
+                locks.enter_context(packed.lock)
+            self._packed.memory(self._given[0].device)
+            for packed, _ in self._held:
+                packed.weights.start()
             result = self.replay(tensors)
             after = self._generator.get_offset()
             holds = self._holds()
-            if holds and packed.current():
+            stale = [packed for packed, _ in self._held if not packed.current()]
+            if holds and not stale:
                 self._loop.leave_timesteps(self._route)
                 return True, result
             if self._generator.get_offset() == after:  # no other thread drew in the meantime
                 self._generator.set_offset(before)
             if holds:
-                packed.repack()
-            if not holds or packed.generation != self._generation:
+                for packed in stale:
+                    packed.repack()
+            if not holds or not self._lies():
                 return False, None
             return True, self.replay(tensors)
 
+    def _lies(self) -> bool:
+        return all(packed.generation == generation for packed, generation in self._held)
+
     def _holds(self) -> bool:
-        return (
-            self._packed.generation == self._generation
-            and self._modules.holds()
-            and self._loop.runs(self._route)
-        )
+        return self._lies() and self._modules.holds() and self._loop.runs(self._route)

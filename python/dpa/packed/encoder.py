@@ -109,23 +109,63 @@ class PackedEncoder:
         return keypoints
 
 
-def _prepared(layer: Preparation, x: Tensor) -> Tensor:
-    """Resize and crop in one pass; a crop that is larger than the image pads, as it is."""
+Sizes = tuple[int, ...]
+
+
+def crop_of(layer: Preparation, extent: Sizes) -> tuple[Sizes | None, Sizes | None] | None:
+    """Return what an image of this height and width is resized to, and its crop.
+
+    Each may be None, as :func:`dpa.ops.resize_crop_normalize` takes them. None altogether where the
+    crop is larger than the image, which is padded then.
+    """
     size = None if layer.resize is None else tuple(layer.resize.size)
-    height, width = size or x.shape[2:]
     if layer.crop is None:
-        return ops.resize_crop_normalize(x, size)
-    h, w = layer.crop.size
+        return size, None
+    (height, width), (h, w) = size or extent, layer.crop.size
     if h > height or w > width:
-        return layer.crop(x if layer.resize is None else layer.resize(x))
-    crop = round((height - h) / 2.0), round((width - w) / 2.0), h, w
-    return ops.resize_crop_normalize(x, size, crop)
+        return None
+    return size, (round((height - h) / 2.0), round((width - w) / 2.0), h, w)
 
 
-def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why an encoder with such weights runs as it is, or None."""
+def padded(layer: Preparation, x: Tensor) -> Tensor:
+    """Resize, and crop to more than there is."""
+    return layer.crop(x if layer.resize is None else layer.resize(x))
+
+
+def _prepared(layer: Preparation, x: Tensor) -> Tensor:
+    """Resize and crop in one pass."""
+    sizes = crop_of(layer, tuple(x.shape[2:]))
+    return padded(layer, x) if sizes is None else ops.resize_crop_normalize(x, *sizes)
+
+
+def why_not(
+    dtype: torch.dtype, device: torch.device, compute: torch.dtype | None = None
+) -> str | None:
+    """Return why an encoder with such weights runs as it is, or None.
+
+    Args:
+        dtype: of its weights.
+        device: where they are.
+        compute: the wanted dtype; None for that of the weights.
+
+    """
+    if device.type == "cuda":
+        return _why_not_on_gpu(dtype, device, compute or dtype)
     if device.type != "cpu":
-        return f"on {device.type} it runs as it is; a whole call's graph holds it"
+        return f"on {device.type} it runs as it is"
     if dtype not in (torch.float32, torch.float64):
         return f"its weights are {dtype}, and packed ones float32 or float64"
+    return None
+
+
+def _why_not_on_gpu(dtype: torch.dtype, device: torch.device, compute: torch.dtype) -> str | None:
+    held = "; a whole call's graph holds it as it is"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("dpa::image_encoder", "CUDA"):
+        return "the library is built for the CPU" + held
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "its kernels are tried on Hopper GPUs alone" + held
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"its weights are {dtype}, and packed ones float32 or bfloat16" + held
+    if compute == torch.float32 and not torch.backends.cudnn.allow_tf32:
+        return "torch.backends.cudnn allows no TF32" + held
     return None

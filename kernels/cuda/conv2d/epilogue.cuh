@@ -1,0 +1,344 @@
+// What becomes of a tile's sums: teams and splits are added, GroupNorm's moments taken and exchanged, rows stored.
+#pragma once
+#include "kernels/cuda/conv2d/mainloop.cuh"
+
+namespace dpa::kernels::conv2d::device {
+
+struct Moments {
+  float count = 0, mean = 0, squares = 0;
+  DPA_DEVICE void add(const Moments& o) {
+    if (o.count == 0) return;
+    const float all = count + o.count, difference = o.mean - mean, share = o.count / all;
+    mean += difference * share;
+    squares += o.squares + difference * difference * count * share;
+    count = all;
+  }
+};
+DPA_DEVICE float sum_of_warp(float x) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
+  return x;
+}
+// Of all lanes, in one order.
+DPA_DEVICE Moments moments_of_warp(Moments m) {
+#pragma unroll 1
+  for (int mask = 1; mask < 32; mask *= 2) {
+    const Moments o = {shuffle_xor(m.count, mask), shuffle_xor(m.mean, mask), shuffle_xor(m.squares, mask)};
+    m.add(o);
+  }
+  return {shuffle_from(m.count, 0), shuffle_from(m.mean, 0), shuffle_from(m.squares, 0)};
+}
+
+// Words of messages carry the call's parity in the lowest bit, so that who reads knows whether they are of this call.
+DPA_DEVICE uint32_t flagged(float x, uint32_t flag) { return (bits(x) & ~1u) | flag; }
+DPA_DEVICE float plain(uint32_t x) { return as_float(x & ~1u); }
+DPA_DEVICE bool arrived(const uint4& v, uint32_t flag) {
+  return (((v.x ^ flag) | (v.y ^ flag) | (v.z ^ flag) | (v.w ^ flag)) & 1) == 0;
+}
+DPA_DEVICE uint4 poll_words(const uint32_t* from, uint32_t flag) {
+  uint4 v = load_words(from);
+  while (!arrived(v, flag)) pause(), v = load_words(from);
+  return v;
+}
+
+// The moments of (sample, group), by the parts of all tiles that hold some of it.
+DPA_DEVICE Moments moments_of_parts(const Conv& v, int sample, int group, int first_column_tile, int columns,
+                                    uint32_t flag) {
+  const int lane = thread() & 31;
+  const int last = ((group + 1) * v.group_channels - 1) / columns, span = last - first_column_tile + 1;
+  const uint32_t* from = v.moments + int64_t{sample * v.groups + group} * v.tiles_per_sample * v.span * v.sub * 4;
+  Moments m;
+#pragma unroll 1
+  for (int i = lane; i < v.tiles_per_sample * span * v.sub; i += 32) {
+    const int tile = i / (span * v.sub), rest = i - tile * span * v.sub;
+    const uint4 words = poll_words(from + (tile * v.span * v.sub + rest) * 4, flag);
+    m.add({plain(words.x), plain(words.y), plain(words.z)});
+  }
+  return moments_of_warp(m);
+}
+
+template <class C, class T>
+struct Epilogue {
+  static constexpr Tiling t = C::kTiling;
+  static constexpr int kPitch = t.pitch(), kColumns = t.columns(), kPieces = kColumns / T::kElements;
+  static constexpr int kItems = (t.rows() * kPieces + kThreads - 1) / kThreads;
+  // Few residual pieces wait in registers while messages are exchanged; where there are many, other blocks hide their
+  // latency.
+  static constexpr bool kEarly = kItems <= 2;
+  static constexpr int kQuads = (t.rows() * kColumns / 4 + kThreads - 1) / kThreads;
+
+  const Conv& v;
+  const Tile& at;
+  Parameters<C>& parameters;
+  float* sums;  // (team, row, kPitch)
+  int first_column, first_group, groups;
+
+  DPA_DEVICE Epilogue(const Conv& conv, const Tile& tile)
+      : v(conv),
+        at(tile),
+        parameters(Parameters<C>::at()),
+        sums(reinterpret_cast<float*>(shared() + sizeof(Parameters<C>))),
+        first_column(tile.column * kColumns) {
+    first_group = first_column / v.group_channels;
+    groups = (min(first_column + kColumns, v.out_channels) - 1) / v.group_channels - first_group + 1;
+  }
+
+  // Constants, before the dependency is awaited.
+  DPA_DEVICE void load_parameters() const {
+    if (t.taps > 1 && thread() < kChunkPieces) parameters.zeros[thread()] = make_uint4(0, 0, 0, 0);
+    for (int i = thread(); i < kColumns; i += kThreads) {
+      const int channel = min(first_column + i, v.out_channels - 1);
+      parameters.bias[i] = v.bias ? v.bias[channel] : 0.0f;
+      parameters.scale[i] = v.scale ? v.scale[channel] : 1.0f;
+      parameters.shift[i] = v.shift ? v.shift[channel] : 0.0f;
+      parameters.group[i] = channel / v.group_channels - first_group;
+    }
+  }
+
+  DPA_DEVICE void keep(const Accumulators<C>& sum) const {
+    const int lane = thread() & 31, team = thread() / t.team(), warp = thread() % t.team() / 32;
+    float* to = sums + (team * t.rows() + warp / t.warps_n * t.m_tiles * 16 + (lane >> 2)) * kPitch +
+                warp % t.warps_n * t.n_tiles * 16 + (lane & 3) * 2;
+#pragma unroll
+    for (int i = 0; i < t.m_tiles; i++)
+#pragma unroll
+      for (int j = 0; j < 2 * t.n_tiles; j++) {
+        float* here = to + i * 16 * kPitch + j * 8;
+        *reinterpret_cast<float2*>(here) = {sum[i][j][0], sum[i][j][1]};
+        *reinterpret_cast<float2*>(here + 8 * kPitch) = {sum[i][j][2], sum[i][j][3]};
+      }
+  }
+
+  // Whether this block needs the whole sum of a row: with a GroupNorm it takes every row's moments.
+  DPA_DEVICE bool mine(int row) const { return row < at.rows && row % v.splits == at.split; }
+  DPA_DEVICE bool needs(int row) const { return v.groups ? row < at.rows : mine(row); }
+
+  // Adds the teams' sums, the splits' and the bias. Each thread reads and writes quads of its own.
+  DPA_DEVICE void reduce(uint32_t flag) const {
+    if (t.warps_k == 1 && v.splits == 1 && !v.bias) return;
+    const int64_t tile = int64_t{at.row * v.column_tiles + at.column} * v.splits;
+    constexpr int kTile = t.rows() * kColumns;
+#pragma unroll(kQuads > 4 ? 1 : kQuads)
+    for (int k = 0; k < kQuads; k++) {
+      const int i = k * kThreads + thread(), row = i / (kColumns / 4), column = i % (kColumns / 4) * 4;
+      if (row >= at.rows) continue;
+      float4* here = reinterpret_cast<float4*>(sums + row * kPitch + column);
+      float4 x = *here;
+#pragma unroll
+      for (int team = 1; team < t.warps_k; team++) {
+        const float4 y = here[team * t.rows() * kPitch / 4];
+        x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+      }
+      if (v.splits == 1) {
+        add_bias(x, column);
+      } else {
+        const uint4 words = {flagged(x.x, flag), flagged(x.y, flag), flagged(x.z, flag), flagged(x.w, flag)};
+        store_words(v.partials + (tile + at.split) * kTile + i * 4, words);
+      }
+      *here = x;
+    }
+    if (v.splits == 1) return;
+#pragma unroll 1
+    for (int k = 0; k < kQuads; k++) {
+      const int i = k * kThreads + thread(), row = i / (kColumns / 4), column = i % (kColumns / 4) * 4;
+      if (!needs(row)) continue;
+      const uint32_t* from = v.partials + tile * kTile + i * 4;
+      uint4 words[kMaxSplits];
+#pragma unroll
+      for (int s = 0; s < kMaxSplits; s++)
+        if (s < v.splits) words[s] = load_words(from + int64_t{s} * kTile);
+      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int s = 0; s < kMaxSplits; s++) {
+        if (s >= v.splits) continue;
+        while (!arrived(words[s], flag)) pause(), words[s] = load_words(from + int64_t{s} * kTile);
+        x.x += plain(words[s].x), x.y += plain(words[s].y), x.z += plain(words[s].z), x.w += plain(words[s].w);
+      }
+      add_bias(x, column);
+      *reinterpret_cast<float4*>(sums + row * kPitch + column) = x;
+    }
+  }
+  DPA_DEVICE void add_bias(float4& x, int column) const {
+    const float* b = parameters.bias + column;
+    x.x += b[0], x.y += b[1], x.z += b[2], x.w += b[3];
+  }
+
+  // Moments of each (sample, group) of the tile, by `sub` parts of the rows; a warp a part.
+  DPA_DEVICE void take_moments(uint32_t flag) const {
+    const int lane = thread() & 31, units = at.samples * groups * v.sub;
+#pragma unroll 1
+    for (int unit = thread() >> 5; unit < units; unit += kWarps) {
+      const int pair = unit / v.sub, part = unit - pair * v.sub;
+      const int slot = pair / groups, group = first_group + pair - slot * groups;
+      const int rows = v.samples ? v.sample_rows : at.rows;
+      const int begin = slot * rows + rows * part / v.sub, end = slot * rows + rows * (part + 1) / v.sub;
+      const int left = max(group * v.group_channels - first_column, 0);
+      const int width = min((group + 1) * v.group_channels - first_column, kColumns) - left;
+      const Moments m = moments_of(begin, end, left, width);
+      if (!v.exchange) {
+        if (lane == 0) parameters.moments[unit] = {m.count, m.mean, m.squares, 0.0f};
+      } else if (lane == 0 && at.split == 0) {
+        const int64_t all = int64_t{(at.first_sample + slot) * v.groups + group} * v.tiles_per_sample;
+        const int column = at.column - group * v.group_channels / kColumns;
+        const int64_t to = ((all + at.row % v.tiles_per_sample) * v.span + column) * v.sub + part;
+        store_words(v.moments + to * 4,
+                    {flagged(m.count, flag), flagged(m.mean, flag), flagged(m.squares, flag), flag});
+      }
+    }
+  }
+  DPA_DEVICE Moments moments_of(int begin, int end, int left, int width) const {
+    const int lane = thread() & 31;
+    int lanes = 32;  // on the columns of a row
+    while (lanes / 2 >= width) lanes /= 2;
+    const int column = lane & (lanes - 1), row = lane / lanes, step = 32 / lanes;
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll 1
+    for (int c = column; c < width; c += lanes)
+#pragma unroll 4
+      for (int r = begin + row; r < end; r += step) sum += sums[r * kPitch + left + c];
+    const float count = static_cast<float>((end - begin) * width);
+    const float mean = count > 0 ? sum_of_warp(sum) / count : 0.0f;
+#pragma unroll 1
+    for (int c = column; c < width; c += lanes)
+#pragma unroll 4
+      for (int r = begin + row; r < end; r += step) {
+        const float d = sums[r * kPitch + left + c] - mean;
+        squares += d * d;
+      }
+    return {count, mean, sum_of_warp(squares)};
+  }
+  DPA_DEVICE void make_factors(uint32_t flag) const {
+    const int lane = thread() & 31;
+#pragma unroll 1
+    for (int pair = thread() >> 5; pair < at.samples * groups; pair += kWarps) {
+      Moments m;
+      if (v.exchange) {
+        const int slot = pair / groups, group = first_group + pair - slot * groups;
+        m = moments_of_parts(v, at.first_sample + slot, group, group * v.group_channels / kColumns, kColumns, flag);
+      } else {
+        for (int i = 0; i < v.sub; i++) {
+          const float4 part = parameters.moments[pair * v.sub + i];
+          m.add({part.x, part.y, part.z});
+        }
+      }
+      if (lane == 0) parameters.factors[pair] = {m.mean, inverse_root_exact(m.squares / m.count + v.eps)};
+    }
+  }
+
+  // The rows of this split.
+  DPA_DEVICE uint4* piece_at(const void* base, int row, int piece) const {
+    return reinterpret_cast<uint4*>(const_cast<void*>(base)) + int64_t{at.first_row + row} * v.out_pieces +
+           at.column * kPieces + piece;
+  }
+  // Zeros where there is none.
+  DPA_DEVICE uint4 residual_at(int row, int piece) const {
+    if (!v.residual || v.deferred || !mine(row) || at.column * kPieces + piece >= v.out_pieces)
+      return make_uint4(0, 0, 0, 0);
+    return load_16(piece_at(v.residual, row, piece));
+  }
+  DPA_DEVICE void load_vector(float (&x)[T::kElements], const float* from) const {
+#pragma unroll
+    for (int e = 0; e < T::kElements; e += 4) {
+      const float4 quad = *reinterpret_cast<const float4*>(from + e);
+      x[e] = quad.x, x[e + 1] = quad.y, x[e + 2] = quad.z, x[e + 3] = quad.w;
+    }
+  }
+  DPA_DEVICE void store_piece(int row, int piece, const uint4& residual) const {
+    const int column = piece * T::kElements;
+    if (!mine(row) || at.column * kPieces + piece >= v.out_pieces) return;
+    float x[T::kElements];
+    load_vector(x, sums + row * kPitch + column);
+    if (!v.deferred) {
+      if (v.groups) {
+        const float2* factors = parameters.factors + (v.samples > 1 ? row / v.sample_rows * groups : 0);
+#pragma unroll
+        for (int e = 0; e < T::kElements; e++) {
+          const float2 f = factors[parameters.group[column + e]];
+          x[e] = (x[e] - f.x) * f.y;
+        }
+      }
+      float scale[T::kElements], shift[T::kElements], more[T::kElements];
+      load_vector(scale, parameters.scale + column), load_vector(shift, parameters.shift + column);
+      widen<T>(residual, more);
+#pragma unroll
+      for (int e = 0; e < T::kElements; e++) {
+        x[e] = x[e] * scale[e] + shift[e] + more[e];
+        if (v.relu) x[e] = x[e] < 0.0f ? 0.0f : x[e];
+      }
+    }
+    if (first_column + column + T::kElements > v.out_channels) {
+#pragma unroll
+      for (int e = 0; e < T::kElements; e++)
+        if (first_column + column + e >= v.out_channels) x[e] = 0.0f;
+    }
+    store_16(piece_at(v.out, row, piece), narrow<T>(x));
+  }
+
+  // Every thread of the block calls it; shared memory may be used again after a barrier.
+  DPA_DEVICE void run(const Accumulators<C>& sum, uint32_t flag) const {
+    constexpr int kKept = kEarly ? kItems : 1;
+    uint4 residual[kKept];
+    sync_block();  // the circular buffers have been read
+    keep(sum);
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int k = 0; k < kItems; k++) {
+        const int i = k * kThreads + thread();
+        residual[k] = residual_at(i / kPieces, i % kPieces);
+      }
+    }
+    sync_block();
+    reduce(flag);
+    sync_block();
+    if (v.groups) {
+      take_moments(flag);
+      sync_block();
+      if (!v.deferred) make_factors(flag);
+      sync_block();
+    }
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int k = 0; k < kItems; k++) {
+        const int i = k * kThreads + thread();
+        store_piece(i / kPieces, i % kPieces, residual[k]);
+      }
+    } else {
+#pragma unroll 2
+      for (int k = 0; k < kItems; k++) {
+        const int i = k * kThreads + thread();
+        store_piece(i / kPieces, i % kPieces, residual_at(i / kPieces, i % kPieces));
+      }
+    }
+  }
+};
+
+template <int kIndex>
+struct Config {
+  static constexpr Tiling kTiling = kTilings[kIndex];
+};
+
+// All tiles of a launch that this block has. `wait` returns the call's flag when what this launch reads is complete.
+template <class C, class T, class Wait>
+DPA_DEVICE void convolve(const Conv* convs, int count, int total, Wait&& wait) {
+  bool waited = false;
+  uint32_t flag = 0;
+#pragma unroll 1
+  for (int index = block(); index < total; index += blocks()) {
+    int which = 0;
+    while (which + 1 < count && index >= convs[which + 1].first_block) which++;
+    const Conv& v = convs[which];
+    const Tile at = tile_at<C>(v, index - v.first_block);
+    const Epilogue<C, T> epilogue(v, at);
+    if (waited) sync_block();  // the tile before has been stored
+    LoaderOf<C> loader(v, at, shared_address(shared()) + sizeof(Parameters<C>));
+    prefetch_weights(loader);
+    epilogue.load_parameters();
+    if (!waited) flag = wait(), waited = true;
+    Accumulators<C> sum = {};
+    contract<C, T>(loader, {v, at, loader}, sum);
+    epilogue.run(sum, flag);
+  }
+  if (!waited) wait();
+}
+
+}  // namespace dpa::kernels::conv2d::device

@@ -1,0 +1,43 @@
+// Preprocessing of images (preprocess.cuh): a thread a pixel or a cell of 2 x 2 pixels, all their taps; no intermediate image.
+// A pixel of a picture that is halved has 16 taps of 3 channels, from L1: one launch of about 2 us at 480 x 640.
+#include "kernels/cuda/conv2d/launch.h"
+#include "kernels/cuda/conv2d/preprocess.cuh"
+
+namespace dpa::kernels::conv2d {
+namespace {
+
+template <class T, class S>
+__global__ void __launch_bounds__(kThreads) preprocess_kernel(const __grid_constant__ Preprocess p) {
+#if __CUDA_ARCH__ >= 800
+  device::dependency_trigger();
+  device::dependency_sync();
+  device::preprocess<T, S>(p);
+#endif
+}
+
+template <class T>
+cudaError_t launch_to(const Preprocess& p, cudaStream_t stream) {
+  const int side = p.cells ? 2 : 1;
+  const int64_t all = int64_t{p.batch} * ((p.crop_height + side - 1) / side) * ((p.crop_width + side - 1) / side);
+  const auto go = [&](auto kernel) { return launch(kernel, grid_for(all, kThreads), kThreads, stream, p); };
+  switch (p.pixel) {
+    case Pixel::kUint8: return go(preprocess_kernel<T, uint8_t>);
+    case Pixel::kFloat32: return go(preprocess_kernel<T, float>);
+    case Pixel::kBFloat16: return go(preprocess_kernel<T, uint16_t>);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t launch_preprocess(DType dtype, const Preprocess& p, cudaStream_t stream) {
+  if (p.channels < 1 || p.channels > 4 || (p.cells && p.channels != 3)) return cudaErrorInvalidValue;
+  switch (dtype) {
+    case DType::kFloat32: return launch_to<device::Tf32>(p, stream);
+    case DType::kFloat16: return launch_to<device::Fp16>(p, stream);
+    case DType::kBFloat16: return launch_to<device::Bf16>(p, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace dpa::kernels::conv2d

@@ -1,0 +1,109 @@
+#include <ATen/ops/empty.h>
+
+#include "ops/common/strides.h"
+#include "ops/image_encoder/image_encoder.h"
+
+namespace dpa {
+namespace {
+
+namespace conv2d = kernels::conv2d;
+using conv2d::StepKind;
+
+constexpr const char* kEncoder = "image_encoder";
+constexpr int64_t kMaxSide = 1 << 14;
+constexpr int64_t kMaxElements = int64_t{1} << 31;
+
+kernels::DType kernel_type(const char* op, at::ScalarType dtype) {
+  DPA_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op,
+            "dtype must be float32, float16 or bfloat16", dtype);
+  return dtype == at::kFloat ? kernels::DType::kFloat32
+                             : (dtype == at::kHalf ? kernels::DType::kFloat16 : kernels::DType::kBFloat16);
+}
+
+}  // namespace
+
+EncoderPlan image_encoder_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype) {
+  EncoderPlan plan;
+  const auto wrong = conv2d::read_network(config.data(), config.size(), plan.network);
+  DPA_CHECK(wrong.empty(), op, "config must hold: " + wrong, config);
+  plan.bytes = static_cast<int64_t>(conv2d::places_of(plan.network, kernel_type(op, dtype), plan.places));
+  return plan;
+}
+
+void check_image_encoder_parameters(const EncoderPlan& plan, at::TensorList parameters) {
+  constexpr const char* op = "image_encoder_pack";
+  size_t count = 0;
+  std::vector<int64_t> channels = {plan.network.channels};
+  const auto next = [&](const char* name, std::vector<int64_t> shape) {
+    DPA_CHECK(count < parameters.size(), op, "parameters must hold every convolution's weight, bias, scale and shift",
+              parameters.size());
+    const Tensor& given = parameters[count++];
+    DPA_CHECK(given.scalar_type() == at::kFloat && given.layout() == at::kStrided, op,
+              c10::str("parameters must be strided and float32, so must a ", name), given.scalar_type());
+    check_same_device(op, name, given, "the first parameter", parameters[0]);
+    DPA_CHECK(given.sizes() == at::IntArrayRef(shape), op, c10::str(name, " must have shape ", at::IntArrayRef(shape)),
+              given.sizes());
+  };
+  for (const auto& s : plan.network.steps) {
+    const int64_t in = channels[s.from], out = s.kind == StepKind::kConv ? s.out_channels : in;
+    channels.push_back(out);
+    if (s.kind != StepKind::kConv) continue;
+    next("weight", {out, in, s.kernel, s.kernel});
+    if (s.bias) next("bias", {out});
+    next("scale", {out}), next("shift", {out});
+  }
+  DPA_CHECK(count > 0 && count == parameters.size(), op,
+            c10::str("parameters must be the ", count, " tensors of the convolutions, of which there must be one"),
+            parameters.size());
+}
+
+EncoderCall check_image_encoder(const EncoderPlan& plan, const Tensor& images, const Tensor& packed,
+                                at::ArrayRef<double> constants, at::ScalarType dtype, at::OptionalSymIntArrayRef size,
+                                at::OptionalSymIntArrayRef crop) {
+  const auto type = images.scalar_type();
+  DPA_CHECK(type == at::kByte || type == at::kFloat || type == at::kBFloat16, kEncoder,
+            "images must be uint8, float32 or bfloat16", type);
+  DPA_CHECK(images.dim() == 4 && images.sym_size(1) == plan.network.channels && images.layout() == at::kStrided,
+            kEncoder, c10::str("images must be strided, of shape (B, ", plan.network.channels, ", H, W)"), "shape ",
+            images.sym_sizes());
+  DPA_CHECK(packed.scalar_type() == at::kByte && packed.layout() == at::kStrided && packed.dim() == 1 &&
+                packed.sym_size(0) == plan.bytes && packed.is_contiguous(),
+            kEncoder, c10::str("packed must be the ", plan.bytes, " bytes that image_encoder_pack makes"),
+            packed.scalar_type(), " ", packed.sym_sizes());
+  check_same_device(kEncoder, "packed", packed, "images", images);
+  DPA_CHECK(constants.size() == plan.network.steps.size(), kEncoder, "constants must hold one number a step",
+            constants.size());
+  for (size_t i = 0; i < constants.size(); ++i) {
+    const auto kind = plan.network.steps[i].kind;
+    DPA_CHECK(constants[i] >= 0 && (kind != StepKind::kSpatialSoftmax || constants[i] > 0), kEncoder,
+              "constants must be an eps of at least 0, or a temperature above 0", constants[i]);
+  }
+  EncoderCall call;
+  call.image = check_resize_crop_normalize(images, size, crop, std::nullopt, std::nullopt, /*hwc=*/false, dtype);
+  const int64_t height = call.image.out_height.expect_int(), width = call.image.out_width.expect_int();
+  DPA_CHECK(height >= 1 && width >= 1 && height <= kMaxSide && width <= kMaxSide && call.image.height <= kMaxSide &&
+                call.image.width <= kMaxSide,
+            kEncoder, "images must be of 1 to 16384 pixels each way", "shape ", images.sym_sizes());
+  const auto wrong = conv2d::extents_of(plan.network, static_cast<int>(height), static_cast<int>(width), call.extents);
+  DPA_CHECK(wrong.empty(), kEncoder, "images must be " + wrong, "shape ", images.sym_sizes());
+  for (const auto& e : call.extents)
+    DPA_CHECK(images.sym_size(0) * (int64_t{e.height + 1} * (e.width + 1) * (e.channels + 16)) < kMaxElements, kEncoder,
+              "images must make feature maps of fewer than 2^31 elements", "shape ", images.sym_sizes());
+  return call;
+}
+
+Tensor empty_encoding(const EncoderPlan& plan, const EncoderCall& call, at::ScalarType dtype,
+                      const at::TensorOptions& options) {
+  const auto& last = call.extents.back();
+  const auto kind = plan.network.steps.back().kind;
+  const auto& batch = call.image.batch;
+  const c10::SymInt channels = last.channels;
+  if (kind == StepKind::kAveragePool) return at::empty_symint({batch, channels}, options.dtype(at::kFloat));
+  if (kind == StepKind::kSpatialSoftmax) return at::empty_symint({batch, channels, 2}, options.dtype(at::kFloat));
+  const int64_t width = conv2d::padded(kernel_type(kEncoder, dtype), last.channels);
+  return at::empty_symint({batch, last.height, last.width, width}, options.dtype(dtype))
+      .narrow(3, 0, last.channels)
+      .permute({0, 3, 1, 2});
+}
+
+}  // namespace dpa

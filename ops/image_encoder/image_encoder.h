@@ -1,0 +1,42 @@
+// `dpa::image_encoder`: a whole image encoder on packed weights, without gradients: resize, crop, convolutions with what
+// follows them, pools, keypoints; one launch a step, channels-last.
+//
+// `config` is the network as kernels/plans/conv2d/network.h reads it: the images' channels, then 11 integers a step;
+// `constants` has one number a step: a GroupNorm's eps, the temperature of keypoints. Packed weights are bytes: what
+// `image_encoder_pack` makes of each convolution's weight, bias (where it has one), scale and shift.
+#pragma once
+#include <memory>
+
+#include "kernels/plans/conv2d/network.h"
+#include "ops/common/check.h"
+#include "ops/resize_crop_normalize/resize_crop_normalize.h"
+
+namespace dpa {
+
+/// The network, and where its packed weights lie.
+struct EncoderPlan {
+  kernels::conv2d::Network network;
+  std::vector<kernels::conv2d::Place> places;
+  int64_t bytes;  // of packed weights
+};
+
+/// Raises what is wrong with `config` or the dtype.
+EncoderPlan image_encoder_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype);
+
+void check_image_encoder_parameters(const EncoderPlan& plan, at::TensorList parameters);
+
+/// Sizes of a call: what comes before the network, and its feature maps.
+struct EncoderCall {
+  ImageSizes image;
+  std::vector<kernels::conv2d::Extent> extents;
+};
+EncoderCall check_image_encoder(const EncoderPlan& plan, const Tensor& images, const Tensor& packed,
+                                at::ArrayRef<double> constants, at::ScalarType dtype, at::OptionalSymIntArrayRef size,
+                                at::OptionalSymIntArrayRef crop);
+
+/// The result, of undefined values: (B, C) or (B, K, 2) in float32 of a pool at the end, else a feature map
+/// (B, C, H, W) of `dtype`, channels-last.
+Tensor empty_encoding(const EncoderPlan& plan, const EncoderCall& call, at::ScalarType dtype,
+                      const at::TensorOptions& options);
+
+}  // namespace dpa

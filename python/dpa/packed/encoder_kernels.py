@@ -1,0 +1,116 @@
+"""An image encoder on packed weights, on a GPU: one op, a launch a layer."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import torch
+from torch import Tensor
+
+from dpa.nn.image_encoder import Encoder
+from dpa.packed.encoder import crop_of, padded
+from dpa.packed.encoder_program import EncoderProgram
+from dpa.tracking import WeightTracker
+
+_memories = itertools.count(1)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def dtype_of(weights: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which an encoder's layers run; 8-bit weights come with float16."""
+    dtype = wanted or weights
+    return dtype if dtype in _DTYPES else torch.float16
+
+
+class EncoderKernels:
+    """Runs an encoder by the op ``image_encoder``, on weights that are kept packed.
+
+    Weights are packed at the first call, and again, in the same memory, when a parameter or a
+    statistic was replaced or written. A captured graph that reads them follows where its owner
+    calls :meth:`repack`; ``generation`` is another number where there was no such memory.
+
+    Args:
+        encoder: what :func:`dpa.nn.image_encoder.recognise` returned.
+        dtype: of packed weights and feature maps. float32 multiplies in TF32.
+        weights: how changes are noticed, as :func:`dpa.accelerate` says.
+
+    Raises:
+        NotAnEncoder: the op has no such layer, with the reason.
+
+    """
+
+    def __init__(self, encoder: Encoder, dtype: torch.dtype, weights: str = "tracked"):
+        self.encoder, self.dtype = encoder, dtype
+        self.program = EncoderProgram.of(encoder)
+        self.weights = WeightTracker([*encoder.slots(), *self.program.slots()], weights)
+        self.lock = threading.RLock()
+        self.generation = 0
+        self._packed: Tensor | None = None
+        self._constants: list[float] = []
+
+    def stale(self) -> bool:
+        """Whether weights lie elsewhere or were written, by their versions."""
+        return self._packed is None or self.weights.changed()
+
+    def current(self) -> bool:
+        """Whether what is packed is of the weights as they are now, by what was started."""
+        return not self.stale() and not self.weights.values_changed()
+
+    def repack(self) -> None:
+        """Pack the weights as they are now, in the same memory as before where there is one.
+
+        The host waits for the device: other streams may read what is written over.
+        """
+        with self.lock:
+            self.weights.remember()  # first: a write while this packs counts as a later one
+            packed, constants = self._pack()
+            device = packed.device
+            torch.cuda.synchronize(device)
+            kept = self._packed
+            if kept is not None and kept.device == device and constants == self._constants:
+                kept.copy_(packed)
+                torch.cuda.synchronize(device)
+            else:
+                self._packed, self._constants = packed, constants
+                self.generation = next(_memories)
+
+    def run(self, images: Tensor) -> Tensor:
+        """Return the encoder's output.
+
+        Weights are compared while the GPU works. In a capture they are not; where versions say that
+        they changed, the capture packs them, for itself alone.
+        """
+        with self.lock:
+            if torch.cuda.is_current_stream_capturing():
+                return self._launch(images, *(self._pack() if self.stale() else self._held()))
+            if self._packed is None or self._packed.device != images.device:
+                self.repack()
+            self.weights.start()
+            result = self._launch(images, *self._held())
+            if not self.current():
+                self.repack()
+                result = self._launch(images, *self._held())
+            return result
+
+    def _held(self) -> tuple[Tensor | None, list[float]]:
+        return self._packed, self._constants
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _pack(self) -> tuple[Tensor, list[float]]:
+        parameters, config = self.program.parameters(), self.program.config
+        packed = torch.ops.dpa.image_encoder_pack(parameters, config, self.dtype)
+        return packed, self.program.constants()
+
+    def _launch(self, images: Tensor, packed: Tensor | None, constants: list[float]) -> Tensor:
+        program, size, crop = self.program, None, None
+        dtype, prepares = images.dtype, program.preparation
+        if prepares is not None:
+            sizes = crop_of(prepares, tuple(images.shape[2:]))
+            if sizes is None:
+                images = padded(prepares, images)
+            else:
+                size, crop = sizes
+        given = images, packed, program.config, constants, self.dtype, size, crop
+        return program.result(torch.ops.dpa.image_encoder(*given), dtype)
