@@ -85,6 +85,49 @@ TEST(Conv2dNetwork, ALaunchHasAPlanOfEachAndWaitsOnlyWhereItIsResident) {
     }
 }
 
+TEST(Conv2dNetwork, ALaunchOfSeveralNetworksWaitsOnlyWhereItIsResident) {
+  Device device;
+  const auto network = network_of(kBlock);
+  std::vector<Extent> extents;
+  for (const bool wgmma : {false, true})
+    for (const int size : {33, 84, 216, 640})
+      for (int networks = 1; networks <= most_networks(2); networks++) {
+        device.wgmma = wgmma;
+        ASSERT_EQ(extents_of(network, size, size, extents), "");
+        std::vector<Shape> shapes;
+        for (const size_t i : {2, 3}) shapes.push_back(shape_of_step(network, i, DType::kBFloat16, 2, extents));
+        const StepPlan p = plan_step(shapes, device, networks);
+        ASSERT_EQ(p.plans.size(), 2u) << size << " " << networks;
+        int blocks = 0;
+        for (const auto& plan : p.plans) blocks += plan.blocks() * networks;
+        EXPECT_EQ(blocks, p.blocks);
+        EXPECT_TRUE(!p.waits || blocks <= resident_blocks(p.tiling, device));
+        EXPECT_TRUE(wgmma || !kTilings[p.tiling].wgmma);
+      }
+}
+
+TEST(Conv2dNetwork, AStemIsAFirstLayerThatOnlyItsPoolReads) {
+  auto plain = kBlock;
+  plain[0][7] = 0;
+  EXPECT_TRUE(is_stem(network_of(plain), 0));
+  EXPECT_FALSE(is_stem(network_of(plain), 1));
+  EXPECT_FALSE(is_stem(network_of(kBlock), 0));  // its GroupNorm wants the whole image first
+  auto steps = plain;
+  steps[3] = {0, 1, -1, 128, 1, 4, 0, 8, 0, 0, 1};  // reads the first layer too
+  EXPECT_FALSE(is_stem(network_of(steps), 0));
+  steps = plain;
+  steps[1][4] = 2;
+  EXPECT_FALSE(is_stem(network_of(steps), 0));
+  const Shape stem = shape_of_cells(DType::kBFloat16, 2, 480, 640, 64),
+              grouped = shape_of_cells(DType::kBFloat16, 2, 480, 640, 64, 4);
+  Device device;
+  EXPECT_TRUE(serves_stem(stem, device));
+  EXPECT_FALSE(serves_stem(grouped, device));
+  EXPECT_EQ(stem_blocks(stem, device, 2), 132);
+  device.shared = 64 << 10;
+  EXPECT_FALSE(serves_stem(stem, device));
+}
+
 TEST(Conv2dNetwork, WrongStepsAreRefused) {
   const auto wrong = [](Steps steps, size_t step, size_t field, int64_t value) {
     steps[step][field] = value;

@@ -130,8 +130,10 @@ __device__ __forceinline__ void mma_ss(float (&d)[kN / 2], uint64_t a, uint64_t 
 template <class T, int kN>
 __device__ __forceinline__ void mma_rs(float (&d)[kN / 2], const uint4& a, uint64_t b) {
   constexpr bool kHalf = std::is_same_v<T, __half>, kFloat = std::is_same_v<T, float>;
-  static_assert(kFloat || kN == 16 || kN == 32 || kN == 64, "mma_rs is spelled out for N of 16, 32 and 64");
-  static_assert(!kFloat || kN == 128 || kN == 160 || kN == 192, "in tf32 for N of 128, 160 and 192");
+  static_assert(kFloat || kN == 16 || kN == 32 || kN == 64 || kN == 128,
+                "mma_rs is spelled out for N of 16, 32, 64 and 128");
+  static_assert(!kFloat || kN == 64 || kN == 128 || kN == 160 || kN == 192, "in tf32 for N of 64, 128, 160 and 192");
+  if constexpr (kN == 64 && kFloat) DPA_MMA_RS_TF32(64, 32, 32, 33, 34, 35, 36);
   if constexpr (kN == 128 && kFloat) DPA_MMA_RS_TF32(128, 64, 64, 65, 66, 67, 68);
   if constexpr (kN == 160 && kFloat) DPA_MMA_RS_TF32(160, 80, 80, 81, 82, 83, 84);
   if constexpr (kN == 192 && kFloat) DPA_MMA_RS_TF32(192, 96, 96, 97, 98, 99, 100);
@@ -140,7 +142,9 @@ __device__ __forceinline__ void mma_rs(float (&d)[kN / 2], const uint4& a, uint6
   if constexpr (kN == 32 && kHalf) DPA_MMA_RS(32, "f16", 16, 16, 17, 18, 19, 20);
   if constexpr (kN == 32 && !kHalf) DPA_MMA_RS(32, "bf16", 16, 16, 17, 18, 19, 20);
   if constexpr (kN == 64 && kHalf) DPA_MMA_RS(64, "f16", 32, 32, 33, 34, 35, 36);
-  if constexpr (kN == 64 && !kHalf) DPA_MMA_RS(64, "bf16", 32, 32, 33, 34, 35, 36);
+  if constexpr (kN == 64 && !kHalf && !kFloat) DPA_MMA_RS(64, "bf16", 32, 32, 33, 34, 35, 36);
+  if constexpr (kN == 128 && kHalf) DPA_MMA_RS(128, "f16", 64, 64, 65, 66, 67, 68);
+  if constexpr (kN == 128 && !kHalf && !kFloat) DPA_MMA_RS(128, "bf16", 64, 64, 65, 66, 67, 68);
 }
 
 #undef DPA_MMA_RS_TF32

@@ -28,10 +28,10 @@ struct Conv {
   int first_block, blocks;
 };
 
-/// Convolutions that do not depend on each other, in one launch: a block and its shortcut, or one layer of two networks.
+/// Convolutions that do not depend on each other, in one launch: a block and its shortcut, of one or several networks.
 /// All have the same tiling.
 struct Launch {
-  Conv convs[kMaxTogether];
+  Conv convs[kMaxConvs];
   int count, blocks;
   bool waits;  // whether blocks wait for one another (`ConvPlan::waits`): the device places all of them or none
   const uint32_t* epoch;  // counts the calls before this one; words of messages carry its parity
@@ -50,6 +50,27 @@ struct Pool {
   float inverse_temperature;
 };
 
+struct Pools {
+  Pool pools[kMaxNetworks];
+  int count;
+};
+
+/// A first layer on cells and the max pooling of 3 x 3 and stride 2 behind it (`serves_stem`):
+///   out = max_pool(relu((conv(x, weights) + bias) scale + shift))
+/// `x` is (batch, height, width) cells, `out` (batch, pooled_height, pooled_width, 64).
+struct Stem {
+  const void *x, *weights;
+  void* out;
+  const float *bias, *scale, *shift;
+  int height, width, pooled_height, pooled_width;
+  int tiles_high, tiles_wide, tiles;
+  int relu;
+};
+struct Stems {
+  Stem stems[kMaxNetworks];
+  int count;
+};
+
 /// out = (crop(resize(image)) - mean) inverse_std, channels last; uint8 is divided by 255. Strides in elements say whether
 /// channels are first or last. `cells`: 2 x 2 pixels of 3 channels are 12 channels of one (`Cells` in plan.h).
 enum class Pixel : int { kUint8, kFloat32, kBFloat16 };
@@ -62,6 +83,10 @@ struct Preprocess {
   int resized_height, resized_width, top, left, crop_height, crop_width;
   bool antialias, cells;
   float mean[4], inverse_std[4];
+};
+struct Preprocesses {
+  Preprocess items[kMaxNetworks];
+  int count;
 };
 
 /// Fills what the plan and the shape determine; pointers, eps, relu and first_block are the caller's.
@@ -81,6 +106,17 @@ inline Conv conv_of(const Shape& s, const ConvPlan& p, bool deferred = false) {
   c.tile_columns = kTilings[p.tiling].columns();
   c.blocks = p.blocks();
   return c;
+}
+
+/// Fills the sizes; pointers and relu are the caller's.
+inline Stem stem_of(const Shape& s) {
+  Stem v = {};
+  v.height = s.height, v.width = s.width;
+  v.pooled_height = (s.height - 1) / 2 + 1, v.pooled_width = (s.width - 1) / 2 + 1;
+  v.tiles_high = (v.pooled_height + kStemPooledHeight - 1) / kStemPooledHeight;
+  v.tiles_wide = (v.pooled_width + kStemPooledWidth - 1) / kStemPooledWidth;
+  v.tiles = s.batch * v.tiles_high * v.tiles_wide;
+  return v;
 }
 
 }  // namespace dpa::kernels::conv2d

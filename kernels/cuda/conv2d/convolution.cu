@@ -1,10 +1,11 @@
 // A layer of an image encoder: y = relu(norm(conv(x, w) + bias) scale + shift + residual), in one launch.
 //
 // Dimensions: kernels/plans/conv2d/plan.h. A GEMM of rows (n, p, q), columns k and K = (r, s, c), in chunks of 128 bytes.
-//   grid    tiles of rows x columns x splits of K, of up to four convolutions that do not depend on each other
-//   block   8 warps in teams; a team contracts a share of the chunks into a circular buffer of its own (cp.async), so teams
-//           do not wait for one another
-//   warp    m_tiles x n_tiles fragments of 16 x 16 by mma.sync; A by ldmatrix, B packed as fragments
+//   grid    tiles of rows x columns x splits of K, of convolutions that do not depend on each other
+//   block   8 warps in teams; a team contracts a share of the chunks in a circular buffer of its own, so teams do not wait
+//           for one another; cp.async brings A, and B too but on Hopper, where one bulk copy a chunk does
+//   warp    m_tiles x n_tiles fragments of 16 x 16; A by ldmatrix; B by ldmatrix for mma.sync, or, on Hopper, in place for
+//           wgmma of four warps: there a warp issues 4 to 8 times fewer instructions
 //   thread  copies one piece of 16 bytes of every few rows; in the epilogue owns quads of the tile, then pieces of it
 //
 // The epilogue adds the teams' sums in shared memory and the splits' by messages through L2, each in a fixed order. A
@@ -17,41 +18,26 @@
 // Why one block does it all: at batch 1 a layer's GEMM takes less than 1 us of the GPU, and its time is latency. A 3 x 3
 // layer of ResNet-18 at 84 x 84, 2 images, takes 6 to 8 us on 132 multiprocessors, the next launch's start hidden in it. Large
 // images are bound by what multiprocessors read from L2: there the taps of a filter share the pixels that a block holds (`taps`
-// in plan.h), and two blocks share a multiprocessor.
-#include "kernels/cuda/common/shared_memory.h"
-#include "kernels/cuda/conv2d/launch.h"
-#include "kernels/cuda/conv2d/pool.cuh"
+// in plan.h), and networks of one size share a launch.
+#include "kernels/cuda/conv2d/conv_kernel.cuh"
 
 namespace dpa::kernels::conv2d {
 namespace {
 
-// The epoch is read behind the grid dependency, for the call before counts itself at its end.
-DPA_DEVICE uint32_t call_flag(const uint32_t* epoch) { return (device::load_word(epoch) + 1) & 1; }
-
-template <class C, class T>
-__global__ void __launch_bounds__(kThreads, C::kTiling.blocks()) conv_kernel(const __grid_constant__ Launch a) {
-#if __CUDA_ARCH__ >= 800
-  device::dependency_trigger();
-  device::convolve<C, T>(a.convs, a.count, a.blocks, [&] {
-    device::dependency_sync();
-    return call_flag(a.epoch);
-  });
-#endif
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    pool_kernel(const __grid_constant__ Pool pool, PoolKind kind, uint32_t* finished) {
+    pool_kernel(const __grid_constant__ Pools a, PoolKind kind, uint32_t* finished) {
 #if __CUDA_ARCH__ >= 800
   device::dependency_trigger();
   device::dependency_sync();
+  const Pool& pool = a.pools[blockIdx.y];
   if (kind == PoolKind::kMax)
     device::max_pool<T>(pool);
   else if (kind == PoolKind::kAverage)
     device::average_pool<T>(pool);
   else
     device::spatial_softmax<T>(pool);
-  if (finished && blockIdx.x == 0 && threadIdx.x == 0) *finished += 1;
+  if (finished && blockIdx.x + blockIdx.y == 0 && threadIdx.x == 0) *finished += 1;
 #endif
 }
 
@@ -63,48 +49,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   device::dependency_sync();
   device::normalise<T>(conv, call_flag(epoch));
 #endif
-}
-
-template <class... Parameters, class... Arguments>
-cudaError_t launch_with(void (*kernel)(Parameters...), int blocks, int shared, bool waits, bool dependent,
-                        cudaStream_t stream, const Arguments&... arguments) {
-  if (blocks == 0) return cudaSuccess;
-  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared)) return error;
-  cudaLaunchAttribute attributes[2] = {};
-  int count = 0;
-  if (waits) {
-    attributes[count].id = cudaLaunchAttributeCooperative;
-    attributes[count++].val.cooperative = 1;
-  }
-  if (dependent && launches_dependent(reinterpret_cast<const void*>(kernel))) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks, config.blockDim = kThreads, config.stream = stream, config.dynamicSmemBytes = shared;
-  config.attrs = attributes, config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
-template <class T>
-cudaError_t launch_tiling(int tiling, const Launch& launch, bool dependent, cudaStream_t stream) {
-  const auto go = [&](auto kernel) {
-    return launch_with(kernel, launch.blocks, shared_bytes(kTilings[tiling]), launch.waits, dependent, stream, launch);
-  };
-  switch (tiling) {
-    case 0: return go(conv_kernel<device::Config<0>, T>);
-    case 1: return go(conv_kernel<device::Config<1>, T>);
-    case 2: return go(conv_kernel<device::Config<2>, T>);
-    case 3: return go(conv_kernel<device::Config<3>, T>);
-    case 4: return go(conv_kernel<device::Config<4>, T>);
-    case 5: return go(conv_kernel<device::Config<5>, T>);
-    case 6: return go(conv_kernel<device::Config<6>, T>);
-    case 7: return go(conv_kernel<device::Config<7>, T>);
-    case 8: return go(conv_kernel<device::Config<8>, T>);
-    case 9: return go(conv_kernel<device::Config<9>, T>);
-    case 10: return go(conv_kernel<device::Config<10>, T>);
-    default: return cudaErrorInvalidValue;
-  }
 }
 
 template <class F>
@@ -119,19 +63,35 @@ cudaError_t by_type(DType dtype, F&& f) {
 
 }  // namespace
 
+bool has_wgmma() {
+#ifdef DPA_SM90A
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
+#else
+  return false;
+#endif
+}
+
 cudaError_t launch_convs(DType dtype, int tiling, const Launch& launch, bool dependent, cudaStream_t stream) {
   return by_type(dtype, [&](auto type) { return launch_tiling<decltype(type)>(tiling, launch, dependent, stream); });
 }
 
-cudaError_t launch_pool(DType dtype, PoolKind kind, const Pool& pool, uint32_t* finished, bool dependent,
-                        cudaStream_t stream) {
+cudaError_t launch_stems(DType dtype, const Stems& stems, int blocks, bool wgmma, bool dependent, cudaStream_t stream) {
+  return by_type(dtype,
+                 [&](auto type) { return launch_stem_of<decltype(type)>(stems, blocks, wgmma, dependent, stream); });
+}
+
+cudaError_t launch_pools(DType dtype, PoolKind kind, const Pools& pools, uint32_t* finished, bool dependent,
+                         cudaStream_t stream) {
+  const Pool& pool = pools.pools[0];
   const int pieces = pool.batch * pool.pieces;
   const int64_t blocks = kind == PoolKind::kMax
                              ? (int64_t{pieces} * pool.out_height * pool.out_width + kThreads - 1) / kThreads
                              : (pieces + kWarps - 1) / kWarps;
   return by_type(dtype, [&](auto type) {
-    return launch_with(pool_kernel<decltype(type)>, grid_for(blocks, 1), 0, false, dependent, stream, pool, kind,
-                       finished);
+    return launch_with(pool_kernel<decltype(type)>, dim3(grid_for(blocks, 1), pools.count), 0, false, dependent, stream,
+                       pools, kind, finished);
   });
 }
 

@@ -5,6 +5,7 @@
 
 #ifndef DPA_EMULATE
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/wgmma.cuh"
 #define DPA_UNIFORM __grid_constant__
 namespace dpa::kernels::unet1d::device {
 
@@ -41,6 +42,62 @@ DPA_DEVICE void dependency_trigger() { trigger_dependent_launch(); }
 
 namespace dpa::kernels::conv2d::device {
 using namespace unet1d::device;
+}
+#ifdef DPA_EMULATE
+#include "test/kernels/conv2d_emulator.h"
+#else
+namespace dpa::kernels::conv2d::device {
+// Hopper's. Code for other architectures has them without a body: no launch reaches it there.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define DPA_HOPPER(...) __VA_ARGS__
+#else
+#define DPA_HOPPER(...)
+#endif
+DPA_DEVICE void barrier_init([[maybe_unused]] uint32_t barrier, [[maybe_unused]] int count) {
+  DPA_HOPPER(asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory"));
+}
+// After barrier_init, in the thread that copies: bulk copies see the barrier.
+DPA_DEVICE void barrier_init_fence() {
+  DPA_HOPPER(asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory"));
+}
+DPA_DEVICE void barrier_expect([[maybe_unused]] uint32_t barrier, [[maybe_unused]] uint32_t bytes) {
+  DPA_HOPPER(kernels::ptx::barrier_expect(barrier, bytes));
+}
+DPA_DEVICE void barrier_wait([[maybe_unused]] uint32_t barrier, [[maybe_unused]] uint32_t parity) {
+  DPA_HOPPER(kernels::ptx::barrier_wait(barrier, parity));
+}
+// A multiple of 16 bytes, which the barrier counts. One thread calls it.
+DPA_DEVICE void copy_bulk([[maybe_unused]] uint32_t to, [[maybe_unused]] const void* from,
+                          [[maybe_unused]] uint32_t bytes, [[maybe_unused]] uint32_t barrier) {
+  DPA_HOPPER(
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                   "l"(from), "r"(bytes), "r"(barrier)
+                   : "memory"));
+}
+// Shared memory that this thread has read or written goes to a bulk copy behind the next barrier of the block.
+DPA_DEVICE void fence_async() { DPA_HOPPER(asm volatile("fence.proxy.async.shared::cta;" ::: "memory")); }
+DPA_DEVICE void wgmma_fence() { DPA_HOPPER(kernels::wgmma::fence()); }
+DPA_DEVICE void wgmma_commit() { DPA_HOPPER(kernels::wgmma::commit()); }
+template <int kPending>
+DPA_DEVICE void wgmma_wait() {
+  DPA_HOPPER(kernels::wgmma::wait<kPending>());
+}
+// B in core matrices of 8 columns x 16 bytes of K: bytes to the next 16 of K, and to the next 8 columns.
+DPA_DEVICE uint64_t wgmma_operand(uint32_t address, uint32_t along_k, uint32_t along_columns) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(along_k >> 4) << 16 |
+         static_cast<uint64_t>(along_columns >> 4) << 32;
+}
+// d += a b for the rows of the four warps of a warpgroup, 32 bytes of K; a as mma.sync takes it.
+template <int kColumns, class Type>
+DPA_DEVICE void wgmma([[maybe_unused]] Type, [[maybe_unused]] float (&d)[kColumns / 2], [[maybe_unused]] const uint4& a,
+                      [[maybe_unused]] uint64_t b) {
+  DPA_HOPPER(kernels::wgmma::mma_rs<Type, kColumns>(d, a, b));
+}
+#undef DPA_HOPPER
+}  // namespace dpa::kernels::conv2d::device
+#endif
+
+namespace dpa::kernels::conv2d::device {
 
 // Arithmetic on stored values: the type that the tensor cores take, and numbers a word.
 struct Bf16 {

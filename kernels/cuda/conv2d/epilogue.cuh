@@ -85,7 +85,8 @@ struct Epilogue {
 
   // Constants, before the dependency is awaited.
   DPA_DEVICE void load_parameters() const {
-    if (t.taps > 1 && thread() < kChunkPieces) parameters.zeros[thread()] = make_uint4(0, 0, 0, 0);
+    const int mine = thread() % t.team();  // each team's barrier orders its own
+    if (t.taps > 1 && mine < kChunkPieces) parameters.zeros[mine] = make_uint4(0, 0, 0, 0);
     for (int i = thread(); i < kColumns; i += kThreads) {
       const int channel = min(first_column + i, v.out_channels - 1);
       parameters.bias[i] = v.bias ? v.bias[channel] : 0.0f;
@@ -322,6 +323,7 @@ template <class C, class T, class Wait>
 DPA_DEVICE void convolve(const Conv* convs, int count, int total, Wait&& wait) {
   bool waited = false;
   uint32_t flag = 0;
+  Barriers<C> barriers;
 #pragma unroll 1
   for (int index = block(); index < total; index += blocks()) {
     int which = 0;
@@ -329,13 +331,16 @@ DPA_DEVICE void convolve(const Conv* convs, int count, int total, Wait&& wait) {
     const Conv& v = convs[which];
     const Tile at = tile_at<C>(v, index - v.first_block);
     const Epilogue<C, T> epilogue(v, at);
-    if (waited) sync_block();  // the tile before has been stored
+    if (waited) {  // the tile before has been stored
+      if (C::kTiling.wgmma) fence_async();
+      sync_block();
+    }
     LoaderOf<C> loader(v, at, shared_address(shared()) + sizeof(Parameters<C>));
     prefetch_weights(loader);
     epilogue.load_parameters();
     if (!waited) flag = wait(), waited = true;
     Accumulators<C> sum = {};
-    contract<C, T>(loader, {v, at, loader}, sum);
+    contract<C, T>(loader, {v, at, loader}, barriers, sum);
     epilogue.run(sum, flag);
   }
   if (!waited) wait();

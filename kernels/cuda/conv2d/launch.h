@@ -15,18 +15,30 @@ namespace dpa::kernels::conv2d {
 /// otherwise each hold a part of the device and wait for the other's part for ever. An error says that its blocks are more
 /// than the device holds.
 cudaError_t launch_convs(DType dtype, int tiling, const Launch& launch, bool dependent, cudaStream_t stream);
-/// `finished`: the epoch, where this is the last launch of a call; else null.
-cudaError_t launch_pool(DType dtype, PoolKind kind, const Pool& pool, uint32_t* finished, bool dependent,
-                        cudaStream_t stream);
+/// Whether the tilings by warpgroups run on the current device: `Device::wgmma`.
+bool has_wgmma();
+/// First layers with their max pooling, of as many networks as there are stems, of equal sizes.
+cudaError_t launch_stems(DType dtype, const Stems& stems, int blocks, bool wgmma, bool dependent, cudaStream_t stream);
+/// Of networks of equal sizes. `finished`: the epoch, where this is the last launch of a call; else null.
+cudaError_t launch_pools(DType dtype, PoolKind kind, const Pools& pools, uint32_t* finished, bool dependent,
+                         cudaStream_t stream);
+inline cudaError_t launch_pool(DType dtype, PoolKind kind, const Pool& pool, uint32_t* finished, bool dependent,
+                               cudaStream_t stream) {
+  return launch_pools(dtype, kind, {{pool}, 1}, finished, dependent, stream);
+}
 cudaError_t launch_normalise(DType dtype, const Conv& conv, const uint32_t* epoch, int blocks, bool dependent,
                              cudaStream_t stream);
-/// Weights (out_channels, channels, kernel_height, kernel_width) in float32 to what the kernels read: for each 16
-/// columns, for each chunk of K, four fragments of 512 bytes, rounded to the dtype (tf32 for float32). `factor`, of each
+/// Weights (out_channels, channels, kernel_height, kernel_width) in float32 to what the kernels read (pack.cuh),
+/// rounded to the dtype (tf32 for float32). `factor`, of each
 /// output channel, is multiplied in (a folded BatchNorm); may be null. `weight_bytes(shape)` are written.
 /// `cells`: `shape` is shape_of_cells and the weights are (out_channels, 3, 7, 7).
 cudaError_t launch_pack(const Shape& shape, const float* weights, const float* factor, void* packed,
                         cudaStream_t stream, bool cells = false);
 
-cudaError_t launch_preprocess(DType dtype, const Preprocess& p, cudaStream_t stream);
+/// Of images of equal sizes.
+cudaError_t launch_preprocess(DType dtype, const Preprocesses& all, bool dependent, cudaStream_t stream);
+inline cudaError_t launch_preprocess(DType dtype, const Preprocess& p, cudaStream_t stream) {
+  return launch_preprocess(dtype, {{p}, 1}, false, stream);
+}
 
 }  // namespace dpa::kernels::conv2d

@@ -1,6 +1,6 @@
-// Packed weights: for each 16 columns, for each chunk of K, four fragments of 512 bytes; lane l's 16 bytes of a
-// fragment are (b0, b1) of columns 0 to 7, then of 8 to 15, as mma.sync takes them: column l / 4, K from 2 (l % 4) on and 8
-// further (16 bits), or l % 4 and 4 further (tf32).
+// Packed weights: for each chunk of K, for each 8 columns, 8 core matrices of 128 bytes, one for each piece of K: a piece of
+// 16 bytes of each column. So ldmatrix reads fragments of B, wgmma reads it as it lies (without swizzle), and the columns of
+// a tile are contiguous in a chunk, one bulk copy.
 #pragma once
 #include "kernels/cuda/conv2d/conv2d.h"
 #include "kernels/cuda/conv2d/device.cuh"
@@ -19,15 +19,15 @@ template <class T>
 DPA_DEVICE void pack_weights(const Shape& s, int pieces, int chunks, const float* weights, const float* factor,
                              uint32_t* packed, bool cells = false) {
   constexpr int kPer = T::kElements / 4;  // numbers of a word
-  const int64_t words = int64_t{(s.out_channels + 15) / 16} * chunks * 512;
+  const int groups = (s.out_channels + 15) / 16 * 2;
+  const int64_t words = int64_t{groups} * chunks * 256;
 #pragma unroll 1
   for (int64_t i = int64_t{block()} * kThreads + thread(); i < words; i += int64_t{blocks()} * kThreads) {
-    const int word = static_cast<int>(i & 3), lane = static_cast<int>(i >> 2 & 31), step = static_cast<int>(i >> 7 & 3);
-    const int64_t rest = i >> 9;
-    const int chunk = static_cast<int>(rest % chunks),
-              column = static_cast<int>(rest / chunks) * 16 + (word >> 1) * 8 + (lane >> 2);
-    const int piece = chunk * kChunkPieces + step * 2 + (word & 1), tap = piece / pieces;
-    const int channel = (piece - tap * pieces) * T::kElements + (lane & 3) * kPer;
+    const int word = static_cast<int>(i & 3), row = static_cast<int>(i >> 2 & 7), core = static_cast<int>(i >> 5 & 7);
+    const int64_t rest = i >> 8;
+    const int chunk = static_cast<int>(rest / groups), column = static_cast<int>(rest % groups) * 8 + row;
+    const int piece = chunk * kChunkPieces + core, tap = piece / pieces;
+    const int channel = (piece - tap * pieces) * T::kElements + word * kPer;
     const int r = tap / s.kernel_width, c = tap - r * s.kernel_width;
     float value[2] = {};
 #pragma unroll

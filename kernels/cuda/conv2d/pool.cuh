@@ -1,10 +1,9 @@
 // What is not a GEMM: pooling, keypoints, and the second pass of a GroupNorm. Work is spread over all blocks of a grid.
 #pragma once
 #include "kernels/cuda/conv2d/epilogue.cuh"
+#include "kernels/cuda/conv2d/stem.cuh"
 
 namespace dpa::kernels::conv2d::device {
-
-DPA_DEVICE float larger_or_nan(float a, float b) { return a > b || a != a ? a : b; }
 
 // A thread: a piece of a pixel of the output.
 template <class T>
@@ -43,12 +42,22 @@ DPA_DEVICE void average_pool(const Pool& p) {
     const int n = i / p.pieces, piece = i - n * p.pieces;
     const uint4* from = static_cast<const uint4*>(p.x) + int64_t{n} * pixels * p.pieces + piece;
     float sum[T::kElements] = {};
+    constexpr int kTogether = 8;  // loads in flight
 #pragma unroll 1
-    for (int at = lane; at < pixels; at += 32) {
-      float x[T::kElements];
-      widen<T>(load_16(from + int64_t{at} * p.pieces), x);
+    for (int begin = lane; begin < pixels; begin += 32 * kTogether) {
+      uint4 loaded[kTogether];
 #pragma unroll
-      for (int e = 0; e < T::kElements; e++) sum[e] += x[e];
+      for (int k = 0; k < kTogether; k++) {
+        const int at = begin + 32 * k;
+        loaded[k] = at < pixels ? load_16(from + int64_t{at} * p.pieces) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int k = 0; k < kTogether; k++) {
+        float x[T::kElements];
+        widen<T>(loaded[k], x);
+#pragma unroll
+        for (int e = 0; e < T::kElements; e++) sum[e] += x[e];
+      }
     }
 #pragma unroll
     for (int e = 0; e < T::kElements; e++) {

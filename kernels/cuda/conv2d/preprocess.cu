@@ -7,19 +7,24 @@ namespace dpa::kernels::conv2d {
 namespace {
 
 template <class T, class S>
-__global__ void __launch_bounds__(kThreads) preprocess_kernel(const __grid_constant__ Preprocess p) {
+__global__ void __launch_bounds__(kThreads) preprocess_kernel(const __grid_constant__ Preprocesses a) {
 #if __CUDA_ARCH__ >= 800
   device::dependency_trigger();
   device::dependency_sync();
-  device::preprocess<T, S>(p);
+  device::preprocess<T, S>(a.items[blockIdx.y]);
 #endif
 }
 
 template <class T>
-cudaError_t launch_to(const Preprocess& p, cudaStream_t stream) {
+cudaError_t launch_to(const Preprocesses& a, bool dependent, cudaStream_t stream) {
+  const Preprocess& p = a.items[0];
   const int side = p.cells ? 2 : 1;
   const int64_t all = int64_t{p.batch} * ((p.crop_height + side - 1) / side) * ((p.crop_width + side - 1) / side);
-  const auto go = [&](auto kernel) { return launch(kernel, grid_for(all, kThreads), kThreads, stream, p); };
+  const dim3 blocks(grid_for(all, kThreads), a.count);
+  const auto go = [&](auto kernel) {
+    return dependent ? launch_dependent(kernel, blocks, kThreads, stream, a)
+                     : launch(kernel, blocks, kThreads, stream, a);
+  };
   switch (p.pixel) {
     case Pixel::kUint8: return go(preprocess_kernel<T, uint8_t>);
     case Pixel::kFloat32: return go(preprocess_kernel<T, float>);
@@ -30,12 +35,13 @@ cudaError_t launch_to(const Preprocess& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_preprocess(DType dtype, const Preprocess& p, cudaStream_t stream) {
+cudaError_t launch_preprocess(DType dtype, const Preprocesses& a, bool dependent, cudaStream_t stream) {
+  const Preprocess& p = a.items[0];
   if (p.channels < 1 || p.channels > 4 || (p.cells && p.channels != 3)) return cudaErrorInvalidValue;
   switch (dtype) {
-    case DType::kFloat32: return launch_to<device::Tf32>(p, stream);
-    case DType::kFloat16: return launch_to<device::Fp16>(p, stream);
-    case DType::kBFloat16: return launch_to<device::Bf16>(p, stream);
+    case DType::kFloat32: return launch_to<device::Tf32>(a, dependent, stream);
+    case DType::kFloat16: return launch_to<device::Fp16>(a, dependent, stream);
+    case DType::kBFloat16: return launch_to<device::Bf16>(a, dependent, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -117,14 +117,14 @@ size_t places_of(const Network& network, DType dtype, std::vector<Place>& places
   return bytes;
 }
 
-StepPlan plan_step(const std::vector<Shape>& shapes, const Device& device) {
-  for (const Choice& choice : candidates(shapes.front(), device)) {
-    StepPlan p = {choice.plan.tiling, choice.plan.blocks(), choice.deferred, false, {choice.plan}};
+StepPlan plan_step(const std::vector<Shape>& shapes, const Device& device, int networks) {
+  for (const Choice& choice : candidates(shapes.front(), device, networks)) {
+    StepPlan p = {choice.plan.tiling, choice.plan.blocks() * networks, choice.deferred, false, {choice.plan}};
     p.waits = choice.plan.waits(choice.deferred);
     for (size_t i = 1; i < shapes.size(); i++) {
       ConvPlan other;
       if (!make_plan(shapes[i], p.tiling, 1, other)) break;
-      p.waits |= other.waits(choice.deferred), p.blocks += other.blocks();
+      p.waits |= other.waits(choice.deferred), p.blocks += other.blocks() * networks;
       p.plans.push_back(other);
     }
     if (p.plans.size() != shapes.size()) continue;
@@ -135,6 +135,16 @@ StepPlan plan_step(const std::vector<Shape>& shapes, const Device& device) {
     return p;
   }
   return {};
+}
+
+bool is_stem(const Network& network, size_t i) {
+  if (!network.cells || i != 0 || network.steps.size() < 2) return false;
+  const Step &conv = network.steps[0], &pool = network.steps[1];
+  int readers = 0;
+  for (const Step& s : network.steps) readers += (s.from == 1) + (s.residual == 1);
+  return pool.kind == StepKind::kMaxPool && pool.from == 1 && pool.kernel == 3 && pool.stride == 2 &&
+         pool.padding == 1 && readers == 1 && conv.residual < 0 && conv.groups == 0 &&
+         conv.out_channels == kStemColumns;
 }
 
 }  // namespace dpa::kernels::conv2d

@@ -53,6 +53,16 @@ struct StepPlan {
   std::vector<ConvPlan> plans;
 };
 /// The launch that is expected to be fastest; without plans where none is possible.
-StepPlan plan_step(const std::vector<Shape>& shapes, const Device& device);
+/// `networks`: how many networks of these shapes share the launch; `blocks` counts those of all, and their convolutions
+/// follow one another in it.
+StepPlan plan_step(const std::vector<Shape>& shapes, const Device& device, int networks = 1);
+/// Networks that a launch of so many convolutions a network can have.
+inline int most_networks(size_t convs) {
+  const int most = kMaxConvs / static_cast<int>(convs);
+  return most < kMaxNetworks ? most : kMaxNetworks;
+}
+/// Whether step `i` is a first layer and step `i` + 1 the max pooling that alone reads it: one launch (`Stem`), where
+/// `serves_stem` agrees.
+bool is_stem(const Network& network, size_t i);
 
 }  // namespace dpa::kernels::conv2d

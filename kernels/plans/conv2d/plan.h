@@ -16,54 +16,66 @@ namespace dpa::kernels::conv2d {
 constexpr int kThreads = 256, kWarps = 8;
 constexpr int kPieceBytes = 16, kChunkPieces = 8, kChunkBytes = kPieceBytes * kChunkPieces;
 constexpr int kMaxSplits = 8;    // blocks that share the K of a tile
-constexpr int kMaxPairs = 128;   // (sample, group) pairs of a tile
+constexpr int kMaxPairs = 64;    // (sample, group) pairs of a tile
 constexpr int kMaxKernel = 15;   // rows or columns of a filter
-constexpr int kMaxTogether = 4;  // convolutions of a launch
+constexpr int kMaxTogether = 4;  // convolutions of a network in a launch
+constexpr int kMaxConvs = 8;     // convolutions of a launch, over all its networks
+constexpr int kMaxNetworks = 4;  // networks of a launch
 
 /// A block's tile: `warps_k` teams of warps_m x warps_n warps each contract a share of K; a warp accumulates
 /// m_tiles x n_tiles fragments of 16 x 16. A team has a circular buffer of `stages`.
 ///
 /// A stage is a chunk of K of the tile's rows; or, where `taps` > 1, the input pixels under a row of the filter's taps: the
-/// taps' rows of A overlap, pixel m + s is row m of tap s, so that a pixel is loaded once and not `taps` times. `pixel`:
-/// pieces of a pixel in a stage. It serves filters of that width which leave the image's size as it is.
+/// taps' rows of A overlap, pixel m + s is row m of tap s, so that a pixel is loaded once and not `taps` times. It serves
+/// filters of that width which leave the image's size as it is.
+///
+/// `wgmma`: Hopper's form. The warps of a team are warpgroups, which take B from shared memory, and a bulk copy brings the
+/// weights of a chunk.
 struct Tiling {
   int warps_m, warps_n, warps_k, m_tiles, n_tiles, stages;
-  int taps = 1, pixel = kChunkPieces;
+  int taps = 1;
+  bool wgmma = false;
   DPA_HOST_DEVICE constexpr int rows() const { return warps_m * m_tiles * 16; }
   DPA_HOST_DEVICE constexpr int columns() const { return warps_n * n_tiles * 16; }
   DPA_HOST_DEVICE constexpr int team() const { return warps_m * warps_n * 32; }
-  DPA_HOST_DEVICE constexpr int chunks() const { return taps * pixel / kChunkPieces; }  // of a stage
   DPA_HOST_DEVICE constexpr int pixels() const { return rows() + taps - 1; }
-  DPA_HOST_DEVICE constexpr int input_bytes() const { return (pixels() * pixel * kPieceBytes + 127) / 128 * 128; }
-  DPA_HOST_DEVICE constexpr int stage_bytes() const { return input_bytes() + chunks() * columns() * kChunkBytes; }
+  DPA_HOST_DEVICE constexpr int input_bytes() const { return pixels() * kChunkBytes; }
+  DPA_HOST_DEVICE constexpr int weight_bytes() const { return columns() * kChunkBytes; }  // of a chunk
+  DPA_HOST_DEVICE constexpr int stage_bytes() const { return input_bytes() + taps * weight_bytes(); }
   // Blocks of a multiprocessor that registers allow.
-  DPA_HOST_DEVICE constexpr int blocks() const { return m_tiles * n_tiles > 4 ? 1 : 2; }
+  DPA_HOST_DEVICE constexpr int blocks() const { return m_tiles * n_tiles > 4 || (wgmma && warps_k > 1) ? 1 : 2; }
   DPA_HOST_DEVICE constexpr int pitch() const { return columns() + 8; }  // floats of a row of sums: no bank conflicts
   DPA_HOST_DEVICE constexpr int ring_bytes() const {
     const int buffers = warps_k * stages * stage_bytes(), sums = warps_k * rows() * pitch() * 4;
     return buffers > sums ? buffers : sums;
   }
 };
-/// Circular buffers but those of 0 and 9 are at most 96 KiB: they fit every GPU since 8.0, and twice on a data centre's.
+/// Circular buffers of the forms for every GPU since 8.0 are at most 96 KiB: with their parameters they fit into the 99 KiB
+/// that a block of any of them has, and twice on a data centre's.
 constexpr Tiling kTilings[] = {
-    {2, 4, 1, 4, 2, 4},        // 0: 128 x 128
-    {4, 2, 1, 2, 2, 4},        // 1: 128 x 64
-    {2, 2, 2, 2, 2, 3},        // 2: 64 x 64
-    {2, 2, 2, 2, 1, 4},        // 3: 64 x 32
-    {1, 2, 4, 2, 1, 3},        // 4: 32 x 32
-    {2, 1, 4, 1, 1, 4},        // 5: 32 x 16
-    {4, 1, 2, 1, 1, 4},        // 6: 64 x 16
-    {1, 1, 8, 1, 1, 3},        // 7: 16 x 16
-    {4, 2, 1, 2, 2, 2, 3},     // 8: 128 x 64, 3 taps a stage
-    {2, 4, 1, 4, 2, 3, 3},     // 9: 128 x 128, 3 taps a stage
-    {4, 2, 1, 2, 2, 4, 4, 2},  // 10: 128 x 64, the 4 taps of cells
+    {4, 2, 1, 2, 2, 4},           // 0: 128 x 64
+    {2, 2, 2, 2, 2, 3},           // 1: 64 x 64
+    {2, 2, 2, 2, 1, 4},           // 2: 64 x 32
+    {1, 2, 4, 2, 1, 3},           // 3: 32 x 32
+    {2, 1, 4, 1, 1, 4},           // 4: 32 x 16
+    {1, 1, 8, 1, 1, 3},           // 5: 16 x 16
+    {4, 2, 1, 2, 2, 2, 3},        // 6: 128 x 64, 3 taps a stage
+    {8, 1, 1, 1, 4, 4, 1, true},  // 7: 128 x 64 by warpgroups
+    {8, 1, 1, 1, 4, 2, 3, true},  // 8: the same, 3 taps a stage
+    {8, 1, 1, 1, 8, 4, 1, true},  // 9: 128 x 128 by warpgroups
+    {8, 1, 1, 1, 8, 3, 3, true},  // 10: the same, 3 taps a stage
+    {8, 1, 1, 2, 4, 3, 3, true},  // 11: 256 x 64, 3 taps a stage
+    {4, 1, 2, 1, 4, 5, 1, true},  // 12: 64 x 64, a warpgroup a team
+    {4, 1, 2, 1, 4, 3, 3, true},  // 13: the same, 3 taps a stage
 };
 constexpr int kNumTilings = sizeof(kTilings) / sizeof(kTilings[0]);
 
-/// Beside the circular buffer: bias, scale, shift and group of each column; moments and factors of each pair.
+/// Beside the circular buffer: bias, scale, shift and group of each column; moments and factors of each pair; barriers of
+/// the stages.
+constexpr int kMaxBarriers = 16;
 constexpr int parameter_bytes(const Tiling& t) {
   const int units = kMaxPairs > kWarps ? kMaxPairs : kWarps;
-  return t.columns() * 16 + units * 16 + kMaxPairs * 8;
+  return t.columns() * 16 + units * 16 + kMaxPairs * 8 + kMaxBarriers * 8;
 }
 constexpr int shared_bytes(const Tiling& t) { return parameter_bytes(t) + t.ring_bytes(); }
 
@@ -89,7 +101,10 @@ inline int pieces_of(DType dtype, int channels) {
 }
 inline int padded(DType dtype, int channels) { return pieces_of(dtype, channels) * kPieceBytes / element_size(dtype); }
 
-/// Chunks of K, and bytes of the packed weights: for each 16 columns, for each chunk, 4 fragments of 512 bytes.
+/// A tile of a first layer with its max pooling (conv2d/stem.cuh).
+constexpr int kStemColumns = 64, kStemPooledHeight = 8, kStemPooledWidth = 7;
+
+/// Chunks of K, and bytes of the packed weights: for each chunk, for each 8 columns, core matrices (pack.cuh).
 int chunks_of(const Shape& s);
 inline size_t weight_bytes(const Shape& s) {
   return static_cast<size_t>((s.out_channels + 15) / 16) * chunks_of(s) * 2048;
@@ -127,6 +142,7 @@ struct Device {
   int multiprocessors = 132;
   int shared = 227 << 10;        // of a multiprocessor
   int blocks_per_processor = 2;  // most, by registers
+  bool wgmma = false;            // whether the kernels' forms by warpgroups run here (`has_wgmma`)
 };
 /// Blocks that are resident at once.
 int resident_blocks(int tiling, const Device& device);
@@ -140,9 +156,16 @@ struct Choice {
   bool deferred = false;
   double clocks = 0;
 };
-Choice choose(const Shape& s, const Device& device);
+/// `networks`: how many of such convolutions are in the launch.
+Choice choose(const Shape& s, const Device& device, int networks = 1);
 /// All plans worth a measurement, the preferred one first.
-std::vector<Choice> candidates(const Shape& s, const Device& device);
-double clocks_of(const Shape& s, const ConvPlan& plan, const Device& device);
+std::vector<Choice> candidates(const Shape& s, const Device& device, int networks = 1);
+double clocks_of(const Shape& s, const ConvPlan& plan, const Device& device, int networks = 1);
+
+/// Shared memory of a block of the stem, and whether it serves a first layer (`shape_of_cells`) on this device.
+int stem_bytes(DType dtype);
+bool serves_stem(const Shape& s, const Device& device);
+/// Its blocks for each network.
+int stem_blocks(const Shape& s, const Device& device, int networks);
 
 }  // namespace dpa::kernels::conv2d

@@ -1,0 +1,9 @@
+// The convolutions of an image encoder on bfloat16 (convolution.cu).
+#define DPA_CONV_KERNEL
+#include "kernels/cuda/conv2d/conv_kernel.cuh"
+
+namespace dpa::kernels::conv2d {
+
+DPA_CONV_KERNELS(device::Bf16)
+
+}  // namespace dpa::kernels::conv2d
