@@ -118,6 +118,7 @@ DPA_DEVICE void mma(T, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) 
   ptx::mma<T>(c, a, b0, b1);
 }
 using ptx::split_tf32;
+using ptx::to_tf32;
 // Two numbers in a word, the first in the low half.
 template <class T>
 DPA_DEVICE uint32_t pack(T, float low, float high) {
