@@ -96,7 +96,7 @@ class GaussianDiffusion(nn.Module):
 
 
 class Maze2dDiffusion(GaussianDiffusion):
-    """The same on the branch of Maze2D."""
+    """The same on the branch of Maze2D, around the network of the other branch."""
 
     @torch.no_grad()
     def p_sample_loop(self, shape, cond, verbose=True, return_diffusion=False):
