@@ -54,7 +54,8 @@ def trained(unet, forward, parameters=None):
 def check_carries_over(theirs, optimizer, ours, parameters, fused):
     """Every moment has the parameter of its name, and a step of both ends at the same weights."""
     state = copy.deepcopy(optimizer.state_dict())
-    dpa.checkpoints.loading.load_state_dict(ours, theirs.state_dict())
+    named = {dpa.nn.family.original_name(n): v for n, v in theirs.state_dict().items()}
+    ours.load_state_dict(named)
     ours_optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     ours_optimizer.load_state_dict(state)
     ours_optimizer.param_groups[0].update(fused=fused, foreach=False if fused else None)
