@@ -291,7 +291,6 @@ DPA_DEVICE uint2 load_shared_8(uint32_t at) {
   std::memcpy(&v, shared() + at, 8);
   return v;
 }
-DPA_DEVICE uint32_t held(uint32_t value) { return value; }
 DPA_DEVICE uint32_t load_shared_word(uint32_t at) {
   if (at % 4 || at + 4 > here().memory.size()) std::printf("bad shared address\n"), std::abort();
   uint32_t v;
@@ -342,8 +341,9 @@ DPA_DEVICE uint32_t pack(BFloat16, float l, float h) { return bfloat_bits(l) | b
 DPA_DEVICE uint32_t pack(Half, float l, float h) { return half_bits(l) | half_bits(h) << 16; }
 DPA_DEVICE float2 unpack(BFloat16, uint32_t v) { return {as_float(v << 16), as_float(v & 0xffff0000u)}; }
 DPA_DEVICE float2 unpack(Half, uint32_t v) { return {half_value(v & 0xffff), half_value(v >> 16)}; }
+DPA_DEVICE uint32_t to_tf32(float x) { return (bits(x) + 0x1000u) & 0xffffe000u; }
 DPA_DEVICE void split_tf32(float x, uint32_t& high, uint32_t& low) {
-  high = (bits(x) + 0x1000u) & 0xffffe000u, low = bits(x - as_float(high));
+  high = to_tf32(x), low = bits(x - as_float(high));
 }
 
 // k = 16 (two numbers a register) or 8 (one).
