@@ -255,7 +255,7 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
   int term = 0, chunk = 0, stage = 0, box = 0;
 #pragma unroll 1
   while (chunk < plan.chunks) {
-    device::copies_wait<Shape::kStages - 1>();
+    device::copies_wait<Shape::kStages - 2>();
     device::sync_block();
     if (term == 0 && chunk + boxes - 1 < plan.chunks)
       box_copies.load(args, chunk + boxes - 1, memory + place + (box == 0 ? boxes - 1 : box - 1) * box_bytes);
