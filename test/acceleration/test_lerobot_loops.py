@@ -126,8 +126,6 @@ def test_rows_in_sixteen_bits(name, dtype, device):
     cpu = device.type == "cpu"
     if cpu and ROWS[name][2] == WIDE:
         pytest.skip("a network of 250 M parameters is for a GPU")
-    if cpu and ROWS[name][2] == MIDDLE and list(ROWS).index(name) % 2 == (dtype == torch.float16):
-        pytest.skip("on a CPU networks of this width take turns in the two dtypes")
     policy = row_policy(name, device)
     batch = 8
     if cpu:  # which computes 16 bits slowly where it has no instructions for them
