@@ -22,8 +22,9 @@ from dpa.tracking.replacing import replaced
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-# Against float64, in the norm: 16-bit features are rounded some twenty times, TF32's factors once.
-_LIMITS = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+# Against float64, in the norm: 16-bit features are rounded some twenty times. TF32 is held against
+# PyTorch's own: what an encoder makes of roundings is the encoder's.
+_LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 def _by_steps(program, images):
@@ -143,8 +144,8 @@ def _grouped_of(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", _PUBLISHED)
-@pytest.mark.parametrize("dtype", _LIMITS, ids=str)
-def test_features_on_a_gpu(hopper, name, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, *_LIMITS], ids=str)
+def test_features_on_a_gpu(hopper, tf32, name, dtype):
     """Against float64, on memory that held NaN; a second call gives the same bits."""
     make, (batch, height, width) = _PUBLISHED[name]
     encoder = make().to(hopper)
@@ -154,18 +155,10 @@ def test_features_on_a_gpu(hopper, name, dtype):
     _poison(hopper)
     got = kernels.run(images)
     assert got.dtype == torch.float32 and got.shape == exact.shape
-    assert _error(got, exact) < _LIMITS[dtype]
+    limit = _LIMITS[dtype] if dtype in _LIMITS else 1.5 * _error(encoder(images), exact)
+    assert _error(got, exact) < limit
     _poison(hopper)
     assert torch.equal(kernels.run(images), got)
-
-
-@torch.no_grad()
-def test_float32_is_as_near_as_pytorchs_tf32(hopper, tf32):
-    encoder = _resnet(grouped=True).to(hopper)
-    images = torch.rand(2, 3, 84, 84, device=hopper)
-    exact = copy.deepcopy(encoder).double()(images.double())
-    got = EncoderKernels(recognise(encoder), torch.float32).run(images)
-    assert _error(got, exact) < 1.5 * _error(encoder(images), exact)
 
 
 @torch.no_grad()
