@@ -598,7 +598,7 @@ def test_solvers_on_packed_weights(kind, given, batch, device):
         if call == 2:
             unet.final_conv[1].weight.data.mul_(1.5)
     assert len(sampler._graphs) == (device.type == "cuda")
-    # Of the two 16-bit dtypes the finer: UniPC's third order magnifies bfloat16's roundings tenfold.
+    # In the finer of the 16-bit dtypes: UniPC's third order magnifies roundings tenfold.
     sixteen = dpa.DiffusionSampler(unet, scheduler, 8, torch.float16, fused=True)
     got = sixteen(cond, noise=noise, condition_data=data, condition_mask=mask)
     want = sampler(cond, noise=noise, condition_data=data, condition_mask=mask)

@@ -154,7 +154,9 @@ class _Pack:
         given = (parameters, self._config, self._dtype)
         if self._packed is None or self._packed.device != parameters[0].device:
             self._packed = torch.ops.dpa.unet1d_batch_pack(*given)
-            self._seen = torch.zeros(count, _COMPARED, dtype=torch.int32, device=self._packed.device)
+            self._seen = torch.zeros(
+                count, _COMPARED, dtype=torch.int32, device=self._packed.device
+            )
         elif not fresh:
             torch.ops.dpa.unet1d_batch_pack.out(*given, out=self._packed)
         torch.ops.dpa.unet1d_batch_pack.out(*given, self._seen, out=self._packed)
