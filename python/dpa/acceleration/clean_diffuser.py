@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.acceleration.loops import Loop, LoopCall
-from dpa.schedulers.tables import MultistepTable, StepTable
+from dpa.schedulers.tables import StepTable, table_of
 from dpa.tracking.replacing import class_of
 
 # What an agent calls beside these is left to it.
@@ -166,9 +166,7 @@ def _sde(
         history.append((ago,))
         noisy.append(adds_noise)
     coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    steps = places[order], coefficients, clip, tuple(noisy)
-    several = any(ago for (ago,) in history)
-    return MultistepTable(*steps, tuple(history)) if several else StepTable(*steps)
+    return table_of(places[order], coefficients, clip, tuple(noisy), history)
 
 
 _Levels = tuple[float, float]
@@ -257,8 +255,7 @@ def _edm(agent: Any, count: int = 5, solver: str = "euler") -> StepTable:
     scales = 1 / (agent.sigma_data**2 + moments**2).sqrt()
     coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
     steps = (0.25 * moments.log()).float(), coefficients, clip, (False,) * len(rows)
-    follows = any(earlier for (earlier,) in history)
-    table = MultistepTable(*steps, tuple(history), follows=True) if follows else StepTable(*steps)
+    table = table_of(*steps, history, follows=True)
     return table.scaled(scales, agent.sigma_max)
 
 

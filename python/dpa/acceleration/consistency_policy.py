@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.acceleration.loops import Loop, LoopCall
-from dpa.schedulers.tables import MultistepTable, StepTable
+from dpa.schedulers.tables import StepTable, table_of
 
 _ARGUMENTS = frozenset(
     {"condition_data", "condition_mask", "local_cond", "global_cond", "generator"}
@@ -140,8 +140,7 @@ def _teacher_steps(policy: Any) -> StepTable:
             history.append((part * end,))
     moments = torch.tensor(passed, dtype=torch.float32, device="cpu")
     coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    steps = _embedded(moments), coefficients, 1.0, (False,) * len(rows)
-    return MultistepTable(*steps, tuple(history)) if heun else StepTable(*steps)
+    return table_of(_embedded(moments), coefficients, 1.0, (False,) * len(rows), history)
 
 
 CONSISTENCY = Loop(

@@ -44,16 +44,13 @@ class ContinuingLoop(OnPackedWeights):
         if not bool((self.action_scale != 0).all()):
             raise ValueError("around.action must have a scale without zeros, got one")
         self.warm = warm
-        of_sample, of_output = table.x0.unbind(1)
-        none, one = torch.zeros_like(of_sample), torch.ones_like(of_sample)
-        to_x0 = torch.stack([of_sample, of_output, one, none, none, none], 1)
-        back = [-of_sample / of_output, 1 / of_output]
-        to_output = torch.stack([none, none, none, *back, none], 1)
-        levels = torch.stack([none, one], 1) if table.levels is None else table.levels
+        to_x0, to_output = table.to_x0_and_back()
+        of_output = table.x0[:, 1]
+        level = table.x0.new_tensor([0.0, 1.0]) if table.levels is None else table.levels[0]
         self.register_buffer("to_x0", to_x0.float())
         self.register_buffer("to_output", to_output.float())
         self.register_buffer("without_output", (of_output == 0)[:, None, None, None])
-        self.register_buffer("level", levels[0].float())
+        self.register_buffer("level", level.float())
 
     def forward(
         self, observation: Tensor, noise: Tensor, last_chunk: Tensor, weights: Tensor

@@ -40,7 +40,7 @@ from dpa.schedulers.probes import (
     measure_levels,
     refusing_foreign_errors,
 )
-from dpa.schedulers.tables import MultistepTable, StepTable
+from dpa.schedulers.tables import StepTable, table_of
 
 _DDPM, _DDIM = "DDPMScheduler", "DDIMScheduler"
 _DPM, _UNIPC = "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"
@@ -183,15 +183,11 @@ def _measure_chain(live: Any, first_step: int, scaled: bool) -> StepTable:
         raise ValueError(f"from_diffusers: first_step must {rule}, got {first_step}")
     levels = measure_levels(copy.deepcopy(live), timesteps)
     chain = measure_chain(copy.deepcopy(live), first_step)
-    rows, history = _matrix(chain.rows), torch.tensor(chain.history, dtype=torch.float64)
-    several, x0 = bool(history.any()), _x0_of(live.config, chain, levels)
-    if not several and math.isinf(chain.clip):
+    rows, x0 = _matrix(chain.rows), _x0_of(live.config, chain, levels)
+    if math.isinf(chain.clip) and not any(map(any, chain.history)):
         rows[:, :2] = 0.0  # of no use
     steps, known = (timesteps, rows, chain.clip, chain.draws_noise), {"levels": levels, "x0": x0}
-    table = StepTable(*steps, **known)
-    if several:
-        weights = tuple(map(tuple, history.tolist()))
-        table = MultistepTable(*steps, weights, follows=chain.follows, **known)
+    table = table_of(*steps, chain.history, chain.follows, **known)
     scales, sigma = chain.scales, float(getattr(live, "init_noise_sigma", 1.0))
     if not scaled or all(value == 1 for value in (sigma, *scales)):
         return table

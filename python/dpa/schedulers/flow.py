@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dpa.schedulers.tables import MultistepTable, StepTable
+from dpa.schedulers.tables import StepTable, table_of
 
 # Of each method: when its stages are, in parts of a step; and for each point after the first, as
 # for the step's end, the weights of the velocities before it.
@@ -78,6 +78,4 @@ def flow_matching(
         "levels": torch.stack([now, 1 - now], 1) if whole else None,
         "x0": torch.stack([torch.ones_like(now), times[-1] - now], 1),
     }
-    if len(stages) == 1:
-        return StepTable(*steps, **known)
-    return MultistepTable(*steps, tuple(history), **known)
+    return table_of(*steps, history, **known)

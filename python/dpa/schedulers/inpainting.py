@@ -42,15 +42,11 @@ class Inpainting:
         self.data, self.weights, self.place = data, weights, place
         self._scales = getattr(table, "scales", None)
         if place == "x0":
-            of_sample, of_output = table.x0.unbind(1)
             # Where the output has no part in x0 there is nothing to correct.
-            self._keeps = (weights == 0) | (of_output == 0)[:, None, None, None]
+            self._keeps = (weights == 0) | (table.x0[:, 1] == 0)[:, None, None, None]
             # Both ways between the output and x0 are a scheduler's step, one op.
             self._index = torch.arange(len(table), device=data.device)
-            none, one = torch.zeros_like(of_sample), torch.ones_like(of_sample)
-            self._to_x0 = torch.stack([of_sample, of_output, one, none, none, none], 1)
-            back = [-of_sample / of_output, 1 / of_output]
-            self._to_output = torch.stack([none, none, none, *back, none], 1)
+            self._to_x0, self._to_output = table.to_x0_and_back()
             self._clip = table.clip
 
     @classmethod

@@ -161,6 +161,14 @@ class StepTable:
         coefficients[:, 2], coefficients[:, 3:] = 1.0, 0.0
         return coefficients
 
+    def to_x0_and_back(self) -> tuple[Tensor, Tensor]:
+        """The coefficients of steps from a model output to the x0 that it predicts, and back."""
+        of_sample, of_output = self.x0.unbind(1)
+        none, one = torch.zeros_like(of_sample), torch.ones_like(of_sample)
+        to_x0 = torch.stack([of_sample, of_output, one, none, none, none], 1)
+        back = [-of_sample / of_output, 1 / of_output]
+        return to_x0, torch.stack([none, none, none, *back, none], 1)
+
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance(step, model_output, sample, noise)``, to be called in the steps' order.
 
@@ -238,6 +246,22 @@ class MultistepTable(StepTable):
             return out
 
         return advance
+
+
+def table_of(
+    timesteps: Tensor,
+    coefficients: Tensor,
+    clip: float,
+    draws_noise: tuple[bool, ...],
+    history: Sequence[tuple[float, ...]],
+    follows: bool = False,
+    **known: Tensor | None,
+) -> StepTable:
+    """Return a :class:`MultistepTable`, or a :class:`StepTable` where no step weighs earlier x0."""
+    steps = timesteps, coefficients, clip, draws_noise
+    if not any(map(any, history)):
+        return StepTable(*steps, **known)
+    return MultistepTable(*steps, tuple(map(tuple, history)), follows=follows, **known)
 
 
 class LiveSteps:
