@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -303,6 +304,19 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert seen_here("cache").state == NOTE
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """As of a container that runs under a number which no table of users has."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    finding = seen_here("cache")
+    assert finding.state == NOTE and "export XDG_CACHE_HOME=" in finding.mend
 
 
 def test_a_driver_by_what_nvidia_smi_says(tmp_path, monkeypatch):

@@ -22,7 +22,11 @@ def sources() -> Path | None:
 
 def cache_folder() -> Path:
     """Where libraries that are built at run time are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "dpa"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user whom the system does not know, as in a container
+        home = Path(os.devnull)  # nothing can be written there
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "dpa"
 
 
 @contextmanager
