@@ -74,6 +74,75 @@ def test_the_compiler_is_the_one_that_is_named(variable, below, tmp_path):
     assert done.stderr.strip() == str(nvcc)
 
 
+DECISION = """
+macro(enable_language) # of a compiler that is there by name alone
+  set(CMAKE_CUDA_COMPILER_VERSION {nvcc})
+endmacro()
+macro(add_compile_options)
+endmacro()
+set(CMAKE_FIND_ROOT_PATH {folder})
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(DPA_CUDA {wanted})
+set(DPA_CUDA_ARCHS 90a)
+set(DPA_KERNELS "{kernels}")
+set(DPA_TORCH_VERSION 2.11.0)
+set(DPA_TORCH_CUDA {torch})
+include({root}/cmake/DpaCuda.cmake)
+"""
+
+
+def decided(tmp_path, wanted, torch, nvcc=None, kernels=""):
+    """What the build says of CUDA, in one line: ``torch`` and ``nvcc`` are versions of CUDA."""
+    cmake = shutil.which("cmake") or pytest.skip("needs cmake")
+    environment = {key: os.environ[key] for key in os.environ.keys() - {"CUDACXX", "CUDA_HOME"}}
+    if nvcc:
+        compiler = tmp_path / "bin" / "nvcc"
+        compiler.parent.mkdir()
+        compiler.touch(0o755)
+        environment["CUDACXX"] = str(compiler)
+    values = {"wanted": wanted, "torch": torch, "nvcc": nvcc or 0, "kernels": kernels}
+    script = tmp_path / "decide.cmake"
+    script.write_text(DECISION.format(root=ROOT, folder=tmp_path, **values))
+    done = subprocess.run(
+        [cmake, "-P", script], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    return " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "torch", "says"),
+    [
+        ("auto", 0, "building for the CPU alone: torch 2.11.0 is a build for it"),
+        ("auto", 13, "the CPU alone: there is no nvcc (CUDA=on fetches one from PyPI)"),
+        ("off", 13, "the CPU alone: DPA_CUDA is off"),
+        ("on", 13, "no nvcc: set CUDACXX, or pip install -r requirements/nvcc.txt"),
+        ("on", 12, "PyPI has none of CUDA 12, so install NVIDIA's toolkit (conda install"),
+        ("yes", 13, "DPA_CUDA must be auto, on or off, got yes"),
+    ],
+)
+def test_a_build_without_a_cuda_compiler(wanted, torch, says, tmp_path):
+    assert says in decided(tmp_path, wanted, torch)
+
+
+@pytest.mark.parametrize(("torch", "nvcc"), [(12, "13.0.88"), (13, "12.9.86"), (0, "13.0.88")])
+def test_a_compiler_of_another_cuda_than_torch_s_is_refused(torch, nvcc, tmp_path):
+    says = decided(tmp_path, "on", torch, nvcc)
+    assert f"torch 2.11.0 goes with CUDA {torch} (0: none)" in says
+    assert f"is of CUDA {nvcc[:2]}: build with DPA_CUDA=off, or set CUDACXX" in says
+
+
+@pytest.mark.parametrize(
+    ("torch", "package"), [(13, "nvidia-cuda-crt==13.*"), (12, "nvidia-cuda-nvcc-cu12")]
+)
+def test_ops_beside_kernels_with_cuda_need_its_headers(torch, package, tmp_path):
+    (tmp_path / "built-for.txt").write_text("the CPU and CUDA 13.0.88 for architectures 90a\n")
+    kernels = tmp_path / "libdpa_kernels.so"
+    says = decided(tmp_path, "auto", torch, kernels=kernels)
+    assert f'CUDA\'s headers are not here: pip install "{package}"' in says
+    assert "the CPU alone" in decided(tmp_path, "auto", 0, kernels=kernels)
+
+
 def included(file):
     """The files of this repository that a source sees, and the other headers that these name."""
     seen, others, queue = set(), set(), [file]
