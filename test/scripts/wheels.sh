@@ -1,14 +1,16 @@
 #!/bin/sh
 # Installs wheels, one after another, beside other packages into new environments, and runs what a user runs first:
 # wheels.sh "WHEEL..." [CASE...]. A case is a Python version and what to install; an environment takes 3 to 8 GB while it is there.
+# Ends with a table: a line for each wheel in each environment.
 set -eu
 wheels=$(realpath $1)
 here=$(dirname "$(realpath "$0")")
 shift
 [ $# -gt 0 ] || set -- "3.11 torch==2.9.*" "3.11 lerobot==0.4.4" "3.12 lerobot[diffusion]==0.6.1" "3.11 torch==2.15.*"
 folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
+trap 'cat "$folder/table"; rm -rf "$folder"' EXIT
 cd "$folder"
+echo "wheel | beside | doctor | pip check | a policy" >table
 
 for each in "$@"; do
   python=python${each%% *}
@@ -29,8 +31,9 @@ for each in "$@"; do
     echo "$before" | grep -v '^pip=' | grep -vxFf list && { echo "the wheel replaced these"; exit 1; }
     PATH=$folder/venv/bin:$PATH env -u DPA_LIBRARY -u PYTHONPATH venv/bin/dpa doctor --json >doctor.json ||
       { cat doctor.json; exit 1; }
-    env -u DPA_LIBRARY -u PYTHONPATH venv/bin/python "$here/first_use.py" doctor.json
-    echo "works: $(basename "$wheel") beside $package"
+    env -u DPA_LIBRARY -u PYTHONPATH venv/bin/python "$here/first_use.py" doctor.json >log 2>&1 || { cat log; exit 1; }
+    cat log
+    echo "$(basename "$wheel" | cut -d - -f 2) | $package | clean | as before | $(tail -n 1 log)" >>table
     $pip uninstall -q --yes torch-dpa
   done
 done
