@@ -85,7 +85,7 @@ class Layout:
         self.schema()
         wrappers = self.root.glob("python/dpa/ops/*.py")
         (wrapper,) = [path for path in wrappers if f"def {self.model}(" in path.read_text()]
-        self.function(self.root / "python/dpa/reference.py")
+        self.function(self.root / "python/dpa/reference/__init__.py")
         self.function(wrapper)
         self.batching_rule()
         return [*self.made, *self.edited]

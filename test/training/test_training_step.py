@@ -37,7 +37,7 @@ _DTYPES = pytest.mark.parametrize("lower", [None, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
-    monkeypatch.setattr(dpa.nn.unet1d, "_CHANNELS_LAST", True)
+    monkeypatch.setattr(dpa.nn.blocks1d, "_CHANNELS_LAST", True)
 
 
 @_DTYPES

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dpa.acceleration.any_network import AnyNetwork
 from dpa.acceleration.loop_samplers import NAMED, Sampler, is_nested, sample_of, translate
 from dpa.acceleration.loops import Loop, LoopCall, sample_itself
 from dpa.acceleration.routes import Route, make_route
-from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
+from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback, tensors_of
 from dpa.acceleration.unet_forward import FastForward
 from dpa.nn.family import is_of_family
 from dpa.packed.agreement import LOOP_LIMITS, proves
@@ -379,11 +378,6 @@ def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:
     device, dtype = held[name].device, held[name].dtype
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     return device, dtype, autocast
-
-
-def tensors_of(result: Any) -> list[Tensor]:
-    """Return the tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _run_again(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor | None:

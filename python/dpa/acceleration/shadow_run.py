@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dpa.packed.agreement import proves, relative_error
 
@@ -40,6 +41,11 @@ def say_fallback(what: str, why: str, fallback: bool) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _itself(result: Any) -> Sequence[Tensor]:

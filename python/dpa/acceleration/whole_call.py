@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpa.acceleration.encoder_forward import FastEncoder
-from dpa.acceleration.policy_loop import FastLoop, tensors_of
+from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.routes import Route
-from dpa.acceleration.shadow_run import Options, ShadowRun
+from dpa.acceleration.shadow_run import Options, ShadowRun, tensors_of
 from dpa.library.capture import (
     can_capture,
     capturing,

@@ -12,7 +12,6 @@ Everything here compiles with ``torch.jit.script``, ``torch.export`` and
 """
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch
@@ -21,46 +20,17 @@ from torch import Tensor, nn
 
 from dpa.nn import inference
 from dpa.nn.blocks1d import (
+    HALVES,
     ConditionalResidualBlock1D,
     Conv1d,
     Conv1dBlock,
     Downsample1d,
     Upsample1d,
+    channels_last,
 )
-from dpa.nn.plain import PlainLayers, is_changed, is_exporting, scriptable, sequential
+from dpa.nn.plain import PlainLayers, is_changed, scriptable, sequential
 
-# The order of activations that is fastest on tensor cores; for comparisons it can be refused.
-_CHANNELS_LAST = os.environ.get("DPA_CHANNELS_LAST", "1") != "0"
-_HALVES = (torch.float16, torch.bfloat16)
 _MAX_LEVELS = 5  # of the network as one op
-
-
-def channels_last(sample: Tensor, weight: Tensor) -> bool:
-    """Whether activations are (B, T, C) in memory: in 16 bits, or trained in TF32, on a GPU.
-
-    From compute capability 8.0 on that is the order of its fast convolutions, under autocast, in
-    16-bit modules, and in float32 where ``torch.backends.cudnn`` allows TF32 and gradients are
-    wanted. Modules map (B, C, T) either way; the order is in the strides, and each op answers in
-    the order of its input. Exported programs have the usual order, for they may run anywhere.
-    ``DPA_CHANNELS_LAST=0`` in the environment refuses it.
-    """
-    if not torch.jit.is_scripting():
-        possible = _CHANNELS_LAST and sample.is_cuda and not is_exporting()
-        if possible:
-            same, half = sample.dtype == weight.dtype, weight.dtype in _HALVES
-            mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled("cuda")
-            if same and (half or mixed or _trains_in_tf32(weight)):
-                return torch.cuda.get_device_properties(sample.device).major >= 8
-    return False
-
-
-@torch.jit.unused
-def _trains_in_tf32(weight: Tensor) -> bool:
-    if weight.dtype != torch.float32 or torch.compiler.is_compiling():
-        return False
-    cudnn = torch.backends.cudnn
-    allowed = cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
-    return bool(allowed and torch.is_grad_enabled())
 
 
 def _join(x: Tensor, skip: Tensor) -> Tensor:
@@ -325,7 +295,7 @@ class ConditionalUnet1D(nn.Module):
         dims = self._config[6:]
         if self.local_cond_dim or len(dims) > _MAX_LEVELS or any(dim % 8 != 0 for dim in dims):
             return None
-        half = sample.dtype if sample.dtype in _HALVES else torch.get_autocast_dtype("cuda")
+        half = sample.dtype if sample.dtype in HALVES else torch.get_autocast_dtype("cuda")
         steps = self._steps(sample, timestep)
         return inference.forward(
             self, self._as_made, self._config, sample, steps, global_cond, half
