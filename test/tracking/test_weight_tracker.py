@@ -66,6 +66,21 @@ def test_all_of_a_small_one_shows(device):
         assert _shows(layer, tuple(place)), place
 
 
+def test_all_of_a_small_one_shows_in_any_order_of_memory(device):
+    layer = nn.Conv2d(16, 24, 3).to(device, memory_format=torch.channels_last)
+    assert not layer.weight.is_contiguous()
+    for place in ((1, 2, 0, 1), (23, 15, 2, 2), (5, 9, 1, 0)):
+        assert _shows(layer, place), place
+
+
+def test_a_parameter_that_is_gone_shows(device):
+    layer = nn.Linear(4, 4).to(device)
+    tracker = WeightTracker([(layer, "weight"), (layer, "bias")])
+    tracker.remember()
+    layer.bias = None
+    assert tracker.changed()
+
+
 def test_a_few_elements_inside_a_large_one_show_where_all_is_checked(device):
     layer = nn.Linear(512, 512).to(device)
     place = (100, 357)

@@ -83,10 +83,13 @@ class WeightTracker:
         return stamp_of(self.tensors())
 
     def changed(self) -> bool:
-        """Whether a parameter lies elsewhere, or was written in a way that counts."""
+        """Whether a parameter lies elsewhere or is gone, or was written in a way that counts."""
         if self._stamp is None:
             return True
-        now = self._read()
+        try:
+            now = self._read()
+        except AttributeError:  # of None
+            return True
         return now[0] != self._stamp[0] if self.mode == "frozen" else now != self._stamp
 
     @torch.inference_mode(False)
@@ -169,10 +172,11 @@ def _sampled(parameter: Tensor) -> list[Tensor]:
         return [parameter.reshape(-1) if parameter.dim() == 0 else parameter]
     (rows, columns), (row, column) = parameter.shape[:2], parameter.stride()[:2]
     side, longer = min(rows, columns), max(rows, columns)
-    if parameter.is_contiguous():
+    dense = parameter.permute(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
+    if dense.is_contiguous():  # in whatever order of its dimensions
         if parameter.numel() <= (4 * _WHOLE if longer > 8 * side else _WHOLE):
-            return [parameter.view(-1)]
-        spread = parameter.view(-1)[:: _spacing(rows, parameter.numel() // rows)]
+            return [dense.view(-1)]
+        spread = dense.view(-1)[:: _spacing(dense.shape[0], dense.numel() // dense.shape[0])]
     else:
         spread = parameter[0, 0].reshape(-1) if parameter.dim() > 2 else parameter[0, :1]
     middle = sum(
