@@ -76,8 +76,8 @@ class FastEncoder(Replacement):
             return self.refused
         if network.hooked():  # whoever watches the layers would see nothing of a fused run
             return "its layers have hooks"
-        if self.encoder.training:
-            return "it is in training mode"
+        if network.training():
+            return "it, or a layer of it, is in training mode"
         weight = network.first.weight
         return why_not(weight.dtype, weight.device, self._compute(weight))
 

@@ -24,9 +24,10 @@ from dpa.nn.image_variants import (
 )
 from dpa.tracking import Tracker
 from dpa.tracking.replacing import class_of
-from dpa.tracking.tracker import HOOKS
+from dpa.tracking.tracker import version_of
 
 Slot = tuple[nn.Module, str]
+_GRIDS = ("pos_grid", "pos_x", "pos_y")  # of keypoints
 _NORMS = ("BatchNorm2d", "FrozenBatchNorm2d", "GroupNorm", "Identity")
 
 
@@ -48,6 +49,12 @@ class Convolution:
             if module is not None:
                 held = itertools.chain(module._parameters.items(), module._buffers.items())
                 yield from ((module, n) for n, t in held if t is not None and t.dim() > 0)
+
+    def present(self) -> list[bool]:
+        """Return which tensors there are."""
+        held = [module for module in (self.conv, self.norm) if module is not None]
+        tensors = [t for m in held for t in (*m._parameters.values(), *m._buffers.values())]
+        return [tensor is not None for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Encoder:
         module: the encoder itself.
         variant: which one it is.
         layers: what runs, one after the other.
-        tracker: of the modules inside, but for those of keypoints, which keep their last ones.
+        tracker: of the modules inside. Keypoints keep their last ones, which are no setting.
 
     """
 
@@ -95,17 +102,46 @@ class Encoder:
     tracker: Tracker = field(init=False)
 
     def __post_init__(self) -> None:
-        modules = self.module.named_modules()
-        self.tracker = Tracker(self.module, [p for p, m in modules if name_of(m) not in KEYPOINTS])
+        self.tracker = Tracker(self.module, but=frozenset({"kps"}))
+        self._present = [layer.present() for layer in self.convolutions()]
+        self._grids = [(t, version_of(t), t.clone()) for t in self._read_grids()]
 
     def changed(self) -> bool:
         """Whether modules inside were replaced or set up otherwise."""
-        return not self.tracker.unchanged()
+        present = [layer.present() for layer in self.convolutions()]
+        return not self.tracker.unchanged() or present != self._present or self._regridded()
 
     def hooked(self) -> bool:
         """Whether a module has hooks, or all modules have."""
+        return self.tracker.hooked()
+
+    def training(self) -> bool:
+        """Whether a module is in training mode."""
+        return any(self.tracker.modes())
+
+    def grids(self) -> list[Slot]:
+        """Return (module, name) of the places of pixels; dpa's ops have places of their own."""
         pools = [layer.pool for layer in self.layers if isinstance(layer, Keypoints)]
-        return self.tracker.hooked() or any(vars(pool)[name] for pool in pools for name in HOOKS)
+        return [
+            (pool, name) for pool in pools for name in _GRIDS if pool._buffers.get(name) is not None
+        ]
+
+    def _read_grids(self) -> list[Tensor]:
+        return [pool._buffers[name] for pool, name in self.grids()]
+
+    def _regridded(self) -> bool:
+        """Whether places of pixels were written; on a GPU, where the host waits, by versions."""
+        grids = self._read_grids()
+        if len(grids) != len(self._grids):
+            return True
+        for i, (now, (held, version, values)) in enumerate(zip(grids, self._grids, strict=True)):
+            if now is held and now.is_cuda and version_of(now) == version:
+                continue
+            same = now.device == values.device and now.dtype == values.dtype
+            if not same or now.shape != values.shape or not torch.equal(now, values):
+                return True
+            self._grids[i] = now, version_of(now), values
+        return False
 
     def convolutions(self) -> list[Convolution]:
         """Return every convolution, in the order in which they run."""
@@ -270,6 +306,12 @@ def folded(layer: Convolution) -> tuple[Tensor, dict[str, Tensor | int | float |
         affine = {name: None if t is None else t.detach() for name, t in affine.items()}
         return weight, {"bias": bias, "num_groups": norm.num_groups, "eps": norm.eps, **affine}
     wide = lambda t, otherwise: otherwise if t is None else t.double()  # noqa: E731
+    allowed = (weight.dtype, torch.float32 if weight.itemsize == 2 else weight.dtype)
+    for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+        if tensor is not None and tensor.dtype not in allowed:  # as PyTorch refuses it
+            raise RuntimeError(
+                f"dpa: a norm must be {weight.dtype}, as its convolution, got {tensor.dtype}"
+            )
     mean, variance = norm.running_mean.double(), norm.running_var.double()
     scale = wide(norm.weight, torch.ones_like(mean)) * (variance + norm.eps).rsqrt()
     shift = wide(norm.bias, torch.zeros_like(mean)) + (wide(bias, 0.0) - mean) * scale

@@ -43,7 +43,8 @@ class EncoderKernels:
     def __init__(self, encoder: Encoder, dtype: torch.dtype, weights: str = "tracked"):
         self.encoder, self.dtype = encoder, dtype
         self.program = EncoderProgram.of(encoder)
-        self.weights = WeightTracker([*encoder.slots(), *self.program.slots()], weights)
+        slots = [*encoder.slots(), *encoder.grids(), *self.program.slots()]
+        self.weights = WeightTracker(slots, weights)
         self.lock = threading.RLock()
         self.generation = 0
         self._packed: Tensor | None = None
@@ -68,7 +69,8 @@ class EncoderKernels:
             device = packed.device
             torch.cuda.synchronize(device)
             kept = self._packed
-            if kept is not None and kept.device == device and constants == self._constants:
+            same = constants == self._constants and not self.encoder.changed()
+            if kept is not None and kept.device == device and same:
                 kept.copy_(packed)
                 torch.cuda.synchronize(device)
             else:

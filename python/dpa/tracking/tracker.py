@@ -57,6 +57,7 @@ class Tracker:
         slots: (module, name of a parameter in it): parameters that have to be there.
         buffers: whether buffers that a user's ``forward`` reads count.
         methods: of the root, which read settings besides ``forward``.
+        but: names of attributes that are no settings.
 
     Attributes:
         modules: the tracked modules by path; None where there is none.
@@ -73,7 +74,9 @@ class Tracker:
         *,
         buffers: bool = False,
         methods: tuple[str, ...] = (),
+        but: frozenset[str] = frozenset(),
     ):
+        but = _NO_SETTINGS | but
         if paths is None:
             self.modules: dict[str, nn.Module | None] = dict(root.named_modules())
         else:
@@ -88,7 +91,7 @@ class Tracker:
         self._root_names = self._names_of_root()
         self._inner = [own for own in self._own if own is not self._root]
         self._lengths = list(map(len, self._inner))
-        self._settings = [setting for module in found for setting in _settings_of(module)]
+        self._settings = [setting for module in found for setting in _settings_of(module, but)]
         self._then = self._read_settings()
         children = list(map(_children, found))
         self._leaves = [now for now in children if not now]
@@ -106,7 +109,6 @@ class Tracker:
         self._hooks = [own[name] for own in self._own for name in HOOKS]
         self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
         called = {id(root): ("forward", *methods)}
-        but = _NO_SETTINGS
         reads = [
             Reads(module, called.get(id(module), ("forward",)), _frozen, but=but, tensors=buffers)
             for module in found
@@ -194,10 +196,12 @@ def _children(module: nn.Module) -> dict[str, nn.Module | None]:
     return getattr(module._modules, "_python_modules", module._modules)
 
 
-def _settings_of(module: nn.Module) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+def _settings_of(
+    module: nn.Module, but: frozenset[str]
+) -> Iterator[tuple[Callable[[Any], Any], Any]]:
     """Yield what reads a module's settings, and what it reads them of."""
     own = vars(module)
-    names = [name for name in own if name not in _NO_SETTINGS]
+    names = [name for name in own if name not in but]
     if names:
         yield operator.itemgetter(*names), own
     if isinstance(module, torch.jit.ScriptModule):  # its C++ module has its attributes
