@@ -99,14 +99,13 @@ TEST(ConvPlan, EveryBlockOfAClusterHasSteps) {
   }
 }
 
-TEST(ConvPlan, OneBoxServesAllTermsWhereRowsAreWholeSwizzleAtoms) {
+TEST(ConvPlan, OneBoxServesAllTerms) {
   for (const Conv1d& c : convolutions()) {
     for (const ConvPlan& plan : {plan_fprop(c, 132), plan_dgrad(c, 132)}) {
       if (!plan.together) {
         EXPECT_EQ(plan.reach, 0);
         continue;
       }
-      EXPECT_EQ(plan.rows.samples % 8, 0);
       EXPECT_LE((plan.rows.time + plan.reach) * plan.rows.samples, 2 * kTileRows);
       EXPECT_GE(plan.chunks, plan.splits);
       EXPECT_LE(plan.lowest, 0);  // time 0 of a side's one tap is in the box
@@ -124,7 +123,9 @@ TEST(ConvPlan, OneBoxServesAllTermsWhereRowsAreWholeSwizzleAtoms) {
     for (int64_t batch : {64, 256, 1024})
       EXPECT_TRUE(plan_fprop(convolution(batch, 16 >> level, 256 << level, 256 << level, 5, 1), 132).together);
   EXPECT_FALSE(plan_fprop(convolution(64, 16, 256, 256, 3, 2), 132).together);
-  EXPECT_FALSE(plan_fprop(convolution(64, 32, 256, 256, 5, 1), 132).together);
+  EXPECT_TRUE(plan_fprop(convolution(64, 32, 256, 256, 5, 1), 132).together);
+  EXPECT_TRUE(plan_fprop(convolution(64, 64, 512, 512, 3, 1), 132).together);
+  EXPECT_FALSE(plan_fprop(convolution(64, 200, 512, 512, 3, 1), 132).together);  // a part of a sample
   EXPECT_FALSE(plan_fprop(convolution(64, 16, 256, 256, 1, 1), 132).together);
 }
 

@@ -5,8 +5,8 @@
 //
 // An output tile is 128 rows (j, sample), times outside, by kColumns channels n. A step contracts 128 bytes of channels
 // of one term. TMA loads a box of A, those channels x times x samples, with zeros where it leaves the sample, which is the
-// padding; no patch matrix exists. Where a sample's rows are whole swizzle atoms, one box serves all terms: a term
-// shifts time, and so begins at another row of the box. Else each term has its own.
+// padding; no patch matrix exists. Where a tile holds whole samples, one box serves all terms: a term shifts time, and so
+// begins at another row of the box, inside a swizzle atom too: the swizzle follows addresses. Else each term has its own.
 //
 // cluster   one output tile; split-K: its blocks take consecutive shares of the boxes, and each stores an equal share
 //           of rows

@@ -35,11 +35,11 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   plan.tile_rows = kTileRows, plan.tile_columns = wide ? 256 : 128;
   plan.column_tiles = ceil_div(outputs, plan.tile_columns);
   plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors, 4);
-  // A term's rows must begin at a whole swizzled piece of 8 rows. Split-K is then over chunks.
+  // The swizzle follows addresses, so a term's rows may begin at any row of a box. Split-K is then over chunks.
   const int* const shift = plan.shift[0];
   plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
   plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
-                  plan.rows.samples % 8 == 0 && (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
+                  (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
   while (plan.together && plan.splits > plan.chunks) plan.splits /= 2;
   if (!plan.together) plan.lowest = plan.reach = 0;
   find_padding(plan, x_length);
