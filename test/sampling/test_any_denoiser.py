@@ -2,6 +2,7 @@
 
 import copy
 
+import near_policies
 import pytest
 import torch
 from samplers import diffusers
@@ -159,6 +160,20 @@ def test_calls_of_a_kind_are_captured_once(recorded):
     call(sampler, batch=3)
     assert recorded.captured == 2
     assert len(copy.deepcopy(sampler)._loops) == 0
+
+
+def test_a_network_of_nested_conditions_is_captured(recorded):
+    """DPPO's MLP, which takes a dictionary."""
+    torch.manual_seed(0)
+    plain = near_policies.DiffusionModel(network=near_policies.ActorMlp(), steps=4).eval()
+    fast, cond = dpa.accelerate(copy.deepcopy(plain)), {"state": torch.randn(2, 1, 6)}
+    for seed in range(4):
+        results = []
+        for policy in (plain, fast):
+            torch.manual_seed(seed)
+            results.append(policy(cond)[0])
+        torch.testing.assert_close(results[1], results[0])
+    assert recorded.captured == 1
 
 
 @pytest.mark.parametrize("change", ["setting", "module", "parameter", "written", "hook", "train"])

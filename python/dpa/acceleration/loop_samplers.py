@@ -110,6 +110,7 @@ class _Nested(nn.Module):
     def __init__(self, network: nn.Module):
         super().__init__()
         self.network = network
+        self.training = False  # a loop asks the network for its mode before it comes here
 
     def forward(self, sample: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
         """Predict; the name of a condition is the way to it."""
