@@ -54,6 +54,20 @@ def test_a_machine_where_all_is_well():
     assert "resident kernels" in says["kernels 0"] and says["lerobot"] == "0.4.4"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (("NVIDIA H200", (9, 0)), "100 DDPM steps take {} ms in bfloat16"),
+        (("NVIDIA GeForce RTX 4090", (8, 9)), "measured on an H200 alone: `dpa bench CHECKPOINT`"),
+    ],
+)
+def test_how_fast_it_should_be(gpu, expected):
+    figures = json.loads((Path(__file__).parents[2] / "docs/figures.json").read_text())
+    rows = {label: value for label, value, _ in figures["loop-gpu"]["rows"]}
+    (finding,) = [f for f in examine(replace(WELL, gpus=(gpu,))) if f.name == "kernels 0"]
+    assert expected.format(rows["DDPM 100 steps, dpa bfloat16"]) in finding.says
+
+
 # Each case: what differs, the state, the thing that is named, what is said, what mends it.
 CASES = {
     "another torch, from a wheel": (
