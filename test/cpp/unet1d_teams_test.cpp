@@ -47,7 +47,7 @@ TEST(Teams, EveryStepChannelAndColumnHasAWarp) {
           EXPECT_GE(f.rounds * f.warps_rows, f.row_tiles);
           EXPECT_EQ(f.warps_rows << f.log_warps_k, kPhaseWarps);
           for (int s = 0; s < f.num_segments; s++) EXPECT_EQ(f.segments[s].steps % 2, 0);  // warps take pairs
-          EXPECT_LE(t.shared.ring + t.ring_slots * kPhaseWarps * 512 * element_bytes(dtype), t.shared.bytes);
+          EXPECT_LE(t.shared.buffer + t.buffer_slots * kPhaseWarps * 512 * element_bytes(dtype), t.shared.bytes);
           for (int r = 0; r < kTeamBlocks; r++) {
             const int first = r * f.channels / 16;
             EXPECT_LE(((r + 1) * f.channels + 15) / 16 - first, f.row_tiles);

@@ -22,7 +22,7 @@ constexpr int kTeamFirstWord = 32;  // of the words of the first team
 
 inline void set_teams(TeamArguments& a, const Plan& plan, const TeamPlan& teams, void* workspace) {
   for (size_t i = 0; i < teams.phases.size(); i++) a.phases[i] = teams.phases[i];
-  a.num_phases = static_cast<int>(teams.phases.size()), a.slots = teams.ring_slots, a.warp_pairs = teams.warp_pairs;
+  a.num_phases = static_cast<int>(teams.phases.size()), a.slots = teams.buffer_slots, a.warp_pairs = teams.warp_pairs;
   a.channels = plan.config.down_dims[0], a.team_samples = teams.samples, a.halo = teams.halo;
   a.team_words = teams.words, a.tail_words = teams.phases.back().words, a.sum_segment = teams.sum_segment;
   a.slab_bytes = teams.slab_bytes, a.shared = teams.shared;

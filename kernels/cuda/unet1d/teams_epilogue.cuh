@@ -122,7 +122,7 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
 
   // The sums of this thread's items over kParts warps along K. What a thread has no item for is read, and not used.
   template <int kItems, int kParts>
-  DPA_DEVICE static void gather(const Part& part, uint32_t from, float (&v)[kTeamPasses][4]) {
+  DPA_DEVICE static void sum_parts(const Part& part, uint32_t from, float (&v)[kTeamPasses][4]) {
 #pragma unroll
     for (int j = 0; j < kItems; j++) {
       float4 x[kParts];
@@ -140,10 +140,10 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
                          float (&v)[kTeamPasses][4]) const {
     const uint32_t from = part.sums + segment * a.sum_segment * 4;
     switch (parts) {
-      case 8: gather<kItems, 8>(part, from, v); break;
-      case 4: gather<kItems, 4>(part, from, v); break;
-      case 2: gather<kItems, 2>(part, from, v); break;
-      default: gather<kItems, 1>(part, from, v);
+      case 8: sum_parts<kItems, 8>(part, from, v); break;
+      case 4: sum_parts<kItems, 4>(part, from, v); break;
+      case 2: sum_parts<kItems, 2>(part, from, v); break;
+      default: sum_parts<kItems, 1>(part, from, v);
     }
 #pragma unroll
     for (int j = 0; j < kItems; j++) {

@@ -57,13 +57,13 @@ struct TeamStream {
   int slots;
   uint32_t buffer, buffer_end, slot, last;  // this lane's places: of the pair to consume, of the pair before
 
-  DPA_DEVICE TeamStream(const uint8_t* tiles, const TeamPairs& pairs, int ring, int slots_)
+  DPA_DEVICE TeamStream(const uint8_t* tiles, const TeamPairs& pairs, int first_slot, int slots_)
       : weights(tiles + (thread() & (kHalves ? 15 : 31)) * 16),
         at(pairs.begin),
         begin(pairs.begin),
         end(pairs.begin + pairs.count),
         slots(slots_) {
-    buffer = shared_address(shared()) + ring + (thread() >> 5) * slots * kPair + (thread() & 31) * kLane;
+    buffer = shared_address(shared()) + first_slot + (thread() >> 5) * slots * kPair + (thread() & 31) * kLane;
     slot = buffer, last = buffer + (slots - 1) * kPair, buffer_end = last + kPair;
     fetch();
 #pragma unroll 1

@@ -151,7 +151,7 @@ DPA_DEVICE void run_team(const TeamArguments& a) {
   sync_block();
   handover.meet();
   if (thread() < kThreads) {
-    TeamStream<Tile> stream(a.weights, make_team_pairs<Tile>(a, rank), a.shared.ring, a.slots);
+    TeamStream<Tile> stream(a.weights, make_team_pairs<Tile>(a, rank), a.shared.buffer, a.slots);
     TeamGemm<Tile, Handover> gemm = {{a, handover, {a.workspace}, rank, samples, sample0}, stream};
     gemm.run();
     copies_wait<0>();

@@ -78,7 +78,7 @@ DPA_DEVICE void fill_team_tables(const TeamArguments& a, int rank, int samples, 
 template <class Tile>
 DPA_DEVICE TeamPairs make_team_pairs(const TeamArguments& a, int rank) {
   const int warp = thread() >> 5, lane = thread() & 31;
-  int* counts = reinterpret_cast<int*>(shared() + a.shared.ring) + warp * kMaxTeamPhases;
+  int* counts = reinterpret_cast<int*>(shared() + a.shared.buffer) + warp * kMaxTeamPhases;
   uint32_t* pairs = reinterpret_cast<uint32_t*>(shared() + a.shared.pairs) + warp * a.warp_pairs;
 #pragma unroll 1
   for (int pass = 0; pass < 2; pass++) {

@@ -198,13 +198,13 @@ class TeamBuilder {
     s.statistics = put(kTeamEpilogueWarps * 16);
     at = round_up(at, 128);
     s.slabs = put(out.slab_bytes);
-    s.ring = at = round_up(at, 128);
+    s.buffer = at = round_up(at, 128);
     const int slot = 2 * 256 * element_bytes(plan.dtype) * kPhaseWarps;
     const TeamSlots slots = team_slots(256 * element_bytes(plan.dtype));
     for (int n : {slots.most, slots.middle, slots.least})
-      if (out.ring_slots == 0 && at + n * slot <= room) out.ring_slots = n;
-    s.bytes = at + out.ring_slots * slot;
-    if (out.ring_slots == 0) out.error = "a team's values do not fit into shared memory";
+      if (out.buffer_slots == 0 && at + n * slot <= room) out.buffer_slots = n;
+    s.bytes = at + out.buffer_slots * slot;
+    if (out.buffer_slots == 0) out.error = "a team's values do not fit into shared memory";
     for (TeamPhase& f : out.phases) f.value += s.slabs, f.skip += s.slabs, f.out += s.slabs;
   }
 };

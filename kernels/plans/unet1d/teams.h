@@ -61,7 +61,7 @@ constexpr TeamSlots team_slots(int tile_bytes) {
 }
 
 struct TeamShared {
-  int ring = 0, table = 0, pairs = 0, tail_values = 0, tail_words = 0, sample = 0, head = 0, sums = 0, statistics = 0,
+  int buffer = 0, table = 0, pairs = 0, tail_values = 0, tail_words = 0, sample = 0, head = 0, sums = 0, statistics = 0,
       slabs = 0, bytes = 0;
 };
 
@@ -70,7 +70,7 @@ struct TeamPlan {
   TeamShared shared;
   int samples = 1, teams = 1;           // samples: the most of a team
   int halo = 0;                         // zero rows before and behind a sample's
-  int ring_slots = 0;                   // of a warp's buffer of weights, each of a pair of tiles
+  int buffer_slots = 0;                 // of a warp's buffer of weights, each of a pair of tiles
   int warp_pairs = 0;                   // the most of a warp in a step of the loop
   int slab_bytes = 0, sum_segment = 0;  // sum_segment: floats from a segment's sums to the next one's
   int words = 0;                        // of a team in the workspace, hand-over by words alone
