@@ -29,6 +29,7 @@ def lerobot_call():
         output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
         device="cpu",
         down_dims=(64, 128),
+        pretrained_backbone_weights=None,  # LeRobot 0.6 would fetch some
         num_train_timesteps=10,
     )
     policy = DiffusionPolicy(config).eval()
