@@ -320,6 +320,13 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     assert seen_here("cache").state == NOTE
 
 
+def test_a_home_where_root_can_write_nothing():
+    status, found = doctor(HOME="/proc", XDG_CACHE_HOME="")
+    finding = state(found, "cache")
+    assert finding["state"] == NOTE and "/proc/.cache/dpa cannot be written" in finding["says"]
+    assert (status == 0) == found["healthy"]
+
+
 def test_a_user_without_a_home(monkeypatch):
     """As of a container that runs under a number which no table of users has."""
 

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -115,8 +116,12 @@ def _tool(name: str) -> str | None:
 
 def _cache() -> tuple[str, bool]:
     folder = cache_folder()
-    existing = next((f for f in (folder, *folder.parents) if f.exists()), folder)
-    return str(folder), os.access(existing, os.W_OK | os.X_OK) and existing.is_dir()
+    try:  # by a file: permissions say little where root has all of them
+        existing = next((f for f in (folder, *folder.parents) if f.exists()), folder)
+        with tempfile.TemporaryFile(dir=existing):
+            return str(folder), True
+    except OSError:
+        return str(folder), False
 
 
 def _driver() -> tuple[tuple[str, ...], str | None]:
