@@ -121,11 +121,11 @@ TORCH_LIBRARY(dpa, m) {
       "Tensor? std=None, bool antialias=True, bool hwc=False, ScalarType? dtype=None) -> Tensor",
       functional);
 
-  // A whole encoder on packed weights; see ops/image_encoder/image_encoder.h for `config`.
+  // Whole encoders that are alike, on packed weights; see ops/image_encoder/image_encoder.h for `config`.
   m.def("image_encoder_pack(Tensor[] parameters, int[] config, ScalarType dtype) -> Tensor", functional);
   m.def(
-      "image_encoder(Tensor images, Tensor packed, int[] config, float[] constants, ScalarType dtype, "
-      "SymInt[]? size=None, SymInt[]? crop=None) -> Tensor",
+      "image_encoder(Tensor[] images, Tensor[] packed, int[] config, float[] constants, ScalarType dtype, "
+      "SymInt[]? size=None, SymInt[]? crop=None) -> Tensor[]",
       functional);
 
   m.def("joint_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? rest=None) -> Tensor", functional);

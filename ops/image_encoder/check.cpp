@@ -57,20 +57,32 @@ void check_image_encoder_parameters(const EncoderPlan& plan, at::TensorList para
             parameters.size());
 }
 
-EncoderCall check_image_encoder(const EncoderPlan& plan, const Tensor& images, const Tensor& packed,
+EncoderCall check_image_encoder(const EncoderPlan& plan, at::TensorList images, at::TensorList packed,
                                 at::ArrayRef<double> constants, at::ScalarType dtype, at::OptionalSymIntArrayRef size,
                                 at::OptionalSymIntArrayRef crop) {
-  const auto type = images.scalar_type();
+  DPA_CHECK(!images.empty(), kEncoder, "images must hold a tensor for each network", "none");
+  DPA_CHECK(packed.size() == images.size(), kEncoder,
+            c10::str("packed must hold a tensor for each of the ", images.size(), " in images"), packed.size());
+  const Tensor& first = images[0];
+  const auto type = first.scalar_type();
   DPA_CHECK(type == at::kByte || type == at::kFloat || type == at::kBFloat16, kEncoder,
             "images must be uint8, float32 or bfloat16", type);
-  DPA_CHECK(images.dim() == 4 && images.sym_size(1) == plan.network.channels && images.layout() == at::kStrided,
-            kEncoder, c10::str("images must be strided, of shape (B, ", plan.network.channels, ", H, W)"), "shape ",
-            images.sym_sizes());
-  DPA_CHECK(packed.scalar_type() == at::kByte && packed.layout() == at::kStrided && packed.dim() == 1 &&
-                packed.sym_size(0) == plan.bytes && packed.is_contiguous(),
-            kEncoder, c10::str("packed must be the ", plan.bytes, " bytes that image_encoder_pack makes"),
-            packed.scalar_type(), " ", packed.sym_sizes());
-  check_same_device(kEncoder, "packed", packed, "images", images);
+  for (const Tensor& image : images) {
+    DPA_CHECK(image.dim() == 4 && image.sym_size(1) == plan.network.channels && image.layout() == at::kStrided,
+              kEncoder, c10::str("images must be strided, of shape (B, ", plan.network.channels, ", H, W)"), "shape ",
+              image.sym_sizes());
+    DPA_CHECK(image.scalar_type() == type && image.sym_sizes() == first.sym_sizes(), kEncoder,
+              c10::str("images must have one dtype and one shape, ", type, " ", first.sym_sizes()), image.scalar_type(),
+              " ", image.sym_sizes());
+    check_same_device(kEncoder, "images", image, "the first of them", first);
+  }
+  for (const Tensor& one : packed) {
+    DPA_CHECK(one.scalar_type() == at::kByte && one.layout() == at::kStrided && one.dim() == 1 &&
+                  one.sym_size(0) == plan.bytes && one.is_contiguous(),
+              kEncoder, c10::str("packed must be the ", plan.bytes, " bytes that image_encoder_pack makes"),
+              one.scalar_type(), " ", one.sym_sizes());
+    check_same_device(kEncoder, "packed", one, "images", first);
+  }
   DPA_CHECK(constants.size() == plan.network.steps.size(), kEncoder, "constants must hold one number a step",
             constants.size());
   for (size_t i = 0; i < constants.size(); ++i) {
@@ -79,16 +91,16 @@ EncoderCall check_image_encoder(const EncoderPlan& plan, const Tensor& images, c
               "constants must be an eps of at least 0, or a temperature above 0", constants[i]);
   }
   EncoderCall call;
-  call.image = check_resize_crop_normalize(images, size, crop, std::nullopt, std::nullopt, /*hwc=*/false, dtype);
+  call.image = check_resize_crop_normalize(first, size, crop, std::nullopt, std::nullopt, /*hwc=*/false, dtype);
   const int64_t height = call.image.out_height.expect_int(), width = call.image.out_width.expect_int();
   DPA_CHECK(height >= 1 && width >= 1 && height <= kMaxSide && width <= kMaxSide && call.image.height <= kMaxSide &&
                 call.image.width <= kMaxSide,
-            kEncoder, "images must be of 1 to 16384 pixels each way", "shape ", images.sym_sizes());
+            kEncoder, "images must be of 1 to 16384 pixels each way", "shape ", first.sym_sizes());
   const auto wrong = conv2d::extents_of(plan.network, static_cast<int>(height), static_cast<int>(width), call.extents);
-  DPA_CHECK(wrong.empty(), kEncoder, "images must be " + wrong, "shape ", images.sym_sizes());
+  DPA_CHECK(wrong.empty(), kEncoder, "images must be " + wrong, "shape ", first.sym_sizes());
   for (const auto& e : call.extents)
-    DPA_CHECK(images.sym_size(0) * (int64_t{e.height + 1} * (e.width + 1) * (e.channels + 16)) < kMaxElements, kEncoder,
-              "images must make feature maps of fewer than 2^31 elements", "shape ", images.sym_sizes());
+    DPA_CHECK(first.sym_size(0) * (int64_t{e.height + 1} * (e.width + 1) * (e.channels + 16)) < kMaxElements, kEncoder,
+              "images must make feature maps of fewer than 2^31 elements", "shape ", first.sym_sizes());
   return call;
 }
 

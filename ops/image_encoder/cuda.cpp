@@ -1,5 +1,6 @@
-// The walk over an encoder's steps: each is a launch of kernels/cuda/conv2d, convolutions that depend on nobody among them
-// share one. Messages between blocks begin as zeros in every call, so a call keeps nothing and calls may overlap.
+// The walk over the steps of encoders that are alike: each is a launch of kernels/cuda/conv2d for all of them, convolutions
+// that depend on nobody among them share one, and so do a first layer and its max pooling. Messages between blocks begin as
+// zeros in every call, which its first launch writes, so a call keeps nothing and calls may overlap.
 #include "ops/common/cuda.h"
 
 #include <ATen/ops/empty.h>
@@ -7,7 +8,7 @@
 #include <cuda_runtime_api.h>
 #include <torch/library.h>
 
-#include <array>
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -30,77 +31,88 @@ conv2d::Device properties(int index) {
   conv2d::Device device;
   device.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
   device.shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  device.wgmma = conv2d::has_wgmma();
   return device;
 }
 
-/// The launches of a network for images of a size, by their first steps.
-using Launches = std::map<size_t, conv2d::StepPlan>;
+/// The launches of so many networks for images of a size.
+struct Launches {
+  conv2d::Device device;
+  std::map<size_t, conv2d::StepPlan> convs;  // by their first steps
+  bool stem = false;                         // the first two steps are one launch
+};
 
 Launches make_launches(const conv2d::Network& network, const std::vector<conv2d::Extent>& extents, kernels::DType dtype,
-                       int batch, const conv2d::Device& device) {
-  Launches made;
-  for (size_t i = 0; i < network.steps.size(); ++i) {
+                       int batch, int networks, const conv2d::Device& device) {
+  const auto shape = [&](size_t i) { return conv2d::shape_of_step(network, i, dtype, batch, extents); };
+  Launches made = {device, {}, conv2d::is_stem(network, 0) && conv2d::serves_stem(shape(0), device)};
+  for (size_t i = made.stem ? 2 : 0; i < network.steps.size(); ++i) {
     if (network.steps[i].kind != StepKind::kConv || network.steps[i].together) continue;
     std::vector<conv2d::Shape> shapes;
     for (size_t k = i; k < network.steps.size() && (k == i || network.steps[k].together); ++k)
-      shapes.push_back(conv2d::shape_of_step(network, k, dtype, batch, extents));
-    made[i] = conv2d::plan_step(shapes, device);
+      shapes.push_back(shape(k));
+    made.convs[i] = conv2d::plan_step(shapes, device, networks);
   }
   return made;
 }
 
 std::shared_ptr<const Launches> launches_of(const EncoderPlan& plan, const EncoderCall& call, at::IntArrayRef config,
-                                            kernels::DType dtype, int index) {
+                                            kernels::DType dtype, int networks, int index) {
   constexpr size_t kMaxKept = 64;
   static std::mutex mutex;
   static std::map<std::vector<int64_t>, std::shared_ptr<const Launches>> kept;
   const int batch = static_cast<int>(call.image.batch.expect_int());
   auto key = config.vec();
   for (const int64_t value : {int64_t{batch}, int64_t{call.extents[0].height}, int64_t{call.extents[0].width},
-                              static_cast<int64_t>(dtype), int64_t{index}})
+                              static_cast<int64_t>(dtype), int64_t{networks}, int64_t{index}})
     key.push_back(value);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = kept.find(key); found != kept.end()) return found->second;
-  auto made =
-      std::make_shared<const Launches>(make_launches(plan.network, call.extents, dtype, batch, properties(index)));
+  auto made = std::make_shared<const Launches>(
+      make_launches(plan.network, call.extents, dtype, batch, networks, properties(index)));
   if (kept.size() >= kMaxKept) kept.clear();
   return kept[key] = made;
 }
 
+/// Networks of the same steps on images of equal sizes, which share every launch.
 class Walk {
  public:
-  Walk(const EncoderPlan& plan, const EncoderCall& call, const Launches& launches, const Tensor& packed,
-       at::ArrayRef<double> constants, at::ScalarType dtype)
+  Walk(const EncoderPlan& plan, const EncoderCall& call, const Launches& launches, at::TensorList images,
+       at::TensorList packed, at::TensorList outs, at::ArrayRef<double> constants, at::ScalarType dtype)
       : network_(plan.network),
         plan_(plan),
         call_(call),
         launches_(launches),
-        packed_(packed),
+        images_(images),
+        outs_(outs),
         constants_(constants),
         dtype_(kernel_dtype(dtype)),
+        networks_(static_cast<int>(images.size())),
         batch_(static_cast<int>(call.image.batch.expect_int())),
-        options_(packed.options().dtype(dtype)),
+        options_(packed[0].options().dtype(dtype)),
         stream_(c10::cuda::getCurrentCUDAStream()) {
+    for (const Tensor& one : packed) packed_.push_back(aligned(one));
     last_use_.assign(network_.steps.size() + 1, 0);
     for (size_t i = 0; i < network_.steps.size(); ++i)
       for (const int map : {network_.steps[i].from, network_.steps[i].residual})
         if (map >= 0) last_use_[map] = i;
     int64_t words = kEpochWords;
-    for (const auto& [first, launch] : launches_)
-      for (size_t k = 0; k < launch.plans.size(); ++k) words += words_of(first + k, launch.plans[k]);
-    messages_ = at::zeros({words}, packed.options().dtype(at::kInt));
+    for (const auto& [first, launch] : launches_.convs)
+      for (size_t k = 0; k < launch.plans.size(); ++k) words += networks_ * words_of(first + k, launch.plans[k]);
+    messages_ = at::empty({words}, packed[0].options().dtype(at::kInt));
   }
 
-  Tensor run(const Tensor& images, const Tensor& out) {
+  void run() {
     maps_.resize(network_.steps.size() + 1);
-    prepare(images);
+    prepare();
     for (size_t i = 0; i < network_.steps.size();) {
-      const size_t count = network_.steps[i].kind == StepKind::kConv ? convolve(i, out) : pool(i, out);
+      const size_t count = i == 0 && launches_.stem                    ? stem()
+                           : network_.steps[i].kind == StepKind::kConv ? convolve(i)
+                                                                       : pool(i);
       for (size_t map = 0; map < i + count; ++map)
         if (last_use_[map] < i + count) maps_[map] = Tensor();
       i += count;
     }
-    return out;
   }
 
  private:
@@ -120,114 +132,174 @@ class Walk {
     return words ? at : nullptr;
   }
   const uint32_t* epoch() const { return static_cast<const uint32_t*>(messages_.const_data_ptr()); }
-  /// A feature map as the kernels have it; the last one is the result's memory.
-  void* map_of(size_t step, const Tensor& out) {
-    if (is_last(step)) return out.mutable_data_ptr();
+  const uint8_t* packed(int network) const { return static_cast<const uint8_t*>(packed_[network].const_data_ptr()); }
+
+  /// Feature maps as the kernels have them, one behind the other; the last ones are the results' memory.
+  void make_map(size_t map, int64_t height, int64_t width, int channels) {
+    if (map < network_.steps.size())
+      maps_[map] = at::empty({networks_ * batch_, height, width, conv2d::padded(dtype_, channels)}, options_);
+  }
+  void make_output(size_t step) {
     const auto& e = call_.extents[step + 1];
-    maps_[step + 1] = at::empty({batch_, e.height, e.width, conv2d::padded(dtype_, e.channels)}, options_);
-    return maps_[step + 1].mutable_data_ptr();
+    make_map(step + 1, e.height, e.width, e.channels);
+  }
+  void* map_of(size_t map, int network) const {
+    if (map == network_.steps.size()) return outs_[network].mutable_data_ptr();
+    return static_cast<uint8_t*>(maps_[map].mutable_data_ptr()) + maps_[map].nbytes() / networks_ * network;
   }
 
-  void prepare(const Tensor& images) {
+  void prepare() {
     const auto& s = call_.image;
-    conv2d::Preprocess p = {};
     const auto number = [](const c10::SymInt& value) { return static_cast<int>(value.expect_int()); };
-    const auto type = images.scalar_type();
-    p.image = images.const_data_ptr();
+    const auto type = images_[0].scalar_type();
+    conv2d::Preprocess p = {};
     p.pixel = type == at::kByte ? conv2d::Pixel::kUint8
                                 : (type == at::kFloat ? conv2d::Pixel::kFloat32 : conv2d::Pixel::kBFloat16);
     p.batch = batch_, p.height = number(s.height), p.width = number(s.width), p.channels = network_.channels;
-    p.stride_n = images.stride(0), p.stride_c = images.stride(1);
-    p.stride_y = images.stride(2), p.stride_x = images.stride(3);
     p.resized_height = number(s.resized_height), p.resized_width = number(s.resized_width);
     p.top = number(s.top), p.left = number(s.left);
     p.crop_height = number(s.out_height), p.crop_width = number(s.out_width);
     p.antialias = true, p.cells = network_.cells;
     std::fill_n(p.inverse_std, 4, 1.0f);
-    const int64_t height = p.cells ? (p.crop_height + 1) / 2 : p.crop_height,
-                  width = p.cells ? (p.crop_width + 1) / 2 : p.crop_width;
-    maps_[0] = at::empty({batch_, height, width, conv2d::padded(dtype_, p.cells ? 12 : network_.channels)}, options_);
-    p.out = maps_[0].mutable_data_ptr();
-    C10_CUDA_CHECK(conv2d::launch_preprocess(dtype_, p, stream_));
+    const int cell = p.cells ? 2 : 1;
+    make_map(0, (p.crop_height + cell - 1) / cell, (p.crop_width + cell - 1) / cell, network_.channels * cell * cell);
+    conv2d::Preprocesses all = {};
+    all.messages = messages_.mutable_data_ptr(), all.message_pieces = messages_.numel() / 4;
+    for (const Tensor& image : images_) {
+      p.image = image.const_data_ptr();
+      p.stride_n = image.stride(0), p.stride_c = image.stride(1);
+      p.stride_y = image.stride(2), p.stride_x = image.stride(3);
+      p.out = map_of(0, all.count);
+      all.items[all.count++] = p;
+    }
+    C10_CUDA_CHECK(conv2d::launch_preprocess(dtype_, all, /*dependent=*/false, stream_));
   }
 
-  size_t convolve(size_t first, const Tensor& out) {
-    const auto& step_plan = launches_.at(first);
-    DPA_CHECK(!step_plan.plans.empty(), "image_encoder", "images must be of a size that the kernels serve", "step ",
-              first);
+  const float* parameters_of(size_t step, int network) const {
+    return reinterpret_cast<const float*>(packed(network) + plan_.places[step].parameters);
+  }
+
+  size_t stem() {
+    const auto& s = network_.steps[0];
+    make_output(1);
+    conv2d::Stems all = {};
+    for (int network = 0; network < networks_; ++network) {
+      auto one = conv2d::stem_of(shape(0));
+      const auto* const parameters = parameters_of(0, network);
+      one.x = map_of(0, network), one.weights = packed(network) + plan_.places[0].weights;
+      one.out = map_of(2, network), one.relu = s.relu;
+      one.bias = s.bias ? parameters : nullptr;
+      one.scale = parameters + s.out_channels, one.shift = parameters + 2 * s.out_channels;
+      all.stems[all.count++] = one;
+    }
+    const auto& device = launches_.device;
+    C10_CUDA_CHECK(conv2d::launch_stems(dtype_, all, conv2d::stem_blocks(shape(0), device, networks_), device.wgmma,
+                                        /*dependent=*/true, stream_));
+    return 2;
+  }
+
+  conv2d::Conv conv(size_t step, int network, const conv2d::StepPlan& step_plan, const conv2d::ConvPlan& p) {
+    const auto& s = network_.steps[step];
+    const auto* const parameters = parameters_of(step, network);
+    auto conv = conv2d::conv_of(shape(step), p, step_plan.deferred && p.exchange);
+    conv.x = map_of(s.from, network), conv.weights = packed(network) + plan_.places[step].weights;
+    conv.residual = s.residual < 0 ? nullptr : map_of(s.residual, network);
+    conv.out = map_of(step + 1, network);
+    conv.bias = s.bias ? parameters : nullptr;
+    conv.scale = parameters + s.out_channels, conv.shift = parameters + 2 * s.out_channels;
+    conv.partials = message(p.partial_words()), conv.moments = message(p.moment_words(shape(step)));
+    conv.eps = static_cast<float>(constants_[step]), conv.relu = s.relu;
+    return conv;
+  }
+
+  size_t convolve(size_t first) {
+    const auto& step_plan = launches_.convs.at(first);
+    const size_t count = step_plan.plans.size();
+    DPA_CHECK(count > 0, "image_encoder", "images must be of a size that the kernels serve", "step ", first);
     conv2d::Launch launch = {};
     launch.epoch = epoch(), launch.waits = step_plan.waits;
-    for (size_t k = 0; k < step_plan.plans.size(); ++k) {
-      const auto& s = network_.steps[first + k];
-      const auto& place = plan_.places[first + k];
-      const auto& p = step_plan.plans[k];
-      const auto* const base = static_cast<const uint8_t*>(packed_.const_data_ptr());
-      const auto* const parameters = reinterpret_cast<const float*>(base + place.parameters);
-      auto conv = conv2d::conv_of(shape(first + k), p, step_plan.deferred && p.exchange);
-      conv.x = maps_[s.from].const_data_ptr(), conv.weights = base + place.weights;
-      conv.residual = s.residual < 0 ? nullptr : maps_[s.residual].const_data_ptr();
-      conv.out = map_of(first + k, out);
-      conv.bias = s.bias ? parameters : nullptr;
-      conv.scale = parameters + s.out_channels, conv.shift = parameters + 2 * s.out_channels;
-      conv.partials = message(p.partial_words()), conv.moments = message(p.moment_words(shape(first + k)));
-      conv.eps = static_cast<float>(constants_[first + k]), conv.relu = s.relu;
-      conv.first_block = launch.blocks;
-      launch.blocks += conv.blocks;
-      launch.convs[launch.count++] = conv;
-    }
+    for (size_t k = 0; k < count; ++k) make_output(first + k);
+    for (int network = 0; network < networks_; ++network)
+      for (size_t k = 0; k < count; ++k) {
+        auto& made = launch.convs[launch.count++] = conv(first + k, network, step_plan, step_plan.plans[k]);
+        made.first_block = launch.blocks;
+        launch.blocks += made.blocks;
+      }
     C10_CUDA_CHECK(conv2d::launch_convs(dtype_, step_plan.tiling, launch, /*dependent=*/true, stream_));
     for (int k = 0; k < launch.count; ++k)
       if (launch.convs[k].deferred)
-        C10_CUDA_CHECK(conv2d::launch_normalise(dtype_, launch.convs[k], epoch(), 2 * processors(), true, stream_));
-    return step_plan.plans.size();
+        C10_CUDA_CHECK(conv2d::launch_normalise(dtype_, launch.convs[k], epoch(), 2 * launches_.device.multiprocessors,
+                                                /*dependent=*/true, stream_));
+    return count;
   }
 
-  size_t pool(size_t step, const Tensor& out) {
+  size_t pool(size_t step) {
     const auto& s = network_.steps[step];
     const auto &in = call_.extents[s.from], &made = call_.extents[step + 1];
     const auto kind = s.kind == StepKind::kMaxPool       ? conv2d::PoolKind::kMax
                       : s.kind == StepKind::kAveragePool ? conv2d::PoolKind::kAverage
                                                          : conv2d::PoolKind::kSpatialSoftmax;
+    make_output(step);
     conv2d::Pool p = {};
-    p.x = maps_[s.from].const_data_ptr();
-    p.out = map_of(step, out);
     p.batch = batch_, p.height = in.height, p.width = in.width, p.channels = in.channels;
     p.pieces = conv2d::pieces_of(dtype_, in.channels), p.out_height = made.height, p.out_width = made.width;
     p.kernel = s.kernel, p.stride = s.stride, p.padding = s.padding;
     p.inverse_temperature = s.kind == StepKind::kSpatialSoftmax ? static_cast<float>(1 / constants_[step]) : 1.0f;
-    C10_CUDA_CHECK(conv2d::launch_pool(dtype_, kind, p, /*finished=*/nullptr, /*dependent=*/true, stream_));
+    conv2d::Pools all = {};
+    for (; all.count < networks_; ++all.count) {
+      p.x = map_of(s.from, all.count), p.out = map_of(step + 1, all.count);
+      all.pools[all.count] = p;
+    }
+    C10_CUDA_CHECK(conv2d::launch_pools(dtype_, kind, all, /*finished=*/nullptr, /*dependent=*/true, stream_));
     return 1;
   }
-
-  int processors() const { return properties(packed_.device().index()).multiprocessors; }
 
   const conv2d::Network& network_;
   const EncoderPlan& plan_;
   const EncoderCall& call_;
   const Launches& launches_;
-  const Tensor& packed_;
+  at::TensorList images_, outs_;
   at::ArrayRef<double> constants_;
   kernels::DType dtype_;
-  int batch_;
+  int networks_, batch_;
   at::TensorOptions options_;
   c10::cuda::CUDAStream stream_;
+  std::vector<Tensor> packed_;
   std::vector<size_t> last_use_;
   std::vector<Tensor> maps_;
   Tensor messages_;
   int64_t next_ = kEpochWords;
 };
 
-Tensor image_encoder_cuda(const Tensor& images, const Tensor& packed, at::IntArrayRef config,
-                          at::ArrayRef<double> constants, at::ScalarType dtype, at::OptionalSymIntArrayRef size,
-                          at::OptionalSymIntArrayRef crop) {
+/// Networks that may share each launch.
+size_t most_networks(const conv2d::Network& network) {
+  size_t most = conv2d::kMaxNetworks;
+  for (size_t i = 0, together = 1; i < network.steps.size(); ++i) {
+    together = network.steps[i].together ? together + 1 : 1;
+    most = std::min(most, static_cast<size_t>(conv2d::most_networks(together)));
+  }
+  return most;
+}
+
+std::vector<Tensor> image_encoder_cuda(at::TensorList images, at::TensorList packed, at::IntArrayRef config,
+                                       at::ArrayRef<double> constants, at::ScalarType dtype,
+                                       at::OptionalSymIntArrayRef size, at::OptionalSymIntArrayRef crop) {
   const auto plan = image_encoder_plan("image_encoder", config, dtype);
   const auto call = check_image_encoder(plan, images, packed, constants, dtype, size, crop);
-  const c10::cuda::CUDAGuard guard(images.device());
-  auto out = empty_encoding(plan, call, dtype, images.options());
-  if (images.size(0) == 0) return out;
-  const auto launches = launches_of(plan, call, config, kernel_dtype(dtype), images.device().index());
-  const auto held = aligned(packed);
-  return Walk(plan, call, *launches, held, constants, dtype).run(images, out);
+  const c10::cuda::CUDAGuard guard(images[0].device());
+  std::vector<Tensor> outs;
+  for (size_t i = 0; i < images.size(); ++i) outs.push_back(empty_encoding(plan, call, dtype, images[0].options()));
+  if (images[0].size(0) == 0) return outs;
+  const size_t most = most_networks(plan.network);
+  for (size_t i = 0, count; i < images.size(); i += count) {
+    count = std::min(most, images.size() - i);
+    const auto launches =
+        launches_of(plan, call, config, kernel_dtype(dtype), static_cast<int>(count), images[0].device().index());
+    Walk(plan, call, *launches, images.slice(i, count), packed.slice(i, count), at::TensorList(outs).slice(i, count),
+         constants, dtype)
+        .run();
+  }
+  return outs;
 }
 
 Tensor image_encoder_pack_cuda(at::TensorList parameters, at::IntArrayRef config, at::ScalarType dtype) {

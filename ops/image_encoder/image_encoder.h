@@ -1,5 +1,6 @@
-// `dpa::image_encoder`: a whole image encoder on packed weights, without gradients: resize, crop, convolutions with what
-// follows them, pools, keypoints; one launch a step, channels-last.
+// `dpa::image_encoder`: whole image encoders on packed weights, without gradients: resize, crop, convolutions with what
+// follows them, pools, keypoints; one launch a step for all networks, channels-last. The networks differ by their weights
+// alone, and each has images of its own, of equal sizes.
 //
 // `config` is the network as kernels/plans/conv2d/network.h reads it: the images' channels, then 11 integers a step;
 // `constants` has one number a step: a GroupNorm's eps, the temperature of keypoints. Packed weights are bytes: what
@@ -30,11 +31,11 @@ struct EncoderCall {
   ImageSizes image;
   std::vector<kernels::conv2d::Extent> extents;
 };
-EncoderCall check_image_encoder(const EncoderPlan& plan, const Tensor& images, const Tensor& packed,
+EncoderCall check_image_encoder(const EncoderPlan& plan, at::TensorList images, at::TensorList packed,
                                 at::ArrayRef<double> constants, at::ScalarType dtype, at::OptionalSymIntArrayRef size,
                                 at::OptionalSymIntArrayRef crop);
 
-/// The result, of undefined values: (B, C) or (B, K, 2) in float32 of a pool at the end, else a feature map
+/// A network's result, of undefined values: (B, C) or (B, K, 2) in float32 of a pool at the end, else a feature map
 /// (B, C, H, W) of `dtype`, channels-last.
 Tensor empty_encoding(const EncoderPlan& plan, const EncoderCall& call, at::ScalarType dtype,
                       const at::TensorOptions& options);

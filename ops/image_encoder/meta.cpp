@@ -6,12 +6,14 @@
 namespace dpa {
 namespace {
 
-Tensor image_encoder_meta(const Tensor& images, const Tensor& packed, at::IntArrayRef config,
-                          at::ArrayRef<double> constants, at::ScalarType dtype, at::OptionalSymIntArrayRef size,
-                          at::OptionalSymIntArrayRef crop) {
+std::vector<Tensor> image_encoder_meta(at::TensorList images, at::TensorList packed, at::IntArrayRef config,
+                                       at::ArrayRef<double> constants, at::ScalarType dtype,
+                                       at::OptionalSymIntArrayRef size, at::OptionalSymIntArrayRef crop) {
   const auto plan = image_encoder_plan("image_encoder", config, dtype);
-  return empty_encoding(plan, check_image_encoder(plan, images, packed, constants, dtype, size, crop), dtype,
-                        images.options());
+  const auto call = check_image_encoder(plan, images, packed, constants, dtype, size, crop);
+  std::vector<Tensor> outs;
+  for (size_t i = 0; i < images.size(); ++i) outs.push_back(empty_encoding(plan, call, dtype, images[0].options()));
+  return outs;
 }
 
 Tensor image_encoder_pack_meta(at::TensorList parameters, at::IntArrayRef config, at::ScalarType dtype) {

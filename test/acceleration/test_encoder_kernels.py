@@ -15,10 +15,12 @@ from torch.testing import assert_close
 import dpa
 from dpa.acceleration.encoder_forward import FastEncoder
 from dpa.nn.image_encoder import NotAnEncoder, recognise
+from dpa.packed import joint_encoders
 from dpa.packed.encoder import why_not
 from dpa.packed.encoder_kernels import EncoderKernels
 from dpa.packed.encoder_program import EncoderProgram
 from dpa.tracking.replacing import replaced
+from dpa.training.graphed_calls import replaced_forward
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -66,8 +68,9 @@ def test_the_steps_are_the_encoder(name):
     assert_close(program.result(found, images.dtype), encoder(images), rtol=1e-3, atol=1e-4)
     on_meta = [tensor.to("meta") for tensor in program.parameters()]
     packed = torch.ops.dpa.image_encoder_pack(on_meta, program.config, torch.bfloat16)
-    given = images.to("meta"), packed, program.config, program.constants(), torch.bfloat16
-    assert torch.ops.dpa.image_encoder(*given).shape == found.shape
+    two = [images.to("meta")] * 2, [packed] * 2
+    made = torch.ops.dpa.image_encoder(*two, program.config, program.constants(), torch.bfloat16)
+    assert [one.shape for one in made] == [found.shape] * 2
 
 
 def test_a_shortcut_shares_a_launch():
@@ -186,7 +189,7 @@ def test_writes_are_noticed_on_a_gpu(hopper, tf32, write):
     dpa.accelerate(encoder, fallback=False)
     encoder(images)
     before = encoder(images)
-    fast = replaced(encoder, "forward")
+    fast = replaced_forward(encoder)
     assert fast.shadow.errors and fast.kernels.generation
     assert torch.equal(fast.kernels.run(images), before)
     if write == "version":
@@ -226,19 +229,25 @@ def test_float32_without_tf32_is_the_encoders_own(hopper):
     dpa.accelerate(encoder, fallback=False)
     for _ in range(2):
         assert_close(encoder(images), want)
-    assert replaced(encoder, "forward").kernels is None
+    assert replaced_forward(encoder).kernels is None
     assert "torch.backends.cudnn allows no TF32" in str(dpa.explain(encoder))
     dpa.accelerate(encoder, torch.bfloat16, fallback=False)
     for _ in range(2):
         assert _error(encoder(images), want.double()) < _LIMITS[torch.bfloat16]
-    assert replaced(encoder, "forward").kernels.generation
+    assert replaced_forward(encoder).kernels.generation
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_whole_call_on_a_gpu(hopper, tf32, separate, dtype):
-    """LeRobot's policy in one graph: the plain policy's actions, before and after a write."""
+def test_a_whole_call_on_a_gpu(hopper, tf32, separate, dtype, monkeypatch):
+    """LeRobot's policy in one graph: the plain policy's actions, before and after a write.
+
+    A camera's network shares its launches with the other's.
+    """
+    together, run_alike = [], joint_encoders.run_alike
+    count = lambda calls: together.append(len(calls)) or run_alike(calls)  # noqa: E731
+    monkeypatch.setattr(joint_encoders, "run_alike", count)
     options = {"cameras": ("left", "right"), "use_separate_rgb_encoder_per_camera": separate}
     policy = _lerobot_policy(**options).to(hopper)
     policy.config.device = "cuda"
@@ -247,7 +256,7 @@ def test_a_whole_call_on_a_gpu(hopper, tf32, separate, dtype):
         "observation.state": torch.randn(1, 2, 3, device=hopper),
         "observation.images": torch.rand(1, 2, 2, 3, 48, 64, device=hopper),
     }
-    encoders = [m for m in fast.modules() if isinstance(replaced(m, "forward"), FastEncoder)]
+    encoders = [m for m in fast.modules() if isinstance(replaced_forward(m), FastEncoder)]
     assert len(encoders) == (2 if separate else 1)
     for weights in (1.0, 0.8):
         for model in (policy, fast):
@@ -263,7 +272,8 @@ def test_a_whole_call_on_a_gpu(hopper, tf32, separate, dtype):
             assert _error(actions[1], actions[0].double()) < (0.05 if dtype else 5e-3)
     whole = replaced(fast.diffusion, "generate_actions")
     assert whole.captured, whole.refused
-    assert all(replaced(m, "forward").kernels.generation for m in encoders)
+    assert set(together) == {len(encoders)}
+    assert all(replaced_forward(m).kernels.generation for m in encoders)
 
 
 # Encoders in two streams, called and replayed, and a sampling loop in a third, all at once. Blocks

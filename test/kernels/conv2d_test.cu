@@ -289,7 +289,7 @@ bool try_stem(int index) {
   if (!make_plan(cells, tiling, 1, plan)) return false;
   Memory input(bytes_of(dtype, batch, h, w, 12)), packed(weight_bytes(cells)), made(bytes_of(dtype, batch, h, w, out)),
       pooled(bytes_of(dtype, batch, ph, pw, out)), mean(batch * out * 4), points(batch * out * 8),
-      moments(plan.moment_words(cells) * 4, 0);
+      moments((plan.moment_words(cells) * 4 + 15) / 16 * 16);
   p.out = input.at;
   Conv conv = conv_of(cells, plan);
   conv.x = input.at, conv.weights = packed.at, conv.out = made.at, conv.relu = 1;
@@ -311,7 +311,10 @@ bool try_stem(int index) {
       device::pack_weights<T>(cells, pieces_of(dtype, 12), plan.chunks, layer.weights.data(), nullptr,
                               static_cast<uint32_t*>(packed.at), true);
     });
+    Preprocesses all = {};
+    all.messages = moments.at, all.message_pieces = static_cast<int64_t>(plan.moment_words(cells) * 4 + 15) / 16;
     run(3, 128, [&] {
+      device::zero_messages(all, device::block() * kThreads + device::thread(), device::blocks() * kThreads);
       if (bytes)
         device::preprocess<T, uint8_t>(p);
       else

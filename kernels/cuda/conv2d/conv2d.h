@@ -84,9 +84,12 @@ struct Preprocess {
   bool antialias, cells;
   float mean[4], inverse_std[4];
 };
+/// Messages of the launches that follow begin as zeros: the first launch of a call writes them.
 struct Preprocesses {
   Preprocess items[kMaxNetworks];
   int count;
+  void* messages;
+  int64_t message_pieces;  // of 16 bytes
 };
 
 /// Fills what the plan and the shape determine; pointers, eps, relu and first_block are the caller's.

@@ -38,7 +38,9 @@ cudaError_t launch_pack(const Shape& shape, const float* weights, const float* f
 /// Of images of equal sizes.
 cudaError_t launch_preprocess(DType dtype, const Preprocesses& all, bool dependent, cudaStream_t stream);
 inline cudaError_t launch_preprocess(DType dtype, const Preprocess& p, cudaStream_t stream) {
-  return launch_preprocess(dtype, {{p}, 1}, false, stream);
+  Preprocesses all = {};
+  all.items[all.count++] = p;
+  return launch_preprocess(dtype, all, false, stream);
 }
 
 }  // namespace dpa::kernels::conv2d

@@ -1,16 +1,22 @@
 // Preprocessing of images (preprocess.cuh): a thread a pixel or a cell of 2 x 2 pixels, all their taps; no intermediate image.
 // A pixel of a picture that is halved has 16 taps of 3 channels, from L1: one launch of about 2 us at 480 x 640.
+#include <algorithm>
+
 #include "kernels/cuda/conv2d/launch.h"
 #include "kernels/cuda/conv2d/preprocess.cuh"
 
 namespace dpa::kernels::conv2d {
 namespace {
 
+constexpr int kZerosOfAThread = 8;
+
 template <class T, class S>
 __global__ void __launch_bounds__(kThreads) preprocess_kernel(const __grid_constant__ Preprocesses a) {
 #if __CUDA_ARCH__ >= 800
   device::dependency_trigger();
   device::dependency_sync();
+  device::zero_messages(a, (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kThreads + threadIdx.x,
+                        int64_t{gridDim.x} * gridDim.y * kThreads);
   device::preprocess<T, S>(a.items[blockIdx.y]);
 #endif
 }
@@ -20,7 +26,8 @@ cudaError_t launch_to(const Preprocesses& a, bool dependent, cudaStream_t stream
   const Preprocess& p = a.items[0];
   const int side = p.cells ? 2 : 1;
   const int64_t all = int64_t{p.batch} * ((p.crop_height + side - 1) / side) * ((p.crop_width + side - 1) / side);
-  const dim3 blocks(grid_for(all, kThreads), a.count);
+  const int64_t zeros = a.message_pieces / (kZerosOfAThread * a.count);
+  const dim3 blocks(grid_for(std::max(all, zeros), kThreads), a.count);
   const auto go = [&](auto kernel) {
     return dependent ? launch_dependent(kernel, blocks, kThreads, stream, a)
                      : launch(kernel, blocks, kThreads, stream, a);

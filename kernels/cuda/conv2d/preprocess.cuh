@@ -77,6 +77,12 @@ DPA_DEVICE void pixel(const Preprocess& p, int n, int y, int x, float (&to)[kCha
   for (int c = 0; c < kChannels; c++) to[c] = c < p.channels ? (to[c] - p.mean[c]) * p.inverse_std[c] : 0.0f;
 }
 
+// A thread: pieces `first`, `first` + `step`, ... of the messages.
+DPA_DEVICE void zero_messages(const Preprocesses& a, int64_t first, int64_t step) {
+#pragma unroll 1
+  for (int64_t i = first; i < a.message_pieces; i += step) store_16(static_cast<uint4*>(a.messages) + i, uint4{});
+}
+
 // A thread: a pixel of the output, or a cell of 2 x 2 pixels (12 channels, in rows of pixels), for a 7 x 7 filter of
 // stride 2 as one of 4 x 4. What of a cell lies outside is zero, as padding is.
 template <class T, class S>

@@ -12,7 +12,7 @@ from dpa.nn.image_encoder import Encoder, NotAnEncoder, recognise
 from dpa.packed.agreement import STEP_LIMITS, limit
 from dpa.packed.encoder import PackedEncoder, why_not
 from dpa.packed.encoder_kernels import EncoderKernels, dtype_of
-from dpa.tracking import is_observed, stamp_of
+from dpa.tracking import is_dispatched, is_observed, stamp_of
 from dpa.tracking.replacing import Replacement, class_of
 
 
@@ -108,7 +108,7 @@ class FastEncoder(Replacement):
         )
 
     def _may_run(self) -> bool:
-        recorded = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
+        recorded = torch.is_grad_enabled() or is_dispatched()
         if recorded or self.fallback_reason():
             return False
         return not torch.is_autocast_enabled(self.network.first.weight.device.type)

@@ -26,6 +26,7 @@ from dpa.library.capture import (
 )
 from dpa.packed.agreement import LOOP_LIMITS
 from dpa.packed.encoder_kernels import EncoderKernels
+from dpa.packed.joint_encoders import JointEncoders
 from dpa.tracking import ModuleState, Tracker, is_observed
 from dpa.tracking.replacing import Replacement, class_of, replaced
 from dpa.training.graphed_calls import replaced_forward
@@ -239,6 +240,7 @@ class _Graph:
             leaving_failed(call.device, graph),
             no_autocast_cache(),
             capturing(graph),
+            JointEncoders(),
         ):
             result, route = loop.watched(lambda: whole.parts(*args, **kwargs))
         self._graph, self._loop, self._route = graph, loop, route

@@ -11,6 +11,7 @@ from torch import Tensor
 from dpa.nn.image_encoder import Encoder
 from dpa.packed.encoder import crop_of, padded
 from dpa.packed.encoder_program import EncoderProgram
+from dpa.packed.joint_encoders import EncoderCall, JointEncoders, run_alike
 from dpa.tracking import WeightTracker
 
 _memories = itertools.count(1)
@@ -49,6 +50,8 @@ class EncoderKernels:
         self.generation = 0
         self._packed: Tensor | None = None
         self._constants: list[float] = []
+        # Features that were made of images of a shape: shape, stride, dtype.
+        self._made: dict[torch.Size, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def stale(self) -> bool:
         """Whether weights lie elsewhere or were written, by their versions."""
@@ -85,15 +88,31 @@ class EncoderKernels:
         """
         with self.lock:
             if torch.cuda.is_current_stream_capturing():
-                return self._launch(images, *(self._pack() if self.stale() else self._held()))
+                held = self._pack() if self.stale() else self._held()
+                return self._in_capture(self._call(images, *held), images.shape)
             if self._packed is None or self._packed.device != images.device:
                 self.repack()
             self.weights.start()
-            result = self._launch(images, *self._held())
+            result = self._launch(images)
             if not self.current():
                 self.repack()
-                result = self._launch(images, *self._held())
+                result = self._launch(images)
+            self._made[images.shape] = result.shape, result.stride(), result.dtype
             return result
+
+    def _launch(self, images: Tensor) -> Tensor:
+        (result,) = run_alike([self._call(images, *self._held())])
+        return result
+
+    def _in_capture(self, call: EncoderCall, shape: torch.Size) -> Tensor:
+        """Run a call, or leave it to encoders that share its launches."""
+        joint, made = JointEncoders.entered(), self._made.get(shape)
+        if joint is None or made is None:
+            return run_alike([call])[0]
+        shape, stride, dtype = made
+        return joint.put_off(
+            call, torch.empty_strided(shape, stride, dtype=dtype, device=call.images.device)
+        )
 
     def _held(self) -> tuple[Tensor | None, list[float]]:
         return self._packed, self._constants
@@ -105,14 +124,12 @@ class EncoderKernels:
         packed = torch.ops.dpa.image_encoder_pack(parameters, config, self.dtype)
         return packed, self.program.constants()
 
-    def _launch(self, images: Tensor, packed: Tensor | None, constants: list[float]) -> Tensor:
-        program, size, crop = self.program, None, None
-        dtype, prepares = images.dtype, program.preparation
+    def _call(self, images: Tensor, packed: Tensor | None, constants: list[float]) -> EncoderCall:
+        prepares, size, crop = self.program.preparation, None, None
         if prepares is not None:
             sizes = crop_of(prepares, tuple(images.shape[2:]))
             if sizes is None:
                 images = padded(prepares, images)
             else:
                 size, crop = sizes
-        given = images, packed, program.config, constants, self.dtype, size, crop
-        return program.result(torch.ops.dpa.image_encoder(*given), dtype)
+        return EncoderCall(self.program, images, packed, constants, self.dtype, size, crop)

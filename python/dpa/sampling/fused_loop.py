@@ -24,7 +24,7 @@ from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
-from dpa.tracking import is_observed
+from dpa.tracking import is_dispatched, is_observed
 
 # The tensors that a call of a loop may be given.
 NAMES = ("global_cond", "local_cond", "condition_data", "condition_mask", "noise", "last_chunk")
@@ -118,7 +118,7 @@ def refusal(
 def is_plain(packed: PackedUnet) -> bool:
     """Whether a call of the network would run its layers, in its own dtype, and nothing else."""
     device = packed.weights.placement[0]
-    observed = is_observed() or torch._C._len_torch_dispatch_stack() > 0
+    observed = is_observed() or is_dispatched()
     replaced = "forward" in vars(packed.unet) or packed.network.tracker.hooked()
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return not (observed or replaced or captured or torch.is_autocast_enabled(device.type))

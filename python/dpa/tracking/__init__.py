@@ -5,16 +5,27 @@ What packs, captures or replays asks here: :class:`Tracker` for the modules and 
 :class:`Snapshot` for schedulers and policies.
 """
 
-from .tracker import ModuleState, Place, Snapshot, Tracker, find, is_observed
+from .tracker import (
+    ModuleState,
+    OwnMode,
+    Place,
+    Snapshot,
+    Tracker,
+    find,
+    is_dispatched,
+    is_observed,
+)
 from .weights import WeightTracker, stamp_of
 
 __all__ = [
     "ModuleState",
+    "OwnMode",
     "Place",
     "Snapshot",
     "Tracker",
     "WeightTracker",
     "find",
+    "is_dispatched",
     "is_observed",
     "stamp_of",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpa.tracking.reads import Reads
 from dpa.tracking.replacing import REPLACED, class_of
@@ -41,6 +42,16 @@ def find(owner: Any, place: Place | None) -> Any:
 def is_observed() -> bool:
     """Whether torch.func transforms, or torch.jit.trace records, what runs now."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
+
+
+class OwnMode(TorchDispatchMode):
+    """A dispatch mode of dpa's own: it changes no result."""
+
+
+def is_dispatched() -> bool:
+    """Whether somebody else's dispatch mode sees what runs now."""
+    depth, mode_at = torch._C._len_torch_dispatch_stack(), torch._C._get_dispatch_stack_at
+    return any(not isinstance(mode_at(i), OwnMode) for i in range(depth))
 
 
 class Tracker:
