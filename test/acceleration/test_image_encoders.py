@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import dpa
 from dpa.acceleration.encoder_forward import FastEncoder
-from dpa.tracking.replacing import replaced
+from dpa.training.graphed_calls import replaced_forward
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -109,7 +109,7 @@ def _accelerated(encoder, images):
     dpa.accelerate(encoder, fallback=False)
     with torch.no_grad():
         encoder(images)
-    fast = replaced(encoder, "forward")
+    fast = replaced_forward(encoder)
     assert isinstance(fast, FastEncoder) and fast.shadow.errors and not fast.shadow.failed
     return fast
 
@@ -193,7 +193,7 @@ def test_copies_pickles_and_undo():
     state, want = set(vars(encoder)), encoder(images)
     _accelerated(encoder, images)
     for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder)), copy.copy(encoder)):
-        fast = replaced(other, "forward")
+        fast = replaced_forward(other)
         assert isinstance(fast, FastEncoder) and fast.encoder is other
         for _ in range(2):
             assert_close(other(images), want, rtol=1e-4, atol=1e-5)
@@ -223,7 +223,7 @@ def test_hooks_see_every_layer():
 def test_a_replaced_layer_is_noticed():
     encoder, images = _resnet(), _images()
     dpa.accelerate(encoder)(images)
-    assert replaced(encoder, "forward").shadow.errors
+    assert replaced_forward(encoder).shadow.errors
     encoder.relu = nn.GELU()
     with pytest.warns(RuntimeWarning, match="has changed: it holds a GELU") as said:
         encoder(images)
@@ -253,7 +253,7 @@ def test_bad_images(make, message):
 def test_images_of_another_size_than_the_keypoints():
     encoder = _lerobot_policy(crop_shape=None).diffusion.rgb_encoder
     _accelerated(encoder, _images(2, 48, 64))
-    fast = replaced(encoder, "forward")
+    fast = replaced_forward(encoder)
     with pytest.raises(RuntimeError, match=r"the size that the encoder was made for: .*\(4, 4\)"):
         fast._run(_images(2, 128, 128))
     core = _visual_core()
@@ -269,7 +269,7 @@ def test_a_whole_policy(separate):
     options = {"cameras": ("left", "right"), "use_separate_rgb_encoder_per_camera": separate}
     policy = _lerobot_policy(**options)
     fast = dpa.accelerate(copy.deepcopy(policy), fallback=False)
-    encoders = [m for m in fast.modules() if isinstance(replaced(m, "forward"), FastEncoder)]
+    encoders = [m for m in fast.modules() if isinstance(replaced_forward(m), FastEncoder)]
     assert len(encoders) == (2 if separate else 1)
     generator = torch.Generator().manual_seed(5)
     for model in (policy, fast):
@@ -283,14 +283,14 @@ def test_a_whole_policy(separate):
             torch.manual_seed(step)
             actions.append(model.select_action(dict(batch)))
         assert_close(actions[1], actions[0], rtol=1e-3, atol=1e-4)
-    assert all(replaced(m, "forward").shadow.errors for m in encoders)
+    assert all(replaced_forward(m).shadow.errors for m in encoders)
 
 
 def test_the_switch():
     policy = _lerobot_policy()
     dpa.accelerate(policy, fallback=False, encoders=False)
     encoder = policy.diffusion.rgb_encoder
-    assert replaced(encoder, "forward") is None
+    assert replaced_forward(encoder) is None
     assert "rgb_encoder (encoder, DiffusionRgbEncoder): can be accelerated" in str(
         dpa.explain(policy)
     )
@@ -304,7 +304,7 @@ def test_an_encoder_that_dpa_does_not_know_stays():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dpa.accelerate(model, fallback=False)
-    assert replaced(encoder, "forward") is None
+    assert replaced_forward(encoder) is None
     assert "eye (encoder, ResNet): unchanged: a convolution has dilation" in str(dpa.explain(model))
 
 

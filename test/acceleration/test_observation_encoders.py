@@ -9,7 +9,7 @@ from torch import nn
 
 import dpa
 from dpa.acceleration.encoder_forward import FastEncoder
-from dpa.tracking.replacing import replaced
+from dpa.training.graphed_calls import replaced_forward
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -98,7 +98,7 @@ def test_features(name):
     want = exact({key: value.double() for key, value in observation.items()})
     dpa.accelerate(encoder, fallback=False)
     encoder(observation)
-    fast = [replaced(module, "forward") for module in encoder.modules()]
+    fast = [replaced_forward(module) for module in encoder.modules()]
     fast = [forward for forward in fast if isinstance(forward, FastEncoder)]
     assert len(fast) == (1 if name == "one network" else 2)
     assert all(forward.shadow.errors and not forward.shadow.failed for forward in fast)

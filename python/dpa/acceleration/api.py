@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dpa.acceleration.encoder_forward import FastEncoder
+from dpa.acceleration.encoder_training import graph_encoder, ungraph_encoder
 from dpa.acceleration.example import call_on, why_no_example
 from dpa.acceleration.loops import Loop, check_loops
 from dpa.acceleration.policy_loop import FastLoop
@@ -82,8 +83,9 @@ def accelerate(
             (bfloat16) for a step, and 1e-3, 5e-2, 1e-1 for a loop.
         fallback: what to do where a loop cannot be fused, or a self-check fails. True warns with
             the reason, and the original runs; False raises.
-        graphs: whether calls in training, and whole calls of a policy, replay. Activations and
-            gradients stay allocated between the steps.
+        graphs: whether calls in training, of U-Nets and of the encoders' residual networks, and
+            whole calls of a policy replay. Activations and gradients stay allocated between the
+            steps.
         weights: how changed weights are noticed by what runs on packed ones. "tracked": in every
             call, by where parameters lie, their versions and samples of their values;
             :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked" compares a
@@ -100,8 +102,9 @@ def accelerate(
             float32; calls in evaluation, without gradients or under an autocast of the trainer's
             are as without it. None leaves the precision to the trainer.
         encoders: whether known image encoders run on packed weights too: on the CPU and on Hopper
-            GPUs, there in ``dtype``, in evaluation and without gradients. :func:`explain` says why
-            another one does not.
+            GPUs, there in ``dtype``, in evaluation and without gradients. In training their
+            residual networks replay; random crops stay outside. :func:`explain` says why another
+            one does not.
 
     Returns:
         ``model``.
@@ -187,6 +190,8 @@ def _replace(
     for module, encoder in survey.encoders.items() if encoders else ():
         if isinstance(encoder, Encoder):
             replace_method(module, "forward", FastEncoder(module, options))
+            if graphs:
+                graph_encoder(module)
     for finding in left:
         warnings.warn(f"dpa.accelerate: {Report((finding,))}", RuntimeWarning, stacklevel=3)
     for place in survey.loops if options.mode != "step" else []:
@@ -215,6 +220,8 @@ def restore(model: Any) -> Any:
         put_back(model, "step")
     for _, owner in owners_of(model):
         forward = replaced_forward(owner) if isinstance(owner, nn.Module) else None
+        if isinstance(forward, FastEncoder):
+            ungraph_encoder(owner)
         if isinstance(forward, FastForward | FastEncoder):
             put_back(ungraph_calls(owner), "forward")
         for name in (*replacements(owner), *real_time_of(owner)):

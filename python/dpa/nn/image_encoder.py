@@ -176,6 +176,15 @@ def resembles(module: nn.Module) -> bool:
     return any(name_of(module) in variant.classes for variant in ENCODERS)
 
 
+def backbone_of(module: nn.Module) -> nn.Module | None:
+    """Return the residual network of a known encoder; None where it is not in its place."""
+    paths = [variant.backbone for variant in ENCODERS if name_of(module) in variant.classes]
+    try:
+        return module.get_submodule(paths[0]) if paths else None
+    except AttributeError:
+        return None
+
+
 def recognise(module: nn.Module) -> Encoder:
     """Read an encoder.
 

@@ -18,12 +18,15 @@ class EncoderVariant:
         classes: the names of its class.
         parts: what its forward runs, one after the other: names of modules, each of which may be
             absent or None; a name in parentheses is a function of PyTorch.
+        backbone: the module that holds the residual network alone, without random crops and
+            without what a forward keeps; "" for the encoder itself.
 
     """
 
     policies: str
     classes: tuple[str, ...]
     parts: tuple[str, ...]
+    backbone: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,11 @@ ENCODERS = (
         "LeRobot",
         ("DiffusionRgbEncoder",),
         ("resize", "center_crop", "backbone", "pool", "(flatten)", "out", "relu"),
+        "backbone",
     ),
-    EncoderVariant("robomimic, diffusion_policy's hybrid policies", ("VisualCore",), ("nets",)),
+    EncoderVariant(
+        "robomimic, diffusion_policy's hybrid policies", ("VisualCore",), ("nets",), "nets.0"
+    ),
     EncoderVariant(
         "diffusion_policy's MultiImageObsEncoder, and whoever takes torchvision's",
         ("ResNet",),
