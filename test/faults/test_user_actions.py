@@ -17,12 +17,18 @@ import torch
 import user_actions as users
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import dpa
 
 _CASES = int(os.environ.get("DPA_FUZZ_CASES", "20"))
-_KINDS = ("original", "lerobot", "around", "guided", "dpa.nn")
+_KINDS = ("original", "lerobot", "around", "guided", "dpa.nn", "images")
 # Relative errors in the norm, of loops. In bfloat16 groups of few values magnify roundings.
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 SEEN: Counter = Counter()
@@ -126,6 +132,11 @@ class UserActions(RuleBasedStateMachine):
     def modes(self, which, name, seed, probe):
         self._act(which, name, seed, probe)
 
+    @precondition(lambda self: hasattr(self.pairs[0].fast, "encoder"))
+    @rule(which=seeds, name=st.sampled_from(users.OF_ENCODERS), seed=seeds, probe=seeds)
+    def encoders(self, which, name, seed, probe):
+        self._act(which, name, seed, probe)
+
     @rule(which=seeds, how=st.sampled_from(sorted(users.COPIES)), probe=seeds, other=seeds)
     def copied(self, which, how, probe, other):
         pair = self._pair(which)
@@ -204,12 +215,15 @@ class UserActions(RuleBasedStateMachine):
 
     def _compare(self, pair, draw):
         kinds = {"loop": self._loop, "step": self._step, "train": self._train,
-                 "scheduler": self._scheduler, "sampler": self._sampler}  # fmt: skip
+                 "scheduler": self._scheduler, "sampler": self._sampler,
+                 "encoder": self._encoder}  # fmt: skip
         name = draw.choice(
             ("loop", "loop", "loop", "step", "step", "train", "scheduler", "sampler")
         )
         if name == "sampler" and not pair.samplers:
             name = "loop"
+        if hasattr(pair.fast, "encoder") and draw.random() < 0.6:
+            name = "encoder"
         call = kinds[name](draw)
         thread, seed = draw.random() < 0.1, draw.randrange(100)
         mode = draw.choice((torch.no_grad, torch.no_grad, torch.inference_mode, torch.enable_grad))
@@ -224,7 +238,8 @@ class UserActions(RuleBasedStateMachine):
         weight = next(users.network(pair.plain).parameters())
         if low or weight.dtype == torch.bfloat16:
             narrow = weight.dtype == torch.bfloat16
-            wide = _copied(pair.plain).float() if narrow else pair.plain
+            wide = _copied(pair.plain) if narrow or name == "encoder" else pair.plain
+            wide = wide.float() if narrow else wide
             exact = self._answer(call, pair, wide, mode, False, seed, False)[0]
         self._same(pair, name, *answers, exact, weight.dtype)
         SEEN[f"probe of a {name}"] += 1
@@ -269,6 +284,9 @@ class UserActions(RuleBasedStateMachine):
         if name != "train":
             pairs = zip(pair.fast.parameters(), pair.plain.parameters(), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs if a.shape == b.shape)
+        if name == "encoder":  # a BatchNorm's statistics
+            pairs = zip(pair.fast.encoder.buffers(), pair.plain.encoder.buffers(), strict=True)
+            assert all(torch.equal(a, b) or a.isnan().any() for a, b in pairs)
 
     def _inputs(self, draw, policy, horizons=(4, 8)):
         weight = next(users.network(policy).parameters())
@@ -331,6 +349,19 @@ class UserActions(RuleBasedStateMachine):
             grads = torch.autograd.grad(loss, weights, allow_unused=True) if weights else ()
             parts = [g.double().flatten() for g in grads if g is not None]
             return (result, torch.cat(parts)) if parts else (result,)
+
+        return call
+
+    def _encoder(self, draw):
+        state = draw.getstate()
+
+        def call(pair, policy):
+            draw.setstate(state)
+            weight = next(policy.encoder.parameters())
+            generator = torch.Generator().manual_seed(draw.randrange(100))
+            size = draw.choice(((16, 16), (16, 16), (15, 14)))
+            images = torch.rand(draw.choice((1, 2, 3)), 3, *size, generator=generator)
+            return (policy.encoder(images.bfloat16().to(weight)),)
 
         return call
 

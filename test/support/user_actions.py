@@ -10,6 +10,8 @@ import pickle
 from types import SimpleNamespace
 
 import torch
+from encoder_actions import ACTIONS as ENCODER_ACTIONS
+from encoder_actions import DiffusionRgbEncoder
 from policies import (
     AroundLeRobots,
     OriginalPolicy,
@@ -22,7 +24,8 @@ from torch import nn
 import dpa
 
 TINY = {"diffusion_step_embed_dim": 8, "down_dims": (8, 16), "n_groups": 4}
-LAYERS = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm)
+LAYERS = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm, nn.Conv2d, nn.BatchNorm2d)
+_PARTS = ("unet.", "model.", "encoder.")  # of policies: what is accelerated
 
 
 class Guided(OriginalPolicy):
@@ -66,7 +69,11 @@ def make_policies(kind):
     plain = dpa.reference.plain(unet)
     made = Guided if kind == "guided" else OriginalPolicy
     fast = unet if kind == "dpa.nn" else copy.deepcopy(plain)
-    policies = [made(one, _scheduler(), 2).eval() for one in (fast, plain)]
+    policies = [made(one, _scheduler(), 2) for one in (fast, plain)]
+    if kind == "images":
+        policies[0].encoder = DiffusionRgbEncoder(3)
+        policies[1].encoder = copy.deepcopy(policies[0].encoder)
+    policies = [policy.eval() for policy in policies]
     policies[1].normalizer = copy.deepcopy(policies[0].normalizer)
     return tuple(policies)
 
@@ -77,12 +84,12 @@ def network(policy):
 
 def layers(policy, kinds=LAYERS):
     """The layers by path, in an order that does not depend on when they were put there."""
-    found = [(p, m) for p, m in network(policy).named_modules() if isinstance(m, kinds)]
-    return sorted(found, key=lambda pair: pair[0])
+    modules = [(p, m) for p, m in policy.named_modules() if p.startswith(_PARTS)]
+    return sorted(((p, m) for p, m in modules if isinstance(m, kinds)), key=lambda pair: pair[0])
 
 
 def _weights(policy):
-    return [p for _, p in sorted(network(policy).named_parameters())]
+    return [p for name, p in sorted(policy.named_parameters()) if name.startswith(_PARTS)]
 
 
 def _numbers(like, random, scale=0.1):
@@ -93,7 +100,7 @@ def _numbers(like, random, scale=0.1):
 
 def _put(policy, path, layer):
     parent, _, name = path.rpartition(".")
-    setattr(network(policy).get_submodule(parent), name, layer)
+    setattr(policy.get_submodule(parent), name, layer)
 
 
 def _like(layer, new):
@@ -180,7 +187,7 @@ def _new_data(policy, random):
 
 def _new_parameter(policy, random):
     _, layer = random.choice(layers(policy))
-    if "weight" in layer._parameters:
+    if layer._parameters.get("weight") is not None:
         layer.weight = nn.Parameter(layer.weight.detach() + _numbers(layer.weight, random))
 
 
@@ -268,7 +275,7 @@ def _own_forward(policy, random):
 
 
 def _parametrize(policy, random):
-    _, layer = random.choice(layers(policy, (nn.Conv1d, nn.Linear)))
+    _, layer = random.choice(layers(policy, (nn.Conv1d, nn.Conv2d, nn.Linear)))
     if not nn.utils.parametrize.is_parametrized(layer) and "weight" in layer._parameters:
         nn.utils.parametrizations.weight_norm(layer)
         layer.parametrizations.weight.original0.data.mul_(1.1)
@@ -292,7 +299,7 @@ def _quieter(module, args):
 
 
 def _unhook(policy, random):
-    for module in network(policy).modules():
+    for module in policy.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
         module._backward_hooks.clear()
@@ -457,6 +464,8 @@ OF_WEIGHTS = _NAMES[: _NAMES.index("wrap")]
 OF_MODULES = _NAMES[_NAMES.index("wrap") : _NAMES.index("steps")]
 OF_SCHEDULERS = _NAMES[_NAMES.index("steps") : _NAMES.index("float64")]
 OF_MODES = _NAMES[_NAMES.index("float64") :]
+OF_ENCODERS = list(ENCODER_ACTIONS)
+ACTIONS |= ENCODER_ACTIONS
 COPIES = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
