@@ -3,8 +3,6 @@
 That they act as the originals do is in ``test_other_loops``.
 """
 
-import copy
-
 import planners
 import pytest
 import torch
@@ -122,6 +120,16 @@ def test_a_written_buffer_of_diffuser_is_followed():
 
 
 def test_diffuser_that_predicts_x0_runs_its_loop():
-    fast = dpa.accelerate(copy.deepcopy(planners.GaussianDiffusion(predict_epsilon=False).eval()))
+    """Its noise is drawn in the order in which its network's outputs lie in memory."""
+    plain, fast = both(lambda: planners.GaussianDiffusion(predict_epsilon=False))
     with pytest.warns(RuntimeWarning, match="its noise lies in memory as its network's output"):
-        assert fast.act(STATE).trajectories.isfinite().all()
+        same_results(plain, fast, lambda planner: planner.act(STATE).trajectories, calls=3)
+
+
+def test_a_prior_of_another_dtype_is_refused_as_before():
+    plain, fast = both(planners.DDPM)
+    same_results(plain, fast, lambda agent: agent.act(STATE))
+    given = {"n_samples": 2, "condition_cfg": STATE, "w_cfg": 1.0, **plain.options}
+    for agent in (plain, fast):
+        with pytest.raises(RuntimeError), torch.no_grad():
+            agent.sample(prior=torch.zeros(2, 8, 2, dtype=torch.float64), **given)

@@ -36,6 +36,8 @@ def _begin(agent: Any, given: Mapping[str, Any], sigma: float, **options: Any) -
     prior, weight, condition = given["prior"], given["w_cfg"], given["condition_cfg"]
     if not isinstance(prior, Tensor) or prior.dim() != 3 or len(prior) != given["n_samples"]:
         return None
+    if prior.dtype != next(agent.model_ema["diffusion"].parameters()).dtype:
+        return None
     if not given["use_ema"] or any(given.get(name, v) is not v for name, v in _NEUTRAL.items()):
         return None
     if agent.classifier is not None:

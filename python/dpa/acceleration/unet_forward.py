@@ -151,6 +151,7 @@ class FastForward(Replacement, Denoiser):
         self.shadow.forget()
         self._packed: dict[torch.dtype, PackedUnet | None] = {}
         self._placed: tuple[torch.device, torch.dtype] | None = None
+        self._channels_first = False
 
     def prepare(self) -> Network | None:
         """Return the network as it is now; None where it is no longer one of the family."""
@@ -267,9 +268,15 @@ class FastForward(Replacement, Denoiser):
         return self.shadow.run_both(
             kind,
             self.limit(STEP_LIMITS, precision),
-            lambda _: self.original(*args, **kwargs),
+            lambda _: self._seen(self.original(*args, **kwargs)),
             lambda _: self._run(*call, precision),
         )
+
+    def _seen(self, result: Tensor) -> Tensor:
+        """Remember the order in memory of a result of the original."""
+        if isinstance(result, Tensor) and result.dim() == 3:
+            self._channels_first = result.stride(1) == 1 and not result.is_contiguous()
+        return result
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -364,7 +371,12 @@ class FastForward(Replacement, Denoiser):
             steps = steps.expand(batch) if steps.dim() < 2 else steps
         cond = conditions.get("global_cond")
         out = packed.run(sample.float(), steps, None if cond is None else cond.float())
-        return out.to(precision)
+        if not self._channels_first:
+            return out.to(precision)
+        # ``torch.randn_like`` of it draws in the order of memory, and a view needs that order.
+        batch, horizon, channels = out.shape
+        laid_out = out.new_empty((batch, channels, horizon), dtype=precision).transpose(1, 2)
+        return laid_out.copy_(out)
 
     def _trains(self) -> bool:
         """Whether gradients may be needed, or weights are about to change again."""
