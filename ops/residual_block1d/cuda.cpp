@@ -227,7 +227,8 @@ class Chain {
   /// Whether the residual convolution can run in the launch of the first one.
   bool takes_shortcut() const {
     const auto conv = convolution(kConv1Weight);
-    return block_[kResidualWeight].size(2) == 1 && gemm::normalises(conv, group()) && gemm::takes_shortcut(conv);
+    return block_[kResidualWeight].size(2) == 1 && gemm::normalises(conv, group()) &&
+           gemm::takes_shortcut(conv, group());
   }
   /// Whether the input can come as two tensors: the first GEMM and its shortcut read them, and nothing else does.
   bool takes_more() const {

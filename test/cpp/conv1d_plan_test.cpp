@@ -1,6 +1,7 @@
 // How a convolution is cut into tiles: every row, tap and place once, within the kernels' limits.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -149,6 +150,8 @@ TEST(ConvPlan, SkipsOnlyTermsThatReadPadding) {
   EXPECT_EQ(plan.end_term[0], 5);
   EXPECT_EQ(plan.first_term[1], 0);
   EXPECT_EQ(plan.end_term[1], 4);
+  const ConvPlan half = plan_fprop(convolution(16, 4, 1024, 1024, 5, 1), 132);  // no rows of the second warpgroup's
+  EXPECT_EQ(half.first_term[1], half.end_term[1]);
 }
 
 TEST(ConvPlan, ClustersOfFourAndMoreFitTheDevice) {
@@ -253,6 +256,53 @@ TEST(Normalises, WhereATileHoldsWholeGroups) {
   EXPECT_FALSE(answer(64, 256, 256, 32));   // a sample longer than one
   EXPECT_FALSE(answer(64, 4, 64, 8));       // less than a pass of a warp
   EXPECT_FALSE(answer(64, 32, 1024, 128));  // more than its registers
+}
+
+TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
+  int64_t exchanged = 0;
+  for (int multiprocessors : {1, 20, 78, 132}) {
+    for (int64_t batch : {1, 3, 8, 16, 64, 256}) {
+      for (int64_t length : {1, 4, 6, 16, 24, 45, 48, 64, 128, 200}) {
+        for (int64_t group : {4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 512}) {
+          const Conv1d c = convolution(batch, length, group * 8, 640, 5, 1);
+          const ConvPlan plain = plan_fprop(c, multiprocessors), plan = plan_normalised(c, group, multiprocessors);
+          if (plan.exchange == 0) {
+            EXPECT_EQ(plan.splits, plain.splits);
+            EXPECT_EQ(plan.column_step, plan.tile_columns);
+            continue;
+          }
+          ++exchanged;
+          EXPECT_FALSE(normalises(c, plain, group));  // a warp's own group needs no exchange
+          EXPECT_LE(length, kTileRows);
+          EXPECT_EQ(plan.tile_rows, plan.rows.samples * length);
+          EXPECT_EQ(group * (plan.exchange > 1 ? 1 : plan.column_step / group), plan.column_step * plan.exchange);
+          EXPECT_LE(plan.column_step, plan.tile_columns);
+          EXPECT_EQ(plan.column_tiles % plan.exchange, 0);
+          EXPECT_GE(plan.column_tiles * plan.column_step, c.y_channels);
+          EXPECT_LT((plan.column_tiles - 1) * plan.column_step, c.y_channels);
+          EXPECT_LE(plan.rows.samples * std::max<int64_t>(1, plan.column_step / group), kMaxMoments);
+          EXPECT_LE(plan.cluster(), kMaxSplits);
+          EXPECT_LE(plan.splits, plan.together ? plan.chunks : plan.chunks * c.taps);
+          const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
+          EXPECT_GE(plan.splits, 4);  // at most four rows a warp
+          EXPECT_LE(blocks * 5, multiprocessors * 4);
+        }
+      }
+    }
+  }
+  EXPECT_GT(exchanged, 100);
+  const auto exchange = [](int64_t batch, int64_t length, int64_t channels) {
+    return plan_normalised(convolution(batch, length, channels, channels, 5, 1), channels / 8, 132).exchange;
+  };
+  for (int level = 0; level < 3; ++level) {  // the networks' own
+    EXPECT_EQ(exchange(8, 64 >> level, 512 << level), level == 2 ? 2 : 1);
+    EXPECT_EQ(exchange(16, 48 >> level, 256 << level), 1);
+  }
+  EXPECT_EQ(exchange(16, 4, 2048), 2);
+  EXPECT_EQ(exchange(64, 64, 512), 0);  // tiles enough without split-K
+  EXPECT_EQ(exchange(28, 4, 384), 0);   // four tiles of 96 columns instead of three
+  EXPECT_EQ(exchange(8, 200, 512), 0);  // a sample longer than a tile
+  EXPECT_EQ(plan_normalised(convolution(3, 24, 192, 640, 5, 1), 24, 132).column_step, 96);
 }
 
 }  // namespace dpa::kernels::conv1d

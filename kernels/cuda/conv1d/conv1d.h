@@ -77,7 +77,7 @@ struct Shortcut {
   Addends addends;
   void* out;  // null for none
 };
-bool takes_shortcut(const Conv1d& conv);
+bool takes_shortcut(const Conv1d& conv, int group);
 cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,
                              void* y, const Normalisation& normalisation, const Shortcut& shortcut,
                              cudaStream_t stream);

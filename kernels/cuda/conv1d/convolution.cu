@@ -8,12 +8,12 @@
 // padding; no patch matrix exists. Where a tile holds whole samples, one box serves all terms: a term shifts time, and so
 // begins at another row of the box, inside a swizzle atom too: the swizzle follows addresses. Else each term has its own.
 //
-// cluster   one output tile; split-K: its blocks take consecutive shares of the boxes, and each stores an equal share
-//           of rows
+// cluster   one output tile, or the two that share the groups of a normalisation; split-K: a tile's blocks take
+//           consecutive shares of the boxes, and each stores an equal share of rows
 // block     a producer warp issues loads, two consumer warpgroups multiply 64 rows x kColumns each, accumulators in
 //           registers. A warpgroup skips terms that read nothing but padding in its rows
 // epilogue  accumulators go to shared memory; epilogue.cuh adds those of the cluster's blocks and stores them,
-//           epilogue_norm.cuh stores what a normalisation makes of them
+//           epilogue_norm.cuh and epilogue_exchange.cuh store what a normalisation makes of them
 //
 // A shortcut is one more step a box, a weight of one tap, whose accumulators are a tile of their own without a
 // normalisation.
@@ -31,6 +31,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/conv1d/epilogue.cuh"
+#include "kernels/cuda/conv1d/epilogue_exchange.cuh"
 #include "kernels/cuda/conv1d/epilogue_norm.cuh"
 #include "kernels/cuda/conv1d/mma.h"
 #include "kernels/cuda/conv1d/tensor_map.h"
@@ -77,7 +78,7 @@ struct Producer {
     const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
     const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i],
               channel = box % args.plan.chunks * kStepChannels<T>;
-    const uint32_t full = acquire(pipelines.weights, at, Shape::kWeightBytes);
+    const uint32_t full = acquire(pipelines.weights, at, args.weight_bytes);
     const uint32_t to = memory + Shape::kBoxesBytes + at.stage * Shape::kWeightBytes;
     if constexpr (kMajorN) {
 #pragma unroll 1
@@ -188,8 +189,11 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
     store_sums<kColumns, Shape::kStride>(tile + Shape::kTile, shortcut_sums, [](int j) { return 8 * j; });
 }
 
-// kMajorN: whether rows of weights run along N. kPasses: of the normalisation, or 0 without one. kSplit: blocks share tiles; then each has a multiprocessor, as far
-// as the plan goes, and may use all of its registers. kShortcut: with a side.
+constexpr int kExchange = -1;  // the passes of a normalisation whose moments a cluster's blocks exchange
+
+// kMajorN: whether rows of weights run along N. kPasses: of the normalisation, kExchange, or 0 without one. kSplit:
+// the cluster has several blocks; then each has a multiprocessor, as far as the plan goes, and may use all of its
+// registers. kShortcut: with a side.
 template <class T, int kColumns, bool kMajorN, int kPasses, bool kSplit, bool kShortcut>
 __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<kColumns>::kBlocks)
     conv_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ ConvArgs args) {
@@ -199,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& pipelines = *reinterpret_cast<Pipelines*>(memory + Shape::kBoxesBytes + args.weights * Shape::kWeightBytes);
   float* const tile = reinterpret_cast<float*>(memory);
-  const TileCoord coord(args.plan, kColumns, blockIdx.x);
+  const TileCoord coord(args.plan, args.plan.column_step, blockIdx.x);
   const Work work(args, coord);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.x);
@@ -214,15 +218,20 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     __syncwarp();
     if constexpr (kSplit) {
       ptx::cluster_sync();
+      if constexpr (kPasses == kExchange) ptx::cluster_sync();
       ptx::cluster_arrive_relaxed(), ptx::cluster_wait();
     }
   } else {
     bool left = false;
     grid_dependency_sync();
     consume_tiles<T, kColumns, kMajorN, kShortcut>(ptx::shared_address(memory), pipelines, args, work, tile);
-    if constexpr (kPasses > 0) {
+    if constexpr (kPasses != 0) {
       kSplit ? ptx::cluster_sync() : ptx::sync_threads(1, kConsumerThreads);
-      left = normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, tile, kSplit && !kShortcut);
+      if constexpr (kPasses == kExchange)
+        normalise_rows<T>(args, coord, tile,
+                          *reinterpret_cast<MomentTables*>(tile + (kShortcut ? 2 : 1) * Shape::kTile));
+      else
+        left = normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, tile, kSplit && !kShortcut);
       if constexpr (kShortcut)
         store_rows<T, kColumns, kSplit>(args,
                                         {args.shortcut.addends.bias, args.shortcut.addends.residual, args.shortcut.out},
@@ -240,21 +249,24 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
 
 template <class T, int kColumns, bool kMajorN, int kPasses = 0, bool kShortcut = false>
 cudaError_t launch_conv(const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
-  auto kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/false, kShortcut>;
-  if (args.plan.splits > 1) {
+  auto kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/kPasses == kExchange, kShortcut>;
+  if (args.plan.cluster() > 1) {
     if constexpr (kColumns == 256)
       return cudaErrorInvalidValue;
     else
       kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/true, kShortcut>;
   }
   const int bytes = ConvShape<kColumns>::bytes(args.weights);
-  const Launch launch{args.blocks, kThreads, args.plan.splits, bytes, stream, /*urgent=*/true};
+  const Launch launch{args.blocks, kThreads, args.plan.cluster(), bytes, stream, /*urgent=*/true};
   return launch_cluster(kernel, launch, maps, args);
 }
 
 template <class T, int kColumns, bool kShortcut = false>
 cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
   switch (passes) {
+    case kExchange:
+      if constexpr (kColumns == 128) return launch_conv<T, kColumns, false, kExchange, kShortcut>(maps, args, stream);
+      return cudaErrorInvalidValue;
     case 1: return launch_conv<T, kColumns, false, 1, kShortcut>(maps, args, stream);
     case 2: return launch_conv<T, kColumns, false, 2, kShortcut>(maps, args, stream);
     case 4: return launch_conv<T, kColumns, false, 4, kShortcut>(maps, args, stream);
@@ -292,10 +304,10 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   const auto weight_map = [&](const void* packed, int taps, CUtensorMap* map) {
     if (conv.dtype == DType::kFloat32)
       return make_map({conv.dtype, packed, taps, kDgrad ? conv.x_channels : conv.y_channels, padded(x_channels), 1,
-                       plan.tile_columns, step_channels, 1},
+                       plan.column_step, step_channels, 1},
                       map);
     return make_map({conv.dtype, packed, taps, conv.y_channels, padded(conv.x_channels), 1,
-                     kDgrad ? kChunk : plan.tile_columns, 64, 1},
+                     kDgrad ? kChunk : plan.column_step, 64, 1},
                     map);
   };
   if (const auto error = weight_map(weights.packed, conv.taps, &maps.weights)) return error;
@@ -330,13 +342,14 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
                       stages,
                       static_cast<uint32_t>(box_rows) * kRowBytes,
                       box_stage,
+                      static_cast<uint32_t>(plan.column_step) * kRowBytes,
                       shortcut};
   return dispatch_element(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr bool kMajorN = kDgrad && sizeof(T) == 2;
     if constexpr (!kDgrad) {
       if (normalisation.out) {
-        const int passes = static_cast<int>(conv.y_length * normalisation.group / 128);
+        const int passes = plan.exchange ? kExchange : static_cast<int>(conv.y_length * normalisation.group / 128);
         if (shortcut.out) return launch_normalised<T, 128, true>(passes, maps, args, stream);
         return plan.tile_columns == 256 ? launch_normalised<T, 256>(passes, maps, args, stream)
                                         : launch_normalised<T, 128>(passes, maps, args, stream);
@@ -371,14 +384,17 @@ cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, con
 }
 
 bool normalises(const Conv1d& conv, int group) {
-  if (has_wgmma()) return normalises(conv, plan_fprop(conv, multiprocessors()), group);
+  if (has_wgmma()) {
+    const auto plan = plan_normalised(conv, group, multiprocessors());
+    return plan.exchange || normalises(conv, plan, group);
+  }
   const auto plan = plan_mma_fprop(conv, multiprocessors(), group);
   return plan.fits() && normalises(conv, plan.conv, group);
 }
 
-bool takes_shortcut(const Conv1d& conv) {
+bool takes_shortcut(const Conv1d& conv, int group) {
   if (!has_wgmma()) return false;
-  const auto plan = plan_fprop(conv, multiprocessors());
+  const auto plan = plan_normalised(conv, group, multiprocessors());
   const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
   return plan.together && plan.tile_columns == 128 && blocks <= multiprocessors();
 }
@@ -390,7 +406,7 @@ cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weigh
     if (shortcut.out || x.more) return cudaErrorInvalidValue;
     return mma_fprop(conv, x.rows, weights.packed, addends, y, normalisation, stream);
   }
-  const auto plan = plan_fprop(conv, multiprocessors());
+  const auto plan = plan_normalised(conv, normalisation.group, multiprocessors());
   return run<false>(conv, plan, x, weights, addends, y, normalisation, shortcut, stream);
 }
 

@@ -19,6 +19,7 @@ struct ConvArgs {
   int x_chunks;                   // of the first of two concatenated tensors
   int boxes, weights;             // stages of the two circular buffers
   uint32_t box_bytes, box_stage;  // what TMA writes, and the distance from stage to stage
+  uint32_t weight_bytes;          // of a stage
   Shortcut shortcut;
 };
 
@@ -58,11 +59,14 @@ struct ConvShape {
 // Which tile a block works on. 32-bit arithmetic: `serves` keeps the counts small, and a division is short.
 struct TileCoord {
   int rank, phase, first_sample, first_time, first_column;
+  int first_peer;  // rank 0 of this tile among the cluster's blocks
   __device__ TileCoord(const ConvPlan& plan, int columns, unsigned index) {
     const unsigned splits = plan.splits, column_tiles = static_cast<unsigned>(plan.column_tiles);
     const unsigned per_sample = plan.rows.per_sample;
     rank = index % splits, index /= splits;
-    first_column = index % column_tiles * columns, index /= column_tiles;
+    const unsigned column_tile = index % column_tiles;
+    first_column = column_tile * columns, index /= column_tiles;
+    first_peer = plan.exchange > 1 ? column_tile % plan.exchange * splits : 0;
     phase = plan.phases == 1 ? 0 : index & 1, index = plan.phases == 1 ? index : index >> 1;
     first_sample = index / per_sample * plan.rows.samples;
     first_time = index % per_sample * plan.rows.time;
@@ -135,12 +139,18 @@ __device__ __forceinline__ void done_reading(const float4 (&read)[kRows]) {
   ptx::cluster_arrive_relaxed();
 }
 
+// The place in the cluster of the block `next` ranks behind one's own, modulo `splits`; `next` may be beyond that.
+__device__ __forceinline__ int other_rank(const TileCoord& coord, int next, int splits) {
+  const int other = coord.rank + min(next, splits);
+  return coord.first_peer + (other < splits ? other : other - splits);
+}
+
 // Adds up the cluster's sums of four columns of `kRows` rows, the first at `from`, `distance` bytes apart: the block's
 // own, then those of the next ranks, modulo the cluster, so that no two blocks read the same one's at a time. Loads
 // from several peers are under way at once, since each takes the better part of a microsecond.
 template <int kRows, bool kSplit>
 __device__ __forceinline__ void add_peers(float4 (&sums)[kRows], uint32_t from, uint32_t distance, int splits,
-                                          int rank) {
+                                          const TileCoord& coord) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) sums[i] = ptx::load_shared(from + i * distance);
   if constexpr (kSplit) {
@@ -150,7 +160,7 @@ __device__ __forceinline__ void add_peers(float4 (&sums)[kRows], uint32_t from, 
       float4 v[kAtOnce][kRows];
 #pragma unroll
       for (int p = 0; p < kAtOnce; ++p) {
-        const uint64_t peer = ptx::peer_address(from, (rank + next + p) & (splits - 1));
+        const uint64_t peer = ptx::peer_address(from, other_rank(coord, next + p, splits));
 #pragma unroll
         for (int i = 0; i < kRows; ++i) v[p][i] = ptx::load_peer(peer + i * distance, next + p < splits);
       }

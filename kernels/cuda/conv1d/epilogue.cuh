@@ -25,7 +25,8 @@ struct WarpRows {
   int64_t lane_offset;
 
   __device__ __forceinline__ WarpRows(const ConvArgs& args, const TileCoord& coord) {
-    count = args.plan.tile_rows / (kConsumerThreads / 32) / args.plan.splits;
+    const int warps = kConsumerThreads / 32 * args.plan.splits;
+    count = (args.plan.tile_rows + warps - 1) / warps;
     first = (coord.rank * (kConsumerThreads / 32) + static_cast<int>(threadIdx.x) / 32) * count;
     lane_offset = row_offset(args, coord, first + threadIdx.x % 32);
   }
@@ -43,7 +44,7 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
                                               const float* tile, const WarpRows& rows, int column) {
   constexpr int kRows = 4, kRow = ConvShape<kColumns>::kStride * 4;
   const int n = coord.first_column + column;
-  const bool here = n < args.outputs && (kColumns >= 128 || column < kColumns);
+  const bool here = n < args.outputs && column < args.plan.column_step;
   ParameterBits bias_bits{};
   if (here) bias_bits.load<T>(to.bias, args.float_bias, n);
   uint32_t from = ptx::shared_address(tile) + rows.first * kRow + column * 4;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
       residual[i].load(at[i] < 0 ? nullptr : to.residual, at[i]);
     }
     if (!__any_sync(~0u, at[0] >= 0 || at[1] >= 0 || at[2] >= 0 || at[3] >= 0)) continue;
-    add_peers<kRows, kSplit>(sums, from, kRow, args.plan.splits, coord.rank);
+    add_peers<kRows, kSplit>(sums, from, kRow, args.plan.splits, coord);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float4 bias = bias_bits.values<T>(to.bias, args.float_bias, 0.f);
@@ -88,7 +89,7 @@ __device__ __noinline__ void store_ragged(const ConvArgs& args, const Destinatio
       if constexpr (kSplit) {
 #pragma unroll 1
         for (int next = 1; next < args.plan.splits; ++next)
-          sum += ptx::load_peer_word(ptx::peer_address(from, (coord.rank + next) & (args.plan.splits - 1)));
+          sum += ptx::load_peer_word(ptx::peer_address(from, other_rank(coord, next, args.plan.splits)));
       }
       if (to.bias)
         sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);

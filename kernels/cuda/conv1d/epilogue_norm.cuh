@@ -103,7 +103,7 @@ __device__ __forceinline__ bool normalise_groups(const ConvArgs& args, const Til
     const GroupNeeds<T, kPasses> needs(args, at);
     float4 sums[kPasses];
     add_peers<kPasses, kSplit>(sums, ptx::shared_address(tile + (row * samples + in_tile) * kStride + first + column),
-                               rows_a_pass * samples * kStride * 4, args.plan.splits, coord.rank);
+                               rows_a_pass * samples * kStride * 4, args.plan.splits, coord);
     if constexpr (kSplit) {
       left = leaves && pair + kWarps >= pairs;
       if (left) done_reading(sums);

@@ -84,11 +84,10 @@ __device__ __forceinline__ void store_sums(float* tile, const float (&sums)[kCol
   }
 }
 
-// The step range of block `rank` of `splits`, a power of two.
-__device__ __forceinline__ int2 share(int steps, int rank, int splits) {
-  const int shift = __ffs(splits) - 1;
-  return make_int2(static_cast<int>(static_cast<int64_t>(steps) * rank >> shift),
-                   static_cast<int>(static_cast<int64_t>(steps) * (rank + 1) >> shift));
+// The step range of block `rank` of `splits`: steps * rank / splits without more than 32 bits.
+__device__ __forceinline__ int2 share(unsigned steps, unsigned rank, unsigned splits) {
+  const unsigned each = steps / splits, left = steps % splits;
+  return make_int2(each * rank + left * rank / splits, each * (rank + 1) + left * (rank + 1) / splits);
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -73,17 +73,29 @@ __global__ void __launch_bounds__(kThreads) actions_kernel(const __grid_constant
   if (row >= args.rows) return;
   const int lane = threadIdx.x % 32;
   const T* const x = static_cast<const T*>(args.x) + row * args.channels;
-  float mine = 0;  // action `lane`
-#pragma unroll 2
-  for (int a = 0; a < args.actions; ++a) {
-    const T* const weight = static_cast<const T*>(args.weight) + static_cast<int64_t>(a) * args.channels;
-    float sum = 0;
-    for (int c = lane * 8; c < args.channels; c += 256) {
-      const auto xs = *reinterpret_cast<const Eight*>(x + c), ws = *reinterpret_cast<const Eight*>(weight + c);
+  constexpr int kAtOnce = 8;  // actions whose weights are loaded together
+  float sums[kMaxActions] = {};
+  for (int c = lane * 8; c < args.channels; c += 256) {
+    const auto xs = *reinterpret_cast<const Eight*>(x + c);
+    const T* const weights = static_cast<const T*>(args.weight) + c;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sum = fmaf(widen(xs.data[e]), widen(ws.data[e]), sum);
+    for (int first = 0; first < kMaxActions; first += kAtOnce) {
+      if (first >= args.actions) break;
+      Eight ws[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        ws[i] = *reinterpret_cast<const Eight*>(weights + int64_t{min(first + i, args.actions - 1)} * args.channels);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sums[first + i] = fmaf(widen(xs.data[e]), widen(ws[i].data[e]), sums[first + i]);
     }
-    sum = warp_sum(sum);
+  }
+  float mine = 0;  // action `lane`
+#pragma unroll
+  for (int a = 0; a < kMaxActions; ++a) {
+    if (a >= args.actions) break;
+    const float sum = warp_sum(sums[a]);
     if (lane == a) mine = sum;
   }
   if (lane < args.actions)

@@ -33,7 +33,7 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   // fills most of the device.
   const bool wide = outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
   plan.tile_rows = kTileRows, plan.tile_columns = wide ? 256 : 128;
-  plan.column_tiles = ceil_div(outputs, plan.tile_columns);
+  plan.column_step = plan.tile_columns, plan.column_tiles = ceil_div(outputs, plan.tile_columns);
   plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors, 4);
   // The swizzle follows addresses, so a term's rows may begin at any row of a box. Split-K is then over chunks.
   const int* const shift = plan.shift[0];
@@ -52,6 +52,10 @@ void find_padding(ConvPlan& plan, int64_t x_length) {
     int &first = plan.first_term[w], &end = plan.end_term[w];
     first = 0, end = plan.terms[0];
     if (!plan.together) continue;
+    if (w * 64 >= plan.rows.time * plan.rows.samples) {  // none of its rows is used
+      first = end;
+      continue;
+    }
     const int from = w * 64 / plan.rows.samples, to = (w * 64 + 63) / plan.rows.samples;
     const auto padding = [&](int term) {
       const int shift = plan.shift[0][term];
@@ -138,6 +142,30 @@ bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group) {
                     elements <= 8 * 128;
   return conv.stride == 1 && samples && warp && group <= plan.tile_columns && plan.rows.samples % plan.splits == 0 &&
          conv.y_channels % group == 0;
+}
+
+ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors) {
+  const ConvPlan plain = plan_fprop(conv, multiprocessors);
+  if (normalises(conv, plain, group) || plain.tile_columns != 128) return plain;
+  const bool whole = conv.stride == 1 && plain.rows.per_sample == 1 && conv.y_channels % group == 0;
+  // Four columns a lane; a table of moments of 16 groups; of a larger group two tiles are parts.
+  if (!whole || group % 4 != 0 || group < 8 || (group > 128 && group != 256)) return plain;
+  ConvPlan plan = plain;
+  plan.exchange = group > 128 ? 2 : 1;
+  plan.tile_rows = plan.rows.time * plan.rows.samples;
+  const int64_t groups = 128 / std::min<int64_t>(group, 128), tiles = ceil_div(conv.y_channels, groups * group);
+  if (plan.rows.samples * groups > kMaxMoments) return plain;
+  if (plan.exchange == 1) {  // tiles of about the same number of groups, and no more of them than without
+    if (tiles > plain.column_tiles) return plain;
+    plan.column_step = static_cast<int>(ceil_div(conv.y_channels / group, tiles) * group);
+  }
+  const int64_t blocks = plan.rows.count * plan.column_tiles;
+  while (plan.splits > 1 &&
+         (plan.cluster() > kMaxSplits || (plan.cluster() >= 4 && blocks * plan.splits * 5 > multiprocessors * 4)))
+    plan.splits /= 2;
+  // The epilogue takes the better part of a microsecond a row of a warp. More than four of them take longer than a
+  // kernel of its own.
+  return plan.splits < 4 ? plain : plan;
 }
 
 WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors) {

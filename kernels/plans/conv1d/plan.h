@@ -44,10 +44,15 @@ struct ConvPlan {
   // Near a sample's ends the outer terms meet nothing but padding: those that do not, in rows 64 w to 64 w + 63 of a
   // tile, are the terms from first_term[w] to before end_term[w]. All of them where each has a box.
   int first_term[2], end_term[2];
-  int tile_rows, tile_columns;  // kTileRows, and 128 or 256
+  int tile_rows, tile_columns;  // kTileRows or what is used of them, and 128 or 256
+  int column_step;              // from tile to tile: tile_columns, or fewer, which whole groups fill
   int64_t column_tiles;
   int chunks;  // of the contracted channels
   int splits;
+  // Neighbouring tiles of columns in a cluster: 1, or as many as share a group of a normalisation whose moments the
+  // cluster's blocks exchange; 0 where none is exchanged.
+  int exchange;
+  int cluster() const { return splits * (exchange > 1 ? exchange : 1); }
 };
 ConvPlan plan_fprop(const Conv1d& conv, int multiprocessors);
 ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors);
@@ -56,6 +61,10 @@ void find_padding(ConvPlan& plan, int64_t x_length);
 
 // Whether every block of fprop stores whole groups of `group` channels of whole samples, each fit for a warp.
 bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group);
+// plan_fprop, as it is where the blocks' warps normalise; else with an exchange of moments within a cluster, where its
+// tiles hold whole groups of whole samples; else as it is.
+ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors);
+constexpr int kMaxMoments = 256;  // samples by groups of a tile whose moments are exchanged
 
 struct WgradPlan {
   RowTiles rows;   // pieces of at most kChunk rows; in float32 of kTf32Times times of kTf32Samples samples
