@@ -85,6 +85,7 @@ struct TeamGemm : TeamBlock<Tile, Handover> {
         float sum[kColumnTiles][4] = {};
         if (share.pairs > 0)
           multiply_run(stream, offsets + 2 * share.begin, share.pairs, rows.from(share.slab), sum, received);
+        received();  // of a warp without steps: until then the epilogue may read the sums before these
 #pragma unroll
         for (int i = 0; i < kColumnTiles; i++) {
 #pragma unroll
@@ -95,7 +96,7 @@ struct TeamGemm : TeamBlock<Tile, Handover> {
       offsets += p.segments[s].steps;
       if (s + 1 < segments) share = share_of(p, 1, k);
     }
-    received();  // of a warp without steps
+    received();  // of a warp without rows
   }
 
   DPA_DEVICE void run_phase(int f) {
