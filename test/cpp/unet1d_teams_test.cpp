@@ -47,13 +47,22 @@ TEST(Teams, EveryStepChannelAndColumnHasAWarp) {
           EXPECT_GE(f.rounds * f.warps_rows, f.row_tiles);
           EXPECT_EQ(f.warps_rows << f.log_warps_k, kPhaseWarps);
           for (int s = 0; s < f.num_segments; s++) EXPECT_EQ(f.segments[s].steps % 2, 0);  // warps take pairs
-          EXPECT_LE(t.shared.buffer + t.buffer_slots * kPhaseWarps * 512 * element_bytes(dtype), t.shared.bytes);
+          EXPECT_LE(t.shared.buffer + t.buffer_slots * kPhaseWarps * team_slot_tiles(256 * element_bytes(dtype)) * 256 *
+                                          element_bytes(dtype),
+                    t.shared.bytes);
           for (int r = 0; r < kTeamBlocks; r++) {
             const int first = r * f.channels / 16;
             EXPECT_LE(((r + 1) * f.channels + 15) / 16 - first, f.row_tiles);
           }
         }
       }
+}
+
+// Where 15 clusters fit, a team takes two of 16 samples.
+TEST(Teams, SixteenSamplesFitOnHopper) {
+  for (const Config& c : {kManiSkill, kSimpleDp3})
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat8E4M3})
+      EXPECT_EQ(make_teams(make_plan(c, dtype), 16, 16, 15, kShared).error, "");
 }
 
 // A phase reads the slab that the phase before wrote, and writes none that it or an unread skip connection lies in.

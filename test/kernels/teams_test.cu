@@ -134,10 +134,10 @@ void print_plan(const Case& c, DType dtype, int teams, int shared) {
   const Plan plan = make_plan(c.config, dtype);
   const TeamPlan p = make_teams(plan, c.batch, c.horizon, teams, shared);
   std::printf(
-      "%s %s: %s %d teams of %d samples, %zu phases, %.1f KB shared (slabs %.1f, sums %.1f, pairs %.1f), %d slots, "
+      "%s %s: %s %d teams of %d samples, %zu phases, %.1f KB shared (slabs %.1f, sums %.1f, loads %.1f), %d slots, "
       "weights %.1f MB\n",
       c.name, name_of(dtype), p.error.c_str(), p.teams, p.samples, p.phases.size(), p.shared.bytes / 1024.0,
-      p.slab_bytes / 1024.0, p.sum_segment * 8 / 1024.0, p.warp_pairs * kPhaseWarps * 4 / 1024.0, p.buffer_slots,
+      p.slab_bytes / 1024.0, p.sum_segment * 8 / 1024.0, p.warp_loads * kPhaseWarps * 4 / 1024.0, p.buffer_slots,
       plan.tile_bytes * 1e-6);
   int tiles = 0;
   for (const TeamPhase& f : p.phases) {

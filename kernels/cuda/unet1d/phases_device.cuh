@@ -102,6 +102,7 @@ DPA_DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 using ptx::load_shared_16;
+using ptx::load_shared_word;
 DPA_DEVICE uint2 load_shared_8(uint32_t at) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");

@@ -155,11 +155,12 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
     }
   }
 
-  // Mean and 1 / deviation of a pair's values. With several warps a pair, every thread of the epilogue calls it.
+  // Mean and 1 / deviation of a pair's values, in float32 around a warp's first one, so that nothing cancels. With
+  // several warps a pair, every thread of the epilogue calls it.
   template <int kItems>
   DPA_DEVICE float2 moments(const Part& part, int log_pair_warps, float inverse_count,
                             const float (&v)[kTeamPasses][4]) const {
-    const float first = shuffle_first(v[0][0]);
+    const float first = Tile::kWide ? shuffle_first(v[0][0]) : 0.0f;
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < kItems; j++) {

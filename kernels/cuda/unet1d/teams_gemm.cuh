@@ -1,8 +1,10 @@
-// The GEMM of a team's warp: its share of K of a row tile, 16 output channels times up to 64 columns. The next pair of
-// steps is loaded while one is multiplied. A warp has few others to hide behind: what counts is how many instructions a
-// pair takes. So a warp's weights are a list of pairs, all of them whole, and a pair takes copies, loads and MMAs alone.
+// The GEMM of a team's warp: its share of K of a row tile, 16 output channels times up to 64 columns. A warp has few
+// others to hide behind: what counts is its chain of instructions, whatever the bytes. So a warp's weights are a list of
+// slots of the buffer, of four steps along K where a tile is small, and while one is multiplied the next is loaded, and
+// the offsets of the one behind it.
 #pragma once
 #include "kernels/cuda/unet1d/phases_input.cuh"
+#include "kernels/plans/unet1d/teams.h"
 
 namespace dpa::kernels::unet1d::device {
 
@@ -40,57 +42,50 @@ struct Weights<TileFp32> {
   }
 };
 
-// A warp's stream of weights: its pairs of tiles of all phases of a step, again and again. A lane copies the bytes that
-// it reads. Of e4m3 those are 8, and copies of 8 bytes would go through L1: there a lane copies 16 of the pair's.
-struct TeamPairs {
-  const uint32_t* begin;  // of this warp, in shared memory: the first tile, and from bit 22 tiles from it to the second
+// A warp's stream of weights: its slots of tiles of all phases of a step, again and again. A lane copies the bytes that
+// it reads. Of e4m3 those are 8, and copies of 8 bytes would go through L1: there a lane copies 16 of two tiles.
+struct TeamLoads {
+  const uint32_t* begin;  // of this warp, in shared memory, an entry a slot: team_load
   int count;              // at least one
 };
+// `tile`: the first one's number; `apart`: from a step's tile to the next one's; `half`: only two steps.
+DPA_DEVICE uint32_t team_load(int64_t tile, int apart, bool half) {
+  return static_cast<uint32_t>(tile) | static_cast<uint32_t>(half) << 22 | static_cast<uint32_t>(apart) << 23;
+}
 template <class Tile>
 struct TeamStream {
-  static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kPair = 2 * Tile::kBytes;
+  static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kTiles = team_slot_tiles(Tile::kBytes),
+                       kSlot = kTiles * Tile::kBytes;
   static constexpr bool kHalves = kLane == 8;  // half a warp copies a tile
   static constexpr TeamSlots kSlots = team_slots(Tile::kBytes);
-  const uint8_t* weights;            // this lane's place in the first tile
-  const uint32_t *at, *begin, *end;  // the pair behind `next`
-  uint32_t next;                     // the pair to copy
+  const uint8_t* weights;   // this lane's place in the first tile
+  uint32_t at, begin, end;  // addresses in the list: of the entry behind `next`
+  uint32_t next;            // the slot to copy
   int slots;
-  uint32_t buffer, buffer_end, slot, last;  // this lane's places: of the pair to consume, of the pair before
+  uint32_t buffer, buffer_end, slot, last;  // this lane's places: of the slot to consume, of the slot before
 
-  DPA_DEVICE TeamStream(const uint8_t* tiles, const TeamPairs& pairs, int first_slot, int slots_)
+  DPA_DEVICE TeamStream(const uint8_t* tiles, const TeamLoads& loads, int first_slot, int slots_)
       : weights(tiles + (thread() & (kHalves ? 15 : 31)) * 16),
-        at(pairs.begin),
-        begin(pairs.begin),
-        end(pairs.begin + pairs.count),
+        at(shared_address(loads.begin)),
+        begin(at),
+        end(at + loads.count * 4),
         slots(slots_) {
-    buffer = shared_address(shared()) + first_slot + (thread() >> 5) * slots * kPair + (thread() & 31) * kLane;
-    slot = buffer, last = buffer + (slots - 1) * kPair, buffer_end = last + kPair;
+    buffer = shared_address(shared()) + first_slot + (thread() >> 5) * slots * kSlot + (thread() & 31) * kLane;
+    slot = buffer, buffer_end = buffer + slots * kSlot;
     fetch();
 #pragma unroll 1
-    for (int i = 0; i < slots - 1; i++) issue(buffer + i * kPair);
+    for (last = buffer; last != buffer_end; last += kSlot) refill();
   }
   DPA_DEVICE void fetch() {
-    next = *at++;
+    next = load_shared_word(at);
+    at += 4;
     if (at == end) at = begin;
   }
   static DPA_DEVICE void copy(uint32_t to, const uint8_t* tile) {
     copy_16(to, tile);
     if constexpr (Tile::kWide) copy_16(to + 512, tile + 512);
   }
-  DPA_DEVICE void issue(uint32_t to) {
-    const uint32_t first = (next & 0x3fffff) * Tile::kBytes, apart = (next >> 22) * Tile::kBytes;
-    const uint8_t* from = weights + first;
-    fetch();
-    if constexpr (kHalves) {
-      const int lane = thread() & 31;
-      copy(to + lane * (16 - kLane), from + (lane & 16 ? apart : 0));
-    } else {
-      copy(to, from);
-      copy(to + Tile::kBytes, from + apart);
-    }
-    copies_commit();
-  }
-  // The next pair is in its slot; returns this lane's address there.
+  // The next slot is there; returns this lane's address in it.
   DPA_DEVICE uint32_t wait() const {
     copies_wait<kSlots.most - 2>();
     if (slots < kSlots.most) copies_wait<kSlots.middle - 2>();
@@ -98,12 +93,32 @@ struct TeamStream {
     if constexpr (kHalves) sync_warp();
     return slot;
   }
-  // Fills the slot before it again, whose fragments have been multiplied, and goes on to the next.
+  // Goes on to the next slot; the one before is due to be filled again.
   DPA_DEVICE void advance() {
-    issue(last);
     last = slot;
-    slot += kPair;
+    slot += kSlot;
     if (slot == buffer_end) slot = buffer;
+  }
+  // After the last slot has been multiplied: copies the list's next into it.
+  DPA_DEVICE void refill() {
+    const uint32_t apart = (next >> 23) * Tile::kBytes, second = next >> 22 & 1 ? 0 : 2 * apart;
+    const uint8_t* from = weights + (next & 0x3fffff) * Tile::kBytes;
+    fetch();
+    if constexpr (kHalves) {
+      const int lane = thread() & 31;
+      from += lane & 16 ? apart : 0;
+      copy(last + lane * (16 - kLane), from);
+      copy(last + lane * (16 - kLane) + 512, from + second);
+    } else {
+      copy(last, from);
+      copy(last + Tile::kBytes, from + apart);
+      if constexpr (kTiles == 4) {
+        from += second;
+        copy(last + 2 * Tile::kBytes, from);
+        copy(last + 3 * Tile::kBytes, from + apart);
+      }
+    }
+    copies_commit();
   }
 };
 
@@ -168,37 +183,41 @@ struct RunSums {
   }
 };
 
-// Two steps along K in registers.
-template <class Tile, int kColumnTiles>
-struct OperandPair {
+// Some steps along K in registers, an even number.
+template <class Tile, int kColumnTiles, int kSteps>
+struct OperandSteps {
   using Rows = OperandRows<Tile, kColumnTiles>;
-  struct Offsets {  // of the two steps in the slab; kOne: this lane's, of one of them
-    int first, second;
-  };
-  Weights<Tile> a[2];
-  uint32_t b[Rows::kOne ? 1 : 2][Rows::kLoads][4];
-
-  static DPA_DEVICE Offsets offsets(const int* p) {
-    if constexpr (Rows::kOne) return {p[thread() >> 4 & 1], 0};
-    return {p[0], p[1]};
-  }
-  DPA_DEVICE void load_weights(uint32_t at) { a[0].load(at), a[1].load(at + Tile::kBytes); }
-  DPA_DEVICE void load(const Rows& rows, const Offsets& o) {
+  static constexpr int kLoads = Rows::kOne ? kSteps / 2 : kSteps;  // of the slab; kOne: a load takes two steps
+  struct Offsets {                                                 // in the slab; kOne: this lane's, of one of the two
+    int at[kLoads];
+    DPA_DEVICE explicit Offsets(const int* p) {
 #pragma unroll
-    for (int i = 0; i < Rows::kLoads; i++) {
-      load_matrices(b[0][i], rows.at[i] + o.first);
-      if constexpr (!Rows::kOne) load_matrices(b[1][i], rows.at[i] + o.second);
+      for (int i = 0; i < kLoads; i++) at[i] = Rows::kOne ? p[2 * i + (thread() >> 4 & 1)] : p[i];
+    }
+  };
+  Weights<Tile> a[kSteps];
+  uint32_t b[kLoads][Rows::kLoads][4];
+
+  DPA_DEVICE void load_weights(uint32_t at) {
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) a[s].load(at + s * Tile::kBytes);
+  }
+  DPA_DEVICE void load(const Rows& rows, const Offsets& offsets) {
+#pragma unroll
+    for (int s = 0; s < kLoads; s++) {
+#pragma unroll
+      for (int i = 0; i < Rows::kLoads; i++) load_matrices(b[s][i], rows.at[i] + offsets.at[s]);
     }
   }
   DPA_DEVICE void multiply(RunSums<Tile, kColumnTiles>& sums) const {
     using Math = typename Tile::Math;
-    if constexpr (Rows::kOne) {
-      mma(Math{}, sums.sum[0], a[0].ready().a, b[0][0][0], b[0][0][1]);
-      mma(Math{}, sums.other[0], a[1].ready().a, b[0][0][2], b[0][0][3]);
-    } else {
 #pragma unroll
-      for (int s = 0; s < 2; s++) {
-        const Fragments<Tile> f = a[s].ready();
+    for (int s = 0; s < kSteps; s++) {
+      const Fragments<Tile> f = a[s].ready();
+      if constexpr (Rows::kOne) {
+        const uint32_t(&both)[4] = b[s / 2][0];
+        mma(Math{}, s & 1 ? sums.other[0] : sums.sum[0], f.a, both[s % 2 * 2], both[s % 2 * 2 + 1]);
+      } else {
 #pragma unroll
         for (int i = 0; i < Rows::kLoads; i++) sums.multiply(f, i, b[s][i]);
       }
@@ -211,44 +230,51 @@ template <class Tile, int kColumnTiles, class Receive>
 DPA_DEVICE void multiply_run(TeamStream<Tile>& stream, const int* offsets, int pairs,
                              const OperandRows<Tile, kColumnTiles>& rows, float (&sum)[kColumnTiles][4],
                              Receive receive) {
-  using Pair = OperandPair<Tile, kColumnTiles>;
+  constexpr int kSteps = TeamStream<Tile>::kTiles, kPairs = kSteps / 2;  // of a slot
   RunSums<Tile, kColumnTiles> sums = {sum};
-  auto load = [&](Pair& to, auto between) {
-    const auto now = Pair::offsets(offsets);
-    offsets += 2;
-    to.load_weights(stream.wait());
-    between();
-    to.load(rows, now);
-  };
-  if constexpr (kColumnTiles <= (Tile::kWide ? 1 : 2)) {  // registers for two pairs
-    Pair even, odd;
-    auto step = [&](const Pair& now, Pair& next) {
+  if constexpr (kColumnTiles <= (Tile::kWide ? 1 : 2)) {  // registers for two slots
+    using Slot = OperandSteps<Tile, kColumnTiles, kSteps>;
+    if (int whole = pairs / kPairs; whole > 0) {
+      pairs -= whole * kPairs;
+      Slot even, odd;
+      typename Slot::Offsets ahead(offsets);
+      auto load = [&](Slot& to, auto between) {
+        to.load_weights(stream.wait());
+        between();
+        to.load(rows, ahead);
+        offsets += kSteps;
+        ahead = typename Slot::Offsets(offsets);
+      };
+      auto step = [&](const Slot& now, Slot& next) {
+        load(next, [] {});
+        now.multiply(sums);
+        stream.refill(), stream.advance();
+      };
+      load(even, receive);
       stream.advance();
-      load(next, [] {});
-      now.multiply(sums);
-    };
-    load(even, receive);
 #pragma unroll 1
-    for (; pairs > 2; pairs -= 2) step(even, odd), step(odd, even);
-    if (pairs > 1) {
-      step(even, odd);
-      stream.advance();
-      odd.multiply(sums);
-    } else {
-      stream.advance();
-      even.multiply(sums);
+      for (; whole > 2; whole -= 2) step(even, odd), step(odd, even);
+      if (whole > 1)
+        step(even, odd), odd.multiply(sums);
+      else
+        even.multiply(sums);
+      stream.refill();
     }
-  } else {
-    Pair pair;
-    load(pair, receive);
+  }
 #pragma unroll 1
-    for (; pairs > 1; pairs--) {
+  for (; pairs > 0; pairs -= kPairs) {
+    const uint32_t at = stream.wait();
+#pragma unroll 1
+    for (int i = 0; i < kPairs && i < pairs; i++, offsets += 2) {
+      using Pair = OperandSteps<Tile, kColumnTiles, 2>;
+      Pair pair;
+      pair.load_weights(at + i * 2 * Tile::kBytes);
+      const typename Pair::Offsets now(offsets);
+      receive();
+      pair.load(rows, now);
       pair.multiply(sums);
-      stream.advance();
-      load(pair, [] {});
     }
-    pair.multiply(sums);
-    stream.advance();
+    stream.advance(), stream.refill();
   }
   sums.finish();
 }

@@ -51,16 +51,15 @@ struct TeamGemm : TeamBlock<Tile, Handover> {
     }
   }
 
-  // A warp's part of a segment: its pairs of steps along K, and where tap 0 reads.
+  // A warp's part of a segment: its steps along K, and where tap 0 reads.
   struct Share {
     int begin, pairs;
     uint32_t slab;
   };
   DPA_DEVICE Share share_of(const TeamPhase& p, int segment, int k) const {
     const TeamSegment& g = p.segments[segment];
-    const int all = g.steps / 2, begin = all * k >> p.log_warps_k;
-    return {begin, (all * (k + 1) >> p.log_warps_k) - begin,
-            shared_address(shared()) + p.value + (g.first + a.halo) * p.pitch};
+    const TeamSteps mine = team_steps<Tile>(g.steps, k, p.log_warps_k);
+    return {mine.begin, (mine.end - mine.begin) / 2, shared_address(shared()) + p.value + (g.first + a.halo) * p.pitch};
   }
   // Receives the input behind phase f - 1 and multiplies it.
   template <int kColumnTiles>
@@ -84,7 +83,7 @@ struct TeamGemm : TeamBlock<Tile, Handover> {
       for (int row = first_row; row < row_tiles; row += rows_apart) {
         float sum[kColumnTiles][4] = {};
         if (share.pairs > 0)
-          multiply_run(stream, offsets + 2 * share.begin, share.pairs, rows.from(share.slab), sum, received);
+          multiply_run(stream, offsets + share.begin, share.pairs, rows.from(share.slab), sum, received);
         received();  // of a warp without steps: until then the epilogue may read the sums before these
 #pragma unroll
         for (int i = 0; i < kColumnTiles; i++) {
@@ -152,7 +151,7 @@ DPA_DEVICE void run_team(const TeamArguments& a) {
   sync_block();
   handover.meet();
   if (thread() < kThreads) {
-    TeamStream<Tile> stream(a.weights, make_team_pairs<Tile>(a, rank), a.shared.buffer, a.slots);
+    TeamStream<Tile> stream(a.weights, make_team_loads<Tile>(a, rank), a.shared.buffer, a.slots);
     TeamGemm<Tile, Handover> gemm = {{a, handover, {a.workspace}, rank, samples, sample0}, stream};
     gemm.run();
     copies_wait<0>();

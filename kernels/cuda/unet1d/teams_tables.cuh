@@ -73,13 +73,25 @@ DPA_DEVICE void fill_team_tables(const TeamArguments& a, int rank, int samples, 
   }
 }
 
-// This warp's pairs of tiles in the order in which `multiply` takes them; a lane makes those of every 32nd phase. The
+// The steps of warp k of 2^log_warps along K: whole slots, but for the last.
+struct TeamSteps {
+  int begin, end;
+};
+template <class Tile>
+DPA_DEVICE TeamSteps team_steps(int steps, int k, int log_warps) {
+  constexpr int kTiles = TeamStream<Tile>::kTiles;
+  const int slots = (steps + kTiles - 1) / kTiles, end = (slots * (k + 1) >> log_warps) * kTiles;
+  return {(slots * k >> log_warps) * kTiles, end < steps ? end : steps};
+}
+
+// This warp's slots of tiles in the order in which `multiply` takes them; a lane makes those of every 32nd phase. The
 // warps of the GEMMs call it.
 template <class Tile>
-DPA_DEVICE TeamPairs make_team_pairs(const TeamArguments& a, int rank) {
+DPA_DEVICE TeamLoads make_team_loads(const TeamArguments& a, int rank) {
   const int warp = thread() >> 5, lane = thread() & 31;
   int* counts = reinterpret_cast<int*>(shared() + a.shared.buffer) + warp * kMaxTeamPhases;
-  uint32_t* pairs = reinterpret_cast<uint32_t*>(shared() + a.shared.pairs) + warp * a.warp_pairs;
+  uint32_t* loads = reinterpret_cast<uint32_t*>(shared() + a.shared.loads) + warp * a.warp_loads;
+  constexpr int kTiles = TeamStream<Tile>::kTiles;
 #pragma unroll 1
   for (int pass = 0; pass < 2; pass++) {
 #pragma unroll 1
@@ -92,24 +104,24 @@ DPA_DEVICE TeamPairs make_team_pairs(const TeamArguments& a, int rank) {
 #pragma unroll 1
       for (int s = 0; f > 0 && s < p.num_segments; s++) {
         const TeamSegment& g = p.segments[s];
-        const int all = g.steps / 2, begin = all * k >> p.log_warps_k, stop = all * (k + 1) >> p.log_warps_k;
+        const TeamSteps mine = team_steps<Tile>(g.steps, k, p.log_warps_k);
 #pragma unroll 1
         for (int r = first_tile + (warp >> p.log_warps_k); r < end; r += p.warps_rows) {
           const int slice = r / p.slice_tiles;
           const int64_t first = g.weights / Tile::kBytes + int64_t{slice} * g.steps * p.slice_tiles + r % p.slice_tiles;
 #pragma unroll 1
-          for (int i = begin; i < stop; i++, made++)
-            if (pass) pairs[at + made] = static_cast<uint32_t>(first + i * 2 * p.slice_tiles) | p.slice_tiles << 22;
+          for (int i = mine.begin; i < mine.end; i += kTiles, made++)
+            if (pass) loads[at + made] = team_load(first + i * p.slice_tiles, p.slice_tiles, i + kTiles > mine.end);
         }
       }
       if (!pass) counts[f] = made;
     }
     sync_multiplying();
   }
-  TeamPairs mine = {pairs, 0};
+  TeamLoads mine = {loads, 0};
   for (int i = 0; i < a.num_phases; i++) mine.count += counts[i];
-  if (mine.count == 0) {  // nothing to multiply: any pair
-    if (lane == 0) pairs[0] = 0;
+  if (mine.count == 0) {  // nothing to multiply: any tile
+    if (lane == 0) loads[0] = 0;
     mine.count = 1;
   }
   sync_multiplying();

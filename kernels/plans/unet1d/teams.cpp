@@ -157,26 +157,39 @@ class TeamBuilder {
       g.bias = static_cast<int>(conv.bias[s]);
       g.scale = conv.scale < 0 ? -1 : static_cast<int>(conv.scale) + s * conv.channels_out;
       g.steps = f.units * g.taps * (1 + f.joined) * (f.unit_padded / 16);
-      if (g.steps % 2 || f.slice_tiles >= 1 << 10 || plan.tile_bytes / element_bytes(plan.dtype) >= 256 << 22)
+      if (g.steps % 2 || f.slice_tiles >= 1 << 9 || plan.tile_bytes / element_bytes(plan.dtype) >= 256 << 22)
         fail("a warp takes pairs of steps");
     }
+  }
+
+  // An earlier phase whose columns and steps lie as those of `f` do.
+  const TeamPhase* table_of(const TeamPhase& f) const {
+    for (const TeamPhase* g = &out.phases[1]; g < &f; g++) {
+      bool same = !f.joined && !g->joined && f.num_segments == g->num_segments && f.columns == g->columns &&
+                  f.time_stride == g->time_stride && f.rows == g->rows && f.pitch == g->pitch && f.units == g->units;
+      for (int s = 0; same && s < f.num_segments; s++) same = f.segments[s].taps == g->segments[s].taps;
+      if (same) return g;
+    }
+    return nullptr;
   }
 
   void finish() {
     const Config& c = plan.config;
     const int values = out.samples * horizon * c.action_dim, own = c.down_dims[0] / kTeamBlocks;
     TeamShared& s = out.shared;
+    const int tile_bytes = 256 * element_bytes(plan.dtype), tiles = team_slot_tiles(tile_bytes);
     int tables = 0, sums = 0;
     for (TeamPhase& f : out.phases) {
       const bool head = &f == &out.phases.front();
-      f.table = tables;
-      tables += round_up(out.samples * f.columns, 2) * 4;
+      const TeamPhase* same = table_of(f);
+      f.table = same ? same->table : tables;
+      if (!same) tables += round_up(out.samples * f.columns, 2) * 4;
       const int parts = head ? kPhaseWarps : 1 << f.log_warps_k;
       sums = std::max(sums, parts * out.samples * f.columns * (f.row_tiles * 16 + 4));
       if (head) continue;
       for (int i = 0; i < f.num_segments; i++) {
-        tables += f.segments[i].steps * 4;
-        out.warp_pairs += f.rounds * ceil_div(f.segments[i].steps / 2, 1 << f.log_warps_k);
+        if (!same) tables += f.segments[i].steps * 4;
+        out.warp_loads += f.rounds * ceil_div(ceil_div(f.segments[i].steps, tiles), 1 << f.log_warps_k);
       }
     }
     out.sum_segment = sums;
@@ -187,7 +200,7 @@ class TeamBuilder {
       return here;
     };
     s.table = put(static_cast<int>(out.phases.size() * sizeof(TeamPhase)));
-    s.pairs = put(kPhaseWarps * std::max(1, out.warp_pairs) * 4);
+    s.loads = put(kPhaseWarps * std::max(1, out.warp_loads) * 4);
     const int first = put(tables);
     for (TeamPhase& f : out.phases) f.table += first;
     s.tail_values = put(out.samples * horizon * (own + 4) * 4);
@@ -199,8 +212,8 @@ class TeamBuilder {
     at = round_up(at, 128);
     s.slabs = put(out.slab_bytes);
     s.buffer = at = round_up(at, 128);
-    const int slot = 2 * 256 * element_bytes(plan.dtype) * kPhaseWarps;
-    const TeamSlots slots = team_slots(256 * element_bytes(plan.dtype));
+    const int slot = tiles * tile_bytes * kPhaseWarps;
+    const TeamSlots slots = team_slots(tile_bytes);
     for (int n : {slots.most, slots.middle, slots.least})
       if (out.buffer_slots == 0 && at + n * slot <= room) out.buffer_slots = n;
     s.bytes = at + out.buffer_slots * slot;

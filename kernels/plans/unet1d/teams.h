@@ -52,16 +52,15 @@ struct TeamPhase {
   uint32_t own_magic = 0, times_magic = 0;                              // of channels / 4, of times
 };
 
-/// Slots of a warp's buffer of weights: as many as there is room for.
+/// Slots of a warp's buffer of weights, as many as there is room for, and the tiles of one.
 struct TeamSlots {
   int most, middle, least;
 };
-constexpr TeamSlots team_slots(int tile_bytes) {
-  return {tile_bytes == 256 ? 16 : tile_bytes == 512 ? 12 : 6, tile_bytes == 1024 ? 4 : 8, 3};
-}
+constexpr TeamSlots team_slots(int tile_bytes) { return {tile_bytes == 256 ? 8 : 6, 4, tile_bytes == 1024 ? 3 : 2}; }
+constexpr int team_slot_tiles(int tile_bytes) { return tile_bytes == 1024 ? 2 : 4; }
 
 struct TeamShared {
-  int buffer = 0, table = 0, pairs = 0, tail_values = 0, tail_words = 0, sample = 0, head = 0, sums = 0, statistics = 0,
+  int buffer = 0, table = 0, loads = 0, tail_values = 0, tail_words = 0, sample = 0, head = 0, sums = 0, statistics = 0,
       slabs = 0, bytes = 0;
 };
 
@@ -70,8 +69,8 @@ struct TeamPlan {
   TeamShared shared;
   int samples = 1, teams = 1;           // samples: the most of a team
   int halo = 0;                         // zero rows before and behind a sample's
-  int buffer_slots = 0;                 // of a warp's buffer of weights, each of a pair of tiles
-  int warp_pairs = 0;                   // the most of a warp in a step of the loop
+  int buffer_slots = 0;                 // of a warp's buffer of weights
+  int warp_loads = 0;                   // the most slots of a warp in a step of the loop
   int slab_bytes = 0, sum_segment = 0;  // sum_segment: floats from a segment's sums to the next one's
   int words = 0;                        // of a team in the workspace, hand-over by words alone
   std::string error;
