@@ -373,7 +373,7 @@ class FastForward(Replacement, Denoiser):
         out = packed.run(sample.float(), steps, None if cond is None else cond.float())
         if not self._channels_first:
             return out.to(precision)
-        # ``torch.randn_like`` of it draws in the order of memory, and a view needs that order.
+        # ``torch.randn_like`` of it takes random numbers in that order, and views need it.
         batch, horizon, channels = out.shape
         laid_out = out.new_empty((batch, channels, horizon), dtype=precision).transpose(1, 2)
         return laid_out.copy_(out)
