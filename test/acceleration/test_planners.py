@@ -10,6 +10,7 @@ from test_near_policies import both, same_results
 from torch import nn
 
 import dpa
+from dpa.acceleration import policy_loop
 from dpa.tracking.replacing import replaced
 
 STATE = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1))
@@ -21,6 +22,23 @@ def called(**options):
         return agent.act(STATE)
 
     return act
+
+
+@torch.no_grad()
+def test_the_network_in_training_is_left_aside(monkeypatch):
+    """It would be compared in every call, and an update of it would make the loop anew."""
+    made = []
+    monkeypatch.setattr(
+        policy_loop,
+        "make_route",
+        lambda *given, make=policy_loop.make_route: made.append(0) or make(*given),
+    )
+    plain, fast = both(lambda: planners.DDPM(predict_noise=False))
+    for agent in (plain, fast):
+        agent.act(STATE)
+        agent.model["diffusion"].trained = 1
+    same_results(plain, fast, called())
+    assert len(made) == 1
 
 
 def with_classifier(agent):

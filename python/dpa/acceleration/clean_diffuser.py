@@ -262,6 +262,7 @@ def _edm(agent: Any, count: int = 5, solver: str = "euler") -> StepTable:
 
 
 _KNOWS = _OF_ALL | {"use_ema", "mask_cfg", "temperature", "condition_cg", "w_cg", *_NEUTRAL}
+_UNUSED = ("model",)  # in training; calls that use it are the original's
 _SHARED: dict[str, Any] = {"scheduler": None, "steps": None, "holders": ()}
 CLEAN_DDPM = Loop(
     "sample",
@@ -271,6 +272,7 @@ CLEAN_DDPM = Loop(
     table=_ddpm,
     needs=_OF_ALL | {"temperature"},
     knows=_KNOWS | {"kwargs"},
+    changing=_UNUSED,
     **_SHARED,
 )
 CLEAN_SDE = Loop(
@@ -288,6 +290,7 @@ CLEAN_SDE = Loop(
         "warm_start_forward_level",
         "kwargs",
     },
+    changing=_UNUSED,
     **_SHARED,
 )
 CLEAN_EDM = Loop(
@@ -298,7 +301,7 @@ CLEAN_EDM = Loop(
     table=_edm,
     needs=_OF_ALL | {"solver"},
     knows=_KNOWS | {"solver", "kwargs"},
-    changing=("sample_steps", "sigma_s", "t_s", "scale_s", "dot_sigma_s", "dot_scale_s")
+    changing=(*_UNUSED, "sample_steps", "sigma_s", "t_s", "scale_s", "dot_sigma_s", "dot_scale_s")
     + ("x_weight_s", "D_weight_s"),
     **_SHARED,
 )

@@ -81,7 +81,7 @@ class Loop:
         scaled: whether the loop calls the scheduler's ``scale_model_input``, and starts from noise
             times its ``init_noise_sigma``.
         no_grad: whether the method runs without gradients whoever calls it.
-        changing: names of attributes that calls change, and that are no settings of the loop.
+        changing: names of attributes that calls change or leave aside, no settings of the loop.
         holders: places of further objects whose attributes are settings of the loop.
         knows: names of all arguments that ``begin`` takes; None is whatever the method has.
         needs: names of arguments that the method must have, where the loop is looked for.
