@@ -82,7 +82,7 @@ double clocks_of(const Shape& s, const ConvPlan& plan, const Device& device, int
   const Tiling& t = kTilings[plan.tiling];
   const int steps = ceil_div(plan.stages, plan.splits * t.warps_k);  // of a team
   const double stages = steps * t.warps_k, chunks = stages * t.taps, bytes = stages * t.stage_bytes();
-  const double pairs = chunks * t.rows() * t.columns() * (kChunkBytes / element_size(s.dtype));
+  const double pairs = chunks * t.rows() * t.columns() * kChunkBytes / element_size(s.dtype);
   const double fragments = chunks * t.warps_m * t.warps_n * (t.m_tiles + t.n_tiles) * 2048;
   const int blocks = plan.blocks() * networks, resident = resident_blocks(plan.tiling, device);
   const int together = ceil_div(std::min(blocks, resident), device.multiprocessors);
