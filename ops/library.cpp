@@ -167,6 +167,9 @@ TORCH_LIBRARY(dpa, m) {
       "Tensor? noise, Tensor? known, Tensor? known_mask, SymInt steps, float clip, float tolerance) -> ()",
       functional);
 
+  // Whether bytes of values are others than those kept; see ops/values_differ/values_differ.h.
+  m.def("values_differ(Tensor[] values, Tensor kept) -> Tensor", functional);
+
   // What follows a backward; see ops/adamw_ema/adamw_ema.h and dpa.training.AdamW.
   m.def(
       "adamw_ema_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "

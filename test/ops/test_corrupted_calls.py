@@ -60,6 +60,7 @@ def _samples(device):
     kept = torch.zeros(size.shape, dtype=torch.uint8, device=device)
     yield "image_encoder", Sample(([new(2, 3, 6, 6)], [kept], layer, [0.0], F32))
     yield "normal_draws", Sample((new(2, 3), 1, 2))
+    yield "values_differ", Sample(([row, row[::2]], torch.zeros(48, dtype=torch.uint8).to(device)))
     states, position = new(4, 2, 4, 2), torch.zeros(1, dtype=torch.int64, device=device)
     yield "parallel_window", Sample((states, table, position, 2))
 
