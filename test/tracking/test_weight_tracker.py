@@ -90,3 +90,22 @@ def test_a_few_elements_inside_a_large_one_show_where_all_is_checked(device):
     layer.weight.data[place] += 1.0
     tracker.start()
     assert tracker.values_changed()
+
+
+@pytest.mark.parametrize("mode", ["tracked", "checked"])
+def test_parameters_of_several_dtypes(mode):
+    """One element that alone is compared, of a dtype beside others, shows by its bytes."""
+    layers = nn.ModuleList(
+        [nn.Conv1d(200, 100, 1), nn.Linear(8, 8).double(), nn.Linear(3, 2).half()]
+    )
+    layers[0].weight.data = layers[0].weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+    layers[1].register_buffer("count", torch.tensor([2**53]))
+    slots = [(layer, "weight") for layer in layers] + [(layers[1], "count")]
+    tracker = WeightTracker(slots, mode)
+    for layer, name in slots:
+        tracker.remember()
+        assert not tracker.values_changed()
+        getattr(layer, name).data.view(-1)[:1].add_(
+            1
+        ) if name == "count" else layer.weight.data.mul_(2)
+        assert tracker.values_changed()

@@ -126,16 +126,25 @@ class WeightTracker:
                 device, lambda: self._answer.copy_(self._differ(), non_blocking=True)
             )
 
+    def _sums(self) -> list[Tensor]:
+        """A checksum of each parameter, where these are compared."""
+        checked = self.mode == "checked"
+        return [torch.hash_tensor(p) for p in self._parameters] if checked else []
+
     def _compared(self) -> Tensor:
         """The values that are compared, as integers, among which a NaN equals itself."""
+        sums = self._sums()
+        if self._parameters[0].is_cpu:
+            return _bytes([*self._elements, *sums])
         values = torch.cat(self._elements)
         values = values.view(_INTEGERS[values.itemsize])
-        if self.mode == "checked":
-            sums = torch.stack([torch.hash_tensor(parameter) for parameter in self._parameters])
-            values = torch.cat([values.long(), sums.view(torch.int64)])
+        if sums:
+            values = torch.cat([values.long(), torch.stack(sums).view(torch.int64)])
         return values
 
     def _differ(self) -> Tensor:
+        if self._values.is_cpu:
+            return torch.ops.dpa.values_differ([*self._elements, *self._sums()], self._values)
         return (self._compared() != self._values).any()
 
     def start(self) -> None:
@@ -162,6 +171,13 @@ class WeightTracker:
             return bool(self._differ())
         self._answered.synchronize()
         return bool(self._answer)
+
+
+def _bytes(values: list[Tensor]) -> Tensor:
+    """The bytes of values, one after the other."""
+    if len({value.dtype for value in values}) > 1:
+        values = [_bytes([value.reshape(-1)]) for value in values]
+    return torch.cat(values).view(torch.uint8)
 
 
 def _sampled(parameter: Tensor) -> list[Tensor]:
