@@ -18,11 +18,12 @@
   reinterpret_cast<Floats>( \
       _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)))
 
+#include "kernels/cpu/conv2d.h"
 #include "kernels/cpu/dense.h"
 #include "kernels/cpu/epilogue.h"
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::avx512_bf16 {
-const Kernels kKernels = {DPA_PANELS, true, gemm, epilogue, dense, pairs, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, true, gemm, epilogue, dense, pairs, narrow, dot, kImageKernels};
 }  // namespace dpa::kernels::cpu::avx512_bf16
 #endif

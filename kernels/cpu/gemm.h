@@ -28,7 +28,7 @@ DPA_INLINE void step(Floats (&sums)[R][P * kVectors], const void* const* rows, c
 #pragma GCC unroll 16
   for (int v = 0; v < P * kVectors; v++) {
     const Words words = load(weights + v / kVectors * panel + s * kPanel + v % kVectors * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       if constexpr (kKind == Weights::kFloat32) {
         sums[r][v] += as_floats(words) * static_cast<const float*>(rows[r])[s];

@@ -7,20 +7,11 @@
 #include <cstdint>
 
 #include "kernels/common/dtype.h"
+#include "kernels/cpu/images.h"
 #include "kernels/cpu/level.h"
+#include "kernels/cpu/panels.h"
 
 namespace dpa::kernels::cpu {
-
-constexpr int kPanel = 16;
-inline int padded(int channels) { return (channels + kPanel - 1) / kPanel * kPanel; }
-
-/// How weights are stored, and what they are multiplied with.
-enum class Weights {
-  kFloat32,      // a word a weight
-  kFloat16,      // a word holds two weights, of neighbouring inputs, the first in the low half; inputs are float32
-  kBFloat16,     // the same
-  kBFloat16Dot,  // the same, with inputs in bfloat16
-};
 
 /// A convolution over neighbouring times as one GEMM: in a buffer of rows (time, channel) with zeros around the
 /// sample, the inputs of one output are `depth` = taps * pitch consecutive numbers.
@@ -101,6 +92,7 @@ struct Kernels {
   void (*pairs)(const Pairs& pairs, int64_t begin, int64_t end);  // the same; null where there is no bfloat16_dot
   void (*narrow)(const Narrow& narrow);
   float (*dot)(const float* a, const float* b, int count);
+  ImageKernels images;
 };
 constexpr int kDenseRows = 16;
 

@@ -18,11 +18,12 @@
   reinterpret_cast<Floats>( \
       vbfdotq_f32(reinterpret_cast<float32x4_t>(sums), vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b)))
 
+#include "kernels/cpu/conv2d.h"
 #include "kernels/cpu/dense.h"
 #include "kernels/cpu/epilogue.h"
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::neon_bf16 {
-const Kernels kKernels = {DPA_PANELS, true, gemm, epilogue, dense, pairs, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, true, gemm, epilogue, dense, pairs, narrow, dot, kImageKernels};
 }  // namespace dpa::kernels::cpu::neon_bf16
 #endif

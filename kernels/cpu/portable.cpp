@@ -10,10 +10,11 @@
 #define DPA_SUMS 8
 #define DPA_PANELS 1
 
+#include "kernels/cpu/conv2d.h"
 #include "kernels/cpu/dense.h"
 #include "kernels/cpu/epilogue.h"
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::portable {
-const Kernels kKernels = {DPA_PANELS, false, gemm, epilogue, dense, nullptr, narrow, dot};
+const Kernels kKernels = {DPA_PANELS, false, gemm, epilogue, dense, nullptr, narrow, dot, kImageKernels};
 }  // namespace dpa::kernels::cpu::portable

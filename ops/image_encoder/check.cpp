@@ -1,5 +1,8 @@
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
+#include "kernels/cpu/encoder.h"
 #include "ops/common/strides.h"
 #include "ops/image_encoder/image_encoder.h"
 
@@ -26,7 +29,10 @@ EncoderPlan image_encoder_plan(const char* op, at::IntArrayRef config, at::Scala
   EncoderPlan plan;
   const auto wrong = conv2d::read_network(config.data(), config.size(), plan.network);
   DPA_CHECK(wrong.empty(), op, "config must hold: " + wrong, config);
-  plan.bytes = static_cast<int64_t>(conv2d::places_of(plan.network, kernel_type(op, dtype), plan.places));
+  // As many bytes on every device, though they hold other things: the rule of shapes knows no device.
+  const auto type = kernel_type(op, dtype);
+  plan.bytes = static_cast<int64_t>(std::max(conv2d::places_of(plan.network, type, plan.places),
+                                             kernels::cpu::encoder_places(plan.network, type, plan.cpu_places)));
   return plan;
 }
 

@@ -1,13 +1,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zero.h>
 #include <torch/library.h>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include "kernels/cpu/unet1d.h"
+#include "ops/common/streaming.h"
 #include "ops/common/team.h"
 #include "ops/unet1d/unet1d.h"
 
@@ -15,20 +11,6 @@ namespace dpa {
 namespace {
 
 namespace cpu = kernels::cpu;
-
-/// Zeros for weights that every step streams through: in huge pages where the system has them. Without them a step
-/// takes a seventh longer (docs/cpu-log.md). What lies between two weights goes into files and must not be what the
-/// memory held before.
-Tensor zeros_for_streaming(int64_t bytes, const at::TensorOptions& options) {
-  auto tensor = at::empty({bytes}, options.dtype(at::kByte));
-#ifdef __linux__
-  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
-  const auto begin = (reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) + kHuge - 1) / kHuge * kHuge;
-  const auto end = (reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) + bytes) / kHuge * kHuge;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-  return tensor.zero_();
-}
 
 Tensor unet1d_pack_cpu(at::TensorList weights, at::IntArrayRef config, at::ScalarType dtype) {
   const auto plan = unet1d_plan("unet1d_pack", config, dtype);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.nn.image_encoder import Encoder, NotAnEncoder, recognise
 from dpa.packed.agreement import STEP_LIMITS, limit
 from dpa.packed.encoder import PackedEncoder, why_not
-from dpa.packed.encoder_kernels import EncoderKernels, dtype_of
+from dpa.packed.encoder_kernels import EncoderKernels, EncoderOnCpu, dtype_of
 from dpa.tracking import is_dispatched, is_observed, stamp_of
 from dpa.tracking.replacing import Replacement, class_of
 
@@ -53,7 +54,7 @@ class FastEncoder(Replacement):
     def repack(self) -> None:
         """Drop what was packed and compared: weights were written in a way that is not tracked."""
         self.shadow.forget()
-        self._packed: PackedEncoder | EncoderKernels | None = None
+        self._packed: PackedEncoder | EncoderOnCpu | EncoderKernels | None = None
 
     def prepare(self) -> Encoder | None:
         """Return the encoder as it is now; None where dpa knows none like it any more."""
@@ -114,17 +115,25 @@ class FastEncoder(Replacement):
         return not torch.is_autocast_enabled(self.network.first.weight.device.type)
 
     def _compute(self, weight: Tensor) -> torch.dtype:
-        return dtype_of(weight.dtype, self.options.dtype) if weight.is_cuda else weight.dtype
+        wanted = dtype_of(weight.dtype, self.options.dtype)
+        return (
+            wanted if weight.is_cuda or EncoderOnCpu.serves(weight.dtype, wanted) else weight.dtype
+        )
 
     def _run(self, images: Tensor) -> Tensor:
         on_gpu = images.is_cuda
         if self._packed is None or on_gpu != isinstance(self._packed, EncoderKernels):
-            self._packed = (
-                EncoderKernels(self.network, self._compute(images), self.options.weights)
-                if on_gpu
-                else PackedEncoder(self.network, self.options.weights)
-            )
+            self._packed = self._pack(images)
         return self._packed.run(images)
+
+    def _pack(self, images: Tensor) -> PackedEncoder | EncoderOnCpu | EncoderKernels:
+        compute, weights = self._compute(images), self.options.weights
+        if images.is_cuda:
+            return EncoderKernels(self.network, compute, weights)
+        if EncoderOnCpu.serves(images.dtype, compute):
+            with contextlib.suppress(NotAnEncoder):  # it has a layer that only PackedEncoder runs
+                return EncoderOnCpu(self.network, compute, weights)
+        return PackedEncoder(self.network, weights)
 
     @property
     def kernels(self) -> EncoderKernels | None:

@@ -1,4 +1,4 @@
-"""An image encoder on packed weights, on a GPU: one op, a launch a layer."""
+"""An image encoder on packed weights by one op: on a GPU a launch a layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import Tensor
 
-from dpa.nn.image_encoder import Encoder
+from dpa.nn.image_encoder import Encoder, NotAnEncoder
 from dpa.packed.encoder import crop_of, padded
 from dpa.packed.encoder_program import EncoderProgram
 from dpa.packed.joint_encoders import EncoderCall, JointEncoders, run_alike
@@ -24,16 +24,13 @@ def dtype_of(weights: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return dtype if dtype in _DTYPES else torch.float16
 
 
-class EncoderKernels:
+class _OneOp:
     """Runs an encoder by the op ``image_encoder``, on weights that are kept packed.
-
-    Weights are packed at the first call, and again, in the same memory, when a parameter or a
-    statistic was replaced or written. A captured graph that reads them follows where its owner
-    calls :meth:`repack`; ``generation`` is another number where there was no such memory.
 
     Args:
         encoder: what :func:`dpa.nn.image_encoder.recognise` returned.
-        dtype: of packed weights and feature maps. float32 multiplies in TF32.
+        dtype: of packed weights. On a GPU also of feature maps, and float32 multiplies in TF32; on
+            the CPU these are float32.
         weights: how changes are noticed, as :func:`dpa.accelerate` says.
 
     Raises:
@@ -47,11 +44,8 @@ class EncoderKernels:
         slots = [*encoder.slots(), *encoder.grids(), *self.program.slots()]
         self.weights = WeightTracker(slots, weights)
         self.lock = threading.RLock()
-        self.generation = 0
         self._packed: Tensor | None = None
         self._constants: list[float] = []
-        # Features that were made of images of a shape: shape, stride, dtype.
-        self._made: dict[torch.Size, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def stale(self) -> bool:
         """Whether weights lie elsewhere or were written, by their versions."""
@@ -60,6 +54,72 @@ class EncoderKernels:
     def current(self) -> bool:
         """Whether what is packed is of the weights as they are now, by what was started."""
         return not self.stale() and not self.weights.values_changed()
+
+    def _held(self) -> tuple[Tensor | None, list[float]]:
+        return self._packed, self._constants
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _pack(self) -> tuple[Tensor, list[float]]:
+        parameters, config = self.program.parameters(), self.program.config
+        packed = torch.ops.dpa.image_encoder_pack(parameters, config, self.dtype)
+        return packed, self.program.constants()
+
+    def _call(self, images: Tensor, packed: Tensor | None, constants: list[float]) -> EncoderCall:
+        prepares, size, crop = self.program.preparation, None, None
+        if prepares is not None:
+            sizes = crop_of(prepares, tuple(images.shape[2:]))
+            if sizes is None:
+                images = padded(prepares, images)
+            else:
+                size, crop = sizes
+        self.program.check_extent(*(crop[2:] if crop else size or images.shape[2:]))
+        return EncoderCall(self.program, images, packed, constants, self.dtype, size, crop)
+
+
+class EncoderOnCpu(_OneOp):
+    """Runs an encoder on the CPU.
+
+    The weights are packed at the first call, and again when a parameter or a statistic was replaced
+    or written.
+    """
+
+    def __init__(self, encoder: Encoder, dtype: torch.dtype, weights: str = "tracked"):
+        super().__init__(encoder, dtype, weights)
+        if not self.program.convolves_images():
+            raise NotAnEncoder("a step other than a convolution reads its images")
+
+    @staticmethod
+    def serves(weights: torch.dtype, compute: torch.dtype) -> bool:
+        """Whether the op runs encoders of such weights in this dtype."""
+        built = torch._C._dispatch_has_kernel_for_dispatch_key("dpa::image_encoder", "CPU")
+        return built and weights == torch.float32 and compute in _DTYPES
+
+    def run(self, images: Tensor) -> Tensor:
+        """Return the encoder's output."""
+        with self.lock:
+            if not self.current():
+                self.weights.remember()  # first: a write while this packs counts as a later one
+                self._packed, self._constants = self._pack()
+            held = self._held()  # which a call keeps
+        (result,) = run_alike([self._call(images, *held)])
+        return result
+
+
+class EncoderKernels(_OneOp):
+    """Runs an encoder on a GPU.
+
+    Weights are packed at the first call, and again, in the same memory, when a parameter or a
+    statistic was replaced or written. A captured graph that reads them follows where its owner
+    calls :meth:`repack`; ``generation`` is another number where there was no such memory.
+    """
+
+    generation = 0
+
+    def __init__(self, encoder: Encoder, dtype: torch.dtype, weights: str = "tracked"):
+        super().__init__(encoder, dtype, weights)
+        # Features that were made of images of a shape: shape, stride, dtype.
+        self._made: dict[torch.Size, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def repack(self) -> None:
         """Pack the weights as they are now, in the same memory as before where there is one.
@@ -113,23 +173,3 @@ class EncoderKernels:
         return joint.put_off(
             call, torch.empty_strided(shape, stride, dtype=dtype, device=call.images.device)
         )
-
-    def _held(self) -> tuple[Tensor | None, list[float]]:
-        return self._packed, self._constants
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _pack(self) -> tuple[Tensor, list[float]]:
-        parameters, config = self.program.parameters(), self.program.config
-        packed = torch.ops.dpa.image_encoder_pack(parameters, config, self.dtype)
-        return packed, self.program.constants()
-
-    def _call(self, images: Tensor, packed: Tensor | None, constants: list[float]) -> EncoderCall:
-        prepares, size, crop = self.program.preparation, None, None
-        if prepares is not None:
-            sizes = crop_of(prepares, tuple(images.shape[2:]))
-            if sizes is None:
-                images = padded(prepares, images)
-            else:
-                size, crop = sizes
-        return EncoderCall(self.program, images, packed, constants, self.dtype, size, crop)

@@ -46,6 +46,7 @@ class EncoderProgram:
     tail: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     _constants: list[float] = field(default_factory=list)
     _pooled: bool = False
+    _served: set[tuple[int, int]] = field(default_factory=set)
 
     @classmethod
     def of(cls, encoder: Encoder) -> EncoderProgram:
@@ -68,6 +69,34 @@ class EncoderProgram:
             raise NotAnEncoder(f"a {name_of(layers[0])} stands between its convolutions")
         program.tail = layers
         return program
+
+    def convolves_images(self) -> bool:
+        """Whether convolutions alone read the images."""
+        kinds, sources, residuals = (self.config[i::11] for i in (1, 2, 3))
+        reads = [kind for kind, source in zip(kinds, sources, strict=True) if source == 0]
+        return set(reads) == {_CONV} and 0 not in residuals
+
+    def check_extent(self, height: int, width: int) -> None:
+        """Check the size of prepared images.
+
+        Raises:
+            RuntimeError: the feature maps are not of the size that the keypoints are made for.
+
+        """
+        if self.keypoints is None or (height, width) in self._served:
+            return
+        maps = [(height, width)]
+        for at in range(1, len(self.config), 11):
+            _, source, _, _, kernel, stride, padding = self.config[at : at + 7]
+            maps.append(tuple((n + 2 * padding - kernel) // stride + 1 for n in maps[source]))
+        pool, found = self.keypoints.pool, maps[self.config[-10]]
+        expected = pool._in_h, pool._in_w
+        if found != expected:
+            raise RuntimeError(
+                f"dpa: images must have the size that the encoder was made for: its feature maps "
+                f"are {found}, and its keypoints want {expected}"
+            )
+        self._served.add((height, width))
 
     def slots(self) -> list[Slot]:
         """Return (module, name) of what :meth:`constants` reads that may be written."""
