@@ -259,14 +259,14 @@ def test_which_runs_on_the_cpu():
     for dtype, wanted in [(torch.float32, None), (torch.float32, torch.bfloat16)]:
         encoder = dpa.accelerate(_resnet().to(dtype), dtype=wanted, fallback=False)
         encoder(torch.rand(2, 3, 40, 40, dtype=dtype))
-        packed = replaced(encoder, "forward")._packed
+        packed = replaced_forward(encoder)._packed
         assert isinstance(packed, EncoderOnCpu) and packed.dtype == (wanted or dtype)
     pooled = _resnet()
-    pooled.maxpool = nn.MaxPool2d(3, 2, 1, ceil_mode=True)
+    pooled.maxpool = nn.MaxPool2d(3, 2, 1, ceil_mode=True).eval()
     for encoder in (_resnet().double(), pooled):
         dpa.accelerate(encoder, fallback=False)
         encoder(torch.rand(2, 3, 40, 40, dtype=encoder.conv1.weight.dtype))
-        assert isinstance(replaced(encoder, "forward")._packed, PackedEncoder)
+        assert isinstance(replaced_forward(encoder)._packed, PackedEncoder)
 
 
 @torch.no_grad()
