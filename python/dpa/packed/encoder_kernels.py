@@ -92,8 +92,7 @@ class EncoderOnCpu(_OneOp):
     @staticmethod
     def serves(weights: torch.dtype, compute: torch.dtype) -> bool:
         """Whether the op runs encoders of such weights in this dtype."""
-        built = torch._C._dispatch_has_kernel_for_dispatch_key("dpa::image_encoder", "CPU")
-        return built and weights == torch.float32 and compute in _DTYPES
+        return weights == torch.float32 and compute in _DTYPES
 
     def run(self, images: Tensor) -> Tensor:
         """Return the encoder's output."""
