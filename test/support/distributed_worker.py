@@ -1,5 +1,9 @@
-"""Run under torchrun by test_distributed.py: what several processes compute, against one."""
+"""Run under torchrun by test_distributed.py: what several processes compute, against one.
 
+Then a script, as torchrun would run it.
+"""
+
+import runpy
 import sys
 from pathlib import Path
 
@@ -80,3 +84,4 @@ with ranks() as team:
     _check_training(team)
     _check_sampling(team)
     Path(sys.argv[1], f"rank{team.rank}").write_text("right")
+runpy.run_path(sys.argv[2], run_name="__main__")

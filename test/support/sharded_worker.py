@@ -284,27 +284,31 @@ def _shared(folder, number, rank, size, dtype):
     return torch.from_file(f"{folder}/memory{number}-{rank}", shared=True, size=size, dtype=dtype)
 
 
-def check(team, folder):
+def check(team, kind, folder):
     alone = Ranks(0, 1, team.device)
     for name, each in list(globals().items()):
         if name.startswith("check_"):
             each(team, alone)
-    Path(folder, f"rank{team.rank}").write_text(
-        type(_Run(team, steps=1).optimizer._exchange).__name__
-    )
+    made = _Run(team, steps=1).optimizer._exchange
+    Path(folder, f"{kind}{team.rank}").write_text(type(made).__name__)
 
 
-with ranks(captured=True) as team:
-    kind, folder = sys.argv[1:]
+def run(team, kind, folder):
     if kind == "collectives":
         how = mock.patch.object(exchange, "_reach_one_another", lambda *_: False)
     elif team.device.type == "cpu":
         how = peers_of_the_cpu(folder)
     else:
         how = contextlib.nullcontext()
+    with how:
+        check(team, kind, folder)
+
+
+with ranks(captured=True) as team:
+    folder, *kinds = sys.argv[1:]
     try:
-        with how:
-            check(team, folder)
+        for kind in kinds:
+            run(team, kind, folder)
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # the other process may be waiting for this one on the GPU

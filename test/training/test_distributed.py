@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 _ROOT = Path(__file__).parents[2]
+_PAGE = _ROOT / "docs" / "training.md"
 
 
 _DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -45,22 +46,29 @@ def _torchrun(*command, where, device, count=2):
 
 @_DEVICES
 def test_training_and_sampling_equal_one_process(device, tmp_path):
-    worker = _ROOT / "test/support/distributed_worker.py"
-    _torchrun(worker, tmp_path, where=tmp_path, device=device)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0", "rank1"]
+    """And the script of the documentation, in the same processes, which import PyTorch once."""
+    worker, script = _ROOT / "test/support/distributed_worker.py", tmp_path / "train.py"
+    code = re.search(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
+    assert code
+    script.write_text(code[1])
+    printed = _torchrun(worker, tmp_path, script, where=tmp_path, device=device)
+    assert {"rank0", "rank1"} <= {file.name for file in tmp_path.iterdir()}
+    assert len(set(re.findall(r"of 2: loss ([\d.]+)", printed))) == 1
+    assert (tmp_path / "average.pt").is_file()
 
 
 @_DEVICES
-@pytest.mark.parametrize("kind", ["peers", "collectives"])
-def test_a_sharded_optimizer_equals_one_process(device, kind, tmp_path):
+def test_a_sharded_optimizer_equals_one_process(device, tmp_path):
+    kinds = {"peers": "_Peers", "collectives": "Exchange"}
     several = device == "cuda" and torch.cuda.device_count() > 1
-    if several and kind == "peers" and not torch.cuda.can_device_access_peer(0, 1):
-        pytest.skip("the GPUs here do not reach each other's memory")
+    if several and not torch.cuda.can_device_access_peer(0, 1):
+        del kinds["peers"]  # the GPUs here do not reach each other's memory
     worker = _ROOT / "test/support/sharded_worker.py"
-    count = 3 if (device, kind) == ("cpu", "peers") else 2
-    _torchrun(worker, kind, tmp_path, where=tmp_path, device=device, count=count)
-    found = {(tmp_path / f"rank{rank}").read_text() for rank in range(count)}
-    assert found == {{"peers": "_Peers", "collectives": "Exchange"}[kind]}
+    count = 3 if device == "cpu" else 2
+    _torchrun(worker, tmp_path, *kinds, where=tmp_path, device=device, count=count)
+    for kind, name in kinds.items():
+        found = {(tmp_path / f"{kind}{rank}").read_text() for rank in range(count)}
+        assert found == {name}
 
 
 @_DEVICES
@@ -79,14 +87,3 @@ def test_the_demo_trains_the_policy_of_one_process(device, tmp_path):
         # AdamW divides by the root of tiny second moments, which magnifies rounding.
         assert_close(together.network.state_dict()[name], value, rtol=1e-3, atol=1e-4)
     assert_close(torch.tensor(together.losses), torch.tensor(alone.losses), rtol=1e-4, atol=1e-4)
-
-
-@_DEVICES
-def test_the_documented_script_runs(device, tmp_path):
-    page = (_ROOT / "docs" / "training.md").read_text()
-    code = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)
-    assert code
-    (tmp_path / "train.py").write_text(code[1])
-    printed = _torchrun("train.py", where=tmp_path, device=device)
-    assert len(set(re.findall(r"of 2: loss ([\d.]+)", printed))) == 1
-    assert (tmp_path / "average.pt").is_file()
