@@ -1,242 +1,19 @@
 // The image encoder's kernels on a GPU: each layer of ResNet-18 against float64 with every plan worth a measurement, timed;
 // then the whole network by the measured plans, and as an op launches it: by the model's plans, from images.
 //   conv2d_bench TYPE [LAYERS]   TYPE: bf16, tf32 or fp16; LAYERS: times alone, with no comparison (ablations)
-#include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
-#include <string>
-#include <vector>
 
-#include "kernels/cuda/common/dtype.cuh"
-#include "kernels/cuda/conv2d/launch.h"
 #include "kernels/plans/conv2d/network.h"
+#include "test/kernels/conv2d_bench_network.h"
+#include "test/kernels/conv2d_bench_reference.cuh"
+#include "test/kernels/device.h"
 
-using namespace dpa::kernels;
-using namespace dpa::kernels::conv2d;
+using namespace dpa::test;
 
 namespace {
 
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    cudaError_t error_ = (call);                                                             \
-    if (error_ != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-      std::fflush(stdout);                                                                   \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
-
 cudaStream_t stream;
-std::vector<void*> owned;
-void* allocate(size_t n, int fill) {
-  void* p;
-  CHECK(cudaMalloc(&p, n + 256));
-  CHECK(cudaMemset(p, fill, n + 256));
-  owned.push_back(p);
-  return p;
-}
-
-__device__ float hashed(uint64_t i) {  // about normal
-  float sum = 0;
-  for (int k = 0; k < 4; k++) {
-    uint64_t x = (i * 4 + k + 1) * 0x9E3779B97F4A7C15ull;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull, x = (x ^ (x >> 27)) * 0x94D049BB133111EBull, x ^= x >> 31;
-    sum += static_cast<float>(x >> 40) / 16777216.0f - 0.5f;
-  }
-  return sum * 1.7f;
-}
-__global__ void random_floats(float* to, int64_t n, float size, float around, uint64_t seed) {
-  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll)
-    to[i] = around + size * hashed(seed + i);
-}
-template <class T>
-__global__ void random_rows(T* to, int64_t rows, int channels, int pitch, uint64_t seed) {
-  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < rows * pitch; i += gridDim.x * 256ll)
-    to[i] = narrow<T>(i % pitch < channels ? hashed(seed + i) : 0.0f);
-}
-
-// Reference: one output value a thread, in double; operands as the tensor cores take them.
-template <class T>
-__device__ double operand(const T* p) {
-  if constexpr (sizeof(T) == 4) {
-    const uint32_t bits = (__float_as_uint(*p) + 0x1000) & 0xffffe000u;
-    return __uint_as_float(bits);
-  } else {
-    return widen(*p);
-  }
-}
-template <class T>
-__global__ void reference_conv(Shape s, const T* x, const float* weights, const float* bias, double* y, int pitch) {
-  const int64_t all = static_cast<int64_t>(s.batch) * s.out_height * s.out_width * s.out_channels;
-  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < all; i += gridDim.x * 256ll) {
-    const int k = i % s.out_channels, q = i / s.out_channels % s.out_width,
-              p = i / s.out_channels / s.out_width % s.out_height, n = i / s.out_channels / s.out_width / s.out_height;
-    double sum = bias ? bias[k] : 0;
-    for (int r = 0; r < s.kernel_height; r++)
-      for (int t = 0; t < s.kernel_width; t++) {
-        const int h = p * s.stride - s.pad_top + r, w = q * s.stride - s.pad_left + t;
-        if (h < 0 || w < 0 || h >= s.height || w >= s.width) continue;
-        const T* row = x + ((static_cast<int64_t>(n) * s.height + h) * s.width + w) * pitch;
-        for (int c = 0; c < s.channels; c++) {
-          const float f =
-              weights[((static_cast<int64_t>(k) * s.channels + c) * s.kernel_height + r) * s.kernel_width + t];
-          T stored = narrow<T>(f);
-          sum += operand(row + c) * operand(&stored);
-        }
-      }
-    y[i] = sum;
-  }
-}
-__global__ void reference_norm(Shape s, double* y, float eps) {  // a block: (sample, group)
-  __shared__ double scratch[256];
-  const int group = blockIdx.x % s.groups, n = blockIdx.x / s.groups, width = s.out_channels / s.groups;
-  const int64_t pixels = static_cast<int64_t>(s.out_height) * s.out_width, count = pixels * width;
-  double* base = y + n * pixels * s.out_channels + group * width;
-  double mean = 0, result[2];
-  for (int pass = 0; pass < 2; pass++) {
-    double sum = 0;
-    for (int64_t i = threadIdx.x; i < count; i += 256) {
-      const double v = base[i / width * s.out_channels + i % width];
-      sum += pass ? (v - mean) * (v - mean) : v;
-    }
-    scratch[threadIdx.x] = sum;
-    __syncthreads();
-    for (int half = 128; half > 0; half /= 2) {
-      if (threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
-      __syncthreads();
-    }
-    result[pass] = scratch[0] / count;
-    mean = result[0];
-    __syncthreads();
-  }
-  const double factor = 1 / sqrt(result[1] + eps);
-  for (int64_t i = threadIdx.x; i < count; i += 256) {
-    double& v = base[i / width * s.out_channels + i % width];
-    v = (v - mean) * factor;
-  }
-}
-// Applies what follows, compares: errors[0] the largest |made - wanted| / (1 + |wanted|), as the bits of a float.
-template <class T>
-__global__ void compare(Shape s, const double* y, const float* scale, const float* shift, const T* residual, int relu,
-                        const T* made, int pitch, unsigned* worst, double* squares) {
-  const int64_t rows = static_cast<int64_t>(s.batch) * s.out_height * s.out_width;
-  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < rows * pitch; i += gridDim.x * 256ll) {
-    const int k = i % pitch;
-    double wanted = 0;
-    if (k < s.out_channels) {
-      wanted = y[i / pitch * s.out_channels + k] * scale[k] + shift[k];
-      if (residual) wanted += widen(residual[i]);
-      if (relu && wanted < 0) wanted = 0;
-    }
-    const double error = fabs(static_cast<double>(widen(made[i])) - wanted) / (1 + fabs(wanted));
-    atomicMax(worst, __float_as_uint(error == error ? static_cast<float>(error) : 1e30f));
-    atomicAdd(squares, error * error);
-  }
-}
-
-// The same behind max pooling of 3 x 3, stride 2, padding 1.
-template <class T>
-__global__ void compare_pooled(Shape s, const double* y, const float* scale, const float* shift, int relu,
-                               const T* made, unsigned* worst) {
-  const int ph = (s.out_height - 1) / 2 + 1, pw = (s.out_width - 1) / 2 + 1, columns = s.out_channels;
-  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < static_cast<int64_t>(s.batch) * ph * pw * columns;
-       i += gridDim.x * 256ll) {
-    const int k = i % columns, q = i / columns % pw, p = i / columns / pw % ph, n = i / columns / pw / ph;
-    double wanted = -1e300;
-    for (int h = max(2 * p - 1, 0); h < min(2 * p + 2, s.out_height); h++)
-      for (int w = max(2 * q - 1, 0); w < min(2 * q + 2, s.out_width); w++) {
-        const double x = y[((static_cast<int64_t>(n) * s.out_height + h) * s.out_width + w) * columns + k];
-        wanted = max(wanted, x * scale[k] + shift[k]);
-      }
-    if (relu) wanted = max(wanted, 0.0);
-    const double error = fabs(static_cast<double>(widen(made[i])) - wanted) / (1 + fabs(wanted));
-    atomicMax(worst, __float_as_uint(error == error ? static_cast<float>(error) : 1e30f));
-  }
-}
-
-struct Layer {
-  Shape shape;
-  int in = 0, out = 0, residual = -1;  // buffers
-  bool relu = false;
-  const char* name = "";
-};
-struct Stage {  // layers of a launch, or a pool
-  bool conv = true;
-  PoolKind kind = PoolKind::kMax;
-  std::vector<Layer> layers;
-  Pool pool = {};
-  int in = 0, out = 0;
-  std::string name;
-};
-struct Net {
-  std::vector<Stage> steps;
-  std::vector<size_t> buffers;  // bytes, per network
-};
-
-Net resnet18(DType dtype, int batch, int height, int width, bool group_norm) {
-  Net net;
-  const auto buffer = [&](int n, int h, int w, int c) {
-    net.buffers.push_back(static_cast<size_t>(n) * h * w * pieces_of(dtype, c) * kPieceBytes);
-    return static_cast<int>(net.buffers.size()) - 1;
-  };
-  const auto groups = [&](int c) { return group_norm ? c / 16 : 0; };
-  const int h2 = (height + 1) / 2, w2 = (width + 1) / 2;
-  int h = h2, w = w2;
-  int x = buffer(batch, h, w, 12);
-  {  // 7 x 7, stride 2, of 3 channels as 4 x 4 of 2 x 2 pixels
-    Stage s;
-    s.name = "conv1";
-    s.layers.push_back(
-        {{dtype, batch, h, w, 12, h, w, 64, 4, 4, 1, 2, 2, groups(64)}, x, buffer(batch, h, w, 64), -1, true});
-    x = s.layers[0].out;
-    net.steps.push_back(s);
-  }
-  {
-    Stage s;
-    s.conv = false, s.kind = PoolKind::kMax, s.name = "maxpool", s.in = x;
-    const int ph = (h - 1) / 2 + 1, pw = (w - 1) / 2 + 1;
-    s.out = buffer(batch, ph, pw, 64);
-    s.pool = {nullptr, nullptr, batch, h, w, 64, pieces_of(dtype, 64), ph, pw, 3, 2, 1, 1.0f};
-    h = ph, w = pw, x = s.out;
-    net.steps.push_back(s);
-  }
-  int channels = 64;
-  for (int stage = 0; stage < 4; stage++)
-    for (int block = 0; block < 2; block++) {
-      const int out = 64 << stage, stride = stage && !block ? 2 : 1;
-      Stage a, b;
-      const Shape first = shape_of(dtype, batch, h, w, channels, out, 3, stride, 1, groups(out));
-      const int mid = buffer(batch, first.out_height, first.out_width, out);
-      a.layers.push_back({first, x, mid, -1, true});
-      int identity = x;
-      if (stride == 2) {
-        identity = buffer(batch, first.out_height, first.out_width, out);
-        a.layers.push_back(
-            {shape_of(dtype, batch, h, w, channels, out, 1, stride, 0, groups(out)), x, identity, -1, false});
-      }
-      h = first.out_height, w = first.out_width;
-      const int end = buffer(batch, h, w, out);
-      b.layers.push_back({shape_of(dtype, batch, h, w, out, out, 3, 1, 1, groups(out)), mid, end, identity, true});
-      const std::string at = std::to_string(stage + 1) + "." + std::to_string(block);
-      a.name = "layer" + at + (stride == 2 ? ".conv1+shortcut" : ".conv1"), b.name = "layer" + at + ".conv2";
-      net.steps.push_back(a), net.steps.push_back(b);
-      x = end, channels = out;
-    }
-  Stage s;
-  s.conv = false, s.kind = PoolKind::kAverage, s.name = "average", s.in = x;
-  s.out = buffer(batch, 1, 1, 2 * 512);
-  s.pool = {nullptr, nullptr, batch, h, w, 512, pieces_of(dtype, 512), 1, 1, 0, 0, 0, 1.0f};
-  net.steps.push_back(s);
-  return net;
-}
-
-struct Weights {
-  float *raw, *scale, *shift;
-  void* packed;
-};
-
 template <class T>
 struct Bench {
   DType dtype;
@@ -258,7 +35,7 @@ struct Bench {
       weights.emplace_back();
       for (int i = 0; i < networks && step.conv; i++) {
         weights.back().emplace_back();
-        for (const Layer& l : step.layers) weights.back()[i].push_back(make(l.shape));
+        for (const Layer& l : step.layers) weights.back()[i].push_back(make_weights(l.shape, seed));
       }
     }
     result = allocate(4096, 0);
@@ -275,49 +52,7 @@ struct Bench {
     random_floats<<<256, 256>>>(static_cast<float*>(image), numbers, 1, 0, seed += 100000007);
     CHECK(cudaDeviceSynchronize());
   }
-  Weights make(const Shape& s) {
-    const int64_t n = static_cast<int64_t>(s.out_channels) * s.channels * s.kernel_height * s.kernel_width;
-    Weights w = {static_cast<float*>(allocate(n * 4, 0xff)), static_cast<float*>(allocate(s.out_channels * 4, 0xff)),
-                 static_cast<float*>(allocate(s.out_channels * 4, 0xff)), allocate(weight_bytes(s), 0xff)};
-    random_floats<<<256, 256>>>(w.raw, n, 1 / std::sqrt(static_cast<float>(n / s.out_channels)), 0, seed += 100000007);
-    random_floats<<<4, 256>>>(w.scale, s.out_channels, 0.2f, 1, seed += 1009);
-    random_floats<<<4, 256>>>(w.shift, s.out_channels, 0.2f, 0, seed += 1009);
-    CHECK(launch_pack(s, w.raw, nullptr, w.packed, nullptr));
-    return w;
-  }
 
-  static std::vector<Shape> shapes_of(const Stage& step) {
-    std::vector<Shape> shapes;
-    for (const Layer& l : step.layers) shapes.push_back(l.shape);
-    return shapes;
-  }
-  // Plans worth a measurement, at most `most`: those that the model likes best. `hopper`: the tilings by warpgroups alone.
-  std::vector<std::pair<StepPlan, double>> plans_of(const Stage& step, size_t most, bool hopper) const {
-    std::vector<std::pair<StepPlan, double>> made;
-    std::vector<int> seen(kNumTilings, 0);
-    const auto all = candidates(step.layers[0].shape, device, networks);
-    for (const Choice& c : all) {
-      if (hopper && !kTilings[c.plan.tiling].wgmma) continue;
-      if (c.clocks > 4 * all[0].clocks || seen[c.plan.tiling] >= 3 || made.size() >= most) continue;
-      StepPlan p = {c.plan.tiling, 0, c.deferred, false, {c.plan}};
-      p.waits = c.plan.waits(c.deferred);
-      for (size_t i = 1; i < step.layers.size(); i++) {
-        ConvPlan other;
-        if (!make_plan(step.layers[i].shape, c.plan.tiling, 1, other)) break;
-        p.plans.push_back(other);
-        p.waits |= other.waits(c.deferred);
-      }
-      if (p.plans.size() != step.layers.size()) continue;
-      for (const ConvPlan& plan : p.plans) p.blocks += plan.blocks() * networks;
-      if (p.waits && p.blocks > resident_blocks(p.tiling, device)) {
-        if (!step.layers[0].shape.groups || c.plan.splits > 1) continue;
-        p.deferred = true, p.waits = false;
-      }
-      seen[c.plan.tiling]++;
-      made.emplace_back(p, c.clocks);
-    }
-    return made;
-  }
   // Of networks [first, first + count).
   Launch launch_of(int index, const StepPlan& p, const uint32_t* parity, int first, int count) {
     const Stage& step = net.steps[index];
@@ -423,38 +158,14 @@ struct Bench {
     CHECK(cudaDeviceSynchronize());
   }
 
-  static cudaGraphExec_t captured(const std::function<void()>& f) {
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    f();
-    CHECK(cudaStreamEndCapture(stream, &graph));
-    CHECK(cudaGraphInstantiate(&exec, graph, 0));
-    CHECK(cudaGraphDestroy(graph));
-    return exec;
-  }
+  static cudaGraphExec_t captured(const std::function<void()>& f) { return dpa::test::captured(stream, f); }
   // Median microseconds of a replay; `flush`: something larger than L2 is written before each.
   static double timed(cudaGraphExec_t exec, int times, void* flush = nullptr) {
-    cudaEvent_t a, b;
-    CHECK(cudaEventCreate(&a));
-    CHECK(cudaEventCreate(&b));
-    std::vector<float> all;
-    for (int i = 0; i < times + 3; i++) {
-      if (flush) {
-        CHECK(cudaMemsetAsync(flush, i, 256 << 20, stream));
-      }
-      CHECK(cudaEventRecord(a, stream));
-      CHECK(cudaGraphLaunch(exec, stream));
-      CHECK(cudaEventRecord(b, stream));
-      CHECK(cudaEventSynchronize(b));
-      float ms;
-      CHECK(cudaEventElapsedTime(&ms, a, b));
-      if (i >= 3) all.push_back(ms * 1000);
-    }
-    std::sort(all.begin(), all.end());
-    CHECK(cudaEventDestroy(a));
-    CHECK(cudaEventDestroy(b));
-    return all[all.size() / 2];
+    return median_us(
+        stream, times, [&] { CHECK(cudaGraphLaunch(exec, stream)); },
+        [&] {
+          if (flush) CHECK(cudaMemsetAsync(flush, 1, 256 << 20, stream));
+        });
   }
 
   bool has_stem() const { return serves_stem(net.steps[0].layers[0].shape, device); }
@@ -535,7 +246,7 @@ struct Bench {
                   s.out_channels, chunks_of(s));
       chosen[i] = plan_step(shapes_of(step), device, networks);
       Launch fastest = {};
-      for (const auto& [p, clocks] : plans_of(step, check ? 16 : 8, !check)) {
+      for (const auto& [p, clocks] : plans_of(step, device, networks, check ? 16 : 8, !check)) {
         const Launch launch = launch_of(index, p, parities, 0, networks);
         poison(index);
         if (const auto error = launch_convs(dtype, p.tiling, launch, false, stream)) {

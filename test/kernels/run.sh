@@ -9,7 +9,7 @@ kernels=${KERNELS:-unet1d}
 out=${BUILD_DIR:-/tmp/$kernels}
 mkdir -p "$out"
 flags="-O3 -std=c++20 -gencode=arch=compute_90a,code=sm_90a -DDPA_SM90A -I. $EXTRA"
-for f in kernels/cuda/"$kernels"/*.cu kernels/cuda/"$kernels"/*.cpp kernels/plans/"$kernels"/*.cpp test/kernels/"$kernels"_test.cu; do
+for f in kernels/cuda/"$kernels"/*.cu kernels/cuda/"$kernels"/*.cpp kernels/plans/"$kernels"/*.cpp test/kernels/"$kernels"_*.cu; do
   nvcc $flags -c "$f" -o "$out/$(basename "$f").o" &
 done
 wait

@@ -9,6 +9,9 @@
 #include <cstring>
 
 #include "kernels/plans/unet1d/loop.h"
+#ifndef DPA_EMULATE
+#include "test/kernels/device.h"
+#endif
 #include "test/kernels/unet1d_reference.h"
 
 namespace dpa::test {
@@ -27,15 +30,6 @@ inline void upload(void* to, const void* from, size_t n) { std::memcpy(to, from,
 inline void download(void* to, const void* from, size_t n) { std::memcpy(to, from, n); }
 inline void clear(void* p, size_t n) { std::memset(p, 0, n); }
 #else
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    cudaError_t error_ = (call);                                                             \
-    if (error_ != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-      std::fflush(stdout);                                                                   \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
 inline void* allocate(size_t n) {
   void* p;
   CHECK(cudaMalloc(&p, n));

@@ -30,14 +30,13 @@ _TESTS = {
     "test/cpp/unet1d_cluster_test.cpp": _UNET1D_PLANS,
     "test/kernels/common_test.cu": [],
     "test/kernels/conv1d_test.cu": [
-        f"kernels/{name}"
-        for name in (
-            *(
-                f"cuda/conv1d/{file}"
-                for file in ("convolution.cu", "wgrad.cu", "wgrad_tf32.cu", "pack.cu")
-            ),
-            *("cuda/conv1d/tensor_map.cpp", "plans/conv1d/plan.cpp"),
+        str(file.relative_to(_ROOT))
+        for pattern in (
+            "kernels/*/conv1d/*.cu",
+            "kernels/*/conv1d/*.cpp",
+            "test/kernels/conv1d_[!t]*.cu",
         )
+        for file in sorted(_ROOT.glob(pattern))
     ],
 }
 
