@@ -1,13 +1,13 @@
 """Policies accelerated as they are made: the hook on imports, the environment, `dpa run`."""
 
 import copy
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
 from policies import lerobot_policy, observations
+from processes import run_python
 
 from dpa.acceleration import construction
 from dpa.acceleration.policy_loop import FastLoop
@@ -203,8 +203,7 @@ def program(package, tmp_path):
 
 
 def dpa_run(*arguments, **options):
-    command = [sys.executable, "-m", "dpa", "run", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    return run_python("-m", "dpa", "run", *arguments, **options)
 
 
 def test_a_program_runs_with_its_policies_accelerated(program):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
 
 import dpa
 from dpa.diagnostics.doctor import NOTE, OK, WRONG, advice, examine, form, is_healthy
@@ -204,13 +205,12 @@ def test_the_form_of_the_kernels(capability, archs, expected):
 
 
 def doctor(*arguments, command="doctor", **environment):
-    environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, "-m", "dpa", command, "--json", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    whole = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1", **environment}
+    command = ["-m", "dpa", command, "--json", *arguments]
+    if "PYTHONPATH" in environment:  # where another torch is
+        done = subprocess.run([sys.executable, *command], env=whole, capture_output=True, text=True)
+    else:
+        done = run_python(*command, env=whole)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -265,9 +265,7 @@ def test_another_torch(command, library):
 def test_the_import_with_another_torch_says_so_in_its_last_line(library):
     (library.parent / "torch-version.txt").write_text("2.9.1+cu128\n")
     environment = {**os.environ, "DPA_LIBRARY": str(library)}
-    done = subprocess.run(
-        [sys.executable, "-c", "import dpa"], env=environment, capture_output=True, text=True
-    )
+    done = run_python("-c", "import dpa", env=environment)
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("ImportError: dpa: the library was built against torch 2.9.1+cu128")
     assert 'pip install "torch==2.9.*"' in line and "_OpNamespace" not in done.stderr

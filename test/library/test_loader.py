@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
 
 import dpa
 from dpa.library import loader
@@ -16,12 +17,8 @@ from dpa.library import loader
 
 def load(path):
     """What `import dpa` says in a process of its own; the last line, and the exit status."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import dpa; print(dpa.library_path())"],
-        env={**os.environ, "DPA_LIBRARY": str(path)},
-        capture_output=True,
-        text=True,
-    )
+    code = "import dpa; print(dpa.library_path())"
+    done = run_python("-c", code, env={**os.environ, "DPA_LIBRARY": str(path)})
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
