@@ -14,7 +14,7 @@ B, T, DA, DO, DG = 2, 8, 2, 5, 4
 UNET = {"diffusion_step_embed_dim": 16, "down_dims": (8, 16)}
 
 
-def make_policy(name, device, dtype, kind, seed=3, **options):
+def make_policy(name, device, dtype, kind, seed=3, steps=3, **options):
     """Return a policy, the sampler that it must agree with, and what is around both."""
     torch.manual_seed(seed)
     scheduler = {"ddim": diffusers.DDIMScheduler, "ddpm": diffusers.DDPMScheduler}[name]
@@ -23,7 +23,7 @@ def make_policy(name, device, dtype, kind, seed=3, **options):
     affines = [(torch.rand(n) + 0.5, torch.randn(n)) for n in (DO, DA)]
     around = Around(nn.Linear(DO, DG).to(device), *affines)
     packed = kind is not LayeredLoop
-    sampler = dpa.DiffusionSampler(unet, scheduler, 3, dtype, horizon=T, fused=packed)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, dtype, horizon=T, fused=packed)
     if packed:
         return kind(unet, sampler.table, dtype, around).to(device), sampler, around
     unet.to(dtype)  # the sampler's too
