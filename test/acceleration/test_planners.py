@@ -3,6 +3,8 @@
 That they act as the originals do is in ``test_other_loops``.
 """
 
+import copy
+
 import planners
 import pytest
 import torch
@@ -137,11 +139,20 @@ def test_a_written_buffer_of_diffuser_is_followed():
     same_results(plain, fast, lambda planner: planner.act(STATE).trajectories)
 
 
-def test_diffuser_that_predicts_x0_runs_its_loop():
-    """Its noise is drawn in the order in which its network's outputs lie in memory."""
-    plain, fast = both(lambda: planners.GaussianDiffusion(predict_epsilon=False))
-    with pytest.warns(RuntimeWarning, match="its noise lies in memory as its network's output"):
-        same_results(plain, fast, lambda planner: planner.act(STATE).trajectories, calls=3)
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", ["GaussianDiffusion", "Maze2dDiffusion"])
+def test_diffuser_that_predicts_x0(device, kind, graphs):
+    """Its noise is made in the order in which its network's outputs lie in memory."""
+    torch.manual_seed(0)
+    plain = getattr(planners, kind)(predict_epsilon=False).to(device).eval()
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False, graphs=graphs)
+
+    def act(planner):
+        result = planner.act(STATE.to(device))
+        return getattr(result, "trajectories", result)
+
+    same_results(plain, fast, act, calls=4)
+    assert replaced(fast, "p_sample_loop").shadow.agreed
 
 
 def test_a_prior_of_another_dtype_is_refused_as_before():

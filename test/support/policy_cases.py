@@ -108,6 +108,7 @@ CASES = {
     "dppo_tuned": _diffuses(steps=20, ddim_steps=5, tuned=5, denoised_clip_value=None),
     "dppo_mlp": _diffuses(network=near.ActorMlp(), predict_epsilon=False),
     "diffuser": _plans("GaussianDiffusion"),
+    "diffuser_x0": _plans("GaussianDiffusion", predict_epsilon=False),
     "diffuser_attention": _plans("GaussianDiffusion", attention=True),
     "diffuser_maze": _plans("Maze2dDiffusion", clip_denoised=False),
     "clean_ddpm": _plans("DDPM"),

@@ -51,8 +51,6 @@ def _begin(
         return None
     if sample_fn is not _defaults(policy).get("sample_fn"):
         raise ValueError("its sample_fn is another one")
-    if not policy.predict_epsilon:
-        raise ValueError("its noise lies in memory as its network's output does")
     if "forward" not in vars(policy.model):
         raise ValueError("its network takes conditions before the timestep")
     data = torch.zeros(shape, device=policy.betas.device)
@@ -74,8 +72,10 @@ def _end(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _table(policy: Any) -> StepTable:
     count = policy.n_timesteps
-    of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
-    of_output = [-value for value in policy.sqrt_recipm1_alphas_cumprod.tolist()]
+    of_sample, of_output = [0.0] * count, [1.0] * count
+    if policy.predict_epsilon:
+        of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
+        of_output = [-value for value in policy.sqrt_recipm1_alphas_cumprod.tolist()]
     means = policy.posterior_mean_coef1.tolist(), policy.posterior_mean_coef2.tolist()
     deviations = torch.exp(0.5 * policy.posterior_log_variance_clipped).tolist()
     columns = zip(of_sample, of_output, *means, deviations, strict=True)
@@ -84,7 +84,10 @@ def _table(policy: Any) -> StepTable:
     coefficients = torch.tensor(rows[::-1], dtype=torch.float64, device="cpu")
     moments = torch.arange(count - 1, -1, -1, device="cpu")
     clip = 1.0 if policy.clip_denoised else math.inf
-    return StepTable(moments, coefficients, clip, (True,) * count)
+    # Its noise is made like the sample, which after a step lies in memory as x0 does: where that is
+    # the network's output, channels before time.
+    transposed = (False, *[not policy.predict_epsilon] * (count - 1))
+    return StepTable(moments, coefficients, clip, (True,) * count, transposed=transposed)
 
 
 DIFFUSER = Loop(

@@ -145,7 +145,7 @@ def run(
     """
     device, inputs = table.coefficients.device, expanded(given, shape)
     flags = "noise" not in inputs, table.draws_noise
-    numbers = RandomNumbers(*flags, shape, noise_dtype, device)
+    numbers = RandomNumbers(*flags, shape, noise_dtype, device, table.transposed)
     if not (capture and can_capture(device)):
         with packed.lock:
             packed.follow()

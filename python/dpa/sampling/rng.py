@@ -11,16 +11,27 @@ from dpa.schedulers.tables import Generators
 
 
 def draw_normal(
-    shape: tuple[int, ...], generator: Generators, device: torch.device, dtype: torch.dtype
+    shape: tuple[int, ...],
+    generator: Generators,
+    device: torch.device,
+    dtype: torch.dtype,
+    transposed: bool = False,
 ) -> Tensor:
-    """Return normal random numbers, made on the generator's device and brought to ``device``."""
+    """Return normal random numbers, made on the generator's device and brought to ``device``.
+
+    ``transposed`` ones are made in the order of a (B, T, Da) that lies in memory as (B, Da, T).
+    """
     if isinstance(generator, Sequence):
         if len(generator) == 0:
             return torch.empty(shape, device=device, dtype=dtype)
         one = (1, *shape[1:])
-        return torch.cat([draw_normal(one, single, device, dtype) for single in generator])
+        return torch.cat([draw_normal(one, g, device, dtype, transposed) for g in generator])
     source = device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=source, dtype=dtype).to(device)
+    if not transposed:
+        return torch.randn(shape, generator=generator, device=source, dtype=dtype).to(device)
+    batch, horizon, width = shape
+    out = torch.empty((batch, width, horizon), device=source, dtype=dtype).mT
+    return out.normal_(generator=generator).to(device)
 
 
 def generator_on(device: torch.device, generator: Generators) -> torch.Generator | None:
@@ -73,9 +84,12 @@ class RandomNumbers:
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        transposed: Sequence[bool] = (),
     ):
         steps = tuple(draws_noise) if any(draws_noise) else ()
         self._flags = (True, *steps) if first else steps
+        order = tuple(transposed[: len(steps)]) or (False,) * len(steps)
+        self._transposed = (False, *order) if first else order
         self._count = sum(self._flags)
         # As DDPM's are, whose last step alone adds none.
         self._in_a_row = all(self._flags[: self._count])
@@ -119,7 +133,8 @@ class RandomNumbers:
             out.copy_(self(generator))
 
     def _is_one_launch(self, device: torch.device) -> bool:
-        return self._in_a_row and _agrees_with_pytorch(device, self.shape, self.dtype)
+        plain = self._in_a_row and not any(self._transposed)
+        return plain and _agrees_with_pytorch(device, self.shape, self.dtype)
 
     def _fill(self, out: Tensor, generator: Generators) -> Tensor:
         if not self._count:
@@ -127,9 +142,9 @@ class RandomNumbers:
         if isinstance(generator, torch.Generator) and self._is_one_launch(out.device):
             torch.ops.dpa.normal_draws.out(self._count, generator, out=out)
             return out
-        for row, random in zip(out, self._flags, strict=True):
+        for row, random, turned in zip(out, self._flags, self._transposed, strict=True):
             if random:
-                row.copy_(draw_normal(self.shape, generator, out.device, self.dtype))
+                row.copy_(draw_normal(self.shape, generator, out.device, self.dtype, turned))
             else:
                 row.zero_()
         return out

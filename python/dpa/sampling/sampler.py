@@ -291,9 +291,8 @@ class DiffusionSampler:
         for name in ("noise", "last_chunk"):
             if (value := given[name]) is not None:
                 inputs[name] = value.to(wide)
-        numbers = RandomNumbers(
-            "noise" not in inputs, table.draws_noise, shape, noise_dtype, device
-        )
+        flags = "noise" not in inputs, table.draws_noise
+        numbers = RandomNumbers(*flags, shape, noise_dtype, device, table.transposed)
         if self.parallel is not None:
             check_parallel(self.parallel, table, device)
             random = numbers(generator).to(wide)
@@ -315,8 +314,9 @@ class DiffusionSampler:
             body = functools.partial(run, shape=shape)
             return self._loops.run(layers.network, kind, inputs, body, numbers, generator)
 
-        def draw() -> Tensor:
-            return draw_normal(shape, generator, device, noise_dtype).to(wide)
+        def draw(step: int | None) -> Tensor:
+            turned = step is not None and any(table.transposed[step : step + 1])
+            return draw_normal(shape, generator, device, noise_dtype, turned).to(wide)
 
         return run(inputs, shape, draw, generator)
 

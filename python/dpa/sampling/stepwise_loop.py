@@ -108,20 +108,20 @@ def run(
     table: StepTable | LiveSteps,
     inputs: Mapping[str, Tensor],
     shape: tuple[int, int, int],
-    draw: Callable[[], Tensor] | None = None,
+    draw: Callable[[int | None], Tensor] | None = None,
     generator: Generators = None,
     inpainting: str = "sample",
 ) -> Tensor:
     """Run the loop on its inputs: ``noise``, what holds by inpainting, the network's conditions.
 
-    ``inpainting`` is where given actions hold. ``draw`` gives the random numbers one by one, as the
-    loop comes to need them; without it they are an input, ``random``.
+    ``inpainting`` is where given actions hold. ``draw`` gives the random numbers of a step, or of
+    the sample (None), as the loop comes to need them; without it they are an input, ``random``.
     """
     conditions = {n: v for n, v in inputs.items() if n not in OF_THE_LOOP}
     sample, random = inputs.get("noise"), inputs.get("random")
     if sample is None and draw is None:
         sample, random = random[0], random[1:]
-    sample = (draw() if sample is None else sample).expand(shape)
+    sample = (draw(None) if sample is None else sample).expand(shape)
     sample = table.begin(sample, inputs.get("last_chunk"))
     timesteps = table.timesteps[:, None].expand(-1, shape[0])
     conditions = layers.cast(conditions)
@@ -130,7 +130,7 @@ def run(
         return layers.predict(sample, timesteps[step], conditions)
 
     def numbers(step: int) -> Tensor:
-        return random[step] if draw is None else draw()
+        return random[step] if draw is None else draw(step)
 
     return loop(
         sample, table, predict, numbers, Inpainting.of(inputs, inpainting, table), generator

@@ -36,6 +36,8 @@ class StepTable:
         scales: (S,), floating, where the network takes the scheduler's sample times these. A
             table's sample is what the network takes; the last step's result is not scaled.
         init_noise_sigma: what the noise to start from is multiplied by.
+        transposed: whether each step's noise is made in the order (B, Da, T): that in which the
+            sample lies in memory that a loop takes noise like. () is no step's.
 
     Raises:
         ValueError: where the shapes do not match.
@@ -50,6 +52,7 @@ class StepTable:
     x0: Tensor | None = field(default=None, kw_only=True)
     scales: Tensor | None = field(default=None, kw_only=True)
     init_noise_sigma: float = field(default=1.0, kw_only=True)
+    transposed: tuple[bool, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         """Check that the shapes match."""
@@ -108,9 +111,10 @@ class StepTable:
             raise ValueError(
                 f"StepTable: first_step must lie in 0..{len(self) - 1}, got {first_step}"
             )
+        sliced = ("timesteps", "coefficients", "draws_noise", "levels", "x0", "scales")
         parts = {
             name: value[first_step:]
-            for name in ("timesteps", "coefficients", "draws_noise", "levels", "x0", "scales")
+            for name in (*sliced, "transposed")
             if (value := getattr(self, name)) is not None
         }
         return replace(self, **parts, **self._history_after(first_step))
@@ -281,6 +285,7 @@ class LiveSteps:
     """
 
     clip = math.inf
+    transposed: tuple[bool, ...] = ()
 
     def __init__(self, scheduler: Any, num_inference_steps: int | None = None, **options: Any):
         for name in ("step", "timesteps", "set_timesteps"):
