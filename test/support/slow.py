@@ -47,6 +47,8 @@ TESTS = {
     "acceleration/test_other_loops.py": (
         "test_changes_are_followed",
         "test_copies_and_pickles_run_their_own",
+        "test_it_acts_as_before",
+        "test_restored_it_is_as_it_was",
     ),
     "library/test_build.py": ("test_a_compiler_with_a_static_library_links_the_shared_one",),
     "library/test_imports.py": ("test_the_import_takes_no_heavy_module_besides_torch",),
