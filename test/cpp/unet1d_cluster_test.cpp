@@ -21,10 +21,12 @@ struct Sizes {
   int batch, horizon;
 };
 const Sizes kSizes[] = {
-    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 2, 16}, {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 3, 16},
-    {{2, 3, {256, 512, 1024}, 5, 8, 256, 0, true}, 8, 16},   {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 64, 16},
-    {{22, 3, {256, 512, 1024}, 3, 8, 64, 7, false}, 16, 8},  {{2, 2, {256, 512}, 5, 8, 256, 132, true}, 5, 16},
-    {{2, 2, {256, 512}, 3, 8, 32, 8, true}, 16, 16},         {{2, 1, {256}, 7, 8, 256, 132, true}, 4, 16},
+    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 2, 16},  {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 3, 16},
+    {{2, 3, {256, 512, 1024}, 5, 8, 256, 0, true}, 8, 16},    {{2, 3, {256, 512, 1024}, 5, 8, 256, 132, true}, 64, 16},
+    {{22, 3, {256, 512, 1024}, 3, 8, 64, 7, false}, 16, 8},   {{2, 2, {256, 512}, 5, 8, 256, 132, true}, 5, 16},
+    {{2, 2, {256, 512}, 3, 8, 32, 8, true}, 16, 16},          {{2, 1, {256}, 7, 8, 256, 132, true}, 4, 16},
+    {{6, 3, {512, 1024, 2048}, 5, 8, 128, 268, true}, 1, 64}, {{2, 3, {512, 1024, 2048}, 3, 8, 128, 0, false}, 1, 36},
+    {{2, 2, {512, 1024}, 5, 8, 256, 132, true}, 1, 62},
 };
 
 class EveryClusterLayout : public testing::TestWithParam<Sizes> {
@@ -37,23 +39,35 @@ class EveryClusterLayout : public testing::TestWithParam<Sizes> {
     return ClusterTile(y.layers[layer], block / kClusterBlocks, block % kClusterBlocks);
   }
   int64_t message_bytes(const ClusterLayer& l) const {
-    return (static_cast<int64_t>(l.channels) << (l.times_out_log2 + y.chunk_log2)) * 2;
+    return (static_cast<int64_t>(l.channels) << (l.times_out_log2 + y.chunk_log2)) * 2;  // zeros behind a signal too
   }
   // The words of 16 bytes, of all messages, that a block receives for a GEMM: as the kernel walks them.
   std::set<int64_t> received(int layer, int block) const {
     const ClusterLayer& l = y.layers[layer];
     const ClusterTile p = place(layer, block);
-    const int rank = block % kClusterBlocks, half = p.way ? rank >> 3 : 0;
     std::set<int64_t> words;
     for (int octet = 0; octet < l.octets; ++octet) {
       for (int t = 0; t < 1 << l.times_in_log2; ++t) {
         for (int s = 0; s < 1 << l.samples_log2; ++s) {
-          const int64_t at = (rank & 7) * l.slice_octets + half * l.half_octets + octet;
-          words.insert(l.source[half] / 16 + (((at << l.times_in_log2) + t) << y.chunk_log2) + p.sample0 + s);
+          const bool second = octet >= l.first_octets;
+          const int64_t at = p.slice * l.slice_octets + p.half * l.half_octets + octet - second * l.first_octets;
+          const int64_t source = l.source[p.half || second];
+          words.insert(source / 16 + (((at << l.times_in_log2) + t) << y.chunk_log2) + p.sample0 + s);
         }
       }
     }
     return words;
+  }
+  // Where a cluster's blocks exchange moments, each knows what any of them knew.
+  void share_moments(int layer, std::vector<std::vector<int>>& known) const {
+    if (!y.alone || y.layers[layer].norm < 0) return;
+    for (int cluster = 0; cluster < kClusters; ++cluster) {
+      const auto first = known.begin() + cluster * kClusterBlocks;
+      std::vector<int> all = *first;
+      for (auto each = first; each != first + kClusterBlocks; ++each)
+        for (int b = 0; b < kBlocks; ++b) all[b] = std::max(all[b], (*each)[b]);
+      std::fill(first, first + kClusterBlocks, all);
+    }
   }
   // The quarters of such words that a block writes.
   std::vector<int64_t> written(int layer, int block) const {
@@ -99,7 +113,7 @@ TEST_P(EveryClusterLayout, TilesReceiveEveryInputOnce) {
       for (int tile = 0; tile < 16 / l.ways; ++tile) {
         std::set<int64_t> words;
         size_t count = 0;
-        for (int rank = tile * 8; rank < tile * 8 + l.ways; ++rank) {
+        for (int rank = tile * l.ways; rank < (tile + 1) * l.ways; ++rank) {
           const auto more = received(i, cluster * kClusterBlocks + rank);
           words.insert(more.begin(), more.end()), count += more.size();
         }
@@ -192,6 +206,7 @@ TEST_P(EveryClusterLayout, ResetsAWordOnlyAfterAllReadersAndBeforeTheNextPoll) {
       for (int peer = 0; peer < p.peers; ++peer)
         join(finished[n][block], received_by[block / kClusterBlocks * kClusterBlocks + p.first_peer + peer]);
     }
+    share_moments(i, finished[n]);
   }
   // What GEMM j wrote in the first step is made unwritten when it is finished in the second, and is polled again
   // in the third. A block that has received the GEMM after the next two has seen its own finishing warps through.
@@ -261,8 +276,10 @@ TEST_P(EveryClusterLayout, SendsNoSumsBeforePendingAcknowledgementsArrive) {
       for (int peer = 0; peer < p.peers; ++peer)
         join(done[block], sent[block / kClusterBlocks * kClusterBlocks + p.first_peer + peer]);
       done[block][block] = n;
-      finished[i][block] = done[block];
     }
+    share_moments(i, done);
+    for (int block = 0; block < kBlocks; ++block)
+      if (finishes(i, block)) finished[i][block] = done[block];
     for (int block = 0; block < kBlocks; ++block) pending_acks[block] = AckTargets(y.layers[i], place(i, block)).by;
   }
 }
@@ -287,7 +304,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, EveryClusterLayout, testing::ValuesIn(kSizes));
 TEST(ClusterLayout, RefusesWhatItHasNoTilesFor) {
   const Config usual = {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true};
   EXPECT_FALSE(cluster_layout(make_plan(usual, DType::kFloat32), 16, 16).fits);
-  EXPECT_FALSE(cluster_layout(make_plan(usual, DType::kFloat8E4M3), 16, 16).fits);
+  EXPECT_TRUE(cluster_layout(make_plan(usual, DType::kFloat8E4M3), 16, 16).fits);
   EXPECT_FALSE(cluster_layout(make_plan(usual, DType::kFloat16), 16, 48).fits);
   for (const Config& other : {Config{2, 3, {512, 1024, 2048}, 5, 8, 256, 132, true}, Config{2, 2, {128, 256}},
                               Config{2, 2, {256, 768}}, Config{2, 2, {256, 512}, 5, 16}, Config{2, 1, {48}, 5, 4}})
@@ -302,6 +319,10 @@ TEST(ClusterLayout, ServesSeveralSamplesOfNetworksItWasComparedOn) {
     for (const int batch : {0, 1}) EXPECT_FALSE(cluster_serves(plan, batch, 16)) << batch;
     EXPECT_TRUE(cluster_serves(plan, 16, 8));
     for (const int horizon : {4, 32, 48}) EXPECT_FALSE(cluster_serves(plan, 16, horizon)) << horizon;
+    const Plan wide = make_plan({2, 3, {512, 1024, 2048}}, dtype);
+    for (const int horizon : {36, 48, 64}) EXPECT_TRUE(cluster_serves(wide, 1, horizon)) << horizon;
+    for (const int horizon : {16, 32, 68}) EXPECT_FALSE(cluster_serves(wide, 1, horizon)) << horizon;
+    EXPECT_FALSE(cluster_serves(wide, 2, 64));
   }
   EXPECT_FALSE(cluster_serves(make_plan(usual, DType::kFloat32), 16, 16));
   EXPECT_TRUE(cluster_serves(make_plan({2, 2, {256, 512}, 3}, DType::kFloat16), 16, 8));

@@ -176,15 +176,15 @@ MUTATIONS = [
     Mutation(
         "barrier: sums sent before the receiver has read its last ones",
         "kernels/plans/unet1d/cluster_layout.cpp",
-        "next_by_all = ClusterTile(next, 0, 0).peers == kClusterBlocks;",
+        "next_by_all = ClusterTile(next, 0, 0).peers > ClusterTile(y.layers[i], 0, 0).peers;",
         "next_by_all = 0;",
         _CLUSTERS,
     ),
     Mutation(
         "barrier: a wait for a block that sends no acknowledgement",
         "kernels/plans/unet1d/cluster_layout.h",
-        "by = ((1u << l.finishers) - 1) << p.first_peer;",
-        "by = ((1u << p.peers) - 1) << p.first_peer;",
+        "by |= ((1u << l.finishers) - 1) << peer;",
+        "by |= ((1u << p.peers) - 1) << peer;",
         _CLUSTERS,
     ),
     Mutation(

@@ -6,8 +6,8 @@
 // grid      8 clusters of 16 blocks, all present at once (a cooperative launch); two blocks fit a multiprocessor,
 //           because some GPCs have fewer than 16. cluster_layout.h divides a GEMM among them
 // block     a warpgroup that receives inputs and multiplies (cluster_gemm.cuh), one that runs the epilogue
-//           (cluster_epilogue.cuh), and a producer warp that streams the block's weights into a circular buffer, as far
-//           ahead as its stages reach (cluster_block.cuh)
+//           (cluster_epilogue.cuh), and four producer warps that stream the block's weights into a circular buffer, as
+//           far ahead as its stages reach (cluster_block.cuh)
 // messages  inside a cluster, 16-bit partial sums, stored into the shared memory of the block that adds them up.
 //           Between clusters, 16-bit outputs through L2, with an in-band flag: an unwritten word has bits that no value
 //           has, so there is no other flag and no grid barrier. Steps alternate between two buffers; a word of the last
@@ -25,12 +25,14 @@ namespace {
 // Of a thread, instead of 80: two blocks of three warpgroups share 65536.
 constexpr int kGemmRegisters = 112, kEpilogueRegisters = 96, kProducerRegisters = 32;
 
-template <class T>
+// kAlone: of one sample on its own.
+template <class Weight, bool kAlone>
 __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __grid_constant__ ClusterArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see sample.cpp
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ClusterBarriers barriers;
   __shared__ __align__(16) float2 moments[kGroupThreads / 32];
+  __shared__ __align__(16) ClusterMoments exchanged;
   const ClusterLayout& y = a.layout;
   const int tid = threadIdx.x, rank = static_cast<int>(cuda::ptx::get_sreg_cluster_ctarank()),
             cluster = blockIdx.x / kClusterBlocks;
@@ -39,6 +41,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
     for (int i = 0; i < y.stages; i++) init(barriers.full[i], 1), init(barriers.empty[i], kGroupThreads / 32);
     for (auto& barrier : barriers.sums_full) init(barrier, 1);
     for (auto& barrier : barriers.sums_empty) init(barrier, 1);
+    for (auto& barrier : barriers.moments_full) init(barrier, 1);
     cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   const auto* descriptors = reinterpret_cast<const uint32_t*>(y.layers);
@@ -50,13 +53,13 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
   const int group = uniform(tid / kGroupThreads);
   if (group == 0) {
     ptx::registers_increase<kGemmRegisters>();
-    ClusterGemm<T>(role).run();
+    ClusterGemm<Weight, kAlone>(role).run();
   } else if (group == 1) {
     ptx::registers_increase<kEpilogueRegisters>();
-    ClusterEpilogue<T>(role, moments).run();
+    ClusterEpilogue<typename Tile<Weight>::Activation, kAlone>(role, moments, exchanged).run();
   } else {
     ptx::registers_decrease<kProducerRegisters>();
-    if (uniform(tid / 32) == 2 * kGroupThreads / 32) stream_cluster_weights(a, shared, barriers, cluster, rank);
+    stream_cluster_weights(a, shared, barriers, cluster, rank, uniform(tid % kGroupThreads / 32));
   }
   __syncwarp();
   ptx::cluster_sync();  // nobody leaves while a peer may read its sums
@@ -78,29 +81,40 @@ cudaLaunchConfig_t configure(int shared_bytes, cudaLaunchAttribute (&attributes)
   return config;
 }
 
-template <class T>
+template <class Weight, bool kAlone>
 cudaError_t allow() {
-  const cudaError_t error = cudaFuncSetAttribute(cluster_kernel<T>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  const auto kernel = cluster_kernel<Weight, kAlone>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
-  return allow_shared_memory(reinterpret_cast<const void*>(cluster_kernel<T>), kClusterSharedBytes);
+  return allow_shared_memory(reinterpret_cast<const void*>(kernel), kClusterSharedBytes);
 }
 
-template <class T>
+template <class Weight, bool kAlone>
 cudaError_t launch_cluster_kernel(const ClusterArguments& a, cudaStream_t stream) {
-  const cudaError_t error = allow<T>();
+  const cudaError_t error = allow<Weight, kAlone>();
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   const auto config = configure(a.layout.shared_bytes, attributes, stream);
-  return cudaLaunchKernelEx(&config, cluster_kernel<T>, a);
+  return cudaLaunchKernelEx(&config, cluster_kernel<Weight, kAlone>, a);
+}
+
+template <bool kAlone>
+cudaError_t launch_for_weights(DType dtype, const ClusterArguments& a, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kFloat16: return launch_cluster_kernel<__half, kAlone>(a, stream);
+    case DType::kFloat8E4M3: return launch_cluster_kernel<__nv_fp8_e4m3, kAlone>(a, stream);
+    default: return launch_cluster_kernel<__nv_bfloat16, kAlone>(a, stream);
+  }
 }
 
 bool query_clusters_fit(int device) {
   int current = 0, clusters = 0;
-  if (cudaGetDevice(&current) != cudaSuccess || current != device || allow<__half>() != cudaSuccess) return false;
+  if (cudaGetDevice(&current) != cudaSuccess || current != device || allow<__half, false>() != cudaSuccess)
+    return false;
   cudaLaunchAttribute attributes[2];
   auto config = configure(kClusterSharedBytes, attributes, nullptr);
   config.numAttrs = 1;
-  if (cudaOccupancyMaxActiveClusters(&clusters, cluster_kernel<__half>, &config) != cudaSuccess) {
+  if (cudaOccupancyMaxActiveClusters(&clusters, cluster_kernel<__half, false>, &config) != cudaSuccess) {
     cudaGetLastError();
     return false;
   }
@@ -126,8 +140,8 @@ cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& a
     a.samples = std::min(kChunkSamples, call.batch - a.first_sample);
     cudaError_t error = cudaMemsetAsync(a.messages, 0xFF, 2 * a.layout.message_bytes, stream);
     if (error != cudaSuccess) return error;
-    error = plan.dtype == DType::kFloat16 ? launch_cluster_kernel<__half>(a, stream)
-                                          : launch_cluster_kernel<__nv_bfloat16>(a, stream);
+    error = a.layout.alone ? launch_for_weights<true>(plan.dtype, a, stream)
+                           : launch_for_weights<false>(plan.dtype, a, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

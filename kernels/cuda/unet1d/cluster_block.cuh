@@ -13,9 +13,10 @@
 
 namespace dpa::kernels::unet1d {
 
-constexpr int kClusterThreads = 3 * kGroupThreads;  // GEMMs, outputs, and a warp of the third that copies weights
-constexpr int kStepBegun = 3;                       // a barrier of both computing warpgroups
-constexpr uint32_t kUnwritten = 0xFFFFFFFF;         // no pair of rounded values, and no sum, has these bits
+constexpr int kClusterThreads = 3 * kGroupThreads;  // GEMMs, outputs, copies of weights
+constexpr int kProducerWarps = kGroupThreads / 32;
+constexpr int kStepBegun = 3;                // a barrier of both computing warpgroups
+constexpr uint32_t kUnwritten = 0xFFFFFFFF;  // no pair of rounded values, and no sum, has these bits
 
 struct ClusterArguments : LoopArguments {
   ClusterLayout layout;
@@ -27,7 +28,10 @@ struct ClusterBarriers {
   uint64_t full[kMaxClusterStages], empty[kMaxClusterStages];
   uint64_t sums_full[2];                // this block's units have their partial sums: of the GEMM, of the residual
   uint64_t sums_empty[kClusterBlocks];  // block i has read what this one sent it
+  uint64_t moments_full[2];             // of one sample on its own: those of the cluster's blocks are there, in turns
 };
+// Moments of the values that each of the cluster's blocks finishes, of two norms in turns.
+using ClusterMoments = float2[2][kClusterBlocks];
 
 // The same value, which is one for the whole warp, in a form in which the compiler knows that: GEMMs do not run side
 // by side where it must think that lanes may part.
@@ -65,16 +69,17 @@ struct ClusterRole {
   }
 };
 
-// A warp streams this block's weights, GEMM after GEMM, step after step: lane i copies step j and piece p of a
-// stage, i = j * pieces + p.
+// The warps of a group stream this block's weights, GEMM after GEMM, step after step, a stage each in turns, since a copy
+// takes a warp some 60 clocks to issue. Lane i copies step j and piece p of a stage, i = j * pieces + p.
 __device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t* shared, ClusterBarriers& barriers,
-                                              int cluster, int rank) {
+                                              int cluster, int rank, int warp) {
   const ClusterLayout& y = a.layout;
   const auto* layers = reinterpret_cast<const ClusterLayer*>(shared + y.descriptors);
   const uint64_t pass = ptx::evict_first_policy(), keep = ptx::evict_last_policy();
-  const int lane = threadIdx.x % 32, slice = rank & 7;
+  const int lane = threadIdx.x % 32, step_bytes = y.step_bytes, tile_bytes = step_bytes / 4;
   const uint32_t buffer = ptx::shared_address(shared + y.buffer);
   PipelineState at;
+  int turn_of = 0;  // the warp whose stage is next
   for (int step = 0; step < a.steps; step++) {
     for (int i = 1; i <= y.count; i++) {
       const ClusterLayer& l = layers[i];
@@ -83,26 +88,30 @@ __device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t
       const int j = lane >> pieces_log2, piece = lane & ((1 << pieces_log2) - 1);
       const int tile = p.row_tile * 4 + (piece << piece_tiles_log2);
       const int slice_out = tile >> l.packed_tiles_log2, row = tile & ((1 << l.packed_tiles_log2) - 1);
-      const int first_step = p.way && rank >= 8 ? l.packed_steps / 2 : 0;
-      const uint32_t to = j * 2048 + (piece << piece_tiles_log2) * 512, bytes = 512 << piece_tiles_log2;
+      const int first_step = p.half ? l.packed_steps / 2 : 0;
+      const uint32_t to = j * step_bytes + (piece << piece_tiles_log2) * tile_bytes,
+                     bytes = tile_bytes << piece_tiles_log2;
       for (int turn = has_residual(l); turn >= 0; turn--) {
-        const int s = l.upsample ? p.segment : turn, steps = l.steps[s];
-        const int64_t base = (static_cast<int64_t>(slice_out) * kSlices + slice) * l.taps[s] * l.packed_steps;
-        const uint8_t* from = a.weights + l.weights[s] + row * 512;
+        const int s = l.upsample ? p.segment : turn, steps = l.steps[s], of_slice = l.taps[s] << l.steps_log2;
+        const int64_t base = (static_cast<int64_t>(slice_out) * kSlices + p.slice) * l.taps[s] * l.packed_steps;
+        const uint8_t* from = a.weights + l.weights[s] + row * tile_bytes;
         const uint64_t policy = l.weights[s] < y.kept_bytes ? keep : pass;
-        for (int q0 = 0; q0 < steps; q0 += kStageSteps) {
+        for (int q0 = 0; q0 < steps; q0 += kStageSteps, at.advance_by(1, y.stages)) {
+          const bool mine = turn_of == warp;
+          turn_of = (turn_of + 1) & (kProducerWarps - 1);
+          if (!mine) continue;
           const uint32_t full = ptx::shared_address(&barriers.full[at.stage]);
           ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
-          if (lane == 0) ptx::barrier_expect(full, min(kStageSteps, steps - q0) * 2048);
+          if (lane == 0) ptx::barrier_expect(full, min(kStageSteps, steps - q0) * step_bytes);
           __syncwarp();
-          const int q = q0 + j;
+          int q = q0 + j;
           if (j < kStageSteps && q < steps) {
-            const int64_t k =
-                base + (q >> l.steps_log2) * l.packed_steps + (q & ((1 << l.steps_log2) - 1)) + first_step;
-            ptx::copy_bulk(buffer + at.stage * kClusterStageBytes + to, from + (k << l.packed_tiles_log2) * 512, bytes,
-                           full, policy);
+            int64_t k = base + first_step;
+            if (q >= of_slice) q -= of_slice, k += static_cast<int64_t>(l.taps[s]) * l.packed_steps;
+            k += (q >> l.steps_log2) * l.packed_steps + (q & ((1 << l.steps_log2) - 1));
+            ptx::copy_bulk(buffer + at.stage * kStageSteps * step_bytes + to,
+                           from + (k << l.packed_tiles_log2) * tile_bytes, bytes, full, policy);
           }
-          at.advance_by(1, y.stages);
         }
       }
     }

@@ -6,7 +6,7 @@
 
 namespace dpa::kernels::unet1d {
 
-template <class T>
+template <class T, bool kAlone>
 struct ClusterEpilogue : ClusterRole {
   // The values of a thread: of the first channel at both times, then of the second.
   struct Values {
@@ -14,11 +14,13 @@ struct ClusterEpilogue : ClusterRole {
   };
 
   float2 (&partial)[kGroupThreads / 32];  // moments of a warp
-  uint32_t phases = 0;                    // a bit a barrier of sums
+  ClusterMoments& of_blocks;
+  uint32_t phases = 0;  // a bit a barrier of sums
+  uint32_t norms = 0;   // that were exchanged
   Values residual;
 
-  __device__ ClusterEpilogue(const ClusterRole& role, float2 (&moments)[kGroupThreads / 32])
-      : ClusterRole(role), partial(moments) {}
+  __device__ ClusterEpilogue(const ClusterRole& role, float2 (&moments)[kGroupThreads / 32], ClusterMoments& exchanged)
+      : ClusterRole(role), partial(moments), of_blocks(exchanged) {}
 
   __device__ __forceinline__ void sync() const { ptx::sync_threads(2, kGroupThreads); }
 
@@ -37,7 +39,8 @@ struct ClusterEpilogue : ClusterRole {
     for (int first = 0; first < l.ways; first += 8, from += 8 * pitch) {
       uint2 part[8];
 #pragma unroll
-      for (int i = 0; i < 8; i++) part[i] = *reinterpret_cast<const uint2*>(from + i * pitch);
+      for (int i = 0; i < 8; i++)
+        part[i] = kAlone && i >= l.ways ? make_uint2(0, 0) : *reinterpret_cast<const uint2*>(from + i * pitch);
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const float2 x = unpack_pair<T>(part[i].x), y = unpack_pair<T>(part[i].y);
@@ -87,6 +90,27 @@ struct ClusterEpilogue : ClusterRole {
     __device__ explicit Norm(const ClusterLayer& l)
         : film(l.film >= 0), warps_log2(l.rows_log2 + l.times_log2 - 7), inverse_count(l.inverse_count) {}
   };
+  // The sum, in the order of their ranks, of what the cluster's blocks have. Whoever sends those of the norm after next
+  // has those of the next from all, who have read these before.
+  __device__ __forceinline__ float2 exchange(const float2& mine) {
+    const uint32_t turn = norms & 1, barrier = ptx::shared_address(&barriers.moments_full[turn]);
+    if (thread == 0) ptx::barrier_expect(barrier, sizeof(of_blocks[0]));
+    if (thread < kClusterBlocks)
+      ptx::send_cluster_8(ptx::cluster_address(ptx::shared_address(&of_blocks[turn][rank]), thread),
+                          make_uint2(__float_as_uint(mine.x), __float_as_uint(mine.y)),
+                          ptx::cluster_address(barrier, thread));
+    ptx::barrier_wait(barrier, norms >> 1 & 1);
+    norms++;
+    float2 total = {0.0f, 0.0f};
+    const auto* two = reinterpret_cast<const float4*>(of_blocks[turn]);
+#pragma unroll
+    for (int i = 0; i < kClusterBlocks / 2; i++) {
+      const float4 v = two[i];
+      total.x += v.x + v.z, total.y += v.y + v.w;
+    }
+    return total;
+  }
+
   // Mean and inverse deviation of the thread's unit. The whole warpgroup calls, and meets.
   __device__ __forceinline__ float2 moments(const Norm& n, const Values& x) {
     float sum = (x.v[0] + x.v[1]) + (x.v[2] + x.v[3]),
@@ -102,9 +126,10 @@ struct ClusterEpilogue : ClusterRole {
                  second = reinterpret_cast<const float4*>(partial)[1];
     const float2 one = {first.x + first.z, first.y + first.w}, two = {second.x + second.z, second.y + second.w};
     const float2 pair = warp < 2 ? one : two;
-    const float2 total = n.warps_log2 == 2   ? make_float2(one.x + two.x, one.y + two.y)
-                         : n.warps_log2 == 1 ? pair
-                                             : make_float2(sum, squares);
+    float2 total = kAlone || n.warps_log2 == 2 ? make_float2(one.x + two.x, one.y + two.y)
+                   : n.warps_log2 == 1         ? pair
+                                               : make_float2(sum, squares);
+    if constexpr (kAlone) total = exchange(total);
     const float mean = total.x * n.inverse_count;
     return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, total.y * n.inverse_count), 0.0f) + 1e-5f));
   }
@@ -158,6 +183,16 @@ struct ClusterEpilogue : ClusterRole {
       ptx::barrier_arrive_cluster(
           ptx::cluster_address(ptx::shared_address(&barriers.sums_empty[rank]), acks.first + thread));
   }
+  // What lies behind a signal's last time is zero, in norms and for the next GEMM.
+  __device__ __forceinline__ void clear_beyond(const ClusterLayer& l, const ClusterTile& p, const ThreadShare& s,
+                                               Values& x) const {
+    if constexpr (!kAlone) return;
+    const int early = l.upsample ? 2 * s.time + p.segment : s.time,
+              late = l.upsample ? early + 2 * s.gap : early + s.gap;
+    if (early >= l.times) x.v[0] = x.v[2] = 0.0f;
+    if (late >= l.times) x.v[1] = x.v[3] = 0.0f;
+  }
+
   // From sums to the GEMM's output.
   __device__ __forceinline__ void finish(const ClusterLayer& l, const ClusterTile& p, const ThreadShare& s,
                                          const Parameters& r) {
@@ -171,6 +206,7 @@ struct ClusterEpilogue : ClusterRole {
     const bool normed = l.norm >= 0, added = l.add, kept = l.keep, last = l.message < 0;
     Values x = collect(l, s, 0);
     add(x, r.bias.x, r.bias.y);
+    clear_beyond(l, p, s, x);
     const bool early = !with_residual;
     if (normed)
       modulate(norm, r, x, acks, early);
@@ -179,6 +215,7 @@ struct ClusterEpilogue : ClusterRole {
     if (added)
 #pragma unroll
       for (int i = 0; i < 4; i++) x.v[i] += residual.v[i];
+    clear_beyond(l, p, s, x);
     if (kept) residual = x;
     if (last)
       tail(l, s, x);
@@ -202,18 +239,27 @@ struct ClusterEpilogue : ClusterRole {
            (static_cast<int64_t>(sample * (layers[0].channels / 16) + part) * a.horizon * a.actions + i) * 4;
   }
   __device__ __forceinline__ void tail(const ClusterLayer& l, const ThreadShare& s, const Values& x) const {
-    for (int d = 0; d < a.actions; d++) {
-      float early = 0.0f, late = 0.0f;
-      if (s.valid) {
-        const float2 w = fetch_two(a.floats + a.tail.weights + d * l.channels + s.channel);
-        early = fmaf(x.v[0], w.x, x.v[2] * w.y), late = fmaf(x.v[1], w.x, x.v[3] * w.y);
-      }
+    constexpr int kTogether = 4;  // actions whose weights are loaded together
+    for (int first = 0; first < a.actions; first += kTogether) {
+      float2 w[kTogether];
 #pragma unroll
-      for (int i = 4; i < 32; i <<= 1) early += __shfl_xor_sync(~0u, early, i), late += __shfl_xor_sync(~0u, late, i);
-      if (!s.valid || lane >= 4) continue;
-      uint8_t* at = messages_of(step) + tail_word(s.sample, s.channel / 16, s.time * a.actions + d);
-      store_and_reset(at, min(__float_as_uint(early), kUnwritten - 1));
-      store_and_reset(at + s.gap * a.actions * 4, min(__float_as_uint(late), kUnwritten - 1));
+      for (int k = 0; k < kTogether; k++)
+        w[k] = s.valid && first + k < a.actions
+                   ? fetch_two(a.floats + a.tail.weights + (first + k) * l.channels + s.channel)
+                   : make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int k = 0; k < kTogether; k++) {
+        const int d = first + k;
+        if (d >= a.actions) break;
+        float early = fmaf(x.v[0], w[k].x, x.v[2] * w[k].y), late = fmaf(x.v[1], w[k].x, x.v[3] * w[k].y);
+#pragma unroll
+        for (int i = 4; i < 32; i <<= 1) early += __shfl_xor_sync(~0u, early, i), late += __shfl_xor_sync(~0u, late, i);
+        if (!s.valid || lane >= 4) continue;
+        uint8_t* at = messages_of(step) + tail_word(s.sample, s.channel / 16, s.time * a.actions + d);
+        if (!kAlone || s.time < l.times) store_and_reset(at, min(__float_as_uint(early), kUnwritten - 1));
+        if (!kAlone || s.time + s.gap < l.times)
+          store_and_reset(at + s.gap * a.actions * 4, min(__float_as_uint(late), kUnwritten - 1));
+      }
     }
   }
 
@@ -253,18 +299,18 @@ struct ClusterEpilogue : ClusterRole {
       return;
     }
     const int64_t first = static_cast<int64_t>(a.first_sample + s.sample) * count;
+    float row[math::SchedulerStep<float>::kColumns] = {};
+    if (a.table && step > 0)
+#pragma unroll
+      for (int c = 0; c < math::SchedulerStep<float>::kColumns; c++)
+        row[c] = a.table[(step - 1) * math::SchedulerStep<float>::kColumns + c];
+    const math::SchedulerStep<float> rule(row, 0, a.clip, a.noise != nullptr);
     for (int i = thread; i < count; i += kGroupThreads) {
       if (step == 0) {
         x[i] = with_condition(a.initial[first + i], first + i);
         continue;
       }
       // What there is to load comes before what there is to wait for.
-      float row[math::SchedulerStep<float>::kColumns] = {};
-      if (a.table)
-#pragma unroll
-        for (int c = 0; c < math::SchedulerStep<float>::kColumns; c++)
-          row[c] = a.table[(step - 1) * math::SchedulerStep<float>::kColumns + c];
-      const math::SchedulerStep<float> rule(row, 0, a.clip, a.noise != nullptr);
       const float noise = a.noise ? a.noise[static_cast<int64_t>(step - 1) * a.batch * count + first + i] : 0.0f;
       const bool inpainted = a.condition_mask && a.condition_mask[first + i];
       const float given = inpainted ? a.condition_data[first + i] : 0.0f;
@@ -286,20 +332,26 @@ struct ClusterEpilogue : ClusterRole {
     bias = fetch_two(a.floats + l.bias[1] + s.channel);
     add(other, bias.x, bias.y);
     // Taps and actions, side by side in the weights, are so in the sample too.
-    const int count = a.horizon * a.actions;
+    const int count = a.horizon * a.actions, pitch = kAlone ? 16 : l.channels;
     auto accumulate = [&](Values& to, const float* weights, int many, int early, int late) {
 #pragma unroll 8
       for (int j = 0; j < many; j++, early++, late++) {
-        const float first = __ldg(weights + j * l.channels), second = __ldg(weights + j * l.channels + 8);
+        const float first = kAlone ? weights[j * pitch] : __ldg(weights + j * pitch),
+                    second = kAlone ? weights[j * pitch + 8] : __ldg(weights + j * pitch + 8);
         const float before = early >= 0 && early < count ? sample[early] : 0.0f,
                     after = late >= 0 && late < count ? sample[late] : 0.0f;
         to.v[0] = fmaf(first, before, to.v[0]), to.v[1] = fmaf(first, after, to.v[1]);
         to.v[2] = fmaf(second, before, to.v[2]), to.v[3] = fmaf(second, after, to.v[3]);
       }
     };
+    const float *weights = a.floats + a.head.weights + s.channel, *others = a.floats + a.head.residual + s.channel;
+    if constexpr (kAlone) {
+      weights = reinterpret_cast<const float*>(shared + a.layout.head) + (thread >> 2 & 7);
+      others = weights + a.taps * a.actions * 16;
+    }
     const int gap = s.gap * a.actions, at = s.time * a.actions, begin = at - a.taps / 2 * a.actions;
-    accumulate(x, a.floats + a.head.weights + s.channel, a.taps * a.actions, begin, begin + gap);
-    accumulate(other, a.floats + a.head.residual + s.channel, a.actions, at, at + gap);
+    accumulate(x, weights, a.taps * a.actions, begin, begin + gap);
+    accumulate(other, others, a.actions, at, at + gap);
   }
 
   // Prefetches the first convolution's weights, which have left L1 since.
@@ -307,6 +359,19 @@ struct ClusterEpilogue : ClusterRole {
     const float *weights = a.floats + a.head.weights + s.channel, *others = a.floats + a.head.residual + s.channel;
     for (int j = lane & 3; j < a.taps * a.actions; j += 4) ptx::prefetch(weights + j * l.channels);
     for (int j = lane & 3; j < a.actions; j += 4) ptx::prefetch(others + j * l.channels);
+  }
+
+  // Keeps the first convolution's weights of the block's 16 channels.
+  __device__ __forceinline__ void keep_first_conv() const {
+    const ClusterLayer& l = layers[0];
+    const int channel = ThreadShare(l, ClusterTile(l, cluster, rank), 0).channel, many = a.taps * a.actions * 16;
+    float* to = reinterpret_cast<float*>(shared + a.layout.head);
+    for (int i = thread; i < many + a.actions * 16; i += kGroupThreads) {
+      const float* from = a.floats + (i < many ? a.head.weights : a.head.residual) + channel;
+      const int j = i < many ? i : i - many;
+      to[i] = from[(j >> 4) * l.channels + (j & 15)];
+    }
+    sync();
   }
 
   // Between two steps, and before the first and after the last one.
@@ -317,18 +382,21 @@ struct ClusterEpilogue : ClusterRole {
     const ThreadShare s(l, p, thread);
     Parameters r = {};
     if (step < a.steps) r = fetch_parameters(l, s);
-    if (s.valid && step < a.steps) prefetch_first_conv(l, s);
+    if (!kAlone && s.valid && step < a.steps) prefetch_first_conv(l, s);
     advance_sample(ThreadShare(l, p, 0));
     sync();
     if (step == a.steps) return;
     Values x = {}, other = {};
     if (s.valid) first_conv(l, s, x, other);
+    clear_beyond(l, p, s, x);
     modulate(Norm(l), r, x, AckTargets(l, p), false);
+    clear_beyond(l, p, s, x);
     residual = other;
     publish(target(l, p), x);
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (kAlone) keep_first_conv();
     for (;; step++) {
       ends();
       if (step == a.steps) return;

@@ -8,70 +8,83 @@ namespace dpa::kernels::unet1d {
 
 constexpr int kClusters = 8, kClusterBlocks = 16;   // all of them are there at once
 constexpr int kSlices = 8;                          // of the packed weights' input channels
-constexpr int kMinSamples = 4, kChunkSamples = 16;  // of one launch; fewer are filled up
+constexpr int kMinSamples = 4, kChunkSamples = 16;  // of one launch; fewer are filled up, but for one on its own
 constexpr int kTileRows = 64, kTileColumns = 64;
-constexpr int kStageSteps = 4;                          // steps of K in a stage of the circular buffer
-constexpr int kClusterStageBytes = kStageSteps * 2048;  // 64 rows x 16 channels a step
-constexpr int kMinClusterStages = 4, kMaxClusterStages = 12;
-constexpr int kGroupThreads = 128;                   // a warpgroup
-constexpr int kMaxWords = 8 * kGroupThreads;         // of 16 bytes, that a block receives for a GEMM
-constexpr int kMaxSteps = 48, kMaxSecondSteps = 16;  // of K, of a block, by segment
-constexpr int kClusterSharedBytes = 115200;          // two blocks a multiprocessor
+constexpr int kStageSteps = 4;  // steps of K in a stage of the circular buffer
+constexpr int kMinClusterStages = 4, kMaxClusterStages = 16;
+constexpr int kGroupThreads = 128;                     // a warpgroup
+constexpr int kMaxWords = 8 * kGroupThreads;           // of 16 bytes, that a block receives for a GEMM
+constexpr int kMaxInputs = 48, kMaxSecondInputs = 16;  // of a block, by segment: ClusterLayer::inputs
+constexpr int kMaxClusterConvs = 28;
+constexpr int kClusterSharedBytes = 114944;  // two blocks a multiprocessor, with what they have besides
 
 /// One GEMM. A tile is 64 output channels times all times of some samples. Its sum over K is shared by `ways`
 /// blocks: 8, each with the input channels of a slice, so that a cluster has two tiles, neighbours in their channels;
-/// or 16, where two blocks share a slice, or have one of the value and one of the skip.
+/// 16, where two blocks share a slice, or have one of the value and one of the skip; or 4, with two slices each, so
+/// that a cluster has four tiles.
 ///   samples of a cluster: tile `cluster >> (3 - sample_tiles_log2)` of the chunk's; so a cluster's samples in one
 ///   GEMM contain its samples in any other with as many tiles or more.
 ///   units: (GroupNorm group, sample) pairs of a tile, or of a cluster's two tiles where groups have 128 channels
-///   (`paired`). Each of the first blocks that share the tile or the pair finishes 1 << share_log2 of them: they
-///   receive the partial sums of their units from all blocks that have some.
+///   (`paired`). A unit is a row of shares, 8 rows by two times by two channels each. Each of the first blocks that
+///   share the tile or the pair finishes 1 << shares_log2 of them, whole units: they receive the partial sums of their
+///   shares from all blocks that have some.
+///   one sample on its own (ClusterLayout::alone): a cluster has all channels of a group, and each of its blocks
+///   finishes a part of it; the blocks exchange moments. Times are then a power of two, of which the last may be none
+///   of the signal's: they are zeros.
 /// Messages hold a GEMM's output as (channels / 8, times, samples of the chunk) words of 8 channels.
 struct alignas(16) ClusterLayer {
   int64_t weights[2];                               // byte offset of a segment
   int64_t source[2];                                // of the input, below
   int64_t message;                                  // of the output, or -1 after the last GEMM
-  int bias[2], norm, film;                          // offsets into the floats, or -1
+  int bias[2], norm, film, scale[2];                // offsets into the floats, or -1
   float inverse_count;                              // of a GroupNorm group
   int16_t taps[2], steps[2];                        // steps of K: of a segment, this block's
   int16_t steps_log2;                               // the same a tap
   int16_t packed_steps;                             // a tap, in the packed weights; of all blocks that share a slice
+  int16_t slices;                                   // of a block: 2 where 4 blocks share a tile, else 1
   int16_t packed_tiles_log2;                        // row tiles of 16 side by side in the packed weights
   int16_t ways, sample_tiles_log2, row_tiles_log2;  // row tiles: of 64, a segment
   int16_t samples_log2, columns_log2;               // of a tile
   int16_t num_segments, stride, upsample;
-  // Input: from octet slice * slice_octets + half * half_octets of source[half] on.
-  int16_t octets, slice_octets, half_octets, times_in_log2;
+  // Input: from octet slice * slice_octets + half * half_octets of source[half] on; of the first `first_octets`, the
+  // others from source[1].
+  int16_t octets, first_octets, slice_octets, half_octets, times_in_log2;
   int16_t pad, rows;  // in shared memory: times of zeros; rows of an octet
   // Where each step's columns begin, in units of 16 bytes from the block's input on: the first segment's, the second's.
-  alignas(8) uint16_t inputs[kMaxSteps + kMaxSecondSteps];
-  // Output.
-  int16_t times_log2, times_out_log2, channels, add, keep;
+  // Where `by_stage`, those of a stage's first step: its others follow two octets behind one another.
+  int16_t by_stage;
+  alignas(8) uint16_t inputs[kMaxInputs + kMaxSecondInputs];
+  // Output; times: of the signal.
+  int16_t times_log2, times_out_log2, times, channels, add, keep;
   // Units: their channels and pairs of times; how many stand side by side in a tile; how far apart a pair's times are.
-  int16_t rows_log2, pairs_log2, group_log2, gap_log2;
-  int16_t units, share_log2, finishers, paired;  // of those that share the units
-  int16_t pitch;                                 // bytes that a finisher receives from each block
-  int16_t next_by_all;                           // whether all of a cluster share the next GEMM's units
+  // Pairs: `steps` of them are 1 << step_log2 times apart, those of the next `steps` 1 << next_log2 behind.
+  int16_t rows_log2, pairs_log2, group_log2, gap_log2, pair_steps_log2, step_log2, next_log2;
+  int16_t units, shares_log2, finishers, paired;  // of those that share the units
+  int16_t pitch;                                  // bytes that a finisher receives from each block
+  int16_t next_by_all;                            // whether all of a cluster share the next GEMM's units
 };
 
 /// Where a layer's tile and this block's share of it lie.
 struct ClusterTile {
-  int way;                // 0: 8 blocks share the tile, 1: 16
-  int part;               // this block's rank among them
+  int part;               // this block's rank among those that share the tile
+  int half;               // of a slice, where 16 blocks share the tile
+  int slice;              // the first one of the block's input
   int first_peer, peers;  // of the blocks that share the units
   int finisher;           // this block's rank among those
   int sample0;            // first sample of the tile, in the chunk
   int segment, row_tile;  // segment: of an upsampling GEMM
   int first_channel;      // of the units
   DPA_HOST_DEVICE ClusterTile(const ClusterLayer& l, int cluster, int rank) {
-    way = l.ways == 16;
-    part = way ? rank : rank & 7;
-    const bool all = way || l.paired;
-    first_peer = all ? 0 : rank & 8, peers = all ? 16 : 8;
+    const bool all = l.ways == 16, few = l.ways == 4;
+    const int tiles_log2 = all ? 0 : few ? 2 : 1;  // of a cluster
+    part = rank & (l.ways - 1);
+    half = all ? rank >> 3 : 0;
+    slice = few ? 2 * part : rank & 7;
+    first_peer = l.paired ? 0 : rank - part, peers = l.paired ? 16 : l.ways;
     finisher = rank - first_peer;
     const int clusters_log2 = 3 - l.sample_tiles_log2;
     sample0 = cluster >> clusters_log2 << l.samples_log2;
-    const int mine = cluster & ((1 << clusters_log2) - 1), tile = way ? mine : 2 * mine + (rank >> 3);
+    const int mine = cluster & ((1 << clusters_log2) - 1), tile = (mine << tiles_log2) + (rank >> (4 - tiles_log2));
     segment = tile >> l.row_tiles_log2, row_tile = tile & ((1 << l.row_tiles_log2) - 1);
     first_channel = (l.paired ? row_tile & ~1 : row_tile) * kTileRows;
   }
@@ -79,40 +92,43 @@ struct ClusterTile {
 
 /// A block sends a GEMM's sums when their receivers have read the last ones. Each finisher acknowledges to all that may
 /// send to it next: the blocks that share its units, and the whole cluster where the next GEMM's units are shared by
-/// all. These are the ranks that it acknowledges to, and the finishers from which a block waits for an acknowledgement,
-/// a bit each.
+/// others. These are the ranks that it acknowledges to, and the finishers from which a block waits for an
+/// acknowledgement, a bit each.
 struct AckTargets {
   int first, count;
   uint32_t by;
   DPA_HOST_DEVICE AckTargets(const ClusterLayer& l, const ClusterTile& p) {
     const bool all = p.peers == kClusterBlocks || l.next_by_all;
     first = all ? 0 : p.first_peer, count = all ? kClusterBlocks : p.peers;
-    by = ((1u << l.finishers) - 1) << p.first_peer;
-    if (count > p.peers) by |= p.first_peer ? by >> 8 : by << 8;
+    by = 0;
+    for (int peer = first; peer < first + count; peer += p.peers) by |= ((1u << l.finishers) - 1) << peer;
   }
 };
 
 /// What a thread of a warpgroup finishes: channels `channel` and `channel` + 8 at times `time` and `time` + gap of one
 /// sample. Lanes side by side in fours have the same channels, and four rows of such fours make up 8 x 8 values.
 struct ThreadShare {
-  bool valid;        // the same for a warp
-  int unit, sample;  // unit: of this block; sample: of the chunk
+  bool valid;  // the same for a warp
+  int sample;  // of the chunk
   int channel, time, gap;
   DPA_HOST_DEVICE ThreadShare(const ClusterLayer& l, const ClusterTile& p, int thread) {
-    const int at = (thread & 3) | thread >> 5 << 2, tiles_log2 = l.rows_log2 - 4;
+    const int mine = (thread & 3) | thread >> 5 << 2, at = (p.finisher << l.shares_log2) + mine;
+    const int tiles_log2 = l.rows_log2 - 4;
     const int pair = at & ((1 << l.pairs_log2) - 1), tile = at >> l.pairs_log2 & ((1 << tiles_log2) - 1);
-    unit = at >> (l.pairs_log2 + tiles_log2);
-    const int all = (p.finisher << l.share_log2) + unit;
-    valid = unit < 1 << l.share_log2 && all < l.units;
-    sample = p.sample0 + (all >> l.group_log2);
-    channel = p.first_channel + ((all & ((1 << l.group_log2) - 1)) << l.rows_log2) + tile * 16 + (thread >> 2 & 7);
-    const int steps_log2 = l.pairs_log2 - l.gap_log2;  // pairs: those of the same offset first
+    const int unit = at >> (l.pairs_log2 + tiles_log2);
+    valid = mine < 1 << l.shares_log2 && unit < l.units;
+    sample = p.sample0 + (unit >> l.group_log2);
+    channel = p.first_channel + ((unit & ((1 << l.group_log2) - 1)) << l.rows_log2) + tile * 16 + (thread >> 2 & 7);
     gap = 1 << l.gap_log2;
-    time = ((pair & ((1 << steps_log2) - 1)) << (l.gap_log2 + 1)) + (pair >> steps_log2);
+    time = ((pair & ((1 << l.pair_steps_log2) - 1)) << l.step_log2) + (pair >> l.pair_steps_log2 << l.next_log2);
   }
-  /// The thread that finishes channels `row` and `row` + 8 of the unit's 16-row tile `tile`, a pair of times.
-  static DPA_HOST_DEVICE int thread(const ClusterLayer& l, int unit, int tile, int row, int pair) {
-    const int at = ((unit << (l.rows_log2 - 4)) + tile) << l.pairs_log2 | pair;
+  /// The share of the unit's 16-row tile `tile` and a pair of times, among all of those who share the units; the
+  /// thread that finishes its row `row`, of the finisher `share >> shares_log2`.
+  static DPA_HOST_DEVICE int share(const ClusterLayer& l, int unit, int tile, int pair) {
+    return ((unit << (l.rows_log2 - 4)) + tile) << l.pairs_log2 | pair;
+  }
+  static DPA_HOST_DEVICE int thread(const ClusterLayer& l, int share, int row) {
+    const int at = share & ((1 << l.shares_log2) - 1);
     return (at & 3) | row << 2 | at >> 2 << 5;
   }
 };
@@ -134,14 +150,17 @@ struct OutputWord {
 
 struct ClusterLayout {
   bool fits = false;
-  int count = 0;  // layers[0]: the first convolution, its output alone
+  bool alone = false;  // one sample, whose groups several blocks finish
+  int count = 0;       // layers[0]: the first convolution, its output alone
   int chunk_log2 = 0;
-  ClusterLayer layers[kMaxConvs + 1] = {};
+  int step_bytes = 0;  // of weights: 64 rows x 16 channels
+  ClusterLayer layers[kMaxClusterConvs + 1] = {};
   int64_t message_bytes = 0, tail_message = 0;  // of a step; there is room for two
   int64_t kept_bytes = 0;                       // of the packed tiles, from the first on: asked to stay in L2
   int sums_bytes = 0;                           // that a finisher receives for a segment, at most
   // Byte offsets in shared memory; sums: of the GEMM, then of the residual convolution.
-  int activations = 0, sums = 0, sample = 0, descriptors = 0, buffer = 0, stages = 0, shared_bytes = 0;
+  // head: of one sample on its own, the first convolution's weights of the block's 16 channels, and its residual's.
+  int activations = 0, sums = 0, sample = 0, head = 0, descriptors = 0, buffer = 0, stages = 0, shared_bytes = 0;
 };
 
 /// The layout for `batch` samples, of which one launch takes at most kChunkSamples.
