@@ -75,6 +75,15 @@ TORCH_LIBRARY(dpa, m) {
       functional);
 
   m.def(
+      "group_norm_act(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+      "Tensor? residual=None, bool relu=True) -> Tensor",
+      functional);
+  m.def(
+      "group_norm_act_backward(Tensor grad, Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor? residual, bool relu, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      functional);
+
+  m.def(
       "conv1d(Tensor input, Tensor weight, Tensor? bias=None, int stride=1, int padding=0, bool transposed=False) -> "
       "Tensor",
       functional);

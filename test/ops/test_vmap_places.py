@@ -119,6 +119,7 @@ def test_empty_maps(device, name):
 
 _MIXED = {
     "group_norm_mish": (1, 2),
+    "group_norm_act": (1, 2),
     "conv1d-3": (1, 2),
     "conv1d-transposed-5": (1, 2),
     "conv1d_gnm-5": (1, 2, 3, 4),

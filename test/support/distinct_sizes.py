@@ -22,6 +22,11 @@ def _norm(new: _NEW) -> tuple:
     return x, _GROUPS, new(_OUT), new(_OUT), 1e-5, *film, new(*x.shape)
 
 
+def _norm_act(new: _NEW) -> tuple:
+    x = new(_BATCH, _OUT, 9, 11)
+    return x, _GROUPS, new(_OUT), new(_OUT), 1e-5, new(*x.shape), False
+
+
 def _conv(new: _NEW, taps: int, stride: int = 1, transposed: bool = False) -> tuple:
     channels = (_IN, _OUT) if transposed else (_OUT, _IN)
     x, weight = new(_BATCH, _IN, _LENGTH), new(*channels, taps)
@@ -97,6 +102,8 @@ def calls(new: _NEW) -> dict[str, tuple[str, tuple]]:
         "fused_relu_add": (*_pair(new), 0.5),
         "group_norm_mish": _norm(new),
         "group_norm_mish_backward": _backward("group_norm_mish", _norm(new), new, 5),
+        "group_norm_act": _norm_act(new),
+        "group_norm_act_backward": _backward("group_norm_act", _norm_act(new), new, 4),
         "conv2d_norm_act": _image(new, 0),
         "conv2d_norm_act-groups": _image(new, _GROUPS),
         "spatial_softmax": (new(_BATCH, 3, 4, 5), new(1).abs() + 0.5),

@@ -25,8 +25,8 @@ struct Mish {
 };
 
 /// Calls `f(TypeTag<T>, TypeTag<P>)` with the types of the tensors and of the parameters.
-template <class F>
-cudaError_t dispatch_types(const GroupNormMish& args, F&& f) {
+template <class Args, class F>
+cudaError_t dispatch_types(const Args& args, F&& f) {
   const auto with = [&](auto tag) {
     if (args.parameter_dtype == args.dtype) return f(tag, tag);
     if (args.parameter_dtype == DType::kFloat32) return f(tag, TypeTag<float>{});

@@ -63,6 +63,14 @@ def _group_norm_mish_backward(n, grad, input, num_groups, *rest):
     return torch.ops.dpa.group_norm_mish_backward(grad, input, n * num_groups, *rest)
 
 
+def _group_norm_act(n, input, num_groups, *rest):
+    return torch.ops.dpa.group_norm_act(input, n * num_groups, *rest)
+
+
+def _group_norm_act_backward(n, grad, input, num_groups, *rest):
+    return torch.ops.dpa.group_norm_act_backward(grad, input, n * num_groups, *rest)
+
+
 def _conv1d_gnm(n, input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups, *rest):
     x = _conv1d(n, input, conv_weight, conv_bias, padding=conv_weight.shape[2] // 2)
     return _group_norm_mish(n, x, num_groups, gn_weight, gn_bias, *rest)
@@ -116,6 +124,8 @@ _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "fused_relu_add": ("ss-", "s"),
     "group_norm_mish": ("s-cc-sss", "s", _group_norm_mish),
     "group_norm_mish_backward": ("ss-cc-ss-", "sccss", _group_norm_mish_backward),
+    "group_norm_act": ("s-cc-s-", "s", _group_norm_act),
+    "group_norm_act_backward": ("ss-cc-s--", "sccs", _group_norm_act_backward),
     "conv1d": ("scc---", "s", _conv1d),
     "conv1d_forward": ("scc---", "s-", _conv1d_forward),
     "conv1d_backward": ("ssccc----", "scc", _conv1d_backward),

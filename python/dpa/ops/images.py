@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = [
     "conv2d_norm_act",
+    "group_norm_act",
     "resize_crop_normalize",
     "spatial_softmax",
 ]
@@ -64,6 +65,42 @@ def conv2d_norm_act(
     return torch.ops.dpa.conv2d_norm_act(
         input, weight, bias, scale, shift, residual, num_groups, eps, stride, padding, relu
     )
+
+
+def group_norm_act(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    relu: bool = True,
+) -> Tensor:
+    """Normalise groups of channels, add the residual and apply ReLU.
+
+    ``relu(group_norm(input, num_groups, weight, bias, eps) + residual)``, what follows a
+    convolution in the encoders of diffusion policies. On CUDA one kernel each way for channels-last
+    images of 16 bits or float32 whose groups are a power of two of 16-byte vectors (8 or 4
+    channels); PyTorch's ops elsewhere.
+
+    Args:
+        input: (B, C, ...), contiguous or a channels-last image.
+        num_groups: a positive divisor of C.
+        weight: (C,) or None for 1; in the input's dtype, or float32 beside a 16-bit input.
+        bias: (C,) or None for 0; likewise.
+        eps: added to the variance, at least 0.
+        residual: shaped like ``input`` and of its dtype, or None.
+        relu: whether ReLU comes last.
+
+    Returns:
+        The shape, dtype and order of ``input``. Differentiable in every tensor to any order. Under
+        autocast the input and the residual alone are cast.
+
+    Sources: He et al., Deep Residual Learning for Image Recognition (2015); Wu and He, Group
+    Normalization (2018).
+
+    """
+    return torch.ops.dpa.group_norm_act(input, num_groups, weight, bias, eps, residual, relu)
 
 
 def spatial_softmax(input: Tensor, temperature: Tensor | None = None) -> Tensor:

@@ -262,6 +262,32 @@ def conv2d_norm_act(
     return (y.relu() if relu else y).to(input.dtype)
 
 
+def group_norm_act(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    relu: bool = True,
+) -> Tensor:
+    """Compute ``relu(group_norm(input) * weight + bias + residual)`` on (B, C, ...)."""
+    wide = _wide(input.dtype)
+    batch, channels = input.shape[:2]
+    group = channels // num_groups * math.prod(input.shape[2:])
+    grouped = input.to(wide).reshape(batch, num_groups, group)
+    centred = grouped - grouped.mean(dim=2, keepdim=True)
+    variance = centred.square().mean(dim=2, keepdim=True)
+    x = (centred * torch.rsqrt(variance + eps)).reshape(input.shape)
+    if weight is not None:
+        x = x * _along(weight.to(wide)[None], x)
+    if bias is not None:
+        x = x + _along(bias.to(wide)[None], x)
+    if residual is not None:
+        x = x + residual.to(wide)
+    return (x.relu() if relu else x).to(input.dtype)
+
+
 def spatial_softmax(input: Tensor, temperature: Tensor | None = None) -> Tensor:
     """Return the mean (x, y) of each feature map's softmax, from -1 to 1 each way."""
     logits = input.to(_wide(input.dtype))
