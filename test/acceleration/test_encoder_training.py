@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from proofs import Calls
 from test_image_encoders import _ENCODERS, _lerobot_policy, _resnet, _visual_core
 from torch.testing import assert_close
 
@@ -57,6 +58,28 @@ def test_evaluation_stays_packed():
     assert fast.shadow.errors and fast.fallback_reason() is None
 
 
+def test_captures_record_channels_last_where_it_gains(monkeypatch):
+    encoder = dpa.accelerate(_ENCODERS["ResNet-18, GroupNorm"]().train())
+    graphed, images = replaced(encoder, "forward"), torch.rand(2, 3, 40, 40)
+
+    def norms(images, tf32):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+        with Calls() as calls:
+            out = graphed.recorded(images)
+        assert_close(out, want, rtol=1e-3, atol=1e-3)
+        return calls.names.count("dpa.group_norm_act.default")
+
+    want = graphed.original(images)
+    assert norms(images, tf32=True) == 20
+    assert norms(images, tf32=False) == 0
+    encoder.double()
+    images, want = images.double(), want.double()
+    assert norms(images, tf32=True) == 0
+
+
+_RESNETS = ("ResNet-18, GroupNorm", "ResNet-18, BatchNorm")
+
+
 def _statistics(module):
     return {
         name: buffer for name, buffer in module.named_buffers() if buffer.dim() or "num" in name
@@ -64,7 +87,7 @@ def _statistics(module):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["LeRobot, GroupNorm", "LeRobot, BatchNorm"])
+@pytest.mark.parametrize("name", ["LeRobot, GroupNorm", "LeRobot, BatchNorm", *_RESNETS])
 def test_training_steps_replay(hopper, name, autocast):
     """Gradients and statistics are the plain encoder's; every step has a crop of its own."""
     plain = _ENCODERS[name]().to(hopper).train()
@@ -84,7 +107,13 @@ def test_training_steps_replay(hopper, name, autocast):
             found.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
         error = [float((got - found[0]).norm() / found[0].norm()) for got in found[1:]]
         assert error[1] <= max(1.5 * error[0], 1e-3)
-        for got, want in zip(fast.buffers(), plain.buffers(), strict=True):  # and how many batches
-            assert_close(got, want, rtol=2e-2 if autocast else 1e-4, atol=1e-3)
+        kept = [_statistics(model) for model in (exact, plain, fast)]
+        for name_, want in kept[1].items():  # and how many batches
+            got, right = kept[2][name_], kept[0][name_]
+            if autocast and want.is_floating_point():  # both round: neither is the other's measure
+                limit = max(1.5 * (want - right).norm(), 1e-3 * right.norm())
+                assert (got - right).norm() <= limit, name_
+            else:
+                assert_close(got, want, rtol=1e-4, atol=1e-3)
     assert replaced(backbone_of(fast), "forward").captured == 1
-    assert not torch.equal(crops[-1], crops[-2])
+    assert name in _RESNETS or not torch.equal(crops[-1], crops[-2])
