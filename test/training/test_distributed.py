@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,15 @@ pytestmark = pytest.mark.skipif(
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = _ROOT / "docs" / "training.md"
-
+_DYING = _ROOT / "test/support/dying_worker.py"
+# Seconds from a process's death to the end of the job; torchrun waits 30 before it kills.
+_SOON = 60
 
 _DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 
-def _torchrun(*command, where, device, count=2):
-    """Run the processes; return what they printed."""
+def _torchrun(*command, where, device, count=2, fails=False):
+    """Run the processes; return what they printed, on stderr if they are to fail."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices here")
     # Sums over halves of a batch agree in float32, not in TF32.
@@ -40,8 +43,8 @@ def _torchrun(*command, where, device, count=2):
         text=True,
         timeout=HANGS,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done.stderr if fails else done.stdout
 
 
 @_DEVICES
@@ -69,6 +72,32 @@ def test_a_sharded_optimizer_equals_one_process(device, tmp_path):
     for kind, name in kinds.items():
         found = {(tmp_path / f"{kind}{rank}").read_text() for rank in range(count)}
         assert found == {name}
+
+
+def _dies(how, device, folder):
+    """Two processes that train until the second one dies; return torchrun's report."""
+    report = _torchrun(_DYING, how, folder, where=folder, device=device, fails=True)
+    assert time.time() - float((folder / "died").read_text()) < _SOON, report
+    return report
+
+
+@_DEVICES
+def test_an_error_in_one_process_ends_the_job_and_is_reported(device, tmp_path):
+    report = _dies("raises", device, tmp_path)
+    assert re.search(r"rank +: 1 .*?RuntimeError: the disk of rank 1 is full", report, re.S), report
+
+
+@_DEVICES
+def test_after_a_process_died_one_goes_on_from_the_last_checkpoint(device, tmp_path):
+    report = _dies("killed", device, tmp_path)
+    assert re.search(r"rank +: 1 .*?Signal 9 \(SIGKILL\)", report, re.S), report
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    _torchrun(_DYING, "lives", tmp_path, whole, where=tmp_path, device=device, count=1)
+    ran = [(folder / "ran").read_text() for folder in (tmp_path, whole)]
+    assert ran == ["5 to 8 on 1", "0 to 8 on 1"]
+    resumed, expected = (torch.load(folder / "last.pt") for folder in (tmp_path, whole))
+    assert_close(resumed, expected, rtol=1e-8, atol=1e-9)
 
 
 @_DEVICES

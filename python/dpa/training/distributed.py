@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
 from dpa.training.graphed_step import release_graphs
@@ -65,21 +66,20 @@ class Ranks:
             return kind(params, **options)
         return ShardedOptimizer(params, kind, **options)
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module under DDP, or itself where there is one process."""
+    def wrap(self, module: nn.Module, **options: Any) -> nn.Module:
+        """The module under DDP with these options, or itself where there is one process."""
         if self.count == 1:
             return module
+        options = {"gradient_as_bucket_view": True, **options}
         if self.device.type != "cuda":
-            return DistributedDataParallel(module, gradient_as_bucket_view=True)
+            return DistributedDataParallel(module, **options)
         # Gradients are taken up on the stream that DDP is made on. A capture cannot wait for the
         # default one; a plain loop is faster on it.
         main = torch.cuda.current_stream(self.device)
         stream = torch.cuda.Stream(self.device) if self.captured else main
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
-            model = DistributedDataParallel(
-                module, device_ids=[self.device], gradient_as_bucket_view=True
-            )
+            model = DistributedDataParallel(module, device_ids=[self.device], **options)
         main.wait_stream(stream)
         return model
 
@@ -89,7 +89,8 @@ def ranks(device: torch.device | None = None, captured: bool = False) -> Iterato
     """Initialise the process group that torchrun started, and destroy it at the end.
 
     The processes communicate through NCCL on CUDA and Gloo on the CPU. At the end the graphs of
-    :class:`dpa.training.GraphedStep` are released.
+    :class:`dpa.training.GraphedStep` are released. An exception ends this process without waiting
+    for the others, and stands in torchrun's report; torchrun ends the others.
 
     Args:
         device: what to compute on; by default CUDA where there is one, each process on its own
@@ -117,8 +118,15 @@ def ranks(device: torch.device | None = None, captured: bool = False) -> Iterato
         dist.init_process_group("gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, captured)
+    except Exception as error:
+        get_error_handler().record_exception(error)
+        if owner and kind == "cuda":
+            release_graphs()
+            # Destroying NCCL's communicators waits for the other processes, which wait for this.
+            dist.distributed_c10d._abort_process_group()
+        raise
     finally:
-        if owner:
+        if owner and dist.is_initialized():
             release_graphs()  # NCCL waits for the end of every graph that it is part of
             dist.destroy_process_group()
 
