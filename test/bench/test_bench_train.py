@@ -1,12 +1,17 @@
 """``dpa bench --train``: tables, the bars and the picture; a small network, no compiler."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from patience import HANGS
 from torch.testing import assert_close
 
-from dpa.bench import train, train_bars
+from dpa.bench import train, train_bars, train_ranks
 
 CliRunner = pytest.importorskip("typer.testing").CliRunner
 
@@ -46,19 +51,24 @@ def _rows(dpa_ms):
 def test_the_bars_compare_ratios():
     norm = [{"B, C, T": "1, 2, 3", "torch.compile a": 9.0, "torch.compile b": 8.0, "dpa": 2.0}]
     norm[0]["floor"] = 2.0
-    speeds = ((256, 1, 10), (256, 2, 16), (256, 2, 14), (1024, 1, 10), (1024, 2, 3), (1024, 2, 19))
-    gpus = [{"how": "", "GPUs": n, "batch a GPU": b, "samples a second": s} for b, n, s in speeds]
+    speeds = {"80 M, 256": ((1, 10), (2, 16), (2, 14)), "80 M, 1024": ((1, 10), (2, 3), (2, 19))}
+    speeds |= {"with images": ((1, 10), (4, 37)), "4096 samples": ((1, 10), (4, 37))}
+    gpus = [
+        {"case": case, "how": "", "GPUs": n, "samples a second": s}
+        for case, measured in speeds.items()
+        for n, s in measured
+    ]
     optimizers = [{"what": "AdamW", "dpa": us, "floor": 100.0} for us in (104.0, 110.0, 120.0)]
     found = train_bars.bars(_rows(200.0), norm, optimizers, gpus)
-    assert len(found) == 11 + 10 + 1 + 3 + 2
+    assert len(found) == 11 + 10 + 1 + 3 + 4
     assert_close([row["ratio"] for row in found[:11]], [5.0] * 11)
     assert [row["holds"] for row in found[:11]] == [
         *("aim", "yes", "aim", "yes", "aim", "aim", "aim", "aim", "yes", "aim", "aim")
     ]
-    ratios = [*[0.8, 1.1] * 5, 4.0, 1.04, 1.1, 1.2, 1.6, 1.9]
+    ratios = [*[0.8, 1.1] * 5, 4.0, 1.04, 1.1, 1.2, 1.6, 1.9, 3.7, 3.7]
     assert_close([row["ratio"] for row in found[11:]], ratios)
     assert [row["holds"] for row in found[11:]] == [
-        *(*("yes", "NO") * 5, "aim", "aim", "yes", "NO", "NO", "yes")
+        *(*("yes", "NO") * 5, "aim", "aim", "yes", "NO", "NO", "yes", "yes", "NO")
     ]
     assert_close(found[21]["aim"], 8.0 / 2.6)
     # Weights of 16 bits may be the faster rival, forward alone.
@@ -68,6 +78,28 @@ def test_the_bars_compare_ratios():
     slow = train_bars.bars(_rows(500.0), [], [], [])
     assert {row["holds"] for row in slow[:11]} == {"NO"}
     assert train_bars.bars([], [], [], []) == []
+
+
+def test_several_processes_are_measured(tmp_path):
+    pytest.importorskip("diffusers")
+    worker = Path(__file__).parents[1] / "support/scaling_worker.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    file = tmp_path / "rows.json"
+    command = [*launcher, "--nproc-per-node=2", str(worker), str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert "network" in found
+    for rows in found.values():
+        alone, *others = rows
+        assert (alone["how"], alone["GPUs"]) == (train_ranks.ALONE, 1)
+        assert {row["GPUs"] for row in others} == {2}
+        assert all(row["step us"] > 0 for row in rows)
+    trained = [row["how"] for row in found["network"][1:]]
+    assert trained == [train_ranks.DDP, train_ranks.SHARDED]
+    # The same random numbers, and weights, as in one process.
+    assert found["sampled"][1]["largest difference"] < 1e-5
 
 
 def test_a_whole_step_trains(device):

@@ -11,7 +11,7 @@ import torch
 
 from dpa.bench import train, train_bars
 
-_TABLES = ("training", "GroupNorm + Mish + FiLM", "optimizers", "two GPUs")
+_TABLES = ("training", "GroupNorm + Mish + FiLM", "optimizers", "several GPUs")
 Tables = dict[str, Any]
 
 
@@ -32,7 +32,7 @@ def stages(part: str) -> dict[str, Callable[[], Tables]]:
     if part in ("all", "optimizer"):
         found["AdamW and EMA"] = partial(_table, _TABLES[2], "train_optimizer")
     if part in ("all", "ddp") and torch.cuda.device_count() > 1:
-        found["two GPUs"] = partial(_table, _TABLES[3], "train_ranks")
+        found["several GPUs"] = partial(_table, _TABLES[3], "train_ranks")
     return found
 
 

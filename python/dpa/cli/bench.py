@@ -20,8 +20,9 @@ Without: beside torch.compile and the physical floor too. On a GPU the small ops
 and the whole denoising loop, with what the sampler is held to and whether it holds: two to three
 minutes; on the CPU every op, and the U-Net beside ONNX Runtime and OpenVINO too, where they are
 installed. Writes OUT/results.json, after each part what there is by then, and plots. With --train:
-training steps eager, compiled and on dpa, called and in a CUDA graph, their peak memory, steps on
-two GPUs where there are two, and what is required of them; OUT/train.json and a plot.
+training steps eager, compiled and on dpa, called and in a CUDA graph, their peak memory, steps and
+sampling on several GPUs where there are some, and what is required of them; OUT/train.json and a
+plot.
 
 Examples:
 
