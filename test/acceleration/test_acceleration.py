@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from policies import (
-    ONE_LEVEL,
     call_of,
     diffusers,
     lerobot_policy,
@@ -268,18 +267,6 @@ def test_training_mode_and_gradients(device):
                 torch.testing.assert_close(got.grad, expected.grad, rtol=1e-3, atol=1e-4)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile_without_a_graph_break(backend, device):
-    # Inductor's code of a level is long to make, and stands for that of the others.
-    unet, inputs = unet_and_inputs(device, **(ONE_LEVEL if backend == "inductor" else {}))
-    expected = unet(*inputs) * 2
-    dpa.accelerate(unet)
-    compiled = torch.compile(lambda *args: unet(*args) * 2, backend=backend, fullgraph=True)
-    for _ in range(2):
-        torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_network_is_recognised_once(device, monkeypatch):
     recognised, policy = [], original_policy(device)
     for module in (survey, unet_forward, config, unet, family):
@@ -322,42 +309,6 @@ def doubled_and_inputs(device="cpu", **options):
     return unet, inputs
 
 
-@torch.no_grad()
-def test_compiled_first_a_network_is_compared_too():
-    def graph(module, _):
-        graphs.append(any("dpa" in str(node.target) for node in module.graph.nodes))
-        return module.forward
-
-    for make, fits in ((doubled_and_inputs, False), (unet_and_inputs, True)):
-        torch._dynamo.reset()
-        graphs = []
-        unet, inputs = make(**ONE_LEVEL)
-        want = unet(*inputs)
-        dpa.accelerate(unet)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            got = torch.compile(unet, backend=graph, fullgraph=True)(*inputs)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        assert graphs == [fits]
-        assert fits != any("accelerated Doubled differs" in str(w.message) for w in caught)
-
-
-def test_compiled_calls_leave_float_timesteps_to_the_original():
-    unet, _ = unet_and_inputs(**ONE_LEVEL)
-
-    class Truncating(type(unet)):
-        def forward(self, sample, timestep, local_cond=None, global_cond=None):
-            return super().forward(sample, int(timestep), local_cond, global_cond)
-
-    unet.__class__ = Truncating
-    sample, cond = torch.randn(3, 8, 2), torch.randn(3, 4)
-    want = unet(sample, 7.9, None, cond)
-    dpa.accelerate(unet)
-    unet(sample, 7, None, cond)
-    got = torch.compile(unet, backend="eager")(sample, 7.9, None, cond)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("first", ["empty", "zero", "nan"])
 @torch.no_grad()
 def test_a_first_call_that_shows_nothing_is_no_check(first):
@@ -382,156 +333,6 @@ def test_a_first_call_that_shows_nothing_is_no_check(first):
             with pytest.warns(RuntimeWarning, match="differs"):
                 assert torch.equal(unet(*inputs), want)
         assert (forward.shadow.failed is None) == fits and len(forward.shadow.errors) == 1
-
-
-def test_checkpointed_from_the_first_call_on():
-    unet, inputs = unet_and_inputs()
-    plain = copy.deepcopy(unet)
-    dpa.accelerate(unet.train())
-    for _ in range(2):
-        for network in (unet, plain.train()):
-            network.zero_grad()
-            out = torch.utils.checkpoint.checkpoint(network, *inputs, use_reentrant=False)
-            out.square().sum().backward()
-        for got, want in zip(unet.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-4)
-    assert max(replaced_forward(unet).shadow.errors.values()) < 1e-5
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@torch.no_grad()
-def test_traced_and_exported_it_is_the_original():
-    unet, inputs = unet_and_inputs()
-    unet.requires_grad_(False)  # torch.jit.trace takes them for constants
-    want = unet(*inputs)
-    dpa.accelerate(unet)
-    sample, timestep, _, cond = inputs
-    for _ in range(2):
-        traced = torch.jit.trace(lambda x, t, g: unet(x, t, None, g), (sample, timestep, cond))
-        exported = torch.export.export(unet, inputs).module()
-        torch.testing.assert_close(traced(sample, timestep, cond), want)
-        torch.testing.assert_close(exported(*inputs), want)
-        unet(*inputs)
-
-
-@torch.no_grad()
-def test_forward_mode_derivatives():
-    unet, inputs = unet_and_inputs()
-    plain, tangent = copy.deepcopy(unet), torch.randn_like(inputs[0])
-    dpa.accelerate(unet)
-    unet(*inputs), unet(*inputs)
-    results = []
-    for network in (unet, unet, plain):
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(inputs[0], tangent)
-            out = torch.autograd.forward_ad.unpack_dual(network(dual, *inputs[1:]))
-            results.append(out.tangent)
-    for got in results[:2]:
-        torch.testing.assert_close(got, results[2], rtol=1e-4, atol=1e-4)
-
-
-def test_more_levels_than_the_ops_run_layer_by_layer():
-    policy = original_policy("cpu")
-    unet = dpa.nn.ConditionalUnet1D(2, None, 4, 16, (8, 8, 8, 8, 8, 8))
-    policy.model = dpa.reference.plain(unet).eval()
-    with pytest.raises(ValueError, match="must have 1 to 5 down_dims to be packed, got"):
-        dpa.PackedUnet(policy.model)
-    fast = dpa.accelerate(copy.deepcopy(policy), fallback=False)
-    assert "layer by layer with dpa's ops: unet must have 1 to 5" in str(dpa.explain(fast))
-    data, cond = torch.zeros(2, 32, 2), torch.randn(2, 4)
-    for _ in range(2):
-        results = []
-        for current in (fast, policy):
-            torch.manual_seed(1)
-            with torch.no_grad():
-                results.append(current.conditional_sample(data, data.bool(), None, cond))
-        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
-
-
-def test_a_network_that_only_looks_right_falls_back(device):
-    unet, inputs = doubled_and_inputs(device)
-    expected = unet(*inputs)
-    dpa.accelerate(unet)
-    with pytest.warns(RuntimeWarning, match=r"accelerated Doubled differs .* the original runs"):
-        assert torch.equal(unet(*inputs), expected)
-    assert torch.equal(unet(*inputs), expected)
-
-
-def test_hooks_are_still_called():
-    unet, inputs = unet_and_inputs()
-    dpa.accelerate(unet)
-    seen = []
-    unet.mid_modules[0].register_forward_hook(lambda *_: seen.append(1))
-    with torch.no_grad():
-        unet(*inputs)
-        unet(*inputs)
-    assert len(seen) == 2
-
-
-@torch.no_grad()
-def test_a_scheduler_of_another_class_leaves_the_loop(device):
-    policy = original_policy(device)
-    policy.noise_scheduler = diffusers.EulerAncestralDiscreteScheduler(20)
-    data = torch.zeros(1, 8, 2, device=device)
-    call = (data, data.bool(), None, torch.randn(1, 4, device=device))
-    torch.manual_seed(3)
-    expected = policy.conditional_sample(*call)
-    dpa.accelerate(policy)
-    for _ in range(2):
-        torch.manual_seed(3)
-        torch.testing.assert_close(policy.conditional_sample(*call), expected, rtol=1e-3, atol=1e-3)
-    assert "EulerAncestralDiscreteScheduler" in str(dpa.explain(policy))
-
-
-def test_objects_that_only_hold_modules():
-    class Holder:
-        pass
-
-    outer, outer.ema = Holder(), Holder()
-    outer.ema.averaged_model, _ = unet_and_inputs()
-    dpa.accelerate(outer)
-    assert isinstance(replaced_forward(outer.ema.averaged_model), FastForward)
-    assert dpa.explain(outer).findings[0].path == "ema.averaged_model"
-    dpa.restore(outer)
-    assert "forward" not in vars(outer.ema.averaged_model)
-
-
-def test_what_is_refused():
-    with pytest.raises(TypeError, match="no conditional U-Net and no denoising loop was found"):
-        dpa.accelerate(nn.Linear(2, 2))
-    unet, _ = unet_and_inputs()
-    with pytest.raises(ValueError, match="mode must be one of loop, step, chain, got 'fast'"):
-        dpa.accelerate(unet, mode="fast")
-    with pytest.raises(ValueError, match="dtype must be float32, float16 or bfloat16"):
-        dpa.accelerate(unet, torch.float64)
-    unet.final_conv[0] = nn.Identity()
-    with pytest.raises(TypeError, match=r"unchanged: .*parameters differ: missing: final_conv"):
-        dpa.accelerate(unet)
-
-
-def test_what_fails_leaves_the_model_as_it_was():
-    policy = original_policy("cpu")
-    policy.noise_scheduler = diffusers.PNDMScheduler(20)
-    with pytest.raises(TypeError, match=r"all must be fused, got: .*PNDMScheduler"):
-        dpa.accelerate(policy, fallback=False)
-    plain = attributes(policy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="PNDMScheduler"):
-            dpa.accelerate(policy)
-    assert attributes(policy) == plain
-    with pytest.warns(RuntimeWarning, match="PNDMScheduler"):
-        dpa.accelerate(policy, tolerance=0.1)
-    before = attributes(policy)
-    with pytest.raises(TypeError, match="with fallback=False all must be fused"):
-        dpa.accelerate(policy, fallback=False)
-    assert attributes(policy) == before
-    scheduler = dpa.accelerate(diffusers.DDPMScheduler(20))
-    step = scheduler.step
-    scheduler.register_to_config(thresholding=True)
-    with pytest.raises(TypeError, match="thresholding"):
-        dpa.accelerate(scheduler)
-    assert scheduler.step is step
 
 
 def test_bfloat16_on_the_real_input():

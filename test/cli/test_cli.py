@@ -199,6 +199,52 @@ def test_a_checkpoint_of_the_hub(tmp_path, unet, monkeypatch):
     assert json.loads(result.stdout)["checkpoint"] == "someone/policy"
 
 
+@pytest.mark.parametrize("cameras", [0, 2])
+def test_a_configuration_without_weights(tmp_path, cameras, monkeypatch):
+    modeling = pytest.importorskip("lerobot.policies.diffusion.modeling_diffusion")
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+
+    observed = {
+        f"observation.images.{i}": (FeatureType.VISUAL, (3, 64, 64)) for i in range(cameras)
+    }
+    observed["observation.state"] = FeatureType.STATE, (5,)
+    if not cameras:
+        observed["observation.environment_state"] = FeatureType.ENV, (4,)
+    config = DiffusionConfig(
+        input_features={name: PolicyFeature(*feature) for name, feature in observed.items()},
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))},
+        n_obs_steps=3, down_dims=(16, 32), kernel_size=3, diffusion_step_embed_dim=16,
+        spatial_softmax_num_keypoints=7, crop_shape=None, use_film_scale_modulation=False,
+        device="cpu",
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    hub = Hub(monkeypatch, tmp_path)
+    result = CliRunner().invoke(app, ["explain", "someone/policy", "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert hub.asked and said["weights"].startswith("none: ")
+    unet = modeling.DiffusionModel(config).unet
+    assert said["parameters"] == sum(parameter.numel() for parameter in unet.parameters())
+    assert said["arguments"]["cond_predict_scale"] is False
+    assert said["accelerated"][0]["how"] == dpa.explain(unet).findings[0].how
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"type": "act"}, "type must be 'diffusion' to describe a U-Net, got 'act'"),
+        ({"type": "diffusion"}, "lacks 'input_features'"),
+        ({"type": "diffusion", "input_features": 3}, "describes no U-Net of the family"),
+    ],
+)
+def test_a_configuration_of_no_unet(tmp_path, config, message, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert status_of_main("explain", tmp_path, monkeypatch=monkeypatch) != 0
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_folder_that_is_here_is_no_name_of_the_hub(tmp_path, monkeypatch):
     hub = Hub(monkeypatch, tmp_path)
     (tmp_path / "someone" / "policy").mkdir(parents=True)

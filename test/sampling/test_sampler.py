@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from policies import lerobot_unet
 from tolerances import gradient_tolerance
 from torch import nn
 
 import dpa
 from dpa.nn import ConditionalUnet1D
-from dpa.schedulers.conversion import StepTable, from_diffusers
+from dpa.schedulers.conversion import from_diffusers
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 DDPM, DDIM = diffusers.DDPMScheduler, diffusers.DDIMScheduler
@@ -200,148 +199,6 @@ def test_number_of_steps_may_change_later():
         sampler.num_inference_steps = 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_network_in_another_dtype_follows_its_weights(dtype, device):
-    scheduler, steps, _ = make_scheduler("ddim")
-    unet = make_unet(device)
-    cond, noise = torch.randn(3, 4, device=device), torch.randn(SHAPE, device=device)
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps, dtype, fused=False)
-    for _ in range(2):
-        got = sampler(cond, noise=noise)
-        cast = copy.deepcopy(unet).to(dtype)
-        want = dpa.DiffusionSampler(cast, scheduler, steps, fused=False)(cond, noise=noise)
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-        # Training goes on between two calls, in a way that no version counter shows.
-        for parameter in unet.parameters():
-            parameter.data.mul_(1.5)
-    assert all(p.dtype == torch.float32 and p.requires_grad for p in unet.parameters())
-
-
-class _Louder(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return 2 * self.layer(x)
-
-
-def _wrapped(unet):
-    unet.final_conv[0] = _Louder(unet.final_conv[0])
-
-
-def _eps(unet):
-    for module in unet.modules():
-        if isinstance(module, nn.GroupNorm):
-            module.eps = 0.5
-
-
-def _parametrized(unet):
-    nn.utils.parametrizations.weight_norm(unet.final_conv[1])
-    unet.final_conv[1].parametrizations.weight.original0.data *= 2
-
-
-def _hook(unet):
-    unet.final_conv[0].register_forward_hook(lambda module, args, out: 2 * out)
-
-
-def _mode(unet):
-    unet.final_conv.append(nn.Dropout(1.0).eval())
-    return unet.final_conv[2].train
-
-
-@pytest.mark.parametrize("change", [_wrapped, _eps, _parametrized, _hook, _mode])
-def test_network_in_another_dtype_follows_its_structure(change):
-    scheduler, steps = DDIM(20, prediction_type="sample"), 1  # in which rounding does not grow
-    unet, cond, noise = make_unet("cpu").eval(), torch.randn(3, 4), torch.randn(SHAPE)
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps, torch.bfloat16, fused=False)
-    before = sampler(cond, noise=noise)
-    if (later := change(unet)) is not None:
-        assert torch.equal(sampler(cond, noise=noise), before)
-        later()
-    got = sampler(cond, noise=noise)
-    want = diffusers_loop(unet, scheduler, steps, cond, noise)
-    torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
-    assert not torch.allclose(got, before, rtol=0.1, atol=0.1)
-
-
-def test_the_copy_in_another_dtype_serves_other_modes():
-    unet, cond, noise = make_unet("cpu").eval(), torch.randn(3, 4), torch.randn(SHAPE)
-    sampler = dpa.DiffusionSampler(unet, DDIM(20), 2, torch.bfloat16, fused=False)
-    with torch.inference_mode():
-        before = sampler(cond, noise=noise)
-    assert torch.equal(sampler(cond, noise=noise), before)
-    first, second = unet.mid_modules[0].blocks
-    second.block[0].weight = first.block[0].weight  # in two places from now on
-    fresh = dpa.DiffusionSampler(unet, DDIM(20), 2, torch.bfloat16, fused=False)
-    assert torch.equal(sampler(cond, noise=noise), fresh(cond, noise=noise))
-
-
-class _Scaled(nn.Module):
-    """A network with a number, which TorchScript keeps in C++, and a mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.unet, self.factor = make_unet("cpu"), 1.0
-        self.dropout = nn.Dropout(1.0).eval()
-
-    def forward(self, sample, timestep, global_cond: torch.Tensor):
-        return self.dropout(self.unet(sample, timestep, global_cond=global_cond)) * self.factor
-
-
-@pytest.mark.parametrize(
-    "change", [lambda net: setattr(net, "factor", 2.0), lambda net: net.dropout.train()]
-)
-def test_a_scripted_network_in_another_dtype_follows_its_attributes(change):
-    scheduler, steps = DDIM(20, prediction_type="sample"), 1
-    unet, cond, noise = torch.jit.script(_Scaled()), torch.randn(3, 4), torch.randn(SHAPE)
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps, torch.bfloat16, fused=False)
-    before = sampler(cond, noise=noise)
-    change(unet)
-    got = sampler(cond, noise=noise)
-    fresh = dpa.DiffusionSampler(unet, scheduler, steps, torch.bfloat16, fused=False)
-    assert torch.equal(got, fresh(cond, noise=noise)) and not torch.equal(got, before)
-
-
-def test_the_copy_in_another_dtype_is_kept(monkeypatch):
-    scheduler, steps, _ = make_scheduler("ddim")
-    unet, made = make_unet("cpu"), []
-    networks = [unet, torch.compile(make_unet("cpu"), backend="eager"), torch.jit.script(unet)]
-    samplers = [
-        dpa.DiffusionSampler(network, scheduler, steps, torch.bfloat16, horizon=8, fused=False)
-        for network in networks
-    ]
-    copied = copy.deepcopy
-    monkeypatch.setattr(
-        "dpa.sampling.stepwise_loop.copy",
-        SimpleNamespace(deepcopy=lambda m: made.append(m) or copied(m)),
-    )
-    for sampler in samplers:
-        for _ in range(3):
-            sampler(torch.randn(3, 4))
-            for parameter in unet.parameters():
-                parameter.data = parameter.data * 1.5
-    assert list(map(id, made)) == list(map(id, networks))
-
-
-@pytest.mark.parametrize("parallel", [None, dpa.Parallel(3, 0)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_lerobots_network_in_another_dtype(dtype, parallel):
-    """It computes the timestep's embedding in float32 whatever its weights are."""
-    arguments = {"input_dim": 2, "global_cond_dim": 4, "down_dims": (16, 32)}
-    unet = lerobot_unet({**arguments, "diffusion_step_embed_dim": 16}).eval()
-    scheduler, steps = DDIM(20, prediction_type="sample"), 5
-    cond, noise = torch.randn(3, 4), torch.randn(SHAPE)
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps, dtype, parallel=parallel)
-
-    def called(sample, timestep, global_cond):
-        return unet(sample, timestep.expand(3), global_cond)
-
-    want = diffusers_loop(called, scheduler, steps, cond, noise)
-    assert (sampler(cond, noise=noise) - want).norm() < 5e-2 * want.norm()
-
-
 @pytest.mark.parametrize("parallel", [None, dpa.Parallel(3, 0)])
 def test_packed_weights_follow_changes_in_inference_mode(parallel):
     """Parameters that are made in inference mode count no versions."""
@@ -374,30 +231,6 @@ def test_empty_batch(parallel, fused, device):
         assert sampler(torch.randn(0, 4, device=device), generator=generator).shape == (0, 8, 2)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("parallel", [None, dpa.Parallel(3, 0)])
-def test_float64_network_in_float32_gives_float64(parallel, fused, device):
-    scheduler, steps, _ = make_scheduler("ddim")
-    unet = make_unet(device).double()
-    cond, noise = torch.randn(3, 4, device=device), torch.randn(SHAPE, device=device)
-    options = {"dtype": torch.float32, "fused": fused, "parallel": parallel}
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps, **options)
-    want = diffusers_loop(unet, scheduler, steps, cond.double(), noise.double())
-    for _ in range(2):
-        got = sampler(cond, noise=noise)
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-
-
-def test_float64_network_samples_in_float64(device):
-    scheduler, steps, _ = make_scheduler("ddpm")
-    sampler = dpa.DiffusionSampler(make_unet(device).double(), scheduler, steps, horizon=8)
-    cond = torch.randn(3, 4, device=device)
-    got = sampler(cond, generator=torch.Generator().manual_seed(0))
-    want = sampler(cond.double(), generator=torch.Generator().manual_seed(0))
-    assert got.dtype == torch.float64
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
 def test_scripted_and_compiled_networks():
     scheduler, steps, _ = make_scheduler("ddim")
     unet, cond, noise = make_unet("cpu"), torch.randn(3, 4), torch.randn(SHAPE)
@@ -416,23 +249,6 @@ def test_a_compiled_network_is_packed():
     sampler = dpa.DiffusionSampler(compiled, scheduler, steps, fused=True)
     for _ in range(2):
         assert torch.equal(sampler(cond, noise=noise), want)
-
-
-@pytest.mark.parametrize("kind", ["another network", "float64"])
-def test_a_network_that_cannot_be_packed_runs_step_by_step_where_that_is_asked(kind):
-    scheduler, steps, _ = make_scheduler("ddim")
-    unet, cond, noise = make_unet("cpu"), torch.randn(3, 4), torch.randn(SHAPE)
-    if kind == "float64":
-        unet.double()
-    else:
-        unet.mid_modules[0].blocks[0].block[2] = torch.nn.SiLU()
-    want = dpa.DiffusionSampler(unet, scheduler, steps)(cond, noise=noise)
-    with pytest.raises(ValueError, match="must be"):
-        dpa.DiffusionSampler(unet, scheduler, steps, fused=True)(cond, noise=noise)
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps, fused=True, fallback=True)
-    with pytest.warns(UserWarning, match="must be .*: the loop runs step by step instead"):
-        got = sampler(cond, noise=noise)
-    torch.testing.assert_close(got, want)
 
 
 def test_live_scheduler_may_change_afterwards():
@@ -457,111 +273,6 @@ def test_a_loop_never_waits_for_the_gpu(device):
         sampler(cond, **arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-MASK = torch.zeros(SHAPE, dtype=torch.bool)
-REFUSED = [
-    ({"noise": torch.zeros(3, 8, 3)}, r"noise must be \(B, T, Da\) = \(3, 8, 2\), got \(3, 8, 3\)"),
-    ({"noise": torch.zeros(3, 4, 2)}, r"noise must be .* got \(3, 4, 2\)"),
-    ({"noise": torch.zeros(8, 2)}, r"noise must have 3 dimensions, got \(8, 2\)"),
-    ({"noise": torch.zeros(SHAPE, device="meta")}, "noise must be on the network's device cpu"),
-    ({"batch_size": 4}, r"global_cond must have a batch of 1 or 4, got \(3, 4\)"),
-    ({"condition_data": torch.zeros(SHAPE)}, "condition_mask must be given"),
-    ({"condition_mask": MASK}, "condition_data must be given"),
-    ({"condition_data": torch.zeros(SHAPE), "condition_mask": MASK.int()}, "bool tensor"),
-    ({"condition_data": torch.zeros(3, 8, 1), "condition_mask": MASK}, r"condition_data must be"),
-    ({"local_cond": torch.zeros(3, 6, 1)}, r"local_cond must have the horizon 8, got \(3, 6, 1\)"),
-    ({"global_cond": torch.zeros(3, 2, 2)}, "global_cond must have 2 dimensions"),
-    ({"global_cond": None}, "global_cond must be given"),
-    ({"global_cond": torch.zeros(3, 4).numpy()}, "global_cond must be a tensor, got ndarray"),
-    ({"global_cond": [[0.0] * 4] * 3}, "global_cond must be a tensor, got list"),
-    ({"batch_size": -1}, "batch_size must be an integer of at least 0, got -1"),
-    ({"batch_size": "3"}, "batch_size must be an integer of at least 0, got '3'"),
-    ({"generator": 7}, "generator must be a torch.Generator, or a sequence of them, got int"),
-    ({"generator": []}, "generator must be one, or a sequence of 3, got 0"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_arguments_that_are_refused(change, message):
-    scheduler, steps, _ = make_scheduler("ddim")
-    sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps, horizon=8)
-    by_the_op = message == "global_cond must be given"
-    with pytest.raises(RuntimeError if by_the_op else ValueError, match=message):
-        sampler(**{"global_cond": torch.zeros(3, 4), **change})
-
-
-@pytest.mark.parametrize("change", [{"global_cond": [[0.0] * 4]}, {"generator": []}])
-def test_a_call_after_a_good_one_is_checked_too(change):
-    scheduler, steps, _ = make_scheduler("ddim")
-    sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps, horizon=8, fused=True)
-    sampler(torch.zeros(1, 4))
-    with pytest.raises(ValueError, match=f"DiffusionSampler: {next(iter(change))} must be"):
-        sampler(**{"global_cond": torch.zeros(1, 4), **change})
-
-
-def test_constructors_that_are_refused():
-    scheduler, _, _ = make_scheduler("ddim")
-    for dtype in (torch.int32, "float32"):
-        for name in ("dtype", "noise_dtype"):
-            with pytest.raises(ValueError, match=rf" {name} must be a floating dtype, got {dtype}"):
-                dpa.DiffusionSampler(make_unet("cpu"), scheduler, 4, **{name: dtype})
-    with pytest.raises(ValueError, match="unet must be a network, or a function like one"):
-        dpa.DiffusionSampler(None, scheduler, 4)
-    with pytest.raises(ValueError, match=r"parallel must be a dpa.Parallel, got <class 'int'>"):
-        dpa.DiffusionSampler(make_unet("cpu"), scheduler, 4, parallel=3)
-    for size in (0, -8, 2.5, "8"):
-        for name in ("horizon", "action_dim"):
-            sampler = dpa.DiffusionSampler(
-                make_unet("cpu"), scheduler, 4, **{"horizon": 8, name: size}
-            )
-            with pytest.raises(ValueError, match=rf"{name} must be an integer of at least 1, got"):
-                sampler(torch.zeros(3, 4))
-    with pytest.raises(TypeError, match="scheduler must be a DDPMScheduler, a DDIM"):
-        dpa.DiffusionSampler(make_unet("cpu"), object(), 4)
-    table = StepTable(torch.zeros(1), torch.zeros(1, 6))
-    with pytest.raises(ValueError, match=r"be left out with a StepTable, got 0.5 and False"):
-        dpa.DiffusionSampler(make_unet("cpu"), table, eta=0.5)
-
-
-def test_8_bit_dtypes_are_for_packed_weights_alone():
-    """A network itself cannot run in float8: said at construction, not deep in a convolution."""
-    unet = torch.nn.Linear(2, 2)
-    table = dpa.schedulers.from_diffusers(diffusers.DDPMScheduler(), 2)
-    for dtype, fused in [(torch.float8_e4m3fn, False), (torch.float8_e5m2, True)]:
-        with pytest.raises(ValueError, match="dtype must have 16 bits or more"):
-            dpa.DiffusionSampler(unet, table, dtype=dtype, fused=fused)
-
-
-def test_fallback_says_why_and_runs_the_schedulers_own_step(device):
-    scheduler = DDPM(20, beta_schedule="squaredcos_cap_v2", thresholding=True)
-    unet, cond = make_unet(device), torch.randn(3, 4, device=device)
-    with pytest.raises(ValueError, match="thresholding must be False"):
-        dpa.DiffusionSampler(unet, scheduler, 5, horizon=8)
-    with pytest.warns(UserWarning, match=r"thresholding must be False.*own step runs instead"):
-        sampler = dpa.DiffusionSampler(unet, scheduler, 5, horizon=8, fallback=True)
-    noise = torch.randn(SHAPE, device=device)
-    got = sampler(cond, noise=noise, generator=torch.Generator().manual_seed(2))
-    generator = torch.Generator().manual_seed(2)
-    want = diffusers_loop(dpa.reference.plain(unet), scheduler, 5, cond, noise, generator)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_a_loop_that_cannot_be_one_op_raises_or_runs_step_by_step(device):
-    scheduler, steps, _ = make_scheduler("ddim")
-    unet = make_unet(device, local_cond_dim=3)
-    call = {
-        "global_cond": torch.randn(3, 4, device=device),
-        "local_cond": torch.randn(3, SHAPE[1], 3, device=device),
-        "noise": torch.randn(SHAPE, device=device),
-    }
-    want = dpa.DiffusionSampler(unet, scheduler, steps)(**call)
-    with pytest.raises(ValueError, match="fused must be left out"):
-        dpa.DiffusionSampler(unet, scheduler, steps, fused=True)(**call)
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps, fused=True, fallback=True)
-    with pytest.warns(UserWarning, match=r"fused must be left out .* runs step by step"):
-        got = sampler(**call)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 SOLVERS = [

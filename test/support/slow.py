@@ -27,11 +27,11 @@ TESTS = {
         "test_a_program_runs_with_its_policies_accelerated",
         "test_wrong_usage_of_run",
     ),
-    "acceleration/test_acceleration.py": (
+    "acceleration/test_acceleration.py": ("test_lerobot_over_episodes_with_reset",),
+    "acceleration/test_acceleration_compiled.py": (
         "test_compile_without_a_graph_break",
         "test_compiled_first_a_network_is_compared_too",
         "test_compiled_calls_leave_float_timesteps_to_the_original",
-        "test_lerobot_over_episodes_with_reset",
         "test_traced_and_exported_it_is_the_original",
     ),
     "acceleration/test_network_changes.py": (
@@ -65,10 +65,8 @@ TESTS = {
     "nn/test_unet1d_changes.py": ("test_changed_layers_count", "test_changed_parts_count"),
     "ops/test_vmap_places.py": ("test_values_and_gradients",),
     "packed/test_packed_cpu.py": ("test_any_network",),
-    "sampling/test_sampler.py": (
-        "test_scripted_and_compiled_networks",
-        "test_the_copy_in_another_dtype_is_kept",
-    ),
+    "sampling/test_sampler.py": ("test_scripted_and_compiled_networks",),
+    "sampling/test_sampler_dtypes.py": ("test_the_copy_in_another_dtype_is_kept",),
     "training/test_graphed_unets.py": ("test_accelerated_training_by_replays",),
     "training/test_training_step.py": (
         "test_a_compiled_step_has_no_graph_breaks",

@@ -92,7 +92,7 @@ def load_checkpoint(
         path = path / "model.safetensors"
     config: dict[str, Any] = {}
     if path.suffix == ".safetensors":
-        config = _read_config(path.with_name("config.json"))
+        config = read_config(path.with_name("config.json"))
     content = read_file(path, trust_pickle)
     found = [entry for entry in _unets(content) if prefix in (None, entry[1])]
     if not found:
@@ -208,7 +208,8 @@ def _holds_weights(content: Any, depth: int = 0) -> bool:
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what a file of JSON says, and nothing where there is none."""
     if not path.is_file():
         return {}
     try:

@@ -9,8 +9,8 @@ from dpa.cli.options import Checkpoint, Ema, Json, Prefix, TrustPickle, located
 HELP = """Show the U-Net in a checkpoint, and how dpa runs it.
 
 CHECKPOINT is of LeRobot (a folder, or user/repo on the Hub), of diffusion_policy or robomimic, of
-`dpa demo`, or a bare U-Net's weights. The network's sizes follow from the shapes; nothing is
-changed.
+`dpa demo`, or a bare U-Net's weights. The network's sizes follow from the shapes; of a LeRobot
+folder without weights, from its config.json. Nothing is changed.
 
 Examples:
 
@@ -35,9 +35,13 @@ def explain(
     from rich.table import Table
 
     import dpa
+    from dpa.checkpoints.described import described
 
     path = located(checkpoint)
-    loaded = dpa.load_checkpoint(path, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
+    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        loaded = described(path)
+    else:
+        loaded = dpa.load_checkpoint(path, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
     parameters = list(loaded.unet.parameters())
     facts = {
         "checkpoint": str(checkpoint),
