@@ -240,18 +240,24 @@ class _Graph:
             leaving_failed(call.device, graph),
             no_autocast_cache(),
             capturing(graph),
-            JointEncoders(),
         ):
-            result, route = loop.watched(lambda: whole.parts(*args, **kwargs))
+            main, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+            beside.wait_stream(main)
+            with JointEncoders():
+                result, route = loop.watched(lambda: whole.parts(*args, **kwargs))
+            # What holds packed weights that the graph reads. That these are current is compared
+            # beside the call.
+            packed = [*([] if route is None else [route.sampler.packed]), *_encoders(whole.policy)]
+            with torch.cuda.stream(beside):
+                self._comparisons = [one.weights.captured_start() for one in packed]
+            main.wait_stream(beside)
         self._graph, self._loop, self._route = graph, loop, route
         leaves, self._structure = pytree.tree_flatten(result)
         if route is None or any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
             raise RuntimeError("its loop does not run as one op, or its results are not on the GPU")
         self._leaves = leaves
         self._packed = route.sampler.packed
-        # What holds packed weights that the graph reads, and the memory that they were in.
-        held = [self._packed, *_encoders(whole.policy)]
-        self._held = [(packed, packed.generation) for packed in held]
+        self._held = [(one, one.generation) for one in packed]  # and the memory that they were in
         self._generator = torch.cuda.default_generators[call.device.index]
         self._done, self._last = torch.cuda.Event(), torch.cuda.current_stream(call.device)
         self.limit = route.forward.limit(LOOP_LIMITS, route.forward.precision())
@@ -284,11 +290,9 @@ class _Graph:
             for packed, _ in self._held:
                 locks.enter_context(packed.lock)
             self._packed.memory(self._given[0].device)
-            for packed, _ in self._held:
-                packed.weights.start()
             result = self.replay(tensors)
             after = self._generator.get_offset()
-            holds = self._holds()
+            holds = self._started() and self._holds()
             stale = [packed for packed, _ in self._held if not packed.current()]
             if holds and not stale:
                 self._loop.leave_timesteps(self._route)
@@ -301,6 +305,11 @@ class _Graph:
             if not holds or not self._lies():
                 return False, None
             return True, self.replay(tensors)
+
+    def _started(self) -> bool:
+        """Whether the comparisons that were launched are of what is remembered."""
+        pairs = zip(self._held, self._comparisons, strict=True)
+        return all(one is None or packed.weights.started(one) for (packed, _), one in pairs)
 
     def _lies(self) -> bool:
         return all(packed.generation == generation for packed, generation in self._held)

@@ -20,6 +20,8 @@ _GOLDEN = 0.618
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Stamp = tuple[list[int], list[int]]
+# The event behind an answer, and what is compared: a graph that compares keeps it.
+Comparison = tuple[torch.cuda.Event, Tensor, list[Tensor]]
 
 
 def stamp_of(tensors: list[Tensor]) -> Stamp:
@@ -162,6 +164,23 @@ class WeightTracker:
             else:
                 self._graph.replay()
             self._answered.record(torch.cuda.current_stream(device))
+
+    def captured_start(self) -> Comparison | None:
+        """Put the comparison into the capture of the current stream; None where there is none.
+
+        After a launch of the graph, :meth:`started` stands for :meth:`start`.
+        """
+        if self.mode == "frozen" or self._values is None:
+            return None
+        self._answer.copy_(self._differ(), non_blocking=True)
+        answered = torch.cuda.Event(external=True)
+        answered.record()
+        return answered, self._values, self._elements
+
+    def started(self, comparison: Comparison) -> bool:
+        """Say that a graph with this comparison was launched; False where it compares what was."""
+        self._answered, values, elements = comparison
+        return values is self._values and elements is self._elements
 
     def values_changed(self) -> bool:
         """Whether values are others than those remembered, as of the last :meth:`start`."""
