@@ -119,6 +119,9 @@ TORCH_LIBRARY(dpa, m) {
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       functional);
 
+  // The weights that a captured forward will read, layer by layer; see ops/pack_ahead/pack_ahead.h.
+  m.def("pack_ahead(Tensor[] weights, int[] counts, ScalarType dtype) -> ()", functional);
+
   // Images: a layer of an encoder, the keypoints at its end, and what comes before it.
   m.def(
       "conv2d_norm_act(Tensor input, Tensor weight, Tensor? bias=None, Tensor? scale=None, Tensor? shift=None, "

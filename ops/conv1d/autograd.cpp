@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "ops/common/autocast.h"
+#include "ops/common/later_join.h"
 #include "ops/common/node.h"
 #include "ops/conv1d/conv1d.h"
 
@@ -15,6 +16,7 @@ struct Conv1dBackward : SavingNode<Conv1dBackward, 4, int64_t, int64_t, bool> {
                                 int64_t stride, int64_t padding, bool transposed) {
     const auto& [input, weight, bias, packed] = saved;
     if (!gradients[0].defined()) return variable_list(3);
+    const LaterJoin later(gradients[0]);
     return as_list(conv1d_backward(gradients[0], input, weight, as_optional(bias), packed, stride, padding, transposed,
                                    mask_of<Conv1dMask>(saved, wanted)));
   }

@@ -8,6 +8,7 @@
 #include "ops/common/strides.h"
 #include "ops/conv1d/conv1d.h"
 #include "ops/conv1d/gemm.h"
+#include "ops/pack_ahead/pack_ahead.h"
 
 namespace dpa {
 namespace {
@@ -35,6 +36,10 @@ Tensor pack(const Tensor& weight_, at::ScalarType type, bool transposed = false)
   return packed;
 }
 
+Tensor as_packed(const Tensor& elements, const Tensor& weight) {
+  return elements.view({weight.size(2), weight.size(0), -1});
+}
+
 Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_,
                                   int64_t stride, int64_t padding, bool transposed) {
   check_conv1d("conv1d", input, weight, bias_, stride, padding, transposed);
@@ -42,7 +47,10 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const bool channels_last = is_channels_last(input);
   const auto type = input.scalar_type();
   const bool tf32 = conv1d_in_tf32(input, weight, stride, padding);
-  auto packed = conv1d_packs(input, weight, stride, padding) ? pack(weight, type) : at::empty({0}, input.options());
+  const auto ahead = packed_ahead({weight}, type)[0];
+  auto packed = !conv1d_packs(input, weight, stride, padding) ? at::empty({0}, input.options())
+                : ahead.defined()                             ? as_packed(ahead, weight)
+                                                              : pack(weight, type);
   const bool packs = packed.dim() == 3 || tf32;
   const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
   // PyTorch's convolutions in float32 read vectors wherever a tensor begins.
@@ -55,7 +63,7 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const int64_t channels = weight.size(transposed ? 1 : 0);
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());
-  const auto weights = tf32 ? pack(weight, type, transposed) : packed;
+  const auto weights = !tf32 ? packed : ahead.defined() && !transposed ? ahead : pack(weight, type, transposed);
   const auto convolve = transposed ? gemm::dgrad : gemm::fprop;
   C10_CUDA_CHECK(convolve(conv, x.const_data_ptr(), {weights.const_data_ptr(), /*prefetchable=*/false}, addends,
                           out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
@@ -74,6 +82,7 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   check_conv1d_grad(grad, input, weight, stride, padding, transposed);
   check_conv1d_packed(packed_, input, weight);
   const c10::cuda::CUDAGuard guard(input.device());
+  const bool later = joins_later(grad, 1, 3);
   // The forward says whether it packed. Hooks on saved tensors may bring back other strides and alignments.
   const auto packed = aligned(packed_.contiguous());
   const bool tf32 = packed.dim() != 3 && conv1d_in_tf32(input, weight, stride, padding);
@@ -97,7 +106,10 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   const auto weights = tf32 && mask[0] ? pack(weight, input.scalar_type(), !transposed) : packed;
   if (mask[0]) input_backward(conv, transposed, g, {weights.const_data_ptr(), /*prefetchable=*/!tf32}, grad_input);
   const auto workspace = parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches.side());
-  branches.join();
+  if (later)
+    Unjoined::hold(branches, {g, x, workspace}, {grad_weight, grad_bias});
+  else
+    branches.join();
   return {grad_input, grad_weight, grad_bias};
 }
 

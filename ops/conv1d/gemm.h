@@ -7,6 +7,7 @@
 #include "kernels/plans/conv1d/plan.h"
 #include "ops/common/cuda.h"
 #include "ops/common/strides.h"
+#include "ops/conv1d/branches.h"
 
 namespace dpa {
 
@@ -34,43 +35,6 @@ inline Tensor padded_rows(const Tensor& tensor) {
 inline gemm::Packing packing(const Tensor& weight, void* packed) {
   return {weight.const_data_ptr(), packed, weight.size(0), weight.size(1), static_cast<int>(weight.size(2))};
 }
-
-/// While a graph is captured, work that others need not wait for goes to a second branch of it, such as the gradients
-/// of parameters: neither they nor the input's gradient fill the device at the networks' sizes. Outside of a capture
-/// the host is the limit, and one stream is less work for it. `fork`: what the side stream gets from here on follows
-/// what the main stream has got. `join`: the other way round; memory that the side stream uses may be given back after
-/// it.
-class Branches {
- public:
-  Branches() : main_(c10::cuda::getCurrentCUDAStream()), side_(main_) {
-    auto status = cudaStreamCaptureStatusNone;
-    C10_CUDA_CHECK(cudaStreamIsCapturing(main_, &status));
-    if (status == cudaStreamCaptureStatusActive)
-      side_ = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, main_.device_index());
-  }
-  void fork() { follow(side_, main_); }
-  /// What has been allocated since the fork may be given to the side stream: in PyTorch's deterministic mode the main
-  /// stream fills it first.
-  void fork_for_fills() {
-    const auto& context = at::globalContext();
-    if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) fork();
-  }
-  void join() { follow(main_, side_); }
-  c10::cuda::CUDAStream side() const { return side_; }
-  /// Whether there are two.
-  bool apart() const { return side_ != main_; }
-
- private:
-  static void follow(c10::cuda::CUDAStream later, c10::cuda::CUDAStream earlier) {
-    if (later == earlier) return;
-    cudaEvent_t event;
-    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    C10_CUDA_CHECK(cudaEventRecord(event, earlier));
-    C10_CUDA_CHECK(cudaStreamWaitEvent(later, event));
-    C10_CUDA_CHECK(cudaEventDestroy(event));
-  }
-  c10::cuda::CUDAStream main_, side_;
-};
 
 /// The gradients of a layer that is one GEMM, each where it is wanted, of the layer's own sizes. `grad` and `input` are
 /// padded rows; a transposed layer exchanges data and weight gradient's operands. The input's gradient goes first:

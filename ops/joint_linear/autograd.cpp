@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ops/common/autocast.h"
+#include "ops/common/later_join.h"
 #include "ops/common/node.h"
 #include "ops/joint_linear/joint_linear.h"
 
@@ -25,6 +26,7 @@ struct JointLinearBackward : SavingNode<JointLinearBackward, 0> {
     const Tensor& rest = saved.back();
     const JointLinearMask mask{wanted[0], any(1, layers), any(1 + layers, layers), rest.defined() && wanted.back()};
     Tensor weight, bias;
+    const LaterJoin later(gradients[0]);
     std::tie(result.front(), weight, bias, result.back()) =
         joint_linear_backward(gradients[0], saved[0], weights, biases, as_optional(rest), mask);
     c10::SymInt row = 0;

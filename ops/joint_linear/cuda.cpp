@@ -11,6 +11,7 @@
 #include "ops/conv1d/conv1d.h"
 #include "ops/conv1d/gemm.h"
 #include "ops/joint_linear/joint_linear.h"
+#include "ops/pack_ahead/pack_ahead.h"
 
 namespace dpa {
 namespace {
@@ -76,10 +77,13 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t channels = weights[0].size(1), outputs = joint_outputs(weights).expect_int();
   const auto conv = geometry(input, channels, outputs);
+  auto packed = packed_ahead(weights, input.scalar_type())[0];
   if (!serves(input, weights, conv)) return joint_linear_formula(input, weights, biases, rest);
   const Channels all{0, channels};
-  const auto packed = at::empty({packed_bytes(all, outputs)}, input.options().dtype(at::kByte));
-  pack(input, weights, all, packed.mutable_data_ptr());
+  if (!packed.defined()) {
+    packed = at::empty({packed_bytes(all, outputs)}, input.options().dtype(at::kByte));
+    pack(input, weights, all, packed.mutable_data_ptr());
+  }
   const auto x = padded_rows(as_sample(whole_input(input, rest)));
   const auto bias = biases.size() == 1 ? aligned(biases[0].contiguous()) : at::cat(biases);
   auto out = at::empty({input.size(0), outputs}, input.options());
@@ -98,9 +102,11 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   check_joint_linear(input, weights, biases, rest);
   check_joint_linear_grad(grad, input, weights);
   const c10::cuda::CUDAGuard guard(input.device());
+  const bool later = joins_later(grad, 1, 1 + 2 * weights.size());
   const int64_t channels = weights[0].size(1), own = input.size(1), outputs = joint_outputs(weights).expect_int();
   const auto conv = geometry(input, channels, outputs);
   if (!serves(input, weights, conv)) return joint_linear_backward_formula(grad, input, weights, biases, rest, mask);
+  if (weights.size() > 1) Unjoined::join();  // and give its memory back: this op's is the most of the pass
   const auto g = padded_rows(as_sample(grad));
   const auto x = mask[1] ? padded_rows(as_sample(whole_input(input, rest))) : Tensor();
   Tensor grad_whole, grad_weight, grad_bias;
@@ -140,9 +146,15 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
         kernel_dtype(grad_weight.scalar_type()), mutable_data_or_null(kept.back()), stream, gemm::padded(outputs)));
   };
   make_rows(0, late, branches.side());
-  make_rows(late, outputs, c10::cuda::getCurrentCUDAStream());
+  if (later) branches.fork();
+  make_rows(late, outputs, later ? branches.side() : c10::cuda::getCurrentCUDAStream());
   kept.push_back(parameter_backward(conv, /*transposed=*/false, g, x, {}, grad_bias, branches.side()));
-  branches.join();
+  if (later) {
+    kept.push_back(g), kept.push_back(x);
+    Unjoined::hold(branches, kept, {grad_weight, grad_bias});
+  } else {
+    branches.join();
+  }
 
   if (!of_rest) return {grad_whole, grad_weight, grad_bias, Tensor()};
   if (!mask[0]) return {Tensor(), grad_weight, grad_bias, grad_whole};

@@ -2,6 +2,7 @@
 
 #include "ops/common/autocast.h"
 #include "ops/common/last_use.h"
+#include "ops/common/later_join.h"
 #include "ops/common/node.h"
 #include "ops/residual_block1d/residual_block1d.h"
 
@@ -21,6 +22,7 @@ struct ResidualBlock1dBackward : SavingNode<ResidualBlock1dBackward, kBlockSlots
     // The gradient of conv1_weight may lie where the weights of the second convolution were.
     Tensor& packed2 = saved[kLent];
     const LastUse lent(packed2);
+    const LaterJoin later(gradients[0]);
     return as_list(residual_block1d_backward(
         gradients[0], saved[kInput], saved[kConv1Weight], saved[kConv1Bias], saved[kGn1Weight], saved[kGn1Bias],
         saved[kConv2Weight], saved[kConv2Bias], saved[kGn2Weight], saved[kGn2Bias], t(kResidualWeight),

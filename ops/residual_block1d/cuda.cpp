@@ -7,6 +7,7 @@
 #include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "ops/common/last_use.h"
 #include "ops/conv1d/gemm.h"
+#include "ops/pack_ahead/pack_ahead.h"
 #include "ops/residual_block1d/residual_block1d.h"
 
 namespace dpa {
@@ -68,6 +69,9 @@ void pack_weights(const ResidualBlock& block, const Places& packed) {
                                       c10::cuda::getCurrentCUDAStream()));
 }
 
+/// Of a forward: yet to be packed, packed by a branch that has just joined, or by an earlier kernel than the last.
+enum PackedWeights { kFresh, kPackedAhead, kPackedBefore };
+
 /// A block whose layers the kernels all take.
 class Chain {
  public:
@@ -106,8 +110,9 @@ class Chain {
   }
 
   /// Output, conv1, activation and conv2, of which `keep` keeps what the backward reads: else conv1 and conv2 stay
-  /// undefined. `fresh`: the weights are yet to be packed.
-  std::array<Tensor, 4> forward(bool keep, bool fresh) const {
+  /// undefined.
+  std::array<Tensor, 4> forward(bool keep, PackedWeights weights) const {
+    const bool fresh = weights == kFresh, prefetchable = weights == kPackedBefore;
     Branches packing;
     if (fresh) pack(packing);
     const auto x = padded_rows(block_[kInput]), more = more_.defined() ? padded_rows(more_) : Tensor();
@@ -118,7 +123,7 @@ class Chain {
     // Without a convolution the channels are the output's, of whole vectors.
     const auto residual = convolves ? activation() : x;
     const bool beside = convolves && takes_shortcut();
-    layer({kConv1Weight, kConv1Bias, !fresh}, input, conv1, Tensor(), first_norm(conv1), activated,
+    layer({kConv1Weight, kConv1Bias, prefetchable}, input, conv1, Tensor(), first_norm(conv1), activated,
           beside ? residual : Tensor());
     if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, input, residual);
     if (fresh) packing.join();
@@ -131,7 +136,8 @@ class Chain {
   /// wherever both are ready: it is the longer one. `saved.packed2` goes when it has been read.
   ///
   /// `fresh`: the weights are yet to be packed, transposed; in a graph beside the kernels before their convolution.
-  BlockGradients backward(const Tensor& grad_, BlockSaved& saved, const BlockMask& mask, bool fresh) const {
+  /// `later`: the block before joins what is left of the branches.
+  BlockGradients backward(const Tensor& grad_, BlockSaved& saved, const BlockMask& mask, bool fresh, bool later) const {
     BlockGradients to;
     const auto grad = padded_rows(grad_), x = padded_rows(block_[kInput]);
     const auto scratch = at::empty({3, batch_ * length_ * channels_}, grad.options());
@@ -171,7 +177,13 @@ class Chain {
     }
     add_slices(partials, mask, to, parameters);
     weight_back(kConv1Weight, grad_conv1, x, mask, to, parameters);
-    parameters.join();
+    Unjoined::join();
+    if (later) {
+      for (const auto& tensor : {grad, x, scratch, partials, saved.activation}) kept_.push_back(tensor);
+      Unjoined::hold(parameters, kept_, at::ArrayRef<Tensor>(to).slice(kConv1Weight, kScale - kConv1Weight));
+    } else {
+      parameters.join();
+    }
     return to;
   }
 
@@ -351,21 +363,29 @@ class Chain {
   Tensor film_[2] = {aligned_rows(block_[kScale]), aligned_rows(block_[kShift])};
 };
 
+std::vector<Tensor> weights_of(const ResidualBlock& block) {
+  std::vector<Tensor> weights{block[kConv1Weight], block[kConv2Weight]};
+  if (block[kResidualWeight].defined()) weights.push_back(block[kResidualWeight]);
+  return weights;
+}
+
 BlockForward run(const ResidualBlock& block, bool keep) {
   check_residual_block1d(block);
   const c10::cuda::CUDAGuard guard(block[kInput].device());
   const bool tf32 = block_in_tf32(block);
+  auto [packed1, packed2] = packed_ahead(weights_of(block), block[kInput].scalar_type());
   if (!tf32 && !block_packs(block)) return residual_block1d_of_ops(block);
   const auto packed = [&](const c10::SymInt& size) { return at::empty({size.expect_int()}, block[kInput].options()); };
-  const auto packed1 = packed(packed1_size(block)), packed2 = packed(packed_size(block[kConv2Weight]));
+  const bool fresh = !packed1.defined();
+  if (fresh) packed1 = packed(packed1_size(block)), packed2 = packed(packed_size(block[kConv2Weight]));
   if (const Chain chain(block, places(block, packed1, packed2)); chain.serves()) {
-    const auto [out, conv1, activation, conv2] = chain.forward(keep, /*fresh=*/true);
+    const auto [out, conv1, activation, conv2] = chain.forward(keep, fresh ? kFresh : kPackedAhead);
     if (tf32) return {out, conv1, activation, conv2, packed(0), packed(0)};  // the backward wants them transposed
     return {out, conv1, activation, conv2, packed1, packed2};
   }
   if (tf32) return residual_block1d_of_ops(block);
   const auto [out, conv1, activation, conv2, none1, none2] = residual_block1d_of_ops(block);
-  if (keep) pack_weights(block, places(block, packed1, packed2));
+  if (keep && fresh) pack_weights(block, places(block, packed1, packed2));
   return {out, conv1, activation, conv2, packed1, packed2};
 }
 
@@ -388,14 +408,15 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
   check_residual_block1d(block);
   check_block_saved(block, grad, {conv1, activation, conv2, packed1, packed2});
   const c10::cuda::CUDAGuard guard(input.device());
+  const bool later = joins_later(grad, kConv1Weight, kScale);
   BlockSaved saved{conv1, activation, conv2, packed1, LastUse::take(packed2)};
   // The forward says whether it packed. An earlier try that failed has taken packed2 with it.
   if (packed1.numel() > 0 && saved.packed2.defined() && saved.packed2.numel() > 0) {
     const auto plain = with_plain_vectors(block);
     if (Chain(plain, places(plain, packed1, saved.packed2)).fits()) {
       make_plain(saved);
-      return as_tuple(
-          Chain(plain, places(plain, saved.packed1, saved.packed2)).backward(grad, saved, mask, /*fresh=*/false));
+      return as_tuple(Chain(plain, places(plain, saved.packed1, saved.packed2))
+                          .backward(grad, saved, mask, /*fresh=*/false, later));
     }
   } else if (packed1.numel() == 0 && block_in_tf32(block)) {
     const auto plain = with_plain_vectors(block);
@@ -405,7 +426,7 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
     const Chain chain(plain, transposed_places(plain, saved.packed1, saved.packed2));
     if (chain.fits()) {
       make_plain(saved);
-      return as_tuple(chain.backward(grad, saved, mask, /*fresh=*/true));
+      return as_tuple(chain.backward(grad, saved, mask, /*fresh=*/true, later));
     }
     saved.packed1.reset(), saved.packed2.reset();
   }
@@ -416,7 +437,7 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
 
 Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed, const Tensor& more) {
   const Chain chain(block, places(block, packed), more);
-  return chain.serves() ? chain.forward(/*keep=*/false, /*fresh=*/false)[0] : Tensor();
+  return chain.serves() ? chain.forward(/*keep=*/false, kPackedBefore)[0] : Tensor();
 }
 
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {

@@ -16,9 +16,9 @@ _PROVED = {f"dpa::{name}" for name in proofs_by_op()}
 # Steps of those, which their autograd kernels call, beneath autograd and after autocast.
 _INNER = {f"{name}_{step}" for name in _PROVED for step in ("forward", "backward")} & set(_OPS)
 # Inference, a loop's other work and an optimizer's, which test_corrupted_calls.py corrupts, or
-# test_parallel.py, test_normal_draws.py and test_adamw_ema.py.
-_IN_PLACE = ("parallel_move_", "loop_inputs_", "adamw_ema_")
-_INFERENCE = {f"dpa::{name}" for name in (*CORRUPTED, *_IN_PLACE)}
+# test_parallel.py, test_normal_draws.py, test_adamw_ema.py and test_captured_order.py.
+_WITHOUT_RESULTS = ("parallel_move_", "loop_inputs_", "adamw_ema_", "pack_ahead")
+_INFERENCE = {f"dpa::{name}" for name in (*CORRUPTED, *_WITHOUT_RESULTS)}
 _WITHOUT_CPU = {
     "dpa::unet1d_film",
     "dpa::unet1d_on_film",

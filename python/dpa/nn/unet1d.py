@@ -28,6 +28,7 @@ from dpa.nn.blocks1d import (
     Upsample1d,
     channels_last,
 )
+from dpa.nn.pack_ahead import pack_ahead
 from dpa.nn.plain import PlainLayers, is_changed, scriptable, sequential
 
 _MAX_LEVELS = 5  # of the network as one op
@@ -204,6 +205,8 @@ class ConditionalUnet1D(nn.Module):
                 out = self._on_packed_weights(sample, timestep, local_cond, global_cond)
             if out is not None:
                 return out
+            if fast and sample.is_cuda:
+                self._pack_ahead(sample)
         cond = self.embed(sample, timestep, fast)
         if global_cond is not None:
             global_cond = global_cond.to(cond.dtype)
@@ -264,18 +267,37 @@ class ConditionalUnet1D(nn.Module):
         Nothing, so that each block computes its own, where a block or its layer is not an ordinary
         one: replaced, hooked, or sharded.
         """
-        blocks = [block for level in self.down_modules for block in level[:2]]
-        blocks += [*self.mid_modules, *(block for level in self.up_modules for block in level[:2])]
-        if any(type(b) is not ConditionalResidualBlock1D or is_changed(b) for b in blocks):
+        found = self._film_layers()
+        if found is None:
             return []
-        layers = [_FILM_LAYERS.of(block) for block in blocks]
-        if any(layer is None for layer in layers):
-            return []
-        weights, biases = zip(*layers, strict=True)
-        widths = [b.out_channels for b in blocks for _ in range(self.film_parts)]
+        weights, biases, widths = found
         rest = None if global_cond is None else F.mish(global_cond)
         film = torch.ops.dpa.joint_linear(F.mish(embedding), weights, biases, rest)
         return list(film.split(widths, dim=1))[::-1]
+
+    @torch.jit.unused
+    def _film_layers(self) -> tuple[list[Tensor], list[Tensor], list[int]] | None:
+        """Return weights and biases of the blocks' FiLM, and the widths of its parts, or None."""
+        blocks = [block for level in self.down_modules for block in level[:2]]
+        blocks += [*self.mid_modules, *(block for level in self.up_modules for block in level[:2])]
+        if any(type(b) is not ConditionalResidualBlock1D or is_changed(b) for b in blocks):
+            return None
+        layers = [_FILM_LAYERS.of(block) for block in blocks]
+        if any(layer is None for layer in layers):
+            return None
+        weights, biases = map(list, zip(*layers, strict=True))
+        return weights, biases, [b.out_channels for b in blocks for _ in range(self.film_parts)]
+
+    @torch.jit.unused
+    def _pack_ahead(self, sample: Tensor) -> None:
+        if torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+            return
+        if (film := self._film_layers()) is not None:
+            time = _TIME_LAYERS.of(self) or []
+            linear = [*([weight] for weight in time[::2]), film[0]]
+            layers = [layer for level in self.down_modules for layer in level]
+            layers += [*self.mid_modules, *(layer for level in self.up_modules for layer in level)]
+            pack_ahead(linear, [*layers, self.final_conv[0]], sample)
 
     @torch.jit.unused
     def _on_packed_weights(

@@ -1,0 +1,24 @@
+#include "ops/pack_ahead/pack_ahead.h"
+
+namespace dpa {
+
+void check_pack_ahead(at::TensorList weights, at::IntArrayRef counts, at::ScalarType dtype) {
+  constexpr const char* op = "pack_ahead";
+  size_t sum = 0;
+  for (const auto count : counts) {
+    DPA_CHECK(count >= 1, op, "counts must be at least 1 each", count);
+    sum += count;
+  }
+  DPA_CHECK(sum == weights.size(), op, c10::str("counts must add up to the ", weights.size(), " weights"), sum);
+  for (const auto& weight : weights) {
+    DPA_CHECK(weight.dim() == 2 || weight.dim() == 3, op, "weights must have 2 or 3 dimensions", "shape ",
+              weight.sym_sizes());
+    check_floating(op, "weights", weight);
+    check_same_device(op, "weights", weight, "the first", weights[0]);
+    check_same_type(op, "weights", weight, "the first", weights[0]);
+    DPA_CHECK(weight.layout() == at::kStrided, op, "weights must be strided", weight.layout());
+  }
+  DPA_CHECK(at::isFloatingType(dtype), op, "dtype must be floating", dtype);
+}
+
+}  // namespace dpa

@@ -1,0 +1,5 @@
+#include <torch/library.h>
+
+#include "ops/pack_ahead/pack_ahead.h"
+
+TORCH_LIBRARY_IMPL(dpa, Meta, m) { m.impl("pack_ahead", &dpa::check_pack_ahead); }

@@ -1,0 +1,40 @@
+"""What a captured forward packs ahead: the weights of its layers, in the order of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dpa.nn.blocks1d import ConditionalResidualBlock1D, Conv1dBlock
+
+
+def pack_ahead(linear: Sequence[list[Tensor]], layers: Sequence[nn.Module], sample: Tensor) -> None:
+    """Let the graph pack the weights of each layer while the residual block before it runs.
+
+    Args:
+        linear: the weights of each ``dpa::joint_linear`` that comes before the layers.
+        layers: residual blocks and convolutions in the order of their calls; others are left out.
+        sample: the network's input.
+
+    """
+    found = [*linear, *map(_weights, layers)]
+    weights = [weight for layer in found for weight in layer]
+    if len({(weight.device, weight.dtype) for weight in weights}) == 1:
+        lower = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if lower else sample.dtype
+        torch.ops.dpa.pack_ahead(weights, [len(layer) for layer in found if layer], dtype)
+
+
+def _weights(layer: nn.Module) -> list[Tensor]:
+    """Return the weights of the convolutions of a layer that one op runs, or nothing."""
+    if isinstance(layer, ConditionalResidualBlock1D):
+        found = layer._parameters_of_layers()
+        return [weight for weight in found[0:9:4] if weight is not None]
+    if isinstance(layer, Conv1dBlock):
+        conv = None if layer._is_changed_inside() else layer.block[0]
+    else:
+        conv = getattr(layer, "conv", None)
+    weight = None if conv is None else conv._parameters.get("weight")
+    return [] if weight is None else [weight]
