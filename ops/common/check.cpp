@@ -58,6 +58,11 @@ void check_parameter(const char* op, const char* name, const OptionalTensor& par
             c10::str(name, " must have shape ", spelled, " = [", channels, "]"), parameter->sym_sizes());
 }
 
+void check_convolution(const char* op, const char* name, const Tensor& weight) {
+  DPA_CHECK(weight.sym_size(0) >= 1 && weight.sym_size(1) >= 1, op,
+            c10::str(name, " must have at least one channel each way"), weight.sym_sizes());
+}
+
 void check_row_index(const char* op, const char* name, const Tensor& index, const Tensor& sample) {
   DPA_CHECK(at::isIntegralType(index.scalar_type(), /*includeBool=*/false), op,
             c10::str(name, " must be an integer tensor"), index.scalar_type());

@@ -49,6 +49,9 @@ void check_parameter_type(const char* op, const char* name, const Tensor& parame
 void check_parameter(const char* op, const char* name, const OptionalTensor& parameter, const c10::SymInt& channels,
                      const char* spelled, const Tensor& input);
 
+/// The weight of a convolution has at least one channel each way, as PyTorch's convolutions want it.
+void check_convolution(const char* op, const char* name, const Tensor& weight);
+
 /// `index` holds integers: one element, or one for each of the rows of `sample`; on the device of `sample`.
 void check_row_index(const char* op, const char* name, const Tensor& index, const Tensor& sample);
 

@@ -21,6 +21,7 @@ void check_step(const StepNames& names, const Tensor& model_output, const Tensor
             c10::str(names.table, " must have shape (N, ", names.columns, ")",
                      names.flat_table ? c10::str(" or (N * ", names.columns, ")") : std::string()),
             table.sym_sizes());
+  DPA_CHECK(table.sym_size(0) >= 1, op, c10::str(names.table, " must have at least one row"), table.sym_sizes());
   check_row_index(op, names.index, index, sample);
 }
 

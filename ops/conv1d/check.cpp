@@ -32,6 +32,7 @@ void check_conv1d(const char* op, const Tensor& input, const Tensor& weight, con
             c10::str("weight must have shape ", transposed ? "(C_in, C_out, k)" : "(C_out, C_in, k)",
                      " with C_in = ", input.sym_size(1)),
             weight.sym_sizes());
+  check_convolution(op, "weight", weight);
   DPA_CHECK(weight.sym_size(2) >= 1, op, "weight must have at least one tap", weight.sym_size(2));
   check_parameter(op, "bias", bias, weight.sym_size(1 - in), "(C_out)", input);
   DPA_CHECK(stride >= 1, op, "stride must be at least 1", stride);

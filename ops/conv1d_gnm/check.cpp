@@ -12,6 +12,8 @@ void check_conv1d_gnm(const Tensor& input, const Tensor& conv_weight, const Opti
   DPA_CHECK(conv_weight.dim() == 3 && conv_weight.sym_size(1) == input.sym_size(1), op,
             c10::str("conv_weight must have shape (C_out, C_in, k) with C_in = ", input.sym_size(1)),
             conv_weight.sym_sizes());
+  check_convolution(op, "conv_weight", conv_weight);
+  DPA_CHECK(input.sym_size(2) >= 1, op, "input must be long enough for one output", "length ", input.sym_size(2));
   DPA_CHECK(conv_weight.sym_size(2) % 2 == 1, op, "conv_weight must have an odd kernel size, so that the length stays",
             conv_weight.sym_size(2));
   const auto batch = input.sym_size(0), channels = conv_weight.sym_size(0);

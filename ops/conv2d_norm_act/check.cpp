@@ -28,8 +28,9 @@ void check_conv2d_norm_act(const Tensor& input, const Tensor& weight, const Opti
   DPA_CHECK(weight.dim() == 4 && weight.sym_size(1) == input.sym_size(1), kConv2d,
             c10::str("weight must have shape (C_out, C_in, kh, kw) with C_in = ", input.sym_size(1)),
             weight.sym_sizes());
-  DPA_CHECK(weight.sym_size(1) >= 1 && weight.sym_size(2) >= 1 && weight.sym_size(3) >= 1, kConv2d,
-            "weight must have at least one input channel and one tap each way", weight.sym_sizes());
+  check_convolution(kConv2d, "weight", weight);
+  DPA_CHECK(weight.sym_size(2) >= 1 && weight.sym_size(3) >= 1, kConv2d, "weight must have at least one tap each way",
+            weight.sym_sizes());
   const auto channels = weight.sym_size(0);
   check_parameter(kConv2d, "bias", bias, channels, "(C_out)", input);
   check_parameter(kConv2d, "scale", scale, channels, "(C_out)", input);

@@ -9,6 +9,7 @@ void check_weight(const char* name, const Tensor& weight, const c10::SymInt& in,
   check_parameter_type(kOp, name, weight, input);
   DPA_CHECK(weight.dim() == 3 && weight.sym_size(1) == in, kOp,
             c10::str(name, " must have shape (C_out, C_in, k) with C_in = ", in), weight.sym_sizes());
+  check_convolution(kOp, name, weight);
   DPA_CHECK(weight.sym_size(2) % 2 == 1, kOp, c10::str(name, " must have an odd kernel size, so that the length stays"),
             weight.sym_size(2));
 }
@@ -25,6 +26,7 @@ void check_residual_block1d(const ResidualBlock& block) {
   check_floating(kOp, "input", input);
   DPA_CHECK(input.dim() == 3, kOp, "input must have 3 dimensions (B, C_in, T)", "shape ", input.sym_sizes());
   const auto batch = input.sym_size(0), in = input.sym_size(1);
+  DPA_CHECK(input.sym_size(2) >= 1, kOp, "input must be long enough for one output", "length ", input.sym_size(2));
   check_weight("conv1_weight", block[kConv1Weight], in, input);
   const auto channels = block[kConv1Weight].sym_size(0);
   check_weight("conv2_weight", block[kConv2Weight], channels, input);

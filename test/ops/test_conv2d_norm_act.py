@@ -52,7 +52,7 @@ class TestConv2dNormAct(OpProofs):
         )
         # Channels last in the shape.
         yield head + r"weight must have shape .* with C_in = 5", Sample((x.permute(0, 2, 3, 1), w))
-        yield head + r"weight must have at least one input channel", Sample((x, w[..., :0]))
+        yield head + r"weight must have at least one tap each way", Sample((x, w[..., :0]))
         yield head + r"weight must have the dtype of input", Sample((x, w.half()))
         yield head + r"bias must have shape \(C_out\) = \[8\], got \[3\]", Sample((x, w, c[:3]))
         yield head + r"scale must have shape", Sample((x, w, None, c[:3]))
