@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ MODES = ("tracked", "checked", "frozen")
 _WHOLE = 1 << 13  # elements of a matrix that is compared as a whole; of a thin one four times that
 _SPREAD = 256  # elements, spread over all of a larger one
 _GOLDEN = 0.618
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Stamp = tuple[list[int], list[int]]
 # The event behind an answer, and what is compared: a graph that compares keeps it.
@@ -44,7 +44,7 @@ class WeightTracker:
     ``checked`` compares a checksum of every element besides.
 
     Args:
-        slots: (module, name of the parameter or buffer in it).
+        slots: (module, name of the parameter or buffer in it), or (dict, name of a tensor in it).
         mode: "tracked"; "checked"; or "frozen", which compares nothing, as long as the parameters
             stay where they are.
 
@@ -54,14 +54,13 @@ class WeightTracker:
 
     """
 
-    def __init__(self, slots: Sequence[tuple[nn.Module, str]], mode: str = "tracked"):
+    def __init__(
+        self, slots: Sequence[tuple[nn.Module | dict[str, Tensor], str]], mode: str = "tracked"
+    ):
         if mode not in MODES:
             raise ValueError(f"weights must be one of {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
-        self._homes = [
-            module._parameters if name in module._parameters else module._buffers
-            for module, name in slots
-        ]
+        self._homes = [_home(*slot) for slot in slots]
         self._names = [name for _, name in slots]
         self._stamp: Stamp | None = None
         self._elements: list[Tensor] = []
@@ -109,11 +108,11 @@ class WeightTracker:
         parameters = [parameter.detach() for parameter in self.tensors()]
         addresses = list(map(Tensor.data_ptr, parameters))
         if self._values is not None and addresses == self._addresses:
-            self._values.copy_(self._compared())
+            self._values.copy_(_bytes(self._compared()))
             return
         self._elements = [view for parameter in parameters for view in _sampled(parameter)]
         self._parameters, self._addresses = parameters, addresses
-        self._values = self._compared()
+        self._values = _bytes(self._compared())
         self._graph = None
         if self._values.is_cuda:
             self._answered = torch.cuda.Event()
@@ -128,26 +127,14 @@ class WeightTracker:
                 device, lambda: self._answer.copy_(self._differ(), non_blocking=True)
             )
 
-    def _sums(self) -> list[Tensor]:
-        """A checksum of each parameter, where these are compared."""
-        checked = self.mode == "checked"
-        return [torch.hash_tensor(p) for p in self._parameters] if checked else []
-
-    def _compared(self) -> Tensor:
-        """The values that are compared, as integers, among which a NaN equals itself."""
-        sums = self._sums()
-        if self._parameters[0].is_cpu:
-            return _bytes([*self._elements, *sums])
-        values = torch.cat(self._elements)
-        values = values.view(_INTEGERS[values.itemsize])
-        if sums:
-            values = torch.cat([values.long(), torch.stack(sums).view(torch.int64)])
-        return values
+    def _compared(self) -> list[Tensor]:
+        """The elements that are compared and, where all is checked, a checksum a parameter."""
+        if self.mode != "checked":
+            return self._elements
+        return self._elements + [torch.hash_tensor(p) for p in self._parameters]
 
     def _differ(self) -> Tensor:
-        if self._values.is_cpu:
-            return torch.ops.dpa.values_differ([*self._elements, *self._sums()], self._values)
-        return (self._compared() != self._values).any()
+        return torch.ops.dpa.values_differ(self._compared(), self._values)
 
     def start(self) -> None:
         """Begin to compare values, on a GPU by one launch; :meth:`differed` has the answer.
@@ -192,11 +179,18 @@ class WeightTracker:
         return bool(self._answer)
 
 
+def _home(holder: nn.Module | dict[str, Tensor], name: str) -> Mapping[str, Tensor | None]:
+    """Return the dict that holds a tensor."""
+    if isinstance(holder, dict):
+        return holder
+    return holder._parameters if name in holder._parameters else holder._buffers
+
+
 def _bytes(values: list[Tensor]) -> Tensor:
     """The bytes of values, one after the other."""
-    if len({value.dtype for value in values}) > 1:
-        values = [_bytes([value.reshape(-1)]) for value in values]
-    return torch.cat(values).view(torch.uint8)
+    alike = itertools.groupby(values, operator.attrgetter("dtype"))
+    parts = [torch.cat([v.reshape(-1) for v in part]).view(torch.uint8) for _, part in alike]
+    return torch.cat(parts)
 
 
 def _sampled(parameter: Tensor) -> list[Tensor]:
