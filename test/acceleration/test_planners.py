@@ -131,12 +131,32 @@ def test_diffuser_runs_without_gradients_whoever_calls_it():
     assert "accelerated: the whole loop" in str(dpa.explain(fast))
 
 
-def test_a_written_buffer_of_diffuser_is_followed():
-    plain, fast = both(planners.GaussianDiffusion)
-    same_results(plain, fast, lambda planner: planner.act(STATE).trajectories)
+@pytest.mark.parametrize("through", [lambda x: x, lambda x: x.data], ids=["itself", "data"])
+def test_a_written_buffer_of_diffuser_is_followed(device, through):
+    plain, fast = both(lambda: planners.GaussianDiffusion().to(device))
+
+    def act(planner):
+        return planner.act(STATE.to(device)).trajectories
+
+    same_results(plain, fast, act)
     for planner in (plain, fast):
-        planner.posterior_mean_coef1.mul_(0.5)
-    same_results(plain, fast, lambda planner: planner.act(STATE).trajectories)
+        through(planner.posterior_mean_coef1).mul_(0.5)
+    same_results(plain, fast, act)
+
+
+@pytest.mark.parametrize("name", ["x_max", "bar_alpha", "fix_mask"])
+def test_tensors_of_clean_diffuser_written_through_data_are_followed(device, name):
+    mask = torch.zeros(8, 2)
+    mask[0] = 1
+    plain, fast = both(lambda: planners.DDPM(fix_mask=mask.clone()).to(device))
+
+    def act(agent):
+        return agent.act(STATE.to(device))
+
+    same_results(plain, fast, act)
+    for agent in (plain, fast):
+        getattr(agent, name).data[..., -1].mul_(0.5)
+    same_results(plain, fast, act)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -57,6 +57,8 @@ def make_route(
     # Where a loop's arguments are not known its adapter reads modules and tensors in every call.
     whole = loop.knows is not None
     reads = {"apart": (settings, *inside), "tensors": whole, "modules": whole}
+    if loop.table is not None:  # it may be made of the policy's own tensors
+        reads["values"] = forward.options.weights
     snapshots = [Snapshot(policy, *others, but=but, methods=(loop.method,), **reads)]
     if hasattr(settings, "__dict__"):
         # Where the loop sets no timesteps, those that are there are a setting.

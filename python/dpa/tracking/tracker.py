@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpa.tracking.reads import Reads
 from dpa.tracking.replacing import REPLACED, class_of
+from dpa.tracking.weights import WeightTracker
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
@@ -245,6 +247,8 @@ class Snapshot:
         objects: whose attributes count.
         but: names of attributes that do not.
         methods: of the first object.
+        values: how values of plain floating tensors are compared besides, as a mode of
+            :class:`dpa.tracking.weights.WeightTracker`; None compares none.
         reads: further options of :class:`Reads`.
 
     """
@@ -254,6 +258,7 @@ class Snapshot:
         *objects: Any,
         but: frozenset[str] = frozenset(),
         methods: tuple[str, ...] = (),
+        values: str | None = None,
         **reads: Any,
     ):
         self._objects, self._but = objects, but
@@ -261,6 +266,20 @@ class Snapshot:
         self._then = self._read(self._held)
         found = Reads(objects[0], methods, _frozen, but=but, shown=True, **reads)
         self.read_beside = [found] if len(found) else []
+        self._lock, self._values = threading.Lock(), [] if values is None else self._kept(values)
+
+    def _kept(self, mode: str) -> list[WeightTracker]:
+        """Remember the tensors' values, those of a device by one tracker."""
+        homes: dict[torch.device, dict[str, Tensor]] = {}
+        for one in self._held:
+            plain = type(one) is Tensor and one.layout is torch.strided and not one.is_meta
+            if plain and one.is_floating_point():
+                home = homes.setdefault(one.device, {})
+                home[str(len(home))] = one
+        trackers = [WeightTracker([(home, name) for name in home], mode) for home in homes.values()]
+        for tracker in trackers:
+            tracker.remember()
+        return trackers
 
     def _read(self, held: list[Any]) -> list[Any]:
         but = self._but
@@ -271,8 +290,16 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether all attributes are what they were."""
-        same = self._read([]) == self._then
-        return same and all(reads.holds() for reads in self.read_beside)
+        if self._read([]) != self._then or not all(reads.holds() for reads in self.read_beside):
+            return False
+        if not self._values or (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):
+            return True
+        with self._lock:
+            for tracker in self._values:
+                tracker.start()
+            return not any(tracker.values_changed() for tracker in self._values)
 
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
