@@ -63,6 +63,18 @@ def test_a_call_of_a_policy_meets_seven_modules(make):
     assert not back
 
 
+def test_a_call_on_a_gpu_meets_one_more(cuda):
+    """What launches graphs."""
+    diffusion = dpa.accelerate(lerobot_policy(cuda)).diffusion
+    cond = torch.randn(1, 14, device=cuda)
+    with torch.no_grad():
+        for _ in range(4):
+            diffusion.conditional_sample(1, global_cond=cond)
+        modules, back = walk(lambda: diffusion.conditional_sample(1, global_cond=cond))
+    assert len(modules) <= 8 and "library/graphs.py" in modules, modules
+    assert not back
+
+
 def test_a_call_from_observations_to_actions_meets_one_more():
     diffusion = dpa.accelerate(lerobot_policy()).diffusion
     batch = {"observation.state": torch.randn(1, 2, 3)}

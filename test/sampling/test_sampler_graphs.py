@@ -11,7 +11,7 @@ from samplers import diffusers, make_sampler, without_graph
 
 import dpa
 from dpa.library.capture import can_capture, capturing
-from dpa.sampling.graphs import LoopGraphs
+from dpa.sampling.fused_loop import LoopGraphs
 from dpa.training import graph_calls
 
 GENERATORS = {

@@ -73,6 +73,7 @@ class PackedUnet:
         self._films = WeakTensorKeyDictionary()  # the timesteps of each that step_film made
         # On a GPU: the stream that packed, what is recorded there, and the others that read since.
         self._stream: torch.cuda.Stream | None = None
+        self.packed_on = 0  # the stream's address
         self._ready: torch.cuda.Event | None = None
         self._readers: set[torch.cuda.Stream] = set()
         self.lock = threading.RLock()
@@ -135,6 +136,7 @@ class PackedUnet:
             self._stream = None
             if packed.is_cuda:
                 self._stream = torch.cuda.current_stream(packed.device)
+                self.packed_on = self._stream.cuda_stream
                 self._read_by(self._stream)
                 self._ready = self._stream.record_event()
             return self._packed
@@ -163,14 +165,17 @@ class PackedUnet:
     def _readable(self) -> Tensor:
         """The packed weights, once the current stream waits for the one that packed them."""
         home, current = self._stream, torch._C._cuda_getCurrentRawStream
-        if home is None or current(home.device_index) == home.cuda_stream:
-            return self._packed
+        if home is not None and current(home.device_index) != self.packed_on:
+            self.lend()
+        return self._packed
+
+    def lend(self) -> None:
+        """Let the current stream read what another one packed, as ``packed_on`` says."""
         if not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(home.device)
+            stream = torch.cuda.current_stream(self._stream.device)
             stream.wait_event(self._ready)
             self._read_by(stream)
             self._readers.add(stream)
-        return self._packed
 
     def stale(self) -> bool:
         """Whether modules changed, or weights lie elsewhere or were written, by their versions."""
@@ -194,14 +199,6 @@ class PackedUnet:
             self.weights.start()
             stale = self.stale() if modules else self._packed is None or self.weights.changed()
             return self.repack() if stale or self.weights.values_changed() else self._readable()
-
-    def start(self) -> None:
-        """Begin to compare values, and let the current stream read what is packed.
-
-        The caller then launches work on it, and asks :meth:`current` while the GPU does it.
-        """
-        self.weights.start()
-        self._readable()
 
     def current(self) -> bool:
         """Whether what is packed is of the weights as they are now, by what was started."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.fused_loop import expanded
-from dpa.sampling.graphs import Inputs, LoopGraphs, run_captured
+from dpa.sampling.fused_loop import LoopGraphs, expanded, run_captured
+from dpa.sampling.graphs import Inputs
 from dpa.sampling.rng import RandomNumbers
 from dpa.sampling.stepwise_loop import Layers, takes
 from dpa.schedulers.each_action import EachActionTable

@@ -8,18 +8,19 @@ weights, in x0 or of a sample that the scheduler scales: there each step is the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpa.library.capture import can_capture
+from dpa.library.capture import can_capture, no_autocast_cache
+from dpa.library.graphs import captured
 from dpa.packed.config import runs_packed
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.arguments import Given
-from dpa.sampling.graphs import Body, Inputs, LoopGraphs, run_captured
+from dpa.sampling.graphs import GraphCache, Inputs
 from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
@@ -28,6 +29,8 @@ from dpa.tracking import is_dispatched, is_observed
 
 # The tensors that a call of a loop may be given.
 NAMES = ("global_cond", "local_cond", "condition_data", "condition_mask", "noise", "last_chunk")
+_DEFAULT = 0  # the default stream's address
+Body = Callable[[Inputs], Tensor]
 Way = tuple[str, int]  # where given actions hold, and the step to begin at
 
 
@@ -173,6 +176,117 @@ def _on_cpu(
         if packed.weights.changed() or packed.weights.values_changed():
             packed.repack()
         return body(inputs)
+
+
+def run_captured(
+    packed: PackedUnet,
+    graphs: LoopGraphs,
+    kind: Hashable,
+    numbers: RandomNumbers,
+    make_body: Callable[[], Body],
+    inputs: Inputs,
+    generator: Generators,
+) -> Tensor:
+    """Return the actions, of the weights that there are now; the caller has checked the modules."""
+    random = numbers if len(numbers) else None
+    with packed.lock, graphs.lock:
+        graph = graphs.kept.get((kind, packed.generation))
+        if graph is None:
+            packed.follow()
+        else:
+            graphs.kept.move_to_end((kind, packed.generation))
+            weights = packed.weights
+            weights.start()
+            if torch._C._cuda_getCurrentRawStream(numbers.device.index) != packed.packed_on:
+                packed.lend()
+            result = graph.replay(inputs, random, generator)
+            if not (weights.changed() or weights.values_changed()):
+                return result
+            packed.repack()
+            inputs, random = graph.inputs, None  # the random numbers of this call are there
+        key = (kind, packed.generation)
+        return graphs.run(key, numbers.device, inputs, make_body, random, generator)
+
+
+class LoopGraphs(GraphCache):
+    """Captured loops. Results are copies, so a later call does not overwrite them."""
+
+    def run(
+        self,
+        key: Hashable,
+        device: torch.device,
+        inputs: Inputs,
+        make_body: Callable[[], Body],
+        numbers: RandomNumbers | None = None,
+        generator: Generators = None,
+    ) -> Tensor:
+        """Return ``body(inputs)``, replayed from the second call with a key on.
+
+        The key is everything but the contents of ``inputs`` that the result depends on, their
+        shapes too. ``make_body`` makes what launches kernels on the current stream alone. A graph's
+        body receives floating inputs as float32, and the random numbers as ``random``.
+        """
+        with self.lock:
+            if (graph := self.find(key)) is not None:
+                return graph.replay(inputs, numbers, generator)
+            body = make_body()
+            if numbers is not None:
+                inputs = inputs | {"random": numbers(generator).float()}
+            result = body(inputs)
+            self.capture(key, device, lambda: LoopGraph(device, body, inputs))
+            return result
+
+
+class LoopGraph:
+    """One captured loop with the memory that its kernels read and write.
+
+    Attributes:
+        inputs: of the last replay, with its random numbers.
+
+    """
+
+    def __init__(self, device: torch.device, body: Body, inputs: Inputs, known: bool = True):
+        self._body = body  # keeps the memory that the kernels read
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            self.inputs = {name: _static(value) for name, value in inputs.items()}
+            with no_autocast_cache():
+                # Another's network may use random numbers, or differentiate in other threads.
+                graphs, outputs = captured(
+                    device, lambda: body(self.inputs), random_numbers=not known
+                )
+        (self._graph,), (self._output,) = graphs, outputs
+        self._done = torch.cuda.Event()
+        self._home = torch._C._cuda_getCurrentRawStream(device.index)
+        self._last = _DEFAULT
+
+    def replay(
+        self, inputs: Inputs, numbers: RandomNumbers | None, generator: Generators
+    ) -> Tensor:
+        """Return what the loop makes of these inputs, and of its random numbers."""
+        # The GPU waits meanwhile: nothing comes before the launch that it does not need. What ran
+        # on the default stream last is ahead of this on it; another stream may be one that is gone.
+        device = self._output.device
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        if stream != _DEFAULT or self._last != _DEFAULT:
+            torch.cuda.current_stream(device).wait_event(self._done)
+        if stream != self._home:  # whose memory the inputs are
+            for value in self.inputs.values():
+                value.record_stream(torch.cuda.current_stream(device))
+        targets, sources = [self.inputs[name] for name in inputs], list(inputs.values())
+        if numbers is None:
+            torch.ops.dpa.loop_inputs_(targets, sources)
+        else:
+            numbers.into(self.inputs["random"], generator, targets, sources)
+        self._graph.replay()
+        result = self._output.clone()
+        self._done.record(torch.cuda.current_stream(device))
+        self._last = stream
+        return result
+
+
+def _static(value: Tensor) -> Tensor:
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    return torch.empty(value.shape, dtype=dtype, device=value.device).copy_(value)
 
 
 def _body(

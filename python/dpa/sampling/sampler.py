@@ -27,7 +27,7 @@ from dpa.sampling.arguments import (
     placement,
     shape_of,
 )
-from dpa.sampling.graphs import LoopGraphs, ModuleLoops
+from dpa.sampling.module_loops import ModuleLoops
 from dpa.sampling.parallel import Parallel, ParallelReport, SweepGraphs, check_parallel
 from dpa.sampling.rng import RandomNumbers, draw_normal
 from dpa.sampling.step_tables import Steps, Tables
@@ -141,7 +141,8 @@ class DiffusionSampler:
         self.packed: PackedUnet | None = None
         # What the last call came to, for others of its kind: they need not find all of it again.
         self.prepared: fused_loop.Prepared | None = None
-        self._graphs, self._sweeps, self._loops = LoopGraphs(), SweepGraphs(), ModuleLoops()
+        self._graphs, self._sweeps = fused_loop.LoopGraphs(), SweepGraphs()
+        self._loops = ModuleLoops()
         self._foreign: tuple[Any, bool] = (None, False)
         self._width: tuple[Any, int | None] = (None, None)
         options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}

@@ -1,0 +1,90 @@
+"""Denoising loops around any module, captured in CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor, nn
+
+from dpa.library.capture import MaskAnswers, kernel_settings
+from dpa.packed.agreement import LOOP_LIMITS, limit, proves, relative_error
+from dpa.sampling.fused_loop import Body, LoopGraph, LoopGraphs
+from dpa.sampling.graphs import Inputs
+from dpa.sampling.rng import RandomNumbers
+from dpa.schedulers.tables import Generators
+from dpa.tracking import ModuleState
+
+_MISSES = 8  # graphs in a row whose module changed
+
+
+class _Graph(LoopGraph):
+    """A captured loop.
+
+    Attributes:
+        state: the module that the loop calls.
+        answers: what was found of its masks.
+
+    """
+
+    state: ModuleState
+    answers: MaskAnswers
+
+
+class ModuleLoops(LoopGraphs):
+    """Captured loops around any module, each with what its module was when it was captured.
+
+    A graph reads the module's parameters where they lie, so writes in place need no notice.
+    """
+
+    def __init__(self, capacity: int = 8):
+        super().__init__(capacity)
+        self._misses = 0
+
+    def run(
+        self,
+        module: nn.Module,
+        kind: tuple[Hashable, ...],
+        inputs: Inputs,
+        body: Body,
+        numbers: RandomNumbers,
+        generator: Generators,
+    ) -> Tensor:
+        """Return ``body(inputs)`` with the loop's random numbers, replayed from the second call on.
+
+        ``kind`` is what the result depends on but for the module, its inputs' shapes and the
+        settings of kernels. The first replay of a graph is compared with the body.
+        """
+        shapes = tuple((n, tuple(v.shape), v.dtype) for n, v in inputs.items())
+        key = (*kind, shapes, kernel_settings())
+        with self.lock:
+            graph = self.find(key)
+            if graph is not None and not (graph.state.holds() and graph.answers.hold()):
+                del self.kept[key]
+                graph, self._misses = None, self._misses + 1
+            if graph is not None:
+                self._misses = 0
+                return graph.replay(inputs, numbers if len(numbers) else None, generator)
+            if len(numbers):
+                inputs = inputs | {"random": numbers(generator).float()}
+            answers = MaskAnswers()
+            with answers.used():
+                result = body(inputs)
+                state = ModuleState(module)
+                if self._misses <= _MISSES and not state.hooked():
+                    capture = functools.partial(_checked, numbers.device, body, inputs, result)
+                    graph = self.capture(key, numbers.device, capture)
+            if graph is not None:
+                graph.state, graph.answers = state, answers
+            return result
+
+
+def _checked(device: torch.device, body: Body, inputs: Inputs, result: Tensor) -> _Graph:
+    """Capture a loop, whose replay gives a result; raise RuntimeError where it does not."""
+    graph = _Graph(device, body, inputs, known=False)
+    error = relative_error(graph.replay(inputs, None, None), result)
+    most = limit(LOOP_LIMITS, (torch.float32,), device)
+    if proves(result) and error > most:
+        raise RuntimeError(f"its replay differs by {error:.1e} (relative), more than {most:.0e}")
+    return graph
