@@ -66,7 +66,7 @@ int64_t unet1d_fingerprint(const kernels::unet1d::Config& config, int64_t varian
 }
 
 int64_t unet1d_packed_bytes(const Plan& plan) {
-  constexpr int64_t kOrder = 2 << 8;  // of the packed tiles: one more whenever it changes, for packed weights are saved
+  constexpr int64_t kOrder = 3 << 8;  // of the packed tiles: one more whenever it changes, for packed weights are saved
   return plan.packed_bytes + unet1d_fingerprint(plan.config, kOrder + static_cast<int64_t>(plan.dtype));
 }
 

@@ -120,7 +120,7 @@ TEST(ChoosePath, ByDeviceAndSize) {
   for (const Device& d : {kA100, kRtx3090, kOrin}) EXPECT_EQ(choose_path(bf16, 1, 16, d), Path::kPhases);
   EXPECT_EQ(choose_path(bf16, 1, 4096, kHopper), Path::kLayered);
   EXPECT_EQ(choose_path(bf16, 1, 64, kHopper), Path::kResident);
-  EXPECT_EQ(choose_path(fp32, 1, 64, kHopper), Path::kPhases);
+  EXPECT_EQ(choose_path(fp32, 1, 64, kHopper), Path::kResident);
 }
 
 TEST(ChoosePath, NarrowNetworksRunInTeams) {

@@ -8,6 +8,7 @@
 
 #include "kernels/plans/unet1d/call.h"
 #include "kernels/plans/unet1d/loop.h"
+#include "kernels/plans/unet1d/resident_layout.h"
 
 namespace dpa::kernels::unet1d {
 namespace {
@@ -162,14 +163,28 @@ TEST_P(EveryPlan, TilesAreAlignedForVectorLoads) {
 INSTANTIATE_TEST_SUITE_P(Unet1d, EveryPlan, testing::Combine(testing::ValuesIn(kConfigs), testing::ValuesIn(kDTypes)));
 
 TEST(TileIndex, IsAPermutation) {
-  for (const bool wide : {false, true}) {
-    std::set<int> places;
-    for (int row = 0; row < 16; ++row)
-      for (int channel = 0; channel < 16; ++channel) places.insert(tile_index(wide, row, channel));
-    EXPECT_EQ(places.size(), 256u);
-    EXPECT_EQ(*places.begin(), 0);
-    EXPECT_EQ(*places.rbegin(), 255);
-  }
+  std::set<int> places;
+  for (int row = 0; row < 16; ++row)
+    for (int channel = 0; channel < 16; ++channel) places.insert(tile_index(row, channel));
+  EXPECT_EQ(places.size(), 256u);
+  EXPECT_EQ(*places.begin(), 0);
+  EXPECT_EQ(*places.rbegin(), 255);
+}
+
+TEST(Resident, ItsMessagesFitTheWorkspace) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3})
+    for (const int widest : {512, 1024, 2048})
+      for (int horizon = 4; horizon <= 64; horizon += 4) {
+        const Config config = {16, 3, {widest / 4, widest / 2, widest}, 5, 8, 16, 6, true};
+        const Plan plan = make_plan(config, dtype);
+        for (const int batch : {1, 2}) {
+          const ResidentLayout layout = resident_layout(plan, batch, horizon, 232448);
+          if (!layout.fits) continue;
+          const int64_t tail = int64_t{plan.slices_out} * plan.slices_in * batch * horizon * config.action_dim;
+          EXPECT_LE(layout.tail_message + tail, message_words(plan, batch, horizon))
+              << "widest " << widest << ", horizon " << horizon << ", batch " << batch;
+        }
+      }
 }
 
 TEST(RefusedPlan, SaysWhyAndListsNothing) {

@@ -13,6 +13,8 @@
 #include <random>
 #include <vector>
 
+#include "kernels/math/two_halves.h"
+
 #define DPA_DEVICE inline
 #define DPA_OUTLINE inline
 
@@ -175,7 +177,6 @@ inline void send_any(uint32_t to, const void* words, int bytes, uint32_t barrier
 }
 DPA_DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) { send_any(to, &v, 4, barrier); }
 DPA_DEVICE void send_8(uint32_t to, const uint2& v, uint32_t barrier) { send_any(to, &v, 8, barrier); }
-DPA_DEVICE void send_16(uint32_t to, const uint4& v, uint32_t barrier) { send_any(to, &v, 16, barrier); }
 inline void arrive_store(const Store& s) {
   BlockState& b = machine.state[s.block];
   if (s.to + s.bytes > b.memory.size()) std::printf("a store behind the memory\n"), std::abort();
@@ -342,8 +343,11 @@ DPA_DEVICE uint32_t pack(Half, float l, float h) { return half_bits(l) | half_bi
 DPA_DEVICE float2 unpack(BFloat16, uint32_t v) { return {as_float(v << 16), as_float(v & 0xffff0000u)}; }
 DPA_DEVICE float2 unpack(Half, uint32_t v) { return {half_value(v & 0xffff), half_value(v >> 16)}; }
 DPA_DEVICE uint32_t to_tf32(float x) { return (bits(x) + 0x1000u) & 0xffffe000u; }
-DPA_DEVICE void split_tf32(float x, uint32_t& high, uint32_t& low) {
-  high = to_tf32(x), low = bits(x - as_float(high));
+DPA_DEVICE void split_pair(float x, float y, float scale, uint32_t& high, uint32_t& low) {
+  x *= scale, y *= scale;
+  high = pack(Half{}, x, y);
+  const float2 h = unpack(Half{}, high);
+  low = pack(Half{}, (x - h.x) * math::kLowScale, (y - h.y) * math::kLowScale);
 }
 
 // k = 16 (two numbers a register) or 8 (one).

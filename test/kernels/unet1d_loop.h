@@ -246,8 +246,13 @@ struct Network {
     return packed;
   }
   void store(uint8_t* to, int row, int channel, float x, float scale) const {
-    const int at = tile_index(plan.dtype == DType::kFloat32, row, channel);
-    if (plan.dtype == DType::kFloat32) std::memcpy(to + at * 4, &x, 4);
+    const int at = tile_index(row, channel);
+    if (plan.dtype == DType::kFloat32) {
+      x *= dpa::math::kWeightScale;
+      const float h = round_to(x, 10, -14);
+      const uint16_t high = to_fp16(h), low = to_fp16(round_to((x - h) * math::kLowScale, 10, -14));
+      std::memcpy(to + at * 2, &high, 2), std::memcpy(to + 512 + at * 2, &low, 2);
+    }
     const uint16_t h = plan.dtype == DType::kBFloat16 ? to_bf16(x) : plan.dtype == DType::kFloat16 ? to_fp16(x) : 0;
     if (element_bytes(plan.dtype) == 2) std::memcpy(to + at * 2, &h, 2);
     if (plan.dtype == DType::kFloat8E4M3) {

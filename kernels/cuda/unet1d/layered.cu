@@ -70,7 +70,7 @@ struct ConvArguments {
 
 template <class Weight>
 __global__ void __launch_bounds__(kThreads) conv_kernel(const __grid_constant__ ConvArguments c) {
-#if __CUDA_ARCH__ >= 800  // the matrix instructions for bfloat16 and tf32; the op refuses older GPUs
+#if __CUDA_ARCH__ >= 800  // the matrix instructions for bfloat16; the op refuses older GPUs
   using Math = Tile<Weight>;
   __shared__ float partial[kWarps][16][kColumns + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, segment = blockIdx.z;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(const __grid_constant__ 
     sample[i] = n < columns ? n / c.columns_per_sample : -1;
     time[i] = n % c.columns_per_sample * c.stride + c.first[segment];
   }
-  float sum[kColumnTiles][4] = {};
+  typename Math::Sum sum[kColumnTiles];
   for (int step = warp; step < steps * c.slices_in; step += kWarps) {
     const int slice_in = step / steps, k = step % steps, tap = k / per_tap;
     const int64_t tile =

@@ -4,7 +4,8 @@
 //                  grid
 //   tiles_kernel   a convolution's weights as 16 x 16 tiles in the order that matrix instructions hold them:
 //                  (slice_out, slice_in, tap, channel step, row tile, element); a thread an element of the destination.
-//                  Rows and channels that only fill a tile up are zero.
+//                  Rows and channels that only fill a tile up are zero. Of float32 the high halves come first, then
+//                  the low ones (math/two_halves.h).
 //   scales_kernel  scale[o] = max over i and taps of |w[o, i, tap]| / 448, the largest e4m3 (1 where all are zero); a
 //                  block an output channel
 #include <cuda_fp8.h>
@@ -13,6 +14,7 @@
 
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/unet1d/two_halves.cuh"
 #include "kernels/cuda/unet1d/unet1d.h"
 
 namespace dpa::kernels::unet1d {
@@ -71,7 +73,6 @@ __global__ void scales_kernel(const Source* source, float* scales, TileItem item
 template <class Source, class Target>
 __global__ void tiles_kernel(const Source* source, Target* target, const float* scales,
                              const __grid_constant__ Tiles t) {
-  constexpr bool kWide = sizeof(Target) == 4;
   const int per_tap = t.tiling.in_steps + t.tiling.skip_steps;
   const int64_t slice = static_cast<int64_t>(t.taps) * per_tap * t.tiling.row_tiles * 256;
   const int64_t count = slice * t.slices_out * t.slices_in;
@@ -81,15 +82,8 @@ __global__ void tiles_kernel(const Source* source, Target* target, const float* 
     const int64_t tile = e % slice / 256;
     const int step = static_cast<int>(tile / t.tiling.row_tiles), tap = step / per_tap,
               part = static_cast<int>(e / slice);
-    int row, k;
-    if (kWide) {
-      const int lane = in_tile % 128 / 4, j = in_tile % 4;
-      row = lane / 4 + (j & 1) * 8, k = in_tile / 128 * 8 + lane % 4 + (j >> 1) * 4;
-    } else {
-      const int lane = in_tile / 8, j = in_tile % 8;
-      row = lane / 4 + (j >> 1 & 1) * 8, k = lane % 4 * 2 + (j & 1) + (j >> 2) * 8;
-    }
-    row += static_cast<int>(tile % t.tiling.row_tiles) * 16;
+    const int lane = in_tile / 8, j = in_tile % 8, k = lane % 4 * 2 + (j & 1) + (j >> 2) * 8;
+    const int row = lane / 4 + (j >> 1 & 1) * 8 + static_cast<int>(tile % t.tiling.row_tiles) * 16;
     const int out = part / t.slices_in * t.tiling.rows + row, slice_in = part % t.slices_in;
     int channel = step % per_tap * 16 + k, in = -1;
     if (channel < t.tiling.in_steps * 16) {
@@ -106,7 +100,14 @@ __global__ void tiles_kernel(const Source* source, Target* target, const float* 
         value = static_cast<float>(
             widen(source[out * t.stride_out + in * t.stride_in + (t.tap_first + tap * t.tap_step) * t.stride_tap]));
     }
-    target[e] = stored<Target>(scales && row < t.tiling.rows ? value / scales[out] : value);
+    if constexpr (sizeof(Target) == 4) {
+      uint32_t high, low;
+      split_pair(value, 0.0f, math::kWeightScale, high, low);
+      uint16_t* to = reinterpret_cast<uint16_t*>(target + (e - in_tile)) + in_tile;
+      to[0] = static_cast<uint16_t>(high), to[256] = static_cast<uint16_t>(low);
+    } else {
+      target[e] = stored<Target>(scales && row < t.tiling.rows ? value / scales[out] : value);
+    }
   }
 }
 

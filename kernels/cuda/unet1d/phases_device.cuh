@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/unet1d/two_halves.cuh"
 
 #define DPA_DEVICE __device__ __forceinline__
 #define DPA_OUTLINE __device__ __noinline__ inline
@@ -118,8 +119,8 @@ template <class T>
 DPA_DEVICE void mma(T, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   ptx::mma<T>(c, a, b0, b1);
 }
-using ptx::split_tf32;
 using ptx::to_tf32;
+using unet1d::split_pair;
 // Two numbers in a word, the first in the low half.
 template <class T>
 DPA_DEVICE uint32_t pack(T, float low, float high) {
@@ -141,7 +142,6 @@ DPA_DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) {
                : "memory");
 }
 DPA_DEVICE void send_8(uint32_t to, const uint2& v, uint32_t barrier) { ptx::send_cluster_8(to, v, barrier); }
-DPA_DEVICE void send_16(uint32_t to, const uint4& v, uint32_t barrier) { ptx::send_cluster_16(to, v, barrier); }
 DPA_DEVICE uint64_t* block_barriers() {
   __shared__ uint64_t barriers[2];
   return barriers;

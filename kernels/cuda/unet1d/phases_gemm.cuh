@@ -54,9 +54,9 @@ DPA_DEVICE void publish(const Output& o, int row_tile, int column_tile, int lane
 DPA_DEVICE int* offsets_of(const Work& w, ColumnAt* columns) {
   return reinterpret_cast<int*>(columns + w.samples * w.p.columns);
 }
-DPA_DEVICE void fill_offsets(const Work& w, int* to, int pitch, int element) {
-  const int per_tap = w.by_per_tap.by, per_value = w.p.unit_padded >> 4, unit_bytes = w.p.unit_padded * element,
-            value_bytes = w.slab_value * element;
+DPA_DEVICE void fill_offsets(const Work& w, int* to, int pitch) {
+  const int per_tap = w.by_per_tap.by, per_value = w.p.unit_padded >> 4, unit_bytes = w.p.unit_padded * 2,
+            value_bytes = w.slab_value * 2;
 #pragma unroll 1
   for (int s = 0; s < w.p.num_segments; s++) {
     const Divisor taps = w.by_taps[s];
@@ -64,16 +64,15 @@ DPA_DEVICE void fill_offsets(const Work& w, int* to, int pitch, int element) {
       const int before = w.by_per_tap(i), unit = taps(before), tap = before - unit * taps.by;
       const int part = i - before * per_tap, skip = part >= per_value;
       to[s * w.all_steps[0] + i] =
-          unit * unit_bytes + skip * value_bytes + tap * pitch + (part - skip * per_value) * 16 * element;
+          unit * unit_bytes + skip * value_bytes + tap * pitch + (part - skip * per_value) * 32;
     }
   }
 }
 
 template <class Tile, int kColumnTiles>
-DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int count, uint32_t slab,
+DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int count, uint32_t slab, int slab_pitch,
                              const ColumnAt* columns, int first_column, int num_columns,
                              float (&sum)[kColumnTiles][4]) {
-  using Math = typename Tile::Math;
   constexpr bool kWide = Tile::kWide, kOne = !kWide && kColumnTiles == 1;
   constexpr int kLoads = kWide || kOne ? kColumnTiles : kColumnTiles / 2;  // of four matrices, a step
   const int lane = thread() & 31;
@@ -82,10 +81,9 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
   for (int i = 0; i < kLoads; i++) {
     int column = first_column + (kWide || kOne ? i * 8 : i * 16 + (lane >> 4) * 8) + (lane & 7);
     if (column >= num_columns) column = 0;
-    const int part = kWide ? (lane >> 3) * 16 : (lane >> 3 & 1) * 16;
-    rows[i] = slab + columns[column].slab + part;
+    rows[i] = slab + columns[column].slab + lane_part<Tile>(slab_pitch);
   }
-  float other[kOne ? 1 : kColumnTiles][4] = {};  // every second step of a single column tile: a shorter chain
+  RunSums<Tile, kColumnTiles> sums = {sum};
   int next0 = offsets[0], next1 = offsets[count > 1];
 #pragma unroll 1
   for (int left = count; left > 0; left -= 2) {
@@ -101,8 +99,8 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
     if constexpr (kOne) {
       uint32_t b[4];
       load_matrices(b, rows[0] + (lane < 16 ? offset0 : offset1));
-      mma(Math{}, sum[0], a[0].a, b[0], b[1]);
-      if (two) mma(Math{}, other[0], a[1].a, b[2], b[3]);
+      sums.multiply_one(a[0], false, b[0], b[1]);
+      if (two) sums.multiply_one(a[1], true, b[2], b[3]);
     } else {
 #pragma unroll
       for (int s = 0; s < 2; s++) {
@@ -111,29 +109,13 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
         for (int i = 0; i < kLoads; i++) {
           uint32_t b[4];
           load_matrices(b, rows[i] + (s ? offset1 : offset0));
-          if constexpr (kWide) {
-            uint32_t high[4], low[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) Fragments<TileFp32>::split(b[j], high[j], low[j]);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              mma(Math{}, sum[i], a[s].low[h], high[2 * h], high[2 * h + 1]);
-              mma(Math{}, sum[i], a[s].high[h], low[2 * h], low[2 * h + 1]);
-              mma(Math{}, sum[i], a[s].high[h], high[2 * h], high[2 * h + 1]);
-            }
-          } else {
-            mma(Math{}, sum[2 * i], a[s].a, b[0], b[1]);
-            mma(Math{}, sum[2 * i + 1], a[s].a, b[2], b[3]);
-          }
+          sums.multiply(a[s], i, b);
         }
       }
     }
     stream.advance();
   }
-  if constexpr (kOne) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) sum[0][j] += other[0][j];
-  }
+  sums.finish();
 }
 
 // One segment of a tile. Every thread of the block calls it; the slab is complete. `sums` may be overwritten by the
@@ -154,7 +136,7 @@ DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int seg
     float sum[kColumnTiles][4] = {};
     if (works)
       multiply_run<Tile, kColumnTiles>(stream, offsets + segment * w.all_steps[0] + mine.begin, mine.count, first_tap,
-                                       out.columns, column * kColumnTiles * 8, out.count, sum);
+                                       slab_pitch, out.columns, column * kColumnTiles * 8, out.count, sum);
     if (p.warps_k > 1) {
 #pragma unroll
       for (int i = 0; i < kColumnTiles; i++)

@@ -2,7 +2,7 @@
 // of the GEMM: (sample, time with zeros around it, channel), value channels first, then those of the skip connection.
 #pragma once
 #include "kernels/cuda/unet1d/phases.h"
-#include "kernels/cuda/unet1d/phases_weights.cuh"
+#include "kernels/cuda/unet1d/phases_operands.cuh"
 #include "kernels/math/mish.h"
 
 namespace dpa::kernels::unet1d::device {
@@ -341,7 +341,7 @@ DPA_DEVICE void store_early(const PhaseLoop& a, const Work& w, int step, const E
     for (int i = thread(); i < count; i += kThreads) {
       const float2 b = i < kThreads ? make_float2(e.bias[s], e.scale[s]) : bias_of<Tile>(a, w, s, i);
       bias[2 * s * count + i] = b.x;
-      if constexpr (Tile::kScaled) bias[(2 * s + 1) * count + i] = b.y * 256.0f;  // of Fragments
+      if constexpr (Tile::kScaled) bias[(2 * s + 1) * count + i] = b.y * kWidenedE4m3;
     }
   }
 }
@@ -375,7 +375,6 @@ DPA_DEVICE void make_factors(const Work& w, const float4* statistics, float* to)
 template <class Tile>
 DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch, const float* residual,
                       const float* parameters, uint8_t* slab, int slab_pitch, uint32_t flag) {
-  using Math = typename Tile::Math;
   const Phase& p = w.p;
   const int n = w.value_channels, residual_pitch = n + 4;
   const bool norm = p.norm >= 0, add = p.residual.kind != SourceKind::kNone, keep = p.keep >= 0 && w.at.out == 0;
@@ -415,11 +414,7 @@ DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch
       const int half = c < n ? 0 : 1, unit = w.by_unit(c - half * n);
       column = half * w.slab_value + unit * p.unit_padded + c - half * n - unit * p.unit_channels;
     }
-    uint8_t* to = slab + (row + (2 * b + 1) * p.pad) * slab_pitch;
-    if constexpr (Tile::kWide)
-      *reinterpret_cast<float4*>(to + column * 4) = make_float4(v[0], v[1], v[2], v[3]);
-    else
-      *reinterpret_cast<uint2*>(to + column * 2) = make_uint2(pack(Math{}, v[0], v[1]), pack(Math{}, v[2], v[3]));
+    FourActivations<Tile>(v).store(slab + (row + (2 * b + 1) * p.pad) * slab_pitch + column * 2, slab_pitch);
   }
 }
 

@@ -105,19 +105,17 @@ struct Loop {
   }
 
   DPA_DEVICE static void fill_tables(const Work& w) {
-    constexpr int kElement = Tile::kWide ? 4 : 2;
-    const int pitch = w.slab_channels * kElement + 16;
+    const int pitch = row_pitch<Tile>(w.slab_channels);
     ColumnAt* columns = reinterpret_cast<ColumnAt*>(shared() + w.p.shared.columns);
-    fill_columns(w, columns, pitch), fill_offsets(w, offsets_of(w, columns), pitch, kElement);
+    fill_columns(w, columns, pitch), fill_offsets(w, offsets_of(w, columns), pitch);
   }
   DPA_DEVICE void convolve(const Work& w) {
-    constexpr int kElement = Tile::kWide ? 4 : 2;
     const Phase& p = w.p;
     const bool tail = p.kind == PhaseKind::kTail;
     Early early;
     fetch_early<Tile>(a, w, step, early);
     uint8_t* slab = at<uint8_t>(p.shared.slab);
-    const int slab_pitch = w.slab_channels * kElement + 16;
+    const int slab_pitch = row_pitch<Tile>(w.slab_channels);
     ColumnAt* columns = at<ColumnAt>(p.shared.columns);
     float* bias = at<float>(p.shared.parameters) + w.value_channels * (2 + 4 * w.samples);
     if (!tail && (!a.shared.tables_kept || p.tiles > blocks())) fill_tables(w);
@@ -241,7 +239,7 @@ struct Loop {
     }
   }
   DPA_OUTLINE static void fill(Work& w, int tile, int batch) {
-    if (thread() == 0) w.fill_tile(tile, batch, Tile::kWide ? 4 : 2);
+    if (thread() == 0) w.fill_tile(tile, batch, kActivationBytes<Tile>);
     sync_block();
     if (thread() < 2 * kPhaseWarps && thread() / kPhaseWarps < w.p.num_segments)
       w.fill_warp(thread() / kPhaseWarps, thread() % kPhaseWarps);
@@ -264,7 +262,7 @@ DPA_DEVICE void fill_table(const PhaseLoop& a) {
   sync_block();
 #pragma unroll 1
   for (int f = thread(); f < a.num_phases; f += kThreads)
-    if (work(f).p.kind != PhaseKind::kSampler) work(f).fill_tile(block(), a.batch, Tile::kWide ? 4 : 2);
+    if (work(f).p.kind != PhaseKind::kSampler) work(f).fill_tile(block(), a.batch, kActivationBytes<Tile>);
   sync_block();
 #pragma unroll 1
   for (int i = thread(); i < a.num_phases * 2 * kPhaseWarps; i += kThreads) {

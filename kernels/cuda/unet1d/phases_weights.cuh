@@ -184,35 +184,4 @@ struct WeightStream {
   }
 };
 
-// A tile's fragments, ready for the matrix instructions.
-template <class Tile>
-struct Fragments {
-  uint4 a;
-  DPA_DEVICE void load(uint32_t at) { a = load_shared_16(at); }
-};
-// e4m3: a byte in the upper half of 16 bits, its exponent a bit lower, is a float16, the number times 2^-8.
-template <>
-struct Fragments<TileE4m3> {
-  uint4 a;
-  static DPA_DEVICE uint32_t widen(uint32_t w) { return (w & 0x80008000u) | ((w & 0x7f007f00u) >> 1); }
-  DPA_DEVICE void load(uint32_t at) {
-    const uint2 v = load_shared_8(at);
-    a.x = widen(spread_bytes<0x1404>(v.x)), a.y = widen(spread_bytes<0x3424>(v.x));
-    a.z = widen(spread_bytes<0x1404>(v.y)), a.w = widen(spread_bytes<0x3424>(v.y));
-  }
-};
-template <>
-struct Fragments<TileFp32> {
-  uint4 high[2], low[2];
-  static DPA_DEVICE void split(uint32_t x, uint32_t& high, uint32_t& low) { split_tf32(as_float(x), high, low); }
-  DPA_DEVICE void load(uint32_t at) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const uint4 v = load_shared_16(at + h * 512);
-      split(v.x, high[h].x, low[h].x), split(v.y, high[h].y, low[h].y);
-      split(v.z, high[h].z, low[h].z), split(v.w, high[h].w, low[h].w);
-    }
-  }
-};
-
 }  // namespace dpa::kernels::unet1d::device

@@ -9,11 +9,7 @@ cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
   switch (a.layout.pairs) {
     case 1: return launch_pairs<Weight, 1>(a, stream);
     case 2: return launch_pairs<Weight, 2>(a, stream);
-    case 4:
-      if constexpr (sizeof(Weight) < 4)
-        return launch_pairs<Weight, 4>(a, stream);
-      else
-        return cudaErrorInvalidConfiguration;
+    case 4: return launch_pairs<Weight, 4>(a, stream);
     default:
       if constexpr (sizeof(Weight) == 1)
         return cudaErrorInvalidConfiguration;

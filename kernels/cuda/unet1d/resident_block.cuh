@@ -93,17 +93,26 @@ struct Block {
     return sum;
   }
 
+  // Where this lane's 16 bytes of a step begin in its column's row: of float32 the low halves are elsewhere.
+  __device__ __forceinline__ int lane_part() const {
+    return (lane >> 3 & 1) * 16 + (kWide && lane & 16 ? a.layout.input_low - a.layout.input : 0);
+  }
+  // A pair of the GEMM's input, at a byte offset in shared memory.
+  __device__ __forceinline__ void write_input(int at, float2 v) const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(shared + at);
+    if constexpr (kWide)
+      Math::split(v.x, v.y, *to, to[(a.layout.input_low - a.layout.input) / 4]);
+    else
+      *to = pack_pair<typename Math::Activation>(v.x, v.y);
+  }
+
   // Loads the GEMMs' activations of step `offset` for this warp's column tiles.
   template <int Columns>
   __device__ __forceinline__ void load_columns(typename Math::B (&b)[Columns], const uint32_t (&rows)[Columns],
                                                uint32_t offset) const {
     if constexpr (kWide) {
-      const uint32_t low = a.layout.input_low - a.layout.input;
 #pragma unroll
-      for (int i = 0; i < Columns; i++) {
-        ptx::load_matrix_x4(b[i].high, rows[i] + offset);
-        ptx::load_matrix_x4(b[i].low, rows[i] + offset + low);
-      }
+      for (int i = 0; i < Columns; i++) ptx::load_matrix_x4(b[i].v, rows[i] + offset);
     } else if constexpr (Columns == 1) {
       ptx::load_matrix_x2(b[0].v, rows[0] + offset);
     } else {

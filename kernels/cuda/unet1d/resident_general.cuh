@@ -23,19 +23,9 @@ struct General : GeneralValues<Weight> {
 
   // Writes a pair into the GEMM's input: row (b, t), channels c and c + 1.
   __device__ __forceinline__ void write_input(int offset, float2 v) const {
-    if constexpr (kWide) {
-      uint2 high, low;
-      Math::split(v.x, high.x, low.x);
-      Math::split(v.y, high.y, low.y);
-      *reinterpret_cast<uint2*>(shared + a.layout.input + offset * 4) = high;
-      *reinterpret_cast<uint2*>(shared + a.layout.input_low + offset * 4) = low;
-    } else {
-      *reinterpret_cast<uint32_t*>(shared + a.layout.input + offset * 2) = pack_pair<Weight>(v.x, v.y);
-    }
+    Base::write_input(a.layout.input + offset * 2, v);
   }
-  __device__ __forceinline__ int pitch(const ResidentLayer& l) const {
-    return l.steps_per_tap * 16 + (kWide ? 4 : 8);
-  }  // elements
+  __device__ __forceinline__ int pitch(const ResidentLayer& l) const { return l.steps_per_tap * 16 + 8; }  // elements
   __device__ __forceinline__ int input_row(const ResidentLayer& l, int b, int t) const {
     return (b * (l.times_in + 2 * a.layout.halo) + t + a.layout.halo) * pitch(l);
   }
@@ -170,7 +160,7 @@ struct General : GeneralValues<Weight> {
   // loaded into registers while the one before it is multiplied.
   template <int Columns>
   __device__ __forceinline__ void segment(const ResidentLayer& l, int s, const uint32_t (&rows)[Columns], float* out) {
-    constexpr int kElement = kWide ? 4 : 2, kSets = Columns <= 2 ? 2 : 1;
+    constexpr int kElement = 2, kSets = Columns <= 2 ? 2 : 1;
     constexpr int kGroup = kWide ? (Columns <= 2 ? 2 : 1) : (Columns <= 2 ? 4 : Columns == 4 ? 2 : 1);
     struct Group {
       typename Math::Raw w[kGroup];
@@ -183,7 +173,7 @@ struct General : GeneralValues<Weight> {
                                                                    : kGroup == 2 ? 1
                                                                                  : 0));
     const int last_mask = kTilesPerStage / group_tiles - 1;  // the last group of a stage
-    float sum[kSets][Columns][4] = {};
+    typename Math::Sum sum[kSets][Columns];
     int load_stage = pipeline.stage;
     auto load = [&](Group& g, int index) {
       const int base = index * group_tiles;
@@ -246,7 +236,7 @@ struct General : GeneralValues<Weight> {
 
   template <int Columns>
   __device__ __forceinline__ void multiply(const ResidentLayer& l) {
-    constexpr int kElement = kWide ? 4 : 2;
+    constexpr int kElement = 2;
     const int share_log2 = l.row_tiles_log2 + l.k_warps_log2, columns = a.batch * l.columns_per_sample;
     uint32_t rows[Columns];
 #pragma unroll
@@ -255,8 +245,8 @@ struct General : GeneralValues<Weight> {
       int n = tile * 8 + (lane & 7);
       n = n < columns ? n : 0;
       const int b = a.batch == 1 ? 0 : n / l.columns_per_sample, t = n - b * l.columns_per_sample;
-      const int chunk = kWide ? lane >> 3 : (lane >> 3) & 1;
-      rows[i] = ptx::shared_address(shared + a.layout.input) + input_row(l, b, t * l.stride) * kElement + chunk * 16;
+      rows[i] =
+          ptx::shared_address(shared + a.layout.input) + input_row(l, b, t * l.stride) * kElement + Base::lane_part();
     }
     float* partial = Base::floats_at(a.layout.partial);
     const int segment_floats = (columns << l.k_warps_log2) * ((16 << l.row_tiles_log2) + 4);

@@ -41,10 +41,11 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
                                                          : 3;
     const int chunk = kScaled && l.stages * 2 <= pipeline.stages ? l.stages : kLeast;
     const int chunk_iterations = chunk * kStageBytes / kWarpsBytes;
-    constexpr bool kAtOnce = kRows * sizeof(Weight) <= 16, kAhead = kRows * sizeof(Weight) <= 8;
+    constexpr bool kAtOnce = kRows * sizeof(Weight) <= 16,
+                   kAhead = kRows * sizeof(Weight) <= (kWide ? 16 : 8) && (!kWide || kRows * kColumns < 8);
     const int iterations = (steps + kConsumerWarps - 1) / kConsumerWarps, ring_bytes = pipeline.stages * kStageBytes;
     const uint8_t* tiles = shared + a.layout.buffer + lane * Math::kLaneBytes;
-    float sum[kRows][kColumns][4] = {};
+    typename Math::Sum sum[kRows][kColumns];
     int s = warp, at = pipeline.stage * kStageBytes + warp * kStep,
         left = (steps * kStep + kStageBytes - 1) / kStageBytes;
     if (at >= ring_bytes) at -= ring_bytes;
@@ -148,7 +149,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
 #pragma unroll
     for (int i = 0; i < kColumns; i++) {  // with 16-bit inputs one load serves two column tiles
       const int n = i * 8 + (!kWide && kColumns > 1 && i % 2 == 0 ? lane >> 4 << 3 : 0) + (lane & 7);
-      rows[i] = Base::base + l.input + (n < l.columns ? n : 0) * l.stride + (kWide ? lane >> 3 : lane >> 3 & 1) * 16;
+      rows[i] = Base::base + l.input + (n < l.columns ? n : 0) * l.stride + Base::lane_part();
     }
     constexpr int kLog2 = kRows == 1 ? 4 : kRows == 2 ? 5 : kRows == 4 ? 6 : 7, kPitch = 16 * kRows + 4;
     // A thread publishes one row of some columns, or two neighbours.
@@ -196,7 +197,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
         break;
       case 0x41: multiply<4, 1>(l, waited, layer); break;
       case 0x14:
-        if constexpr (kPairs > 1 && !kWide) multiply<1, 4>(l, waited, layer);
+        if constexpr (kPairs > 1) multiply<1, 4>(l, waited, layer);
         break;
       case 0x18:
         if constexpr (kPairs > 2) multiply<1, 8>(l, waited, layer);

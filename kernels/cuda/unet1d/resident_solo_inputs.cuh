@@ -20,7 +20,7 @@ struct SoloInputs : Block<Weight> {
   // Clocks from publishing to the first poll of the others' sums: no message arrives sooner, and a failed poll costs
   // the time of a read through L2 and slows the stream of weights down.
   static constexpr int kPollDelay = 600;
-  static constexpr int kElement = kWide ? 4 : 2;
+  static constexpr int kElement = 2;  // bytes of a GEMM's input, of float32 twice
 
   const float* film = nullptr;  // of this step
 
@@ -122,18 +122,6 @@ struct SoloInputs : Block<Weight> {
     }
   }
 
-  __device__ __forceinline__ void write_input(int at, float2 v) const {
-    if constexpr (kWide) {
-      uint2 high, low;
-      Math::split(v.x, high.x, low.x);
-      Math::split(v.y, high.y, low.y);
-      *reinterpret_cast<uint2*>(shared + at) = high;
-      *reinterpret_cast<uint2*>(shared + at + a.layout.input_low - a.layout.input) = low;
-    } else {
-      *reinterpret_cast<uint32_t*>(shared + at) = pack_pair<typename Math::Activation>(v.x, v.y);
-    }
-  }
-
   // The output of `source` becomes the input of `target`, or, for the last, the tail's values. Returns the stages
   // waited for.
   __device__ __forceinline__ int prepare(const SoloLayer& from, const SoloLayer& to, int layer, bool tail) {
@@ -159,8 +147,9 @@ struct SoloInputs : Block<Weight> {
     const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
     PartialSums residuals = {a.messages + (at + from.residual_message), apart, phase},
                 sums = {a.messages + (at + from.message), apart, phase};
+    constexpr bool kTogether = !kWide || kPairs <= 2;  // else there are no registers for both
     if (other) residuals.poll(count);
-    if (!first) sums.poll(count);
+    if (kTogether && !first) sums.poll(count);
     float2 v[kPairs], r[kPairs];
     if (other) {
       const float2 bias = ptx::load_constant_2(a.floats + (from.other_bias + slice + c));
@@ -181,6 +170,7 @@ struct SoloInputs : Block<Weight> {
                                             2 << from.half_log2, 0, t + i * times_apart, c, tid + i * kThreads)
                          : make_float2(0.0f, 0.0f);
     } else {
+      if constexpr (!kTogether) sums.poll(count);
       sums.receive(v);
 #pragma unroll
       for (int i = 0; i < kPairs; i++) v[i] = make_float2(v[i].x + p.bias.x, v[i].y + p.bias.y);
@@ -210,9 +200,10 @@ struct SoloInputs : Block<Weight> {
         reinterpret_cast<float2*>(shared + a.layout.stash)[tid + i * kThreads] = v[i];
       } else {
         const int row = to.input + (t + i * times_apart) * to.pitch + c * kElement;
-        write_input(row, v[i]);
+        Base::write_input(row, v[i]);
         if (to.skip_in >= 0)
-          write_input(row + to.skip_bytes, reinterpret_cast<const float2*>(shared + to.skip_in)[tid + i * kThreads]);
+          Base::write_input(row + to.skip_bytes,
+                            reinterpret_cast<const float2*>(shared + to.skip_in)[tid + i * kThreads]);
       }
     }
     sync_consumers();

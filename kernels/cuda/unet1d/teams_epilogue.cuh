@@ -262,7 +262,8 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
                       (part.sample * todo.times * (todo.channels + 4) + part.channel) * 4) =
               make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
         else
-          handover.send(part.out + ((j * todo.pass_times << todo.upsample) + s) * part.out_time, flag, v[j]);
+          handover.send(part.out + ((j * todo.pass_times << todo.upsample) + s) * part.out_time, part.out_time, flag,
+                        v[j]);
       }
     }
   }

@@ -22,24 +22,17 @@ struct Weights<TileE4m3> {
   uint2 v;
   DPA_DEVICE void load(uint32_t at) { v = load_shared_8(at); }
   DPA_DEVICE Fragments<TileE4m3> ready() const {
-    return {
-        make_uint4(widen_e4m3<0x1404>(v.x), widen_e4m3<0x3424>(v.x), widen_e4m3<0x1404>(v.y), widen_e4m3<0x3424>(v.y))};
+    Fragments<TileE4m3> f;
+    f.widen(v);
+    return f;
   }
 };
 template <>
 struct Weights<TileFp32> {
   static constexpr float kScale = 1.0f;
-  uint4 v[2];
-  DPA_DEVICE void load(uint32_t at) { v[0] = load_shared_16(at), v[1] = load_shared_16(at + 512); }
-  DPA_DEVICE Fragments<TileFp32> ready() const {
-    Fragments<TileFp32> f;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      f.split(v[h].x, f.high[h].x, f.low[h].x), f.split(v[h].y, f.high[h].y, f.low[h].y);
-      f.split(v[h].z, f.high[h].z, f.low[h].z), f.split(v[h].w, f.high[h].w, f.low[h].w);
-    }
-    return f;
-  }
+  Fragments<TileFp32> v;
+  DPA_DEVICE void load(uint32_t at) { v.load(at); }
+  DPA_DEVICE Fragments<TileFp32> ready() const { return v; }
 };
 
 // A warp's stream of weights: its slots of tiles of all phases of a step, again and again. A lane copies the bytes that
@@ -128,14 +121,13 @@ struct OperandRows {
   static constexpr bool kWide = Tile::kWide, kOne = !kWide && kColumnTiles == 1;
   static constexpr int kLoads = kWide || kOne ? kColumnTiles : kColumnTiles / 2;  // a step; kOne: a pair of steps
   uint32_t at[kLoads];
-  DPA_DEVICE OperandRows(const int* columns, int num_columns) {
+  DPA_DEVICE OperandRows(const int* columns, int num_columns, int pitch) {
     const int lane = thread() & 31;
 #pragma unroll
     for (int i = 0; i < kLoads; i++) {
       int column = (kWide || kOne ? i * 8 : i * 16 + (lane >> 4) * 8) + (lane & 7);
       if (column >= num_columns) column = 0;
-      const int part = kWide ? (lane >> 3) * 16 : (lane >> 3 & 1) * 16;
-      at[i] = held(columns[column] + part);
+      at[i] = held(columns[column] + lane_part<Tile>(pitch));
     }
   }
   // The same relative to nothing.
@@ -144,42 +136,6 @@ struct OperandRows {
 #pragma unroll
     for (int i = 0; i < kLoads; i++) r.at[i] += slab;
     return r;
-  }
-};
-
-// The sums of a run. `other`: of every second step where there is a single column tile, of the small terms of float32
-// where there are few; a chain of MMAs on one accumulator would take most of the time.
-template <class Tile, int kColumnTiles>
-struct RunSums {
-  using Rows = OperandRows<Tile, kColumnTiles>;
-  static constexpr int kOthers = Rows::kOne ? 1 : Tile::kWide && kColumnTiles <= 2 ? 2 * kColumnTiles : 0;
-  float (&sum)[kColumnTiles][4];
-  float other[kOthers > 0 ? kOthers : 1][4] = {};
-
-  // Load i of a step.
-  DPA_DEVICE void multiply(const Fragments<Tile>& a, int i, const uint32_t (&b)[4]) {
-    using Math = typename Tile::Math;
-    if constexpr (Tile::kWide) {
-      uint32_t high[4], low[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) a.split(b[j], high[j], low[j]);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        mma(Math{}, kOthers ? other[2 * i] : sum[i], a.low[h], high[2 * h], high[2 * h + 1]);
-        mma(Math{}, kOthers ? other[2 * i + 1] : sum[i], a.high[h], low[2 * h], low[2 * h + 1]);
-        mma(Math{}, sum[i], a.high[h], high[2 * h], high[2 * h + 1]);
-      }
-    } else {
-      mma(Math{}, sum[2 * i], a.a, b[0], b[1]);
-      mma(Math{}, sum[2 * i + 1], a.a, b[2], b[3]);
-    }
-  }
-  DPA_DEVICE void finish() {
-#pragma unroll
-    for (int i = 0; i < kOthers; i++) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) sum[Rows::kOne ? 0 : i / 2][j] += other[i][j];
-    }
   }
 };
 
@@ -210,13 +166,12 @@ struct OperandSteps {
     }
   }
   DPA_DEVICE void multiply(RunSums<Tile, kColumnTiles>& sums) const {
-    using Math = typename Tile::Math;
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       const Fragments<Tile> f = a[s].ready();
       if constexpr (Rows::kOne) {
         const uint32_t(&both)[4] = b[s / 2][0];
-        mma(Math{}, s & 1 ? sums.other[0] : sums.sum[0], f.a, both[s % 2 * 2], both[s % 2 * 2 + 1]);
+        sums.multiply_one(f, s & 1, both[s % 2 * 2], both[s % 2 * 2 + 1]);
       } else {
 #pragma unroll
         for (int i = 0; i < Rows::kLoads; i++) sums.multiply(f, i, b[s][i]);

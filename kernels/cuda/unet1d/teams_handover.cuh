@@ -10,20 +10,9 @@ namespace dpa::kernels::unet1d::device {
 struct SlabAt {
   int base, pitch, rows, padded, halo;  // of a value: see TeamPhase
 };
-template <class Tile>
 DPA_DEVICE int slab_offset(const SlabAt& s, int sample, int time, int rank, int channel) {
-  constexpr int kElement = Tile::kWide ? 4 : 2;
-  return s.base + (sample * s.rows + time + s.halo) * s.pitch + (rank * s.padded + channel) * kElement;
+  return s.base + (sample * s.rows + time + s.halo) * s.pitch + (rank * s.padded + channel) * 2;
 }
-template <class Tile>
-DPA_DEVICE uint2 half_words(const float (&v)[4]) {
-  using Math = typename Tile::Math;
-  if constexpr (Tile::kWide)
-    return make_uint2(0, 0);
-  else
-    return make_uint2(pack(Math{}, v[0], v[1]), pack(Math{}, v[2], v[3]));
-}
-
 #if defined(DPA_EMULATE) || __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
 // Blocks of a cluster. Every phase is all-to-all, so a block is never more than one hand-over ahead of another: two
 // barriers by turns, and two slabs by turns, are enough.
@@ -45,19 +34,17 @@ struct ClusterHandover {
 
   // Where four channels of a time go, in every block; from a time to the next.
   DPA_DEVICE static uint32_t place(const TeamPhase&, const SlabAt& to, int sample, int time, int rank, int channel) {
-    return shared_address(shared()) + slab_offset<Tile>(to, sample, time, rank, channel);
+    return shared_address(shared()) + slab_offset(to, sample, time, rank, channel);
   }
   DPA_DEVICE static int pitch(const TeamPhase& p) { return p.out_pitch; }
-  DPA_DEVICE void send(uint32_t at, uint32_t, const float (&v)[4]) const {
-    const uint4 wide = make_uint4(bits(v[0]), bits(v[1]), bits(v[2]), bits(v[3]));
-    const uint2 half = half_words<Tile>(v);
+  DPA_DEVICE void send(uint32_t at, int pitch, uint32_t, const float (&v)[4]) const {
+    const FourActivations<Tile> values(v);
     const uint32_t full = barrier(count);
 #pragma unroll
     for (int d = 0; d < kTeamBlocks; d++) {
-      if constexpr (Tile::kWide)
-        send_16(peers[d] + at, wide, peers[d] + full);
-      else
-        send_8(peers[d] + at, half, peers[d] + full);
+#pragma unroll
+      for (int i = 0; i < values.kParts; i++)
+        send_8(peers[d] + at + i * low_halves(pitch), values.part[i], peers[d] + full);
     }
   }
   DPA_DEVICE void send_tail(const TeamArguments& a, int at, uint32_t, float v) const {
@@ -92,7 +79,7 @@ struct WordHandover {
   }
   DPA_DEVICE static int pitch(const TeamPhase& p) { return kTeamBlocks * p.channels; }
   DPA_DEVICE void sent() {}
-  DPA_DEVICE void send(uint32_t at, uint32_t flag, const float (&v)[4]) const {
+  DPA_DEVICE void send(uint32_t at, int, uint32_t flag, const float (&v)[4]) const {
     store_words(words + at, make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag, (bits(v[2]) & ~1u) | flag,
                                        (bits(v[3]) & ~1u) | flag));
   }
@@ -129,11 +116,7 @@ struct WordHandover {
         const int sample = by_times(row), time = row - sample * p.times;
         const float4 f = floats_of(v[i]);
         const float x[4] = {f.x, f.y, f.z, f.w};
-        uint8_t* slab = shared() + slab_offset<Tile>(to, sample, time, rank, channel);
-        if constexpr (Tile::kWide)
-          *reinterpret_cast<float4*>(slab) = f;
-        else
-          *reinterpret_cast<uint2*>(slab) = half_words<Tile>(x);
+        FourActivations<Tile>(x).store(shared() + slab_offset(to, sample, time, rank, channel), to.pitch);
       }
     }
   }

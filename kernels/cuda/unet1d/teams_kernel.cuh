@@ -21,7 +21,7 @@ struct TeamGemm : TeamBlock<Tile, Handover> {
   DPA_DEVICE int bytes_behind(int f) const {
     if (f >= a.num_phases) f -= a.num_phases;
     if (f + 1 == a.num_phases) return kTeamBlocks * samples * a.horizon * a.actions * 4;
-    return samples * of(f).times * of(f).channels * kTeamBlocks * (Tile::kWide ? 4 : 2);
+    return samples * of(f).times * of(f).channels * kTeamBlocks * kActivationBytes<Tile>;
   }
 
   // The head: the convolution of the sample and its 1x1 residual; a warp takes every eighth term.
@@ -68,7 +68,7 @@ struct TeamGemm : TeamBlock<Tile, Handover> {
     const int count = samples * p.columns, pitch = p.row_tiles * 16 + 4, segments = p.num_segments,
               first_row = warp >> p.log_warps_k, rows_apart = p.warps_rows, row_tiles = Base::row_tiles_of(p);
     const int *columns = at<int>(p.table), *offsets = offsets_behind(columns, a.team_samples * p.columns);
-    OperandRows<Tile, kColumnTiles> rows(columns, count);
+    OperandRows<Tile, kColumnTiles> rows(columns, count, p.pitch);
     Share share = share_of(p, 0, k);
     float* to = at<float>(a.shared.sums) + (k * count + (lane & 3) * 2) * pitch + (lane >> 2);
     const int left = held(count - (lane & 3) * 2), next = bytes_behind(f + 1);

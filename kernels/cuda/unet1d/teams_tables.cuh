@@ -24,7 +24,7 @@ DPA_DEVICE T* offsets_behind(T* columns, int count) {
 // and last convolutions' weights, zeros in the slabs.
 template <class Tile>
 DPA_DEVICE void fill_team_tables(const TeamArguments& a, int rank, int samples, int sample0) {
-  constexpr int kElement = Tile::kWide ? 4 : 2, kWords = static_cast<int>(sizeof(TeamPhase) / 4);
+  constexpr int kWords = static_cast<int>(sizeof(TeamPhase) / 4);
   uint8_t* memory = shared();
   for (int i = thread(); i < a.num_phases * kWords; i += kTeamThreads)
     reinterpret_cast<uint32_t*>(memory + a.shared.table)[i] = reinterpret_cast<const uint32_t*>(a.phases)[i];
@@ -49,8 +49,8 @@ DPA_DEVICE void fill_team_tables(const TeamArguments& a, int rank, int samples, 
       for (int i = lane; i < p.segments[s].steps; i += 32) {
         const int before = divide(i, per_tap), part = i - before * per_tap, unit = divide(before, p.segments[s].taps),
                   tap = before - unit * p.segments[s].taps, skip = part >= per_value;
-        offsets[i] = (skip ? p.skip - p.value : 0) + tap * p.pitch +
-                     (unit * p.unit_padded + (part - skip * per_value) * 16) * kElement;
+        offsets[i] =
+            (skip ? p.skip - p.value : 0) + tap * p.pitch + (unit * p.unit_padded + (part - skip * per_value) * 16) * 2;
       }
   }
   const int own = a.channels / kTeamBlocks, terms = a.taps * a.actions;

@@ -1,12 +1,13 @@
 // A 16 x 16 tile of weights (output channels x input channels) times 16 x 8 activations (input channels x columns), by
 // one warp. 16-bit weights: one MMA with 16-bit activations. e4m3 weights: widened to float16. float32 weights:
-// each factor split into two tf32 parts, three MMAs, so that what is lost is of the order of 2^-22. Lane l holds of
-// a column tile: column l / 4; of the accumulators c: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+// each factor is two float16 numbers, three MMAs, so that what is lost is of the order of 2^-22. Lane l holds of a
+// column tile: column l / 4; of the sums: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
 #pragma once
 #include <cuda_fp8.h>
 
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/unet1d/two_halves.cuh"
 
 namespace dpa::kernels::unet1d {
 
@@ -31,6 +32,10 @@ struct Tile {
   struct B {
     uint32_t v[2];
   };
+  struct Sum {
+    float v[4] = {};
+    __device__ __forceinline__ float operator[](int i) const { return v[i]; }
+  };
   static __device__ __forceinline__ A load(const uint8_t* tile, int lane) {
     return {reinterpret_cast<const uint4*>(tile)[lane]};
   }
@@ -46,8 +51,8 @@ struct Tile {
     const int q = lane % 4 * 2;
     return {{pack_pair<Weight>(get(q), get(q + 1)), pack_pair<Weight>(get(q + 8), get(q + 9))}};
   }
-  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b) {
-    ptx::mma<Weight>(c, a.v, b.v[0], b.v[1]);
+  static __device__ __forceinline__ void multiply(Sum& sum, const A& a, const B& b) {
+    ptx::mma<Weight>(sum.v, a.v, b.v[0], b.v[1]);
   }
 };
 
@@ -70,54 +75,43 @@ struct Tile<__nv_fp8_e4m3> : Tile<__half> {
   }
 };
 
+// The tile's high halves, then its low ones; and so the activations.
 template <>
 struct Tile<float> {
   static constexpr int kBytes = 1024, kLaneBytes = 16;
   using Activation = float;
   struct A {
-    uint4 high[2], low[2];
+    uint4 high, low;
   };
   struct B {
-    uint32_t high[4], low[4];
+    uint32_t v[4];
   };
-  static __device__ __forceinline__ void split(float x, uint32_t& high, uint32_t& low) {
-    ptx::split_tf32(x, high, low);
-  }
-  struct Raw {
-    float4 w[2];
+  struct Sum {
+    float high[4] = {}, low[4] = {};
+    __device__ __forceinline__ float operator[](int i) const { return fmaf(low[i], 1.0f / math::kLowScale, high[i]); }
   };
+  using Raw = A;
   static __device__ __forceinline__ Raw load_raw(const uint8_t* tile, int lane, bool valid) {
-    const float4* at = reinterpret_cast<const float4*>(tile) + lane;
-    return valid ? Raw{{at[0], at[32]}} : Raw{};
+    const uint4* at = reinterpret_cast<const uint4*>(tile) + lane;
+    return valid ? Raw{at[0], at[32]} : Raw{};
   }
-  static __device__ __forceinline__ A widen_raw(const Raw& raw) {
-    A a;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      split(raw.w[h].x, a.high[h].x, a.low[h].x);
-      split(raw.w[h].y, a.high[h].y, a.low[h].y);
-      split(raw.w[h].z, a.high[h].z, a.low[h].z);
-      split(raw.w[h].w, a.high[h].w, a.low[h].w);
-    }
-    return a;
-  }
-  static __device__ __forceinline__ A load(const uint8_t* tile, int lane) {
-    return widen_raw(load_raw(tile, lane, true));
+  static __device__ __forceinline__ A widen_raw(const Raw& raw) { return raw; }
+  static __device__ __forceinline__ A load(const uint8_t* tile, int lane) { return load_raw(tile, lane, true); }
+  static __device__ __forceinline__ void split(float x, float y, uint32_t& high, uint32_t& low) {
+    split_pair(x, y, math::kActivationScale, high, low);
   }
   template <class Get>
   static __device__ __forceinline__ B load_b(Get get, int lane) {
+    const int q = lane % 4 * 2;
     B b;
-#pragma unroll
-    for (int i = 0; i < 4; i++) split(get(lane % 4 + i * 4), b.high[i], b.low[i]);
+    split(get(q), get(q + 1), b.v[0], b.v[2]);
+    split(get(q + 8), get(q + 9), b.v[1], b.v[3]);
     return b;
   }
-  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      ptx::mma<float>(c, a.low[h], b.high[2 * h], b.high[2 * h + 1]);
-      ptx::mma<float>(c, a.high[h], b.low[2 * h], b.low[2 * h + 1]);
-      ptx::mma<float>(c, a.high[h], b.high[2 * h], b.high[2 * h + 1]);
-    }
+  static __device__ __forceinline__ void multiply(Sum& sum, const A& a, const B& b) {
+    ptx::mma<__half>(sum.low, a.low, b.v[0], b.v[1]);
+    ptx::mma<__half>(sum.high, a.high, b.v[0], b.v[1]);
+    ptx::mma<__half>(sum.low, a.high, b.v[2], b.v[3]);
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include "kernels/plans/unet1d/cluster_layout.h"
 #include "kernels/plans/unet1d/phases.h"
+#include "kernels/plans/unet1d/resident_layout.h"
 #include "kernels/plans/unet1d/teams.h"
 
 namespace dpa::kernels::unet1d {
@@ -21,15 +22,17 @@ int team_samples(const Plan& plan, int batch, int horizon, const Device& device)
 }
 
 size_t message_words(const Plan& plan, int batch, int horizon) {
-  // The one-sample kernel gives every output the room of the largest, in steps of what its threads send at once.
-  constexpr size_t kStep = 4096;
   size_t words = 0, outputs = 0, largest = 0;
   for (const Conv& conv : plan.convs) {
     const size_t output = static_cast<size_t>(batch) * (horizon >> conv.level_out) * conv.channels_out,
                  segments = conv.num_segments == 2 && !conv.upsample ? 2 : 1;
     words += output * segments, outputs += segments, largest = std::max(largest, output);
   }
-  if (batch == 1) words = outputs * ((largest + kStep - 1) / kStep * kStep);
+  if (batch == 1) {  // the one-sample kernel gives every output the room of the largest, for 1, 2 or 4 pairs a thread
+    size_t room = solo_message_stride(1, true);
+    while (room < largest) room *= 2;
+    words = outputs * room;
+  }
   const size_t tail = (static_cast<size_t>(batch) * horizon * plan.config.action_dim + 31) / 32 * 32;
   return (words + 2 * tail * plan.slices_out) * plan.slices_in;
 }

@@ -140,10 +140,10 @@ struct Tiling {
 };
 Tiling tiling(const Plan& plan, const Conv& conv);
 
-/// Element (row, channel) of a tile in the order that matrix instructions hold it: 4-byte types as two 16 x 8 halves.
-inline int tile_index(bool wide, int row, int channel) {
-  if (!wide) return ((row % 8) * 4 + channel % 8 / 2) * 8 + (channel & 1) + (row >= 8 ? 2 : 0) + (channel >= 8 ? 4 : 0);
-  return channel / 8 * 128 + ((row % 8) * 4 + channel % 4) * 4 + (row >= 8 ? 1 : 0) + (channel % 8 >= 4 ? 2 : 0);
+/// Element (row, channel) of a tile in the order that matrix instructions hold it. A tile of float32 is two of float16:
+/// the high halves, then the low ones (math/two_halves.h).
+inline int tile_index(int row, int channel) {
+  return ((row % 8) * 4 + channel % 8 / 2) * 8 + (channel & 1) + (row >= 8 ? 2 : 0) + (channel >= 8 ? 4 : 0);
 }
 
 /// What a block has just done when it notes its clock, in each layer; a layer without a norm does not note kNormalised,

@@ -7,11 +7,7 @@ namespace dpa::kernels::unet1d {
 namespace {
 
 // Whether the kernel of one sample has code for a GEMM of these tiles.
-bool solo_shape(bool wide, int row_tiles, int column_tiles) {
-  if (column_tiles == 1) return row_tiles <= (wide ? 4 : 8) || row_tiles == 8;
-  if (column_tiles == 2) return row_tiles <= (wide ? 2 : 4);
-  return !wide && row_tiles * column_tiles <= 8;
-}
+bool solo_shape(int row_tiles, int column_tiles) { return row_tiles * column_tiles <= 8; }
 // Whether a GEMM's sums fit a warp's share of the partial sums, and its messages the threads' rounds.
 bool solo_room(bool wide, int pairs, int row_tiles, int columns) {
   const int words = wide ? 1 : 2, rounds = ceil_div(pairs, words);  // words: sums in a message word
@@ -20,11 +16,11 @@ bool solo_room(bool wide, int pairs, int row_tiles, int columns) {
 }
 
 // The channel pairs a thread that the one-sample kernel is compiled for, for `most` of them; 0: none.
-int solo_pairs(bool wide, int most) { return most <= 2 ? most : !wide && most <= 4 ? 4 : 0; }
+int solo_pairs(int most) { return most <= 2 ? most : most <= 4 ? 4 : 0; }
 
 // Fills in the descriptors of the one-sample kernel; false where it has no code for a shape.
 bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
-  const int element = wide ? 4 : 2, step_bytes = 16 * element, pack = wide ? 1 : 2;  // sums a message word
+  const int element = 2, step_bytes = 16 * element, pack = wide ? 1 : 2;             // pack: sums a message word
   const int block = kSlicesIn * static_cast<int>(solo_message_stride(pairs, wide));  // words of a GEMM's output
   int message = 0, second_message = -1;
   for (int i = 0; i <= r.count; i++) {
@@ -42,7 +38,7 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
     second_message = l.num_segments == 2 && !l.upsample ? message : -1;
     if (second_message >= 0) message += block;
     const int column_tiles = 1 << log2_of(ceil_div(l.columns_per_sample, 8)), row_tiles = 1 << l.row_tiles_log2;
-    if (width % 16 || !solo_shape(wide, row_tiles, column_tiles) || r.halo > 4) return false;
+    if (width % 16 || !solo_shape(row_tiles, column_tiles) || r.halo > 4) return false;
     if (!solo_room(wide, pairs, row_tiles, l.columns_per_sample)) return false;
     s.pitch = l.steps_per_tap * step_bytes + 16, s.input = r.input + r.halo * s.pitch,
     s.last_row = s.input + l.times_in * s.pitch;
@@ -73,7 +69,7 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.blocks = plan.slices_out * kSlicesIn;
   r.halo = std::max(c.kernel_size / 2, 1);
   const bool wide = plan.dtype == DType::kFloat32;
-  const int element = wide ? 4 : 2, threads = kConsumerWarps * 32;  // element: bytes of an activation
+  const int element = 2, threads = kConsumerWarps * 32;  // element: bytes of an activation, or of its high half
   r.tile_bytes = 256 * element_bytes(plan.dtype);
 
   int input_bytes = 0, units = 0, partial_bytes = 0, skip_bytes[kMaxLevels] = {};
@@ -127,8 +123,8 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
     if (conv.skip >= 0) skip_bytes[conv.skip] = units_of(conv.channels_out, l.times_out) * 8;
     input_bytes = std::max(input_bytes, batch * (l.times_in + 2 * r.halo) * (l.steps_per_tap * 16 * element + 16));
     units = std::max(units, units_of(conv.channels_out, l.times_out));
-    partial_bytes = std::max(partial_bytes, 2 * kConsumerWarps * kSoloShareFloats * 4 *
-                                                std::max(1, solo_pairs(wide, units / batch / threads)));
+    partial_bytes = std::max(
+        partial_bytes, 2 * kConsumerWarps * kSoloShareFloats * 4 * std::max(1, solo_pairs(units / batch / threads)));
     partial_bytes = std::max(partial_bytes,
                              l.num_segments * (1 << l.k_warps_log2) * batch * l.columns_per_sample * (t.rows + 4) * 4);
   }
@@ -166,7 +162,7 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.buffer = at;
   r.stages = std::min(kMaxStages, (shared_bytes - kStatic - at) / kStageBytes);
   r.shared_bytes = at + r.stages * kStageBytes;
-  const int pairs = batch == 1 ? solo_pairs(wide, most) : 0;
+  const int pairs = batch == 1 ? solo_pairs(most) : 0;
   r.pairs = pairs > 0 && solo_layers(r, pairs, wide) ? pairs : 0;
   // The general kernel knows no scales.
   r.fits = r.stages >= kMinStages && r.tile_bytes * kConsumerWarps <= kStageBytes &&
