@@ -145,7 +145,7 @@ def profile(
     timesteps = table.timesteps.to(device).float()[rows]
     coefficients = table.coefficients.to(device).float()[rows]
     steps = torch.randn(12, *noise.shape, device=device) if any(table.draws_noise) else None
-    config = (packed.packed, packed.config, packed.dtype)
+    config = (packed.packed, *packed.operands[1:])
     records = [
         torch.ops.dpa.diffusion_sample_clocks(
             noise, timesteps, cond, *config, coefficients, table.clip, steps

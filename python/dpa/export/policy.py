@@ -139,10 +139,10 @@ class OnPackedWeights(Exported):
             kind = type(unet).__name__
             raise ValueError(f"unet must take what the original takes to be exported, got {kind}")
         self.dtype = dtype
-        self.dtype_name = str(dtype).removeprefix("torch.")
         self.config = network.config
         self.conditioned = network.network.arguments.get("global_cond_dim") is not None
         self.register_buffer("weights", network.repack())
+        self.dtype_name = str(network.operands[2]).removeprefix("torch.")  # as they are packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # A GPU could not tell bytes that a CPU packed: reading their mark would stop the stream.

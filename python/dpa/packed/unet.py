@@ -41,7 +41,8 @@ class PackedUnet:
             float8_e4m3fn: a convolution's weights are kept as ``scale * q``, ``q`` in e4m3 and a
             float32 scale an output channel, the largest magnitude of its weights over 448;
             activations are float16, and so are the weights outside the convolutions. The first and
-            the last convolution stay float32. It is fast for one sample.
+            the last convolution stay float32. It is fast for one sample. Of networks with less than
+            32 M weights in convolutions ``scale * q`` is kept in float16, which is faster there.
 
     Raises:
         ValueError: the network cannot be packed, with the reason.
@@ -93,6 +94,7 @@ class PackedUnet:
         self._layers = self.network.layers() if self.network.film_apart else None
         self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
+        self._kind = batch.kept_in(self._given(), self.dtype)
         self._agrees: bool | None = None
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
 
@@ -132,7 +134,7 @@ class PackedUnet:
                     self._batch.update(self._given())
                 elif self._batch_wanted:
                     self._batch = batch.BatchWeights(self._given(), self.config, self.dtype)
-            self.operands = self._packed, self.config, self.dtype
+            self.operands = self._packed, self.config, self._kind
             self._stream = None
             if packed.is_cuda:
                 self._stream = torch.cuda.current_stream(packed.device)
@@ -143,8 +145,10 @@ class PackedUnet:
 
     def _pack(self) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            given = list(self._given().values())
-            return torch.ops.dpa.unet1d_pack(given, self.config, self.dtype)
+            given = self._given()
+            if self._kind != self.dtype:
+                given = {n: batch.rounded_to_e4m3(n, w.float()) for n, w in given.items()}
+            return torch.ops.dpa.unet1d_pack(list(given.values()), self.config, self._kind)
 
     def _given(self) -> dict[str, Tensor]:
         weights = self.network.weights()
@@ -262,7 +266,7 @@ class PackedUnet:
     ) -> Tensor:
         if packed is self._packed and self._in_batch(sample):
             return self._batch.forward(sample, timesteps, global_cond)
-        weights = packed, self.config, self.dtype
+        weights = packed, self.config, self._kind
         if self._layers is None:
             return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
         return torch.ops.dpa.unet1d_on_film(sample, self._rows(timesteps, global_cond), *weights)
@@ -308,7 +312,7 @@ class PackedUnet:
         if self._layers is not None:
             return self._rows(timesteps, global_cond)
         return torch.ops.dpa.unet1d_film(
-            timesteps, global_cond, self.packed, self.config, self.dtype
+            timesteps, global_cond, self.packed, self.config, self._kind
         )
 
     def step_film(self, timesteps: Tensor) -> Tensor | None:
@@ -334,11 +338,11 @@ class PackedUnet:
         return film
 
     def _step_film(self, timesteps: Tensor) -> Tensor:
-        return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self.dtype)
+        return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self._kind)
 
     def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
         """One forward pass of (B, T, Da) on rows of :meth:`film`, (B, R), on a GPU."""
-        return torch.ops.dpa.unet1d_on_film(sample, film, self.packed, self.config, self.dtype)
+        return torch.ops.dpa.unet1d_on_film(sample, film, self.packed, self.config, self._kind)
 
     def sample(
         self,
@@ -386,7 +390,7 @@ class PackedUnet:
 
             inpainting = Inpainting.of(held, "sample", table)
             return loop(initial, table, predict, lambda step: noise[step], inpainting)
-        weights = (packed, self.config, self.dtype)
+        weights = (packed, self.config, self._kind)
         rest = (coefficients, clip, noise, condition_data, condition_mask)
         if self._layers is not None:
             step_film, global_cond = self._rows(timesteps, global_cond), None
