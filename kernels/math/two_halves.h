@@ -1,5 +1,5 @@
 // A float32 number x as two float16 numbers, for the matrix instructions: x scale = high + low / kLowScale, but for
-// 2^-23 of it. A product of two such numbers is high high + (high low + low high) / kLowScale, each sum in an
+// 2^-23 of it. Two such numbers multiplied are high high + (high low + low high) / kLowScale, each sum in an
 // accumulator of its own. With these scales a weight is below 4095 and an activation below 1e6; below 4e-6 and 1e-3
 // numbers keep fewer bits, but their errors stay below 2^-40 and 2^-32.
 #pragma once
