@@ -10,7 +10,7 @@ from torch import nn
 
 import dpa
 from dpa.library import capture
-from dpa.sampling import graphs
+from dpa.sampling import fused_loop, module_loops
 from dpa.sampling import sampler as sampler_module
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -120,7 +120,7 @@ class Recorded:
     captured, replayed = 0, 0
 
     def __init__(self, device, body, inputs, known=True):
-        self.inputs = {n: graphs._static(v) for n, v in inputs.items()}
+        self.inputs = {n: fused_loop._static(v) for n, v in inputs.items()}
         self._body = body
         type(self).captured += 1
 
@@ -140,7 +140,7 @@ def recorded(monkeypatch):
     class Graph(Recorded):
         captured, replayed = 0, 0
 
-    monkeypatch.setattr(graphs, "_LoopGraph", Graph)
+    monkeypatch.setattr(module_loops, "_Graph", Graph)
     monkeypatch.setattr(sampler_module, "can_capture", lambda device: True)
     return Graph
 
@@ -213,7 +213,7 @@ def test_a_module_that_changes_in_every_call_is_left_alone(recorded):
     sampler = sampler_of(Counting().eval())
     for seed in range(20):
         call(sampler, seed)
-    assert 0 < recorded.captured <= graphs._MISSES + 1
+    assert 0 < recorded.captured <= module_loops._MISSES + 1
 
 
 def test_a_replay_that_differs_is_refused_with_a_warning(recorded, monkeypatch):

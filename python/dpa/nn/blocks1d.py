@@ -120,7 +120,7 @@ class Conv1dBlock(nn.Module):
         residual: Tensor | None = None,
     ) -> Tensor:
         """Map (B, inp_channels, T) to (B, out_channels, T), FiLM being (B, out_channels)."""
-        if not torch.jit.is_scripting() and self._is_changed_inside():
+        if not torch.jit.is_scripting() and self.is_changed_inside():
             return self.layer_by_layer(x, scale, shift, residual)
         conv = self.block[0]
         norm = self.block[1]
@@ -138,10 +138,10 @@ class Conv1dBlock(nn.Module):
         )
 
     def __prepare_scriptable__(self) -> nn.Module:
-        return scriptable(self, "block", self._is_changed_inside())
+        return scriptable(self, "block", self.is_changed_inside())
 
     @torch.jit.unused
-    def _is_changed_inside(self) -> bool:
+    def is_changed_inside(self) -> bool:
         """Whether a layer is another one than was made, or changed."""
         layers = tuple(self.block._modules.values())
         if type(self.block) is not nn.Sequential or tuple(map(type, layers)) != _BLOCK_KINDS:
@@ -224,7 +224,7 @@ class ConditionalResidualBlock1D(nn.Module):
             if self.cond_predict_scale:
                 scale, shift = shift.chunk(2, dim=1)
         if not torch.jit.is_scripting():
-            parameters = self._parameters_of_layers()
+            parameters = self.parameters_of_layers()
             if len(parameters) > 0:
                 norm = self.blocks[0].block[1]
                 return torch.ops.dpa.residual_block1d(
@@ -249,7 +249,7 @@ class ConditionalResidualBlock1D(nn.Module):
         return self.blocks[1](out) + self.residual_conv(x)
 
     @torch.jit.unused
-    def _parameters_of_layers(self) -> list[Tensor | None]:
+    def parameters_of_layers(self) -> list[Tensor | None]:
         """Return what the block's one op takes, or nothing where its layers must be called."""
         return _BLOCK_LAYERS.of(self) or []
 

@@ -30,10 +30,10 @@ def pack_ahead(linear: Sequence[list[Tensor]], layers: Sequence[nn.Module], samp
 def _weights(layer: nn.Module) -> list[Tensor]:
     """Return the weights of the convolutions of a layer that one op runs, or nothing."""
     if isinstance(layer, ConditionalResidualBlock1D):
-        found = layer._parameters_of_layers()
+        found = layer.parameters_of_layers()
         return [weight for weight in found[0:9:4] if weight is not None]
     if isinstance(layer, Conv1dBlock):
-        conv = None if layer._is_changed_inside() else layer.block[0]
+        conv = None if layer.is_changed_inside() else layer.block[0]
     else:
         conv = getattr(layer, "conv", None)
     weight = None if conv is None else conv._parameters.get("weight")
