@@ -85,8 +85,10 @@ def kept_in(weights: dict[str, Tensor], dtype: torch.dtype) -> torch.dtype:
     Below 32 M weights of convolutions a step waits for latencies, not for bytes: widening e4m3
     would cost more than it saves, so that rounded weights are kept in float16.
     """
+    if dtype.itemsize > 1 or any(w.device.type == "cpu" for w in weights.values()):
+        return dtype  # the CPU refuses e4m3
     small = sum(w.numel() for w in weights.values() if w.dim() > 2) < 32 << 20
-    return torch.float16 if small and dtype.itemsize == 1 else dtype
+    return torch.float16 if small else dtype
 
 
 def rounded_to_e4m3(name: str, weight: Tensor) -> Tensor:
