@@ -322,11 +322,5 @@ __device__ __forceinline__ uint32_t to_tf32(float value) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
 }
-// Two tf32 numbers that are x together, but for 2^-23 of it. The first is rounded; of the second the MMA ignores the last
-// 13 bits. Three instructions, where cvt.rna.tf32 alone is four. A NaN is one in the second.
-__device__ __forceinline__ void split_tf32(float x, uint32_t& high, uint32_t& low) {
-  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  low = __float_as_uint(x - __uint_as_float(high));
-}
 
 }  // namespace dpa::kernels::ptx
