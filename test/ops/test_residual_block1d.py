@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -185,6 +187,7 @@ def test_packed_weights_go_when_they_have_been_read(device):
     def run(keep):
         out = torch.ops.dpa.residual_block1d(*args)
         grad = torch.linspace(-1, 1, out.numel(), device=device).to(out.dtype).view_as(out)
+        gc.collect()  # or what other tests left is freed meanwhile
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         first = torch.autograd.grad(out, leaves, grad, retain_graph=keep)
