@@ -49,8 +49,7 @@ void conv_block(const Conv2d& c, int row, int panel) {
     for (int s = 0; s < c.steps; s++) {
       if constexpr (kFetch) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++)
-          __builtin_prefetch(reinterpret_cast<const char*>(weights + p * words + s * kPanel) + kAhead);
+        for (int p = 0; p < P; p++) __builtin_prefetch(weights + p * words + s * kPanel + kAhead);
       }
       step<kKind, R, P>(sums, rows, weights, words, s);
     }

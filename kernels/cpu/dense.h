@@ -1,7 +1,7 @@
 // Small GEMMs: FiLM's and the time embedding's linear layers, once a call, and the first and last layers' few actions.
 //
 //   dense  a task is 16 rows of weights; 4 rows x 4 samples (or 2, or 1) at a time, columns along the vectors. Weights
-//          are read from memory once: further samples find the 4 rows in L1
+//          are read from memory once: further samples find the 4 rows in L1, and all samples together ask for the next
 //   pairs  the same of bfloat16, for many samples: 4 samples stay in L1 while the task's 16 rows pass
 #pragma once
 #include "kernels/cpu/kernels.h"
@@ -22,22 +22,20 @@ DPA_INLINE float load_weight(const void* weights, int64_t at) {
   return (kType == DType::kBFloat16 ? from_bfloat16(words) : from_float16(words))[0];
 }
 
-constexpr int kDenseAhead = 4096;  // bytes of the weights that are prefetched
-
-/// Rows row .. row + R - 1 for samples n .. n + N - 1.
+/// Rows row .. row + R - 1 for samples n .. n + N - 1. Meanwhile rows `begin` to `end` of the R behind them are fetched.
 template <DType kType, int R, int N>
-void dense_block(const Dense& d, int row, int n) {
+void dense_block(const Dense& d, int row, int n, int begin, int end) {
+  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
   Floats sums[R][N] = {};
   const int64_t at = static_cast<int64_t>(row) * d.columns;
+  const char* next = static_cast<const char*>(d.weights) + (at + static_cast<int64_t>(R) * d.columns) * kBytes;
   const float* in = d.in + static_cast<int64_t>(n) * d.columns;
   int c = 0;
   for (; c + kLanes <= d.columns; c += kLanes) {
+    for (int r = begin; r < end; r++) __builtin_prefetch(next + (static_cast<int64_t>(r) * d.columns + c) * kBytes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      const int64_t from = at + static_cast<int64_t>(r) * d.columns + c;
-      constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
-      __builtin_prefetch(static_cast<const char*>(d.weights) + from * kBytes + kDenseAhead);
-      const Floats w = load_weights<kType>(d.weights, from);
+      const Floats w = load_weights<kType>(d.weights, at + static_cast<int64_t>(r) * d.columns + c);
 #pragma GCC unroll 4
       for (int i = 0; i < N; i++) sums[r][i] += w * load(in + static_cast<int64_t>(i) * d.columns + c);
     }
@@ -56,10 +54,11 @@ void dense_block(const Dense& d, int row, int n) {
 
 template <DType kType, int R>
 void dense_rows(const Dense& d, int row) {
+  const auto part = [&](int n) { return static_cast<int>(int64_t{R} * n / d.samples); };
   int n = 0;
-  for (; n + 4 <= d.samples; n += 4) dense_block<kType, R, 4>(d, row, n);
-  for (; n + 2 <= d.samples; n += 2) dense_block<kType, R, 2>(d, row, n);
-  for (; n < d.samples; n++) dense_block<kType, R, 1>(d, row, n);
+  for (; n + 4 <= d.samples; n += 4) dense_block<kType, R, 4>(d, row, n, part(n), part(n + 4));
+  for (; n + 2 <= d.samples; n += 2) dense_block<kType, R, 2>(d, row, n, part(n), part(n + 2));
+  for (; n < d.samples; n++) dense_block<kType, R, 1>(d, row, n, part(n), part(n + 1));
 }
 
 template <DType kType>

@@ -2,7 +2,8 @@
 //
 //   task     a group of panels (1, 2 or 4: 16, 32 or 64 output channels) x a range of rows
 //   order    for a block of kBlock steps of the depth: for a block of rows: the register block; so a block of weights
-//            (16 KB a panel) is read from memory once, by the first block of rows, and then lies in L1
+//            (16 KB a panel) is read from memory once, and then lies in a cache. The blocks of rows fetch the next block
+//            of weights between them, a part each, so that memory is as busy as the multipliers all the time
 //   registers  rows x panels of sums; a step loads each panel's word for 16 outputs once and multiplies it with one
 //            input of each row, broadcast
 //
@@ -17,7 +18,7 @@
 namespace dpa::kernels::cpu::DPA_LEVEL {
 
 constexpr int kBlock = 256;
-constexpr int kAhead = 1024;               // bytes of a panel that are prefetched
+constexpr int kAhead = 256;                // words of a panel that are fetched ahead
 constexpr int kVectors = kPanel / kLanes;  // of a panel
 constexpr int kMaxRows = 8;
 
@@ -48,19 +49,17 @@ DPA_INLINE void step(Floats (&sums)[R][P * kVectors], const void* const* rows, c
   }
 }
 
-/// The register block: R rows x P panels over `steps` steps, added to the outputs, or stored where `fresh`.
-template <Weights kKind, int R, int P, bool kFetch>
+/// The register block: R rows x P panels over `steps` steps, added to the outputs, or stored where `fresh`. Meanwhile
+/// it asks for kFetched panels of as many steps from `next` on.
+template <Weights kKind, int R, int P, int kFetched>
 void block(const void* const* rows_, const uint32_t* weights, int64_t panel, int steps, float* const* outputs,
-           bool fresh) {
+           bool fresh, const uint32_t* next) {
   const void* rows[R];
   for (int r = 0; r < R; r++) rows[r] = rows_[r];
   Floats sums[R][P * kVectors] = {};
   for (int s = 0; s < steps; s++) {
-    if constexpr (kFetch) {
 #pragma GCC unroll 4
-      for (int p = 0; p < P; p++)
-        __builtin_prefetch(reinterpret_cast<const char*>(weights + p * panel + s * kPanel) + kAhead);
-    }
+    for (int p = 0; p < kFetched; p++) __builtin_prefetch(next + p * panel + s * kPanel);
     step<kKind, R, P>(sums, rows, weights, panel, s);
   }
 #pragma GCC unroll 8
@@ -74,17 +73,17 @@ void block(const void* const* rows_, const uint32_t* weights, int64_t panel, int
 }
 
 /// The block of `r` rows, where r is 8, 4, 2 or 1.
-template <Weights kKind, int P, bool kFetch>
+template <Weights kKind, int P, int kFetched>
 void block_of(int r, const void* const* rows, const uint32_t* weights, int64_t panel, int steps, float* const* outputs,
-              bool fresh) {
+              bool fresh, const uint32_t* next) {
   if constexpr (P * kVectors * 8 <= DPA_SUMS) {
-    if (r == 8) return block<kKind, 8, P, kFetch>(rows, weights, panel, steps, outputs, fresh);
+    if (r == 8) return block<kKind, 8, P, kFetched>(rows, weights, panel, steps, outputs, fresh, next);
   }
   if constexpr (P * kVectors * 4 <= DPA_SUMS) {
-    if (r == 4) return block<kKind, 4, P, kFetch>(rows, weights, panel, steps, outputs, fresh);
+    if (r == 4) return block<kKind, 4, P, kFetched>(rows, weights, panel, steps, outputs, fresh, next);
   }
-  if (r == 2) return block<kKind, 2, P, kFetch>(rows, weights, panel, steps, outputs, fresh);
-  return block<kKind, 1, P, kFetch>(rows, weights, panel, steps, outputs, fresh);
+  if (r == 2) return block<kKind, 2, P, kFetched>(rows, weights, panel, steps, outputs, fresh, next);
+  return block<kKind, 1, P, kFetched>(rows, weights, panel, steps, outputs, fresh, next);
 }
 
 /// The steps whose taps lie inside the sample, for outputs of times `begin` to `last`.
@@ -104,6 +103,10 @@ void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
   const int64_t words = static_cast<int64_t>(p.steps) * kPanel;
   for (int from = 0; from < p.steps; from += kBlock) {
     const int to = from + kBlock < p.steps ? from + kBlock : p.steps;
+    // What is fetched, as seen from this block: the next of these panels, or the first of the panels behind them; where
+    // one block of rows is all, what it reads itself a little later.
+    const int64_t following = to < p.steps ? int64_t{kBlock} * kPanel : P * words - int64_t{from} * kPanel,
+                  next = row_end - row_begin > kRows ? following : kAhead;
     for (int row = row_begin, r; row < row_end; row += r) {
       r = kRows;
       while (r > row_end - row) r /= 2;
@@ -124,10 +127,17 @@ void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
         outputs[i] = p.output + b * p.output_sample + t * p.output_time + static_cast<int64_t>(panel) * kPanel;
       }
       const uint32_t* weights = p.weights + panel * words + static_cast<int64_t>(lo) * kPanel;
-      if (row == row_begin)
-        block_of<kKind, P, true>(r, rows, weights, words, hi - lo, outputs, fresh);
+      const int64_t done = row - row_begin, all = row_end - row_begin;
+      const int begin = static_cast<int>(P * done / all), end = static_cast<int>(P * (done + r) / all);
+      const uint32_t* fetched = weights + next + begin * words;
+      if (end - begin > (P + 1) / 2)
+        block_of<kKind, P, P>(r, rows, weights, words, hi - lo, outputs, fresh, fetched);
+      else if (end - begin > 1)
+        block_of<kKind, P, (P + 1) / 2>(r, rows, weights, words, hi - lo, outputs, fresh, fetched);
+      else if (end > begin)
+        block_of<kKind, P, 1>(r, rows, weights, words, hi - lo, outputs, fresh, fetched);
       else
-        block_of<kKind, P, false>(r, rows, weights, words, hi - lo, outputs, fresh);
+        block_of<kKind, P, 0>(r, rows, weights, words, hi - lo, outputs, fresh, fetched);
     }
   }
 }
