@@ -124,6 +124,21 @@ def test_a_plain_pass(predict):
     _trains(predict, lambda: predict(unet).square().mean().backward(), unet)
 
 
+@pytest.mark.parametrize("which", ["all", "one"])
+def test_layers_that_read_nothing_of_what_was_packed(predict, which):
+    """PyTorch's own in all places, and a user's in one: the capture has to end all the same."""
+    unet = _unet()
+    if which == "all":
+        unet = dpa.reference.plain(unet)
+    else:
+        halving = unet.down_modules[0][2]
+        halving.conv = torch.nn.Conv1d(128, 128, 3, 2, 1, device="cuda")
+    outputs = [None]
+    with torch.no_grad():
+        _called_and_captured(lambda: outputs.__setitem__(0, predict(unet)), lambda: outputs)
+    _trains(predict, lambda: predict(unet).square().mean().backward(), unet)
+
+
 def test_frozen_parameters(predict):
     unet = _unet()
     for p in list(unet.parameters())[::3]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpa.nn.blocks1d import ConditionalResidualBlock1D, Conv1dBlock
 
 
-def pack_ahead(linear: Sequence[list[Tensor]], layers: Sequence[nn.Module], sample: Tensor) -> None:
+def begin(linear: Sequence[list[Tensor]], layers: Sequence[nn.Module], sample: Tensor) -> None:
     """Let the graph pack the weights of each layer while the residual block before it runs.
 
     Args:
@@ -25,6 +25,11 @@ def pack_ahead(linear: Sequence[list[Tensor]], layers: Sequence[nn.Module], samp
         lower = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda") if lower else sample.dtype
         torch.ops.dpa.pack_ahead(weights, [len(layer) for layer in found if layer], dtype)
+
+
+def join(sample: Tensor) -> None:
+    """Let the capture wait for what was packed and no layer read, such as one of the user's own."""
+    torch.ops.dpa.pack_ahead([sample.new_empty(0, 0)], [1], sample.dtype)
 
 
 def _weights(layer: nn.Module) -> list[Tensor]:

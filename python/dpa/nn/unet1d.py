@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpa.nn import inference
+from dpa.nn import inference, pack_ahead
 from dpa.nn.blocks1d import (
     HALVES,
     ConditionalResidualBlock1D,
@@ -28,7 +28,6 @@ from dpa.nn.blocks1d import (
     Upsample1d,
     channels_last,
 )
-from dpa.nn.pack_ahead import pack_ahead
 from dpa.nn.plain import PlainLayers, is_changed, scriptable, sequential
 
 _MAX_LEVELS = 5  # of the network as one op
@@ -197,7 +196,7 @@ class ConditionalUnet1D(nn.Module):
 
         """
         self._check(sample, local_cond, global_cond)
-        fast = False
+        fast, ahead = False, False
         if not torch.jit.is_scripting():
             fast = channels_last(sample, self._weight(self.final_conv))
             out = None
@@ -206,7 +205,7 @@ class ConditionalUnet1D(nn.Module):
             if out is not None:
                 return out
             if fast and sample.is_cuda:
-                self._pack_ahead(sample)
+                ahead = self._pack_ahead(sample)
         cond = self.embed(sample, timestep, fast)
         if global_cond is not None:
             global_cond = global_cond.to(cond.dtype)
@@ -240,7 +239,10 @@ class ConditionalUnet1D(nn.Module):
             x = level[0](x, cond) if alone else level[0](x, cond, *_next_film(film, parts))
             x = level[1](x, cond) if alone else level[1](x, cond, *_next_film(film, parts))
             x = level[2](x)
-        return self.final_conv(x).transpose(1, 2)
+        x = self.final_conv(x)
+        if ahead:
+            self._join(sample)
+        return x.transpose(1, 2)
 
     def __prepare_scriptable__(self) -> nn.Module:
         return scriptable(self, "diffusion_step_encoder", self._has_another_encoder())
@@ -289,15 +291,22 @@ class ConditionalUnet1D(nn.Module):
         return weights, biases, [b.out_channels for b in blocks for _ in range(self.film_parts)]
 
     @torch.jit.unused
-    def _pack_ahead(self, sample: Tensor) -> None:
+    def _pack_ahead(self, sample: Tensor) -> bool:
+        """Pack the weights ahead of their layers in a capture, and say whether that was begun."""
         if torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
-            return
-        if (film := self._film_layers()) is not None:
-            time = _TIME_LAYERS.of(self) or []
-            linear = [*([weight] for weight in time[::2]), film[0]]
-            layers = [layer for level in self.down_modules for layer in level]
-            layers += [*self.mid_modules, *(layer for level in self.up_modules for layer in level)]
-            pack_ahead(linear, [*layers, self.final_conv[0]], sample)
+            return False
+        if (film := self._film_layers()) is None:
+            return False
+        time = _TIME_LAYERS.of(self) or []
+        linear = [*([weight] for weight in time[::2]), film[0]]
+        layers = [layer for level in self.down_modules for layer in level]
+        layers += [*self.mid_modules, *(layer for level in self.up_modules for layer in level)]
+        pack_ahead.begin(linear, [*layers, self.final_conv[0]], sample)
+        return True
+
+    @torch.jit.unused
+    def _join(self, sample: Tensor) -> None:
+        pack_ahead.join(sample)
 
     @torch.jit.unused
     def _on_packed_weights(
