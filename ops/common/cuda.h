@@ -5,21 +5,10 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "kernels/common/dtype.h"
 #include "ops/common/check.h"
+#include "ops/common/dtype.h"
 
 namespace dpa {
-
-/// The kernels' name of a floating dtype that a check has let through.
-inline kernels::DType kernel_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble: return kernels::DType::kFloat64;
-    case at::kFloat: return kernels::DType::kFloat32;
-    case at::kHalf: return kernels::DType::kFloat16;
-    case at::kBFloat16: return kernels::DType::kBFloat16;
-    default: TORCH_INTERNAL_ASSERT(false, "dpa: unchecked dtype ", type);
-  }
-}
 
 /// The address of the data, or null for an undefined tensor.
 inline const void* data_or_null(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/cpu/encoder.h"
+#include "ops/common/dtype.h"
 #include "ops/common/strides.h"
 #include "ops/image_encoder/image_encoder.h"
 
@@ -16,30 +17,24 @@ constexpr const char* kEncoder = "image_encoder";
 constexpr int64_t kMaxSide = 1 << 14;
 constexpr int64_t kMaxElements = int64_t{1} << 31;
 
-kernels::DType kernel_type(const char* op, at::ScalarType dtype) {
-  DPA_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op,
-            "dtype must be float32, float16 or bfloat16", dtype);
-  return dtype == at::kFloat ? kernels::DType::kFloat32
-                             : (dtype == at::kHalf ? kernels::DType::kFloat16 : kernels::DType::kBFloat16);
-}
-
 }  // namespace
 
 EncoderPlan image_encoder_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype) {
   EncoderPlan plan;
   const auto wrong = conv2d::read_network(config.data(), config.size(), plan.network);
   DPA_CHECK(wrong.empty(), op, "config must hold: " + wrong, config);
+  DPA_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op,
+            "dtype must be float32, float16 or bfloat16", dtype);
   // As many bytes on every device, though they hold other things: the rule of shapes knows no device.
-  const auto type = kernel_type(op, dtype);
+  const auto type = kernel_dtype(dtype);
   plan.bytes = static_cast<int64_t>(std::max(conv2d::places_of(plan.network, type, plan.places),
                                              kernels::cpu::encoder_places(plan.network, type, plan.cpu_places)));
   return plan;
 }
 
-void check_image_encoder_parameters(const EncoderPlan& plan, at::TensorList parameters) {
+std::vector<ConvolutionParameters> check_image_encoder_parameters(const EncoderPlan& plan, at::TensorList parameters) {
   constexpr const char* op = "image_encoder_pack";
   size_t count = 0;
-  std::vector<int64_t> channels = {plan.network.channels};
   const auto next = [&](const char* name, std::vector<int64_t> shape) {
     DPA_CHECK(count < parameters.size(), op, "parameters must hold every convolution's weight, bias, scale and shift",
               parameters.size());
@@ -49,18 +44,24 @@ void check_image_encoder_parameters(const EncoderPlan& plan, at::TensorList para
     check_same_device(op, name, given, "the first parameter", parameters[0]);
     DPA_CHECK(given.sizes() == at::IntArrayRef(shape), op, c10::str(name, " must have shape ", at::IntArrayRef(shape)),
               given.sizes());
+    return given;
   };
-  for (const auto& s : plan.network.steps) {
-    const int64_t in = channels[s.from], out = s.kind == StepKind::kConv ? s.out_channels : in;
+  std::vector<ConvolutionParameters> convolutions;
+  std::vector<int> channels = {plan.network.channels};
+  for (size_t i = 0; i < plan.network.steps.size(); ++i) {
+    const auto& s = plan.network.steps[i];
+    const int in = channels[s.from], out = s.kind == StepKind::kConv ? s.out_channels : in;
     channels.push_back(out);
     if (s.kind != StepKind::kConv) continue;
-    next("weight", {out, in, s.kernel, s.kernel});
-    if (s.bias) next("bias", {out});
-    next("scale", {out}), next("shift", {out});
+    auto& made = convolutions.emplace_back(ConvolutionParameters{i, in, {}, {}, {}, {}});
+    made.weight = next("weight", {out, in, s.kernel, s.kernel});
+    if (s.bias) made.bias = next("bias", {out});
+    made.scale = next("scale", {out}), made.shift = next("shift", {out});
   }
   DPA_CHECK(count > 0 && count == parameters.size(), op,
             c10::str("parameters must be the ", count, " tensors of the convolutions, of which there must be one"),
             parameters.size());
+  return convolutions;
 }
 
 EncoderCall check_image_encoder(const EncoderPlan& plan, at::TensorList images, at::TensorList packed,
@@ -118,7 +119,7 @@ Tensor empty_encoding(const EncoderPlan& plan, const EncoderCall& call, at::Scal
   const c10::SymInt channels = last.channels;
   if (kind == StepKind::kAveragePool) return at::empty_symint({batch, channels}, options.dtype(at::kFloat));
   if (kind == StepKind::kSpatialSoftmax) return at::empty_symint({batch, channels, 2}, options.dtype(at::kFloat));
-  const int64_t width = conv2d::padded(kernel_type(kEncoder, dtype), last.channels);
+  const int64_t width = conv2d::padded(kernel_dtype(dtype), last.channels);
   return at::empty_symint({batch, last.height, last.width, width}, options.dtype(dtype))
       .narrow(3, 0, last.channels)
       .permute({0, 3, 1, 2});

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "kernels/cpu/encoder.h"
+#include "ops/common/dtype.h"
 #include "ops/common/streaming.h"
 #include "ops/common/team.h"
 #include "ops/image_encoder/image_encoder.h"
@@ -22,30 +23,22 @@ void check_reader(const char* op, const EncoderPlan& plan) {
             "config must read the image by convolutions alone on the CPU", "a step that does otherwise");
 }
 
-kernels::DType weights_type(at::ScalarType dtype) {
-  if (dtype == at::kFloat) return kernels::DType::kFloat32;
-  return dtype == at::kHalf ? kernels::DType::kFloat16 : kernels::DType::kBFloat16;
-}
-
 Tensor image_encoder_pack_cpu(at::TensorList parameters, at::IntArrayRef config, at::ScalarType dtype) {
   const auto plan = image_encoder_plan("image_encoder_pack", config, dtype);
-  check_image_encoder_parameters(plan, parameters);
+  const auto convolutions = check_image_encoder_parameters(plan, parameters);
   check_reader("image_encoder_pack", plan);
+  const auto type = kernel_dtype(dtype);
   auto packed = zeros_for_streaming(plan.bytes, parameters[0].options());
-  std::vector<int> channels = {plan.network.channels};
-  size_t next = 0;
-  for (size_t i = 0; i < plan.network.steps.size(); ++i) {
-    const auto& s = plan.network.steps[i];
-    const int in = channels[s.from];
-    channels.push_back(s.kind == StepKind::kConv ? s.out_channels : in);
-    if (s.kind != StepKind::kConv) continue;
-    const auto type = cpu::packed_dtype(s, weights_type(dtype)) == kernels::DType::kFloat32 ? at::kFloat : dtype;
-    const auto weight = parameters[next++].to(type).contiguous();
+  for (const auto& conv : convolutions) {
+    const auto& s = plan.network.steps[conv.step];
+    const bool wide = cpu::packed_dtype(s, type) == kernels::DType::kFloat32;
+    const auto weight = conv.weight.to(wide ? at::kFloat : dtype).contiguous();
     std::vector<Tensor> kept;
     const float* numbers[3] = {};
+    const Tensor* const vectors[3] = {&conv.bias, &conv.scale, &conv.shift};
     for (int k = s.bias ? 0 : 1; k < 3; ++k)
-      numbers[k] = kept.emplace_back(parameters[next++].contiguous()).const_data_ptr<float>();
-    cpu::pack_convolution(s, in, weights_type(dtype), weight.const_data_ptr(), numbers, plan.cpu_places[i],
+      numbers[k] = kept.emplace_back(vectors[k]->contiguous()).const_data_ptr<float>();
+    cpu::pack_convolution(s, conv.in_channels, type, weight.const_data_ptr(), numbers, plan.cpu_places[conv.step],
                           packed.mutable_data_ptr());
   }
   return packed;
@@ -77,7 +70,7 @@ Tensor encode(const EncoderPlan& plan, const EncoderCall& call, const Tensor& im
   run.kernels = &cpu::choose_kernels(error);
   TORCH_CHECK(error.empty(), "dpa::", op, ": ", error);
   run.network = &plan.network, run.extents = &call.extents, run.places = &plan.cpu_places;
-  run.dtype = weights_type(dtype), run.batch = static_cast<int>(images.size(0));
+  run.dtype = kernel_dtype(dtype), run.batch = static_cast<int>(images.size(0));
   run.packed = packed.const_data_ptr(), run.constants = constants.data();
   run.images = prepared.const_data_ptr<float>();
   std::copy_n(prepared.strides().begin(), 4, run.image_strides);

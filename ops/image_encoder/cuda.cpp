@@ -304,30 +304,28 @@ std::vector<Tensor> image_encoder_cuda(at::TensorList images, at::TensorList pac
 
 Tensor image_encoder_pack_cuda(at::TensorList parameters, at::IntArrayRef config, at::ScalarType dtype) {
   const auto plan = image_encoder_plan("image_encoder_pack", config, dtype);
-  check_image_encoder_parameters(plan, parameters);
+  const auto convolutions = check_image_encoder_parameters(plan, parameters);
   const c10::cuda::CUDAGuard guard(parameters[0].device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto type = kernel_dtype(dtype);
   auto packed = at::zeros({plan.bytes}, parameters[0].options().dtype(at::kByte));
-  std::vector<int> channels = {plan.network.channels};
-  size_t next = 0;
-  for (size_t i = 0; i < plan.network.steps.size(); ++i) {
-    const auto& s = plan.network.steps[i];
-    const int in = channels[s.from];
-    channels.push_back(s.kind == StepKind::kConv ? s.out_channels : in);
-    if (s.kind != StepKind::kConv) continue;
-    const bool cells = plan.network.cells && i == 0;
-    const auto type = kernel_dtype(dtype);
-    const auto shape = cells ? conv2d::shape_of_cells(type, 1, 8, 8, s.out_channels)
-                             : conv2d::shape_of(type, 1, s.kernel, s.kernel, in, s.out_channels, s.kernel, 1, 0);
-    const auto weight = parameters[next++].contiguous();
+  for (const auto& conv : convolutions) {
+    const auto& s = plan.network.steps[conv.step];
+    const auto& place = plan.places[conv.step];
+    const bool cells = plan.network.cells && conv.step == 0;
+    const auto shape =
+        cells ? conv2d::shape_of_cells(type, 1, 8, 8, s.out_channels)
+              : conv2d::shape_of(type, 1, s.kernel, s.kernel, conv.in_channels, s.out_channels, s.kernel, 1, 0);
+    const auto weight = conv.weight.contiguous();
     C10_CUDA_CHECK(conv2d::launch_pack(shape, weight.const_data_ptr<float>(), nullptr,
-                                       static_cast<uint8_t*>(packed.mutable_data_ptr()) + plan.places[i].weights,
-                                       stream, cells));
+                                       static_cast<uint8_t*>(packed.mutable_data_ptr()) + place.weights, stream,
+                                       cells));
     const int64_t row = int64_t{4} * s.out_channels;
-    for (int k = s.bias ? 0 : 1; k < 3; ++k)
-      packed.narrow(0, static_cast<int64_t>(plan.places[i].parameters) + k * row, row)
-          .view(at::kFloat)
-          .copy_(parameters[next++]);
+    auto begin = static_cast<int64_t>(place.parameters);
+    for (const auto& vector : {conv.bias, conv.scale, conv.shift}) {
+      if (vector.defined()) packed.narrow(0, begin, row).view(at::kFloat).copy_(vector);
+      begin += row;
+    }
   }
   return packed;
 }

@@ -24,7 +24,14 @@ struct EncoderPlan {
 /// Raises what is wrong with `config` or the dtype.
 EncoderPlan image_encoder_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype);
 
-void check_image_encoder_parameters(const EncoderPlan& plan, at::TensorList parameters);
+/// A convolution of a plan's steps and its tensors among the parameters.
+struct ConvolutionParameters {
+  size_t step;
+  int in_channels;
+  Tensor weight, bias, scale, shift;  // bias: undefined where the step has none
+};
+/// The convolutions in the steps' order. Raises what is wrong with `parameters`.
+std::vector<ConvolutionParameters> check_image_encoder_parameters(const EncoderPlan& plan, at::TensorList parameters);
 
 /// Sizes of a call: what comes before the network, and its feature maps.
 struct EncoderCall {

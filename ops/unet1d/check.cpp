@@ -1,23 +1,13 @@
 #include <map>
 #include <mutex>
 
+#include "ops/common/dtype.h"
 #include "ops/unet1d/unet1d.h"
 
 namespace dpa {
 namespace {
 
 constexpr int64_t kFixed = 6;  // integers of a config before down_dims
-
-kernels::DType weights_dtype(const char* op, at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return kernels::DType::kFloat32;
-    case at::kHalf: return kernels::DType::kFloat16;
-    case at::kBFloat16: return kernels::DType::kBFloat16;
-    case at::kFloat8_e4m3fn: return kernels::DType::kFloat8E4M3;
-    default: break;
-  }
-  DPA_CHECK(false, op, "dtype of packed weights must be float32, float16, bfloat16 or float8_e4m3fn", dtype);
-}
 
 Plan make_checked_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype) {
   const int64_t levels = static_cast<int64_t>(config.size()) - kFixed;
@@ -34,7 +24,9 @@ Plan make_checked_plan(const char* op, at::IntArrayRef config, at::ScalarType dt
   c.cond_dim = static_cast<int>(config[4]), c.film_scale = config[5] != 0;
   c.levels = static_cast<int>(levels);
   for (int i = 0; i < c.levels; ++i) c.down_dims[i] = static_cast<int>(config[kFixed + i]);
-  auto plan = kernels::unet1d::make_plan(c, weights_dtype(op, dtype));
+  DPA_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat8_e4m3fn, op,
+            "dtype of packed weights must be float32, float16, bfloat16 or float8_e4m3fn", dtype);
+  auto plan = kernels::unet1d::make_plan(c, kernel_dtype(dtype));
   TORCH_CHECK(plan.error.empty(), "dpa::", op, ": config is refused: ", plan.error);
   return plan;
 }
