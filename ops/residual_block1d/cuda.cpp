@@ -6,68 +6,14 @@
 
 #include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "ops/common/last_use.h"
-#include "ops/conv1d/gemm.h"
 #include "ops/pack_ahead/pack_ahead.h"
 #include "ops/residual_block1d/residual_block1d.h"
+#include "ops/residual_block1d/weights_cuda.h"
 
 namespace dpa {
 namespace {
 
 namespace norms = kernels::channels_last;
-
-/// Where the packed form of each weight lies.
-struct Places {
-  void *conv1, *conv2, *residual;
-
-  void* operator[](BlockSlot weight) const {
-    return weight == kConv1Weight ? conv1 : weight == kConv2Weight ? conv2 : residual;
-  }
-};
-/// Behind the first `elements` of a packed tensor.
-void* behind(const Tensor& packed, int64_t elements) {
-  return static_cast<char*>(packed.mutable_data_ptr()) + elements * packed.element_size();
-}
-Places places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
-  return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
-          behind(packed1, packed_size(block[kConv1Weight]).expect_int())};
-}
-/// All in one, in the order of the block's arguments.
-Places places(const ResidualBlock& block, const Tensor& packed) {
-  const int64_t conv1 = packed_size(block[kConv1Weight]).expect_int();
-  return {packed.mutable_data_ptr(), behind(packed, conv1),
-          behind(packed, conv1 + packed_size(block[kConv2Weight]).expect_int())};
-}
-/// For data gradients of float32: as `places`, each weight as dgrad reads it.
-int64_t transposed_size(const Tensor& weight) { return weight.size(2) * weight.size(1) * gemm::padded(weight.size(0)); }
-Places transposed_places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
-  return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
-          behind(packed1, transposed_size(block[kConv1Weight]))};
-}
-
-constexpr BlockSlot kWeights[] = {kConv1Weight, kConv2Weight, kResidualWeight};
-constexpr BlockSlot kVectors[] = {kConv1Bias, kConv2Bias, kResidualBias, kGn1Weight, kGn1Bias, kGn2Weight, kGn2Bias};
-
-/// The block with its vectors as the kernels read them.
-ResidualBlock with_plain_vectors(ResidualBlock block) {
-  for (const auto slot : kVectors)
-    if (block[slot].defined()) block.tensors[slot] = aligned(block[slot].contiguous());
-  return block;
-}
-
-/// Packs all weights, of any strides.
-void pack_weights(const ResidualBlock& block, const Places& packed) {
-  gemm::Packings packings{};
-  std::vector<Tensor> kept;
-  for (const auto slot : kWeights) {
-    if (!block[slot].defined() || block[slot].numel() == 0) continue;
-    kept.push_back(block[slot].contiguous());
-    packings.each[packings.count++] = packing(kept.back(), packed[slot]);
-  }
-  if (packings.count > 0)
-    C10_CUDA_CHECK(gemm::pack_weights(kernel_dtype(block[kConv1Weight].scalar_type()),
-                                      kernel_dtype(block[kInput].scalar_type()), packings,
-                                      c10::cuda::getCurrentCUDAStream()));
-}
 
 /// Of a forward: yet to be packed, packed by a branch that has just joined, or by an earlier kernel than the last.
 enum PackedWeights { kFresh, kPackedAhead, kPackedBefore };
@@ -76,7 +22,7 @@ enum PackedWeights { kFresh, kPackedAhead, kPackedBefore };
 class Chain {
  public:
   /// `more`: a tensor whose channels follow the input's.
-  explicit Chain(const ResidualBlock& block, const Places& packed, const Tensor& more = {})
+  explicit Chain(const ResidualBlock& block, const WeightPlaces& packed, const Tensor& more = {})
       : block_(block),
         packed_(packed),
         more_(more),
@@ -94,17 +40,17 @@ class Chain {
   bool fits() const {
     if (!gemm::supported() || !plan_.fits()) return false;
     if (more_.defined() && !takes_more()) return false;
-    for (const auto slot : kWeights)
+    for (const auto slot : kBlockWeights)
       if (block_[slot].defined() && !gemm::takes(convolution(slot))) return false;
-    for (const auto slot : kVectors)
+    for (const auto slot : kBlockVectors)
       if (block_[slot].defined() && block_[slot].scalar_type() != block_[kConv1Weight].scalar_type()) return false;
     return true;
   }
   /// A forward packs weights and reads the other parameters in place.
   bool serves() const {
-    for (const auto slot : kWeights)
+    for (const auto slot : kBlockWeights)
       if (block_[slot].defined() && !block_[slot].is_contiguous()) return false;
-    for (const auto slot : kVectors)
+    for (const auto slot : kBlockVectors)
       if (block_[slot].defined() && !(block_[slot].is_contiguous() && is_aligned(block_[slot]))) return false;
     return fits();
   }
@@ -352,7 +298,7 @@ class Chain {
   }
 
   const ResidualBlock& block_;
-  const Places packed_;
+  const WeightPlaces packed_;
   const Tensor more_;
   c10::cuda::CUDAStream stream_;
   at::ScalarType type_;
