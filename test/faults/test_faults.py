@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 import dpa
 from dpa.cli.app import app
+from dpa.library.graphs import _ROOM
 from dpa.sampling.fused_loop import LoopGraphs
-from dpa.sampling.graphs import _ROOM
 
 PYTHON = [sys.executable, "-c"]
 _SUPPORT = Path(__file__).parents[1] / "support"

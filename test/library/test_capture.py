@@ -8,7 +8,7 @@ import torch
 
 import dpa
 from dpa.library import capture
-from dpa.sampling.graphs import attempt
+from dpa.library.graphs import attempt
 
 CPU = torch.device("cpu")
 

@@ -86,7 +86,7 @@ def test_a_loop_s_numbers_are_those_of_its_steps(device, first, flags):
         for drawn in flags:
             one = noise.draw_normal(shape, pairs[1], device, torch.float32) if drawn else None
             expected.append(torch.zeros(shape, device=device) if one is None else one)
-        assert len(numbers) == len(expected)
+        assert numbers.rows == len(expected)
         assert torch.equal(got, torch.stack(expected) if expected else got.new_empty(0, *shape))
         into = torch.full_like(got, torch.nan)
         several = pairs[0] if sequence else pairs[:1]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpa.schedulers.inpainting import PLACES
 
 Given = Mapping[str, Tensor | None]
+Inputs = dict[str, Tensor]  # what a loop takes of them
 _OF_EVERY_CALL = ("sample", "timestep", "random", "step_noise")
 # Arguments of a call, and their dimensions; conditions of other names may have any.
 _ACTIONS = ("condition_data", "condition_mask", "noise", "last_chunk")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet
+from dpa.sampling.arguments import Inputs
 from dpa.sampling.fused_loop import LoopGraphs, expanded, run_captured
-from dpa.sampling.graphs import Inputs
 from dpa.sampling.rng import RandomNumbers
 from dpa.sampling.stepwise_loop import Layers, takes
 from dpa.schedulers.each_action import EachActionTable
@@ -71,7 +71,7 @@ class EachActionSampler:
             kind = (shape, self.table, self.noise_dtype, tuple(inputs))
             make = functools.partial(self._body, device)
             return run_captured(self.packed, self._graphs, kind, numbers, make, inputs, generator)
-        if len(numbers):
+        if numbers.rows:
             inputs["random"] = numbers(generator)
         return self._body(device)(inputs)
 

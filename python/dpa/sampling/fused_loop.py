@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from dpa.library.capture import can_capture, no_autocast_cache
-from dpa.library.graphs import captured
+from dpa.library.graphs import GraphCache, captured
 from dpa.packed.config import runs_packed
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.arguments import Given
-from dpa.sampling.graphs import GraphCache, Inputs
-from dpa.sampling.rng import RandomNumbers
+from dpa.sampling.arguments import Given, Inputs
+from dpa.sampling.rng import Launch, RandomNumbers
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
@@ -188,13 +187,12 @@ def run_captured(
     generator: Generators,
 ) -> Tensor:
     """Return the actions, of the weights that there are now; the caller has checked the modules."""
-    random = numbers if len(numbers) else None
+    random = numbers if numbers.rows else None
     with packed.lock, graphs.lock:
-        graph = graphs.kept.get((kind, packed.generation))
+        graph = graphs.find((kind, packed.generation))
         if graph is None:
             packed.follow()
         else:
-            graphs.kept.move_to_end((kind, packed.generation))
             weights = packed.weights
             weights.start()
             if torch._C._cuda_getCurrentRawStream(numbers.device.index) != packed.packed_on:
@@ -258,6 +256,7 @@ class LoopGraph:
         self._done = torch.cuda.Event()
         self._home = torch._C._cuda_getCurrentRawStream(device.index)
         self._last = _DEFAULT
+        self._launch: Launch | None = None  # of the device's own generator's numbers
 
     def replay(
         self, inputs: Inputs, numbers: RandomNumbers | None, generator: Generators
@@ -275,8 +274,13 @@ class LoopGraph:
         targets, sources = [self.inputs[name] for name in inputs], list(inputs.values())
         if numbers is None:
             torch.ops.dpa.loop_inputs_(targets, sources)
+        elif generator is None and self._launch is not None:
+            torch.ops.dpa.loop_inputs_(targets, sources, *self._launch)
         else:
-            numbers.into(self.inputs["random"], generator, targets, sources)
+            random = self.inputs["random"]
+            numbers.into(random, generator, targets, sources)
+            if generator is None:
+                self._launch = numbers.one_launch(random, None)
         self._graph.replay()
         result = self._output.clone()
         self._done.record(torch.cuda.current_stream(device))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dpa.library.capture import MaskAnswers, kernel_settings
 from dpa.packed.agreement import LOOP_LIMITS, limit, proves, relative_error
+from dpa.sampling.arguments import Inputs
 from dpa.sampling.fused_loop import Body, LoopGraph, LoopGraphs
-from dpa.sampling.graphs import Inputs
 from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.tables import Generators
 from dpa.tracking import ModuleState
@@ -65,8 +65,8 @@ class ModuleLoops(LoopGraphs):
                 graph, self._misses = None, self._misses + 1
             if graph is not None:
                 self._misses = 0
-                return graph.replay(inputs, numbers if len(numbers) else None, generator)
-            if len(numbers):
+                return graph.replay(inputs, numbers if numbers.rows else None, generator)
+            if numbers.rows:
                 inputs = inputs | {"random": numbers(generator).float()}
             answers = MaskAnswers()
             with answers.used():

@@ -10,11 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpa.library.graphs import captured
+from dpa.library.graphs import GraphCache, captured
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.arguments import fail
+from dpa.sampling.arguments import Inputs, fail
 from dpa.sampling.fused_loop import Window
-from dpa.sampling.graphs import GraphCache, Inputs
 from dpa.schedulers.tables import LiveSteps, MultistepTable, StepTable
 
 _LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's

@@ -45,6 +45,9 @@ def generator_on(device: torch.device, generator: Generators) -> torch.Generator
     return None
 
 
+# What dpa::loop_inputs_ takes of random numbers: where they go, how many rows, their generator.
+Launch = tuple[Tensor, int, torch.Generator]
+
 # Where normal_draws was compared with PyTorch: (device, shape of the noise of a step, dtype).
 _AGREES: dict[tuple[torch.device, Sequence[int], torch.dtype], bool] = {}
 
@@ -75,6 +78,10 @@ class RandomNumbers:
     Each row, (B, T, Da) in ``dtype``, is made by itself, since one large call would not give a
     generator's numbers in the same places. A row is zero where a step adds no noise; where none
     does, steps have no rows.
+
+    Attributes:
+        rows: how many there are.
+
     """
 
     def __init__(
@@ -90,14 +97,10 @@ class RandomNumbers:
         self._flags = (True, *steps) if first else steps
         order = tuple(transposed[: len(steps)]) or (False,) * len(steps)
         self._transposed = (False, *order) if first else order
-        self._count = sum(self._flags)
+        self.rows, self._count = len(self._flags), sum(self._flags)
         # As DDPM's are, whose last step alone adds none.
         self._in_a_row = all(self._flags[: self._count])
         self.shape, self.dtype, self.device = shape, dtype, device
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._flags)
 
     def __call__(self, generator: Generators) -> Tensor:
         """Return (rows, B, T, Da), on the device."""
@@ -106,7 +109,7 @@ class RandomNumbers:
         several = generator if isinstance(generator, Sequence) else [generator]
         if source is None and several and several[0] is not None:  # made elsewhere, brought here
             device = several[0].device
-        out = torch.empty((len(self), *self.shape), dtype=self.dtype, device=device)
+        out = torch.empty((self.rows, *self.shape), dtype=self.dtype, device=device)
         return self._fill(out, generator if source is None else source).to(self.device)
 
     def into(
@@ -120,17 +123,23 @@ class RandomNumbers:
 
         On a GPU that is one launch where the generator is there too.
         """
-        source = generator_on(self.device, generator)
-        direct = source is not None and out.dtype == self.dtype
-        if direct and self.device.type == "cuda" and self._is_one_launch(self.device):
-            torch.ops.dpa.loop_inputs_(targets, sources, out, self._count, source)
+        if (launch := self.one_launch(out, generator)) is not None:
+            torch.ops.dpa.loop_inputs_(targets, sources, *launch)
             return
         if targets:
             torch.ops.dpa.loop_inputs_(targets, sources)
-        if direct:
+        source = generator_on(self.device, generator)
+        if source is not None and out.dtype == self.dtype:
             self._fill(out, source)
         else:
             out.copy_(self(generator))
+
+    def one_launch(self, out: Tensor, generator: Generators) -> Launch | None:
+        """Return how a launch that copies inputs fills ``out`` as well, or None."""
+        source = generator_on(self.device, generator)
+        if source is None or out.dtype != self.dtype or self.device.type != "cuda":
+            return None
+        return (out, self._count, source) if self._is_one_launch(self.device) else None
 
     def _is_one_launch(self, device: torch.device) -> bool:
         plain = self._in_a_row and not any(self._transposed)
