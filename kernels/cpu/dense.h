@@ -1,7 +1,7 @@
 // Small GEMMs: FiLM's and the time embedding's linear layers, once a call, and the first and last layers' few actions.
 //
 //   dense  a task is 16 rows of weights; 4 rows x 4 samples (or 2, or 1) at a time, columns along the vectors. Weights
-//          are read from memory once: further samples find the 4 rows in L1, and all samples together ask for the next
+//          are read from memory once: further samples find the 4 rows in L1, and all samples together prefetch the next
 //   pairs  the same of bfloat16, for many samples: 4 samples stay in L1 while the task's 16 rows pass
 #pragma once
 #include "kernels/cpu/kernels.h"

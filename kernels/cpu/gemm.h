@@ -50,7 +50,7 @@ DPA_INLINE void step(Floats (&sums)[R][P * kVectors], const void* const* rows, c
 }
 
 /// The register block: R rows x P panels over `steps` steps, added to the outputs, or stored where `fresh`. Meanwhile
-/// it asks for kFetched panels of as many steps from `next` on.
+/// it prefetches kFetched panels of as many steps from `next` on.
 template <Weights kKind, int R, int P, int kFetched>
 void block(const void* const* rows_, const uint32_t* weights, int64_t panel, int steps, float* const* outputs,
            bool fresh, const uint32_t* next) {
