@@ -19,19 +19,18 @@ def draw_normal(
 ) -> Tensor:
     """Return normal random numbers, made on the generator's device and brought to ``device``.
 
+    Of several generators, all on one device, each makes a row of the first dimension.
     ``transposed`` ones are made in the order of a (B, T, Da) that lies in memory as (B, Da, T).
     """
-    if isinstance(generator, Sequence):
-        if len(generator) == 0:
-            return torch.empty(shape, device=device, dtype=dtype)
-        one = (1, *shape[1:])
-        return torch.cat([draw_normal(one, g, device, dtype, transposed) for g in generator])
-    source = device if generator is None else generator.device
-    if not transposed:
-        return torch.randn(shape, generator=generator, device=source, dtype=dtype).to(device)
-    batch, horizon, width = shape
-    out = torch.empty((batch, width, horizon), device=source, dtype=dtype).mT
-    return out.normal_(generator=generator).to(device)
+    one = not isinstance(generator, Sequence)
+    generators = [generator] if one else generator
+    source = next((g.device for g in generators if g is not None), device)
+    order = (shape[0], shape[2], shape[1]) if transposed else shape
+    out = torch.empty(order, device=source, dtype=dtype)
+    out = out.mT if transposed else out
+    for rows, own in zip([out] if one else out.unbind(), generators, strict=True):
+        rows.normal_(generator=own)
+    return out.to(device)
 
 
 def generator_on(device: torch.device, generator: Generators) -> torch.Generator | None:
