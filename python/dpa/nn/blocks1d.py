@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.nn.plain import PlainLayers, is_changed, is_exporting, scriptable, sequential
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -63,16 +64,8 @@ class ConvTranspose1d(nn.ConvTranspose1d):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C_in, T) to (B, C_out, T')."""
         if self.output_padding[0] != 0 or self.dilation[0] != 1 or self.groups != 1:
-            return F.conv_transpose1d(
-                x,
-                self.weight,
-                self.bias,
-                self.stride,
-                self.padding,
-                self.output_padding,
-                self.groups,
-                self.dilation,
-            )
+            options = self.stride, self.padding, self.output_padding, self.groups, self.dilation
+            return F.conv_transpose1d(x, self.weight, self.bias, *options)
         return torch.ops.dpa.conv1d(
             x, self.weight, self.bias, self.stride[0], int(self.padding[0]), True
         )
@@ -97,13 +90,10 @@ class Conv1dBlock(nn.Module):
 
     def __init__(self, inp_channels: int, out_channels: int, kernel_size: int, n_groups: int = 8):
         super().__init__()
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"Conv1dBlock: kernel_size must be odd, got {kernel_size}")
-        if n_groups < 1 or out_channels % n_groups != 0:
-            raise ValueError(
-                f"Conv1dBlock: out_channels must be a multiple of the {n_groups} groups, "
-                f"got {out_channels}"
-            )
+        odd = kernel_size > 0 and kernel_size % 2 == 1
+        require(odd, "Conv1dBlock: kernel_size", "be odd", kernel_size)
+        right, rule = n_groups > 0 and out_channels % n_groups == 0, "be a multiple of the"
+        require(right, "Conv1dBlock: out_channels", f"{rule} {n_groups} groups", out_channels)
         # The forward reads the parameters of this Sequential, and calls it where a layer of it has
         # been changed; it is what the state-dict keys name.
         self.block = nn.Sequential(
@@ -124,17 +114,9 @@ class Conv1dBlock(nn.Module):
             return self.layer_by_layer(x, scale, shift, residual)
         conv = self.block[0]
         norm = self.block[1]
+        groups, eps = norm.num_groups, norm.eps
         return torch.ops.dpa.conv1d_gnm(
-            x,
-            conv.weight,
-            conv.bias,
-            norm.weight,
-            norm.bias,
-            norm.num_groups,
-            norm.eps,
-            scale,
-            shift,
-            residual,
+            x, conv.weight, conv.bias, norm.weight, norm.bias, groups, eps, scale, shift, residual
         )
 
     def __prepare_scriptable__(self) -> nn.Module:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dpa.library.checks import require
+
 
 class LLTM(nn.Module):
     """An LSTM cell without a forget gate and with an ELU candidate: :func:`dpa.ops.lltm`.
@@ -23,11 +25,8 @@ class LLTM(nn.Module):
 
     def __init__(self, input_features: int, state_size: int):
         super().__init__()
-        if input_features < 0 or state_size < 0:
-            raise ValueError(
-                "LLTM: input_features and state_size must be at least 0, "
-                f"got {input_features} and {state_size}"
-            )
+        right, got = min(input_features, state_size) >= 0, f"{input_features} and {state_size}"
+        require(right, "LLTM: input_features and state_size", "be at least 0", got)
         self.input_features = input_features
         self.state_size = state_size
         self.weights = nn.Parameter(torch.empty(3 * state_size, state_size + input_features))

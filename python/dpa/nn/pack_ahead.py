@@ -1,6 +1,7 @@
-"""What a captured forward packs ahead: the weights of its layers, in the order of its calls."""
+"""What a captured forward packs ahead: the weights of its layers, in the order of its calls.
 
-from __future__ import annotations
+Annotations stay real objects, which TorchScript needs.
+"""
 
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ def begin(linear: Sequence[list[Tensor]], layers: Sequence[nn.Module], sample: T
         torch.ops.dpa.pack_ahead(weights, [len(layer) for layer in found if layer], dtype)
 
 
+@torch.jit.unused
 def join(sample: Tensor) -> None:
     """Let the capture wait for what was packed and no layer read, such as one of the user's own."""
     torch.ops.dpa.pack_ahead([sample.new_empty(0, 0)], [1], sample.dtype)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.nn import inference, pack_ahead
 from dpa.nn.blocks1d import (
     HALVES,
@@ -103,25 +104,8 @@ class ConditionalUnet1D(nn.Module):
         cond_predict_scale: bool = False,
     ):
         super().__init__()
-        embed_dim = diffusion_step_embed_dim
-        if embed_dim < 4 or embed_dim % 2 != 0:
-            raise ValueError(
-                "ConditionalUnet1D: diffusion_step_embed_dim must be even and at least 4, "
-                f"got {embed_dim}"
-            )
-        dims = list(down_dims)
-        if len(dims) == 0:
-            raise ValueError("ConditionalUnet1D: down_dims must name at least one level, got none")
-        if input_dim < 1 or min(dims) < 1:
-            raise ValueError(
-                "ConditionalUnet1D: input_dim and down_dims must be positive, "
-                f"got {input_dim} and {dims}"
-            )
-        if (local_cond_dim or 0) < 0 or (global_cond_dim or 0) < 0:
-            raise ValueError(
-                "ConditionalUnet1D: local_cond_dim and global_cond_dim must be widths or None, "
-                f"got {local_cond_dim} and {global_cond_dim}"
-            )
+        embed_dim, dims = diffusion_step_embed_dim, list(down_dims)
+        _check_sizes(input_dim, (local_cond_dim, global_cond_dim), embed_dim, dims)
         self.input_dim = input_dim
         # Zero stands for "none": TorchScript then sees plain integers.
         self.local_cond_dim = local_cond_dim or 0
@@ -140,38 +124,29 @@ class ConditionalUnet1D(nn.Module):
                 dim_in, dim_out, cond_dim, kernel_size, n_groups, cond_predict_scale
             )
 
+        def level(dim_in: int, dim_out: int, sampling: nn.Module) -> nn.ModuleList:
+            return nn.ModuleList([residual(dim_in, dim_out), residual(dim_out, dim_out), sampling])
+
         diffusion_step_encoder = nn.Sequential(
             _SinusoidalPosEmb(embed_dim),
             nn.Linear(embed_dim, embed_dim * 4),
             nn.Mish(),
             nn.Linear(embed_dim * 4, embed_dim),
         )
-        local_cond_encoder: nn.ModuleList | None = None
+        local: nn.ModuleList | None = None
         if local_cond_dim is not None:
-            local_cond_encoder = nn.ModuleList(
-                [residual(local_cond_dim, dims[0]), residual(local_cond_dim, dims[0])]
-            )
+            local = nn.ModuleList([residual(local_cond_dim, dims[0]) for _ in range(2)])
         pairs = list(zip([input_dim] + dims[:-1], dims, strict=True))
-        down_modules = nn.ModuleList()
-        for level, (dim_in, dim_out) in enumerate(pairs):
-            is_last = level == len(pairs) - 1
-            sampling = nn.Identity() if is_last else Downsample1d(dim_out)
-            down_modules.append(
-                nn.ModuleList([residual(dim_in, dim_out), residual(dim_out, dim_out), sampling])
-            )
-        mid_modules = nn.ModuleList([residual(dims[-1], dims[-1]), residual(dims[-1], dims[-1])])
-        up_modules = nn.ModuleList()
-        for dim_out, dim_in in reversed(pairs[1:]):
-            sampling = Upsample1d(dim_out)
-            up_modules.append(
-                nn.ModuleList([residual(dim_in * 2, dim_out), residual(dim_out, dim_out), sampling])
-            )
+        down = [level(*pair, Downsample1d(pair[1])) for pair in pairs[:-1]]
+        down.append(level(*pairs[-1], nn.Identity()))
+        mid = [residual(dims[-1], dims[-1]) for _ in range(2)]
+        up = [level(2 * wide, dim, Upsample1d(dim)) for dim, wide in reversed(pairs[1:])]
         # In the original's order, by which optimizer states and averages find their parameters.
-        self.mid_modules = mid_modules
+        self.mid_modules = nn.ModuleList(mid)
         self.diffusion_step_encoder = diffusion_step_encoder
-        self.local_cond_encoder: nn.ModuleList | None = local_cond_encoder
-        self.up_modules = up_modules
-        self.down_modules = down_modules
+        self.local_cond_encoder: nn.ModuleList | None = local
+        self.up_modules = nn.ModuleList(up)
+        self.down_modules = nn.ModuleList(down)
         self.final_conv = nn.Sequential(
             Conv1dBlock(dims[0], dims[0], kernel_size), Conv1d(dims[0], input_dim, 1)
         )
@@ -241,7 +216,7 @@ class ConditionalUnet1D(nn.Module):
             x = level[2](x)
         x = self.final_conv(x)
         if ahead:
-            self._join(sample)
+            pack_ahead.join(sample)
         return x.transpose(1, 2)
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -303,10 +278,6 @@ class ConditionalUnet1D(nn.Module):
         layers += [*self.mid_modules, *(layer for level in self.up_modules for layer in level)]
         pack_ahead.begin(linear, [*layers, self.final_conv[0]], sample)
         return True
-
-    @torch.jit.unused
-    def _join(self, sample: Tensor) -> None:
-        pack_ahead.join(sample)
 
     @torch.jit.unused
     def _on_packed_weights(
@@ -385,40 +356,44 @@ class ConditionalUnet1D(nn.Module):
         if not torch.jit.is_scripting() and steps.dim() == 2 and self._has_another_encoder():
             return steps  # one for each action, if it takes them
         if steps.dim() != 1 or (steps.shape[0] != 1 and steps.shape[0] != batch):
-            raise ValueError(
-                "ConditionalUnet1D: timestep must be a number or a tensor of shape (), (1,) or "
-                f"({batch},), got shape {list(steps.shape)}"
-            )
+            rule = f"a number or a tensor of shape (), (1,) or ({batch},)"
+            _refuse("timestep", rule, f"shape {list(steps.shape)}")
         return steps
 
     def _check(self, sample: Tensor, local_cond: Tensor | None, global_cond: Tensor | None) -> None:
         if sample.dim() != 3 or sample.shape[2] != self.input_dim:
-            raise ValueError(
-                f"ConditionalUnet1D: sample must be (B, T, {self.input_dim}), the last being "
-                f"input_dim, got {list(sample.shape)}"
-            )
+            rule = f"(B, T, {self.input_dim}), the last being input_dim"
+            _refuse("sample", rule, str(list(sample.shape)))
         batch, horizon = sample.shape[0], sample.shape[1]
         if horizon < 1 or horizon % self.horizon_multiple != 0:
-            raise ValueError(
-                "ConditionalUnet1D: horizon must be a positive multiple of "
-                f"{self.horizon_multiple} (2 ** (levels - 1)), got {horizon}"
-            )
+            rule = f"a positive multiple of {self.horizon_multiple} (2 ** (levels - 1))"
+            _refuse("horizon", rule, str(horizon))
         if global_cond is not None:
             _check_cond("global_cond", global_cond, [batch, self.global_cond_dim])
         elif self.global_cond_dim != 0:
-            raise ValueError(
-                "ConditionalUnet1D: global_cond must be given, of shape "
-                f"({batch}, {self.global_cond_dim}), got None"
-            )
+            _refuse("global_cond", f"given, of shape ({batch}, {self.global_cond_dim})", "None")
         if local_cond is not None:
             _check_cond("local_cond", local_cond, [batch, horizon, self.local_cond_dim])
 
 
+def _check_sizes(
+    input_dim: int, conds: tuple[int | None, int | None], embed_dim: int, dims: list[int]
+) -> None:
+    me, even = "ConditionalUnet1D:", embed_dim >= 4 and embed_dim % 2 == 0
+    require(even, f"{me} diffusion_step_embed_dim", "be even and at least 4", embed_dim)
+    require(dims, f"{me} down_dims", "name at least one level", "none")
+    got = f"{input_dim} and {dims}"
+    require(min(input_dim, *dims) > 0, f"{me} input_dim and down_dims", "be positive", got)
+    widths, got = f"{me} local_cond_dim and global_cond_dim", f"{conds[0]} and {conds[1]}"
+    require(all((width or 0) >= 0 for width in conds), widths, "be widths or None", got)
+
+
 def _check_cond(name: str, cond: Tensor, shape: list[int]) -> None:
     if shape[-1] == 0:
-        rule = f"None where {name}_dim is None"
+        _refuse(name, f"None where {name}_dim is None", str(list(cond.shape)))
     elif list(cond.shape) != shape:
-        rule = f"({', '.join([str(size) for size in shape])})"
-    else:
-        return
-    raise ValueError(f"ConditionalUnet1D: {name} must be {rule}, got {list(cond.shape)}")
+        _refuse(name, f"({', '.join([str(size) for size in shape])})", str(list(cond.shape)))
+
+
+def _refuse(argument: str, rule: str, got: str) -> None:
+    raise ValueError(f"ConditionalUnet1D: {argument} must be {rule}, got {got}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.schedulers.inpainting import PLACES
 
 Given = Mapping[str, Tensor | None]
@@ -19,18 +20,17 @@ _ACTIONS = ("condition_data", "condition_mask", "noise", "last_chunk")
 _RANKS = {"global_cond": 2, "local_cond": 3, **dict.fromkeys(_ACTIONS, 3)}
 
 
-def fail(argument: str, rule: str, got: Any) -> NoReturn:
-    """Raise what an argument must do, and what was received."""
-    raise ValueError(f"DiffusionSampler: {argument} must {rule}, got {got}")
+def check(holds: object, argument: str, rule: str, got: Any) -> None:
+    """Raise what an argument of the sampler must do, and what was received, unless it holds."""
+    require(holds, f"DiffusionSampler: {argument}", rule, got)
 
 
 def check_conditions(conditions: Any) -> dict[str, Any]:
     """Return what else the network is called with, by name."""
-    if not isinstance(conditions, Mapping) or not all(isinstance(n, str) for n in conditions):
-        fail("conditions", "map names to tensors", type(conditions).__name__)
+    named = isinstance(conditions, Mapping) and all(isinstance(n, str) for n in conditions)
+    check(named, "conditions", "map names to tensors", type(conditions).__name__)
     taken = sorted(conditions.keys() & (_RANKS.keys() | set(_OF_EVERY_CALL)))
-    if taken:
-        fail("conditions", "have names of their own", ", ".join(taken))
+    check(not taken, "conditions", "have names of their own", ", ".join(taken))
     return dict(conditions)
 
 
@@ -40,8 +40,7 @@ def check_count(name: str, value: Any, least: int) -> int:
         count = operator.index(value)
     except TypeError:
         count = least - 1
-    if count < least:
-        fail(name, f"be an integer of at least {least}", repr(value))
+    check(count >= least, name, f"be an integer of at least {least}", repr(value))
     return count
 
 
@@ -49,16 +48,17 @@ def check_generator(generator: Any, batch: int) -> None:
     """Refuse what is no generator of a batch's random numbers."""
     several = generator if isinstance(generator, Sequence) else [generator]
     wrong = next((one for one in several if not isinstance(one, torch.Generator)), None)
-    if generator is not None and wrong is not None:
-        fail("generator", "be a torch.Generator, or a sequence of them", type(wrong).__name__)
-    if isinstance(generator, Sequence) and len(generator) != batch:
-        fail("generator", f"be one, or a sequence of {batch}", len(generator))
+    rule = "be a torch.Generator, or a sequence of them"
+    check(generator is None or wrong is None, "generator", rule, type(wrong).__name__)
+    if isinstance(generator, Sequence):
+        count, rule = len(generator), f"be one, or a sequence of {batch}"
+        check(count == batch, "generator", rule, count)
 
 
 def check_dtype(name: str, dtype: Any) -> None:
     """Refuse what is neither None nor a floating dtype."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        fail(name, "be a floating dtype", dtype)
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    check(dtype is None or floating, name, "be a floating dtype", dtype)
 
 
 def placement(
@@ -66,8 +66,7 @@ def placement(
 ) -> tuple[torch.device, torch.dtype]:
     """Return the device and dtype of the network; every argument must be on that device."""
     for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            fail(name, "be a tensor", type(value).__name__)
+        check(isinstance(value, Tensor), name, "be a tensor", type(value).__name__)
     parameters = unet.parameters() if isinstance(unet, nn.Module) else iter(())
     first = next((p for p in parameters if p.is_floating_point()), None)
     if first is not None:
@@ -76,8 +75,7 @@ def placement(
         placed = next(iter(tensors.values()), torch.empty(0))
         device, dtype, whose = placed.device, torch.float32, "the first argument's"
     for name, value in tensors.items():
-        if value.device != device:
-            fail(name, f"be on {whose} device {device}", value.device)
+        check(value.device == device, name, f"be on {whose} device {device}", value.device)
     return device, dtype
 
 
@@ -89,11 +87,9 @@ def shape_of(
 ) -> tuple[int, int, int]:
     """Return (B, T, Da), on which all arguments must agree; what is None follows from them."""
     for name, value in tensors.items():
-        rank = _RANKS.get(name)
-        if rank is not None and value.dim() != rank:
-            fail(name, f"have {rank} dimensions", tuple(value.shape))
-        if value.dim() == 0:
-            fail(name, "have a batch", "a number")
+        rank = _RANKS.get(name, value.dim())
+        check(value.dim() == rank, name, f"have {rank} dimensions", tuple(value.shape))
+        check(value.dim() > 0, name, "have a batch", "a number")
     sequences = {name: value for name, value in tensors.items() if _RANKS.get(name) == 3}
     actions = {name: value for name, value in sequences.items() if name != "local_cond"}
     batch = batch_size
@@ -103,65 +99,57 @@ def shape_of(
         horizon = next(iter(sequences.values())).shape[1]
     if action_dim is None and actions:
         action_dim = next(iter(actions.values())).shape[2]
+    rule = "be given to the constructor, or follow from an argument"
     for name, size in (("horizon", horizon), ("action_dim", action_dim)):
-        if size is None:
-            fail(name, "be given to the constructor, or follow from an argument", None)
+        check(size is not None, name, rule, None)
     shape = (
         check_count("batch_size", batch, 0),
         check_count("horizon", horizon, 1),
         check_count("action_dim", action_dim, 1),
     )
     for name, value in tensors.items():
-        got = tuple(value.shape)
-        if name == "noise" and got != shape:
-            fail(name, f"be (B, T, Da) = {shape}", got)
-        if got[0] not in (1, batch):
-            fail(name, f"have a batch of 1 or {batch}", got)
-        if name in actions and got[1:] != shape[1:]:
-            fail(name, f"be (B, T, Da) = {shape}", got)
-        if name in sequences and got[1] != horizon:
-            fail(name, f"have the horizon {horizon}", got)
+        got, whole = tuple(value.shape), f"be (B, T, Da) = {shape}"
+        check(name != "noise" or got == shape, name, whole, got)
+        check(got[0] in (1, batch), name, f"have a batch of 1 or {batch}", got)
+        check(name not in actions or got[1:] == shape[1:], name, whole, got)
+        fits = name not in sequences or got[1] == horizon
+        check(fits, name, f"have the horizon {horizon}", got)
     return shape
 
 
 def condition_of(given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return ``condition_data`` of that dtype and ``condition_mask``, or nothing."""
     data, mask = given["condition_data"], given["condition_mask"]
-    if (data is None) != (mask is None):
-        missing = "condition_data" if data is None else "condition_mask"
-        fail(missing, "be given where its counterpart is", None)
+    missing = "condition_data" if data is None else "condition_mask"
+    check((data is None) == (mask is None), missing, "be given where its counterpart is", None)
     if data is None or mask is None:
         return {}
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        fail("condition_mask", "be a bool tensor, or floating weights", mask.dtype)
+    right = mask.dtype == torch.bool or mask.is_floating_point()
+    check(right, "condition_mask", "be a bool tensor, or floating weights", mask.dtype)
     weights = mask.to(dtype) if mask.is_floating_point() else mask
     return {"condition_data": data.to(dtype), "condition_mask": weights}
 
 
 def check_way(given: Given, inpainting: str, first_step: Any, table: Any, parallel: Any) -> None:
     """Refuse a way through the loop that there is not: how it begins, and where actions hold."""
-    if inpainting not in PLACES:
-        fail("inpainting", f"be one of {', '.join(PLACES)}", repr(inpainting))
+    got, way, hard = type(table).__name__, repr(inpainting), inpainting == "sample"
+    check(inpainting in PLACES, "inpainting", f"be one of {', '.join(PLACES)}", way)
     check_count("first_step", first_step, 0)
-    if first_step and given["last_chunk"] is None:
-        fail("last_chunk", "be given where first_step is", None)
-    got = type(table).__name__
-    if given["last_chunk"] is not None and getattr(table, "levels", None) is None:
-        fail("last_chunk", "be left out where the steps' noise levels are unknown", got)
-    if inpainting == "x0" and getattr(table, "x0", None) is None:
-        fail("inpainting", "be 'sample' where the steps' x0 is unknown", got)
-    mask = given["condition_mask"]
-    soft = mask is not None and mask.dtype != torch.bool and inpainting == "sample"
-    if soft and getattr(table, "follows", False):
-        rule = "be 'x0' with weights, where a solver's step depends on an earlier sample"
-        fail("inpainting", rule, repr(inpainting))
+    chunk, mask = given["last_chunk"], given["condition_mask"]
+    check(not first_step or chunk is not None, "last_chunk", "be given where first_step is", None)
+    known = chunk is None or getattr(table, "levels", None) is not None
+    check(known, "last_chunk", "be left out where the steps' noise levels are unknown", got)
+    known = hard or getattr(table, "x0", None) is not None
+    check(known, "inpainting", "be 'sample' where the steps' x0 is unknown", got)
+    soft = mask is not None and mask.dtype != torch.bool
+    rule = "be 'x0' with weights, where a solver's step depends on an earlier sample"
+    check(not (soft and hard and getattr(table, "follows", False)), "inpainting", rule, way)
     if parallel is not None and mask is not None:
-        if inpainting != "sample":
-            fail("inpainting", "be 'sample' with parallel", repr(inpainting))
-        if mask.dtype != torch.bool:
-            fail("condition_mask", "be a bool tensor with parallel", mask.dtype)
-        if getattr(table, "scales", None) is not None:
-            fail("condition_mask", "be left out with parallel of a scheduler with scales", got)
+        check(hard, "inpainting", "be 'sample' with parallel", way)
+        check(not soft, "condition_mask", "be a bool tensor with parallel", mask.dtype)
+        plain = getattr(table, "scales", None) is None
+        rule = "be left out with parallel of a scheduler with scales"
+        check(plain, "condition_mask", rule, got)
 
 
 def last_width(unet: Any) -> int | None:

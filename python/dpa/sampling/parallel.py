@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dpa.library.checks import require
 from dpa.library.graphs import GraphCache, captured
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.arguments import Inputs, fail
+from dpa.sampling.arguments import Inputs, check
 from dpa.sampling.fused_loop import Window
 from dpa.schedulers.tables import LiveSteps, MultistepTable, StepTable
 
@@ -49,12 +50,11 @@ class Parallel:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if not isinstance(self.window, int) or self.window < 1:
-            got = repr(self.window)
-            raise ValueError(f"Parallel: window must be an integer of at least 1, got {got}")
-        if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
-            got = repr(self.tolerance)
-            raise ValueError(f"Parallel: tolerance must be a number of at least 0, got {got}")
+        window, tolerance = self.window, self.tolerance
+        right = isinstance(window, int) and window >= 1
+        require(right, "Parallel: window", "be an integer of at least 1", repr(window))
+        right = isinstance(tolerance, int | float) and tolerance >= 0
+        require(right, "Parallel: tolerance", "be a number of at least 0", repr(tolerance))
 
 
 @dataclass(frozen=True)
@@ -254,12 +254,12 @@ class Sweeps:
 
 def check_parallel(options: Parallel, table: StepTable | LiveSteps, device: torch.device) -> None:
     """Refuse loops that have no sweeps."""
-    if not isinstance(table, StepTable) or isinstance(table, MultistepTable):
-        got = type(table).__name__
-        fail("parallel", "be left out of a scheduler that no StepTable expresses", got)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        rule = "be left out inside a capture, since how many sweeps it takes depends on values"
-        fail("parallel", rule, options)
+    single = isinstance(table, StepTable) and not isinstance(table, MultistepTable)
+    rule = "be left out of a scheduler that no StepTable expresses"
+    check(single, "parallel", rule, type(table).__name__)
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    rule = "be left out inside a capture, since how many sweeps it takes depends on values"
+    check(not captured, "parallel", rule, options)
 
 
 def _cumulative(slope: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from dpa.nn.family import is_of_family
 from dpa.packed.unet import PackedUnet
 from dpa.sampling import fused_loop, stepwise_loop
 from dpa.sampling.arguments import (
+    check,
     check_conditions,
     check_dtype,
     check_generator,
     check_way,
     condition_of,
-    fail,
     last_width,
     placement,
     shape_of,
@@ -117,22 +117,19 @@ class DiffusionSampler:
         noise_dtype: torch.dtype | None = None,
         parallel: Parallel | None = None,
     ):
-        if not callable(unet):
-            fail("unet", "be a network, or a function like one", type(unet))
-        if weights not in MODES:
-            fail("weights", f"be one of {', '.join(MODES)}", repr(weights))
+        check(callable(unet), "unet", "be a network, or a function like one", type(unet))
+        check(weights in MODES, "weights", f"be one of {', '.join(MODES)}", repr(weights))
         check_dtype("dtype", dtype)
         check_dtype("noise_dtype", noise_dtype)
-        if parallel is not None and not isinstance(parallel, Parallel):
-            fail("parallel", "be a dpa.Parallel", type(parallel))
-        one_byte = dtype is not None and dtype.itemsize == 1
-        if one_byte and not (fused and dtype == torch.float8_e4m3fn):
-            fail("dtype", "have 16 bits or more (float8_e4m3fn with fused)", dtype)
-        if isinstance(scheduler, StepTable) and (eta != 0 or use_clipped_model_output):
-            got = f"{eta} and {use_clipped_model_output}"
-            fail("eta and use_clipped_model_output", "be left out with a StepTable", got)
-        if fused and not isinstance(unet, nn.Module):
-            fail("unet", "be a module with fused", type(unet))
+        right = isinstance(parallel, Parallel | None)
+        check(right, "parallel", "be a dpa.Parallel", type(parallel))
+        wide = dtype is None or dtype.itemsize > 1 or (fused and dtype == torch.float8_e4m3fn)
+        check(wide, "dtype", "have 16 bits or more (float8_e4m3fn with fused)", dtype)
+        plain = not isinstance(scheduler, StepTable) or (eta == 0 and not use_clipped_model_output)
+        options, got = "eta and use_clipped_model_output", f"{eta} and {use_clipped_model_output}"
+        check(plain, options, "be left out with a StepTable", got)
+        right = not fused or isinstance(unet, nn.Module)
+        check(right, "unet", "be a module with fused", type(unet))
         self.unet, self.dtype, self.noise_dtype = unet, dtype, noise_dtype
         self.fused, self.fallback, self.cuda_graph = fused, fallback, cuda_graph
         self.weights, self.parallel = weights, parallel
@@ -296,19 +293,7 @@ class DiffusionSampler:
         numbers = RandomNumbers(*flags, shape, noise_dtype, device, table.transposed)
         if self.parallel is not None:
             check_parallel(self.parallel, table, device)
-            random = numbers(generator).to(wide)
-            if "noise" in inputs:
-                inputs["sample"] = inputs.pop("noise").expand(shape)
-            else:
-                inputs["sample"], random = random[0], random[1:]
-            inputs["sample"] = table.begin(inputs["sample"], inputs.pop("last_chunk", None))
-            if len(random):
-                inputs["step_noise"] = random
-            capture = self.cuda_graph and can_capture(device)
-            found, self.last_parallel = self._sweeps.sample(
-                self.parallel, table, inputs, layers, capture
-            )
-            return found
+            return self._sample_in_sweeps(layers, table, inputs, numbers(generator).to(wide))
         run = functools.partial(stepwise_loop.run, layers, table, inpainting=inpainting)
         if self._is_captured(layers, table, device, shape[0]):
             kind = (layers.network, layers.dtype, table, noise_dtype, numbers.shape, inpainting)
@@ -320,6 +305,26 @@ class DiffusionSampler:
             return draw_normal(shape, generator, device, noise_dtype, turned).to(wide)
 
         return run(inputs, shape, draw, generator)
+
+    def _sample_in_sweeps(
+        self,
+        layers: stepwise_loop.Layers | PackedUnet,
+        table: StepTable,
+        inputs: dict[str, Tensor],
+        random: Tensor,
+    ) -> Tensor:
+        """Sample in parallel, by a loop's inputs and all its random numbers."""
+        noise = inputs.pop("noise", None)
+        if noise is None:
+            noise, random = random[0], random[1:]
+        noise = noise.expand(random.shape[1:])
+        inputs["sample"] = table.begin(noise, inputs.pop("last_chunk", None))
+        if len(random):
+            inputs["step_noise"] = random
+        capture = self.cuda_graph and can_capture(random.device)
+        loop = self.parallel, table, inputs, layers, capture
+        found, self.last_parallel = self._sweeps.sample(*loop)
+        return found
 
     def _layers(
         self, device: torch.device, weights_dtype: torch.dtype, others: dict[str, Tensor]
@@ -365,19 +370,18 @@ class DiffusionSampler:
             return None
         try:
             if reason is not None:
-                fail("fused", *reason)
+                check(False, "fused", *reason)
             dtype, last = self.dtype or weights_dtype, self.packed
             made_of = None if last is None else (last.dtype, last.weights.mode)
             if made_of != (dtype, self.weights) or last.unet is not unet:
                 packed = PackedUnet(unet, dtype, weights=self.weights)
-                if not packed.network.called_alike:
-                    kind = type(unet).__name__
-                    fail("unet", "take global_cond for a loop to be one op", kind)
+                alike, kind = packed.network.called_alike, type(unet).__name__
+                check(alike, "unet", "take global_cond for a loop to be one op", kind)
                 self.packed = packed
             if self.fused and not self.packed.network.tracker.unchanged():
                 self.packed.repack()  # or an error that says what was altered
-            if self.fused and self.packed.network.tracker.hooked():
-                fail("fused", "be left out where modules have hooks: one op calls none", True)
+            free = not (self.fused and self.packed.network.tracker.hooked())
+            check(free, "fused", "be left out where modules have hooks: one op calls none", True)
             if self.fused or (fused_loop.is_plain(self.packed) and self.packed.agrees()):
                 return self.packed
         except (RuntimeError, TypeError, ValueError) as error:

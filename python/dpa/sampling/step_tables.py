@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dpa.sampling.arguments import fail
+from dpa.sampling.arguments import check
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.tables import LiveSteps, StepTable
 
@@ -60,6 +60,6 @@ class Tables:
                 live = LiveSteps(self._scheduler, steps, **self._options)
                 warnings.warn(f"{reason}: the scheduler's own step runs instead", stacklevel=2)
                 return live
-        if steps not in (None, len(self._scheduler)):
-            fail("num_inference_steps", f"be the StepTable's {len(self._scheduler)}", steps)
+        right, rule = steps in (None, len(self._scheduler)), "be the StepTable's"
+        check(right, "num_inference_steps", f"{rule} {len(self._scheduler)}", steps)
         return self._scheduler.after(first_step) if first_step else self._scheduler

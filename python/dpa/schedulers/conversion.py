@@ -27,18 +27,19 @@ import inspect
 import math
 import numbers
 import re
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpa.library.checks import require
 from dpa.schedulers.probes import (
     Chain,
     StepProbe,
+    cpu_copy,
     measure_chain,
     measure_levels,
-    refusing_foreign_errors,
+    measuring,
 )
 from dpa.schedulers.tables import StepTable, table_of
 
@@ -117,14 +118,9 @@ def from_diffusers(
 
     """
     kind = check_kind(scheduler)
-    with (
-        refusing_foreign_errors(f"from_diffusers: {type(scheduler).__name__}"),
-        torch.device("cpu"),  # whatever torch.set_default_device says
-        torch.inference_mode(False),  # a table outlives the call, and may be used with gradients
-        torch.no_grad(),
-    ):
+    with measuring(f"from_diffusers: {type(scheduler).__name__}"):
         _check_options(kind, scheduler, eta, use_clipped_model_output)
-        copied = _cpu_copy(scheduler)
+        copied = cpu_copy(scheduler)
         _set_timesteps(kind, copied, num_inference_steps)
         if kind in (_DDPM, _DDIM):
             options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
@@ -136,18 +132,13 @@ def _set_timesteps(kind: str, live: Any, num_inference_steps: int | None) -> Non
     """Set the timesteps of a copy, or check that it holds some."""
     if num_inference_steps is not None:
         most, steps = live.config.num_train_timesteps, num_inference_steps
-        if not isinstance(steps, numbers.Integral) or not 1 <= steps <= most:
-            raise ValueError(
-                f"from_diffusers: num_inference_steps must lie in 1..{most}, the scheduler's "
-                f"num_train_timesteps, got {steps!r}"
-            )
+        right = isinstance(steps, numbers.Integral) and 1 <= steps <= most
+        rule = f"lie in 1..{most}, the scheduler's num_train_timesteps"
+        require(right, "from_diffusers: num_inference_steps", rule, repr(steps))
         live.set_timesteps(num_inference_steps)
     elif getattr(live, "num_inference_steps", None) is None:
-        if kind not in (_DDPM, _DDIM):
-            raise ValueError(
-                f"from_diffusers: num_inference_steps must be given for a {kind} whose timesteps "
-                "have not been set, got None"
-            )
+        rule = f"be given for a {kind} whose timesteps have not been set"
+        require(kind in (_DDPM, _DDIM), "from_diffusers: num_inference_steps", rule, None)
         if kind == _DDIM:
             live.set_timesteps(live.config.num_train_timesteps)
 
@@ -155,10 +146,9 @@ def _set_timesteps(kind: str, live: Any, num_inference_steps: int | None) -> Non
 def _begun(live: Any, first_step: int) -> Tensor:
     """Return the timesteps from the first step on."""
     timesteps = live.timesteps.detach().clone().cpu()
-    if not isinstance(first_step, numbers.Integral) or not 0 <= first_step < max(len(timesteps), 1):
-        raise ValueError(
-            f"from_diffusers: first_step must lie in 0..{len(timesteps) - 1}, got {first_step!r}"
-        )
+    right = isinstance(first_step, numbers.Integral) and 0 <= first_step < max(len(timesteps), 1)
+    rule = f"lie in 0..{len(timesteps) - 1}"
+    require(right, "from_diffusers: first_step", rule, repr(first_step))
     return timesteps[first_step:]
 
 
@@ -178,9 +168,9 @@ def _measure(live: Any, options: dict[str, Any], first_step: int) -> StepTable:
 def _measure_chain(live: Any, first_step: int, scaled: bool) -> StepTable:
     """Measure a copy of a scheduler whose steps may depend on one another."""
     timesteps = _begun(live, first_step)
-    if first_step and len(timesteps) > 1 and timesteps[0] == timesteps[1]:
-        rule = "be the first evaluation of a step of Heun's"
-        raise ValueError(f"from_diffusers: first_step must {rule}, got {first_step}")
+    second = first_step and len(timesteps) > 1 and timesteps[0] == timesteps[1]
+    rule = "be the first evaluation of a step of Heun's"
+    require(not second, "from_diffusers: first_step", rule, first_step)
     levels = measure_levels(copy.deepcopy(live), timesteps)
     chain = measure_chain(copy.deepcopy(live), first_step)
     rows, x0 = _matrix(chain.rows), _x0_of(live.config, chain, levels)
@@ -220,11 +210,8 @@ def check_kind(scheduler: Any) -> str:
     """Return the kind of the scheduler; raise TypeError for one that no table expresses."""
     names = [cls.__name__ for cls in type(scheduler).__mro__]
     kind = next((name for name in names if name in _KINDS), None)
-    if kind is None:
-        raise TypeError(
-            f"from_diffusers: scheduler must be a {', a '.join(_KINDS[:-1])} or a {_KINDS[-1]}, "
-            f"got {names[0]}"
-        )
+    rule = f"be a {', a '.join(_KINDS[:-1])} or a {_KINDS[-1]}"
+    require(kind is not None, "from_diffusers: scheduler", rule, names[0], TypeError)
     return kind
 
 
@@ -254,18 +241,3 @@ def _check_options(kind: str, scheduler: Any, eta: float, use_clipped_model_outp
             refuse("use_clipped_model_output", True, "False (the option is DDIM's)")
     elif not isinstance(eta, numbers.Real) or not 0 <= eta < math.inf:
         refuse("eta", eta, "finite and at least 0")
-
-
-def _cpu_copy(scheduler: Any) -> Any:
-    """Copy the scheduler to the CPU.
-
-    Its tensors stay float32: scalars that it computes from them keep the rounding of the live
-    object, while the float64 probes that they multiply add none.
-    """
-    live = copy.deepcopy(scheduler)
-    if isinstance(getattr(vars(live).get("step"), "original", None), MethodType):
-        del live.step  # dpa.accelerate's, which is made of such a table
-    for name, value in vars(live).items():
-        if isinstance(value, Tensor):
-            setattr(live, name, value.detach().cpu())
-    return live

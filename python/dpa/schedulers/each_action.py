@@ -5,7 +5,6 @@ Source: Zhang et al., TEDi (2023), whose schedulers Streaming Diffusion Policy h
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpa.schedulers.probes import StepProbe, refusing_foreign_errors
+from dpa.schedulers.probes import StepProbe, cpu_copy, measuring
 from dpa.schedulers.tables import StepTable
 
 
@@ -66,17 +65,8 @@ def from_each_action(
             raises an error.
 
     """
-    kind = type(scheduler).__name__
-    with (
-        refusing_foreign_errors(f"from_each_action: {kind}"),
-        torch.device("cpu"),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
-        live = copy.deepcopy(scheduler)
-        for name, value in vars(live).items():
-            if isinstance(value, Tensor):
-                setattr(live, name, value.detach().cpu())
+    with measuring(f"from_each_action: {type(scheduler).__name__}"):
+        live = cpu_copy(scheduler)
         live.set_timesteps(num_inference_steps)
         timesteps = torch.arange(-1, live.config.num_train_timesteps)
         one = _OneTimestep(live)

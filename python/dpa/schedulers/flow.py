@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dpa.library.checks import require
 from dpa.schedulers.tables import StepTable, table_of
 
 # Of each method: when its stages are, in parts of a step; and for each point after the first, as
@@ -50,14 +51,12 @@ def flow_matching(
         ValueError: an unknown method, or fewer than two times.
 
     """
-    if method not in _TABLEAUX:
-        raise ValueError(
-            f"flow_matching: method must be one of {', '.join(_TABLEAUX)}, got {method!r}"
-        )
+    rule = f"be one of {', '.join(_TABLEAUX)}"
+    require(method in _TABLEAUX, "flow_matching: method", rule, repr(method))
     if isinstance(times, int):
         times = [step / times for step in range(times + 1)] if times > 0 else []
-    if len(times) < 2 or not all(math.isfinite(time) for time in times):
-        raise ValueError(f"flow_matching: times must be two or more, finite, got {list(times)}")
+    enough = len(times) > 1 and all(math.isfinite(time) for time in times)
+    require(enough, "flow_matching: times", "be two or more, finite", list(times))
     stages, weights = _TABLEAUX[method]
     passed, rows, history = [], [], []
     for start, end in itertools.pairwise(times):

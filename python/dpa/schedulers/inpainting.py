@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dpa.library.checks import require
 from dpa.schedulers.tables import LiveSteps, StepTable
 
 PLACES = ("sample", "x0")
@@ -106,12 +107,10 @@ def prefix_weights(delay: int, horizon: int, length: int, schedule: str = "linea
         ValueError: an unknown schedule, or a negative number.
 
     """
-    if schedule not in SCHEDULES:
-        rule = f"be one of {', '.join(SCHEDULES)}"
-        raise ValueError(f"prefix_weights: schedule must {rule}, got {schedule!r}")
+    rule = f"be one of {', '.join(SCHEDULES)}"
+    require(schedule in SCHEDULES, "prefix_weights: schedule", rule, repr(schedule))
     for name, value in (("delay", delay), ("horizon", horizon), ("length", length)):
-        if value < 0:
-            raise ValueError(f"prefix_weights: {name} must be at least 0, got {value}")
+        require(value >= 0, f"prefix_weights: {name}", "be at least 0", value)
     end = min(horizon, length)
     start = min(delay, end)
     between = torch.linspace(1, 0, end - start + 2)[1:-1]

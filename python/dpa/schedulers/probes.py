@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -43,6 +44,33 @@ def refusing_foreign_errors(begin: str) -> Iterator[None]:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{begin} cannot be measured, it raised {reason}") from error
+
+
+@contextlib.contextmanager
+def measuring(begin: str) -> Iterator[None]:
+    """Measure a scheduler inside, on the CPU, as :func:`refusing_foreign_errors` says."""
+    with (
+        refusing_foreign_errors(begin),
+        torch.device("cpu"),  # whatever torch.set_default_device says
+        torch.inference_mode(False),  # a table outlives the call, and may be used with gradients
+        torch.no_grad(),
+    ):
+        yield
+
+
+def cpu_copy(scheduler: Any) -> Any:
+    """Copy a scheduler to the CPU.
+
+    Its tensors stay float32: scalars that it computes from them keep the rounding of the live
+    object, while the float64 probes that they multiply add none.
+    """
+    live = copy.deepcopy(scheduler)
+    if isinstance(getattr(vars(live).get("step"), "original", None), MethodType):
+        del live.step  # dpa.accelerate's, which is made of such a table
+    for name, value in vars(live).items():
+        if isinstance(value, Tensor):
+            setattr(live, name, value.detach().cpu())
+    return live
 
 
 # The options that messages show.

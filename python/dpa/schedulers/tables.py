@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpa.library.checks import require
 from dpa.schedulers.probes import refusing_foreign_errors
 
 Advance = Callable[[int, Tensor, Tensor, "Tensor | None"], Tensor]
@@ -56,34 +57,22 @@ class StepTable:
 
     def __post_init__(self) -> None:
         """Check that the shapes match."""
-        shape = tuple(self.coefficients.shape)
-        if len(shape) != 2 or shape[1] != 6 or not self.coefficients.is_floating_point():
-            raise ValueError(
-                "StepTable: coefficients must be a floating (S, 6) tensor, got "
-                f"{self.coefficients.dtype} {shape}"
-            )
-        if self.timesteps.shape != shape[:1]:
-            raise ValueError(
-                f"StepTable: timesteps must be ({shape[0]},), a row each, "
-                f"got {tuple(self.timesteps.shape)}"
-            )
-        if not self.clip >= 0:
-            raise ValueError(f"StepTable: clip must be at least 0, got {self.clip}")
+        rows, shape = self.coefficients, tuple(self.coefficients.shape)
+        right, got = len(shape) == 2 and shape[1] == 6 and rows.is_floating_point(), rows.dtype
+        require(right, "StepTable: coefficients", "be a floating (S, 6) tensor", f"{got} {shape}")
+        count, got = shape[0], tuple(self.timesteps.shape)
+        require(got == (count,), "StepTable: timesteps", f"be ({count},), a row each", got)
+        require(self.clip >= 0, "StepTable: clip", "be at least 0", self.clip)
         if not self.draws_noise:
-            nonzero = (self.coefficients[:, 5] != 0).tolist()
-            object.__setattr__(self, "draws_noise", tuple(nonzero))
-        if len(self.draws_noise) != shape[0]:
-            raise ValueError(
-                f"StepTable: draws_noise must have {shape[0]} entries, got {len(self.draws_noise)}"
-            )
+            object.__setattr__(self, "draws_noise", tuple((rows[:, 5] != 0).tolist()))
+        got = len(self.draws_noise)
+        require(got == count, "StepTable: draws_noise", f"have {count} entries", got)
         for name, width in (("levels", "2"), ("x0", "2"), ("scales", "")):
-            rows, count = getattr(self, name), shape[0]
-            wanted = (count, int(width)) if width else (count,)
-            if rows is not None and (rows.shape != wanted or not rows.is_floating_point()):
-                raise ValueError(
-                    f"StepTable: {name} must be a floating ({count}, {width}) tensor, a row each, "
-                    f"got {rows.dtype} {tuple(rows.shape)}"
-                )
+            if (rows := getattr(self, name)) is not None:
+                shape = tuple(rows.shape)
+                right = shape == (count, *map(int, width)) and rows.is_floating_point()
+                rule = f"be a floating ({count}, {width}) tensor, a row each"
+                require(right, f"StepTable: {name}", rule, f"{rows.dtype} {shape}")
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -107,14 +96,12 @@ class StepTable:
             ValueError: there is no such step, or it needs the x0 of steps before it.
 
         """
-        if not 0 <= first_step < max(len(self), 1):
-            raise ValueError(
-                f"StepTable: first_step must lie in 0..{len(self) - 1}, got {first_step}"
-            )
-        sliced = ("timesteps", "coefficients", "draws_noise", "levels", "x0", "scales")
+        rule = f"lie in 0..{len(self) - 1}"
+        require(0 <= first_step < max(len(self), 1), "StepTable: first_step", rule, first_step)
+        of_steps = ("timesteps", "coefficients", "draws_noise", "levels", "x0", "scales")
         parts = {
             name: value[first_step:]
-            for name in (*sliced, "transposed")
+            for name in (*of_steps, "transposed")
             if (value := getattr(self, name)) is not None
         }
         return replace(self, **parts, **self._history_after(first_step))
@@ -147,8 +134,8 @@ class StepTable:
 
     def noised(self, chunk: Tensor, noise: Tensor) -> Tensor:
         """Return the sample that the first step takes of a chunk of actions."""
-        if self.levels is None:
-            raise ValueError("StepTable: levels must be there to add noise to a chunk, got None")
+        known, rule = self.levels is not None, "be there to add noise to a chunk"
+        require(known, "StepTable: levels", rule, None)
         levels = self.levels.to(chunk.dtype)
         return levels[0, 0] * chunk + levels[0, 1] * noise
 
@@ -212,19 +199,16 @@ class MultistepTable(StepTable):
     def __post_init__(self) -> None:
         """Check that the shapes match."""
         super().__post_init__()
-        if len(self.history) != len(self) or len({len(weights) for weights in self.history}) > 1:
-            raise ValueError(
-                f"MultistepTable: history must have {len(self)} entries of one length, got "
-                f"{len(self.history)} of lengths {[len(weights) for weights in self.history]}"
-            )
+        lengths = list(map(len, self.history))
+        right, rule = len(lengths) == len(self), f"have {len(self)} entries of one length"
+        got = f"{len(lengths)} of lengths {lengths}"
+        require(right and len(set(lengths)) <= 1, "MultistepTable: history", rule, got)
 
     def _history_after(self, first_step: int) -> dict[str, Any]:
         history = self.history[first_step:]
-        if any(any(weights[step:]) for step, weights in enumerate(history)):
-            raise ValueError(
-                "MultistepTable: first_step must be one that needs no x0 of an earlier step, got "
-                f"{first_step}"
-            )
+        needs = any(any(weights[step:]) for step, weights in enumerate(history))
+        rule = "be one that needs no x0 of an earlier step"
+        require(not needs, "MultistepTable: first_step", rule, first_step)
         return {"history": history}
 
     def _history_scaled(self, scales: Tensor) -> dict[str, Any]:
@@ -289,10 +273,8 @@ class LiveSteps:
 
     def __init__(self, scheduler: Any, num_inference_steps: int | None = None, **options: Any):
         for name in ("step", "timesteps", "set_timesteps"):
-            if not hasattr(scheduler, name):
-                raise TypeError(
-                    f"LiveSteps: scheduler must have {name}, got {type(scheduler).__name__}"
-                )
+            has, got = hasattr(scheduler, name), type(scheduler).__name__
+            require(has, "LiveSteps: scheduler", f"have {name}", got, TypeError)
         self._live = copy.deepcopy(scheduler)
         if num_inference_steps is not None:
             self._live.set_timesteps(num_inference_steps)
@@ -306,11 +288,9 @@ class LiveSteps:
         scale = getattr(live, "scale_model_input", None)
         with refusing_foreign_errors(f"LiveSteps: {type(live).__name__}.scale_model_input"):
             scaled = scale(probe, live.timesteps[0]) if scale is not None and len(self) else probe
-        if float(getattr(live, "init_noise_sigma", 1.0)) != 1.0 or not torch.equal(scaled, probe):
-            raise ValueError(
-                f"LiveSteps: scheduler must take its noise and its model's inputs unscaled, got "
-                f"{type(live).__name__}"
-            )
+        plain = float(getattr(live, "init_noise_sigma", 1.0)) == 1.0 and torch.equal(scaled, probe)
+        rule = "take its noise and its model's inputs unscaled"
+        require(plain, "LiveSteps: scheduler", rule, type(live).__name__)
 
     def _accepted(self, options: dict[str, Any]) -> dict[str, Any]:
         parameters = inspect.signature(self._live.step).parameters

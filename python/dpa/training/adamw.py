@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpa.library.checks import require
 from dpa.training.ema import EMA, local
 
 _Call = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -40,14 +41,11 @@ class _OneOp(torch.optim.Optimizer):
         if amsgrad or differentiable:
             option = "amsgrad" if amsgrad else "differentiable"
             raise ValueError(f"{name}: {option} must be False, got True; torch.optim has it")
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}")
-        if ema is not None and not isinstance(ema, EMA):
-            raise ValueError(f"{name}: ema must be a dpa.training.EMA, got {type(ema)}")
+        require(max_norm is None or max_norm > 0, f"{name}: max_norm", "be above 0", max_norm)
+        require(isinstance(ema, EMA | None), f"{name}: ema", "be a dpa.training.EMA", type(ema))
         self.max_norm, self.ema, self.clear_grads = max_norm, ema, clear_grads
         self.grad_norm: Tensor | None = None
-        if weight_decay is None:
-            weight_decay = self._WEIGHT_DECAY
+        weight_decay = self._WEIGHT_DECAY if weight_decay is None else weight_decay
         super().__init__(
             params, lr, betas, eps, weight_decay, maximize=maximize, capturable=True, fused=True
         )
@@ -59,8 +57,8 @@ class _OneOp(torch.optim.Optimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         tensors = [p[1] if isinstance(p, tuple) else p for p in params]
-        if len({id(p) for p in tensors}) < len(tensors):
-            raise ValueError(f"{type(self).__name__}: params must differ, got one twice in a group")
+        differ, name = len({id(p) for p in tensors}) == len(tensors), type(self).__name__
+        require(differ, f"{name}: params", "differ", "one twice in a group")
         super().add_param_group({**param_group, "params": params})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,8 +77,8 @@ class _OneOp(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of PyTorch's of the same name."""
-        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-            raise ValueError(f"{type(self).__name__}: the state must have no amsgrad, got one")
+        plain = not any(group.get("amsgrad") for group in state_dict["param_groups"])
+        require(plain, f"{type(self).__name__}: the state", "have no amsgrad", "one")
         super().load_state_dict(state_dict)  # ends in __setstate__
 
     @torch.no_grad()
@@ -95,7 +93,9 @@ class _OneOp(torch.optim.Optimizer):
 
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._gradients_are_dense()
+        layouts = {p.grad.layout for p in self._trained()} - {torch.strided}
+        name, got = type(self).__name__, ", ".join(map(str, layouts))
+        require(not layouts, f"{name}: gradients", "be dense", got, RuntimeError)
         coefficient = self._clip_coefficient()
         averages = {} if self.ema is None else self.ema.averaged()
         for group in self.param_groups:
@@ -107,14 +107,6 @@ class _OneOp(torch.optim.Optimizer):
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-    def _gradients_are_dense(self) -> None:
-        for p in self._trained():
-            assert p.grad is not None
-            if p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{type(self).__name__}: gradients must be dense, got {p.grad.layout}"
-                )
 
     def _clip_coefficient(self) -> Tensor | None:
         """What all gradients are multiplied by, on the device; None where nothing is clipped."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
+from dpa.library.checks import require
 from dpa.training.graphed_step import release_graphs
 from dpa.training.sharded import ShardedOptimizer
 
@@ -154,16 +155,10 @@ def sample_sharded(
         (B, T, Da), in every process.
 
     """
-    batch = global_cond.shape[0]
-    if len(generators) != batch:
-        raise ValueError(
-            f"sample_sharded: generators must be one a sample, {batch}, got {len(generators)}"
-        )
-    if batch < team.count:
-        raise ValueError(
-            f"sample_sharded: global_cond must have a row for each of {team.count} processes, "
-            f"got {batch}"
-        )
+    batch, given = global_cond.shape[0], len(generators)
+    require(given == batch, "sample_sharded: generators", f"be one a sample, {batch}", given)
+    rule = f"have a row for each of {team.count} processes"
+    require(batch >= team.count, "sample_sharded: global_cond", rule, batch)
     mine = team.shard(batch)
     part = {name: value[mine] for name, value in conditions.items()}
     own = sampler(global_cond[mine], generator=generators[mine], **part)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dpa.library.checks import require
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor (FSDP2), or the tensor itself."""
@@ -22,6 +24,11 @@ _Pairs = list[tuple[Tensor, Tensor]]
 def _values(pairs: _Pairs) -> list[Tensor]:
     """The parameters, in the dtypes of their averages."""
     return [local(parameter.detach()).to(old.dtype) for parameter, old in pairs]
+
+
+def _copy_values(pairs: _Pairs) -> None:
+    if pairs:
+        torch._foreach_copy_([old for _, old in pairs], _values(pairs))
 
 
 class EMA:
@@ -56,15 +63,10 @@ class EMA:
         min_decay: float = 0.0,
         inv_gamma: float = 1.0,
     ):
-        if not 0.0 <= min_decay <= max_decay <= 1.0:
-            raise ValueError(
-                "EMA: min_decay and max_decay must be ordered in 0..1, "
-                f"got {min_decay}, {max_decay}"
-            )
-        if not (power >= 0 and inv_gamma > 0):
-            raise ValueError(
-                f"EMA: power must be at least 0 and inv_gamma above 0, got {power}, {inv_gamma}"
-            )
+        ordered, got = 0.0 <= min_decay <= max_decay <= 1.0, f"{min_decay}, {max_decay}"
+        require(ordered, "EMA: min_decay and max_decay", "be ordered in 0..1", got)
+        rule, got = "be at least 0 and inv_gamma above 0", f"{power}, {inv_gamma}"
+        require(power >= 0 and inv_gamma > 0, "EMA: power", rule, got)
         self.model = model
         self.power, self.max_decay, self.min_decay = power, max_decay, min_decay
         self.inv_gamma = inv_gamma
@@ -111,8 +113,7 @@ class EMA:
         if averaged:
             olds = [old for _, old in averaged]
             torch._foreach_lerp_(olds, _values(averaged), 1.0 - self.decay)
-        if copied:
-            torch._foreach_copy_([old for _, old in copied], _values(copied))
+        _copy_values(copied)
         self.updates += 1
 
     def _parts(self) -> tuple[_Pairs, _Pairs]:
@@ -128,8 +129,7 @@ class EMA:
 
     def attach(self) -> None:
         """Count updates on the device: an optimizer's step makes them from now on."""
-        if self._count is not None:
-            raise ValueError("EMA: averages must have one optimizer, got a second one")
+        require(self._count is None, "EMA: averages", "have one optimizer", "a second one")
         device = self.averages[0].device if self.averages else "cpu"
         self._count = torch.tensor(self._updates, device=device)
 
@@ -155,21 +155,15 @@ class EMA:
             weight = torch.where(count < 2, 1.0, 1.0 - grown.clamp(self.min_decay, self.max_decay))
             for (_, old), new in zip(left, _values(left), strict=True):
                 old.lerp_(new, weight.to(old.device, old.dtype))
-        if copied:
-            torch._foreach_copy_([old for _, old in copied], _values(copied))
+        _copy_values(copied)
         self.count.add_(1)
 
     def _check_shapes(self, name: str, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) != len(self.averages):
-            raise ValueError(
-                f"EMA: {name} must hold {len(self.averages)} averages, got {len(tensors)}"
-            )
-        for given, kept in zip(tensors, self.averages, strict=True):
-            if given.shape != kept.shape:
-                raise ValueError(
-                    f"EMA: {name} must have the shapes of the averages, got {tuple(given.shape)} "
-                    f"for {tuple(kept.shape)}"
-                )
+        count, given = len(self.averages), len(tensors)
+        require(given == count, f"EMA: {name}", f"hold {count} averages", given)
+        for new, kept in zip(tensors, self.averages, strict=True):
+            got, rule = f"{tuple(new.shape)} for {tuple(kept.shape)}", "have the shapes of the"
+            require(new.shape == kept.shape, f"EMA: {name}", f"{rule} averages", got)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
@@ -184,14 +178,12 @@ class EMA:
     def applied(self) -> Iterator[nn.Module]:
         """Give the model its averages inside a ``with`` block, and its own weights back after."""
         parameters = [local(parameter.detach()) for parameter in self.model.parameters()]
-        with torch.no_grad():
-            own = [parameter.clone() for parameter in parameters]
-            torch._foreach_copy_(parameters, self.averages)
+        own = [parameter.clone() for parameter in parameters]
         try:
+            torch._foreach_copy_(parameters, self.averages)
             yield self.model
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, own)
+            torch._foreach_copy_(parameters, own)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -204,10 +196,9 @@ class EMA:
             ValueError: it holds others; then nothing has changed.
 
         """
-        if missing := {"averages", "updates"} - set(state):
-            raise ValueError(f"EMA: state must hold averages and updates, got none of {missing}")
+        missing = {"averages", "updates"} - set(state)
+        require(not missing, "EMA: state", "hold averages and updates", f"none of {missing}")
         self._check_shapes("state", state["averages"])
-        with torch.no_grad():
-            for kept, new in zip(self.averages, state["averages"], strict=True):
-                kept.copy_(new)
+        for kept, new in zip(self.averages, state["averages"], strict=True):
+            kept.copy_(new.detach())
         self.updates = state["updates"]

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from dpa.library.capture import can_capture
+from dpa.library.capture import can_capture, no_autocast_cache
+from dpa.library.checks import require
 from dpa.library.graphs import captured
 from dpa.tracking import is_observed
 from dpa.tracking.replacing import Replacement, put_back, replace_method, replaced
@@ -62,12 +63,10 @@ def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Mod
         ``module``.
 
     """
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"graph_calls: module must be a torch.nn.Module, got {type(module)}")
-    if warmup < 1 or capacity < 1:
-        raise ValueError(
-            f"graph_calls: warmup and capacity must be at least 1, got {warmup}, {capacity}"
-        )
+    is_module, least = isinstance(module, nn.Module), min(warmup, capacity)
+    require(is_module, "graph_calls: module", "be a torch.nn.Module", type(module))
+    got = f"{warmup}, {capacity}"
+    require(least > 0, "graph_calls: warmup and capacity", "be at least 1", got)
     ungraph_calls(module)
     replace_method(module, "forward", GraphedForward(module, warmup, capacity))
     return module
@@ -246,13 +245,9 @@ class _Capture:
         device = self._inputs[0].device
         self.mark = torch.empty(1, device=device)
         self._stream.wait_stream(torch.cuda.current_stream())
-        caches = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # casts of parameters belong to each replay
-        try:
-            with parts.replaced(_without_history) as parameters:
-                self._record(forward, args, kwargs, parameters, known)
-        finally:
-            torch.set_autocast_cache_enabled(caches)
+        # Casts of parameters belong to each replay.
+        with no_autocast_cache(), parts.replaced(_without_history) as parameters:
+            self._record(forward, args, kwargs, parameters, known)
         self._parameters = [p for p in parts.parameters if p.requires_grad]
         self._storages = [g.untyped_storage() for g in self._gradients if g is not None]
         self._places = [storage._cdata for storage in self._storages]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpa.library.capture import capturing, gradients_kept, leaving_failed
+from dpa.library.checks import require
 
 _captured: weakref.WeakSet[GraphedStep] = weakref.WeakSet()
 
@@ -44,13 +45,9 @@ class GraphedStep:
     """
 
     def __init__(self, step: Callable[..., Any], warmup: int = 3):
-        if not callable(step):
-            raise ValueError(f"GraphedStep: step must be callable, got {type(step)}")
-        if warmup < 1:
-            raise ValueError(f"GraphedStep: warmup must be at least 1, got {warmup}")
-        self.step = step
-        self.warmup = warmup
-        self.calls = 0
+        require(callable(step), "GraphedStep: step", "be callable", type(step))
+        require(warmup > 0, "GraphedStep: warmup", "be at least 1", warmup)
+        self.step, self.warmup, self.calls = step, warmup, 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch: tuple[Tensor, ...] = ()
         self._result: Any = None
@@ -102,11 +99,8 @@ class GraphedStep:
         _captured.discard(self)
 
     def _fill(self, batch: tuple[Tensor, ...]) -> None:
-        describe = lambda tensors: [(tuple(x.shape), x.dtype) for x in tensors]  # noqa: E731
-        if describe(batch) != describe(self._batch):
-            raise ValueError(
-                f"GraphedStep: batch must be as captured, {describe(self._batch)}, "
-                f"got {describe(batch)}"
-            )
+        kinds = [[(tuple(x.shape), x.dtype) for x in those] for those in (self._batch, batch)]
+        rule = f"be as captured, {kinds[0]}"
+        require(kinds[0] == kinds[1], "GraphedStep: batch", rule, kinds[1])
         for kept, new in zip(self._batch, batch, strict=True):
             kept.copy_(new, non_blocking=True)

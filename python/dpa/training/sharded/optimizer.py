@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.training.sharded.exchange import Exchange, exchange_of
 from dpa.training.sharded.layout import Chunk, lay_out
 
@@ -78,16 +79,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         members = [each["params"] for each in self.param_groups]
         self._parameters: list[Tensor] = [p for each in members for p in each]
         self._groups = [i for i, each in enumerate(members) for _ in each]
-        kinds = {(p.dtype, p.device) for p in self._parameters}
-        if len(kinds) > 1:
-            raise ValueError(
-                "ShardedOptimizer: params must have one dtype and device, got "
-                + ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str))
-            )
+        kinds = sorted({(p.dtype, p.device) for p in self._parameters}, key=str)
+        got, me = ", ".join(f"{dtype} on {device}" for dtype, device in kinds), "ShardedOptimizer"
+        require(len(kinds) < 2, f"{me}: params", "have one dtype and device", got)
         if not all(p.requires_grad for p in self._parameters):
-            raise ValueError("ShardedOptimizer: params must require gradients; leave others out")
-        if len(set(self._parameters)) < len(self._parameters):
-            raise ValueError("ShardedOptimizer: params must differ, got one twice")
+            raise ValueError(f"{me}: params must require gradients; leave others out")
+        differ = len(set(self._parameters)) == len(self._parameters)
+        require(differ, f"{me}: params", "differ", "one twice")
         first = dist.get_global_rank(group, 0)
         for p in self._parameters:
             dist.broadcast(p.detach(), first, group=group)
@@ -129,11 +127,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_up(self, i: int) -> None:
         """Register a parameter's new gradient; called in the backward."""
         self._order.setdefault(i)
-        if self._averaged:
-            raise RuntimeError(
-                "ShardedOptimizer: clip_grad_norm_ must be followed by step or zero_grad, "
-                "got a backward"
-            )
+        clip, rule = "ShardedOptimizer: clip_grad_norm_", "be followed by step or zero_grad"
+        require(not self._averaged, clip, rule, "a backward", RuntimeError)
         if i in self._came:
             self._again = True
         elif not self._held:
