@@ -94,4 +94,9 @@ with ranks() as team:
     _check_training(team)
     _check_sampling(team)
     Path(sys.argv[1], f"rank{team.rank}").write_text("right")
-runpy.run_path(sys.argv[2], run_name="__main__")
+    # A second group of Gloo's in a process finds the addresses of the first, and may hang.
+    once = team.device.type == "cpu"
+    if once:
+        runpy.run_path(sys.argv[2], run_name="__main__")
+if not once:
+    runpy.run_path(sys.argv[2], run_name="__main__")
