@@ -8,7 +8,7 @@ import torch
 
 import dpa
 from dpa.library import capture
-from dpa.library.graphs import attempt
+from dpa.library.graphs import GraphCache
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_gradients_of_a_failed_capture_are_given_up():
 
 
 def test_want_of_memory_is_said_and_tried_again_and_other_failures_are_remembered():
-    refused, made = {}, [torch.OutOfMemoryError("full"), "graph", RuntimeError("first\nsecond")]
+    cache, made = GraphCache(), [torch.OutOfMemoryError(""), "graph", RuntimeError("first\nsecond")]
 
     def make():
         outcome = made.pop(0)
@@ -62,11 +62,12 @@ def test_want_of_memory_is_said_and_tried_again_and_other_failures_are_remembere
         return outcome
 
     with pytest.warns(UserWarning, match="no memory for a CUDA graph"):
-        assert attempt(refused, "kind", CPU, make) is None
-    assert refused == {} and attempt(refused, "kind", CPU, make) == "graph"
+        assert cache.capture("kind", CPU, make) is None
+    assert cache.refused == {} and cache.capture("kind", CPU, make) == "graph"
     with pytest.warns(RuntimeWarning, match="runs kernel by kernel: first$"):
-        assert attempt(refused, "kind", CPU, make) is None
-    assert refused == {"kind": "first"}
+        assert cache.capture("other", CPU, make) is None
+    assert cache.refused == {"other": "first"}
+    assert cache.capture("other", CPU, make) is None and cache.capture("kind", CPU, list) == []
 
 
 def test_every_capture_leaves_failed_ones():

@@ -20,7 +20,7 @@ from dpa.acceleration.encoder_training import graph_encoder, ungraph_encoder
 from dpa.acceleration.example import call_on, why_no_example
 from dpa.acceleration.loops import Loop, check_loops
 from dpa.acceleration.policy_loop import FastLoop
-from dpa.acceleration.real_time import add_real_time, real_time_of
+from dpa.acceleration.real_time import ChunkInTime, YesInTime, add_real_time
 from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.shadow_run import Options
 from dpa.acceleration.survey import (
@@ -34,6 +34,7 @@ from dpa.acceleration.survey import (
 )
 from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WholeCall
+from dpa.library.checks import require
 from dpa.nn.family import Network
 from dpa.nn.image_encoder import Encoder
 from dpa.tracking.replacing import BESIDE, Replacement, put_back, replace_method, replaced
@@ -41,6 +42,7 @@ from dpa.tracking.weights import MODES
 from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
 
 _MODES = ("loop", "step", "chain")
+_OF_POLICIES = FastLoop | WholeCall | ChunkInTime | YesInTime | FastStep
 
 
 def accelerate(
@@ -149,16 +151,15 @@ def check_options(
     training_dtype: torch.dtype | None = None,
 ) -> None:
     """Raise ValueError for what :func:`accelerate` takes for no value of an option."""
-    if mode not in _MODES:
-        raise ValueError(f"accelerate: mode must be one of {', '.join(_MODES)}, got {mode!r}")
-    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"accelerate: dtype must be float32, float16 or bfloat16, got {dtype}")
-    if training_dtype not in (None, torch.bfloat16):
-        raise ValueError(f"accelerate: training_dtype must be bfloat16, got {training_dtype}")
-    if weights not in MODES:
-        raise ValueError(f"accelerate: weights must be one of {', '.join(MODES)}, got {weights!r}")
-    if tolerance is not None and not 0 < tolerance < float("inf"):
-        raise ValueError(f"accelerate: tolerance must be positive and finite, got {tolerance}")
+    known, right = mode in _MODES, dtype in (None, torch.float32, torch.float16, torch.bfloat16)
+    require(known, "accelerate: mode", f"be one of {', '.join(_MODES)}", repr(mode))
+    require(right, "accelerate: dtype", "be float32, float16 or bfloat16", dtype)
+    right = training_dtype in (None, torch.bfloat16)
+    require(right, "accelerate: training_dtype", "be bfloat16", training_dtype)
+    known = weights in MODES
+    require(known, "accelerate: weights", f"be one of {', '.join(MODES)}", repr(weights))
+    right = tolerance is None or 0 < tolerance < float("inf")
+    require(right, "accelerate: tolerance", "be positive and finite", tolerance)
 
 
 def _replace(
@@ -216,16 +217,15 @@ def _replace_loop(owner: Any, loop: Loop, options: Options, graphs: bool) -> Non
 
 def restore(model: Any) -> Any:
     """Undo :func:`accelerate`, attribute for attribute, and return ``model``."""
-    if is_scheduler(model) and isinstance(replaced(model, "step"), FastStep):
-        put_back(model, "step")
     for _, owner in owners_of(model):
         forward = replaced_forward(owner) if isinstance(owner, nn.Module) else None
         if isinstance(forward, FastEncoder):
             ungraph_encoder(owner)
         if isinstance(forward, FastForward | FastEncoder):
             put_back(ungraph_calls(owner), "forward")
-        for name in (*replacements(owner), *real_time_of(owner)):
-            put_back(owner, name)
+        for name, held in list(vars(owner).items()):
+            if isinstance(held, _OF_POLICIES) and not name.startswith(BESIDE):
+                put_back(owner, name)
     return model
 
 

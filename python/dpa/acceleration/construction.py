@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dpa.acceleration.api import accelerate, check_options, explain
+from dpa.library.checks import require
 
 # Modules, and which of their classes are policies.
 KNOWN = (
@@ -50,31 +51,36 @@ def options_from(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """
     if not _flag(_SWITCH, environment.get(_SWITCH, "")):
         return None
-    options: dict[str, Any] = {}
-    for name in ("mode", "weights"):
-        if value := environment.get(f"DPA_{name.upper()}"):
-            options[name] = value
-    for name in ("fallback", "graphs"):
-        if value := environment.get(f"DPA_{name.upper()}"):
-            options[name] = _flag(f"DPA_{name.upper()}", value)
-    for name in ("dtype", "training_dtype"):
-        if value := environment.get(variable := f"DPA_{name.upper()}"):
-            if value not in _DTYPES:
-                raise ValueError(f"{variable} must be one of {', '.join(_DTYPES)}, got {value!r}")
-            options[name] = _DTYPES[value]
-    if value := environment.get("DPA_TOLERANCE"):
-        try:
-            options["tolerance"] = float(value)
-        except ValueError:
-            raise ValueError(f"DPA_TOLERANCE must be a number, got {value!r}") from None
-    return options
+    names = {name: f"DPA_{name.upper()}" for name in _READ}
+    given = {name: environment.get(variable) for name, variable in names.items()}
+    return {name: _READ[name](names[name], value) for name, value in given.items() if value}
 
 
 def _flag(name: str, value: str) -> bool:
-    if value.lower() not in _OFF + _ON:
-        choices = ", ".join(filter(None, _ON + _OFF))
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+    choices = ", ".join(filter(None, _ON + _OFF))
+    require(value.lower() in _OFF + _ON, name, f"be one of {choices}", repr(value))
     return value.lower() in _ON
+
+
+def _dtype(name: str, value: str) -> torch.dtype:
+    require(value in _DTYPES, name, f"be one of {', '.join(_DTYPES)}", repr(value))
+    return _DTYPES[value]
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+
+
+# How each option is read.
+_READ: dict[str, Callable[[str, str], Any]] = {
+    **dict.fromkeys(("mode", "weights"), lambda _, value: value),
+    **dict.fromkeys(("fallback", "graphs"), _flag),
+    **dict.fromkeys(("dtype", "training_dtype"), _dtype),
+    "tolerance": _number,
+}
 
 
 def accelerate_new(say: Say, policies: tuple[str, ...] = (), **options: Any) -> None:
@@ -96,8 +102,8 @@ def accelerate_new(say: Say, policies: tuple[str, ...] = (), **options: Any) -> 
     further = []
     for policy in policies:
         module, colon, name = policy.partition(":")
-        if not (module and colon and name.isidentifier()):
-            raise ValueError(f"policy must be written as module:Class, got {policy!r}")
+        right = module and colon and name.isidentifier()
+        require(right, "policy", "be written as module:Class", repr(policy))
         further.append((re.escape(module), name))
     if _hook is None:
         _hook = _Hook((*KNOWN, *further), say, options)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
-from dpa.nn.image_encoder import Encoder, NotAnEncoder, recognise
+from dpa.library.checks import require
+from dpa.nn.image_encoder import Encoder, NotAnEncoder, name_of, recognise
 from dpa.packed.agreement import STEP_LIMITS, limit
 from dpa.packed.encoder import PackedEncoder, why_not
 from dpa.packed.encoder_kernels import EncoderKernels, EncoderOnCpu, dtype_of
@@ -101,12 +103,9 @@ class FastEncoder(Replacement):
             return self._run(images)
         if passed is False or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self.original(images)
-        allowed = self.options.tolerance or limit(
-            STEP_LIMITS, (weight.dtype, compute), weight.device
-        )
-        return self.shadow.run_both(
-            kind, allowed, lambda _: self.original(images), lambda _: self._run(images)
-        )
+        table = STEP_LIMITS, (weight.dtype, compute), weight.device
+        runs = lambda _: self.original(images), lambda _: self._run(images)
+        return self.shadow.run_both(kind, self.options.tolerance or limit(*table), *runs)
 
     def _may_run(self) -> bool:
         recorded = torch.is_grad_enabled() or is_dispatched()
@@ -142,24 +141,17 @@ class FastEncoder(Replacement):
 
     def _check(self, images: Tensor, weight: Tensor) -> None:
         """Raise for what the encoder's own layers refuse as well, in words about images."""
-        name, channels = class_of(self.encoder).__name__, weight.shape[1]
-        shape = tuple(images.shape)
-        if images.dtype == torch.uint8:
-            raise RuntimeError(
-                f"dpa: images for {name} must be {weight.dtype}, as its weights, in the range that "
-                f"it was trained on, got uint8: convert them and divide by 255"
-            )
+        shape, channels = tuple(images.shape), weight.shape[1]
+        if images.dtype == weight.dtype and len(shape) == 4 and shape[1] == channels:
+            return
+        refuse = functools.partial(require, False, f"dpa: images for {name_of(self.encoder)}")
         if images.dtype != weight.dtype:
-            raise RuntimeError(
-                f"dpa: images for {name} must be {weight.dtype}, as its weights, got {images.dtype}"
-            )
-        if images.dim() == 4 and shape[1] != channels:
-            order = shape[3] == channels
-            hint = ": channels come last in it, so permute(0, 3, 1, 2) first" if order else ""
-            raise RuntimeError(
-                f"dpa: images for {name} must have shape (B, {channels}, H, W), got {shape}{hint}"
-            )
-        if images.dim() != 4:
-            raise RuntimeError(
-                f"dpa: images for {name} must have 4 dimensions (B, {channels}, H, W), got {shape}"
-            )
+            bytes_, rule = images.dtype == torch.uint8, f"be {weight.dtype}, as its weights"
+            rule += ", in the range that it was trained on" if bytes_ else ""
+            got = "uint8: convert them and divide by 255" if bytes_ else images.dtype
+            refuse(rule, got, RuntimeError)
+        if len(shape) != 4:
+            refuse(f"have 4 dimensions (B, {channels}, H, W)", shape, RuntimeError)
+        last = shape[3] == channels
+        hint = ": channels come last in it, so permute(0, 3, 1, 2) first" if last else ""
+        refuse(f"have shape (B, {channels}, H, W)", f"{shape}{hint}", RuntimeError)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.tables import StepTable
 from dpa.tracking import Place, find
@@ -127,10 +128,8 @@ class Loop:
         """Return what a policy lacks of this loop, or None."""
         if not callable(getattr(class_of(policy), self.method, None)):
             return f"it has no method {self.method}"
-        lacks = (
-            self.needs - inspect.signature(getattr(class_of(policy), self.method)).parameters.keys()
-        )
-        if lacks:
+        method = inspect.signature(getattr(class_of(policy), self.method))
+        if lacks := self.needs - method.parameters.keys():
             return f"its {self.method} does not take {', '.join(sorted(lacks))}"
         places = [("scheduler", self.scheduler), ("steps", self.steps)]
         for what, place in places if self.table is None else []:
@@ -146,12 +145,12 @@ def check_loops(loops: Any) -> tuple[Loop, ...]:
     """Return what a user gave as loops; raise TypeError or ValueError for what is none."""
     found = tuple(loops) if isinstance(loops, Sequence) else (loops,)
     for loop in found:
-        if not isinstance(loop, Loop):
-            raise TypeError(f"accelerate: loop must be a dpa.Loop, got {type(loop).__name__}")
-        if not isinstance(loop.method, str) or not loop.method.isidentifier():
-            raise ValueError(f"accelerate: loop.method must name a method, got {loop.method!r}")
+        got, right = type(loop).__name__, isinstance(loop, Loop)
+        require(right, "accelerate: loop", "be a dpa.Loop", got, TypeError)
+        right = isinstance(loop.method, str) and loop.method.isidentifier()
+        require(right, "accelerate: loop.method", "name a method", repr(loop.method))
         for name in ("begin", "end", *["table"] * (loop.table is not None)):
-            if not callable(getattr(loop, name)):
-                got = type(getattr(loop, name)).__name__
-                raise TypeError(f"accelerate: loop.{name} must be a function, got {got}")
+            got = type(getattr(loop, name)).__name__
+            right = callable(getattr(loop, name))
+            require(right, f"accelerate: loop.{name}", "be a function", got, TypeError)
     return found

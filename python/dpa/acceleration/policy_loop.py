@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from dpa.acceleration.loops import Loop, LoopCall, sample_itself
 from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback, tensors_of
 from dpa.acceleration.unet_forward import FastForward
+from dpa.library.holding import holding
 from dpa.nn.family import is_of_family
 from dpa.packed.agreement import LOOP_LIMITS, proves
 from dpa.sampling.rng import generator_on
@@ -112,14 +113,9 @@ class FastLoop(Replacement):
         """What this thread's calls continue: fields of their :class:`LoopCall`; or None."""
         return getattr(self._thread, "held", None)
 
-    @contextmanager
-    def holding(self, held: dict[str, Any]) -> Iterator[None]:
+    def holding(self, held: dict[str, Any]) -> AbstractContextManager[None]:
         """Let this thread's calls continue a chunk, by these fields of their LoopCall."""
-        before, self._thread.held = self.held, held
-        try:
-            yield
-        finally:
-            self._thread.held = before
+        return holding(self._thread, held=held)
 
     def _run_original(self, why: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the original, which continues no chunk."""
@@ -157,14 +153,9 @@ class FastLoop(Replacement):
         result, route = run(), self._thread.route
         return result, route if route is not None and route.sampler.packed is not None else None
 
-    @contextmanager
-    def drawing_from(self, generator: torch.Generator | None) -> Iterator[None]:
+    def drawing_from(self, generator: torch.Generator | None) -> AbstractContextManager[None]:
         """Let this thread's calls that are given no generator draw from this one."""
-        self._thread.generator = generator
-        try:
-            yield
-        finally:
-            self._thread.generator = None
+        return holding(self._thread, generator=generator)
 
     def runs(self, route: Route) -> bool:
         """Whether a call that ran by this route would run by it again."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.survey import owners_of
+from dpa.library.checks import require
 from dpa.schedulers.inpainting import prefix_weights
 from dpa.tracking import find
 from dpa.tracking.replacing import Replacement, class_of, replace_method, replaced
@@ -60,9 +61,8 @@ def continuing(
         for name in list(vars(owner))
         if isinstance(held := replaced(owner, name), FastLoop)
     ]
-    if not loops:
-        kind = type(policy).__name__
-        raise TypeError(f"continuing: policy must have an accelerated loop, got {kind}")
+    kind = type(policy).__name__
+    require(loops, "continuing: policy", "have an accelerated loop", kind, TypeError)
     held: dict[str, Any] = {}
     if weights is not None:
         mask = weights.expand(chunk.shape)
@@ -85,9 +85,6 @@ class ChunkInTime(Replacement):
 
     METHOD, OWNER, KEPT = "predict_action_chunk", "policy", ("policy",)
     policy: Any
-
-    def forget(self) -> None:
-        """Hold nothing."""
 
     def __call__(
         self,
@@ -155,9 +152,6 @@ class YesInTime(Replacement):
     METHOD, OWNER, KEPT = "supports_rtc", "policy", ("policy",)
     policy: Any
 
-    def forget(self) -> None:
-        """Hold nothing."""
-
     def __call__(self) -> bool:
         """Say so."""
         return True
@@ -176,12 +170,6 @@ def add_real_time(policy: Any) -> None:
     replace_method(policy, ChunkInTime.METHOD, ChunkInTime(policy))
     if hasattr(class_of(policy), YesInTime.METHOD):
         replace_method(policy, YesInTime.METHOD, YesInTime(policy))
-
-
-def real_time_of(owner: Any) -> list[str]:
-    """Return the names of what :func:`add_real_time` set on an object."""
-    names = (ChunkInTime.METHOD, YesInTime.METHOD)
-    return [name for name in names if isinstance(vars(owner).get(name), ChunkInTime | YesInTime)]
 
 
 def _observed(config: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from dpa.nn.image_encoder import Encoder, NotAnEncoder
 from dpa.packed.config import config_of, runs_packed
 from dpa.packed.encoder import why_not
 from dpa.packed.encoder_program import EncoderProgram
-from dpa.tracking import Place, find
+from dpa.tracking import find
 from dpa.tracking.replacing import BESIDE, replaced
 from dpa.training.graphed_calls import replaced_forward
 
@@ -134,8 +134,9 @@ class Survey:
         owners = [] if is_scheduler(model) else list(owners_of(model))
         places = [place for path, owner in owners for place in _loops_of(path, owner)]
         # A part of a policy may have a loop that its owner's is known by.
-        around = [find(place.owner, held) for place in places for held in _holders(place.loop)]
-        self.loops = [p for p in places if p.loop is not None or not _is_one_of(p.owner, around)]
+        held = [(place.owner, h) for place in places if place.loop for h in place.loop.holders]
+        around = {id(find(owner, place)) for owner, place in held}
+        self.loops = [p for p in places if p.loop is not None or id(p.owner) not in around]
         for loop in given or ():
             found = [(path, owner) for path, owner in owners if loop.missing(owner) is None]
             if not found:
@@ -214,14 +215,6 @@ class Survey:
         parameter = next(network.parameters(), None)
         kind = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"
         return f"{how}, {kind} around {type(network).__name__} as it is"
-
-
-def _holders(loop: Loop | None) -> tuple[Place, ...]:
-    return () if loop is None else loop.holders
-
-
-def _is_one_of(owner: Any, objects: list[Any]) -> bool:
-    return any(owner is one for one in objects)
 
 
 def _loops_of(path: str, owner: Any) -> list[Found]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.library.compiling import constant_in_graphs
+from dpa.library.holding import holding
 from dpa.nn.family import Network, NotInFamily, recognise, run_network
 from dpa.nn.plain import is_exporting
 from dpa.packed.agreement import STEP_LIMITS, example, limit
@@ -72,14 +72,9 @@ class Denoiser:
             return self.options.tolerance
         return limit(table, (precision, self.packed_dtype(precision)), self.weight.device)
 
-    @contextmanager
-    def bypassing(self) -> Iterator[None]:
+    def bypassing(self) -> AbstractContextManager[None]:
         """Let this thread run the original."""
-        self.bypass.on = True
-        try:
-            yield
-        finally:
-            self.bypass.on = False
+        return holding(self.bypass, on=True)
 
 
 def _may_read() -> bool:

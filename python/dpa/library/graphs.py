@@ -15,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -32,7 +32,6 @@ _ROOM = 64 << 20
 _streams: dict[int, tuple[torch.cuda.Stream, threading.Lock]] = {}
 
 Pool = tuple[int, int]
-Made = TypeVar("Made")
 
 
 class Replayed(Protocol):
@@ -123,40 +122,10 @@ class Graph:
         """Launch it on the current stream of its device."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         if self._device == torch._C._cuda_getDevice():
-            status = _runtime().cudaGraphLaunch(self._launched, ctypes.c_void_p(stream))
+            _check(_runtime().cudaGraphLaunch(self._launched, ctypes.c_void_p(stream)))
         else:
             with torch.cuda.device(self._device):
-                status = _runtime().cudaGraphLaunch(self._launched, ctypes.c_void_p(stream))
-        _check(status)
-
-
-def attempt(
-    refused: dict[Hashable, str], key: Hashable, device: torch.device, capture: Callable[[], Made]
-) -> Made | None:
-    """Return what ``capture()`` captures, or None: then the work still runs, kernel by kernel.
-
-    Where memory is short the next call tries again; what else fails is ``refused`` for good, and a
-    warning says why.
-    """
-    try:
-        # Without memory a capture would end in pieces; here the error is an ordinary one.
-        torch.empty(_ROOM, dtype=torch.uint8, device=device)
-        return capture()
-    except torch.OutOfMemoryError:
-        warnings.warn(
-            "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel by "
-            "kernel: free some, the next call tries again",
-            stacklevel=2,
-        )
-    except RuntimeError as error:
-        refused[key] = str(error).partition("\n")[0]
-        warnings.warn(
-            "DiffusionSampler: this loop could not be captured and runs kernel by kernel: "
-            f"{refused[key]}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return None
+                _check(_runtime().cudaGraphLaunch(self._launched, ctypes.c_void_p(stream)))
 
 
 class GraphCache:
@@ -196,11 +165,26 @@ class GraphCache:
         return self.kept.get(key)
 
     def capture(self, key: Hashable, device: torch.device, capture: Callable[[], Any]) -> Any:
-        """Keep and return what :func:`attempt` captures, which is not tried again once refused."""
-        if key not in self.refused:
-            captured = attempt(self.refused, key, device, capture)
-            if captured is not None:
-                self.kept[key] = captured
+        """Keep and return what ``capture()`` captures, or None: the work runs kernel by kernel.
+
+        Where memory is short the next call tries again; what else fails is ``refused`` for good,
+        and a warning says why.
+        """
+        try:
+            if key not in self.refused:
+                # Without memory a capture would end in pieces; here the error is an ordinary one.
+                torch.empty(_ROOM, dtype=torch.uint8, device=device)
+                self.kept[key] = capture()
+        except torch.OutOfMemoryError:
+            warnings.warn(
+                "DiffusionSampler: no memory for a CUDA graph of this loop, which runs kernel by "
+                "kernel: free some, the next call tries again",
+                stacklevel=2,
+            )
+        except RuntimeError as error:
+            self.refused[key] = why = str(error).partition("\n")[0]
+            why = f"this loop could not be captured and runs kernel by kernel: {why}"
+            warnings.warn(f"DiffusionSampler: {why}", RuntimeWarning, stacklevel=2)
         while len(self.kept) > self.capacity:
             self.kept.popitem(last=False)
         return self.kept.get(key)

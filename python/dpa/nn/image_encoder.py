@@ -80,6 +80,20 @@ class Keypoints:
     pool: nn.Module
     conv: Convolution | None
 
+    def check(self, maps: tuple[int, ...]) -> None:
+        """Raise RuntimeError for feature maps of another height or width than it is made for."""
+        expected = self.pool._in_h, self.pool._in_w
+        if maps != expected:
+            raise RuntimeError(
+                "dpa: images must have the size that the encoder was made for: its feature maps "
+                f"are {maps}, and its keypoints want {expected}"
+            )
+
+    def keep(self, keypoints: Tensor) -> None:
+        """Keep keypoints where robomimic's layer does, to be drawn."""
+        if "kps" in vars(self.pool):
+            self.pool.kps = keypoints.detach()
+
 
 Layer = Convolution | Residual | Preparation | Keypoints | Callable[[Tensor], Tensor]
 

@@ -8,14 +8,15 @@ state dict, copy or pickle of it shows them, and they go when it goes.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from dpa.library.holding import holding
 from dpa.nn.plain import FoundLayers
 from dpa.tracking import stamp_of
 
@@ -24,8 +25,7 @@ _COMPARED = 8192  # at most, elements of a weight (kernels/plans/conv1d/changes.
 _promise = threading.local()
 
 
-@contextlib.contextmanager
-def fixed_weights() -> Iterator[None]:
+def fixed_weights() -> AbstractContextManager[None]:
     """Promise that weights stay as they are, for whatever is captured in this context.
 
     A CUDA graph of a network's forward pass packs the weights in every replay, since they may have
@@ -37,12 +37,7 @@ def fixed_weights() -> Iterator[None]:
     In this context calls outside of captures see changes that count as versions of a parameter, but
     do not check for others: through ``parameter.data``, or by the replay of a graph.
     """
-    before = getattr(_promise, "given", False)
-    _promise.given = True
-    try:
-        yield
-    finally:
-        _promise.given = before
+    return holding(_promise, given=True)
 
 
 def forward(

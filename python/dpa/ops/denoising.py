@@ -168,16 +168,7 @@ def diffusion_sample(
     Diffusion Implicit Models (2020); Chi et al., Diffusion Policy (2023).
 
     """
+    network, held = (packed, config, dtype), (noise, known, known_mask)
     return torch.ops.dpa.diffusion_sample(
-        sample,
-        timesteps,
-        global_cond,
-        packed,
-        config,
-        dtype,
-        table,
-        clip,
-        noise,
-        known,
-        known_mask,
+        sample, timesteps, global_cond, *network, table, clip, *held
     )

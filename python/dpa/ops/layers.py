@@ -210,23 +210,11 @@ def residual_block1d(
     Source: Chi et al., Diffusion Policy: Visuomotor Policy Learning via Action Diffusion (2023).
 
     """
-    return torch.ops.dpa.residual_block1d(
-        input,
-        conv1_weight,
-        conv1_bias,
-        gn1_weight,
-        gn1_bias,
-        conv2_weight,
-        conv2_bias,
-        gn2_weight,
-        gn2_bias,
-        residual_weight,
-        residual_bias,
-        num_groups,
-        eps,
-        scale,
-        shift,
-    )
+    first = conv1_weight, conv1_bias, gn1_weight, gn1_bias
+    second = conv2_weight, conv2_bias, gn2_weight, gn2_bias
+    beside = residual_weight, residual_bias
+    given = *first, *second, *beside, num_groups, eps, scale, shift
+    return torch.ops.dpa.residual_block1d(input, *given)
 
 
 def joint_linear(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dpa.library.checks import require
 from dpa.nn.family import Network, recognise
 from dpa.nn.parts import ATTENTION
 
@@ -38,18 +39,17 @@ def config_of(network: Network) -> list[int]:
     """The same of a network that was recognised already."""
     device = next(iter(network.parameters().values())).device
     arguments = network.packed_arguments
-    if arguments.get("local_cond_dim") is not None:
-        raise ValueError("unet must have no local conditioning to be packed, got one that has")
-    if len(arguments["down_dims"]) > _MAX_LEVELS:
-        dims = list(arguments["down_dims"])
-        raise ValueError(f"unet must have 1 to {_MAX_LEVELS} down_dims to be packed, got {dims}")
-    if layers := [path for path in network.parts if path.endswith(ATTENTION)]:
-        raise ValueError(f"unet must have no attention to be packed, got {', '.join(layers)}")
-    if network.film_apart and network.unconditioned:
-        got = ", ".join(network.unconditioned)
-        raise ValueError(f"unet must condition all blocks to be packed, got none in {got}")
-    if network.film_apart and device.type != "cuda":
-        raise ValueError(f"unet must be on a GPU where PyTorch makes its FiLM, got {device}")
+    free, dims = arguments.get("local_cond_dim") is None, list(arguments["down_dims"])
+    require(free, "unet", "have no local conditioning to be packed", "one that has")
+    rule = f"have 1 to {_MAX_LEVELS} down_dims to be packed"
+    require(len(dims) <= _MAX_LEVELS, "unet", rule, dims)
+    layers = [path for path in network.parts if path.endswith(ATTENTION)]
+    require(not layers, "unet", "have no attention to be packed", ", ".join(layers))
+    if network.film_apart:
+        bare = ", ".join(network.unconditioned)
+        require(not bare, "unet", "condition all blocks to be packed", f"none in {bare}")
+        on_gpu = device.type == "cuda"
+        require(on_gpu, "unet", "be on a GPU where PyTorch makes its FiLM", device)
     config = [
         arguments["input_dim"],
         arguments["kernel_size"],
@@ -57,8 +57,8 @@ def config_of(network: Network) -> list[int]:
         arguments["diffusion_step_embed_dim"],
         arguments["global_cond_dim"] or 0,
         int(arguments["cond_predict_scale"]),
-        *arguments["down_dims"],
+        *dims,
     ]
-    if max(config) > _MAX_SIZE:
-        raise ValueError(f"unet must have sizes up to {_MAX_SIZE} to be packed, got {config}")
+    rule = f"have sizes up to {_MAX_SIZE} to be packed"
+    require(max(config) <= _MAX_SIZE, "unet", rule, config)
     return config

@@ -94,18 +94,11 @@ class PackedEncoder:
         return self._convolve(packed, block.layers[-1], x, shortcut)
 
     def _keypoints(self, packed: Any, layer: Keypoints, x: Tensor) -> Tensor:
-        pool = layer.pool
-        expected = pool._in_h, pool._in_w
-        if x.shape[2:] != expected:
-            raise RuntimeError(
-                f"dpa: images must have the size that the encoder was made for: its feature maps "
-                f"are {tuple(x.shape[2:])}, and its keypoints want {expected}"
-            )
+        layer.check(tuple(x.shape[2:]))
         if layer.conv is not None:
             x = self._convolve(packed, layer.conv, x)
-        keypoints = ops.spatial_softmax(x, getattr(pool, "temperature", None))
-        if "kps" in vars(pool):  # robomimic's keeps them, to be drawn
-            pool.kps = keypoints.detach()
+        keypoints = ops.spatial_softmax(x, getattr(layer.pool, "temperature", None))
+        layer.keep(keypoints)
         return keypoints
 
 

@@ -89,13 +89,7 @@ class EncoderProgram:
         for at in range(1, len(self.config), 11):
             _, source, _, _, kernel, stride, padding = self.config[at : at + 7]
             maps.append(tuple((n + 2 * padding - kernel) // stride + 1 for n in maps[source]))
-        pool, found = self.keypoints.pool, maps[self.config[-10]]
-        expected = pool._in_h, pool._in_w
-        if found != expected:
-            raise RuntimeError(
-                f"dpa: images must have the size that the encoder was made for: its feature maps "
-                f"are {found}, and its keypoints want {expected}"
-            )
+        self.keypoints.check(maps[self.config[-10]])
         self._served.add((height, width))
 
     def slots(self) -> list[Slot]:
@@ -129,8 +123,8 @@ class EncoderProgram:
     def result(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the encoder's features from the op's result."""
         x = x.to(dtype)
-        if self.keypoints is not None and "kps" in vars(self.keypoints.pool):
-            self.keypoints.pool.kps = x.detach()  # robomimic's keeps them, to be drawn
+        if self.keypoints is not None:
+            self.keypoints.keep(x)
         if self._pooled:
             x = x[:, :, None, None]
         for layer in self.tail:

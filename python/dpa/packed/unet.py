@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dpa.library.checks import require
 from dpa.nn.family import Network, recognise, run_network
 from dpa.nn.parts import film_rows
 from dpa.packed import batch
@@ -57,10 +58,8 @@ class PackedUnet:
         weights: str = "tracked",
         network: Network | None = None,
     ):
-        if dtype not in _DTYPES:
-            raise ValueError(
-                f"dtype must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}"
-            )
+        rule = "be float32, float16, bfloat16 or float8_e4m3fn"
+        require(dtype in _DTYPES, "dtype", rule, dtype)
         self.unet, self.dtype, self._mode = unet, dtype, weights
         self._start(network)
 
@@ -380,16 +379,15 @@ class PackedUnet:
         several = self._layers is not None and len(initial) != 1  # each has FiLM's rows of its own
         if several or (packed is self._packed and self._in_batch(initial)):
             noisy = (noise is not None,) * len(timesteps)
-            held = {"condition_data": condition_data, "condition_mask": condition_mask}
-            held = {} if condition_data is None else held
-            table = StepTable(timesteps, coefficients, clip, noisy)
+            table, held = StepTable(timesteps, coefficients, clip, noisy), None
+            if condition_data is not None:
+                held = Inpainting(condition_data, condition_mask, "sample", table)
 
             def predict(sample: Tensor, step: int) -> Tensor:
-                times = timesteps[step].expand(len(sample))
-                return self._forward(sample, times, global_cond, packed)
+                steps = timesteps[step].expand(len(sample))
+                return self._forward(sample, steps, global_cond, packed)
 
-            inpainting = Inpainting.of(held, "sample", table)
-            return loop(initial, table, predict, lambda step: noise[step], inpainting)
+            return loop(initial, table, predict, lambda step: noise[step], held)
         weights = (packed, self.config, self._kind)
         rest = (coefficients, clip, noise, condition_data, condition_mask)
         if self._layers is not None:

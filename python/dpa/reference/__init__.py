@@ -126,6 +126,24 @@ def scheduler_step(
     return out.to(sample.dtype)
 
 
+def _normalised(x: Tensor, num_groups: int, eps: float) -> Tensor:
+    """Normalise (B, C, ...) by groups: each has mean 0 and the biased variance 1."""
+    group = x.shape[1] // num_groups * math.prod(x.shape[2:])
+    grouped = x.reshape(x.shape[0], num_groups, group)
+    centred = grouped - grouped.mean(dim=2, keepdim=True)
+    variance = centred.square().mean(dim=2, keepdim=True)
+    return (centred * torch.rsqrt(variance + eps)).reshape(x.shape)
+
+
+def _affine(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    """Scale and shift (B, C, ...) by channels, (B, C) or (C,); None is 1 or 0."""
+    for values, join in ((scale, torch.mul), (shift, torch.add)):
+        if values is not None:
+            wide = values.to(x.dtype)
+            x = join(x, _along(wide if wide.dim() > 1 else wide[None], x))
+    return x
+
+
 def group_norm_mish(
     input: Tensor,
     num_groups: int,
@@ -144,24 +162,10 @@ def group_norm_mish(
     one. Sources: Wu and He, Group Normalization (2018); Misra, Mish (2019); Perez et al., FiLM
     (2018).
     """
-    wide = _wide(input.dtype)
-    batch, channels = input.shape[:2]
-    group = channels // num_groups * math.prod(input.shape[2:])
-    grouped = input.to(wide).reshape(batch, num_groups, group)
-    centred = grouped - grouped.mean(dim=2, keepdim=True)
-    variance = centred.square().mean(dim=2, keepdim=True)
-    x = (centred * torch.rsqrt(variance + eps)).reshape(input.shape)
-    if weight is not None:
-        x = x * _along(weight.to(wide)[None], x)
-    if bias is not None:
-        x = x + _along(bias.to(wide)[None], x)
-    x = x * torch.tanh(F.softplus(x))
-    if scale is not None:
-        x = x * _along(scale.to(wide), x)
-    if shift is not None:
-        x = x + _along(shift.to(wide), x)
+    x = _affine(_normalised(input.to(_wide(input.dtype)), num_groups, eps), weight, bias)
+    x = _affine(x * torch.tanh(F.softplus(x)), scale, shift)
     if residual is not None:
-        x = x + residual.to(wide)
+        x = x + residual.to(x.dtype)
     return x.to(input.dtype)
 
 
@@ -250,15 +254,7 @@ def conv2d_norm_act(
     wide = _wide(input.dtype)
     given = (None if t is None else t.to(wide) for t in (input, weight, bias))
     y = F.conv2d(*given, stride=stride, padding=padding)
-    if num_groups > 0:
-        groups = y.reshape(y.shape[0], num_groups, y.shape[1] // num_groups, *y.shape[2:])
-        centered = groups - groups.mean((2, 3, 4), keepdim=True)
-        deviation = (centered.square().mean((2, 3, 4), keepdim=True) + eps).sqrt()
-        y = (centered / deviation).reshape(y.shape)
-    if scale is not None:
-        y = y * scale.to(wide)[:, None, None]
-    if shift is not None:
-        y = y + shift.to(wide)[:, None, None]
+    y = _affine(_normalised(y, num_groups, eps) if num_groups > 0 else y, scale, shift)
     if residual is not None:
         y = y + residual.to(wide)
     return (y.relu() if relu else y).to(input.dtype)
@@ -274,19 +270,9 @@ def group_norm_act(
     relu: bool = True,
 ) -> Tensor:
     """Compute ``relu(group_norm(input) * weight + bias + residual)`` on (B, C, ...)."""
-    wide = _wide(input.dtype)
-    batch, channels = input.shape[:2]
-    group = channels // num_groups * math.prod(input.shape[2:])
-    grouped = input.to(wide).reshape(batch, num_groups, group)
-    centred = grouped - grouped.mean(dim=2, keepdim=True)
-    variance = centred.square().mean(dim=2, keepdim=True)
-    x = (centred * torch.rsqrt(variance + eps)).reshape(input.shape)
-    if weight is not None:
-        x = x * _along(weight.to(wide)[None], x)
-    if bias is not None:
-        x = x + _along(bias.to(wide)[None], x)
+    x = _affine(_normalised(input.to(_wide(input.dtype)), num_groups, eps), weight, bias)
     if residual is not None:
-        x = x + residual.to(wide)
+        x = x + residual.to(x.dtype)
     return (x.relu() if relu else x).to(input.dtype)
 
 

@@ -316,18 +316,10 @@ def _body(
         arguments = (initial, timesteps, coefficients, table.clip)
         if not direct:
             return packed.sample(*arguments, noise=noise, step_film=step_film, **floats)
-        data, mask = floats.get("condition_data"), floats.get("condition_mask")
-        return torch.ops.dpa.diffusion_sample(
-            initial,
-            timesteps,
-            floats.get("global_cond"),
-            *packed.operands,
-            coefficients,
-            table.clip,
-            noise,
-            data,
-            mask,
-        )
+        names = ("global_cond", "condition_data", "condition_mask")
+        cond, *held = map(floats.get, names)
+        given = cond, *packed.operands, coefficients, table.clip, noise, *held
+        return torch.ops.dpa.diffusion_sample(initial, timesteps, *given)
 
     return body
 

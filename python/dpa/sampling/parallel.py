@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -211,35 +211,16 @@ class Sweeps:
         )
         output = self.predict(self.inputs, samples.flatten(0, 1), conditioning).view_as(samples)
         data, mask = (self.inputs.get(f"condition_{name}") for name in ("data", "mask"))
-        torch.ops.dpa.parallel_move_(
-            self._states,
-            self._position,
-            self._residual,
-            output,
-            self._coefficients,
-            self._noise,
-            None if data is None else data.expand_as(samples[0]),
-            None if mask is None else mask.expand_as(samples[0]),
-            self.steps,
-            self.clip,
-            self.tolerance,
-        )
-
-    def _repeated(self, rows: Tensor) -> Tensor:
-        """A row's number for each of the batch's samples."""
-        return rows if self.batch == 1 else rows.repeat_interleave(self.batch)
+        held = [None if x is None else x.expand_as(samples[0]) for x in (data, mask)]
+        moved, options = (self._states, self._position, self._residual), (self.clip, self.tolerance)
+        given = output, self._coefficients, self._noise, *held, self.steps
+        torch.ops.dpa.parallel_move_(*moved, *given, *options)
 
     def _step(self, rows: Tensor, samples: Tensor, outputs: Tensor) -> Tensor:
         noise = None if self._noise is None else self._noise[rows].flatten(0, 1)
-        index = self._repeated(rows)
-        return torch.ops.dpa.scheduler_step(
-            outputs.flatten(0, 1),
-            samples.flatten(0, 1),
-            self._coefficients,
-            index,
-            noise,
-            self.clip,
-        ).view_as(samples)
+        index = rows if self.batch == 1 else rows.repeat_interleave(self.batch)
+        given = outputs.flatten(0, 1), samples.flatten(0, 1), self._coefficients, index, noise
+        return torch.ops.dpa.scheduler_step(*given, self.clip).view_as(samples)
 
     def _follow(self, rows: Tensor, gained: Tensor) -> Tensor:
         """States ``x[j + 1] = A_j x[j] + gained[j]``, from an x of 0 on."""
@@ -292,17 +273,7 @@ class SweepGraphs(GraphCache):
         if not capture:
             return make(inputs).run()
         shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
-        return self._run((shapes, table, network.dtype, memory, options), inputs, make)
-
-    def _run(
-        self, key: Hashable, inputs: Inputs, make: Callable[[Inputs], Sweeps]
-    ) -> tuple[Tensor, ParallelReport]:
-        """Return what ``make(inputs)`` finds, its sweeps replayed where they can be captured.
-
-        The key is everything but the contents of ``inputs`` that the result depends on; the work of
-        what ``make`` returns is kernels alone.
-        """
-        device = inputs["sample"].device
+        key = shapes, table, network.dtype, memory, options
         with self.lock, torch.cuda.device(device):
             captured = self.find(key) or self.capture(
                 key, device, lambda: _CapturedSweeps(inputs, make)

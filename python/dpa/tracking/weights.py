@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.library.graphs import Replayed, captured
 
 _version = operator.attrgetter("_version")
@@ -57,8 +58,7 @@ class WeightTracker:
     def __init__(
         self, slots: Sequence[tuple[nn.Module | dict[str, Tensor], str]], mode: str = "tracked"
     ):
-        if mode not in MODES:
-            raise ValueError(f"weights must be one of {', '.join(MODES)}, got {mode!r}")
+        require(mode in MODES, "weights", f"be one of {', '.join(MODES)}", repr(mode))
         self.mode = mode
         self._homes = [_home(*slot) for slot in slots]
         self._names = [name for _, name in slots]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpa.library.checks import require
+from dpa.library.holding import holding
 from dpa.training.sharded.exchange import Exchange, exchange_of
 from dpa.training.sharded.layout import Chunk, lay_out
 
@@ -107,14 +108,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("ShardedOptimizer: all parameters must be given to the constructor")
         super().add_param_group(param_group)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Send no gradients inside: for all but the last backward of gradient accumulation."""
-        held, self._held = self._held, True
-        try:
-            yield
-        finally:
-            self._held = held
+        return holding(self, _held=True)
 
     def _forget(self) -> None:
         """Reset the state of a step."""
