@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.loops import Loop, LoopCall, rows_of_ddpm
 from dpa.nn.family import resembles
 from dpa.schedulers.tables import StepTable
 from dpa.tracking.replacing import class_of
@@ -72,15 +72,9 @@ def _end(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _table(policy: Any) -> StepTable:
     count = policy.n_timesteps
-    of_sample, of_output = [0.0] * count, [1.0] * count
-    if policy.predict_epsilon:
-        of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
-        of_output = [-value for value in policy.sqrt_recipm1_alphas_cumprod.tolist()]
-    means = policy.posterior_mean_coef1.tolist(), policy.posterior_mean_coef2.tolist()
-    deviations = torch.exp(0.5 * policy.posterior_log_variance_clipped).tolist()
-    columns = zip(of_sample, of_output, *means, deviations, strict=True)
-    rows = [[a, b, x0, x, 0.0, std] for a, b, x0, x, std in columns]
-    rows[0][5] = 0.0
+    means = policy.posterior_mean_coef1, policy.posterior_mean_coef2
+    deviations = torch.exp(0.5 * policy.posterior_log_variance_clipped)
+    rows = rows_of_ddpm(policy, count, means, deviations)
     coefficients = torch.tensor(rows[::-1], dtype=torch.float64, device="cpu")
     moments = torch.arange(count - 1, -1, -1, device="cpu")
     clip = 1.0 if policy.clip_denoised else math.inf

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.loops import Loop, LoopCall, rows_of_ddpm
 from dpa.schedulers.tables import StepTable
 from dpa.tracking.replacing import class_of
 
@@ -84,16 +84,9 @@ def _ddim(policy: Any, clamps: bool) -> tuple[list[int], list[list[float]]]:
 def _ddpm(policy: Any) -> tuple[list[int], list[list[float]]]:
     if not policy.randn_clip_value > _BEYOND:
         raise ValueError(f"its randn_clip_value of {policy.randn_clip_value} clamps noise")
-    if policy.predict_epsilon:
-        of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
-        of_output = [-value for value in policy.sqrt_recipm1_alphas_cumprod.tolist()]
-    else:
-        of_sample, of_output = [0.0] * policy.denoising_steps, [1.0] * policy.denoising_steps
-    deviations = torch.exp(0.5 * policy.ddpm_logvar_clipped).clamp(min=_LEAST_STD).tolist()
-    means = policy.ddpm_mu_coef1.tolist(), policy.ddpm_mu_coef2.tolist()
-    columns = zip(of_sample, of_output, *means, deviations, strict=True)
-    rows = [[a, b, x0, x, 0.0, std] for a, b, x0, x, std in columns]
-    rows[0][5] = 0.0
+    means = policy.ddpm_mu_coef1, policy.ddpm_mu_coef2
+    deviations = torch.exp(0.5 * policy.ddpm_logvar_clipped).clamp(min=_LEAST_STD)
+    rows = rows_of_ddpm(policy, policy.denoising_steps, means, deviations)
     return list(reversed(range(len(rows)))), rows[::-1]
 
 

@@ -55,6 +55,22 @@ class LoopCall:
     finish: Callable[[Tensor, Any], Any] | None = None
 
 
+def rows_of_ddpm(
+    policy: Any, count: int, means: tuple[Tensor, Tensor], deviations: Tensor
+) -> list[list[float]]:
+    """Return the rows of DDPM's steps, the first being the last one's, which adds no noise.
+
+    ``means`` weigh x0 and sample; what the network predicts is as the policy says.
+    """
+    of_sample, of_output = [0.0] * count, [1.0] * count
+    if policy.predict_epsilon:
+        of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
+        of_output = [-value for value in policy.sqrt_recipm1_alphas_cumprod.tolist()]
+    of_x0, of_x = (mean.tolist() for mean in means)
+    columns = zip(of_sample, of_output, of_x0, of_x, [0.0, *deviations.tolist()[1:]], strict=True)
+    return [[a, b, x0, x, 0.0, std] for a, b, x0, x, std in columns]
+
+
 def sample_itself(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the sample: what a loop ends with that does nothing after it."""
     return sample

@@ -44,14 +44,10 @@ class FastLoop(Replacement):
     loop: Loop
     options: Options
 
-    @property
-    def METHOD(self) -> str:
-        """The name of the method."""
-        return self.loop.method
-
     def forget(self) -> None:
         """Find everything anew and compare again."""
-        name = f"the accelerated {type(self.policy).__name__}.{self.loop.method}"
+        self.METHOD = self.loop.method
+        name = f"the accelerated {type(self.policy).__name__}.{self.METHOD}"
         self.shadow = ShadowRun(name, self.options.fallback, self._basis)
         self.refused: str | None = None
         self._routes: list[Route] = []

@@ -34,11 +34,7 @@ class Route:
 
 
 def make_route(
-    policy: Any,
-    loop: Loop,
-    forward: FastForward | AnyNetwork,
-    kind: Any,
-    options: dict[str, Any],
+    policy: Any, loop: Loop, forward: FastForward | AnyNetwork, kind: Any, options: dict[str, Any]
 ) -> Route:
     """Make a sampler that does what the loop does.
 

@@ -48,10 +48,6 @@ def tensors_of(result: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def _itself(result: Any) -> Sequence[Tensor]:
-    return (result,)
-
-
 @dataclass
 class ShadowRun:
     """What comparisons of an original with its replacement found, by kind of call.
@@ -111,7 +107,7 @@ class ShadowRun:
         replacement: Run,
         *,
         stream: torch.Generator | None = None,
-        parts: Callable[[Any], Sequence[Tensor]] = _itself,
+        parts: Callable[[Any], Sequence[Tensor]] = lambda result: (result,),
         tells: Callable[[Any], bool] | None = None,
         private: bool = False,
         weights: Callable[[], Any] | None = None,

@@ -252,7 +252,7 @@ def _call_finding(path: str, policy: nn.Module) -> Iterator[Finding]:
         why = call.refused
         how = why or ("one CUDA graph" if call.captured else "part by part, until it was compared")
         errors = tuple(call.shadow.errors.values())
-        name = f"{type(policy).__name__}.{call.method}"
+        name = f"{type(policy).__name__}.{call.METHOD}"
         yield Finding(path, "call", name, why is None, call.captured, how, errors)
 
 

@@ -223,11 +223,6 @@ class FastForward(Replacement, Denoiser):
         plain = weight.dtype == torch.float32 and torch.is_grad_enabled() and not own
         return self.options.training_dtype if plain else None
 
-    @property
-    def __code__(self) -> Any:
-        """Of the forward that this one replaces: torch.export reads where it is written."""
-        return type(self.unet).forward.__code__
-
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the network, with the arguments of the forward that this one replaces."""
         lowered = self.lowered()
@@ -239,9 +234,7 @@ class FastForward(Replacement, Denoiser):
     def _call(self, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return self._trace(*args, **kwargs)
-        if self.fallback_reason() is not None:
-            return self.original(*args, **kwargs)
-        call = self._arguments(args, kwargs)
+        call = None if self.fallback_reason() is not None else self._arguments(args, kwargs)
         if call is None:
             return self.original(*args, **kwargs)
         sample, _, conditions = call
@@ -337,9 +330,8 @@ class FastForward(Replacement, Denoiser):
     def _trace(self, *args: Any, **kwargs: Any) -> Tensor:
         """Under torch.compile: dpa's layers as one graph, as long as they are the network's."""
         ready = self._may_trace() and self.shadow.failed is None
-        if not ready or self.network.changed_in_trace(self.unet):
-            return self.original(*args, **kwargs)
-        call = self._arguments(args, kwargs)
+        same = ready and not self.network.changed_in_trace(self.unet)
+        call = self._arguments(args, kwargs) if same else None
         if call is None:
             return self.original(*args, **kwargs)
         sample, timestep, conditions = call

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.nn.family import (
     NotInFamily,
     arguments_from_shapes,
@@ -234,15 +235,15 @@ def _settings(config: Mapping[str, Any], path: Path, given: dict[str, Any]) -> d
             if isinstance(value, Mapping) and not any(value is other for other in seen):
                 seen.append(value)
     groups = found.get("n_groups", [8])[0]
-    if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
-        raise CheckpointError(f"{path}: n_groups must be a positive integer, got {groups!r}")
+    check = functools.partial(require, error=CheckpointError)
+    right = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
+    check(right, f"{path}: n_groups", "be a positive integer", repr(groups))
     for name, values in found.items():
-        wrong = [value for value in values if not isinstance(value, bool)]
-        if name != "n_groups" and wrong:
-            raise CheckpointError(f"{path}: {name} must be true or false, got {wrong[0]!r}")
-        if len(values) > 1:
-            listed = ", ".join(map(repr, values))
-            raise CheckpointError(f"{path}: the configuration must have one {name}, got {listed}")
+        wrong = [repr(value) for value in values if not isinstance(value, bool)]
+        right = name == "n_groups" or not wrong
+        check(right, f"{path}: {name}", "be true or false", "".join(wrong[:1]))
+        listed = ", ".join(map(repr, values))
+        check(len(values) == 1, f"{path}: the configuration", f"have one {name}", listed)
     return {name: values[0] for name, values in found.items()} | given
 
 

@@ -164,11 +164,9 @@ def _rebuild(host: Host, otherwise: str) -> str:
 
 
 def _kernels(host: Host) -> Iterator[Finding]:
-    if host.library_error is not None or host.built_for is None:
+    if host.library_error is not None or host.built_for is None or not host.gpus:
         return
     has_cuda = host.built_for.startswith("the CPU and CUDA")
-    if not host.gpus:
-        return
     needed = _DRIVERS.get(host.kernels_cuda or 0)
     if not has_cuda and needed and host.driver and _major(host.driver) < needed:
         says = (
@@ -179,7 +177,7 @@ def _kernels(host: Host) -> Iterator[Finding]:
         return
     if not has_cuda:
         says = "the library has none for GPUs: everything on a GPU runs in PyTorch's layers"
-        mend = _rebuild(host, "install a dpa wheel with CUDA") + _on(host)
+        mend = "make build CUDA=on" if host.checkout else "install a dpa wheel with CUDA"
         yield Finding("kernels", WRONG, says, mend)
         return
     for number, (_, capability) in enumerate(host.gpus):
@@ -195,10 +193,6 @@ def _kernels(host: Host) -> Iterator[Finding]:
             yield Finding(name, NOTE, f"older than 8.0: {_FORMS[runs]}")
         else:
             yield Finding(name, OK, f"{_FORMS[runs]}; {_SPEEDS[runs]}")
-
-
-def _on(host: Host) -> str:
-    return " CUDA=on" if host.checkout else ""
 
 
 def _smoke(host: Host) -> Iterator[Finding]:

@@ -20,12 +20,6 @@ def op_names() -> list[str]:
     return sorted(name for name in names if name.startswith("dpa::"))
 
 
-def op_keys(name: str) -> list[str]:
-    """The dispatch keys under which ``name`` has a kernel of its own."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [key for key in _KEYS if has(name, key)]
-
-
 class Info(dict[str, Any]):
     """What :func:`info` found: a dictionary fit for JSON, and a table in a notebook."""
 
@@ -44,7 +38,7 @@ def info() -> Info:
 
     ``advice`` has one line for each problem found, with what mends it.
     """
-    host = look()
+    host, has = look(), torch._C._dispatch_has_kernel_for_dispatch_key
     devices = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     for number, (name, (major, minor)) in enumerate(host.gpus):
         devices[f"cuda:{number}"] = f"{name}, compute capability {major}.{minor}"
@@ -57,7 +51,7 @@ def info() -> Info:
             "library": host.library,
             "built for": host.built_for or "unknown",
             "devices": devices,
-            "ops": {name: op_keys(name) for name in op_names()},
+            "ops": {name: [key for key in _KEYS if has(name, key)] for name in op_names()},
             "smoke test": host.smoke,
             "advice": advice(examine(host)),
         }

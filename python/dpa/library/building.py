@@ -120,7 +120,6 @@ def _run(
     with subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             if terminal and (done := _COUNT.match(line)):

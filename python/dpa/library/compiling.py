@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def constant_in_graphs(function: Function) -> Function:
     """Run a function while a graph is made, as ``torch.compiler.assume_constant_result`` does."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True
     return function
 
 
@@ -39,6 +39,6 @@ def uncompiled(reason: str) -> Callable[[Function], Function]:
             disable()
             return disabled[0](*args, **kwargs)
 
-        return call  # type: ignore[return-value]
+        return call
 
     return decorate

@@ -74,12 +74,8 @@ def prefixes(names: Iterable[str]) -> list[str]:
 
 def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Say what is missing, unexpected or of another shape, a line each; both hold tensors."""
-    lines = [
-        f"missing: {name} {tuple(expected[name].shape)}" for name in expected if name not in got
-    ]
-    lines += [
-        f"unexpected: {name} {tuple(got[name].shape)}" for name in got if name not in expected
-    ]
+    lines = [f"missing: {n} {tuple(expected[n].shape)}" for n in expected if n not in got]
+    lines += [f"unexpected: {n} {tuple(got[n].shape)}" for n in got if n not in expected]
     for name in expected:
         if name in got and got[name].shape != expected[name].shape:
             want, have = tuple(expected[name].shape), tuple(got[name].shape)
@@ -128,9 +124,8 @@ def arguments_from_shapes(
     ]
     step = layer("diffusion_step_encoder", max, 3)
     step_dim = size(0, rf"{step}\.weight", rf"{step}\.bias")
-    cond_dim = (
-        size(1, layer(r"(down|mid|up)_modules\..*cond_encoder", min, 1) + r"\.weight") - step_dim
-    )
+    encoder = layer(r"(down|mid|up)_modules\..*cond_encoder", min, 1)
+    cond_dim = size(1, rf"{encoder}\.weight") - step_dim
     film = layer(r"down_modules\.0\.[01]\.cond_encoder", max, 1) + r"\.(weight|bias)"
     arguments: dict[str, Any] = {
         "input_dim": size(0, r"final_conv\.1\.weight", r"final_conv\.1\.bias"),
@@ -216,10 +211,8 @@ def is_of_family(unet: nn.Module) -> bool:
 
 def _variant_of(module: nn.Module) -> Variant:
     names = [name for name, _ in module.named_parameters()]
-    forward = inspect.getattr_static(
-        class_of(module), "forward"
-    )  # of a scripted module no function
-    if inspect.isfunction(forward):
+    forward = inspect.getattr_static(class_of(module), "forward")
+    if inspect.isfunction(forward):  # a scripted module has none
         inputs = inspect.signature(forward).parameters.values()
         names += [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in inputs]
     return next(variant for variant in VARIANTS if variant.fits(names))

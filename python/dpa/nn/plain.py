@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from dpa.tracking.tracker import HOOKS_OF_ALL, Tracker
+from dpa.tracking.tracker import HOOKS, HOOKS_OF_ALL, Tracker
 
 _OPTIONAL = frozenset({nn.Parameter, type(None)})
 
@@ -95,13 +95,7 @@ def _present(found: list[Tensor | None], required: int) -> list[Tensor | None] |
 
 def is_changed(layer: nn.Module) -> bool:
     """Whether a layer has hooks, a forward of its own, or settings that change the length."""
-    hooks = (
-        layer._forward_hooks,
-        layer._forward_pre_hooks,
-        layer._backward_hooks,
-        layer._backward_pre_hooks,
-        *HOOKS_OF_ALL,
-    )
+    hooks = (*[getattr(layer, name) for name in HOOKS], *HOOKS_OF_ALL)
     if any(len(those) > 0 for those in hooks) or "forward" in vars(layer):
         return True
     return isinstance(layer, nn.Conv1d) and not _keeps_length(layer)

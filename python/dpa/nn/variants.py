@@ -25,12 +25,9 @@ _RESHAPED: Names = (  # a rearrangement before the norm, and one behind it
     (r"\.block\.4\b", ".block.2"),
 )
 _LEVELS: Names = (
-    (r"^downs\.(\d+)\.2\b", r"down_modules.\1.attention"),
-    (r"^ups\.(\d+)\.2\b", r"up_modules.\1.attention"),
-    (r"^downs\.(\d+)\.3\b", r"down_modules.\1.2"),
-    (r"^ups\.(\d+)\.3\b", r"up_modules.\1.2"),
-    (r"^downs\b", "down_modules"),
-    (r"^ups\b", "up_modules"),
+    (r"^(down|up)s\.(\d+)\.2\b", r"\1_modules.\2.attention"),
+    (r"^(down|up)s\.(\d+)\.3\b", r"\1_modules.\2.2"),
+    (r"^(down|up)s\b", r"\1_modules"),
     (r"^mid_block1\b", "mid_modules.0"),
     (r"^mid_attn\b", "mid_modules.attention"),
     (r"^mid_block2\b", "mid_modules.1"),
@@ -109,11 +106,7 @@ LEROBOT = Variant(
 )
 VARIANTS = (
     LEROBOT,
-    Variant(
-        "FlowPolicy",
-        mark=r"^var_est\.",
-        unused=("var_est.",),
-    ),
+    Variant("FlowPolicy", mark=r"^var_est\.", unused=("var_est.",)),
     Variant(
         "Simple DP3, FlowPolicy's simple network",
         mark=r"^down_modules\.\d+\.1\.conv\.",
@@ -131,11 +124,7 @@ VARIANTS = (
         mark="^stoptime=None$",
         inputs=_CONDITIONS | {"stoptime": "unread"},
     ),
-    Variant(
-        "Streaming Diffusion Policy",
-        mark=r"^diffusion_step_encoder\.5\.",
-        each_action=True,
-    ),
+    Variant("Streaming Diffusion Policy", mark=r"^diffusion_step_encoder\.5\.", each_action=True),
     Variant(
         "DPPO",
         mark=r"^down_modules\.0\.0\.blocks\.0\.block\.2\.",
@@ -152,9 +141,7 @@ VARIANTS = (
             (r"\bconv2\.(\d)\b", r"blocks.1.block.\1"),
             (r"^final_conv\.([0-2])\b", r"final_conv.0.block.\1"),
             (r"^final_conv\.3\b", "final_conv.1"),
-            (r"^mids\b", "mid_modules"),
-            (r"^downs\b", "down_modules"),
-            (r"^ups\b", "up_modules"),
+            (r"^(down|mid|up)s\b", r"\1_modules"),
             (r"^map_emb\b", "diffusion_step_encoder"),
         ),
         inputs={"noise": "timestep", "condition": "condition"},

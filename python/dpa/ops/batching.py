@@ -42,10 +42,6 @@ def _conv1d(n, input, weight, bias=None, stride=1, padding=0, transposed=False):
     return convolve(*given, stride=stride, padding=padding, groups=n).to(input.dtype)
 
 
-def _conv1d_forward(n, input, *rest):
-    return _conv1d(n, input, *rest), input.new_empty(0)
-
-
 def _conv1d_backward(n, grad, input, weight, bias, packed, stride, padding, transposed, mask):
     dtype = _arithmetic(input, stride)
     given = grad.to(dtype), input.to(dtype), weight.to(input.dtype).to(dtype)
@@ -55,25 +51,14 @@ def _conv1d_backward(n, grad, input, weight, bias, packed, stride, padding, tran
     return tuple(g if g is None else g.to(t) for g, t in zip(grads, types, strict=True))
 
 
-def _group_norm_mish(n, input, num_groups, *rest):
-    return torch.ops.dpa.group_norm_mish(input, n * num_groups, *rest)
-
-
-def _group_norm_mish_backward(n, grad, input, num_groups, *rest):
-    return torch.ops.dpa.group_norm_mish_backward(grad, input, n * num_groups, *rest)
-
-
-def _group_norm_act(n, input, num_groups, *rest):
-    return torch.ops.dpa.group_norm_act(input, n * num_groups, *rest)
-
-
-def _group_norm_act_backward(n, grad, input, num_groups, *rest):
-    return torch.ops.dpa.group_norm_act_backward(grad, input, n * num_groups, *rest)
+def _by_groups(name, at):
+    """An op whose argument ``at`` is a number of groups: n examples have n times as many."""
+    return lambda n, *x: getattr(torch.ops.dpa, name)(*x[:at], n * x[at], *x[at + 1 :])
 
 
 def _conv1d_gnm(n, input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups, *rest):
     x = _conv1d(n, input, conv_weight, conv_bias, padding=conv_weight.shape[2] // 2)
-    return _group_norm_mish(n, x, num_groups, gn_weight, gn_bias, *rest)
+    return torch.ops.dpa.group_norm_mish(x, n * num_groups, gn_weight, gn_bias, *rest)
 
 
 def _conv2d_norm_act(n, input, weight, bias, scale, shift, residual, num_groups, *rest):
@@ -122,12 +107,12 @@ _BLOCK = "s" + "c" * 10 + "--ss"
 _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "elementwise_mult": ("ss", "s"),
     "fused_relu_add": ("ss-", "s"),
-    "group_norm_mish": ("s-cc-sss", "s", _group_norm_mish),
-    "group_norm_mish_backward": ("ss-cc-ss-", "sccss", _group_norm_mish_backward),
-    "group_norm_act": ("s-cc-s-", "s", _group_norm_act),
-    "group_norm_act_backward": ("ss-cc-s--", "sccs", _group_norm_act_backward),
+    "group_norm_mish": ("s-cc-sss", "s", _by_groups("group_norm_mish", 1)),
+    "group_norm_mish_backward": ("ss-cc-ss-", "sccss", _by_groups("group_norm_mish_backward", 2)),
+    "group_norm_act": ("s-cc-s-", "s", _by_groups("group_norm_act", 1)),
+    "group_norm_act_backward": ("ss-cc-s--", "sccs", _by_groups("group_norm_act_backward", 2)),
     "conv1d": ("scc---", "s", _conv1d),
-    "conv1d_forward": ("scc---", "s-", _conv1d_forward),
+    "conv1d_forward": ("scc---", "s-", lambda *x: (_conv1d(*x), x[1].new_empty(0))),
     "conv1d_backward": ("ssccc----", "scc", _conv1d_backward),
     "conv1d_gnm": ("scccc--sss", "s", _conv1d_gnm),
     "conv2d_norm_act": ("sccccs-----", "s", _conv2d_norm_act),

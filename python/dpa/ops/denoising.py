@@ -151,10 +151,7 @@ def diffusion_sample(
     Args:
         sample: (B, T, Da), float32, standard normal: what the loop starts from.
         timesteps: (S,), float32, one a step.
-        global_cond: as in :func:`unet1d`.
-        packed: as in :func:`unet1d`.
-        config: as in :func:`unet1d`.
-        dtype: as in :func:`unet1d`.
+        global_cond, packed, config, dtype: as in :func:`unet1d`.
         table: (S, 6), float32, a row a step, as in :func:`scheduler_step`.
         clip: bound of the predicted x0; infinity turns clipping off.
         noise: (S, B, T, Da), float32, standard normal, or None for a loop without noise.

@@ -44,8 +44,7 @@ class _OneOp:
         slots = [*encoder.slots(), *encoder.grids(), *self.program.slots()]
         self.weights = WeightTracker(slots, weights)
         self.lock = threading.RLock()
-        self._packed: Tensor | None = None
-        self._constants: list[float] = []
+        self._packed: tuple[Tensor, list[float]] | None = None  # and the op's constants
 
     def stale(self) -> bool:
         """Whether weights lie elsewhere or were written, by their versions."""
@@ -55,9 +54,6 @@ class _OneOp:
         """Whether what is packed is of the weights as they are now, by what was started."""
         return not self.stale() and not self.weights.values_changed()
 
-    def _held(self) -> tuple[Tensor | None, list[float]]:
-        return self._packed, self._constants
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def _pack(self) -> tuple[Tensor, list[float]]:
@@ -65,7 +61,7 @@ class _OneOp:
         packed = torch.ops.dpa.image_encoder_pack(parameters, config, self.dtype)
         return packed, self.program.constants()
 
-    def _call(self, images: Tensor, packed: Tensor | None, constants: list[float]) -> EncoderCall:
+    def _call(self, images: Tensor, packed: Tensor, constants: list[float]) -> EncoderCall:
         prepares, size, crop = self.program.preparation, None, None
         if prepares is not None:
             sizes = crop_of(prepares, tuple(images.shape[2:]))
@@ -99,8 +95,8 @@ class EncoderOnCpu(_OneOp):
         with self.lock:
             if not self.current():
                 self.weights.remember()  # first: a write while this packs counts as a later one
-                self._packed, self._constants = self._pack()
-            held = self._held()  # which a call keeps
+                self._packed = self._pack()
+            held = self._packed  # which a call keeps
         (result,) = run_alike([self._call(images, *held)])
         return result
 
@@ -127,16 +123,15 @@ class EncoderKernels(_OneOp):
         """
         with self.lock:
             self.weights.remember()  # first: a write while this packs counts as a later one
-            packed, constants = self._pack()
-            device = packed.device
-            torch.cuda.synchronize(device)
-            kept = self._packed
-            same = constants == self._constants and not self.encoder.changed()
-            if kept is not None and kept.device == device and same:
+            packed, constants = made = self._pack()
+            torch.cuda.synchronize(packed.device)
+            kept, then = self._packed or (None, None)
+            same = constants == then and not self.encoder.changed()
+            if same and kept.device == packed.device:
                 kept.copy_(packed)
-                torch.cuda.synchronize(device)
+                torch.cuda.synchronize(packed.device)
             else:
-                self._packed, self._constants = packed, constants
+                self._packed = made
                 self.generation = next(_memories)
 
     def run(self, images: Tensor) -> Tensor:
@@ -147,9 +142,9 @@ class EncoderKernels(_OneOp):
         """
         with self.lock:
             if torch.cuda.is_current_stream_capturing():
-                held = self._pack() if self.stale() else self._held()
+                held = self._pack() if self.stale() else self._packed
                 return self._in_capture(self._call(images, *held), images.shape)
-            if self._packed is None or self._packed.device != images.device:
+            if self._packed is None or self._packed[0].device != images.device:
                 self.repack()
             self.weights.start()
             result = self._launch(images)
@@ -160,7 +155,7 @@ class EncoderKernels(_OneOp):
             return result
 
     def _launch(self, images: Tensor) -> Tensor:
-        (result,) = run_alike([self._call(images, *self._held())])
+        (result,) = run_alike([self._call(images, *self._packed)])
         return result
 
     def _in_capture(self, call: EncoderCall, shape: torch.Size) -> Tensor:

@@ -45,12 +45,7 @@ def fused_relu_add(x: Tensor, y: Tensor, bias: float = 0.0) -> Tensor:
 def lltm(
     input: Tensor, weights: Tensor, bias: Tensor, old_h: Tensor, old_cell: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run one LLTM cell: an LSTM without a forget gate and with an ELU candidate.
-
-    ``gates = cat(old_h, input) @ weights^T + bias``, in thirds: input gate, output gate, candidate;
-    ``new_cell = old_cell + elu(candidate) * sigmoid(input_gate)`` and
-    ``new_h = tanh(new_cell) * sigmoid(output_gate)``.
-    """
+    """Run one LLTM cell: an LSTM without a forget gate and with an ELU candidate."""
     wide = _wide(input.dtype)
     joined = torch.cat([old_h, input], dim=1).to(wide)
     gates = joined @ weights.to(wide).t() + bias.to(wide).reshape(1, -1)
@@ -87,9 +82,6 @@ def denoise(
 ) -> Tensor:
     """Take one DDPM step from a prediction of the noise, x0 clamped to [-1, 1].
 
-    With ``c`` the timestep's row of the (N, 5) or flat (N * 5) constants:
-    ``x0 = clamp((sample - c0 * model_output) / c1, -1, 1)`` and
-    ``out = c3 * x0 + c2 * sample + (c4 * diffusion_noise where timestep != 0)``.
     Source: Ho et al., Denoising Diffusion Probabilistic Models (2020), equations 7 and 11.
     """
     wide = _wide(sample.dtype)
@@ -110,12 +102,7 @@ def scheduler_step(
     noise: Tensor | None = None,
     clip: float = math.inf,
 ) -> Tensor:
-    """Take one step of the linear form that covers DDPM and DDIM.
-
-    With ``r`` the index's row of the (S, 6) table:
-    ``x0 = clamp(r0 * sample + r1 * model_output, -clip, clip)`` and
-    ``out = r2 * x0 + r3 * sample + r4 * model_output + r5 * noise``.
-    """
+    """Take one step of the linear form that covers DDPM and DDIM."""
     wide = _wide(sample.dtype)
     r0, r1, r2, r3, r4, r5 = _rows(table, index, sample)
     x, model_output = sample.to(wide), model_output.to(wide)
@@ -156,11 +143,7 @@ def group_norm_mish(
 ) -> Tensor:
     """Compute ``mish(group_norm(input)) * scale + shift + residual`` on (B, C, ...).
 
-    ``weight`` and ``bias`` are (C,), ``scale`` and ``shift`` (B, C), ``residual`` is shaped like
-    ``input``. A group is
-    ``C / num_groups`` neighbouring channels and everything behind them; its variance is the biased
-    one. Sources: Wu and He, Group Normalization (2018); Misra, Mish (2019); Perez et al., FiLM
-    (2018).
+    Sources: Wu and He, Group Normalization (2018); Misra, Mish (2019); Perez et al., FiLM (2018).
     """
     x = _affine(_normalised(input.to(_wide(input.dtype)), num_groups, eps), weight, bias)
     x = _affine(x * torch.tanh(F.softplus(x)), scale, shift)
@@ -197,11 +180,7 @@ def conv1d_gnm(
     shift: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``group_norm_mish(conv1d(input, conv_weight, conv_bias, padding=k // 2), ...)``.
-
-    ``input`` is (B, C_in, T), ``conv_weight`` (C_out, C_in, k) with k odd; the result is
-    (B, C_out, T).
-    """
+    """Compute ``group_norm_mish(conv1d(input, conv_weight, conv_bias, padding=k // 2), ...)``."""
     wide = input.to(_wide(input.dtype))
     x = conv1d(wide, conv_weight, conv_bias, padding=conv_weight.shape[2] // 2)
     x = group_norm_mish(x, num_groups, gn_weight, gn_bias, eps, scale, shift, residual)
@@ -227,8 +206,7 @@ def residual_block1d(
 ) -> Tensor:
     """Compute two of :func:`conv1d_gnm`, FiLM after the first, plus the residual branch.
 
-    ``input`` is (B, C_in, T), the weights (C_out, C_in, k), (C_out, C_out, k) and, where
-    C_in is not C_out, (C_out, C_in, 1). Intermediate results are rounded to the input's dtype.
+    Intermediate results are rounded to the input's dtype.
     """
     first = (conv1_weight, conv1_bias, gn1_weight, gn1_bias)
     second = (conv2_weight, conv2_bias, gn2_weight, gn2_bias)

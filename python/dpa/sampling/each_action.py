@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,24 +84,23 @@ class EachActionSampler:
         inputs = {n: v.to(wide) if v.is_floating_point() else v for n, v in inputs.items()}
         sample, timesteps = inputs["noise"], inputs["timestep"]
         mask, data = inputs.get("condition_mask"), inputs.get("condition_data")
-        conditions = {n: inputs[n] for n in ("global_cond", "local_cond") if n in inputs}
+        predict = self._predictor(inputs)
         for step in range(self.table.count):
             sample = sample if mask is None else torch.where(mask, data, sample)
-            output = self._predict(sample, timesteps, conditions)
+            output = predict(sample, timesteps)
             noise = inputs["random"][step] if "random" in inputs else None
             of_actions = [None if x is None else x.flatten(0, 1) for x in (output, sample, noise)]
             output, before, noise = of_actions
-            place = (timesteps + 1).flatten()
-            clip = self.table.rows.clip
-            out = torch.ops.dpa.scheduler_step(output, before, coefficients, place, noise, clip)
+            given = output, before, coefficients, (timesteps + 1).flatten(), noise
+            out = torch.ops.dpa.scheduler_step(*given, self.table.rows.clip)
             sample = out.view_as(sample)
             timesteps = (timesteps - 1).clamp(min=-1)
         return sample if mask is None else torch.where(mask, data, sample)
 
-    def _predict(self, sample: Tensor, timesteps: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def _predictor(self, inputs: Inputs) -> Callable[[Tensor, Tensor], Tensor]:
         if self.packed is not None:
-            return self.packed(sample, timesteps, conditions.get("global_cond"))
-        dtype = next(self.unet.parameters()).dtype
+            return functools.partial(self.packed, global_cond=inputs.get("global_cond"))
         always = ("global_cond",) if takes(self.unet, "global_cond") else ()
-        layers = Layers(self.unet, dtype, always)
-        return layers.predict(sample, timesteps, layers.cast(conditions))
+        layers = Layers(self.unet, next(self.unet.parameters()).dtype, always)
+        conditions = {n: inputs[n] for n in ("global_cond", "local_cond") if n in inputs}
+        return functools.partial(layers.predict, conditions=layers.cast(conditions))

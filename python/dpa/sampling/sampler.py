@@ -270,7 +270,6 @@ class DiffusionSampler:
         beside = [name for name in tensors if name == "local_cond" or name in others]
         packed = self._packed_for(table, device, weights_dtype, beside)
         if packed is not None and self.parallel is None:
-            assert isinstance(table, StepTable)
             loop = packed, self._graphs, table, shape
             options = {"noise_dtype": noise_dtype, "capture": self.cuda_graph}
             result, call = fused_loop.run(*loop, given, generator, **options, inpainting=inpainting)

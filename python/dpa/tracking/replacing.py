@@ -49,6 +49,11 @@ class Replacement:
     def forget(self) -> None:
         """Drop all that is found, compared or captured, and start anew."""
 
+    @property
+    def __code__(self) -> Any:
+        """Of the method that this one replaces: torch.export reads where it is written."""
+        return getattr(type(getattr(self, self.OWNER)), self.METHOD).__code__
+
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method that this one replaces."""
         owner = getattr(self, self.OWNER)

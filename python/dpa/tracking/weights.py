@@ -77,7 +77,6 @@ class WeightTracker:
     def placement(self) -> tuple[torch.device, torch.dtype]:
         """Device and dtype, by the first parameter."""
         first = self._homes[0][self._names[0]]
-        assert first is not None
         return first.device, first.dtype
 
     def _read(self) -> Stamp:

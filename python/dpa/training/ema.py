@@ -136,7 +136,6 @@ class EMA:
     @property
     def count(self) -> Tensor:
         """The number of updates, one int64 on the device of the averages."""
-        assert self._count is not None
         return self._count
 
     def averaged(self) -> dict[int, Tensor]:

@@ -10,27 +10,17 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpa.library.capture import can_capture, no_autocast_cache
+from dpa.library.capture import can_capture, kernel_settings, no_autocast_cache
 from dpa.library.checks import require
 from dpa.library.graphs import captured
 from dpa.tracking import is_observed
 from dpa.tracking.replacing import Replacement, put_back, replace_method, replaced
 from dpa.training.parts import Parts
-
-
-class Compared(Protocol):
-    """A replacement of a forward that is compared with the original before it takes over."""
-
-    def is_compared(self) -> bool:
-        """Whether a call like one made now was compared."""
-
-    def fallback_reason(self) -> str | None:
-        """Return why the original runs now, or None."""
 
 
 def graph_calls(module: nn.Module, warmup: int = 3, capacity: int = 2) -> nn.Module:
@@ -126,11 +116,6 @@ class GraphedForward(Replacement):
         """Run what captures record: the same, unless a subclass has another form of it."""
         return self.original(*args, **kwargs)
 
-    @property
-    def __code__(self) -> Any:
-        """Of the forward that this one replaces: torch.export reads where it is written."""
-        return type(self.module).forward.__code__
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, by a replay where there is one."""
         if torch.compiler.is_compiling():
@@ -178,16 +163,10 @@ class GraphedForward(Replacement):
         arguments = tuple(
             None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad) for x in values
         )
-        mode = (
-            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-        )
-        return names, arguments, mode, parts.state(), getattr(inner, "generation", None)
+        state = kernel_settings(), parts.state(), getattr(inner, "generation", None)
+        return names, arguments, *state
 
     def _capture(self, key: Hashable, args: Any, kwargs: dict[str, Any]) -> _Capture | None:
-        assert self._parts is not None
         try:
             # A network of the family uses no random numbers; of another module nobody knows.
             known = _is_compared(self.inner)
@@ -208,8 +187,8 @@ class GraphedForward(Replacement):
         return capture
 
 
-def _is_compared(forward: Any) -> TypeGuard[Compared]:
-    """Whether a forward is one that is compared: every call asks, and a protocol takes its time."""
+def _is_compared(forward: Any) -> bool:
+    """Whether a forward is one that is compared with the original before it takes over."""
     return hasattr(forward, "is_compared")
 
 

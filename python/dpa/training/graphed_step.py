@@ -69,7 +69,6 @@ class GraphedStep:
             if self._graph is None:
                 self._capture(batch)
             self._fill(batch)
-            assert self._graph is not None
             self._graph.replay()
             return torch.utils._pytree.tree_map(lambda x: x.detach().clone(), self._result)
 

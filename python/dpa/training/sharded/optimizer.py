@@ -74,9 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         plain = optimizer(params, **options)
         super().__init__(plain.param_groups, plain.defaults)
         self._make = functools.partial(optimizer, **options)
-        group = group or dist.group.WORLD
-        assert group is not None
-        self._group = group
+        self._group = group = group or dist.group.WORLD
         members = [each["params"] for each in self.param_groups]
         self._parameters: list[Tensor] = [p for each in members for p in each]
         self._groups = [i for i, each in enumerate(members) for _ in each]
@@ -141,7 +139,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         chunk = self._chunks[number]
         grads = {i: self._gradient(i) for i in chunk.parameters}
         self._sent_as.update((i, _identity(grad)) for i, grad in grads.items())
-        assert self._exchange is not None
         self._exchange.send(chunk, [piece.of(grads[piece.parameter]) for piece in chunk.pieces])
         self._sent = number + 1
 
@@ -227,7 +224,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         members: dict[int, list[Tensor]] = {}
         for number in numbers:
             members.setdefault(self._chunks[number].group, []).append(self._shards[number])
-        assert self._inner is not None
         self._inner.param_groups = [
             {**self.param_groups[group], "params": shards} for group, shards in members.items()
         ]
