@@ -13,13 +13,7 @@ from dpa.tracking import Tracker, is_observed, stamp_of
 
 
 class AnyNetwork(Denoiser):
-    """A network that runs as it is.
-
-    Attributes:
-        network: what tells whether the module changed: this; None where it has no parameters.
-        layers: the module too: nothing takes its place.
-
-    """
+    """A network that runs as it is: it is its own ``layers``, and ``network`` if it has weights."""
 
     refused: str | None = None
     called_alike = False

@@ -34,14 +34,11 @@ from dpa.acceleration.survey import (
 )
 from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WholeCall
-from dpa.library.checks import require
 from dpa.nn.family import Network
 from dpa.nn.image_encoder import Encoder
 from dpa.tracking.replacing import BESIDE, Replacement, put_back, replace_method, replaced
-from dpa.tracking.weights import MODES
 from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
 
-_MODES = ("loop", "step", "chain")
 _OF_POLICIES = FastLoop | WholeCall | ChunkInTime | YesInTime | FastStep
 
 
@@ -119,7 +116,7 @@ def accelerate(
             ``tolerance`` that is none, or a ``loop`` whose method is no name.
 
     """
-    check_options(dtype, mode, tolerance, weights, training_dtype)
+    options = Options(dtype, mode, tolerance, fallback, weights, training_dtype)
     loops = None if loop is None else check_loops(loop)
     if example is not None and (why := why_no_example(model)) is not None:
         raise TypeError(f"accelerate: example needs {why}")
@@ -131,7 +128,6 @@ def accelerate(
     ]
     restore(model)
     try:
-        options = Options(dtype, mode, tolerance, fallback, weights, training_dtype)
         _replace(model, options, graphs, loops, encoders)
         if example is not None:
             call_on(model, example)
@@ -141,25 +137,6 @@ def accelerate(
             replace_method(part, name, value)
         raise
     return model
-
-
-def check_options(
-    dtype: torch.dtype | None = None,
-    mode: str = "loop",
-    tolerance: float | None = None,
-    weights: str = "tracked",
-    training_dtype: torch.dtype | None = None,
-) -> None:
-    """Raise ValueError for what :func:`accelerate` takes for no value of an option."""
-    known, right = mode in _MODES, dtype in (None, torch.float32, torch.float16, torch.bfloat16)
-    require(known, "accelerate: mode", f"be one of {', '.join(_MODES)}", repr(mode))
-    require(right, "accelerate: dtype", "be float32, float16 or bfloat16", dtype)
-    right = training_dtype in (None, torch.bfloat16)
-    require(right, "accelerate: training_dtype", "be bfloat16", training_dtype)
-    known = weights in MODES
-    require(known, "accelerate: weights", f"be one of {', '.join(MODES)}", repr(weights))
-    right = tolerance is None or 0 < tolerance < float("inf")
-    require(right, "accelerate: tolerance", "be positive and finite", tolerance)
 
 
 def _replace(

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from dpa.acceleration.api import accelerate, check_options, explain
+from dpa.acceleration.api import accelerate, explain
+from dpa.acceleration.shadow_run import Options
 from dpa.library.checks import require
 
 # Modules, and which of their classes are policies.
@@ -43,11 +44,7 @@ def options_from(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
     ``DPA_ACCELERATE`` is the switch. ``DPA_DTYPE``, ``DPA_MODE``, ``DPA_TOLERANCE``,
     ``DPA_FALLBACK``, ``DPA_GRAPHS``, ``DPA_WEIGHTS`` and ``DPA_TRAINING_DTYPE`` are the options of
-    those names.
-
-    Raises:
-        ValueError: naming the variable, the rule and the value.
-
+    those names. ValueError names variable, rule and value.
     """
     if not _flag(_SWITCH, environment.get(_SWITCH, "")):
         return None
@@ -98,7 +95,7 @@ def accelerate_new(say: Say, policies: tuple[str, ...] = (), **options: Any) -> 
 
     """
     global _hook
-    check_options(**{k: v for k, v in options.items() if k not in ("fallback", "graphs")})
+    Options(**{name: value for name, value in options.items() if name != "graphs"})
     further = []
     for policy in policies:
         module, colon, name = policy.partition(":")

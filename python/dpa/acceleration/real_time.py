@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpa.acceleration.policy_loop import FastLoop
-from dpa.acceleration.survey import owners_of
+from dpa.acceleration.survey import owners_of, replacements
 from dpa.library.checks import require
 from dpa.schedulers.inpainting import prefix_weights
 from dpa.tracking import find
@@ -55,12 +55,8 @@ def continuing(
         TypeError: the policy has no accelerated loop.
 
     """
-    loops = [
-        held
-        for _, owner in owners_of(policy)
-        for name in list(vars(owner))
-        if isinstance(held := replaced(owner, name), FastLoop)
-    ]
+    found = [fast for _, owner in owners_of(policy) for fast in replacements(owner).values()]
+    loops = [fast for fast in found if isinstance(fast, FastLoop)]
     kind = type(policy).__name__
     require(loops, "continuing: policy", "have an accelerated loop", kind, TypeError)
     held: dict[str, Any] = {}

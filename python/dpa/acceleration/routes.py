@@ -36,12 +36,7 @@ class Route:
 def make_route(
     policy: Any, loop: Loop, forward: FastForward | AnyNetwork, kind: Any, options: dict[str, Any]
 ) -> Route:
-    """Make a sampler that does what the loop does.
-
-    Raises:
-        ValueError: the network cannot be run any more.
-
-    """
+    """Make a sampler that does what the loop does; ValueError where the network cannot be run."""
     network = forward.prepare()
     if network is None:
         raise ValueError(forward.refused)

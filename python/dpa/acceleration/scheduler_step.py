@@ -145,9 +145,7 @@ class FastStep(Replacement):
         def tells(result: Any) -> bool:
             return proves(call["model_output"]) and proves(result.prev_sample)
 
-        chosen = self.options.tolerance
-        limit = STEP_LIMITS[call["model_output"].dtype] if chosen is None else chosen
-        noise_given = call.get("variance_noise") is not None
+        limit = self.options.tolerance or STEP_LIMITS[call["model_output"].dtype]
         return self.shadow.run_both(
             kind,
             limit,
@@ -156,7 +154,7 @@ class FastStep(Replacement):
             stream=stream,
             parts=parts,
             tells=tells,
-            private=not noise_given,
+            private=call.get("variance_noise") is None,
         )
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:

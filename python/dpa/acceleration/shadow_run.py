@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpa.library.checks import require
 from dpa.packed.agreement import proves, relative_error
+from dpa.tracking.weights import MODES
 
 # Comparisons in a row in which others used the stream, and those that found a difference again.
 _UNDECIDED = 16
@@ -30,6 +32,23 @@ class Options:
     fallback: bool = True
     weights: str = "tracked"
     training_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no value of an option."""
+        modes = ("loop", "step", "chain")
+        require(self.mode in modes, "accelerate: mode", _one_of(modes), repr(self.mode))
+        right = self.dtype in (None, torch.float32, torch.float16, torch.bfloat16)
+        require(right, "accelerate: dtype", "be float32, float16 or bfloat16", self.dtype)
+        right = self.training_dtype in (None, torch.bfloat16)
+        require(right, "accelerate: training_dtype", "be bfloat16", self.training_dtype)
+        right = self.weights in MODES
+        require(right, "accelerate: weights", _one_of(MODES), repr(self.weights))
+        right = self.tolerance is None or 0 < self.tolerance < float("inf")
+        require(right, "accelerate: tolerance", "be positive and finite", self.tolerance)
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return f"be one of {', '.join(choices)}"
 
 
 def say_fallback(what: str, why: str, fallback: bool) -> None:

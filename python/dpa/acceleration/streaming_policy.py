@@ -39,17 +39,11 @@ def _begin(
     _move_constants(policy.noise_scheduler, buffer)
     clean = policy.n_obs_steps - 1 + policy.n_action_steps - 1
     conditions = {"local_cond": local_cond, "global_cond": global_cond, "timestep": steps}
-    return LoopCall(
-        tuple(buffer.shape),
-        conditions,
-        buffer,
-        None,
-        condition_data,
-        condition_mask,
-        {"steps": int(steps[:, clean].max()) + 1, **options},
-        one_stream=False,
-        finish=functools.partial(_finish, policy, steps),
-    )
+    options = {"steps": int(steps[:, clean].max()) + 1, **options}
+    given = buffer, None, condition_data, condition_mask, options
+    finish = functools.partial(_finish, policy, steps)
+    shape = tuple(buffer.shape)
+    return LoopCall(shape, conditions, *given, one_stream=False, finish=finish)
 
 
 def _move_constants(scheduler: Any, like: Tensor) -> None:

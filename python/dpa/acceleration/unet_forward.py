@@ -68,9 +68,8 @@ class Denoiser:
 
     def limit(self, table: dict[torch.dtype, float], precision: torch.dtype) -> float:
         """Return the error that passes: as the user chose, or a table allows."""
-        if self.options.tolerance is not None:
-            return self.options.tolerance
-        return limit(table, (precision, self.packed_dtype(precision)), self.weight.device)
+        dtypes = precision, self.packed_dtype(precision)
+        return self.options.tolerance or limit(table, dtypes, self.weight.device)
 
     def bypassing(self) -> AbstractContextManager[None]:
         """Let this thread run the original."""

@@ -225,10 +225,8 @@ class _Graph:
             raise RuntimeError("its modules have hooks")
         self._given = [torch.empty_like(tensor).copy_(tensor) for tensor in call.tensors]
         given = iter(self._given)
-        args, kwargs = pytree.tree_map(
-            lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf,
-            (call.args, call.kwargs),
-        )
+        lend = lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+        args, kwargs = pytree.tree_map(lend, (call.args, call.kwargs))
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(call.device),
@@ -294,12 +292,10 @@ class _Graph:
                 return True, result
             if self._generator.get_offset() == after:  # no other thread drew in the meantime
                 self._generator.set_offset(before)
-            if holds:
-                for packed in stale:
-                    packed.repack()
-            if not holds or not self._lies():
-                return False, None
-            return True, self.replay(tensors)
+            for packed in stale if holds else []:
+                packed.repack()
+            again = holds and self._lies()
+            return again, self.replay(tensors) if again else None
 
     def _started(self) -> bool:
         """Whether the comparisons that were launched are of what is remembered."""

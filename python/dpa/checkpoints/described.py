@@ -11,12 +11,7 @@ from dpa.nn.family import template
 
 
 def described(folder: Path) -> Checkpoint:
-    """Return the U-Net of a folder's ``config.json``, with weights of no meaning.
-
-    Raises:
-        CheckpointError: it describes none.
-
-    """
+    """Return the U-Net of a folder's ``config.json``, with weights of no meaning."""
     path = folder / "config.json"
     config = read_config(path)
     if config.get("type") != "diffusion":

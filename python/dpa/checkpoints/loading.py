@@ -284,12 +284,7 @@ def _refuse_altered_archive(path: Path) -> None:
 
 
 def read_file(path: Path, trust_pickle: bool = False) -> Any:
-    """Read a file of safetensors or of ``torch.save``, whatever it holds, to the CPU.
-
-    Raises:
-        FileNotFoundError, CheckpointError: as :func:`load_checkpoint`.
-
-    """
+    """Read a file of safetensors or of ``torch.save``, whatever it holds, to the CPU."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     if path.suffix == ".safetensors":

@@ -71,13 +71,7 @@ def is_healthy(found: list[Finding]) -> bool:
 
 
 def form(capability: tuple[int, int], built_for: str) -> str | None:
-    """Which form of the kernels runs on a GPU, or None where the library has no code for it.
-
-    Args:
-        capability: of the GPU.
-        built_for: as the build wrote it.
-
-    """
+    """Which form of the kernels runs on a GPU, or None where the library has no code for it."""
     listed, _, with_ptx = built_for.partition("(")[0].partition("architectures")[2].partition("PTX")
     archs = re.findall(r"\d+[af]?", listed)
     if not archs:

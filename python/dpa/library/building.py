@@ -22,9 +22,7 @@ _FEW_CORES = 4  # up to which files are joined to fewer units: what they include
 def build_ops(missing: by_torch.NoOpsForTorch) -> Path:
     """Build a wheel's ops for this torch, beside the wheel's kernels; return the library.
 
-    Raises:
-        ImportError: there is no compiler, CMake or Ninja here, or the build has failed.
-
+    ImportError says which compiler or tool is not here, or how the build has failed.
     """
     lib = missing.lib
     newest = f'pip install "torch=={missing.has[-1]}.*"'

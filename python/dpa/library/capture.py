@@ -82,7 +82,7 @@ class MaskAnswers:
         self._found: dict[tuple[Any, ...], bool] = {}
         self._masks: list[tuple[Tensor, int]] = []
 
-    def hold(self) -> bool:
+    def holds(self) -> bool:
         """Whether no mask was written since."""
         return all(mask._version == version for mask, version in self._masks)
 

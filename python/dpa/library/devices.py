@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dpa.library.checks import require
+
 
 def choose_device(name: str) -> torch.device:
     """The device of that name; ``auto`` is CUDA where there is one."""
@@ -13,11 +15,11 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name}")
+    right = device is not None and device.type in ("cpu", "cuda")
+    require(right, "device", "be auto, cpu, cuda or cuda:N", name)
     count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device must be one of the {count} CUDA devices here, got {name}")
+    here = device.type != "cuda" or (device.index or 0) < count
+    require(here, "device", f"be one of the {count} CUDA devices here", name)
     return device
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.nn.image_variants import (
     AS_THEY_ARE,
     BLOCKS,
@@ -200,12 +201,7 @@ def backbone_of(module: nn.Module) -> nn.Module | None:
 
 
 def recognise(module: nn.Module) -> Encoder:
-    """Read an encoder.
-
-    Raises:
-        NotAnEncoder: it is none that dpa knows, with the reason.
-
-    """
+    """Read an encoder, or raise NotAnEncoder with the reason."""
     for variant in ENCODERS:
         if name_of(module) in variant.classes:
             layers = _joined(list(_parts(module, variant)))
@@ -330,11 +326,10 @@ def folded(layer: Convolution) -> tuple[Tensor, dict[str, Tensor | int | float |
         return weight, {"bias": bias, "num_groups": norm.num_groups, "eps": norm.eps, **affine}
     wide = lambda t, otherwise: otherwise if t is None else t.double()  # noqa: E731
     allowed = (weight.dtype, torch.float32 if weight.itemsize == 2 else weight.dtype)
-    for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
-        if tensor is not None and tensor.dtype not in allowed:  # as PyTorch refuses it
-            raise RuntimeError(
-                f"dpa: a norm must be {weight.dtype}, as its convolution, got {tensor.dtype}"
-            )
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    for kind in (tensor.dtype for tensor in tensors if tensor is not None):
+        rule = f"be {weight.dtype}, as its convolution"  # as PyTorch refuses it
+        require(kind in allowed, "dpa: a norm", rule, kind, RuntimeError)
     mean, variance = norm.running_mean.double(), norm.running_var.double()
     scale = wide(norm.weight, torch.ones_like(mean)) * (variance + norm.eps).rsqrt()
     shift = wide(norm.bias, torch.zeros_like(mean)) + (wide(bias, 0.0) - mean) * scale

@@ -26,9 +26,7 @@ class NotInFamily(ValueError):
 def template(arguments: Mapping[str, Any]) -> ConditionalUnet1D:
     """Return the network of these arguments on the meta device: all shapes, no memory.
 
-    Raises:
-        NotInFamily: the constructor refuses the arguments.
-
+    NotInFamily is raised for arguments that the constructor refuses.
     """
     try:
         with torch.device("meta"):

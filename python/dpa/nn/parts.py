@@ -12,12 +12,7 @@ ENCODER, FILM, ATTENTION = "diffusion_step_encoder", ".cond_encoder", ".attentio
 
 
 class NoBlock(nn.Module):
-    """Stands where a network has no second residual block.
-
-    Args:
-        width: of the rows of FiLM's parameters that such a block would have.
-
-    """
+    """Stands where a network has no second residual block, whose FiLM would have that width."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -68,14 +63,10 @@ def reduce_to(unet: ConditionalUnet1D, blocks: int, eps: float) -> None:
 
 
 def place(unet: ConditionalUnet1D, path: str, part: nn.Module) -> None:
-    """Put a live network's part in its place.
+    """Put a live network's part in its place in dpa's, by its path in the original.
 
-    Args:
-        unet: dpa's network.
-        path: the part's in the original: a whole embedding, the layers of one block's FiLM, or an
-            attention behind the last block of a down or up level or the first in the middle.
-        part: called as the live network calls it.
-
+    It is a whole embedding, the layers of one block's FiLM, or an attention: behind the last block
+    of a down or up level, or the first in the middle.
     """
     if path == ENCODER:
         unet.diffusion_step_encoder = _Embedding(part)

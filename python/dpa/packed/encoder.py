@@ -18,12 +18,8 @@ class PackedEncoder:
 
     A BatchNorm is folded into the convolution before it; float32 weights lie in oneDNN's order. The
     weights are packed at the first call, and again when a parameter or a statistic was replaced or
-    written (:class:`dpa.tracking.WeightTracker`). No gradient flows through any of it.
-
-    Args:
-        encoder: what :func:`dpa.nn.image_encoder.recognise` returned.
-        weights: how changes are noticed, as :func:`dpa.accelerate` says.
-
+    written (:class:`dpa.tracking.WeightTracker`), as the option ``weights`` of
+    :func:`dpa.accelerate` says. No gradient flows through any of it.
     """
 
     def __init__(self, encoder: Encoder, weights: str = "tracked"):
@@ -52,12 +48,7 @@ class PackedEncoder:
         return weight, rest
 
     def run(self, images: Tensor) -> Tensor:
-        """Return the encoder's output.
-
-        Raises:
-            RuntimeError: the feature maps are not of the size that the keypoints are made for.
-
-        """
+        """Return the encoder's output, or raise as :meth:`Keypoints.check` does."""
         packed, x = self._follow(), images
         for layer in self.encoder.layers:
             if isinstance(layer, Preparation):
@@ -136,11 +127,7 @@ def why_not(
 ) -> str | None:
     """Return why an encoder with such weights runs as it is, or None.
 
-    Args:
-        dtype: of its weights.
-        device: where they are.
-        compute: the wanted dtype; None for that of the weights.
-
+    ``compute`` is the wanted dtype; None for that of the weights.
     """
     if device.type == "cuda":
         return _why_not_on_gpu(dtype, device, compute or dtype)

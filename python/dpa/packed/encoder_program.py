@@ -50,12 +50,7 @@ class EncoderProgram:
 
     @classmethod
     def of(cls, encoder: Encoder) -> EncoderProgram:
-        """Read an encoder's layers.
-
-        Raises:
-            NotAnEncoder: the op has no such step, with the reason.
-
-        """
+        """Read an encoder's layers, or raise NotAnEncoder: the op has no such step."""
         program = cls([encoder.first.in_channels])
         if encoder.first.in_channels > _MOST_CHANNELS:
             raise NotAnEncoder(f"its images have {encoder.first.in_channels} channels")
@@ -77,12 +72,7 @@ class EncoderProgram:
         return set(reads) == {_CONV} and 0 not in residuals
 
     def check_extent(self, height: int, width: int) -> None:
-        """Check the size of prepared images.
-
-        Raises:
-            RuntimeError: the feature maps are not of the size that the keypoints are made for.
-
-        """
+        """Raise RuntimeError for prepared images whose feature maps no keypoints are made for."""
         if self.keypoints is None or (height, width) in self._served:
             return
         maps = [(height, width)]

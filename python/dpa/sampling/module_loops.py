@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 
 import torch
@@ -17,19 +16,6 @@ from dpa.schedulers.tables import Generators
 from dpa.tracking import ModuleState
 
 _MISSES = 8  # graphs in a row whose module changed
-
-
-class _Graph(LoopGraph):
-    """A captured loop.
-
-    Attributes:
-        state: the module that the loop calls.
-        answers: what was found of its masks.
-
-    """
-
-    state: ModuleState
-    answers: MaskAnswers
 
 
 class ModuleLoops(LoopGraphs):
@@ -59,8 +45,8 @@ class ModuleLoops(LoopGraphs):
         shapes = tuple((n, tuple(v.shape), v.dtype) for n, v in inputs.items())
         key = (*kind, shapes, kernel_settings())
         with self.lock:
-            graph = self.find(key)
-            if graph is not None and not (graph.state.holds() and graph.answers.hold()):
+            graph, *rests_on = self.find(key) or (None,)
+            if graph is not None and not all(one.holds() for one in rests_on):
                 del self.kept[key]
                 graph, self._misses = None, self._misses + 1
             if graph is not None:
@@ -71,18 +57,16 @@ class ModuleLoops(LoopGraphs):
             answers = MaskAnswers()
             with answers.used():
                 result = body(inputs)
-                state = ModuleState(module)
+                state, loop = ModuleState(module), (numbers.device, body, inputs, result)
                 if self._misses <= _MISSES and not state.hooked():
-                    capture = functools.partial(_checked, numbers.device, body, inputs, result)
-                    graph = self.capture(key, numbers.device, capture)
-            if graph is not None:
-                graph.state, graph.answers = state, answers
+                    made = lambda: (_checked(*loop), state, answers)  # noqa: E731
+                    self.capture(key, numbers.device, made)
             return result
 
 
-def _checked(device: torch.device, body: Body, inputs: Inputs, result: Tensor) -> _Graph:
+def _checked(device: torch.device, body: Body, inputs: Inputs, result: Tensor) -> LoopGraph:
     """Capture a loop, whose replay gives a result; raise RuntimeError where it does not."""
-    graph = _Graph(device, body, inputs, known=False)
+    graph = LoopGraph(device, body, inputs, known=False)
     error = relative_error(graph.replay(inputs, None, None), result)
     most = limit(LOOP_LIMITS, (torch.float32,), device)
     if proves(result) and error > most:

@@ -180,15 +180,13 @@ class Sweeps:
         rows, size = self._position + self._ahead, self.window
         window, following = rows[:size], rows + 1
         before = self._states[window]
-        output = self.predict(self.inputs, before.flatten(0, 1), conditioning[window]).view_as(
-            before
-        )
+        output = self.predict(self.inputs, before.flatten(0, 1), conditioning[window])
+        output = output.view_as(before)
         r0, r1, inverse, slope = self._columns[rows].unbind(1)
         # The output that a state of 0 has in the steps ahead if the last x0 stays.
         x0 = torch.addcmul(r1[size - 1] * output[-1], r0[size - 1], before[-1])
-        kept = torch.where(
-            self._silent[rows[size:], None, None, None], output[-1], x0 * inverse[size:]
-        )
+        silent = self._silent[rows[size:], None, None, None]
+        kept = torch.where(silent, output[-1], x0 * inverse[size:])
         samples = torch.cat([before, self._still])
         after = self._step(rows, samples, torch.cat([output, kept]))
         gained = torch.addcmul(after, slope, samples, value=-1)

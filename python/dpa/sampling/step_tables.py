@@ -16,13 +16,7 @@ _CPU = torch.device("cpu")
 
 
 class Tables:
-    """Tables of a scheduler, each made once.
-
-    Args:
-        scheduler: of diffusers, or a :class:`StepTable`.
-        options: of the scheduler's step.
-
-    """
+    """Tables of a scheduler of diffusers, or of a :class:`StepTable`, each made once."""
 
     def __init__(self, scheduler: Any, options: dict[str, Any]):
         self._scheduler, self._options = scheduler, options

@@ -58,11 +58,7 @@ def _values(unet: nn.Module) -> list[Tensor]:
 class Layers:
     """A network that is called in a dtype, for one state of a loop or for a window of them.
 
-    Args:
-        unet: the network.
-        dtype: to call it in.
-        always: names of conditions that are None where there are none.
-
+    Conditions named in ``always`` are None where there are none.
     """
 
     def __init__(self, unet: Callable[..., Tensor], dtype: torch.dtype, always: tuple[str, ...]):

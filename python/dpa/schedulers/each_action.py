@@ -55,14 +55,11 @@ def from_each_action(
     """Measure the steps of a live scheduler that takes (B, T) timesteps; leave it as it is.
 
     Args:
-        scheduler: a ``DDPMTEDiScheduler`` or ``DDIMTEDiScheduler``, or one like them.
+        scheduler: a ``DDPMTEDiScheduler`` or ``DDIMTEDiScheduler``, or one like them; ValueError
+            refuses others.
         num_inference_steps: what its ``set_timesteps`` is called with.
         count: steps of the process.
         options: of its ``step``.
-
-    Raises:
-        ValueError: its step is not linear with a clamped x0, takes noise in some steps alone, or
-            raises an error.
 
     """
     with measuring(f"from_each_action: {type(scheduler).__name__}"):

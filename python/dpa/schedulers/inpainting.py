@@ -27,15 +27,7 @@ PLACES = ("sample", "x0")
 
 
 class Inpainting:
-    """Given actions, (B, T, Da), where they hold, and in what.
-
-    Args:
-        data: the actions.
-        weights: how much of each holds.
-        place: where, "sample" or "x0".
-        table: the loop's steps.
-
-    """
+    """Given actions, (B, T, Da), how much of each holds, and where: in "sample" or "x0"."""
 
     def __init__(
         self, data: Tensor, weights: Tensor, place: str, table: StepTable | LiveSteps

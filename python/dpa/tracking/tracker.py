@@ -171,10 +171,7 @@ class Tracker:
 class ModuleState:
     """What a captured run of a module rests on: its modules, settings, modes, hooks and places.
 
-    Args:
-        root: the module.
-        methods: of it, that run besides ``forward``.
-
+    ``methods`` of it run besides ``forward``.
     """
 
     def __init__(self, root: nn.Module, methods: tuple[str, ...] = ()):

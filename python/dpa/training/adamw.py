@@ -85,12 +85,7 @@ class _OneOp(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients, and the averages.
 
-        Args:
-            closure: computes the loss and its gradients anew, as for any optimizer.
-
-        Returns:
-            What the closure returns.
-
+        A ``closure`` computes the loss, which is returned, and its gradients, as for any optimizer.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         layouts = {p.grad.layout for p in self._trained()} - {torch.strided}

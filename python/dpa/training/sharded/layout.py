@@ -96,18 +96,10 @@ def lay_out(
     ranks: int,
     chunks: int,
 ) -> list[Chunk]:
-    """Cut parameters into chunks.
+    """Cut parameters into chunks, in the order in which their last gradients come.
 
-    Args:
-        parameters: all of them.
-        groups: of each parameter.
-        order: the parameters' numbers, as their gradients come.
-        ranks: processes.
-        chunks: into how many they are cut where there is one group.
-
-    Returns:
-        The chunks in the order in which their last gradients come.
-
+    ``groups`` are those of the parameters, ``order`` their numbers as gradients come; one group is
+    cut into so many ``chunks``.
     """
     most = sum(p.numel() for p in parameters) / chunks
     parts: list[list[int]] = []

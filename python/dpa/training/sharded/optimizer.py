@@ -196,12 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this process's shard of the weights, and exchange the new weights.
 
-        Args:
-            closure: computes the loss and its gradients anew, as for any optimizer.
-
-        Returns:
-            What the closure returns.
-
+        A ``closure`` computes the loss, which is returned, and its gradients, as for any optimizer.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         with self._on_device():
