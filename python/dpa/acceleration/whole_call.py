@@ -28,7 +28,7 @@ from dpa.packed.agreement import LOOP_LIMITS
 from dpa.packed.encoder_kernels import EncoderKernels
 from dpa.packed.joint_encoders import JointEncoders
 from dpa.tracking import ModuleState, Tracker, is_observed
-from dpa.tracking.replacing import Replacement, replaced
+from dpa.tracking.replacing import Replacement, class_of, replaced
 from dpa.training.graphed_calls import replaced_forward
 
 # From observations to actions: LeRobot's DiffusionModel, diffusion_policy's policies.
@@ -77,25 +77,29 @@ class WholeCall(Replacement):
         last = next(reversed(self._graphs.values()), None)
         return isinstance(last, _Graph) and bool(self.shadow.passed(last))
 
+    def parts(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the policy's own method, whose loop and network are accelerated."""
+        return getattr(class_of(self.policy), self.METHOD)(self.policy, *args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Predict, with the arguments of the method that this one replaces."""
         loop = replaced(self.policy, "conditional_sample")
         call = _Call.of(args, kwargs) if isinstance(loop, FastLoop) else None
         if call is None or self.policy.training or loop.held is not None:
-            return self.original(*args, **kwargs)
+            return self.parts(*args, **kwargs)
         with self._lock:
             found = self._graphs.get(call.kind)
             if isinstance(found, Route) and loop.runs(found):
                 return self._capture(found, loop, call)
             if isinstance(found, _Refusal) and found.stands():
-                return self.original(*args, **kwargs)
+                return self.parts(*args, **kwargs)
             if isinstance(found, _Graph):
                 self._graphs.move_to_end(call.kind)
                 passed = self.shadow.passed(found)
                 if passed is None:
                     return self._compare(found, loop, call)
                 if not passed:
-                    return self.original(*args, **kwargs)
+                    return self.parts(*args, **kwargs)
                 ran, result = found.run(call.tensors)
                 if ran:
                     return result
@@ -104,7 +108,7 @@ class WholeCall(Replacement):
 
     def _warm_up(self, loop: FastLoop, call: _Call) -> Any:
         """Run part by part; where the loop ran as one op, the next such call is captured."""
-        result, route = loop.watched(lambda: self.original(*call.args, **call.kwargs))
+        result, route = loop.watched(lambda: self.parts(*call.args, **call.kwargs))
         if route is not None:
             self._graphs[call.kind] = route
             while len(self._graphs) > _KEPT:
@@ -121,7 +125,7 @@ class WholeCall(Replacement):
             if not isinstance(error, torch.OutOfMemoryError):  # where memory is short: try again
                 why = str(error).partition("\n")[0]
                 self._graphs[call.kind] = _Refusal(f"it cannot be captured: {why}", self.policy)
-            return self.original(*call.args, **call.kwargs)
+            return self.parts(*call.args, **call.kwargs)
         return self._compare(graph, loop, call)
 
     def _drop(self, kind: Hashable) -> None:
@@ -134,7 +138,7 @@ class WholeCall(Replacement):
 
         def parts(own: torch.Generator | None) -> Any:
             with loop.drawing_from(own):
-                results.append(self.original(*call.args, **call.kwargs))
+                results.append(self.parts(*call.args, **call.kwargs))
             return results[-1]
 
         # The graph uses the device's own generator, so the parts use a private one.
@@ -149,7 +153,7 @@ class WholeCall(Replacement):
         if results:
             return results[-1]
         stream.set_offset(before)  # the graph's result proved nothing
-        return self.original(*call.args, **call.kwargs)
+        return self.parts(*call.args, **call.kwargs)
 
 
 class _Refusal:
@@ -237,7 +241,7 @@ class _Graph:
             main, beside = torch.cuda.current_stream(), torch.cuda.Stream()
             beside.wait_stream(main)
             with JointEncoders():
-                result, route = loop.watched(lambda: whole.original(*args, **kwargs))
+                result, route = loop.watched(lambda: whole.parts(*args, **kwargs))
             # What holds packed weights that the graph reads. That these are current is compared
             # beside the call.
             packed = [*([] if route is None else [route.sampler.packed]), *_encoders(whole.policy)]
