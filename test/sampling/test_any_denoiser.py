@@ -140,7 +140,7 @@ def recorded(monkeypatch):
     class Graph(Recorded):
         captured, replayed = 0, 0
 
-    monkeypatch.setattr(module_loops, "_Graph", Graph)
+    monkeypatch.setattr(module_loops, "LoopGraph", Graph)
     monkeypatch.setattr(sampler_module, "can_capture", lambda device: True)
     return Graph
 

@@ -36,11 +36,11 @@ def can_capture(device: torch.device) -> bool:
     )
 
 
-def kernel_settings() -> tuple[Any, ...]:
-    """What else decides which kernels run."""
+def kernel_settings(kind: str = "cuda") -> tuple[Any, ...]:
+    """What else decides which kernels run on that kind of device."""
     return (
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
         torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.enabled,

@@ -163,7 +163,7 @@ class GraphedForward(Replacement):
         arguments = tuple(
             None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad) for x in values
         )
-        state = kernel_settings(), parts.state(), getattr(inner, "generation", None)
+        state = kernel_settings(device.type), parts.state(), getattr(inner, "generation", None)
         return names, arguments, *state
 
     def _capture(self, key: Hashable, args: Any, kwargs: dict[str, Any]) -> _Capture | None:
