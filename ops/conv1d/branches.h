@@ -61,8 +61,9 @@ inline bool joins_later(const Tensor& grad, size_t first, size_t end) {
   return LaterJoin::take(grad) && is_capturing() && LaterJoin::allowed(first, end);
 }
 
-/// The branches of a backward pass that nothing has joined yet: an op later joins them, or the engine at the end of the pass. What they read, `kept`, lives until then. What they write, `gradients`, must: whoever
-/// has let go of one before has read it, too.
+/// The branches of a backward pass that nothing has joined yet: an op later joins them, or the engine at the end of the
+/// pass. What they read, `kept`, lives until then. What they write, `gradients`, must: whoever has let go of one before
+/// has read it, too.
 class Unjoined {
  public:
   static void hold(const Branches& branch, const std::vector<Tensor>& kept, at::ArrayRef<Tensor> gradients) {

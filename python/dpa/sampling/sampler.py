@@ -260,9 +260,8 @@ class DiffusionSampler:
         shape = shape_of(tensors, batch_size, self.horizon, action_dim)
         check_generator(generator, shape[0])
         wide = torch.promote_types(weights_dtype, torch.float32)
-        noise_dtype = self.noise_dtype or wide
+        noise_dtype, (inpainting, first_step) = self.noise_dtype or wide, way
         condition = condition_of(given, wide)
-        inpainting, first_step = way
         place = self.fallback, device, wide
         whole = self._tables.find(self._steps, *place)
         check_way(given, inpainting, first_step, whole, self.parallel)
