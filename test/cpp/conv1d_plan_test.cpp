@@ -259,13 +259,28 @@ TEST(Normalises, WhereATileHoldsWholeGroups) {
 }
 
 TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
-  int64_t exchanged = 0;
+  int64_t exchanged = 0, narrower = 0;
   for (int multiprocessors : {1, 20, 78, 132}) {
     for (int64_t batch : {1, 3, 8, 16, 64, 256}) {
       for (int64_t length : {1, 4, 6, 16, 24, 45, 48, 64, 128, 200}) {
         for (int64_t group : {4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 512}) {
           const Conv1d c = convolution(batch, length, group * 8, 640, 5, 1);
           const ConvPlan plain = plan_fprop(c, multiprocessors), plan = plan_normalised(c, group, multiprocessors);
+          EXPECT_EQ(plan.passes > 0 && plan.column_step == plan.tile_columns, normalises(c, plain, group));
+          if (plan.passes > 0 && !normalises(c, plain, group)) {  // by a warp, whose lanes a row does not divide
+            ++narrower;
+            EXPECT_EQ(plan.exchange, 0);
+            EXPECT_EQ(plan.column_step % group, 0);
+            EXPECT_LE(plan.column_step, plan.tile_columns);
+            EXPECT_GE(plan.column_tiles * plan.column_step, c.y_channels);
+            EXPECT_LT((plan.column_tiles - 1) * plan.column_step, c.y_channels);
+            EXPECT_EQ(length * plan.rows.samples, plan.tile_rows);
+            EXPECT_EQ(length % plan.passes, 0);
+            EXPECT_LE(length / plan.passes * group, 128);
+            EXPECT_EQ(plan.rows.samples % plan.splits, 0);
+            EXPECT_LE(plan.splits, plan.together ? plan.chunks : plan.chunks * c.taps);
+            continue;
+          }
           if (plan.exchange == 0) {
             EXPECT_EQ(plan.splits, plain.splits);
             EXPECT_EQ(plan.column_step, plan.tile_columns);
@@ -291,6 +306,7 @@ TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
     }
   }
   EXPECT_GT(exchanged, 100);
+  EXPECT_GT(narrower, 100);
   const auto exchange = [](int64_t batch, int64_t length, int64_t channels) {
     return plan_normalised(convolution(batch, length, channels, channels, 5, 1), channels / 8, 132).exchange;
   };

@@ -139,6 +139,10 @@ int run_norm_tests() {
       try_one(type, 16, 16 >> level, c, c, 5, c / 8), try_one(type, 16, 48 >> level, c / 2, c / 2, 5, c / 16);
       try_one(type, 28, 32 >> level, c / 2, c / 4, 3, c / 16), try_one(type, 64, 16 >> level, 384, 384, 5, 48);
     }
+    for (int length = 2; length <= 32; length *= 2)  // lanes that a row's do not divide
+      for (const int group : {12, 20, 24, 40, 48, 80, 96, 120}) {
+        try_one(type, 129, length, group * 8, 128, 5, group), try_one(type, 40, length, group * 3, 320, 3, group);
+      }
     try_one(type, 8, 16, 1024, 4096, 5, 128), try_one(type, 8, 32, 512, 2048, 5, 64);
     try_one(type, 4, 128, 256, 256, 5, 32), try_one(type, 1, 12, 640, 320, 3, 80),
         try_one(type, 300, 48, 256, 256, 5, 32);

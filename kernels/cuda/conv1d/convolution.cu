@@ -349,7 +349,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
     constexpr bool kMajorN = kDgrad && sizeof(T) == 2;
     if constexpr (!kDgrad) {
       if (normalisation.out) {
-        const int passes = plan.exchange ? kExchange : static_cast<int>(conv.y_length * normalisation.group / 128);
+        const int passes = plan.exchange ? kExchange : plan.passes;
         if (shortcut.out) return launch_normalised<T, 128, true>(passes, maps, args, stream);
         return plan.tile_columns == 256 ? launch_normalised<T, 256>(passes, maps, args, stream)
                                         : launch_normalised<T, 128>(passes, maps, args, stream);
@@ -386,7 +386,7 @@ cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, con
 bool normalises(const Conv1d& conv, int group) {
   if (has_wgmma()) {
     const auto plan = plan_normalised(conv, group, multiprocessors());
-    return plan.exchange || normalises(conv, plan, group);
+    return plan.exchange || plan.passes > 0;
   }
   const auto plan = plan_mma_fprop(conv, multiprocessors(), group);
   return plan.fits() && normalises(conv, plan.conv, group);

@@ -4,7 +4,8 @@
 //   out = mish(normalised x * weight + bias) * scale + shift + residual
 //
 // A warp takes one group of one sample at a time: its `time` rows, `samples` apart in the tile, of `group` neighbouring
-// columns, four columns a lane, in kPasses passes over as many rows as 32 lanes hold. The group stays in the warp's
+// columns, four columns a lane, in kPasses passes over as many rows as 32 lanes hold. Where a row's lanes do not divide
+// 32, those that are left repeat others' work and count nowhere. The group stays in the warp's
 // registers, so its statistics need no other warp. Values, statistics and rounding are those of
 // kernels/cuda/group_norm_mish on the rounded x.
 #pragma once
@@ -14,10 +15,12 @@
 namespace dpa::kernels::conv1d {
 
 // Where a lane is in the tensors: `n` is the channel of its first element, `at` that element's place, `pass` the
-// distance to the next pass.
+// distance to the next pass; `counts`: whether no other lane has these elements, of which a group has 1 / `over`.
 struct GroupCoord {
   int sample, n;
   int64_t at, pass;
+  bool counts;
+  float over;
 };
 
 // What a group needs beside its sums: loads in flight.
@@ -51,16 +54,16 @@ __device__ __forceinline__ void normalise_group(const ConvArgs& args, const Grou
   for (int p = 0; p < kPasses; ++p) {
     const float raw[4] = {sums[p].x + conv_bias.x, sums[p].y + conv_bias.y, sums[p].z + conv_bias.z,
                           sums[p].w + conv_bias.w};
-    if (args.out) store_four<T>(args.out, coord.at + p * coord.pass, raw);
+    if (args.out && coord.counts) store_four<T>(args.out, coord.at + p * coord.pass, raw);
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[p][e] = widen(narrow<T>(raw[e])), sum += x[p][e];
   }
-  const float over = 1.0f / static_cast<float>(kPasses * 128), mean = warp_sum(sum) * over;
+  const float mean = warp_sum(coord.counts ? sum : 0) * coord.over;
 #pragma unroll
   for (int p = 0; p < kPasses; ++p)
 #pragma unroll
     for (int e = 0; e < 4; ++e) squares += (x[p][e] - mean) * (x[p][e] - mean);
-  const float rstd = rsqrtf(warp_sum(squares) * over + static_cast<float>(norm.eps));
+  const float rstd = rsqrtf(warp_sum(coord.counts ? squares : 0) * coord.over + static_cast<float>(norm.eps));
   const float4 weight = needs.weight.template values<T>(norm.weight, is_float, 1.f);
   const float4 bias = needs.bias.template values<T>(norm.bias, is_float, 0.f);
   const float4 scale = needs.scale.values(norm.scale, 1.f), shift = needs.shift.values(norm.shift, 0.f);
@@ -76,30 +79,38 @@ __device__ __forceinline__ void normalise_group(const ConvArgs& args, const Grou
       const float normalised = sizeof(T) == 4 ? (x[p][e] - mean) * rstd : fmaf(x[p][e], rstd, -mean * rstd);
       out[e] = channels_last::Mish(normalised * slope[e] + start[e]).value * times[e] + plus[e] + before[e];
     }
-    store_four<T>(norm.out, coord.at + p * coord.pass, out);
+    if (coord.counts) store_four<T>(norm.out, coord.at + p * coord.pass, out);
   }
 }
 
 // The block's share of the tile's samples, group by group. Where `leaves`, a warp says when it has read its last sums;
-// returns whether it has. Groups, samples of a share and the rest are powers of two.
+// returns whether it has. Samples of a share are powers of two, and most often groups are, too: no divisions then.
 template <class T, int kColumns, int kPasses, bool kSplit>
 __device__ __forceinline__ bool normalise_groups(const ConvArgs& args, const TileCoord& coord, const float* tile,
                                                  bool leaves) {
   constexpr int kStride = ConvShape<kColumns>::kStride, kWarps = kConsumerThreads / 32;
   const auto log2 = [](int n) { return __ffs(n) - 1; };
-  const int lane = threadIdx.x % 32, group = log2(args.normalisation.group), lanes = group - 2;
-  const int groups = log2(kColumns) - group, samples = args.plan.rows.samples;
-  const int share = kSplit ? samples >> log2(args.plan.splits) : samples, pairs = share << groups;
-  const int row = lane >> lanes, rows_a_pass = 32 >> lanes, column = (lane & ((1 << lanes) - 1)) * 4;
+  const int lane = threadIdx.x % 32, group = args.normalisation.group, lanes = group / 4;
+  const bool even = (group & (group - 1)) == 0;
+  const int groups = even ? kColumns >> log2(group) : args.plan.column_step / group, samples = args.plan.rows.samples;
+  const int share = kSplit ? samples >> log2(args.plan.splits) : samples, pairs = share * groups;
+  const int rows_a_pass = args.plan.rows.time / kPasses, row_of_lane = even ? lane >> log2(lanes) : lane / lanes;
+  const bool counts = row_of_lane < rows_a_pass;
+  const int row = counts ? row_of_lane : 0, column = (counts ? lane - row_of_lane * lanes : 0) * 4;
+  const float over = 1.0f / static_cast<float>(args.plan.rows.time * group);
   bool left = false;
   for (int pair = threadIdx.x / 32; pair < pairs; pair += kWarps) {
-    const int in_tile = coord.rank * share + (pair >> groups), first = (pair & ((1 << groups) - 1)) << group;
+    const int of_share = even ? pair >> log2(groups) : pair / groups;
+    const int in_tile = coord.rank * share + of_share, first = (pair - of_share * groups) * group;
     const int sample = coord.first_sample + in_tile;
     if (sample >= args.batch || coord.first_column + first >= args.outputs) continue;
     const GroupCoord at{
-        sample, coord.first_column + first + column,
+        sample,
+        coord.first_column + first + column,
         (static_cast<int64_t>(sample) * args.plan.rows.time + row) * args.outputs + coord.first_column + first + column,
-        rows_a_pass * args.outputs};
+        rows_a_pass * args.outputs,
+        counts,
+        over};
     const GroupNeeds<T, kPasses> needs(args, at);
     float4 sums[kPasses];
     add_peers<kPasses, kSplit>(sums, ptx::shared_address(tile + (row * samples + in_tile) * kStride + first + column),

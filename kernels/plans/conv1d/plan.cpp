@@ -22,6 +22,14 @@ int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors, int
   return splits;
 }
 
+// Split-K of tiles whose rows and columns are known.
+void split(ConvPlan& plan, int multiprocessors) {
+  const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
+  plan.splits = splits_for(plan.rows.count * plan.phases * plan.column_tiles, int64_t{terms} * plan.chunks, 2,
+                           multiprocessors, 4);
+  while (plan.together && plan.splits > plan.chunks) plan.splits /= 2;
+}
+
 void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
             int64_t outputs, int multiprocessors) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
@@ -34,15 +42,24 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   const bool wide = outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
   plan.tile_rows = kTileRows, plan.tile_columns = wide ? 256 : 128;
   plan.column_step = plan.tile_columns, plan.column_tiles = ceil_div(outputs, plan.tile_columns);
-  plan.splits = splits_for(row_tiles * plan.column_tiles, steps, 2, multiprocessors, 4);
   // The swizzle follows addresses, so a term's rows may begin at any row of a box. Split-K is then over chunks.
   const int* const shift = plan.shift[0];
   plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
   plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
                   (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
-  while (plan.together && plan.splits > plan.chunks) plan.splits /= 2;
+  split(plan, multiprocessors);
   if (!plan.together) plan.lowest = plan.reach = 0;
   find_padding(plan, x_length);
+}
+
+// Passes of a warp over a group of any multiple of four channels, as many rows at a time as its lanes hold, four channels
+// each; 0 where they are not 1, 2, 4 or 8.
+int passes_over(int64_t length, int64_t group) {
+  int64_t rows = 1;
+  while (rows * 2 * group / 4 <= 32) rows *= 2;
+  const int64_t passes = length / rows;
+  const bool known = passes == 1 || passes == 2 || passes == 4 || passes == 8;
+  return known && passes * rows == length ? static_cast<int>(passes) : 0;
 }
 
 }  // namespace
@@ -145,8 +162,20 @@ bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group) {
 }
 
 ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors) {
-  const ConvPlan plain = plan_fprop(conv, multiprocessors);
-  if (normalises(conv, plain, group) || plain.tile_columns != 128) return plain;
+  ConvPlan plain = plan_fprop(conv, multiprocessors);
+  if (normalises(conv, plain, group)) plain.passes = static_cast<int>(conv.y_length * group / 128);
+  if (plain.passes > 0 || plain.tile_columns != 128) return plain;
+  const bool fills = conv.y_length * plain.rows.samples == kTileRows;
+  if (conv.stride == 1 && fills && group % 4 == 0 && group <= 128 && conv.y_channels % group == 0) {
+    ConvPlan narrow = plain;
+    narrow.passes = passes_over(conv.y_length, group);
+    narrow.column_step = static_cast<int>(128 / group * group);
+    narrow.column_tiles = ceil_div(conv.y_channels, narrow.column_step);
+    split(narrow, multiprocessors);
+    // A third more tiles cost less than a kernel of its own.
+    const bool few = narrow.column_tiles * 3 <= plain.column_tiles * 4;
+    if (few && narrow.passes > 0 && narrow.rows.samples % narrow.splits == 0) return narrow;
+  }
   const bool whole = conv.stride == 1 && plain.rows.per_sample == 1 && conv.y_channels % group == 0;
   // Four columns a lane; a table of moments of 16 groups; of a larger group two tiles are parts.
   if (!whole || group % 4 != 0 || group < 8 || (group > 128 && group != 256)) return plain;

@@ -52,6 +52,7 @@ struct ConvPlan {
   // Neighbouring tiles of columns in a cluster: 1, or as many as share a group of a normalisation whose moments the
   // cluster's blocks exchange; 0 where none is exchanged.
   int exchange;
+  int passes;  // in which a warp normalises a group by itself; 0 where it does not
   int cluster() const { return splits * (exchange > 1 ? exchange : 1); }
 };
 ConvPlan plan_fprop(const Conv1d& conv, int multiprocessors);
@@ -61,8 +62,8 @@ void find_padding(ConvPlan& plan, int64_t x_length);
 
 // Whether every block of fprop stores whole groups of `group` channels of whole samples, each fit for a warp.
 bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group);
-// plan_fprop, as it is where the blocks' warps normalise; else with an exchange of moments within a cluster, where its
-// tiles hold whole groups of whole samples; else as it is.
+// plan_fprop where its blocks' warps normalise, with narrower tiles where those hold whole groups; else with an exchange
+// of moments within a cluster, where its tiles hold whole groups of whole samples; else as it is.
 ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors);
 constexpr int kMaxMoments = 256;  // samples by groups of a tile whose moments are exchanged
 
