@@ -72,30 +72,29 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
   }
 }
 
-// The same for a number of columns that is no multiple of four: element by element.
+// The same for a number of columns that is no multiple of four: an element a lane, from row to row, since there may be
+// but two columns.
 template <class T, int kColumns, bool kSplit>
 __device__ __noinline__ void store_ragged(const ConvArgs& args, const Destination& to, const TileCoord& coord,
                                           const float* tile, const WarpRows& rows) {
   const T* residual = static_cast<const T*>(to.residual);
+  const int columns = min(kColumns, static_cast<int>(args.outputs) - coord.first_column);
 #pragma unroll 1
-  for (int r = 0; r < rows.count; ++r) {
-    const int64_t row = __shfl_sync(~0u, rows.lane_offset, r);
+  for (int item = threadIdx.x % 32; item < rows.count * columns; item += 32) {
+    const int r = item / columns, column = item - r * columns, n = coord.first_column + column;
+    const int64_t row = row_offset(args, coord, rows.first + r);
+    if (row < 0) continue;
+    const uint32_t from = ptx::shared_address(tile + (rows.first + r) * ConvShape<kColumns>::kStride + column);
+    float sum = __uint_as_float(ptx::load_shared_word(from));
+    if constexpr (kSplit) {
 #pragma unroll 1
-    for (int column = threadIdx.x % 32; column < kColumns; column += 32) {
-      const int n = coord.first_column + column;
-      if (row < 0 || n >= args.outputs) continue;
-      const uint32_t from = ptx::shared_address(tile + (rows.first + r) * ConvShape<kColumns>::kStride + column);
-      float sum = __uint_as_float(ptx::load_shared_word(from));
-      if constexpr (kSplit) {
-#pragma unroll 1
-        for (int next = 1; next < args.plan.splits; ++next)
-          sum += ptx::load_peer_word(ptx::peer_address(from, other_rank(coord, next, args.plan.splits)));
-      }
-      if (to.bias)
-        sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);
-      if (residual) sum += widen(residual[row + n]);
-      static_cast<T*>(to.out)[row + n] = narrow<T>(sum);
+      for (int next = 1; next < args.plan.splits; ++next)
+        sum += ptx::load_peer_word(ptx::peer_address(from, other_rank(coord, next, args.plan.splits)));
     }
+    if (to.bias)
+      sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);
+    if (residual) sum += widen(residual[row + n]);
+    static_cast<T*>(to.out)[row + n] = narrow<T>(sum);
   }
 }
 

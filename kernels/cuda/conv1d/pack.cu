@@ -61,6 +61,46 @@ __device__ void pack_piece(const Packing& packing, int64_t row_length, int chann
   __syncthreads();
 }
 
+constexpr int kFlatVectors = 2;  // of eight elements, a thread of a piece of one tap
+
+// One tap: rows are copied as they lie, whatever their length.
+template <class S, class T>
+__device__ void pack_flat(const Packing& packing, int64_t row_length, int64_t index) {
+  struct alignas(4 * sizeof(S)) Four {
+    S element[4];
+  };
+  const unsigned eights = static_cast<unsigned>(row_length / 8);
+  const int64_t d1 = packing.d1, columns = max(packing.of, d1), count = packing.d0 * eights;
+  const S* const weight = static_cast<const S*>(packing.weight);
+  const bool fours = d1 % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(weight) % sizeof(Four) == 0;
+  Four from[kFlatVectors][2] = {};
+#pragma unroll
+  for (int u = 0; u < kFlatVectors; ++u) {
+    const int64_t n = (index * kFlatVectors + u) * kPackThreads + threadIdx.x;
+    const int64_t i = n / eights, j = n % eights * 8;
+    if (n >= count) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t first = j + half * 4;
+      if (fours) {
+        if (first < d1) from[u][half] = *reinterpret_cast<const Four*>(weight + i * columns + first);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (first + e < d1) from[u][half].element[e] = weight[i * columns + first + e];
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kFlatVectors; ++u) {
+    const int64_t n = (index * kFlatVectors + u) * kPackThreads + threadIdx.x;
+    Eight<T> eight;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) eight.element[e] = narrow<T>(widen(from[u][e / 4].element[e % 4]));
+    if (n < count) static_cast<Eight<T>*>(packing.packed)[n] = eight;
+  }
+}
+
 struct Pieces {
   int64_t count[kMaxPackings], row_length[kMaxPackings], total;  // pieces and rows of each packing
   int channels[kMaxPackings];                                    // of a piece
@@ -79,7 +119,9 @@ __global__ void __launch_bounds__(kPackThreads)
   for (int w = 0; w < packings.count; ++w) {
     if (!wanted[w]) continue;
     for (; index < pieces.count[w]; index += gridDim.x)
-      pack_piece<S, T>(packings.each[w], pieces.row_length[w], pieces.channels[w], index, piece);
+      pieces.channels[w] > 0
+          ? pack_piece<S, T>(packings.each[w], pieces.row_length[w], pieces.channels[w], index, piece)
+          : pack_flat<S, T>(packings.each[w], pieces.row_length[w], index);
     index -= pieces.count[w];
   }
 }
@@ -214,6 +256,11 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
     pieces.row_length[n] = std::max(packing.width, padded(packing.d1));
     pieces.channels[n] = kPackElements / packing.taps / 8 * 8;
     pieces.count[n] = packing.d0 * ((pieces.row_length[n] + pieces.channels[n] - 1) / pieces.channels[n]);
+    if (packing.taps == 1) {
+      pieces.channels[n] = 0;
+      constexpr int kElements = kFlatVectors * kPackThreads * 8;
+      pieces.count[n] = (packing.d0 * pieces.row_length[n] + kElements - 1) / kElements;
+    }
     pieces.total += pieces.count[n];
   }
   return dispatch_element(dtype, [&](auto tag) {
