@@ -149,7 +149,7 @@ NormGradients channels_last_backward(const ChannelsLast& in, const Tensor& grad_
   auto* const sums = partials.defined() ? partials.mutable_data_ptr<float>() : nullptr;
   C10_CUDA_CHECK(norms::backward({in.args, grad.const_data_ptr(), mutable_data_or_null(grad_input),
                                   mutable_data_or_null(grad_scale), mutable_data_or_null(grad_shift), sums,
-                                  /*sums=*/false},
+                                  /*early=*/false, /*sums=*/false},
                                  stream));
   if (partials.defined())
     C10_CUDA_CHECK(norms::add_slices({kernel_dtype(in.parameter),

@@ -281,6 +281,8 @@ class Chain {
     args.forward = norm, args.grad = grad, args.grad_input = grad_input;
     if (parameters == kFirst)
       args.grad_scale = gradient(kScale, mask, to), args.grad_shift = gradient(kShift, mask, to);
+    // The data gradient's kernel, or one after it, lies between this one and all that the forward has left.
+    args.early = parameters == kFirst;
     if (any(parameters, mask)) args.partials = partials.mutable_data_ptr<float>(), args.sums = true;
     C10_CUDA_CHECK(norms::backward(args, stream_));
   }

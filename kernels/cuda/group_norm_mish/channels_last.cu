@@ -269,7 +269,8 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
   constexpr int kGradients = kSums ? 3 : 2;  // of weight, of bias, and the sums
   __shared__ float scratch[kMaxTeam / kWarpSize], sums[kGradients * kChannels * kMaxTeam];
   trigger_dependent_launch();
-  grid_dependency_sync();
+  bool waits = args.early;
+  if (!waits) grid_dependency_sync();
   const GroupNormMish& in = args.forward;
   const NormPlan& plan = in.plan;
   const int channels = in.shape.channels, inner = in.shape.inner, samples = plan.samples();
@@ -284,10 +285,15 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
     const int rows = here && coord.in_row ? inner : 0;
     Held<T, V> x, grad;
     x.load(static_cast<const T*>(in.input) + first, coord, rows, channels);
-    grad.load(static_cast<const T*>(args.grad) + first, coord, rows, channels);
+    if (!waits) grad.load(static_cast<const T*>(args.grad) + first, coord, rows, channels);
     float scale[kChannels], films[2 * kChannels] = {};  // the latter: gradients of scale, then of shift
     if constexpr (kFilm) load_channels(scale, at_or_null<T>(in.scale, sample * in.scale_stride + coord.channel), 1.0f);
     const Statistics s(x, coord, rows, over, in, scratch);
+    if (waits) {
+      grid_dependency_sync();
+      grad.load(static_cast<const T*>(args.grad) + first, coord, rows, channels);
+      waits = false;
+    }
     float normalized_grad[V][kChannels], sum = 0,
                                          dot = 0;  // the normalised input's gradient; its sums with 1 and with it
 #pragma unroll

@@ -32,6 +32,7 @@ struct GroupNormMishBackward {
   void *grad_scale, *grad_shift;  // (B, C), contiguous
   float* partials;  // (2, slices, C), `slices` from plan.h: what each slice of the samples adds to the gradients of
                     // weight and bias; null where neither is wanted
+  bool early;       // what `forward` points to is safe to read before the grid dependency resolves (conv1d.h)
   bool sums;        // a third row of partials: grad_input added up over samples and time, which is the gradient of a
                     // bias that was added to the input
 };
