@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "ops/common/cuda.h"
@@ -78,8 +79,9 @@ class Unjoined {
     for (const auto& gradient : gradients)
       if (gradient.defined()) unjoined->written_.push_back(gradient.storage().getWeakStorageImpl());
   }
-  static void join() {
-    if (const auto unjoined = current()) unjoined->join_here();
+  /// The present op's own branch may follow them, too, without what its main stream has got since it forked.
+  static void join(std::optional<c10::cuda::CUDAStream> own = std::nullopt) {
+    if (const auto unjoined = current()) unjoined->join_here(own);
   }
 
   explicit Unjoined(int task) : task_(task) {}
@@ -90,8 +92,11 @@ class Unjoined {
     if (unjoined && unjoined->task_ != torch::autograd::get_current_graph_task_id()) unjoined.reset();
     return unjoined;
   }
-  void join_here() {
-    for (auto& branch : branches_) branch.join();
+  void join_here(std::optional<c10::cuda::CUDAStream> own = std::nullopt) {
+    for (auto& branch : branches_) {
+      branch.join();
+      if (own) follow(*own, branch.side());
+    }
     for (const auto& gradient : written_)
       TORCH_CHECK(!gradient.expired(), "dpa: a gradient was read before it was computed, in a captured backward pass");
     branches_.clear(), kept_.clear(), written_.clear();

@@ -4,8 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/plans/conv1d/plan.h"
 #include "ops/conv1d/conv1d.h"
@@ -93,9 +91,9 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
   return out;
 }
 
-/// The packed weights of a backward lie in the memory of the weights' gradient, whose rows from `late` on are made when
-/// those have been read: this is the end of a training step, where its memory is fullest. In a graph the rows before
-/// are made beside.
+/// In a graph the gradients of weights and biases are made beside that of the input, which the timestep embedding waits
+/// for: it comes first, and before the branches that are left are joined. Called, packed weights have gone before the
+/// weights' gradient is allocated: this is the end of a training step, where its memory is fullest.
 JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor& input, at::TensorList weights,
                                                 at::TensorList biases, const OptionalTensor& rest,
                                                 JointLinearMask mask) {
@@ -106,55 +104,32 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   const int64_t channels = weights[0].size(1), own = input.size(1), outputs = joint_outputs(weights).expect_int();
   const auto conv = geometry(input, channels, outputs);
   if (!serves(input, weights, conv)) return joint_linear_backward_formula(grad, input, weights, biases, rest, mask);
-  if (weights.size() > 1) Unjoined::join();  // and give its memory back: this op's is the most of the pass
   const auto g = padded_rows(as_sample(grad));
-  const auto x = mask[1] ? padded_rows(as_sample(whole_input(input, rest))) : Tensor();
-  Tensor grad_whole, grad_weight, grad_bias;
-  if (mask[1]) grad_weight = at::empty({outputs, channels}, weights[0].options());
-  if (mask[2]) grad_bias = at::empty({outputs}, biases[0].options());
   const bool of_rest = mask[3] && rest.has_value();
   const Channels wanted{mask[0] ? 0 : own, (mask[0] ? own : 0) + (of_rest ? channels - own : 0)};
-
+  Tensor packed, grad_whole;
+  if (wanted.count > 0) {
+    packed = at::empty({packed_bytes(wanted, outputs)}, input.options().dtype(at::kByte));
+    pack(input, weights, wanted, packed.mutable_data_ptr());
+    grad_whole = at::empty({input.size(0), wanted.count}, input.options());
+  }
+  const auto x = mask[1] ? padded_rows(as_sample(whole_input(input, rest))) : Tensor();
   Branches branches;
   branches.fork();
-  int64_t late = outputs;
-  if (mask[0] || of_rest) grad_whole = at::empty({input.size(0), wanted.count}, input.options());
-  if (wanted.count > 0) {
-    const int64_t bytes = packed_bytes(wanted, outputs), row = channels * weights[0].element_size();
-    const int64_t spare = mask[1] ? outputs * row - bytes : -1;
-    Tensor elsewhere;
-    void* packed;
-    if (spare < 0) {
-      elsewhere = at::empty({bytes}, input.options().dtype(at::kByte));
-      packed = elsewhere.mutable_data_ptr();
-    } else {
-      late = branches.apart() ? spare / row / 8 * 8 : 0;  // the GEMMs read from whole vectors on
-      packed = static_cast<char*>(grad_weight.mutable_data_ptr()) + late * row;
-    }
-    pack(input, weights, wanted, packed);
-    input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g, {packed, /*prefetchable=*/false},
-                   grad_whole);
-  }
-  std::vector<Tensor> kept;
-  const auto make_rows = [&](int64_t first, int64_t end, c10::cuda::CUDAStream stream) {
-    if (!mask[1] || first == end) return;
-    const auto rows = geometry(input, channels, end - first);
-    kept.push_back(wgrad_workspace(rows, grad));
-    C10_CUDA_CHECK(gemm::wgrad(
-        rows, static_cast<const uint16_t*>(g.const_data_ptr()) + first, x.const_data_ptr(),
-        static_cast<char*>(grad_weight.mutable_data_ptr()) + first * channels * grad_weight.element_size(),
-        kernel_dtype(grad_weight.scalar_type()), mutable_data_or_null(kept.back()), stream, gemm::padded(outputs)));
-  };
-  make_rows(0, late, branches.side());
-  if (later) branches.fork();
-  make_rows(late, outputs, later ? branches.side() : c10::cuda::getCurrentCUDAStream());
-  kept.push_back(parameter_backward(conv, /*transposed=*/false, g, x, {}, grad_bias, branches.side()));
-  if (later) {
-    kept.push_back(g), kept.push_back(x);
-    Unjoined::hold(branches, kept, {grad_weight, grad_bias});
-  } else {
+  if (wanted.count > 0)
+    input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g,
+                   {packed.const_data_ptr(), /*prefetchable=*/false}, grad_whole);
+  if (!branches.apart()) packed.reset();
+  if (weights.size() > 1)
+    Unjoined::join(branches.side());  // and give its memory back: this op's is the most of the pass
+  const auto grad_weight = mask[1] ? at::empty({outputs, channels}, weights[0].options()) : Tensor();
+  const auto grad_bias = mask[2] ? at::empty({outputs}, biases[0].options()) : Tensor();
+  branches.fork_for_fills();
+  const auto workspace = parameter_backward(conv, /*transposed=*/false, g, x, grad_weight, grad_bias, branches.side());
+  if (later)
+    Unjoined::hold(branches, {g, x, workspace}, {grad_weight, grad_bias});
+  else
     branches.join();
-  }
 
   if (!of_rest) return {grad_whole, grad_weight, grad_bias, Tensor()};
   if (!mask[0]) return {Tensor(), grad_weight, grad_bias, grad_whole};
