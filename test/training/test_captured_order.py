@@ -51,8 +51,7 @@ def test_weights_are_listed_in_the_order_in_which_a_forward_reads_them(monkeypat
         assert not weights.listed
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         unet._pack_ahead(sample)
-    assert len(weights.listed) == len(weights.read) - 1  # but for the last layer
-    assert all(one is other for one, other in zip(weights.listed, weights.read, strict=False))
+    assert all(one is other for one, other in zip(weights.listed, weights.read, strict=True))
 
 
 @pytest.mark.parametrize(

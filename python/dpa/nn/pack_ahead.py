@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dpa.nn.blocks1d import ConditionalResidualBlock1D, Conv1dBlock
+from dpa.nn.blocks1d import ConditionalResidualBlock1D, Conv1d, Conv1dBlock
 
 
 def begin(linear: Sequence[list[Tensor]], layers: Sequence[nn.Module], sample: Tensor) -> None:
@@ -41,6 +41,8 @@ def _weights(layer: nn.Module) -> list[Tensor]:
         return [weight for weight in found[0:9:4] if weight is not None]
     if isinstance(layer, Conv1dBlock):
         conv = None if layer.is_changed_inside() else layer.block[0]
+    elif isinstance(layer, Conv1d):
+        conv = layer
     else:
         conv = getattr(layer, "conv", None)
     weight = None if conv is None else conv._parameters.get("weight")
