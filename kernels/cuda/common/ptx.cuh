@@ -244,6 +244,19 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 #endif
 }
 
+// The bits in which a or b differs from c; the bits that are set in any of three. The compiler does not take them apart
+// into comparisons of single bits.
+__device__ __forceinline__ uint32_t either_differs(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x7e;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ uint32_t or_of(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xfe;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // Loads of constant data that the compiler does not move: they are issued long before their values are needed.
 __device__ __forceinline__ float load_constant(const float* address) {
   float v;

@@ -9,6 +9,7 @@ cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
   switch (a.layout.pairs) {
     case 1: return launch_pairs<Weight, 1>(a, stream);
     case 2: return launch_pairs<Weight, 2>(a, stream);
+    case 3: return launch_pairs<Weight, 3>(a, stream);
     case 4: return launch_pairs<Weight, 4>(a, stream);
     default:
       if constexpr (sizeof(Weight) == 1)

@@ -78,17 +78,18 @@ struct Block {
                                                int unit) const {
     const float* x = floats_at(a.layout.sample) + b * a.horizon * a.actions;
     float2 sum = bias, other = other_bias;
-    auto add = [&](float2& to, const float* weights, const float* row) {
-      for (int d = 0; d < a.actions; d++) {
-        const float2 weight = *reinterpret_cast<const float2*>(weights + d * width + c);
-        to = make_float2(fmaf(weight.x, row[d], to.x), fmaf(weight.y, row[d], to.y));
+    auto add = [&](float2& to, const float* weights, const float* values, int begin, int end) {
+#pragma unroll 5
+      for (int i = begin; i < end; i++) {
+        const float2 weight = *reinterpret_cast<const float2*>(weights + i * width + c);
+        to = make_float2(fmaf(weight.x, values[i], to.x), fmaf(weight.y, values[i], to.y));
       }
     };
-    for (int tap = 0; tap < a.taps; tap++) {
-      const int at = t + tap - a.taps / 2;
-      if (at >= 0 && at < a.horizon) add(sum, floats_at(a.layout.head) + tap * a.actions * width, x + at * a.actions);
-    }
-    add(other, floats_at(a.layout.head_residual), x + t * a.actions);
+    // Taps and actions are one axis, in the weights as in the sample.
+    const int before = t - a.taps / 2;
+    add(sum, floats_at(a.layout.head), x + before * a.actions, max(-before, 0) * a.actions,
+        min(a.horizon - before, a.taps) * a.actions);
+    add(other, floats_at(a.layout.head_residual), x + t * a.actions, 0, a.actions);
     reinterpret_cast<float2*>(shared + a.layout.residual)[unit] = other;
     return sum;
   }
@@ -138,8 +139,12 @@ struct Block {
     const int words = batch * a.horizon * a.actions, per_sample = a.horizon * a.actions;
     const float* weights = floats_at(a.layout.tail);
     uint32_t* messages = a.messages + a.layout.tail_message + static_cast<int64_t>(m) * kSlicesIn * words;
+    // What the scheduler's step takes comes from far away.
+    if (a.noise && tid < words) ptx::prefetch(a.noise + static_cast<int64_t>(step) * words + tid);
+    if (a.table && tid < words) ptx::prefetch(a.table + step * math::SchedulerStep<float>::kColumns);
     for (int base = 0; base < words; base += kThreads / 8) {
-      const int i = base + tid / 8, b = i / per_sample, t = i % per_sample / a.actions, d = i % a.actions;
+      const int i = base + tid / 8, b = batch == 1 ? 0 : i / per_sample, t = (i - b * per_sample) / a.actions,
+                d = i - (b * a.horizon + t) * a.actions;
       float sum = 0.0f;
       if (i < words) {
         const float* row = reinterpret_cast<const float*>(values + b * stride) + t * width;

@@ -33,13 +33,16 @@ __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint3
     for (int i = 1; i <= y.count; i++) {
       for (int s = 0; s < y.layers[i].num_segments; s++) {
         const int bytes = y.layers[i].tiles[s] * y.tile_bytes;
+        const bool some_kept = y.layers[i].weights[s] >= y.kept_begin && y.layers[i].weights[s] < y.kept_end;
+        int until_kept = 0;
         const uint8_t* source = a.weights + y.layers[i].weights[s] + static_cast<int64_t>(blockIdx.x) * bytes;
         for (int at = 0; at < bytes; at += kStageBytes) {
           const int size = min(kStageBytes, bytes - at);
           ptx::barrier_wait(empty + stage * 8, phase);
           ptx::barrier_expect(full + stage * 8, size);
           ptx::copy_bulk(ptx::shared_address(buffer + stage * kStageBytes), source + at, size, full + stage * 8,
-                         y.layers[i].weights[s] < y.kept_bytes ? keep : pass);
+                         some_kept && until_kept == 0 ? keep : pass);
+          until_kept = (until_kept ? until_kept : y.kept_every) - 1;
           if (++stage == y.stages) stage = 0, phase ^= 1;
         }
       }
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
     ptx::registers_decrease<24>();
     if (tid == kThreads) stream_weights(a, shared + y.buffer, ptx::shared_address(full), ptx::shared_address(empty));
   } else {
-    ptx::registers_increase<232>();
+    ptx::registers_increase<240>();
     const WeightPipeline view = {ptx::held(ptx::shared_address(full)), ptx::held(ptx::shared_address(empty)), y.stages,
                                  0, 0};
     const Block<Weight> block = {a,        shared, view, tid,  tid / 32,

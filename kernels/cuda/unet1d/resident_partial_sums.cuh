@@ -54,16 +54,29 @@ struct PartialSumMessages {
       for (int s = 0; s < kSlicesIn; s++) words[i][s] = i < count ? load(first + i * apart + s * kStride) : there;
     }
   }
+  // Whether a word is missing: the lowest bit of an OR of all words that differ.
+  __device__ __forceinline__ bool missing() const {
+    uint32_t wrong[kPairs][kSlicesIn / 2];
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+#pragma unroll
+      for (int s = 0; s < kSlicesIn; s += 2) {
+        if constexpr (kWide)
+          wrong[i][s / 2] = ptx::or_of(ptx::either_differs(words[i][s].x, words[i][s].y, phase),
+                                       ptx::either_differs(words[i][s + 1].x, words[i][s + 1].y, phase), 0);
+        else
+          wrong[i][s / 2] = ptx::either_differs(words[i][s], words[i][s + 1], phase);
+      }
+    }
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++)
+      all = ptx::or_of(all, ptx::or_of(wrong[i][0], wrong[i][1], wrong[i][2]), wrong[i][3]);
+    return all & 1;
+  }
   // Polls again for missing words alone: the weights stream through the same L2. Then adds up.
   __device__ __forceinline__ void receive(float2 (&sum)[kPairs]) {
-    while (true) {
-      uint32_t wrong = 0;
-#pragma unroll
-      for (int i = 0; i < kPairs; i++) {
-#pragma unroll
-        for (int s = 0; s < kSlicesIn; s++) wrong |= stale(words[i][s]);
-      }
-      if (!(wrong & 1)) break;
+    while (missing()) {
 #pragma unroll
       for (int i = 0; i < kPairs; i++) {
 #pragma unroll

@@ -3,8 +3,9 @@
 // done while the messages are under way is done then.
 //
 //   prepare   the messages become the GEMM's input: resident_solo_inputs.cuh
-//   gemm      warp w takes steps w, w + 8, ... of K for all row tiles; the next step's fragments load while this one's
-//             multiply
+//   hold      while they are polled, a warp's first weights of the GEMM, or all of them, go to registers: warp w takes
+//             steps w, w + 8, ... of K for all row tiles
+//   gemm      the held weights multiply; then the rest, the next step's fragments loading meanwhile
 //   publish   the 8 warps' partial sums meet in shared memory, a thread an output word
 #pragma once
 #include "kernels/cuda/unet1d/resident_solo_inputs.cuh"
@@ -27,28 +28,136 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     typename Math::B x[kColumns];
   };
 
-  // One segment: this warp's steps of K, all row tiles. Weights are taken in chunks of stages: lane i waits for the
-  // chunk's stage i and gives it back, and in between nothing but addresses, loads and GEMMs.
+  // Weights of the first segment in registers before the GEMM's input is there, and where each step's activations will
+  // be. Steps of a warp, by its row tiles; where the segment has more, the first ones, which are whole stages.
+  static constexpr int kHeldTiles = solo_held_tiles(kPairs, kWide), kHeldBytes = solo_stages(kPairs) * kStageBytes;
+  template <int kRows>
+  static constexpr int kHeld = kRows == 1 && kHeldTiles > 8 ? 8 : kHeldTiles / kRows;
+  // The steps of short segments, which take no time for others.
+  template <int kRows>
+  static constexpr int kShort = kRows == 1 ? 2 : 3;
+  struct HeldWeights {
+    typename Math::A tiles[kHeldTiles + 1];
+    uint32_t inputs[5];  // offsets of the steps' activations, two a word
+    float2 scale[2];
+  };
+  // Of all warps' steps those that are held.
+  template <int kRows>
+  static __device__ __forceinline__ int held_of(int steps) {
+    constexpr int kRound = kConsumerWarps * kRows * Math::kBytes;  // bytes of a step of every warp
+    constexpr int kPart = kHeld<kRows> * kRound / kStageBytes * kStageBytes / kRound;
+    static_assert(kHeld<kRows> * kRound <= kHeldBytes, "the circular buffer has room for what is held");
+    return steps <= kHeld<kRows> * kConsumerWarps ? steps : kPart * kConsumerWarps;
+  }
+
+  template <int kRows>
+  __device__ __forceinline__ void hold(const SoloLayer& l, HeldWeights& held) {
+    constexpr int kStep = kRows * Math::kBytes, kRound = kConsumerWarps * kStep;  // bytes
+    if constexpr (kScaled) {
+      const float* at = a.floats + (l.scale + static_cast<uint32_t>(m * 16 * kRows + (tid * 2 & (16 * kRows - 1))));
+      held.scale[0] = ptx::load_constant_2(at);
+      held.scale[1] = l.steps[1] ? ptx::load_constant_2(at + static_cast<uint32_t>(l.channels)) : held.scale[0];
+    }
+    const int steps = held_of<kRows>(l.steps[0]), stages = (steps * kStep + kStageBytes - 1) / kStageBytes,
+              buffer_bytes = pipeline.stages * kStageBytes;
+    if constexpr (kHeld<kRows> == 0) return;
+    if (lane < stages) pipeline.wait_ahead(lane);
+    __syncwarp();
+    const uint32_t tiles = Base::base + a.layout.buffer + lane * Math::kLaneBytes;
+    int s = warp, at = pipeline.stage * kStageBytes + warp * kStep;
+    const uint32_t input = l.input + l.first[0];
+    if (at >= buffer_bytes) at -= buffer_bytes;
+#pragma unroll
+    for (int i = 0; i < kHeld<kRows>; i++) {
+      if (i == kShort<kRows> && steps <= kShort<kRows> * kConsumerWarps) break;
+#pragma unroll
+      for (int r = 0; r < kRows; r++) held.tiles[i * kRows + r] = Math::load_at(tiles + at + r * Math::kBytes);
+      const int real = min(s, steps - 1);  // a warp without this step loads what it does not use
+      const uint32_t offset = input + real * kStepBytes + (real * l.steps_inverse >> 16) * l.tap_bytes;
+      held.inputs[i / 2] = i % 2 ? held.inputs[i / 2] | offset << 16 : offset;
+      s += kConsumerWarps, at += kRound;
+      if (at >= buffer_bytes) at -= buffer_bytes;
+    }
+    inject_test_delay();
+    pipeline.release(lane, stages);
+  }
+  __device__ __forceinline__ void hold_any(const SoloLayer& l, HeldWeights& held) {
+    switch (l.shape >> 4) {
+      case 1: hold<1>(l, held); break;
+      case 2: hold<2>(l, held); break;
+      case 4: hold<4>(l, held); break;
+      default: hold<8>(l, held); break;
+    }
+  }
+
   template <int kRows, int kColumns>
-  __device__ __forceinline__ void segment(const SoloLayer& l, int steps, int first, int& waited,
-                                          const uint32_t (&rows)[kColumns], float* out) {
+  using Sums = typename Math::Sum[kRows][kColumns];
+
+  template <int kRows, int kColumns>
+  static __device__ __forceinline__ void reset(typename Math::Sum (&sum)[kRows][kColumns]) {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+#pragma unroll
+      for (int j = 0; j < kColumns; j++) sum[r][j] = {};
+    }
+  }
+
+  static __device__ __forceinline__ uint32_t input_of(const HeldWeights& held, int i) {
+    return i % 2 ? held.inputs[i / 2] >> 16 : held.inputs[i / 2] & 0xffff;
+  }
+  // Held steps kBegin to kEnd, as far as this warp has them: the activations of all at once where registers allow.
+  template <int kBegin, int kEnd, int kRows, int kColumns>
+  __device__ __forceinline__ void multiply_steps(const HeldWeights& held, int count, const uint32_t (&rows)[kColumns],
+                                                 Sums<kRows, kColumns>& sum) const {
+    constexpr bool kAtOnce = kColumns <= (kWide ? 1 : 2);
+    typename Math::B x[kEnd - kBegin + 1][kColumns];
+    if constexpr (kAtOnce) {
+#pragma unroll
+      for (int i = kBegin; i < kEnd; i++) Base::template load_columns<kColumns>(x[i - kBegin], rows, input_of(held, i));
+    }
+#pragma unroll
+    for (int i = kBegin; i < kEnd; i++) {
+      if (i >= count) break;
+      if constexpr (!kAtOnce) Base::template load_columns<kColumns>(x[i - kBegin], rows, input_of(held, i));
+#pragma unroll
+      for (int r = 0; r < kRows; r++) {
+#pragma unroll
+        for (int j = 0; j < kColumns; j++) Math::multiply(sum[r][j], held.tiles[i * kRows + r], x[i - kBegin][j]);
+      }
+    }
+  }
+  template <int kRows, int kColumns>
+  __device__ __forceinline__ void multiply_held(const HeldWeights& held, int steps, const uint32_t (&rows)[kColumns],
+                                                Sums<kRows, kColumns>& sum) const {
+    constexpr int kSteps = kHeld<kRows>, kFirst = kShort<kRows> < kSteps ? kShort<kRows> : kSteps;
+    if constexpr (kSteps == 0) return;
+    const int count = (steps - warp + kConsumerWarps - 1) / kConsumerWarps;
+    multiply_steps<0, kFirst, kRows, kColumns>(held, count, rows, sum);
+    if constexpr (kFirst < kSteps) {
+      if (steps > kFirst * kConsumerWarps) multiply_steps<kFirst, kSteps, kRows, kColumns>(held, count, rows, sum);
+    }
+  }
+
+  // The steps from round `begin` on: weights are taken in chunks of stages: lane i waits for the chunk's stage i and
+  // gives it back, and in between nothing but addresses, loads and GEMMs.
+  template <int kRows, int kColumns>
+  __device__ __forceinline__ void multiply_rest(const SoloLayer& l, int steps, int first, int begin,
+                                                const uint32_t (&rows)[kColumns], Sums<kRows, kColumns>& sum) {
     constexpr int kStep = kRows * Math::kBytes, kWarpsBytes = kConsumerWarps * kStep;  // bytes
-    // Stages taken and given back at once: few, so that the stream goes on; of e4m3, whose streams have time, all of a
-    // layer where they are not most of the circular buffer.
-    constexpr int kLeast = kWarpsBytes > 2 * kStageBytes ? kWarpsBytes / kStageBytes
+    // Stages taken and given back at once: few, so that the stream goes on.
+    constexpr int kChunk = kWarpsBytes > 2 * kStageBytes ? kWarpsBytes / kStageBytes
                            : kWarpsBytes > kStageBytes   ? 2
                            : kScaled                     ? 1
                                                          : 3;
-    const int chunk = kScaled && l.stages * 2 <= pipeline.stages ? l.stages : kLeast;
-    const int chunk_iterations = chunk * kStageBytes / kWarpsBytes;
+    constexpr int kIterations = kChunk * kStageBytes / kWarpsBytes;
     constexpr bool kAtOnce = kRows * sizeof(Weight) <= 16,
                    kAhead = kRows * sizeof(Weight) <= (kWide ? 16 : 8) && (!kWide || kRows * kColumns < 8);
     const int iterations = (steps + kConsumerWarps - 1) / kConsumerWarps, ring_bytes = pipeline.stages * kStageBytes;
     const uint8_t* tiles = shared + a.layout.buffer + lane * Math::kLaneBytes;
-    typename Math::Sum sum[kRows][kColumns];
-    int s = warp, at = pipeline.stage * kStageBytes + warp * kStep,
-        left = (steps * kStep + kStageBytes - 1) / kStageBytes;
+    int s = warp + begin * kConsumerWarps, at = pipeline.stage * kStageBytes + warp * kStep,
+        left = (steps * kStep - begin * kWarpsBytes + kStageBytes - 1) / kStageBytes;
     if (at >= ring_bytes) at -= ring_bytes;
+    first += l.input;
     const uint8_t* now = tiles;
     auto load = [&](Fragments<kRows, kColumns>& f) {
       inject_test_delay();
@@ -76,29 +185,29 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       }
     };
 #pragma unroll 1
-    for (int base = 0; base < iterations; base += chunk_iterations) {
-      const int stages = min(chunk, left);
+    for (int base = begin; base < iterations; base += kIterations) {
+      const int stages = min(kChunk, left);
       left -= stages;
-      if (waited < stages) {
-        if (lane < stages) pipeline.wait_ahead(lane);
-        __syncwarp();
-        waited = stages;
-      }
-      waited -= stages;
-      int n = min(chunk_iterations, iterations - base);
+      if (lane < stages) pipeline.wait_ahead(lane);
+      __syncwarp();
+      int n = min(kIterations, iterations - base);
       if (base + n == iterations && s + (n - 1) * kConsumerWarps >= steps)
         n--;  // the last round has no step for this warp
       if constexpr (kAhead) {
-        Fragments<kRows, kColumns> even, odd;
-        if (n > 0) load(even);
+        if (n > 0) {
+          Fragments<kRows, kColumns> even, odd;
+          load(even);
 #pragma unroll 1
-        for (; n > 1; n -= 2) {
-          load(odd);
+          for (; n > 2; n -= 2) {
+            load(odd);
+            apply(even);
+            load(even);
+            apply(odd);
+          }
+          if (n > 1) load(odd);
           apply(even);
-          if (n > 2) load(even);
-          apply(odd);
+          if (n > 1) apply(odd);
         }
-        if (n > 0) apply(even);
       } else {
 #pragma unroll 1
         for (; n > 0; n--) {
@@ -109,6 +218,10 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       }
       pipeline.release(lane, stages);
     }
+  }
+
+  template <int kRows, int kColumns>
+  __device__ __forceinline__ void store_sums(const SoloLayer& l, const Sums<kRows, kColumns>& sum, float* out) const {
     constexpr int kPitch = 16 * kRows + 4;
     float* mine = out + warp * kShare + lane % 4 * 2 * kPitch + lane / 4;
 #pragma unroll
@@ -144,72 +257,65 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   }
 
   template <int kRows, int kColumns>
-  __device__ __forceinline__ void multiply(const SoloLayer& l, int waited, int layer) {
+  __device__ __forceinline__ void multiply(const SoloLayer& l, const HeldWeights& held, int layer) {
     uint32_t rows[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; i++) {  // with 16-bit inputs one load serves two column tiles
       const int n = i * 8 + (!kWide && kColumns > 1 && i % 2 == 0 ? lane >> 4 << 3 : 0) + (lane & 7);
-      rows[i] = Base::base + l.input + (n < l.columns ? n : 0) * l.stride + Base::lane_part();
+      rows[i] = Base::base + (n < l.columns ? n : 0) * l.stride + Base::lane_part();
     }
     constexpr int kLog2 = kRows == 1 ? 4 : kRows == 2 ? 5 : kRows == 4 ? 6 : 7, kPitch = 16 * kRows + 4;
     // A thread publishes one row of some columns, or two neighbours.
     constexpr int kUnits = PartialSums::kWordSums, kUnitLog2 = kLog2 - (kUnits - 1);
     const int unit = tid & ((1 << kUnitLog2) - 1), row = unit * kUnits, n0 = tid >> kUnitLog2;
     float* partial = Base::floats_at(a.layout.partial);
-    const int second = l.steps[1];
-    float2 scale[2] = {};
-    if constexpr (kScaled) {
-      const float* at = a.floats + (l.scale + static_cast<uint32_t>((m << kLog2) + row));
-      scale[0] = ptx::load_constant_2(at);
-      if (second) scale[1] = ptx::load_constant_2(at + static_cast<uint32_t>(l.channels));
-    }
-#pragma unroll 1
-    for (int s = 0; s < (second ? 2 : 1); s++) {
-      segment<kRows, kColumns>(l, s ? second : l.steps[0], s ? l.first[1] : l.first[0], waited, rows,
-                               partial + s * kConsumerWarps * kShare);
-    }
-    mark(layer, kMultiplied);
-    sync_consumers();
-    inject_test_delay();
     const uint32_t out = k * PartialSums::kStride + (m << kUnitLog2) + unit + n0 * l.out_stride,
                    apart = (kThreads >> kUnitLog2) * l.out_stride;
+    Sums<kRows, kColumns> sum = {};
+    int steps = l.steps[0], done = held_of<kRows>(steps);
+    multiply_held<kRows, kColumns>(held, done, rows, sum);
+    // A second segment that is a residual's is not needed before the next layer but one: the first one's sums go ahead.
 #pragma unroll 1
-    for (int s = 0; s < (second ? 2 : 1); s++) {
-      const float* from = partial + s * kConsumerWarps * kShare + row;
+    for (int s = 0; steps; s++) {
+      if constexpr (kHeldTiles == 0) reset(sum);
+      if (done < steps)
+        multiply_rest<kRows, kColumns>(l, steps, s ? l.first[1] : l.first[0], done / kConsumerWarps, rows, sum);
+      store_sums<kRows, kColumns>(l, sum, partial);
+      if (s == 0) mark(layer, kMultiplied);
+      sync_consumers();
+      inject_test_delay();
       uint32_t* to = a.messages + (out + (s ? l.out[1] : l.out[0]));
 #pragma unroll
       for (int i = 0; i < (kPairs + kUnits - 1) / kUnits; i++) {
         const int n = n0 + i * (kThreads >> kUnitLog2);
         if (n < l.columns)
-          ptx::store_message_word(to + i * apart, (message(from + n * kPitch, s ? scale[1] : scale[0]) & ~1u) | phase);
+          ptx::store_message_word(
+              to + i * apart, (message(partial + row + n * kPitch, s ? held.scale[1] : held.scale[0]) & ~1u) | phase);
       }
+      if (s == 0) mark(layer, kPublished);
+      steps = s ? 0 : l.steps[1], done = 0;
+      partial += kConsumerWarps * kShare;
+      if constexpr (kHeldTiles > 0) reset(sum);
     }
-    mark(layer, kPublished);
   }
 
-  __device__ __forceinline__ void gemm(const SoloLayer& l, int waited, int layer) {
-    switch (l.shape) {
-      case 0x11: multiply<1, 1>(l, waited, layer); break;
-      case 0x12: multiply<1, 2>(l, waited, layer); break;
-      case 0x21: multiply<2, 1>(l, waited, layer); break;
-      case 0x22:
-        if constexpr (kPairs > 1) multiply<2, 2>(l, waited, layer);
-        break;
-      case 0x41: multiply<4, 1>(l, waited, layer); break;
-      case 0x14:
-        if constexpr (kPairs > 1) multiply<1, 4>(l, waited, layer);
-        break;
-      case 0x18:
-        if constexpr (kPairs > 2) multiply<1, 8>(l, waited, layer);
-        break;
-      case 0x24:
-        if constexpr (kPairs > 2) multiply<2, 4>(l, waited, layer);
-        break;
-      case 0x42:
-        if constexpr (kPairs > 2) multiply<4, 2>(l, waited, layer);
-        break;
-      default: multiply<8, 1>(l, waited, layer); break;
+  // Runs the GEMM if it has this shape and there is code for it.
+  template <int kRows, int kColumns>
+  __device__ __forceinline__ bool try_shape(const SoloLayer& l, const HeldWeights& held, int layer) {
+    constexpr int kLeastPairs = solo_least_pairs(kRows, kColumns);
+    if constexpr (kPairs >= kLeastPairs) {
+      if (l.shape != (kRows << 4 | kColumns)) return false;
+      multiply<kRows, kColumns>(l, held, layer);
+      return true;
     }
+    return false;
+  }
+  __device__ __forceinline__ void gemm(const SoloLayer& l, const HeldWeights& held, int layer) {
+    // The wider a layer the more often it comes. One branch each costs less than a jump by a table.
+    try_shape<4, 1>(l, held, layer) || try_shape<2, 1>(l, held, layer) || try_shape<1, 2>(l, held, layer) ||
+        try_shape<1, 1>(l, held, layer) || try_shape<8, 1>(l, held, layer) || try_shape<2, 2>(l, held, layer) ||
+        try_shape<1, 4>(l, held, layer) || try_shape<4, 2>(l, held, layer) || try_shape<2, 4>(l, held, layer) ||
+        try_shape<1, 6>(l, held, layer) || try_shape<1, 8>(l, held, layer);
   }
 
   __device__ __forceinline__ void run() {
@@ -218,13 +324,19 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     for (step = 0; step < a.steps; step++) {
       phase = (step & 1) ^ 1;
       film = a.film_step + step * a.film_step_stride;
-      SoloLayer from = layers[0];  // in registers
       for (int i = 0; i <= count; i++) {
         const bool tail = i == count;
-        const SoloLayer to = layers[tail ? i : i + 1];
-        const int waited = Base::prepare(from, to, i, tail);
-        if (!tail) gemm(to, waited, i);
-        from = to;
+        if constexpr (kWide || kPairs > 1) {  // registers are short: nothing of a shape is computed before the loop
+          lane = static_cast<int>(ptx::held(lane)), warp = static_cast<int>(ptx::held(warp));
+          tid = static_cast<int>(ptx::held(tid));
+        }
+        const SoloLayer from = layers[i], to = layers[tail ? i : i + 1];  // in registers, as far as they are needed
+        HeldWeights held;
+        Base::prepare(from, to, i, tail, [&] { hold_any(to, held); });
+        constexpr bool kKeepLater = !kWide && kPairs == 1;  // else registers are short
+        if (!kKeepLater) Base::keep(from);
+        if (!tail) gemm(to, held, i);
+        if (kKeepLater) Base::keep(from);
       }
       Base::tail(1);
       mark(count, kPublished);

@@ -19,10 +19,11 @@ struct SoloInputs : Block<Weight> {
   static constexpr bool kWide = Base::kWide;
   // Clocks from publishing to the first poll of the others' sums: no message arrives sooner, and a failed poll costs
   // the time of a read through L2 and slows the stream of weights down.
-  static constexpr int kPollDelay = 600;
+  static constexpr int kPollDelay = 400;
   static constexpr int kElement = 2;  // bytes of a GEMM's input, of float32 twice
 
   const float* film = nullptr;  // of this step
+  float2 v[kPairs];             // of the layer: what it makes of the messages
 
   __device__ __forceinline__ void mark(int layer, Mark what) const {
     if constexpr (kRecord) {
@@ -32,7 +33,7 @@ struct SoloInputs : Block<Weight> {
   }
 
   struct Parameters {
-    float2 bias, gamma, beta, scale, shift;
+    float2 bias = {}, gamma = {}, beta = {}, scale = {1.0f, 1.0f}, shift = {};
   };
   __device__ __forceinline__ void fetch(Parameters& p, const SoloLayer& l, uint32_t c) const {
     p.bias = ptx::load_constant_2(a.floats + (l.bias + c));
@@ -46,14 +47,6 @@ struct SoloInputs : Block<Weight> {
       if (a.film_scale) p.scale = ptx::load_constant_2(at);
       p.shift = ptx::load_constant_2(at + (a.film_scale ? static_cast<uint32_t>(l.channels) : 0u));
     }
-  }
-
-  // The weights of a GEMM, as many stages as the circular buffer holds: lane i waits for stage i.
-  __device__ __forceinline__ int wait_weights(int stages) const {
-    const int count = min(stages, pipeline.stages);
-    if (lane < count) pipeline.wait_ahead(lane);
-    __syncwarp();
-    return count;
   }
 
   // Zeros before and after the times: a warp a row.
@@ -72,13 +65,13 @@ struct SoloInputs : Block<Weight> {
 
   // Mean and inverse deviation of the group. 16-bit weights: sums and sums of squares. float32: each warp around its
   // first value, so that nothing cancels.
-  __device__ __forceinline__ float2 moments(const float2 (&v)[kPairs], int pairs) const {
+  __device__ __forceinline__ float2 moments(const float2 (&v)[kPairs], int own, int pairs, float inverse) const {
     float2* sums = reinterpret_cast<float2*>(shared + a.layout.sums);
     const float pivot = kWide ? __shfl_sync(~0u, v[0].x, 0) : 0.0f;
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
-      const bool valid = i * kThreads + tid < pairs;
+      const bool valid = i < own;
       const float x = valid ? v[i].x - pivot : 0.0f, y = valid ? v[i].y - pivot : 0.0f;
       sum += x + y;
       squares = fmaf(x, x, fmaf(y, y, squares));
@@ -107,10 +100,9 @@ struct SoloInputs : Block<Weight> {
       const float4 two = *reinterpret_cast<const float4*>(sums + w);
       s[w] = two.x, q[w] = two.y, s[w + 1] = two.z, q[w + 1] = two.w;
     }
-    const float inverse = __fdividef(0.5f, static_cast<float>(pairs));
     if constexpr (!kWide) {
       const float mean = sum_of(s) * inverse;
-      return make_float2(mean, rsqrtf(fmaxf(fmaf(-mean, mean, sum_of(q) * inverse), 0.0f) + 1e-5f));
+      return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, sum_of(q) * inverse), 0.0f) + 1e-5f));
     } else {
       float part[kConsumerWarps];
 #pragma unroll
@@ -122,9 +114,10 @@ struct SoloInputs : Block<Weight> {
     }
   }
 
-  // The output of `source` becomes the input of `target`, or, for the last, the tail's values. Returns the stages
-  // waited for.
-  __device__ __forceinline__ int prepare(const SoloLayer& from, const SoloLayer& to, int layer, bool tail) {
+  // The output of `from` becomes the input of `to`, or, for the last layer, the tail's values. `hold` takes weights: it
+  // is called before the messages can be there.
+  template <class Hold>
+  __device__ __forceinline__ void prepare(const SoloLayer& from, const SoloLayer& to, int layer, bool tail, Hold hold) {
     const bool first = layer == 0;
     mark(layer, kBegin);
     const uint32_t began = static_cast<uint32_t>(clock());
@@ -133,51 +126,55 @@ struct SoloInputs : Block<Weight> {
     const int times_apart = kThreads >> from.half_log2, count = (from.pairs - tid + kThreads - 1) / kThreads;
     const uint32_t at = (t * from.channels + slice + c) / PartialSums::kWordSums,
                    apart = times_apart * from.channels / PartialSums::kWordSums;
-    float2* residual = reinterpret_cast<float2*>(shared + a.layout.residual) + tid;
-    Parameters p = {};
+    const int row = to.input + t * to.pitch + c * kElement, row_apart = times_apart * to.pitch;
+    Parameters p;
     fetch(p, from, slice + c);
-    int waited = 0;
+    const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
+    const float2 other_bias = ptx::load_constant_2(a.floats + (from.other_bias + slice + c));
+    PartialSums residuals = {a.messages + (at + from.residual_message), apart, phase};
+    if (other) residuals.poll(count);
     if (!tail) {
-      pad_input(to);
-      waited = wait_weights(to.stages);
+      if (from.pitch != to.pitch || from.last_row != to.last_row) pad_input(to);
+      if (to.skip_in >= 0) {
+#pragma unroll
+        for (int i = 0; i < kPairs; i++) {
+          if (i < count)
+            Base::write_input(row + i * row_apart + to.skip_bytes,
+                              reinterpret_cast<const float2*>(shared + to.skip_in)[tid + i * kThreads]);
+        }
+      }
     }
-    mark(layer, kWeightsThere);
+    float2 r[kPairs];  // what is added to the normalised values: residual and shift
+    if (other) {
+      residuals.receive(r);
+      p.shift = make_float2(p.shift.x + other_bias.x, p.shift.y + other_bias.y);
+    } else {
+      const float2* residual = reinterpret_cast<const float2*>(shared + a.layout.residual) + tid;
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) r[i] = from.flags & kSoloAdd ? residual[i * kThreads] : make_float2(0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) r[i] = make_float2(r[i].x + p.shift.x, r[i].y + p.shift.y);
     while (!first && static_cast<int>(static_cast<uint32_t>(clock()) - began) < kPollDelay) {
     }
-    const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
-    PartialSums residuals = {a.messages + (at + from.residual_message), apart, phase},
-                sums = {a.messages + (at + from.message), apart, phase};
-    constexpr bool kTogether = !kWide || kPairs <= 2;  // else there are no registers for both
-    if (other) residuals.poll(count);
-    if (kTogether && !first) sums.poll(count);
-    float2 v[kPairs], r[kPairs];
-    if (other) {
-      const float2 bias = ptx::load_constant_2(a.floats + (from.other_bias + slice + c));
-      residuals.receive(r);
-#pragma unroll
-      for (int i = 0; i < kPairs; i++) r[i] = make_float2(r[i].x + bias.x, r[i].y + bias.y);
-    } else if (from.flags & kSoloAdd) {
-#pragma unroll
-      for (int i = 0; i < kPairs; i++) r[i] = residual[i * kThreads];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPairs; i++) r[i] = make_float2(0.0f, 0.0f);
-    }
+    PartialSums sums = {a.messages + (at + from.message), apart, phase};
+    if (!first) sums.poll(count);
+    if (!tail) hold();  // while the words are under way
+    mark(layer, kWeightsThere);
     if (first) {
 #pragma unroll
       for (int i = 0; i < kPairs; i++)
-        v[i] = i < count ? Base::first_conv(p.bias, ptx::load_constant_2(a.floats + (from.other_bias + slice + c)),
-                                            2 << from.half_log2, 0, t + i * times_apart, c, tid + i * kThreads)
+        v[i] = i < count ? Base::first_conv(p.bias, other_bias, 2 << from.half_log2, 0, t + i * times_apart, c,
+                                            tid + i * kThreads)
                          : make_float2(0.0f, 0.0f);
     } else {
-      if constexpr (!kTogether) sums.poll(count);
       sums.receive(v);
 #pragma unroll
       for (int i = 0; i < kPairs; i++) v[i] = make_float2(v[i].x + p.bias.x, v[i].y + p.bias.y);
     }
     mark(layer, kMessagesThere);
     if (from.norm >= 0) {
-      const float2 moment = moments(v, from.pairs);
+      const float2 moment = moments(v, count, from.pairs, from.inverse_count);
       mark(layer, kNormalised);
       const float2 gain = make_float2(moment.y * p.gamma.x, moment.y * p.gamma.y);
 #pragma unroll
@@ -188,27 +185,26 @@ struct SoloInputs : Block<Weight> {
     }
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
-      if (from.film >= 0) {
-        if (a.film_scale) v[i].x *= p.scale.x, v[i].y *= p.scale.y;
-        v[i].x += p.shift.x, v[i].y += p.shift.y;
-      }
-      v[i].x += r[i].x, v[i].y += r[i].y;
+      v[i] = make_float2(fmaf(v[i].x, p.scale.x, r[i].x), fmaf(v[i].y, p.scale.y, r[i].y));
       if (i >= count) continue;
-      if (from.flags & kSoloKeep) residual[i * kThreads] = v[i];
-      if (from.skip_out >= 0) reinterpret_cast<float2*>(shared + from.skip_out)[tid + i * kThreads] = v[i];
-      if (tail) {
+      if (tail)
         reinterpret_cast<float2*>(shared + a.layout.stash)[tid + i * kThreads] = v[i];
-      } else {
-        const int row = to.input + (t + i * times_apart) * to.pitch + c * kElement;
-        Base::write_input(row, v[i]);
-        if (to.skip_in >= 0)
-          Base::write_input(row + to.skip_bytes,
-                            reinterpret_cast<const float2*>(shared + to.skip_in)[tid + i * kThreads]);
-      }
+      else
+        Base::write_input(row + i * row_apart, v[i]);
     }
     sync_consumers();
     mark(layer, kInputWritten);
-    return waited;
+  }
+
+  // Stores the values that later layers add or take as a skip. Only this thread reads them.
+  __device__ __forceinline__ void keep(const SoloLayer& from) const {
+    float2* residual = reinterpret_cast<float2*>(shared + a.layout.residual) + tid;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      if (i * kThreads + tid >= from.pairs) continue;
+      if (from.flags & kSoloKeep) residual[i * kThreads] = v[i];
+      if (from.skip_out >= 0) reinterpret_cast<float2*>(shared + from.skip_out)[tid + i * kThreads] = v[i];
+    }
   }
 };
 

@@ -28,7 +28,7 @@ size_t message_words(const Plan& plan, int batch, int horizon) {
                  segments = conv.num_segments == 2 && !conv.upsample ? 2 : 1;
     words += output * segments, outputs += segments, largest = std::max(largest, output);
   }
-  if (batch == 1) {  // the one-sample kernel gives every output the room of the largest, for 1, 2 or 4 pairs a thread
+  if (batch == 1) {  // the one-sample kernel gives every output the room of the largest, for 1 to 4 pairs a thread
     size_t room = solo_message_stride(1, true);
     while (room < largest) room *= 2;
     words = outputs * room;

@@ -6,8 +6,6 @@
 namespace dpa::kernels::unet1d {
 namespace {
 
-// Whether the kernel of one sample has code for a GEMM of these tiles.
-bool solo_shape(int row_tiles, int column_tiles) { return row_tiles * column_tiles <= 8; }
 // Whether a GEMM's sums fit a warp's share of the partial sums, and its messages the threads' rounds.
 bool solo_room(bool wide, int pairs, int row_tiles, int columns) {
   const int words = wide ? 1 : 2, rounds = ceil_div(pairs, words);  // words: sums in a message word
@@ -16,7 +14,7 @@ bool solo_room(bool wide, int pairs, int row_tiles, int columns) {
 }
 
 // The channel pairs a thread that the one-sample kernel is compiled for, for `most` of them; 0: none.
-int solo_pairs(int most) { return most <= 2 ? most : most <= 4 ? 4 : 0; }
+int solo_pairs(int most) { return most <= 4 ? most : 0; }
 
 // Fills in the descriptors of the one-sample kernel; false where it has no code for a shape.
 bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
@@ -33,12 +31,15 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
     s.bias = l.bias[0], s.other_bias = l.other_bias, s.norm = l.norm, s.film = l.film, s.skip_out = l.skip_out;
     s.flags = (l.add ? kSoloAdd : 0) | (l.keep ? kSoloKeep : 0);
     s.message = message;
+    s.inverse_count = 0.5f / static_cast<float>(s.pairs);
     if (i == 0) continue;
     message += block;
     second_message = l.num_segments == 2 && !l.upsample ? message : -1;
     if (second_message >= 0) message += block;
-    const int column_tiles = 1 << log2_of(ceil_div(l.columns_per_sample, 8)), row_tiles = 1 << l.row_tiles_log2;
-    if (width % 16 || !solo_shape(row_tiles, column_tiles) || r.halo > 4) return false;
+    const int least = ceil_div(l.columns_per_sample, 8), column_tiles = least + (least > 2 && least % 2),
+              row_tiles = 1 << l.row_tiles_log2;
+    const int least_pairs = solo_least_pairs(row_tiles, column_tiles);
+    if (width % 16 || least_pairs == 0 || least_pairs > pairs || r.halo > 4) return false;
     if (!solo_room(wide, pairs, row_tiles, l.columns_per_sample)) return false;
     s.pitch = l.steps_per_tap * step_bytes + 16, s.input = r.input + r.halo * s.pitch,
     s.last_row = s.input + l.times_in * s.pitch;
@@ -52,11 +53,37 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
     for (int k = 0; k < l.num_segments; k++) {
       s.steps[k] = l.tiles[k] / row_tiles, s.first[k] = l.first[k] * s.pitch;
       s.out[k] = (k && second_message >= 0 ? second_message : s.message) + (l.upsample ? k * l.channels_out / pack : 0);
-      s.stages += ceil_div(l.tiles[k] * r.tile_bytes, kStageBytes);
     }
   }
   r.tail_message = message;
   return true;
+}
+
+// Which weights are asked to stay in L2 from step to step. Where memory's bandwidth decides, which it does in the wide
+// layers, a part of every wide layer, but for those that the circular buffers hold when a step comes to them. Otherwise
+// the first ones. A larger network gains nothing by it.
+void keep_weights(ResidentLayout& r, const Plan& plan) {
+  constexpr int64_t kKept = 14 << 20, kKeepBelow = 256 << 20;
+  if (plan.tile_bytes >= kKeepBelow) return;
+  r.kept_end = 16 << 20;
+  if (plan.dtype == DType::kFloat8E4M3 || r.pairs == 0) return;
+  auto bytes = [&](const ResidentLayer& l) {
+    return int64_t{l.tiles[0] + (l.num_segments == 2 ? l.tiles[1] : 0)} * r.tile_bytes * r.blocks;
+  };
+  int64_t widest = 0, buffered = int64_t{r.stages} * kStageBytes * r.blocks;
+  for (int i = 1; i <= r.count; i++) widest = std::max(widest, bytes(r.layers[i]));
+  int64_t begin = -1, end = 0;
+  for (int i = 1; i <= r.count; i++) {
+    const ResidentLayer& l = r.layers[i];
+    if (2 * bytes(l) < widest) continue;
+    if (buffered <= 0) {
+      if (begin < 0) begin = l.weights[0];
+      end = l.weights[0] + bytes(l);
+    }
+    buffered -= bytes(l);
+  }
+  if (end - begin < kKept) return;
+  r.kept_begin = begin, r.kept_end = end, r.kept_every = static_cast<int>((end - begin + kKept - 1) / kKept);
 }
 
 }  // namespace
@@ -129,8 +156,6 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
                              l.num_segments * (1 << l.k_warps_log2) * batch * l.columns_per_sample * (t.rows + 4) * 4);
   }
   r.tail_message = message;
-  constexpr int64_t kKept = 16 << 20, kKeepBelow = 256 << 20;  // a larger network gains nothing by it
-  r.kept_bytes = plan.tile_bytes < kKeepBelow ? kKept : 0;
   const int most = units / batch / threads;
 
   int at = 0;
@@ -162,8 +187,10 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.buffer = at;
   r.stages = std::min(kMaxStages, (shared_bytes - kStatic - at) / kStageBytes);
   r.shared_bytes = at + r.stages * kStageBytes;
-  const int pairs = batch == 1 ? solo_pairs(most) : 0;
+  int pairs = batch == 1 ? solo_pairs(most) : 0;
+  if (r.stages < solo_stages(pairs)) pairs = 0;
   r.pairs = pairs > 0 && solo_layers(r, pairs, wide) ? pairs : 0;
+  keep_weights(r, plan);
   // The general kernel knows no scales.
   r.fits = r.stages >= kMinStages && r.tile_bytes * kConsumerWarps <= kStageBytes &&
            (plan.dtype != DType::kFloat8E4M3 || r.pairs > 0);

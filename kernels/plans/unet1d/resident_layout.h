@@ -13,6 +13,17 @@ constexpr int kSlicesIn = 8;  // slices of the input channels are GroupNorm grou
 constexpr int kSoloShareFloats =
     320;  // of a warp's partial sums in the one-sample kernel, for each channel pair a thread
 
+/// Tiles of 16-bit weights that a thread of the one-sample kernel holds before it multiplies, and the stages that its
+/// block takes at once for it, or more.
+constexpr int solo_held_tiles(int pairs, bool wide) { return wide || pairs > 2 ? 0 : 20; }
+constexpr int solo_stages(int pairs) { return pairs <= 2 ? 5 : kMinStages; }
+
+/// The least channel pairs a thread of a one-sample kernel that has code for a GEMM of these tiles; 0: none has.
+constexpr int solo_least_pairs(int row_tiles, int column_tiles) {
+  const int tiles = row_tiles * column_tiles;
+  return tiles > 8 ? 0 : column_tiles == 1 || tiles == 2 ? 1 : tiles == 4 ? 2 : column_tiles < 8 ? 3 : 4;
+}
+
 /// Words from one slice's partial sums to the next slice's, in the one-sample kernel, whatever the layer: 16-bit
 /// weights send two sums a word.
 constexpr uint32_t solo_message_stride(int pairs, bool wide) {
@@ -51,22 +62,24 @@ struct alignas(16) SoloLayer {
   int pitch, input, skip_in, skip_bytes;  // bytes from row to row, to time 0; of a skip's channels within a row
   int stride, columns, steps[2];          // bytes from column to column; steps of K
   int first[2], steps_per_tap, steps_inverse;
-  int tap_bytes, shape, out[2];  // bytes from a tap to the next, less its steps; row tiles << 4 | column tiles
-  int out_stride, last_row, stages, scale;  // scale: float offset of the segments' scales, where weights are e4m3
+  int tap_bytes, shape, out[2];     // bytes from a tap to the next, less its steps; row tiles << 4 | column tiles
+  int out_stride, last_row, scale;  // scale: float offset of the segments' scales, where weights are e4m3
+  float inverse_count;              // of the values of a group
 };
 enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
 
 struct ResidentLayout {
   int count = 0;
   ResidentLayer layers[kMaxConvs + 1] =
-      {};  // [0] stands for the first convolution: only what becomes of its output; then `count` GEMMs
-  int pairs =
-      0;  // channel pairs a thread finishes of one sample, where there is one sample: 1, 2, 4 (16-bit inputs), or 0 for the
-          // general kernel
+      {};         // [0] stands for the first convolution: only what becomes of its output; then `count` GEMMs
+  int pairs = 0;  // channel pairs a thread finishes of one sample, where there is one sample: 1 to 4, or 0 for the
+                  // general kernel
   SoloLayer solo[kMaxConvs + 1] = {};
   int blocks = 0, slices_out = 0, halo = 0;
   int tile_bytes = 0;
-  int64_t kept_bytes = 0;    // of the packed tiles, from the first on: asked to stay in L2
+  // Of the packed tiles between these offsets, one stage in `kept_every` of a block's slice is asked to stay in L2.
+  int64_t kept_begin = 0, kept_end = 0;
+  int kept_every = 1;
   int64_t tail_message = 0;  // words (slices_out, slices_in, B T A)
   // Byte offsets in shared memory.
   int buffer = 0, stages = 0, input = 0, input_low = 0, stash = 0, residual = 0, sums = 0, partial = 0, head = 0,
