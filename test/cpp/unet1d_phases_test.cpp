@@ -117,7 +117,9 @@ TEST(ChoosePath, ByDeviceAndSize) {
   EXPECT_EQ(choose_path(large, 1, 64, kHopper), Path::kClustered);
   EXPECT_EQ(choose_path(large, 2, 64, kHopper), Path::kPhases);
   EXPECT_EQ(choose_path(uneven, 1, 16, kHopper), Path::kPhases);
-  for (const Device& d : {kA100, kRtx3090, kOrin}) EXPECT_EQ(choose_path(bf16, 1, 16, d), Path::kPhases);
+  for (const Device& d : {kA100, kRtx3090}) EXPECT_EQ(choose_path(bf16, 1, 16, d), Path::kResident);
+  EXPECT_EQ(choose_path(bf16, 1, 16, kOrin), Path::kPhases);
+  EXPECT_EQ(choose_path(bf16, 2, 16, kA100), Path::kPhases);
   EXPECT_EQ(choose_path(bf16, 1, 4096, kHopper), Path::kLayered);
   EXPECT_EQ(choose_path(bf16, 1, 64, kHopper), Path::kResident);
   EXPECT_EQ(choose_path(fp32, 1, 64, kHopper), Path::kResident);

@@ -5,6 +5,7 @@
 #include <functional>
 #include <numeric>
 #include <set>
+#include <string>
 
 #include "kernels/plans/unet1d/call.h"
 #include "kernels/plans/unet1d/loop.h"
@@ -171,20 +172,42 @@ TEST(TileIndex, IsAPermutation) {
   EXPECT_EQ(*places.rbegin(), 255);
 }
 
-TEST(Resident, ItsMessagesFitTheWorkspace) {
+// Hopper, whose weights come by bulk copies; and chips with fewer multiprocessors, where blocks merge slices.
+TEST(Resident, ItsPartsFitTheDevice) {
+  const Device devices[] = {{132, 227 << 10, true}, {132, 227 << 10}, {128, 99 << 10}, {108, 163 << 10},
+                            {82, 99 << 10},         {46, 163 << 10},  {16, 163 << 10}};
+  int fitting[std::size(devices)] = {};
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3})
     for (const int widest : {512, 1024, 2048})
       for (int horizon = 4; horizon <= 64; horizon += 4) {
         const Config config = {16, 3, {widest / 4, widest / 2, widest}, 5, 8, 16, 6, true};
         const Plan plan = make_plan(config, dtype);
-        for (const int batch : {1, 2}) {
-          const ResidentLayout layout = resident_layout(plan, batch, horizon, 232448);
-          if (!layout.fits) continue;
-          const int64_t tail = int64_t{plan.slices_out} * plan.slices_in * batch * horizon * config.action_dim;
-          EXPECT_LE(layout.tail_message + tail, message_words(plan, batch, horizon))
-              << "widest " << widest << ", horizon " << horizon << ", batch " << batch;
-        }
+        for (const int batch : {1, 2})
+          for (size_t i = 0; i < std::size(devices); i++) {
+            const Device& d = devices[i];
+            const ResidentLayout y = resident_layout(plan, batch, horizon, d);
+            const bool chosen = y.fits && (d.hopper || y.blocks <= d.multiprocessors);
+            if (!chosen) continue;
+            fitting[i]++;
+            const std::string where = "device " + std::to_string(i) + ", widest " + std::to_string(widest) +
+                                      ", horizon " + std::to_string(horizon) + ", batch " + std::to_string(batch);
+            EXPECT_EQ(y.blocks << y.merged_log2, plan.slices_out * plan.slices_in) << where;
+            EXPECT_LE(y.shared_bytes, d.shared_bytes) << where;
+            EXPECT_LE(y.stages, kMaxStages) << where;
+            const int64_t tail = int64_t{y.blocks} * batch * horizon * config.action_dim;
+            EXPECT_LE(y.tail_message + tail, y.message_words) << where;
+            if (y.pairs == 0) continue;
+            for (int l = 1; l <= y.count; l++) {
+              const int rows = y.solo[l].shape >> 4, columns = y.solo[l].columns;
+              const int share = d.hopper ? kSoloShareFloats * y.pairs : y.share;
+              EXPECT_LE(columns * (16 * rows + 4), share) << where;
+              EXPECT_LE(kConsumerWarps * rows * y.tile_bytes, y.stages * y.stage_bytes)
+                  << where;  // a step of all warps
+              EXPECT_EQ(rows << log2_of(y.blocks / kSlicesIn), y.layers[l].channels_out / 16) << where;
+            }
+          }
       }
+  for (const int n : fitting) EXPECT_GT(n, 0);
 }
 
 TEST(RefusedPlan, SaysWhyAndListsNothing) {

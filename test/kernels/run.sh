@@ -3,12 +3,16 @@
 #   run.sh [test|quick|bench]...                     kernels/cuda/unet1d
 #   KERNELS=conv1d run.sh [test|bench]...            kernels/cuda/conv1d
 # EXTRA=-DDPA_TEST_DELAYS run.sh quick: warps fall asleep at random places, which must change no result
+# ARCH=80 run.sh ...: the code that other GPUs run, in a folder of its own
 set -e
 cd "$(dirname "$0")/../.."
 kernels=${KERNELS:-unet1d}
-out=${BUILD_DIR:-/tmp/$kernels}
+arch=${ARCH:-90a}
+out=${BUILD_DIR:-/tmp/$kernels-$arch}
+case $arch in *a) code=sm_$arch ;; *) code=compute_$arch ;; esac
+[ "$arch" = 90a ] && EXTRA="-DDPA_SM90A $EXTRA"
 mkdir -p "$out"
-flags="-O3 -std=c++20 -gencode=arch=compute_90a,code=sm_90a -DDPA_SM90A -I. $EXTRA"
+flags="-O3 -std=c++20 -gencode=arch=compute_$arch,code=$code -I. $EXTRA"
 for f in kernels/cuda/"$kernels"/*.cu kernels/cuda/"$kernels"/*.cpp kernels/plans/"$kernels"/*.cpp test/kernels/"$kernels"_*.cu; do
   nvcc $flags -c "$f" -o "$out/$(basename "$f").o" &
 done

@@ -134,7 +134,7 @@ inline bool fits(const Plan& plan, int batch, int horizon, Path path) {
   const Device device = this_device();
   switch (path) {
     case Path::kClustered: return device.clusters && cluster_layout(plan, batch, horizon).fits;
-    case Path::kResident: return device.hopper && resident_fits(plan, batch, horizon, device);
+    case Path::kResident: return resident_fits(plan, batch, horizon, device);
     case Path::kTeams: return team_samples(plan, batch, horizon, device) > 0;
     case Path::kPhases: return phase_samples(plan, batch, horizon, device) > 0;
     default: return true;

@@ -26,6 +26,10 @@ __device__ __forceinline__ uint32_t held(uint32_t value) {
   return value;
 }
 
+// A barrier of `count` arrivals. One thread calls it; the block's barrier is due before it is used.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -37,11 +41,40 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 
 // Waits for the end of the phase with that parity. Any number of threads may call it.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\nbra "
       "wait;\nready:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+#else
+  asm volatile(
+      "{\n.reg .pred done;\nwait:\nmbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\nbra "
+      "wait;\nready:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// Whether that phase has ended.
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// Copies 16 bytes into shared memory, and arrives at a barrier of the block once this thread's copies so far are there.
+__device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_async(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // A cache policy: lines read under it are the first to leave L2.
@@ -314,7 +347,8 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, uint32_t b0, 
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// Four e4m3 as two pairs of halves: exact.
+// Four finite e4m3 as two pairs of halves: exact. Where the chip does not convert: in the upper half of 16 bits, its
+// exponent a bit lower, e4m3 is a float16, the number times 2^-8.
 __device__ __forceinline__ void widen_e4m3(uint32_t (&halves)[2], uint32_t four) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, "
@@ -322,9 +356,12 @@ __device__ __forceinline__ void widen_e4m3(uint32_t (&halves)[2], uint32_t four)
       : "=r"(halves[0]), "=r"(halves[1])
       : "r"(four));
 #else
+#pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(four >> 16 * i), __NV_E4M3);
-    halves[i] = pair.x | static_cast<uint32_t>(pair.y) << 16;
+    const uint32_t bytes = __byte_perm(four, 0, i ? 0x3424 : 0x1404);
+    asm("mul.rn.f16x2 %0, %1, %2;"
+        : "=r"(halves[i])
+        : "r"((bytes & 0x80008000u) | ((bytes & 0x7f007f00u) >> 1)), "r"(0x5c005c00u));  // 256, twice
   }
 #endif
 }

@@ -21,18 +21,14 @@ cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream) {
-  int device = 0, shared_bytes = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) return error;
+cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
+                         cudaStream_t stream) {
   Arguments a = {loop_arguments(plan, call, at)};
-  a.layout = resident_layout(plan, call.batch, call.horizon, shared_bytes);
+  a.layout = resident_layout(plan, call.batch, call.horizon, device);
   if (!a.layout.fits) return cudaErrorInvalidConfiguration;
   a.channels = plan.config.down_dims[0], a.record = call.record;
   a.messages = reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(call.workspace) + at.messages);
-  error = cudaMemsetAsync(a.messages, 0, at.message_bytes, stream);
+  const cudaError_t error = cudaMemsetAsync(a.messages, 0, at.message_bytes, stream);
   if (error != cudaSuccess) return error;
   if (call.record) return launch_recording(plan.dtype, a, stream);
   switch (plan.dtype) {

@@ -12,8 +12,13 @@
 
 namespace dpa::kernels::unet1d {
 
-constexpr int kThreads = kConsumerWarps * 32;
-constexpr int kBlock = kThreads + 128;  // registers are moved between groups of four warps
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kBulk = true;  // weights come by bulk copies, not by cp.async
+#else
+constexpr bool kBulk = false;
+#endif
+constexpr int kThreads = kConsumerWarps * 32, kBlock = kThreads + kProducerWarps * 32;
+constexpr int kStageBytes = kBulk ? kBulkStageBytes : kAsyncStageBytes;
 
 struct Arguments : LoopArguments {
   ResidentLayout layout;

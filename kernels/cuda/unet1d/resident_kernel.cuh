@@ -7,8 +7,9 @@
 // grid      slices_out x 8 blocks, one a multiprocessor, all present at once (a cooperative launch). Block (m, k) owns
 //           in every GEMM the output channels of slice m and the input channels of GroupNorm group k; so it normalises
 //           its own group alone, and residuals and skips, which are always of the same group, stay in its shared memory
-// block     8 consumer warps and one producer thread that copies weights into a circular buffer of 16 KB stages, as far
-//           ahead as it reaches
+//           Not on Hopper and on fewer multiprocessors: a half or a quarter as many blocks, with as many more slices m
+// block     8 consumer warps, and producers that copy weights into a circular buffer of stages, as far ahead as it
+//           reaches: on Hopper one thread by bulk copies, elsewhere four warps by cp.async
 // thread    owns channel pairs of the group when it reads, normalises and writes the GEMM's input; how a GEMM is
 //           divided among the warps: resident_solo.cuh (one sample, tuned) and resident_general.cuh (any number)
 // messages  block (m, k) publishes its partial sum of every output; a reader of a value reads its 8 partial sums. The
@@ -23,26 +24,73 @@
 
 namespace dpa::kernels::unet1d {
 
-// One thread streams the slices of every GEMM, in order, for every step.
+// Where a GEMM's weights of a block lie: `merged` slices of the packed tiles, of whose rows each step along K has `run`
+// bytes; in the buffer a step's rows of all slices follow one another.
+struct WeightSource {
+  const uint8_t* from;  // of the first slice
+  uint32_t apart;       // bytes from slice to slice
+  int run_log2, merged_log2;
+  __device__ WeightSource(const Arguments& a, const ResidentLayer& l, int segment, int bytes) {
+    const int merged = a.layout.merged_log2, m = blockIdx.x / kSlicesIn, k = blockIdx.x % kSlicesIn;
+    const uint32_t slice = static_cast<uint32_t>(bytes) >> merged;
+    from = a.weights + l.weights[segment] + static_cast<int64_t>((m << merged) * kSlicesIn + k) * slice;
+    apart = slice * kSlicesIn, merged_log2 = merged;
+    run_log2 = l.row_tiles_log2 - merged + 31 - __clz(a.layout.tile_bytes);
+  }
+  // The byte at `offset` of the block's share.
+  __device__ const uint8_t* operator()(uint32_t offset) const {
+    const uint32_t run = offset >> run_log2, slice = run & ((1u << merged_log2) - 1);
+    return from + (slice * apart + ((run >> merged_log2) << run_log2) + (offset & ((1u << run_log2) - 1)));
+  }
+};
+
+// A stage of the buffer is filled: by a bulk copy of one thread; or by a warp's cp.async, 16 bytes a lane, whose end the
+// barrier counts for each lane.
+__device__ __forceinline__ void fill_stage(const WeightSource& source, int at, int size, uint32_t to, uint32_t full,
+                                           uint64_t policy) {
+  if constexpr (kBulk) {
+    ptx::barrier_expect(full, size);
+    ptx::copy_bulk(to, source.from + at, size, full, policy);
+  } else {
+    const int lane = threadIdx.x % 32 * 16;
+    if (size == kStageBytes && source.merged_log2 == 0) {
+      const uint8_t* from = source.from + at + lane;
+#pragma unroll
+      for (int i = 0; i < kStageBytes; i += 512) ptx::copy_async_16(to + lane + i, from + i, policy);
+    } else {
+#pragma unroll 4
+      for (int i = lane; i < size; i += 512) ptx::copy_async_16(to + i, source(at + i), policy);
+    }
+    ptx::barrier_arrive_async(full);
+  }
+}
+
+// The producers stream the slices of every GEMM, in order, for every step: one thread by bulk copies, or four warps, a
+// stage each in turns, for a warp takes 500 clocks a stage.
 __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint32_t full, uint32_t empty) {
   const ResidentLayout& y = a.layout;
   // What streams must not push the messages out of L2; a first part of the weights may stay there from step to step.
   const uint64_t pass = ptx::evict_first_policy(), keep = ptx::evict_last_policy();
-  int stage = 0, phase = 1;
+  int stage = 0, phase = 1, turn = static_cast<int>(threadIdx.x / 32) % kProducerWarps;
   for (int step = 0; step < a.steps; step++) {
     for (int i = 1; i <= y.count; i++) {
       for (int s = 0; s < y.layers[i].num_segments; s++) {
         const int bytes = y.layers[i].tiles[s] * y.tile_bytes;
         const bool some_kept = y.layers[i].weights[s] >= y.kept_begin && y.layers[i].weights[s] < y.kept_end;
         int until_kept = 0;
-        const uint8_t* source = a.weights + y.layers[i].weights[s] + static_cast<int64_t>(blockIdx.x) * bytes;
+        const WeightSource source(a, y.layers[i], s, bytes);
         for (int at = 0; at < bytes; at += kStageBytes) {
           const int size = min(kStageBytes, bytes - at);
-          ptx::barrier_wait(empty + stage * 8, phase);
-          ptx::barrier_expect(full + stage * 8, size);
-          ptx::copy_bulk(ptx::shared_address(buffer + stage * kStageBytes), source + at, size, full + stage * 8,
-                         some_kept && until_kept == 0 ? keep : pass);
+          if (kBulk || turn == 0) {
+            if constexpr (kBulk)
+              ptx::barrier_wait(empty + stage * 8, phase);
+            else  // the consumers need the issue slots
+              while (!ptx::barrier_test(empty + stage * 8, phase)) __nanosleep(40);
+            fill_stage(source, at, size, ptx::shared_address(buffer + stage * kStageBytes), full + stage * 8,
+                       some_kept && until_kept == 0 ? keep : pass);
+          }
           until_kept = (until_kept ? until_kept : y.kept_every) - 1;
+          turn = (turn + kProducerWarps - 1) % kProducerWarps;
           if (++stage == y.stages) stage = 0, phase ^= 1;
         }
       }
@@ -53,7 +101,7 @@ __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint3
 // kPairs: of the one-sample kernel, or 0 for the general one. kRecord: see Solo.
 template <class Weight, int kPairs, bool kRecord>
 __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_constant__ Arguments a) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see sample.cpp
+#if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
   __shared__ volatile uint32_t zero;
@@ -62,10 +110,10 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
   if (tid == 0) {
     zero = 0;
     for (int i = 0; i < y.stages; i++) {
-      cuda::ptx::mbarrier_init(full + i, 1);
-      cuda::ptx::mbarrier_init(empty + i, kConsumerWarps);
+      ptx::barrier_init(full + i, kBulk ? 1 : 32);
+      ptx::barrier_init(empty + i, kConsumerWarps);
     }
-    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+    if constexpr (kBulk) cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   auto floats_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
   for (int i = tid; i < a.taps * a.actions * width; i += blockDim.x)
@@ -83,17 +131,18 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
   for (int i = tid; i < words; i += blockDim.x) reinterpret_cast<uint32_t*>(shared + y.descriptors)[i] = descriptors[i];
   __syncthreads();
   if (tid >= kThreads) {
-    ptx::registers_decrease<24>();
-    if (tid == kThreads) stream_weights(a, shared + y.buffer, ptx::shared_address(full), ptx::shared_address(empty));
+    if constexpr (kBulk) ptx::registers_decrease<24>();
+    if (!kBulk || tid == kThreads)
+      stream_weights(a, shared + y.buffer, ptx::shared_address(full), ptx::shared_address(empty));
   } else {
-    ptx::registers_increase<240>();
+    if constexpr (kBulk) ptx::registers_increase<240>();
     const WeightPipeline view = {ptx::held(ptx::shared_address(full)), ptx::held(ptx::shared_address(empty)), y.stages,
                                  0, 0};
     const Block<Weight> block = {a,        shared, view, tid,  tid / 32,
                                  tid % 32, m,      k,    zero, ptx::held(ptx::shared_address(shared))};
-    if constexpr (kPairs > 0)
+    if constexpr (kPairs > 0 && (kBulk || kPairs != 3))
       Solo<Weight, kPairs, kRecord>{{block}}.run();
-    else
+    else if constexpr (kBulk)
       General<Weight>{{block}}.run();
   }
 #endif

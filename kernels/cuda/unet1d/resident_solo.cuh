@@ -20,7 +20,10 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::step,
       Base::phase, Base::film, Base::mark;
   static constexpr bool kWide = Base::kWide, kScaled = sizeof(Weight) == 1;
-  static constexpr int kStepBytes = 16 * Base::kElement, kShare = kSoloShareFloats * kPairs;
+  static constexpr int kStepBytes = 16 * Base::kElement;
+
+  // Floats of a warp's partial sums.
+  __device__ __forceinline__ int share() const { return kBulk ? kSoloShareFloats * kPairs : a.layout.share; }
 
   template <int kRows, int kColumns>
   struct Fragments {
@@ -30,7 +33,8 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
 
   // Weights of the first segment in registers before the GEMM's input is there, and where each step's activations will
   // be. Steps of a warp, by its row tiles; where the segment has more, the first ones, which are whole stages.
-  static constexpr int kHeldTiles = solo_held_tiles(kPairs, kWide), kHeldBytes = solo_stages(kPairs) * kStageBytes;
+  static constexpr int kHeldTiles = kBulk ? solo_held_tiles(kPairs, kWide) : 0,
+                       kHeldBytes = solo_stages(kPairs) * kStageBytes;
   template <int kRows>
   static constexpr int kHeld = kRows == 1 && kHeldTiles > 8 ? 8 : kHeldTiles / kRows;
   // The steps of short segments, which take no time for others.
@@ -86,6 +90,9 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       case 1: hold<1>(l, held); break;
       case 2: hold<2>(l, held); break;
       case 4: hold<4>(l, held); break;
+      case 16:
+        if constexpr (!kBulk) hold<16>(l, held);
+        break;
       default: hold<8>(l, held); break;
     }
   }
@@ -144,14 +151,19 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   __device__ __forceinline__ void multiply_rest(const SoloLayer& l, int steps, int first, int begin,
                                                 const uint32_t (&rows)[kColumns], Sums<kRows, kColumns>& sum) {
     constexpr int kStep = kRows * Math::kBytes, kWarpsBytes = kConsumerWarps * kStep;  // bytes
-    // Stages taken and given back at once: few, so that the stream goes on.
-    constexpr int kChunk = kWarpsBytes > 2 * kStageBytes ? kWarpsBytes / kStageBytes
-                           : kWarpsBytes > kStageBytes   ? 2
-                           : kScaled                     ? 1
-                                                         : 3;
-    constexpr int kIterations = kChunk * kStageBytes / kWarpsBytes;
+    // Stages taken and given back at once: few, so that the stream goes on; by cp.async a good part of the buffer, for
+    // stages are smaller, and no weights are held.
+    constexpr int kUnit = kWarpsBytes > kStageBytes ? kWarpsBytes / kStageBytes : 1;
+    constexpr int kBulkChunk = kUnit > 1 ? kUnit : kScaled ? 1 : 3;
+    const int chunk = kBulk || kUnit >= 4     ? kBulkChunk
+                      : pipeline.stages >= 12 ? 6
+                      : kUnit == 2            ? 2
+                                              : 3,
+              chunk_iterations = chunk * kStageBytes / kWarpsBytes;
     constexpr bool kAtOnce = kRows * sizeof(Weight) <= 16,
-                   kAhead = kRows * sizeof(Weight) <= (kWide ? 16 : 8) && (!kWide || kRows * kColumns < 8);
+                   kAhead = kRows * sizeof(Weight) <= (kWide ? 16 : 8) && kRows * kColumns < (kBulk   ? kWide ? 8 : 16
+                                                                                              : kWide ? 4
+                                                                                                      : 8);
     const int iterations = (steps + kConsumerWarps - 1) / kConsumerWarps, ring_bytes = pipeline.stages * kStageBytes;
     const uint8_t* tiles = shared + a.layout.buffer + lane * Math::kLaneBytes;
     int s = warp + begin * kConsumerWarps, at = pipeline.stage * kStageBytes + warp * kStep,
@@ -185,12 +197,12 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       }
     };
 #pragma unroll 1
-    for (int base = begin; base < iterations; base += kIterations) {
-      const int stages = min(kChunk, left);
+    for (int base = begin; base < iterations; base += chunk_iterations) {
+      const int stages = min(chunk, left);
       left -= stages;
       if (lane < stages) pipeline.wait_ahead(lane);
       __syncwarp();
-      int n = min(kIterations, iterations - base);
+      int n = min(chunk_iterations, iterations - base);
       if (base + n == iterations && s + (n - 1) * kConsumerWarps >= steps)
         n--;  // the last round has no step for this warp
       if constexpr (kAhead) {
@@ -223,7 +235,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   template <int kRows, int kColumns>
   __device__ __forceinline__ void store_sums(const SoloLayer& l, const Sums<kRows, kColumns>& sum, float* out) const {
     constexpr int kPitch = 16 * kRows + 4;
-    float* mine = out + warp * kShare + lane % 4 * 2 * kPitch + lane / 4;
+    float* mine = out + warp * share() + lane % 4 * 2 * kPitch + lane / 4;
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
 #pragma unroll
@@ -241,13 +253,13 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     float x[kConsumerWarps];
     if constexpr (kWide) {
 #pragma unroll
-      for (int w = 0; w < kConsumerWarps; w++) x[w] = shares[w * kShare];
+      for (int w = 0; w < kConsumerWarps; w++) x[w] = shares[w * share()];
       return __float_as_uint(sum_of(x));
     } else {
       float y[kConsumerWarps];
 #pragma unroll
       for (int w = 0; w < kConsumerWarps; w++) {
-        const float2 v = *reinterpret_cast<const float2*>(shares + w * kShare);
+        const float2 v = *reinterpret_cast<const float2*>(shares + w * share());
         x[w] = v.x, y[w] = v.y;
       }
       float2 sum = make_float2(sum_of(x), sum_of(y));
@@ -264,10 +276,18 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       const int n = i * 8 + (!kWide && kColumns > 1 && i % 2 == 0 ? lane >> 4 << 3 : 0) + (lane & 7);
       rows[i] = Base::base + (n < l.columns ? n : 0) * l.stride + Base::lane_part();
     }
-    constexpr int kLog2 = kRows == 1 ? 4 : kRows == 2 ? 5 : kRows == 4 ? 6 : 7, kPitch = 16 * kRows + 4;
+    constexpr int kLog2 = kRows == 1   ? 4
+                          : kRows == 2 ? 5
+                          : kRows == 4 ? 6
+                          : kRows == 8 ? 7
+                                       : 8,
+                  kPitch = 16 * kRows + 4;
     // A thread publishes one row of some columns, or two neighbours.
     constexpr int kUnits = PartialSums::kWordSums, kUnitLog2 = kLog2 - (kUnits - 1);
     const int unit = tid & ((1 << kUnitLog2) - 1), row = unit * kUnits, n0 = tid >> kUnitLog2;
+    // Of the columns; where slices are merged, their number is of the shape.
+    constexpr int kRounds =
+        kBulk ? (kPairs + kUnits - 1) / kUnits : ((kColumns * 8 << kUnitLog2) + kThreads - 1) / kThreads;
     float* partial = Base::floats_at(a.layout.partial);
     const uint32_t out = k * PartialSums::kStride + (m << kUnitLog2) + unit + n0 * l.out_stride,
                    apart = (kThreads >> kUnitLog2) * l.out_stride;
@@ -286,7 +306,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       inject_test_delay();
       uint32_t* to = a.messages + (out + (s ? l.out[1] : l.out[0]));
 #pragma unroll
-      for (int i = 0; i < (kPairs + kUnits - 1) / kUnits; i++) {
+      for (int i = 0; i < kRounds; i++) {
         const int n = n0 + i * (kThreads >> kUnitLog2);
         if (n < l.columns)
           ptx::store_message_word(
@@ -294,16 +314,20 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       }
       if (s == 0) mark(layer, kPublished);
       steps = s ? 0 : l.steps[1], done = 0;
-      partial += kConsumerWarps * kShare;
+      if constexpr (kBulk)
+        partial += kConsumerWarps * share();
+      else if (steps)
+        sync_consumers();  // there is room for one segment's sums
       if constexpr (kHeldTiles > 0) reset(sum);
     }
   }
 
+  template <int kRows, int kColumns>
+  static constexpr bool kHasShape = solo_has_shape(kBulk, kWide, kPairs, kRows, kColumns);
   // Runs the GEMM if it has this shape and there is code for it.
   template <int kRows, int kColumns>
   __device__ __forceinline__ bool try_shape(const SoloLayer& l, const HeldWeights& held, int layer) {
-    constexpr int kLeastPairs = solo_least_pairs(kRows, kColumns);
-    if constexpr (kPairs >= kLeastPairs) {
+    if constexpr (kHasShape<kRows, kColumns>) {
       if (l.shape != (kRows << 4 | kColumns)) return false;
       multiply<kRows, kColumns>(l, held, layer);
       return true;
@@ -315,7 +339,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     try_shape<4, 1>(l, held, layer) || try_shape<2, 1>(l, held, layer) || try_shape<1, 2>(l, held, layer) ||
         try_shape<1, 1>(l, held, layer) || try_shape<8, 1>(l, held, layer) || try_shape<2, 2>(l, held, layer) ||
         try_shape<1, 4>(l, held, layer) || try_shape<4, 2>(l, held, layer) || try_shape<2, 4>(l, held, layer) ||
-        try_shape<1, 6>(l, held, layer) || try_shape<1, 8>(l, held, layer);
+        try_shape<1, 6>(l, held, layer) || try_shape<1, 8>(l, held, layer) || try_shape<16, 1>(l, held, layer);
   }
 
   __device__ __forceinline__ void run() {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/cuda/unet1d/paths.h"
+#include "kernels/plans/unet1d/resident_layout.h"
 
 namespace dpa::kernels::unet1d {
 
@@ -82,9 +83,9 @@ cudaError_t current_device(Device& made) {
 RecordShape record_shape(const Plan& plan, int batch, int horizon) {
   Device device;
   if (current_device(device) != cudaSuccess || choose_path(plan, batch, horizon, device) != Path::kResident ||
-      !records(plan, batch, horizon, device.shared_bytes))
+      !records(plan, batch, horizon, device))
     return {};
-  return {plan.slices_out * plan.slices_in, static_cast<int>(plan.convs.size()) + 1};
+  return {resident_layout(plan, batch, horizon, device).blocks, static_cast<int>(plan.convs.size()) + 1};
 }
 
 cudaError_t sample(const Plan& plan, const Call& call, const Device& device, cudaStream_t stream) {
@@ -98,7 +99,7 @@ cudaError_t sample(const Plan& plan, const Call& call, const Device& device, cud
   const cudaError_t error = call.film ? cudaSuccess : film(plan, call, buffers, stream);
   if (error != cudaSuccess) return error;
   switch (path) {
-    case Path::kResident: return run_resident(plan, call, at, stream);
+    case Path::kResident: return run_resident(plan, call, at, device, stream);
     case Path::kClustered: return run_clustered(plan, call, at, stream);
     case Path::kTeams: return run_teams(plan, call, at, device, stream);
     case Path::kPhases: return run_phases(plan, call, at, device, stream);

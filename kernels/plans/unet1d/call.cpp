@@ -21,22 +21,6 @@ int team_samples(const Plan& plan, int batch, int horizon, const Device& device)
   return team_samples(plan, batch, horizon, teams_of(device), device.shared_bytes);
 }
 
-size_t message_words(const Plan& plan, int batch, int horizon) {
-  size_t words = 0, outputs = 0, largest = 0;
-  for (const Conv& conv : plan.convs) {
-    const size_t output = static_cast<size_t>(batch) * (horizon >> conv.level_out) * conv.channels_out,
-                 segments = conv.num_segments == 2 && !conv.upsample ? 2 : 1;
-    words += output * segments, outputs += segments, largest = std::max(largest, output);
-  }
-  if (batch == 1) {  // the one-sample kernel gives every output the room of the largest, for 1 to 4 pairs a thread
-    size_t room = solo_message_stride(1, true);
-    while (room < largest) room *= 2;
-    words = outputs * room;
-  }
-  const size_t tail = (static_cast<size_t>(batch) * horizon * plan.config.action_dim + 31) / 32 * 32;
-  return (words + 2 * tail * plan.slices_out) * plan.slices_in;
-}
-
 Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path path, const Device& device) {
   Workspace w = {};
   auto take = [&](size_t bytes) {
@@ -62,7 +46,8 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
     for (int i = 1; i < plan.config.levels; i++)
       w.skips[i] = floats(static_cast<size_t>(batch) * (horizon >> i) * plan.config.down_dims[i]);
   }
-  if (path == Path::kResident) w.message_bytes = message_words(plan, batch, horizon) * sizeof(uint32_t);
+  if (path == Path::kResident)
+    w.message_bytes = resident_layout(plan, batch, horizon, device).message_words * sizeof(uint32_t);
   if (path == Path::kClustered) w.message_bytes = 2 * cluster_layout(plan, batch, horizon).message_bytes;
   if (path == Path::kPhases) {
     const int samples = std::max(1, phase_samples(plan, batch, horizon, device));
@@ -128,10 +113,10 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
   constexpr int kClusteredBatch = 32, kResidentHorizon = 48;
   if (device.hopper && device.clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon))
     return Path::kClustered;
-  const bool one = device.hopper && batch == 1;
-  if (one && solo_fits(plan, horizon, device)) return Path::kResident;
+  if (batch == 1 && solo_fits(plan, horizon, device)) return Path::kResident;
   if (teams_pay(plan, batch, horizon, device)) return Path::kTeams;
-  if (one && horizon <= kResidentHorizon && resident_fits(plan, batch, horizon, device)) return Path::kResident;
+  if (device.hopper && batch == 1 && horizon <= kResidentHorizon && resident_fits(plan, batch, horizon, device))
+    return Path::kResident;
   return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;
 }
 

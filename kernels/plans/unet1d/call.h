@@ -9,9 +9,9 @@
 
 namespace dpa::kernels::unet1d {
 
-/// How a call is run. One kernel for the whole loop: on Hopper a resident one for common sizes, or one in clusters for
-/// several samples; in teams for narrow networks, in phases for every other size and GPU. Or, where no tile of a phase
-/// fits into shared memory, a chain of kernels, two a layer.
+/// How a call is run. One kernel for the whole loop: a resident one for one sample of common sizes, on Hopper one in
+/// clusters for several samples; in teams for narrow networks, in phases for every other size. Or, where no tile of a
+/// phase fits into shared memory, a chain of kernels, two a layer.
 enum class Path { kAutomatic, kResident, kClustered, kTeams, kPhases, kLayered };
 
 /// What decides over the path.
@@ -56,14 +56,11 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
 /// Bytes of the workspace of `film_table` and `step_film_table`.
 size_t film_workspace_bytes(const Plan& plan, int steps);
 
-/// Words of the resident path's messages: every GEMM's partial sums, and the tail's.
-size_t message_words(const Plan& plan, int batch, int horizon);
-
 /// Whether the resident kernel can run a call of these sizes on such a device.
 bool resident_fits(const Plan& plan, int batch, int horizon, const Device& device);
 /// Whether it would be the one-sample kernel.
 bool solo_fits(const Plan& plan, int horizon, const Device& device);
 /// Whether that keeps records: it does for the common sizes.
-bool records(const Plan& plan, int batch, int horizon, int shared_bytes);
+bool records(const Plan& plan, int batch, int horizon, const Device& device);
 
 }  // namespace dpa::kernels::unet1d

@@ -7,7 +7,8 @@ namespace dpa::kernels::unet1d {
 namespace {
 
 // Whether a GEMM's sums fit a warp's share of the partial sums, and its messages the threads' rounds.
-bool solo_room(bool wide, int pairs, int row_tiles, int columns) {
+bool solo_room(bool bulk, bool wide, int pairs, int row_tiles, int columns) {
+  if (!bulk) return true;
   const int words = wide ? 1 : 2, rounds = ceil_div(pairs, words);  // words: sums in a message word
   return columns * (16 * row_tiles + 4) <= kSoloShareFloats * pairs &&
          columns * row_tiles * 16 / words <= kConsumerWarps * 32 * rounds;
@@ -17,13 +18,13 @@ bool solo_room(bool wide, int pairs, int row_tiles, int columns) {
 int solo_pairs(int most) { return most <= 4 ? most : 0; }
 
 // Fills in the descriptors of the one-sample kernel; false where it has no code for a shape.
-bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
+bool solo_layers(ResidentLayout& r, int pairs, bool wide, bool bulk) {
   const int element = 2, step_bytes = 16 * element, pack = wide ? 1 : 2;             // pack: sums a message word
   const int block = kSlicesIn * static_cast<int>(solo_message_stride(pairs, wide));  // words of a GEMM's output
   int message = 0, second_message = -1;
   for (int i = 0; i <= r.count; i++) {
     const ResidentLayer& l = r.layers[i];
-    SoloLayer& s = r.solo[i];
+    SoloLayer& s = r.solo[i] = {};
     const int width = l.channels_out / kSlicesIn;
     if (!power_of_two(width) || width < 2) return false;
     s.residual_message = l.residual_message < 0 ? -1 : second_message;
@@ -38,9 +39,9 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
     if (second_message >= 0) message += block;
     const int least = ceil_div(l.columns_per_sample, 8), column_tiles = least + (least > 2 && least % 2),
               row_tiles = 1 << l.row_tiles_log2;
-    const int least_pairs = solo_least_pairs(row_tiles, column_tiles);
-    if (width % 16 || least_pairs == 0 || least_pairs > pairs || r.halo > 4) return false;
-    if (!solo_room(wide, pairs, row_tiles, l.columns_per_sample)) return false;
+    if (width % 16 || !solo_has_shape(bulk, wide, pairs, row_tiles, column_tiles) || r.halo > 4) return false;
+    if (!solo_room(bulk, wide, pairs, row_tiles, l.columns_per_sample)) return false;
+    r.share = std::max(r.share, l.columns_per_sample * (16 * row_tiles + 4));
     s.pitch = l.steps_per_tap * step_bytes + 16, s.input = r.input + r.halo * s.pitch,
     s.last_row = s.input + l.times_in * s.pitch;
     s.skip_in = l.skip_in, s.skip_bytes = l.skip_channel * element;
@@ -55,7 +56,7 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide) {
       s.out[k] = (k && second_message >= 0 ? second_message : s.message) + (l.upsample ? k * l.channels_out / pack : 0);
     }
   }
-  r.tail_message = message;
+  r.pairs = pairs, r.tail_message = message;
   return true;
 }
 
@@ -70,7 +71,7 @@ void keep_weights(ResidentLayout& r, const Plan& plan) {
   auto bytes = [&](const ResidentLayer& l) {
     return int64_t{l.tiles[0] + (l.num_segments == 2 ? l.tiles[1] : 0)} * r.tile_bytes * r.blocks;
   };
-  int64_t widest = 0, buffered = int64_t{r.stages} * kStageBytes * r.blocks;
+  int64_t widest = 0, buffered = int64_t{r.stages} * r.stage_bytes * r.blocks;
   for (int i = 1; i <= r.count; i++) widest = std::max(widest, bytes(r.layers[i]));
   int64_t begin = -1, end = 0;
   for (int i = 1; i <= r.count; i++) {
@@ -88,12 +89,16 @@ void keep_weights(ResidentLayout& r, const Plan& plan) {
 
 }  // namespace
 
-ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int shared_bytes) {
+ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, const Device& device) {
   ResidentLayout r;
   const Config& c = plan.config;
+  const bool bulk = device.hopper;
   if (plan.slices_in != kSlicesIn || c.num_groups != kSlicesIn || batch < 1) return r;
-  r.slices_out = plan.slices_out;
-  r.blocks = plan.slices_out * kSlicesIn;
+  int slices_out = plan.slices_out;
+  while (!bulk && slices_out > 1 && slices_out * kSlicesIn > device.multiprocessors) slices_out /= 2, r.merged_log2++;
+  if (slices_out << r.merged_log2 != plan.slices_out) return r;
+  r.blocks = slices_out * kSlicesIn;
+  r.stage_bytes = bulk ? kBulkStageBytes : kAsyncStageBytes;
   r.halo = std::max(c.kernel_size / 2, 1);
   const bool wide = plan.dtype == DType::kFloat32;
   const int element = 2, threads = kConsumerWarps * 32;  // element: bytes of an activation, or of its high half
@@ -112,9 +117,11 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   head.norm = static_cast<int>(plan.head.norm), head.film = static_cast<int>(plan.head.film);
   head.skip_out = head.skip_in = -1;
   for (const Conv& conv : plan.convs) {
-    const Tiling t = tiling(plan, conv);
+    Tiling t = tiling(plan, conv);
+    t.rows <<= r.merged_log2, t.row_tiles <<= r.merged_log2;
     ResidentLayer& l = r.layers[++r.count];
-    if (t.rows % 16 || !power_of_two(t.row_tiles) || t.row_tiles > kConsumerWarps || t.in % 2) return r;
+    if (t.rows % 16 || !power_of_two(t.row_tiles) || t.in % 2) return r;
+    if (t.row_tiles > (bulk ? kConsumerWarps : 2 * kConsumerWarps)) return r;
     l.row_tiles_log2 = log2_of(t.row_tiles);
     l.num_segments = conv.num_segments;
     l.times_in = horizon >> conv.level_in, l.times_out = horizon >> conv.level_out;
@@ -150,13 +157,21 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
     if (conv.skip >= 0) skip_bytes[conv.skip] = units_of(conv.channels_out, l.times_out) * 8;
     input_bytes = std::max(input_bytes, batch * (l.times_in + 2 * r.halo) * (l.steps_per_tap * 16 * element + 16));
     units = std::max(units, units_of(conv.channels_out, l.times_out));
-    partial_bytes = std::max(
-        partial_bytes, 2 * kConsumerWarps * kSoloShareFloats * 4 * std::max(1, solo_pairs(units / batch / threads)));
     partial_bytes = std::max(partial_bytes,
                              l.num_segments * (1 << l.k_warps_log2) * batch * l.columns_per_sample * (t.rows + 4) * 4);
   }
   r.tail_message = message;
-  const int most = units / batch / threads;
+  int pairs = batch == 1 ? solo_pairs(units / threads) : 0;
+  if (bulk) {
+    if (pairs > 0) solo_layers(r, pairs, wide, bulk);
+  } else {  // the columns of a narrow network may need the code of more pairs a thread than there are
+    if (pairs == 3) pairs = 4;
+    while (pairs > 0 && pairs <= 4 && !solo_layers(r, pairs, wide, bulk)) pairs *= 2;
+  }
+  if (bulk)
+    partial_bytes = std::max(partial_bytes, 2 * kConsumerWarps * kSoloShareFloats * 4 * std::max(1, r.pairs));
+  else
+    partial_bytes = kConsumerWarps * r.share * 4;
 
   int at = 0;
   auto take = [&](int bytes) {
@@ -185,30 +200,34 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int sha
   r.descriptors = take((r.count + 1) * static_cast<int>(std::max(sizeof(ResidentLayer), sizeof(SoloLayer))));
   constexpr int kStatic = 4096;
   r.buffer = at;
-  r.stages = std::min(kMaxStages, (shared_bytes - kStatic - at) / kStageBytes);
-  r.shared_bytes = at + r.stages * kStageBytes;
-  int pairs = batch == 1 ? solo_pairs(most) : 0;
-  if (r.stages < solo_stages(pairs)) pairs = 0;
-  r.pairs = pairs > 0 && solo_layers(r, pairs, wide) ? pairs : 0;
+  r.stages = std::min(kMaxBufferBytes, device.shared_bytes - kStatic - at) / r.stage_bytes;
+  r.shared_bytes = at + r.stages * r.stage_bytes;
+  if (bulk && r.stages < solo_stages(r.pairs)) r.pairs = 0, r.tail_message = message;
+  if (r.pairs > 0) solo_layers(r, r.pairs, wide, bulk);  // with the places in shared memory
   keep_weights(r, plan);
-  // The general kernel knows no scales.
-  r.fits = r.stages >= kMinStages && r.tile_bytes * kConsumerWarps <= kStageBytes &&
-           (plan.dtype != DType::kFloat8E4M3 || r.pairs > 0);
+  const int64_t tail = static_cast<int64_t>(batch) * horizon * c.action_dim;
+  r.message_words = r.tail_message + slices_out * kSlicesIn * tail;
+  // The general kernel knows no scales and no merged slices.
+  int rows = 1;
+  for (int i = 1; i <= r.count; i++) rows = std::max(rows, 1 << r.layers[i].row_tiles_log2);
+  const int least = std::max(bulk ? kMinBulkBuffer : kMinAsyncBuffer, kConsumerWarps * rows * r.tile_bytes);
+  r.fits = r.stages * r.stage_bytes >= least && r.tile_bytes * kConsumerWarps <= r.stage_bytes &&
+           (r.pairs > 0 || (bulk && plan.dtype != DType::kFloat8E4M3));
   return r;
 }
 
-bool records(const Plan& plan, int batch, int horizon, int shared_bytes) {
-  const ResidentLayout layout = resident_layout(plan, batch, horizon, shared_bytes);
+bool records(const Plan& plan, int batch, int horizon, const Device& device) {
+  const ResidentLayout layout = resident_layout(plan, batch, horizon, device);
   return layout.fits && layout.pairs > 0 && layout.pairs <= 2;
 }
 
 bool solo_fits(const Plan& plan, int horizon, const Device& device) {
-  const ResidentLayout layout = resident_layout(plan, 1, horizon, device.shared_bytes);
+  const ResidentLayout layout = resident_layout(plan, 1, horizon, device);
   return layout.fits && layout.pairs > 0 && layout.blocks <= device.multiprocessors;
 }
 
 bool resident_fits(const Plan& plan, int batch, int horizon, const Device& device) {
-  const ResidentLayout layout = resident_layout(plan, batch, horizon, device.shared_bytes);
+  const ResidentLayout layout = resident_layout(plan, batch, horizon, device);
   return layout.fits && layout.blocks <= device.multiprocessors;
 }
 

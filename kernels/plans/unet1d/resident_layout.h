@@ -5,23 +5,35 @@
 namespace dpa::kernels::unet1d {
 
 constexpr int kConsumerWarps = 8;
-constexpr int kStageBytes = 16384;  // of the circular buffer through which weights stream
-constexpr int kMinStages = 4;
-constexpr int kMaxStages = 13;
-constexpr int kSlicesIn = 8;  // slices of the input channels are GroupNorm groups
+// Of the circular buffer through which weights stream: bytes of a stage, filled by a bulk copy or by a warp's cp.async.
+constexpr int kBulkStageBytes = 16384, kAsyncStageBytes = 8192;
+constexpr int kMinBulkBuffer = 4 * kBulkStageBytes, kMinAsyncBuffer = 6 * kAsyncStageBytes;
+constexpr int kMaxBufferBytes = 13 * kBulkStageBytes;
+constexpr int kMaxStages = kMaxBufferBytes / kAsyncStageBytes;
+constexpr int kProducerWarps = 4;  // of bulk copies a thread would do, but registers move between groups of four warps
+constexpr int kSlicesIn = 8;       // slices of the input channels are GroupNorm groups
 
-constexpr int kSoloShareFloats =
-    320;  // of a warp's partial sums in the one-sample kernel, for each channel pair a thread
+// Of a warp's partial sums in the one-sample kernel, for each channel pair a thread; on Hopper, where a block has one
+// slice of the packed tiles.
+constexpr int kSoloShareFloats = 320;
 
-/// Tiles of 16-bit weights that a thread of the one-sample kernel holds before it multiplies, and the stages that its
+/// Tiles of 16-bit weights that a thread of the one-sample kernel on Hopper holds before it multiplies, and the stages that its
 /// block takes at once for it, or more.
 constexpr int solo_held_tiles(int pairs, bool wide) { return wide || pairs > 2 ? 0 : 20; }
-constexpr int solo_stages(int pairs) { return pairs <= 2 ? 5 : kMinStages; }
+constexpr int solo_stages(int pairs) { return pairs <= 2 ? 5 : 4; }
 
 /// The least channel pairs a thread of a one-sample kernel that has code for a GEMM of these tiles; 0: none has.
 constexpr int solo_least_pairs(int row_tiles, int column_tiles) {
   const int tiles = row_tiles * column_tiles;
   return tiles > 8 ? 0 : column_tiles == 1 || tiles == 2 ? 1 : tiles == 4 ? 2 : column_tiles < 8 ? 3 : 4;
+}
+
+/// Whether the one-sample kernel for so many channel pairs a thread has code for a GEMM of these tiles. Without bulk copies
+/// slices may be merged, so that a block has more rows than its threads have pairs.
+constexpr bool solo_has_shape(bool bulk, bool wide, int pairs, int row_tiles, int column_tiles) {
+  const int least = solo_least_pairs(row_tiles, column_tiles);
+  if (bulk) return least > 0 && least <= pairs;
+  return least > 0 ? column_tiles <= 2 * pairs : row_tiles == 16 && column_tiles == 1 && !wide && pairs == 1;
 }
 
 /// Words from one slice's partial sums to the next slice's, in the one-sample kernel, whatever the layer: 16-bit
@@ -75,12 +87,16 @@ struct ResidentLayout {
   int pairs = 0;  // channel pairs a thread finishes of one sample, where there is one sample: 1 to 4, or 0 for the
                   // general kernel
   SoloLayer solo[kMaxConvs + 1] = {};
-  int blocks = 0, slices_out = 0, halo = 0;
+  int blocks = 0, halo = 0;
+  int merged_log2 = 0;  // slices of the packed tiles' output channels that a block owns, where there are fewer blocks
+  int stage_bytes = 0;
+  int share = 0;  // floats of a warp's partial sums in the one-sample kernel, not on Hopper
   int tile_bytes = 0;
   // Of the packed tiles between these offsets, one stage in `kept_every` of a block's slice is asked to stay in L2.
   int64_t kept_begin = 0, kept_end = 0;
   int kept_every = 1;
-  int64_t tail_message = 0;  // words (slices_out, slices_in, B T A)
+  int64_t tail_message = 0;   // words (slices of the output, slices_in, B T A)
+  int64_t message_words = 0;  // of all
   // Byte offsets in shared memory.
   int buffer = 0, stages = 0, input = 0, input_low = 0, stash = 0, residual = 0, sums = 0, partial = 0, head = 0,
       head_residual = 0, tail = 0, sample = 0, descriptors = 0;
@@ -88,7 +104,8 @@ struct ResidentLayout {
   bool fits = false;
 };
 
-/// The layout for calls of these sizes on a device with that much shared memory a block.
-ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, int shared_bytes);
+/// The layout for calls of these sizes. On Hopper weights come by bulk copies and a block has one slice of the packed
+/// tiles; elsewhere by cp.async, and a block has as many slices as let all blocks be present at once.
+ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, const Device& device);
 
 }  // namespace dpa::kernels::unet1d

@@ -17,7 +17,7 @@ WRONG: Literal["wrong"] = "wrong"
 _DRIVERS = {12: 525, 13: 580}
 _FORMS = {
     "hopper": "resident kernels: the whole denoising loop is one kernel",
-    "phases": "the whole denoising loop is one kernel, in phases",
+    "phases": "the whole denoising loop is one kernel, without Hopper's instructions",
     "layers": "the small ops; networks run in PyTorch's layers",
 }
 # What is known of a form's speed: docs/figures.json has the figure.
