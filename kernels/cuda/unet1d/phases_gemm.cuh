@@ -75,6 +75,7 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
                              float (&sum)[kColumnTiles][4]) {
   constexpr bool kWide = Tile::kWide, kOne = !kWide && kColumnTiles == 1;
   constexpr int kLoads = kWide || kOne ? kColumnTiles : kColumnTiles / 2;  // of four matrices, a step
+  constexpr bool kBothSteps = !kWide && kLoads <= 4;  // are loaded before the first is multiplied, where registers are
   const int lane = thread() & 31;
   uint32_t rows[kLoads];
 #pragma unroll
@@ -95,22 +96,31 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
     const int offset0 = next0, offset1 = next1;
     offsets += 2;
     if (left > 2) next0 = offsets[0], next1 = offsets[left > 3];
-    stream.refill();
+    // The stream's bookkeeping runs while the loads are under way; of float32 before, where that is faster.
+    if constexpr (kWide) stream.refill();
     if constexpr (kOne) {
       uint32_t b[4];
       load_matrices(b, rows[0] + (lane < 16 ? offset0 : offset1));
+      stream.refill();
       sums.multiply_one(a[0], false, b[0], b[1]);
       if (two) sums.multiply_one(a[1], true, b[2], b[3]);
     } else {
+      uint32_t b[kBothSteps ? 2 : 1][kLoads][4];
+      auto load = [&](int s, int offset) {
 #pragma unroll
-      for (int s = 0; s < 2; s++) {
-        if (s == 1 && !two) break;
+        for (int i = 0; i < kLoads; i++) load_matrices(b[kBothSteps ? s : 0][i], rows[i] + offset);
+      };
+      auto multiply = [&](int s) {
 #pragma unroll
-        for (int i = 0; i < kLoads; i++) {
-          uint32_t b[4];
-          load_matrices(b, rows[i] + (s ? offset1 : offset0));
-          sums.multiply(a[s], i, b);
-        }
+        for (int i = 0; i < kLoads; i++) sums.multiply(a[s], i, b[kBothSteps ? s : 0][i]);
+      };
+      load(0, offset0);
+      if constexpr (kBothSteps) load(1, offset1);  // of an odd run's last pair the first step again
+      if constexpr (!kWide) stream.refill();
+      multiply(0);
+      if (two) {
+        if constexpr (!kBothSteps) load(1, offset1);
+        multiply(1);
       }
     }
     stream.advance();
