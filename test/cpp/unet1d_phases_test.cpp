@@ -135,8 +135,10 @@ TEST(ChoosePath, NarrowNetworksRunInTeams) {
     }
   const Plan narrow = make_plan(kManiSkill, DType::kFloat32), wider = make_plan(kSimpleDp3, DType::kFloat32);
   EXPECT_EQ(choose_path(narrow, 1, 16, kHopper), Path::kTeams);
-  EXPECT_EQ(choose_path(narrow, 1, 16, kA100), Path::kPhases);  // without clusters
-  EXPECT_EQ(choose_path(wider, 1, 16, kHopper), Path::kPhases);
+  EXPECT_EQ(choose_path(narrow, 1, 16, {132, 227 << 10}), Path::kTeams);  // in words
+  EXPECT_EQ(choose_path(narrow, 1, 16, kA100), Path::kPhases);            // has no room for the slabs
+  EXPECT_EQ(choose_path(wider, 1, 16, kHopper), Path::kTeams);
+  EXPECT_EQ(choose_path(wider, 17, 16, kHopper), Path::kPhases);  // a team would have two samples
 }
 
 }  // namespace

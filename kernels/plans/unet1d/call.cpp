@@ -101,10 +101,10 @@ int phase_samples(const Plan& plan, int batch, int horizon, const Device& device
 // Whether a team is faster than all multiprocessors together: it streams all weights, but hands over sooner. A batch in
 // parts takes the time of every part.
 static bool teams_pay(const Plan& plan, int batch, int horizon, const Device& device) {
-  constexpr int64_t kMost = 14 << 20, kMostFloat32 = 5 << 20;  // weights of the convolutions
-  const bool wide = plan.dtype == DType::kFloat32;
-  if (wide && device.team_clusters == 0) return false;
-  if (plan.tile_bytes / element_bytes(plan.dtype) > (wide ? kMostFloat32 : kMost)) return false;
+  constexpr int64_t kMost = 14 << 20, kMostFloat32 = 5 << 20;  // weights; of float32 where a team has several samples
+  const int64_t weights = plan.tile_bytes / element_bytes(plan.dtype);
+  if (weights > kMost) return false;
+  if (plan.dtype == DType::kFloat32 && weights > kMostFloat32 && batch > teams_of(device)) return false;
   return team_samples(plan, batch, horizon, device) >= batch;
 }
 
