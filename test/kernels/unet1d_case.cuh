@@ -10,7 +10,7 @@
 #include <random>
 #include <string>
 
-#include "kernels/plans/unet1d/cluster_layout.h"
+#include "kernels/plans/unet1d/cluster_batch_layout.h"
 #include "kernels/plans/unet1d/resident_layout.h"
 #include "test/kernels/device.h"
 #include "test/kernels/unet1d_reference.h"
@@ -134,6 +134,7 @@ inline bool fits(const Plan& plan, int batch, int horizon, Path path) {
   const Device device = this_device();
   switch (path) {
     case Path::kClustered: return device.clusters && cluster_layout(plan, batch, horizon).fits;
+    case Path::kClusterBatch: return device.clusters && cluster_batch::layout(plan, batch, horizon).fits;
     case Path::kResident: return resident_fits(plan, batch, horizon, device);
     case Path::kTeams: return team_samples(plan, batch, horizon, device) > 0;
     case Path::kPhases: return phase_samples(plan, batch, horizon, device) > 0;
@@ -142,11 +143,12 @@ inline bool fits(const Plan& plan, int batch, int horizon, Path path) {
 }
 
 inline const char* name_of(Path path) {
-  return path == Path::kResident    ? "resident"
-         : path == Path::kClustered ? "cluster "
-         : path == Path::kTeams     ? "teams   "
-         : path == Path::kPhases    ? "phases  "
-                                    : "layered ";
+  return path == Path::kResident       ? "resident"
+         : path == Path::kClustered    ? "cluster "
+         : path == Path::kClusterBatch ? "batches "
+         : path == Path::kTeams        ? "teams   "
+         : path == Path::kPhases       ? "phases  "
+                                       : "layered ";
 }
 
 }  // namespace dpa::test

@@ -47,6 +47,11 @@ const Case kCases[] = {
     {"512/1024/2048 T64 da 6", {6, 3, {512, 1024, 2048}, 5, 8, 128, 268, true}, 1, 64, true},
     {"512/1024/2048 T36 k3 bias only, da 7", {7, 3, {512, 1024, 2048}, 3, 8, 32, 5, false}, 1, 36, true},
     {"512/1024 T62", {3, 2, {512, 1024}, 5, 8, 64, 0, true}, 1, 62, true},
+    {"512/1024/2048 T16 batch 16 da 24", {24, 3, {512, 1024, 2048}, 5, 8, 64, 9, true}, 16, 16, true},
+    {"256/512 T48 batch 3", {3, 2, {256, 512}, 5, 8, 32, 5, true}, 3, 48, true},
+    {"512/1024 T16 batch 6 k7", {3, 2, {512, 1024}, 7, 8, 32, 5, true}, 6, 16, true},
+    {"512/1024/2048 T64 batch 8", {6, 3, {512, 1024, 2048}, 5, 8, 64, 9, true}, 8, 64, true},
+    {"256/512/1024 T48 batch 16", {16, 3, {256, 512, 1024}, 5, 8, 64, 9, true}, 16, 48, true},
     {"512/1024/2048 T52 da 22", {22, 3, {512, 1024, 2048}, 5, 8, 64, 9, true}, 1, 52, true},
 };
 
@@ -105,9 +110,10 @@ void test_case(const Case& c, DType dtype, bool loop) {
   Buffer<float> d_timesteps(timesteps), d_cond(cond), d_initial(initial), d_table(table), d_noise(noise),
       d_condition_data(condition_data);
   Buffer<uint8_t> d_condition_mask(condition_mask);
-  for (Path path : {Path::kLayered, Path::kPhases, Path::kTeams, Path::kResident, Path::kClustered}) {
+  for (Path path :
+       {Path::kLayered, Path::kPhases, Path::kTeams, Path::kResident, Path::kClustered, Path::kClusterBatch}) {
     if (!fits(net.plan, c.batch, c.horizon, path)) continue;
-    if (only_clustered && path != Path::kClustered) continue;
+    if (only_clustered && path != Path::kClustered && path != Path::kClusterBatch) continue;
     double worst = 0;
     bool intact = true, repeats = true;
     std::vector<float> before;
@@ -173,7 +179,8 @@ int main(int argc, char** argv) {
   for (const Case& c : kCases) {
     if ((what == "quick" && c.large) || !std::strstr(c.name, only)) continue;
     for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
-      if (dtype == DType::kFloat16 && !fits(make_plan(c.config, dtype), c.batch, c.horizon, Path::kClustered)) continue;
+      if (dtype == DType::kFloat16 && !fits(make_plan(c.config, dtype), c.batch, c.horizon, Path::kClusterBatch))
+        continue;
       if (only_clustered && dtype == DType::kFloat32) continue;
       test_case(c, dtype, false);
       if (!c.large || std::strstr(c.name, "67 M") || std::strstr(c.name, "T62")) test_case(c, dtype, true);

@@ -35,14 +35,18 @@ def _inputs(device, count, horizon=16):
         ((256, 512, 1024), 5, 32, 16, False),  # clusters
         ((256, 512, 1024), 5, 33, 16, True),
         ((256, 512, 1024), 5, 64, 16, True),
-        ((256, 512, 1024), 5, 16, 32, True),
-        ((256, 512, 1024), 5, 4, 64, False),
-        ((256, 512, 1024), 5, 16, 48, False),
-        ((256, 512, 1024), 5, 64, 48, True),
+        ((256, 512, 1024), 5, 16, 32, False),  # clusters
+        ((256, 512, 1024), 5, 17, 32, True),
+        ((256, 512, 1024), 5, 8, 64, False),  # clusters
+        ((256, 512, 1024), 5, 12, 48, False),  # phases
+        ((256, 512, 1024), 5, 16, 48, True),
         ((512, 1024, 2048), 5, 8, 64, True),
-        ((512, 1024, 2048), 5, 4, 64, False),
-        ((512, 1024, 2048), 5, 16, 16, True),
-        ((512, 1024, 2048), 5, 4, 16, False),
+        ((512, 1024, 2048), 5, 4, 64, False),  # clusters
+        ((512, 1024, 2048), 5, 16, 16, False),  # clusters
+        ((512, 1024, 2048), 3, 17, 16, True),
+        ((384, 768, 1536), 5, 16, 16, False),
+        ((384, 768, 1536), 5, 32, 16, True),
+        ((384, 768, 1536), 5, 4, 16, False),
         ((64, 128, 256), 5, 64, 16, False),
         ((64, 128, 256), 5, 256, 16, True),
         ((256, 512, 1024), 7, 256, 16, False),
@@ -68,6 +72,27 @@ def test_forward(hopper, dtype):
             expected = exact(sample.double(), steps, global_cond=cond.double())
         assert got.dtype == torch.float32 and error(got, expected) < ERROR[kind]
         assert torch.equal(got, packed(sample, steps, cond))
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("dims", "kernel", "count", "horizon"),
+    [((512, 1024, 2048), 5, 16, 16), ((512, 1024), 7, 6, 24), ((256, 512, 1024), 3, 8, 48)],
+)
+def test_batches_in_clusters(hopper, dtype, dims, kernel, count, horizon):
+    """Batches of wide networks that one kernel runs, against float64."""
+    unet = _net(hopper, dims, kernel_size=kernel)
+    exact = copy.deepcopy(unet if dtype.itemsize > 1 else _rounded_to_e4m3(unet)).double()
+    packed = PackedUnet(unet, dtype)
+    kind = torch.float16 if dtype.itemsize == 1 else dtype
+    sample, cond = _inputs(hopper, count, horizon)
+    assert not batch.served(packed.config, dtype, sample)
+    steps = torch.randint(100, (count,), device=hopper)
+    got = packed(sample, steps, cond)
+    with torch.no_grad():
+        expected = exact(sample.double(), steps, global_cond=cond.double())
+    assert error(got, expected) < ERROR[kind]
+    assert torch.equal(got, packed(sample, steps, cond))
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)

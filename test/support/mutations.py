@@ -19,7 +19,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[2]
 _UNET1D_PLANS = [
     f"kernels/plans/unet1d/{name}.cpp"
-    for name in ("plan", "call", "cluster_layout", "resident_layout")
+    for name in ("plan", "call", "cluster_layout", "cluster_batch_layout", "resident_layout")
 ]
 # A test's sources beside itself.
 _TESTS = {
@@ -28,6 +28,7 @@ _TESTS = {
     "test/cpp/conv1d_plan_test.cpp": ["kernels/plans/conv1d/plan.cpp"],
     "test/cpp/unet1d_plan_test.cpp": _UNET1D_PLANS,
     "test/cpp/unet1d_cluster_test.cpp": _UNET1D_PLANS,
+    "test/cpp/unet1d_cluster_batch_test.cpp": _UNET1D_PLANS,
     "test/kernels/common_test.cu": [],
     "test/kernels/conv1d_test.cu": [
         str(file.relative_to(_ROOT))

@@ -77,6 +77,12 @@ __device__ __forceinline__ void barrier_arrive_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Copies 16 bytes from global to shared memory, past L1; they are there when this thread has waited.
+__device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // A cache policy: lines read under it are the first to leave L2.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;

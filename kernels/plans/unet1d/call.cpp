@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/plans/unet1d/cluster_layout.h"
+#include "kernels/plans/unet1d/cluster_batch_layout.h"
 #include "kernels/plans/unet1d/phases.h"
 #include "kernels/plans/unet1d/resident_layout.h"
 #include "kernels/plans/unet1d/teams.h"
@@ -49,6 +49,7 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
   if (path == Path::kResident)
     w.message_bytes = resident_layout(plan, batch, horizon, device).message_words * sizeof(uint32_t);
   if (path == Path::kClustered) w.message_bytes = 2 * cluster_layout(plan, batch, horizon).message_bytes;
+  if (path == Path::kClusterBatch) w.message_bytes = 2 * cluster_batch::layout(plan, batch, horizon).message_bytes;
   if (path == Path::kPhases) {
     const int samples = std::max(1, phase_samples(plan, batch, horizon, device));
     for (const int n : {samples, batch % samples})
@@ -113,6 +114,7 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
   constexpr int kClusteredBatch = 32, kResidentHorizon = 48;
   if (device.hopper && device.clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon))
     return Path::kClustered;
+  if (device.hopper && device.clusters && cluster_batch::serves(plan, batch, horizon)) return Path::kClusterBatch;
   if (batch == 1 && solo_fits(plan, horizon, device)) return Path::kResident;
   if (teams_pay(plan, batch, horizon, device)) return Path::kTeams;
   if (device.hopper && batch == 1 && horizon <= kResidentHorizon && resident_fits(plan, batch, horizon, device))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-_CLUSTERED = (256, 512, 1024)  # the widths whose loop for several samples is faster
 _ACTIVATIONS = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
@@ -30,11 +31,26 @@ def pays(config: list[int], batch: int, horizon: int) -> bool:
     widths, columns = config[6:], batch * horizon
     if config[1] > 5 or any(n % 8 for n in widths):  # the GEMMs of layers do not serve
         return False
-    if horizon in (8, 16) and batch <= 32 and set(widths) <= set(_CLUSTERED):
+    if _clustered(config, batch, horizon):
         return False
-    if min(widths) < 256 or horizon & (horizon - 1):  # the second: norms are launches of their own
+    if min(widths) < 256:
         return columns > 1024
-    return columns >= (256 if min(widths) >= 512 and horizon <= 16 else 512)
+    if min(widths) >= 512:
+        return columns >= 192 or batch >= 16
+    return columns >= (640 if horizon & (horizon - 1) else 512)
+
+
+def _clustered(config: list[int], batch: int, horizon: int) -> bool:
+    """Whether a kernel in clusters takes such a call, as ``kernels/plans/unet1d`` decides."""
+    kernel, groups, widths = config[1], config[2], config[6:]
+    doubling = all(b == 2 * a for a, b in pairwise(widths))
+    if len(widths) > 3 or kernel not in (3, 5, 7) or groups != 8 or not doubling:
+        return False
+    if widths[0] == 256 and horizon in (8, 16) and kernel < 7:
+        return 2 <= batch <= 32
+    samples, times = (1 << (n - 1).bit_length() for n in (batch, horizon))  # as they are filled up
+    few = 2 <= batch <= 16 and 8 <= horizon <= 64 and widths[0] * samples * times <= 1 << 17
+    return widths[0] in (256, 512) and few
 
 
 class BatchWeights:
