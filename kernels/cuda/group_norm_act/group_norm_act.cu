@@ -11,6 +11,7 @@
 // The passes over a block's rows after the first find them in L1 or L2, so an image may be of any size. Means and
 // squared deviations are merged four vectors at a time, so a mean far from zero costs no digits. Nothing is saved
 // between forward and backward but what both are given.
+#include "kernels/cuda/common/vectors.cuh"
 #include "kernels/cuda/group_norm_act/group_norm_act.h"
 #include "kernels/cuda/group_norm_mish/common.cuh"
 
@@ -18,51 +19,7 @@ namespace dpa::kernels {
 namespace {
 
 constexpr int kThreads = kGroupNormActThreads, kWarps = kThreads / kWarpSize, kAtOnce = kGroupNormActVectors;
-constexpr int kMostGroups = 8;  // of a block: only vectors of narrow groups are joined, to lines of 128 bytes
-
-template <class T>
-constexpr int kSize = 16 / sizeof(T);  // elements of a vector
-
-template <class T>
-__device__ __forceinline__ void unpack(uint4 vector, float (&to)[kSize<T>]) {
-  const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      to[i] = __uint_as_float(words[i]);
-    } else {
-      const float2 pair = unpack_pair<T>(words[i]);
-      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
-    }
-  }
-}
-template <class T>
-__device__ __forceinline__ uint4 pack(const float (&from)[kSize<T>]) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      words[i] = __float_as_uint(from[i]);
-    } else {
-      words[i] = pack_pair<T>(from[2 * i], from[2 * i + 1]);
-    }
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
-/// The float at `address` in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ float load_of_peer(const float* address, int rank) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];"
-               : "=f"(value)
-               : "r"(ptx::cluster_address(ptx::shared_address(address), rank))
-               : "memory");
-  return value;
-#else
-  return *address;
-#endif
-}
+constexpr int kMostGroups = kWarpSize;  // of a block: only vectors of narrow groups are joined, within a warp
 
 /// Where a thread stands.
 template <class T>
@@ -85,7 +42,7 @@ struct Place {
     rows = static_cast<int>(args.shape.rows);
     stride = plan.columns * plan.width;
     const int place = team % plan.columns * plan.width + column;
-    channel = place * kSize<T>;
+    channel = place * kVector<T>;
     first = sample * rows * stride + place;
   }
   /// What all threads of the cluster wrote to shared memory is visible after.
@@ -127,28 +84,10 @@ __device__ __forceinline__ uint4 vector_at(const void* data, int64_t at) {
 
 /// A thread's channels of weight or bias.
 template <class T, class P>
-__device__ __forceinline__ void load_channels(float (&to)[kSize<T>], const void* from, int channel, float otherwise) {
+__device__ __forceinline__ void load_channels(float (&to)[kVector<T>], const void* from, int channel, float otherwise) {
 #pragma unroll
-  for (int i = 0; i < kSize<T>; ++i) to[i] = from ? widen(static_cast<const P*>(from)[channel + i]) : otherwise;
+  for (int i = 0; i < kVector<T>; ++i) to[i] = from ? widen(static_cast<const P*>(from)[channel + i]) : otherwise;
 }
-
-/// How many values there are, their mean, and the sum of their squared distances from it.
-struct Moments {
-  float count = 0, mean = 0, squares = 0;
-
-  __device__ __forceinline__ void merge(float count_, float mean_, float squares_) {
-    const float all = count + count_;
-    if (all == 0) return;
-    const float share = count_ / all, distance = mean_ - mean;
-    squares += squares_ + distance * distance * count * share;
-    mean = fmaf(distance, share, mean);
-    count = all;
-  }
-  __device__ __forceinline__ void merge_lane(int offset) {
-    merge(__shfl_xor_sync(0xffffffffu, count, offset), __shfl_xor_sync(0xffffffffu, mean, offset),
-          __shfl_xor_sync(0xffffffffu, squares, offset));
-  }
-};
 
 /// Mean and 1 / standard deviation of a thread's group. Every thread of the cluster must call; before the shared memory
 /// of `Scratch` goes, `have_read` and `wait_for_readers`.
@@ -178,18 +117,18 @@ struct Statistics {
       float sum = 0, squares = 0;
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        float x[kSize<T>];
+        float x[kVector<T>];
         unpack<T>(vectors[k], x);
 #pragma unroll
-        for (int i = 0; i < kSize<T>; ++i) sum += x[i];
+        for (int i = 0; i < kVector<T>; ++i) sum += x[i];
       }
-      const float count = static_cast<float>(held * kSize<T>), mean_ = sum / count;
+      const float count = static_cast<float>(held * kVector<T>), mean_ = sum / count;
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        float x[kSize<T>];
+        float x[kVector<T>];
         unpack<T>(vectors[k], x);
 #pragma unroll
-        for (int i = 0; i < kSize<T>; ++i) squares += k < held ? (x[i] - mean_) * (x[i] - mean_) : 0.0f;
+        for (int i = 0; i < kVector<T>; ++i) squares += k < held ? (x[i] - mean_) * (x[i] - mean_) : 0.0f;
       }
       m.merge(count, mean_, squares);
     }
@@ -228,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Grou
   const Place<T> place(args);
   const Statistics<T> s(args, place, scratch);
   place.have_read();
-  float weight[kSize<T>], bias[kSize<T>];
+  float weight[kVector<T>], bias[kVector<T>];
   load_channels<T, P>(weight, args.weight, place.channel, 1.0f);
   load_channels<T, P>(bias, args.bias, place.channel, 0.0f);
   uint4 inputs[kAtOnce], residuals[kAtOnce];
@@ -238,11 +177,11 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Grou
         if (args.residual) residuals[k] = vector_at<T>(args.residual, at);
       },
       [&](int k, int64_t at) {
-        float x[kSize<T>], residual[kSize<T>] = {};
+        float x[kVector<T>], residual[kVector<T>] = {};
         unpack<T>(inputs[k], x);
         if (args.residual) unpack<T>(residuals[k], residual);
 #pragma unroll
-        for (int i = 0; i < kSize<T>; ++i) {
+        for (int i = 0; i < kVector<T>; ++i) {
           x[i] = fmaf(s.normalized(x[i]), weight[i], bias[i]) + residual[i];
           if (args.relu && x[i] < 0) x[i] = 0;  // NaN stays
         }
@@ -254,15 +193,15 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Grou
 /// `kResidual`: there is a residual, which the sign of ReLU's input depends on.
 template <class T, class P, bool kResidual>
 __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ GroupNormActBackward args) {
-  constexpr int kBoth = 2 * kSize<T>;  // per vector: shares in the gradients of weight, then of bias
-  extern __shared__ float sums[];      // (kWarps, kBoth, lanes), (kBoth, width) of the block, (kBoth, width) of all
+  constexpr int kBoth = 2 * kVector<T>;  // per vector: shares in the gradients of weight, then of bias
+  extern __shared__ float sums[];        // (kWarps, kBoth, lanes), (kBoth, width) of the block, (kBoth, width) of all
   __shared__ typename Statistics<T>::Scratch scratch;
   __shared__ float means[kMostGroups][2];
   const GroupNormAct& in = args.forward;
   const int width = in.plan.width, group = in.plan.group;
   const Place<T> place(in);
   const Statistics<T> s(in, place, scratch);
-  float weight[kSize<T>], bias[kSize<T>], both[kBoth] = {};
+  float weight[kVector<T>], bias[kVector<T>], both[kBoth] = {};
   load_channels<T, P>(weight, in.weight, place.channel, 1.0f);
   load_channels<T, P>(bias, in.bias, place.channel, 0.0f);
   uint4 inputs[kAtOnce], grads[kAtOnce], residuals[kAtOnce];
@@ -271,21 +210,21 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Gro
     if constexpr (kResidual) residuals[k] = vector_at<T>(in.residual, at);
   };
   // The normalised input, and the gradient behind ReLU.
-  const auto read = [&](int k, float(&x)[kSize<T>], float(&g)[kSize<T>]) {
+  const auto read = [&](int k, float(&x)[kVector<T>], float(&g)[kVector<T>]) {
     unpack<T>(inputs[k], x), unpack<T>(grads[k], g);
-    float residual[kSize<T>] = {};
+    float residual[kVector<T>] = {};
     if constexpr (kResidual) unpack<T>(residuals[k], residual);
 #pragma unroll
-    for (int i = 0; i < kSize<T>; ++i) {
+    for (int i = 0; i < kVector<T>; ++i) {
       x[i] = s.normalized(x[i]);
       if (in.relu && fmaf(x[i], weight[i], bias[i]) + residual[i] <= 0) g[i] = 0;  // as in the forward, bit for bit
     }
   };
   place.each(load, [&](int k, int64_t) {
-    float x[kSize<T>], g[kSize<T>];
+    float x[kVector<T>], g[kVector<T>];
     read(k, x, g);
 #pragma unroll
-    for (int i = 0; i < kSize<T>; ++i) both[i] = fmaf(g[i], x[i], both[i]), both[kSize<T> + i] += g[i];
+    for (int i = 0; i < kVector<T>; ++i) both[i] = fmaf(g[i], x[i], both[i]), both[kVector<T> + i] += g[i];
   });
   for (int offset = width; offset < kWarpSize; offset *= 2) {
 #pragma unroll
@@ -307,37 +246,37 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Gro
     of_block[item] = sum;
   }
   place.sync();
-  const int first = place.channel - place.column * kSize<T>;
+  const int first = place.channel - place.column * kVector<T>;
   for (int item = threadIdx.x; item < kBoth * width; item += kThreads) {
     float sum = 0;
     for (int rank = 0; rank < place.ranks; ++rank) sum += load_of_peer(of_block + item, rank);
     of_all[item] = sum;
-    const int i = item / width, channel = first + (item & (width - 1)) * kSize<T> + i % kSize<T>;
-    const int64_t which = i / kSize<T> * in.shape.batch + place.sample;
+    const int i = item / width, channel = first + (item & (width - 1)) * kVector<T> + i % kVector<T>;
+    const int64_t which = i / kVector<T> * in.shape.batch + place.sample;
     if (args.partials && place.rank == 0) args.partials[which * in.shape.channels + channel] = sum;
   }
   place.have_read();
   __syncthreads();
-  if (place.warp < width / group) {  // a warp takes one group, whose channels lie i-major
+  for (int key = place.warp; key < width / group; key += kWarps) {  // a warp takes a group, whose channels lie i-major
     float dot = 0, sum = 0;
-    for (int item = place.lane; item < group * kSize<T>; item += kWarpSize) {
-      const int i = item / group, column = place.warp * group + item % group, channel = first + column * kSize<T> + i;
+    for (int item = place.lane; item < group * kVector<T>; item += kWarpSize) {
+      const int i = item / group, column = key * group + item % group, channel = first + column * kVector<T> + i;
       const float w = in.weight ? widen(static_cast<const P*>(in.weight)[channel]) : 1.0f;
-      dot += w * of_all[i * width + column], sum += w * of_all[(kSize<T> + i) * width + column];
+      dot += w * of_all[i * width + column], sum += w * of_all[(kVector<T> + i) * width + column];
     }
-    const float over = 1.0f / (static_cast<float>(in.shape.rows) * static_cast<float>(group * kSize<T>));
+    const float over = 1.0f / (static_cast<float>(in.shape.rows) * static_cast<float>(group * kVector<T>));
     dot = warp_sum(dot) * over, sum = warp_sum(sum) * over;
-    if (place.lane == 0) means[place.warp][0] = dot, means[place.warp][1] = sum;
+    if (place.lane == 0) means[key][0] = dot, means[key][1] = sum;
   }
   __syncthreads();
   const float dot = means[place.column / group][0], sum = means[place.column / group][1];
   place.each(load, [&](int k, int64_t at) {
-    float x[kSize<T>], g[kSize<T>];
+    float x[kVector<T>], g[kVector<T>];
     read(k, x, g);
     if (args.grad_residual) static_cast<uint4*>(args.grad_residual)[at] = pack<T>(g);
     if (!args.grad_input) return;
 #pragma unroll
-    for (int i = 0; i < kSize<T>; ++i) x[i] = s.rstd * (fmaf(g[i], weight[i], -sum) - x[i] * dot);
+    for (int i = 0; i < kVector<T>; ++i) x[i] = s.rstd * (fmaf(g[i], weight[i], -sum) - x[i] * dot);
     static_cast<uint4*>(args.grad_input)[at] = pack<T>(x);
   });
   place.wait_for_readers();
@@ -380,7 +319,7 @@ cudaError_t group_norm_act_backward(const GroupNormActBackward& args, cudaStream
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
     const int width = in.plan.width, lanes = width < kWarpSize ? width : kWarpSize;
-    const size_t shared = sizeof(float) * 2 * kSize<T> * (kWarps * lanes + 2 * width);
+    const size_t shared = sizeof(float) * 2 * kVector<T> * (kWarps * lanes + 2 * width);
     if (in.relu && in.residual) return launch_clusters(backward<T, P, true>, in, shared, stream, args);
     return launch_clusters(backward<T, P, false>, in, shared, stream, args);
   });

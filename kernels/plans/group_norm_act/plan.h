@@ -30,12 +30,15 @@ inline GroupNormActPlan group_norm_act_plan(const GroupNormActShape& shape, int 
   const int64_t row = shape.channels / vector;
   int64_t width = group;  // from here on wider while lines of 128 bytes are not whole
   while (width < 8 && row % (width * 2) == 0) width *= 2;
+  // And wider yet, up to a warp, while the threads still have all rows at once: small maps make fewer, fuller blocks.
+  const auto at_once = [](int64_t wide) { return kGroupNormActThreads / wide * kGroupNormActVectors; };
+  while (width < 32 && row % (width * 2) == 0 && shape.rows <= at_once(width * 2)) width *= 2;
   GroupNormActPlan plan;
   plan.width = static_cast<int>(width), plan.group = static_cast<int>(group);
   plan.columns = static_cast<int>(row / width);
   plan.cluster = 1;
-  const int64_t at_once = kGroupNormActThreads / width * kGroupNormActVectors;
-  while (clusters && plan.cluster < kGroupNormActCluster && shape.rows > plan.cluster * at_once) plan.cluster *= 2;
+  while (clusters && plan.cluster < kGroupNormActCluster && shape.rows > plan.cluster * at_once(width))
+    plan.cluster *= 2;
   return plan;
 }
 
