@@ -84,6 +84,29 @@ TORCH_LIBRARY(dpa, m) {
       functional);
 
   m.def(
+      "batch_norm_act(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, Tensor? residual=None, "
+      "bool relu=True) -> Tensor",
+      functional);
+  m.def(
+      "batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, float eps, Tensor? residual, bool relu) -> "
+      "(Tensor out, Tensor mean, Tensor var)",
+      functional);
+  m.def(
+      "batch_norm_act_backward(Tensor grad, Tensor input, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, "
+      "float eps, Tensor? residual, bool relu, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      functional);
+
+  m.def("max_pool2d(Tensor input, int kernel_size, int stride, int padding=0) -> Tensor", functional);
+  m.def("max_pool2d_forward(Tensor input, int kernel_size, int stride, int padding) -> (Tensor out, Tensor taps)",
+        functional);
+  m.def(
+      "max_pool2d_backward(Tensor grad, Tensor taps, Tensor input, int kernel_size, int stride, int padding) -> Tensor",
+      functional);
+
+  // Copies of weights channels-last in a dtype, or of their gradients back; see ops/weights_in_order.
+  m.def("weights_in_order(Tensor[] weights, ScalarType dtype, bool channels_last) -> Tensor[]", functional);
+
+  m.def(
       "conv1d(Tensor input, Tensor weight, Tensor? bias=None, int stride=1, int padding=0, bool transposed=False) -> "
       "Tensor",
       functional);

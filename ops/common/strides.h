@@ -59,4 +59,11 @@ inline Tensor image_in_order(const Tensor& image, bool channels_last) {
   return empty_image(sizes[0], sizes[1], sizes[2], sizes[3], true, image.options()).copy_(image);
 }
 
+/// The values of `tensor` in the shape, order and dtype of `like`. Views, without a memory format, for vmap takes none.
+inline Tensor values_like(const Tensor& tensor, const Tensor& like) {
+  const auto shaped = tensor.reshape_symint(like.sym_sizes()).to(like.scalar_type());
+  if (is_channels_last_image(like)) return shaped.permute({0, 2, 3, 1}).contiguous().permute({0, 3, 1, 2});
+  return shaped.contiguous();
+}
+
 }  // namespace dpa

@@ -38,20 +38,13 @@ struct NormActTerms {
   }
 };
 
-/// The values of `tensor` in the shape, order and dtype of `input`. Views, without a memory format, for vmap takes none.
-Tensor as_input(const Tensor& tensor, const Tensor& input) {
-  const auto shaped = tensor.reshape_symint(input.sym_sizes()).to(input.scalar_type());
-  if (is_channels_last_image(input)) return shaped.permute({0, 2, 3, 1}).contiguous().permute({0, 3, 1, 2});
-  return shaped.contiguous();
-}
-
 }  // namespace
 
 Tensor group_norm_act_formula(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
                               const OptionalTensor& bias, double eps, const OptionalTensor& residual, bool relu) {
   check_group_norm_mish(group_norm_act.name(), input, num_groups, weight, bias, eps, {}, {}, residual);
   const NormActTerms t(input, num_groups, weight, bias, eps, residual);
-  return as_input(relu ? at::relu(t.u) : t.u, input);
+  return values_like(relu ? at::relu(t.u) : t.u, input);
 }
 
 NormActGradients group_norm_act_backward_formula(const Tensor& grad, const Tensor& input, int64_t num_groups,
@@ -66,14 +59,14 @@ NormActGradients group_norm_act_backward_formula(const Tensor& grad, const Tenso
   if (mask[0]) {
     const auto h = t.in_rows(t.weight.defined() ? g * t.weight : g, t.groups);
     const auto x = t.in_rows(t.normalized, t.groups);
-    std::get<0>(result) = as_input(t.rstd * (h - h.mean(-1, true) - x * (h * x).mean(-1, true)), input);
+    std::get<0>(result) = values_like(t.rstd * (h - h.mean(-1, true) - x * (h * x).mean(-1, true)), input);
   }
   const auto type_of = [&](const OptionalTensor& tensor) {
     return tensor.has_value() ? tensor->scalar_type() : t.type;
   };
   if (mask[1]) std::get<1>(result) = (g * t.normalized).sum(at::IntArrayRef({0, 2})).to(type_of(weight));
   if (mask[2]) std::get<2>(result) = g.sum(at::IntArrayRef({0, 2})).to(type_of(bias));
-  if (mask[3]) std::get<3>(result) = as_input(g, input);
+  if (mask[3]) std::get<3>(result) = values_like(g, input);
   return result;
 }
 

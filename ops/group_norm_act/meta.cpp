@@ -2,24 +2,16 @@
 
 #include <torch/library.h>
 
-#include "ops/common/strides.h"
 #include "ops/group_norm_act/group_norm_act.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 
 namespace dpa {
 namespace {
 
-/// Of the shape, dtype and order of `input`.
-Tensor as_input_on_meta(const Tensor& input, bool wanted = true) {
-  if (!wanted || !is_channels_last_image(input)) return meta_like(input, wanted);
-  const auto sizes = input.sym_sizes();
-  return empty_image(sizes[0], sizes[1], sizes[2], sizes[3], true, input.options());
-}
-
 Tensor group_norm_act_meta(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, const OptionalTensor& residual, bool /*relu*/) {
   check_group_norm_mish(group_norm_act.name(), input, num_groups, weight, bias, eps, {}, {}, residual);
-  return as_input_on_meta(input);
+  return meta_in_order(input);
 }
 
 NormActGradients group_norm_act_backward_meta(const Tensor& grad, const Tensor& input, int64_t num_groups,
@@ -31,8 +23,7 @@ NormActGradients group_norm_act_backward_meta(const Tensor& grad, const Tensor& 
     const auto options = parameter.has_value() ? parameter->options() : input.options();
     return mask[i] ? at::empty_symint({input.sym_size(1)}, options) : Tensor();
   };
-  return {as_input_on_meta(input, mask[0]), per_channel(1, weight), per_channel(2, bias),
-          as_input_on_meta(input, mask[3])};
+  return {meta_in_order(input, mask[0]), per_channel(1, weight), per_channel(2, bias), meta_in_order(input, mask[3])};
 }
 
 }  // namespace

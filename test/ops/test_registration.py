@@ -16,8 +16,12 @@ _PROVED = {f"dpa::{name}" for name in proofs_by_op()}
 # Steps of those, which their autograd kernels call, beneath autograd and after autocast.
 _INNER = {f"{name}_{step}" for name in _PROVED for step in ("forward", "backward")} & set(_OPS)
 # Inference, a loop's other work and an optimizer's, which test_corrupted_calls.py corrupts, or
-# test_parallel.py, test_normal_draws.py, test_adamw_ema.py and test_captured_order.py.
-_WITHOUT_RESULTS = ("parallel_move_", "loop_inputs_", "adamw_ema_", "pack_ahead")
+# test_parallel.py, test_normal_draws.py, test_adamw_ema.py, test_captured_order.py and
+# test_weights_in_order.py.
+_WITHOUT_RESULTS = (
+    *("parallel_move_", "loop_inputs_", "adamw_ema_", "pack_ahead"),
+    "weights_in_order",
+)
 _INFERENCE = {f"dpa::{name}" for name in (*CORRUPTED, *_WITHOUT_RESULTS)}
 _WITHOUT_CPU = {
     "dpa::unet1d_film",
@@ -80,8 +84,8 @@ def test_tags_and_schema(name):
             assert (torch.Tag.out_variant in tags) == (other == "out")
     # Sizes would be SymInt; a plain int is a number that does not follow the sizes of tensors.
     ints = re.findall(r"\bint (\w+)", str(overload._schema))
-    # num_groups, stride, padding and int[] config are an architecture, not sizes.
-    assert set(ints) <= {"num_groups", "stride", "padding"}, ints
+    # num_groups, kernel_size, stride, padding and int[] config are an architecture, not sizes.
+    assert set(ints) <= {"num_groups", "kernel_size", "stride", "padding"}, ints
 
 
 def test_every_op_with_gradients_has_a_backward_op():

@@ -27,6 +27,23 @@ def _norm_act(new: _NEW) -> tuple:
     return x, _GROUPS, new(_OUT), new(_OUT), 1e-5, new(*x.shape), False
 
 
+def _batch_norm(new: _NEW) -> tuple:
+    x, _, *parameters = _norm_act(new)
+    return x, *parameters
+
+
+def _batch_norm_backward(new: _NEW) -> tuple:
+    x, *rest = _batch_norm(new)
+    out, *statistics = torch.ops.dpa.batch_norm_act_forward(x, *rest)
+    return new(*out.shape), x, *statistics, *rest, [True] * 4
+
+
+def _pool_backward(new: _NEW) -> tuple:
+    x = new(_BATCH, 3, 9, 11)
+    _, taps = torch.ops.dpa.max_pool2d_forward(x, 3, 2, 1)
+    return new(*taps.shape), taps, x, 3, 2, 1
+
+
 def _conv(new: _NEW, taps: int, stride: int = 1, transposed: bool = False) -> tuple:
     channels = (_IN, _OUT) if transposed else (_OUT, _IN)
     x, weight = new(_BATCH, _IN, _LENGTH), new(*channels, taps)
@@ -104,6 +121,12 @@ def calls(new: _NEW) -> dict[str, tuple[str, tuple]]:
         "group_norm_mish_backward": _backward("group_norm_mish", _norm(new), new, 5),
         "group_norm_act": _norm_act(new),
         "group_norm_act_backward": _backward("group_norm_act", _norm_act(new), new, 4),
+        "batch_norm_act": _batch_norm(new),
+        "batch_norm_act_forward": _batch_norm(new),
+        "batch_norm_act_backward": _batch_norm_backward(new),
+        "max_pool2d": (new(_BATCH, 3, 9, 11), 3, 2, 1),
+        "max_pool2d_forward": (new(_BATCH, 3, 9, 11), 3, 2, 1),
+        "max_pool2d_backward": _pool_backward(new),
         "conv2d_norm_act": _image(new, 0),
         "conv2d_norm_act-groups": _image(new, _GROUPS),
         "spatial_softmax": (new(_BATCH, 3, 4, 5), new(1).abs() + 0.5),

@@ -101,7 +101,8 @@ def _joint_linear_backward(n, grad, input, weights, biases, rest, mask):
 
 
 # Each op: a sign an argument, a sign an output, and the op on channels where there is one.
-# (s)amples first, then channels; (c)hannels first: of parameters, which samples share, and their
+# (s)amples first, then channels; a (b)atch, samples with statistics of their own, which folds into
+# the channels alone; (c)hannels first: of parameters, which samples share, and their
 # gradients; (i)ntegers, one or one a sample; - what is not mapped.
 _BLOCK = "s" + "c" * 10 + "--ss"
 _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
@@ -111,6 +112,12 @@ _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "group_norm_mish_backward": ("ss-cc-ss-", "sccss", _by_groups("group_norm_mish_backward", 2)),
     "group_norm_act": ("s-cc-s-", "s", _by_groups("group_norm_act", 1)),
     "group_norm_act_backward": ("ss-cc-s--", "sccs", _by_groups("group_norm_act_backward", 2)),
+    "batch_norm_act": ("bcc-b-", "b"),
+    "batch_norm_act_forward": ("bcc-b-", "bcc"),
+    "batch_norm_act_backward": ("bbcccc-b--", "bccb"),
+    "max_pool2d": ("s---", "s"),
+    "max_pool2d_forward": ("s---", "ss"),
+    "max_pool2d_backward": ("sss---", "s"),
     "conv1d": ("scc---", "s", _conv1d),
     "conv1d_forward": ("scc---", "s-", lambda *x: (_conv1d(*x), x[1].new_empty(0))),
     "conv1d_backward": ("ssccc----", "scc", _conv1d_backward),
@@ -157,6 +164,7 @@ def _folded(op: _Op, kinds: tuple[str, str], n: int, dims: list[Any], args: tupl
     """
     takes, gives = kinds
     shape = _example(args[0], dims[0]).shape  # a sample may be one number
+    takes, gives = takes.replace("b", "s"), gives.replace("b", "s")
     folds = "sci" if at else "si"
 
     def fold(kind: str, x: Tensor, dim: int | None) -> Tensor:
@@ -199,12 +207,15 @@ def _rule(op: _Op, takes: str, gives: str, on_channels: _Op | None = None):
             for kind, dim in zip(takes, dims, strict=False)
             if any(d is not None for d in tree_leaves(dim))
         }
-        if "c" in gives:  # one gradient of a parameter for each example
+        of_batch = "b" in takes
+        if "c" in gives and not of_batch:  # one gradient of a parameter for each example
             mapped |= {kind for kind, wanted in zip(gives, args[-1], strict=True) if wanted}
         places: list[int | None] = [0] * len(gives)
         if n == 0:
             new = lambda x: torch.empty(0, *x.shape, dtype=x.dtype, device=args[0].device)  # noqa: E731
             outs = [None if x is None else new(x) for x in _tuple(example)]
+        elif of_batch:
+            outs, places = _folded(op, (takes, gives), n, dims, args, 1)
         elif "c" not in mapped:
             outs, places = _folded(op, (takes, gives), n, dims, args, 0)
         elif on_channels:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "batch_norm_act",
     "conv2d_norm_act",
     "group_norm_act",
+    "max_pool2d",
     "resize_crop_normalize",
     "spatial_softmax",
 ]
@@ -101,6 +103,62 @@ def group_norm_act(
 
     """
     return torch.ops.dpa.group_norm_act(input, num_groups, weight, bias, eps, residual, relu)
+
+
+def batch_norm_act(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    relu: bool = True,
+) -> Tensor:
+    """Normalise channels over the batch, add the residual and apply ReLU.
+
+    ``relu(batch_norm(input, weight, bias, eps) + residual)`` with the statistics of the batch, as
+    BatchNorm trains. On CUDA two kernels each way for channels-last images of 16 bits or float32
+    whose channels are whole 16-byte vectors (8 or 4 channels); PyTorch's ops elsewhere. Running
+    statistics are the caller's: ``torch.ops.dpa.batch_norm_act_forward`` returns (output, mean,
+    biased variance).
+
+    Args:
+        input: (B, C, ...), contiguous or a channels-last image.
+        weight: (C,) or None for 1; in the input's dtype, or float32 beside a 16-bit input.
+        bias: (C,) or None for 0; likewise.
+        eps: added to the variance, at least 0.
+        residual: shaped like ``input`` and of its dtype, or None.
+        relu: whether ReLU comes last.
+
+    Returns:
+        The shape, dtype and order of ``input``. Differentiable in every tensor to any order. Under
+        autocast the input and the residual alone are cast.
+
+    Sources: He et al., Deep Residual Learning for Image Recognition (2015); Ioffe and Szegedy,
+    Batch Normalization (2015).
+
+    """
+    return torch.ops.dpa.batch_norm_act(input, weight, bias, eps, residual, relu)
+
+
+def max_pool2d(input: Tensor, kernel_size: int, stride: int, padding: int = 0) -> Tensor:
+    """Take the maximum over windows of an image.
+
+    ``torch.nn.functional.max_pool2d``, the first of equal maxima getting the gradient. On CUDA
+    kernels of their own for channels-last images of 16 bits or float32 whose channels are whole
+    16-byte vectors (8 or 4 channels): one byte a maximum is kept for the backward, and no input.
+
+    Args:
+        input: (B, C, H, W), contiguous or channels-last.
+        kernel_size: side of a window, 1 to 16.
+        stride: from a window to the next, at least 1.
+        padding: pixels of minus infinity on each side, at most half of ``kernel_size``.
+
+    Returns:
+        (B, C, OH, OW) in the dtype and order of ``input``, with ``OH = (H + 2 padding -
+        kernel_size) // stride + 1``. Differentiable to any order.
+
+    """
+    return torch.ops.dpa.max_pool2d(input, kernel_size, stride, padding)
 
 
 def spatial_softmax(input: Tensor, temperature: Tensor | None = None) -> Tensor:

@@ -254,6 +254,32 @@ def group_norm_act(
     return (x.relu() if relu else x).to(input.dtype)
 
 
+def batch_norm_act(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    relu: bool = True,
+) -> Tensor:
+    """Compute ``relu(batch_norm(input) * weight + bias + residual)`` on (B, C, ...)."""
+    rest = [0, *range(2, input.dim())]
+    x = input.to(_wide(input.dtype))
+    x = x - x.mean(dim=rest, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(dim=rest, keepdim=True) + eps)
+    x = _affine(x, weight, bias)
+    if residual is not None:
+        x = x + residual.to(x.dtype)
+    return (x.relu() if relu else x).to(input.dtype)
+
+
+def max_pool2d(input: Tensor, kernel_size: int, stride: int, padding: int = 0) -> Tensor:
+    """Compute the maximum over windows of (B, C, H, W), the first of equal ones."""
+    x = F.pad(input, [padding] * 4, value=-math.inf)
+    x = x.unfold(2, kernel_size, stride).unfold(3, kernel_size, stride).flatten(4)
+    return x.gather(4, x.argmax(4, keepdim=True)).squeeze(4)
+
+
 def spatial_softmax(input: Tensor, temperature: Tensor | None = None) -> Tensor:
     """Return the mean (x, y) of each feature map's softmax, from -1 to 1 each way."""
     logits = input.to(_wide(input.dtype))
