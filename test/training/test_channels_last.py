@@ -122,6 +122,64 @@ def test_norm_sum_and_relu_are_one_op(device):
     assert not [name for name in calls.names if "relu" in name or "aten.add_" in name]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_pooling_and_batch_norm_are_ops_and_weights_one_copy(device, grouped):
+    torch.manual_seed(0)
+    norm = _group_norm if grouped else nn.BatchNorm2d
+    module = torchvision.models.resnet18(norm_layer=norm).to(device)
+    weights = [m.weight for m in module.modules() if isinstance(m, nn.Conv2d)]
+    with Calls() as calls:
+        with ChannelsLast(weights):
+            out = value_of(module(torch.randn(2, 3, 32, 40, device=device)))
+        out.sum().backward()
+    count = lambda name: sum(name in called for called in calls.names)  # noqa: E731
+    assert (
+        count("dpa.batch_norm_act_forward")
+        == count("dpa.batch_norm_act_back")
+        == 20 * (not grouped)
+    )
+    assert count("dpa.max_pool2d_forward") == count("dpa.max_pool2d_back") == 1
+    assert count("dpa.weights_in_order") == 2
+    assert count("relu") == 0 and count("foreach_lerp") == (not grouped)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7])
+def test_running_statistics_of_a_norm_that_is_called_twice(device, momentum):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8, momentum=momentum).to(device)
+    plain, last = copy.deepcopy(norm), torch.channels_last
+    images = [torch.randn(2, 8, 5, 7, device=device).to(memory_format=last) for _ in range(2)]
+    for x in images:
+        plain(x)
+    with ChannelsLast():
+        for x in images:
+            value_of(norm(x))
+    for a, b in zip(norm.buffers(), plain.buffers(), strict=True):
+        assert_close(a, b)
+
+
+def test_evaluation_and_one_value_a_channel_are_pytorchs(device):
+    norm, last = nn.BatchNorm2d(8).to(device), torch.channels_last
+    x = torch.randn(2, 8, 5, 7, device=device).to(memory_format=last)
+    want = norm.eval()(x)
+    with ChannelsLast():
+        assert_close(value_of(norm(x)), want)
+    norm.train()
+    with pytest.raises(ValueError, match="more than 1 value per channel"), ChannelsLast():
+        norm(torch.randn(1, 8, 1, 1, device=device).to(memory_format=last))
+    assert norm.running_mean.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"ceil_mode": True}, {"dilation": 2}, {"return_indices": True}]
+)
+def test_other_pooling_is_pytorchs(device, options):
+    x = torch.randn(2, 8, 9, 9, device=device).to(memory_format=torch.channels_last)
+    want = nn.functional.max_pool2d(x, 3, 2, 1, **options)
+    with ChannelsLast():
+        assert_close(nn.functional.max_pool2d(x, 3, 2, 1, **options), want)
+
+
 def test_second_derivatives(device):
     torch.manual_seed(0)
     module = _Block("twice").to(device, torch.float64)

@@ -51,9 +51,13 @@ class GraphedEncoder(GraphedForward):
         dtype, images = self._dtypes.get(_autocast()), args[0] if args else None
         if dtype is None or not isinstance(images, Tensor) or not _gains(images):
             return self.original(*args, **kwargs)
-        with ChannelsLast():
+        with ChannelsLast(_weights(self.module)):
             out = value_of(super().original(*args, **kwargs))
         return in_order_of(out, dtype) if isinstance(out, Tensor) else out
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [m.weight for m in module.modules() if isinstance(m, nn.Conv2d)]
 
 
 def _gains(images: Tensor) -> bool:

@@ -1,13 +1,14 @@
-"""A network on images, channels-last inside: cuDNN's convolutions and dpa's GroupNorm like it so.
+"""A network on images, channels-last inside: cuDNN's convolutions and dpa's norms like it so.
 
 The network's own code runs. While it does, its calls of PyTorch's functions are redirected: a
-convolution takes its input and weight channels-last, and a GroupNorm waits for the residual sum and
-the ReLU that may follow, so that all three are one kernel each way.
+convolution takes its input and weight channels-last, and a norm waits for the residual sum and the
+ReLU that may follow, so that all three are one op each way. Running statistics are updated at the
+end, all together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,29 +22,53 @@ _own_calls = torch._C.DisableTorchFunction  # the mode is not asked
 
 
 class ChannelsLast(TorchFunctionMode):
-    """Where it is entered, convolutions and GroupNorms of images run channels-last."""
+    """Where it is entered, convolutions, norms and pooling of images run channels-last.
 
-    def __init__(self) -> None:
+    Args:
+        weights: of convolutions, which are copied together when the first of them is needed.
+
+    """
+
+    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self._copies = _Copies(weights)
         self._waiting: list[_Norm] = []
+        self._running = _Running()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run a function of PyTorch, or its channels-last form."""
         kwargs = kwargs or {}
-        if func is F.relu and isinstance(args[0], _Norm):
-            return args[0].relu(*args[1:], **kwargs)
-        # Neither writes to what a norm that waits will read.
-        if func is not torch.conv2d and func is not F.group_norm:
+        first = args[0] if args else None
+        if func is F.relu and isinstance(first, _Norm):
+            return first.relu(*args[1:], **kwargs)
+        if not _leaves_waiting(func, args):
             self.finish()
         args, kwargs = tree_map(value_of, (args, kwargs))
         if func is torch.conv2d:
-            return _convolve(*args, **kwargs)
-        if func is F.group_norm and _is_for_us(args[0]):
-            self._waiting.append(_Norm(*args, **kwargs))
-            return self._waiting[-1]
+            return _convolve(self._copies, *args, **kwargs)
+        if args and _is_for_us(args[0]):
+            if func is F.group_norm:
+                return self._later(_group_norm(*args, **kwargs))
+            if func is F.batch_norm:
+                return self._later(_batch_norm(self._running, *args, **kwargs))
+            if func is F.max_pool2d:
+                return _max_pool2d(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _later(self, out: Any) -> Any:
+        """Note a norm that waits."""
+        if isinstance(out, _Norm):
+            self._waiting.append(out)
+        return out
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave it; running statistics are those of before where an error was raised."""
+        super().__exit__(*error)
+        if error[0] is None:
+            self.finish()
+            self._running.update()
 
     def finish(self) -> None:
         """Run what waits: it may be written to now."""
@@ -57,8 +82,20 @@ def value_of(x: Any) -> Any:
     return x.value() if isinstance(x, _Norm) else x
 
 
-def _is_for_us(x: Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous(memory_format=_LAST) and x.is_floating_point()
+def _leaves_waiting(func: Callable[..., Any], args: Any) -> bool:
+    """Whether it writes to nothing that a norm may wait to read: BatchNorm counts its batches."""
+    first = args[0] if args else None
+    counts = func is Tensor.add_ and isinstance(first, Tensor) and not first.is_floating_point()
+    return counts or func in (torch.conv2d, F.group_norm, F.batch_norm, Tensor.dim)
+
+
+def _is_for_us(x: Any) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and x.dim() == 4
+        and x.is_contiguous(memory_format=_LAST)
+        and x.is_floating_point()
+    )
 
 
 def in_order_of(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,14 +103,55 @@ def in_order_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).contiguous()
 
 
-def _convolve(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _convolve(copies: _Copies, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if narrow else x.dtype
     if weight.dtype == dtype or narrow:
         x = x.to(dtype=dtype, memory_format=_LAST)
-        weight = _Weight.apply(weight, dtype)
+        weight = copies.of(weight, dtype)
     return torch.conv2d(x, weight, *args, **kwargs)
+
+
+class _Copies:
+    """Weights channels-last, those that are known before by one copy of all."""
+
+    def __init__(self, weights: Iterable[Tensor]):
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for weight in weights:
+            if weight.is_contiguous():  # as its gradient is to be
+                alike.setdefault(weight.dtype, []).append(weight)
+        self._known = {id(w): group for group in alike.values() for w in group}
+        self._made: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight channels-last in a dtype."""
+        group = self._known.get(id(weight))
+        if group is None:
+            return _Weight.apply(weight, dtype)
+        key = id(weight), dtype
+        if key not in self._made:
+            for one, copy in zip(group, _Weights.apply(dtype, *group), strict=True):
+                self._made[id(one), dtype] = copy
+        return self._made[key]
+
+
+class _Weights(torch.autograd.Function):
+    """The same of many weights, by one copy of all each way."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = weights[0].dtype
+        return tuple(torch.ops.dpa.weights_in_order(weights, dtype, True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # somebody will differentiate them
+            return None, *(g if g is None else g.to(ctx.dtype).contiguous() for g in grads)
+        given = [g for g in grads if g is not None]
+        copies = iter(torch.ops.dpa.weights_in_order(given, ctx.dtype, False) if given else ())
+        return None, *(None if g is None else next(copies) for g in grads)
 
 
 class _Weight(torch.autograd.Function):
@@ -89,18 +167,93 @@ class _Weight(torch.autograd.Function):
         return torch.empty_like(ctx.like).copy_(grad), None
 
 
-class _Norm:
-    """What a GroupNorm returns: it runs when something wants its values."""
+class _Running:
+    """Running statistics of BatchNorms, and what they are to move towards."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        num_groups: int,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ):
-        self._args = x, num_groups, weight, bias, eps
+    def __init__(self) -> None:
+        # By momentum: those, the batch's, and by how much they are more.
+        self._moves: dict[float, tuple[list[Tensor], list[Tensor], list[float]]] = {}
+        self._seen: set[int] = set()
+
+    def add(self, running: Tensor, new: Tensor, factor: float, momentum: float) -> None:
+        """Let ``running`` move by ``momentum`` towards ``factor`` times ``new``."""
+        if id(running) in self._seen:  # a module that is called twice
+            self.update()
+        self._seen.add(id(running))
+        move = running, new.to(running.dtype), factor
+        for values, value in zip(self._moves.setdefault(momentum, ([], [], [])), move, strict=True):
+            values.append(value)
+
+    def update(self) -> None:
+        """Move them all."""
+        with torch.no_grad(), _own_calls():
+            for momentum, (olds, news, factors) in self._moves.items():
+                torch._foreach_lerp_(olds, torch._foreach_mul(news, factors), momentum)
+        self._moves.clear()
+        self._seen.clear()
+
+
+def _group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> _Norm:
+    op = torch.ops.dpa.group_norm_act
+    return _Norm(x, lambda *end: op(x, num_groups, weight, bias, eps, *end))
+
+
+def _batch_norm(
+    running: _Running,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    count = x.numel() // max(x.shape[1], 1)
+    if not training or count <= 1:  # which PyTorch refuses
+        given = x, running_mean, running_var, weight, bias, training, momentum, eps
+        return F.batch_norm(*given)
+
+    def run(residual: Tensor | None, relu: bool) -> Tensor:
+        op = torch.ops.dpa.batch_norm_act_forward
+        out, mean, var = op(x, weight, bias, eps, residual, relu)
+        if running_mean is not None:
+            running.add(running_mean, mean, 1.0, momentum)
+        if running_var is not None:
+            running.add(running_var, var, count / (count - 1), momentum)
+        return out
+
+    return _Norm(x, run)
+
+
+def _max_pool2d(
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    alone = lambda n: n if isinstance(n, int) else n[0] if len(set(n)) == 1 else None  # noqa: E731
+    sizes = [alone(n) for n in (kernel_size, stride or kernel_size, padding)]
+    if None in sizes or sizes[0] > 16 or alone(dilation) != 1 or ceil_mode or return_indices:
+        given = x, kernel_size, stride, padding, dilation, ceil_mode, return_indices
+        return F.max_pool2d(*given)
+    return torch.ops.dpa.max_pool2d(x, *sizes)
+
+
+class _Norm:
+    """What a norm of ``x`` returns: it runs, given residual and ReLU, when something wants it."""
+
+    def __init__(self, x: Tensor, run: Callable[[Tensor | None, bool], Tensor]):
+        self._x, self._of = x, run
         self._residual: Tensor | None = None
         self._value: Tensor | None = None
 
@@ -110,8 +263,8 @@ class _Norm:
         return NotImplemented
 
     def _run(self, relu: bool) -> Tensor:
-        with _own_calls(), torch.autocast(self._args[0].device.type, enabled=False):
-            return torch.ops.dpa.group_norm_act(*self._args, self._residual, relu)
+        with _own_calls(), torch.autocast(self._x.device.type, enabled=False):
+            return self._of(self._residual, relu)
 
     def value(self) -> Tensor:
         """Its values, as a tensor."""
@@ -131,7 +284,7 @@ class _Norm:
 
     def __iadd__(self, other: Any) -> Any:
         """Add in place: a residual, where nothing has wanted the values before."""
-        x, other = self._args[0], value_of(other)
+        x, other = self._x, value_of(other)
         with _own_calls():
             takes = isinstance(other, Tensor) and (other.shape, other.device) == (x.shape, x.device)
             if self._value is not None or self._residual is not None or not takes:
