@@ -126,6 +126,44 @@ def test_a_near_copy(name, device):
         assert torch.equal(unet(sample, **call), plain(sample, **call))
 
 
+APART = ["DP3's mlp_film", "Streaming Diffusion Policy", "DPPO", "CleanDiffuser"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", APART)
+def test_single_passes_replay_where_pytorch_makes_film(name, cuda):
+    """A loop that dpa does not know calls the network alone; nothing of it is missed."""
+    plain, sample, call = network_and_call(name, cuda)
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
+
+    def assert_same(sample, call, times=4):
+        for _ in range(times):
+            sample = sample + 0.1
+            got, want = (network(sample, **call) for network in (fast, plain))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+    assert_same(sample, call)
+    kept = replaced_forward(fast)._forwards._graphs
+    assert len(kept) == 1 and not kept.refused
+    for write in (
+        lambda weight: weight.mul_(1.1),
+        lambda weight: weight.data.mul_(1.1),
+        lambda weight: setattr(weight, "data", 1.1 * weight.data),
+    ):
+        for network in (fast, plain):
+            for weight in network.parameters():
+                write(weight)
+        assert_same(sample, call)
+    further = moved(ROWS[name][1](), cuda)  # other conditions and timesteps
+    assert_same(sample, further)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert_same(sample, call)
+    torch.cuda.synchronize()
+    for network in (fast, plain):
+        network.final_conv[-1].bias = nn.Parameter(torch.ones(2, device=cuda))
+    assert_same(sample, further)
+
+
 LOOPS = [(1, "film"), (1, "add"), (1, "mlp_film"), (2, "mlp_film")]
 
 

@@ -17,6 +17,7 @@ from dpa.nn.plain import is_exporting
 from dpa.packed.agreement import STEP_LIMITS, example, limit
 from dpa.packed.config import runs_packed
 from dpa.packed.unet import PackedUnet
+from dpa.sampling.forwards import Forwards
 from dpa.tracking import is_observed, stamp_of
 from dpa.tracking.replacing import Replacement, class_of
 
@@ -144,6 +145,7 @@ class FastForward(Replacement, Denoiser):
         self.generation += 1
         self.shadow.forget()
         self._packed: dict[torch.dtype, PackedUnet | None] = {}
+        self._forwards = Forwards()
         self._placed: tuple[torch.device, torch.dtype] | None = None
         self._channels_first = False
 
@@ -355,8 +357,7 @@ class FastForward(Replacement, Denoiser):
             dtype = timestep.dtype if packed.network.film_apart else torch.float32
             steps = timestep.to(sample.device, dtype)
             steps = steps.expand(batch) if steps.dim() < 2 else steps
-        cond = conditions.get("global_cond")
-        out = packed.run(sample.float(), steps, None if cond is None else cond.float())
+        out = self._forwards.run(packed, sample, steps, conditions.get("global_cond"))
         if not self._channels_first:
             return out.to(precision)
         # ``torch.randn_like`` of it takes random numbers in that order, and views need it.

@@ -203,10 +203,6 @@ class PackedUnet:
             stale = self.stale() if modules else self._packed is None or self.weights.changed()
             return self.repack() if stale or self.weights.values_changed() else self._readable()
 
-    def current(self) -> bool:
-        """Whether what is packed is of the weights as they are now, by what was started."""
-        return not self.stale() and not self.weights.values_changed()
-
     def memory(self, device: torch.device) -> Tensor:
         """Return the packed weights as they are, packing only where there are none there yet."""
         if self._packed is None or self._packed.device != device:
@@ -290,12 +286,19 @@ class PackedUnet:
             return film_rows(self._layers, timesteps, global_cond).float()
 
     def run(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
-        """One forward pass of float32 tensors, after weights were checked by value too.
+        """One forward pass of float32 tensors, of the weights that there are now, by value too.
 
-        The caller has checked the modules.
+        The caller has checked the modules. On a GPU the values are compared while the pass runs.
         """
         with self.lock:
-            return self._forward(sample, timesteps, global_cond, self.follow(modules=False))
+            known = sample.is_cuda and self._packed is not None and not self._captured()
+            if not known or self.weights.changed():
+                return self._forward(sample, timesteps, global_cond, self.follow(modules=False))
+            self.weights.start()
+            result = self._forward(sample, timesteps, global_cond, self._readable())
+            if not self.weights.values_changed():
+                return result
+            return self._forward(sample, timesteps, global_cond, self.repack())
 
     def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:
         """FiLM's parameters of one observation at many timesteps, on a GPU: what no step changes.
