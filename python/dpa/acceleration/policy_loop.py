@@ -153,9 +153,15 @@ class FastLoop(Replacement):
         """Let this thread's calls that are given no generator draw from this one."""
         return holding(self._thread, generator=generator)
 
-    def runs(self, route: Route) -> bool:
-        """Whether a call that ran by this route would run by it again."""
-        forward = self._forward()
+    def runs(self, route: Route, modules: bool = True) -> bool:
+        """Whether a call that ran by this route would run by it again.
+
+        Args:
+            route: of a call before.
+            modules: whether the network's are checked; otherwise the caller has done so.
+
+        """
+        forward = self._forward(modules)
         if forward is not route.forward or not self.shadow.passed(route):
             return False
         return self._holds(route, (*_arithmetic(forward), route.kind[-1]))
@@ -188,7 +194,7 @@ class FastLoop(Replacement):
         self._found = there, unet, held, found
         return found
 
-    def _forward(self) -> FastForward | AnyNetwork | None:
+    def _forward(self, modules: bool = True) -> FastForward | AnyNetwork | None:
         """Return what runs the network, or None where the loop has to run as it is."""
         forward = self._of_network()
         if torch.compiler.is_compiling() or forward is None:
@@ -196,7 +202,8 @@ class FastLoop(Replacement):
         if forward.unet.training or torch.is_grad_enabled() or is_observed():
             return None
         network = forward.network
-        if network is None or not network.tracker.unchanged() or forward.bypass.on:
+        same = network is not None and (modules or network.tracker.reads_hold())
+        if not same or forward.bypass.on or (modules and not network.tracker.unchanged()):
             return None if forward.fallback_reason() is not None else forward
         return None if network.tracker.hooked() else forward
 

@@ -249,6 +249,8 @@ class _Graph:
                 self._comparisons = [one.weights.captured_start() for one in packed]
             main.wait_stream(beside)
         self._graph, self._loop, self._route = graph, loop, route
+        unet = None if route is None else route.forward.unet
+        self._inside = any(module is unet for module in whole.policy.modules())
         leaves, self._structure = pytree.tree_flatten(result)
         if route is None or any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
             raise RuntimeError("its loop does not run as one op, or its results are not on the GPU")
@@ -290,7 +292,8 @@ class _Graph:
             result = self.replay(tensors)
             after = self._generator.get_offset()
             holds = self._started() and self._holds()
-            stale = [packed for packed, _ in self._held if not packed.current()]
+            held = [(packed, packed.weights) for packed, _ in self._held]
+            stale = [one for one, weights in held if weights.changed() or weights.values_changed()]
             if holds and not stale:
                 self._loop.leave_timesteps(self._route)
                 return True, result
@@ -310,4 +313,6 @@ class _Graph:
         return all(packed.generation == generation for packed, generation in self._held)
 
     def _holds(self) -> bool:
-        return self._lies() and self._modules.holds() and self._loop.runs(self._route)
+        # The policy's modules are the network's too, where it is one of them.
+        apart = not self._inside
+        return self._lies() and self._modules.holds() and self._loop.runs(self._route, apart)

@@ -67,10 +67,12 @@ class Tracker:
         root: the module around all.
         paths: which modules inside are tracked; None is all of them and the root. The ``forward``
             of a root is not tracked: replacements are put there.
-        slots: (module, name of a parameter in it): parameters that have to be there.
+        slots: (module, name of a parameter in it): parameters that have to be there; whoever tracks
+            them compares them otherwise.
         buffers: whether buffers that a user's ``forward`` reads count.
         methods: of the root, which read settings besides ``forward``.
         but: names of attributes that are no settings.
+        modes: whether training mode and evaluation are settings.
 
     Attributes:
         modules: the tracked modules by path; None where there is none.
@@ -88,8 +90,11 @@ class Tracker:
         buffers: bool = False,
         methods: tuple[str, ...] = (),
         but: frozenset[str] = frozenset(),
+        modes: bool = False,
     ):
         but = _NO_SETTINGS | but
+        if modes:
+            but -= {"training"}
         if paths is None:
             self.modules: dict[str, nn.Module | None] = dict(root.named_modules())
         else:
@@ -122,8 +127,10 @@ class Tracker:
         self._hooks = [own[name] for own in self._own for name in HOOKS]
         self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
         called = {id(root): ("forward", *methods)}
+        apart = [held[name] for held, name in self._slots if held.get(name) is not None]
+        options = {"but": but | {"training"}, "tensors": buffers, "apart": apart}
         reads = [
-            Reads(module, called.get(id(module), ("forward",)), _frozen, but=but, tensors=buffers)
+            Reads(module, called.get(id(module), ("forward",)), _frozen, **options)
             for module in found
         ]
         self.read_beside = [read for read in reads if len(read)]
@@ -150,8 +157,11 @@ class Tracker:
             same = self._read_settings() == self._then
         except (KeyError, RuntimeError, ValueError):  # one is gone, or compares element by element
             return False
-        same = same and self._names_of_root() == self._root_names
-        return same and all(reads.holds() for reads in self.read_beside)
+        return same and self._names_of_root() == self._root_names and self.reads_hold()
+
+    def reads_hold(self) -> bool:
+        """Whether what users' code reads besides the settings is what it was."""
+        return all(reads.holds() for reads in self.read_beside)
 
     def _read_settings(self) -> list[Any]:
         return [read(own) for read, own in self._settings]
@@ -165,7 +175,7 @@ class Tracker:
 
     def modes(self) -> list[bool]:
         """Which modules are in training mode."""
-        return [getattr(module, "training", False) for module in self._found]
+        return list(map(_mode, self._found))
 
 
 class ModuleState:
@@ -175,17 +185,26 @@ class ModuleState:
     """
 
     def __init__(self, root: nn.Module, methods: tuple[str, ...] = ()):
-        self._tracker = Tracker(root, methods=methods)
-        self._modes = self._tracker.modes()
+        self._tracker = Tracker(root, methods=methods, modes=True)
         found = [module for module in self._tracker.modules.values() if module is not None]
         held = [tensors for m in found for tensors in (m._parameters, m._buffers)]
-        self._slots = [(tensors, name) for tensors in held for name, _ in tensors.items()]
+        slots = [(tensors, name, value) for tensors in held for name, value in tensors.items()]
+        self._absent = [(tensors, name) for tensors, name, value in slots if value is None]
+        self._held = [tensors for tensors, _, value in slots if value is not None]
+        self._names = [name for _, name, value in slots if value is not None]
         self._places = self._read_places()
+        # A scripted module's mode is none of its attributes.
+        self._scripted = [m for m in found if isinstance(m, torch.jit.ScriptModule)]
+        self._modes = list(map(_mode, self._scripted))
 
-    def _read_places(self) -> list[int]:
-        """Return where parameters and buffers lie."""
-        found = [held[name] if held.__contains__(name) else None for held, name in self._slots]
-        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
+    def _read_places(self) -> list[int] | None:
+        """Return where parameters and buffers lie; None where one came or went."""
+        if any(held[name] is not None for held, name in self._absent if name in held):
+            return None
+        try:
+            return list(map(Tensor.data_ptr, map(operator.getitem, self._held, self._names)))
+        except (KeyError, TypeError):
+            return None
 
     def hooked(self) -> bool:
         """Whether a module has hooks, or all modules have."""
@@ -196,9 +215,13 @@ class ModuleState:
         return (
             self._tracker.unchanged()
             and not self._tracker.hooked()
-            and self._tracker.modes() == self._modes
+            and list(map(_mode, self._scripted)) == self._modes
             and self._read_places() == self._places
         )
+
+
+def _mode(module: nn.Module) -> bool:
+    return getattr(module, "training", False)
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module | None]:
