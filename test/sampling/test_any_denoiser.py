@@ -1,6 +1,7 @@
 """DiffusionSampler around networks of any kind: its loop, and the graph of it."""
 
 import copy
+import functools
 
 import near_policies
 import pytest
@@ -241,7 +242,7 @@ class Masked(nn.Module):
         self.register_buffer("mask", mask)
 
     def forward(self, sample, timestep, memory):
-        hidden = self.embed(sample) + timestep[:, None, None] / 20
+        hidden = self.embed(sample) + (timestep[:, None, None] / 20).to(sample.dtype)
         return self.head(self.decoder(hidden, memory, tgt_mask=self.mask))
 
 
@@ -263,6 +264,26 @@ def test_a_mask_is_looked_at_once_and_again_when_it_is_written(recorded, monkeyp
     torch.testing.assert_close(masked_call(sampler, cpu), masked_call(plain, cpu), rtol=0, atol=0)
     assert recorded.captured == captured + 1
     assert torch.nn.modules.transformer._detect_is_causal_mask is ask or not capture._asked
+
+
+def test_a_copy_in_sixteen_bits_is_captured_once_and_follows_writes(recorded):
+    """What brings the copy up to date in every call writes its mask, with what is there already."""
+    denoiser, cpu = Masked().eval(), torch.device("cpu")
+    make = functools.partial(sampler_of, denoiser, dtype=torch.bfloat16)
+    sampler, plain = make(), make(cuda_graph=False)
+    assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+    for seed in range(3):
+        assert_equal(masked_call(sampler, cpu, seed), masked_call(plain, cpu, seed))
+    assert recorded.captured == 1
+    for captured, write in (
+        (1, lambda: denoiser.head.weight.data.mul_(2)),
+        (2, denoiser.mask.zero_),
+    ):
+        with torch.no_grad():
+            write()
+        for seed in range(2):
+            assert_equal(masked_call(sampler, cpu, seed), masked_call(plain, cpu, seed))
+        assert recorded.captured == captured
 
 
 @gpu

@@ -14,7 +14,8 @@ from dpa.nn.family import run_network
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import Generators, LiveSteps, StepTable
-from dpa.tracking import Snapshot, Tracker
+from dpa.tracking import Snapshot, Tracker, stamp_of
+from dpa.tracking.weights import Stamp
 
 # What a loop is given beside the conditions that the network takes.
 HELD = ("condition_data", "condition_mask")
@@ -29,24 +30,33 @@ class Copy:
         self.unet = unet
         self._copy: nn.Module | None = None
         self._seen: tuple[Snapshot, Tracker, Any] | None = None
+        self._copied: list[Tensor] = []
+        self._stamp: Stamp | None = None  # of the weights that were copied last
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def to(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Return the copy: what the network's modules and weights are now, in that dtype."""
-        shapes = [value.shape for value in _values(self.unet)]
+        values = _values(self.unet)
+        shape = [value.shape for value in values], device, dtype
         if self._seen is not None:
             modules, code, then = self._seen
-            same = modules.holds() and code.unchanged() and then == (shapes, code.modes())
+            same = modules.holds() and code.unchanged() and then == (shape, code.modes())
         if self._copy is None or not same:
             modules, code = Snapshot(*self.unet.modules(), but=_WEIGHTS), Tracker(self.unet)
-            self._seen = modules, code, (shapes, code.modes())
+            self._seen = modules, code, (shape, code.modes())
             self._copy = copy.deepcopy(self.unet)
+            self._copied, self._stamp = _values(self._copy.to(device, dtype)), None
         # Casting anew costs a fraction of one step, and a copy that lags behind training is a trap.
-        copied = self._copy.to(device, dtype)
-        for old, new in zip(_values(copied), _values(self.unet), strict=True):
-            old.copy_(new)
-        return copied
+        # Unwritten buffers keep their versions, by which a graph tells that a mask was written.
+        stamp = stamp_of(values)
+        kept = tuple(self._copied) if stamp == self._stamp and stamp[1] else ()
+        with torch.autograd._unsafe_preserve_version_counter(kept):
+            for kind in {value.dtype for value in values}:
+                pairs = [p for p in zip(self._copied, values, strict=True) if p[1].dtype == kind]
+                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        self._stamp = stamp
+        return self._copy
 
 
 def _values(unet: nn.Module) -> list[Tensor]:
