@@ -12,6 +12,7 @@ from torch import nn
 import dpa
 from dpa.acceleration.known_loops import KNOWN
 from dpa.acceleration.policy_loop import FastLoop
+from dpa.packed.agreement import LOOP_LIMITS, relative_error
 from dpa.tracking.replacing import replaced
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -33,6 +34,12 @@ def acts(policy, method, observations):
     return [*results, torch.randn(3, device=device)]
 
 
+def first(result):
+    """The actions in what a policy returns."""
+    held = tuple(result.values()) if isinstance(result, dict) else result
+    return held[0] if isinstance(held, tuple) else held
+
+
 def test_it_acts_as_before(case):
     plain, method, observe, loops = case
     fast = dpa.accelerate(copy.deepcopy(plain), fallback=False, graphs=False)
@@ -49,6 +56,35 @@ def test_it_acts_as_before(case):
         assert len(loop._routes) == 1  # nothing that calls change is taken for a setting
     findings = [f for f in dpa.explain(fast).findings if f.part == "loop"]
     assert len(findings) == len(loops) and all(f.active and f.errors for f in findings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_it_acts_as_before_in_sixteen_bits(case, dtype, device):
+    """Whole loops, on packed weights of 16 bits where the device has kernels for the network."""
+    if device.type == "cpu" and dtype == torch.float16:
+        pytest.skip("on a CPU bfloat16 stands for both")
+    plain, method, observe, loops = case
+    fast = dpa.accelerate(copy.deepcopy(plain), dtype=dtype, fallback=False, graphs=False)
+    observations = [observe() for _ in range(4)]
+    expected, got = (acts(policy, method, observations) for policy in (plain, fast))
+    most = LOOP_LIMITS[dtype]
+    pairs = zip(map(first, got), map(first, expected), strict=True)
+    errors = [relative_error(*pair) for pair in pairs]
+    assert max(errors) < most, errors
+    for name in loops:
+        assert max(replaced(fast, name).shadow.errors.values()) < most
+
+
+def test_checkpoints_load(case):
+    plain, method, observe, _ = case
+    fast, observations = dpa.accelerate(copy.deepcopy(plain)), [observe(), observe()]
+    acts(fast, method, observations)
+    trained = {name: 0.9 * value for name, value in plain.state_dict().items()}
+    for policy in (plain, fast):
+        assert not any(policy.load_state_dict(trained))
+        start_over(policy)
+    got = acts(fast, method, observations)
+    torch.testing.assert_close(got, acts(plain, method, observations), rtol=1e-4, atol=1e-4)
 
 
 def test_restored_it_is_as_it_was(case):
