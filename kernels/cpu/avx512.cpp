@@ -19,6 +19,6 @@
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::avx512 {
-const Kernels kKernels = {DPA_PANELS, false, gemm, epilogue, dense, nullptr, narrow, dot, kImageKernels};
+const Kernels kKernels = {DPA_PANELS, Weights::kBFloat16, gemm, epilogue, dense, nullptr, narrow, dot, kImageKernels};
 }  // namespace dpa::kernels::cpu::avx512
 #endif

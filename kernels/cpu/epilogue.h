@@ -42,6 +42,7 @@ inline void statistics(const Epilogue& f, const EpilogueTask& task) {
     double mean = 0;
     for (int c = c0; c < c0 + group; c++) mean += task.factor[c] + static_cast<double>(f.times) * f.bias[c];
     mean /= count;
+    if (f.overflow && !std::isfinite(mean)) f.overflow->store(true, std::memory_order_relaxed);
     for (int c = c0; c < c0 + group; c++) task.offset[c] = static_cast<float>(f.bias[c] - mean);
   }
   sums_over_time<true>(f, task, task.factor);
@@ -53,11 +54,16 @@ inline void statistics(const Epilogue& f, const EpilogueTask& task) {
   }
 }
 
-DPA_INLINE void write(void* to, int64_t at, Floats value, bool bfloat16) {
-  if (bfloat16)
-    store_halves(static_cast<uint16_t*>(to) + at, to_bfloat16(value));
-  else
-    store(static_cast<float*>(to) + at, value);
+/// Writes the value of channels c .. c + kLanes - 1 at a time of sample b, where there is a destination.
+DPA_INLINE void write(const Destination& to, int b, int t, int c, Floats value) {
+  if (!to.data) return;
+  const int64_t at = b * to.sample + t * to.time + c;
+  if (to.dtype == DType::kFloat32) return store(static_cast<float*>(to.data) + at, value);
+  auto* const halves = static_cast<uint16_t*>(to.data) + at;
+#ifdef DPA_FLOAT16
+  if (to.dtype == DType::kFloat16) return store_float16(halves, value);
+#endif
+  store_halves(halves, to_bfloat16(value));
 }
 
 /// The values of kLanes channels from c on, at every time.
@@ -87,8 +93,8 @@ inline void epilogue_channels(const Epilogue& f, const EpilogueTask& task, int c
     if (f.residual) value += load(f.residual + at) + residual_bias;
     if (valid < kLanes) value = keep_first(value, valid);
     if (f.keep) store(f.keep + at, value);
-    if (f.next) write(f.next, task.b * f.next_sample + t * f.next_time + c, value, f.bfloat16);
-    if (f.skip) write(f.skip, task.b * f.skip_sample + t * f.skip_time + c, value, f.bfloat16);
+    write(f.next, task.b, t, c, value);
+    write(f.skip, task.b, t, c, value);
   }
 }
 

@@ -22,6 +22,19 @@ constexpr int kAhead = 256;                // words of a panel that are fetched 
 constexpr int kVectors = kPanel / kLanes;  // of a panel
 constexpr int kMaxRows = 8;
 
+/// The words of a block of some panels.
+struct Panels {
+  const uint32_t* at;
+  int64_t stride;  // words from panel to panel
+};
+}  // namespace dpa::kernels::cpu::DPA_LEVEL
+
+#ifdef DPA_FLOAT16
+#include "kernels/cpu/gemm_float16.h"
+#endif
+
+namespace dpa::kernels::cpu::DPA_LEVEL {
+
 /// One step: R rows x P panels. `rows[r]` points to the block's first input of row r.
 template <Weights kKind, int R, int P>
 DPA_INLINE void step(Floats (&sums)[R][P * kVectors], const void* const* rows, const uint32_t* weights, int64_t panel,
@@ -52,15 +65,18 @@ DPA_INLINE void step(Floats (&sums)[R][P * kVectors], const void* const* rows, c
 /// The register block: R rows x P panels over `steps` steps, added to the outputs, or stored where `fresh`. Meanwhile
 /// it prefetches kFetched panels of as many steps from `next` on.
 template <Weights kKind, int R, int P, int kFetched>
-void block(const void* const* rows_, const uint32_t* weights, int64_t panel, int steps, float* const* outputs,
-           bool fresh, const uint32_t* next) {
+void block(const void* const* rows_, Panels weights, int steps, float* const* outputs, bool fresh, Panels next) {
+#ifdef DPA_FLOAT16
+  if constexpr (kKind == Weights::kBFloat16AsFloat16)
+    return float16_block<R, P, kFetched>(rows_, weights, steps, outputs, fresh, next);
+#endif
   const void* rows[R];
   for (int r = 0; r < R; r++) rows[r] = rows_[r];
   Floats sums[R][P * kVectors] = {};
   for (int s = 0; s < steps; s++) {
 #pragma GCC unroll 4
-    for (int p = 0; p < kFetched; p++) __builtin_prefetch(next + p * panel + s * kPanel);
-    step<kKind, R, P>(sums, rows, weights, panel, s);
+    for (int p = 0; p < kFetched; p++) __builtin_prefetch(next.at + p * next.stride + s * kPanel);
+    step<kKind, R, P>(sums, rows, weights.at, weights.stride, s);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
@@ -74,16 +90,16 @@ void block(const void* const* rows_, const uint32_t* weights, int64_t panel, int
 
 /// The block of `r` rows, where r is 8, 4, 2 or 1.
 template <Weights kKind, int P, int kFetched>
-void block_of(int r, const void* const* rows, const uint32_t* weights, int64_t panel, int steps, float* const* outputs,
-              bool fresh, const uint32_t* next) {
+void block_of(int r, const void* const* rows, Panels weights, int steps, float* const* outputs, bool fresh,
+              Panels next) {
   if constexpr (P * kVectors * 8 <= DPA_SUMS) {
-    if (r == 8) return block<kKind, 8, P, kFetched>(rows, weights, panel, steps, outputs, fresh, next);
+    if (r == 8) return block<kKind, 8, P, kFetched>(rows, weights, steps, outputs, fresh, next);
   }
   if constexpr (P * kVectors * 4 <= DPA_SUMS) {
-    if (r == 4) return block<kKind, 4, P, kFetched>(rows, weights, panel, steps, outputs, fresh, next);
+    if (r == 4) return block<kKind, 4, P, kFetched>(rows, weights, steps, outputs, fresh, next);
   }
-  if (r == 2) return block<kKind, 2, P, kFetched>(rows, weights, panel, steps, outputs, fresh, next);
-  return block<kKind, 1, P, kFetched>(rows, weights, panel, steps, outputs, fresh, next);
+  if (r == 2) return block<kKind, 2, P, kFetched>(rows, weights, steps, outputs, fresh, next);
+  return block<kKind, 1, P, kFetched>(rows, weights, steps, outputs, fresh, next);
 }
 
 /// The steps whose taps lie inside the sample, for outputs of times `begin` to `last`.
@@ -97,7 +113,8 @@ inline void inside(const Gemm& p, int begin, int last, int& lo, int& hi) {
 
 template <Weights kKind, int P>
 void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
-  constexpr int kElement = kKind == Weights::kBFloat16Dot ? 2 : 4;  // bytes of an input
+  constexpr bool kConverts = kKind == Weights::kBFloat16AsFloat16;
+  constexpr int kElement = input_bytes(kKind);
   constexpr int kInputs = kKind == Weights::kFloat32 ? 1 : 2;       // of a step
   constexpr int kRows = P * kVectors * 8 <= DPA_SUMS ? 8 : P * kVectors * 4 <= DPA_SUMS ? 4 : 2;
   const int64_t words = static_cast<int64_t>(p.steps) * kPanel;
@@ -106,7 +123,16 @@ void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
     // What is fetched, as seen from this block: the next of these panels, or the first of the panels behind them; where
     // one block of rows is all, what it reads itself a little later.
     const int64_t following = to < p.steps ? int64_t{kBlock} * kPanel : P * words - int64_t{from} * kPanel,
-                  next = row_end - row_begin > kRows ? following : kAhead;
+                  next = row_end - row_begin > kRows || kConverts ? following : kAhead;
+    Panels multiplied = {p.weights + panel * words + int64_t{from} * kPanel, words};
+    const Panels original = multiplied;
+#ifdef DPA_FLOAT16
+    alignas(64) uint32_t converted[kConverts ? P * kBlock * kPanel : 1];
+    if constexpr (kConverts) {
+      multiplied = {converted, kBlock * kPanel};
+      to_float16<P>(original, to - from, converted, multiplied.stride);
+    }
+#endif
     for (int row = row_begin, r; row < row_end; row += r) {
       r = kRows;
       while (r > row_end - row) r /= 2;
@@ -126,18 +152,19 @@ void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
                   (b * p.input_sample + t * p.input_time + static_cast<int64_t>(lo) * kInputs) * kElement;
         outputs[i] = p.output + b * p.output_sample + t * p.output_time + static_cast<int64_t>(panel) * kPanel;
       }
-      const uint32_t* weights = p.weights + panel * words + static_cast<int64_t>(lo) * kPanel;
+      const int64_t offset = static_cast<int64_t>(lo - from) * kPanel;
+      const Panels weights = {multiplied.at + offset, multiplied.stride};
       const int64_t done = row - row_begin, all = row_end - row_begin;
       const int begin = static_cast<int>(P * done / all), end = static_cast<int>(P * (done + r) / all);
-      const uint32_t* fetched = weights + next + begin * words;
+      const Panels fetched = {original.at + offset + next + begin * words, words};
       if (end - begin > (P + 1) / 2)
-        block_of<kKind, P, P>(r, rows, weights, words, hi - lo, outputs, fresh, fetched);
+        block_of<kKind, P, P>(r, rows, weights, hi - lo, outputs, fresh, fetched);
       else if (end - begin > 1)
-        block_of<kKind, P, (P + 1) / 2>(r, rows, weights, words, hi - lo, outputs, fresh, fetched);
+        block_of<kKind, P, (P + 1) / 2>(r, rows, weights, hi - lo, outputs, fresh, fetched);
       else if (end > begin)
-        block_of<kKind, P, 1>(r, rows, weights, words, hi - lo, outputs, fresh, fetched);
+        block_of<kKind, P, 1>(r, rows, weights, hi - lo, outputs, fresh, fetched);
       else
-        block_of<kKind, P, 0>(r, rows, weights, words, hi - lo, outputs, fresh, fetched);
+        block_of<kKind, P, 0>(r, rows, weights, hi - lo, outputs, fresh, fetched);
     }
   }
 }
@@ -150,7 +177,7 @@ void gemm_of(const Gemm& p, const Tasks& tasks, int64_t begin, int64_t end) {
     const int row = static_cast<int>(task % ranges) * tasks.rows;
     const int row_end = row + tasks.rows < rows ? row + tasks.rows : rows;
     int left = p.panels - panel < tasks.panels ? p.panels - panel : tasks.panels;
-    if constexpr (DPA_PANELS >= 4) {
+    if constexpr (DPA_PANELS >= 4 && kKind != Weights::kBFloat16AsFloat16) {
       for (; left >= 4; left -= 4, panel += 4) gemm_task<kKind, 4>(p, panel, row, row_end);
     }
     if constexpr (DPA_PANELS >= 2) {
@@ -168,6 +195,12 @@ inline void gemm(const Gemm& p, const Tasks& tasks, int64_t begin, int64_t end) 
     case Weights::kBFloat16Dot:
 #ifdef DPA_DOT
       return gemm_of<Weights::kBFloat16Dot>(p, tasks, begin, end);
+#else
+      return;
+#endif
+    case Weights::kBFloat16AsFloat16:
+#ifdef DPA_FLOAT16
+      return gemm_of<Weights::kBFloat16AsFloat16>(p, tasks, begin, end);
 #else
       return;
 #endif

@@ -4,6 +4,7 @@
 // Channels are padded to multiples of 16 everywhere: 16 channels are one cache line of floats and one panel of weights.
 // Padded channels hold zeros, so that sums may run over them. Nothing here allocates.
 #pragma once
+#include <atomic>
 #include <cstdint>
 
 #include "kernels/common/dtype.h"
@@ -35,6 +36,13 @@ struct Tasks {
   int64_t count = 0;
 };
 
+/// Where a value is written as the input of a GEMM.
+struct Destination {
+  void* data = nullptr;  // of time 0 and channel 0 of sample 0; null for none
+  DType dtype = DType::kFloat32;
+  int64_t sample = 0, time = 0;  // elements
+};
+
 /// What becomes of a GEMM's output, `raw`:
 ///   value = raw + bias;  norm: value = mish(group_norm(value) * gamma + beta) * scale + shift;  add: value += residual
 /// A task is a range of whole groups of one sample.
@@ -48,13 +56,10 @@ struct Epilogue {
   const float* residual;       // (B, T, pitch), or null
   const float* residual_bias;  // (C), or null
   int batch, times, channels, pitch, groups, channels_per_task;
-  void* next;                      // the next GEMM's input at time 0 of sample 0, or null
-  int64_t next_sample, next_time;  // elements
-  void* skip;                      // the same once more, for a skip
-  int64_t skip_sample, skip_time;
-  bool bfloat16;   // of next and skip; else float32
-  float* scratch;  // (B, 2, pitch)
-  float* keep;     // (B, T, pitch): the residual of a later GEMM, or null
+  Destination next, skip;       // the next GEMM's input, and a skip's
+  float* scratch;               // (B, 2, pitch)
+  float* keep;                  // (B, T, pitch): the residual of a later GEMM, or null
+  std::atomic<bool>* overflow;  // set where a group's mean is infinite or NaN, or null
 };
 
 /// out[n, r] = act(sum_c weights[r, c] * in[n, c] + bias[r]), rows of weights as in the original layer.
@@ -85,11 +90,11 @@ struct Narrow {
 
 struct Kernels {
   int max_panels;     // of a task
-  bool bfloat16_dot;  // runs kBFloat16Dot
+  Weights bfloat16;   // how bfloat16 weights are multiplied best
   void (*gemm)(const Gemm& gemm, const Tasks& tasks, int64_t begin, int64_t end);
   void (*epilogue)(const Epilogue& epilogue, int64_t begin, int64_t end);
   void (*dense)(const Dense& dense, int64_t begin, int64_t end);  // a task is kDenseRows rows
-  void (*pairs)(const Pairs& pairs, int64_t begin, int64_t end);  // the same; null where there is no bfloat16_dot
+  void (*pairs)(const Pairs& pairs, int64_t begin, int64_t end);  // the same; null where there are no such dot products
   void (*narrow)(const Narrow& narrow);
   float (*dot)(const float* a, const float* b, int count);
   ImageKernels images;
@@ -115,6 +120,9 @@ namespace avx512 {
 extern const Kernels kKernels;
 }
 namespace avx512_bf16 {
+extern const Kernels kKernels;
+}
+namespace avx512_fp16 {
 extern const Kernels kKernels;
 }
 #endif

@@ -80,6 +80,13 @@ DPA_INLINE void store_halves(uint16_t* to, Words low) {
   const Halves x = __builtin_convertvector(low, Halves);
   std::memcpy(to, &x, sizeof x);
 }
+#ifdef DPA_FLOAT16
+/// To the nearest float16, of 16 lanes; what is too large becomes infinite.
+DPA_INLINE void store_float16(uint16_t* to, Floats x) {
+  const __m256h halves = _mm512_cvtxps_ph(reinterpret_cast<__m512>(x));
+  std::memcpy(to, &halves, sizeof halves);
+}
+#endif
 DPA_INLINE Words load_halves(const uint16_t* from) {
   Halves x;
   std::memcpy(&x, from, sizeof x);

@@ -1,15 +1,28 @@
 #include "kernels/cpu/level.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "kernels/cpu/kernels.h"
 
+#ifdef DPA_X86
+#include <cpuid.h>
+#endif
 #ifdef DPA_ARM
 #include <sys/auxv.h>
 #endif
 
 namespace dpa::kernels::cpu {
 namespace {
+
+#ifdef DPA_X86
+/// Arithmetic on vectors of float16, where AVX-512 itself is supported.
+bool has_avx512_fp16() {
+  constexpr unsigned kFloat16 = 1U << 23;  // leaf 7, edx
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kFloat16) != 0;
+}
+#endif
 
 std::vector<Level> find_levels() {
   std::vector<Level> found = {{"portable", true, &portable::kKernels}};
@@ -19,7 +32,11 @@ std::vector<Level> find_levels() {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   found.push_back({"avx2", avx2, &avx2::kKernels});
   found.push_back({"avx512", avx512, &avx512::kKernels});
-  found.push_back({"avx512_bf16", avx512 && __builtin_cpu_supports("avx512bf16"), &avx512_bf16::kKernels});
+  const bool dot = avx512 && __builtin_cpu_supports("avx512bf16");
+  found.push_back({"avx512_bf16", dot, &avx512_bf16::kKernels});
+  // Intel's dot products of bfloat16 run at half the rate of its float32, others' at twice the rate.
+  const bool slow_dot = dot && __builtin_cpu_is("intel");
+  found.push_back({"avx512_fp16", slow_dot && has_avx512_fp16(), &avx512_fp16::kKernels});
 #endif
 #ifdef DPA_ARM
   constexpr unsigned long kHasBf16 = 1UL << 14;  // HWCAP2_BF16 of the kernel's interface
@@ -50,13 +67,16 @@ const Kernels& choose_kernels(std::string& error) {
 }
 
 Tasks gemm_tasks(const Kernels& kernels, const Gemm& gemm, int team) {
-  constexpr int kRowsOfTask = 64;  // their inputs, one block of depth, stay in L1
-  const int rows = gemm.batch * gemm.times;
+  // Their inputs, one block of depth, stay in L1; or in L2, where more rows repay the conversion of a block of weights.
+  const int most = gemm.kind == Weights::kBFloat16AsFloat16 ? 256 : 64, rows = gemm.batch * gemm.times;
   Tasks tasks;
   tasks.panels = rows <= 4 ? kernels.max_panels : (kernels.max_panels + 1) / 2;
   while (tasks.panels > 1 && gemm.panels < tasks.panels * team) tasks.panels /= 2;
-  tasks.rows = rows < kRowsOfTask ? rows : kRowsOfTask;
-  tasks.count = int64_t{1} * ((gemm.panels + tasks.panels - 1) / tasks.panels) * ((rows + tasks.rows - 1) / tasks.rows);
+  const int groups = (gemm.panels + tasks.panels - 1) / tasks.panels;
+  for (tasks.rows = std::min(rows, most);; tasks.rows = std::max(tasks.rows / 2, 64)) {
+    tasks.count = int64_t{1} * groups * ((rows + tasks.rows - 1) / tasks.rows);
+    if (tasks.rows <= 64 || tasks.count >= 4 * team) break;
+  }
   return tasks;
 }
 

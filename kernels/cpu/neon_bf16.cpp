@@ -24,6 +24,6 @@
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::neon_bf16 {
-const Kernels kKernels = {DPA_PANELS, true, gemm, epilogue, dense, pairs, narrow, dot, kImageKernels};
+const Kernels kKernels = {DPA_PANELS, Weights::kBFloat16Dot, gemm, epilogue, dense, pairs, narrow, dot, kImageKernels};
 }  // namespace dpa::kernels::cpu::neon_bf16
 #endif

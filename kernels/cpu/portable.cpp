@@ -16,5 +16,5 @@
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::portable {
-const Kernels kKernels = {DPA_PANELS, false, gemm, epilogue, dense, nullptr, narrow, dot, kImageKernels};
+const Kernels kKernels = {DPA_PANELS, Weights::kBFloat16, gemm, epilogue, dense, nullptr, narrow, dot, kImageKernels};
 }  // namespace dpa::kernels::cpu::portable

@@ -36,8 +36,15 @@ int pitch_of(const unet1d::Conv& conv) { return padded(conv.channels_in) + padde
 /// The input of GEMMs: `data` is time 0 of sample 0.
 struct Input {
   char* data = nullptr;
-  int64_t sample = 0;  // elements
+  Weights kind = Weights::kFloat32;  // what it is multiplied with
+  int64_t sample = 0;                // elements
   int pitch = 0;
+
+  int element() const { return input_bytes(kind); }
+  /// From a channel on.
+  Destination from(int channel) const {
+    return {data ? data + int64_t{1} * channel * element() : nullptr, input_dtype(kind), sample, pitch};
+  }
 };
 
 class Builder {
@@ -49,7 +56,6 @@ class Builder {
     const auto& config = plan_.config;
     p_.floats = reinterpret_cast<const float*>(static_cast<const char*>(call_.packed) + plan_.floats);
     p_.halo = std::max(config.kernel_size / 2, 1);
-    dot_ = plan_.dtype == DType::kBFloat16 && p_.kernels->bfloat16_dot;
     inputs();
     scratch();
     head();
@@ -64,19 +70,30 @@ class Builder {
   const int team_;
   Space space_;
   Program& p_;
-  bool dot_ = false;
   std::map<std::pair<int, int>, Input> shared_;
   Input joined_[unet1d::kMaxLevels];
   float* norms_ = nullptr;
 
   int times(int level) const { return call_.horizon >> level; }
-  int element() const { return dot_ ? 2 : 4; }
+
+  Weights kind(int level) const {
+    // Fewer rows do not repay the conversion of the weights.
+    constexpr int kFewRows = 24;
+    if (plan_.dtype == DType::kFloat32) return Weights::kFloat32;
+    if (plan_.dtype == DType::kFloat16) return Weights::kFloat16;
+    const Weights best = p_.kernels->bfloat16;
+    const bool converts = best == Weights::kBFloat16AsFloat16;
+    return converts && (!call_.overflow || call_.batch * times(level) < kFewRows) ? Weights::kBFloat16 : best;
+  }
 
   Input take(int level, int pitch) {
+    Input input = {nullptr, kind(level), 0, pitch};
+    const int element = input.element();
     // Samples a power of two apart would compete for the same lines of a cache.
-    const int64_t sample = static_cast<int64_t>(times(level) + 2 * p_.halo) * pitch + kAlign / element();
-    char* data = space_.bytes(call_.batch * sample * element());
-    return {data ? data + static_cast<int64_t>(p_.halo) * pitch * element() : nullptr, sample, pitch};
+    input.sample = static_cast<int64_t>(times(level) + 2 * p_.halo) * pitch + kAlign / element;
+    char* data = space_.bytes(call_.batch * input.sample * element);
+    if (data) input.data = data + static_cast<int64_t>(p_.halo) * pitch * element;
+    return input;
   }
   Input& input_of(const unet1d::Conv& conv) {
     return conv.skip_in >= 0 ? joined_[conv.skip_in] : shared_[{conv.level_in, pitch_of(conv)}];
@@ -123,13 +140,12 @@ class Builder {
     // Whole groups and whole vectors; 64 channels at least where there is no norm.
     f.channels_per_task = groups ? std::lcm(channels / groups, kPanel) : 64;
     f.channels_per_task = std::min(f.channels_per_task, channels);
-    f.bfloat16 = dot_;
     f.scratch = norms_;
+    f.overflow = call_.overflow;
     return f;
   }
   void send_to(Epilogue& f, size_t next) {
-    const Input& input = input_of(plan_.convs[next]);
-    f.next = input.data, f.next_sample = input.sample, f.next_time = input.pitch;
+    f.next = input_of(plan_.convs[next]).from(0);
   }
 
   void head() {
@@ -166,8 +182,7 @@ class Builder {
     if (conv.skip < 0) return;
     const Input& joined = joined_[conv.skip];
     // The skip is as wide as the value it is joined with, and lies behind it.
-    f.skip = joined.data ? joined.data + static_cast<int64_t>(joined.pitch / 2) * element() : nullptr;
-    f.skip_sample = joined.sample, f.skip_time = joined.pitch;
+    f.skip = joined.from(joined.pitch / 2);
   }
 
   Gemm gemm(const unet1d::Conv& conv, int s) {
@@ -175,11 +190,8 @@ class Builder {
     const Input& input = input_of(conv);
     const int words = plan_.dtype == DType::kFloat32 ? 1 : 2, pitch = padded(conv.channels_out);
     Gemm p = {};
-    p.kind = dot_                              ? Weights::kBFloat16Dot
-             : plan_.dtype == DType::kBFloat16 ? Weights::kBFloat16
-             : plan_.dtype == DType::kFloat16  ? Weights::kFloat16
-                                               : Weights::kFloat32;
-    p.input = input.data ? input.data + static_cast<int64_t>(segment.first) * input.pitch * element() : nullptr;
+    p.kind = input.kind;
+    p.input = input.data ? input.data + static_cast<int64_t>(segment.first) * input.pitch * input.element() : nullptr;
     p.input_sample = input.sample, p.input_time = static_cast<int64_t>(conv.stride) * input.pitch;
     p.weights = reinterpret_cast<const uint32_t*>(static_cast<const char*>(call_.packed) + segment.weights);
     p.steps_per_tap = input.pitch / words, p.steps = segment.taps * p.steps_per_tap;

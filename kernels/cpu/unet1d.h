@@ -8,6 +8,7 @@
 // A GEMM is owned by the thread that owns its output channels, over the whole depth: results do not depend on the
 // number of threads.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -59,6 +60,9 @@ struct Call {
   const float* condition_data;    // (B, T, A), or null
   const uint8_t* condition_mask;  // (B, T, A)
   float* output;                  // (B, T, A)
+  // Set where a value was too large for float16, and the output is wrong; null: bfloat16 weights are not multiplied in
+  // float16.
+  std::atomic<bool>* overflow;
 };
 
 struct Layer {

@@ -2,6 +2,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 #include "kernels/cpu/unet1d.h"
 #include "ops/common/streaming.h"
 #include "ops/common/team.h"
@@ -33,6 +35,16 @@ Tensor unet1d_pack_cpu(at::TensorList weights, at::IntArrayRef config, at::Scala
   at::parallel_for(0, cpu::pack_tasks(*plan), 1,
                    [&](int64_t begin, int64_t end) { cpu::pack(*plan, sources, data, begin, end); });
   return packed;
+}
+
+void run_call(const Plan& plan, const cpu::Kernels& kernels, const cpu::Call& call, const at::TensorOptions& options) {
+  cpu::Program program;
+  const auto bytes = static_cast<int64_t>(cpu::make_program(plan, kernels, call, 1, nullptr, program));
+  auto workspace = at::empty({bytes}, options);
+  run_as_team(
+      cpu::useful_threads(plan, call.batch, call.horizon),
+      [&](int team) { cpu::make_program(plan, kernels, call, team, workspace.mutable_data_ptr(), program); },
+      [&](cpu::Team& team, int thread) { cpu::run(program, team, thread); });
 }
 
 Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
@@ -69,13 +81,13 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   call.condition_mask = in.known_mask.defined() ? static_cast<const uint8_t*>(in.known_mask.const_data_ptr()) : nullptr;
   call.output = out.mutable_data_ptr<float>();
 
-  cpu::Program program;
-  const auto bytes = static_cast<int64_t>(cpu::make_program(plan, kernels, call, 1, nullptr, program));
-  auto workspace = at::empty({bytes}, in.packed.options());
-  run_as_team(
-      cpu::useful_threads(plan, call.batch, call.horizon),
-      [&](int team) { cpu::make_program(plan, kernels, call, team, workspace.mutable_data_ptr(), program); },
-      [&](cpu::Team& team, int thread) { cpu::run(program, team, thread); });
+  std::atomic<bool> overflow{false};
+  call.overflow = &overflow;
+  run_call(plan, kernels, call, in.packed.options());
+  if (overflow.load()) {
+    call.overflow = nullptr;
+    run_call(plan, kernels, call, in.packed.options());
+  }
   return out;
 }
 

@@ -1,6 +1,7 @@
 // The CPU's packed U-Net against PyTorch's float64, at every level of instructions that the machine has, with one
 // thread and with three: cpu_unet_test FILE, written by make_models.py. It needs neither Torch nor GoogleTest, so that
 // it can be built for another processor.
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -88,6 +89,8 @@ std::vector<float> forward(const Case& c, const cpu::Kernels& kernels, const voi
   call.batch = c.batch, call.horizon = c.horizon, call.steps = 1, call.packed = packed;
   call.timesteps = c.timesteps.data(), call.per_sample_timesteps = true;
   call.global_cond = c.cond.data(), call.initial = c.sample.data(), call.output = output.data();
+  std::atomic<bool> overflow{false};
+  call.overflow = &overflow;
   cpu::Program program;
   char* workspace = nullptr;
   const auto memory = poisoned(cpu::make_program(c.plan, kernels, call, threads, nullptr, program), workspace);
