@@ -6,6 +6,10 @@
 #include "kernels/cpu/kernels.h"
 
 #ifdef DPA_X86
+#ifndef __clang__
+// GCC 12 takes the registers that its own intrinsics leave undefined for forgotten ones.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 // Headers above are compiled for every machine, what follows for this one alone.
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512fp16")
@@ -25,7 +29,7 @@
 #include "kernels/cpu/gemm.h"
 
 namespace dpa::kernels::cpu::avx512_fp16 {
-const Kernels kKernels = {
-    DPA_PANELS, Weights::kBFloat16AsFloat16, gemm, epilogue, dense, pairs, narrow, dot, kImageKernels};
+const Kernels kKernels = {DPA_PANELS,   Weights::kBFloat16AsFloat16, gemm, epilogue, dense, pairs, narrow, dot,
+                          kImageKernels};
 }  // namespace dpa::kernels::cpu::avx512_fp16
 #endif

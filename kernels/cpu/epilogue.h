@@ -19,12 +19,12 @@ struct EpilogueTask {
   float *offset, *factor;
 };
 
-/// For each channel of the task: the sum over time of raw, or of (raw + offset)^2, into `to`.
+/// For each channel of the task: the sum over time of raw + offset, or of its square, into `to`.
 template <bool kSquares>
-DPA_INLINE void sums_over_time(const Epilogue& f, const EpilogueTask& task, float* to) {
+DPA_INLINE void sums_over_time(const Epilogue& f, const EpilogueTask& task, const float* offsets, float* to) {
   for (int c = task.begin; c < task.end; c += kLanes) {
+    const Floats offset = load_first(offsets + c, f.channels - c);
     Floats total = {};
-    const Floats offset = kSquares ? load(task.offset + c) : Floats{};
     for (int t = 0; t < f.times; t++) {
       const Floats x = load(task.raw + static_cast<int64_t>(t) * f.pitch + c) + offset;
       total += kSquares ? x * x : x;
@@ -33,23 +33,34 @@ DPA_INLINE void sums_over_time(const Epilogue& f, const EpilogueTask& task, floa
   }
 }
 
+inline double total(const float* from, int count) {
+  typedef float Four __attribute__((vector_size(16)));
+  typedef double FourDoubles __attribute__((vector_size(32)));
+  FourDoubles sums = {};
+  int i = 0;
+  for (; i + 4 <= count; i += 4) {
+    Four x;
+    std::memcpy(&x, from + i, sizeof x);
+    sums += __builtin_convertvector(x, FourDoubles);
+  }
+  double sum = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  for (; i < count; i++) sum += from[i];
+  return sum;
+}
+
 inline void statistics(const Epilogue& f, const EpilogueTask& task) {
   constexpr double kEps = 1e-5;
   const int group = f.channels / f.groups;
   const double count = static_cast<double>(group) * f.times;
-  sums_over_time<false>(f, task, task.factor);
+  sums_over_time<false>(f, task, f.bias, task.factor);
   for (int c0 = task.begin; c0 < task.end; c0 += group) {
-    double mean = 0;
-    for (int c = c0; c < c0 + group; c++) mean += task.factor[c] + static_cast<double>(f.times) * f.bias[c];
-    mean /= count;
+    const auto mean = static_cast<float>(total(task.factor + c0, group) / count);
     if (f.overflow && !std::isfinite(mean)) f.overflow->store(true, std::memory_order_relaxed);
-    for (int c = c0; c < c0 + group; c++) task.offset[c] = static_cast<float>(f.bias[c] - mean);
+    for (int c = c0; c < c0 + group; c++) task.offset[c] = f.bias[c] - mean;
   }
-  sums_over_time<true>(f, task, task.factor);
+  sums_over_time<true>(f, task, task.offset, task.factor);
   for (int c0 = task.begin; c0 < task.end; c0 += group) {
-    double squares = 0;
-    for (int c = c0; c < c0 + group; c++) squares += task.factor[c];
-    const float inverse = static_cast<float>(1 / std::sqrt(squares / count + kEps));
+    const auto inverse = static_cast<float>(1 / std::sqrt(total(task.factor + c0, group) / count + kEps));
     for (int c = c0; c < c0 + group; c++) task.factor[c] = inverse * f.norm[c];
   }
 }

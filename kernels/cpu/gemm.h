@@ -103,9 +103,8 @@ void block_of(int r, const void* const* rows, Panels weights, int steps, float* 
 }
 
 /// The steps whose taps lie inside the sample, for outputs of times `begin` to `last`.
-inline void inside(const Gemm& p, int begin, int last, int& lo, int& hi) {
+inline void inside(const Gemm& p, int taps, int begin, int last, int& lo, int& hi) {
   const int from = begin * p.stride + p.first, to = last * p.stride + p.first;  // input times of their first taps
-  const int taps = p.steps / p.steps_per_tap;
   const int skipped = to < 0 ? -to : 0, kept = p.times_in - from;
   lo = (skipped < taps ? skipped : taps) * p.steps_per_tap;
   hi = (kept < taps ? kept : taps) * p.steps_per_tap;
@@ -115,9 +114,10 @@ template <Weights kKind, int P>
 void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
   constexpr bool kConverts = kKind == Weights::kBFloat16AsFloat16;
   constexpr int kElement = input_bytes(kKind);
-  constexpr int kInputs = kKind == Weights::kFloat32 ? 1 : 2;       // of a step
+  constexpr int kInputs = kKind == Weights::kFloat32 ? 1 : 2;  // of a step
   constexpr int kRows = P * kVectors * 8 <= DPA_SUMS ? 8 : P * kVectors * 4 <= DPA_SUMS ? 4 : 2;
   const int64_t words = static_cast<int64_t>(p.steps) * kPanel;
+  const int taps = p.steps / p.steps_per_tap;
   for (int from = 0; from < p.steps; from += kBlock) {
     const int to = from + kBlock < p.steps ? from + kBlock : p.steps;
     // What is fetched, as seen from this block: the next of these panels, or the first of the panels behind them; where
@@ -133,29 +133,31 @@ void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
       to_float16<P>(original, to - from, converted, multiplied.stride);
     }
 #endif
+    int t = row_begin / p.batch, b = row_begin % p.batch;  // of the next row
     for (int row = row_begin, r; row < row_end; row += r) {
       r = kRows;
       while (r > row_end - row) r /= 2;
       int lo, hi;
-      inside(p, row / p.batch, (row + r - 1) / p.batch, lo, hi);
+      inside(p, taps, t, t + (b + r - 1) / p.batch, lo, hi);
       lo = lo < from ? from : lo, hi = hi > to ? to : hi;
       const bool fresh = from == 0;
-      if (lo >= hi) {
-        if (!fresh) continue;
-        lo = hi = from;
-      }
+      if (lo >= hi) lo = hi = from;
+#ifdef DPA_FLOAT16
+      if constexpr (kConverts) lo -= lo % kChain;  // chains end at the same steps in whatever block a row is
+#endif
       const void* rows[kMaxRows];
       float* outputs[kMaxRows];
       for (int i = 0; i < r; i++) {
-        const int t = (row + i) / p.batch, b = (row + i) % p.batch;
         rows[i] = static_cast<const char*>(p.input) +
                   (b * p.input_sample + t * p.input_time + static_cast<int64_t>(lo) * kInputs) * kElement;
         outputs[i] = p.output + b * p.output_sample + t * p.output_time + static_cast<int64_t>(panel) * kPanel;
+        if (++b == p.batch) b = 0, t++;
       }
+      if (lo == hi && !fresh) continue;
       const int64_t offset = static_cast<int64_t>(lo - from) * kPanel;
       const Panels weights = {multiplied.at + offset, multiplied.stride};
-      const int64_t done = row - row_begin, all = row_end - row_begin;
-      const int begin = static_cast<int>(P * done / all), end = static_cast<int>(P * (done + r) / all);
+      const int done = row - row_begin, all = row_end - row_begin;
+      const int begin = P * done / all, end = P * (done + r) / all;
       const Panels fetched = {original.at + offset + next + begin * words, words};
       if (end - begin > (P + 1) / 2)
         block_of<kKind, P, P>(r, rows, weights, hi - lo, outputs, fresh, fetched);

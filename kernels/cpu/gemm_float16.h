@@ -39,8 +39,8 @@ void to_float16(Panels from, int steps, uint32_t* to, int64_t stride) {
 DPA_INLINE void flush(__m512h first, __m512h second, __m512* sums) {
   constexpr __mmask32 kOdd = 0xaaaaaaaau;
   const __m512h even = _mm512_mask_blend_ph(kOdd, first, second), odd = _mm512_mask_blend_ph(kOdd, second, first);
-  const __m512i total = _mm512_castph_si512(
-      _mm512_add_ph(even, _mm512_castsi512_ph(_mm512_rol_epi32(_mm512_castph_si512(odd), 16))));
+  const __m512i total =
+      _mm512_castph_si512(_mm512_add_ph(even, _mm512_castsi512_ph(_mm512_rol_epi32(_mm512_castph_si512(odd), 16))));
   sums[0] = _mm512_add_ps(sums[0], _mm512_cvtxph_ps(_mm256_castsi256_ph(_mm512_castsi512_si256(total))));
   sums[1] = _mm512_add_ps(sums[1], _mm512_cvtxph_ps(_mm256_castsi256_ph(_mm512_extracti64x4_epi64(total, 1))));
 }

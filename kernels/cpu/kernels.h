@@ -89,8 +89,8 @@ struct Narrow {
 };
 
 struct Kernels {
-  int max_panels;     // of a task
-  Weights bfloat16;   // how bfloat16 weights are multiplied best
+  int max_panels;    // of a task
+  Weights bfloat16;  // how bfloat16 weights are multiplied best
   void (*gemm)(const Gemm& gemm, const Tasks& tasks, int64_t begin, int64_t end);
   void (*epilogue)(const Epilogue& epilogue, int64_t begin, int64_t end);
   void (*dense)(const Dense& dense, int64_t begin, int64_t end);  // a task is kDenseRows rows

@@ -144,9 +144,7 @@ class Builder {
     f.overflow = call_.overflow;
     return f;
   }
-  void send_to(Epilogue& f, size_t next) {
-    f.next = input_of(plan_.convs[next]).from(0);
-  }
+  void send_to(Epilogue& f, size_t next) { f.next = input_of(plan_.convs[next]).from(0); }
 
   void head() {
     const auto& config = plan_.config;

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import dpa
 from dpa.packed.unet import PackedUnet
 
-_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
+_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "avx512_fp16")
 _ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -68,12 +68,28 @@ def test_every_level(level, dtype, monkeypatch):
         _check(unet, dtype, batch, horizon, 5)
 
 
+@pytest.mark.parametrize("what", ["activations", "weights", "sums"])
+def test_what_float16_does_not_hold(what):
+    """Levels that multiply bfloat16 weights in float16 notice what is too large for it."""
+    unet = _net(input_dim=2, global_cond_dim=5, down_dims=(32, 64), cond_predict_scale=True)
+    first, second = (block.block for block in unet.down_modules[0][0].blocks)
+    with torch.no_grad():
+        if what == "activations":
+            first[1].weight.fill_(3e6)
+        elif what == "weights":
+            second[0].weight *= 1e6
+        else:
+            first[1].weight.fill_(300.0)
+            second[0].weight.abs_().mul_(1000.0)
+    _check(unet, torch.bfloat16, 3, 16, 5)
+
+
 @pytest.mark.parametrize("dtype", _ERROR, ids=str)
 def test_threads_change_nothing(dtype):
     unet = _net(input_dim=2, global_cond_dim=4, down_dims=(64, 128), cond_predict_scale=True)
     packed, before = PackedUnet(unet, dtype), torch.get_num_threads()
     try:
-        for batch in (1, 5):
+        for batch in (1, 5, 13):
             inputs = _inputs(unet, batch, 16, 4)
             results = []
             for threads in (1, 2, 3, 5):
