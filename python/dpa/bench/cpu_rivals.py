@@ -89,7 +89,11 @@ def _openvino(path: Path, arrays: dict[str, Any], hint: str) -> Call:
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "INFERENCE_PRECISION_HINT": hint,
     }
-    request = openvino.compile_model(path, "CPU", options).create_infer_request()
+    try:
+        compiled = openvino.compile_model(path, "CPU", options)
+    except RuntimeError:  # its snippets have no Mish for some processors
+        compiled = openvino.compile_model(path, "CPU", options | {"SNIPPETS_MODE": "DISABLE"})
+    request = compiled.create_infer_request()
     given = list(arrays.values())
     # Without a copy the result is a view into the request, which the next call overwrites.
     return lambda: torch.from_numpy(request.infer(given, share_inputs=True)[0].copy())
