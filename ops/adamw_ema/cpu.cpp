@@ -12,7 +12,7 @@
 namespace dpa {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // elements a thread takes at least
+constexpr int64_t kElementsPerThread = 1 << 15;  // elements a thread takes at least
 
 /// The type of arithmetic on stored values of type `T`: float for 16-bit types.
 template <class T>
@@ -83,7 +83,7 @@ void step_on_cpu(const AdamWEmaArguments& in) {
     const Places<P, G> at = {m.param.mutable_data_ptr<P>(), m.exp_avg.mutable_data_ptr<P>(),
                              m.exp_avg_sq.mutable_data_ptr<P>(), m.grad.mutable_data_ptr<G>(),
                              s.average ? m.average.mutable_data_ptr<A>() : nullptr};
-    at::parallel_for(0, m.param.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, m.param.numel(), kElementsPerThread, [&](int64_t begin, int64_t end) {
       const auto part =
           s.average ? (s.skip ? &update_elements<true, true, P, G, A> : &update_elements<false, true, P, G, A>)
                     : (s.skip ? &update_elements<true, false, P, G, A> : &update_elements<false, false, P, G, A>);

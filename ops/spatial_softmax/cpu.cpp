@@ -12,7 +12,7 @@
 namespace dpa {
 namespace {
 
-constexpr int64_t kGrain = 1 << 14;  // pixels worth a thread
+constexpr int64_t kPixelsPerThread = 1 << 14;  // pixels worth a thread
 
 /// The coordinate of pixel `i` of `n`, from -1 to 1; one pixel is at -1, as in torch.linspace.
 template <class T>
@@ -54,7 +54,7 @@ Tensor spatial_softmax_cpu(const Tensor& input, const OptionalTensor& temperatur
     auto* const to = out.mutable_data_ptr<scalar_t>();
     const auto divisor = temperature.has_value() ? temperature->item<scalar_t>() : scalar_t(1);
     const int64_t count = maps.size(0) * maps.size(1), pixels = height * width;
-    at::parallel_for(0, count, std::max<int64_t>(1, kGrain / pixels), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, count, std::max<int64_t>(1, kPixelsPerThread / pixels), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) keypoint(from + i * pixels, height, width, divisor, to + 2 * i);
     });
   });

@@ -278,7 +278,7 @@ struct Channels {
   }
 };
 
-/// The first kernel of the backward: sums over rows of the gradient behind ReLU, and of its product with the centred
+/// The first kernel of the backward: sums over rows of the gradient behind ReLU, and of it times the centred
 /// input. `kResidual`: there is a residual, which the sign of ReLU's input depends on; its gradient is written here.
 template <class T, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kBatchNormActBlocks)
