@@ -29,9 +29,7 @@ struct Panels {
 };
 }  // namespace dpa::kernels::cpu::DPA_LEVEL
 
-#ifdef DPA_FLOAT16
-#include "kernels/cpu/gemm_float16.h"
-#endif
+#include "kernels/cpu/gemm_float16.h"  // where DPA_FLOAT16 is defined
 
 namespace dpa::kernels::cpu::DPA_LEVEL {
 

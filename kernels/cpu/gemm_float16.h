@@ -13,6 +13,7 @@
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/lanes.h"
 
+#ifdef DPA_FLOAT16
 namespace dpa::kernels::cpu::DPA_LEVEL {
 
 constexpr int kChain = 32;
@@ -95,3 +96,4 @@ void float16_block(const void* const* rows_, Panels weights, int steps, float* c
 }
 
 }  // namespace dpa::kernels::cpu::DPA_LEVEL
+#endif
