@@ -10,7 +10,7 @@ namespace dpa::kernels::cpu {
 namespace {
 
 using conv2d::Network;
-using conv2d::Place;
+using conv2d::PackedOffsets;
 using conv2d::Step;
 using conv2d::StepKind;
 
@@ -55,7 +55,7 @@ void copy_image(const EncoderRun& run, int64_t row) {
 
 void convolve(const EncoderRun& run, size_t i, Team& team, int thread) {
   const Step& s = run.network->steps[i];
-  const Place& place = (*run.places)[i];
+  const PackedOffsets& place = (*run.places)[i];
   const auto& kernels = run.kernels->images;
   const auto* const base = static_cast<const char*>(run.packed);
   const auto* const parameters = reinterpret_cast<const float*>(base + place.parameters);
@@ -132,13 +132,13 @@ bool reads_image_by_convolutions(const Network& network) {
                      [](const Step& s) { return (s.from != 0 || s.kind == StepKind::kConv) && s.residual != 0; });
 }
 
-size_t encoder_places(const Network& network, DType dtype, std::vector<Place>& places) {
+size_t encoder_places(const Network& network, DType dtype, std::vector<PackedOffsets>& places) {
   size_t bytes = 0;
   std::vector<int> channels = {network.channels};
   places.clear();
   for (const Step& s : network.steps) {
     const int in = channels[s.from];
-    Place place;
+    PackedOffsets place;
     if (s.kind == StepKind::kConv) {
       const size_t row = size_t{4} * padded(s.out_channels);
       place.weights = bytes;
@@ -154,7 +154,7 @@ size_t encoder_places(const Network& network, DType dtype, std::vector<Place>& p
 DType packed_dtype(const Step& s, DType dtype) { return s.from == 0 ? DType::kFloat32 : dtype; }
 
 void pack_convolution(const Step& s, int in_channels, DType dtype, const void* weight, const float* const parameters[3],
-                      const Place& place, void* packed) {
+                      const PackedOffsets& place, void* packed) {
   const bool from_image = s.from == 0;
   const Weights kind = kind_of(dtype, from_image);
   const int bytes = kind == Weights::kFloat32 ? 4 : 2, pitch = pitch_of(in_channels, from_image);

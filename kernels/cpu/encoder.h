@@ -16,7 +16,7 @@
 namespace dpa::kernels::cpu {
 
 /// The place of each step's weights, where it is a convolution, and the bytes of all.
-size_t encoder_places(const conv2d::Network& network, DType dtype, std::vector<conv2d::Place>& places);
+size_t encoder_places(const conv2d::Network& network, DType dtype, std::vector<conv2d::PackedOffsets>& places);
 
 /// Whether nothing but convolutions reads the image, which alone is not padded to 16 channels. The others need this.
 bool reads_image_by_convolutions(const conv2d::Network& network);
@@ -26,13 +26,13 @@ DType packed_dtype(const conv2d::Step& step, DType dtype);
 /// Packs a convolution. `weight` is (out, in, kernel, kernel), contiguous, in its packed type; `parameters` are bias (or
 /// null), scale and shift. What is not written must be zero before.
 void pack_convolution(const conv2d::Step& step, int in_channels, DType dtype, const void* weight,
-                      const float* const parameters[3], const conv2d::Place& place, void* packed);
+                      const float* const parameters[3], const conv2d::PackedOffsets& place, void* packed);
 
 /// One call.
 struct EncoderRun {
   const conv2d::Network* network;
   const std::vector<conv2d::Extent>* extents;
-  const std::vector<conv2d::Place>* places;
+  const std::vector<conv2d::PackedOffsets>* places;
   const Kernels* kernels;
   DType dtype;
   int batch;

@@ -17,7 +17,7 @@ namespace dpa {
 /// The network, and where its packed weights lie.
 struct EncoderPlan {
   kernels::conv2d::Network network;
-  std::vector<kernels::conv2d::Place> places, cpu_places;
+  std::vector<kernels::conv2d::PackedOffsets> places, cpu_places;
   int64_t bytes;  // of packed weights
 };
 

@@ -47,7 +47,7 @@ TEST(Conv2dNetwork, FeatureMapsHaveTheSizesOfTheLayers) {
 TEST(Conv2dNetwork, PackedWeightsDoNotOverlap) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     const auto network = network_of(kBlock);
-    std::vector<Place> places;
+    std::vector<PackedOffsets> places;
     std::vector<Extent> extents;
     const size_t bytes = places_of(network, dtype, places);
     ASSERT_EQ(extents_of(network, 84, 84, extents), "");

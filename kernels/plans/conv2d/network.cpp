@@ -96,14 +96,14 @@ Shape shape_of_step(const Network& network, size_t i, DType dtype, int batch, co
                   s.groups);
 }
 
-size_t places_of(const Network& network, DType dtype, std::vector<Place>& places) {
+size_t places_of(const Network& network, DType dtype, std::vector<PackedOffsets>& places) {
   size_t bytes = 0;
   std::vector<int> channels = {network.channels};  // of the feature maps
   places.clear();
   for (size_t i = 0; i < network.steps.size(); i++) {
     const Step& s = network.steps[i];
     const int in = channels[s.from];
-    Place place;
+    PackedOffsets place;
     if (s.kind == StepKind::kConv) {
       const Shape shape =  // the weights' form does not depend on the images' size
           network.cells && i == 0 ? shape_of_cells(dtype, 1, 8, 8, s.out_channels)

@@ -39,11 +39,11 @@ std::string extents_of(const Network& network, int height, int width, std::vecto
 Shape shape_of_step(const Network& network, size_t i, DType dtype, int batch, const std::vector<Extent>& extents);
 
 /// Where a convolution's packed weights lie, and behind them its parameters: bias, scale, shift, in float32. Bytes.
-struct Place {
+struct PackedOffsets {
   size_t weights = 0, parameters = 0;
 };
 /// The place of each step's, where it is a convolution, and the bytes of all.
-size_t places_of(const Network& network, DType dtype, std::vector<Place>& places);
+size_t places_of(const Network& network, DType dtype, std::vector<PackedOffsets>& places);
 
 /// Steps [first, first + plans.size()) in one launch.
 struct StepPlan {
