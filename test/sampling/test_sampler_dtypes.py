@@ -185,3 +185,19 @@ def test_8_bit_dtypes_are_for_packed_weights_alone():
     for dtype, fused in [(torch.float8_e4m3fn, False), (torch.float8_e5m2, True)]:
         with pytest.raises(ValueError, match="dtype must have 16 bits or more"):
             dpa.DiffusionSampler(unet, table, dtype=dtype, fused=fused)
+
+
+def test_8_bits_mean_the_fused_loop(device):
+    """No option needed; a CPU, whose packed weights have 16 bits or more, says so."""
+    scheduler, steps, _ = make_scheduler("ddim")
+    noise, cond = torch.randn(2, 8, 2, device=device), torch.randn(2, 4, device=device)
+    unet, dtype = make_unet(device), torch.float8_e4m3fn
+    default, fused = (
+        dpa.DiffusionSampler(unet, scheduler, steps, dtype, fused=given) for given in (None, True)
+    )
+    if device.type == "cpu":
+        with pytest.raises(RuntimeError, match=r"unet1d_pack: dtype must be float32.*on the CPU"):
+            default(cond, noise=noise)
+        return
+    got = default(cond, noise=noise)
+    assert got.isfinite().all() and torch.equal(got, fused(cond, noise=noise))

@@ -100,6 +100,7 @@ class Policy:
             output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
             device=team.device.type,
             down_dims=self.down_dims,
+            pretrained_backbone_weights=None,
         )
         torch.manual_seed(0)
         with torch.device(team.device):

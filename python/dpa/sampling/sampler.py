@@ -63,7 +63,7 @@ class DiffusionSampler:
             timesteps that the scheduler holds.
         dtype: what the network runs in, the dtype of packed weights. Where it is not the dtype of
             the weights, each call step by step casts them into a copy that the sampler keeps.
-            float8_e4m3fn with ``fused=True`` alone.
+            float8_e4m3fn needs the fused loop: it means ``fused=True``.
         horizon: T. Not needed where each call has a ``noise``, ``condition_data`` or
             ``local_cond``.
         action_dim: Da. Not needed where the network ends in a ``final_conv`` as the originals do.
@@ -123,8 +123,10 @@ class DiffusionSampler:
         check_dtype("noise_dtype", noise_dtype)
         right = isinstance(parallel, Parallel | None)
         check(right, "parallel", "be a dpa.Parallel", type(parallel))
+        if fused is None and dtype == torch.float8_e4m3fn:
+            fused = True
         wide = dtype is None or dtype.itemsize > 1 or (fused and dtype == torch.float8_e4m3fn)
-        check(wide, "dtype", "have 16 bits or more (float8_e4m3fn with fused)", dtype)
+        check(wide, "dtype", "have 16 bits or more (float8_e4m3fn fused)", dtype)
         plain = not isinstance(scheduler, StepTable) or (eta == 0 and not use_clipped_model_output)
         options, got = "eta and use_clipped_model_output", f"{eta} and {use_clipped_model_output}"
         check(plain, options, "be left out with a StepTable", got)
