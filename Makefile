@@ -68,7 +68,7 @@ ifeq ($(CUDA)$(GPU),auto)
 demo: $(BUILD_SETUP)
 	@mkdir -p build
 	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B build/demo -G Ninja -DCMAKE_BUILD_TYPE=Release -DDPA_CUDA=off \
-	  $(if $(filter 1 2 3 4,$(shell nproc)),-DCMAKE_UNITY_BUILD_BATCH_SIZE=24) \
+	  $(if $(filter 1 2 3 4,$(shell nproc)),-DCMAKE_UNITY_BUILD_BATCH_SIZE=72) \
 	  -DPython_EXECUTABLE="$$PWD/$(BIN)/python" >build/demo.log 2>&1 || { cat build/demo.log; exit 1; }
 	@$(BIN)/cmake --build build/demo >build/demo.log 2>&1 || { cat build/demo.log; exit 1; }
 	PYTHONPATH=python DPA_LIBRARY=build/demo/libdpa.so $(BIN)/python -m dpa demo $(DEMO_ARGS)

@@ -20,13 +20,7 @@ if(DPA_SANITIZE)
   add_link_options(-fsanitize=${DPA_SANITIZE})
 endif()
 
-# With paths from the sources' folder on, one build folder takes what another has compiled.
-find_program(DPA_CCACHE ccache)
-if(DPA_CCACHE)
-  get_filename_component(base "${CMAKE_CURRENT_LIST_DIR}" DIRECTORY)
-  set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env "CCACHE_BASEDIR=${base}" "${DPA_CCACHE}")
-  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})
-endif()
+include("${CMAKE_CURRENT_LIST_DIR}/DpaCcache.cmake")
 
 # PyTorch's headers take longer to read than our code: several files share one reading.
 set(CMAKE_UNITY_BUILD ON CACHE BOOL "Compile several files as one")

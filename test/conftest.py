@@ -19,6 +19,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 _TESTS = Path(__file__).parent
 
+# Folders whose tests run on all of PyTorch's threads: kernels, or threads, are what they test.
+# The others call networks so small that a second thread costs more than it computes, and the test
+# processes are as many as the cores: 19 CPU seconds became 14, and waiting for the other thread
+# tripled the time of a convolution.
+_ON_ALL_THREADS = ("faults", "ops", "packed", "sampling")
+_THREADS = torch.get_num_threads()
+
 
 def pytest_collection_modifyitems(items):
     """Mark what ``make check`` leaves out; the files that take longest come first.
@@ -30,6 +37,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(_file(item).as_posix(), len(order)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Set the number of PyTorch's threads, before any fixture."""
+    torch.set_num_threads(_THREADS if _file(item).parts[0] in _ON_ALL_THREADS else 1)
 
 
 def _file(item):

@@ -14,7 +14,7 @@ fi
 mkdir -p build/aarch64
 for file in "$source"/kernels/cpu/*.cpp "$source/kernels/plans/unet1d/plan.cpp" "$source/test/cpp/cpu_unet_test.cpp"; do
   echo "$file"
-done | xargs -P 2 -I FILE sh -c 'aarch64-linux-gnu-g++ -std=c++20 -O2 -Wall -Wextra -Werror -fno-math-errno \
+done | xargs -P 2 -I FILE sh -c 'aarch64-linux-gnu-g++ -std=c++20 -O1 -Wall -Wextra -Werror -fno-math-errno \
   -fno-trapping-math -I "$1" -c "$2" -o "build/aarch64/$(basename "$2").o"' sh "$source" FILE
 aarch64-linux-gnu-g++ -static build/aarch64/*.o -pthread -o build/aarch64/cpu_unet_test
 if command -v qemu-aarch64 >/dev/null; then

@@ -2,6 +2,7 @@
 // Asynchronous copies happen when they are waited for, not before; a warp's instructions wait for all its lanes.
 #pragma once
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -62,7 +63,11 @@ struct BlockState {
   WarpState warps[kMostWarps];
 };
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // of its beginning; later it goes on by a jump, because swapcontext calls the system
+  jmp_buf resume;
+  bool begun = false;
+  const int* watched = nullptr;  // it waits while this has the value `seen`
+  int seen = 0;
   std::vector<uint8_t> stack;
   int thread, block;
   bool done = false;
@@ -76,13 +81,29 @@ struct Machine {
   std::vector<Store> stores;
   std::vector<int> cluster_arrived, cluster_generation;
   Fiber* now = nullptr;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   void (*body)(void*) = nullptr;
   void* argument = nullptr;
 };
 inline Machine machine;
 
-inline void yield() { swapcontext(&machine.now->context, &machine.scheduler); }
+inline void yield() {
+  if (_setjmp(machine.now->resume) == 0) _longjmp(machine.scheduler, 1);
+}
+// The scheduler passes over the fiber meanwhile.
+inline void wait_while(const int& watched, int seen) {
+  machine.now->watched = &watched, machine.now->seen = seen;
+  while (watched == seen) yield();
+  machine.now->watched = nullptr;
+}
+// Until the fiber yields.
+inline void go_on(Fiber& f) {
+  machine.now = &f;
+  if (_setjmp(machine.scheduler) != 0) return;
+  if (f.begun) _longjmp(f.resume, 1);
+  f.begun = true;
+  setcontext(&f.context);
+}
 inline BlockState& here() { return machine.state[machine.now->block]; }
 DPA_DEVICE uint8_t* shared() { return here().memory.data(); }
 DPA_DEVICE uint32_t shared_address(const void* p) {
@@ -101,7 +122,7 @@ DPA_DEVICE void sync_named(int id, int threads) {
   Meeting& m = here().meetings[id];
   const int mine = m.generation;
   m.arrive(threads);
-  while (m.generation == mine) yield();
+  wait_while(m.generation, mine);
 }
 template <int kBarrier>
 void sync_threads(int count) {
@@ -118,7 +139,7 @@ void collective(F f) {
     f(w);
     w.generation++;
   }
-  while (w.generation == mine) yield();
+  wait_while(w.generation, mine);
 }
 DPA_DEVICE void sync_warp() {
   collective([](WarpState&) {});
@@ -198,13 +219,13 @@ DPA_DEVICE void barrier_expect(uint32_t at, int bytes) {
 }
 DPA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
   const Barrier& b = here().barriers[(at - kBarriers) / 8];
-  while ((b.phase & 1) == static_cast<int>(parity)) yield();
+  wait_while(b.phase, static_cast<int>(parity));  // which is 0 or 1
 }
 DPA_DEVICE void cluster_sync() {
   const int cluster = block() / kCluster, mine = machine.cluster_generation[cluster];
   if (++machine.cluster_arrived[cluster] == kCluster * machine.threads)
     machine.cluster_arrived[cluster] = 0, machine.cluster_generation[cluster]++;
-  while (machine.cluster_generation[cluster] == mine) yield();
+  wait_while(machine.cluster_generation[cluster], mine);
 }
 DPA_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t{a} * b) >> 32); }
 template <uint32_t kSelectors>
@@ -428,9 +449,8 @@ inline void launch(int blocks, int shared_bytes, void (*body)(void*), void* argu
       const int warp = random() % (threads / 32);
       for (int i = 0; i < 32; i++) {
         Fiber& f = machine.fibers[block * threads + warp * 32 + i];
-        if (f.done) continue;
-        machine.now = &f;
-        swapcontext(&machine.scheduler, &f.context);
+        if (f.done || (f.watched && *f.watched == f.seen)) continue;
+        go_on(f);
         if (f.done) left--;
       }
     }

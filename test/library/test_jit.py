@@ -104,9 +104,9 @@ for device in ["cpu"] + ["cuda"] * ({cuda!r} == "on"):
     torch.testing.assert_close(mapped, x.relu() + x)
 print("works")
 """
-    # Optimised less, the sources compile in two thirds of the time.
+    # Not optimised, the sources compile in half the time.
     compiler = folder.parent / "jit-compiler" / "c++"
     compiler.parent.mkdir(parents=True, exist_ok=True)
-    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O1\n')
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
     compiler.chmod(0o755)
     assert _run(code, CXX=str(compiler)).strip().endswith("works")

@@ -65,7 +65,7 @@ def build(source: Path, folder: Path, definitions: dict[str, str], verbose: bool
     configure += [f"-D{name}={value}" for name, value in definitions.items()]
     configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"]
     if (os.cpu_count() or 1) <= _FEW_CORES:
-        configure.append("-DCMAKE_UNITY_BUILD_BATCH_SIZE=24")
+        configure.append("-DCMAKE_UNITY_BUILD_BATCH_SIZE=72")
     library = folder / by_torch.NAME
     with _locked(folder):
         say = not verbose and not library.exists()
