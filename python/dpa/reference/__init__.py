@@ -312,6 +312,8 @@ def resize_crop_normalize(
     x = x / 255 if bytes_ else x
     if size is not None and x.numel() == 0:  # which a GPU does not resize
         x = x.sum((2, 3), keepdim=True).expand(-1, -1, *size)
+    elif size is not None and size[1] == 1:  # whose first row PyTorch repeats, if it antialiases
+        x = F.interpolate(x.mT, (1, size[0]), mode="bilinear", antialias=antialias).mT
     elif size is not None:
         x = F.interpolate(x, tuple(size), mode="bilinear", antialias=antialias)
     if crop is not None:
