@@ -11,7 +11,6 @@ Everything here compiles with ``torch.jit.script``, ``torch.export`` and
 ``torch.compile(fullgraph=True)``. Annotations stay real objects, which TorchScript needs.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +25,7 @@ from dpa.nn.blocks1d import (
     Conv1d,
     Conv1dBlock,
     Downsample1d,
+    SinusoidalPosEmb,
     Upsample1d,
     channels_last,
 )
@@ -47,65 +47,8 @@ def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor]:
 
 
 _FILM_LAYERS = PlainLayers(sequential("cond_encoder", nn.Mish, nn.Linear), ["cond_encoder.1"])
-
-
-class _SinusoidalPosEmb(nn.Module):
-    """Sines and cosines of the timestep at ``dim / 2`` frequencies from 1 down to 1e-4.
-
-    The angles reach 1000 radians, which 16-bit types cannot resolve: this part is float32 always.
-    """
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, timestep: Tensor) -> Tensor:
-        half = self.dim // 2
-        position = torch.arange(half, dtype=torch.float32, device=timestep.device)
-        frequencies = torch.exp(position * (-math.log(10000.0) / (half - 1)))
-        angles = timestep.to(torch.float32)[:, None] * frequencies[None, :]
-        return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-    @torch.jit.unused
-    def rounded(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the same, rounded to ``dtype``, in three kernels instead of nine.
-
-        All of them lie on the way to the first convolution, 2 us each in a graph.
-        """
-        frequencies = self._frequencies(timestep)
-        if frequencies is None:
-            return self(timestep).to(dtype)
-        angles = timestep[:, None] * frequencies
-        out = timestep.new_empty((timestep.shape[0], self.dim), dtype=dtype)
-        torch.sin(angles, out=out[:, : self.dim // 2])
-        torch.cos(angles, out=out[:, self.dim // 2 :])
-        return out
-
-    @torch.jit.unused
-    def _frequencies(self, timestep: Tensor) -> Tensor | None:
-        """Return what a call outside of captures has kept, or None where ``forward`` has to run."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return None
-        plain = type(timestep) is Tensor and not timestep.requires_grad
-        if not plain or timestep.dtype not in (torch.float32, torch.int64):
-            return None
-        key = timestep.device, self.dim
-        if key not in _FREQUENCIES:
-            if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
-                return None
-            with torch.inference_mode(False):
-                position = torch.arange(self.dim // 2, dtype=torch.float32, device=timestep.device)
-                kept = torch.exp(position * (-math.log(10000.0) / (self.dim // 2 - 1)))
-            if timestep.is_cuda:  # any stream may read it from here on
-                torch.cuda.current_stream(timestep.device).synchronize()
-            _FREQUENCIES[key] = kept
-        return _FREQUENCIES[key]
-
-
-_FREQUENCIES: dict[tuple[torch.device, int], Tensor] = {}  # on a device, of a width
-
 _TIME_LAYERS = PlainLayers(
-    sequential("diffusion_step_encoder", _SinusoidalPosEmb, nn.Linear, nn.Mish, nn.Linear),
+    sequential("diffusion_step_encoder", SinusoidalPosEmb, nn.Linear, nn.Mish, nn.Linear),
     ["diffusion_step_encoder.1", "diffusion_step_encoder.3"],
 )
 
@@ -165,7 +108,7 @@ class ConditionalUnet1D(nn.Module):
             return nn.ModuleList([residual(dim_in, dim_out), residual(dim_out, dim_out), sampling])
 
         diffusion_step_encoder = nn.Sequential(
-            _SinusoidalPosEmb(embed_dim),
+            SinusoidalPosEmb(embed_dim),
             nn.Linear(embed_dim, embed_dim * 4),
             nn.Mish(),
             nn.Linear(embed_dim * 4, embed_dim),
