@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 #include <mutex>
 
@@ -10,12 +11,16 @@ namespace {
 constexpr int64_t kFixed = 6;  // integers of a config before down_dims
 
 Plan make_checked_plan(const char* op, at::IntArrayRef config, at::ScalarType dtype) {
-  const int64_t levels = static_cast<int64_t>(config.size()) - kFixed;
+  const auto* const split = std::find(config.begin() + std::min<size_t>(kFixed, config.size()), config.end(), 0);
+  const bool widened = split != config.end();
+  const int64_t levels = split - config.begin() - kFixed;
   DPA_CHECK(
       levels >= 1 && levels <= kernels::unet1d::kMaxLevels, op,
       "config must be [action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims] with 1 to 5 "
       "down_dims",
       config);
+  DPA_CHECK(!widened || config.end() - split - 1 == levels, op,
+            "config must have as many widths behind the 0 as down_dims, which they become", config);
   for (const int64_t value : config)
     DPA_CHECK(value >= 0 && value <= 65536, op, "config must hold numbers in 0..65536", value);
   kernels::unet1d::Config c;
@@ -23,7 +28,10 @@ Plan make_checked_plan(const char* op, at::IntArrayRef config, at::ScalarType dt
   c.num_groups = static_cast<int>(config[2]), c.step_dim = static_cast<int>(config[3]);
   c.cond_dim = static_cast<int>(config[4]), c.film_scale = config[5] != 0;
   c.levels = static_cast<int>(levels);
-  for (int i = 0; i < c.levels; ++i) c.down_dims[i] = static_cast<int>(config[kFixed + i]);
+  for (int i = 0; i < c.levels; ++i) {
+    c.down_dims[i] = static_cast<int>(config[kFixed + i]);
+    if (widened) c.own_dims[i] = static_cast<int>(split[1 + i]);
+  }
   DPA_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat8_e4m3fn, op,
             "dtype of packed weights must be float32, float16, bfloat16 or float8_e4m3fn", dtype);
   auto plan = kernels::unet1d::make_plan(c, kernel_dtype(dtype));
@@ -54,6 +62,7 @@ int64_t unet1d_fingerprint(const kernels::unet1d::Config& config, int64_t varian
         int64_t{config.step_dim}, int64_t{config.cond_dim}, int64_t{config.film_scale}, int64_t{config.levels}})
     add(number);
   for (int i = 0; i < config.levels; ++i) add(config.down_dims[i]);
+  for (int i = 0; config.widened() && i < config.levels; ++i) add(config.own_dims[i]);
   return static_cast<int64_t>(hash % kPrime);
 }
 

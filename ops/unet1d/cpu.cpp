@@ -17,6 +17,7 @@ namespace cpu = kernels::cpu;
 Tensor unet1d_pack_cpu(at::TensorList weights, at::IntArrayRef config, at::ScalarType dtype) {
   const auto plan = unet1d_plan("unet1d_pack", config, dtype);
   check_unet1d_pack(*plan, weights);
+  DPA_CHECK(!plan->config.widened(), "unet1d_pack", "config must have the network's own widths on the CPU", config);
   DPA_CHECK(cpu::packs(plan->dtype), "unet1d_pack", "dtype must be float32, float16 or bfloat16 on the CPU", dtype);
   auto sources = cpu::pack_sources(*plan);
   std::vector<Tensor> kept;

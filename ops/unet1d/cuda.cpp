@@ -1,5 +1,6 @@
 #include "ops/common/cuda.h"
 
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -10,6 +11,18 @@
 namespace dpa {
 namespace {
 
+// A weight with zeros where a widened network has channels that only fill its groups up.
+Tensor filled(Tensor weight, const kernels::unet1d::WeightInfo& info) {
+  for (int64_t d = 0; d < 2; ++d) {
+    const auto& fill = info.fill[d];
+    if (fill.own == fill.width) continue;
+    std::vector<int64_t> zeros(2 * (weight.dim() - d), 0);  // (before, after) of the last dimension first
+    zeros.back() = fill.width - fill.own;
+    weight = at::constant_pad_nd(weight.unflatten(d, {fill.groups, fill.own}), zeros).flatten(d, d + 1);
+  }
+  return weight;
+}
+
 Tensor unet1d_pack_cuda(at::TensorList weights, at::IntArrayRef config, at::ScalarType dtype) {
   const auto plan = unet1d_plan("unet1d_pack", config, dtype);
   check_unet1d_pack(*plan, weights);
@@ -18,8 +31,8 @@ Tensor unet1d_pack_cuda(at::TensorList weights, at::IntArrayRef config, at::Scal
   const auto source = weights[0].scalar_type() == at::kDouble ? at::kFloat : weights[0].scalar_type();
   std::vector<Tensor> kept;
   std::vector<const void*> pointers;
-  for (const auto& weight : weights) {
-    kept.push_back(weight.to(source).contiguous());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    kept.push_back(filled(weights[i].to(source), plan->weights[i]).contiguous());
     pointers.push_back(kept.back().const_data_ptr());
   }
   // What lies between two weights goes into files and must not be what the memory held before.

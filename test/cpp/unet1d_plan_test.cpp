@@ -210,6 +210,52 @@ TEST(Resident, ItsPartsFitTheDevice) {
   for (const int n : fitting) EXPECT_GT(n, 0);
 }
 
+// A widened network is the wide one but for what GroupNorm counts, and takes the weights of the narrow one.
+TEST(WidenedPlan, IsThatOfItsWidthsWithTheNetworksOwnWeights) {
+  for (const DType dtype : kDTypes) {
+    const Config narrow{3, 3, {192, 384, 640}, 3, 8, 16, 6, true}, wide{3, 3, {256, 512, 1024}, 3, 8, 16, 6, true};
+    Config both = wide;
+    std::copy_n(narrow.down_dims, 3, both.own_dims);
+    const Plan plan = make_plan(both, dtype), own = make_plan(narrow, dtype), full = make_plan(wide, dtype);
+    ASSERT_EQ(plan.error, "");
+    EXPECT_EQ(plan.packed_bytes, full.packed_bytes);
+    ASSERT_EQ(plan.convs.size(), own.convs.size());
+    for (size_t i = 0; i < plan.convs.size(); ++i) {
+      EXPECT_EQ(plan.convs[i].channels_out, full.convs[i].channels_out) << i;
+      EXPECT_EQ(plan.convs[i].counted, own.convs[i].channels_out) << i;
+    }
+    ASSERT_EQ(plan.weights.size(), own.weights.size());
+    for (size_t i = 0; i < plan.weights.size(); ++i) {
+      const auto &a = plan.weights[i], &b = own.weights[i], &c = full.weights[i];
+      EXPECT_EQ(a.name, b.name);
+      EXPECT_EQ(a.shape, b.shape) << a.name;
+      for (size_t d = 0; d < a.shape.size(); ++d) {
+        const auto fill = d < 2 ? a.fill[d] : WeightInfo::Fill();
+        EXPECT_EQ(fill.groups ? fill.groups * fill.own : a.shape[d], b.shape[d]) << a.name;
+        EXPECT_EQ(fill.groups ? fill.groups * fill.width : a.shape[d], c.shape[d]) << a.name;
+      }
+    }
+  }
+}
+
+TEST(WidenedPlan, RefusesWhatWouldBeAnotherNetwork) {
+  const auto error = [](int actions, std::vector<int> own, std::vector<int> wide, int groups = 8) {
+    Config c{actions, static_cast<int>(own.size()), {}, 3, groups, 16, 0, true};
+    std::copy(wide.begin(), wide.end(), c.down_dims), std::copy(own.begin(), own.end(), c.own_dims);
+    return make_plan(c, DType::kFloat32).error;
+  };
+  EXPECT_EQ(error(3, {192, 384}, {256, 512}), "");
+  EXPECT_EQ(error(3, {192, 192}, {256, 256}), "");
+  const char* refused = "widths that are widened must leave the network's structure as it is";
+  EXPECT_EQ(error(192, {192, 384}, {256, 512}), refused);  // no residual convolution at the head
+  EXPECT_EQ(error(3, {192, 192}, {256, 512}), refused);    // none between equal levels
+  EXPECT_EQ(error(3, {192, 384}, {512, 512}), refused);
+  EXPECT_EQ(error(3, {384, 192}, {512, 384}), refused);     // none where a skip has as many channels
+  EXPECT_EQ(error(3, {264, 512}, {256, 512}), refused);     // narrower
+  EXPECT_EQ(error(3, {192, 384}, {256, 512}, 4), refused);  // the last block has eight groups
+  EXPECT_EQ(error(3, {192, 388}, {256, 512}), refused);
+}
+
 TEST(RefusedPlan, SaysWhyAndListsNothing) {
   const auto refusal = [](const std::function<void(Config&)>& corrupt) {
     Config config;

@@ -134,12 +134,14 @@ struct EpilogueArguments {
   float *value, *residual, *skip;
   bool add, keep;
   int times, channels, groups;
+  int counted;  // channels of a group that the norm counts: the first ones
 };
 
 __global__ void __launch_bounds__(kThreads) epilogue_kernel(const EpilogueArguments f) {
   __shared__ float sums[kWarps];
   const int b = blockIdx.x / f.groups, group = blockIdx.x % f.groups, width = f.channels / f.groups,
             count = width * f.times;
+  const float inverse_count = 1.0f / static_cast<float>(f.counted * f.times);
   const int64_t base = static_cast<int64_t>(b) * f.times * f.channels + group * width;
   auto at = [&](int i) { return base + static_cast<int64_t>(i / width) * f.channels + i % width; };
   auto total = [&](float x) {
@@ -157,12 +159,12 @@ __global__ void __launch_bounds__(kThreads) epilogue_kernel(const EpilogueArgume
   if (f.norm) {
     float sum = 0.0f, squares = 0.0f;
     for (int i = threadIdx.x; i < count; i += kThreads) sum += f.raw[at(i)];
-    mean = total(sum) / static_cast<float>(count);
+    mean = total(sum) * inverse_count;
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const float d = f.raw[at(i)] - mean;
+      const float d = i % width < f.counted ? f.raw[at(i)] - mean : 0.0f;
       squares = fmaf(d, d, squares);
     }
-    inverse = rsqrtf(total(squares) / static_cast<float>(count) + 1e-5f);
+    inverse = rsqrtf(total(squares) * inverse_count + 1e-5f);
   }
   const float* step = f.film_step + b * f.film_step_stride;
   const float* cond = f.film_cond + b * f.film_cond_stride;
@@ -243,6 +245,7 @@ struct Runner {
       f.film_scale = plan.config.film_scale;
     }
     f.add = add, f.keep = keep, f.times = times(level), f.channels = channels, f.groups = norm >= 0 ? groups : 1;
+    f.counted = plan.config.own(channels) / f.groups;
     return launch(epilogue_kernel, call.batch * f.groups, kThreads, stream, f);
   }
 

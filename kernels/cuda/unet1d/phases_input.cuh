@@ -230,7 +230,7 @@ DPA_DEVICE void convolve_sample(const PhaseLoop& a, const Work& w, const float* 
 // A warp owns a part.
 DPA_DEVICE void statistics(const Work& w, const float* stash, int pitch, float4* to) {
   const int groups = w.groups, pairs = w.samples * groups, parts = w.parts;
-  const int width = w.p.group_channels, count = width * w.p.times_in, lane = thread() & 31;
+  const int width = w.p.group_channels, counted = w.p.counted, count = counted * w.p.times_in, lane = thread() & 31;
   for (int i = thread() >> 5; i < pairs * parts; i += kPhaseWarps) {
     const int pair = w.by_parts(i), b = w.by_groups(pair);
     const float* from = stash + b * w.p.times_in * pitch + (pair - b * groups) * width;
@@ -238,8 +238,8 @@ DPA_DEVICE void statistics(const Work& w, const float* stash, int pitch, float4*
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll 4
     for (int e = (i - pair * parts) * 32 + lane; e < count; e += parts * 32) {
-      const int row = width == 1 ? e : static_cast<int>(high_product(e, w.p.group_magic));
-      const float d = from[row * pitch + e - row * width] - first;
+      const int row = counted == 1 ? e : static_cast<int>(high_product(e, w.p.counted_magic));
+      const float d = from[row * pitch + e - row * counted] - first;
       sum += d, squares += d * d;
     }
 #pragma unroll

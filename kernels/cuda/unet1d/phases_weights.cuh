@@ -90,7 +90,7 @@ struct Work {
     first_tile = slice_begin(p.row_tiles, at.out, p.slices_out);
     row_tiles = slice_begin(p.row_tiles, at.out + 1, p.slices_out) - first_tile;
     rounds = divide(row_tiles + p.warps_rows - 1, p.warps_rows);
-    inverse_count = p.group_channels ? 1.0f / static_cast<float>(p.group_channels * p.times_in) : 0.0f;
+    inverse_count = p.group_channels ? 1.0f / static_cast<float>(p.counted * p.times_in) : 0.0f;
     by_times.set(p.times_in), by_chunks.set(value_channels / 8), by_floats.set(value_channels / 4);
     by_quads.set(channels / 4), by_value.set(value_channels), by_groups.set(groups), by_parts.set(parts);
     by_columns.set(p.columns), by_rows.set(row_tiles);

@@ -63,9 +63,12 @@ struct SoloInputs : Block<Weight> {
     }
   }
 
-  // Mean and inverse deviation of the group. 16-bit weights: sums and sums of squares. float32: each warp around its
-  // first value, so that nothing cancels.
-  __device__ __forceinline__ float2 moments(const float2 (&v)[kPairs], int own, int pairs, float inverse) const {
+  // Mean and inverse deviation of the group. 16-bit weights: sums and sums of squares, to which channels that are not
+  // counted, all zeros, add nothing. float32: each warp around its first value, so that nothing cancels.
+  __device__ __forceinline__ float2 moments(const float2 (&v)[kPairs], int own, const SoloLayer& l) const {
+    const float inverse = l.inverse_count;
+    const int half = 1 << l.half_log2;  // channel pairs of a time
+    if (kWide && (tid & (half - 1)) >= l.counted) own = 0;
     float2* sums = reinterpret_cast<float2*>(shared + a.layout.sums);
     const float pivot = kWide ? __shfl_sync(~0u, v[0].x, 0) : 0.0f;
     float sum = 0.0f, squares = 0.0f;
@@ -84,7 +87,11 @@ struct SoloInputs : Block<Weight> {
     auto count = [&](int w) {
       int n = 0;
 #pragma unroll
-      for (int i = 0; i < kPairs; i++) n += 2 * max(0, min(32, pairs - i * kThreads - w * 32));
+      for (int i = 0; i < kPairs; i++) {
+        const int first = i * kThreads + w * 32, valid = max(0, min(32, l.pairs - first));
+        n += half <= 32 ? 2 * ((valid >> l.half_log2) * l.counted + min(valid & (half - 1), l.counted))
+                        : 2 * max(0, min(valid, l.counted - (first & (half - 1))));
+      }
       return static_cast<float>(n);
     };
     if (kWide) {
@@ -174,7 +181,7 @@ struct SoloInputs : Block<Weight> {
     }
     mark(layer, kMessagesThere);
     if (from.norm >= 0) {
-      const float2 moment = moments(v, count, from.pairs, from.inverse_count);
+      const float2 moment = moments(v, count, from);
       mark(layer, kNormalised);
       const float2 gain = make_float2(moment.y * p.gamma.x, moment.y * p.gamma.y);
 #pragma unroll

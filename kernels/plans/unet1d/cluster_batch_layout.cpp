@@ -44,7 +44,8 @@ bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
   l.finishers = whole ? l.units >> mine_log2 : 1 << peers_log2;
   l.exchange_log2 = conv.norm >= 0 ? std::max(0, -mine_log2) : 0;
   l.rounds_log2 = std::max(0, l.shares_log2 - log2_of(kGroupThreads / 8));
-  l.inverse_count = 1.0f / static_cast<float>((horizon >> conv.level_out) << l.rows_log2);
+  l.inverse_count = 1.0f / static_cast<float>((horizon >> conv.level_out) *
+                                              (conv.norm >= 0 ? conv.counted / kSlices : 1 << l.rows_log2));
   l.pitch = 64 << l.shares_log2;
   if (conv.norm >= 0 && mine_log2 > 0) return false;  // a block has the moments of one unit
   return l.shares_log2 >= 2 && l.rounds_log2 <= std::min<int>(kMaxRoundsLog2, l.pair_steps_log2);

@@ -36,7 +36,7 @@ bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
   const int units_log2 = log2_of(std::max(1, l.units / (l.paired ? 16 : l.ways)));  // of a finisher
   l.shares_log2 = units_log2 + l.rows_log2 - 4 + l.pairs_log2;
   l.finishers = l.units >> units_log2;
-  l.inverse_count = 1.0f / static_cast<float>(width << l.times_log2);
+  l.inverse_count = 1.0f / static_cast<float>((conv.norm >= 0 ? conv.counted / conv.groups : width) << l.times_log2);
   const int threads = 8 << l.shares_log2;
   l.pitch = threads * 8;
   return l.rows_log2 + l.times_log2 - 2 >= 5 && threads <= kGroupThreads;
@@ -51,7 +51,8 @@ bool choose_parts(ClusterLayer& l, const Conv& conv, int horizon) {
   l.pair_steps_log2 = l.columns_log2 - 3, l.step_log2 = 3, l.next_log2 = 1;
   l.units = 1, l.finishers = l.ways;
   l.shares_log2 = l.rows_log2 - 4 + l.pairs_log2 - log2_of(l.ways);
-  l.inverse_count = 1.0f / static_cast<float>(tiles * kTileRows * (horizon >> conv.level_out));
+  l.inverse_count = 1.0f / static_cast<float>((conv.norm >= 0 ? conv.counted / conv.groups : tiles * kTileRows) *
+                                              (horizon >> conv.level_out));
   l.pitch = 64 << l.shares_log2;
   return l.columns_log2 >= 4 && l.shares_log2 >= 2 && l.shares_log2 <= 4 && l.pair_steps_log2 <= l.shares_log2;
 }

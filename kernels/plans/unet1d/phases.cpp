@@ -87,7 +87,8 @@ class PhaseBuilder {
     f.norm = norm, f.film = film;
     f.units = units, f.unit_channels = channels / units, f.unit_padded = round_up(f.unit_channels, 16);
     f.group_channels = norm >= 0 ? channels / groups : channels;
-    f.group_magic = magic_of(f.group_channels);
+    f.counted = norm >= 0 ? plan.config.own(channels) / groups : channels;
+    f.group_magic = magic_of(f.group_channels), f.counted_magic = magic_of(f.counted);
   }
 
   void gemm(Phase& f, const Conv& conv) {
@@ -302,6 +303,7 @@ std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int hori
                           c.action_dim, c.levels, c.kernel_size, c.num_groups,  c.step_dim,
                           c.film_scale};
   key.insert(key.end(), c.down_dims, c.down_dims + c.levels);
+  key.insert(key.end(), c.own_dims, c.own_dims + c.levels);
   const std::lock_guard lock(mutex);
   if (kept.size() >= kMost) kept.clear();
   auto& entry = kept[key];

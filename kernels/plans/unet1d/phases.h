@@ -66,7 +66,8 @@ struct Phase {
   int times_in = 0, channels_in = 0;                              // channels of the value (the skip has as many)
   int units = 1, unit_channels = 0, unit_padded = 0, joined = 0;  // a unit: a slice of the packed tiles' input
   int norm = -1, group_channels = 0, film = -1;
-  uint32_t group_magic = 0;
+  int counted = 0;  // of group_channels, by GroupNorm
+  uint32_t group_magic = 0, counted_magic = 0;
   PhaseSource value, residual, skip;
   int keep = -1, keep_stride = 0;  // words of the finished floats
   // GEMM

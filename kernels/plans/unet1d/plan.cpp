@@ -8,6 +8,20 @@ namespace {
 
 constexpr int kTileElements = 256;
 
+// Whether a network of these widths is the same but for channels that fill groups up: no width becomes another's equal,
+// where the network would do without a convolution.
+bool widens(const Config& c) {
+  if (c.num_groups != kFinalGroups || c.action_dim == c.own_dims[0] || c.action_dim == c.down_dims[0]) return false;
+  for (int i = 0; i < c.levels; i++) {
+    if (c.own_dims[i] < 1 || c.own_dims[i] > c.down_dims[i] || c.own_dims[i] % c.num_groups) return false;
+    for (int j = 0; j < c.levels; j++) {
+      if ((c.own_dims[i] == c.own_dims[j]) != (c.down_dims[i] == c.down_dims[j])) return false;
+      if (i == j + 1 && (c.own_dims[j] == 2 * c.own_dims[i] || c.down_dims[j] == 2 * c.down_dims[i])) return false;
+    }
+  }
+  return true;
+}
+
 std::string refuse(const Config& c, DType dtype) {
   auto say = [](const char* rule, int got) { return std::string(rule) + ", got " + std::to_string(got); };
   if (dtype == DType::kFloat64)
@@ -24,6 +38,7 @@ std::string refuse(const Config& c, DType dtype) {
   }
   if (c.down_dims[0] % kFinalGroups)
     return say("the first width must be a multiple of 8, the groups of the last block", c.down_dims[0]);
+  if (c.widened() && !widens(c)) return "widths that are widened must leave the network's structure as it is";
   return "";
 }
 
@@ -85,8 +100,17 @@ class Builder {
     }
   }
 
-  int weight(const std::string& name, std::vector<int> shape) {
-    p.weights.push_back({name, std::move(shape)});
+  // `widths`: how many widths side by side the first dimensions are, 0 where they are none.
+  int weight(const std::string& name, std::vector<int> shape, int widths0 = 1, int widths1 = 0) {
+    WeightInfo info{name, std::move(shape), {}};
+    const int widths[2] = {widths0, widths1};
+    for (int d = 0; d < 2 && c.widened(); d++) {
+      if (widths[d] == 0) continue;
+      const int width = info.shape[d] / widths[d], own = c.own(width), groups = widths[d] * c.num_groups;
+      info.fill[d] = {groups, own / c.num_groups, width / c.num_groups};
+      info.shape[d] = widths[d] * own;
+    }
+    p.weights.push_back(std::move(info));
     return static_cast<int>(p.weights.size()) - 1;
   }
   // A vector, or a permuted tensor, of floats; returns its offset in floats.
@@ -105,10 +129,10 @@ class Builder {
 
   void time_embedding() {
     const int d = c.step_dim;
-    step_weight[0] = weight("diffusion_step_encoder.1.weight", {4 * d, d});
-    step_weight[1] = weight("diffusion_step_encoder.1.bias", {4 * d});
-    step_weight[2] = weight("diffusion_step_encoder.3.weight", {d, 4 * d});
-    step_weight[3] = weight("diffusion_step_encoder.3.bias", {d});
+    step_weight[0] = weight("diffusion_step_encoder.1.weight", {4 * d, d}, 0);
+    step_weight[1] = weight("diffusion_step_encoder.1.bias", {4 * d}, 0);
+    step_weight[2] = weight("diffusion_step_encoder.3.weight", {d, 4 * d}, 0);
+    step_weight[3] = weight("diffusion_step_encoder.3.bias", {d}, 0);
     p.step_bias[0] = floats(step_weight[1], 4 * d);
     p.step_bias[1] = floats(step_weight[3], d);
   }
@@ -125,8 +149,9 @@ class Builder {
 
   int64_t film(const std::string& name, int channels) {
     const int rows = c.film_scale ? 2 * channels : channels;
-    const int w = weight(name + "cond_encoder.1.weight", {rows, c.step_dim + c.cond_dim});
-    const int b = weight(name + "cond_encoder.1.bias", {rows});
+    const int widths = rows / channels;
+    const int w = weight(name + "cond_encoder.1.weight", {rows, c.step_dim + c.cond_dim}, widths);
+    const int b = weight(name + "cond_encoder.1.bias", {rows}, widths);
     films.push_back({w, b, rows, p.film_rows});
     p.film_rows += rows;
     return p.film_rows - rows;
@@ -135,7 +160,7 @@ class Builder {
   Conv& add_conv(int in, int skip, int out, int level) {
     p.convs.emplace_back();
     Conv& conv = p.convs.back();
-    conv.channels_in = in, conv.channels_skip = skip, conv.channels_out = out;
+    conv.channels_in = in, conv.channels_skip = skip, conv.channels_out = out, conv.counted = c.own(out);
     conv.level_in = conv.level_out = level;
     return conv;
   }
@@ -148,7 +173,7 @@ class Builder {
     p.tiles.push_back({w, static_cast<int>(p.convs.size()) - 1, segment, so, si, st, tap_first, tap_step, tap_count});
   }
   void plain_tiles(int segment, const std::string& name, int in, int out, int k) {
-    const int w = weight(name + "weight", {out, in, k});
+    const int w = weight(name + "weight", {out, in, k}, 1, p.convs.back().channels_skip > 0 ? 2 : 1);
     tiles(segment, w, k, -(k / 2), static_cast<int64_t>(in) * k, k, 1);
     p.convs.back().bias[segment] = floats(weight(name + "bias", {out}), out);
   }
@@ -213,7 +238,7 @@ class Builder {
     Conv& conv = add_conv(dim, 0, dim, level);
     conv.upsample = true;
     conv.level_out = level - 1;
-    const int w = weight(name + "weight", {dim, dim, 4});
+    const int w = weight(name + "weight", {dim, dim, 4}, 1, 1);
     tiles(0, w, 2, -1, 4, static_cast<int64_t>(dim) * 4, 1, 3, -2);
     tiles(1, w, 2, 0, 4, static_cast<int64_t>(dim) * 4, 1, 2, -2);
     const int64_t bias = floats(weight(name + "bias", {dim}), dim);
@@ -226,8 +251,8 @@ class Builder {
     plain_tiles(0, "final_conv.0.block.0.", dim, dim, c.kernel_size);
     p.convs.back().norm = norm("final_conv.0.block.1.", dim);
     p.convs.back().groups = kFinalGroups;
-    p.tail.weights = floats(weight("final_conv.1.weight", {c.action_dim, dim, 1}), c.action_dim, dim, 1, dim, 1);
-    p.tail.bias = floats(weight("final_conv.1.bias", {c.action_dim}), c.action_dim);
+    p.tail.weights = floats(weight("final_conv.1.weight", {c.action_dim, dim, 1}, 0, 1), c.action_dim, dim, 1, dim, 1);
+    p.tail.bias = floats(weight("final_conv.1.bias", {c.action_dim}, 0), c.action_dim);
   }
 
   // Eight slices of the input, or as many as leave 16 whole channels and whole groups to each.

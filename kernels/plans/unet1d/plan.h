@@ -25,6 +25,17 @@ struct Config {
   int step_dim = 256;
   int cond_dim = 0;
   bool film_scale = true;
+  // Where widths that kernels like are down_dims: the network's own, in as many groups. The channels that only fill a
+  // group up have zero weights, so they are zero everywhere, and GroupNorm does not count them. All 0: down_dims.
+  int own_dims[kMaxLevels] = {};
+
+  bool widened() const { return own_dims[0] > 0; }
+  /// Of so many channels, a width of down_dims, those that are the network's.
+  int own(int channels) const {
+    for (int i = 0; widened() && i < levels; i++)
+      if (down_dims[i] == channels) return own_dims[i];
+    return channels;
+  }
 };
 
 /// The taps of a GEMM over neighbouring times: out[t] += sum_i W_i in[t * stride + first + i].
@@ -43,6 +54,7 @@ struct Conv {
   Segment segments[2];
   int num_segments = 1;
   int channels_in = 0, channels_skip = 0, channels_out = 0;  // the input is cat(previous value, skips[skip_in])
+  int counted = 0;                                           // of channels_out by GroupNorm: the network's own
   int slices_in = 1;                                         // of its tiles: whole GroupNorm groups of the input
   int skip_in = -1;
   int level_in = 0, level_out = 0;  // times: horizon >> level
@@ -66,10 +78,15 @@ struct Tail {
   int64_t weights = 0, bias = 0;
 };
 
-/// An original tensor: its state-dict key and shape.
+/// An original tensor: its state-dict key and shape. A dimension is packed as `groups` times `width`, of which the
+/// original has `own`, before zeros; groups = 0: as it is.
 struct WeightInfo {
+  struct Fill {
+    int groups = 0, own = 0, width = 0;
+  };
   std::string name;
   std::vector<int> shape;
+  Fill fill[2];
 };
 
 /// dst[(i * n1 + j) * n2 + l] = src[offset + i * s0 + j * s1 + l * s2], into floats or into the weights' type.

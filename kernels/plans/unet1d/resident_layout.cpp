@@ -26,13 +26,14 @@ bool solo_layers(ResidentLayout& r, int pairs, bool wide, bool bulk) {
     const ResidentLayer& l = r.layers[i];
     SoloLayer& s = r.solo[i] = {};
     const int width = l.channels_out / kSlicesIn;
-    if (!power_of_two(width) || width < 2) return false;
+    if (!power_of_two(width) || width < 2 || l.counted % (2 * kSlicesIn)) return false;
     s.residual_message = l.residual_message < 0 ? -1 : second_message;
     s.channels = l.channels_out, s.half_log2 = log2_of(width / 2), s.pairs = l.times_out * width / 2;
     s.bias = l.bias[0], s.other_bias = l.other_bias, s.norm = l.norm, s.film = l.film, s.skip_out = l.skip_out;
     s.flags = (l.add ? kSoloAdd : 0) | (l.keep ? kSoloKeep : 0);
     s.message = message;
-    s.inverse_count = 0.5f / static_cast<float>(s.pairs);
+    s.counted = l.counted / kSlicesIn / 2;
+    s.inverse_count = 0.5f / static_cast<float>(l.times_out * s.counted);
     if (i == 0) continue;
     message += block;
     second_message = l.num_segments == 2 && !l.upsample ? message : -1;
@@ -111,7 +112,7 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, const D
   units = units_of(c.down_dims[0], horizon);
   int64_t message = 0;
   ResidentLayer& head = r.layers[0];
-  head.times_out = horizon, head.channels_out = c.down_dims[0];
+  head.times_out = horizon, head.channels_out = c.down_dims[0], head.counted = c.own(c.down_dims[0]);
   head.bias[0] = static_cast<int>(plan.head.bias), head.other_bias = static_cast<int>(plan.head.residual_bias);
   head.residual_message = -1;
   head.norm = static_cast<int>(plan.head.norm), head.film = static_cast<int>(plan.head.film);
@@ -126,7 +127,7 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, const D
     l.num_segments = conv.num_segments;
     l.times_in = horizon >> conv.level_in, l.times_out = horizon >> conv.level_out;
     l.columns_per_sample = conv.upsample ? l.times_in : l.times_out;
-    l.stride = conv.stride, l.upsample = conv.upsample, l.channels_out = conv.channels_out;
+    l.stride = conv.stride, l.upsample = conv.upsample, l.channels_out = conv.channels_out, l.counted = conv.counted;
     const int column_tiles = ceil_div(batch * l.columns_per_sample, 8);
     int column_warps = 1;
     while (column_warps * t.row_tiles < kConsumerWarps && ceil_div(column_tiles, column_warps) > (wide ? 2 : 4))
@@ -207,12 +208,12 @@ ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, const D
   keep_weights(r, plan);
   const int64_t tail = static_cast<int64_t>(batch) * horizon * c.action_dim;
   r.message_words = r.tail_message + slices_out * kSlicesIn * tail;
-  // The general kernel knows no scales and no merged slices.
+  // The general kernel knows no scales, no merged slices and no channels that are not counted.
   int rows = 1;
   for (int i = 1; i <= r.count; i++) rows = std::max(rows, 1 << r.layers[i].row_tiles_log2);
   const int least = std::max(bulk ? kMinBulkBuffer : kMinAsyncBuffer, kConsumerWarps * rows * r.tile_bytes);
   r.fits = r.stages * r.stage_bytes >= least && r.tile_bytes * kConsumerWarps <= r.stage_bytes &&
-           (r.pairs > 0 || (bulk && plan.dtype != DType::kFloat8E4M3));
+           (r.pairs > 0 || (bulk && plan.dtype != DType::kFloat8E4M3 && !c.widened()));
   return r;
 }
 

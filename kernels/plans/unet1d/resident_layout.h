@@ -53,7 +53,7 @@ struct ResidentLayer {
   int steps_per_tap, steps_inverse;                // k / steps_per_tap = k * steps_inverse >> 16
   int skip_channel;                                // where the skip's channels begin in an input row
   int stride, times_in, columns_per_sample, times_out, upsample;
-  int channels_out;
+  int channels_out, counted;            // counted: of channels_out by GroupNorm
   int64_t message[2];                   // word offset of a segment's partial sums (slices_in, B, times_out, C)
   int64_t partial;                      // words of one of them
   int64_t residual_message;             // word offset of the residual's partial sums, published a layer earlier, or -1
@@ -77,6 +77,7 @@ struct alignas(16) SoloLayer {
   int tap_bytes, shape, out[2];     // bytes from a tap to the next, less its steps; row tiles << 4 | column tiles
   int out_stride, last_row, scale;  // scale: float offset of the segments' scales, where weights are e4m3
   float inverse_count;              // of the values of a group
+  int counted;                      // channel pairs of a group that are values of it: the others are zero
 };
 enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
 

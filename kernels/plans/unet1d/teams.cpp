@@ -18,6 +18,7 @@ class TeamBuilder {
 
   TeamPlan build() {
     const Config& c = plan.config;
+    if (c.widened()) return fail("widened networks have wide kernels");
     if (c.num_groups % kTeamBlocks) return fail("the groups must be a multiple of 8");
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
     for (int i = 0; i < c.levels; i++) {

@@ -16,6 +16,7 @@ from dpa.nn.parts import film_rows
 from dpa.packed import batch
 from dpa.packed.agreement import STEP_LIMITS, example, limit, proves, relative_error
 from dpa.packed.config import config_of
+from dpa.packed.widths import widened
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import StepTable
@@ -45,6 +46,9 @@ class PackedUnet:
             the last convolution stay float32. It is fast for one sample. Of networks with less than
             32 M weights in convolutions ``scale * q`` is kept in float16, which is faster there.
 
+        size: (B, T) of the calls to come, as for :meth:`sized`; None packs the network's own
+            widths.
+
     Raises:
         ValueError: the network cannot be packed, with the reason.
 
@@ -57,13 +61,16 @@ class PackedUnet:
         *,
         weights: str = "tracked",
         network: Network | None = None,
+        size: tuple[int, int] | None = None,
     ):
         rule = "be float32, float16, bfloat16 or float8_e4m3fn"
         require(dtype in _DTYPES, "dtype", rule, dtype)
         self.unet, self.dtype, self._mode = unet, dtype, weights
-        self._start(network)
+        self._start(network, size)
 
-    def _start(self, network: Network | None = None) -> None:
+    def _start(self, network: Network | None = None, size: tuple[int, int] | None = None) -> None:
+        self._size = size
+        self._others: dict[tuple[int, ...], PackedUnet] = {}
         self._packed: Tensor | None = None
         # What an op takes of it, as it was packed last.
         self.operands: tuple[Tensor, list[int], torch.dtype] | None = None
@@ -90,12 +97,40 @@ class PackedUnet:
     def _read(self, network: Network | None = None) -> None:
         self.network = network or recognise(self.unet)
         self.config = config_of(self.network)
+        self._layout = self._layout_for(self._size)  # the config that the weights are packed by
         self._layers = self.network.layers() if self.network.film_apart else None
         self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._kind = batch.kept_in(self._given(), self.dtype)
         self._agrees: bool | None = None
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
+
+    def _layout_for(self, size: tuple[int, int] | None) -> list[int]:
+        if size is None or self.network.film_apart:
+            return self.config
+        device = next(iter(self.network.parameters().values())).device
+        return widened(self.config, self.dtype, *size, device)
+
+    def sized(self, batch: int, horizon: int) -> PackedUnet:
+        """Return the network packed for calls of such a size: this object, or another.
+
+        On a GPU widths that are no powers of two may be widened to such (:func:`widened`), which
+        does not pay at every size. All of them serve every call.
+        """
+        layout = tuple(self._layout_for((batch, horizon)))
+        if layout == tuple(self._layout):
+            return self
+        if layout not in self._others:
+            other = PackedUnet(
+                self.unet,
+                self.dtype,
+                weights=self._mode,
+                network=self.network,
+                size=(batch, horizon),
+            )
+            other._others = self._others | {tuple(self._layout): self}
+            self._others[layout] = other
+        return self._others[layout]
 
     def repack(self) -> Tensor:
         """Pack the weights as they are now, in the same memory as before where there is one.
@@ -133,7 +168,7 @@ class PackedUnet:
                     self._batch.update(self._given())
                 elif self._batch_wanted:
                     self._batch = batch.BatchWeights(self._given(), self.config, self.dtype)
-            self.operands = self._packed, self.config, self._kind
+            self.operands = self._packed, self._layout, self._kind
             self._stream = None
             if packed.is_cuda:
                 self._stream = torch.cuda.current_stream(packed.device)
@@ -147,7 +182,7 @@ class PackedUnet:
             given = self._given()
             if self._kind != self.dtype:
                 given = {n: batch.rounded_to_e4m3(n, w.float()) for n, w in given.items()}
-            return torch.ops.dpa.unet1d_pack(list(given.values()), self.config, self._kind)
+            return torch.ops.dpa.unet1d_pack(list(given.values()), self._layout, self._kind)
 
     def _given(self) -> dict[str, Tensor]:
         weights = self.network.weights()
@@ -261,7 +296,7 @@ class PackedUnet:
     ) -> Tensor:
         if packed is self._packed and self._in_batch(sample):
             return self._batch.forward(sample, timesteps, global_cond)
-        weights = packed, self.config, self._kind
+        weights = packed, self._layout, self._kind
         if self._layers is None:
             return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
         return torch.ops.dpa.unet1d_on_film(sample, self._rows(timesteps, global_cond), *weights)
@@ -314,7 +349,7 @@ class PackedUnet:
         if self._layers is not None:
             return self._rows(timesteps, global_cond)
         return torch.ops.dpa.unet1d_film(
-            timesteps, global_cond, self.packed, self.config, self._kind
+            timesteps, global_cond, self.packed, self._layout, self._kind
         )
 
     def step_film(self, timesteps: Tensor) -> Tensor | None:
@@ -340,11 +375,11 @@ class PackedUnet:
         return film
 
     def _step_film(self, timesteps: Tensor) -> Tensor:
-        return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self.config, self._kind)
+        return torch.ops.dpa.unet1d_step_film(timesteps, self._packed, self._layout, self._kind)
 
     def on_film(self, sample: Tensor, film: Tensor) -> Tensor:
         """One forward pass of (B, T, Da) on rows of :meth:`film`, (B, R), on a GPU."""
-        return torch.ops.dpa.unet1d_on_film(sample, film, self.packed, self.config, self._kind)
+        return torch.ops.dpa.unet1d_on_film(sample, film, self.packed, self._layout, self._kind)
 
     def sample(
         self,
@@ -391,7 +426,7 @@ class PackedUnet:
                 return self._forward(sample, steps, global_cond, packed)
 
             return loop(initial, table, predict, lambda step: noise[step], held)
-        weights = (packed, self.config, self._kind)
+        weights = (packed, self._layout, self._kind)
         rest = (coefficients, clip, noise, condition_data, condition_mask)
         if self._layers is not None:
             step_film, global_cond = self._rows(timesteps, global_cond), None

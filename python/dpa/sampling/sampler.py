@@ -269,7 +269,7 @@ class DiffusionSampler:
         check_way(given, inpainting, first_step, whole, self.parallel)
         table = self._tables.find(self._steps, *place, first_step) if first_step else whole
         beside = [name for name in tensors if name == "local_cond" or name in others]
-        packed = self._packed_for(table, device, weights_dtype, beside)
+        packed = self._packed_for(table, device, weights_dtype, beside, shape)
         if packed is not None and self.parallel is None:
             loop = packed, self._graphs, table, shape
             options = {"noise_dtype": noise_dtype, "capture": self.cuda_graph}
@@ -360,6 +360,7 @@ class DiffusionSampler:
         device: torch.device,
         weights_dtype: torch.dtype,
         beside: list[str],
+        shape: tuple[int, int, int],
     ) -> PackedUnet | None:
         """Return the packed network of a fused call; None where the loop runs step by step."""
         if self.fused is False:
@@ -378,6 +379,7 @@ class DiffusionSampler:
                 alike, kind = packed.network.called_alike, type(unet).__name__
                 check(alike, "unet", "take global_cond for a loop to be one op", kind)
                 self.packed = packed
+            self.packed = self.packed.sized(*shape[:2])
             if self.fused and not self.packed.network.tracker.unchanged():
                 self.packed.repack()  # or an error that says what was altered
             free = not (self.fused and self.packed.network.tracker.hooked())
