@@ -81,9 +81,11 @@ def _check_sampling(team):
     for scheduler, steps in ((DDPMScheduler, 4), (DDIMScheduler, 3)):
         live = scheduler(num_train_timesteps=20, beta_schedule="squaredcos_cap_v2")
         sampler = dpa.DiffusionSampler(unet, live, steps, horizon=8)
-        seeds = lambda: [torch.Generator().manual_seed(i) for i in range(5)]  # noqa: E731
-        got = sample_sharded(sampler, cond, seeds(), team)
-        assert_close(got, sample_sharded(sampler, cond, seeds(), alone), **_ROUNDED)
+        seeds = lambda n=5: [torch.Generator().manual_seed(i) for i in range(n)]  # noqa: E731
+        for n in (4, 5):  # parts of one size, and of two
+            got = sample_sharded(sampler, cond[:n], seeds(n), team)
+            expected = sample_sharded(sampler, cond[:n], seeds(n), alone)
+            assert_close(got, expected, **_ROUNDED)
         noise = torch.randn(5, 8, 2, generator=torch.Generator().manual_seed(4)).to(team.device)
         got = sample_sharded(sampler, cond, seeds(), team, noise=noise)
         assert_close(got, sampler(cond, noise=noise, generator=seeds()), **_ROUNDED)

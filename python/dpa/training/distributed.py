@@ -165,8 +165,12 @@ def sample_sharded(
     if team.count == 1:
         return own
     most = -(-batch // team.count)  # gathering wants equal sizes
-    padded = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, most - len(own)))
-    everyone = [torch.empty_like(padded) for _ in range(team.count)]
-    dist.all_gather(everyone, padded.contiguous())
+    if len(own) < most:
+        own = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, most - len(own)))
+    everyone = own.new_empty(team.count * most, *own.shape[1:])
+    dist.all_gather_into_tensor(everyone, own.contiguous())
+    if batch == len(everyone):
+        return everyone
     sizes = [Ranks(rank, team.count, team.device).shard(batch) for rank in range(team.count)]
-    return torch.cat([x[: s.stop - s.start] for x, s in zip(everyone, sizes, strict=True)])
+    parts = zip(everyone.split(most), sizes, strict=True)
+    return torch.cat([x[: s.stop - s.start] for x, s in parts])
