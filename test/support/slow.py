@@ -55,8 +55,10 @@ TESTS = {
     ),
     "acceleration/test_other_loops.py": (
         "test_changes_are_followed",
+        "test_checkpoints_load",
         "test_copies_and_pickles_run_their_own",
         "test_it_acts_as_before",
+        "test_it_acts_as_before_in_sixteen_bits",
         "test_restored_it_is_as_it_was",
     ),
     "library/test_build.py": ("test_a_compiler_with_a_static_library_links_the_shared_one",),
