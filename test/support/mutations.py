@@ -17,28 +17,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
-_UNET1D_PLANS = [
-    f"kernels/plans/unet1d/{name}.cpp"
-    for name in ("plan", "call", "cluster_layout", "cluster_batch_layout", "resident_layout")
-]
+
+
+def _sources(*patterns: str) -> list[str]:
+    files = (file for pattern in patterns for file in sorted(_ROOT.glob(pattern)))
+    return [str(file.relative_to(_ROOT)) for file in files]
+
+
+_LAUNCH, _MATH = "test/cpp/launch_plan_test.cpp", "test/cpp/math_test.cpp"
+_CONV, _UNET = "test/cpp/conv1d_plan_test.cpp", "test/cpp/unet1d_plan_test.cpp"
+_CLUSTERS = "test/cpp/unet1d_cluster_test.cpp"
+_GPU, _CONVOLUTIONS = "test/kernels/common_test.cu", "test/kernels/conv1d_test.cu"
+_UNET1D_PLANS = _sources("kernels/plans/unet1d/*.cpp")
 # A test's sources beside itself.
 _TESTS = {
-    "test/cpp/launch_plan_test.cpp": [],
-    "test/cpp/math_test.cpp": [],
-    "test/cpp/conv1d_plan_test.cpp": ["kernels/plans/conv1d/plan.cpp"],
-    "test/cpp/unet1d_plan_test.cpp": _UNET1D_PLANS,
-    "test/cpp/unet1d_cluster_test.cpp": _UNET1D_PLANS,
-    "test/cpp/unet1d_cluster_batch_test.cpp": _UNET1D_PLANS,
-    "test/kernels/common_test.cu": [],
-    "test/kernels/conv1d_test.cu": [
-        str(file.relative_to(_ROOT))
-        for pattern in (
-            "kernels/*/conv1d/*.cu",
-            "kernels/*/conv1d/*.cpp",
-            "test/kernels/conv1d_[!t]*.cu",
-        )
-        for file in sorted(_ROOT.glob(pattern))
-    ],
+    _LAUNCH: [],
+    _MATH: [],
+    _CONV: ["kernels/plans/conv1d/plan.cpp"],
+    _UNET: _UNET1D_PLANS,
+    _CLUSTERS: _UNET1D_PLANS,
+    _GPU: [],
+    _CONVOLUTIONS: _sources(
+        "kernels/*/conv1d/*.cu", "kernels/*/conv1d/*.cpp", "test/kernels/conv1d_[!t]*.cu"
+    ),
 }
 
 
@@ -53,7 +54,6 @@ class Mutation:
     test: str
 
 
-_LAUNCH, _MATH, _CONV, _UNET, _CLUSTERS, _GPU, _CONVOLUTIONS = _TESTS
 MUTATIONS = [
     Mutation(
         "bound: no block for the last items",
