@@ -11,8 +11,9 @@ from torch import nn
 
 import dpa
 from dpa.library import capture
-from dpa.sampling import fused_loop, module_loops
+from dpa.sampling import fused_loop, module_loops, stepwise_loop
 from dpa.sampling import sampler as sampler_module
+from dpa.sampling.traced import TracedNetwork
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -135,7 +136,18 @@ class Recorded:
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def recorded(traced, monkeypatch):
+    """The same, where networks run as they are: bits are those of the plain loop."""
+    monkeypatch.setattr(stepwise_loop, "TracedNetwork", _refused)
+    return traced
+
+
+def _refused(*given):
+    raise RuntimeError("it is not traced")
+
+
+@pytest.fixture
+def traced(monkeypatch):
     """A device on which loops are captured: a GPU, or the CPU with graphs that record."""
 
     class Graph(Recorded):
@@ -175,6 +187,49 @@ def test_a_network_of_nested_conditions_is_captured(recorded):
             results.append(policy(cond)[0])
         torch.testing.assert_close(results[1], results[0])
     assert recorded.captured == 1
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(None, 1e-6), (torch.bfloat16, 2e-2)])
+def test_a_traced_loop_follows_its_module(traced, dtype, most):
+    denoiser = Denoiser().eval()
+    sampler, plain = sampler_of(denoiser, dtype=dtype), sampler_of(denoiser, cuda_graph=False)
+
+    def agrees(captured):
+        for seed in range(3):
+            got, expected = call(sampler, seed), call(plain, seed)
+            assert (got - expected).norm() < most * expected.norm()
+        assert traced.captured == captured and not sampler._loops.untraced
+        assert sampler._copy is None  # replays need none
+
+    agrees(1)
+    with torch.no_grad():
+        denoiser.time.weight.add_(0.5)
+        denoiser.head.weight.mul_(2)
+    agrees(1)
+    denoiser.scale = 2.0
+    agrees(2)
+    denoiser.head = nn.Linear(16, 2)
+    agrees(3)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_module_that_no_trace_stands_for_is_captured_as_it_is(traced, dtype, monkeypatch):
+    """Its trace computes something else, as where kernels write behind PyTorch's back."""
+    ahead = TracedNetwork.ahead
+
+    def wrong(self, *given):
+        predict = ahead(self, *given)
+        return lambda sample, step: predict(sample, step) + 1
+
+    monkeypatch.setattr(TracedNetwork, "ahead", wrong)
+    denoiser = Denoiser().eval()
+    make = functools.partial(sampler_of, denoiser, dtype=dtype)
+    sampler, plain = make(), make(cuda_graph=False)
+    for seed in range(3):
+        assert torch.equal(call(sampler, seed), call(plain, seed))
+    assert traced.captured == 2  # the trace, which is left, and the module
+    (why,) = sampler._loops.untraced.values()
+    assert "its replay differs by" in why
 
 
 @pytest.mark.parametrize("change", ["setting", "module", "parameter", "written", "hook", "train"])

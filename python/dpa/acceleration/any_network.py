@@ -53,5 +53,10 @@ class AnyNetwork(Denoiser):
         """Return what a write of weights changes."""
         return stamp_of(list(self.unet.parameters()))
 
+    def packed_dtype(self, precision: torch.dtype) -> torch.dtype:
+        """Return the dtype of the loop's steps: the user's on a GPU, where they are captured."""
+        chosen = self.options.dtype if self.weight.is_cuda else None
+        return chosen if chosen is not None and precision == torch.float32 else precision
+
     def packed(self, dtype: torch.dtype) -> None:
         """Return the network on packed weights: there are none."""

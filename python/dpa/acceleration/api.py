@@ -73,7 +73,8 @@ def accelerate(
         model: a LeRobot or diffusion_policy policy, a U-Net, or an object that holds some; or a
             DDPM or DDIM scheduler of diffusers, whose ``step`` becomes one op.
         dtype: of packed weights, float32, float16 or bfloat16; None takes the dtype that the
-            original computes in. Inputs and results keep their dtypes.
+            original computes in. Inputs and results keep their dtypes. On a GPU the steps of a loop
+            around a network of another kind compute in it too.
         mode: "loop" runs whole denoising loops as one op where the policy's loop is supported;
             "step" leaves the loops alone and accelerates each step; "chain" runs the network layer
             by layer with dpa's fused ops, on the live parameters, with no packed copy.
@@ -94,8 +95,8 @@ def accelerate(
             comparing and capturing what is of the same shapes. Its queues are empty afterwards;
             the generators of random numbers are as they were.
         loop: where the policy has its denoising loop, as :class:`dpa.Loop` says, or several;
-            instead of those that are looked for. The network may be of any kind: one that dpa has
-            no kernels for runs as it is, on a GPU with the whole loop in one CUDA graph.
+            instead of those that are looked for. The network may be of any kind: of one that dpa
+            has no kernels for PyTorch's run, on a GPU in one CUDA graph of the whole loop.
         training_dtype: bfloat16 for a trainer in float32: the U-Net's calls in training compute
             under autocast, and give float32. Parameters, gradients and the optimizer's state stay
             float32; calls in evaluation, without gradients or under an autocast of the trainer's

@@ -29,6 +29,8 @@ def make_sampler(
     nested = options.pop("nested", False)
     table = loop.table_of(policy, options)
     packed, unet, each = None, forward.unet, isinstance(table, EachActionTable)
+    dtype = forward.packed_dtype(precision) if isinstance(forward, AnyNetwork) else None
+    dtype = None if dtype == precision else dtype
     if isinstance(forward, FastForward) and forward.network.variant.each_action == each:
         packed = forward.packed(forward.packed_dtype(precision))
         unet = forward.layers if packed is None else unet
@@ -42,7 +44,7 @@ def make_sampler(
     sampler = DiffusionSampler(
         unet,
         table,
-        dtype=None if packed is None else packed.dtype,
+        dtype=dtype if packed is None else packed.dtype,
         horizon=horizon,
         action_dim=action_dim,
         fused=packed is not None,

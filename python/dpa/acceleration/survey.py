@@ -213,8 +213,10 @@ class Survey:
         if isinstance(found, Network) or (found is None and is_of_family(network)):
             return how
         parameter = next(network.parameters(), None)
-        kind = "one CUDA graph" if parameter is not None and parameter.is_cuda else "step by step"
-        return f"{how}, {kind} around {type(network).__name__} as it is"
+        name = type(network).__name__
+        if parameter is not None and parameter.is_cuda:
+            return f"{how}, one CUDA graph around {name}, which is traced for it"
+        return f"{how}, step by step around {name} as it is"
 
 
 def _loops_of(path: str, owner: Any) -> list[Found]:

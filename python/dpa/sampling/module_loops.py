@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,63 @@ from dpa.tracking import ModuleState
 _MISSES = 8  # graphs in a row whose module changed
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What is captured in the place of a loop around a module, which it computes otherwise.
+
+    Attributes:
+        module: what is traced.
+        kind: of the loop, as :meth:`ModuleLoops.run` takes it.
+        inputs: of the loop.
+        make: ``make(inputs)`` returns the loop, or raises.
+        dtype: of its arithmetic.
+
+    """
+
+    module: nn.Module
+    kind: tuple[Hashable, ...]
+    inputs: Inputs
+    make: Callable[[Inputs], Body]
+    dtype: torch.dtype
+
+
 class ModuleLoops(LoopGraphs):
     """Captured loops around any module, each with what its module was when it was captured.
 
     A graph reads the module's parameters where they lie, so writes in place need no notice.
+
+    Attributes:
+        untraced: why modules run as they are, by kind of loop.
+
     """
 
     def __init__(self, capacity: int = 8):
         super().__init__(capacity)
         self._misses = 0
+        self.untraced: dict[Hashable, str] = {}
+
+    def replay(
+        self,
+        kind: tuple[Hashable, ...],
+        inputs: Inputs,
+        numbers: RandomNumbers,
+        generator: Generators,
+    ) -> Tensor | None:
+        """Return what a captured loop of that kind makes of its inputs; None where there is none.
+
+        ``kind`` is what the result depends on but for the module, its inputs' shapes and the
+        settings of kernels.
+        """
+        key = _key(kind, inputs)
+        with self.lock:
+            graph, *rests_on = self.find(key) or (None,)
+            if graph is not None and not all(one.holds() for one in rests_on):
+                del self.kept[key]
+                graph, self._misses = None, self._misses + 1
+            if graph is None:
+                return None
+            self._misses = 0
+            return graph.replay(inputs, numbers if numbers.rows else None, generator)
 
     def run(
         self,
@@ -36,39 +85,68 @@ class ModuleLoops(LoopGraphs):
         body: Body,
         numbers: RandomNumbers,
         generator: Generators,
+        trace: Trace,
     ) -> Tensor:
         """Return ``body(inputs)`` with the loop's random numbers, replayed from the second call on.
 
-        ``kind`` is what the result depends on but for the module, its inputs' shapes and the
-        settings of kernels. The first replay of a graph is compared with the body.
+        What is captured is the trace, or the body where that has none or gives something else: the
+        first replay of a graph is compared with the body.
         """
-        shapes = tuple((n, tuple(v.shape), v.dtype) for n, v in inputs.items())
-        key = (*kind, shapes, kernel_settings())
         with self.lock:
-            graph, *rests_on = self.find(key) or (None,)
-            if graph is not None and not all(one.holds() for one in rests_on):
-                del self.kept[key]
-                graph, self._misses = None, self._misses + 1
-            if graph is not None:
-                self._misses = 0
-                return graph.replay(inputs, numbers if numbers.rows else None, generator)
-            if numbers.rows:
-                inputs = inputs | {"random": numbers(generator).float()}
+            result = self.replay(kind, inputs, numbers, generator)
+            if result is not None:
+                return result
+            random = {"random": numbers(generator).float()} if numbers.rows else {}
             answers = MaskAnswers()
             with answers.used():
-                result = body(inputs)
-                state, loop = ModuleState(module), (numbers.device, body, inputs, result)
-                if self._misses <= _MISSES and not state.hooked():
-                    made = lambda: (_checked(*loop), state, answers)  # noqa: E731
-                    self.capture(key, numbers.device, made)
+                result = body(inputs | random)
+                if self._misses > _MISSES:
+                    return result
+                graph = self._traced(trace, numbers.device, random, result)
+                if graph is not None:
+                    module, kind, inputs = trace.module, trace.kind, trace.inputs
+                loop = numbers.device, inputs | random, result
+
+                def make() -> tuple[LoopGraph, ModuleState, MaskAnswers]:
+                    return graph or _checked(body, *loop), state, answers
+
+                state = ModuleState(module)
+                if not state.hooked():
+                    self.capture(_key(kind, inputs), numbers.device, make)
             return result
 
+    def _traced(
+        self, trace: Trace, device: torch.device, random: Inputs, result: Tensor
+    ) -> LoopGraph | None:
+        """Return the graph of a traced loop; None where there is none that gives the result."""
+        if trace.kind in self.untraced or ModuleState(trace.module).hooked():
+            return None
+        inputs = trace.inputs | random
+        try:
+            return _checked(trace.make(inputs), device, inputs, result, trace.dtype)
+        except torch.OutOfMemoryError:
+            return None  # the next call tries again
+        except Exception as error:  # whatever a trace raises, the module runs as it is
+            self.untraced[trace.kind] = str(error)
+            return None
 
-def _checked(device: torch.device, body: Body, inputs: Inputs, result: Tensor) -> LoopGraph:
+
+def _key(kind: tuple[Hashable, ...], inputs: Inputs) -> Hashable:
+    shapes = tuple((n, tuple(v.shape), v.dtype) for n, v in inputs.items())
+    return *kind, shapes, kernel_settings()
+
+
+def _checked(
+    body: Body,
+    device: torch.device,
+    inputs: Inputs,
+    result: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> LoopGraph:
     """Capture a loop, whose replay gives a result; raise RuntimeError where it does not."""
     graph = LoopGraph(device, body, inputs, known=False)
     error = relative_error(graph.replay(inputs, None, None), result)
-    most = limit(LOOP_LIMITS, (torch.float32,), device)
+    most = limit(LOOP_LIMITS, (torch.float32, dtype), device)
     if proves(result) and error > most:
         raise RuntimeError(f"its replay differs by {error:.1e} (relative), more than {most:.0e}")
     return graph

@@ -27,10 +27,11 @@ from dpa.sampling.arguments import (
     placement,
     shape_of,
 )
-from dpa.sampling.module_loops import ModuleLoops
+from dpa.sampling.module_loops import ModuleLoops, Trace
 from dpa.sampling.parallel import Parallel, ParallelReport, SweepGraphs, check_parallel
 from dpa.sampling.rng import RandomNumbers, draw_normal
 from dpa.sampling.step_tables import Steps, Tables
+from dpa.sampling.traced import TracedNetwork
 from dpa.schedulers.tables import Generators, StepTable
 from dpa.tracking import Tracker, is_observed
 from dpa.tracking.replacing import replaced
@@ -62,8 +63,9 @@ class DiffusionSampler:
         num_inference_steps: steps of a call; an attribute that may be changed later. None takes the
             timesteps that the scheduler holds.
         dtype: what the network runs in, the dtype of packed weights. Where it is not the dtype of
-            the weights, each call step by step casts them into a copy that the sampler keeps.
-            float8_e4m3fn needs the fused loop: it means ``fused=True``.
+            the weights, each call step by step casts them into a copy that the sampler keeps, and a
+            traced loop casts those that its steps read. float8_e4m3fn needs the fused loop: it
+            means ``fused=True``.
         horizon: T. Not needed where each call has a ``noise``, ``condition_data`` or
             ``local_cond``.
         action_dim: Da. Not needed where the network ends in a ``final_conv`` as the originals do.
@@ -80,10 +82,12 @@ class DiffusionSampler:
             (:class:`dpa.schedulers.LiveSteps`), or the loop step by step.
         cuda_graph: on a GPU, capture the loop into a CUDA graph at the first call of each shape,
             and replay it from then on: the fused loop, or all steps of a module of another kind
-            that is in evaluation mode and has no hooks. The latter's first replay is compared with
-            the loop, and runs only where they agree; what the module is made of, its settings and
-            its parameters' places are checked in every call. Eight are kept. Inside a capture of
-            the caller's the kernels go into that one.
+            that is in evaluation mode and has no hooks. Such a module is traced: what no sample
+            reaches is computed once a call, for all steps, and steps take fewer kernels; where no
+            trace stands for it, it is captured as it is. The first replay is compared with the
+            loop, and runs only where they agree; what the module is made of, its settings and its
+            parameters' places are checked in every call. Eight are kept. Inside a capture of the
+            caller's the kernels go into that one.
         weights: how packed weights notice changes. "tracked": at every call, by where
             parameters lie, their versions and samples of their values, on a GPU while the loop
             runs; :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked"
@@ -282,29 +286,49 @@ class DiffusionSampler:
 
         own = ("noise", "last_chunk", "condition_data", "condition_mask")
         inputs = {n: v.expand(shape[0], *v.shape[1:]) for n, v in tensors.items() if n not in own}
-        layers = self._layers(device, weights_dtype, others) if packed is None else packed
-        if isinstance(layers, stepwise_loop.Layers):
-            inputs = layers.cast(inputs)
-        inputs |= condition
         for name in ("noise", "last_chunk"):
             if (value := given[name]) is not None:
-                inputs[name] = value.to(wide)
-        flags = "noise" not in inputs, table.draws_noise
+                condition[name] = value.to(wide)
+        flags = "noise" not in condition, table.draws_noise
         numbers = RandomNumbers(*flags, shape, noise_dtype, device, table.transposed)
         if self.parallel is not None:
             check_parallel(self.parallel, table, device)
-            return self._sample_in_sweeps(layers, table, inputs, numbers(generator).to(wide))
-        run = functools.partial(stepwise_loop.run, layers, table, inpainting=inpainting)
-        if self._is_captured(layers, table, device, shape[0]):
-            kind = (layers.network, layers.dtype, table, noise_dtype, numbers.shape, inpainting)
-            body = functools.partial(run, shape=shape)
-            return self._loops.run(layers.network, kind, inputs, body, numbers, generator)
+            layers = packed or self._layers(device, weights_dtype, others)
+            inputs = inputs if packed is not None else layers.cast(inputs)
+            random = numbers(generator).to(wide)
+            return self._sample_in_sweeps(layers, table, inputs | condition, random)
+
+        def loop(layers: stepwise_loop.Layers | TracedNetwork) -> Callable[..., Tensor]:
+            run = stepwise_loop.run
+            return functools.partial(run, layers, table, shape=shape, inpainting=inpainting)
+
+        if self._is_captured(table, device, shape[0]):
+            dtype = self.dtype or weights_dtype
+            rest = dtype, table, noise_dtype, shape, inpainting
+            plain = self._plain_layers(self.unet, weights_dtype, others)
+            trace = Trace(
+                self.unet,
+                (self.unet, *rest),
+                plain.cast(inputs) | condition,
+                lambda inputs: loop(plain.traced(table, inputs, shape, dtype)),
+                dtype,
+            )
+            found = self._loops.replay(trace.kind, trace.inputs, numbers, generator)
+            if found is not None:
+                self._copy = None  # what a trace was compared with
+                return found
+            layers = self._layers(device, weights_dtype, others)
+            kind, inputs = (layers.network, *rest), layers.cast(inputs) | condition
+            call = kind, inputs, loop(layers), numbers, generator, trace
+            return self._loops.run(layers.network, *call)
 
         def draw(step: int | None) -> Tensor:
             turned = step is not None and any(table.transposed[step : step + 1])
             return draw_normal(shape, generator, device, noise_dtype, turned).to(wide)
 
-        return run(inputs, shape, draw, generator)
+        layers = self._layers(device, weights_dtype, others)
+        inputs = layers.cast(inputs) | condition
+        return loop(layers)(inputs, draw=draw, generator=generator)
 
     def _sample_in_sweeps(
         self,
@@ -335,12 +359,15 @@ class DiffusionSampler:
             if self._copy is None or self._copy.unet is not network:
                 self._copy = stepwise_loop.Copy(network)
             network = self._copy.to(device, dtype)
+        return self._plain_layers(network, dtype, others)
+
+    def _plain_layers(
+        self, network: Callable[..., Tensor], dtype: torch.dtype, others: dict[str, Tensor]
+    ) -> stepwise_loop.Layers:
         takes = not others and stepwise_loop.takes(network, "global_cond")
         return stepwise_loop.Layers(network, dtype, ("global_cond",) if takes else ())
 
-    def _is_captured(
-        self, layers: stepwise_loop.Layers, table: Steps, device: torch.device, batch: int
-    ) -> bool:
+    def _is_captured(self, table: Steps, device: torch.device, batch: int) -> bool:
         """Whether the steps of a module that dpa does not pack run as one graph."""
         unet = self.unet
         plain = isinstance(unet, nn.Module) and not isinstance(unet, torch.jit.ScriptModule)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.nn.family import run_network
+from dpa.sampling.traced import TracedNetwork
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
 from dpa.schedulers.tables import Generators, LiveSteps, StepTable
@@ -20,6 +21,7 @@ from dpa.tracking.weights import Stamp
 # What a loop is given beside the conditions that the network takes.
 HELD = ("condition_data", "condition_mask")
 OF_THE_LOOP = ("sample", "noise", "random", "step_noise", "last_chunk", *HELD)
+Shape = tuple[int, int, int]  # (B, T, Da)
 _WEIGHTS = frozenset({"_parameters", "_buffers"})
 
 
@@ -81,6 +83,22 @@ class Layers:
         cast, given = sample.to(self.dtype), self._none | dict(conditions)
         return run_network(lambda: self.network(cast, timesteps, **given), cast).to(sample.dtype)
 
+    def ahead(
+        self, timesteps: Tensor, conditions: Mapping[str, Tensor]
+    ) -> Callable[[Tensor, int], Tensor]:
+        """Return ``predict(sample, step)`` of a loop with these timesteps, (S, B)."""
+        conditions = self.cast(conditions)
+        return lambda sample, step: self.predict(sample, timesteps[step], conditions)
+
+    def traced(
+        self, table: StepTable, inputs: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype
+    ) -> TracedNetwork:
+        """Return the network's trace for a loop, whose steps compute in a dtype; or raise."""
+        conditions = self.cast({n: v for n, v in inputs.items() if n not in OF_THE_LOOP})
+        sample = table.coefficients.new_zeros(shape)
+        timesteps = table.timesteps[:, None].expand(-1, shape[0])
+        return TracedNetwork(self.predict, sample, timesteps, conditions, dtype)
+
     def cast(self, conditions: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return conditions in the network's dtype; indices and masks stay as they are."""
         return {n: v.to(self.dtype) if v.is_floating_point() else v for n, v in conditions.items()}
@@ -110,10 +128,10 @@ def takes(unet: Callable[..., Tensor], name: str) -> bool:
 
 
 def run(
-    layers: Layers,
+    layers: Layers | TracedNetwork,
     table: StepTable | LiveSteps,
     inputs: Mapping[str, Tensor],
-    shape: tuple[int, int, int],
+    shape: Shape,
     draw: Callable[[int | None], Tensor] | None = None,
     generator: Generators = None,
     inpainting: str = "sample",
@@ -129,11 +147,7 @@ def run(
         sample, random = random[0], random[1:]
     sample = (draw(None) if sample is None else sample).expand(shape)
     sample = table.begin(sample, inputs.get("last_chunk"))
-    timesteps = table.timesteps[:, None].expand(-1, shape[0])
-    conditions = layers.cast(conditions)
-
-    def predict(sample: Tensor, step: int) -> Tensor:
-        return layers.predict(sample, timesteps[step], conditions)
+    predict = layers.ahead(table.timesteps[:, None].expand(-1, shape[0]), conditions)
 
     def numbers(step: int) -> Tensor:
         return random[step] if draw is None else draw(step)
