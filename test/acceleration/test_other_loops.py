@@ -58,24 +58,33 @@ def test_it_acts_as_before(case):
     assert len(findings) == len(loops) and all(f.active and f.errors for f in findings)
 
 
-def test_it_acts_as_before_in_sixteen_bits(case, device):
-    """Whole loops, on packed weights in bfloat16 where the CPU has kernels for the network.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_it_acts_as_before_in_sixteen_bits(case, dtype, device):
+    """Whole loops, on packed weights where the device has kernels for the network.
 
-    A GPU's errors, which untrained networks magnify from step to step, are in docs/works-with.md.
+    Untrained networks magnify rounding from step to step: where dpa's loop is off by more than the
+    limit, so must PyTorch's own be, by half of it at least. That is the plain policy in autocast.
     """
-    if device.type != "cpu":
-        pytest.skip("no bound on errors in 16 bits was established on a GPU")
-    dtype = torch.bfloat16
+    if device.type == "cpu" and dtype == torch.float16:
+        pytest.skip("on a CPU networks in float16 are as those in bfloat16, which are tried")
     plain, method, observe, loops = case
     fast = dpa.accelerate(copy.deepcopy(plain), dtype=dtype, fallback=False, graphs=False)
     observations = [observe() for _ in range(4)]
+    fresh = copy.deepcopy(plain)
     expected, got = (acts(policy, method, observations) for policy in (plain, fast))
-    most = LOOP_LIMITS[dtype]
-    pairs = zip(map(first, got), map(first, expected), strict=True)
-    errors = [relative_error(*pair) for pair in pairs]
-    assert max(errors) < most, errors
+
+    def errors(results):
+        pairs = zip(map(first, results), map(first, expected), strict=True)
+        return [relative_error(got.to(known.dtype), known) for got, known in pairs]
+
+    most, found, theirs = LOOP_LIMITS[dtype], errors(got), None
+    if device.type == "cuda" and max(found) >= most:
+        with torch.autocast(device.type, dtype):
+            theirs = errors(acts(fresh, method, observations))
+        most = max(most, 2 * max(theirs))
+    assert max(found) < most, (found, theirs)
     for name in loops:
-        assert max(replaced(fast, name).shadow.errors.values()) < most
+        assert max(replaced(fast, name).shadow.errors.values()) < LOOP_LIMITS[dtype]
 
 
 def test_checkpoints_load(case):
