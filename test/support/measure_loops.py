@@ -49,6 +49,28 @@ class OwnLoop(torch.nn.Module):
         return x
 
 
+class NomadLoop(torch.nn.Module):
+    """NoMaD's: the loop of its programs, outside of the model, so that each step is accelerated."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"diffusion_step_embed_dim": 256, "down_dims": (64, 128, 256), "kernel_size": 3}
+        unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=256, cond_predict_scale=False, **sizes)
+        self.model = others.awake(dpa.reference.plain(unet))
+        options = {"beta_schedule": "squaredcos_cap_v2", "clip_sample": True}
+        self.noise_scheduler = diffusers.DDPMScheduler(10, **options)
+
+    def act(self, state):
+        x = torch.randn(len(state), 8, 2, device=state.device)
+        cond = state.flatten(1).repeat(1, 43)[:, :256]
+        self.noise_scheduler.set_timesteps(10)
+        for k in self.noise_scheduler.timesteps:
+            times = k.unsqueeze(-1).repeat(len(x)).to(x.device)
+            out = self.model(sample=x, timestep=times, global_cond=cond)
+            x = self.noise_scheduler.step(model_output=out, timestep=k, sample=x).prev_sample
+        return x
+
+
 class Scheduled(torch.nn.Module):
     """diffusion_policy's loop, around a network and with a scheduler of diffusers."""
 
@@ -175,6 +197,26 @@ def maniskill():
     return policy
 
 
+def robomimic():
+    """Its own class, of its defaults' sizes, with ten steps of DDIM."""
+    import robomimic.utils.obs_utils as observations
+    from robomimic.algo import algo_factory
+    from robomimic.config import config_factory
+
+    config = config_factory("diffusion_policy")
+    with config.unlocked():
+        config.observation.modalities.obs.low_dim = ["position"]
+        config.algo.ddpm.enabled, config.algo.ddim.enabled = False, True
+        config.algo.ddim.num_inference_timesteps = 10
+        config.algo.optim_params.policy.learning_rate.scheduler_type = "multistep"
+    observations.initialize_obs_utils_with_config(config)
+    policy = algo_factory(config.algo_name, config, {"position": [3]}, 2, torch.device(DEVICE))
+    policy.set_eval()
+    policy.ema_nets.eval()
+    others.awake(policy.ema_nets)
+    return policy
+
+
 def _obs(state):
     return {"obs": state}
 
@@ -268,6 +310,11 @@ ROWS = {
     "RTI-DP, 3 steps": (rti, _predicts(_obs)),
     "FlowPolicy, 3 steps": (flow, _predicts(_cloud)),
     "ManiSkill, DDPM 10": (maniskill, lambda policy, state: policy.get_action(state)),
+    "NoMaD, DDPM 10": (NomadLoop, _acts),
+    "robomimic, DDIM 10": (
+        robomimic,
+        lambda policy, state: policy._get_action_trajectory({"position": state}),
+    ),
     "DP3, mlp_film, DDIM 10": (
         lambda: Scheduled(copies.DP3(2, 6, film="mlp_film", **SIZE), "DDIM", 10),
         _predicts(_obs),
@@ -322,7 +369,7 @@ def made(make):
     torch.manual_seed(0)
     with torch.device(DEVICE):
         policy = make()
-    return policy.to(DEVICE).eval()
+    return policy.to(DEVICE).eval() if isinstance(policy, torch.nn.Module) else policy
 
 
 def acting(policy, call, observed):
