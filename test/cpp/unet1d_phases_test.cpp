@@ -101,9 +101,23 @@ TEST(Phases, TheHeadlineNetworkFitsOnEveryGeneration) {
 
 TEST(Phases, ALargeBatchIsTakenInEqualParts) {
   const Plan plan = make_plan(kHeadline, DType::kBFloat16);
-  EXPECT_EQ(phase_samples(plan, 64, 16, kA100), 64);
-  EXPECT_EQ(phase_samples(plan, 65, 16, kA100), 33);
-  EXPECT_EQ(phase_samples(plan, 256, 16, kA100), 64);
+  EXPECT_EQ(phase_samples(plan, 256, 16, kA100), 256);
+  EXPECT_EQ(phase_samples(plan, 301, 16, kA100), 151);
+  EXPECT_EQ(phase_samples(make_plan(kManiSkill, DType::kFloat32), 256, 64, kHopper), 256);
+  EXPECT_EQ(phase_samples(make_plan(kLeRobot, DType::kFloat32), 64, 16, kHopper), 64);
+}
+
+// What a batch takes at once stays below a gigabyte of messages, on sizes in real use.
+TEST(Phases, LargeBatchesHaveTheMemory) {
+  for (const Config& c : {kManiSkill, kSimpleDp3, kHeadline, kLeRobot})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
+      for (const int horizon : {16, 64, 128}) {
+        const Plan plan = make_plan(c, dtype);
+        const int samples = phase_samples(plan, 256, horizon, kHopper);
+        if (samples == 0) continue;
+        EXPECT_LT(workspace_bytes(plan, 256, horizon, 100, Path::kPhases, kHopper), size_t{1} << 30)
+            << c.down_dims[0] << " " << horizon;
+      }
 }
 
 TEST(ChoosePath, ByDeviceAndSize) {
@@ -127,18 +141,37 @@ TEST(ChoosePath, ByDeviceAndSize) {
 
 TEST(ChoosePath, NarrowNetworksRunInTeams) {
   for (const Config& c : {kManiSkill, kSimpleDp3})
-    for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
       const Plan plan = make_plan(c, dtype);
       for (const Device& d : {kHopper, kA100, kOrin}) EXPECT_EQ(choose_path(plan, 1, 16, d), Path::kTeams);
       EXPECT_EQ(choose_path(plan, 16, 16, kHopper), Path::kTeams);
-      EXPECT_EQ(choose_path(plan, 64, 16, kHopper), Path::kPhases);  // in parts
+      EXPECT_EQ(choose_path(plan, 256, 16, kHopper), Path::kPhases);
     }
-  const Plan narrow = make_plan(kManiSkill, DType::kFloat32), wider = make_plan(kSimpleDp3, DType::kFloat32);
+  const Plan narrow = make_plan(kManiSkill, DType::kFloat32), wider = make_plan(kSimpleDp3, DType::kFloat32),
+             bf16 = make_plan(kManiSkill, DType::kBFloat16), wide = make_plan(kHeadline, DType::kBFloat16);
   EXPECT_EQ(choose_path(narrow, 1, 16, kHopper), Path::kTeams);
   EXPECT_EQ(choose_path(narrow, 1, 16, {132, 227 << 10}), Path::kTeams);  // in words
   EXPECT_EQ(choose_path(narrow, 1, 16, kA100), Path::kPhases);            // has no room for the slabs
   EXPECT_EQ(choose_path(wider, 1, 16, kHopper), Path::kTeams);
-  EXPECT_EQ(choose_path(wider, 17, 16, kHopper), Path::kPhases);  // a team would have two samples
+  EXPECT_EQ(choose_path(wider, 2, 16, kHopper), Path::kTeams);
+  EXPECT_EQ(choose_path(make_plan({7, 3, {256, 256, 256}, 3, 8, 64, 84, true}, DType::kBFloat16), 16, 16, kHopper),
+            Path::kTeams);
+  EXPECT_EQ(choose_path(wider, 33, 16, kHopper), Path::kPhases);  // three launches
+  EXPECT_EQ(choose_path(wide, 3, 32, {132, 227 << 10}), Path::kPhases);
+  EXPECT_EQ(choose_path(bf16, 64, 16, kHopper), Path::kTeams);
+}
+
+// 15 clusters of 8 blocks fit on an H200, and 16 teams that hand over by words: where a cluster has no room for two
+// samples, 16 of them go by words.
+TEST(ChoosePath, SixteenSamplesOneATeam) {
+  const Device h200 = {132, 227 << 10, true, true, 15};
+  const Plan plan = make_plan(kManiSkill, DType::kBFloat16), narrow = make_plan(kManiSkill, DType::kFloat32);
+  const TeamCall two = team_call(plan, 16, 16, h200), one = team_call(plan, 16, 24, h200),
+                 wide = team_call(narrow, 16, 16, h200), few = team_call(narrow, 15, 16, h200);
+  EXPECT_TRUE(two.clusters && two.samples == 16);
+  EXPECT_TRUE(!one.clusters && one.samples == 16);
+  EXPECT_TRUE(!wide.clusters && wide.samples == 16);
+  EXPECT_TRUE(few.clusters && few.samples == 15);
 }
 
 }  // namespace

@@ -85,7 +85,6 @@ struct Run : LoopBuffers {
           switch (j.d) {
             case DType::kBFloat16: return run(device::TileBf16{});
             case DType::kFloat16: return run(device::TileFp16{});
-            case DType::kFloat8E4M3: return run(device::TileE4m3{});
             default: return run(device::TileFp32{});
           }
         },
@@ -232,7 +231,7 @@ void profile(const Case& c, DType dtype, int teams, int shared, bool cluster) {
 
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "small", filter = argc > 2 ? argv[2] : "";
-  const DType types[] = {DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kFloat16};
+  const DType types[] = {DType::kBFloat16, DType::kFloat32, DType::kFloat16};
   auto wanted = [&](const Case& c, DType d, bool cluster) {
     const std::string name = std::string(name_of(d)) + (cluster ? " cluster " : " words ") + c.name;
     return filter.empty() || name.find(filter) != std::string::npos;

@@ -62,7 +62,6 @@ cudaError_t launch_teams(DType dtype, const TeamArguments& a, const TeamPlan& pl
   switch (dtype) {
     case DType::kBFloat16: return launch_tile<device::TileBf16>(a, plan.teams, cluster, stream);
     case DType::kFloat16: return launch_tile<device::TileFp16>(a, plan.teams, cluster, stream);
-    case DType::kFloat8E4M3: return launch_tile<device::TileE4m3>(a, plan.teams, cluster, stream);
     default: return launch_tile<device::TileFp32>(a, plan.teams, cluster, stream);
   }
 }
@@ -93,19 +92,19 @@ int team_clusters(int device) {
 
 cudaError_t run_teams(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
                       cudaStream_t stream) {
-  const int samples = team_samples(plan, call.batch, call.horizon, device);
+  const TeamCall cut = team_call(plan, call.batch, call.horizon, device);
+  const int samples = cut.samples;
   if (samples < 1) return cudaErrorInvalidConfiguration;
   auto* workspace = static_cast<uint8_t*>(call.workspace) + at.messages;
   const LoopArguments all = loop_arguments(plan, call, at);
-  const bool cluster = device.team_clusters > 0;
   for (int first = 0; first < call.batch; first += samples) {
     TeamArguments part = {loop_part(all, first, std::min(samples, call.batch - first))};
     part.noise_stride = int64_t{call.batch} * call.horizon * all.actions;
-    const TeamPlan teams = make_teams(plan, part.batch, call.horizon, teams_of(device), device.shared_bytes);
+    const TeamPlan teams = make_teams(plan, part.batch, call.horizon, cut.teams, device.shared_bytes);
     set_teams(part, plan, teams, workspace);
     const size_t words = kTeamFirstWord + static_cast<size_t>(teams.teams) * teams.words;
     cudaError_t error = cudaMemsetAsync(workspace, 0, words * sizeof(uint32_t), stream);
-    if (error == cudaSuccess) error = launch_teams(plan.dtype, part, teams, cluster, stream);
+    if (error == cudaSuccess) error = launch_teams(plan.dtype, part, teams, cut.clusters, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -52,7 +52,7 @@ struct Part {
 
 // Parameters of four channels, fetched before the input is waited for.
 struct PartParameters {
-  float bias[2][4] = {}, scale[2][4] = {}, gamma[4] = {}, beta[4] = {}, film[2][4] = {};
+  float bias[2][4] = {}, gamma[4] = {}, beta[4] = {}, film[2][4] = {};
 };
 
 template <class Tile, template <class> class Handover>
@@ -92,14 +92,6 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
     for (int s = 0; s < 2; s++) {
       if (s >= p.num_segments) break;
       read_four(f.bias[s], a.floats + p.segments[s].bias + channel);
-      if constexpr (Tile::kScaled) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) f.scale[s][i] = 1.0f;
-        if (p.segments[s].scale < 0) continue;
-        read_four(f.scale[s], a.floats + p.segments[s].scale + channel);
-#pragma unroll
-        for (int i = 0; i < 4; i++) f.scale[s][i] *= Weights<Tile>::kScale;
-      }
     }
     if (p.norm >= 0)
       read_four(f.gamma, a.floats + p.norm + channel), read_four(f.beta, a.floats + p.norm + channels + channel);
@@ -134,7 +126,7 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
       v[j][0] = sum.x, v[j][1] = sum.y, v[j][2] = sum.z, v[j][3] = sum.w;
     }
   }
-  // The same of a segment, with scale and bias.
+  // The same of a segment, with the bias.
   template <int kItems>
   DPA_DEVICE void add_up(const Part& part, int segment, int parts, const PartParameters& f,
                          float (&v)[kTeamPasses][4]) const {
@@ -149,7 +141,6 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
     for (int j = 0; j < kItems; j++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if constexpr (Tile::kScaled) v[j][i] *= segment ? f.scale[1][i] : f.scale[0][i];
         v[j][i] = j < part.items ? v[j][i] + (segment ? f.bias[1][i] : f.bias[0][i]) : 0.0f;
       }
     }

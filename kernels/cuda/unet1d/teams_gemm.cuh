@@ -8,35 +8,8 @@
 
 namespace dpa::kernels::unet1d::device {
 
-// A tile's fragments as the buffer has them, and ready for the MMAs. kScale: a factor that the sums lack.
-template <class Tile>
-struct Weights {
-  static constexpr float kScale = 1.0f;
-  uint4 v;
-  DPA_DEVICE void load(uint32_t at) { v = load_shared_16(at); }
-  DPA_DEVICE Fragments<Tile> ready() const { return {v}; }
-};
-template <>
-struct Weights<TileE4m3> {
-  static constexpr float kScale = kWidenedE4m3;
-  uint2 v;
-  DPA_DEVICE void load(uint32_t at) { v = load_shared_8(at); }
-  DPA_DEVICE Fragments<TileE4m3> ready() const {
-    Fragments<TileE4m3> f;
-    f.widen(v);
-    return f;
-  }
-};
-template <>
-struct Weights<TileFp32> {
-  static constexpr float kScale = 1.0f;
-  Fragments<TileFp32> v;
-  DPA_DEVICE void load(uint32_t at) { v.load(at); }
-  DPA_DEVICE Fragments<TileFp32> ready() const { return v; }
-};
-
 // A warp's stream of weights: its slots of tiles of all phases of a step, again and again. A lane copies the bytes that
-// it reads. Of e4m3 those are 8, and copies of 8 bytes would go through L1: there a lane copies 16 of two tiles.
+// it reads.
 struct TeamLoads {
   const uint32_t* begin;  // of this warp, in shared memory, an entry a slot: team_load
   int count;              // at least one
@@ -47,23 +20,22 @@ DPA_DEVICE uint32_t team_load(int64_t tile, int apart, bool half) {
 }
 template <class Tile>
 struct TeamStream {
-  static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kTiles = team_slot_tiles(Tile::kBytes),
-                       kSlot = kTiles * Tile::kBytes;
-  static constexpr bool kHalves = kLane == 8;  // half a warp copies a tile
+  static constexpr int kTiles = team_slot_tiles(Tile::kBytes), kSlot = kTiles * Tile::kBytes;
   static constexpr TeamSlots kSlots = team_slots(Tile::kBytes);
   const uint8_t* weights;   // this lane's place in the first tile
   uint32_t at, begin, end;  // addresses in the list: of the entry behind `next`
   uint32_t next;            // the slot to copy
   int slots;
   uint32_t buffer, buffer_end, slot, last;  // this lane's places: of the slot to consume, of the slot before
+  bool due = false;                         // whether the last slot is still to be filled again
 
   DPA_DEVICE TeamStream(const uint8_t* tiles, const TeamLoads& loads, int first_slot, int slots_)
-      : weights(tiles + (thread() & (kHalves ? 15 : 31)) * 16),
+      : weights(tiles + (thread() & 31) * 16),
         at(shared_address(loads.begin)),
         begin(at),
         end(at + loads.count * 4),
         slots(slots_) {
-    buffer = shared_address(shared()) + first_slot + (thread() >> 5) * slots * kSlot + (thread() & 31) * kLane;
+    buffer = shared_address(shared()) + first_slot + (thread() >> 5) * slots * kSlot + (thread() & 31) * 16;
     slot = buffer, buffer_end = buffer + slots * kSlot;
     fetch();
 #pragma unroll 1
@@ -83,7 +55,6 @@ struct TeamStream {
     copies_wait<kSlots.most - 2>();
     if (slots < kSlots.most) copies_wait<kSlots.middle - 2>();
     if (slots < kSlots.middle) copies_wait<kSlots.least - 2>();
-    if constexpr (kHalves) sync_warp();
     return slot;
   }
   // Goes on to the next slot; the one before is due to be filled again.
@@ -92,24 +63,22 @@ struct TeamStream {
     slot += kSlot;
     if (slot == buffer_end) slot = buffer;
   }
+  // The last slot of a run is filled again once the run's sums are on their way, or before another slot is waited for.
+  DPA_DEVICE void settle() {
+    if (due) refill();
+    due = false;
+  }
   // After the last slot has been multiplied: copies the list's next into it.
   DPA_DEVICE void refill() {
     const uint32_t apart = (next >> 23) * Tile::kBytes, second = next >> 22 & 1 ? 0 : 2 * apart;
     const uint8_t* from = weights + (next & 0x3fffff) * Tile::kBytes;
     fetch();
-    if constexpr (kHalves) {
-      const int lane = thread() & 31;
-      from += lane & 16 ? apart : 0;
-      copy(last + lane * (16 - kLane), from);
-      copy(last + lane * (16 - kLane) + 512, from + second);
-    } else {
-      copy(last, from);
-      copy(last + Tile::kBytes, from + apart);
-      if constexpr (kTiles == 4) {
-        from += second;
-        copy(last + 2 * Tile::kBytes, from);
-        copy(last + 3 * Tile::kBytes, from + apart);
-      }
+    copy(last, from);
+    copy(last + Tile::kBytes, from + apart);
+    if constexpr (kTiles == 4) {
+      from += second;
+      copy(last + 2 * Tile::kBytes, from);
+      copy(last + 3 * Tile::kBytes, from + apart);
     }
     copies_commit();
   }
@@ -151,7 +120,7 @@ struct OperandSteps {
       for (int i = 0; i < kLoads; i++) at[i] = Rows::kOne ? p[2 * i + (thread() >> 4 & 1)] : p[i];
     }
   };
-  Weights<Tile> a[kSteps];
+  Fragments<Tile> a[kSteps];
   uint32_t b[kLoads][Rows::kLoads][4];
 
   DPA_DEVICE void load_weights(uint32_t at) {
@@ -168,7 +137,7 @@ struct OperandSteps {
   DPA_DEVICE void multiply(RunSums<Tile, kColumnTiles>& sums) const {
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
-      const Fragments<Tile> f = a[s].ready();
+      const Fragments<Tile>& f = a[s];
       if constexpr (Rows::kOne) {
         const uint32_t(&both)[4] = b[s / 2][0];
         sums.multiply_one(f, s & 1, both[s % 2 * 2], both[s % 2 * 2 + 1]);
@@ -188,6 +157,7 @@ DPA_DEVICE void multiply_run(TeamStream<Tile>& stream, const int* offsets, int p
   constexpr int kSteps = TeamStream<Tile>::kTiles, kPairs = kSteps / 2;  // of a slot
   RunSums<Tile, kColumnTiles> sums = {sum};
   if constexpr (kColumnTiles <= (Tile::kWide ? 1 : 2)) {  // registers for two slots
+    stream.settle();
     using Slot = OperandSteps<Tile, kColumnTiles, kSteps>;
     if (int whole = pairs / kPairs; whole > 0) {
       pairs -= whole * kPairs;
@@ -213,7 +183,8 @@ DPA_DEVICE void multiply_run(TeamStream<Tile>& stream, const int* offsets, int p
         step(even, odd), odd.multiply(sums);
       else
         even.multiply(sums);
-      stream.refill();
+      stream.due = true;
+      if (Tile::kWide || pairs > 0) stream.settle();
     }
   }
 #pragma unroll 1

@@ -14,11 +14,16 @@ static size_t phase_bytes(const Plan& plan, int samples, int horizon, const Phas
   return phase_workspace_bytes(*phases_of(plan, samples, horizon, device), device);
 }
 
-int teams_of(const Device& device) {
-  return device.team_clusters > 0 ? device.team_clusters : device.multiprocessors / kTeamBlocks;
-}
-int team_samples(const Plan& plan, int batch, int horizon, const Device& device) {
-  return team_samples(plan, batch, horizon, teams_of(device), device.shared_bytes);
+TeamCall team_call(const Plan& plan, int batch, int horizon, const Device& device) {
+  constexpr double kWords = 1.25;  // the time by words, clusters 1
+  TeamCall best;
+  for (const bool clusters : {true, false}) {
+    const int teams = clusters ? device.team_clusters : device.multiprocessors / kTeamBlocks;
+    const TeamParts parts = team_parts(plan, batch, horizon, teams, device.shared_bytes);
+    const double time = parts.time * (clusters ? 1 : kWords);
+    if (parts.samples > 0 && (best.samples == 0 || time < best.time)) best = {clusters, teams, parts.samples, time};
+  }
+  return best;
 }
 
 Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path path, const Device& device) {
@@ -56,11 +61,12 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
       if (n > 0) w.message_bytes = std::max(w.message_bytes, phase_bytes(plan, n, horizon, phase_device(device)));
   }
   if (path == Path::kTeams) {
-    const int samples = std::max(1, team_samples(plan, batch, horizon, device));
+    const TeamCall call = team_call(plan, batch, horizon, device);
+    const int samples = std::max(1, call.samples);
     for (const int n : {samples, batch % samples})
       if (n > 0)
-        w.message_bytes = std::max(
-            w.message_bytes, team_workspace_bytes(make_teams(plan, n, horizon, teams_of(device), device.shared_bytes)));
+        w.message_bytes = std::max(w.message_bytes,
+                                   team_workspace_bytes(make_teams(plan, n, horizon, call.teams, device.shared_bytes)));
   }
   w.messages = take(w.message_bytes);
   return w;
@@ -92,31 +98,50 @@ std::string reject(const Plan& plan, int batch, int horizon, int steps) {
   return "";
 }
 
+static double weights_of(const Plan& plan) {
+  return static_cast<double>(plan.tile_bytes) / element_bytes(plan.dtype) * 1e-6;
+}
+
 int phase_samples(const Plan& plan, int batch, int horizon, const Device& device) {
-  constexpr int kColumns = 1024;  // of a launch: a larger one would only need more memory
+  // Columns of a launch: a narrow network's step is mostly hand-overs, whatever their size; behind a wide one's, larger
+  // launches gain nothing, and only need more memory.
+  constexpr int kLeast = 1024, kMost = 16384;
+  constexpr double kWeightColumns = 256 * 1024;  // millions of weights times columns
   if (batch < 1 || horizon < 1) return 0;
-  const int launches = ceil_div(batch, std::max(1, kColumns / horizon)), samples = ceil_div(batch, launches);
+  const int columns = static_cast<int>(std::clamp<double>(kWeightColumns / weights_of(plan), kLeast, kMost));
+  const int launches = ceil_div(batch, std::max(1, columns / horizon)), samples = ceil_div(batch, launches);
   return phases_of(plan, samples, horizon, phase_device(device))->error.empty() ? samples : 0;
 }
 
-// Whether a team is faster than all multiprocessors together: it streams all weights, but hands over sooner. A batch in
-// parts takes the time of every part.
-static bool teams_pay(const Plan& plan, int batch, int horizon, const Device& device) {
-  constexpr int64_t kMost = 14 << 20, kMostFloat32 = 5 << 20;  // weights; of float32 where a team has several samples
-  const int64_t weights = plan.tile_bytes / element_bytes(plan.dtype);
-  if (weights > kMost) return false;
-  if (plan.dtype == DType::kFloat32 && weights > kMostFloat32 && batch > teams_of(device)) return false;
-  return team_samples(plan, batch, horizon, device) >= batch;
+// Microseconds of a step in phases on an H200, within a tenth up to 1024 columns: of a phase, whatever its size; of a
+// million weights times 1024 columns.
+static double phase_time(const Plan& plan, int batch, int horizon, int samples) {
+  constexpr double kPhase = 5.2, kColumns = 10, kColumnsFloat32 = 15;
+  return ceil_div(batch, samples) * kPhase * static_cast<double>(plan.convs.size() + 1) +
+         batch * horizon / 1024.0 * weights_of(plan) * (plan.dtype == DType::kFloat32 ? kColumnsFloat32 : kColumns);
+}
+
+// Whether teams are faster than all multiprocessors together: each streams all weights, but hands over sooner.
+static bool teams_pay(const Plan& plan, int batch, int horizon, const TeamCall& teams, const Device& device) {
+  const int samples = phase_samples(plan, batch, horizon, device);
+  return teams.samples > 0 && (samples == 0 || teams.time < phase_time(plan, batch, horizon, samples));
+}
+// Whether they are faster than clusters for several samples, of which no layer takes less than that.
+static bool teams_beat_clusters(const Plan& plan, int batch, const TeamCall& teams) {
+  constexpr double kLayer = 2.9;  // us on an H200
+  return batch > 1 && teams.samples > 0 && teams.time < kLayer * static_cast<double>(plan.convs.size() + 1);
 }
 
 Path choose_path(const Plan& plan, int batch, int horizon, const Device& device) {
   // Beyond these sizes the loop in phases is faster, measured on an H200.
   constexpr int kClusteredBatch = 32, kResidentHorizon = 48;
+  const TeamCall teams = team_call(plan, batch, horizon, device);
+  if (teams_beat_clusters(plan, batch, teams)) return Path::kTeams;
   if (device.hopper && device.clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon))
     return Path::kClustered;
   if (device.hopper && device.clusters && cluster_batch::serves(plan, batch, horizon)) return Path::kClusterBatch;
   if (batch == 1 && solo_fits(plan, horizon, device)) return Path::kResident;
-  if (teams_pay(plan, batch, horizon, device)) return Path::kTeams;
+  if (teams_pay(plan, batch, horizon, teams, device)) return Path::kTeams;
   if (device.hopper && batch == 1 && horizon <= kResidentHorizon && resident_fits(plan, batch, horizon, device))
     return Path::kResident;
   return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;

@@ -38,10 +38,14 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 /// Samples of a launch of the loop in phases, which takes a larger batch in parts; 0 where they do not fit.
 int phase_samples(const Plan& plan, int batch, int horizon, const Device& device);
 
-/// The same of the loop in teams.
-int team_samples(const Plan& plan, int batch, int horizon, const Device& device);
-/// Teams at once: clusters, or as many as the multiprocessors make.
-int teams_of(const Device& device);
+/// The loop in teams of a call: teams at once, clusters or as many as the multiprocessors make, which hand over by
+/// words; samples of a launch, 0 where they do not fit; microseconds of a step, as estimated.
+struct TeamCall {
+  bool clusters = false;
+  int teams = 0, samples = 0;
+  double time = 0;
+};
+TeamCall team_call(const Plan& plan, int batch, int horizon, const Device& device);
 
 /// Byte offsets.
 struct Workspace {

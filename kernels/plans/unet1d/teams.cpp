@@ -19,6 +19,7 @@ class TeamBuilder {
   TeamPlan build() {
     const Config& c = plan.config;
     if (c.widened()) return fail("widened networks have wide kernels");
+    if (plan.dtype == DType::kFloat8E4M3) return fail("weights in e4m3 of narrow networks are kept in float16");
     if (c.num_groups % kTeamBlocks) return fail("the groups must be a multiple of 8");
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
     for (int i = 0; i < c.levels; i++) {
@@ -156,7 +157,6 @@ class TeamBuilder {
       TeamSegment& g = f.segments[s];
       g.weights = conv.segments[s].weights, g.taps = conv.segments[s].taps, g.first = conv.segments[s].first;
       g.bias = static_cast<int>(conv.bias[s]);
-      g.scale = conv.scale < 0 ? -1 : static_cast<int>(conv.scale) + s * conv.channels_out;
       g.steps = f.units * g.taps * (1 + f.joined) * (f.unit_padded / 16);
       if (g.steps % 2 || f.slice_tiles >= 1 << 9 || plan.tile_bytes / element_bytes(plan.dtype) >= 256 << 22)
         fail("a warp takes pairs of steps");
@@ -233,15 +233,33 @@ size_t team_workspace_bytes(const TeamPlan& plan) {
   return static_cast<size_t>(plan.teams) * plan.words * sizeof(uint32_t) + 128;
 }
 
-int team_samples(const Plan& plan, int batch, int horizon, int teams, int shared) {
-  if (batch < 1 || horizon < 1 || teams < 1) return 0;
-  for (int launches = 1; launches <= batch; launches++) {
-    const int samples = ceil_div(batch, launches);
-    if (launches > 1 && samples == ceil_div(batch, launches - 1)) continue;
-    if (make_teams(plan, samples, horizon, teams, shared).error.empty()) return samples;
-    if (samples <= teams) break;
+double team_time(const TeamPlan& plan, DType dtype, int horizon) {
+  // A hand-over, which grows with the columns, and the stream of a block's weights, which a small buffer slows down.
+  constexpr double kHandover = 0.83, kTime = 0.028, kMegabyte = 10.6, kMegabyteFloat32 = 13.8, kTwoSlots = 8,
+                   kThreeSlots = 3.5, kSample = 0.2;
+  double megabytes = 0;
+  for (const TeamPhase& f : plan.phases)
+    for (int s = 0; s < f.num_segments; s++)
+      megabytes += f.segments[s].steps * f.row_tiles * 256e-6 * element_bytes(dtype);
+  const double stream =
+      (dtype == DType::kFloat32 ? kMegabyteFloat32 : kMegabyte) + (plan.buffer_slots < 3   ? kTwoSlots
+                                                                   : plan.buffer_slots < 4 ? kThreeSlots
+                                                                                           : 0);
+  const double handovers = static_cast<double>(plan.phases.size()) * (kHandover + kTime * horizon);
+  return (handovers + megabytes * stream) * (1 + kSample * (plan.samples - 1));
+}
+
+TeamParts team_parts(const Plan& plan, int batch, int horizon, int teams, int shared) {
+  TeamParts best;
+  if (batch < 1 || horizon < 1 || teams < 1) return best;
+  for (int each = 1; each == 1 || teams * (each - 1) < batch; each++) {  // samples of a team
+    const int launches = ceil_div(batch, teams * each), samples = ceil_div(batch, launches);
+    const TeamPlan made = make_teams(plan, samples, horizon, teams, shared);
+    if (!made.error.empty()) break;
+    const double time = launches * team_time(made, plan.dtype, horizon);
+    if (best.samples == 0 || time < best.time) best = {samples, time};
   }
-  return 0;
+  return best;
 }
 
 }  // namespace dpa::kernels::unet1d

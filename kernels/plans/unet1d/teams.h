@@ -25,8 +25,8 @@ constexpr int kMaxTeamPhases = kMaxConvs + 1;
 struct TeamSegment {
   int64_t weights = 0;  // byte offset of the packed tiles
   int taps = 0, first = 0;
-  int bias = 0, scale = -1;  // offsets into the floats
-  int steps = 0;             // along K, an even number: a warp takes pairs
+  int bias = 0;   // offset into the floats
+  int steps = 0;  // along K, an even number: a warp takes pairs
 };
 
 /// Offsets and pitches in bytes, of shared memory, where they do not say words.
@@ -56,7 +56,7 @@ struct TeamPhase {
 struct TeamSlots {
   int most, middle, least;
 };
-constexpr TeamSlots team_slots(int tile_bytes) { return {tile_bytes == 256 ? 8 : 6, 4, tile_bytes == 1024 ? 3 : 2}; }
+constexpr TeamSlots team_slots(int tile_bytes) { return {6, 4, tile_bytes == 1024 ? 3 : 2}; }
 constexpr int team_slot_tiles(int tile_bytes) { return tile_bytes == 1024 ? 2 : 4; }
 
 struct TeamShared {
@@ -80,7 +80,13 @@ struct TeamPlan {
 TeamPlan make_teams(const Plan& plan, int batch, int horizon, int teams, int shared);
 /// Bytes of the workspace: a word, then those of every team.
 size_t team_workspace_bytes(const TeamPlan& plan);
-/// Samples of a launch, which a larger batch takes in parts; 0 where the form does not serve the sizes.
-int team_samples(const Plan& plan, int batch, int horizon, int teams, int shared);
+/// Microseconds of a step on an H200, where a team is a cluster, within a tenth.
+double team_time(const TeamPlan& plan, DType dtype, int horizon);
+/// How a batch is cut into launches of at most `teams` teams, as the time says.
+struct TeamParts {
+  int samples = 0;  // of a launch; 0: the form does not serve the sizes
+  double time = 0;  // of all launches
+};
+TeamParts team_parts(const Plan& plan, int batch, int horizon, int teams, int shared);
 
 }  // namespace dpa::kernels::unet1d

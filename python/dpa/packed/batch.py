@@ -29,15 +29,39 @@ def pays(config: list[int], batch: int, horizon: int) -> bool:
     Layers take almost the time of one sample for many. Measured on an H200: docs/sampler-log.md.
     """
     widths, columns = config[6:], batch * horizon
-    if config[1] > 5 or any(n % 8 for n in widths):  # the GEMMs of layers do not serve
+    if any(n % 8 for n in widths):  # the GEMMs of layers do not serve
         return False
     if _clustered(config, batch, horizon):
         return False
-    if min(widths) < 256:
-        return columns > 1024
+    if min(widths) < 256 or config[1] > 5:
+        return _layers_pay(config, columns)
     if min(widths) >= 512:
         return columns >= 192 or batch >= 16
     return columns >= (640 if horizon & (horizon - 1) else 512)
+
+
+def _layers_pay(config: list[int], columns: int) -> bool:
+    """Whether layers are faster than phases, by weights x columns.
+
+    A layer has hand-overs twice as long as a phase, but GEMMs that take no longer for more columns;
+    of more than five taps they are half as fast.
+    """
+    kernel, widths = config[1], config[6:]
+    ahead = 0.6 if kernel <= 5 else 1.2  # of a layer: millions of weights x 1024 columns
+    return _weights(kernel, widths) * columns > ahead * 2**30 * (10 * len(widths) - 1)
+
+
+def _weights(kernel: int, widths: list[int]) -> int:
+    """The weights of a network's convolutions, but for the first and the last."""
+
+    def block(inputs: int, outputs: int) -> int:
+        return kernel * outputs * (inputs + outputs) + inputs * outputs * (inputs != outputs)
+
+    first, last = widths[0], widths[-1]
+    count = 2 * kernel * first * first + block(first, first) + 2 * block(last, last)
+    for n, m in pairwise(widths):
+        count += block(n, m) + block(m, m) + block(2 * m, n) + block(n, n) + 3 * n * n + 4 * n * n
+    return count
 
 
 def _clustered(config: list[int], batch: int, horizon: int) -> bool:
