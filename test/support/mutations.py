@@ -27,6 +27,7 @@ def _sources(*patterns: str) -> list[str]:
 _LAUNCH, _MATH = "test/cpp/launch_plan_test.cpp", "test/cpp/math_test.cpp"
 _CONV, _UNET = "test/cpp/conv1d_plan_test.cpp", "test/cpp/unet1d_plan_test.cpp"
 _CLUSTERS = "test/cpp/unet1d_cluster_test.cpp"
+_PHASES, _TEAMS = "test/cpp/unet1d_phases_test.cpp", "test/cpp/unet1d_teams_test.cpp"
 _GPU, _CONVOLUTIONS = "test/kernels/common_test.cu", "test/kernels/conv1d_test.cu"
 _UNET1D_PLANS = _sources("kernels/plans/unet1d/*.cpp")
 # A test's sources beside itself.
@@ -36,6 +37,8 @@ _TESTS = {
     _CONV: ["kernels/plans/conv1d/plan.cpp"],
     _UNET: _UNET1D_PLANS,
     _CLUSTERS: _UNET1D_PLANS,
+    _PHASES: _UNET1D_PLANS,
+    _TEAMS: _UNET1D_PLANS,
     _GPU: [],
     _CONVOLUTIONS: _sources(
         "kernels/*/conv1d/*.cu", "kernels/*/conv1d/*.cpp", "test/kernels/conv1d_[!t]*.cu"
@@ -187,6 +190,34 @@ MUTATIONS = [
         "by |= ((1u << l.finishers) - 1) << peer;",
         "by |= ((1u << p.peers) - 1) << peer;",
         _CLUSTERS,
+    ),
+    Mutation(
+        "bound: samples of a phase without a tile",
+        "kernels/plans/unet1d/phases.cpp",
+        "f.tiles = f.slices_out * in * slices;",
+        "f.tiles = f.slices_out * in;",
+        _PHASES,
+    ),
+    Mutation(
+        "bound: the last samples of a batch in parts",
+        "kernels/plans/unet1d/call.cpp",
+        "samples = ceil_div(batch, launches);",
+        "samples = batch / launches;",
+        _PHASES,
+    ),
+    Mutation(
+        "bound: a block's channels that begin within a row tile",
+        "kernels/plans/unet1d/teams.cpp",
+        "ceil_div((r + 1) * own, 16) - r * own / 16);",
+        "ceil_div(own, 16));",
+        _TEAMS,
+    ),
+    Mutation(
+        "stride: a slab written while it is read",
+        "kernels/plans/unet1d/teams.cpp",
+        "return last = first == last ? at(1) : first;",
+        "return last = first;",
+        _TEAMS,
     ),
     Mutation(
         "barrier: scratch used again too early",
