@@ -170,15 +170,71 @@ TEST(ConvPlan, ClustersOfFourAndMoreFitTheDevice) {
 }
 
 TEST(ConvPlan, FillsTheDeviceAtTheNetworksSizes) {
-  // The levels of the 80 M network have 64 tiles of 128 x 128 at batch 256 and 16 at batch 64; clusters of eight stay
-  // below half of the device.
+  // The levels of the 80 M network have 64 tiles of 128 x 128 at batch 256 and 16 at batch 64, or twice as many of half
+  // the columns.
+  const auto blocks = [](const ConvPlan& plan) { return plan.rows.count * plan.column_tiles * plan.splits; };
   for (int level = 0; level < 3; ++level) {
     const int64_t channels = 256 << level, length = 16 >> level;
-    EXPECT_EQ(plan_fprop(convolution(64, length, channels, channels, 5, 1), 132).splits, 4);
-    EXPECT_EQ(plan_fprop(convolution(256, length, channels, channels, 5, 1), 132).splits, 2);
+    EXPECT_EQ(blocks(plan_fprop(convolution(64, length, channels, channels, 5, 1), 132)), 64);
+    EXPECT_EQ(blocks(plan_fprop(convolution(256, length, channels, channels, 5, 1), 132)), 128);
     EXPECT_EQ(plan_fprop(convolution(1024, length, channels, channels, 5, 1), 132).tile_columns,
               level == 2 ? 256 : 128);
   }
+}
+
+// Tiles of 64 columns take no more of the device than those of 128, or half of it.
+TEST(ConvPlan, NarrowTilesLeaveRoom) {
+  int narrow = 0;
+  for (int64_t batch : {16, 40, 64, 128, 256}) {
+    for (int64_t length : {4, 8, 16, 32}) {
+      for (int64_t channels : {64, 96, 128, 256, 384, 512, 1024}) {
+        const Conv1d c = convolution(batch, length, channels, channels, 5, 1);
+        for (const ConvPlan& plan : {plan_fprop(c, 132), plan_dgrad(c, 132), plan_normalised(c, channels / 8, 132)}) {
+          if (plan.tile_columns != 64) continue;
+          ++narrow;
+          const int64_t wide = plan.rows.count * ceil_div(channels, 128);
+          EXPECT_GT(channels, 64);
+          EXPECT_LE(plan.column_step, 64);
+          EXPECT_GE(plan.column_tiles * plan.column_step, channels);
+          EXPECT_LE(plan.rows.count * plan.column_tiles * plan.splits, std::max<int64_t>(wide * kMaxSplits, 66));
+          EXPECT_LE(plan.rows.count * plan.column_tiles * plan.splits, 132);
+          EXPECT_GE(plan.chunks * c.taps, plan.splits * 2);
+        }
+      }
+    }
+  }
+  EXPECT_GT(narrow, 100);
+  const auto tile = [](int64_t batch, int64_t length, int64_t channels) {
+    return plan_dgrad(convolution(batch, length, channels, channels, 5, 1), 132).tile_columns;
+  };
+  EXPECT_TRUE(tile(64, 16, 256) == 64 && tile(128, 16, 128) == 64 && tile(128, 4, 384) == 64);
+  EXPECT_TRUE(tile(128, 8, 512) == 128 && tile(128, 4, 1024) == 128);  // more blocks, or longer ones
+  // A group of 48 columns is a tile.
+  EXPECT_EQ(plan_normalised(convolution(128, 4, 384, 384, 5, 1), 48, 132).column_step, 48);
+}
+
+TEST(StreamPlan, CoversTheGradientWithinTheDevice) {
+  int streamed = 0;
+  for (const int64_t batch : {1, 16, 64, 128, 1024})
+    for (const int64_t length : {1, 4, 5, 16, 64, 70})
+      for (const int64_t channels : {4, 250, 256, 516, 1024, 2048})
+        for (const int taps : {1, 3, 5, 7})
+          for (const int multiprocessors : {1, 66, 132}) {
+            const Conv1d c = convolution(batch, length, channels, channels, taps, 1);
+            if (!streams(c, multiprocessors)) continue;
+            ++streamed;
+            const StreamPlan plan = plan_stream(c, multiprocessors);
+            EXPECT_GE(plan.tiles.y_tiles * kTileRows, channels);
+            EXPECT_GE(plan.tiles.x_tiles * plan.tiles.x_channels, channels);
+            EXPECT_LE(plan.tiles.rows.samples, kStreamSamples);
+            EXPECT_TRUE(plan.blocks >= 1 && plan.blocks <= multiprocessors);
+            EXPECT_LE(plan.blocks, plan.tiles.y_tiles * plan.tiles.x_tiles);
+            EXPECT_EQ(c.taps, 5);
+            EXPECT_EQ(c.x_channels % 4, 0);
+          }
+  EXPECT_GT(streamed, 100);
+  EXPECT_EQ(plan_stream(convolution(128, 4, 1024, 1024, 5, 1), 132).blocks, 64);  // half of the device
+  EXPECT_EQ(plan_stream(convolution(64, 16, 2048, 2048, 5, 1), 132).blocks, 128);
 }
 
 // A step contracts as many bytes, and the weight gradient's as many as eight samples of four times have.
@@ -266,8 +322,12 @@ TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
         for (int64_t group : {4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 512}) {
           const Conv1d c = convolution(batch, length, group * 8, 640, 5, 1);
           const ConvPlan plain = plan_fprop(c, multiprocessors), plan = plan_normalised(c, group, multiprocessors);
-          EXPECT_EQ(plan.passes > 0 && plan.column_step == plan.tile_columns, normalises(c, plain, group));
-          if (plan.passes > 0 && !normalises(c, plain, group)) {  // by a warp, whose lanes a row does not divide
+          const bool alike = plain.tile_columns == plan.tile_columns;
+          if (plan.tile_columns == 128 && alike) {
+            EXPECT_EQ(plan.passes > 0 && plan.column_step == plan.tile_columns, normalises(c, plain, group));
+          }
+          // By a warp, whose lanes a row need not divide.
+          if (plan.passes > 0 && (plan.tile_columns == 64 || plan.column_step < plan.tile_columns)) {
             ++narrower;
             EXPECT_EQ(plan.exchange, 0);
             EXPECT_EQ(plan.column_step % group, 0);
@@ -282,12 +342,16 @@ TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
             continue;
           }
           if (plan.exchange == 0) {
-            EXPECT_EQ(plan.splits, plain.splits);
+            if (alike) {
+              EXPECT_EQ(plan.splits, plain.splits);
+            }
             EXPECT_EQ(plan.column_step, plan.tile_columns);
             continue;
           }
           ++exchanged;
-          EXPECT_FALSE(normalises(c, plain, group));  // a warp's own group needs no exchange
+          if (alike) {
+            EXPECT_FALSE(normalises(c, plain, group));  // a warp's own group needs no exchange
+          }
           EXPECT_LE(length, kTileRows);
           EXPECT_EQ(plan.tile_rows, plan.rows.samples * length);
           EXPECT_EQ(group * (plan.exchange > 1 ? 1 : plan.column_step / group), plan.column_step * plan.exchange);

@@ -131,6 +131,11 @@ int run_tests() {
     try_one(type, 1024, 16, 256, 256, 5, 1, true), try_one(type, 3, 48, 256, 256, 5, 1, true);
     try_one(type, 64, 16, 192, 96, 7, 1, true), try_one(type, 16, 64, 320, 192, 3, 1, true);
   }
+  for (const auto type : {kB, DType::kFloat16}) {  // weight gradients whose blocks work on tile after tile
+    try_one(type, 128, 4, 1024, 1024, 5, 1, true), try_one(type, 16, 16, 2048, 1024, 5, 1, false);
+    try_one(type, 33, 20, 900, 600, 5, 1, false), try_one(type, 64, 12, 1000, 516, 5, 1, true);
+    try_one(type, 7, 70, 640, 1024, 5, 1, true), try_one(type, 70, 5, 1024, 700, 5, 1, false);
+  }
   std::mt19937 random(std::random_device{}());
   seed = 2000 + random() % 100000;
   const auto pick = [&](int low, int high) { return static_cast<int>(low + random() % (high - low + 1)); };

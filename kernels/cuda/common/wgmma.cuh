@@ -108,14 +108,18 @@ __device__ __forceinline__ uint64_t unswizzled(uint32_t first, uint32_t channel_
 // d = a b, or d += a b where `add`. A row of an operand runs along K, or along M (kAMajorM) or N (kBMajorN).
 template <class T, int kN, int kAMajorM, int kBMajorN>
 __device__ __forceinline__ void mma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int add) {
-  static_assert(kN == 128 || kN == 160 || kN == 192 || kN == 256,
-                "mma_ss is spelled out for N of 128, 160, 192 and 256");
+  static_assert(kN == 64 || kN == 128 || kN == 160 || kN == 192 || kN == 256,
+                "mma_ss is spelled out for N of 64, 128, 160, 192 and 256");
   constexpr bool kHalf = std::is_same_v<T, __half>, kFloat = std::is_same_v<T, float>;
   static_assert(kHalf || kFloat || std::is_same_v<T, __nv_bfloat16>, "operands are float16, bfloat16 or float");
   static_assert(!kFloat || (kAMajorM == 0 && kBMajorN == 0), "wgmma transposes no 32-bit operand");
+  if constexpr (kN == 64 && kFloat) DPA_MMA_SS_TF32(64, 32, 32, 33, 34);
   if constexpr (kN == 128 && kFloat) DPA_MMA_SS_TF32(128, 64, 64, 65, 66);
   if constexpr (kN == 256 && kFloat) DPA_MMA_SS_TF32(256, 128, 128, 129, 130);
-  static_assert(!kFloat || kN == 128 || kN == 256, "in tf32 mma_ss is spelled out for N of 128 and 256");
+  static_assert(!kFloat || kN == 64 || kN == 128 || kN == 256,
+                "in tf32 mma_ss is spelled out for N of 64, 128 and 256");
+  if constexpr (kN == 64 && kHalf) DPA_MMA_SS(64, "f16", 32, 32, 33, 34, 35, 36);
+  if constexpr (kN == 64 && !kHalf && !kFloat) DPA_MMA_SS(64, "bf16", 32, 32, 33, 34, 35, 36);
   if constexpr (kN == 128 && kHalf) DPA_MMA_SS(128, "f16", 64, 64, 65, 66, 67, 68);
   if constexpr (kN == 128 && !kHalf && !kFloat) DPA_MMA_SS(128, "bf16", 64, 64, 65, 66, 67, 68);
   if constexpr (kN == 160 && kHalf) DPA_MMA_SS(160, "f16", 80, 80, 81, 82, 83, 84);

@@ -81,12 +81,11 @@ bool takes_shortcut(const Conv1d& conv, int group);
 cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,
                              void* y, const Normalisation& normalisation, const Shortcut& shortcut,
                              cudaStream_t stream);
-// `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors. `y` may be some
-// channels of a tensor whose rows are `y_pitch` elements apart, a multiple of 8, from a multiple of 8 on. `workspace`
-// has `wgrad_workspace` bytes, and is read and written by the stream's kernels alone.
+// `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors. `workspace` has
+// `wgrad_workspace` bytes, and is read and written by the stream's kernels alone.
 int64_t wgrad_workspace(const Conv1d& conv);
 cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
-                  void* workspace, cudaStream_t stream, int64_t y_pitch = 0);
+                  void* workspace, cudaStream_t stream);
 
 // sums[c] = sum over `count` rows of rows[r, c], `width` elements apart, in `sums_dtype`, float32 or `dtype`: the
 // bias's gradient. Aligned to 16 bytes, the width a multiple of 8; the order of the sums depends on the sizes alone.

@@ -275,6 +275,17 @@ cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs
   }
 }
 
+// Calls f with the number of columns of a tile as a constant.
+template <class F>
+cudaError_t dispatch_columns(int columns, F&& f) {
+  switch (columns) {
+    case 64: return f(std::integral_constant<int, 64>{});
+    case 128: return f(std::integral_constant<int, 128>{});
+    case 256: return f(std::integral_constant<int, 256>{});
+    default: return cudaErrorInvalidValue;
+  }
+}
+
 // The major number, or 0 where there is no device.
 int compute_capability() {
   int device = 0, major = 0;
@@ -318,9 +329,10 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   // The MMAs read a whole tile's rows, and a stage begins with a whole swizzle atom of 8 rows.
   const uint32_t box_stage = std::max((box_rows + 7) / 8 * 8, kTileRows) * kRowBytes;
   const int boxes = std::min(kMaxBoxes, static_cast<int>(ConvShape<128>::kBoxesBytes / box_stage));
-  const bool alone = blocks <= multiprocessors(), small_tile = plan.tile_columns == 128;
+  const bool alone = blocks <= multiprocessors(), small_tile = plan.tile_columns <= 128;
   if (shortcut.out && !(alone && small_tile && plan.together)) return cudaErrorInvalidValue;
-  const int stages = !small_tile ? ConvShape<256>::kWeights : alone ? kMaxWeights : ConvShape<128>::kWeights;
+  const int few_stages = plan.tile_columns == 64 ? ConvShape<64>::kWeights : ConvShape<128>::kWeights;
+  const int stages = !small_tile ? ConvShape<256>::kWeights : alone ? kMaxWeights : few_stages;
   // A small grid's blocks start long before the previous kernel ends, and a large one's hardly before: then what is
   // read early delays the first box of x.
   const int prefetched = !weights.prefetchable || (shortcut.out && !shortcut.weights.prefetchable) ? 0
@@ -347,16 +359,18 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   return dispatch_element(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr bool kMajorN = kDgrad && sizeof(T) == 2;
-    if constexpr (!kDgrad) {
-      if (normalisation.out) {
-        const int passes = plan.exchange ? kExchange : plan.passes;
-        if (shortcut.out) return launch_normalised<T, 128, true>(passes, maps, args, stream);
-        return plan.tile_columns == 256 ? launch_normalised<T, 256>(passes, maps, args, stream)
-                                        : launch_normalised<T, 128>(passes, maps, args, stream);
+    return dispatch_columns(plan.tile_columns, [&](auto columns) {
+      constexpr int kColumns = columns.value;
+      if constexpr (!kDgrad) {
+        if (normalisation.out) {
+          const int passes = plan.exchange ? kExchange : plan.passes;
+          if constexpr (kColumns <= 128)
+            if (shortcut.out) return launch_normalised<T, kColumns, true>(passes, maps, args, stream);
+          return launch_normalised<T, kColumns>(passes, maps, args, stream);
+        }
       }
-    }
-    return plan.tile_columns == 256 ? launch_conv<T, 256, kMajorN>(maps, args, stream)
-                                    : launch_conv<T, 128, kMajorN>(maps, args, stream);
+      return launch_conv<T, kColumns, kMajorN>(maps, args, stream);
+    });
   });
 }
 
@@ -396,7 +410,7 @@ bool takes_shortcut(const Conv1d& conv, int group) {
   if (!has_wgmma()) return false;
   const auto plan = plan_normalised(conv, group, multiprocessors());
   const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
-  return plan.together && plan.tile_columns == 128 && blocks <= multiprocessors();
+  return plan.together && plan.tile_columns <= 128 && blocks <= multiprocessors();
 }
 
 cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,

@@ -42,11 +42,11 @@ struct Pipelines {
 
 template <int kColumns>
 struct ConvShape {
-  // Two blocks of the small tile share a multiprocessor: one multiplies while the other fills its stages or stores.
-  static constexpr int kBlocks = kColumns == 128 ? 2 : 1;
+  // Two blocks of a small tile share a multiprocessor: one multiplies while the other fills its stages or stores.
+  static constexpr int kBlocks = kColumns <= 128 ? 2 : 1;
   // Boxes of x, of a size that the plan gives, then weights, then the barriers of both buffers.
   static constexpr uint32_t kBoxesBytes = 64 * 1024, kWeightBytes = kColumns * kRowBytes;
-  static constexpr int kWeights = kColumns == 128 ? 3 : 4;
+  static constexpr int kWeights = kColumns == 64 ? 6 : kColumns == 128 ? 3 : 4;
   static constexpr int bytes(int weights) { return kBoxesBytes + weights * kWeightBytes + sizeof(Pipelines); }
   static constexpr int kBytes = bytes(kWeights);
   static constexpr int kStride = kColumns + 8, kTile = kTileRows * kStride;

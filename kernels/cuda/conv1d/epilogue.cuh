@@ -37,30 +37,34 @@ struct Destination {
   void* out;
 };
 
+// Lanes of a row of at most 128 columns, four each; a warp takes 32 / kRowLanes rows at a time.
+template <int kColumns>
+constexpr int kRowLanes = kColumns < 128 ? kColumns / 4 : 32;
+
 // The lane's four columns from column `column` of the tile on. What a few rows need is loaded before any of them is
 // finished.
 template <class T, int kColumns, bool kSplit>
 __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destination& to, const TileCoord& coord,
                                               const float* tile, const WarpRows& rows, int column) {
-  constexpr int kRows = 4, kRow = ConvShape<kColumns>::kStride * 4;
-  const int n = coord.first_column + column;
+  constexpr int kRows = 4, kAtATime = 32 / kRowLanes<kColumns>, kRow = ConvShape<kColumns>::kStride * 4;
+  const int n = coord.first_column + column, lane_row = static_cast<int>(threadIdx.x) % 32 / kRowLanes<kColumns>;
   const bool here = n < args.outputs && column < args.plan.column_step;
   ParameterBits bias_bits{};
   if (here) bias_bits.load<T>(to.bias, args.float_bias, n);
-  uint32_t from = ptx::shared_address(tile) + rows.first * kRow + column * 4;
+  uint32_t from = ptx::shared_address(tile) + (rows.first + lane_row) * kRow + column * 4;
 #pragma unroll 1
-  for (int r = 0; r < rows.count; r += kRows, from += kRows * kRow) {
+  for (int r = lane_row; r - lane_row < rows.count; r += kRows * kAtATime, from += kRows * kAtATime * kRow) {
     int64_t at[kRows];
     Bits<T> residual[kRows];
     float4 sums[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int64_t row = __shfl_sync(~0u, rows.lane_offset, r + i);
-      at[i] = row < 0 || !here || r + i >= rows.count ? -1 : row + n;
+      const int64_t row = __shfl_sync(~0u, rows.lane_offset, r + i * kAtATime);
+      at[i] = row < 0 || !here || r + i * kAtATime >= rows.count ? -1 : row + n;
       residual[i].load(at[i] < 0 ? nullptr : to.residual, at[i]);
     }
     if (!__any_sync(~0u, at[0] >= 0 || at[1] >= 0 || at[2] >= 0 || at[3] >= 0)) continue;
-    add_peers<kRows, kSplit>(sums, from, kRow, args.plan.splits, coord);
+    add_peers<kRows, kSplit>(sums, from, kAtATime * kRow, args.plan.splits, coord);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float4 bias = bias_bits.values<T>(to.bias, args.float_bias, 0.f);
@@ -105,7 +109,7 @@ __device__ __forceinline__ void store_rows(const ConvArgs& args, const Destinati
   if (args.outputs % 4 != 0) return store_ragged<T, kColumns, kSplit>(args, to, coord, tile, rows);
 #pragma unroll 1
   for (int half = 0; half < kColumns; half += 128)
-    store_columns<T, kColumns, kSplit>(args, to, coord, tile, rows, half + threadIdx.x % 32 * 4);
+    store_columns<T, kColumns, kSplit>(args, to, coord, tile, rows, half + threadIdx.x % kRowLanes<kColumns> * 4);
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -10,6 +10,6 @@ cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, co
                       cudaStream_t stream);
 // `workspace`: of as many bytes as `wgrad_workspace` says.
 cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
-                      void* workspace, cudaStream_t stream, int64_t y_pitch);
+                      void* workspace, cudaStream_t stream);
 
 }  // namespace dpa::kernels::conv1d

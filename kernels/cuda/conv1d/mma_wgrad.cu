@@ -46,7 +46,7 @@ cudaError_t launch_slots(const MmaWgradArgs& args, const Launch& launch) {
 }  // namespace
 
 cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
-                      void* workspace, cudaStream_t stream, int64_t y_pitch) {
+                      void* workspace, cudaStream_t stream) {
   const auto plan = plan_mma_wgrad(conv, multiprocessors());
   if (plan.splits > 1 && !workspace) return cudaErrorInvalidValue;
   auto* const partials = plan.splits > 1 ? static_cast<float*>(workspace) : nullptr;
@@ -58,7 +58,7 @@ cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gr
                           static_cast<int>(conv.x_length),
                           static_cast<int>(conv.y_channels),
                           static_cast<int>(conv.x_channels),
-                          y_pitch ? y_pitch : padded(conv.y_channels),
+                          padded(conv.y_channels),
                           padded(conv.x_channels),
                           conv.taps,
                           conv.stride,

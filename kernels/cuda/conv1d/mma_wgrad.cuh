@@ -13,7 +13,7 @@ struct MmaWgradArgs {
   MmaWgradPlan plan;
   int y_rows, x_rows, y_length, x_length;  // rows of all samples, and of one
   int y_channels, x_channels;
-  int64_t y_pitch, x_width;  // of rows, in elements
+  int64_t y_width, x_width;  // of rows, in elements
   int taps, stride, padding;
   const void *y, *x;
   void* gradient;   // (d0, d1, taps), of float32 or of T
@@ -80,14 +80,14 @@ struct RowLoads {
     const bool y_inside = y_vector * (16 / kSize<T>) < args.y_channels - tile.first_y;
     const bool x_inside = x_vector * (16 / kSize<T>) < args.x_channels - tile.first_x;
     y = static_cast<const uint8_t*>(args.y) + (tile.first_y + (y_inside ? y_vector * (16 / kSize<T>) : 0)) * kSize<T> +
-        (int64_t{tile.first_step} * Stage::kRows + y_row) * (args.y_pitch * kSize<T>);
+        (int64_t{tile.first_step} * Stage::kRows + y_row) * (args.y_width * kSize<T>);
     x = static_cast<const uint8_t*>(args.x) + (tile.first_x + (x_inside ? x_vector * (16 / kSize<T>) : 0)) * kSize<T>;
     y_to = y_row * Stage::kYPitch + y_vector * 16;
     x_to = Stage::kXAt + x_row * args.plan.x_pitch + x_vector * 16;
   }
   DPA_DEVICE void load(const MmaWgradArgs& args, uint8_t* stage) {
     const uint32_t to = device::shared_address(stage);
-    const int64_t y_bytes = args.y_pitch * kSize<T>;
+    const int64_t y_bytes = args.y_width * kSize<T>;
     const int y_row = device::thread() / kYVectors;
 #pragma unroll
     for (int row = 0; row < Stage::kRows; row += kYStep) {

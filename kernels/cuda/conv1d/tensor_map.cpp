@@ -1,7 +1,5 @@
 #include "kernels/cuda/conv1d/tensor_map.h"
 
-#include <algorithm>
-
 namespace dpa::kernels::conv1d {
 namespace {
 
@@ -24,7 +22,7 @@ cudaError_t make_map(const Boxes& boxes, CUtensorMap* map) {
   if (!encode) return cudaErrorNotSupported;
   const cuuint64_t element = boxes.dtype == DType::kFloat32 ? 4 : 2;
   const auto columns = static_cast<cuuint64_t>(boxes.columns), rows = static_cast<cuuint64_t>(boxes.rows);
-  const cuuint64_t row_bytes = std::max(columns, static_cast<cuuint64_t>(boxes.pitch)) * element;
+  const cuuint64_t row_bytes = columns * element;
   const int of_rows = boxes.planes_inside ? 2 : 1, of_planes = 3 - of_rows;
   cuuint64_t sizes[3] = {columns}, strides[2];
   sizes[of_rows] = rows, strides[of_rows - 1] = row_bytes;

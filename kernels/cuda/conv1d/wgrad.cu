@@ -10,7 +10,7 @@
 //           each
 // epilogue  wgrad.cuh
 //
-// wgrad_tf32.cu has the same for float32.
+// wgrad_tf32.cu has the same for float32, wgrad_stream.cu for many tiles.
 #include "kernels/cuda/conv1d/mma.h"
 #include "kernels/cuda/conv1d/tensor_map.h"
 #include "kernels/cuda/conv1d/wgrad.cuh"
@@ -29,7 +29,10 @@ struct WgradShape {
   static constexpr uint32_t kYBox = kChunk * 128, kXBox = kChunk * 64;
   static constexpr uint32_t kXAt = 2 * kHeight * kYBox;
   static constexpr uint32_t kStageBytes = kXAt + kTaps * kAtoms * kXBox;
-  static constexpr int kStages = 208 * 1024 / kStageBytes;
+  // Of one tap there are many tiles with few steps: two blocks of the low tile share a multiprocessor, so that one
+  // multiplies while the other stores.
+  static constexpr int kBlocks = kTaps == 1 && kHeight == 1 ? 2 : 1;
+  static constexpr int kStages = 208 * 1024 / kBlocks / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes + kAlignment;
   static constexpr int kSums = kColumns / 2;  // of a thread in 64 channels i
   // A channel's piece is padded by 8 words, so that a warp's rows start at different banks.
@@ -93,7 +96,7 @@ __device__ void clear_unused_rows(uint8_t* buffer, int used) {
 }
 
 template <class T, class Shape>
-__global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, 1)
+__global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, Shape::kBlocks)
     wgrad_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ WgradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
@@ -127,10 +130,12 @@ int64_t wgrad_workspace(const Conv1d& conv) {
 }
 
 cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
-                  void* workspace, cudaStream_t stream, int64_t y_pitch) {
+                  void* workspace, cudaStream_t stream) {
   if (!has_wgmma() || !wgmma_takes_taps(conv))
-    return mma_wgrad(conv, y, x, gradient, gradient_dtype, workspace, stream, y_pitch);
-  if (conv.dtype == DType::kFloat32) return wgrad_tf32(conv, y, x, gradient, stream, y_pitch);
+    return mma_wgrad(conv, y, x, gradient, gradient_dtype, workspace, stream);
+  if (conv.dtype == DType::kFloat32) return wgrad_tf32(conv, y, x, gradient, stream);
+  if (gradient_dtype == DType::kFloat32 && streams(conv, multiprocessors()))
+    return wgrad_stream(conv, y, x, static_cast<float*>(gradient), stream);
   const WgradPlan plan = plan_wgrad(conv, multiprocessors());
   const RowTiles& rows = plan.rows;
   CUtensorMap y_map, x_map;
@@ -143,8 +148,7 @@ cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradie
                       rows.time,
                       /*box_columns=*/64,
                       /*row_step=*/1,
-                      /*planes_inside=*/false,
-                      y_pitch};
+                      /*planes_inside=*/false};
   const Boxes x_boxes{conv.dtype,   x,         conv.batch, conv.x_length, padded(conv.x_channels),
                       rows.samples, rows.time, 32,         conv.stride};
   if (const auto error = make_map(y_boxes, &y_map)) return error;

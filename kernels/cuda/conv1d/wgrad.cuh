@@ -156,8 +156,9 @@ __device__ __forceinline__ void store_gradient(const WgradArgs& args, int first_
   }
 }
 
+// wgrad_stream.cu: `wgrad` where plan.h's `streams` says so.
+cudaError_t wgrad_stream(const Conv1d& conv, const void* y, const void* x, float* gradient, cudaStream_t stream);
 // wgrad_tf32.cu: `wgrad` of float32.
-cudaError_t wgrad_tf32(const Conv1d& conv, const void* y, const void* x, void* gradient, cudaStream_t stream,
-                       int64_t y_pitch);
+cudaError_t wgrad_tf32(const Conv1d& conv, const void* y, const void* x, void* gradient, cudaStream_t stream);
 
 }  // namespace dpa::kernels::conv1d

@@ -187,22 +187,20 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, 1)
 
 }  // namespace
 
-cudaError_t wgrad_tf32(const Conv1d& conv_, const void* y, const void* x, void* gradient, cudaStream_t stream,
-                       int64_t y_pitch) {
+cudaError_t wgrad_tf32(const Conv1d& conv_, const void* y, const void* x, void* gradient, cudaStream_t stream) {
   Conv1d conv = conv_;
   // With one tap rows are rows, wherever a sample ends: whole steps of them.
   if (const int64_t count = conv.batch * conv.y_length; conv.taps == 1 && count % kTimes == 0)
     conv.batch = count / kTimes, conv.y_length = conv.x_length = kTimes;
   const WgradPlan plan = plan_wgrad(conv, multiprocessors());
-  const auto boxes = [&](const void* rows, int64_t length, int64_t channels, int times, int64_t pitch) {
+  const auto boxes = [&](const void* rows, int64_t length, int64_t channels, int times) {
     return Boxes{conv.dtype, rows,  conv.batch, length,         padded(channels),
-                 kSamples,   times, 32,         /*row_step=*/1, /*planes_inside=*/true,
-                 pitch};
+                 kSamples,   times, 32,         /*row_step=*/1, /*planes_inside=*/true};
   };
   CUtensorMap y_map, x_map;
-  if (const auto error = make_map(boxes(y, conv.y_length, conv.y_channels, kTimes, y_pitch), &y_map)) return error;
+  if (const auto error = make_map(boxes(y, conv.y_length, conv.y_channels, kTimes), &y_map)) return error;
   const int x_times = conv.stride * (kTimes - 1) + conv.taps;
-  if (const auto error = make_map(boxes(x, conv.x_length, conv.x_channels, x_times, 0), &x_map)) return error;
+  if (const auto error = make_map(boxes(x, conv.x_length, conv.x_channels, x_times), &x_map)) return error;
   const WgradArgs args{plan, conv.y_channels, conv.x_channels, conv.stride, conv.padding, true, gradient};
   return dispatch_tile<Tf32Shape>(conv.taps, plan.height, [&](auto shape) {
     return launch_wgrad(shape, wgrad_tf32_kernel<decltype(shape)>, y_map, x_map, args, stream);

@@ -22,6 +22,31 @@ int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors, int
   return splits;
 }
 
+// Microseconds of a call whose blocks each have a multiprocessor: a fit to measured times (docs/training-log.md).
+double call_us(int columns, int splits, int64_t steps) {
+  const auto each = static_cast<double>(ceil_div(steps, splits));
+  if (columns == 64) return (splits == 1 ? 3.4 : splits == 2 ? 3.9 : 6.3) + 0.21 * each;
+  return (splits == 1 ? 4.3 : splits == 2 ? 4.9 : splits == 4 ? 6.6 : 8.6) + 0.28 * each;
+}
+
+// Tiles of 64 columns, `step` of them used, in the place of split tiles of 128, where they take less time with no more
+// blocks, or in half of the device: a block more is a multiprocessor less for what runs beside this kernel.
+void narrow(ConvPlan& plan, int64_t outputs, int step, int64_t steps, int multiprocessors) {
+  if (plan.tile_columns != 128 || plan.splits == 1 || outputs <= step) return;
+  const int64_t row_tiles = plan.rows.count * plan.phases, column_tiles = ceil_div(outputs, step);
+  const int64_t most = std::max<int64_t>(row_tiles * plan.column_tiles * plan.splits, multiprocessors / 2);
+  double least = call_us(128, plan.splits, steps);
+  for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+    const int64_t blocks = row_tiles * column_tiles * splits;
+    const bool fits = blocks <= most && (splits < 4 || blocks * 5 <= multiprocessors * 4);
+    if (!fits || steps < 2 * splits || (plan.together && splits > plan.chunks)) continue;
+    const double us = call_us(64, splits, steps);
+    if (us >= least) continue;
+    least = us;
+    plan.tile_columns = 64, plan.column_step = step, plan.column_tiles = column_tiles, plan.splits = splits;
+  }
+}
+
 // Split-K of tiles whose rows and columns are known.
 void split(ConvPlan& plan, int multiprocessors) {
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
@@ -31,7 +56,7 @@ void split(ConvPlan& plan, int multiprocessors) {
 }
 
 void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
-            int64_t outputs, int multiprocessors) {
+            int64_t outputs, int multiprocessors, int step) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
   plan.chunks = static_cast<int>(ceil_div(contracted, chunk(conv.dtype)));
   const int64_t row_tiles = plan.rows.count * plan.phases;
@@ -48,6 +73,7 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
                   (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
   split(plan, multiprocessors);
+  if (step > 0) narrow(plan, outputs, step, steps, multiprocessors);
   if (!plan.together) plan.lowest = plan.reach = 0;
   find_padding(plan, x_length);
 }
@@ -124,15 +150,18 @@ bool serves(const Conv1d& c) {
   return type && taps && stride && reach && some && sizes;
 }
 
-ConvPlan plan_fprop(const Conv1d& conv, int multiprocessors) {
+// `step`: columns that a tile of 64 may use, 0 where there may be none.
+ConvPlan plan_fprop_of(const Conv1d& conv, int multiprocessors, int step) {
   ConvPlan plan{};
   plan.phases = 1;
   plan.stride = conv.stride;
   plan.terms[0] = conv.taps;
   for (int k = 0; k < conv.taps; ++k) plan.tap[0][k] = k, plan.shift[0][k] = k - conv.padding;
-  finish(plan, conv, conv.x_length, conv.y_length, conv.x_channels, conv.y_channels, multiprocessors);
+  finish(plan, conv, conv.x_length, conv.y_length, conv.x_channels, conv.y_channels, multiprocessors, step);
   return plan;
 }
+
+ConvPlan plan_fprop(const Conv1d& conv, int multiprocessors) { return plan_fprop_of(conv, multiprocessors, 64); }
 
 ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors) {
   ConvPlan plan{};
@@ -146,7 +175,7 @@ ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors) {
       plan.tap[p][i] = k, plan.shift[p][i] = distance / conv.stride;
     }
   }
-  finish(plan, conv, conv.y_length, conv.x_length, conv.y_channels, conv.x_channels, multiprocessors);
+  finish(plan, conv, conv.y_length, conv.x_length, conv.y_channels, conv.x_channels, multiprocessors, 64);
   return plan;
 }
 
@@ -162,7 +191,14 @@ bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group) {
 }
 
 ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors) {
-  ConvPlan plain = plan_fprop(conv, multiprocessors);
+  ConvPlan plain = plan_fprop_of(conv, multiprocessors, group <= 64 ? static_cast<int>(64 / group * group) : 0);
+  if (plain.tile_columns == 64) {
+    const bool whole = conv.stride == 1 && conv.y_length * plain.rows.samples == kTileRows && group % 4 == 0 &&
+                       conv.y_channels % group == 0 && plain.rows.samples % plain.splits == 0;
+    plain.passes = whole ? passes_over(conv.y_length, group) : 0;
+    if (plain.passes > 0) return plain;
+    plain = plan_fprop_of(conv, multiprocessors, 0);
+  }
   if (normalises(conv, plain, group)) plain.passes = static_cast<int>(conv.y_length * group / 128);
   if (plain.passes > 0 || plain.tile_columns != 128) return plain;
   const bool fills = conv.y_length * plain.rows.samples == kTileRows;
@@ -210,9 +246,31 @@ WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors) {
   // The high tile reads less for each MMA, but only a grid that fills most of the device is worth it; with three
   // taps it does not fit.
   const int64_t high_tiles = ceil_div(conv.y_channels, 2 * kTileRows) * plan.x_tiles;
-  plan.height = conv.taps != 3 && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
+  // Two blocks of the low tile of one tap share a multiprocessor: with few steps their epilogues count.
+  const bool short_sums = conv.taps == 1 && conv.dtype != DType::kFloat32 && plan.rows.count <= 16;
+  plan.height = conv.taps != 3 && !short_sums && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
   plan.y_tiles = ceil_div(conv.y_channels, plan.height * kTileRows);
   plan.splits = splits_for(plan.y_tiles * plan.x_tiles, plan.rows.count, 4, multiprocessors, 8);
+  return plan;
+}
+
+bool streams(const Conv1d& conv, int multiprocessors) {
+  const bool sizes = conv.dtype != DType::kFloat32 && conv.taps == 5 && conv.stride == 1 && conv.x_channels % 4 == 0;
+  if (!sizes) return false;
+  const WgradPlan plan = plan_wgrad(conv, multiprocessors);
+  return plan.splits == 1 && plan.rows.samples <= kStreamSamples;
+}
+
+StreamPlan plan_stream(const Conv1d& conv, int multiprocessors) {
+  StreamPlan plan{plan_wgrad(conv, multiprocessors), 0};
+  plan.tiles.height = 1, plan.tiles.y_tiles = ceil_div(conv.y_channels, kTileRows);
+  const int64_t tiles = plan.tiles.y_tiles * plan.tiles.x_tiles;
+  // Half of the device is left to the data gradient and to normalisations, unless the sums are long.
+  constexpr int64_t kFewSteps = 40;
+  const int64_t half = std::max(multiprocessors / 2, 1);
+  const bool few = ceil_div(tiles, half) * plan.tiles.rows.count <= kFewSteps;
+  const int64_t rounds = ceil_div(tiles, few ? half : multiprocessors);
+  plan.blocks = ceil_div(tiles, rounds);
   return plan;
 }
 

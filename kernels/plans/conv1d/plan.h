@@ -76,4 +76,14 @@ struct WgradPlan {
 };
 WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors);
 
+// The weight gradient by blocks that work on tile after tile (kernels/cuda/conv1d/wgrad_stream.cu): whether that is for
+// these sizes and a float32 gradient, and how. `blocks`: of the grid.
+constexpr int kStreamSamples = 16;  // at most, of a step
+bool streams(const Conv1d& conv, int multiprocessors);
+struct StreamPlan {
+  WgradPlan tiles;
+  int64_t blocks;
+};
+StreamPlan plan_stream(const Conv1d& conv, int multiprocessors);
+
 }  // namespace dpa::kernels::conv1d
