@@ -2,6 +2,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include "kernels/cuda/conv1d/conv1d.h"
@@ -69,6 +70,38 @@ void pack(const Tensor& input, at::TensorList weights_, const Channels& channels
   }
 }
 
+/// The whole input as the GEMMs read it. Rows of two parts are written by a kernel of `write`'s stream.
+struct WholeRows {
+  Tensor input, rest, rows;
+
+  WholeRows(const Tensor& input_, const OptionalTensor& rest_) {
+    if (!rest_.has_value()) {
+      rows = padded_rows(as_sample(input_));
+      return;
+    }
+    input = input_.contiguous(), rest = rest_->contiguous();
+    rows = at::empty({input.size(0), gemm::padded(input.size(1) + rest.size(1))}, input.options());
+  }
+  void write(c10::cuda::CUDAStream stream) const {
+    if (!rest.defined()) return;
+    C10_CUDA_CHECK(gemm::join_rows(kernel_dtype(input.scalar_type()), input.const_data_ptr(), input.size(1),
+                                   rest.const_data_ptr(), rest.size(1), input.size(0), rows.mutable_data_ptr(),
+                                   stream));
+  }
+};
+
+/// One after the other; in a graph beside the kernels of the main stream, until `branch` joins.
+Tensor joined(at::TensorList biases, Branches& branch) {
+  if (biases.size() == 1) return aligned(biases[0].contiguous());
+  int64_t count = 0;
+  for (const auto& bias : biases) count += bias.size(0);
+  auto out = at::empty({count}, biases[0].options());
+  branch.fork();
+  const c10::cuda::CUDAStreamGuard guard(branch.side());
+  at::cat_out(out, biases);
+  return out;
+}
+
 Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::TensorList biases,
                          const OptionalTensor& rest) {
   check_joint_linear(input, weights, biases, rest);
@@ -82,10 +115,13 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
     packed = at::empty({packed_bytes(all, outputs)}, input.options().dtype(at::kByte));
     pack(input, weights, all, packed.mutable_data_ptr());
   }
-  const auto x = padded_rows(as_sample(whole_input(input, rest)));
-  const auto bias = biases.size() == 1 ? aligned(biases[0].contiguous()) : at::cat(biases);
+  const WholeRows x(input, rest);
+  Branches branch;
+  const auto bias = joined(biases, branch);
+  x.write(branch.main());
   auto out = at::empty({input.size(0), outputs}, input.options());
-  C10_CUDA_CHECK(gemm::fprop(conv, x.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
+  if (biases.size() > 1) branch.join();
+  C10_CUDA_CHECK(gemm::fprop(conv, x.rows.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
                              {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr}, out.mutable_data_ptr(),
                              c10::cuda::getCurrentCUDAStream()));
   return out;
@@ -108,14 +144,16 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   const bool of_rest = mask[3] && rest.has_value();
   const Channels wanted{mask[0] ? 0 : own, (mask[0] ? own : 0) + (of_rest ? channels - own : 0)};
   Tensor packed, grad_whole;
-  if (mask[0] || of_rest) grad_whole = at::empty({input.size(0), wanted.count}, input.options());
   if (wanted.count > 0) {
     packed = at::empty({packed_bytes(wanted, outputs)}, input.options().dtype(at::kByte));
     pack(input, weights, wanted, packed.mutable_data_ptr());
+    grad_whole = at::empty({input.size(0), wanted.count}, input.options());
   }
-  const auto x = mask[1] ? padded_rows(as_sample(whole_input(input, rest))) : Tensor();
+  std::optional<WholeRows> x;
+  if (mask[1]) x.emplace(input, rest);
   Branches branches;
   branches.fork();
+  if (mask[1]) x->write(branches.side());
   if (wanted.count > 0)
     input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g,
                    {packed.const_data_ptr(), /*prefetchable=*/false}, grad_whole);
@@ -125,9 +163,10 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   const auto grad_weight = mask[1] ? at::empty({outputs, channels}, weights[0].options()) : Tensor();
   const auto grad_bias = mask[2] ? at::empty({outputs}, biases[0].options()) : Tensor();
   branches.fork_for_fills();
-  const auto workspace = parameter_backward(conv, /*transposed=*/false, g, x, grad_weight, grad_bias, branches.side());
+  const auto workspace = parameter_backward(conv, /*transposed=*/false, g, x ? x->rows : Tensor(), grad_weight,
+                                            grad_bias, branches.side());
   if (later)
-    Unjoined::hold(branches, {g, x, workspace}, {grad_weight, grad_bias});
+    Unjoined::hold(branches, {g, x ? x->rows : Tensor(), workspace}, {grad_weight, grad_bias});
   else
     branches.join();
 

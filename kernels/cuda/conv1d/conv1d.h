@@ -118,5 +118,8 @@ cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_
 // `count` rows of `channels` elements of 16 bits, or of float32, to rows of padded(channels).
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream,
                      DType dtype = DType::kFloat16);
+// The same of two tensors' rows, one beside the other.
+cudaError_t join_rows(DType dtype, const void* rows, int64_t channels, const void* more, int64_t more_channels,
+                      int64_t count, void* out, cudaStream_t stream);
 
 }  // namespace dpa::kernels::conv1d

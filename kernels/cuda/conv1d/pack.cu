@@ -7,7 +7,7 @@
 //                 (k, j)'s rows side by side, one a lane
 // detect_changes  a block compares elements of a weight (plans/conv1d/changes.h) with what they were, a thread every
 //                 1024th
-// pad_rows        a thread an element of the padded rows
+// join_rows       a thread an element of the padded rows
 // column_sums     a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
 //                 partial sums are added in pairs
 #include <algorithm>
@@ -223,11 +223,16 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 template <class Bits>
-__global__ void pad(const Bits* rows, int64_t count, int64_t channels, int64_t width, Bits* out) {
+__global__ void join(const Bits* rows, int64_t channels, const Bits* more, int64_t more_channels, int64_t count,
+                     int64_t width, Bits* out) {
   grid_dependency_sync();
   for (int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; e < count * width;
-       e += int64_t{gridDim.x} * blockDim.x)
-    out[e] = e % width < channels ? rows[e / width * channels + e % width] : Bits{0};
+       e += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t row = e / width, column = e - row * width, beyond = column - channels;
+    out[e] = beyond < 0               ? rows[row * channels + column]
+             : beyond < more_channels ? more[row * more_channels + beyond]
+                                      : Bits{0};
+  }
 }
 
 }  // namespace
@@ -279,14 +284,21 @@ cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_
   return launch_dependent(kernel, packings.count, kCompareThreads, stream, packings, seen, wanted);
 }
 
-cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream, DType dtype) {
-  constexpr int kPadThreads = 256;
+cudaError_t join_rows(DType dtype, const void* rows, int64_t channels, const void* more, int64_t more_channels,
+                      int64_t count, void* out, cudaStream_t stream) {
+  constexpr int kJoinThreads = 256;
+  const int64_t width = padded(channels + more_channels);
   const auto go = [&](auto* to) {
     using Bits = std::remove_pointer_t<decltype(to)>;
-    return launch_dependent(pad<Bits>, grid_for(count * padded(channels), kPadThreads), kPadThreads, stream,
-                            static_cast<const Bits*>(rows), count, channels, padded(channels), to);
+    return launch_dependent(join<Bits>, grid_for(count * width, kJoinThreads), kJoinThreads, stream,
+                            static_cast<const Bits*>(rows), channels, static_cast<const Bits*>(more), more_channels,
+                            count, width, to);
   };
   return dtype == DType::kFloat32 ? go(static_cast<uint32_t*>(out)) : go(static_cast<uint16_t*>(out));
+}
+
+cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream, DType dtype) {
+  return join_rows(dtype, rows, channels, nullptr, 0, count, out, stream);
 }
 
 cudaError_t column_sums(DType dtype, const void* rows, int64_t count, int64_t channels, int64_t width, void* sums,

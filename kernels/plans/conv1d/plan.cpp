@@ -247,7 +247,7 @@ WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors) {
   // taps it does not fit.
   const int64_t high_tiles = ceil_div(conv.y_channels, 2 * kTileRows) * plan.x_tiles;
   // Two blocks of the low tile of one tap share a multiprocessor: with few steps their epilogues count.
-  const bool short_sums = conv.taps == 1 && conv.dtype != DType::kFloat32 && plan.rows.count <= 16;
+  const bool short_sums = conv.taps == 1 && conv.dtype != DType::kFloat32 && plan.rows.count <= 4;
   plan.height = conv.taps != 3 && !short_sums && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
   plan.y_tiles = ceil_div(conv.y_channels, plan.height * kTileRows);
   plan.splits = splits_for(plan.y_tiles * plan.x_tiles, plan.rows.count, 4, multiprocessors, 8);
@@ -258,7 +258,8 @@ bool streams(const Conv1d& conv, int multiprocessors) {
   const bool sizes = conv.dtype != DType::kFloat32 && conv.taps == 5 && conv.stride == 1 && conv.x_channels % 4 == 0;
   if (!sizes) return false;
   const WgradPlan plan = plan_wgrad(conv, multiprocessors);
-  return plan.splits == 1 && plan.rows.samples <= kStreamSamples;
+  constexpr int64_t kMostSteps = 32;  // beyond, the high tile's reads count, and its epilogue does not
+  return plan.splits == 1 && plan.rows.samples <= kStreamSamples && plan.rows.count <= kMostSteps;
 }
 
 StreamPlan plan_stream(const Conv1d& conv, int multiprocessors) {
