@@ -23,12 +23,19 @@ TEST(GroupNormActPlan, EveryShapeIsCoveredOrLeftAlone) {
             EXPECT_LE(plan.width / plan.group, 32) << "as many as a block keeps sums of";
             EXPECT_LE(plan.width, kGroupNormActWidest);
             EXPECT_LE(plan.cluster, clusters ? kGroupNormActCluster : 1);
+            EXPECT_LE(plan.held, clusters ? kGroupNormActHeld : 0) << "where there is that much shared memory";
+            if (plan.held == 0) continue;
+            const int64_t slots = int64_t{plan.cluster} * kGroupNormActThreads / plan.width;
+            EXPECT_GE(plan.held * slots, rows) << "every row has a slot";
+            EXPECT_LT((plan.held - 1) * slots, rows) << "no slot is left";
           }
 }
 
 TEST(GroupNormActPlan, ResNetsOf84PixelsFit) {
   for (const int size : {2, 4}) {
     EXPECT_EQ(group_norm_act_plan({128, 64, 42 * 42, 4}, size, true).cluster, 8);
+    EXPECT_EQ(group_norm_act_plan({128, 64, 21 * 21, 4}, size, true).cluster, 2);
+    EXPECT_EQ(group_norm_act_plan({128, 64, 108 * 108, 4}, size, true).held, 0) << "45 rows a thread";
     const GroupNormActPlan last = group_norm_act_plan({128, 512, 9, 32}, size, true);
     EXPECT_EQ(last.cluster, 1);
     EXPECT_EQ(last.width, 32) << "nine rows fill a block of 256 threads";

@@ -8,9 +8,12 @@
 //         their ranks
 // thread  one vector of every row that it owns, so that its channels and its group stay the same
 //
-// The passes over a block's rows after the first find them in L1 or L2, so an image may be of any size. Means and
-// squared deviations are merged four vectors at a time, so a mean far from zero costs no digits. Nothing is saved
-// between forward and backward but what both are given.
+// Where a thread's rows fit, its vectors are copied to shared memory at the start (`kHeld`), all at once, and every pass
+// reads them there: no thread waits for memory twice, and registers stay few, so that more blocks hide the waits of one
+// another. Rows of larger images are found in L1 or L2 by the passes after the first. Means and squared deviations are
+// merged four vectors at a time, so a mean far from zero costs no digits. Nothing is saved between forward and backward
+// but what both are given.
+#include "kernels/cuda/common/shared_memory.h"
 #include "kernels/cuda/common/vectors.cuh"
 #include "kernels/cuda/group_norm_act/group_norm_act.h"
 #include "kernels/cuda/group_norm_mish/common.cuh"
@@ -18,7 +21,7 @@
 namespace dpa::kernels {
 namespace {
 
-constexpr int kThreads = kGroupNormActThreads, kWarps = kThreads / kWarpSize, kAtOnce = kGroupNormActVectors;
+constexpr int kThreads = kGroupNormActThreads, kWarps = kThreads / kWarpSize, kTogether = kGroupNormActVectors;
 constexpr int kMostGroups = kWarpSize;  // of a block: only vectors of narrow groups are joined, within a warp
 
 /// Where a thread stands.
@@ -45,6 +48,8 @@ struct Place {
     channel = place * kVector<T>;
     first = sample * rows * stride + place;
   }
+  /// Of the thread's vector in a row.
+  __device__ __forceinline__ int64_t offset(int of_row) const { return first + int64_t{of_row} * stride; }
   /// What all threads of the cluster wrote to shared memory is visible after.
   __device__ __forceinline__ void sync() const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -63,24 +68,56 @@ struct Place {
     if (ranks > 1) ptx::cluster_wait();
 #endif
   }
-  /// Calls `f(vector's offset, ...)` for kAtOnce rows at a time: `load` all, then `use` those that there are.
-  template <class Load, class Use>
-  __device__ __forceinline__ void each(Load&& load, Use&& use) const {
-    for (int base = row; base < rows; base += kAtOnce * step) {
+};
+
+/// A thread's vectors of up to `kImages` images, of which some may be null.
+template <class T, int kImages, bool kHeld>
+struct Rows {
+  const uint4* images[kImages];
+  uint4* slots = nullptr;  // (kImages, held, kThreads), from the thread's own on
+  int held = 0;
+
+  /// `shared` has the block's slots, where there are any; nobody but this thread reads its own.
+  __device__ __forceinline__ Rows(const Place<T>& place, int held_, uint4* shared, const void* const (&from)[kImages])
+      : slots(shared + threadIdx.x), held(held_) {
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        if (base + k * step < rows) load(k, first + int64_t{base + k * step} * stride);
+    for (int i = 0; i < kImages; ++i) images[i] = static_cast<const uint4*>(from[i]);
+    if constexpr (kHeld) {
+      int slot = 0;
+      for (int row = place.row; row < place.rows; row += place.step, ++slot) {
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        if (base + k * step < rows) use(k, first + int64_t{base + k * step} * stride);
+        for (int i = 0; i < kImages; ++i)
+          if (images[i]) ptx::copy_async_16(ptx::shared_address(at(i, slot)), images[i] + place.offset(row));
+      }
+      ptx::copy_async_wait();
+    }
+  }
+  __device__ __forceinline__ uint4* at(int image, int slot) const { return slots + (image * held + slot) * kThreads; }
+  /// The vector of the thread's row number `slot`, which is at `offset`.
+  __device__ __forceinline__ uint4 load(int image, int slot, int64_t offset) const {
+    return kHeld ? *at(image, slot) : images[image][offset];
+  }
+  /// Calls `use(slot, offset, vectors)` for every row.
+  template <class Use>
+  __device__ __forceinline__ void each(const Place<T>& place, Use&& use) const {
+    constexpr int kAtOnce = kHeld ? 1 : kTogether;
+    for (int base = place.row, slot = 0; base < place.rows; base += kAtOnce * place.step, slot += kAtOnce) {
+      uint4 vectors[kAtOnce][kImages];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int row = base + k * place.step;
+#pragma unroll
+        for (int i = 0; i < kImages; ++i)
+          if (row < place.rows && images[i]) vectors[k][i] = load(i, slot + k, place.offset(row));
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int row = base + k * place.step;
+        if (row < place.rows) use(slot + k, place.offset(row), vectors[k]);
+      }
     }
   }
 };
-
-template <class T>
-__device__ __forceinline__ uint4 vector_at(const void* data, int64_t at) {
-  return static_cast<const uint4*>(data)[at];
-}
 
 /// A thread's channels of weight or bias.
 template <class T, class P>
@@ -99,24 +136,26 @@ struct Statistics {
     float warps[kWarps][kMostGroups][3], block[kMostGroups][3];
   };
 
-  __device__ __forceinline__ Statistics(const GroupNormAct& args, const Place<T>& place, Scratch& scratch) {
+  template <class Inputs>
+  __device__ __forceinline__ Statistics(const GroupNormAct& args, const Place<T>& place, const Inputs& inputs,
+                                        Scratch& scratch) {
     const int width = args.plan.width, group = args.plan.group;
     Moments m;
-    for (int base = place.row; base < place.rows; base += kAtOnce * place.step) {
-      uint4 vectors[kAtOnce];
+    for (int base = place.row, slot = 0; base < place.rows; base += kTogether * place.step, slot += kTogether) {
+      uint4 vectors[kTogether];
       int held = 0;
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
+      for (int k = 0; k < kTogether; ++k) {
         const int row = base + k * place.step;
         vectors[k] = {};
         if (row < place.rows) {
-          vectors[k] = vector_at<T>(args.input, place.first + int64_t{row} * place.stride);
+          vectors[k] = inputs.load(0, slot + k, place.offset(row));
           ++held;
         }
       }
       float sum = 0, squares = 0;
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
+      for (int k = 0; k < kTogether; ++k) {
         float x[kVector<T>];
         unpack<T>(vectors[k], x);
 #pragma unroll
@@ -124,7 +163,7 @@ struct Statistics {
       }
       const float count = static_cast<float>(held * kVector<T>), mean_ = sum / count;
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
+      for (int k = 0; k < kTogether; ++k) {
         float x[kVector<T>];
         unpack<T>(vectors[k], x);
 #pragma unroll
@@ -161,68 +200,66 @@ struct Statistics {
   __device__ __forceinline__ float normalized(float x) const { return (x - mean) * rstd; }
 };
 
-template <class T, class P>
-__global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ GroupNormAct args) {
+template <class T, class P, bool kHeld>
+__global__ void __launch_bounds__(kThreads, kHeld ? 4 : 3) forward(const __grid_constant__ GroupNormAct args) {
+  extern __shared__ uint4 slots[];
   __shared__ typename Statistics<T>::Scratch scratch;
   const Place<T> place(args);
-  const Statistics<T> s(args, place, scratch);
+  const Rows<T, 2, kHeld> rows(place, args.plan.held, slots, {args.input, args.residual});
+  const Statistics<T> s(args, place, rows, scratch);
   place.have_read();
   float weight[kVector<T>], bias[kVector<T>];
   load_channels<T, P>(weight, args.weight, place.channel, 1.0f);
   load_channels<T, P>(bias, args.bias, place.channel, 0.0f);
-  uint4 inputs[kAtOnce], residuals[kAtOnce];
-  place.each(
-      [&](int k, int64_t at) {
-        inputs[k] = vector_at<T>(args.input, at);
-        if (args.residual) residuals[k] = vector_at<T>(args.residual, at);
-      },
-      [&](int k, int64_t at) {
-        float x[kVector<T>], residual[kVector<T>] = {};
-        unpack<T>(inputs[k], x);
-        if (args.residual) unpack<T>(residuals[k], residual);
+  rows.each(place, [&](int, int64_t at, const uint4(&vectors)[2]) {
+    float x[kVector<T>], residual[kVector<T>] = {};
+    unpack<T>(vectors[0], x);
+    if (args.residual) unpack<T>(vectors[1], residual);
 #pragma unroll
-        for (int i = 0; i < kVector<T>; ++i) {
-          x[i] = fmaf(s.normalized(x[i]), weight[i], bias[i]) + residual[i];
-          if (args.relu && x[i] < 0) x[i] = 0;  // NaN stays
-        }
-        static_cast<uint4*>(args.out)[at] = pack<T>(x);
-      });
+    for (int i = 0; i < kVector<T>; ++i) {
+      x[i] = fmaf(s.normalized(x[i]), weight[i], bias[i]) + residual[i];
+      if (args.relu && x[i] < 0) x[i] = 0;  // NaN stays
+    }
+    static_cast<uint4*>(args.out)[at] = pack<T>(x);
+  });
   place.wait_for_readers();
 }
 
 /// `kResidual`: there is a residual, which the sign of ReLU's input depends on.
-template <class T, class P, bool kResidual>
-__global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ GroupNormActBackward args) {
+template <class T, class P, bool kResidual, bool kHeld>
+__global__ void __launch_bounds__(kThreads, kHeld ? 3 : 2) backward(const __grid_constant__ GroupNormActBackward args) {
   constexpr int kBoth = 2 * kVector<T>;  // per vector: shares in the gradients of weight, then of bias
-  extern __shared__ float sums[];        // (kWarps, kBoth, lanes), (kBoth, width) of the block, (kBoth, width) of all
+  constexpr int kImages = kResidual ? 3 : 2;
+  extern __shared__ uint4 slots[];
   __shared__ typename Statistics<T>::Scratch scratch;
   __shared__ float means[kMostGroups][2];
   const GroupNormAct& in = args.forward;
+  // (kWarps, kBoth, lanes), (kBoth, width) of the block, (kBoth, width) of all
+  float* const sums = reinterpret_cast<float*>(slots + kImages * in.plan.held * kThreads);
   const int width = in.plan.width, group = in.plan.group;
   const Place<T> place(in);
-  const Statistics<T> s(in, place, scratch);
+  const void* from[kImages] = {in.input, args.grad};
+  if constexpr (kResidual) from[2] = in.residual;
+  const Rows<T, kImages, kHeld> rows(place, in.plan.held, slots, from);
+  const Statistics<T> s(in, place, rows, scratch);
   float weight[kVector<T>], bias[kVector<T>], both[kBoth] = {};
   load_channels<T, P>(weight, in.weight, place.channel, 1.0f);
   load_channels<T, P>(bias, in.bias, place.channel, 0.0f);
-  uint4 inputs[kAtOnce], grads[kAtOnce], residuals[kAtOnce];
-  const auto load = [&](int k, int64_t at) {
-    inputs[k] = vector_at<T>(in.input, at), grads[k] = vector_at<T>(args.grad, at);
-    if constexpr (kResidual) residuals[k] = vector_at<T>(in.residual, at);
-  };
   // The normalised input, and the gradient behind ReLU.
-  const auto read = [&](int k, float(&x)[kVector<T>], float(&g)[kVector<T>]) {
-    unpack<T>(inputs[k], x), unpack<T>(grads[k], g);
+  const auto read = [&](const uint4(&vectors)[kImages], float(&x)[kVector<T>], float(&g)[kVector<T>], bool masks) {
+    unpack<T>(vectors[0], x), unpack<T>(vectors[1], g);
     float residual[kVector<T>] = {};
-    if constexpr (kResidual) unpack<T>(residuals[k], residual);
+    if constexpr (kResidual) unpack<T>(vectors[2], residual);
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) {
       x[i] = s.normalized(x[i]);
-      if (in.relu && fmaf(x[i], weight[i], bias[i]) + residual[i] <= 0) g[i] = 0;  // as in the forward, bit for bit
+      if (masks && fmaf(x[i], weight[i], bias[i]) + residual[i] <= 0) g[i] = 0;  // as in the forward, bit for bit
     }
   };
-  place.each(load, [&](int k, int64_t) {
+  rows.each(place, [&](int slot, int64_t, const uint4(&vectors)[kImages]) {
     float x[kVector<T>], g[kVector<T>];
-    read(k, x, g);
+    read(vectors, x, g, in.relu);
+    if (kHeld && in.relu) *rows.at(1, slot) = pack<T>(g);  // what ReLU leaves of it
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) both[i] = fmaf(g[i], x[i], both[i]), both[kVector<T> + i] += g[i];
   });
@@ -270,9 +307,9 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Gro
   }
   __syncthreads();
   const float dot = means[place.column / group][0], sum = means[place.column / group][1];
-  place.each(load, [&](int k, int64_t at) {
+  rows.each(place, [&](int, int64_t at, const uint4(&vectors)[kImages]) {
     float x[kVector<T>], g[kVector<T>];
-    read(k, x, g);
+    read(vectors, x, g, in.relu && !kHeld);
     if (args.grad_residual) static_cast<uint4*>(args.grad_residual)[at] = pack<T>(g);
     if (!args.grad_input) return;
 #pragma unroll
@@ -282,9 +319,13 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Gro
   place.wait_for_readers();
 }
 
+/// `shared`: bytes besides the slots of `images` images.
 template <class Args>
-cudaError_t launch_clusters(void (*kernel)(Args), const GroupNormAct& in, size_t shared, cudaStream_t stream,
-                            const Args& args) {
+cudaError_t launch_clusters(void (*kernel)(Args), const GroupNormAct& in, int images, size_t shared,
+                            cudaStream_t stream, const Args& args) {
+  shared += sizeof(uint4) * images * in.plan.held * kThreads;
+  const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), static_cast<int>(shared));
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = in.plan.cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
@@ -302,14 +343,16 @@ cudaError_t launch_clusters(void (*kernel)(Args), const GroupNormAct& in, size_t
 
 bool group_norm_act_clusters() {
   cudaFuncAttributes attributes = {};
-  return cudaFuncGetAttributes(&attributes, forward<float, float>) == cudaSuccess && attributes.ptxVersion >= 90;
+  const auto error = cudaFuncGetAttributes(&attributes, forward<float, float, false>);
+  return error == cudaSuccess && attributes.ptxVersion >= 90;
 }
 
 cudaError_t group_norm_act(const GroupNormAct& args, cudaStream_t stream) {
   return channels_last::dispatch_types(args, [&](auto tag, auto parameter) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
-    return launch_clusters(forward<T, P>, args, 0, stream, args);
+    const auto kernel = args.plan.held > 0 ? forward<T, P, true> : forward<T, P, false>;
+    return launch_clusters(kernel, args, args.residual ? 2 : 1, 0, stream, args);
   });
 }
 
@@ -320,8 +363,10 @@ cudaError_t group_norm_act_backward(const GroupNormActBackward& args, cudaStream
     using P = typename decltype(parameter)::type;
     const int width = in.plan.width, lanes = width < kWarpSize ? width : kWarpSize;
     const size_t shared = sizeof(float) * 2 * kVector<T> * (kWarps * lanes + 2 * width);
-    if (in.relu && in.residual) return launch_clusters(backward<T, P, true>, in, shared, stream, args);
-    return launch_clusters(backward<T, P, false>, in, shared, stream, args);
+    const bool held = in.plan.held > 0, residual = in.relu && in.residual;
+    const auto kernel = residual ? (held ? backward<T, P, true, true> : backward<T, P, true, false>)
+                                 : (held ? backward<T, P, false, true> : backward<T, P, false, false>);
+    return launch_clusters(kernel, in, residual ? 3 : 2, shared, stream, args);
   });
 }
 

@@ -14,12 +14,14 @@ struct GroupNormActPlan {
   int group = 0;    // vectors of a group: a power of two
   int columns = 0;  // blocks that share a row
   int cluster = 0;  // blocks that share the rows of a sample: a power of two, 1 where the device has no clusters
+  int held = 0;     // rows that a thread keeps in shared memory; 0 where it reads them from memory in every pass
 
   bool fits() const { return width > 0; }
 };
 
 constexpr int kGroupNormActThreads = 256, kGroupNormActVectors = 4, kGroupNormActCluster = 8;
 constexpr int kGroupNormActWidest = 128;  // vectors of a group whose sums fit into 48 KB
+constexpr int kGroupNormActHeld = 8;      // of three images 96 KB: two blocks a multiprocessor, and few to synchronise
 
 /// The plan for elements of `element_size` bytes that are aligned to 16; one that does not fit where rows or groups are
 /// no whole vectors, or groups no power of two of them.
@@ -37,8 +39,11 @@ inline GroupNormActPlan group_norm_act_plan(const GroupNormActShape& shape, int 
   plan.width = static_cast<int>(width), plan.group = static_cast<int>(group);
   plan.columns = static_cast<int>(row / width);
   plan.cluster = 1;
-  while (clusters && plan.cluster < kGroupNormActCluster && shape.rows > plan.cluster * at_once(width))
+  const int64_t slots = kGroupNormActThreads / width;
+  while (clusters && plan.cluster < kGroupNormActCluster && shape.rows > plan.cluster * slots * kGroupNormActHeld)
     plan.cluster *= 2;
+  const int64_t held = (shape.rows + plan.cluster * slots - 1) / (plan.cluster * slots);
+  if (clusters && held <= kGroupNormActHeld) plan.held = static_cast<int>(held);
   return plan;
 }
 
