@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from dpa.training.convolutions import Convolutions
+
 _LAST = torch.channels_last
 _own_calls = torch._C.DisableTorchFunction  # the mode is not asked
 
@@ -31,7 +33,7 @@ class ChannelsLast(TorchFunctionMode):
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._copies = _Copies(weights)
+        self._convolutions = Convolutions(weights)
         self._waiting: list[_Norm] = []
         self._running = _Running()
 
@@ -47,7 +49,7 @@ class ChannelsLast(TorchFunctionMode):
             self.finish()
         args, kwargs = tree_map(value_of, (args, kwargs))
         if func is torch.conv2d:
-            return _convolve(self._copies, *args, **kwargs)
+            return self._convolutions(*args, **kwargs)
         if args and _is_for_us(args[0]):
             if func is F.group_norm:
                 return self._later(_group_norm(*args, **kwargs))
@@ -101,70 +103,6 @@ def _is_for_us(x: Any) -> bool:
 def in_order_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of an output as a network without this mode gives them."""
     return x.to(dtype).contiguous()
-
-
-def _convolve(copies: _Copies, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    kind = x.device.type
-    narrow = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if narrow else x.dtype
-    if weight.dtype == dtype or narrow:
-        x = x.to(dtype=dtype, memory_format=_LAST)
-        weight = copies.of(weight, dtype)
-    return torch.conv2d(x, weight, *args, **kwargs)
-
-
-class _Copies:
-    """Weights channels-last, those that are known before by one copy of all."""
-
-    def __init__(self, weights: Iterable[Tensor]):
-        alike: dict[torch.dtype, list[Tensor]] = {}
-        for weight in weights:
-            if weight.is_contiguous():  # as its gradient is to be
-                alike.setdefault(weight.dtype, []).append(weight)
-        self._known = {id(w): group for group in alike.values() for w in group}
-        self._made: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight channels-last in a dtype."""
-        group = self._known.get(id(weight))
-        if group is None:
-            return _Weight.apply(weight, dtype)
-        key = id(weight), dtype
-        if key not in self._made:
-            for one, copy in zip(group, _Weights.apply(dtype, *group), strict=True):
-                self._made[id(one), dtype] = copy
-        return self._made[key]
-
-
-class _Weights(torch.autograd.Function):
-    """The same of many weights, by one copy of all each way."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.dtype = weights[0].dtype
-        return tuple(torch.ops.dpa.weights_in_order(weights, dtype, True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # somebody will differentiate them
-            return None, *(g if g is None else g.to(ctx.dtype).contiguous() for g in grads)
-        given = [g for g in grads if g is not None]
-        copies = iter(torch.ops.dpa.weights_in_order(given, ctx.dtype, False) if given else ())
-        return None, *(None if g is None else next(copies) for g in grads)
-
-
-class _Weight(torch.autograd.Function):
-    """A weight channels-last in a dtype, and its gradient as the weight is, by one copy each."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.like = weight
-        return weight.to(dtype=dtype, memory_format=_LAST, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.empty_like(ctx.like).copy_(grad), None
 
 
 class _Running:
