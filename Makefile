@@ -7,9 +7,10 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 TORCH ?= 2.15.0
-# What `make wheels` makes: ops for these torches, machine code for these GPUs (PTX serves the others), and where nvcc of CUDA 12 is.
+# What `make wheels` makes: ops for these torches, machine code for these GPUs (PTX serves the others); and CUDA 12's nvcc.
 TORCHES ?= $(shell sed -n 's/^torch==//p' requirements/torches.txt)
 WHEEL_ARCHS ?= 75;80;86;89;90a;100f;120f
+CUDA12_ARCHS ?= 75;80;86;89;90a
 ARM_ARCHS ?= 87;90a;110f
 CASE ?=
 CUDA12 ?= $(lastword $(sort $(wildcard /usr/local/cuda-12*/bin/nvcc)))
@@ -31,7 +32,7 @@ PYTEST := $(if $(filter-out 1,$(JOBS)),OMP_WAIT_POLICY=passive) $(BIN)/python -m
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 .PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-wheels test-wheel-aarch64 test-torch test-threads \
-  bench lint docs wheel wheels wheel-cpu wheel-cuda wheel-cuda12 wheel-aarch64 torches sdist clean
+  bench lint docs wheel wheels wheel-cpu wheel-cuda wheel-cuda12 wheel-aarch64 torches cuda12 sdist clean
 
 build: $(BUILD_SETUP)
 	@$(PIP) uninstall --yes dpa 2>/dev/null # what is installed under the import's name would hide the package
@@ -119,8 +120,8 @@ docs: $(SETUP)
 	@echo "the site is in site/: open site/index.html"
 
 # Wheels: of the checkout's own torch; or for every torch in requirements/torches.txt (a GB of each, in build/), with CUDA, for the
-# CPU alone, with CUDA 12 where its nvcc is, and for 64-bit ARM where the cross compiler is. Each has a folder of its own, because
-# pip takes the highest of one folder's versions, and 0.1.0+cpu is higher than 0.1.0.
+# CPU alone, with CUDA 12, and for 64-bit ARM where the cross compiler is. Each has a folder of its own, because pip takes
+# the highest of one folder's versions, and 0.1.0+cpu is higher than 0.1.0.
 $(BIN)/auditwheel: requirements/wheel.txt | $(SETUP)
 	@$(PIP) install -r requirements/wheel.txt
 	@touch $@
@@ -145,13 +146,18 @@ wheel-cpu: torches $(BIN)/auditwheel
 wheel-cuda: torches $(BIN)/auditwheel
 	@$(call make_wheel,dist,,$(call torch_folders,build/torches)) DPA_CUDA=on 'DPA_CUDA_ARCHS=$(WHEEL_ARCHS)'
 
-wheel-cuda12: torches $(BIN)/auditwheel
-ifeq ($(CUDA12),)
-	@echo "no wheel for CUDA 12: its nvcc is not on PyPI; CUDA12=/usr/local/cuda-12.9/bin/nvcc says where it is"
-else
-	@export CUDACXX=$(CUDA12); $(call make_wheel,dist/cu12,cu12,$(call torch_folders,build/torches)) DPA_CUDA=on \
-	  'DPA_CUDA_ARCHS=$(WHEEL_ARCHS)'
-endif
+# CUDA 12's nvcc, for machines that have none.
+cuda12: build/cuda12/complete
+	@echo "CUDACXX=$(CURDIR)/build/cuda12/bin/nvcc names CUDA 12's compiler"
+
+build/cuda12/complete: requirements/cuda12.txt cmake/cuda12.sh cmake/fetch.py | $(BUILD_SETUP)
+	@sh cmake/cuda12.sh build/cuda12
+	@$(BIN)/python cmake/fetch.py nvidia-cuda-cccl-cu12==12.9.27 build/cuda12/cccl
+	@touch $@
+
+wheel-cuda12: torches $(BIN)/auditwheel $(if $(CUDA12),,build/cuda12/complete)
+	@export CUDACXX=$(or $(CUDA12),$(CURDIR)/build/cuda12/bin/nvcc); \
+	  $(call make_wheel,dist/cu12,cu12,$(call torch_folders,build/torches)) DPA_CUDA=on 'DPA_CUDA_ARCHS=$(CUDA12_ARCHS)'
 
 wheel-aarch64: $(BIN)/auditwheel
 ifeq ($(shell command -v aarch64-linux-gnu-g++),)

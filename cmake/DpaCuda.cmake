@@ -20,8 +20,8 @@ else()
     set(DPA_WITH_CUDA ON)
   elseif(wanted STREQUAL "on" AND DPA_TORCH_CUDA LESS 13)
     message(FATAL_ERROR "DPA_CUDA is on, torch ${DPA_TORCH_VERSION} is of CUDA ${DPA_TORCH_CUDA}, and there is no nvcc: PyPI "
-                        "has none of CUDA 12, so install NVIDIA's toolkit (conda install -c nvidia cuda-nvcc=12, or your "
-                        "distribution's) and set CUDACXX")
+                        "has none of CUDA 12. Install NVIDIA's toolkit (conda install -c nvidia cuda-nvcc=12), or on Debian "
+                        "fetch its compiler alone (make cuda12 in the checkout), and set CUDACXX")
   elseif(wanted STREQUAL "on")
     message(FATAL_ERROR "DPA_CUDA is on, but there is no nvcc: set CUDACXX, or pip install -r requirements/nvcc.txt")
   else()

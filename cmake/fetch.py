@@ -1,7 +1,8 @@
 """What compiling and linking need of another package: fetch.py PACKAGE==VERSION FOLDER [MACHINE].
 
 PyPI's torch brings CUDA's libraries, 3 GB; of its own package, 1 GB, headers and four libraries do.
-Of nvidia-cuda-runtime the static library does. MACHINE, such as aarch64, is another one than this.
+Of nvidia-cuda-runtime the static library does, of CCCL what needs no CUB. MACHINE, such as aarch64,
+is another one than this.
 """
 
 import subprocess
@@ -20,6 +21,9 @@ WANTED = {
         "torch/version.py",
     ),
     "nvidia-cuda-runtime": ("nvidia/cu13/lib/libcudart_static.a",),
+    "nvidia-cuda-cccl-cu12": tuple(
+        f"nvidia/cuda_cccl/include/{name}" for name in ("nv/", "cuda/", "cuda/ptx")
+    ),
 }
 
 

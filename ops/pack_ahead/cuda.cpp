@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "kernels/cuda/common/capture.h"
 #include "ops/conv1d/gemm.h"
 #include "ops/pack_ahead/pack_ahead.h"
 
@@ -17,10 +18,9 @@ namespace {
 
 /// The capture that the current stream is in, or 0.
 unsigned long long capture_id() {
-  auto status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(), &status, &id));
-  return status == cudaStreamCaptureStatusActive ? id : 0;
+  C10_CUDA_CHECK(kernels::capture_id(c10::cuda::getCurrentCUDAStream(), &id));
+  return id;
 }
 
 struct Layer {

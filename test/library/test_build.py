@@ -117,7 +117,7 @@ def decided(tmp_path, wanted, torch, nvcc=None, kernels=""):
         ("auto", 13, "the CPU alone: there is no nvcc (CUDA=on fetches one from PyPI)"),
         ("off", 13, "the CPU alone: DPA_CUDA is off"),
         ("on", 13, "no nvcc: set CUDACXX, or pip install -r requirements/nvcc.txt"),
-        ("on", 12, "PyPI has none of CUDA 12, so install NVIDIA's toolkit (conda install"),
+        ("on", 12, "PyPI has none of CUDA 12. Install NVIDIA's toolkit (conda install"),
         ("yes", 13, "DPA_CUDA must be auto, on or off, got yes"),
     ],
 )
@@ -141,6 +141,26 @@ def test_ops_beside_kernels_with_cuda_need_its_headers(torch, package, tmp_path)
     says = decided(tmp_path, "auto", torch, kernels=kernels)
     assert f'CUDA\'s headers are not here: pip install "{package}"' in says
     assert "the CPU alone" in decided(tmp_path, "auto", 0, kernels=kernels)
+
+
+# Alike in CUDA 12 and 13, name and arguments. Others, such as cudaStreamGetCaptureInfo, the kernels
+# call, which hold a runtime of their own.
+ALIKE = {
+    "cudaDeviceGetAttribute",
+    "cudaEventCreateWithFlags",
+    "cudaEventDestroy",
+    "cudaEventRecord",
+    "cudaGetLastError",
+    "cudaStreamIsCapturing",
+    "cudaStreamWaitEvent",
+}
+
+
+def test_ops_call_what_the_runtimes_of_cuda_12_and_13_have_alike():
+    sources = [path for path in (ROOT / "ops").rglob("*") if path.suffix in (".cpp", ".h")]
+    text = "".join(path.read_text() for path in sources)
+    called = set(re.findall(r"\bcuda[A-Z]\w+(?=\()", text))
+    assert "cudaEventRecord" in called and called <= ALIKE
 
 
 def included(file):

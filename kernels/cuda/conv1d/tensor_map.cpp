@@ -8,8 +8,12 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   static const auto function = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
-    const auto error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    constexpr const char* kName = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION < 12050  // the runtime has no function that takes the version, and this one looks for its own
+    const auto error = cudaGetDriverEntryPoint(kName, &entry, cudaEnableDefault, &found);
+#else
+    const auto error = cudaGetDriverEntryPointByVersion(kName, &entry, 12000, cudaEnableDefault, &found);
+#endif
     return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? entry : nullptr;
   }();
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
