@@ -135,7 +135,7 @@ inline bool fits(const Plan& plan, int batch, int horizon, Path path) {
   switch (path) {
     case Path::kClustered: return device.clusters && cluster_layout(plan, batch, horizon).fits;
     case Path::kClusterBatch: return device.clusters && cluster_batch::layout(plan, batch, horizon).fits;
-    case Path::kResident: return resident_fits(plan, batch, horizon, device);
+    case Path::kResident: return batch == 1 && resident_fits(plan, horizon, device);
     case Path::kTeams: return team_call(plan, batch, horizon, device).samples > 0;
     case Path::kPhases: return phase_samples(plan, batch, horizon, device) > 0;
     default: return true;

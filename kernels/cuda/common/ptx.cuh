@@ -26,6 +26,11 @@ __device__ __forceinline__ uint32_t held(uint32_t value) {
   return value;
 }
 
+// Goes on when a load's value is there: an instruction reads it.
+__device__ __forceinline__ void wait_for(uint32_t loaded) {
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0x9e3779b9;\n@p nanosleep.u32 0;\n}" ::"r"(loaded) : "memory");
+}
+
 // A barrier of `count` arrivals. One thread calls it; the block's barrier is due before it is used.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");

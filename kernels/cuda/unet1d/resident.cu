@@ -11,11 +11,7 @@ cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
     case 2: return launch_pairs<Weight, 2>(a, stream);
     case 3: return launch_pairs<Weight, 3>(a, stream);
     case 4: return launch_pairs<Weight, 4>(a, stream);
-    default:
-      if constexpr (sizeof(Weight) == 1)
-        return cudaErrorInvalidConfiguration;
-      else
-        return launch_pairs<Weight, 0>(a, stream);
+    default: return cudaErrorInvalidConfiguration;
   }
 }
 
@@ -24,8 +20,8 @@ cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
 cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
                          cudaStream_t stream) {
   Arguments a = {loop_arguments(plan, call, at)};
-  a.layout = resident_layout(plan, call.batch, call.horizon, device);
-  if (!a.layout.fits) return cudaErrorInvalidConfiguration;
+  a.layout = resident_layout(plan, call.horizon, device);
+  if (call.batch != 1 || !a.layout.fits) return cudaErrorInvalidConfiguration;
   a.channels = plan.config.down_dims[0], a.record = call.record;
   a.messages = reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(call.workspace) + at.messages);
   const cudaError_t error = cudaMemsetAsync(a.messages, 0, at.message_bytes, stream);

@@ -1,4 +1,4 @@
-// What both kinds of arithmetic warps of the resident kernel share: the arguments, the circular buffer of weights, and
+// What the arithmetic warps of the resident kernel begin with: the arguments, the circular buffer of weights, and
 // the two ends of a step, which know the sample itself.
 #pragma once
 #include <cuda_runtime.h>
@@ -46,11 +46,6 @@ struct WeightPipeline {
     stage += count;
     if (stage >= stages) stage -= stages, phase ^= 1;
   }
-  __device__ __forceinline__ void release(int lane) {
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(empty + stage * 8);
-    if (++stage == stages) stage = 0, phase ^= 1;
-  }
 };
 
 __device__ __forceinline__ void sync_consumers() { ptx::sync_threads(1, kThreads); }
@@ -59,13 +54,11 @@ template <class Weight>
 struct Block {
   using Math = Tile<Weight>;
   static constexpr bool kWide = sizeof(Weight) == 4;
-  static constexpr int kTilesPerStage = kStageBytes / Math::kBytes;
 
   const Arguments& a;
   uint8_t* shared;
   WeightPipeline pipeline;
   int tid, warp, lane, m, k;
-  uint32_t zero;  // 0, but not to the compiler: keeps addresses from being folded into one another
   uint32_t base;  // of `shared`, as an address
   int step = 0;
   uint32_t phase = 1;
@@ -78,25 +71,57 @@ struct Block {
       return quick_mish(x);
   }
 
-  // A pair of the first convolution's output, and of its residual's, from the sample itself.
-  __device__ __forceinline__ float2 first_conv(float2 bias, float2 other_bias, int width, int b, int t, int c,
-                                               int unit) const {
-    const float* x = floats_at(a.layout.sample) + b * a.horizon * a.actions;
-    float2 sum = bias, other = other_bias;
-    auto add = [&](float2& to, const float* weights, const float* values, int begin, int end) {
-#pragma unroll 5
-      for (int i = begin; i < end; i++) {
-        const float2 weight = *reinterpret_cast<const float2*>(weights + i * width + c);
-        to = make_float2(fmaf(weight.x, values[i], to.x), fmaf(weight.y, values[i], to.y));
+  // The first convolution's output, for all of a thread's pairs, which are of the same channels, and its residual's,
+  // from the sample itself. Taps and actions are one axis, in the weights as in the sample, which has zeros around it.
+  template <int kPairs>
+  __device__ __forceinline__ void first_conv(float2 (&sum)[kPairs], float2 bias, float2 other_bias, int width, int t,
+                                             int times_apart, int c, int count) const {
+    float2 other[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) sum[i] = bias, other[i] = other_bias;
+    const int actions = static_cast<int>(ptx::held(a.actions)), apart = times_apart * actions;
+    // kAtOnce values of the sample are one load.
+    auto add = [&](auto at_once, float2(&to)[kPairs], const float* weights, const float* values, int n) {
+      constexpr int kAtOnce = decltype(at_once)::value;
+#pragma unroll(kPairs > 2 ? 4 : 2)
+      for (int at = 0; at < n; at += kAtOnce) {
+        float x[kPairs][kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kPairs; i++) {
+          if constexpr (kAtOnce == 2) {
+            const float2 two = *reinterpret_cast<const float2*>(values + i * apart + at);
+            x[i][0] = two.x, x[i][1] = two.y;
+          } else {
+            x[i][0] = values[i * apart + at];
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++) {
+          const float2 w = *reinterpret_cast<const float2*>(weights + (at + j) * width + c);
+#pragma unroll
+          for (int i = 0; i < kPairs; i++)
+            to[i] = make_float2(fmaf(w.x, x[i][j], to[i].x), fmaf(w.y, x[i][j], to[i].y));
+        }
       }
     };
-    // Taps and actions are one axis, in the weights as in the sample.
-    const int before = t - a.taps / 2;
-    add(sum, floats_at(a.layout.head), x + before * a.actions, max(-before, 0) * a.actions,
-        min(a.horizon - before, a.taps) * a.actions);
-    add(other, floats_at(a.layout.head_residual), x + t * a.actions, 0, a.actions);
-    reinterpret_cast<float2*>(shared + a.layout.residual)[unit] = other;
-    return sum;
+    auto both = [&](auto at_once) {
+      const float* x = floats_at(a.layout.sample) + t * actions;
+      add(at_once, sum, floats_at(a.layout.head), x - a.taps / 2 * actions, a.taps * actions);
+      add(at_once, other, floats_at(a.layout.head_residual), x, actions);
+    };
+    if (count > 0) {  // of the last of a thread's pairs some may lie behind the times: what is read there is not used
+      if (actions % 2 == 0)
+        both(std::integral_constant<int, 2>());
+      else
+        both(std::integral_constant<int, 1>());
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      if (i < count)
+        reinterpret_cast<float2*>(shared + a.layout.residual)[tid + i * kThreads] = other[i];
+      else
+        sum[i] = make_float2(0.0f, 0.0f);
+    }
   }
 
   // Where this lane's 16 bytes of a step begin in its column's row: of float32 the low halves are elsewhere.
@@ -137,54 +162,85 @@ struct Block {
 
   // Actions from the last GEMM's output: partial sums over this group's channels, exchanged among the 8 blocks of
   // slice m, then the scheduler's step. Every block keeps the sample, and computes the same one.
-  __device__ __forceinline__ void tail(int batch) {
-    const int width = a.channels / kSlicesIn, pairs = a.horizon * width / 2,
-              stride = (pairs + kThreads - 1) / kThreads * kThreads;
-    const float2* values = reinterpret_cast<const float2*>(shared + a.layout.stash);
-    const int words = batch * a.horizon * a.actions, per_sample = a.horizon * a.actions;
-    const float* weights = floats_at(a.layout.tail);
-    uint32_t* messages = a.messages + a.layout.tail_message + static_cast<int64_t>(m) * kSlicesIn * words;
-    // What the scheduler's step takes comes from far away.
-    if (a.noise && tid < words) ptx::prefetch(a.noise + static_cast<int64_t>(step) * words + tid);
-    if (a.table && tid < words) ptx::prefetch(a.table + step * math::SchedulerStep<float>::kColumns);
-    for (int base = 0; base < words; base += kThreads / 8) {
-      const int i = base + tid / 8, b = batch == 1 ? 0 : i / per_sample, t = (i - b * per_sample) / a.actions,
-                d = i - (b * a.horizon + t) * a.actions;
-      float sum = 0.0f;
-      if (i < words) {
-        const float* row = reinterpret_cast<const float*>(values + b * stride) + t * width;
-        for (int c = tid % 8; c < width; c += 8) sum = fmaf(row[c], weights[d * width + c], sum);
-      }
-#pragma unroll
-      for (int s = 4; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
-      if (i < words && tid % 8 == 0)
-        ptx::store_message_word(messages + static_cast<int64_t>(k) * words + i, (__float_as_uint(sum) & ~1u) | phase);
+  __device__ __forceinline__ void tail() const {
+    // Held: what follows of it is not computed before the loop over steps, where registers are short.
+    const int actions = static_cast<int>(ptx::held(a.actions)), words = a.horizon * actions;
+    uint32_t* messages = a.messages + (a.layout.tail_message + static_cast<uint32_t>(m * kSlicesIn * words));
+    const float* noise = a.noise ? a.noise + static_cast<int64_t>(step) * words : nullptr;
+    // What the scheduler's step takes comes from far away. Without a table the row is not used.
+    if (noise) {
+      for (int i = tid; i < words; i += kThreads) ptx::prefetch(noise + i);
     }
+    const math::SchedulerStep<float> rule(a.table ? a.table : a.floats, step, a.clip, noise != nullptr);
+    constexpr int kFewWords = 64;
+    if (words <= kFewWords)
+      send_actions<8>(messages + k * words, words, actions);
+    else
+      send_actions<1>(messages + k * words, words, actions);
     inject_test_delay();
-    float* x = floats_at(a.layout.sample);
-    const bool last = step + 1 == a.steps;
-    for (int i = tid; i < words; i += kThreads) {
-      const float noise = a.noise ? a.noise[static_cast<int64_t>(step) * words + i] : 0.0f;
-      uint32_t word[kSlicesIn], wrong;
+    constexpr int kRounds = 3;  // words of a thread that are polled at once
+#pragma unroll 1
+    for (int first = tid; first < words; first += kRounds * kThreads) {
+      float bias[kRounds], random[kRounds];
+#pragma unroll
+      for (int r = 0; r < kRounds; r++) {
+        const int i = first + r * kThreads;
+        bias[r] = i < words ? a.floats[a.tail.bias + i % actions] : 0.0f;
+        random[r] = noise && i < words ? noise[i] : 0.0f;
+      }
+      uint32_t word[kRounds][kSlicesIn], wrong;
       do {
         wrong = 0;
 #pragma unroll
-        for (int s = 0; s < kSlicesIn; s++)
-          word[s] = ptx::load_message_word(messages + static_cast<int64_t>(s) * words + i);
+        for (int r = 0; r < kRounds; r++) {
 #pragma unroll
-        for (int s = 0; s < kSlicesIn; s++) wrong |= word[s] ^ phase;
+          for (int s = 0; s < kSlicesIn; s++)
+            word[r][s] = first + r * kThreads < words
+                             ? ptx::load_message_word(messages + (s * words + first + r * kThreads))
+                             : phase;
+        }
+#pragma unroll
+        for (int r = 0; r < kRounds; r++) {
+#pragma unroll
+          for (int s = 0; s < kSlicesIn; s++) wrong |= word[r][s] ^ phase;
+        }
       } while (wrong & 1);
-      float output = a.floats[a.tail.bias + i % a.actions];
 #pragma unroll
-      for (int s = 0; s < kSlicesIn; s++) output += __uint_as_float(word[s]);
-      if (a.table) {
-        const math::SchedulerStep<float> rule(a.table, step, a.clip, a.noise != nullptr);
-        output = with_condition(rule.step(output, x[i], noise), i);
-        x[i] = output;
+      for (int r = 0; r < kRounds; r++) {
+        if (first + r * kThreads < words) advance(first + r * kThreads, word[r], bias[r], random[r], rule);
       }
-      if (last && blockIdx.x == 0) a.output[i] = output;
     }
     sync_consumers();
+  }
+
+  // This group's part of every action; kLanes lanes share one.
+  template <int kLanes>
+  __device__ __forceinline__ void send_actions(uint32_t* to, int words, int actions) const {
+    const int width = a.channels / kSlicesIn, part = tid % kLanes;
+    const float *values = floats_at(a.layout.stash), *weights = floats_at(a.layout.tail);
+    for (int first = 0; first < words; first += kThreads / kLanes) {
+      const int i = first + tid / kLanes, t = i / actions;
+      float sum = 0.0f;
+      if (i < words) {
+        const float *row = values + t * width, *weight = weights + (i - t * actions) * (width + 1);
+#pragma unroll 4
+        for (int c = part; c < width; c += kLanes) sum = fmaf(row[c], weight[c], sum);
+      }
+#pragma unroll
+      for (int s = kLanes / 2; s; s /= 2) sum += __shfl_xor_sync(~0u, sum, s);
+      if (i < words && part == 0) ptx::store_message_word(to + i, (__float_as_uint(sum) & ~1u) | phase);
+    }
+  }
+  // The scheduler's step of number i of the sample, from the 8 groups' parts of the network's output.
+  __device__ __forceinline__ void advance(int i, const uint32_t (&word)[kSlicesIn], float output, float noise,
+                                          const math::SchedulerStep<float>& rule) const {
+#pragma unroll
+    for (int s = 0; s < kSlicesIn; s++) output += __uint_as_float(word[s]);
+    if (a.table) {
+      float* x = floats_at(a.layout.sample) + i;
+      *x = output = with_condition(rule.step(output, *x, noise), i);
+    }
+    if (step + 1 == a.steps && blockIdx.x == 0) a.output[i] = output;
   }
 };
 

@@ -1,4 +1,4 @@
-// The resident path: one kernel runs the whole loop; its blocks stay, exchange activations through L2, and stream their
+// The resident path: one kernel runs the whole loop of one sample; its blocks stay, exchange activations through L2, and stream their
 // own share of the weights ahead of the work.
 //
 //   out[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i]
@@ -11,7 +11,7 @@
 // block     8 consumer warps, and producers that copy weights into a circular buffer of stages, as far ahead as it
 //           reaches: on Hopper one thread by bulk copies, elsewhere four warps by cp.async
 // thread    owns channel pairs of the group when it reads, normalises and writes the GEMM's input; how a GEMM is
-//           divided among the warps: resident_solo.cuh (one sample, tuned) and resident_general.cuh (any number)
+//           divided among the warps: resident_solo.cuh
 // messages  block (m, k) publishes its partial sum of every output; a reader of a value reads its 8 partial sums. The
 //           lowest bit of every word is an in-band flag, the step's parity (as in NCCL's LL protocol): no other flag,
 //           no fence, no barrier. It costs the last bit of a partial sum (resident_partial_sums.cuh: of one in two). A
@@ -19,7 +19,6 @@
 //           inputs have arrived, and those depend on every block's GEMM but one before
 #pragma once
 #include "kernels/cuda/common/shared_memory.h"
-#include "kernels/cuda/unet1d/resident_general.cuh"
 #include "kernels/cuda/unet1d/resident_solo.cuh"
 
 namespace dpa::kernels::unet1d {
@@ -30,12 +29,12 @@ struct WeightSource {
   const uint8_t* from;  // of the first slice
   uint32_t apart;       // bytes from slice to slice
   int run_log2, merged_log2;
-  __device__ WeightSource(const Arguments& a, const ResidentLayer& l, int segment, int bytes) {
+  __device__ WeightSource(const Arguments& a, const StreamedWeights& w, int segment, int bytes) {
     const int merged = a.layout.merged_log2, m = blockIdx.x / kSlicesIn, k = blockIdx.x % kSlicesIn;
     const uint32_t slice = static_cast<uint32_t>(bytes) >> merged;
-    from = a.weights + l.weights[segment] + static_cast<int64_t>((m << merged) * kSlicesIn + k) * slice;
+    from = a.weights + w.from[segment] + static_cast<int64_t>((m << merged) * kSlicesIn + k) * slice;
     apart = slice * kSlicesIn, merged_log2 = merged;
-    run_log2 = l.row_tiles_log2 - merged + 31 - __clz(a.layout.tile_bytes);
+    run_log2 = w.row_tiles_log2 - merged + 31 - __clz(a.layout.tile_bytes);
   }
   // The byte at `offset` of the block's share.
   __device__ const uint8_t* operator()(uint32_t offset) const {
@@ -74,11 +73,12 @@ __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint3
   int stage = 0, phase = 1, turn = static_cast<int>(threadIdx.x / 32) % kProducerWarps;
   for (int step = 0; step < a.steps; step++) {
     for (int i = 1; i <= y.count; i++) {
-      for (int s = 0; s < y.layers[i].num_segments; s++) {
-        const int bytes = y.layers[i].tiles[s] * y.tile_bytes;
-        const bool some_kept = y.layers[i].weights[s] >= y.kept_begin && y.layers[i].weights[s] < y.kept_end;
+      const StreamedWeights& w = y.weights[i];
+      for (int s = 0; s < w.num_segments; s++) {
+        const int bytes = w.tiles[s] * y.tile_bytes;
+        const bool some_kept = w.from[s] >= y.kept_begin && w.from[s] < y.kept_end;
         int until_kept = 0;
-        const WeightSource source(a, y.layers[i], s, bytes);
+        const WeightSource source(a, w, s, bytes);
         for (int at = 0; at < bytes; at += kStageBytes) {
           const int size = min(kStageBytes, bytes - at);
           if (kBulk || turn == 0) {
@@ -98,17 +98,15 @@ __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint3
   }
 }
 
-// kPairs: of the one-sample kernel, or 0 for the general one. kRecord: see Solo.
+// kPairs: channel pairs that a thread finishes, at most. kRecord: see Solo.
 template <class Weight, int kPairs, bool kRecord>
 __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
-  __shared__ volatile uint32_t zero;
   const ResidentLayout& y = a.layout;
   const int tid = threadIdx.x, m = blockIdx.x / kSlicesIn, k = blockIdx.x % kSlicesIn, width = a.channels / kSlicesIn;
   if (tid == 0) {
-    zero = 0;
     for (int i = 0; i < y.stages; i++) {
       ptx::barrier_init(full + i, kBulk ? 1 : 32);
       ptx::barrier_init(empty + i, kConsumerWarps);
@@ -120,14 +118,16 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
     floats_at(y.head)[i] = a.floats[a.head.weights + i / width * a.channels + k * width + i % width];
   for (int i = tid; i < a.actions * width; i += blockDim.x) {
     floats_at(y.head_residual)[i] = a.floats[a.head.residual + i / width * a.channels + k * width + i % width];
-    floats_at(y.tail)[i] = a.floats[a.tail.weights + i / width * a.channels + k * width + i % width];
+    floats_at(y.tail)[i / width * (width + 1) + i % width] =
+        a.floats[a.tail.weights + i / width * a.channels + k * width + i % width];
   }
-  for (int i = tid; i < a.batch * a.horizon * a.actions; i += blockDim.x)
+  const int around = a.taps / 2 * a.actions, sample = a.horizon * a.actions;
+  for (int i = tid; i < around; i += blockDim.x)  // zeros before and after the times
+    floats_at(y.sample)[i - around] = floats_at(y.sample)[i + sample] = 0.0f;
+  for (int i = tid; i < sample; i += blockDim.x)
     floats_at(y.sample)[i] = a.condition_mask && a.condition_mask[i] ? a.condition_data[i] : a.initial[i];
-  const bool solo = kPairs > 0;
-  const auto* descriptors =
-      solo ? reinterpret_cast<const uint32_t*>(y.solo) : reinterpret_cast<const uint32_t*>(y.layers);
-  const int words = static_cast<int>((y.count + 1) * (solo ? sizeof(SoloLayer) : sizeof(ResidentLayer)) / 4);
+  const auto* descriptors = reinterpret_cast<const uint32_t*>(y.solo);
+  const int words = static_cast<int>((y.count + 1) * sizeof(SoloLayer) / 4);
   for (int i = tid; i < words; i += blockDim.x) reinterpret_cast<uint32_t*>(shared + y.descriptors)[i] = descriptors[i];
   __syncthreads();
   if (tid >= kThreads) {
@@ -138,12 +138,9 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
     if constexpr (kBulk) ptx::registers_increase<240>();
     const WeightPipeline view = {ptx::held(ptx::shared_address(full)), ptx::held(ptx::shared_address(empty)), y.stages,
                                  0, 0};
-    const Block<Weight> block = {a,        shared, view, tid,  tid / 32,
-                                 tid % 32, m,      k,    zero, ptx::held(ptx::shared_address(shared))};
-    if constexpr (kPairs > 0 && (kBulk || kPairs != 3))
-      Solo<Weight, kPairs, kRecord>{{block}}.run();
-    else if constexpr (kBulk)
-      General<Weight>{{block}}.run();
+    const Block<Weight> block = {
+        a, shared, view, tid, tid / 32, tid % 32, m, k, ptx::held(ptx::shared_address(shared))};
+    if constexpr (kBulk || kPairs != 3) Solo<Weight, kPairs, kRecord>{{block}}.run();
   }
 #endif
 }

@@ -9,7 +9,7 @@ cudaError_t launch(const Arguments& a, cudaStream_t stream) {
   switch (a.layout.pairs) {
     case 1: return launch_pairs<Weight, 1, true>(a, stream);
     case 2: return launch_pairs<Weight, 2, true>(a, stream);
-    default: return cudaErrorInvalidConfiguration;  // the general kernel keeps no record
+    default: return cudaErrorInvalidConfiguration;  // the others keep no record
   }
 }
 

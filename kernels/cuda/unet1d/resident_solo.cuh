@@ -33,7 +33,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
 
   // Weights of the first segment in registers before the GEMM's input is there, and where each step's activations will
   // be. Steps of a warp, by its row tiles; where the segment has more, the first ones, which are whole stages.
-  static constexpr int kHeldTiles = kBulk ? solo_held_tiles(kPairs, kWide) : 0,
+  static constexpr int kHeldTiles = kBulk ? solo_held_tiles(kPairs, sizeof(Weight)) : 0,
                        kHeldBytes = solo_stages(kPairs) * kStageBytes;
   template <int kRows>
   static constexpr int kHeld = kRows == 1 && kHeldTiles > 8 ? 8 : kHeldTiles / kRows;
@@ -41,8 +41,8 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   template <int kRows>
   static constexpr int kShort = kRows == 1 ? 2 : 3;
   struct HeldWeights {
-    typename Math::A tiles[kHeldTiles + 1];
-    uint32_t inputs[5];  // offsets of the steps' activations, two a word
+    typename Math::Raw tiles[kHeldTiles + 1];  // e4m3 is widened when it multiplies
+    uint32_t inputs[5];                        // offsets of the steps' activations, two a word
     float2 scale[2];
   };
   // Of all warps' steps those that are held.
@@ -65,6 +65,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     const int steps = held_of<kRows>(l.steps[0]), stages = (steps * kStep + kStageBytes - 1) / kStageBytes,
               buffer_bytes = pipeline.stages * kStageBytes;
     if constexpr (kHeld<kRows> == 0) return;
+    constexpr int kFirst = kShort<kRows> < kHeld<kRows> ? kShort<kRows> : kHeld<kRows>;
     if (lane < stages) pipeline.wait_ahead(lane);
     __syncwarp();
     const uint32_t tiles = Base::base + a.layout.buffer + lane * Math::kLaneBytes;
@@ -83,18 +84,34 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       if (at >= buffer_bytes) at -= buffer_bytes;
     }
     inject_test_delay();
+    // The stages may be written again as soon as they are given back, and an arrival overtakes loads that nothing waits
+    // for: each held tile is used first.
+    if constexpr (kHeldTiles > 0) {
+      uint32_t seen = 0;
+#pragma unroll
+      for (int i = 0; i < kFirst * kRows; i++) seen |= reinterpret_cast<const uint32_t&>(held.tiles[i]);
+      if (steps > kFirst * kConsumerWarps) {
+#pragma unroll
+        for (int i = kFirst * kRows; i < kHeld<kRows> * kRows; i++)
+          seen |= reinterpret_cast<const uint32_t&>(held.tiles[i]);
+      }
+      ptx::wait_for(seen);
+    }
     pipeline.release(lane, stages);
   }
   __device__ __forceinline__ void hold_any(const SoloLayer& l, HeldWeights& held) {
-    switch (l.shape >> 4) {
-      case 1: hold<1>(l, held); break;
-      case 2: hold<2>(l, held); break;
-      case 4: hold<4>(l, held); break;
-      case 16:
-        if constexpr (!kBulk) hold<16>(l, held);
-        break;
-      default: hold<8>(l, held); break;
-    }
+    // One branch each costs less than a jump by a table.
+    const int rows = l.shape >> 4;
+    if (rows == 2)
+      hold<2>(l, held);
+    else if (rows == 1)
+      hold<1>(l, held);
+    else if (rows == 4)
+      hold<4>(l, held);
+    else if (kBulk || rows == 8)
+      hold<8>(l, held);
+    else if constexpr (!kBulk)
+      hold<16>(l, held);
   }
 
   template <int kRows, int kColumns>
@@ -128,8 +145,9 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       if constexpr (!kAtOnce) Base::template load_columns<kColumns>(x[i - kBegin], rows, input_of(held, i));
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
+        const typename Math::A tile = Math::widen_raw(held.tiles[i * kRows + r]);
 #pragma unroll
-        for (int j = 0; j < kColumns; j++) Math::multiply(sum[r][j], held.tiles[i * kRows + r], x[i - kBegin][j]);
+        for (int j = 0; j < kColumns; j++) Math::multiply(sum[r][j], tile, x[i - kBegin][j]);
       }
     }
   }
@@ -362,7 +380,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
         if (!tail) gemm(to, held, i);
         if (kKeepLater) Base::keep(from);
       }
-      Base::tail(1);
+      Base::tail();
       mark(count, kPublished);
     }
   }

@@ -17,9 +17,8 @@ struct SoloInputs : Block<Weight> {
   using PartialSums = PartialSumMessages<typename Math::Activation, kPairs>;
   using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::k, Base::step, Base::phase;
   static constexpr bool kWide = Base::kWide;
-  // Clocks from publishing to the first poll of the others' sums: no message arrives sooner, and a failed poll costs
-  // the time of a read through L2 and slows the stream of weights down.
-  static constexpr int kPollDelay = 400;
+  // Whether messages are polled before anything else is done; else registers are short, or it is slower (e4m3).
+  static constexpr bool kPollFirst = kPairs == 1 || (kPairs == 2 && sizeof(Weight) == 2);
   static constexpr int kElement = 2;  // bytes of a GEMM's input, of float32 twice
 
   const float* film = nullptr;  // of this step
@@ -63,6 +62,17 @@ struct SoloInputs : Block<Weight> {
     }
   }
 
+  // The sums of two numbers over the warp, by the tensor cores: of four lanes each, then of the fours' sums. Each number is
+  // rounded to 11 bits once for either sum, which the mean over many lanes does not show.
+  static __device__ __forceinline__ void sum_of_warp(float& x, float& y) {
+    const uint32_t one = __float_as_uint(1.0f);
+    const uint4 selector = make_uint4(one, 0, 0, one);  // x to the upper eight rows, y to the lower ones
+    float fours[4] = {}, all[4] = {};
+    ptx::mma<float>(fours, selector, ptx::to_tf32(x), ptx::to_tf32(y));
+    ptx::mma<float>(all, selector, ptx::to_tf32(fours[0] + fours[1]), ptx::to_tf32(fours[2] + fours[3]));
+    x = all[0], y = all[2];
+  }
+
   // Mean and inverse deviation of the group. 16-bit weights: sums and sums of squares, to which channels that are not
   // counted, all zeros, add nothing. float32: each warp around its first value, so that nothing cancels.
   __device__ __forceinline__ float2 moments(const float2 (&v)[kPairs], int own, const SoloLayer& l) const {
@@ -79,10 +89,14 @@ struct SoloInputs : Block<Weight> {
       sum += x + y;
       squares = fmaf(x, x, fmaf(y, y, squares));
     }
+    if constexpr (kWide) {
 #pragma unroll
-    for (int i = 16; i; i >>= 1) {
-      sum += __shfl_xor_sync(~0u, sum, i);
-      squares += __shfl_xor_sync(~0u, squares, i);
+      for (int i = 16; i; i >>= 1) {
+        sum += __shfl_xor_sync(~0u, sum, i);
+        squares += __shfl_xor_sync(~0u, squares, i);
+      }
+    } else {
+      sum_of_warp(sum, squares);
     }
     auto count = [&](int w) {
       int n = 0;
@@ -121,13 +135,12 @@ struct SoloInputs : Block<Weight> {
     }
   }
 
-  // The output of `from` becomes the input of `to`, or, for the last layer, the tail's values. `hold` takes weights: it
-  // is called before the messages can be there.
+  // The output of `from` becomes the input of `to`, or, for the last layer, the tail's values. `hold` takes weights, while
+  // the messages are under way.
   template <class Hold>
   __device__ __forceinline__ void prepare(const SoloLayer& from, const SoloLayer& to, int layer, bool tail, Hold hold) {
     const bool first = layer == 0;
     mark(layer, kBegin);
-    const uint32_t began = static_cast<uint32_t>(clock());
     const uint32_t c = (tid & ((1 << from.half_log2) - 1)) * 2, t = tid >> from.half_log2,
                    slice = k << (from.half_log2 + 1);
     const int times_apart = kThreads >> from.half_log2, count = (from.pairs - tid + kThreads - 1) / kThreads;
@@ -139,7 +152,9 @@ struct SoloInputs : Block<Weight> {
     const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
     const float2 other_bias = ptx::load_constant_2(a.floats + (from.other_bias + slice + c));
     PartialSums residuals = {a.messages + (at + from.residual_message), apart, phase};
+    PartialSums sums = {a.messages + (at + from.message), apart, phase};
     if (other) residuals.poll(count);
+    if (kPollFirst && !first) sums.poll(count);
     if (!tail) {
       if (from.pitch != to.pitch || from.last_row != to.last_row) pad_input(to);
       if (to.skip_in >= 0) {
@@ -151,6 +166,7 @@ struct SoloInputs : Block<Weight> {
         }
       }
     }
+    if (kPollFirst && !tail) hold();
     float2 r[kPairs];  // what is added to the normalised values: residual and shift
     if (other) {
       residuals.receive(r);
@@ -162,18 +178,11 @@ struct SoloInputs : Block<Weight> {
     }
 #pragma unroll
     for (int i = 0; i < kPairs; i++) r[i] = make_float2(r[i].x + p.shift.x, r[i].y + p.shift.y);
-    while (!first && static_cast<int>(static_cast<uint32_t>(clock()) - began) < kPollDelay) {
-    }
-    PartialSums sums = {a.messages + (at + from.message), apart, phase};
-    if (!first) sums.poll(count);
-    if (!tail) hold();  // while the words are under way
+    if (!kPollFirst && !first) sums.poll(count);
+    if (!kPollFirst && !tail) hold();  // while the words are under way
     mark(layer, kWeightsThere);
     if (first) {
-#pragma unroll
-      for (int i = 0; i < kPairs; i++)
-        v[i] = i < count ? Base::first_conv(p.bias, other_bias, 2 << from.half_log2, 0, t + i * times_apart, c,
-                                            tid + i * kThreads)
-                         : make_float2(0.0f, 0.0f);
+      Base::template first_conv<kPairs>(v, p.bias, other_bias, 2 << from.half_log2, t, times_apart, c, count);
     } else {
       sums.receive(v);
 #pragma unroll

@@ -82,10 +82,11 @@ cudaError_t current_device(Device& made) {
 
 RecordShape record_shape(const Plan& plan, int batch, int horizon) {
   Device device;
-  if (current_device(device) != cudaSuccess || choose_path(plan, batch, horizon, device) != Path::kResident ||
-      !records(plan, batch, horizon, device))
-    return {};
-  return {resident_layout(plan, batch, horizon, device).blocks, static_cast<int>(plan.convs.size()) + 1};
+  constexpr int kMostPairs = 2;  // of a kernel that records
+  if (current_device(device) != cudaSuccess || choose_path(plan, batch, horizon, device) != Path::kResident) return {};
+  const ResidentLayout layout = resident_layout(plan, horizon, device);
+  if (layout.pairs > kMostPairs) return {};
+  return {layout.blocks, static_cast<int>(plan.convs.size()) + 1};
 }
 
 cudaError_t sample(const Plan& plan, const Call& call, const Device& device, cudaStream_t stream) {

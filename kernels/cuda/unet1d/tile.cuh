@@ -55,7 +55,7 @@ struct Tile {
     ptx::mma<Weight>(sum.v, a.v, b.v[0], b.v[1]);
   }
   // A lane's part of a tile, by its address in shared memory.
-  static __device__ __forceinline__ A load_at(uint32_t address) { return {ptx::load_shared_16(address)}; }
+  static __device__ __forceinline__ Raw load_at(uint32_t address) { return {ptx::load_shared_16(address)}; }
 };
 
 // Their scales are applied to the sums.
@@ -75,7 +75,7 @@ struct Tile<__nv_fp8_e4m3> : Tile<__half> {
   static __device__ __forceinline__ A load(const uint8_t* tile, int lane) {
     return widen_raw(load_raw(tile, lane, true));
   }
-  static __device__ __forceinline__ A load_at(uint32_t address) { return widen_raw(ptx::load_shared_8(address)); }
+  static __device__ __forceinline__ Raw load_at(uint32_t address) { return ptx::load_shared_8(address); }
 };
 
 // The tile's high halves, then its low ones; and so the activations.
@@ -116,7 +116,7 @@ struct Tile<float> {
     ptx::mma<__half>(sum.high, a.high, b.v[0], b.v[1]);
     ptx::mma<__half>(sum.low, a.high, b.v[2], b.v[3]);
   }
-  static __device__ __forceinline__ A load_at(uint32_t address) {
+  static __device__ __forceinline__ Raw load_at(uint32_t address) {
     return {ptx::load_shared_16(address), ptx::load_shared_16(address + 512)};
   }
 };

@@ -52,7 +52,7 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
       w.skips[i] = floats(static_cast<size_t>(batch) * (horizon >> i) * plan.config.down_dims[i]);
   }
   if (path == Path::kResident)
-    w.message_bytes = resident_layout(plan, batch, horizon, device).message_words * sizeof(uint32_t);
+    w.message_bytes = resident_layout(plan, horizon, device).message_words * sizeof(uint32_t);
   if (path == Path::kClustered) w.message_bytes = 2 * cluster_layout(plan, batch, horizon).message_bytes;
   if (path == Path::kClusterBatch) w.message_bytes = 2 * cluster_batch::layout(plan, batch, horizon).message_bytes;
   if (path == Path::kPhases) {
@@ -134,16 +134,14 @@ static bool teams_beat_clusters(const Plan& plan, int batch, const TeamCall& tea
 
 Path choose_path(const Plan& plan, int batch, int horizon, const Device& device) {
   // Beyond these sizes the loop in phases is faster, measured on an H200.
-  constexpr int kClusteredBatch = 32, kResidentHorizon = 48;
+  constexpr int kClusteredBatch = 32;
   const TeamCall teams = team_call(plan, batch, horizon, device);
   if (teams_beat_clusters(plan, batch, teams)) return Path::kTeams;
   if (device.hopper && device.clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon))
     return Path::kClustered;
   if (device.hopper && device.clusters && cluster_batch::serves(plan, batch, horizon)) return Path::kClusterBatch;
-  if (batch == 1 && solo_fits(plan, horizon, device)) return Path::kResident;
+  if (batch == 1 && resident_fits(plan, horizon, device)) return Path::kResident;
   if (teams_pay(plan, batch, horizon, teams, device)) return Path::kTeams;
-  if (device.hopper && batch == 1 && horizon <= kResidentHorizon && resident_fits(plan, batch, horizon, device))
-    return Path::kResident;
   return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;
 }
 

@@ -60,11 +60,7 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
 /// Bytes of the workspace of `film_table` and `step_film_table`.
 size_t film_workspace_bytes(const Plan& plan, int steps);
 
-/// Whether the resident kernel can run a call of these sizes on such a device.
-bool resident_fits(const Plan& plan, int batch, int horizon, const Device& device);
-/// Whether it would be the one-sample kernel.
-bool solo_fits(const Plan& plan, int horizon, const Device& device);
-/// Whether that keeps records: it does for the common sizes.
-bool records(const Plan& plan, int batch, int horizon, const Device& device);
+/// Whether the resident kernel can run a call of one sample on such a device.
+bool resident_fits(const Plan& plan, int horizon, const Device& device);
 
 }  // namespace dpa::kernels::unet1d

@@ -7,7 +7,7 @@ namespace dpa::kernels::unet1d {
 constexpr int kConsumerWarps = 8;
 // Of the circular buffer through which weights stream: bytes of a stage, filled by a bulk copy or by a warp's cp.async.
 constexpr int kBulkStageBytes = 16384, kAsyncStageBytes = 8192;
-constexpr int kMinBulkBuffer = 4 * kBulkStageBytes, kMinAsyncBuffer = 6 * kAsyncStageBytes;
+constexpr int kMinAsyncBuffer = 6 * kAsyncStageBytes;
 constexpr int kMaxBufferBytes = 13 * kBulkStageBytes;
 constexpr int kMaxStages = kMaxBufferBytes / kAsyncStageBytes;
 constexpr int kProducerWarps = 4;  // of bulk copies a thread would do, but registers move between groups of four warps
@@ -17,9 +17,11 @@ constexpr int kSlicesIn = 8;       // slices of the input channels are GroupNorm
 // slice of the packed tiles.
 constexpr int kSoloShareFloats = 320;
 
-/// Tiles of 16-bit weights that a thread of the one-sample kernel on Hopper holds before it multiplies, and the stages that its
+/// Tiles of weights that a thread of the one-sample kernel on Hopper holds before it multiplies, and the stages that its
 /// block takes at once for it, or more.
-constexpr int solo_held_tiles(int pairs, bool wide) { return wide || pairs > 2 ? 0 : 20; }
+constexpr int solo_held_tiles(int pairs, int weight_bytes) {
+  return weight_bytes == 4 || pairs > 3 ? 0 : pairs <= 2 ? 20 : weight_bytes == 1 ? 8 : 4;
+}
 constexpr int solo_stages(int pairs) { return pairs <= 2 ? 5 : 4; }
 
 /// The least channel pairs a thread of a one-sample kernel that has code for a GEMM of these tiles; 0: none has.
@@ -42,29 +44,17 @@ constexpr uint32_t solo_message_stride(int pairs, bool wide) {
   return kConsumerWarps * 32 * kSlicesIn * pairs * (wide ? 2 : 1);
 }
 
-/// One GEMM in a block's share: rows = 16 << row_tiles_log2 output channels, one group of input channels.
-/// 8 warps = (1 << row_tiles_log2) row tiles x (1 << k_warps_log2) shares of K x the rest over columns.
-struct ResidentLayer {
-  int64_t weights[2];  // byte offset of the segment; a block's slice follows the previous block's
-  int tiles[2];        // 16 x 16 tiles of a slice
-  int first[2];        // input offset of the first tap
+/// A GEMM's weights in a block's share, as they are streamed.
+struct StreamedWeights {
+  int64_t from[2];  // byte offset of the segment; a block's slice follows the previous block's
+  int tiles[2];     // 16 x 16 tiles of a slice
   int num_segments;
-  int row_tiles_log2, k_warps_log2, column_tiles;  // column_tiles: of 8 columns, a warp (1, 2, 4, 8)
-  int steps_per_tap, steps_inverse;                // k / steps_per_tap = k * steps_inverse >> 16
-  int skip_channel;                                // where the skip's channels begin in an input row
-  int stride, times_in, columns_per_sample, times_out, upsample;
-  int channels_out, counted;            // counted: of channels_out by GroupNorm
-  int64_t message[2];                   // word offset of a segment's partial sums (slices_in, B, times_out, C)
-  int64_t partial;                      // words of one of them
-  int64_t residual_message;             // word offset of the residual's partial sums, published a layer earlier, or -1
-  int bias[2], other_bias, norm, film;  // float offsets, as in Conv; other_bias: of the residual
-  int add, keep;
-  int scale;              // float offset, as in Conv
-  int skip_out, skip_in;  // byte offsets in shared memory, or -1
+  int row_tiles_log2;
 };
 
-/// The same for the kernel of one sample, with all sizes multiplied out: the less a block computes between layers,
-/// the faster. Bytes are of shared memory, words of messages, floats of the packed floats. Its 8 warps share K alone.
+/// One GEMM in a block's share, of 16 times its row tiles output channels and one group of input channels, with all sizes
+/// multiplied out: the less a block computes between layers, the faster. Bytes are of shared memory, words of messages,
+/// floats of the packed floats. The 8 warps share K alone.
 struct alignas(16) SoloLayer {
   // What becomes of the layer's output.
   int message, residual_message, channels;
@@ -82,16 +72,14 @@ struct alignas(16) SoloLayer {
 enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
 
 struct ResidentLayout {
-  int count = 0;
-  ResidentLayer layers[kMaxConvs + 1] =
-      {};         // [0] stands for the first convolution: only what becomes of its output; then `count` GEMMs
-  int pairs = 0;  // channel pairs a thread finishes of one sample, where there is one sample: 1 to 4, or 0 for the
-                  // general kernel
-  SoloLayer solo[kMaxConvs + 1] = {};
+  int count = 0;                       // GEMMs
+  SoloLayer solo[kMaxConvs + 1] = {};  // [0]: what becomes of the first convolution's output
+  StreamedWeights weights[kMaxConvs + 1] = {};
+  int pairs = 0;  // channel pairs a thread finishes: 1 to 4
   int blocks = 0, halo = 0;
   int merged_log2 = 0;  // slices of the packed tiles' output channels that a block owns, where there are fewer blocks
   int stage_bytes = 0;
-  int share = 0;  // floats of a warp's partial sums in the one-sample kernel, not on Hopper
+  int share = 0;  // floats of a warp's partial sums, not on Hopper
   int tile_bytes = 0;
   // Of the packed tiles between these offsets, one stage in `kept_every` of a block's slice is asked to stay in L2.
   int64_t kept_begin = 0, kept_end = 0;
@@ -105,8 +93,8 @@ struct ResidentLayout {
   bool fits = false;
 };
 
-/// The layout for calls of these sizes. On Hopper weights come by bulk copies and a block has one slice of the packed
+/// The layout for calls of one sample. On Hopper weights come by bulk copies and a block has one slice of the packed
 /// tiles; elsewhere by cp.async, and a block has as many slices as let all blocks be present at once.
-ResidentLayout resident_layout(const Plan& plan, int batch, int horizon, const Device& device);
+ResidentLayout resident_layout(const Plan& plan, int horizon, const Device& device);
 
 }  // namespace dpa::kernels::unet1d
