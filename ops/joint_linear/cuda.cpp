@@ -144,10 +144,10 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   const bool of_rest = mask[3] && rest.has_value();
   const Channels wanted{mask[0] ? 0 : own, (mask[0] ? own : 0) + (of_rest ? channels - own : 0)};
   Tensor packed, grad_whole;
+  if (mask[0] || of_rest) grad_whole = at::empty({input.size(0), wanted.count}, input.options());
   if (wanted.count > 0) {
     packed = at::empty({packed_bytes(wanted, outputs)}, input.options().dtype(at::kByte));
     pack(input, weights, wanted, packed.mutable_data_ptr());
-    grad_whole = at::empty({input.size(0), wanted.count}, input.options());
   }
   std::optional<WholeRows> x;
   if (mask[1]) x.emplace(input, rest);

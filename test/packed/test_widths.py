@@ -119,8 +119,10 @@ def test_against_float64(hopper, own, kernel, count, horizon, kinds, dtype):
         got = wide(sample, steps, cond)
         with torch.no_grad():
             expected = exact(sample.double(), steps, global_cond=cond.double())
+        # Biases this large cost 16-bit sums some bits, whichever widths they are summed over.
         kind = torch.float16 if dtype.itemsize == 1 else dtype
-        assert error(got, expected) < ERROR[kind], (batch, times)
+        most = max(ERROR[kind], 1.5 * error(packed(sample, steps, cond), expected))
+        assert error(got, expected) < most < 5 * ERROR[kind], (batch, times)
         assert torch.equal(got, wide(sample, steps, cond))
 
 

@@ -43,7 +43,7 @@ def _pays(wide: list[int], dtype: torch.dtype, batch: int, horizon: int) -> bool
         return batch == 1 and wide[0] == 256 and horizon <= 64
     if batch == 1:
         return horizon <= (64 if doubling or wide[0] == 256 else 32)
-    return doubling and batch <= 16 and batch * horizon <= 512
+    return doubling and batch <= 16 and horizon <= 64 and batch * horizon <= 512
 
 
 def _may_widen(config: list[int], own: list[int], wide: list[int]) -> bool:

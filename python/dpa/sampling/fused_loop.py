@@ -245,6 +245,7 @@ class LoopGraph:
 
     def __init__(self, device: torch.device, body: Body, inputs: Inputs, known: bool = True):
         self._body = body  # keeps the memory that the kernels read
+        self._reads: Sequence[Tensor] = getattr(body, "reads", ())
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             self.inputs = {name: _static(value) for name, value in inputs.items()}
             with no_autocast_cache():
@@ -268,8 +269,8 @@ class LoopGraph:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         if stream != _DEFAULT or self._last != _DEFAULT:
             torch.cuda.current_stream(device).wait_event(self._done)
-        if stream != self._home:  # whose memory the inputs are
-            for value in self.inputs.values():
+        if stream != self._home:  # whose memory that is: another's use of it must be known
+            for value in (*self.inputs.values(), *self._reads):
                 value.record_stream(torch.cuda.current_stream(device))
         targets, sources = [self.inputs[name] for name in inputs], list(inputs.values())
         if numbers is None:
@@ -321,6 +322,7 @@ def _body(
         given = cond, *packed.operands, coefficients, table.clip, noise, *held
         return torch.ops.dpa.diffusion_sample(initial, timesteps, *given)
 
+    body.reads = [t for t in (timesteps, coefficients, step_film) if t is not None]
     return body
 
 
