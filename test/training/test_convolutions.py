@@ -100,7 +100,7 @@ def test_second_derivatives(device):
     def run(x, w):
         return Convolutions([weight])(x, w, None, 1, 1).square()
 
-    # PyTorch's own convolutions, which on a GPU repeat their bits where they are told to.
+    # PyTorch's own convolutions, which on a GPU repeat their bits where they are asked to.
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         torch.autograd.gradgradcheck(run, (images, weight), nondet_tol=1e-12)
 

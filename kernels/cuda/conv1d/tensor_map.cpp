@@ -9,7 +9,7 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
     constexpr const char* kName = "cuTensorMapEncodeTiled";
-#if CUDART_VERSION < 12050  // the runtime has no function that takes the version, and this one looks for its own
+#if CUDART_VERSION < 12050  // the runtime has no function that takes the version, and this one takes its own
     const auto error = cudaGetDriverEntryPoint(kName, &entry, cudaEnableDefault, &found);
 #else
     const auto error = cudaGetDriverEntryPointByVersion(kName, &entry, 12000, cudaEnableDefault, &found);

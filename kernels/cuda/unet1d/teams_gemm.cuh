@@ -64,7 +64,7 @@ struct TeamStream {
     if (slot == buffer_end) slot = buffer;
   }
   // The last slot of a run is filled again once the run's sums are on their way, or before another slot is waited for.
-  DPA_DEVICE void settle() {
+  DPA_DEVICE void refill_if_due() {
     if (due) refill();
     due = false;
   }
@@ -157,7 +157,7 @@ DPA_DEVICE void multiply_run(TeamStream<Tile>& stream, const int* offsets, int p
   constexpr int kSteps = TeamStream<Tile>::kTiles, kPairs = kSteps / 2;  // of a slot
   RunSums<Tile, kColumnTiles> sums = {sum};
   if constexpr (kColumnTiles <= (Tile::kWide ? 1 : 2)) {  // registers for two slots
-    stream.settle();
+    stream.refill_if_due();
     using Slot = OperandSteps<Tile, kColumnTiles, kSteps>;
     if (int whole = pairs / kPairs; whole > 0) {
       pairs -= whole * kPairs;
@@ -184,7 +184,7 @@ DPA_DEVICE void multiply_run(TeamStream<Tile>& stream, const int* offsets, int p
       else
         even.multiply(sums);
       stream.due = true;
-      if (Tile::kWide || pairs > 0) stream.settle();
+      if (Tile::kWide || pairs > 0) stream.refill_if_due();
     }
   }
 #pragma unroll 1

@@ -115,7 +115,7 @@ struct TeamGemm : TeamBlock<Tile, Handover> {
     }
     mark(3);
     sums_written();
-    stream.settle();
+    stream.refill_if_due();
   }
   // `next`: bytes behind the phase after the next.
   DPA_DEVICE void receive(int f, int next) {
