@@ -3,8 +3,8 @@
 //
 // An architecture is a list of integers: action_dim, kernel_size, n_groups, diffusion_step_embed_dim, global_cond_dim,
 // whether FiLM has a scale, then down_dims. Where those are wider than the network's widths, so that faster kernels
-// serve, a 0 and the network's own follow (Config::own_dims); on a GPU. Packed weights are bytes: what `unet1d_pack` makes of the original tensors,
-// which `unet1d_weight_names` names in the order it wants them.
+// serve, a 0 and the network's own follow (Config::own_dims); on a GPU. Packed weights are bytes: what `unet1d_pack`
+// makes of the original tensors, which `unet1d_weight_names` names in the order it wants them.
 #pragma once
 #include <memory>
 #include <string_view>

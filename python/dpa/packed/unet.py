@@ -70,7 +70,7 @@ class PackedUnet:
 
     def _start(self, network: Network | None = None, size: tuple[int, int] | None = None) -> None:
         self._size = size
-        self._others: dict[tuple[int, ...], PackedUnet] = {}
+        self._other: PackedUnet | None = None  # of the same network, for calls of other sizes
         self._packed: Tensor | None = None
         # What an op takes of it, as it was packed last.
         self.operands: tuple[Tensor, list[int], torch.dtype] | None = None
@@ -115,22 +115,16 @@ class PackedUnet:
         """Return the network packed for calls of such a size: this object, or another.
 
         On a GPU widths that are no powers of two may be widened to such (:func:`widened`), which
-        does not pay at every size. All of them serve every call.
+        does not pay at every size. Both serve every call.
         """
-        layout = tuple(self._layout_for((batch, horizon)))
-        if layout == tuple(self._layout):
+        size = batch, horizon
+        if self._layout_for(size) == self._layout:
             return self
-        if layout not in self._others:
-            other = PackedUnet(
-                self.unet,
-                self.dtype,
-                weights=self._mode,
-                network=self.network,
-                size=(batch, horizon),
-            )
-            other._others = self._others | {tuple(self._layout): self}
-            self._others[layout] = other
-        return self._others[layout]
+        if self._other is None:
+            same = {"weights": self._mode, "network": self.network}
+            self._other = PackedUnet(self.unet, self.dtype, **same, size=size)
+            self._other._other = self
+        return self._other
 
     def repack(self) -> Tensor:
         """Pack the weights as they are now, in the same memory as before where there is one.
