@@ -17,14 +17,14 @@ from rich.table import Table
 
 from dpa.bench import cpu, small_ops
 from dpa.bench.ahead import Process
-from dpa.bench.networks import SIZES
+from dpa.bench.networks import LOOPS
 from dpa.library.devices import choose_device, device_name
 from dpa.library.files import replacing
 from dpa.library.progress import progress
 
 PARTS = ("all", "ops", "sampler")
 TRAIN_PARTS = ("all", "networks", "norm", "optimizer", "ddp", "curves")
-NETWORKS = tuple(size.name for size in SIZES)
+NETWORKS = tuple(size.name for size in LOOPS)
 Tables = dict[str, Any]
 Stages = dict[str, Callable[[], Tables]]
 
@@ -41,13 +41,13 @@ class Options:
     out: Path = Path("out/bench")
     only: str = "all"
     networks: Sequence[str] = NETWORKS
-    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
-    autotune: bool = True
+    batches: Sequence[int] | None = None
     plain: bool = True
     train_steps: int = 1000
     profile: bool = False
     quick: bool = False
     training: bool = False
+    resume: bool = False
 
     def __post_init__(self):
         parts = TRAIN_PARTS if self.training else PARTS
@@ -75,6 +75,8 @@ def bench(options: Options) -> tuple[Tables, list[Path]]:
         results |= tables
         _write(results, file)
     else:
+        if options.resume and file.exists():
+            results = json.loads(file.read_text())
         stages, finish = _stages(options, gpu)
         results = _measured(stages, results, finish, partial(_write, file=file))
     return results, [file, *pictures, *_pictures(results, out)]
@@ -88,7 +90,7 @@ def _stages(options: Options, gpu: bool) -> tuple[Stages, Callable[[Tables], Tab
     if not gpu:
         return cpu.stages(options.quick), dict
     if options.quick:
-        options = replace(options, networks=["67 M"], batches=[1], autotune=False, train_steps=0)
+        options = replace(options, networks=NETWORKS[:1], batches=[1], train_steps=0)
     return _on_gpu(options)
 
 
@@ -123,8 +125,7 @@ def _on_gpu(options: Options) -> tuple[Stages, Callable[[Tables], Tables]]:
         return {"small ops": small_ops.run}, dict
     from dpa.bench import sampler
 
-    sizes = (list(options.networks), list(options.batches))
-    settings = (*sizes, options.autotune, options.plain, options.train_steps)
+    settings = (options.networks, options.batches, options.plain, options.train_steps)
     if options.only == "sampler":
         return sampler.Run(*settings).stages(), sampler.finished
     ops = Process(small_ops.__name__)
@@ -141,24 +142,26 @@ def _measured(
     """Every stage's tables, rows of the same table one after the other; a bar on stderr.
 
     Args:
-        stages: by name.
+        stages: by name; those that ``results`` has the "seconds" of are left out.
         results: what there is besides.
         finish: makes of all tables so far what follows from them.
         keep: receives the finished tables after every stage, with the names of those "to come".
 
     """
     bar = progress(Console(stderr=True), 22, transient=True)
-    seconds: dict[str, float] = {}
+    results.pop("to come", None)
+    seconds: dict[str, float] = results.get("seconds", {})
+    stages = {name: stage for name, stage in stages.items() if name not in seconds}
     done = results
     with bar:
         task = bar.add_task("", total=len(stages))
-        for name, stage in stages.items():
+        for i, (name, stage) in enumerate(stages.items(), 1):
             bar.update(task, description=name)
             begin = time.perf_counter()
             for title, rows in stage().items():
                 results[title] = results[title] + rows if title in results else rows
             seconds[name] = time.perf_counter() - begin
-            left = list(stages)[len(seconds) :]
+            left = list(stages)[i:]
             done = finish(results) | {"seconds": seconds}
             keep(done | {"to come": left} if left else done)
             bar.advance(task)
@@ -176,13 +179,13 @@ def _profiles(networks: Sequence[str], out: Path) -> tuple[Tables, list[Path]]:
 
     tables: Tables = {}
     pictures = []
-    for size in SIZES:
+    for size in LOOPS:
         if size.name not in networks:
             continue
         unet = size.build().eval()
         for label, dtype in sampler.DTYPES.items():
             try:
-                found = sampler.profile(unet, dtype)
+                found = sampler.profile(size, unet, dtype)
             except RuntimeError as reason:  # these sizes keep no record
                 tables[f"{size.name}, {label}"] = {"not recorded": str(reason).splitlines()[0]}
                 continue
@@ -202,7 +205,6 @@ def _pictures(results: Tables, out: Path) -> list[Path]:
     found = []
     if "steps" in results:
         found.append(plots.draw_steps(results["steps"], device, out / "steps.png"))
-        found.append(plots.draw_batches(results["steps"], device, out / "batches.png"))
     if "loops" in results:
         found.append(plots.draw_loops(results["loops"], device, out / "loops.png"))
     if "training" in results:

@@ -69,7 +69,7 @@ def draw_steps(rows: list[Row], device: str, path: Path) -> Path:
 
 
 def draw_loops(rows: list[Row], device: str, path: Path) -> Path:
-    """Whole loops of one sample: a bar each, and how many of its steps' times a loop takes."""
+    """Whole loops of one sample: a bar each."""
     rows = [row for row in rows if row["batch"] == 1]
     groups = list(dict.fromkeys((row["network"], row["loop"]) for row in rows))
     with figure(path, (9, 1.7 + 0.25 * (len(rows) + len(groups)))) as fig:
@@ -80,10 +80,9 @@ def draw_loops(rows: list[Row], device: str, path: Path) -> Path:
             for i, row in enumerate(
                 r for r in rows if (r["network"], r["loop"]) == (network, loop)
             ):
-                ms, steps = row["us"] / 1e3, row.get("steps' time")
-                note = f"  (as {steps:.1f} steps)" if steps else ""
+                ms = row["us"] / 1e3
                 ax.barh(y, ms, color=_color(row["how"]), height=0.78)
-                ax.text(ms * 1.06, y, f"{ms:.3g}{note}", va="center", size=8.5)
+                ax.text(ms * 1.06, y, f"{ms:.3g}", va="center", size=8.5)
                 group = f"{network}, {loop}:   " if i == 0 else ""
                 labels.append((y, f"{group}{row['how']}, {row['weights']}"))
                 y += 1
@@ -94,44 +93,6 @@ def draw_loops(rows: list[Row], device: str, path: Path) -> Path:
         ax.set_ylim(y - 0.9, -0.9)
         ax.xaxis.set_major_formatter("{x:g}")
     return path
-
-
-def draw_batches(rows: list[Row], device: str, path: Path) -> Path:
-    """Lines of a step over the batch: a panel each network and kind of weights with several."""
-    groups = list(dict.fromkeys((row["network"], row["weights"]) for row in rows))
-    found = [[r for r in rows if (r["network"], r["weights"]) == group] for group in groups]
-    found = [mine for mine in found if len({row["batch"] for row in mine}) > 1] or found[:1]
-    with figure(path, (max(8.2, 3.6 * len(found) + 0.4), 4.4)) as fig:
-        line = f"{device}; microseconds. Black: the time to read the weights once"
-        headline(fig, "One step over the batch", line)
-        height = fig.get_figheight()
-        place = {"left": 0.09, "right": 0.98, "top": 1 - 1.45 / height, "bottom": 0.55 / height}
-        grid = fig.add_gridspec(1, len(found), **place)
-        axes = grid.subplots(sharex=True, sharey=True, squeeze=False)[0]
-        for ax, mine in zip(axes, found, strict=True):
-            _batch_panel(ax, mine, f"{mine[0]['network']}, {mine[0]['weights']}")
-        axes[0].set_xticks(sorted({row["batch"] for mine in found for row in mine}))
-        handles, labels = axes[0].get_legend_handles_labels()
-        corner = {"loc": "upper left", "bbox_to_anchor": (0.05, 1 - 0.75 / height)}
-        fig.legend(handles, labels, frameon=False, ncols=4, fontsize=8.5, **corner)
-    return path
-
-
-def _batch_panel(ax: Axes, rows: list[Row], title: str) -> None:
-    for how in dict.fromkeys(row["how"] for row in rows):
-        line = [(row["batch"], row["us"]) for row in rows if row["how"] == how]
-        xs, ys = zip(*line, strict=True)
-        style = "o:" if "reduce" in how else "o-"
-        ax.plot(xs, ys, style, color=_color(how), ms=4, label=how)
-    if rows:
-        ax.axhline(rows[0]["floor us"], color=INK, lw=1.2)
-    ax.set_title(title, size=9.5, loc="left")
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:g}")
-    ax.grid(color=FAINT, lw=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def draw_profile(profile: Any, path: Path) -> Path:

@@ -31,14 +31,6 @@ def device_us(run: Callable[[], object], repeats: int = 50, inner: int = 1) -> f
     return statistics.median(_device_us(run, inner) for _ in range(repeats))
 
 
-def device_spread_us(run: Callable[[], object], repeats: int = 200) -> tuple[float, float]:
-    """Median and 99th percentile of the microseconds that a call of ``run`` takes on the GPU."""
-    for _ in range(3):
-        run()
-    times = sorted(_device_us(run, 1) for _ in range(repeats))
-    return statistics.median(times), times[int(0.99 * (repeats - 1))]
-
-
 def latency(run: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Median and 99th percentile, in microseconds, from the call to its result on the device."""
     warm_up = min(3, (repeats + 1) // 3)

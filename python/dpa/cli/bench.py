@@ -16,13 +16,13 @@ With CHECKPOINT: the plain policy against the accelerated one, and where the cal
 (preparation, network, rest), in half a minute. A LeRobot folder is measured from observation to
 action where LeRobot is installed, the denoising loop of any other checkpoint.
 
-Without: beside torch.compile and the physical floor too. On a GPU the small ops, the U-Net's step
-and the whole denoising loop, with what the sampler is held to and whether it holds: two to three
-minutes; on the CPU every op, and the U-Net beside ONNX Runtime and OpenVINO too, where they are
-installed. Writes OUT/results.json, after each part what there is by then, and plots. With --train:
-training steps eager, compiled and on dpa, called and in a CUDA graph, their peak memory, steps and
-sampling on several GPUs where there are some, and what is required of them; OUT/train.json and a
-plot.
+Without: beside torch.compile and the physical floor too. On a GPU the small ops, and the U-Net's
+step and the whole denoising loop in eight policies' sizes, with what the sampler is held to and
+whether it holds: some ten minutes, which --resume spends in parts. On the CPU every op, and the
+U-Net beside ONNX Runtime and OpenVINO too, where they are installed. Writes OUT/results.json, after
+each part what there is by then, and plots. With --train: training steps eager, compiled and on dpa,
+called and in a CUDA graph, their peak memory, steps and sampling on several GPUs where there are
+some, and what is required of them; OUT/train.json and a plot.
 
 Examples:
 
@@ -32,7 +32,7 @@ Examples:
 
   dpa bench --quick
 
-  dpa bench --only sampler --networks "67 M" --batches 1,16
+  dpa bench --only sampler --networks "80 M,DP3" --batches 1,16
 
   dpa bench --profile
 
@@ -68,13 +68,13 @@ def bench(
             "curves."
         ),
     ] = "all",
-    networks: Annotated[str, typer.Option(help="Of the sampler, with commas.")] = "67 M,252 M",
+    networks: Annotated[
+        str | None, typer.Option(help="Of the sampler, with commas; by default all.")
+    ] = None,
     batches: Annotated[
-        str, typer.Option(help="Of the sampler's steps; PyTorch's at 1 and 16.")
-    ] = "1,2,4,8,16,32,64",
-    autotune: Annotated[
-        bool, typer.Option(help="torch.compile's max-autotune too: minutes to compile.")
-    ] = True,
+        str | None,
+        typer.Option(help="Of the sampler's steps; by default 1 and the policy's many, 16 or 8."),
+    ] = None,
     plain: Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")] = True,
     train_steps: Annotated[
         int, typer.Option(help="Of the policy that is sampled in parallel; 0 leaves that out.")
@@ -88,6 +88,9 @@ def bench(
     training: Annotated[
         bool, typer.Option("--train", help="Training steps and what they must reach, alone.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the parts that OUT's file does not have.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure a checkpoint, or this machine, beside eager PyTorch."""
@@ -97,19 +100,19 @@ def bench(
         return
     from dpa.bench import command
 
-    names = [part.strip() for part in networks.split(",")]
+    names = networks and [part.strip() for part in networks.split(",")]
     try:
         options = command.Options(
             out,
             only,
-            names,
-            _sizes(batches),
-            autotune,
+            names or command.NETWORKS,
+            batches and _sizes(batches),
             plain,
             train_steps,
             profile,
             quick,
             training,
+            resume,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
