@@ -127,20 +127,24 @@ static bool teams_pay(const Plan& plan, int batch, int horizon, const TeamCall& 
   return teams.samples > 0 && (samples == 0 || teams.time < phase_time(plan, batch, horizon, samples));
 }
 // Whether they are faster than clusters for several samples, of which no layer takes less than that.
-static bool teams_beat_clusters(const Plan& plan, int batch, const TeamCall& teams) {
+static bool teams_beat_clusters(const Plan& plan, const TeamCall& teams) {
   constexpr double kLayer = 2.9;  // us on an H200
-  return batch > 1 && teams.samples > 0 && teams.time < kLayer * static_cast<double>(plan.convs.size() + 1);
+  return teams.samples > 0 && teams.time < kLayer * static_cast<double>(plan.convs.size() + 1);
+}
+// The kernel for wide networks that serves a call, or kAutomatic where none does.
+static Path wide_path(const Plan& plan, int batch, int horizon, const Device& device) {
+  constexpr int kClusteredBatch = 32;  // beyond, the loop in phases is faster, measured on an H200
+  const bool clusters = device.hopper && device.clusters;
+  if (clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon)) return Path::kClustered;
+  if (clusters && cluster_batch::serves(plan, batch, horizon)) return Path::kClusterBatch;
+  return batch == 1 && resident_fits(plan, horizon, device) ? Path::kResident : Path::kAutomatic;
 }
 
 Path choose_path(const Plan& plan, int batch, int horizon, const Device& device) {
-  // Beyond these sizes the loop in phases is faster, measured on an H200.
-  constexpr int kClusteredBatch = 32;
+  const Path wide = wide_path(plan, batch, horizon, device);
+  if (wide != Path::kAutomatic && batch == 1) return wide;  // teams take long to plan
   const TeamCall teams = team_call(plan, batch, horizon, device);
-  if (teams_beat_clusters(plan, batch, teams)) return Path::kTeams;
-  if (device.hopper && device.clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon))
-    return Path::kClustered;
-  if (device.hopper && device.clusters && cluster_batch::serves(plan, batch, horizon)) return Path::kClusterBatch;
-  if (batch == 1 && resident_fits(plan, horizon, device)) return Path::kResident;
+  if (wide != Path::kAutomatic) return teams_beat_clusters(plan, teams) ? Path::kTeams : wide;
   if (teams_pay(plan, batch, horizon, teams, device)) return Path::kTeams;
   return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;
 }
