@@ -4,6 +4,7 @@ import copy
 import functools
 
 import near_policies
+import other_policies
 import pytest
 import torch
 from samplers import diffusers
@@ -228,8 +229,30 @@ def test_a_module_that_no_trace_stands_for_is_captured_as_it_is(traced, dtype, m
     for seed in range(3):
         assert torch.equal(call(sampler, seed), call(plain, seed))
     assert traced.captured == 2  # the trace, which is left, and the module
-    (why,) = sampler._loops.untraced.values()
-    assert "its replay differs by" in why
+    way, why = sampler.untraced
+    assert way == "one CUDA graph" and "its replay differs by" in why
+
+
+def test_rounding_that_a_network_magnifies_leaves_its_trace(traced, monkeypatch):
+    """Where two loops in 16 bits differ by more than the limit, the one in float32 decides."""
+    monkeypatch.setattr(module_loops, "LOOP_LIMITS", dict.fromkeys(module_loops.LOOP_LIMITS, 1e-9))
+    denoiser, errors = Denoiser().eval(), []
+    plain = sampler_of(denoiser, cuda_graph=False)
+    for options in ({}, {"cuda_graph": False}):
+        sampler = sampler_of(denoiser, dtype=torch.bfloat16, **options)
+        results = [call(sampler, seed=1) for _ in range(2)]
+        errors.append(float((results[1] - call(plain, seed=1)).norm()))
+        assert sampler.untraced is None
+    assert 0 < errors[0] <= 1.5 * errors[1] and traced.captured == 1
+
+
+def test_explain_says_what_was_not_traced(recorded):
+    torch.manual_seed(0)
+    policy = dpa.accelerate(other_policies.TransformerPolicy().eval())
+    with torch.no_grad():
+        policy.predict_action({"obs": torch.randn(2, 2, 3)})
+    expected = "one CUDA graph around Transformer as it is: it is not traced"
+    assert expected in str(dpa.explain(policy))
 
 
 @pytest.mark.parametrize("change", ["setting", "module", "parameter", "written", "hook", "train"])

@@ -178,6 +178,10 @@ class FastLoop(Replacement):
         """Whether the network is one that dpa has no kernels for."""
         return isinstance(self._of_network(), AnyNetwork)
 
+    def untraced(self) -> tuple[str, str] | None:
+        """How the loop last ran around a network that no trace stands for, and why; or None."""
+        return getattr(self._routes[0].sampler, "untraced", None) if self._routes else None
+
     def _of_network(self) -> FastForward | AnyNetwork | None:
         """Return what runs the network: dpa's forward, or the network itself where it has none."""
         there = find(self.policy, self.loop.network)

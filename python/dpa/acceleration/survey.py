@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -198,9 +199,10 @@ class Survey:
             why = why or why_no_table(scheduler)
         if fast is not None:
             why = why or fast.fallback_reason() or fast.shadow.failed or fast.refused
-        return _finding(place.path, "loop", owner, fast, why, lambda: self._how_loop(owner, loop))
+        how = functools.partial(self._how_loop, owner, loop, fast)
+        return _finding(place.path, "loop", owner, fast, why, how)
 
-    def _how_loop(self, policy: Any, loop: Loop) -> str:
+    def _how_loop(self, policy: Any, loop: Loop, fast: FastLoop | None) -> str:
         """Say how a loop runs whose scheduler has a table."""
         try:
             loop.table_of(policy, {})
@@ -212,8 +214,10 @@ class Survey:
         found = self.networks.get(network)
         if isinstance(found, Network) or (found is None and is_of_family(network)):
             return how
-        parameter = next(network.parameters(), None)
         name = type(network).__name__
+        if fast is not None and (found := fast.untraced()) is not None:
+            return f"{how}, {found[0]} around {name} as it is: {found[1]}"
+        parameter = next(network.parameters(), None)
         if parameter is not None and parameter.is_cuda:
             return f"{how}, one CUDA graph around {name}, which is traced for it"
         return f"{how}, step by step around {name} as it is"

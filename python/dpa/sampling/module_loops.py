@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class Trace:
         kind: of the loop, as :meth:`ModuleLoops.run` takes it.
         inputs: of the loop.
         make: ``make(inputs)`` returns the loop, or raises.
+        plain: the loop around the module as it is, in the module's own dtype.
         dtype: of its arithmetic.
 
     """
@@ -36,6 +38,7 @@ class Trace:
     kind: tuple[Hashable, ...]
     inputs: Inputs
     make: Callable[[Inputs], Body]
+    plain: Body
     dtype: torch.dtype
 
 
@@ -53,6 +56,14 @@ class ModuleLoops(LoopGraphs):
         super().__init__(capacity)
         self._misses = 0
         self.untraced: dict[Hashable, str] = {}
+
+    @property
+    def exception(self) -> tuple[str, str] | None:
+        """How loops around the module as it is run, and why they are not traced; or None."""
+        for way, why in (("kernel by kernel", self.refused), ("one CUDA graph", self.untraced)):
+            if why:
+                return way, next(reversed(why.values()))
+        return None
 
     def replay(
         self,
@@ -123,7 +134,8 @@ class ModuleLoops(LoopGraphs):
             return None
         inputs = trace.inputs | random
         try:
-            return _checked(trace.make(inputs), device, inputs, result, trace.dtype)
+            exact = functools.partial(trace.plain, inputs)
+            return _checked(trace.make(inputs), device, inputs, result, trace.dtype, exact)
         except torch.OutOfMemoryError:
             return None  # the next call tries again
         except Exception as error:  # whatever a trace raises, the module runs as it is
@@ -142,11 +154,20 @@ def _checked(
     inputs: Inputs,
     result: Tensor,
     dtype: torch.dtype = torch.float32,
+    exact: Callable[[], Tensor] | None = None,
 ) -> LoopGraph:
-    """Capture a loop, whose replay gives a result; raise RuntimeError where it does not."""
+    """Capture a loop, whose replay gives a result; raise RuntimeError where it does not.
+
+    Two loops in 16 bits may differ by their rounding, which some networks magnify. There the replay
+    must be as near to the ``exact`` result as the other is, but for half of that distance.
+    """
     graph = LoopGraph(device, body, inputs, known=False)
-    error = relative_error(graph.replay(inputs, None, None), result)
-    most = limit(LOOP_LIMITS, (torch.float32, dtype), device)
-    if proves(result) and error > most:
-        raise RuntimeError(f"its replay differs by {error:.1e} (relative), more than {most:.0e}")
-    return graph
+    found = graph.replay(inputs, None, None)
+    error, most = relative_error(found, result), limit(LOOP_LIMITS, (torch.float32, dtype), device)
+    if not proves(result) or error <= most:
+        return graph
+    if exact is not None and dtype != torch.float32:
+        best = exact()
+        if relative_error(found, best) <= 1.5 * relative_error(result, best) < float("inf"):
+            return graph
+    raise RuntimeError(f"its replay differs by {error:.1e} (relative), more than {most:.0e}")

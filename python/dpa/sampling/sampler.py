@@ -182,6 +182,11 @@ class DiffusionSampler:
         """The steps of a call, on the CPU in float64."""
         return self._tables.find(self._steps, self.fallback)
 
+    @property
+    def untraced(self) -> tuple[str, str] | None:
+        """How loops around a module run of which no trace stands, and why; None where one does."""
+        return self._loops.exception
+
     def __call__(
         self,
         global_cond: Tensor | None = None,
@@ -311,6 +316,7 @@ class DiffusionSampler:
                 (self.unet, *rest),
                 plain.cast(inputs) | condition,
                 lambda inputs: loop(plain.traced(table, inputs, shape, dtype)),
+                loop(plain),
                 dtype,
             )
             found = self._loops.replay(trace.kind, trace.inputs, numbers, generator)
