@@ -178,6 +178,20 @@ def test_a_network_with_hooks_runs_its_own_loop(device):
     assert "hooks" in str(dpa.explain(policy))
 
 
+def test_a_loop_by_another_name(device):
+    """ManiSkill's evaluation calls ``get_eval_action``, which its agent sets to ``get_action``."""
+    plain = others.ManiSkillAgent().to(device).eval()
+    fast, observations = dpa.accelerate(copy.deepcopy(plain)), [state(device) for _ in range(3)]
+    expected = acts(plain, "get_eval_action", observations)
+    for policy in (fast, copy.deepcopy(fast), dpa.accelerate(fast)):
+        got = acts(policy, "get_eval_action", observations)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert policy.get_eval_action is replaced(policy, "get_action")
+        assert sum(finding.part == "loop" for finding in dpa.explain(policy).findings) == 1
+    assert dpa.restore(fast).get_eval_action == fast.get_action
+    assert vars(fast).keys() == vars(plain).keys()
+
+
 class Own(nn.Module):
     """A policy that nobody knows: names of its own, and steps between encoder and loop."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,7 +37,14 @@ from dpa.acceleration.unet_forward import FastForward
 from dpa.acceleration.whole_call import WholeCall
 from dpa.nn.family import Network
 from dpa.nn.image_encoder import Encoder
-from dpa.tracking.replacing import BESIDE, Replacement, put_back, replace_method, replaced
+from dpa.tracking.replacing import (
+    BESIDE,
+    Replacement,
+    class_of,
+    put_back,
+    replace_method,
+    replaced,
+)
 from dpa.training.graphed_calls import graph_calls, replaced_forward, ungraph_calls
 
 _OF_POLICIES = FastLoop | WholeCall | ChunkInTime | YesInTime | FastStep
@@ -181,8 +189,12 @@ def _replace(
 
 
 def _replace_loop(owner: Any, loop: Loop, options: Options, graphs: bool) -> None:
-    fast = FastLoop(owner, loop, options)
+    fast, original = FastLoop(owner, loop, options), getattr(class_of(owner), loop.method)
     replace_method(owner, loop.method, fast)
+    for name, held in list(vars(owner).items()):
+        bound = isinstance(held, MethodType) and held.__self__ is owner
+        if bound and held.__func__ is original:  # by another name, as ManiSkill's get_eval_action
+            vars(owner)[name] = fast
     scheduler = loop.scheduler_of(owner)
     fast.refused = None if scheduler is None else why_no_table(scheduler)  # said already
     method = whole_call_of(owner)
@@ -204,6 +216,8 @@ def restore(model: Any) -> Any:
         for name, held in list(vars(owner).items()):
             if isinstance(held, _OF_POLICIES) and not name.startswith(BESIDE):
                 put_back(owner, name)
+                if name != held.METHOD:
+                    vars(owner)[name] = MethodType(getattr(class_of(owner), held.METHOD), owner)
     return model
 
 

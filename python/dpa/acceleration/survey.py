@@ -25,7 +25,7 @@ from dpa.packed.config import config_of, runs_packed
 from dpa.packed.encoder import why_not
 from dpa.packed.encoder_program import EncoderProgram
 from dpa.tracking import find
-from dpa.tracking.replacing import BESIDE, replaced
+from dpa.tracking.replacing import replaced
 from dpa.training.graphed_calls import replaced_forward
 
 
@@ -95,8 +95,9 @@ class Report:
 
 def replacements(owner: Any) -> dict[str, FastLoop | WholeCall]:
     """Return what replaces an object's loops and calls, by the names of their methods."""
-    held = [name for name, value in vars(owner).items() if isinstance(value, FastLoop | WholeCall)]
-    return {name: replaced(owner, name) for name in held if not name.startswith(BESIDE)}
+    kinds, held = FastLoop | WholeCall, vars(owner).items()
+    names = [name for name, value in held if isinstance(value, kinds) and name == value.METHOD]
+    return {name: replaced(owner, name) for name in names}
 
 
 @dataclass(frozen=True)
