@@ -234,9 +234,7 @@ class FlowPolicy(nn.Module):
             num_t = i / count * (1 - self.eps) + self.eps
             t = torch.ones(batch, device=z.device) * num_t
             pred = self.model(z, t * 99, local_cond=None, global_cond=cond)
-            # On a CPU the layout decides how many random numbers are taken.
-            noise = torch.randn_like(pred, memory_format=torch.contiguous_format)
-            z = z.clone() + pred * (1.0 / count) + 0.0 * noise
+            z = z.clone() + pred * (1.0 / count) + 0.0 * torch.randn_like(pred)
         actions = self.normalizer["action"].unnormalize(z[..., : self.action_dim])
         return {"action": actions[:, 1:5], "action_pred": actions}
 

@@ -213,11 +213,14 @@ def _flow_policy_steps(policy: Any) -> StepTable:
     count, eps = policy.num_inference_step, policy.eps
     table = flow_matching(count, timestep_scale=1.0, draws_noise=True)  # of weight zero
     times = [99 * (step / count * (1 - eps) + eps) for step in range(count)]
+    # It is made in the order of the network's output. A GPU's generator moves alike in any order.
+    transposed = next(policy.model.parameters()).device.type == "cpu"
     return StepTable(
         torch.tensor(times, dtype=torch.float32, device="cpu"),
         table.coefficients,
         table.clip,
         table.draws_noise,
+        transposed=(transposed,) * count,
     )
 
 
