@@ -8,6 +8,7 @@ import pickle
 import random
 import zipfile
 
+import near_copies
 import pytest
 import torch
 from lerobot_names import lerobot_name
@@ -133,7 +134,7 @@ def test_groups_follow_the_configuration(config, unet, tmp_path):
     assert load_checkpoint(tmp_path / "a.pt").arguments["n_groups"] == 4
     assert load_checkpoint(tmp_path / "a.pt", n_groups=2).arguments["n_groups"] == 2
     config["more"] = {"n_groups": 8, "self": config}
-    torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / "a.pt")
+    torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"must have one n_groups, got (8, 4|4, 8)"):
         load_checkpoint(tmp_path / "a.pt")
     assert load_checkpoint(tmp_path / "a.pt", n_groups=2).arguments["n_groups"] == 2
@@ -160,7 +161,7 @@ def test_switched_off_conditioning_follows_the_configuration(unet, tmp_path):
 def test_switches_that_are_neither_true_nor_false_are_refused(value, unet, tmp_path):
     """A word counts as true in Python, whatever it says."""
     config = {"cfg": {"policy": {"use_down_condition": value}}}
-    torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / "a.pt")
+    torch.save({"state_dict": unet.state_dict(), **config}, tmp_path / tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="use_down_condition must be true or false, got "):
         load_checkpoint(tmp_path / "a.pt")
 
@@ -170,7 +171,7 @@ def test_nesting_has_a_limit_whatever_the_names(unet, tmp_path):
     content = unet.state_dict()
     for _ in range(400):
         content = {"": content}
-    torch.save(content, tmp_path / "a.pt")
+    torch.save(content, tmp_path / tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="holds no conditional U-Net"):
         load_checkpoint(tmp_path / "a.pt")
     folder = tmp_path / "folder"
@@ -211,6 +212,23 @@ def test_a_partial_state_dict_lists_what_differs(unet):
         r"shape: mid_modules.1.blocks.0.block.0.bias must be (16,), got (3,)",
     ):
         assert line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "whose"),
+    [
+        (lambda: near_copies.DP3(2, 4, per_level=1), "Simple DP3"),
+        (lambda: near_copies.DP3(2, 4, var_est=True), "FlowPolicy"),
+        (lambda: near_copies.StreamingPolicy(2, 4), "Streaming Diffusion Policy"),
+        (lambda: near_copies.DPPO(2, 6), "DPPO"),
+    ],
+)
+def test_a_near_copy_is_called_by_its_name(make, whose, tmp_path):
+    torch.save(
+        {f"model.{name}": value for name, value in make().state_dict().items()}, tmp_path / "a.pt"
+    )
+    with pytest.raises(CheckpointError, match=f"it is that of {whose}.*dpa.accelerate"):
+        load_checkpoint(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
@@ -370,9 +388,9 @@ def test_expressions_in_a_configuration_stay_as_they_are(unet, tmp_path):
 
 
 def test_files_without_a_unet(tmp_path, unet):
-    torch.save({"weight": torch.zeros(2)}, tmp_path / "a.pt")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="holds no conditional U-Net of the family"):
-        load_checkpoint(tmp_path / "a.pt")
+        load_checkpoint(tmp_path / tmp_path / "a.pt")
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         load_checkpoint(tmp_path / "b.pt")
     torch.save(unet.state_dict(), tmp_path / "c.pt")

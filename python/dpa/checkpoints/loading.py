@@ -31,6 +31,7 @@ from dpa.nn.family import (
 )
 from dpa.nn.network import without_film
 from dpa.nn.unet1d import ConditionalUnet1D
+from dpa.nn.variants import LEROBOT, ORIGINAL, VARIANTS
 
 _DEPTH = 16  # of nested dicts
 _AVERAGED = re.compile(r"(?<![a-z])(ema|averaged)(?![a-z])")  # in where weights lie
@@ -136,12 +137,21 @@ def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) ->
         arguments = arguments_from_shapes(weights, n_groups)
         unet = template(arguments)
     except NotInFamily as error:
-        raise CheckpointError(f"the state dict describes no U-Net of the family: {error}") from None
-    _refuse("the state dict does not fit", differences(weights, unet.state_dict()))
+        why = f"the state dict describes no U-Net of the family{_whose(weights)}: {error}"
+        raise CheckpointError(why) from None
+    why = f"the state dict does not fit{_whose(weights)}"
+    _refuse(why, differences(weights, unet.state_dict()))
     dtype = functools.reduce(torch.promote_types, {value.dtype for value in weights.values()})
     unet = unet.to_empty(device="cpu").to(dtype)
     unet.load_state_dict(weights)
     return unet.eval()
+
+
+def _whose(names: Iterable[str]) -> str:
+    """Say whose network has these names, where it is a near-copy of the original."""
+    fitting = [v for v in VARIANTS if v not in (LEROBOT, ORIGINAL) and v.fits(list(names))]
+    advice = "its own class loads it, and dpa.accelerate takes that"
+    return f" (it is that of {fitting[0].policies}: {advice})" if fitting else ""
 
 
 def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
