@@ -192,6 +192,19 @@ def test_a_loop_by_another_name(device):
     assert vars(fast).keys() == vars(plain).keys()
 
 
+def test_explain_says_where_no_comparison_came_to_a_verdict(device):
+    """A loop that takes more random numbers than its entry says."""
+
+    class More(others.ManiSkillAgent):
+        def get_action(self, obs_seq):
+            torch.randn(3, device=obs_seq.device)
+            return super().get_action(obs_seq)
+
+    fast = dpa.accelerate(More().to(device).eval())
+    acts(fast, "get_action", [state(device)])
+    assert "as it is in 1 calls, whose random numbers moved" in str(dpa.explain(fast))
+
+
 class Own(nn.Module):
     """A policy that nobody knows: names of its own, and steps between encoder and loop."""
 

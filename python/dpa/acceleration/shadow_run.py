@@ -83,6 +83,7 @@ class ShadowRun:
         errors: relative errors by kind of call.
         agreed: the kinds of which both agree.
         failed: what the last comparison found that failed, or None.
+        undecided: how many comparisons in a row said nothing.
 
     """
 
@@ -92,15 +93,15 @@ class ShadowRun:
     errors: dict[Hashable, float] = field(default_factory=dict)
     agreed: set[Hashable] = field(default_factory=set)
     failed: str | None = None
+    undecided: int = 0
     _bases: dict[Hashable, Any] = field(default_factory=dict)
-    _undecided: int = 0
     _voided: int = 0
 
     def forget(self) -> None:
         """Compare every kind of call again."""
         for kind in list(self.errors):
             self.drop(kind)
-        self.failed, self._undecided, self._voided = None, 0, 0
+        self.failed, self.undecided, self._voided = None, 0, 0
 
     def drop(self, kind: Hashable) -> None:
         """Compare a kind of call again."""
@@ -167,12 +168,12 @@ class ShadowRun:
             self._refuse(kind, float("inf"), why)
             return expected
         if error is None:
-            self._undecided += 1
-            if self._undecided >= _UNDECIDED or private:
+            self.undecided += 1
+            if self.undecided >= _UNDECIDED or private:
                 why = "takes other random numbers than the original"
                 self._refuse(kind, float("inf"), why)
             return expected
-        self._undecided = 0
+        self.undecided = 0
         if error > limit and weights() != stamp:
             return expected
         self.errors[kind] = error

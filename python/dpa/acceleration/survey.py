@@ -210,6 +210,8 @@ class Survey:
         except (AttributeError, TypeError, ValueError) as error:
             return str(error)
         how, network = "the whole loop by DiffusionSampler", loop.network_of(policy)
+        if fast is not None and (calls := fast.shadow.undecided):
+            how = f"as it is in {calls} calls, whose random numbers moved otherwise; then {how}"
         if network.training:
             how = f"as it is while its network is in training mode; in evaluation {how}"
         found = self.networks.get(network)
