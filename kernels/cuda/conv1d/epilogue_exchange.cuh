@@ -42,14 +42,18 @@ struct TileGroups {
   }
 };
 
-// The sum over the lanes of a group, in each of them. The whole warp calls.
-__device__ __forceinline__ float group_sum(float value, const TileGroups& groups) {
+// The sums over the lanes of a group, in each of them, of four values side by side. The whole warp calls.
+__device__ __forceinline__ void group_sums(float (&values)[4], const TileGroups& groups) {
 #pragma unroll 1
   for (int offset = 1; offset < groups.lanes; offset *= 2) {
-    const float other = __shfl_down_sync(~0u, value, offset);
-    if (groups.lane + offset < groups.lanes) value += other;
+#pragma unroll
+    for (float& value : values) {
+      const float other = __shfl_down_sync(~0u, value, offset);
+      if (groups.lane + offset < groups.lanes) value += other;
+    }
   }
-  return __shfl_sync(~0u, value, static_cast<int>(threadIdx.x) % 32 - groups.lane);
+#pragma unroll
+  for (float& value : values) value = __shfl_sync(~0u, value, static_cast<int>(threadIdx.x) % 32 - groups.lane);
 }
 
 // What four rows need beside their sums: loads in flight.
@@ -75,43 +79,54 @@ struct RowNeeds {
   }
 };
 
-// The warp's rows: sums and bias, rounded, in their place in the tile, and moments of each.
+// The warp's rows: sums and bias, rounded, in their place in the tile, and moments of each. Four rows side by side: a
+// row waits for shuffles most of its time.
 template <class T>
 __device__ __forceinline__ void finish_rows(const ConvArgs& args, const TileCoord& coord, const WarpRows& rows,
                                             const TileGroups& groups, float* tile, MomentTables& tables) {
   constexpr int kStride = ConvShape<128>::kStride;
   const int column = threadIdx.x % 32 * 4, n = coord.first_column + column;
   const bool here = n < args.outputs && column < args.plan.column_step;
+  const bool tells = groups.lane == 0 && groups.group < groups.count;
+  const float over = 1.0f / static_cast<float>(groups.width);
   ParameterBits bias_bits{};
   if (here) bias_bits.load<T>(args.addends.bias, args.float_bias, n);
   const float4 bias = bias_bits.values<T>(args.addends.bias, args.float_bias, 0.f);
 #pragma unroll 1
   for (int r = 0; r < rows.count; r += 4) {
-    float4 sums[4];
-    add_peers<4, true>(sums, ptx::shared_address(tile + (rows.first + r) * kStride + column), kStride * 4,
+    float4 x[4];
+    float mean[4], squares[4];
+    add_peers<4, true>(x, ptx::shared_address(tile + (rows.first + r) * kStride + column), kStride * 4,
                        args.plan.splits, coord);
-#pragma unroll 1
-    for (int i = 0; i < 4 && r + i < rows.count && rows.first + r + i < args.plan.tile_rows; ++i) {
-      const float4 sum = i == 0 ? sums[0] : i == 1 ? sums[1] : i == 2 ? sums[2] : sums[3];
-      const float raw[4] = {sum.x + bias.x, sum.y + bias.y, sum.z + bias.z, sum.w + bias.w};
-      const int64_t row = __shfl_sync(~0u, rows.lane_offset, r + i);
-      if (args.out && row >= 0 && here) store_four<T>(args.out, row + n, raw);
-      float x[4], total = 0, squares = 0;
+    const int count = min(min(rows.count, args.plan.tile_rows - rows.first) - r, 4);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = widen(narrow<T>(raw[e])), total += x[e];
-      const float mean = group_sum(total, groups) / static_cast<float>(groups.width);
+    for (int i = 0; i < 4; ++i) {
+      const float raw[4] = {x[i].x + bias.x, x[i].y + bias.y, x[i].z + bias.z, x[i].w + bias.w};
+      const int64_t row = __shfl_sync(~0u, rows.lane_offset, (r + i) & 31);
+      if (args.out && row >= 0 && here && i < count) store_four<T>(args.out, row + n, raw);
+      x[i] = make_float4(widen(narrow<T>(raw[0])), widen(narrow<T>(raw[1])), widen(narrow<T>(raw[2])),
+                         widen(narrow<T>(raw[3])));
+      mean[i] = (x[i].x + x[i].y) + (x[i].z + x[i].w);
+    }
+    group_sums(mean, groups);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) squares += (x[e] - mean) * (x[e] - mean);
-      squares = group_sum(squares, groups);
+    for (int i = 0; i < 4; ++i) {
+      mean[i] *= over;
+      const float d[4] = {x[i].x - mean[i], x[i].y - mean[i], x[i].z - mean[i], x[i].w - mean[i]};
+      squares[i] = fmaf(d[0], d[0], d[1] * d[1]) + fmaf(d[2], d[2], d[3] * d[3]);
+    }
+    group_sums(squares, groups);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= count) continue;
       const int tile_row = rows.first + r + i;
-      if (groups.lane == 0 && groups.group < groups.count)
-        tables.rows[tile_row][groups.group] = make_float2(mean, squares);
-      *reinterpret_cast<float4*>(tile + tile_row * kStride + column) = make_float4(x[0], x[1], x[2], x[3]);
+      if (tells) tables.rows[tile_row][groups.group] = make_float2(mean[i], squares[i]);
+      *reinterpret_cast<float4*>(tile + tile_row * kStride + column) = x[i];
     }
   }
 }
 
-// Moments of the rows of each sample that the block has, by eight threads each.
+// Moments of the rows of each sample that the block has, by eight threads each: sums about the first row's mean.
 __device__ __forceinline__ void block_moments(const ConvArgs& args, const TileCoord& coord, const WarpRows& rows,
                                               const TileGroups& groups, MomentTables& tables) {
   constexpr int kTeam = 8;
@@ -124,24 +139,22 @@ __device__ __forceinline__ void block_moments(const ConvArgs& args, const TileCo
     const int pair = base + threadIdx.x / kTeam, group = pair % groups.count, sample = pair / groups.count;
     const int first = begin + (sample + samples - begin % samples) % samples;  // its first row here
     const int last = pair < pairs ? end : 0;
-    const auto sum_of_team = [](float value) {
-#pragma unroll
-      for (int offset = 1; offset < kTeam; offset *= 2) value += __shfl_xor_sync(~0u, value, offset);
-      return value;
-    };
-    float means = 0, count = 0, squares = 0;
-#pragma unroll 1
-    for (int row = first + member * samples; row < last; row += kTeam * samples)
-      means += tables.rows[row][group].x, count += 1;
-    count = sum_of_team(count);
-    const float mean = sum_of_team(means) / fmaxf(count, 1.f);
+    const float pivot = first < last ? tables.rows[first][group].x : 0.f;
+    float sums[3] = {};  // of the rows' distances from it, their squares, and the squares within rows
 #pragma unroll 1
     for (int row = first + member * samples; row < last; row += kTeam * samples) {
       const float2 of_row = tables.rows[row][group];
-      squares += of_row.y + width * (of_row.x - mean) * (of_row.x - mean);
+      const float distance = of_row.x - pivot;
+      sums[0] += distance, sums[1] = fmaf(distance, distance, sums[1]), sums[2] += of_row.y;
     }
-    squares = sum_of_team(squares);
-    if (member == 0 && pair < pairs) tables.block[pair] = {mean, squares, count * width, 0.f};
+#pragma unroll
+    for (int offset = 1; offset < kTeam; offset *= 2)
+#pragma unroll
+      for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (member != 0 || pair >= pairs) continue;
+    const float count = static_cast<float>(max(0, (end - first + samples - 1) / samples));
+    const float mean = sums[0] / fmaxf(count, 1.f);
+    tables.block[pair] = {pivot + mean, sums[2] + width * fmaxf(sums[1] - sums[0] * mean, 0.f), count * width, 0.f};
   }
 }
 
