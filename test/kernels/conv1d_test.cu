@@ -141,7 +141,7 @@ int run_tests() {
   const auto pick = [&](int low, int high) { return static_cast<int>(low + random() % (high - low + 1)); };
   constexpr DType types[] = {DType::kFloat32, kB, DType::kFloat16};
   for (int i = 0; i < 180; ++i) {
-    const int taps_of[] = {1, 3, 4, 5, 5, pick(1, 9)};
+    const int taps_of[] = {1, 3, 4, 5, 7, pick(1, 9)};
     const int taps = taps_of[pick(0, 5)], stride = taps == 4 ? 2 : taps == 3 ? pick(1, 2) : 1;
     const int length = (i % 4 == 0 ? pick(65, 300) : pick(1, 64)) * (taps == 4 ? 2 : 1);
     try_one(types[i % 3], pick(1, i % 4 ? 20 : 90), length, pick(1, i % 5 ? 150 : 600), pick(1, i % 5 ? 150 : 600),

@@ -55,6 +55,7 @@ __device__ __forceinline__ uint64_t unswizzled(uint32_t first, uint32_t channel_
 #define DPA_ACC_64(i) DPA_ACC_32(i), DPA_ACC_32(i + 32)
 #define DPA_ACC_80(i) DPA_ACC_64(i), DPA_ACC_16(i + 64)
 #define DPA_ACC_96(i) DPA_ACC_64(i), DPA_ACC_32(i + 64)
+#define DPA_ACC_112(i) DPA_ACC_96(i), DPA_ACC_16(i + 96)
 #define DPA_ACC_128(i) DPA_ACC_64(i), DPA_ACC_64(i + 64)
 #define DPA_NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define DPA_NAMES_16 \
@@ -73,9 +74,11 @@ __device__ __forceinline__ uint64_t unswizzled(uint32_t first, uint32_t channel_
 #define DPA_NAMES_96 \
   DPA_NAMES_80       \
   ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define DPA_NAMES_128                                                            \
-  DPA_NAMES_96                                                                   \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+#define DPA_NAMES_112 \
+  DPA_NAMES_96        \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define DPA_NAMES_128 \
+  DPA_NAMES_112       \
   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // a and b as descriptors: operands %a_at and %b_at, then the predicate of the addition and the two transpositions.
@@ -108,8 +111,8 @@ __device__ __forceinline__ uint64_t unswizzled(uint32_t first, uint32_t channel_
 // d = a b, or d += a b where `add`. A row of an operand runs along K, or along M (kAMajorM) or N (kBMajorN).
 template <class T, int kN, int kAMajorM, int kBMajorN>
 __device__ __forceinline__ void mma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int add) {
-  static_assert(kN == 64 || kN == 128 || kN == 160 || kN == 192 || kN == 256,
-                "mma_ss is spelled out for N of 64, 128, 160, 192 and 256");
+  static_assert(kN == 64 || kN == 128 || kN == 160 || kN == 192 || kN == 224 || kN == 256,
+                "mma_ss is spelled out for N of 64, 128, 160, 192, 224 and 256");
   constexpr bool kHalf = std::is_same_v<T, __half>, kFloat = std::is_same_v<T, float>;
   static_assert(kHalf || kFloat || std::is_same_v<T, __nv_bfloat16>, "operands are float16, bfloat16 or float");
   static_assert(!kFloat || (kAMajorM == 0 && kBMajorN == 0), "wgmma transposes no 32-bit operand");
@@ -126,6 +129,8 @@ __device__ __forceinline__ void mma_ss(float (&d)[kN / 2], uint64_t a, uint64_t 
   if constexpr (kN == 160 && !kHalf && !kFloat) DPA_MMA_SS(160, "bf16", 80, 80, 81, 82, 83, 84);
   if constexpr (kN == 192 && kHalf) DPA_MMA_SS(192, "f16", 96, 96, 97, 98, 99, 100);
   if constexpr (kN == 192 && !kHalf && !kFloat) DPA_MMA_SS(192, "bf16", 96, 96, 97, 98, 99, 100);
+  if constexpr (kN == 224 && kHalf) DPA_MMA_SS(224, "f16", 112, 112, 113, 114, 115, 116);
+  if constexpr (kN == 224 && !kHalf && !kFloat) DPA_MMA_SS(224, "bf16", 112, 112, 113, 114, 115, 116);
   if constexpr (kN == 256 && kHalf) DPA_MMA_SS(256, "f16", 128, 128, 129, 130, 131, 132);
   if constexpr (kN == 256 && !kHalf && !kFloat) DPA_MMA_SS(256, "bf16", 128, 128, 129, 130, 131, 132);
 }
@@ -136,11 +141,13 @@ __device__ __forceinline__ void mma_rs(float (&d)[kN / 2], const uint4& a, uint6
   constexpr bool kHalf = std::is_same_v<T, __half>, kFloat = std::is_same_v<T, float>;
   static_assert(kFloat || kN == 16 || kN == 32 || kN == 64 || kN == 128,
                 "mma_rs is spelled out for N of 16, 32, 64 and 128");
-  static_assert(!kFloat || kN == 64 || kN == 128 || kN == 160 || kN == 192, "in tf32 for N of 64, 128, 160 and 192");
+  static_assert(!kFloat || kN == 64 || kN == 128 || kN == 160 || kN == 192 || kN == 224,
+                "in tf32 for N of 64, 128, 160, 192 and 224");
   if constexpr (kN == 64 && kFloat) DPA_MMA_RS_TF32(64, 32, 32, 33, 34, 35, 36);
   if constexpr (kN == 128 && kFloat) DPA_MMA_RS_TF32(128, 64, 64, 65, 66, 67, 68);
   if constexpr (kN == 160 && kFloat) DPA_MMA_RS_TF32(160, 80, 80, 81, 82, 83, 84);
   if constexpr (kN == 192 && kFloat) DPA_MMA_RS_TF32(192, 96, 96, 97, 98, 99, 100);
+  if constexpr (kN == 224 && kFloat) DPA_MMA_RS_TF32(224, 112, 112, 113, 114, 115, 116);
   if constexpr (kN == 16 && kHalf) DPA_MMA_RS(16, "f16", 8, 8, 9, 10, 11, 12);
   if constexpr (kN == 16 && !kHalf) DPA_MMA_RS(16, "bf16", 8, 8, 9, 10, 11, 12);
   if constexpr (kN == 32 && kHalf) DPA_MMA_RS(32, "f16", 16, 16, 17, 18, 19, 20);

@@ -57,6 +57,7 @@ cudaError_t dispatch_tile(int taps, int height, F&& f) {
   switch (taps) {
     case 1: return height == 2 ? f(Shape<1, 4, 2>{}) : f(Shape<1, 4, 1>{});
     case 3: return f(Shape<3, 2, 1>{});  // the high one does not fit
+    case 7: return f(Shape<7, 1, 1>{});  // nor here
     case 4: return height == 2 ? f(Shape<4, 1, 2>{}) : f(Shape<4, 1, 1>{});
     case 5: return height == 2 ? f(Shape<5, 1, 2>{}) : f(Shape<5, 1, 1>{});
     default: return cudaErrorInvalidValue;

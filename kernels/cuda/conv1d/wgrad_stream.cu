@@ -15,22 +15,24 @@
 #include "kernels/cuda/conv1d/wgrad.cuh"
 
 namespace dpa::kernels::conv1d {
+template <int kTaps_>
 struct StreamShape {
-  static constexpr int kTaps = 5, kHeight = 1, kXChannels = 32, kColumns = kTaps * kXChannels, kYChannels = kTileRows;
-  static constexpr uint32_t kYBox = kChunk * 128, kXBox = 2 * kChunk * 64;  // the latter of at most 128 rows
+  static constexpr int kTaps = kTaps_, kHeight = 1, kXChannels = 32, kColumns = kTaps * kXChannels;
+  static constexpr int kYChannels = kTileRows;
+  static constexpr uint32_t kYBox = kChunk * 128, kXBox = (kChunk + (kTaps - 1) * kStreamSamples) * 64;
   static constexpr uint32_t kXAt = 2 * kYBox, kStageBytes = kXAt + kXBox;
-  static constexpr int kRow = kColumns + 8, kSums = kColumns / 2, kStages = 5;
+  static constexpr int kRow = kColumns + 8, kSums = kColumns / 2;
+  static constexpr int kStages = (226 * 1024 - kYChannels * kRow * 4) / kStageBytes;
   static constexpr uint32_t kTileAt = kStages * kStageBytes, kBytes = kTileAt + kYChannels * kRow * 4 + kAlignment;
 };
 
 namespace {
 
-template <class T>
+template <class T, class Shape>
 __global__ void __launch_bounds__(kThreads, 1)
     wgrad_stream_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap x_map,
                         const __grid_constant__ WgradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Shape = StreamShape;
   __shared__ Pipeline<Shape::kStages> pipeline;
   extern __shared__ uint8_t shared[];
   uint8_t* const memory = shared + (kAlignment - ptx::shared_address(shared) % kAlignment) % kAlignment;
@@ -121,16 +123,20 @@ cudaError_t wgrad_stream(const Conv1d& conv, const void* y, const void* x, float
     return Boxes{conv.dtype,   data,  conv.batch, length,         padded(channels),
                  rows.samples, times, columns,    /*row_step=*/1, /*planes_inside=*/true};
   };
-  CUtensorMap y_map, x_map;
-  if (const auto error = make_map(boxes(y, conv.y_length, conv.y_channels, rows.time, 64), &y_map)) return error;
-  const int x_times = rows.time + StreamShape::kTaps - 1;
-  if (const auto error = make_map(boxes(x, conv.x_length, conv.x_channels, x_times, StreamShape::kXChannels), &x_map))
-    return error;
-  const WgradArgs args{plan.tiles, conv.y_channels, conv.x_channels, conv.stride, conv.padding, true, gradient};
-  return dispatch_half(conv.dtype, [&](auto tag) {
-    const Launch launch{plan.blocks, kThreads, /*cluster=*/0, static_cast<int>(StreamShape::kBytes), stream};
-    return launch_cluster(wgrad_stream_kernel<typename decltype(tag)::type>, launch, y_map, x_map, args);
-  });
+  const auto launch = [&](auto shape) {
+    using Shape = decltype(shape);
+    CUtensorMap y_map, x_map;
+    if (const auto error = make_map(boxes(y, conv.y_length, conv.y_channels, rows.time, 64), &y_map)) return error;
+    const int x_times = rows.time + Shape::kTaps - 1;
+    if (const auto error = make_map(boxes(x, conv.x_length, conv.x_channels, x_times, Shape::kXChannels), &x_map))
+      return error;
+    const WgradArgs args{plan.tiles, conv.y_channels, conv.x_channels, conv.stride, conv.padding, true, gradient};
+    return dispatch_half(conv.dtype, [&](auto tag) {
+      const Launch launch{plan.blocks, kThreads, /*cluster=*/0, static_cast<int>(Shape::kBytes), stream};
+      return launch_cluster(wgrad_stream_kernel<typename decltype(tag)::type, Shape>, launch, y_map, x_map, args);
+    });
+  };
+  return conv.taps == 5 ? launch(StreamShape<5>{}) : launch(StreamShape<7>{});
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -133,7 +133,7 @@ bool built_with_kernels() {
 #endif
 }
 
-bool wgmma_takes_taps(const Conv1d& c) { return c.taps == 1 || (c.taps >= 3 && c.taps <= 5); }
+bool wgmma_takes_taps(const Conv1d& c) { return c.taps == 1 || (c.taps >= 3 && c.taps <= 5) || c.taps == 7; }
 
 bool serves(const Conv1d& c) {
   const auto type = c.dtype == DType::kFloat16 || c.dtype == DType::kBFloat16 || c.dtype == DType::kFloat32;
@@ -244,18 +244,19 @@ WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors) {
   plan.x_channels = conv.taps == 1 ? 128 : conv.taps == 3 ? 64 : 32;
   plan.x_tiles = ceil_div(conv.x_channels, plan.x_channels);
   // The high tile reads less for each MMA, but only a grid that fills most of the device is worth it; with three
-  // taps it does not fit.
+  // taps and with seven it does not fit.
   const int64_t high_tiles = ceil_div(conv.y_channels, 2 * kTileRows) * plan.x_tiles;
   // Two blocks of the low tile of one tap share a multiprocessor: with few steps their epilogues count.
   const bool short_sums = conv.taps == 1 && conv.dtype != DType::kFloat32 && plan.rows.count <= 4;
-  plan.height = conv.taps != 3 && !short_sums && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
+  plan.height = conv.taps != 3 && conv.taps != 7 && !short_sums && high_tiles * 5 >= multiprocessors * 4 ? 2 : 1;
   plan.y_tiles = ceil_div(conv.y_channels, plan.height * kTileRows);
   plan.splits = splits_for(plan.y_tiles * plan.x_tiles, plan.rows.count, 4, multiprocessors, 8);
   return plan;
 }
 
 bool streams(const Conv1d& conv, int multiprocessors) {
-  const bool sizes = conv.dtype != DType::kFloat32 && conv.taps == 5 && conv.stride == 1 && conv.x_channels % 4 == 0;
+  const bool sizes = conv.dtype != DType::kFloat32 && (conv.taps == 5 || conv.taps == 7) && conv.stride == 1 &&
+                     conv.x_channels % 4 == 0;
   if (!sizes) return false;
   const WgradPlan plan = plan_wgrad(conv, multiprocessors);
   constexpr int64_t kMostSteps = 32;  // beyond, the high tile's reads count, and its epilogue does not
