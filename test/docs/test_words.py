@@ -8,6 +8,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".md", ".txt"}
+_SUFFIXES |= {".sh", ".cmake", ".in", ".toml", ".yml"}
 
 # The term to use; an expression for the words that it replaces, without regard to case; an example.
 _REPLACED = {

@@ -1,4 +1,4 @@
-"""The op of kept weights, unet1d_batch: its shapes, and what it refuses."""
+"""The op on packed weights, unet1d_batch: its shapes, and what it refuses."""
 
 import pytest
 import torch

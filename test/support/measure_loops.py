@@ -391,7 +391,7 @@ ROWS = {
 }
 
 
-# How many times the plain policy's speed issue 26 asks for, by what a row's name holds.
+# What issue 26 requires, in times the plain policy's speed, by what a row's name holds.
 REQUIRED = {"Transformer": 5, "multi_task_dit": 5, "alone": 8, "NoMaD": 8, "": 15}
 
 
