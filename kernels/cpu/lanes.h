@@ -12,7 +12,11 @@
 #define DPA_SUMS 8
 #define DPA_PANELS 1
 #endif
+#ifdef __OPTIMIZE__
 #define DPA_INLINE inline __attribute__((always_inline))
+#else  // in unoptimised code it would only take longer to compile
+#define DPA_INLINE inline
+#endif
 
 namespace dpa::kernels::cpu::DPA_LEVEL {
 
