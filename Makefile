@@ -191,7 +191,7 @@ test-wheel: $(SETUP) build wheel sdist
 # The wheels for this machine in new environments with torch 2.9, LeRobot 0.4, LeRobot 0.6 and torch 2.15, 3 to 8 GB each, which
 # are made one after another and removed. CASE="3.11 torch==2.10.*" names another.
 test-wheels: $(SETUP)
-	@sh test/scripts/wheels.sh "$(wildcard dist/*.whl dist/cpu/*.whl)" $(if $(CASE),"$(CASE)")
+	@sh test/scripts/wheels.sh "$(wildcard dist/*.whl dist/cpu/*.whl dist/cu12/*.whl)" $(if $(CASE),"$(CASE)")
 
 # The one for 64-bit ARM under emulation.
 test-wheel-aarch64: $(SETUP)

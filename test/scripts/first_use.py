@@ -14,6 +14,10 @@ import torch
 
 import dpa
 
+# Where there is a GPU, the policy runs there; the plain one's convolutions are to be as exact.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+torch.backends.cudnn.allow_tf32 = False
+
 
 def lerobot_call():
     """A call of a policy of LeRobot; what accelerates it, and says whether its loop is."""
@@ -27,13 +31,13 @@ def lerobot_call():
             "observation.image": PolicyFeature(FeatureType.VISUAL, (3, 96, 96)),
         },
         output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
-        device="cpu",
+        device=DEVICE,
         down_dims=(64, 128),
         pretrained_backbone_weights=None,  # LeRobot 0.6 would fetch some
         num_train_timesteps=10,
     )
-    policy = DiffusionPolicy(config).eval()
-    state, image = torch.randn(1, 3), torch.rand(1, 3, 96, 96)
+    policy = DiffusionPolicy(config).eval().to(DEVICE)
+    state, image = torch.randn(1, 3, device=DEVICE), torch.rand(1, 3, 96, 96, device=DEVICE)
     observation = {"observation.state": state, "observation.image": image}
 
     def call():
@@ -57,12 +61,13 @@ def sampler_call():
     """The same of dpa's own network and diffusers' scheduler."""
     from diffusers import DDIMScheduler
 
-    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=20, down_dims=(64, 128))
+    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=20, down_dims=(64, 128)).to(DEVICE)
     scheduler = DDIMScheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
     options = {"num_inference_steps": 5, "horizon": 16}
     plain = dpa.DiffusionSampler(unet, scheduler, fused=False, **options)
     fused = dpa.DiffusionSampler(unet, scheduler, fused=True, **options)  # raises where it cannot
-    inputs = {"global_cond": torch.randn(1, 20), "noise": torch.randn(1, 16, 2)}
+    shapes = {"global_cond": (1, 20), "noise": (1, 16, 2)}
+    inputs = {name: torch.randn(shape, device=DEVICE) for name, shape in shapes.items()}
     return lambda: plain(**inputs), lambda: lambda: fused(**inputs), lambda: True
 
 
@@ -71,7 +76,7 @@ def milliseconds(call):
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        call()
+        call().cpu()
         times.append(time.perf_counter() - start)
     return 1e3 * min(times)
 
@@ -87,8 +92,8 @@ def main():
             torch.testing.assert_close(call(), expected, rtol=1e-3, atol=1e-3)
         after = milliseconds(call)
     assert is_accelerated()
-    ops = dpa.library_path().parent.name
-    print(f"torch {torch.__version__}, {ops}: a call {before:.1f} ms, accelerated {after:.1f}")
+    where = f"{dpa.library_path().parent.name} on {DEVICE}"
+    print(f"torch {torch.__version__}, {where}: a call {before:.1f} ms, accelerated {after:.1f}")
 
 
 main()
