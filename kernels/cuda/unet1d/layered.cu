@@ -1,8 +1,8 @@
 // The layered path: correct for every architecture and batch, two kernels a convolution. C channels, T times, A
 // actions, n = (b, t).
 //
-//   head_kernel      raw[n, c] = sum W[tap, a, c] x[b, t + tap - k/2, a] + bias, residual[n, c] = sum R[a, c] x[n, a] +
-//                    bias a thread an output; condition_data replaces x where condition_mask is set (inpainting)
+//   head_kernel      raw[n, c] = sum W[tap, a, c] x[b, t + tap - k/2, a] + bias, residual[n, c] = sum R[a, c] x[n, a] + bias
+//                    a thread an output; condition_data replaces x where condition_mask is set (inpainting)
 //   conv_kernel      raw[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i] + bias
 //                    a block owns 16 output channels (a row tile) and 32 columns n; split-K over its 8 warps, which
 //                    read weights once, straight from memory, in the packed order; partial sums meet in shared memory
