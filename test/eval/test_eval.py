@@ -51,6 +51,28 @@ def test_the_same_episodes_succeed_when_accelerated(trained):
     assert 0 < fast["plan_ms"]["p50"] <= fast["plan_ms"]["p90"] <= fast["plan_ms"]["p99"]
 
 
+@pytest.fixture(scope="module")
+def trained_on_images(tmp_path_factory):
+    pytest.importorskip("gym_pusht", reason="gym-pusht is not installed")
+    from train_push_t import train
+
+    folder = tmp_path_factory.mktemp("push_t")
+    train(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_episodes_succeed_from_images(trained_on_images, dtype):
+    """The T lies on either side of its goal, and only the image says on which."""
+    env = ("--env", "train_push_t:PushTBack-v0", "--dtype", dtype)
+    results = run(trained_on_images, *env, "--episodes", 10, "--compare")
+    plain, fast = results["runs"]["plain"], results["runs"]["accelerated"]
+    assert plain["success"] >= 0.6
+    assert fast["successes"] == plain["successes"] and results["same_outcomes"]
+    active = {part["part"] for part in results["acceleration"] if part["active"]}
+    assert active >= {"encoder", "loop"}
+
+
 def test_an_untrained_policy_fails(trained, tmp_path):
     """What succeeds above is the training, not the environment."""
     from lerobot.configs.policies import PreTrainedConfig

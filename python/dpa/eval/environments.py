@@ -39,10 +39,12 @@ class Environment:
     """
 
     def __init__(self, name: str, pixels: bool = False, render: bool = False):
+        module, _, name = name.rpartition(":")
         self.name = _SHORT.get(name, name)
         if render and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")  # which needs no window system
-        package = next((p for start, p in _PACKAGES.items() if self.name.startswith(start)), None)
+        known = (p for start, p in _PACKAGES.items() if self.name.startswith(start))
+        package = module or next(known, None)
         try:
             import gymnasium
 
