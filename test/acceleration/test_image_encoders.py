@@ -250,6 +250,20 @@ def test_bad_images(make, message):
 
 
 @torch.no_grad()
+def test_images_in_the_range_of_bytes():
+    """The encoder's own layers take them, and nothing would say why the policy fails."""
+    encoder = dpa.accelerate(_lerobot_policy().diffusion.rgb_encoder, fallback=False)
+    right = _images(2, 48, 64)
+    normalised = lambda x: (x - 0.485) / 0.229  # noqa: E731
+    for wrong in (right * 255, (right * 255).round(), normalised(right * 255), right * 510 - 1):
+        with pytest.raises(ValueError, match=r"0 to 1, got .* to .*: divide them by 255"):
+            encoder(wrong)
+    assert not replaced_forward(encoder).shadow.errors
+    encoder((right - 0.1) / 0.01)  # of a small deviation
+    assert replaced_forward(encoder).shadow.errors
+
+
+@torch.no_grad()
 def test_images_of_another_size_than_the_keypoints():
     encoder = _lerobot_policy(crop_shape=None).diffusion.rgb_encoder
     _accelerated(encoder, _images(2, 48, 64))

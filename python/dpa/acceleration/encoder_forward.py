@@ -103,6 +103,7 @@ class FastEncoder(Replacement):
             return self._run(images)
         if passed is False or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self.original(images)
+        self._check_range(images)
         table = STEP_LIMITS, (weight.dtype, compute), weight.device
         runs = lambda _: self.original(images), lambda _: self._run(images)
         return self.shadow.run_both(kind, self.options.tolerance or limit(*table), *runs)
@@ -155,3 +156,17 @@ class FastEncoder(Replacement):
         last = shape[3] == channels
         hint = ": channels come last in it, so permute(0, 3, 1, 2) first" if last else ""
         refuse(f"have shape (B, {channels}, H, W)", f"{shape}{hint}", RuntimeError)
+
+    def _check_range(self, images: Tensor) -> None:
+        """Raise for bytes that were not divided, in what a network for colours is given.
+
+        Colours from 0 to 1 lie on both sides of 0 where a normalisation makes them large; from 0 to
+        255 they do not. Reading them takes the host's time, so the first call of a kind does it.
+        """
+        if images.shape[1] != 3 or not images.numel():
+            return
+        low, high = (float(end) for end in torch.aminmax(images))
+        rule = "be in the range that it was trained on, such as 0 to 1"
+        got = f"{low:g} to {high:g}: divide them by 255 (or accelerate with encoders=False)"
+        holds = not (high > 32 and low > -high / 64)
+        require(holds, f"dpa: images for {name_of(self.encoder)}", rule, got)
