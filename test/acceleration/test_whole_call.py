@@ -57,12 +57,14 @@ def observation(batch=1, device="cuda"):
     }
 
 
-def policies(**options):
-    """A policy on the GPU, accelerated, and the same as it was."""
+def policies(behind=None, **options):
+    """A policy on the GPU, accelerated, and the same as it was; with a layer behind its encoder."""
     torch.manual_seed(0)
     plain = ImagePolicy().cuda().eval()
     with torch.no_grad():
         plain.obs_encoder.norm.running_var.uniform_(0.5, 2)
+    if behind is not None:
+        plain.obs_encoder.norm = nn.Sequential(plain.obs_encoder.norm, behind).eval()
     return dpa.accelerate(copy.deepcopy(plain), **options), plain
 
 
@@ -113,6 +115,48 @@ def test_from_the_third_call_on_a_graph_answers(inference):
         assert_same(fast, plain, batch=3)
     [finding] = [f for f in dpa.explain(fast).findings if f.part == "call"]
     assert finding.active and max(finding.errors) < 1e-3
+
+
+class SpatialSoftmax(nn.Module):
+    """Keeps what it has last returned, as robomimic's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.kps = None
+
+    def forward(self, x):
+        self.kps = x.detach()
+        return x
+
+
+class Counter(nn.Module):
+    """Counts its calls, and depends on their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + 0 * self.calls
+
+
+@gpu
+def test_what_keypoints_keep_is_no_setting():
+    fast, plain = policies(SpatialSoftmax())
+    assert_same(fast, plain)
+    assert captured(fast)
+
+
+@gpu
+def test_a_call_that_changes_its_own_modules_runs_part_by_part():
+    fast, plain = policies(Counter())
+    assert_same(fast, plain, 3)
+    whole, counter = vars(fast)["predict_action"], fast.obs_encoder.norm[1]
+    assert not whole.captured and "changes attributes of its own" in whole.refused
+    before = counter.calls
+    assert_same(fast, plain, 3)
+    assert counter.calls == before + 3  # and nothing is captured again
 
 
 @gpu

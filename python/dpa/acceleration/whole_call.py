@@ -35,6 +35,7 @@ from dpa.training.graphed_calls import replaced_forward
 WHOLE_CALLS = ("generate_actions", "predict_action")
 _KEPT = 4  # kinds of calls
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)  # that a call may hold
+_LEAVES = frozenset({Tensor, *_PLAIN})
 
 
 class WholeCall(Replacement):
@@ -124,7 +125,8 @@ class WholeCall(Replacement):
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError):  # where memory is short: try again
                 why = str(error).partition("\n")[0]
-                self._graphs[call.kind] = _Refusal(f"it cannot be captured: {why}", self.policy)
+                policy = None if isinstance(error, _ChangesItself) else self.policy
+                self._graphs[call.kind] = _Refusal(f"it cannot be captured: {why}", policy)
             return self.parts(*call.args, **call.kwargs)
         return self._compare(graph, loop, call)
 
@@ -156,16 +158,27 @@ class WholeCall(Replacement):
         return self.parts(*call.args, **call.kwargs)
 
 
-class _Refusal:
-    """Why a policy's calls of a kind are not captured, as long as its modules stay as they are."""
+class _ChangesItself(RuntimeError):
+    """A call changes what it depends on, so that no call is like the one before."""
 
-    def __init__(self, why: str, policy: nn.Module):
+    def __init__(self) -> None:
+        super().__init__("it changes attributes of its own modules")
+
+
+class _Refusal:
+    """Why a policy's calls of a kind are not captured, as long as its modules stay as they are.
+
+    Without a policy they change in every call.
+    """
+
+    def __init__(self, why: str, policy: nn.Module | None):
         self.why = why
-        self._tracker = Tracker(policy)
-        self._hooked = self._tracker.hooked()
+        self._tracker = None if policy is None else Tracker(policy)
+        self._hooked = self._tracker is not None and self._tracker.hooked()
 
     def stands(self) -> bool:
-        return self._tracker.unchanged() and self._tracker.hooked() == self._hooked
+        tracker = self._tracker
+        return tracker is None or (tracker.unchanged() and tracker.hooked() == self._hooked)
 
 
 @dataclass(frozen=True)
@@ -194,7 +207,8 @@ class _Call:
         """Return the call, or None where it has to run as it is."""
         if torch.is_grad_enabled() or is_observed():
             return None
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves: list[Any] = []
+        structure = _taken_apart((args, kwargs), leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors or not tensors[0].is_cuda or not can_capture(tensors[0].device):
             return None
@@ -206,6 +220,21 @@ class _Call:
         shapes = tuple((x.shape, x.stride(), x.dtype) for x in tensors)
         kind = (tensors[0].device, shapes, tuple(others), structure, kernel_settings())
         return cls(args, kwargs, tensors, kind)
+
+
+def _taken_apart(value: Any, leaves: list[Any]) -> Hashable:
+    """Return the structure of nested containers, and add what they hold in pytree's order.
+
+    Structures of pytree take longer to compare than those of plain ones.
+    """
+    kind = type(value)
+    if kind is dict:
+        return tuple(value), tuple([_taken_apart(one, leaves) for one in value.values()])
+    if kind is tuple or kind is list:
+        return kind, tuple([_taken_apart(one, leaves) for one in value])
+    found, structure = ([value], None) if kind in _LEAVES else pytree.tree_flatten(value)
+    leaves += found
+    return structure
 
 
 def _encoders(policy: nn.Module) -> list[EncoderKernels]:
@@ -248,6 +277,8 @@ class _Graph:
             with torch.cuda.stream(beside):
                 self._comparisons = [one.weights.captured_start() for one in packed]
             main.wait_stream(beside)
+        if not self._modules.holds():
+            raise _ChangesItself
         self._graph, self._loop, self._route = graph, loop, route
         unet = None if route is None else route.forward.unet
         self._inside = any(module is unet for module in whole.policy.modules())

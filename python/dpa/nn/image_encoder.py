@@ -107,7 +107,7 @@ class Encoder:
         module: the encoder itself.
         variant: which one it is.
         layers: what runs, one after the other.
-        tracker: of the modules inside. Keypoints keep their last ones, which are no setting.
+        tracker: of the modules inside.
 
     """
 
@@ -117,7 +117,7 @@ class Encoder:
     tracker: Tracker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tracker = Tracker(self.module, but=frozenset({"kps"}))
+        self.tracker = Tracker(self.module)
         self._present = [layer.present() for layer in self.convolutions()]
         self._grids = [(t, version_of(t), t.clone()) for t in self._read_grids()]
 

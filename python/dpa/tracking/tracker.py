@@ -20,6 +20,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
 # What every module has: its modes, and what it holds, which is compared by itself.
 _OF_ALL = frozenset(vars(nn.Module()))
+# What calls write of modules of a class: robomimic's keypoints keep their last ones.
+_WRITTEN = {"SpatialSoftmax": frozenset({"kps"})}
 # What is replaced on a root. The forward of a layer inside shows in the number of attributes.
 _NO_SETTINGS = _OF_ALL | REPLACED
 
@@ -71,7 +73,6 @@ class Tracker:
             them compares them otherwise.
         buffers: whether buffers that a user's ``forward`` reads count.
         methods: of the root, which read settings besides ``forward``.
-        but: names of attributes that are no settings.
         modes: whether training mode and evaluation are settings.
 
     Attributes:
@@ -89,12 +90,9 @@ class Tracker:
         *,
         buffers: bool = False,
         methods: tuple[str, ...] = (),
-        but: frozenset[str] = frozenset(),
         modes: bool = False,
     ):
-        but = _NO_SETTINGS | but
-        if modes:
-            but -= {"training"}
+        but = _NO_SETTINGS - {"training"} if modes else _NO_SETTINGS
         if paths is None:
             self.modules: dict[str, nn.Module | None] = dict(root.named_modules())
         else:
@@ -104,6 +102,8 @@ class Tracker:
         self._classes = list(map(class_of, found))
         self._found = found
         self._own = [vars(module) for module in found]
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in found)
+        self._mode = _mode if scripted else operator.attrgetter("training")
         # Only where it is tracked: what a weak dictionary keeps by its root must not keep the root.
         self._root = vars(root) if "" in self.modules else None
         self._root_names = self._names_of_root()
@@ -128,9 +128,15 @@ class Tracker:
         self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
         called = {id(root): ("forward", *methods)}
         apart = [held[name] for held, name in self._slots if held.get(name) is not None]
-        options = {"but": but | {"training"}, "tensors": buffers, "apart": apart}
+        options = {"tensors": buffers, "apart": apart}
         reads = [
-            Reads(module, called.get(id(module), ("forward",)), _frozen, **options)
+            Reads(
+                module,
+                called.get(id(module), ("forward",)),
+                _frozen,
+                but=but | {"training"} | _written(module),
+                **options,
+            )
             for module in found
         ]
         self.read_beside = [read for read in reads if len(read)]
@@ -175,7 +181,7 @@ class Tracker:
 
     def modes(self) -> list[bool]:
         """Which modules are in training mode."""
-        return list(map(_mode, self._found))
+        return list(map(self._mode, self._found))
 
 
 class ModuleState:
@@ -229,11 +235,16 @@ def _children(module: nn.Module) -> dict[str, nn.Module | None]:
     return getattr(module._modules, "_python_modules", module._modules)
 
 
+def _written(module: nn.Module) -> frozenset[str]:
+    return _WRITTEN.get(class_of(module).__name__, frozenset())
+
+
 def _settings_of(
     module: nn.Module, but: frozenset[str]
 ) -> Iterator[tuple[Callable[[Any], Any], Any]]:
     """Yield what reads a module's settings, and what it reads them of."""
     own = vars(module)
+    but |= _written(module)
     names = [name for name in own if name not in but]
     if names:
         yield operator.itemgetter(*names), own
@@ -284,6 +295,10 @@ class Snapshot:
         self._objects, self._but = objects, but
         self._held: list[Any] = []  # what is compared by its id, which stays its own while it lives
         self._then = self._read(self._held)
+        self._glance = _Glance()
+        self._glance.add(objects)
+        for one in objects:
+            self._glance.add(vars(one), but)
         found = Reads(objects[0], methods, _frozen, but=but, shown=True, **reads)
         self.read_beside = [found] if len(found) else []
         self._lock, self._values = threading.Lock(), [] if values is None else self._kept(values)
@@ -310,7 +325,9 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether all attributes are what they were."""
-        if self._read([]) != self._then or not all(reads.holds() for reads in self.read_beside):
+        if not self._glance.same() and self._read([]) != self._then:
+            return False
+        if not all(reads.holds() for reads in self.read_beside):
             return False
         if not self._values or (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -320,6 +337,44 @@ class Snapshot:
             for tracker in self._values:
                 tracker.start()
             return not any(tracker.values_changed() for tracker in self._values)
+
+
+class _Glance:
+    """Whether containers hold the very objects that they held: then nothing has to be read.
+
+    A check is made of loops without bytecode.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[tuple[Any, int, list[Any], list[Any]]] = []  # with sizes, keys and values
+        self._others: list[Any] = []  # in them, whose classes may change
+        self._tensors: list[tuple[Tensor, Hashable]] = []
+
+    def add(self, held: Any, but: frozenset[str] = frozenset()) -> None:
+        """Remember a dict, list or tuple and what is inside of it."""
+        keys = [k for k in held if k not in but] if isinstance(held, dict) else range(len(held))
+        values = list(map(held.__getitem__, keys))
+        self._items.append((held, len(held), list(keys), values))
+        for value in values:
+            if isinstance(value, (dict, list, tuple)):
+                self.add(value)
+            elif isinstance(value, Tensor):
+                self._tensors.append((value, version_of(value)))
+        self._others += [value for value in values if type(value) not in _PLAIN]
+        self._types = list(map(type, self._others))
+
+    def same(self) -> bool:
+        """Whether all are there, and no tensor has been written."""
+        try:
+            for held, size, keys, values in self._items:
+                if len(held) != size or not all(
+                    map(operator.is_, map(held.__getitem__, keys), values)
+                ):
+                    return False
+        except (IndexError, KeyError):
+            return False
+        written = any(version_of(tensor) != version for tensor, version in self._tensors)
+        return not written and list(map(type, self._others)) == self._types
 
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
