@@ -77,6 +77,23 @@ def test_captures_record_channels_last_where_it_gains(monkeypatch):
     assert norms(images, tf32=True) == 0
 
 
+def _whole(**options):
+    """LeRobot's encoder without a crop: nothing in it differs from step to step."""
+    return _lerobot_policy(use_group_norm=True, crop_shape=None, **options).diffusion.rgb_encoder
+
+
+def test_an_encoder_without_crops_replays_as_a_whole():
+    encoder = dpa.accelerate(_whole(), fallback=False)
+    graphed = replaced(encoder, "forward")
+    assert isinstance(graphed, GraphedForward) and isinstance(graphed.inner, FastEncoder)
+    assert replaced(backbone_of(encoder), "forward") is None
+    images = torch.rand(2, 3, 48, 64)
+    for model in (encoder.train(), dpa.restore(encoder)):
+        features = model(images)
+    assert_close(graphed.original(images), features)
+    assert replaced(encoder, "forward") is None
+
+
 _RESNETS = ("ResNet-18, GroupNorm", "ResNet-18, BatchNorm")
 
 
@@ -87,10 +104,10 @@ def _statistics(module):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["LeRobot, GroupNorm", "LeRobot, BatchNorm", *_RESNETS])
+@pytest.mark.parametrize("name", ["LeRobot, GroupNorm", "LeRobot, BatchNorm", "whole", *_RESNETS])
 def test_training_steps_replay(hopper, name, autocast):
     """Gradients and statistics are the plain encoder's; every step has a crop of its own."""
-    plain = _ENCODERS[name]().to(hopper).train()
+    plain = {**_ENCODERS, "whole": _whole}[name]().to(hopper).train()
     exact = copy.deepcopy(plain)
     fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
     crops = []
@@ -115,5 +132,6 @@ def test_training_steps_replay(hopper, name, autocast):
                 assert (got - right).norm() <= limit, name_
             else:
                 assert_close(got, want, rtol=1e-4, atol=1e-3)
-    assert replaced(backbone_of(fast), "forward").captured == 1
-    assert name in _RESNETS or not torch.equal(crops[-1], crops[-2])
+    graphed = fast if name == "whole" else backbone_of(fast)
+    assert replaced(graphed, "forward").captured == 1
+    assert name in (*_RESNETS, "whole") or not torch.equal(crops[-1], crops[-2])

@@ -1,35 +1,42 @@
-"""Residual networks of image encoders in training: their calls replay, channels-last."""
+"""Image encoders in training: calls of what is the same in every step replay, channels-last."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpa.nn.image_encoder import backbone_of
-from dpa.tracking.replacing import replace_method
+from dpa.tracking.replacing import class_of, replace_method
 from dpa.training.channels_last import ChannelsLast, in_order_of, value_of
 from dpa.training.graphed_calls import GraphedForward, ungraph_calls
 
 
 def graph_encoder(encoder: nn.Module) -> None:
-    """Let the calls of an encoder's residual network replay while it trains."""
-    backbone = backbone_of(encoder)
-    if backbone is not None:
-        ungraph_calls(backbone)
-        replace_method(backbone, "forward", GraphedEncoder(backbone, 3, 2))
+    """Let the calls of an encoder, or of its residual network, replay while it trains."""
+    ungraph_encoder(encoder)
+    # LeRobot's own forward adds crops and resizing alone; others' may hold any augmentation.
+    whole = class_of(encoder).__module__.startswith("lerobot.") and not _prepares(encoder)
+    module = encoder if whole else backbone_of(encoder)
+    if module is not None:
+        replace_method(module, "forward", GraphedEncoder(module, 3, 2))
 
 
 def ungraph_encoder(encoder: nn.Module) -> None:
     """Undo :func:`graph_encoder`."""
-    backbone = backbone_of(encoder)
-    if backbone is not None:
-        ungraph_calls(backbone)
+    for module in {encoder, backbone_of(encoder)} - {None}:
+        ungraph_calls(module)
+
+
+def _prepares(module: nn.Module) -> bool:
+    """Whether its forward crops at random, or resizes."""
+    return getattr(module, "do_crop", False) or getattr(module, "resize", None) is not None
 
 
 class GraphedEncoder(GraphedForward):
-    """Captures record a residual network's channels-last form, in 16 bits or with TF32.
+    """Captures record an encoder's channels-last form, in 16 bits or with TF32.
 
     Without TF32, cuDNN's convolutions of float32 are no faster channels-last.
     """
@@ -38,6 +45,9 @@ class GraphedEncoder(GraphedForward):
         """Drop every capture, and what calls have shown."""
         super().forget()
         self._dtypes: dict[torch.dtype | None, torch.dtype] = {}
+
+    def _key(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> Hashable | None:
+        return None if _prepares(self.module) else super()._key(names, values)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward that this one replaces, and learn in which dtype it answers."""

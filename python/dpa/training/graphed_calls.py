@@ -135,7 +135,7 @@ class GraphedForward(Replacement):
             return self.original(*args, **kwargs)
         self._captures.move_to_end(key)
         tensors = tuple(x for x in values if x is not None)
-        return _Replay.apply(capture, tensors, *capture.trained(tensors))
+        return _replayed(capture, tensors, *capture.trained(tensors))
 
     def _is_decided(self) -> bool:
         """Whether a later call would run as one does now: not before a comparison has decided."""
@@ -354,3 +354,8 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         _ = ctx.saved_tensors  # PyTorch's own error where they are freed
         return None, None, *ctx.capture.backward(ctx, grad)
+
+
+# Without what Function.apply does for torch.func's transforms, an argument after the other: under
+# them no call replays.
+_replayed = super(torch.autograd.Function, _Replay).apply

@@ -28,14 +28,20 @@ class Parts:
     def __init__(self, module: nn.Module):
         self._tracker = Tracker(module)
         held = [(m._parameters, m._buffers) for m in module.modules()]
-        self._slots = [(d, name, d[name]) for two in held for d in two for name in d]
+        slots = [(d, name, d[name]) for two in held for d in two for name in d]
+        self._held, self._names, self._values = zip(*slots, strict=True) if slots else ((), (), ())
         self._parameter_slots = [(d, n) for d, _ in held for n in d if d[n] is not None]
         self.parameters = list(module.parameters())
         self._tensors = [*self.parameters, *module.buffers()]
+        self._states: dict[Hashable, int] = {}
 
     def unchanged(self) -> bool:
         """Whether nothing has been replaced."""
-        same = all(d.get(name) is value for d, name, value in self._slots)
+        try:
+            found = map(operator.getitem, self._held, self._names)
+            same = all(map(operator.is_, found, self._values))
+        except KeyError:
+            return False
         return same and self._tracker.unchanged()
 
     def are_plain(self, device: torch.device) -> bool:
@@ -46,16 +52,17 @@ class Parts:
             and all(map(device.__eq__, map(_device, self._tensors)))
         )
 
-    def state(self) -> Hashable:
-        """Where and how parameters and buffers lie, which train, and modes."""
+    def state(self) -> int:
+        """A number for where and how parameters and buffers lie, which train, and modes."""
         tensors = self._tensors
-        return (
+        state = (
             tuple(map(Tensor.data_ptr, tensors)),
             tuple(map(Tensor.stride, tensors)),
             tuple(map(_kind, tensors)),
             tuple(map(_trains, self.parameters)),
             tuple(self._tracker.modes()),
         )
+        return self._states.setdefault(state, len(self._states))
 
     def versions(self) -> list[int]:
         """How often each parameter has been written."""
