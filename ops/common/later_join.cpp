@@ -30,7 +30,7 @@ bool is_python(const Node& node) { return std::strstr(typeid(node).name(), "PyNo
 /// The graph of a pass.
 struct Pass {
   int task = -1;
-  bool plain = true;                          // without hooks and Python
+  bool plain = true;                          // without hooks and Python: nobody reads a parameter's `grad` meanwhile
   std::unordered_map<const Node*, int> uses;  // edges to each node
 
   void add(Node& node) {
@@ -58,8 +58,8 @@ bool is_kept(const autograd::Edge& edge, const Pass& pass) {
   if (leaf == nullptr || pass.uses.at(leaf) != 1 || has_hooks(*leaf)) return false;
   const auto& found = *autograd::get_current_graph_task_exec_info();
   if (const auto info = found.find(leaf); info != found.end() && info->second.captures_ != nullptr)
-    return !info->second.needed_;
-  return !leaf->variable.grad().defined() && leaf->variable.is_contiguous();
+    return !info->second.needed_;  // nobody has it before the caller
+  return pass.plain && !leaf->variable.grad().defined() && leaf->variable.is_contiguous();
 }
 
 }  // namespace
@@ -77,7 +77,6 @@ bool LaterJoin::allowed(size_t first, size_t end) {
   if (!node || autograd::get_current_graph_task_id() == -1 || c10::GradMode::is_enabled()) return false;
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   const auto& pass = Pass::current(*node);
-  if (!pass.plain) return false;
   for (size_t i = first; i < end; ++i)
     if (node->task_should_compute_output(i) && !is_kept(node->next_edge(i), pass)) return false;
   return true;

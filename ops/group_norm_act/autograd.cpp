@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ops/common/autocast.h"
+#include "ops/common/later_join.h"
 #include "ops/common/node.h"
 #include "ops/group_norm_act/group_norm_act.h"
 
@@ -23,6 +24,7 @@ struct GroupNormActBackward : SavingNode<GroupNormActBackward, 4, int64_t, doubl
     variable_list to(4);
     if (!relu && wanted[3]) to[3] = grad;
     if (std::find(mask.begin(), mask.end(), true) != mask.end()) {
+      const LaterJoin later(grad);
       auto found = as_list(group_norm_act_backward(grad, input, num_groups, as_optional(weight), as_optional(bias), eps,
                                                    as_optional(residual), relu, mask));
       std::copy(found.begin(), found.end() - (relu ? 0 : 1), to.begin());

@@ -7,6 +7,7 @@
 #include "kernels/cuda/group_norm_act/group_norm_act.h"
 #include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "ops/common/strides.h"
+#include "ops/conv1d/branches.h"
 #include "ops/group_norm_act/group_norm_act.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 
@@ -64,6 +65,7 @@ NormActGradients group_norm_act_backward_cuda(const Tensor& grad_, const Tensor&
   check_group_norm_mish(group_norm_act.name(), input, num_groups, weight, bias, eps, {}, {}, residual);
   check_same(group_norm_act_backward.name(), "grad", grad_, "input", input);
   const c10::cuda::CUDAGuard guard(input.device());
+  const bool later = joins_later(grad_, 1, 3);
   const NormActLaunch in(input, num_groups, weight, bias, eps, residual, relu);
   if (!in.fits())
     return group_norm_act_backward_by_aten(grad_, input, num_groups, weight, bias, eps, residual, relu, mask);
@@ -76,18 +78,22 @@ NormActGradients group_norm_act_backward_cuda(const Tensor& grad_, const Tensor&
        partials = Tensor();
   if (mask[1] || mask[2]) partials = at::empty({2, batch, channels}, options.dtype(at::kFloat));
   auto* const shares = partials.defined() ? partials.mutable_data_ptr<float>() : nullptr;
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  Branches branches;
   C10_CUDA_CHECK(kernels::group_norm_act_backward(
       {in.args, grad.const_data_ptr(), mutable_data_or_null(grad_input), mutable_data_or_null(grad_residual), shares},
-      stream));
+      branches.main()));
   if (partials.defined()) {
+    const auto is_cast = [&](int i, const OptionalTensor& t) { return mask[i] && t->scalar_type() != in.parameter; };
+    const bool apart = later && !is_cast(1, weight) && !is_cast(2, bias);
+    if (apart) branches.fork();
     const kernels::channels_last::SliceSums sums{kernel_dtype(in.parameter),
                                                  channels,
                                                  batch,
                                                  shares,
                                                  2,
                                                  {mutable_data_or_null(grad_weight), mutable_data_or_null(grad_bias)}};
-    C10_CUDA_CHECK(kernels::channels_last::add_slices(sums, stream));
+    C10_CUDA_CHECK(kernels::channels_last::add_slices(sums, apart ? branches.side() : branches.main()));
+    if (apart) Unjoined::hold(branches, {partials}, {grad_weight, grad_bias});
   }
   if (mask[1]) grad_weight = grad_weight.to(weight->scalar_type());
   if (mask[2]) grad_bias = grad_bias.to(bias->scalar_type());

@@ -241,6 +241,42 @@ def test_gradients_that_are_returned(predict):
     _called_and_captured(work, lambda: grads)
 
 
+class _Same(torch.autograd.Function):
+    """A function in Python, of which nobody knows what it reads."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_norms_between_functions_in_python(cuda, returned):
+    """What autograd.grad returns nobody has read before, whoever is in the graph."""
+    torch.manual_seed(0)
+    images = torch.randn(70, 64, 11, 11, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.randn(64, device=cuda, requires_grad=True) for _ in range(12)]
+    grads = []
+
+    def work():
+        x = images.contiguous(memory_format=torch.channels_last)
+        for weight, bias in zip(weights[::2], weights[1::2], strict=True):
+            x = _Same.apply(torch.ops.dpa.group_norm_act(x, 4, weight, bias, 1e-5, x))
+        loss = x.float().square().mean()
+        if returned:
+            grads[:] = torch.autograd.grad(loss, [images, *weights])
+            return
+        for leaf in (images, *weights):
+            leaf.grad = None
+        loss.backward()
+        grads[:] = [leaf.grad for leaf in (images, *weights)]
+
+    _called_and_captured(work, lambda: grads)
+
+
 def test_saved_tensor_hooks(predict):
     unet = _unet()
 
