@@ -5,6 +5,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "kernels/cuda/unet1d/unet1d.h"
 #include "ops/unet1d/unet1d.h"
 
@@ -170,7 +172,22 @@ Tensor diffusion_sample_clocks_cuda(const Tensor& sample, const Tensor& timestep
   return record;
 }
 
+std::string unet1d_path(at::IntArrayRef config, at::ScalarType dtype, int64_t batch, int64_t horizon) {
+  const auto plan = unet1d_plan("unet1d_path", config, dtype);
+  const auto most = std::numeric_limits<int>::max();
+  if (batch < 1 || batch > most || horizon < 1 || horizon > most) return "none";
+  const int samples = static_cast<int>(batch), times = static_cast<int>(horizon);
+  if (!kernels::unet1d::reject(*plan, samples, times, /*steps=*/1).empty()) return "none";
+  kernels::unet1d::Device device;
+  C10_CUDA_CHECK(kernels::unet1d::current_device(device));
+  if (dtype != at::kFloat && kernels::unet1d::layers_pay(*plan, samples, times, device)) return "layers";
+  return name_of(kernels::unet1d::choose_path(*plan, samples, times, device));
+}
+
 }  // namespace
+
+// No tensor among its arguments, so no backend's key finds it.
+TORCH_LIBRARY_IMPL(dpa, CompositeExplicitAutograd, m) { m.impl("unet1d_path", &unet1d_path); }
 
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("unet1d_pack", &unet1d_pack_cuda);

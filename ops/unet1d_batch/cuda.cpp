@@ -250,7 +250,7 @@ Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const Op
   const auto plan = unet1d_batch_plan("unet1d_batch", config);
   check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  DPA_CHECK(gemm::has_wgmma(), "unet1d_batch", "sample must be on a Hopper GPU, in a build for sm_90a",
+  DPA_CHECK(gemm::supported(), "unet1d_batch", "sample must be on a GPU of compute capability 8.0 or later",
             sample.device());
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
   std::vector<Tensor> kept;

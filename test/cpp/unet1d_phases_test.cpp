@@ -139,6 +139,32 @@ TEST(ChoosePath, ByDeviceAndSize) {
   EXPECT_EQ(choose_path(fp32, 1, 64, kHopper), Path::kResident);
 }
 
+TEST(LayersPay, BySizeAndDevice) {
+  struct {
+    std::vector<int> widths;
+    int kernel, batch, horizon;
+    bool hopper;
+  } const rows[] = {
+      {{256, 512, 1024}, 5, 1, 16, false},   {{256, 512, 1024}, 5, 32, 16, false},  // clusters
+      {{256, 512, 1024}, 5, 33, 16, true},   {{256, 512, 1024}, 5, 64, 16, true},  {{256, 512, 1024}, 5, 16, 32, false},
+      {{256, 512, 1024}, 5, 17, 32, true},   {{256, 512, 1024}, 5, 12, 48, false}, {{256, 512, 1024}, 5, 16, 48, true},
+      {{512, 1024, 2048}, 5, 8, 64, true},   {{512, 1024, 2048}, 5, 4, 64, false},  // clusters
+      {{512, 1024, 2048}, 5, 16, 16, false}, {{512, 1024, 2048}, 3, 17, 16, true}, {{384, 768, 1536}, 5, 16, 16, false},
+      {{384, 768, 1536}, 5, 32, 16, true},   {{64, 128, 256}, 5, 64, 16, false},   {{64, 128, 256}, 5, 256, 64, true},
+      {{128, 256, 384}, 5, 64, 16, false},   {{128, 256, 384}, 5, 256, 16, true},  {{32, 64}, 3, 256, 128, false},
+      {{256, 512, 1024}, 7, 16, 16, false},  {{256, 512, 1024}, 7, 64, 16, true},  {{96, 192, 320}, 9, 16, 16, false},
+      {{252, 504}, 5, 256, 16, false},       {{256, 512, 1024}, 5, 1, 4096, true},  // nothing else fits
+  };
+  for (const auto& row : rows) {
+    Config c = {2, static_cast<int>(row.widths.size()), {}, row.kernel, row.widths[0] == 252 ? 4 : 8, 256, 132, true};
+    std::copy(row.widths.begin(), row.widths.end(), c.down_dims);
+    const Plan plan = make_plan(c, DType::kBFloat16);
+    EXPECT_EQ(layers_pay(plan, row.batch, row.horizon, kHopper), row.hopper)
+        << row.widths[0] << " kernel " << row.kernel << " " << row.batch << " x " << row.horizon;
+    EXPECT_FALSE(layers_pay(plan, row.batch, row.horizon, kA100));
+  }
+}
+
 TEST(ChoosePath, NarrowNetworksRunInTeams) {
   for (const Config& c : {kManiSkill, kSimpleDp3})
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {

@@ -142,13 +142,4 @@ inline bool fits(const Plan& plan, int batch, int horizon, Path path) {
   }
 }
 
-inline const char* name_of(Path path) {
-  return path == Path::kResident       ? "resident"
-         : path == Path::kClustered    ? "cluster "
-         : path == Path::kClusterBatch ? "batches "
-         : path == Path::kTeams        ? "teams   "
-         : path == Path::kPhases       ? "phases  "
-                                       : "layered ";
-}
-
 }  // namespace dpa::test

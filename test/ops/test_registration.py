@@ -37,7 +37,7 @@ _WITHOUT_CPU = {
     "dpa::parallel_move_",
 }
 # No tensor among its arguments, so no backend of its own.
-_HOST = {"dpa::unet1d_weight_names"}
+_HOST = {"dpa::unet1d_weight_names", "dpa::unet1d_path"}
 _BUILT_WITH_CUDA = dpa.info()["built for"].startswith("the CPU and CUDA")
 
 

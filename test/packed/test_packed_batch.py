@@ -28,41 +28,6 @@ def _inputs(device, count, horizon=16):
     return sample, torch.randn(count, 20, device=device)
 
 
-@pytest.mark.parametrize(
-    ("dims", "kernel", "count", "horizon", "expected"),
-    [
-        ((256, 512, 1024), 5, 1, 16, False),
-        ((256, 512, 1024), 5, 32, 16, False),  # clusters
-        ((256, 512, 1024), 5, 33, 16, True),
-        ((256, 512, 1024), 5, 64, 16, True),
-        ((256, 512, 1024), 5, 16, 32, False),  # clusters
-        ((256, 512, 1024), 5, 17, 32, True),
-        ((256, 512, 1024), 5, 8, 64, False),  # clusters
-        ((256, 512, 1024), 5, 12, 48, False),  # phases
-        ((256, 512, 1024), 5, 16, 48, True),
-        ((512, 1024, 2048), 5, 8, 64, True),
-        ((512, 1024, 2048), 5, 4, 64, False),  # clusters
-        ((512, 1024, 2048), 5, 16, 16, False),  # clusters
-        ((512, 1024, 2048), 3, 17, 16, True),
-        ((384, 768, 1536), 5, 16, 16, False),
-        ((384, 768, 1536), 5, 32, 16, True),
-        ((384, 768, 1536), 5, 4, 16, False),
-        ((64, 128, 256), 5, 64, 16, False),
-        ((64, 128, 256), 5, 256, 16, False),  # phases
-        ((64, 128, 256), 5, 256, 64, True),
-        ((128, 256, 384), 5, 64, 16, False),
-        ((128, 256, 384), 5, 256, 16, True),
-        ((32, 64), 3, 256, 128, False),
-        ((256, 512, 1024), 7, 16, 16, False),
-        ((256, 512, 1024), 7, 64, 16, True),
-        ((96, 192, 320), 9, 16, 16, False),
-        ((252, 504), 5, 256, 16, False),
-    ],
-)
-def test_which_calls_run_layer_by_layer(dims, kernel, count, horizon, expected):
-    assert batch.pays([2, kernel, 8, 256, 132, 1, *dims], count, horizon) is expected
-
-
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_forward(hopper, dtype):
     """A timestep each, and one for all, against float64."""
@@ -71,7 +36,7 @@ def test_forward(hopper, dtype):
     packed = PackedUnet(unet, dtype)
     kind = torch.float16 if dtype.itemsize == 1 else dtype
     sample, cond = _inputs(hopper, 40)
-    assert batch.served(packed.config, dtype, sample)
+    assert packed._in_batch(sample)
     for steps in (torch.randint(100, (40,), device=hopper), torch.tensor(7, device=hopper)):
         got = packed(sample, steps, cond)
         with torch.no_grad():
@@ -92,7 +57,7 @@ def test_batches_in_clusters(hopper, dtype, dims, kernel, count, horizon):
     packed = PackedUnet(unet, dtype)
     kind = torch.float16 if dtype.itemsize == 1 else dtype
     sample, cond = _inputs(hopper, count, horizon)
-    assert not batch.served(packed.config, dtype, sample)
+    assert not packed._in_batch(sample)
     steps = torch.randint(100, (count,), device=hopper)
     got = packed(sample, steps, cond)
     with torch.no_grad():

@@ -97,28 +97,6 @@ def test_empty_batches_and_other_dtypes(hopper):
     assert torch.equal(call(net, inputs), call(net, wide))
 
 
-def test_a_build_without_the_instructions(monkeypatch):
-    """The network runs layer by layer, and the op is asked once. Without a GPU."""
-    net, inputs = make("film_scale", torch.device("cpu"), torch.bfloat16)
-    asked = []
-
-    def refuse(*args):
-        asked.append(args)
-        raise RuntimeError(
-            "dpa::unet1d_batch: sample must be on a Hopper GPU, in a build for sm_90a, got cuda:0"
-        )
-
-    with torch.no_grad():
-        expected = net(**inputs)
-        monkeypatch.setattr(dpa.nn.unet1d, "channels_last", lambda *_: True)
-        monkeypatch.setattr(dpa.nn.inference._Network, "packed", lambda *_: None)
-        monkeypatch.setattr(dpa.nn.inference, "_UNSERVED", set())
-        monkeypatch.setattr(torch.ops.dpa, "unet1d_batch", refuse)
-        for _ in range(2):
-            torch.testing.assert_close(net(**inputs), expected)
-    assert len(asked) == 1
-
-
 def _step(net):
     for p in net.parameters():
         p.grad = torch.randn_like(p)

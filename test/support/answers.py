@@ -6,7 +6,6 @@ answers.py FILE FILE   compares two such files; exit status 1 where bits differ
 """
 
 import contextlib
-import re
 import sys
 import time
 from collections import defaultdict
@@ -53,7 +52,7 @@ def _missing_kernel() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if re.search("must be on a Hopper GPU|one-sample kernel runs on this device", str(error)):
+        if "one-sample kernel runs on this device" in str(error):
             raise _NoKernel from error
         raise
 

@@ -74,8 +74,11 @@ cudaError_t current_device(Device& made) {
   made.hopper = kBuiltForHopper && major == 9 && minor == 0;
   made.clusters = made.hopper && clusters_fit(device);
   made.team_clusters = made.hopper ? team_clusters(device) : 0;
-  if (const char* limit = std::getenv("DPA_TEST_MULTIPROCESSORS"))  // as many as a smaller GPU has
-    made.multiprocessors = std::max(1, std::min(made.multiprocessors, std::atoi(limit)));
+  for (const auto& [value, name] : {std::pair(&made.multiprocessors, "DPA_TEST_MULTIPROCESSORS"),
+                                    std::pair(&made.shared_bytes, "DPA_TEST_SHARED_BYTES")}) {
+    if (const char* limit = std::getenv(name))  // as much as a smaller GPU has
+      *value = std::max(1, std::min(*value, std::atoi(limit)));
+  }
   made.team_clusters = std::min(made.team_clusters, made.multiprocessors / 8);
   return cudaSuccess;
 }

@@ -9,6 +9,11 @@
 
 namespace dpa::kernels::unet1d {
 
+const char* name_of(Path path) {
+  constexpr const char* kNames[] = {"automatic", "resident", "clusters", "batches", "teams", "phases", "layered"};
+  return kNames[static_cast<int>(path)];
+}
+
 static PhaseDevice phase_device(const Device& device) { return {device.multiprocessors, device.shared_bytes}; }
 static size_t phase_bytes(const Plan& plan, int samples, int horizon, const PhaseDevice& device) {
   return phase_workspace_bytes(*phases_of(plan, samples, horizon, device), device);
@@ -109,8 +114,11 @@ int phase_samples(const Plan& plan, int batch, int horizon, const Device& device
   constexpr double kWeightColumns = 256 * 1024;  // millions of weights times columns
   if (batch < 1 || horizon < 1) return 0;
   const int columns = static_cast<int>(std::clamp<double>(kWeightColumns / weights_of(plan), kLeast, kMost));
-  const int launches = ceil_div(batch, std::max(1, columns / horizon)), samples = ceil_div(batch, launches);
-  return phases_of(plan, samples, horizon, phase_device(device))->error.empty() ? samples : 0;
+  for (int launches = ceil_div(batch, std::max(1, columns / horizon));; launches *= 2) {
+    const int samples = ceil_div(batch, launches);
+    if (phases_of(plan, samples, horizon, phase_device(device))->error.empty()) return samples;
+    if (samples == 1) return 0;
+  }
 }
 
 // Microseconds of a step in phases on an H200, within a tenth up to 1024 columns: of a phase, whatever its size; of a
@@ -147,6 +155,28 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
   if (wide != Path::kAutomatic) return teams_beat_clusters(plan, teams) ? Path::kTeams : wide;
   if (teams_pay(plan, batch, horizon, teams, device)) return Path::kTeams;
   return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;
+}
+
+bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
+  const Config& c = plan.config;
+  int narrowest = c.own(c.down_dims[0]);
+  for (int i = 0; i < c.levels; i++) {
+    const int width = c.own(c.down_dims[i]);
+    if (width % 8) return false;  // the GEMMs of layers do not serve
+    narrowest = std::min(narrowest, width);
+  }
+  const Path path = choose_path(plan, batch, horizon, device);
+  if (!device.hopper || (path != Path::kTeams && path != Path::kPhases && path != Path::kLayered)) return false;
+  // Layers take almost the time of one sample for many. A layer has hand-overs twice as long as a phase, but GEMMs that
+  // take no longer for more columns; of more than five taps they are half as fast. Measured on an H200. Without Hopper's
+  // instructions they take twice a phase's time at 512 columns (H100).
+  const double columns = static_cast<double>(batch) * horizon;
+  if (narrowest < 256 || c.kernel_size > 5) {
+    const double ahead = c.kernel_size > 5 ? 1.2 : 0.6;
+    return weights_of(plan) * columns > ahead * 1074 * static_cast<double>(plan.convs.size() + 1);
+  }
+  if (narrowest >= 512) return columns >= 192 || batch >= 16;
+  return columns >= (horizon & (horizon - 1) ? 640 : 512);
 }
 
 }  // namespace dpa::kernels::unet1d

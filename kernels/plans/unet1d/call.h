@@ -13,6 +13,7 @@ namespace dpa::kernels::unet1d {
 /// clusters for several samples, in another form for those of wide networks; in teams for narrow networks, in phases
 /// for every other size. Or, where no tile of a phase fits into shared memory, a chain of kernels, two a layer.
 enum class Path { kAutomatic, kResident, kClustered, kClusterBatch, kTeams, kPhases, kLayered };
+const char* name_of(Path path);
 
 /// What decides over the path.
 struct Device {
@@ -34,6 +35,9 @@ std::string reject(const Plan& plan, int batch, int horizon, int steps);
 
 /// The path that kAutomatic takes.
 Path choose_path(const Plan& plan, int batch, int horizon, const Device& device);
+
+/// Whether a step of `dpa::unet1d_batch`, an op a layer, is faster than one on that path. In 16 bits.
+bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device);
 
 /// Samples of a launch of the loop in phases, which takes a larger batch in parts; 0 where they do not fit.
 int phase_samples(const Plan& plan, int batch, int horizon, const Device& device);

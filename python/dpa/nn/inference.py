@@ -51,11 +51,9 @@ def forward(
 ) -> Tensor | None:
     """Run the network on packed weights: (B, T, Da) of ``dtype``, or None where it cannot be.
 
-    It cannot where a gradient may be wanted, a layer is replaced, hooked, sharded or set up in
-    another way than in ``template``, or the library was built without the instructions.
+    It cannot where a gradient may be wanted, or a layer is replaced, hooked, sharded or set up in
+    another way than in ``template``.
     """
-    if sample.device in _UNSERVED:
-        return None
     network = _NETWORKS.get(unet)
     if network is None or not network.layers.tracker.unchanged():
         network = _NETWORKS[unet] = _Network(unet, template(), config)
@@ -63,16 +61,9 @@ def forward(
     if parameters is None or _wants_gradients(parameters, sample, global_cond):
         return None
     packed = network.packed(parameters, dtype)
-    try:
-        return torch.ops.dpa.unet1d_batch(
-            sample, timesteps, global_cond, parameters, packed, network.config
-        )
-    except RuntimeError as error:
-        if "in a build for sm_90a" not in str(error):
-            raise
-        _UNSERVED.add(sample.device)
-        _NETWORKS.pop(unet, None)  # and its packed weights
-        return None
+    return torch.ops.dpa.unet1d_batch(
+        sample, timesteps, global_cond, parameters, packed, network.config
+    )
 
 
 def _wants_gradients(parameters: list[Tensor], *inputs: Tensor | None) -> bool:
@@ -158,4 +149,3 @@ class _Pack:
 
 
 _NETWORKS: WeakKeyDictionary[nn.Module, _Network] = WeakKeyDictionary()
-_UNSERVED: set[torch.device] = set()  # by this build

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
+
+from dpa.packed.config import path_of
 
 _ACTIVATIONS = {
     torch.bfloat16: torch.bfloat16,
@@ -15,66 +15,14 @@ _ACTIVATIONS = {
 _FLOAT32 = ("down_modules.0.0.blocks.0.", "down_modules.0.0.residual", "final_conv.1")
 
 
-def served(config: list[int], dtype: torch.dtype, sample: Tensor) -> bool:
-    """Whether calls of such a sample, (B, T, Da), run layer by layer."""
+def served(layout: list[int], dtype: torch.dtype, sample: Tensor) -> bool:
+    """Whether calls of such a sample, (B, T, Da), run layer by layer.
+
+    ``layout`` and ``dtype`` are what the weights for the other kernels are packed by.
+    """
     if dtype not in _ACTIVATIONS or not sample.is_cuda:
         return False
-    hopper = torch.cuda.get_device_capability(sample.device) == (9, 0)
-    return hopper and pays(config, *sample.shape[:2])
-
-
-def pays(config: list[int], batch: int, horizon: int) -> bool:
-    """Whether a step of layers, one op each, is faster than a step of the loop in one kernel.
-
-    Layers take almost the time of one sample for many. Measured on an H200: docs/sampler-log.md.
-    """
-    widths, columns = config[6:], batch * horizon
-    if any(n % 8 for n in widths):  # the GEMMs of layers do not serve
-        return False
-    if _clustered(config, batch, horizon):
-        return False
-    if min(widths) < 256 or config[1] > 5:
-        return _layers_pay(config, columns)
-    if min(widths) >= 512:
-        return columns >= 192 or batch >= 16
-    return columns >= (640 if horizon & (horizon - 1) else 512)
-
-
-def _layers_pay(config: list[int], columns: int) -> bool:
-    """Whether layers are faster than phases, by weights x columns.
-
-    A layer has hand-overs twice as long as a phase, but GEMMs that take no longer for more columns;
-    of more than five taps they are half as fast.
-    """
-    kernel, widths = config[1], config[6:]
-    ahead = 0.6 if kernel <= 5 else 1.2  # of a layer: millions of weights x 1024 columns
-    return _weights(kernel, widths) * columns > ahead * 2**30 * (10 * len(widths) - 1)
-
-
-def _weights(kernel: int, widths: list[int]) -> int:
-    """The weights of a network's convolutions, but for the first and the last."""
-
-    def block(inputs: int, outputs: int) -> int:
-        return kernel * outputs * (inputs + outputs) + inputs * outputs * (inputs != outputs)
-
-    first, last = widths[0], widths[-1]
-    count = 2 * kernel * first * first + block(first, first) + 2 * block(last, last)
-    for n, m in pairwise(widths):
-        count += block(n, m) + block(m, m) + block(2 * m, n) + block(n, n) + 3 * n * n + 4 * n * n
-    return count
-
-
-def _clustered(config: list[int], batch: int, horizon: int) -> bool:
-    """Whether a kernel in clusters takes such a call, as ``kernels/plans/unet1d`` decides."""
-    kernel, groups, widths = config[1], config[2], config[6:]
-    doubling = all(b == 2 * a for a, b in pairwise(widths))
-    if len(widths) > 3 or kernel not in (3, 5, 7) or groups != 8 or not doubling:
-        return False
-    if widths[0] == 256 and horizon in (8, 16) and kernel < 7:
-        return 2 <= batch <= 32
-    samples, times = (1 << (n - 1).bit_length() for n in (batch, horizon))  # as they are filled up
-    few = 2 <= batch <= 16 and 8 <= horizon <= 64 and widths[0] * samples * times <= 1 << 17
-    return widths[0] in (256, 512) and few
+    return path_of(tuple(layout), dtype, *sample.shape[:2], sample.device) == "layers"
 
 
 class BatchWeights:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -19,6 +21,15 @@ def runs_packed(device: torch.device) -> bool:
     if key == "CUDA" and torch.cuda.get_device_capability(device) < (8, 0):
         return False
     return key is not None and has_kernel("dpa::diffusion_sample", key)
+
+
+@functools.lru_cache(maxsize=1024)
+def path_of(
+    config: tuple[int, ...], dtype: torch.dtype, batch: int, horizon: int, device: torch.device
+) -> str:
+    """Return which kernel runs such calls on a GPU, as kernels/plans/unet1d/call.h names them."""
+    with torch.cuda.device(device):
+        return torch.ops.dpa.unet1d_path(config, dtype, batch, horizon)
 
 
 def unet_config(unet: nn.Module) -> list[int]:

@@ -299,7 +299,7 @@ class PackedUnet:
         """Whether so many samples run layer by layer; the weights for that are there then."""
         if torch.compiler.is_compiling() or self._layers is not None:
             return False
-        if not batch.served(self.config, self.dtype, sample):
+        if not batch.served(self._layout, self._kind, sample):
             return False
         if self._batch is None and not self._captured():
             self._batch_wanted = True

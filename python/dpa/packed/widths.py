@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dpa.packed.config import path_of
+
 # Widths of a first level, and the most weights for each of the network's own.
 _FIRST, _MOST = (128, 256, 512), 2.6
 
@@ -25,13 +27,11 @@ def widened(
     wide = [1 << (width - 1).bit_length() for width in own]
     if own == wide or not _may_widen(config, own, wide):
         return config
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or not _pays(wide, dtype, batch, horizon):
         return config
-    blocks = 64 if wide[0] == 128 else 128  # of the kernel of one sample
-    if torch.cuda.get_device_properties(device).multi_processor_count < blocks:
-        return config
-    pays = _pays(wide, dtype, batch, horizon)
-    return [*config[:6], *wide, 0, *own] if pays else config
+    wider = [*config[:6], *wide, 0, *own]
+    path = path_of(tuple(wider), dtype, batch, horizon, device)
+    return wider if path in ("resident", "clusters", "batches") else config
 
 
 def _pays(wide: list[int], dtype: torch.dtype, batch: int, horizon: int) -> bool:

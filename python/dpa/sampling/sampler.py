@@ -412,7 +412,8 @@ class DiffusionSampler:
                 alike, kind = packed.network.called_alike, type(unet).__name__
                 check(alike, "unet", "take global_cond for a loop to be one op", kind)
                 self.packed = packed
-            self.packed = self.packed.sized(*shape[:2])
+            together = 1 if self.parallel is None else self.parallel.window
+            self.packed = self.packed.sized(together * shape[0], shape[1])
             if self.fused and not self.packed.network.tracker.unchanged():
                 self.packed.repack()  # or an error that says what was altered
             free = not (self.fused and self.packed.network.tracker.hooked())
