@@ -175,6 +175,17 @@ TORCH_LIBRARY(dpa, m) {
       "unet1d_batch(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor[] parameters, Tensor packed, "
       "int[] config) -> Tensor",
       functional);
+  // The two halves of unet1d_batch for a loop: FiLM's parameters as parts of the timesteps, (S, R), and of the samples,
+  // (B, R), or (0, R) without global_cond; and the network on a row of the first and all of the second, in
+  // float32.
+  m.def(
+      "unet1d_batch_film(Tensor timesteps, Tensor? global_cond, Tensor[] parameters, Tensor packed, int[] config) "
+      "-> (Tensor steps, Tensor conds)",
+      functional);
+  m.def(
+      "unet1d_batch_on_film(Tensor sample, Tensor step, Tensor cond, Tensor[] parameters, Tensor packed, int[] config) "
+      "-> Tensor",
+      functional);
   m.def("unet1d_batch_pack(Tensor[] parameters, int[] config, ScalarType dtype) -> Tensor", functional);
   m.def(
       "unet1d_batch_pack.out(Tensor[] parameters, int[] config, ScalarType dtype, Tensor(a!)? seen=None, *, "

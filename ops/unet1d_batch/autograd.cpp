@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY_IMPL(dpa, Autograd, m) {
-  for (const char* op : {"unet1d_batch", "unet1d_batch_pack", "unet1d_batch_pack.out"})
+  for (const char* op :
+       {"unet1d_batch", "unet1d_batch_film", "unet1d_batch_on_film", "unet1d_batch_pack", "unet1d_batch_pack.out"})
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
 }

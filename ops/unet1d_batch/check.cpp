@@ -145,24 +145,29 @@ void check_unet1d_batch_parameters(const char* op, const BatchPlan& plan, at::Te
   }
 }
 
-void check_unet1d_batch(const BatchPlan& plan, const Tensor& sample, const Tensor& timesteps,
-                        const OptionalTensor& global_cond, at::TensorList parameters, const Tensor& packed) {
-  constexpr const char* op = "unet1d_batch";
+namespace {
+
+void check_weights(const char* op, const BatchPlan& plan, at::TensorList parameters, const Tensor& packed) {
   check_unet1d_batch_parameters(op, plan, parameters, packed.scalar_type());
   DPA_CHECK(packed.dim() == 1 && packed.sym_size(0) == plan.elements && packed.is_contiguous(), op,
             c10::str("packed must be the ", plan.elements, " elements that unet1d_batch_pack makes for this config"),
             packed.sym_sizes());
   check_same_device(op, "packed", packed, "parameters", parameters[0]);
-  check_same_device(op, "sample", sample, "parameters", parameters[0]);
+}
+
+void check_sample(const char* op, const BatchPlan& plan, const Tensor& sample, const Tensor& packed) {
+  check_same_device(op, "sample", sample, "packed", packed);
   check_floating(op, "sample", sample);
   DPA_CHECK(sample.dim() == 3 && sample.sym_size(2) == plan.action_dim, op,
             c10::str("sample must have shape (B, T, ", plan.action_dim, ")"), sample.sym_sizes());
   const int64_t multiple = int64_t{1} << (plan.levels - 1);
   DPA_CHECK(sample.sym_size(1) > 0 && sample.sym_size(1) % multiple == 0, op,
             c10::str("sample must have a horizon that is a positive multiple of ", multiple), sample.sym_size(1));
-  check_same_device(op, "timesteps", timesteps, "sample", sample);
-  DPA_CHECK(timesteps.dim() == 1 && (timesteps.sym_size(0) == 1 || timesteps.sym_size(0) == sample.sym_size(0)), op,
-            "timesteps must have shape (1) or (B)", timesteps.sym_sizes());
+}
+
+void check_conditions(const char* op, const BatchPlan& plan, const Tensor& timesteps, const OptionalTensor& global_cond,
+                      const Tensor& packed) {
+  check_same_device(op, "timesteps", timesteps, "packed", packed);
   const auto type = timesteps.scalar_type();
   DPA_CHECK(at::isFloatingType(type) || at::isIntegralType(type, /*includeBool=*/false), op,
             "timesteps must be numbers, whole or floating", type);
@@ -170,11 +175,49 @@ void check_unet1d_batch(const BatchPlan& plan, const Tensor& sample, const Tenso
             "global_cond must be given to a network that has one, and no other",
             global_cond.has_value() ? "a tensor" : "none");
   if (!global_cond.has_value()) return;
-  check_same_device(op, "global_cond", *global_cond, "sample", sample);
+  check_same_device(op, "global_cond", *global_cond, "packed", packed);
   check_floating(op, "global_cond", *global_cond);
-  DPA_CHECK(global_cond->dim() == 2 && global_cond->sym_size(0) == sample.sym_size(0) &&
-                global_cond->sym_size(1) == plan.cond_dim,
-            op, c10::str("global_cond must have shape (B, ", plan.cond_dim, ")"), global_cond->sym_sizes());
+  DPA_CHECK(global_cond->dim() == 2 && global_cond->sym_size(1) == plan.cond_dim, op,
+            c10::str("global_cond must have shape (B, ", plan.cond_dim, ")"), global_cond->sym_sizes());
+}
+
+}  // namespace
+
+void check_unet1d_batch(const BatchPlan& plan, const Tensor& sample, const Tensor& timesteps,
+                        const OptionalTensor& global_cond, at::TensorList parameters, const Tensor& packed) {
+  constexpr const char* op = "unet1d_batch";
+  check_weights(op, plan, parameters, packed);
+  check_sample(op, plan, sample, packed);
+  DPA_CHECK(timesteps.dim() == 1 && (timesteps.sym_size(0) == 1 || timesteps.sym_size(0) == sample.sym_size(0)), op,
+            "timesteps must have shape (1) or (B)", timesteps.sym_sizes());
+  check_conditions(op, plan, timesteps, global_cond, packed);
+  DPA_CHECK(!global_cond.has_value() || global_cond->sym_size(0) == sample.sym_size(0), op,
+            c10::str("global_cond must have shape (B, ", plan.cond_dim, ")"), global_cond->sym_sizes());
+}
+
+void check_unet1d_batch_film(const BatchPlan& plan, const Tensor& timesteps, const OptionalTensor& global_cond,
+                             at::TensorList parameters, const Tensor& packed) {
+  constexpr const char* op = "unet1d_batch_film";
+  check_weights(op, plan, parameters, packed);
+  DPA_CHECK(timesteps.dim() == 1, op, "timesteps must have shape (S)", timesteps.sym_sizes());
+  check_conditions(op, plan, timesteps, global_cond, packed);
+}
+
+void check_unet1d_batch_on_film(const BatchPlan& plan, const Tensor& sample, const Tensor& step, const Tensor& cond,
+                                at::TensorList parameters, const Tensor& packed) {
+  constexpr const char* op = "unet1d_batch_on_film";
+  check_weights(op, plan, parameters, packed);
+  check_sample(op, plan, sample, packed);
+  check_same_type(op, "step", step, "packed", packed);
+  check_same_device(op, "step", step, "packed", packed);
+  DPA_CHECK(step.dim() == 1 && step.sym_size(0) == plan.film_rows, op,
+            c10::str("step must have shape (", plan.film_rows, ")"), step.sym_sizes());
+  check_same_type(op, "cond", cond, "packed", packed);
+  check_same_device(op, "cond", cond, "packed", packed);
+  const auto rows = plan.cond_dim > 0 ? sample.sym_size(0) : c10::SymInt(0);
+  DPA_CHECK(cond.dim() == 2 && cond.sym_size(0) == rows && cond.sym_size(1) == plan.film_rows, op,
+            c10::str("cond must have shape (B, ", plan.film_rows, "), or no rows where the network has no global_cond"),
+            cond.sym_sizes());
 }
 
 void check_unet1d_batch_pack_out(const BatchPlan& plan, at::TensorList parameters, at::ScalarType dtype,

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "kernels/cuda/unet1d_batch/unet1d_batch.h"
@@ -62,8 +63,31 @@ class Forward {
 
   Tensor run(const Tensor& sample, const Tensor& timesteps, const Tensor& global_cond) {
     batch_ = sample.size(0), length_ = sample.size(1);
-    auto x = prepare(sample, timesteps);
+    const auto x = prepare(sample, timesteps, {});
     modulate(global_cond);
+    return last(final_block(walk(x)), packed_.scalar_type());
+  }
+  /// The same in float32, where FiLM's parts are known: of the timestep, (film_rows), and of the samples, (B, film_rows), or
+  /// undefined.
+  Tensor run_on_film(const Tensor& sample, const Tensor& step, const Tensor& cond) {
+    batch_ = sample.size(0), length_ = sample.size(1);
+    film_ = cond.defined() ? empty({batch_, plan_.film_rows}) : step.unsqueeze(0).expand({batch_, -1});
+    const auto x = prepare(sample, {}, cond.defined() ? std::array{step, cond} : std::array<Tensor, 2>());
+    return last(final_block(walk(x)), at::kFloat);
+  }
+  /// Those parts, of all timesteps: (S, film_rows) and (B, film_rows).
+  std::array<Tensor, 2> film(const Tensor& timesteps, const Tensor& global_cond) {
+    prepare({}, timesteps, {});
+    const auto embedded = dense(hidden(), plan_.time[1]);
+    const int64_t width = gemm::padded_to_lines(plan_.step_dim + plan_.cond_dim);
+    const auto step = film_of(activate(embedded, Tensor(), embedded.size(0), width), packed(plan_.film_bias));
+    if (!global_cond.defined()) return {step, Tensor()};
+    const auto none = at::zeros({1, plan_.step_dim}, packed_.options());  // Mish of zero is zero
+    return {step, film_of(activate(none, as_input(global_cond), global_cond.size(0), width), nullptr)};
+  }
+
+ private:
+  Tensor walk(Tensor x) {
     std::vector<Tensor> skips;
     const size_t levels = plan_.levels;
     for (size_t i = 0; i < levels; ++i) {
@@ -76,10 +100,9 @@ class Forward {
       x = resample(block(block(x, skips.back())), plan_.up[i], /*up=*/true);
       skips.pop_back();
     }
-    return last(final_block(x));
+    return x;
   }
 
- private:
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, packed_.options()); }
   const Tensor& parameter(int place) const { return parameters_[place]; }
   const uint16_t* packed(int64_t offset) const {
@@ -88,20 +111,35 @@ class Forward {
   /// Packed weights are older than the kernel that prepares the inputs, which every GEMM follows.
   gemm::Weights weights(int64_t offset) const { return {packed(offset), /*prefetchable=*/true}; }
 
-  /// The sample as channels-last activations, channels padded to a multiple of 8; keeps the timesteps' sinusoids.
-  Tensor prepare(const Tensor& sample, const Tensor& timesteps) {
-    const int64_t width = gemm::padded(plan_.action_dim), step_width = gemm::padded(plan_.step_dim);
-    const auto given = sample.scalar_type() == packed_.scalar_type() ? sample : sample.to(at::kFloat);
-    const bool integers = timesteps.scalar_type() == at::kLong;
-    const auto x = given.contiguous(), steps = (integers ? timesteps : timesteps.to(at::kFloat)).contiguous();
-    auto out = empty({batch_, length_, width});
-    embedding_ = empty({steps.size(0), step_width});
-    C10_CUDA_CHECK(
-        rows::prepare({dtype_, kernel_dtype(x.scalar_type()), x.const_data_ptr(), batch_ * length_, plan_.action_dim,
-                       static_cast<int>(width), steps.const_data_ptr(), integers, steps.size(0), plan_.step_dim,
-                       static_cast<int>(step_width), out.mutable_data_ptr(), embedding_.mutable_data_ptr()},
-                      stream_));
-    return out.transpose(1, 2);
+  /// Contiguous, in float32 or the dtype of the activations.
+  Tensor as_input(const Tensor& given) const {
+    return (given.scalar_type() == packed_.scalar_type() ? given : given.to(at::kFloat)).contiguous();
+  }
+  /// The sample as channels-last activations, channels padded to a multiple of 8; keeps the timesteps' sinusoids, and
+  /// the sum of FiLM's parts. Any of the three may be undefined.
+  Tensor prepare(const Tensor& sample, const Tensor& timesteps, const std::array<Tensor, 2>& film) {
+    rows::Inputs in{};
+    Tensor out, x, steps;
+    in.dtype = in.sample_dtype = dtype_, in.action_dim = plan_.action_dim, in.step_dim = plan_.step_dim;
+    in.action_width = static_cast<int>(gemm::padded(plan_.action_dim));
+    in.step_width = static_cast<int>(gemm::padded(plan_.step_dim));
+    if (sample.defined()) {
+      x = as_input(sample), out = empty({batch_, length_, in.action_width}), in.rows = batch_ * length_;
+      in.sample_dtype = kernel_dtype(x.scalar_type()), in.sample = x.const_data_ptr();
+      in.sample_rows = out.mutable_data_ptr();
+    }
+    if (timesteps.defined()) {
+      in.integers = timesteps.scalar_type() == at::kLong;
+      steps = (in.integers ? timesteps : timesteps.to(at::kFloat)).contiguous();
+      in.timesteps = steps.const_data_ptr(), in.times = steps.size(0);
+      embedding_ = empty({in.times, in.step_width}), in.sinusoids = embedding_.mutable_data_ptr();
+    }
+    if (film[0].defined()) {
+      in.film_batch = batch_, in.film_rows = static_cast<int>(plan_.film_rows), in.film = film_.mutable_data_ptr();
+      in.film_step = film[0].const_data_ptr(), in.film_cond = film[1].const_data_ptr();
+    }
+    C10_CUDA_CHECK(rows::prepare(in, stream_));
+    return out.defined() ? out.transpose(1, 2) : out;
   }
 
   /// Rows (n, channels padded) times a matrix: the rows are the times of one sample.
@@ -130,17 +168,20 @@ class Forward {
     return out;
   }
 
-  /// FiLM's parameters of every block, (B, film_rows).
+  /// Of the sinusoids, between the two layers.
+  Tensor hidden() const {
+    return activate(dense(embedding_, plan_.time[0]), Tensor(), embedding_.size(0),
+                    gemm::padded(plan_.shapes[plan_.time[0].weight][0]));
+  }
+  /// Rows of FiLM's parameters of every block.
+  Tensor film_of(const Tensor& x, const void* bias) const {
+    return dense(x, x.size(1), plan_.film_rows, plan_.film_packed, bias, dtype_);
+  }
   void modulate(const Tensor& global_cond) {
-    Tensor cond;
-    if (global_cond.defined())
-      cond =
-          (global_cond.scalar_type() == packed_.scalar_type() ? global_cond : global_cond.to(at::kFloat)).contiguous();
-    const auto hidden = activate(dense(embedding_, plan_.time[0]), Tensor(), embedding_.size(0),
-                                 gemm::padded(plan_.shapes[plan_.time[0].weight][0]));
-    const auto x =
-        activate(dense(hidden, plan_.time[1]), cond, batch_, gemm::padded_to_lines(plan_.step_dim + plan_.cond_dim));
-    film_ = dense(x, x.size(1), plan_.film_rows, plan_.film_packed, packed(plan_.film_bias), dtype_);
+    const auto cond = global_cond.defined() ? as_input(global_cond) : Tensor();
+    film_ = film_of(
+        activate(dense(hidden(), plan_.time[1]), cond, batch_, gemm::padded_to_lines(plan_.step_dim + plan_.cond_dim)),
+        packed(plan_.film_bias));
   }
 
   /// `skip`: further channels of the input, or undefined.
@@ -199,22 +240,23 @@ class Forward {
     return out;
   }
 
-  /// The 1x1 convolution to the actions: (B, T, A).
-  Tensor last(const Tensor& x) const {
+  /// The 1x1 convolution to the actions: (B, T, A) of `dtype`, float32 or that of the activations.
+  Tensor last(const Tensor& x, at::ScalarType dtype) const {
     const auto& shape = plan_.shapes[plan_.last.weight];
     const void* bias = parameter(plan_.last.bias).const_data_ptr();
-    auto out = empty({batch_, length_, shape[0]});
     if (shape[0] <= rows::kMaxActions) {
+      auto out = at::empty({batch_, length_, shape[0]}, packed_.options().dtype(dtype));
       C10_CUDA_CHECK(rows::to_actions(
           {dtype_, parameter_dtype_, x.const_data_ptr(), packed(plan_.last.packed), bias, out.mutable_data_ptr(),
-           batch_ * length_, static_cast<int>(shape[1]), static_cast<int>(shape[0])},
+           batch_ * length_, static_cast<int>(shape[1]), static_cast<int>(shape[0]), dtype == at::kFloat},
           stream_));
       return out;
     }
+    auto out = empty({batch_, length_, shape[0]});
     const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0};
     C10_CUDA_CHECK(gemm::fprop(conv, x.const_data_ptr(), weights(plan_.last.packed), {bias, parameter_dtype_, nullptr},
                                out.mutable_data_ptr(), stream_));
-    return out;
+    return out.to(dtype);
   }
 
   const BatchPlan& plan_;
@@ -245,23 +287,64 @@ void unet1d_batch_pack_out_cuda(at::TensorList parameters, at::IntArrayRef confi
   pack(*plan, parameters, value_or_undefined(seen), out);
 }
 
+/// Parameters and packed weights, aligned.
+struct Kept {
+  std::vector<Tensor> parameters;
+  Tensor packed;
+  Kept(at::TensorList given, const Tensor& weights) : packed(aligned(weights)) {
+    for (const auto& parameter : given) parameters.push_back(aligned(parameter.contiguous()));
+  }
+};
+
+void check_gpu(const char* op, const Tensor& given) {
+  DPA_CHECK(gemm::supported(), op, "sample must be on a GPU of compute capability 8.0 or later", given.device());
+}
+
 Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                          at::TensorList parameters, const Tensor& packed, at::IntArrayRef config) {
   const auto plan = unet1d_batch_plan("unet1d_batch", config);
   check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  DPA_CHECK(gemm::supported(), "unet1d_batch", "sample must be on a GPU of compute capability 8.0 or later",
-            sample.device());
+  check_gpu("unet1d_batch", sample);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
-  std::vector<Tensor> kept;
-  for (const auto& parameter : parameters) kept.push_back(aligned(parameter.contiguous()));
-  return Forward(*plan, kept, aligned(packed)).run(sample, timesteps, value_or_undefined(global_cond));
+  const Kept kept(parameters, packed);
+  return Forward(*plan, kept.parameters, kept.packed).run(sample, timesteps, value_or_undefined(global_cond));
+}
+
+std::tuple<Tensor, Tensor> unet1d_batch_film_cuda(const Tensor& timesteps, const OptionalTensor& global_cond,
+                                                  at::TensorList parameters, const Tensor& packed,
+                                                  at::IntArrayRef config) {
+  const auto plan = unet1d_batch_plan("unet1d_batch_film", config);
+  check_unet1d_batch_film(*plan, timesteps, global_cond, parameters, packed);
+  const c10::cuda::CUDAGuard guard(timesteps.device());
+  check_gpu("unet1d_batch_film", timesteps);
+  const int64_t batch = global_cond.has_value() ? global_cond->size(0) : 0;
+  if (timesteps.numel() == 0 || (global_cond.has_value() && batch == 0))
+    return {at::zeros({timesteps.size(0), plan->film_rows}, packed.options()),
+            at::zeros({batch, plan->film_rows}, packed.options())};
+  const Kept kept(parameters, packed);
+  const auto parts = Forward(*plan, kept.parameters, kept.packed).film(timesteps, value_or_undefined(global_cond));
+  return {parts[0], parts[1].defined() ? parts[1] : at::empty({0, plan->film_rows}, packed.options())};
+}
+
+Tensor unet1d_batch_on_film_cuda(const Tensor& sample, const Tensor& step, const Tensor& cond,
+                                 at::TensorList parameters, const Tensor& packed, at::IntArrayRef config) {
+  const auto plan = unet1d_batch_plan("unet1d_batch_on_film", config);
+  check_unet1d_batch_on_film(*plan, sample, step, cond, parameters, packed);
+  const c10::cuda::CUDAGuard guard(sample.device());
+  check_gpu("unet1d_batch_on_film", sample);
+  if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options().dtype(at::kFloat));
+  const Kept kept(parameters, packed);
+  const auto of_samples = plan->cond_dim > 0 ? aligned(cond.contiguous()) : Tensor();
+  return Forward(*plan, kept.parameters, kept.packed).run_on_film(sample, aligned(step.contiguous()), of_samples);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("unet1d_batch", &unet1d_batch_cuda);
+  m.impl("unet1d_batch_film", &unet1d_batch_film_cuda);
+  m.impl("unet1d_batch_on_film", &unet1d_batch_on_film_cuda);
   m.impl("unet1d_batch_pack", &unet1d_batch_pack_cuda);
   m.impl("unet1d_batch_pack.out", &unet1d_batch_pack_out_cuda);
 }

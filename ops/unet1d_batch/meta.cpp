@@ -23,10 +23,30 @@ Tensor unet1d_batch_meta(const Tensor& sample, const Tensor& timesteps, const Op
   return at::empty_symint(sample.sym_sizes(), packed.options());
 }
 
+std::tuple<Tensor, Tensor> unet1d_batch_film_meta(const Tensor& timesteps, const OptionalTensor& global_cond,
+                                                  at::TensorList parameters, const Tensor& packed,
+                                                  at::IntArrayRef config) {
+  const auto plan = unet1d_batch_plan("unet1d_batch_film", config);
+  check_unet1d_batch_film(*plan, timesteps, global_cond, parameters, packed);
+  const auto batch = global_cond.has_value() ? global_cond->sym_size(0) : c10::SymInt(0);
+  const c10::SymInt rows = plan->film_rows;
+  return {at::empty_symint({timesteps.sym_size(0), rows}, packed.options()),
+          at::empty_symint({batch, rows}, packed.options())};
+}
+
+Tensor unet1d_batch_on_film_meta(const Tensor& sample, const Tensor& step, const Tensor& cond,
+                                 at::TensorList parameters, const Tensor& packed, at::IntArrayRef config) {
+  check_unet1d_batch_on_film(*unet1d_batch_plan("unet1d_batch_on_film", config), sample, step, cond, parameters,
+                             packed);
+  return at::empty_symint(sample.sym_sizes(), packed.options().dtype(at::kFloat));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpa, Meta, m) {
   m.impl("unet1d_batch", &unet1d_batch_meta);
+  m.impl("unet1d_batch_film", &unet1d_batch_film_meta);
+  m.impl("unet1d_batch_on_film", &unet1d_batch_on_film_meta);
   m.impl("unet1d_batch_pack", &unet1d_batch_pack_meta);
   m.impl("unet1d_batch_pack.out", &unet1d_batch_pack_out_meta);
 }

@@ -53,6 +53,9 @@ def _samples(device):
     kept = torch.randn(batch.shape, device=device).mul_(0.1).to(batch_dtype)
     yield "unet1d_batch_pack", Sample((weights, CONFIG, batch_dtype))
     yield "unet1d_batch", Sample((sample, new(2), cond, weights, kept, CONFIG))
+    yield "unet1d_batch_film", Sample((new(3), cond, weights, kept, CONFIG))
+    rows = torch.zeros(2, film.shape[1], dtype=batch_dtype, device=device)
+    yield "unet1d_batch_on_film", Sample((sample, rows[0], rows, weights, kept, CONFIG))
     layer, row = [3, 0, 0, -1, 8, 3, 1, 1, 0, 0, 1, 0], new(8)
     parameters = [new(8, 3, 3, 3), row, row + 1]
     yield "image_encoder_pack", Sample((parameters, layer, F32))
@@ -65,6 +68,8 @@ def _samples(device):
     yield "parallel_window", Sample((states, table, position, 2))
 
 
+_ON_HOPPER = ("unet1d_batch", "unet1d_batch_film", "unet1d_batch_on_film")
+
 # What another value of is no mistake: by op and place among its tensors.
 _VALID = {
     ("image_encoder", 0): {"length"},
@@ -72,6 +77,9 @@ _VALID = {
     ("unet1d_batch", 0): {"double"},
     ("unet1d_batch", 1): {"double", "integer"},
     ("unet1d_batch", 2): {"double"},
+    ("unet1d_batch_film", 0): {"length", "double", "integer"},
+    ("unet1d_batch_film", 1): {"length", "double"},
+    ("unet1d_batch_on_film", 0): {"double"},
     ("unet1d_film", 0): {"length"},
     ("unet1d_step_film", 0): {"length"},
     ("parallel_window", 0): {"length", "rank"},
@@ -84,7 +92,7 @@ NAMES = [name for name, _ in _samples(torch.device("meta"))]
 def _has_kernel(name, device):
     if name == "diffusion_sample_clocks":
         return False  # of networks larger than this one alone
-    if name in ("unet1d_batch", "image_encoder") and device.type == "cuda":
+    if name in ("image_encoder", *_ON_HOPPER) and device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] == 9
     key = {"cpu": "CPU", "cuda": "CUDA"}[device.type]
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", key)

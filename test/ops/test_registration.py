@@ -30,6 +30,8 @@ _WITHOUT_CPU = {
     "dpa::diffusion_sample_on_film",
     "dpa::diffusion_sample_clocks",
     "dpa::unet1d_batch",
+    "dpa::unet1d_batch_film",
+    "dpa::unet1d_batch_on_film",
     "dpa::unet1d_batch_pack",
     "dpa::image_encoder",
     "dpa::image_encoder_pack",

@@ -5,6 +5,7 @@ import torch
 from architectures import CONFIGS
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from packed_nets import ERROR
 from proofs import poisoned_memory
 from strategies import Draw
 from test_properties import cases
@@ -31,6 +32,15 @@ def test_shapes_without_a_gpu():
     new = lambda *size: torch.empty(size, device="meta")  # noqa: E731
     out = torch.ops.dpa.unet1d_batch(new(3, 8, 2), new(3), new(3, 20), parameters, packed, CONFIG)
     assert out.shape == (3, 8, 2) and out.dtype == torch.bfloat16
+    film, conds = torch.ops.dpa.unet1d_batch_film(new(5), new(3, 20), parameters, packed, CONFIG)
+    assert len(film) == 5 and len(conds) == 3 and film.dtype == torch.bfloat16
+    on_film = torch.ops.dpa.unet1d_batch_on_film
+    out = on_film(new(3, 8, 2), film[0], conds, parameters, packed, CONFIG)
+    assert out.shape == (3, 8, 2) and out.dtype == torch.float32
+    with pytest.raises(RuntimeError, match=r"^dpa::unet1d_batch_on_film: step must have shape"):
+        on_film(new(3, 8, 2), film[0, 1:], conds, parameters, packed, CONFIG)
+    with pytest.raises(RuntimeError, match=r"^dpa::unet1d_batch_on_film: cond must have shape"):
+        on_film(new(3, 8, 2), film[0], conds[:2], parameters, packed, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +121,40 @@ def _drawn_network(data, device):
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
     return net.to(device).eval(), len(dims)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("actions", [3, 20, 40])
+@pytest.mark.parametrize("cond_dim", [None, 20])
+def test_halves_of_a_loop(hopper, dtype, actions, cond_dim):
+    """FiLM of all timesteps and samples, then the network on it, against float64."""
+    torch.manual_seed(5)
+    net = ConditionalUnet1D(
+        actions,
+        global_cond_dim=cond_dim,
+        down_dims=(64, 128),
+        kernel_size=5,
+        diffusion_step_embed_dim=32,
+        cond_predict_scale=True,
+    )
+    net = net.to(hopper).eval()
+    config = unet_config(net)
+    named = dict(net.named_parameters())
+    parameters = [named[name].detach() for name in torch.ops.dpa.unet1d_weight_names(config)]
+    weights = parameters, torch.ops.dpa.unet1d_batch_pack(parameters, config, dtype), config
+    sample = torch.randn(40, 12, actions, device=hopper)
+    cond = None if cond_dim is None else torch.randn(40, cond_dim, device=hopper)
+    steps = torch.tensor([3.0, 70.0], device=hopper)
+    film, conds = torch.ops.dpa.unet1d_batch_film(steps, cond, *weights)
+    exact = dpa.reference.plain(net).double()
+    for step, row in zip(steps, film, strict=True):
+        got = torch.ops.dpa.unet1d_batch_on_film(sample, row, conds, *weights)
+        assert torch.equal(got, torch.ops.dpa.unet1d_batch_on_film(sample, row, conds, *weights))
+        with torch.no_grad():
+            expected = exact(
+                sample.double(), step, global_cond=None if cond is None else cond.double()
+            )
+        assert (got.double() - expected).norm() < ERROR[dtype] * expected.norm()
 
 
 @cases

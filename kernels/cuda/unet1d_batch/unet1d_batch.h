@@ -9,7 +9,8 @@
 
 namespace dpa::kernels::unet1d_batch {
 
-/// The network's input as rows: the sample, and the sinusoid of every timestep.
+/// The network's input as rows: the sample, the sinusoid of every timestep, and FiLM's parameters where their parts are
+/// known, film[b] = film_step + film_cond[b].
 struct Inputs {
   DType dtype;         // of the rows
   DType sample_dtype;  // float32 or `dtype`
@@ -21,6 +22,10 @@ struct Inputs {
   int64_t times;  // how many rows of sinusoids: batch, or 1 for all samples
   int step_dim, step_width;
   void *sample_rows, *sinusoids;
+  int64_t film_batch;                 // rows of film, or 0
+  int film_rows;                      // elements of such a row, a multiple of 8
+  const void *film_step, *film_cond;  // of `dtype`, aligned to 16 bytes
+  void* film;
 };
 cudaError_t prepare(const Inputs& inputs, cudaStream_t stream);
 
@@ -42,13 +47,14 @@ cudaError_t condition(const Condition& condition, cudaStream_t stream);
 /// out[r, a] = sum over c of x[r, c] weight[a, c] + bias[a]: the network's last layer, for which a tile of a GEMM
 /// would be all but empty. The channels are a multiple of 8, the rows of x and of the packed weight aligned to 16
 /// bytes.
-constexpr int kMaxActions = 16;
+constexpr int kMaxActions = 32;
 struct Actions {
   DType dtype, bias_dtype;
   const void *x, *weight, *bias;
   void* out;
   int64_t rows;
   int channels, actions;
+  bool float_out;  // out is float32, else of `dtype`
 };
 cudaError_t to_actions(const Actions& actions, cudaStream_t stream);
 

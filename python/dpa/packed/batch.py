@@ -63,8 +63,19 @@ class BatchWeights:
         """One forward pass: (B, T, Da) to (B, T, Da), float32; a timestep each, or one."""
         if timesteps.stride(0) == 0:
             timesteps = timesteps[:1]
-        weights = self._given, self.packed, self._config
-        return torch.ops.dpa.unet1d_batch(sample, timesteps, global_cond, *weights).float()
+        return torch.ops.dpa.unet1d_batch(sample, timesteps, global_cond, *self._weights).float()
+
+    def film(self, timesteps: Tensor, global_cond: Tensor | None) -> tuple[Tensor, Tensor]:
+        """FiLM's parameters of a loop, for ``on_film``: of the timesteps, and of the samples."""
+        return torch.ops.dpa.unet1d_batch_film(timesteps, global_cond, *self._weights)
+
+    def on_film(self, sample: Tensor, step: Tensor, conds: Tensor) -> Tensor:
+        """One forward pass on a row of a timestep and the rows of the samples."""
+        return torch.ops.dpa.unet1d_batch_on_film(sample, step, conds, *self._weights)
+
+    @property
+    def _weights(self) -> tuple[list[Tensor], Tensor, list[int]]:
+        return self._given, self.packed, self._config
 
 
 def kept_in(weights: dict[str, Tensor], dtype: torch.dtype) -> torch.dtype:

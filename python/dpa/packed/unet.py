@@ -409,13 +409,19 @@ class PackedUnet:
         """
         packed = self.packed
         several = self._layers is not None and len(initial) != 1  # each has FiLM's rows of its own
-        if several or (packed is self._packed and self._in_batch(initial)):
+        in_batch = not several and packed is self._packed and self._in_batch(initial)
+        if several or in_batch:
             noisy = (noise is not None,) * len(timesteps)
             table, held = StepTable(timesteps, coefficients, clip, noisy), None
             if condition_data is not None:
                 held = Inpainting(condition_data, condition_mask, "sample", table)
 
+            if in_batch:
+                film, conds = self._batch.film(timesteps, global_cond)
+
             def predict(sample: Tensor, step: int) -> Tensor:
+                if in_batch:
+                    return self._batch.on_film(sample, film[step], conds)
                 steps = timesteps[step].expand(len(sample))
                 return self._forward(sample, steps, global_cond, packed)
 
