@@ -121,7 +121,7 @@ class WholeCall(Replacement):
         for encoder in _encoders(self.policy):
             encoder.repack()
         try:
-            graph = self._graphs[call.kind] = _Graph(self, loop, call)
+            graph = self._graphs[call.kind] = _Graph(self, loop, route, call)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError):  # where memory is short: try again
                 why = str(error).partition("\n")[0]
@@ -252,8 +252,10 @@ class _Graph:
 
     """
 
-    def __init__(self, whole: WholeCall, loop: FastLoop, call: _Call):
-        self._modules = ModuleState(whole.policy, (whole.METHOD,))
+    def __init__(self, whole: WholeCall, loop: FastLoop, before: Route, call: _Call):
+        encoders = _encoders(whole.policy)
+        watched = [one.weights for one in (before.sampler.packed, *encoders)]
+        self._modules = ModuleState(whole.policy, (whole.METHOD,), apart=watched)
         if self._modules.hooked():
             raise RuntimeError("its modules have hooks")
         self._given = [torch.empty_like(tensor).copy_(tensor) for tensor in call.tensors]
@@ -273,19 +275,18 @@ class _Graph:
                 result, route = loop.watched(lambda: whole.parts(*args, **kwargs))
             # What holds packed weights that the graph reads. That these are current is compared
             # beside the call.
-            packed = [*([] if route is None else [route.sampler.packed]), *_encoders(whole.policy)]
+            packed = [*([] if route is None else [route.sampler.packed]), *encoders]
             with torch.cuda.stream(beside):
                 self._comparisons = [one.weights.captured_start() for one in packed]
             main.wait_stream(beside)
         if not self._modules.holds():
             raise _ChangesItself
-        self._graph, self._loop, self._route = graph, loop, route
-        unet = None if route is None else route.forward.unet
-        self._inside = any(module is unet for module in whole.policy.modules())
         leaves, self._structure = pytree.tree_flatten(result)
-        if route is None or any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
+        same = route is not None and route.forward is before.forward
+        if not same or any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
             raise RuntimeError("its loop does not run as one op, or its results are not on the GPU")
-        self._leaves = leaves
+        self._graph, self._loop, self._route, self._leaves = graph, loop, route, leaves
+        self._inside = any(module is route.forward.unet for module in whole.policy.modules())
         self._packed = route.sampler.packed
         self._held = [(one, one.generation) for one in packed]  # and the memory that they were in
         self._generator = torch.cuda.default_generators[call.device.index]
@@ -325,6 +326,7 @@ class _Graph:
             holds = self._started() and self._holds()
             held = [(packed, packed.weights) for packed, _ in self._held]
             stale = [one for one, weights in held if weights.changed() or weights.values_changed()]
+            holds = holds and not any(one.weights.moved() for one in stale)
             if holds and not stale:
                 self._loop.leave_timesteps(self._route)
                 return True, result

@@ -19,7 +19,7 @@ from dpa.tracking.replacing import REPLACED, class_of
 # Packages whose code is known: what it reads is compared as attributes.
 _KNOWN = frozenset({"torch", "dpa", "diffusers", "lerobot", "builtins"})
 _NO_VALUES = (ModuleType, FunctionType, type)
-_PLAIN = (int, float, str, type(None))
+_PLAIN = (int, float, bool, str, type(None))
 _TENSORS = ("_buffers", "_parameters")
 _DEEPEST, _LONGEST = 4, 1000  # objects in objects, and the values of a container
 
@@ -156,7 +156,7 @@ class Reads:
         found: dict[str, Any] = {}
         for space in [*map(vars, reversed(_foreign(class_of(value)))), vars(value)]:
             found |= {name: space[name] for name in sorted(self._names & space.keys())}
-        return {name: one for name, one in found.items() if _is_value(one)}
+        return {n: one for n, one in found.items() if type(one) in _PLAIN or _is_value(one)}
 
     def _is_object(self, value: Any) -> bool:
         if id(value) in self._apart or isinstance(value, (Tensor, nn.Module)):
@@ -165,6 +165,8 @@ class Reads:
 
     def _value(self, value: Any, held: list[Any], depth: int) -> Any:
         """Return what is compared of a value."""
+        if type(value) in _PLAIN:
+            return value
         inner = _inside(value)
         if inner is not None and depth <= _DEEPEST:
             keys = list(value) if isinstance(value, dict) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -113,7 +114,8 @@ class Tracker:
         self._then = self._read_settings()
         children = list(map(_children, found))
         self._leaves = [now for now in children if not now]
-        self._slots = [(module._parameters, name) for module, name in slots]
+        slots = [(module._parameters, name) for module, name in slots]
+        self._slots = [held for held, _ in slots], [name for _, name in slots]
         self._containers = [now for now in children if now]
         self._children = list(map(dict, self._containers))
         # Where modules stand whose parent is not tracked itself.
@@ -127,7 +129,7 @@ class Tracker:
         self._hooks = [own[name] for own in self._own for name in HOOKS]
         self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
         called = {id(root): ("forward", *methods)}
-        apart = [held[name] for held, name in self._slots if held.get(name) is not None]
+        apart = [held[name] for held, name in slots if held.get(name) is not None]
         options = {"tensors": buffers, "apart": apart}
         reads = [
             Reads(
@@ -150,7 +152,7 @@ class Tracker:
             return False
         if any(held.get(name) is not module for held, name, module in self._places):
             return False
-        if any(held.get(name) is None for held, name in self._slots):
+        if any(map(operator.is_, map(dict.get, *self._slots), itertools.repeat(None))):
             return False
         types = list(map(type, self._found))
         if types != self._types:
@@ -187,14 +189,20 @@ class Tracker:
 class ModuleState:
     """What a captured run of a module rests on: its modules, settings, modes, hooks and places.
 
-    ``methods`` of it run besides ``forward``.
+    ``methods`` of it run besides ``forward``. Where the parameters of ``apart`` lie others watch.
     """
 
-    def __init__(self, root: nn.Module, methods: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        root: nn.Module,
+        methods: tuple[str, ...] = (),
+        apart: Iterable[WeightTracker] = (),
+    ):
         self._tracker = Tracker(root, methods=methods, modes=True)
         found = [module for module in self._tracker.modules.values() if module is not None]
         held = [tensors for m in found for tensors in (m._parameters, m._buffers)]
-        slots = [(tensors, name, value) for tensors in held for name, value in tensors.items()]
+        watched = {slot for weights in apart for slot in weights.slots()}
+        slots = [(t, n, v) for t in held for n, v in t.items() if (id(t), n) not in watched]
         self._absent = [(tensors, name) for tensors, name, value in slots if value is None]
         self._held = [tensors for tensors, _, value in slots if value is not None]
         self._names = [name for _, name, value in slots if value is not None]

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,19 @@ class WeightTracker:
         first = self._homes[0][self._names[0]]
         return first.device, first.dtype
 
+    def slots(self) -> Iterator[tuple[int, str]]:
+        """Yield where each parameter is held: the ``id`` of the dict, and the name in it."""
+        return zip(map(id, self._homes), self._names, strict=True)
+
     def _read(self) -> Stamp:
         return stamp_of(self.tensors())
+
+    def moved(self) -> bool:
+        """Whether a parameter lies elsewhere or is gone."""
+        try:
+            return self._stamp is None or self._read()[0] != self._stamp[0]
+        except (AttributeError, KeyError):  # of None, of what was taken out
+            return True
 
     def changed(self) -> bool:
         """Whether a parameter lies elsewhere or is gone, or was written in a way that counts."""
@@ -88,7 +99,7 @@ class WeightTracker:
             return True
         try:
             now = self._read()
-        except AttributeError:  # of None
+        except (AttributeError, KeyError):
             return True
         return now[0] != self._stamp[0] if self.mode == "frozen" else now != self._stamp
 
