@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpa.acceleration.any_network import AnyNetwork
 from dpa.acceleration.loops import Loop, LoopCall
 from dpa.acceleration.unet_forward import FastForward
+from dpa.nn.family import is_of_family
 from dpa.sampling.each_action import EachActionSampler
 from dpa.sampling.rng import draw_normal
 from dpa.sampling.sampler import DiffusionSampler
@@ -29,8 +30,7 @@ def make_sampler(
     nested = options.pop("nested", False)
     table = loop.table_of(policy, options)
     packed, unet, each = None, forward.unet, isinstance(table, EachActionTable)
-    dtype = forward.packed_dtype(precision) if isinstance(forward, AnyNetwork) else None
-    dtype = None if dtype == precision else dtype
+    dtype = None
     if isinstance(forward, FastForward) and forward.network.variant.each_action == each:
         packed = forward.packed(forward.packed_dtype(precision))
         unet = forward.layers if packed is None else unet
@@ -39,6 +39,9 @@ def make_sampler(
         action_dim = action_dim or forward.network.arguments["input_dim"]
     elif nested:
         unet = _Nested(unet)
+    if packed is None and forward.weight.is_cuda and not is_of_family(unet):  # steps are captured
+        dtype = forward.packed_dtype(precision)
+        dtype = None if dtype == precision else dtype
     if each:
         return EachActionSampler(unet, table, packed=packed, noise_dtype=precision)
     sampler = DiffusionSampler(
