@@ -245,6 +245,13 @@ def test_a_configuration_of_no_unet(tmp_path, config, message, monkeypatch, caps
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_policy_around_another_network(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"type": "multi_task_dit"}))
+    result = CliRunner().invoke(app, ["explain", str(tmp_path), "--json"])
+    said = json.loads(result.output)
+    assert said["policy"] == "multi_task_dit" and "the whole loop" in said["accelerated"]
+
+
 def test_a_folder_that_is_here_is_no_name_of_the_hub(tmp_path, monkeypatch):
     hub = Hub(monkeypatch, tmp_path)
     (tmp_path / "someone" / "policy").mkdir(parents=True)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Any
 
 from dpa.cli.options import Checkpoint, Ema, Json, Prefix, TrustPickle, located
+
+if TYPE_CHECKING:
+    from dpa.checkpoints.loading import Checkpoint as Loaded
+
+# What dpa.accelerate does with a policy of LeRobot whose network is no U-Net.
+_AROUND = "the whole loop around its own network, on a GPU one CUDA graph of its trace"
 
 HELP = """Show the U-Net in a checkpoint, and how dpa runs it.
 
@@ -36,29 +43,40 @@ def explain(
 
     import dpa
     from dpa.checkpoints.described import described
+    from dpa.checkpoints.loading import read_config
 
     path = located(checkpoint)
-    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        loaded = described(path)
+    config = read_config(path / "config.json") if path.is_dir() else {}
+    if config.get("type") == "multi_task_dit":
+        facts = {"checkpoint": str(checkpoint), "policy": config["type"], "accelerated": _AROUND}
     else:
-        loaded = dpa.load_checkpoint(path, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
-    parameters = list(loaded.unet.parameters())
-    facts = {
-        "checkpoint": str(checkpoint),
-        "weights": loaded.source or "(the file itself)",
-        "other U-Nets": list(loaded.others),
-        "parameters": sum(p.numel() for p in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "arguments": loaded.arguments,
-        "horizon": f"a multiple of {loaded.unet.horizon_multiple}",
-        "accelerated": dpa.explain(loaded.unet).to_dict(),
-    }
+        if config and not any(path.glob("*.safetensors")):
+            loaded = described(path)
+        else:
+            loaded = dpa.load_checkpoint(path, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
+        facts = _facts_of(loaded, str(checkpoint), as_json)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    facts |= facts.pop("arguments") | {"accelerated": str(dpa.explain(loaded.unet))}
     for key, value in facts.items():
         text = f"{value:,}" if key == "parameters" else str(value)
         table.add_row(f"[bold]{key}[/bold]", escape("none" if value == [] else text))
     Console().print(table)
+
+
+def _facts_of(loaded: Loaded, checkpoint: str, as_json: bool) -> dict[str, Any]:
+    import dpa
+
+    parameters, report = list(loaded.unet.parameters()), dpa.explain(loaded.unet)
+    arguments = {"arguments": loaded.arguments} if as_json else loaded.arguments
+    return {
+        "checkpoint": checkpoint,
+        "weights": loaded.source or "(the file itself)",
+        "other U-Nets": list(loaded.others),
+        "parameters": sum(p.numel() for p in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "horizon": f"a multiple of {loaded.unet.horizon_multiple}",
+        **arguments,
+        "accelerated": report.to_dict() if as_json else str(report),
+    }
