@@ -2,7 +2,7 @@
 
     python test/support/train_push_t.py FOLDER
 
-gym-pusht simulates and draws. The T lies a little off its goal, on one of two sides, and is to be
+gym-pusht simulates and renders. The T lies a little off its goal, on one of two sides, and is to be
 pushed back from there; only the image says which. A script demonstrates it, and a tenth of a GPU's
 hour is not needed: ``train_push_t:PushTBack-v0`` is the environment.
 """
