@@ -129,7 +129,7 @@ TEST(ChoosePath, ByDeviceAndSize) {
   EXPECT_EQ(choose_path(bf16, 64, 16, kHopper), Path::kPhases);
   EXPECT_EQ(choose_path(fp32, 16, 16, kHopper), Path::kPhases);
   EXPECT_EQ(choose_path(large, 1, 64, kHopper), Path::kClustered);
-  EXPECT_EQ(choose_path(large, 2, 64, kHopper), Path::kClusterBatch);
+  EXPECT_EQ(choose_path(large, 2, 64, kHopper), Path::kClustered);
   EXPECT_EQ(choose_path(uneven, 1, 16, kHopper), Path::kPhases);
   for (const Device& d : {kA100, kRtx3090}) EXPECT_EQ(choose_path(bf16, 1, 16, d), Path::kResident);
   EXPECT_EQ(choose_path(bf16, 1, 16, kOrin), Path::kPhases);

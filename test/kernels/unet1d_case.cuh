@@ -10,7 +10,7 @@
 #include <random>
 #include <string>
 
-#include "kernels/plans/unet1d/cluster_batch_layout.h"
+#include "kernels/plans/unet1d/cluster_layout.h"
 #include "kernels/plans/unet1d/resident_layout.h"
 #include "test/kernels/device.h"
 #include "test/kernels/unet1d_reference.h"
@@ -134,7 +134,6 @@ inline bool fits(const Plan& plan, int batch, int horizon, Path path) {
   const Device device = this_device();
   switch (path) {
     case Path::kClustered: return device.clusters && cluster_layout(plan, batch, horizon).fits;
-    case Path::kClusterBatch: return device.clusters && cluster_batch::layout(plan, batch, horizon).fits;
     case Path::kResident: return batch == 1 && resident_fits(plan, horizon, device);
     case Path::kTeams: return team_call(plan, batch, horizon, device).samples > 0;
     case Path::kPhases: return phase_samples(plan, batch, horizon, device) > 0;

@@ -110,10 +110,9 @@ void test_case(const Case& c, DType dtype, bool loop) {
   Buffer<float> d_timesteps(timesteps), d_cond(cond), d_initial(initial), d_table(table), d_noise(noise),
       d_condition_data(condition_data);
   Buffer<uint8_t> d_condition_mask(condition_mask);
-  for (Path path :
-       {Path::kLayered, Path::kPhases, Path::kTeams, Path::kResident, Path::kClustered, Path::kClusterBatch}) {
+  for (Path path : {Path::kLayered, Path::kPhases, Path::kTeams, Path::kResident, Path::kClustered}) {
     if (!fits(net.plan, c.batch, c.horizon, path)) continue;
-    if (only_clustered && path != Path::kClustered && path != Path::kClusterBatch) continue;
+    if (only_clustered && path != Path::kClustered) continue;
     double worst = 0;
     bool intact = true, repeats = true;
     std::vector<float> before;
@@ -179,8 +178,7 @@ int main(int argc, char** argv) {
   for (const Case& c : kCases) {
     if ((what == "quick" && c.large) || !std::strstr(c.name, only)) continue;
     for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
-      if (dtype == DType::kFloat16 && !fits(make_plan(c.config, dtype), c.batch, c.horizon, Path::kClusterBatch))
-        continue;
+      if (dtype == DType::kFloat16 && !fits(make_plan(c.config, dtype), c.batch, c.horizon, Path::kClustered)) continue;
       if (only_clustered && dtype == DType::kFloat32) continue;
       test_case(c, dtype, false);
       if (!c.large || std::strstr(c.name, "67 M") || std::strstr(c.name, "T62")) test_case(c, dtype, true);

@@ -1,10 +1,11 @@
-// The clustered path: one kernel runs the whole loop for several samples, on tensor cores.
+// The clustered path: one kernel runs the whole loop, for several samples or one of a wide network, on tensor cores.
 //
 //   out[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i]
 //   value      = residual + FiLM(mish(group_norm(out + bias)))
 //
 // grid      8 clusters of 16 blocks, all present at once (a cooperative launch); two blocks fit a multiprocessor,
-//           because some GPCs have fewer than 16. cluster_layout.h divides a GEMM among them
+//           because some GPCs have fewer than 16. cluster_layout.h divides a GEMM among them, and names the forms that
+//           the kernel is compiled for
 // block     a warpgroup that receives inputs and multiplies (cluster_gemm.cuh), one that runs the epilogue
 //           (cluster_epilogue.cuh), and four producer warps that stream the block's weights into a circular buffer, as
 //           far ahead as its stages reach (cluster_block.cuh)
@@ -22,11 +23,10 @@
 namespace dpa::kernels::unet1d {
 namespace {
 
-// Of a thread, instead of 80: two blocks of three warpgroups share 65536.
-constexpr int kGemmRegisters = 112, kEpilogueRegisters = 96, kProducerRegisters = 32;
+// Of a thread, instead of 80, in all 240: two blocks of three warpgroups share 65536.
+constexpr int kGemmRegisters = 120, kEpilogueRegisters = 96, kProducerRegisters = 24;
 
-// kAlone: of one sample on its own.
-template <class Weight, bool kAlone>
+template <class Weight, ClusterForm kForm>
 __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __grid_constant__ ClusterArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see sample.cpp
   extern __shared__ __align__(128) uint8_t shared[];
@@ -53,13 +53,13 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
   const int group = uniform(tid / kGroupThreads);
   if (group == 0) {
     ptx::registers_increase<kGemmRegisters>();
-    ClusterGemm<Weight, kAlone>(role).run();
+    ClusterGemm<Weight, kForm>(role).run();
   } else if (group == 1) {
     ptx::registers_increase<kEpilogueRegisters>();
-    ClusterEpilogue<typename Tile<Weight>::Activation, kAlone>(role, moments, exchanged).run();
+    ClusterEpilogue<typename Tile<Weight>::Activation, kForm>(role, moments, exchanged).run();
   } else {
     ptx::registers_decrease<kProducerRegisters>();
-    stream_cluster_weights(a, shared, barriers, cluster, rank, uniform(tid % kGroupThreads / 32));
+    stream_cluster_weights<kForm>(a, shared, barriers, cluster, rank, uniform(tid % kGroupThreads / 32));
   }
   __syncwarp();
   ptx::cluster_sync();  // nobody leaves while a peer may read its sums
@@ -81,40 +81,50 @@ cudaLaunchConfig_t configure(int shared_bytes, cudaLaunchAttribute (&attributes)
   return config;
 }
 
-template <class Weight, bool kAlone>
+template <class Weight, ClusterForm kForm>
 cudaError_t allow() {
-  const auto kernel = cluster_kernel<Weight, kAlone>;
+  const auto kernel = cluster_kernel<Weight, kForm>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
   return allow_shared_memory(reinterpret_cast<const void*>(kernel), kClusterSharedBytes);
 }
 
-template <class Weight, bool kAlone>
+template <class Weight, ClusterForm kForm>
 cudaError_t launch_cluster_kernel(const ClusterArguments& a, cudaStream_t stream) {
-  const cudaError_t error = allow<Weight, kAlone>();
+  const cudaError_t error = allow<Weight, kForm>();
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   const auto config = configure(a.layout.shared_bytes, attributes, stream);
-  return cudaLaunchKernelEx(&config, cluster_kernel<Weight, kAlone>, a);
+  return cudaLaunchKernelEx(&config, cluster_kernel<Weight, kForm>, a);
 }
 
-template <bool kAlone>
+template <class Weight>
+cudaError_t launch_form(const ClusterArguments& a, cudaStream_t stream) {
+  switch (a.layout.form) {
+    case ClusterForm::kAlone: return launch_cluster_kernel<Weight, ClusterForm::kAlone>(a, stream);
+    case ClusterForm::kWhole: return launch_cluster_kernel<Weight, ClusterForm::kWhole>(a, stream);
+    case ClusterForm::kPasses: return launch_cluster_kernel<Weight, ClusterForm::kPasses>(a, stream);
+    default: return launch_cluster_kernel<Weight, ClusterForm::kRounds>(a, stream);
+  }
+}
+
 cudaError_t launch_for_weights(DType dtype, const ClusterArguments& a, cudaStream_t stream) {
   switch (dtype) {
-    case DType::kFloat16: return launch_cluster_kernel<__half, kAlone>(a, stream);
-    case DType::kFloat8E4M3: return launch_cluster_kernel<__nv_fp8_e4m3, kAlone>(a, stream);
-    default: return launch_cluster_kernel<__nv_bfloat16, kAlone>(a, stream);
+    case DType::kFloat16: return launch_form<__half>(a, stream);
+    case DType::kFloat8E4M3: return launch_form<__nv_fp8_e4m3>(a, stream);
+    default: return launch_form<__nv_bfloat16>(a, stream);
   }
 }
 
 bool query_clusters_fit(int device) {
   int current = 0, clusters = 0;
-  if (cudaGetDevice(&current) != cudaSuccess || current != device || allow<__half, false>() != cudaSuccess)
+  if (cudaGetDevice(&current) != cudaSuccess || current != device ||
+      allow<__half, ClusterForm::kRounds>() != cudaSuccess)
     return false;
   cudaLaunchAttribute attributes[2];
   auto config = configure(kClusterSharedBytes, attributes, nullptr);
   config.numAttrs = 1;
-  if (cudaOccupancyMaxActiveClusters(&clusters, cluster_kernel<__half, false>, &config) != cudaSuccess) {
+  if (cudaOccupancyMaxActiveClusters(&clusters, cluster_kernel<__half, ClusterForm::kRounds>, &config) != cudaSuccess) {
     cudaGetLastError();
     return false;
   }
@@ -140,8 +150,7 @@ cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& a
     a.samples = std::min(kChunkSamples, call.batch - a.first_sample);
     cudaError_t error = cudaMemsetAsync(a.messages, 0xFF, 2 * a.layout.message_bytes, stream);
     if (error != cudaSuccess) return error;
-    error = a.layout.alone ? launch_for_weights<true>(plan.dtype, a, stream)
-                           : launch_for_weights<false>(plan.dtype, a, stream);
+    error = launch_for_weights(plan.dtype, a, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

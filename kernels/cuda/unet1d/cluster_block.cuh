@@ -18,6 +18,12 @@ constexpr int kProducerWarps = kGroupThreads / 32;
 constexpr int kStepBegun = 3;                // a barrier of both computing warpgroups
 constexpr uint32_t kUnwritten = 0xFFFFFFFF;  // no pair of rounded values, and no sum, has these bits
 
+// What the kernel's parts leave out in a form (cluster_layout.h).
+__device__ constexpr bool in_passes(ClusterForm form) {
+  return form == ClusterForm::kPasses || form == ClusterForm::kRounds;
+}
+__device__ constexpr bool exchanges(ClusterForm form) { return form != ClusterForm::kWhole; }  // moments
+
 struct ClusterArguments : LoopArguments {
   ClusterLayout layout;
   int first_sample, samples;  // of this launch
@@ -28,7 +34,7 @@ struct ClusterBarriers {
   uint64_t full[kMaxClusterStages], empty[kMaxClusterStages];
   uint64_t sums_full[2];                // this block's units have their partial sums: of the GEMM, of the residual
   uint64_t sums_empty[kClusterBlocks];  // block i has read what this one sent it
-  uint64_t moments_full[2];             // of one sample on its own: those of the cluster's blocks are there, in turns
+  uint64_t moments_full[2];             // those of the cluster's blocks are there, in turns
 };
 // Moments of the values that each of the cluster's blocks finishes, of two norms in turns.
 using ClusterMoments = float2[2][kClusterBlocks];
@@ -71,6 +77,7 @@ struct ClusterRole {
 
 // The warps of a group stream this block's weights, GEMM after GEMM, step after step, a stage each in turns, since a copy
 // takes a warp some 60 clocks to issue. Lane i copies step j and piece p of a stage, i = j * pieces + p.
+template <ClusterForm kForm>
 __device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t* shared, ClusterBarriers& barriers,
                                               int cluster, int rank, int warp) {
   const ClusterLayout& y = a.layout;
@@ -88,29 +95,32 @@ __device__ inline void stream_cluster_weights(const ClusterArguments& a, uint8_t
       const int j = lane >> pieces_log2, piece = lane & ((1 << pieces_log2) - 1);
       const int tile = p.row_tile * 4 + (piece << piece_tiles_log2);
       const int slice_out = tile >> l.packed_tiles_log2, row = tile & ((1 << l.packed_tiles_log2) - 1);
-      const int first_step = p.half ? l.packed_steps / 2 : 0;
       const uint32_t to = j * step_bytes + (piece << piece_tiles_log2) * tile_bytes,
                      bytes = tile_bytes << piece_tiles_log2;
       for (int turn = has_residual(l); turn >= 0; turn--) {
         const int s = l.upsample ? p.segment : turn, steps = l.steps[s], of_slice = l.taps[s] << l.steps_log2;
-        const int64_t base = (static_cast<int64_t>(slice_out) * kSlices + p.slice) * l.taps[s] * l.packed_steps;
+        const int slice_steps = l.taps[s] * l.packed_steps, passes = in_passes(kForm) ? l.passes : 1;
         const uint8_t* from = a.weights + l.weights[s] + row * tile_bytes;
         const uint64_t policy = l.weights[s] < y.kept_bytes ? keep : pass;
-        for (int q0 = 0; q0 < steps; q0 += kStageSteps, at.advance_by(1, y.stages)) {
-          const bool mine = turn_of == warp;
-          turn_of = (turn_of + 1) & (kProducerWarps - 1);
-          if (!mine) continue;
-          const uint32_t full = ptx::shared_address(&barriers.full[at.stage]);
-          ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
-          if (lane == 0) ptx::barrier_expect(full, min(kStageSteps, steps - q0) * step_bytes);
-          __syncwarp();
-          int q = q0 + j;
-          if (j < kStageSteps && q < steps) {
-            int64_t k = base + first_step;
-            if (q >= of_slice) q -= of_slice, k += static_cast<int64_t>(l.taps[s]) * l.packed_steps;
-            k += (q >> l.steps_log2) * l.packed_steps + (q & ((1 << l.steps_log2) - 1));
-            ptx::copy_bulk(buffer + at.stage * kStageSteps * step_bytes + to,
-                           from + (k << l.packed_tiles_log2) * tile_bytes, bytes, full, policy);
+        for (int n = 0; n < passes; n++) {
+          const ClusterPass at_pass(l, p, n);
+          const int64_t base = (static_cast<int64_t>(slice_out) * kSlices + at_pass.slice) * slice_steps;
+          for (int q0 = 0; q0 < steps; q0 += kStageSteps, at.advance_by(1, y.stages)) {
+            const bool mine = turn_of == warp;
+            turn_of = (turn_of + 1) & (kProducerWarps - 1);
+            if (!mine) continue;
+            const uint32_t full = ptx::shared_address(&barriers.full[at.stage]);
+            ptx::barrier_wait(ptx::shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
+            if (lane == 0) ptx::barrier_expect(full, min(kStageSteps, steps - q0) * step_bytes);
+            __syncwarp();
+            int q = q0 + j;
+            if (j < kStageSteps && q < steps) {
+              int64_t k = base + at_pass.first_step;
+              if (q >= of_slice) q -= of_slice, k += slice_steps;
+              k += (q >> l.steps_log2) * l.packed_steps + (q & ((1 << l.steps_log2) - 1));
+              ptx::copy_bulk(buffer + at.stage * kStageSteps * step_bytes + to,
+                             from + (k << l.packed_tiles_log2) * tile_bytes, bytes, full, policy);
+            }
           }
         }
       }

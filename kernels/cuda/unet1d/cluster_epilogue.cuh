@@ -1,56 +1,71 @@
 // Outputs of the clustered kernel, by a warpgroup: the sums of its units from all blocks that share them, two channels
-// at two times of one sample a thread; then bias, GroupNorm, Mish, FiLM and residual; written as messages. And, between
-// two steps, the end of one and the beginning of the next.
+// at two times of one sample a thread and round; then bias, GroupNorm, Mish, FiLM and residual; written as messages.
+// Between two steps it makes the next sample (cluster_ends.cuh) and the first convolution.
 #pragma once
-#include "kernels/cuda/unet1d/cluster_block.cuh"
+#include "kernels/cuda/unet1d/cluster_ends.cuh"
 
 namespace dpa::kernels::unet1d {
 
-template <class T, bool kAlone>
-struct ClusterEpilogue : ClusterRole {
-  // The values of a thread: of the first channel at both times, then of the second.
+template <class T, ClusterForm kForm>
+struct ClusterEpilogue : ClusterEnds {
+  static constexpr bool kAlone = kForm == ClusterForm::kAlone;
+  static constexpr int kMaxRounds = kForm == ClusterForm::kRounds ? 1 << kMaxRoundsLog2 : 1;
+  // The values of a thread: in each round, of the first channel at both times, then of the second.
   struct Values {
-    float v[4];
+    float v[kMaxRounds][4];
   };
 
   float2 (&partial)[kGroupThreads / 32];  // moments of a warp
   ClusterMoments& of_blocks;
   uint32_t phases = 0;  // a bit a barrier of sums
   uint32_t norms = 0;   // that were exchanged
+  int rounds = 1;       // of the GEMM
   Values residual;
 
   __device__ ClusterEpilogue(const ClusterRole& role, float2 (&moments)[kGroupThreads / 32], ClusterMoments& exchanged)
-      : ClusterRole(role), partial(moments), of_blocks(exchanged) {}
+      : ClusterEnds(role), partial(moments), of_blocks(exchanged) {}
 
-  __device__ __forceinline__ void sync() const { ptx::sync_threads(2, kGroupThreads); }
+  // Calls f(round) for the GEMM's rounds.
+  template <class F>
+  __device__ __forceinline__ void in_rounds(F f) const {
+    f(0);
+#pragma unroll
+    for (int r = 1; r < kMaxRounds; r++)
+      if (r < rounds) f(r);
+  }
 
   __device__ __forceinline__ void expect(const ClusterLayer& l, int which) const {
     if (thread == 0) ptx::barrier_expect(ptx::shared_address(&barriers.sums_full[which]), l.pitch * l.ways);
   }
-  // The sum, in the order of their ranks, of what the blocks have sent.
-  __device__ __forceinline__ Values collect(const ClusterLayer& l, const ThreadShare& s, int which) {
+  // The sum, in the order of their ranks, of what the blocks have sent; `place`: of the thread's.
+  __device__ __forceinline__ Values collect(const ClusterLayer& l, const ThreadShare& s, int place, int which) {
+    const int pitch = l.pitch, ways = l.ways;
+    const uint8_t* sums = shared + a.layout.sums + which * a.layout.sums_bytes + place;
     ptx::barrier_wait(ptx::shared_address(&barriers.sums_full[which]), phases >> which & 1);
     phases ^= 1u << which;
     inject_test_delay();
     Values total = {};
     if (!s.valid) return total;
-    const int pitch = l.pitch;
-    const uint8_t* from = shared + a.layout.sums + which * a.layout.sums_bytes + thread * 8;
-    for (int first = 0; first < l.ways; first += 8, from += 8 * pitch) {
-      uint2 part[8];
+    in_rounds([&](int r) {
+      float(&to)[4] = total.v[r];
+      const uint8_t* from = sums + r * 8;
+      for (int first = 0; first < ways; first += 8, from += 8 * pitch) {
+        uint2 part[8];
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        part[i] = kAlone && i >= l.ways ? make_uint2(0, 0) : *reinterpret_cast<const uint2*>(from + i * pitch);
+        for (int i = 0; i < 8; i++)
+          part[i] = kForm != ClusterForm::kWhole && i >= ways ? make_uint2(0, 0)
+                                                              : *reinterpret_cast<const uint2*>(from + i * pitch);
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const float2 x = unpack_pair<T>(part[i].x), y = unpack_pair<T>(part[i].y);
-        total.v[0] += x.x, total.v[1] += x.y, total.v[2] += y.x, total.v[3] += y.y;
+        for (int i = 0; i < 8; i++) {
+          const float2 x = unpack_pair<T>(part[i].x), y = unpack_pair<T>(part[i].y);
+          to[0] += x.x, to[1] += x.y, to[2] += y.x, to[3] += y.y;
+        }
       }
-    }
+    });
     return total;
   }
-  static __device__ __forceinline__ void add(Values& to, float first, float second) {
-    to.v[0] += first, to.v[1] += first, to.v[2] += second, to.v[3] += second;
+  __device__ __forceinline__ void add(Values& to, float first, float second) const {
+    in_rounds([&](int r) { to.v[r][0] += first, to.v[r][1] += first, to.v[r][2] += second, to.v[r][3] += second; });
   }
 
   static __device__ __forceinline__ float2 fetch_two(const float* at) {
@@ -82,17 +97,21 @@ struct ClusterEpilogue : ClusterRole {
     return r;
   }
 
-  // What the norm needs of a layer; warps: of a unit.
+  // What the norm needs of a layer; first, last: of the cluster's blocks that finish the unit.
   struct Norm {
-    bool film;
-    int warps_log2;
+    bool film, exchanged;
+    int first, last;
     float inverse_count;
-    __device__ explicit Norm(const ClusterLayer& l)
-        : film(l.film >= 0), warps_log2(l.rows_log2 + l.times_log2 - 7), inverse_count(l.inverse_count) {}
+    __device__ Norm(const ClusterLayer& l, int rank)
+        : film(l.film >= 0),
+          exchanged(l.exchange_log2 > 0),
+          first(rank >> l.exchange_log2 << l.exchange_log2),
+          last(first + (1 << l.exchange_log2)),
+          inverse_count(l.inverse_count) {}
   };
-  // The sum, in the order of their ranks, of what the cluster's blocks have. Whoever sends those of the norm after next
-  // has those of the next from all, who have read these before.
-  __device__ __forceinline__ float2 exchange(const float2& mine) {
+  // The sum, in the order of their ranks, of what the blocks have that finish the unit. All of the cluster's exchange:
+  // whoever sends those of the norm after next has those of the next from all, who have read these before.
+  __device__ __forceinline__ float2 exchange(const Norm& n, const float2& mine) {
     const uint32_t turn = norms & 1, barrier = ptx::shared_address(&barriers.moments_full[turn]);
     if (thread == 0) ptx::barrier_expect(barrier, sizeof(of_blocks[0]));
     if (thread < kClusterBlocks)
@@ -105,16 +124,22 @@ struct ClusterEpilogue : ClusterRole {
     const auto* two = reinterpret_cast<const float4*>(of_blocks[turn]);
 #pragma unroll
     for (int i = 0; i < kClusterBlocks / 2; i++) {
+      if (!kAlone && (2 * i < n.first || 2 * i >= n.last)) continue;
       const float4 v = two[i];
       total.x += v.x + v.z, total.y += v.y + v.w;
     }
     return total;
   }
 
-  // Mean and inverse deviation of the thread's unit. The whole warpgroup calls, and meets.
+  // Mean and inverse deviation of the block's unit; threads that finish nothing have zeros. The whole warpgroup calls,
+  // and meets.
   __device__ __forceinline__ float2 moments(const Norm& n, const Values& x) {
-    float sum = (x.v[0] + x.v[1]) + (x.v[2] + x.v[3]),
-          squares = fmaf(x.v[0], x.v[0], x.v[1] * x.v[1]) + fmaf(x.v[2], x.v[2], x.v[3] * x.v[3]);
+    float sum = 0.0f, squares = 0.0f;
+    in_rounds([&](int r) {
+      const float(&v)[4] = x.v[r];
+      sum += (v[0] + v[1]) + (v[2] + v[3]);
+      squares += fmaf(v[0], v[0], v[1] * v[1]) + fmaf(v[2], v[2], v[3] * v[3]);
+    });
 #pragma unroll
     for (int i = 16; i; i >>= 1) {
       sum += __shfl_xor_sync(~0u, sum, i);
@@ -124,57 +149,53 @@ struct ClusterEpilogue : ClusterRole {
     sync();
     const float4 first = reinterpret_cast<const float4*>(partial)[0],
                  second = reinterpret_cast<const float4*>(partial)[1];
-    const float2 one = {first.x + first.z, first.y + first.w}, two = {second.x + second.z, second.y + second.w};
-    const float2 pair = warp < 2 ? one : two;
-    float2 total = kAlone || n.warps_log2 == 2 ? make_float2(one.x + two.x, one.y + two.y)
-                   : n.warps_log2 == 1         ? pair
-                                               : make_float2(sum, squares);
-    if constexpr (kAlone) total = exchange(total);
+    float2 total = {(first.x + first.z) + (second.x + second.z), (first.y + first.w) + (second.y + second.w)};
+    if (exchanges(kForm) && (kAlone || n.exchanged)) total = exchange(n, total);
     const float mean = total.x * n.inverse_count;
     return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, total.y * n.inverse_count), 0.0f) + 1e-5f));
   }
 
   // Bias is in `x` already. The whole warpgroup calls.
-  __device__ __forceinline__ void modulate(const Norm& n, const Parameters& r, Values& x, const AckTargets& acks,
+  __device__ __forceinline__ void modulate(const Norm& n, const Parameters& p, Values& x, const AckTargets& acks,
                                            bool now) {
     const float2 m = moments(n, x);
     acknowledge(acks, now);
+    in_rounds([&](int r) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float& v = x.v[i];
-      v = quick_mish(fmaf((v - m.x) * m.y, i < 2 ? r.gamma.x : r.gamma.y, i < 2 ? r.beta.x : r.beta.y));
-    }
+      for (int i = 0; i < 4; i++) {
+        float& v = x.v[r][i];
+        v = quick_mish(fmaf((v - m.x) * m.y, i < 2 ? p.gamma.x : p.gamma.y, i < 2 ? p.beta.x : p.beta.y));
+      }
+    });
     if (!n.film) return;
     if (a.film_scale) {
-      const float first = r.scale.x + r.more_scale.x, second = r.scale.y + r.more_scale.y;
-      x.v[0] *= first, x.v[1] *= first, x.v[2] *= second, x.v[3] *= second;
+      const float first = p.scale.x + p.more_scale.x, second = p.scale.y + p.more_scale.y;
+      in_rounds([&](int r) { x.v[r][0] *= first, x.v[r][1] *= first, x.v[r][2] *= second, x.v[r][3] *= second; });
     }
-    add(x, r.shift.x + r.more_shift.x, r.shift.y + r.more_shift.y);
+    add(x, p.shift.x + p.more_shift.x, p.shift.y + p.more_shift.y);
   }
 
-  // Writes a word of this step, and makes the last step's unwritten again: all who share this block's units have
-  // received this GEMM's input, which nobody has before all have read what the last step handed over here.
-  __device__ __forceinline__ void store_and_reset(uint8_t* at, uint32_t word) const {
-    ptx::store_message_word(at, word);
-    ptx::store_message_word(at + (step & 1 ? -a.layout.message_bytes : a.layout.message_bytes), kUnwritten);
-  }
   // Where this thread's words of a GEMM go.
   struct Target {
     bool valid;
     uint8_t* at;
     int64_t next;
+    int next_round;
   };
   __device__ __forceinline__ Target target(const ClusterLayer& l, const ClusterTile& p) const {
     const OutputWord word(l, p, thread, a.layout.chunk_log2);
-    return {word.valid, messages_of(step) + l.message + word.at, word.next - word.at};
+    return {word.valid, messages_of(step) + l.message + word.at, word.next - word.at, word.next_round};
   }
   __device__ __forceinline__ void publish(const Target& to, const Values& x) const {
-    const uint32_t first = ptx::transpose(pack_pair<T>(x.v[0], x.v[1])),
-                   second = ptx::transpose(pack_pair<T>(x.v[2], x.v[3]));
     inject_test_delay();
-    if (!to.valid) return;
-    store_and_reset(to.at, first);
-    store_and_reset(to.at + to.next, second);
+    in_rounds([&](int r) {
+      const uint32_t first = ptx::transpose(pack_pair<T>(x.v[r][0], x.v[r][1])),
+                     second = ptx::transpose(pack_pair<T>(x.v[r][2], x.v[r][3]));
+      if (!to.valid) return;
+      uint8_t* at = to.at + r * to.next_round;
+      store_and_reset(at, first);
+      store_and_reset(at + to.next, second);
+    });
   }
 
   // Acknowledges that the sums have been read. The whole warpgroup has met since.
@@ -186,58 +207,15 @@ struct ClusterEpilogue : ClusterRole {
   // What lies behind a signal's last time is zero, in norms and for the next GEMM.
   __device__ __forceinline__ void clear_beyond(const ClusterLayer& l, const ClusterTile& p, const ThreadShare& s,
                                                Values& x) const {
-    if constexpr (!kAlone) return;
-    const int early = l.upsample ? 2 * s.time + p.segment : s.time,
-              late = l.upsample ? early + 2 * s.gap : early + s.gap;
-    if (early >= l.times) x.v[0] = x.v[2] = 0.0f;
-    if (late >= l.times) x.v[1] = x.v[3] = 0.0f;
+    if constexpr (kForm == ClusterForm::kWhole) return;
+    in_rounds([&](int r) {
+      const int time = s.time + r * s.next_round, early = l.upsample ? 2 * time + p.segment : time,
+                late = l.upsample ? early + 2 * s.gap : early + s.gap;
+      if (early >= l.times) x.v[r][0] = x.v[r][2] = 0.0f;
+      if (late >= l.times) x.v[r][1] = x.v[r][3] = 0.0f;
+    });
   }
 
-  // From sums to the GEMM's output.
-  __device__ __forceinline__ void finish(const ClusterLayer& l, const ClusterTile& p, const ThreadShare& s,
-                                         const Parameters& r) {
-    const bool with_residual = has_residual(l);
-    expect(l, 0);
-    if (with_residual) expect(l, 1);
-    // Before the sums are there, and not after.
-    const Target to = target(l, p);
-    const Norm norm(l);
-    const AckTargets acks(l, p);
-    const bool normed = l.norm >= 0, added = l.add, kept = l.keep, last = l.message < 0;
-    Values x = collect(l, s, 0);
-    add(x, r.bias.x, r.bias.y);
-    clear_beyond(l, p, s, x);
-    const bool early = !with_residual;
-    if (normed)
-      modulate(norm, r, x, acks, early);
-    else
-      sync(), acknowledge(acks, early);
-    if (added)
-#pragma unroll
-      for (int i = 0; i < 4; i++) x.v[i] += residual.v[i];
-    clear_beyond(l, p, s, x);
-    if (kept) residual = x;
-    if (last)
-      tail(l, s, x);
-    else
-      publish(to, x);
-    if (with_residual) {
-      residual = collect(l, s, 1);
-      if (s.valid) {
-        const float2 bias = fetch_two(a.floats + l.bias[1] + s.channel);
-        add(residual, bias.x, bias.y);
-      }
-    }
-    __threadfence();  // whoever receives what follows from the next GEMM finds the other half unwritten
-    sync();
-    acknowledge(acks, !early);
-  }
-
-  // The part of an action that 16 channels have, as a message: (sample, channels / 16, time, action).
-  __device__ __forceinline__ int64_t tail_word(int sample, int part, int i) const {
-    return a.layout.tail_message +
-           (static_cast<int64_t>(sample * (layers[0].channels / 16) + part) * a.horizon * a.actions + i) * 4;
-  }
   __device__ __forceinline__ void tail(const ClusterLayer& l, const ThreadShare& s, const Values& x) const {
     constexpr int kTogether = 4;  // actions whose weights are loaded together
     for (int first = 0; first < a.actions; first += kTogether) {
@@ -251,75 +229,20 @@ struct ClusterEpilogue : ClusterRole {
       for (int k = 0; k < kTogether; k++) {
         const int d = first + k;
         if (d >= a.actions) break;
-        float early = fmaf(x.v[0], w[k].x, x.v[2] * w[k].y), late = fmaf(x.v[1], w[k].x, x.v[3] * w[k].y);
+        in_rounds([&](int r) {
+          const float(&v)[4] = x.v[r];
+          float early = fmaf(v[0], w[k].x, v[2] * w[k].y), late = fmaf(v[1], w[k].x, v[3] * w[k].y);
 #pragma unroll
-        for (int i = 4; i < 32; i <<= 1) early += __shfl_xor_sync(~0u, early, i), late += __shfl_xor_sync(~0u, late, i);
-        if (!s.valid || lane >= 4) continue;
-        uint8_t* at = messages_of(step) + tail_word(s.sample, s.channel / 16, s.time * a.actions + d);
-        if (!kAlone || s.time < l.times) store_and_reset(at, min(__float_as_uint(early), kUnwritten - 1));
-        if (!kAlone || s.time + s.gap < l.times)
-          store_and_reset(at + s.gap * a.actions * 4, min(__float_as_uint(late), kUnwritten - 1));
+          for (int i = 4; i < 32; i <<= 1)
+            early += __shfl_xor_sync(~0u, early, i), late += __shfl_xor_sync(~0u, late, i);
+          if (!s.valid || lane >= 4) return;
+          const int time = s.time + r * s.next_round;
+          uint8_t* at = messages_of(step) + tail_word(s.sample, s.channel / 16, time * a.actions + d);
+          if (time < l.times) store_and_reset(at, min(__float_as_uint(early), kUnwritten - 1));
+          if (time + s.gap < l.times)
+            store_and_reset(at + s.gap * a.actions * 4, min(__float_as_uint(late), kUnwritten - 1));
+        });
       }
-    }
-  }
-
-  __device__ __forceinline__ float with_condition(float x, int64_t i) const {
-    return a.condition_mask && a.condition_mask[i] ? a.condition_data[i] : x;
-  }
-
-  // Element i of the network's last output, from the parts that others have handed over.
-  __device__ __forceinline__ float output_of(int sample, int i) const {
-    const uint8_t* messages = messages_of(step - 1);
-    constexpr int kTogether = 16;
-    const int parts = layers[0].channels / 16;
-    float output = a.floats[a.tail.bias + i % a.actions];
-    for (int first = 0; first < parts; first += kTogether) {
-      uint32_t word[kTogether];
-      bool missing;
-      do {
-        missing = false;
-#pragma unroll
-        for (int g = 0; g < kTogether; g++)
-          word[g] = first + g < parts ? ptx::load_message_word(messages + tail_word(sample, first + g, i)) : 0;
-#pragma unroll
-        for (int g = 0; g < kTogether; g++) missing |= word[g] == kUnwritten;
-      } while (missing);
-#pragma unroll
-      for (int g = 0; g < kTogether; g++) output += __uint_as_float(word[g]);
-    }
-    return output;
-  }
-
-  // The sample after step `step - 1`, from the parts of its actions; every block that needs a sample computes it.
-  __device__ __forceinline__ void advance_sample(const ThreadShare& s) const {
-    float* x = reinterpret_cast<float*>(shared + a.layout.sample);
-    const int count = a.horizon * a.actions;
-    if (s.sample >= a.samples) {  // only fills the chunk up
-      for (int i = thread; i < count; i += kGroupThreads) x[i] = 0.0f;
-      return;
-    }
-    const int64_t first = static_cast<int64_t>(a.first_sample + s.sample) * count;
-    float row[math::SchedulerStep<float>::kColumns] = {};
-    if (a.table && step > 0)
-#pragma unroll
-      for (int c = 0; c < math::SchedulerStep<float>::kColumns; c++)
-        row[c] = a.table[(step - 1) * math::SchedulerStep<float>::kColumns + c];
-    const math::SchedulerStep<float> rule(row, 0, a.clip, a.noise != nullptr);
-    for (int i = thread; i < count; i += kGroupThreads) {
-      if (step == 0) {
-        x[i] = with_condition(a.initial[first + i], first + i);
-        continue;
-      }
-      // What there is to load comes before what there is to wait for.
-      const float noise = a.noise ? a.noise[static_cast<int64_t>(step - 1) * a.batch * count + first + i] : 0.0f;
-      const bool inpainted = a.condition_mask && a.condition_mask[first + i];
-      const float given = inpainted ? a.condition_data[first + i] : 0.0f;
-      float output = output_of(s.sample, i);
-      if (a.table) {
-        const float next = rule.step(output, x[i], noise);
-        x[i] = output = inpainted ? given : next;
-      }
-      if (step == a.steps && s.channel == 0) a.output[first + i] = output;
     }
   }
 
@@ -332,46 +255,74 @@ struct ClusterEpilogue : ClusterRole {
     bias = fetch_two(a.floats + l.bias[1] + s.channel);
     add(other, bias.x, bias.y);
     // Taps and actions, side by side in the weights, are so in the sample too.
-    const int count = a.horizon * a.actions, pitch = kAlone ? 16 : l.channels;
-    auto accumulate = [&](Values& to, const float* weights, int many, int early, int late) {
+    const bool kept = kAlone || a.layout.head_channels > 0;
+    const int count = a.horizon * a.actions, pitch = kAlone ? 16 : kept ? a.layout.head_channels : l.channels;
+    auto accumulate = [&](float(&to)[4], const float* weights, int many, int early, int late) {
 #pragma unroll 8
       for (int j = 0; j < many; j++, early++, late++) {
-        const float first = kAlone ? weights[j * pitch] : __ldg(weights + j * pitch),
-                    second = kAlone ? weights[j * pitch + 8] : __ldg(weights + j * pitch + 8);
+        const float first = weights[j * pitch], second = weights[j * pitch + 8];
         const float before = early >= 0 && early < count ? sample[early] : 0.0f,
                     after = late >= 0 && late < count ? sample[late] : 0.0f;
-        to.v[0] = fmaf(first, before, to.v[0]), to.v[1] = fmaf(first, after, to.v[1]);
-        to.v[2] = fmaf(second, before, to.v[2]), to.v[3] = fmaf(second, after, to.v[3]);
+        to[0] = fmaf(first, before, to[0]), to[1] = fmaf(first, after, to[1]);
+        to[2] = fmaf(second, before, to[2]), to[3] = fmaf(second, after, to[3]);
       }
     };
     const float *weights = a.floats + a.head.weights + s.channel, *others = a.floats + a.head.residual + s.channel;
-    if constexpr (kAlone) {
-      weights = reinterpret_cast<const float*>(shared + a.layout.head) + (thread >> 2 & 7);
-      others = weights + a.taps * a.actions * 16;
+    if (kept) {
+      weights =
+          reinterpret_cast<const float*>(shared + a.layout.head) + s.channel % (kAlone ? 16 : a.layout.head_channels);
+      others = weights + a.taps * a.actions * pitch;
     }
-    const int gap = s.gap * a.actions, at = s.time * a.actions, begin = at - a.taps / 2 * a.actions;
-    accumulate(x, weights, a.taps * a.actions, begin, begin + gap);
-    accumulate(other, others, a.actions, at, at + gap);
+    const int gap = s.gap * a.actions;
+    in_rounds([&](int r) {
+      const int at = (s.time + r * s.next_round) * a.actions, begin = at - a.taps / 2 * a.actions;
+      accumulate(x.v[r], weights, a.taps * a.actions, begin, begin + gap);
+      accumulate(other.v[r], others, a.actions, at, at + gap);
+    });
   }
 
-  // Prefetches the first convolution's weights, which have left L1 since.
-  __device__ __forceinline__ void prefetch_first_conv(const ClusterLayer& l, const ThreadShare& s) const {
-    const float *weights = a.floats + a.head.weights + s.channel, *others = a.floats + a.head.residual + s.channel;
-    for (int j = lane & 3; j < a.taps * a.actions; j += 4) ptx::prefetch(weights + j * l.channels);
-    for (int j = lane & 3; j < a.actions; j += 4) ptx::prefetch(others + j * l.channels);
-  }
-
-  // Keeps the first convolution's weights of the block's 16 channels.
-  __device__ __forceinline__ void keep_first_conv() const {
-    const ClusterLayer& l = layers[0];
-    const int channel = ThreadShare(l, ClusterTile(l, cluster, rank), 0).channel, many = a.taps * a.actions * 16;
-    float* to = reinterpret_cast<float*>(shared + a.layout.head);
-    for (int i = thread; i < many + a.actions * 16; i += kGroupThreads) {
-      const float* from = a.floats + (i < many ? a.head.weights : a.head.residual) + channel;
-      const int j = i < many ? i : i - many;
-      to[i] = from[(j >> 4) * l.channels + (j & 15)];
+  // From sums to the GEMM's output.
+  __device__ __forceinline__ void finish(const ClusterLayer& l, const ClusterTile& p, const ThreadShare& s,
+                                         const Parameters& r) {
+    const bool with_residual = has_residual(l);
+    rounds = 1 << l.rounds_log2;
+    expect(l, 0);
+    if (with_residual) expect(l, 1);
+    // Before the sums are there, and not after.
+    const int place = ThreadShare::first_place(l, thread) * 8;
+    const Target to = target(l, p);
+    const Norm norm(l, rank);
+    const AckTargets acks(l, p);
+    const bool normed = l.norm >= 0, added = l.add, kept = l.keep, last = l.message < 0;
+    Values x = collect(l, s, place, 0);
+    add(x, r.bias.x, r.bias.y);
+    clear_beyond(l, p, s, x);
+    const bool early = !with_residual;
+    if (normed)
+      modulate(norm, r, x, acks, early);
+    else
+      sync(), acknowledge(acks, early);
+    if (added)
+      in_rounds([&](int r) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x.v[r][i] += residual.v[r][i];
+      });
+    clear_beyond(l, p, s, x);
+    if (kept) residual = x;
+    if (last)
+      tail(l, s, x);
+    else
+      publish(to, x);
+    if (with_residual) {
+      residual = collect(l, s, place, 1);
+      if (s.valid) {
+        const float2 bias = fetch_two(a.floats + l.bias[1] + s.channel);
+        add(residual, bias.x, bias.y);
+      }
     }
+    __threadfence();  // whoever receives what follows from the next GEMM finds the other half unwritten
     sync();
+    acknowledge(acks, !early);
   }
 
   // Between two steps, and before the first and after the last one.
@@ -380,23 +331,24 @@ struct ClusterEpilogue : ClusterRole {
     const ClusterTile p(l, cluster, rank);
     if (p.finisher >= l.finishers) return;
     const ThreadShare s(l, p, thread);
+    rounds = 1 << l.rounds_log2;
     Parameters r = {};
     if (step < a.steps) r = fetch_parameters(l, s);
-    if (!kAlone && s.valid && step < a.steps) prefetch_first_conv(l, s);
+    if (a.layout.head_channels == 0 && s.valid && step < a.steps) prefetch_first_conv(l, s);
     advance_sample(ThreadShare(l, p, 0));
     sync();
     if (step == a.steps) return;
     Values x = {}, other = {};
     if (s.valid) first_conv(l, s, x, other);
     clear_beyond(l, p, s, x);
-    modulate(Norm(l), r, x, AckTargets(l, p), false);
+    modulate(Norm(l, rank), r, x, AckTargets(l, p), false);
     clear_beyond(l, p, s, x);
     residual = other;
     publish(target(l, p), x);
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (kAlone) keep_first_conv();
+    keep_first_conv();
     for (;; step++) {
       ends();
       if (step == a.steps) return;

@@ -1,6 +1,6 @@
 // The GEMMs of the clustered kernel, by a warpgroup.
 //
-//   receive   the block's input words, as soon as they are written, into shared memory: [octet of channels][row][16
+//   receive   a pass's input words, as soon as they are written, into shared memory: [octet of channels][row][16
 //             bytes], a row a (time, sample), samples fastest, with rows of zeros outside of the signal, which an octet
 //             shares with the next. So the columns of a tap are the rows from tap * samples on, and no patch is ever
 //             made. For stride 2 the odd times come first, then the even ones.
@@ -13,8 +13,10 @@
 
 namespace dpa::kernels::unet1d {
 
-template <class Weight, bool kAlone>
+template <class Weight, ClusterForm kForm>
 struct ClusterGemm : ClusterRole {
+  static constexpr bool kAlone = kForm == ClusterForm::kAlone, kPasses = in_passes(kForm);
+  static constexpr int kSamples = kAlone ? 1 : 4;  // that a thread has of a tile, at most
   using Tile = unet1d::Tile<Weight>;
   using T = typename Tile::Activation;
   static constexpr int kStepBytes = 4 * Tile::kBytes, kStageBytes = kStageSteps * kStepBytes;
@@ -34,55 +36,104 @@ struct ClusterGemm : ClusterRole {
     return v.x == kUnwritten || v.y == kUnwritten || v.z == kUnwritten || v.w == kUnwritten;
   }
 
-  __device__ __forceinline__ void receive(const ClusterLayer& l, const ClusterTile& p, bool first_of_step) {
-    constexpr int kEach = kMaxWords / kGroupThreads;
-    const int samples_log2 = l.samples_log2, times_log2 = l.times_in_log2, octets = l.octets, rows = l.rows;
-    const int samples = 1 << samples_log2, times = 1 << times_log2, words = octets << (times_log2 + samples_log2);
-    const int first = p.slice * l.slice_octets + p.half * l.half_octets;
-    const uint8_t* from = messages_of(step) + l.source[p.half] +
-                          ((static_cast<int64_t>(first) << (times_log2 + a.layout.chunk_log2)) + p.sample0) * 16;
-    // Where a block has channels of the value and of the skip: from those to these.
-    const int first_octets = kAlone ? l.first_octets : octets;
-    const int64_t to_skip =
-        l.source[1] - l.source[0] - (static_cast<int64_t>(first_octets) << (times_log2 + a.layout.chunk_log2)) * 16;
-    uint8_t* to = shared + a.layout.activations;
-    const bool strided = l.stride == 2;
-    const int before = l.pad, zeros = before << samples_log2;
-    uint4 v[kEach];
-    int source[kEach], target[kEach];
-    uint32_t behind = 0;  // a bit a word: of the skip
-#pragma unroll
-    for (int e = 0; e < kEach; e++) {
-      const int i = thread + e * kGroupThreads;
-      const int s = i & (samples - 1), t = i >> samples_log2 & (times - 1), octet = i >> (samples_log2 + times_log2);
-      source[e] = (i >> samples_log2 << a.layout.chunk_log2) + s;
-      const int row = !strided ? t + before : (t & 1) ? t / 2 + 1 : times / 2 + 1 + t / 2;
-      target[e] = octet * rows + (row << samples_log2) + s;
-      if (kAlone && octet >= first_octets) behind |= 1u << e;
-      v[e] = make_uint4(i < words ? kUnwritten : 0, 0, 0, 0);
+  // The words of a pass that a thread receives. They are whole octets apart, and so are their places.
+  static constexpr int kEach = kMaxWords / kGroupThreads;
+  struct Words {
+    const uint8_t* from;
+    int64_t to_skip;  // where a pass has channels of the value and of the skip: from those to these
+    uint32_t behind;  // a bit a word: of the skip
+    uint32_t apart, to, to_apart;
+    int count;
+    __device__ __forceinline__ const uint8_t* source(int e) const {
+      return from + e * apart + (behind >> e & 1 ? to_skip : 0);
     }
+    __device__ __forceinline__ uint32_t target(int e) const { return to + e * to_apart; }
+  };
+  __device__ __forceinline__ Words words(const ClusterLayer& l, const ClusterTile& p, int pass_of_block,
+                                         int buffer) const {
+    const ClusterPass pass(l, p, pass_of_block);
+    const int samples_log2 = l.samples_log2, times_log2 = l.times_in_log2, columns_log2 = times_log2 + samples_log2,
+              octet_log2 = times_log2 + a.layout.chunk_log2, first_octets = l.first_octets, rows = l.rows;
+    const int s = thread & ((1 << samples_log2) - 1), t = thread >> samples_log2 & ((1 << times_log2) - 1),
+              octet = thread >> columns_log2, apart = kGroupThreads >> columns_log2;
+    const int row = l.stride != 2 ? t + l.pad : (t & 1) ? t / 2 + 1 : (1 << times_log2) / 2 + 1 + t / 2;
+    Words w;
+    w.from =
+        messages_of(step) + l.source[pass.source] +
+        ((static_cast<int64_t>(pass.octet + octet) << octet_log2) + (t << a.layout.chunk_log2) + p.sample0 + s) * 16;
+    w.to_skip = l.source[1] - l.source[0] - (static_cast<int64_t>(first_octets) << octet_log2) * 16;
+    w.behind = 0;
+#pragma unroll
+    for (int e = 0; e < kEach; e++)
+      if (octet + e * apart >= first_octets) w.behind |= 1u << e;
+    w.apart = apart << octet_log2 << 4, w.to_apart = apart * rows * 16;
+    w.to = activations(buffer) + (octet * rows + (row << samples_log2) + s) * 16;
+    w.count = ((l.octets << columns_log2) - thread + kGroupThreads - 1) / kGroupThreads;
+    return w;
+  }
+  __device__ __forceinline__ uint32_t activations(int buffer) const {
+    return base + a.layout.activations + buffer * a.layout.activation_bytes;
+  }
+
+  // The first pass of a GEMM, with the rows of zeros, which all passes share: polled until it is there.
+  __device__ __forceinline__ void receive(const ClusterLayer& l, const ClusterTile& p, bool first_of_step) {
+    const int zeros = l.pad << l.samples_log2, rows = l.rows, octets = l.octets;
+    const Words w = words(l, p, 0, 0);
+    uint4 v[kEach];
+#pragma unroll
+    for (int e = 0; e < kEach; e++) v[e] = make_uint4(e < w.count ? kUnwritten : 0, 0, 0, 0);
     sync();  // the last GEMM has read its input
     for (int octet = warp; octet <= octets; octet += kGroupThreads / 32)
-      for (int i = lane; i < zeros; i += 32)
-        *reinterpret_cast<uint4*>(to + (octet * rows + i) * 16) = make_uint4(0, 0, 0, 0);
+      for (int i = lane; i < zeros; i += 32) {
+        const uint32_t at = (octet * rows + i) * 16;
+        ptx::store_shared_16(activations(0) + at, make_uint4(0, 0, 0, 0));
+        if (kPasses && l.passes > 1) ptx::store_shared_16(activations(1) + at, make_uint4(0, 0, 0, 0));
+      }
     wait_for_acks(first_of_step);
     bool missing;
     do {
       missing = false;
 #pragma unroll
       for (int e = 0; e < kEach; e++)
-        if (unwritten(v[e]))
-          v[e] = ptx::load_message_16(from + source[e] * 16 + (kAlone && behind >> e & 1 ? to_skip : 0));
+        if (unwritten(v[e])) v[e] = ptx::load_message_16(w.source(e));
 #pragma unroll
       for (int e = 0; e < kEach; e++) missing |= unwritten(v[e]);
     } while (missing);
 #pragma unroll
     for (int e = 0; e < kEach; e++)
-      if (thread + e * kGroupThreads < words) *reinterpret_cast<uint4*>(to + target[e] * 16) = v[e];
+      if (e < w.count) ptx::store_shared_16(w.target(e), v[e]);
+    cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+    sync();
+  }
+  // A further pass comes by asynchronous copies while the last one is multiplied.
+  __device__ __forceinline__ void request(const Words& w) const {
+#pragma unroll
+    for (int e = 0; e < kEach; e++)
+      if (e < w.count) ptx::copy_async_16(w.target(e), w.source(e));
+  }
+  // Copies again what was not written yet.
+  __device__ __forceinline__ void await(const Words& w) const {
+    ptx::copy_async_wait();
+#pragma unroll
+    for (int e = 0; e < kEach; e++) {
+      if (e >= w.count) continue;
+      uint4 v = ptx::load_shared_16(w.target(e));
+      if (!unwritten(v)) continue;
+      while (unwritten(v)) v = ptx::load_message_16(w.source(e));
+      ptx::store_shared_16(w.target(e), v);
+    }
     cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
     sync();
   }
 
+  // A stage's weights in e4m3.
+  struct Narrow {
+    uint2 v[kStageSteps];
+    __device__ __forceinline__ explicit Narrow(uint32_t from) {
+#pragma unroll
+      for (int j = 0; j < kStageSteps; j++) v[j] = ptx::load_shared_8(from + j * kStepBytes);
+    }
+  };
   // The weights of kSteps steps. Steps that only fill the last stage up have weights of zero.
   template <int kSteps>
   struct Part {
@@ -96,6 +147,15 @@ struct ClusterGemm : ClusterRole {
         else
           weights[j] = Tile::widen_raw(ptx::load_shared_8(from + j * kStepBytes)).v;
       }
+      clear_from(steps);
+    }
+    // Steps from `first` on of a stage that has `steps`.
+    __device__ __forceinline__ void widen(const Narrow& narrow, int first, int steps) {
+#pragma unroll
+      for (int j = 0; j < kSteps; j++) weights[j] = Tile::widen_raw(narrow.v[first + j]).v;
+      clear_from(steps - first);
+    }
+    __device__ __forceinline__ void clear_from(int steps) {
       if (steps >= kSteps) return;
 #pragma unroll
       for (int j = 0; j < kSteps; j++)
@@ -120,7 +180,7 @@ struct ClusterGemm : ClusterRole {
     uint32_t apart;
     bool by_stage;
     __device__ __forceinline__ Columns(const ClusterLayer& l, int segment)
-        : at(l.inputs + (segment ? kMaxInputs : 0)), apart(2 * l.rows), by_stage(kAlone && l.by_stage) {}
+        : at(l.inputs + (segment ? kMaxInputs : 0)), apart(2 * l.rows), by_stage(l.by_stage) {}
     __device__ __forceinline__ uint2 next() {
       if (by_stage) {
         const uint32_t two = *at++ * 0x10001u + (apart << 16);
@@ -134,33 +194,34 @@ struct ClusterGemm : ClusterRole {
   // The GEMMs of one segment: while those of two steps run, the weights of the next two come to registers; where there
   // are few columns, and so registers for it, those of a stage.
   template <int kColumns>
-  __device__ __forceinline__ void multiply(const ClusterLayer& l, int segment, int steps, float (&sum)[kColumns / 2]) {
+  __device__ __forceinline__ void multiply(const ClusterLayer& l, int segment, int buffer, float (&sum)[kColumns / 2]) {
     static_assert(kStageSteps == 4, "a stage of the circular buffer is two halves of two steps");
-    if (steps == 0) return;
+    int steps = uniform(l.steps[segment]);
     const uint32_t tiles = base + a.layout.buffer + warp * Tile::kBytes + lane * Tile::kLaneBytes;
-    const uint32_t input = static_cast<uint32_t>(wgmma::unswizzled(wgmma::units(base + a.layout.activations), l.rows));
+    const uint32_t input = static_cast<uint32_t>(wgmma::unswizzled(wgmma::units(activations(buffer)), l.rows));
     Columns columns(l, segment);
     const auto wait_for_stage = [&] { ptx::barrier_wait(full + at.stage * 8, at.phase); };
+    // Behind the MMAs that take its weights: an arrival could overtake loads that nothing waits for.
     const auto release_stage = [&] {
       __syncwarp();
       if (lane == 0) ptx::barrier_arrive(empty + at.stage * 8);
       at.advance(a.layout.stages);
     };
-    if constexpr (kAlone && kColumns <= 32) {
+    if constexpr (kColumns <= 32) {
       Part<4> even, odd;
 #pragma unroll 1
       for (; steps > 0; steps -= 2 * kStageSteps) {
         uint2 four = columns.next();
         wait_for_stage();
         even.load(tiles + at.stage * kStageBytes, steps);
-        release_stage();
         multiply_part<kColumns, 4>(even, input, {four.x, four.y}, sum);
+        release_stage();
         wgmma::wait<1>();
         const bool more = steps > kStageSteps;  // else the second stage's weights are zeros
         if (more) four = columns.next(), wait_for_stage();
         odd.load(tiles + at.stage * kStageBytes, steps - kStageSteps);
-        if (more) release_stage();
         multiply_part<kColumns, 4>(odd, input, {four.x, four.y}, sum);
+        if (more) release_stage();
         wgmma::wait<1>();
       }
     } else {
@@ -171,11 +232,20 @@ struct ClusterGemm : ClusterRole {
       for (; steps > 0; steps -= kStageSteps) {
         const uint32_t from = tiles + at.stage * kStageBytes;
         const uint2 here = next;
-        even.load(from, steps);
-        multiply_part<kColumns, 2>(even, input, {here.x}, sum);
-        wgmma::wait<1>();
-        odd.load(from + 2 * kStepBytes, steps - 2);
-        multiply_part<kColumns, 2>(odd, input, {here.y}, sum);
+        if constexpr (Tile::kBytes == 256) {  // a stage at once: what is widened next is there
+          const Narrow narrow(from);
+          even.widen(narrow, 0, steps);
+          multiply_part<kColumns, 2>(even, input, {here.x}, sum);
+          wgmma::wait<1>();
+          odd.widen(narrow, 2, steps);
+          multiply_part<kColumns, 2>(odd, input, {here.y}, sum);
+        } else {
+          even.load(from, steps);
+          multiply_part<kColumns, 2>(even, input, {here.x}, sum);
+          wgmma::wait<1>();
+          odd.load(from + 2 * kStepBytes, steps - 2);
+          multiply_part<kColumns, 2>(odd, input, {here.y}, sum);
+        }
         release_stage();
         if (steps > kStageSteps) next = columns.next(), wait_for_stage();
         wgmma::wait<1>();
@@ -196,92 +266,105 @@ struct ClusterGemm : ClusterRole {
   }
 
   // A thread has of the tile rows 16 warp + lane / 4 and 8 more; of column tile i, columns 2 (lane % 4) and the next.
-  // Columns are samples of a time, then of the next. So a thread has, of kSamples samples, every column tile of
-  // kSamples / 2: times that it sends in pairs; of one sample on its own, neighbouring times. Where they go:
-  template <int kSamples>
+  // Columns are samples of a time, then of the next. So a thread has, of kMine samples, every column tile of kMine / 2:
+  // times that it sends in pairs; of one sample a tile, neighbouring times. Where they go:
   struct Targets {
-    uint32_t sums[kSamples], barrier[kSamples];
+    uint32_t at[kSamples];  // byte offsets in the finishing block's shared memory, its rank above
+    __device__ __forceinline__ uint32_t offset(int k) const { return at[k] & 0xFFFFFF; }
+    __device__ __forceinline__ int peer(int k) const { return at[k] >> 24; }
   };
-  template <int kSamples>
-  __device__ __forceinline__ Targets<kSamples> targets(const ClusterLayer& l, const ClusterTile& p, int which) const {
-    Targets<kSamples> to;
-    const int samples_log2 = l.samples_log2, q = lane & 3,
-              row = warp * 16 + (l.paired ? (p.row_tile & 1) * kTileRows : 0);
-    const int tile = row >> 4 & ((1 << (l.rows_log2 - 4)) - 1), of_tile = l.paired ? 0 : row >> l.rows_log2;
-    const int first_pair = (kSamples > 2 ? 0 : kSamples == 1 ? q : q >> (samples_log2 - 1)) << l.pair_steps_log2;
-    const uint32_t landing = base + a.layout.sums + which * a.layout.sums_bytes + p.part * l.pitch;
-    const uint32_t barrier = ptx::shared_address(&barriers.sums_full[which]);
+  __device__ __forceinline__ Targets targets(const ClusterLayer& l, const ClusterTile& p, int which) const {
+    Targets to;
+    const int samples_log2 = l.samples_log2, q = lane & 3, span = (1 << l.span_log2) - 1,
+              row = warp * 16 + (p.row_tile & span) * kTileRows;
+    const int tile = row >> 4 & ((1 << (l.rows_log2 - 4)) - 1), of_tile = row >> l.rows_log2;
+    const int column = 2 * q & ((1 << samples_log2) - 1);  // the first of the thread's samples
+    const int first_pair = (samples_log2 == 0 ? q : 2 * q >> samples_log2) << l.pair_steps_log2;
+    const uint32_t landing = a.layout.sums + which * a.layout.sums_bytes + p.part * l.pitch;
 #pragma unroll
     for (int k = 0; k < kSamples; k++) {
-      const int sample = kSamples == 1  ? 0
-                         : kSamples > 2 ? 8 * (k >> 1) + 2 * q + (k & 1)
-                                        : (2 * q & ((1 << samples_log2) - 1)) + (k & 1);
+      const int sample = (column + 8 * (k >> 1) + (k & 1)) & ((1 << samples_log2) - 1);
       const int share = ThreadShare::share(l, (sample << l.group_log2) + of_tile, tile, first_pair);
-      const int peer = p.first_peer + (share >> l.shares_log2), n = ThreadShare::thread(l, share, lane >> 2);
-      to.sums[k] = ptx::cluster_address(landing + n * 8, peer), to.barrier[k] = ptx::cluster_address(barrier, peer);
+      const int peer = p.first_peer + (share >> l.shares_log2);
+      to.at[k] = (landing + ThreadShare::place(l, share, lane >> 2) * 8) | peer << 24;
     }
     return to;
   }
   // Pairs of times follow one another in threads side by side; after four of them, 32 threads on.
-  template <int kColumns, int kSamples>
-  __device__ __forceinline__ void send(const Targets<kSamples>& to, const float (&sum)[kColumns / 2]) const {
-    constexpr int kTiles = kSamples / 2, kPairs = kSamples == 1 ? kColumns / 8 : kColumns / 8 / kSamples;
-    static_assert(kSamples == 1 || kPairs <= 4, "a thread's pairs of times are those of four threads side by side");
+  template <int kColumns, int kMine>
+  __device__ __forceinline__ void send(const Targets& to, int which, const float (&sum)[kColumns / 2]) const {
+    constexpr int kTiles = kMine / 2, kPairs = kMine == 1 ? kColumns / 8 : kColumns / 8 / kMine;
+    static_assert(kMine == 1 || kPairs <= 4, "a thread's pairs of times are those of four threads side by side");
 #pragma unroll
-    for (int k = 0; k < kSamples; k++) {
+    for (int k = 0; k < kMine; k++) {
+      const uint32_t sums = ptx::cluster_address(base + to.offset(k), to.peer(k)),
+                     barrier = ptx::cluster_address(ptx::shared_address(&barriers.sums_full[which]), to.peer(k));
       const int j = k & 1, first = k >> 1;
       uint2 words[kPairs];
 #pragma unroll
       for (int m = 0; m < kPairs; m++) {
-        const int early = kSamples == 1 ? 4 * m : (2 * m * kTiles + first) * 4 + j,
-                  late = kSamples == 1 ? 4 * m + 1 : ((2 * m + 1) * kTiles + first) * 4 + j;
+        const int early = kMine == 1 ? 4 * m : (2 * m * kTiles + first) * 4 + j,
+                  late = kMine == 1 ? 4 * m + 1 : ((2 * m + 1) * kTiles + first) * 4 + j;
         words[m] = make_uint2(pack_pair<T>(sum[early], sum[late]), pack_pair<T>(sum[early + 2], sum[late + 2]));
       }
-      if constexpr (kPairs == 1) ptx::send_cluster_8(to.sums[k], words[0], to.barrier[k]);
+      if constexpr (kPairs == 1) ptx::send_cluster_8(sums, words[0], barrier);
 #pragma unroll
       for (int m = 0; m + 1 < kPairs; m += 2)
-        ptx::send_cluster_16(to.sums[k] + (m >> 2) * 256 + (m & 3) * 8,
-                             make_uint4(words[m].x, words[m].y, words[m + 1].x, words[m + 1].y), to.barrier[k]);
+        ptx::send_cluster_16(sums + (m >> 2) * 256 + (m & 3) * 8,
+                             make_uint4(words[m].x, words[m].y, words[m + 1].x, words[m + 1].y), barrier);
     }
   }
 
-  // The GEMM of a segment, and its sums to those who finish them.
-  template <int kColumns, int kSamples>
-  __device__ __forceinline__ void gemm(const ClusterLayer& l, const ClusterTile& p, int segment,
-                                       const Targets<kSamples>& to) {
-    float2 scale = {1.0f, 1.0f};
-    if constexpr (Tile::kBytes == 256) {
-      const float* at = a.floats + l.scale[segment] + p.row_tile * kTileRows + warp * 16 + (lane >> 2);
-      scale = {ptx::load_constant(at), ptx::load_constant(at + 8)};
-    }
-    float sum[kColumns / 2] = {};
-    multiply<kColumns>(l, segment, uniform(l.steps[segment]), sum);
+  // Of e4m3 weights: of the thread's rows. Loaded before the GEMM, for after it.
+  __device__ __forceinline__ float2 fetch_scale(const ClusterLayer& l, const ClusterTile& p, int segment) const {
+    if constexpr (Tile::kBytes != 256) return {1.0f, 1.0f};
+    const float* at = a.floats + l.scale[segment] + p.row_tile * kTileRows + warp * 16 + (lane >> 2);
+    return {ptx::load_constant(at), ptx::load_constant(at + 8)};
+  }
+  template <int kColumns>
+  static __device__ __forceinline__ void apply_scale(const float2& scale, float (&sum)[kColumns / 2]) {
     if constexpr (Tile::kBytes == 256)
 #pragma unroll
       for (int i = 0; i < kColumns / 2; i++) sum[i] *= i & 2 ? scale.y : scale.x;
     inject_test_delay();
-    send<kColumns, kSamples>(to, sum);
   }
-  template <int kColumns, int kSamples>
-  __device__ __forceinline__ void gemm_of_samples(const ClusterLayer& l, const ClusterTile& p, int segment, int which) {
-    gemm<kColumns, kSamples>(l, p, segment, targets<kSamples>(l, p, which));
+
+  template <int kColumns>
+  __device__ __forceinline__ void send(const ClusterLayer& l, const Targets& to, int which,
+                                       const float (&sum)[kColumns / 2]) const {
+    if constexpr (kAlone) return send<kColumns, 1>(to, which, sum);
+    const int samples_log2 = uniform(l.samples_log2);
+    if constexpr (kColumns > 16)
+      if (samples_log2 == 4) return send<kColumns, 4>(to, which, sum);
+    if constexpr (kPasses)
+      if (samples_log2 == 0) return send<kColumns, 1>(to, which, sum);
+    send<kColumns, 2>(to, which, sum);
   }
-  __device__ __forceinline__ void gemm(const ClusterLayer& l, const ClusterTile& p, int segment, int which) {
-    const bool many = l.samples_log2 == 4;
-    switch (uniform(l.columns_log2 * 2 + many)) {
-      case 13: gemm_of_samples<64, 4>(l, p, segment, which); break;
-      case 12: gemm_of_samples<64, 2>(l, p, segment, which); break;
-      case 11: gemm_of_samples<32, 4>(l, p, segment, which); break;
-      case 10: gemm_of_samples<32, 2>(l, p, segment, which); break;
-      default: gemm_of_samples<16, 2>(l, p, segment, which);
-    }
-  }
-  __device__ __forceinline__ void gemm_alone(const ClusterLayer& l, const ClusterTile& p, int segment,
-                                             const Targets<1>& to) {
-    switch (uniform(l.columns_log2)) {
-      case 6: gemm<64, 1>(l, p, segment, to); break;
-      case 5: gemm<32, 1>(l, p, segment, to); break;
-      default: gemm<16, 1>(l, p, segment, to);
+
+  // The GEMMs of a layer, and their sums to those who finish them. A pass that is alone is received once for both.
+  template <int kColumns>
+  __device__ __forceinline__ void gemm(const ClusterLayer& l, const ClusterTile& p, bool first_of_step) {
+    auto to = targets(l, p, has_residual(l));  // before there is input
+    const int passes = kPasses ? uniform(l.passes) : 1;
+    receive(l, p, first_of_step);
+    int buffer = 0;
+    // The residual convolution comes first: it is short.
+    for (int which = has_residual(l); which >= 0; which--) {
+      const int segment = l.upsample ? p.segment : which;
+      const float2 scale = fetch_scale(l, p, segment);
+      float sum[kColumns / 2] = {};
+#pragma unroll 1
+      for (int n = 0; n < passes; n++) {
+        const int next = n + 1 < passes ? n + 1 : 0;  // after the residual's last, the first again
+        const bool more = passes > 1 && (next > 0 || which > 0);
+        Words w = {};
+        if (more) w = words(l, p, next, buffer ^ 1), request(w);
+        multiply<kColumns>(l, segment, buffer, sum);
+        if (more) await(w), buffer ^= 1;
+      }
+      apply_scale<kColumns>(scale, sum);
+      send<kColumns>(l, to, which, sum);
+      if (which > 0) to = targets(l, p, 0);
     }
   }
 
@@ -290,16 +373,10 @@ struct ClusterGemm : ClusterRole {
       for (int i = 1; i <= a.layout.count; i++) {
         const ClusterLayer& l = layers[i];
         const ClusterTile p(l, cluster, rank);
-        Targets<1> to;
-        if constexpr (kAlone) to = targets<1>(l, p, 0);  // before there is input
-        receive(l, p, i == 1);
-        // The residual convolution comes first: it is short.
-        for (int which = has_residual(l); which >= 0; which--) {
-          const int segment = l.upsample ? p.segment : which;
-          if constexpr (kAlone)
-            gemm_alone(l, p, segment, {{to.sums[0] + which * a.layout.sums_bytes}, {to.barrier[0] + which * 8}});
-          else
-            gemm(l, p, segment, which);
+        switch (uniform(l.columns_log2)) {
+          case 6: gemm<64>(l, p, i == 1); break;
+          case 5: gemm<32>(l, p, i == 1); break;
+          default: gemm<16>(l, p, i == 1);
         }
         pending_acks = AckTargets(l, p).by;
       }

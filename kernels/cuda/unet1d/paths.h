@@ -21,7 +21,6 @@ cudaError_t run_phases(const Plan& plan, const Call& call, const Workspace& at, 
 cudaError_t run_teams(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
                       cudaStream_t stream);
 cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
-cudaError_t run_cluster_batch(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream);
 cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
                          cudaStream_t stream);
 

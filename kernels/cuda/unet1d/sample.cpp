@@ -105,7 +105,6 @@ cudaError_t sample(const Plan& plan, const Call& call, const Device& device, cud
   switch (path) {
     case Path::kResident: return run_resident(plan, call, at, device, stream);
     case Path::kClustered: return run_clustered(plan, call, at, stream);
-    case Path::kClusterBatch: return run_cluster_batch(plan, call, at, stream);
     case Path::kTeams: return run_teams(plan, call, at, device, stream);
     case Path::kPhases: return run_phases(plan, call, at, device, stream);
     default: return run_layered(plan, call, at, stream);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/plans/unet1d/cluster_batch_layout.h"
+#include "kernels/plans/unet1d/cluster_layout.h"
 #include "kernels/plans/unet1d/phases.h"
 #include "kernels/plans/unet1d/resident_layout.h"
 #include "kernels/plans/unet1d/teams.h"
@@ -10,7 +10,7 @@
 namespace dpa::kernels::unet1d {
 
 const char* name_of(Path path) {
-  constexpr const char* kNames[] = {"automatic", "resident", "clusters", "batches", "teams", "phases", "layered"};
+  constexpr const char* kNames[] = {"automatic", "resident", "clusters", "teams", "phases", "layered"};
   return kNames[static_cast<int>(path)];
 }
 
@@ -59,7 +59,6 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
   if (path == Path::kResident)
     w.message_bytes = resident_layout(plan, horizon, device).message_words * sizeof(uint32_t);
   if (path == Path::kClustered) w.message_bytes = 2 * cluster_layout(plan, batch, horizon).message_bytes;
-  if (path == Path::kClusterBatch) w.message_bytes = 2 * cluster_batch::layout(plan, batch, horizon).message_bytes;
   if (path == Path::kPhases) {
     const int samples = std::max(1, phase_samples(plan, batch, horizon, device));
     for (const int n : {samples, batch % samples})
@@ -141,10 +140,7 @@ static bool teams_beat_clusters(const Plan& plan, const TeamCall& teams) {
 }
 // The kernel for wide networks that serves a call, or kAutomatic where none does.
 static Path wide_path(const Plan& plan, int batch, int horizon, const Device& device) {
-  constexpr int kClusteredBatch = 32;  // beyond, the loop in phases is faster, measured on an H200
-  const bool clusters = device.hopper && device.clusters;
-  if (clusters && batch <= kClusteredBatch && cluster_serves(plan, batch, horizon)) return Path::kClustered;
-  if (clusters && cluster_batch::serves(plan, batch, horizon)) return Path::kClusterBatch;
+  if (device.hopper && device.clusters && cluster_serves(plan, batch, horizon)) return Path::kClustered;
   return batch == 1 && resident_fits(plan, horizon, device) ? Path::kResident : Path::kAutomatic;
 }
 

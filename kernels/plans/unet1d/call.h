@@ -10,9 +10,9 @@
 namespace dpa::kernels::unet1d {
 
 /// How a call is run. One kernel for the whole loop: a resident one for one sample of common sizes, on Hopper one in
-/// clusters for several samples, in another form for those of wide networks; in teams for narrow networks, in phases
-/// for every other size. Or, where no tile of a phase fits into shared memory, a chain of kernels, two a layer.
-enum class Path { kAutomatic, kResident, kClustered, kClusterBatch, kTeams, kPhases, kLayered };
+/// clusters for several samples of wide networks, in teams for narrow networks, in phases for every other size. Or,
+/// where no tile of a phase fits into shared memory, a chain of kernels, two a layer.
+enum class Path { kAutomatic, kResident, kClustered, kTeams, kPhases, kLayered };
 const char* name_of(Path path);
 
 /// What decides over the path.

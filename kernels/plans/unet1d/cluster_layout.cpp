@@ -6,71 +6,79 @@
 namespace dpa::kernels::unet1d {
 namespace {
 
+constexpr int kMaxHeadBytes = 12 << 10;  // of the first convolution's weights in shared memory
+
 // The tiles of a GEMM: as many samples a tile as there are columns for, but a tile for every cluster.
-bool choose_tiles(ClusterLayer& l, int chunk_log2, int segments) {
+bool choose_tiles(ClusterLayer& l, int chunk_log2) {
   l.samples_log2 = std::min(chunk_log2, log2_of(kTileColumns) - l.times_log2);
   if (l.samples_log2 < 0) return false;
-  auto tiles = [&] { return segments << (l.row_tiles_log2 + chunk_log2 - l.samples_log2); };
-  while (tiles() < kClusters && l.samples_log2 > 0) l.samples_log2--;
-  l.sample_tiles_log2 = chunk_log2 - l.samples_log2;
+  auto tiles_log2 = [&] { return l.upsample + l.row_tiles_log2 + chunk_log2 - l.samples_log2; };
+  while (1 << tiles_log2() < kClusters && l.samples_log2 > 0) l.samples_log2--;
   l.columns_log2 = l.times_log2 + l.samples_log2;
-  const int of_cluster = tiles() / kClusters;
-  l.ways = of_cluster > 0 ? kClusterBlocks / of_cluster : 0, l.slices = l.ways == 4 ? 2 : 1;
-  const bool served = of_cluster == 1 || of_cluster == 2 || (of_cluster == 4 && chunk_log2 == 0);
-  return tiles() % kClusters == 0 && served && l.sample_tiles_log2 <= log2_of(kClusters);
+  l.tiles_log2 = tiles_log2() - log2_of(kClusters);
+  l.ways = l.tiles_log2 < 0 ? 0 : kClusterBlocks >> l.tiles_log2;
+  return l.ways >= 2;
 }
 
-// Who finishes what of a tile, or of a cluster's two.
+// Who finishes what of a tile, or of neighbouring ones.
 bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
-  const int width = conv.norm >= 0 ? conv.channels_out / conv.groups : std::min(conv.channels_out / kSlices, kTileRows);
-  l.paired = width == 2 * kTileRows;
-  if (width < 16 || width > 2 * kTileRows || !power_of_two(width) || (l.paired && l.ways != 8)) return false;
-  if (l.times_log2 < 1 || l.samples_log2 < 1 || l.columns_log2 < (l.samples_log2 == 4 ? 5 : 4)) return false;
-  if (!power_of_two(horizon)) return false;
-  l.rows_log2 = log2_of(width);
-  l.group_log2 = l.paired ? 0 : log2_of(kTileRows / width);
+  const int tile_log2 = log2_of(kTileRows), ways_log2 = log2_of(l.ways), share_log2 = 5;  // a share has 32 values
+  l.rows_log2 = log2_of(conv.channels_out / kSlices);
+  if (conv.norm < 0) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2 + l.tiles_log2);
+  if (l.rows_log2 < 4 || l.rows_log2 > tile_log2 + l.tiles_log2) return false;
+  if (l.times_log2 < 1 || l.columns_log2 < (l.samples_log2 == 4 ? 5 : 4)) return false;
+  l.span_log2 = std::max(0, l.rows_log2 - tile_log2), l.group_log2 = std::max(0, tile_log2 - l.rows_log2);
   l.pairs_log2 = l.times_log2 - 1;
-  l.gap_log2 = std::max(0, 3 - l.samples_log2);
-  l.pair_steps_log2 = l.pairs_log2 - l.gap_log2, l.step_log2 = l.gap_log2 + 1, l.next_log2 = 0;
-  l.units = 1 << (l.group_log2 + l.samples_log2);
-  const int units_log2 = log2_of(std::max(1, l.units / (l.paired ? 16 : l.ways)));  // of a finisher
-  l.shares_log2 = units_log2 + l.rows_log2 - 4 + l.pairs_log2;
-  l.finishers = l.units >> units_log2;
-  l.inverse_count = 1.0f / static_cast<float>((conv.norm >= 0 ? conv.counted / conv.groups : width) << l.times_log2);
-  const int threads = 8 << l.shares_log2;
-  l.pitch = threads * 8;
-  return l.rows_log2 + l.times_log2 - 2 >= 5 && threads <= kGroupThreads;
-}
-
-// The same of one sample on its own: a cluster has a group, or, without a norm, any channels, and all of its blocks
-// finish. A thread of a GEMM has, of every eighth pair of times, one: those are the shares side by side.
-bool choose_parts(ClusterLayer& l, const Conv& conv, int horizon) {
-  const int tiles = kClusterBlocks / l.ways;  // of a cluster
-  if (conv.norm >= 0 && conv.channels_out != conv.groups * tiles * kTileRows) return false;
-  l.rows_log2 = log2_of(kTileRows), l.pairs_log2 = l.times_log2 - 1;
-  l.pair_steps_log2 = l.columns_log2 - 3, l.step_log2 = 3, l.next_log2 = 1;
-  l.units = 1, l.finishers = l.ways;
-  l.shares_log2 = l.rows_log2 - 4 + l.pairs_log2 - log2_of(l.ways);
-  l.inverse_count = 1.0f / static_cast<float>((conv.norm >= 0 ? conv.counted / conv.groups : tiles * kTileRows) *
-                                              (horizon >> conv.level_out));
+  // A thread of a GEMM has, of one sample, neighbouring times of every eighth pair; of more, times that are a gap apart.
+  const bool one = l.samples_log2 == 0;
+  l.gap_log2 = one ? 0 : std::max(0, 3 - l.samples_log2);
+  l.pair_steps_log2 = one ? l.columns_log2 - 3 : l.pairs_log2 - l.gap_log2;
+  l.step_log2 = one ? 3 : l.gap_log2 + 1, l.next_log2 = one ? 1 : 0;
+  const int units_log2 = l.group_log2 + l.samples_log2, peers_log2 = ways_log2 + l.span_log2;
+  const int unit_log2 = l.rows_log2 + l.times_log2 - share_log2;  // shares of a unit
+  l.units = 1 << units_log2;
+  const bool spread = 1 << unit_log2 > kGroupThreads / 8 || (conv.norm < 0 && units_log2 + unit_log2 >= peers_log2 + 2),
+             whole = !spread;
+  const int mine_log2 = whole ? std::max(0, units_log2 - peers_log2) : units_log2 - peers_log2;  // units of a finisher
+  l.shares_log2 = mine_log2 + unit_log2;
+  l.finishers = whole ? l.units >> mine_log2 : 1 << peers_log2;
+  l.exchange_log2 = conv.norm >= 0 ? std::max(0, -mine_log2) : 0;
+  l.rounds_log2 = std::max(0, l.shares_log2 - log2_of(kGroupThreads / 8));
+  l.inverse_count = 1.0f / static_cast<float>((horizon >> conv.level_out) *
+                                              (conv.norm >= 0 ? conv.counted / kSlices : 1 << l.rows_log2));
   l.pitch = 64 << l.shares_log2;
-  return l.columns_log2 >= 4 && l.shares_log2 >= 2 && l.shares_log2 <= 4 && l.pair_steps_log2 <= l.shares_log2;
+  if (conv.norm >= 0 && mine_log2 > 0) return false;  // a block has the moments of one unit
+  return l.shares_log2 >= 2 && l.rounds_log2 <= std::min<int>(kMaxRoundsLog2, l.pair_steps_log2);
 }
 
-bool choose_gemm(ClusterLayer& l, const Plan& plan, const Conv& conv, bool by_stage) {
+// How a block's part of K is cut into passes, whose inputs fit into its shared memory.
+bool choose_passes(ClusterLayer& l, const Tiling& t, int taps, bool joined, int max_words) {
+  const int columns_log2 = l.times_in_log2 + l.samples_log2;
+  auto octets = [&] { return 2 * l.packed_steps >> l.parts_log2; };
+  auto fits = [&](int slices) {
+    return slices * octets() << columns_log2 <= max_words && slices * taps * octets() / 2 <= kStageSteps * kMaxInputs;
+  };
+  while (kSlices << l.parts_log2 < l.ways || !fits(1)) l.parts_log2++;
+  if (octets() < 2) return false;
+  l.passes = (kSlices << l.parts_log2) / l.ways;
+  l.slices = !joined && l.parts_log2 == 0 && l.passes > 1 && fits(2) ? 2 : 1;
+  l.passes /= l.slices;
+  l.steps_log2 = log2_of(octets() / 2);
+  l.slice_octets = t.in / 8;
+  l.octets = octets() * l.slices;
+  l.first_octets = joined && l.parts_log2 == 0 ? l.slice_octets : l.octets;
+  return true;
+}
+
+bool choose_gemm(ClusterLayer& l, const Plan& plan, const Conv& conv, int max_words) {
   const Tiling t = tiling(plan, conv);
   if (t.rows % 16 || !power_of_two(t.row_tiles) || t.in % 16 || t.skip % 16) return false;
   const bool joined = conv.channels_skip > 0;
-  if (joined && (conv.channels_skip != conv.channels_in || l.ways == 4)) return false;
+  if (joined && conv.channels_skip != conv.channels_in) return false;
   l.packed_tiles_log2 = log2_of(t.row_tiles);
   l.packed_steps = t.steps_per_tap();
-  const int shares = l.ways == 16 ? 2 : 1, steps = l.packed_steps / shares;
-  if (l.packed_steps % shares || !power_of_two(steps)) return false;
-  l.steps_log2 = log2_of(steps);
-  l.octets = 2 * steps * l.slices;
-  l.first_octets = joined && shares == 1 ? l.octets / 2 : l.octets;
-  l.slice_octets = t.in / 8;
-  l.half_octets = shares == 1 || joined ? 0 : l.octets;
+  if (!power_of_two(l.packed_steps) || !choose_passes(l, t, conv.segments[0].taps, joined, max_words)) return false;
+  const int steps = 1 << l.steps_log2;
   int reach = 0;
   for (int s = 0; s < conv.num_segments; s++) {
     const Segment& segment = conv.segments[s];
@@ -81,8 +89,9 @@ bool choose_gemm(ClusterLayer& l, const Plan& plan, const Conv& conv, bool by_st
   l.pad = conv.stride == 2 ? 1 : reach;
   const int times = 1 << l.times_in_log2;
   l.rows = (times + l.pad) << l.samples_log2;
-  l.by_stage = by_stage && steps % kStageSteps == 0;
+  l.by_stage = l.steps[0] > kMaxInputs || l.steps[1] > kMaxSecondInputs;
   const int apart = l.by_stage ? kStageSteps : 1;
+  if (steps % apart) return false;
   for (int s = 0; s < conv.num_segments; s++) {
     if (l.steps[s] > apart * (s ? kMaxSecondInputs : kMaxInputs)) return false;
     const int of_slice = l.taps[s] * steps;
@@ -93,13 +102,13 @@ bool choose_gemm(ClusterLayer& l, const Plan& plan, const Conv& conv, bool by_st
       l.inputs[s * kMaxInputs + q / apart] = static_cast<uint16_t>(octet * l.rows + (row << l.samples_log2));
     }
   }
-  return l.octets << (l.times_in_log2 + l.samples_log2) <= kMaxWords;
+  return true;
 }
 
 bool same_output(const ClusterLayer& a, const ClusterLayer& b) {
-  return a.ways == b.ways && a.sample_tiles_log2 == b.sample_tiles_log2 && a.row_tiles_log2 == b.row_tiles_log2 &&
-         a.samples_log2 == b.samples_log2 && a.times_log2 == b.times_log2 && a.times_out_log2 == b.times_out_log2 &&
-         a.upsample == b.upsample && a.rows_log2 == b.rows_log2 && a.shares_log2 == b.shares_log2;
+  return a.ways == b.ways && a.row_tiles_log2 == b.row_tiles_log2 && a.samples_log2 == b.samples_log2 &&
+         a.times_log2 == b.times_log2 && a.times_out_log2 == b.times_out_log2 && a.upsample == b.upsample &&
+         a.rows_log2 == b.rows_log2 && a.shares_log2 == b.shares_log2 && a.span_log2 == b.span_log2;
 }
 
 void place(ClusterLayout& y, const Plan& plan, int horizon) {
@@ -114,27 +123,45 @@ void place(ClusterLayout& y, const Plan& plan, int horizon) {
     at += (bytes + 127) / 128 * 128;
     return begin;
   };
-  y.activations = take(activations);
+  const bool several = std::any_of(y.layers + 1, y.layers + y.count + 1, [](const auto& l) { return l.passes > 1; });
+  y.activation_bytes = (activations + 127) / 128 * 128;
+  y.activations = take(y.activation_bytes * (several ? 2 : 1));
   y.sums = take(2 * y.sums_bytes);
   y.sample = take(horizon * plan.config.action_dim * 4);
-  y.head = take(y.alone ? (plan.config.kernel_size + 1) * plan.config.action_dim * 16 * 4 : 0);
+  const ClusterLayer& first = y.layers[0];
+  y.head_channels = 16 << std::max(0, first.shares_log2 - first.pairs_log2);
+  const int head = (plan.config.kernel_size + 1) * plan.config.action_dim * y.head_channels * 4;
+  if (head > kMaxHeadBytes) y.head_channels = 0;
+  y.head = take(y.head_channels > 0 ? head : 0);
   y.descriptors = take((y.count + 1) * static_cast<int>(sizeof(ClusterLayer)));
   y.buffer = at;
   y.stages = std::min(kMaxClusterStages, (kClusterSharedBytes - at) / (kStageSteps * y.step_bytes));
   y.shared_bytes = at + y.stages * kStageSteps * y.step_bytes;
 }
 
-}  // namespace
+ClusterForm form_of(const ClusterLayout& y, int horizon) {
+  constexpr int kBlocksLog2 = 4;  // of a cluster
+  auto all = [&](auto holds) { return std::all_of(y.layers, y.layers + y.count + 1, holds); };
+  const bool at_once = all([](const ClusterLayer& l) { return l.passes == 1 && l.rounds_log2 == 0; });
+  if (at_once && y.chunk_log2 == 0 && y.head_channels == 16 &&
+      all([](const ClusterLayer& l) { return l.norm < 0 || l.exchange_log2 == kBlocksLog2; }))
+    return ClusterForm::kAlone;
+  if (at_once && power_of_two(horizon) &&
+      all([](const ClusterLayer& l) { return l.samples_log2 > 0 && l.exchange_log2 == 0; }))
+    return ClusterForm::kWhole;
+  return all([](const ClusterLayer& l) { return l.rounds_log2 == 0; }) ? ClusterForm::kPasses : ClusterForm::kRounds;
+}
 
-ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
+// max_words: of a pass.
+ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max_words) {
   ClusterLayout y;
   const Config& c = plan.config;
   if (plan.dtype == DType::kFloat32 || batch < 1 || horizon < 1) return y;
   if (plan.slices_in != kSlices || c.num_groups != kSlices || plan.convs.size() > kMaxClusterConvs) return y;
-  y.alone = batch == 1 && horizon > kTileColumns / 2;
-  y.chunk_log2 = y.alone ? 0 : log2_of(std::clamp(batch, kMinSamples, kChunkSamples));
+  y.chunk_log2 = log2_of(std::clamp(batch, horizon <= 16 ? kMinSamples : 1, kChunkSamples));
   y.step_bytes = kTileRows * 16 * element_bytes(plan.dtype);
   const int times_log2 = log2_of(horizon);  // what lies behind the last time is zero
+  while (y.chunk_log2 + times_log2 - (c.levels - 1) < 4 && y.chunk_log2 < 4) y.chunk_log2++;  // 16 columns in a tile
   int residual = 0, skips[kMaxLevels] = {};
   int64_t at = 0;
   auto message = [&](int channels, int times) {
@@ -153,9 +180,7 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
     l.times = horizon >> conv.level_out;
     l.times_log2 = conv.upsample ? l.times_in_log2 : l.times_out_log2;
     l.channels = conv.channels_out, l.row_tiles_log2 = log2_of(conv.channels_out / kTileRows);
-    if (!choose_tiles(l, y.chunk_log2, conv.upsample ? 2 : 1)) return y;
-    if (!(y.alone ? choose_parts(l, conv, horizon) : choose_units(l, conv, horizon)) ||
-        !choose_gemm(l, plan, conv, y.alone))
+    if (!choose_tiles(l, y.chunk_log2) || !choose_units(l, conv, horizon) || !choose_gemm(l, plan, conv, max_words))
       return y;
     for (int s = 0; s < 2; s++) {
       l.bias[s] = static_cast<int>(conv.bias[s]);
@@ -168,8 +193,7 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
       head.message = message(c.down_dims[0], 1 << times_log2);
       head.bias[0] = static_cast<int>(plan.head.bias), head.bias[1] = static_cast<int>(plan.head.residual_bias);
       head.norm = static_cast<int>(plan.head.norm), head.film = static_cast<int>(plan.head.film);
-      const bool whole = head.shares_log2 > head.rows_log2 - 4 + head.pairs_log2;  // several units
-      if (whole || head.channels != c.down_dims[0] || head.times != horizon) return y;
+      if (head.channels != c.down_dims[0] || head.times != horizon) return y;
     }
     l.source[0] = l.source[1] = y.layers[i - 1].message;
     if (conv.skip_in >= 0) l.source[1] = y.layers[skips[conv.skip_in]].message;
@@ -188,20 +212,37 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
   constexpr int64_t kKept = 16 << 20;
   y.kept_bytes = kKept;
   place(y, plan, horizon);
+  y.form = form_of(y, horizon);
   y.fits = y.stages >= kMinClusterStages;
   return y;
 }
 
+}  // namespace
+
+// As large passes as leave room for enough of the weights' stages.
+ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
+  ClusterLayout y;
+  for (int words = kMaxWords; words >= kMaxWords / 4 && !y.fits; words /= 2)
+    y = layout_of_passes(plan, batch, horizon, words);
+  return y;
+}
+
 bool cluster_serves(const Plan& plan, int batch, int horizon) {
-  constexpr int kMinBatch = 2;
+  constexpr int kLeastWidth = 256;
+  constexpr int kMostTiles = 4;    // of a cluster: with 8, layers in launches of their own are faster
+  constexpr int kMostWhole = 32;   // samples: then there are two launches
+  constexpr int kLeastAlone = 33;  // times: below, the one-sample resident kernel is faster
   const Config& c = plan.config;
-  if (c.levels > 3 || (c.kernel_size != 3 && c.kernel_size != 5)) return false;
-  const ClusterLayout y = cluster_layout(plan, batch, horizon);
-  if (!y.fits || y.alone) return y.fits;
-  if (batch < kMinBatch || (horizon != 16 && horizon != 8)) return false;
+  if (c.levels > 3 || c.kernel_size < 3 || c.kernel_size > 7) return false;
   for (int i = 0; i < c.levels; i++)
-    if (c.down_dims[i] != 256 << i) return false;
-  return true;
+    if (c.down_dims[i] < kLeastWidth) return false;
+  const ClusterLayout y = cluster_layout(plan, batch, horizon);
+  if (!y.fits) return false;
+  if (batch == 1) return y.form == ClusterForm::kAlone && horizon >= kLeastAlone;
+  const bool whole = y.form == ClusterForm::kWhole && c.down_dims[0] == kLeastWidth && c.kernel_size < 7;
+  return batch <= (whole ? kMostWhole : kChunkSamples) &&
+         std::all_of(y.layers + 1, y.layers + y.count + 1,
+                     [](const ClusterLayer& l) { return 1 << l.tiles_log2 <= kMostTiles; });
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -8,47 +8,50 @@ namespace dpa::kernels::unet1d {
 
 constexpr int kClusters = 8, kClusterBlocks = 16;   // all of them are there at once
 constexpr int kSlices = 8;                          // of the packed weights' input channels
-constexpr int kMinSamples = 4, kChunkSamples = 16;  // of one launch; fewer are filled up, but for one on its own
+constexpr int kMinSamples = 4, kChunkSamples = 16;  // of one launch; at short horizons fewer are filled up
 constexpr int kTileRows = 64, kTileColumns = 64;
 constexpr int kStageSteps = 4;  // steps of K in a stage of the circular buffer
 constexpr int kMinClusterStages = 4, kMaxClusterStages = 16;
 constexpr int kGroupThreads = 128;                     // a warpgroup
-constexpr int kMaxWords = 8 * kGroupThreads;           // of 16 bytes, that a block receives for a GEMM
-constexpr int kMaxInputs = 48, kMaxSecondInputs = 16;  // of a block, by segment: ClusterLayer::inputs
+constexpr int kMaxWords = 8 * kGroupThreads;           // of 16 bytes, that a block receives for a pass
+constexpr int kMaxInputs = 48, kMaxSecondInputs = 16;  // of a pass, by segment: ClusterLayer::inputs
+constexpr int kMaxRoundsLog2 = 2;                      // shares of a thread
 constexpr int kMaxClusterConvs = 28;
 constexpr int kClusterSharedBytes = 114944;  // two blocks a multiprocessor, with what they have besides
 
-/// One GEMM. A tile is 64 output channels times all times of some samples. Its sum over K is shared by `ways`
-/// blocks: 8, each with the input channels of a slice, so that a cluster has two tiles, neighbours in their channels;
-/// 16, where two blocks share a slice, or have one of the value and one of the skip; or 4, with two slices each, so
-/// that a cluster has four tiles.
-///   samples of a cluster: tile `cluster >> (3 - sample_tiles_log2)` of the chunk's; so a cluster's samples in one
-///   GEMM contain its samples in any other with as many tiles or more.
-///   units: (GroupNorm group, sample) pairs of a tile, or of a cluster's two tiles where groups have 128 channels
-///   (`paired`). A unit is a row of shares, 8 rows by two times by two channels each. Each of the first blocks that
-///   share the tile or the pair finishes 1 << shares_log2 of them, whole units: they receive the partial sums of their
-///   shares from all blocks that have some.
-///   one sample on its own (ClusterLayout::alone): a cluster has all channels of a group, and each of its blocks
-///   finishes a part of it; the blocks exchange moments. Times are then a power of two, of which the last may be none
-///   of the signal's: they are zeros.
+/// What a layout needs of the kernel, which is compiled for each of these.
+enum class ClusterForm {
+  kAlone,   // one sample; a block takes its part of K at once, and every group is finished by a whole cluster
+  kWhole,   // several samples; K at once, a group finished by one block, times a power of two
+  kPasses,  // all of it, a share a thread
+  kRounds,  // all of it
+};
+
+/// One GEMM. A tile is 64 output channels times all times of some samples. K is the packed weights' 8 slices of input
+/// channels, of which a pass takes one or two, or a part of one; the blocks that share a tile (`ways` of them) take
+/// `passes` each, so a cluster has 16 / ways tiles, neighbours in their channels.
+///   samples of a cluster in one GEMM contain its samples in any other with as many tiles or more.
+///   units: (GroupNorm group, sample) pairs of a tile, or of neighbouring tiles where a group spans them. A unit is a row
+///   of shares, 8 rows by two times by two channels each. The blocks that share the tiles (`peers`) finish 1 <<
+///   shares_log2 of them each: a whole unit where a warpgroup holds it, and then the first blocks alone; else all blocks
+///   finish as many, a unit or a part of one, and those that have a part exchange moments.
+///   times are a power of two, of which the last may be none of the signal's: they are zeros.
 /// Messages hold a GEMM's output as (channels / 8, times, samples of the chunk) words of 8 channels.
 struct alignas(16) ClusterLayer {
-  int64_t weights[2];                               // byte offset of a segment
-  int64_t source[2];                                // of the input, below
-  int64_t message;                                  // of the output, or -1 after the last GEMM
-  int bias[2], norm, film, scale[2];                // offsets into the floats, or -1
-  float inverse_count;                              // of a GroupNorm group
-  int16_t taps[2], steps[2];                        // steps of K: of a segment, this block's
-  int16_t steps_log2;                               // the same a tap
-  int16_t packed_steps;                             // a tap, in the packed weights; of all blocks that share a slice
-  int16_t slices;                                   // of a block: 2 where 4 blocks share a tile, else 1
-  int16_t packed_tiles_log2;                        // row tiles of 16 side by side in the packed weights
-  int16_t ways, sample_tiles_log2, row_tiles_log2;  // row tiles: of 64, a segment
-  int16_t samples_log2, columns_log2;               // of a tile
+  int64_t weights[2];                        // byte offset of a segment
+  int64_t source[2];                         // of the input: of the value, of the skip
+  int64_t message;                           // of the output, or -1 after the last GEMM
+  int bias[2], norm, film, scale[2];         // offsets into the floats, or -1
+  float inverse_count;                       // of a GroupNorm group
+  int16_t taps[2], steps[2];                 // steps of K: of a segment, in a pass
+  int16_t passes, slices, parts_log2;        // of a block; of a pass; passes that share a slice
+  int16_t steps_log2, packed_steps;          // of a slice's pass and tap; of a slice and tap
+  int16_t packed_tiles_log2;                 // row tiles of 16 side by side in the packed weights
+  int16_t ways, tiles_log2, row_tiles_log2;  // tiles: of a cluster; row tiles: of 64, a segment
+  int16_t samples_log2, columns_log2;        // of a tile
   int16_t num_segments, stride, upsample;
-  // Input: from octet slice * slice_octets + half * half_octets of source[half] on; of the first `first_octets`, the
-  // others from source[1].
-  int16_t octets, first_octets, slice_octets, half_octets, times_in_log2;
+  // Input: octets of channels of a pass; the first `first_octets` are of one source, the others of the skip.
+  int16_t octets, first_octets, slice_octets, times_in_log2;
   int16_t pad, rows;  // in shared memory: times of zeros; rows of an octet
   // Where each step's columns begin, in units of 16 bytes from the block's input on: the first segment's, the second's.
   // Where `by_stage`, those of a stage's first step: its others follow two octets behind one another.
@@ -59,34 +62,43 @@ struct alignas(16) ClusterLayer {
   // Units: their channels and pairs of times; how many stand side by side in a tile; how far apart a pair's times are.
   // Pairs: `steps` of them are 1 << step_log2 times apart, those of the next `steps` 1 << next_log2 behind.
   int16_t rows_log2, pairs_log2, group_log2, gap_log2, pair_steps_log2, step_log2, next_log2;
-  int16_t units, shares_log2, finishers, paired;  // of those that share the units
-  int16_t pitch;                                  // bytes that a finisher receives from each block
-  int16_t next_by_all;                            // whether all of a cluster share the next GEMM's units
+  int16_t span_log2;                      // tiles that a unit spans
+  int16_t units, shares_log2, finishers;  // of those that share the units
+  int16_t rounds_log2;                    // shares of a thread: neighbouring pairs of times
+  int16_t exchange_log2;                  // blocks that finish a unit
+  int16_t pitch;                          // bytes that a finisher receives from each block
+  int16_t next_by_all;                    // whether all of a cluster share the next GEMM's units
 };
 
 /// Where a layer's tile and this block's share of it lie.
 struct ClusterTile {
   int part;               // this block's rank among those that share the tile
-  int half;               // of a slice, where 16 blocks share the tile
-  int slice;              // the first one of the block's input
   int first_peer, peers;  // of the blocks that share the units
   int finisher;           // this block's rank among those
   int sample0;            // first sample of the tile, in the chunk
   int segment, row_tile;  // segment: of an upsampling GEMM
   int first_channel;      // of the units
   DPA_HOST_DEVICE ClusterTile(const ClusterLayer& l, int cluster, int rank) {
-    const bool all = l.ways == 16, few = l.ways == 4;
-    const int tiles_log2 = all ? 0 : few ? 2 : 1;  // of a cluster
     part = rank & (l.ways - 1);
-    half = all ? rank >> 3 : 0;
-    slice = few ? 2 * part : rank & 7;
-    first_peer = l.paired ? 0 : rank - part, peers = l.paired ? 16 : l.ways;
-    finisher = rank - first_peer;
-    const int clusters_log2 = 3 - l.sample_tiles_log2;
-    sample0 = cluster >> clusters_log2 << l.samples_log2;
-    const int mine = cluster & ((1 << clusters_log2) - 1), tile = (mine << tiles_log2) + (rank >> (4 - tiles_log2));
-    segment = tile >> l.row_tiles_log2, row_tile = tile & ((1 << l.row_tiles_log2) - 1);
-    first_channel = (l.paired ? row_tile & ~1 : row_tile) * kTileRows;
+    peers = l.ways << l.span_log2;
+    finisher = rank & (peers - 1), first_peer = rank - finisher;
+    const int tile = (cluster << l.tiles_log2) + (rank >> (4 - l.tiles_log2)), above = tile >> l.row_tiles_log2;
+    row_tile = tile & ((1 << l.row_tiles_log2) - 1);
+    segment = above & l.upsample, sample0 = above >> l.upsample << l.samples_log2;
+    first_channel = (row_tile >> l.span_log2 << l.span_log2) * kTileRows;
+  }
+};
+
+/// What a block multiplies in a pass: steps of each tap from `first_step` of slice `slice` on, of the channels from
+/// octet `octet` of source `source` on.
+struct ClusterPass {
+  int slice, first_step, source, octet;
+  DPA_HOST_DEVICE ClusterPass(const ClusterLayer& l, const ClusterTile& p, int pass) {
+    const int at = p.part * l.passes + pass, part = at & ((1 << l.parts_log2) - 1);
+    slice = (at >> l.parts_log2) * l.slices, first_step = part << l.steps_log2;
+    const int in_slice = part * l.octets;
+    source = in_slice >= l.slice_octets * l.slices;
+    octet = slice * l.slice_octets + (source ? in_slice - l.slice_octets : in_slice);
   }
 };
 
@@ -106,38 +118,47 @@ struct AckTargets {
 };
 
 /// What a thread of a warpgroup finishes: channels `channel` and `channel` + 8 at times `time` and `time` + gap of one
-/// sample. Lanes side by side in fours have the same channels, and four rows of such fours make up 8 x 8 values.
+/// sample, and in further rounds `next_round` times behind. Lanes side by side in fours have the same channels, and four
+/// rows of such fours make up 8 x 8 values.
 struct ThreadShare {
   bool valid;  // the same for a warp
   int sample;  // of the chunk
-  int channel, time, gap;
+  int channel, time, gap, next_round;
   DPA_HOST_DEVICE ThreadShare(const ClusterLayer& l, const ClusterTile& p, int thread) {
-    const int mine = (thread & 3) | thread >> 5 << 2, at = (p.finisher << l.shares_log2) + mine;
+    const int mine = slot(thread) << l.rounds_log2, at = (p.finisher << l.shares_log2) + mine;
     const int tiles_log2 = l.rows_log2 - 4;
     const int pair = at & ((1 << l.pairs_log2) - 1), tile = at >> l.pairs_log2 & ((1 << tiles_log2) - 1);
     const int unit = at >> (l.pairs_log2 + tiles_log2);
     valid = mine < 1 << l.shares_log2 && unit < l.units;
     sample = p.sample0 + (unit >> l.group_log2);
     channel = p.first_channel + ((unit & ((1 << l.group_log2) - 1)) << l.rows_log2) + tile * 16 + (thread >> 2 & 7);
-    gap = 1 << l.gap_log2;
+    gap = 1 << l.gap_log2, next_round = 1 << l.step_log2;
     time = ((pair & ((1 << l.pair_steps_log2) - 1)) << l.step_log2) + (pair >> l.pair_steps_log2 << l.next_log2);
   }
-  /// The share of the unit's 16-row tile `tile` and a pair of times, among all of those who share the units; the
-  /// thread that finishes its row `row`, of the finisher `share >> shares_log2`.
+  /// The share of the unit's 16-row tile `tile` and a pair of times, among all of those who share the units; the place
+  /// of its row `row` in what the finisher `share >> shares_log2` receives from a block, in units of 8 bytes.
   static DPA_HOST_DEVICE int share(const ClusterLayer& l, int unit, int tile, int pair) {
     return ((unit << (l.rows_log2 - 4)) + tile) << l.pairs_log2 | pair;
   }
-  static DPA_HOST_DEVICE int thread(const ClusterLayer& l, int share, int row) {
+  static DPA_HOST_DEVICE int place(const ClusterLayer& l, int share, int row) {
     const int at = share & ((1 << l.shares_log2) - 1);
     return (at & 3) | row << 2 | at >> 2 << 5;
   }
+  /// The place of a thread's first round, which the others follow.
+  static DPA_HOST_DEVICE int first_place(const ClusterLayer& l, int thread) {
+    return place(l, slot(thread) << l.rounds_log2, thread >> 2 & 7);
+  }
+
+ private:
+  static DPA_HOST_DEVICE int slot(int thread) { return (thread & 3) | thread >> 5 << 2; }
 };
 
 /// Where a thread writes what its warp has finished, after an 8 x 8 transposition: channels 2 i and 2 i + 1 of an octet
-/// of one sample and time, i = lane % 4; and the same of the next octet.
+/// of one sample and time, i = lane % 4; and the same of the next octet, and of further rounds.
 struct OutputWord {
   bool valid;
   int64_t at, next;  // byte offsets in the layer's message
+  int next_round;    // bytes
   DPA_HOST_DEVICE OutputWord(const ClusterLayer& l, const ClusterTile& p, int thread, int chunk_log2) {
     const ThreadShare s(l, p, (thread & 31) >> 3 | (thread & ~31));
     const int time = s.time + (thread & 4 ? s.gap : 0), t = l.upsample ? 2 * time + p.segment : time;
@@ -145,13 +166,14 @@ struct OutputWord {
     at = ((((static_cast<int64_t>(s.channel >> 3) << l.times_out_log2) + t) << chunk_log2) + s.sample) * 16 +
          (thread & 3) * 4;
     next = at + (int64_t{16} << (l.times_out_log2 + chunk_log2));
+    next_round = s.next_round << (l.upsample + chunk_log2 + 4);
   }
 };
 
 struct ClusterLayout {
   bool fits = false;
-  bool alone = false;  // one sample, whose groups several blocks finish
-  int count = 0;       // layers[0]: the first convolution, its output alone
+  ClusterForm form = ClusterForm::kRounds;
+  int count = 0;  // layers[0]: the first convolution, its output alone
   int chunk_log2 = 0;
   int step_bytes = 0;  // of weights: 64 rows x 16 channels
   ClusterLayer layers[kMaxClusterConvs + 1] = {};
@@ -159,8 +181,10 @@ struct ClusterLayout {
   int64_t kept_bytes = 0;                       // of the packed tiles, from the first on: asked to stay in L2
   int sums_bytes = 0;                           // that a finisher receives for a segment, at most
   // Byte offsets in shared memory; sums: of the GEMM, then of the residual convolution.
-  // head: of one sample on its own, the first convolution's weights of the block's 16 channels, and its residual's.
-  int activations = 0, sums = 0, sample = 0, head = 0, descriptors = 0, buffer = 0, stages = 0, shared_bytes = 0;
+  // head: the first convolution's weights of a block's `head_channels`, and its residual's; or none.
+  // activations: a buffer, or two in turns where a GEMM has several passes.
+  int activations = 0, activation_bytes = 0, sums = 0, sample = 0, head = 0, head_channels = 0, descriptors = 0,
+      buffer = 0, stages = 0, shared_bytes = 0;
 };
 
 /// The layout for `batch` samples, of which one launch takes at most kChunkSamples.

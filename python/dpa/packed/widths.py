@@ -31,7 +31,7 @@ def widened(
         return config
     wider = [*config[:6], *wide, 0, *own]
     path = path_of(tuple(wider), dtype, batch, horizon, device)
-    return wider if path in ("resident", "clusters", "batches") else config
+    return wider if path in ("resident", "clusters") else config
 
 
 def _pays(wide: list[int], dtype: torch.dtype, batch: int, horizon: int) -> bool:

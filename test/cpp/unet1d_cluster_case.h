@@ -1,0 +1,139 @@
+// Layouts of the clustered kernel for its tests: what each block of a call receives and writes, and from whom.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "kernels/plans/unet1d/cluster_layout.h"
+
+namespace dpa::kernels::unet1d {
+
+inline constexpr int kBlocks = kClusters * kClusterBlocks;
+
+// Of each block, the last GEMM that it has surely received, or whose sums it has surely read, counted on and on.
+using Known = std::vector<int>;
+inline void join(Known& to, const Known& from) {
+  for (int b = 0; b < kBlocks; ++b) to[b] = std::max(to[b], from[b]);
+}
+
+struct Sizes {
+  Config config;
+  int batch, horizon;
+};
+inline const Config kNarrow = {2, 3, {256, 512, 1024}, 5, 8, 256, 132, true},
+                    kWide = {6, 3, {512, 1024, 2048}, 5, 8, 128, 268, true},
+                    kActions = {16, 3, {256, 512, 1024}, 5, 8, 256, 206, true};
+inline Config with_kernel(Config config, int size) {
+  config.kernel_size = size;
+  return config;
+}
+inline std::vector<Sizes> all_sizes() {
+  const std::pair<Config, std::vector<std::pair<int, int>>> given[] = {
+      {kNarrow, {{2, 16}, {3, 16}, {64, 16}, {16, 32}, {6, 12}, {5, 24}}},
+      {kActions, {{16, 48}, {2, 64}}},
+      {with_kernel(kNarrow, 7), {{16, 16}}},
+      {kWide, {{1, 64}, {8, 16}, {8, 64}, {4, 64}}},
+      {with_kernel(kWide, 3), {{2, 48}, {16, 8}}},
+      {with_kernel(kWide, 7), {{3, 16}}},
+      {{2, 3, {256, 512, 1024}, 5, 8, 256, 0, true}, {{8, 16}}},
+      {{22, 3, {256, 512, 1024}, 3, 8, 64, 7, false}, {{16, 8}}},
+      {{2, 2, {256, 512}, 5, 8, 256, 132, true}, {{5, 16}}},
+      {{2, 2, {256, 512}, 3, 8, 32, 8, true}, {{16, 16}}},
+      {{2, 1, {256}, 7, 8, 256, 132, true}, {{4, 16}}},
+      {{2, 3, {512, 1024, 2048}, 3, 8, 128, 0, false}, {{1, 36}}},
+      {{2, 2, {512, 1024}, 5, 8, 256, 132, true}, {{1, 62}}},
+      {{24, 3, {512, 1024, 2048}, 5, 8, 128, 256, true}, {{16, 16}}},
+      {{2, 2, {1024, 2048}, 5, 8, 256, 132, true}, {{16, 16}}},
+      {{2, 3, {512, 512, 1024}, 5, 8, 256, 132, true}, {{4, 32}}},
+  };
+  std::vector<Sizes> sizes;
+  for (const auto& [config, calls] : given)
+    for (const auto& [batch, horizon] : calls) sizes.push_back({config, batch, horizon});
+  return sizes;
+}
+
+class EveryClusterLayout : public testing::TestWithParam<Sizes> {
+ protected:
+  Plan plan = make_plan(GetParam().config, DType::kBFloat16);
+  ClusterLayout y = cluster_layout(plan, GetParam().batch, GetParam().horizon);
+  void SetUp() override { ASSERT_TRUE(y.fits); }
+
+  ClusterTile place(int layer, int block) const {
+    return ClusterTile(y.layers[layer], block / kClusterBlocks, block % kClusterBlocks);
+  }
+  int64_t message_bytes(const ClusterLayer& l) const {
+    return (static_cast<int64_t>(l.channels) << (l.times_out_log2 + y.chunk_log2)) * 2;  // zeros behind a signal too
+  }
+  // The words of 16 bytes, of all messages, that a block receives for a GEMM: as the kernel walks them.
+  std::vector<int64_t> received(int layer, int block) const {
+    const ClusterLayer& l = y.layers[layer];
+    const ClusterTile p = place(layer, block);
+    std::vector<int64_t> words;
+    for (int n = 0; n < l.passes; ++n) {
+      const ClusterPass pass(l, p, n);
+      for (int octet = 0; octet < l.octets; ++octet) {
+        for (int t = 0; t < 1 << l.times_in_log2; ++t) {
+          for (int s = 0; s < 1 << l.samples_log2; ++s) {
+            const bool second = octet >= l.first_octets;
+            const int64_t at = pass.octet + octet - second * l.first_octets;
+            const int64_t source = l.source[second ? 1 : pass.source];
+            words.push_back(source / 16 + (((at << l.times_in_log2) + t) << y.chunk_log2) + p.sample0 + s);
+          }
+        }
+      }
+    }
+    return words;
+  }
+  // The block that writes a word, of every layer's message.
+  std::vector<std::map<int64_t, int>> writers() const {
+    std::vector<std::map<int64_t, int>> of(y.count + 1);
+    for (int j = 0; j < y.count; ++j)
+      for (int block = 0; block < kBlocks; ++block)
+        for (const int64_t quarter : written(j, block)) of[j][quarter / 4] = block;
+    return of;
+  }
+  // The layers and blocks from which a block receives a GEMM's input: (layer, writer).
+  using Sources = std::set<std::pair<int, int>>;
+  std::vector<std::vector<Sources>> sources() const {
+    std::vector<int> layer, writer;  // of a word
+    const auto of = writers();
+    for (int j = 0; j < y.count; ++j) {
+      const size_t end = (y.layers[j].message + message_bytes(y.layers[j])) / 16;
+      if (layer.size() < end) layer.resize(end, -1), writer.resize(end, -1);
+      for (const auto& [word, block] : of[j]) layer[word] = j, writer[word] = block;
+    }
+    std::vector<std::vector<Sources>> from(y.count + 1, std::vector<Sources>(kBlocks));
+    for (int i = 1; i <= y.count; ++i)
+      for (int block = 0; block < kBlocks; ++block)
+        for (const int64_t word : received(i, block)) from[i][block].insert({layer.at(word), writer.at(word)});
+    return from;
+  }
+  // Where a cluster's blocks exchange moments, each knows what any of them knew.
+  void share_moments(int layer, std::vector<Known>& known) const {
+    if (y.layers[layer].exchange_log2 == 0 || y.layers[layer].norm < 0) return;
+    for (int cluster = 0; cluster < kClusters; ++cluster) {
+      const auto first = known.begin() + cluster * kClusterBlocks;
+      Known all = *first;
+      for (auto each = first; each != first + kClusterBlocks; ++each) join(all, *each);
+      std::fill(first, first + kClusterBlocks, all);
+    }
+  }
+  // The quarters of such words that a block writes.
+  std::vector<int64_t> written(int layer, int block) const {
+    const ClusterLayer& l = y.layers[layer];
+    const ClusterTile p = place(layer, block);
+    std::vector<int64_t> quarters;
+    for (int thread = 0; thread < kGroupThreads; ++thread) {
+      const OutputWord word(l, p, thread, y.chunk_log2);
+      for (int r = 0; word.valid && r < 1 << l.rounds_log2; ++r)
+        for (const int64_t at : {word.at, word.next}) quarters.push_back((l.message + at + r * word.next_round) / 4);
+    }
+    return quarters;
+  }
+};
+
+}  // namespace dpa::kernels::unet1d
