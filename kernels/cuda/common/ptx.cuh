@@ -224,6 +224,16 @@ __device__ __forceinline__ float4 load_shared(uint32_t address) {
   return value;
 }
 
+// Copies shared memory to a place in the cluster, whose barrier there counts the bytes. Addresses and bytes are multiples
+// of 16.
+__device__ __forceinline__ void copy_to_cluster(uint32_t cluster_address, uint32_t from, uint32_t bytes,
+                                                uint32_t cluster_barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   cluster_address),
+               "r"(from), "r"(bytes), "r"(cluster_barrier)
+               : "memory");
+}
+
 // Stores into any block of the cluster; that block's barrier counts the bytes.
 __device__ __forceinline__ void send_cluster_8(uint32_t cluster_address, uint2 v, uint32_t cluster_barrier) {
   asm volatile(

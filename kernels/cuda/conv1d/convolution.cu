@@ -210,6 +210,8 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     ptx::prefetch_tensor_map(&maps.weights);
     pipelines.boxes.init();
     pipelines.weights.init();
+    cuda::ptx::mbarrier_init(&pipelines.sums, 1);
+    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   __syncthreads();
   if (threadIdx.x >= kConsumerThreads) {
@@ -225,11 +227,13 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     bool left = false;
     grid_dependency_sync();
     consume_tiles<T, kColumns, kMajorN, kShortcut>(ptx::shared_address(memory), pipelines, args, work, tile);
+    if constexpr (kPasses == kExchange) cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tile
     if constexpr (kPasses != 0) {
       kSplit ? ptx::cluster_sync() : ptx::sync_threads(1, kConsumerThreads);
       if constexpr (kPasses == kExchange)
-        normalise_rows<T>(args, coord, tile,
-                          *reinterpret_cast<MomentTables*>(tile + (kShortcut ? 2 : 1) * Shape::kTile));
+        normalise_rows<T, !kShortcut>(args, coord, tile,
+                                      *reinterpret_cast<MomentTables*>(tile + (kShortcut ? 2 : 1) * Shape::kTile),
+                                      ptx::shared_address(&pipelines.sums));
       else
         left = normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, tile, kSplit && !kShortcut);
       if constexpr (kShortcut)

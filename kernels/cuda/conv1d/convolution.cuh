@@ -34,10 +34,12 @@ struct TensorMaps {
 constexpr int kMaxBoxes = 4, kMaxWeights = 9;
 constexpr int kFewWeights = 4;  // stages that come in the time of a wait
 
-// The barriers of the two circular buffers between the producer and the consumer warpgroups: boxes of A, weights.
+// The barriers of the two circular buffers between the producer and the consumer warpgroups, boxes of A and weights,
+// and of sums that are sent.
 struct Pipelines {
   Pipeline<kMaxBoxes> boxes;
   Pipeline<kMaxWeights> weights;
+  uint64_t sums;  // those of the tile's other blocks are there
 };
 
 template <int kColumns>

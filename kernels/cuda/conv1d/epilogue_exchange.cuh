@@ -30,6 +30,44 @@ static_assert(2 * ConvShape<128>::kTile * 4 + sizeof(MomentTables) <=
 static_assert(ConvShape<128>::kTile * 4 + sizeof(MomentTables) <= ConvShape<128>::kBytes - sizeof(Pipelines),
               "and behind one, with few stages");
 
+// Sums of the tile's other blocks behind the tables, where no second tile takes the place: `blocks` rows of them, those
+// of the next rank first. Each block sends the others their rows in one copy: loads from a peer bring 8 bytes a clock.
+struct SentSums {
+  static constexpr int kRow = ConvShape<128>::kStride * 4;
+  static_assert(ConvShape<128>::kTile * 4 + sizeof(MomentTables) + kTileRows * kRow <=
+                    ConvShape<128>::bytes(kMaxWeights) - sizeof(Pipelines),
+                "fewer than a tile's rows find their place");
+  uint32_t first, bytes;  // address of the first sums; bytes of a block
+
+  __device__ __forceinline__ SentSums(const MomentTables& tables, const WarpRows& rows)
+      : first(ptx::shared_address(&tables + 1)), bytes(rows.count * (kConsumerThreads / 32) * kRow) {}
+  __device__ __forceinline__ void send(const ConvArgs& args, const TileCoord& coord, const float* tile,
+                                       uint32_t barrier) const {
+    const int splits = args.plan.splits, distance = static_cast<int>(threadIdx.x) + 1;
+    if (threadIdx.x == 0) ptx::barrier_expect(barrier, (splits - 1) * bytes);
+    if (distance >= splits) return;
+    const int to = coord.rank - distance + (coord.rank < distance ? splits : 0), rank = coord.first_peer + to;
+    ptx::copy_to_cluster(ptx::cluster_address(first + (distance - 1) * bytes, rank),
+                         ptx::shared_address(tile) + to * bytes, bytes, ptx::cluster_address(barrier, rank));
+  }
+  // The block's own sums of a column of the warp's rows from `r` on, and the others', in the order of add_peers.
+  __device__ __forceinline__ void add(float4 (&sums)[4], const float* tile, const WarpRows& rows, int r, int column,
+                                      int splits) const {
+    const uint32_t own = ptx::shared_address(tile + column) + (rows.first + r) * kRow;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = ptx::load_shared(own + i * kRow);
+    uint32_t from = first + column * 4 + (static_cast<int>(threadIdx.x) / 32 * rows.count + r) * kRow;
+#pragma unroll 1
+    for (int next = 1; next < splits; ++next, from += bytes) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 v = ptx::load_shared(from + i * kRow);
+        sums[i].x += v.x, sums[i].y += v.y, sums[i].z += v.z, sums[i].w += v.w;
+      }
+    }
+  }
+};
+
 // The columns of a tile as groups: those of a larger group are one.
 struct TileGroups {
   int width, count, lanes;  // columns of a group here, groups, lanes of a group
@@ -81,7 +119,7 @@ struct RowNeeds {
 
 // The warp's rows: sums and bias, rounded, in their place in the tile, and moments of each. Four rows side by side: a
 // row waits for shuffles most of its time.
-template <class T>
+template <class T, bool kSent>
 __device__ __forceinline__ void finish_rows(const ConvArgs& args, const TileCoord& coord, const WarpRows& rows,
                                             const TileGroups& groups, float* tile, MomentTables& tables) {
   constexpr int kStride = ConvShape<128>::kStride;
@@ -96,8 +134,11 @@ __device__ __forceinline__ void finish_rows(const ConvArgs& args, const TileCoor
   for (int r = 0; r < rows.count; r += 4) {
     float4 x[4];
     float mean[4], squares[4];
-    add_peers<4, true>(x, ptx::shared_address(tile + (rows.first + r) * kStride + column), kStride * 4,
-                       args.plan.splits, coord);
+    if constexpr (kSent)
+      SentSums(tables, rows).add(x, tile, rows, r, column, args.plan.splits);
+    else
+      add_peers<4, true>(x, ptx::shared_address(tile + (rows.first + r) * kStride + column), kStride * 4,
+                         args.plan.splits, coord);
     const int count = min(min(rows.count, args.plan.tile_rows - rows.first) - r, 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -179,9 +220,9 @@ __device__ __forceinline__ void all_statistics(const ConvArgs& args, const TileG
 
 // The whole of it, by the consumer threads; the cluster's sums are in the tiles. The producer warp of a cluster takes
 // part in the one barrier of it.
-template <class T>
+template <class T, bool kSent>
 __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord, float* tile,
-                                               MomentTables& tables) {
+                                               MomentTables& tables, uint32_t sums_barrier) {
   const Normalisation& norm = args.normalisation;
   const WarpRows rows(args, coord);
   const TileGroups groups(args);
@@ -192,7 +233,11 @@ __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileC
   if (here) weight_bits.load<T>(norm.weight, is_float, n), bias_bits.load<T>(norm.bias, is_float, n);
   RowNeeds<T> needs;
   needs.load(args, coord, rows, 0, n, here);
-  finish_rows<T>(args, coord, rows, groups, tile, tables);
+  if constexpr (kSent) {
+    SentSums(tables, rows).send(args, coord, tile, sums_barrier);
+    ptx::barrier_wait(sums_barrier, 0);
+  }
+  finish_rows<T, kSent>(args, coord, rows, groups, tile, tables);
   ptx::sync_threads(1, kConsumerThreads);
   block_moments(args, coord, rows, groups, tables);
   ptx::cluster_sync();
