@@ -65,10 +65,14 @@ struct Block {
   __device__ __forceinline__ float* floats_at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
 
   __device__ __forceinline__ static float activate(float x) {
-    if constexpr (kWide)
-      return math::mish(x);
-    else
+    if constexpr (kWide) {
+      // A Newton step of the approximate reciprocal is a division without its branch.
+      const float e = math::exponential(fminf(x, 20.0f)), n = e * (e + 2.0f), d = n + 2.0f,
+                  r = ptx::reciprocal_approx(d);
+      return x * (n * fmaf(fmaf(-d, r, 1.0f), r, r));
+    } else {
       return quick_mish(x);
+    }
   }
 
   // The first convolution's output, for all of a thread's pairs, which are of the same channels, and its residual's,

@@ -20,9 +20,14 @@ struct PartialSumMessages {
 
   const uint32_t* first;
   uint32_t apart, phase;  // words from pair to pair; parity
+  int count;              // of the thread's pairs; it reads the first one instead of others
   OutputWord words[kPairs][kSlicesIn];
 
-  static __device__ __forceinline__ OutputWord load(const uint32_t* at) {
+  __device__ __forceinline__ PartialSumMessages(const uint32_t* first, uint32_t apart, uint32_t phase, int count)
+      : first(first), apart(apart), phase(phase), count(count), words() {}
+
+  __device__ __forceinline__ OutputWord load(int pair, int slice) const {
+    const uint32_t* at = first + (pair < count ? pair * apart : 0u) + slice * kStride;
     if constexpr (kWide)
       return ptx::load_message(at);
     else
@@ -41,17 +46,12 @@ struct PartialSumMessages {
       return unpack_pair<Activation>(w);
   }
 
-  // Issues the first poll of `count` pairs; the rest counts as arrived.
-  __device__ __forceinline__ void poll(int count) {
-    OutputWord there;
-    if constexpr (kWide)
-      there = make_uint2(phase, phase);
-    else
-      there = phase;
+  // Issues the first poll.
+  __device__ __forceinline__ void poll() {
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
 #pragma unroll
-      for (int s = 0; s < kSlicesIn; s++) words[i][s] = i < count ? load(first + i * apart + s * kStride) : there;
+      for (int s = 0; s < kSlicesIn; s++) words[i][s] = load(i, s);
     }
   }
   // Whether a word is missing: the lowest bit of an OR of all words that differ.
@@ -81,7 +81,7 @@ struct PartialSumMessages {
       for (int i = 0; i < kPairs; i++) {
 #pragma unroll
         for (int s = 0; s < kSlicesIn; s++) {
-          if (stale(words[i][s]) & 1) words[i][s] = load(first + i * apart + s * kStride);
+          if (stale(words[i][s]) & 1) words[i][s] = load(i, s);
         }
       }
     }

@@ -4,10 +4,12 @@
 //
 //   prepare   the messages become the GEMM's input: resident_solo_inputs.cuh
 //   hold      while they are polled, a warp's first weights of the GEMM, or all of them, go to registers: warp w takes
-//             steps w, w + 8, ... of K for all row tiles
+//             steps w, w + 8, ... of K for all row tiles; so do the addresses that the GEMM and publishing need
 //   gemm      the held weights multiply; then the rest, the next step's fragments loading meanwhile
 //   publish   the 8 warps' partial sums meet in shared memory, a thread an output word
 #pragma once
+#include <bit>
+
 #include "kernels/cuda/unet1d/resident_solo_inputs.cuh"
 
 namespace dpa::kernels::unet1d {
@@ -44,6 +46,9 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     typename Math::Raw tiles[kHeldTiles + 1];  // e4m3 is widened when it multiplies
     uint32_t inputs[5];                        // offsets of the steps' activations, two a word
     float2 scale[2];
+    // Where the lane's column of activations begins, and where the thread's partial sums go, where it reads those of all
+    // warps: addresses in shared memory; where it publishes: a word of a layer's messages.
+    uint32_t row, mine, sums, to;
   };
   // Of all warps' steps those that are held.
   template <int kRows>
@@ -54,17 +59,37 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     return steps <= kHeld<kRows> * kConsumerWarps ? steps : kPart * kConsumerWarps;
   }
 
+  // A thread publishes one row of some columns, or two neighbours: of kRows tiles' rows 2^kUnitLog2 units.
+  static constexpr int kUnits = PartialSums::kWordSums;
   template <int kRows>
-  __device__ __forceinline__ void hold(const SoloLayer& l, HeldWeights& held) {
+  static constexpr int kPitch = 16 * kRows + 4;
+  template <int kRows>
+  static constexpr int kUnitLog2 = std::bit_width(16u * kRows / kUnits) - 1;
+  // Where a lane's column of column tile i begins: with 16-bit inputs one load serves two tiles.
+  __device__ __forceinline__ uint32_t column_row(const SoloLayer& l, int i) const {
+    const int n = i * 8 + (!kWide && (l.shape & 15) > 1 ? lane >> 4 << 3 : 0) + (lane & 7);
+    return Base::base + (n < l.columns ? n : 0) * l.stride + Base::lane_part();
+  }
+
+  template <int kRows, class Poll>
+  __device__ __forceinline__ void hold(const SoloLayer& l, HeldWeights& held, Poll poll) {
     constexpr int kStep = kRows * Math::kBytes, kRound = kConsumerWarps * kStep;  // bytes
+    // Computed before the messages are there, and kept: behind them every instruction counts.
+    constexpr int kLog2 = kUnitLog2<kRows>;
+    const int unit = tid & ((1 << kLog2) - 1), n = tid >> kLog2;
+    held.row = ptx::held(column_row(l, 0));
+    held.mine = ptx::held(a.layout.partial + 4 * (warp * share() + lane % 4 * 2 * kPitch<kRows> + lane / 4));
+    held.sums = ptx::held(a.layout.partial + 4 * (unit * kUnits + n * kPitch<kRows>));
+    held.to = ptx::held(k * PartialSums::kStride + (m << kLog2) + unit + n * l.out_stride);
     if constexpr (kScaled) {
       const float* at = a.floats + (l.scale + static_cast<uint32_t>(m * 16 * kRows + (tid * 2 & (16 * kRows - 1))));
       held.scale[0] = ptx::load_constant_2(at);
-      held.scale[1] = l.steps[1] ? ptx::load_constant_2(at + static_cast<uint32_t>(l.channels)) : held.scale[0];
+      held.scale[1] = ptx::load_constant_2(at + (l.steps[1] ? static_cast<uint32_t>(l.channels) : 0u));
     }
+    if (Base::kPollAhead) poll();
+    if constexpr (kHeld<kRows> == 0) return;
     const int steps = held_of<kRows>(l.steps[0]), stages = (steps * kStep + kStageBytes - 1) / kStageBytes,
               buffer_bytes = pipeline.stages * kStageBytes;
-    if constexpr (kHeld<kRows> == 0) return;
     constexpr int kFirst = kShort<kRows> < kHeld<kRows> ? kShort<kRows> : kHeld<kRows>;
     if (lane < stages) pipeline.wait_ahead(lane);
     __syncwarp();
@@ -99,19 +124,20 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     }
     pipeline.release(lane, stages);
   }
-  __device__ __forceinline__ void hold_any(const SoloLayer& l, HeldWeights& held) {
+  template <class Poll>
+  __device__ __forceinline__ void hold_any(const SoloLayer& l, HeldWeights& held, Poll poll) {
     // One branch each costs less than a jump by a table.
     const int rows = l.shape >> 4;
     if (rows == 2)
-      hold<2>(l, held);
+      hold<2>(l, held, poll);
     else if (rows == 1)
-      hold<1>(l, held);
+      hold<1>(l, held, poll);
     else if (rows == 4)
-      hold<4>(l, held);
+      hold<4>(l, held, poll);
     else if (kBulk || rows == 8)
-      hold<8>(l, held);
+      hold<8>(l, held, poll);
     else if constexpr (!kBulk)
-      hold<16>(l, held);
+      hold<16>(l, held, poll);
   }
 
   template <int kRows, int kColumns>
@@ -251,16 +277,16 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   }
 
   template <int kRows, int kColumns>
-  __device__ __forceinline__ void store_sums(const SoloLayer& l, const Sums<kRows, kColumns>& sum, float* out) const {
-    constexpr int kPitch = 16 * kRows + 4;
-    float* mine = out + warp * share() + lane % 4 * 2 * kPitch + lane / 4;
+  __device__ __forceinline__ void store_sums(const SoloLayer& l, const Sums<kRows, kColumns>& sum, uint32_t out) const {
+    float* mine = reinterpret_cast<float*>(shared + out);
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         if (j * 8 + lane % 4 * 2 + (e & 1) < l.columns) {
 #pragma unroll
-          for (int i = 0; i < kRows; i++) mine[(j * 8 + (e & 1)) * kPitch + i * 16 + (e >> 1) * 8] = sum[i][j][e];
+          for (int i = 0; i < kRows; i++)
+            mine[(j * 8 + (e & 1)) * kPitch<kRows> + i * 16 + (e >> 1) * 8] = sum[i][j][e];
         }
       }
     }
@@ -288,27 +314,14 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
 
   template <int kRows, int kColumns>
   __device__ __forceinline__ void multiply(const SoloLayer& l, const HeldWeights& held, int layer) {
-    uint32_t rows[kColumns];
+    uint32_t rows[kColumns] = {held.row};
 #pragma unroll
-    for (int i = 0; i < kColumns; i++) {  // with 16-bit inputs one load serves two column tiles
-      const int n = i * 8 + (!kWide && kColumns > 1 && i % 2 == 0 ? lane >> 4 << 3 : 0) + (lane & 7);
-      rows[i] = Base::base + (n < l.columns ? n : 0) * l.stride + Base::lane_part();
-    }
-    constexpr int kLog2 = kRows == 1   ? 4
-                          : kRows == 2 ? 5
-                          : kRows == 4 ? 6
-                          : kRows == 8 ? 7
-                                       : 8,
-                  kPitch = 16 * kRows + 4;
-    // A thread publishes one row of some columns, or two neighbours.
-    constexpr int kUnits = PartialSums::kWordSums, kUnitLog2 = kLog2 - (kUnits - 1);
-    const int unit = tid & ((1 << kUnitLog2) - 1), row = unit * kUnits, n0 = tid >> kUnitLog2;
-    // Of the columns; where slices are merged, their number is of the shape.
-    constexpr int kRounds =
-        kBulk ? (kPairs + kUnits - 1) / kUnits : ((kColumns * 8 << kUnitLog2) + kThreads - 1) / kThreads;
-    float* partial = Base::floats_at(a.layout.partial);
-    const uint32_t out = k * PartialSums::kStride + (m << kUnitLog2) + unit + n0 * l.out_stride,
-                   apart = (kThreads >> kUnitLog2) * l.out_stride;
+    for (int i = 1; i < kColumns; i++) rows[i] = column_row(l, i);
+    // Of the columns that a thread publishes; where slices are merged, their number is of the shape.
+    constexpr int kApart = kThreads >> kUnitLog2<kRows>,
+                  kRounds = kBulk ? (kPairs + kUnits - 1) / kUnits : (kColumns * 8 + kApart - 1) / kApart;
+    const uint32_t apart = kApart * l.out_stride;
+    uint32_t segment = 0;  // bytes to its partial sums
     Sums<kRows, kColumns> sum = {};
     int steps = l.steps[0], done = held_of<kRows>(steps);
     multiply_held<kRows, kColumns>(held, done, rows, sum);
@@ -318,22 +331,23 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       if constexpr (kHeldTiles == 0) reset(sum);
       if (done < steps)
         multiply_rest<kRows, kColumns>(l, steps, s ? l.first[1] : l.first[0], done / kConsumerWarps, rows, sum);
-      store_sums<kRows, kColumns>(l, sum, partial);
+      store_sums<kRows, kColumns>(l, sum, held.mine + segment);
       if (s == 0) mark(layer, kMultiplied);
       sync_consumers();
       inject_test_delay();
-      uint32_t* to = a.messages + (out + (s ? l.out[1] : l.out[0]));
+      const float* sums = reinterpret_cast<const float*>(shared + held.sums + segment);
+      uint32_t* to = a.messages + (held.to + (s ? l.out[1] : l.out[0]));
 #pragma unroll
       for (int i = 0; i < kRounds; i++) {
-        const int n = n0 + i * (kThreads >> kUnitLog2);
-        if (n < l.columns)
+        if ((tid >> kUnitLog2<kRows>)+i * kApart < l.columns)
           ptx::store_message_word(
-              to + i * apart, (message(partial + row + n * kPitch, s ? held.scale[1] : held.scale[0]) & ~1u) | phase);
+              to + i * apart,
+              (message(sums + i * kApart * kPitch<kRows>, s ? held.scale[1] : held.scale[0]) & ~1u) | phase);
       }
       if (s == 0) mark(layer, kPublished);
       steps = s ? 0 : l.steps[1], done = 0;
       if constexpr (kBulk)
-        partial += kConsumerWarps * share();
+        segment += kConsumerWarps * share() * 4;
       else if (steps)
         sync_consumers();  // there is room for one segment's sums
       if constexpr (kHeldTiles > 0) reset(sum);
@@ -366,6 +380,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     for (step = 0; step < a.steps; step++) {
       phase = (step & 1) ^ 1;
       film = a.film_step + step * a.film_step_stride;
+      asm volatile("" : "+l"(film));  // or it is computed in every layer
       for (int i = 0; i <= count; i++) {
         const bool tail = i == count;
         if constexpr (kWide || kPairs > 1) {  // registers are short: nothing of a shape is computed before the loop
@@ -374,7 +389,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
         }
         const SoloLayer from = layers[i], to = layers[tail ? i : i + 1];  // in registers, as far as they are needed
         HeldWeights held;
-        Base::prepare(from, to, i, tail, [&] { hold_any(to, held); });
+        Base::prepare(from, to, i, tail, [&](auto poll) { hold_any(to, held, poll); });
         constexpr bool kKeepLater = !kWide && kPairs == 1;  // else registers are short
         if (!kKeepLater) Base::keep(from);
         if (!tail) gemm(to, held, i);

@@ -17,8 +17,9 @@ struct SoloInputs : Block<Weight> {
   using PartialSums = PartialSumMessages<typename Math::Activation, kPairs>;
   using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::k, Base::step, Base::phase;
   static constexpr bool kWide = Base::kWide;
-  // Whether messages are polled before anything else is done; else registers are short, or it is slower (e4m3).
-  static constexpr bool kPollFirst = kPairs == 1 || (kPairs == 2 && sizeof(Weight) == 2);
+  // Whether messages are polled before held weights are waited for, or last of all. A failed poll costs a read through
+  // L2, so sooner is not better; where registers are short, or float32's weights take the memory, last is.
+  static constexpr bool kPollAhead = !kWide && (kPairs == 1 || (kPairs == 2 && sizeof(Weight) == 2));
   static constexpr int kElement = 2;  // bytes of a GEMM's input, of float32 twice
 
   const float* film = nullptr;  // of this step
@@ -77,66 +78,53 @@ struct SoloInputs : Block<Weight> {
   // counted, all zeros, add nothing. float32: each warp around its first value, so that nothing cancels.
   __device__ __forceinline__ float2 moments(const float2 (&v)[kPairs], int own, const SoloLayer& l) const {
     const float inverse = l.inverse_count;
-    const int half = 1 << l.half_log2;  // channel pairs of a time
-    if (kWide && (tid & (half - 1)) >= l.counted) own = 0;
-    float2* sums = reinterpret_cast<float2*>(shared + a.layout.sums);
+    if (kWide && (tid & ((1 << l.half_log2) - 1)) >= l.counted) own = 0;
     const float pivot = kWide ? __shfl_sync(~0u, v[0].x, 0) : 0.0f;
     float sum = 0.0f, squares = 0.0f;
+    int pairs = 0;  // of the warp
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
       const bool valid = i < own;
       const float x = valid ? v[i].x - pivot : 0.0f, y = valid ? v[i].y - pivot : 0.0f;
       sum += x + y;
       squares = fmaf(x, x, fmaf(y, y, squares));
+      if constexpr (kWide) pairs += __popc(__ballot_sync(~0u, valid));
     }
+    float x[kConsumerWarps], y[kConsumerWarps];
     if constexpr (kWide) {
 #pragma unroll
       for (int i = 16; i; i >>= 1) {
         sum += __shfl_xor_sync(~0u, sum, i);
         squares += __shfl_xor_sync(~0u, squares, i);
       }
+      const float n = static_cast<float>(2 * pairs), mean = pairs ? sum * ptx::reciprocal_approx(n) : 0.0f;
+      float4* parts = reinterpret_cast<float4*>(shared + a.layout.sums);  // sum, squares around the mean, mean, count
+      if (lane == 0) parts[warp] = make_float4(n * (pivot + mean), fmaxf(squares - sum * mean, 0.0f), pivot + mean, n);
+      sync_consumers();
+      float4 part[kConsumerWarps];
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; w++) part[w] = parts[w], x[w] = part[w].x;
+      const float all = sum_of(x) * inverse;
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; w++) y[w] = fmaf(part[w].w * (part[w].z - all), part[w].z - all, part[w].y);
+      return make_float2(all, rsqrtf(sum_of(y) * inverse + 1e-5f));
     } else {
       sum_of_warp(sum, squares);
-    }
-    auto count = [&](int w) {
-      int n = 0;
+      float2* parts = reinterpret_cast<float2*>(shared + a.layout.sums);
+      if (lane == 0) parts[warp] = make_float2(sum, squares);
+      sync_consumers();
 #pragma unroll
-      for (int i = 0; i < kPairs; i++) {
-        const int first = i * kThreads + w * 32, valid = max(0, min(32, l.pairs - first));
-        n += half <= 32 ? 2 * ((valid >> l.half_log2) * l.counted + min(valid & (half - 1), l.counted))
-                        : 2 * max(0, min(valid, l.counted - (first & (half - 1))));
+      for (int w = 0; w < kConsumerWarps; w += 2) {
+        const float4 two = *reinterpret_cast<const float4*>(parts + w);
+        x[w] = two.x, y[w] = two.y, x[w + 1] = two.z, y[w + 1] = two.w;
       }
-      return static_cast<float>(n);
-    };
-    if (kWide) {
-      const float n = count(warp), mean = n > 0.0f ? sum / n : 0.0f;
-      squares = fmaxf(squares - sum * mean, 0.0f);
-      sum = pivot + mean;
-    }
-    if (lane == 0) sums[warp] = make_float2(sum, squares);
-    sync_consumers();
-    float s[kConsumerWarps], q[kConsumerWarps];
-#pragma unroll
-    for (int w = 0; w < kConsumerWarps; w += 2) {
-      const float4 two = *reinterpret_cast<const float4*>(sums + w);
-      s[w] = two.x, q[w] = two.y, s[w + 1] = two.z, q[w + 1] = two.w;
-    }
-    if constexpr (!kWide) {
-      const float mean = sum_of(s) * inverse;
-      return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, sum_of(q) * inverse), 0.0f) + 1e-5f));
-    } else {
-      float part[kConsumerWarps];
-#pragma unroll
-      for (int w = 0; w < kConsumerWarps; w++) part[w] = count(w) * s[w];
-      const float mean = sum_of(part) * inverse;
-#pragma unroll
-      for (int w = 0; w < kConsumerWarps; w++) part[w] = fmaf(count(w) * (s[w] - mean), s[w] - mean, q[w]);
-      return make_float2(mean, rsqrtf(sum_of(part) * inverse + 1e-5f));
+      const float mean = sum_of(x) * inverse;
+      return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, sum_of(y) * inverse), 0.0f) + 1e-5f));
     }
   }
 
   // The output of `from` becomes the input of `to`, or, for the last layer, the tail's values. `hold` takes weights, while
-  // the messages are under way.
+  // the messages are under way, and polls these first.
   template <class Hold>
   __device__ __forceinline__ void prepare(const SoloLayer& from, const SoloLayer& to, int layer, bool tail, Hold hold) {
     const bool first = layer == 0;
@@ -144,17 +132,20 @@ struct SoloInputs : Block<Weight> {
     const uint32_t c = (tid & ((1 << from.half_log2) - 1)) * 2, t = tid >> from.half_log2,
                    slice = k << (from.half_log2 + 1);
     const int times_apart = kThreads >> from.half_log2, count = (from.pairs - tid + kThreads - 1) / kThreads;
-    const uint32_t at = (t * from.channels + slice + c) / PartialSums::kWordSums,
+    // A thread without a pair polls another's messages.
+    const uint32_t at = ((count > 0 ? t : 0u) * from.channels + slice + c) / PartialSums::kWordSums,
                    apart = times_apart * from.channels / PartialSums::kWordSums;
     const int row = to.input + t * to.pitch + c * kElement, row_apart = times_apart * to.pitch;
     Parameters p;
     fetch(p, from, slice + c);
     const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
     const float2 other_bias = ptx::load_constant_2(a.floats + (from.other_bias + slice + c));
-    PartialSums residuals = {a.messages + (at + from.residual_message), apart, phase};
-    PartialSums sums = {a.messages + (at + from.message), apart, phase};
-    if (other) residuals.poll(count);
-    if (kPollFirst && !first) sums.poll(count);
+    PartialSums residuals(a.messages + (at + from.residual_message), apart, phase, count);
+    PartialSums sums(a.messages + (at + from.message), apart, phase, count);
+    if (other) residuals.poll();
+    auto poll = [&] {
+      if (!first) sums.poll();
+    };
     if (!tail) {
       if (from.pitch != to.pitch || from.last_row != to.last_row) pad_input(to);
       if (to.skip_in >= 0) {
@@ -166,7 +157,8 @@ struct SoloInputs : Block<Weight> {
         }
       }
     }
-    if (kPollFirst && !tail) hold();
+    if (kPollAhead && !tail) hold(poll);
+    if (kPollAhead && tail) poll();
     float2 r[kPairs];  // what is added to the normalised values: residual and shift
     if (other) {
       residuals.receive(r);
@@ -178,8 +170,8 @@ struct SoloInputs : Block<Weight> {
     }
 #pragma unroll
     for (int i = 0; i < kPairs; i++) r[i] = make_float2(r[i].x + p.shift.x, r[i].y + p.shift.y);
-    if (!kPollFirst && !first) sums.poll(count);
-    if (!kPollFirst && !tail) hold();  // while the words are under way
+    if (!kPollAhead) poll();
+    if (!kPollAhead && !tail) hold(poll);  // while the words are under way
     mark(layer, kWeightsThere);
     if (first) {
       Base::template first_conv<kPairs>(v, p.bias, other_bias, 2 << from.half_log2, t, times_apart, c, count);

@@ -69,10 +69,9 @@ struct Maker {
     auto all = [&](int pairs) {
       return std::all_of(r.solo + 1, r.solo + r.count + 1, [&](const SoloLayer& s) { return has_code(s, pairs); });
     };
-    if (bulk) return most <= 4 && all(most) ? most : 0;
     // The columns of a narrow network may need the code of more pairs a thread than there are.
-    for (int pairs = most == 3 ? 4 : most; pairs <= 4; pairs *= 2)
-      if (all(pairs)) return pairs;
+    for (int pairs = most; pairs <= 4; pairs++)
+      if ((bulk || pairs != 3) && all(pairs)) return pairs;
     return 0;
   }
 
@@ -121,7 +120,7 @@ struct Maker {
     r.stash = take(units * 8);
     r.residual = take(units * 8);
     for (int i = 0; i < c.levels; i++) skips[i] = take(skip_bytes[i]);
-    r.sums = take(kConsumerWarps * 8);
+    r.sums = take(kConsumerWarps * 16);
     r.partial = take((bulk ? 2 : 1) * kConsumerWarps * r.share * 4);
     r.head = take(taps * width * 4);
     r.head_residual = take(c.action_dim * width * 4);

@@ -20,7 +20,8 @@ constexpr int kSoloShareFloats = 320;
 /// Tiles of weights that a thread of the one-sample kernel on Hopper holds before it multiplies, and the stages that its
 /// block takes at once for it, or more.
 constexpr int solo_held_tiles(int pairs, int weight_bytes) {
-  return weight_bytes == 4 || pairs > 3 ? 0 : pairs <= 2 ? 20 : weight_bytes == 1 ? 8 : 4;
+  if (weight_bytes == 4) return pairs == 1 ? 4 : 0;
+  return pairs > 3 ? 0 : pairs <= 2 ? 20 : weight_bytes == 1 ? 8 : 4;
 }
 constexpr int solo_stages(int pairs) { return pairs <= 2 ? 5 : 4; }
 
