@@ -157,8 +157,12 @@ struct SoloInputs : Block<Weight> {
         }
       }
     }
-    if (kPollAhead && !tail) hold(poll);
-    if (kPollAhead && tail) poll();
+    if (kPollAhead) {
+      if (tail)
+        poll();
+      else
+        hold(poll);
+    }
     float2 r[kPairs];  // what is added to the normalised values: residual and shift
     if (other) {
       residuals.receive(r);
