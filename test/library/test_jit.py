@@ -88,14 +88,15 @@ def test_counts_the_compiled_files_on_a_terminal(status, capsys, monkeypatch):
 )
 def test_builds_and_registers_the_same_ops(cuda):
     """The folders stay, so that only the first run of the tests compiles."""
-    names = [name for name in dpa.info()["ops"] if "unet1d_pack" not in name]
+    host = {"dpa::unet1d_weight_names", "dpa::unet1d_path"}  # of no tensors
+    names = [n for n in dpa.info()["ops"] if "unet1d_pack" not in n and n not in host]
     folder = _ROOT / "build" / f"jit-{cuda}"
     code = f"""
 import dpa, torch
 path = dpa.jit.load(cuda={cuda!r}, folder={str(folder)!r})
 assert path == dpa.library_path() == dpa.jit.load() and path.is_file()
 for name in {names}:
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta") or "names" in name, name
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"), name
 for device in ["cpu"] + ["cuda"] * ({cuda!r} == "on"):
     x = torch.randn(2, 8, 5, device=device)
     expected = dpa.reference.group_norm_mish(x, 4)

@@ -15,7 +15,7 @@ from dpa.bench import compiled, parallel
 from dpa.bench.ahead import Process
 from dpa.bench.bars import bars
 from dpa.bench.networks import LOOPS, Network
-from dpa.bench.timing import device_us, latency
+from dpa.bench.timing import device_us, device_us_alternated, latency
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -44,12 +44,10 @@ def step_us(
 ) -> float:
     """Microseconds of a step inside the loop: (40 steps - 20 steps) / 20, of medians."""
     cond = torch.randn(batch, size.cond_dim, device="cuda")
-    took = []
-    for count in (40, 20):
-        sampler = _sampler(size, unet, dtype, "DDIM", count)
-        sampler(cond)
-        took.append(device_us(partial(sampler, cond), repeats))
-    return (took[0] - took[1]) / 20
+    long, short = (_sampler(size, unet, dtype, "DDIM", count) for count in (40, 20))
+    loops = {"long": partial(long, cond), "short": partial(short, cond)}
+    took = device_us_alternated(loops, repeats)  # in turns: a disturbance meets both
+    return (took["long"].median - took["short"].median) / 20
 
 
 def loops(size: Network, unet: nn.Module, dtype: torch.dtype) -> list[Row]:
