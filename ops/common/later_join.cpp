@@ -28,7 +28,7 @@ bool has_hooks(Node& node) {
 bool is_python(const Node& node) { return std::strstr(typeid(node).name(), "PyNode") != nullptr; }
 
 /// The graph of a pass.
-struct Pass {
+struct BackwardPass {
   int task = -1;
   bool plain = true;                          // without hooks and Python: nobody reads a parameter's `grad` meanwhile
   std::unordered_map<const Node*, int> uses;  // edges to each node
@@ -38,8 +38,8 @@ struct Pass {
     for (const auto& edge : node.next_edges()) ++uses[edge.function.get()];
   }
   /// Of the pass under way, `node` being the present one. Its root is in no list, unless it is the present node.
-  static const Pass& current(Node& node) {
-    static thread_local Pass pass;
+  static const BackwardPass& current(Node& node) {
+    static thread_local BackwardPass pass;
     const int task = autograd::get_current_graph_task_id();
     if (pass.task == task) return pass;
     pass = {};
@@ -53,7 +53,7 @@ struct Pass {
 
 /// Whether what the node gives to an edge is a parameter's only gradient, which becomes its `grad` as it is, or
 /// what torch.autograd.grad returns.
-bool is_kept(const autograd::Edge& edge, const Pass& pass) {
+bool is_kept(const autograd::Edge& edge, const BackwardPass& pass) {
   auto* const leaf = dynamic_cast<autograd::AccumulateGrad*>(edge.function.get());
   if (leaf == nullptr || pass.uses.at(leaf) != 1 || has_hooks(*leaf)) return false;
   const auto& found = *autograd::get_current_graph_task_exec_info();
@@ -76,7 +76,7 @@ bool LaterJoin::allowed(size_t first, size_t end) {
   const auto node = autograd::get_current_node();
   if (!node || autograd::get_current_graph_task_id() == -1 || c10::GradMode::is_enabled()) return false;
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
-  const auto& pass = Pass::current(*node);
+  const auto& pass = BackwardPass::current(*node);
   for (size_t i = first; i < end; ++i)
     if (node->task_should_compute_output(i) && !is_kept(node->next_edge(i), pass)) return false;
   return true;

@@ -11,9 +11,10 @@ namespace dpa {
 namespace {
 
 /// Collects weights, and copies them when there are as many as a launch takes.
-class Launches {
+class WeightLaunches {
  public:
-  Launches(at::ScalarType from, at::ScalarType to, bool channels_last) : stream_(c10::cuda::getCurrentCUDAStream()) {
+  WeightLaunches(at::ScalarType from, at::ScalarType to, bool channels_last)
+      : stream_(c10::cuda::getCurrentCUDAStream()) {
     args_.from = kernel_dtype(from), args_.to = kernel_dtype(to), args_.channels_last = channels_last;
     args_.count = args_.rows = 0;
   }
@@ -47,7 +48,7 @@ std::vector<Tensor> weights_in_order_cuda(at::TensorList weights, at::ScalarType
   if (weights.empty()) return copies;
   const c10::cuda::CUDAGuard guard(weights[0].device());
   const bool narrow = dtype != at::kDouble && weights[0].scalar_type() != at::kDouble;
-  Launches launches(narrow ? weights[0].scalar_type() : at::kFloat, narrow ? dtype : at::kFloat, channels_last);
+  WeightLaunches launches(narrow ? weights[0].scalar_type() : at::kFloat, narrow ? dtype : at::kFloat, channels_last);
   for (const auto& weight : weights) {
     const auto s = weight.sizes();
     copies.push_back(empty_image(s[0], s[1], s[2], s[3], channels_last, weight.options().dtype(dtype)));

@@ -163,6 +163,20 @@ def test_ops_call_what_the_runtimes_of_cuda_12_and_13_have_alike():
     assert "cudaEventRecord" in called and called <= ALIKE
 
 
+def types_of_its_own(file):
+    """The classes that a source keeps to itself, in namespaces without a name."""
+    inside = re.findall(r"^namespace \{$(.*?)^\}  // namespace$", file.read_text(), re.M | re.S)
+    return re.findall(r"^(?:class|struct) (\w+)(?= [:{]|;| final)", "".join(inside), re.M)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_all_ops_can_be_compiled_as_one_file(cuda):
+    """As on few cores: what a source keeps to itself, its neighbours see there."""
+    files = [f for f in (ROOT / "ops").rglob("*.cpp") if (f.name == "cuda.cpp") == cuda]
+    names = [name for file in files for name in types_of_its_own(file)]
+    assert len(names) > 5 and len(names) == len(set(names)), sorted(names)
+
+
 def included(file):
     """The files of this repository that a source sees, and the other headers that these name."""
     seen, others, queue = set(), set(), [file]
