@@ -30,10 +30,13 @@ class Process:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self._ready = False
 
     def wait(self) -> None:
         """Wait until it is ready to measure."""
-        self._line(_READY)
+        if not self._ready:
+            self._line(_READY)
+            self._ready = True
 
     def answer(self) -> Any:
         """Have it measure, after :meth:`wait`, and return what it found."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from dpa.bench.compiled import COMPILED
 from dpa.bench.networks import LOOPS, Network
 
 Row = dict[str, Any]
@@ -57,7 +58,7 @@ def _steps(size: Network, steps: Steps) -> Iterator[Row]:
         if us is None:
             continue
         yield _bar(f"{about}, us", us, required, aim)
-        theirs = steps.get((size.name, batch, weights, "torch.compile, graph"))
+        theirs = steps.get((size.name, batch, weights, COMPILED))
         if theirs is not None:
             yield _bar(f"{about}: faster than torch.compile", theirs / us, 1.0, 10.0)
     for batch in (1, size.many):

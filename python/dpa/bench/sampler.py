@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ _WAYS = (compiled.EAGER, "eager, step by step", compiled.COMPILED, "dpa")
 Row = dict[str, Any]
 
 
+@functools.cache
 def read_rate() -> float:
     """Bytes a second that the GPU reads from memory, the best of three plain reductions."""
     data = torch.zeros(2**30, dtype=torch.bfloat16, device="cuda")
@@ -101,7 +103,6 @@ class Run:
         self._sizes = [size for size in LOOPS if size.name in networks]
         self._batches, self._plain, self._train_steps = batches, plain, train_steps
         self._others = others
-        self._rate = 0.0
 
     def stages(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """The stages, to be called in order; each can be left out, for a run that goes on."""
@@ -116,7 +117,6 @@ class Run:
         theirs = compiled.compiling(size) if self._plain else []
         for process in (*theirs, *self._others):
             process.wait()
-        self._rate = self._rate or read_rate()
         unet = size.build().eval()
         rows = [process.answer() for process in theirs]
         for batch in self._batches or (1, size.many):
@@ -127,7 +127,6 @@ class Run:
         return {"steps": [self._beside_floor(size, unet, row) for row in rows]}
 
     def _loops(self, size: Network) -> dict[str, Any]:
-        self._rate = self._rate or read_rate()
         unet = size.build().eval()
         steps, found = [], []
         for label in ("bfloat16", "float32") if self._plain else ():
@@ -136,14 +135,15 @@ class Run:
             found += rows
         for dtype in DTYPES.values():
             found += loops(size, unet, dtype)
-        return {"steps": steps, "loops": [{"network": size.name} | row for row in found]}
+        found = [{"network": size.name} | row for row in found]
+        return {"steps": steps, "loops": found, "read TB/s": read_rate() * 1e-12}
 
     def _parallel(self) -> dict[str, Any]:
         policy = parallel.trained(self._train_steps)
         return {"parallel": parallel.rows(policy, torch.bfloat16)}
 
     def _beside_floor(self, size: Network, unet: nn.Module, row: Row) -> Row:
-        floor = conv_bytes(unet, DTYPES[row["weights"]]) / self._rate * 1e6
+        floor = conv_bytes(unet, DTYPES[row["weights"]]) / read_rate() * 1e6
         return {"network": size.name} | row | {"floor us": floor, "x floor": row["us"] / floor}
 
 
