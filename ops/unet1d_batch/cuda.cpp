@@ -296,8 +296,9 @@ struct Kept {
   }
 };
 
-void check_gpu(const char* op, const Tensor& given) {
-  DPA_CHECK(gemm::supported(), op, "sample must be on a GPU of compute capability 8.0 or later", given.device());
+void check_gpu(const char* op, const char* name, const Tensor& given) {
+  DPA_CHECK(gemm::supported(), op, c10::str(name, " must be on a GPU of compute capability 8.0 or later"),
+            given.device());
 }
 
 Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
@@ -305,7 +306,7 @@ Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const Op
   const auto plan = unet1d_batch_plan("unet1d_batch", config);
   check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  check_gpu("unet1d_batch", sample);
+  check_gpu("unet1d_batch", "sample", sample);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
   const Kept kept(parameters, packed);
   return Forward(*plan, kept.parameters, kept.packed).run(sample, timesteps, value_or_undefined(global_cond));
@@ -317,7 +318,7 @@ std::tuple<Tensor, Tensor> unet1d_batch_film_cuda(const Tensor& timesteps, const
   const auto plan = unet1d_batch_plan("unet1d_batch_film", config);
   check_unet1d_batch_film(*plan, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(timesteps.device());
-  check_gpu("unet1d_batch_film", timesteps);
+  check_gpu("unet1d_batch_film", "timesteps", timesteps);
   const int64_t batch = global_cond.has_value() ? global_cond->size(0) : 0;
   if (timesteps.numel() == 0 || (global_cond.has_value() && batch == 0))
     return {at::zeros({timesteps.size(0), plan->film_rows}, packed.options()),
@@ -332,7 +333,7 @@ Tensor unet1d_batch_on_film_cuda(const Tensor& sample, const Tensor& step, const
   const auto plan = unet1d_batch_plan("unet1d_batch_on_film", config);
   check_unet1d_batch_on_film(*plan, sample, step, cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  check_gpu("unet1d_batch_on_film", sample);
+  check_gpu("unet1d_batch_on_film", "sample", sample);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options().dtype(at::kFloat));
   const Kept kept(parameters, packed);
   const auto of_samples = plan->cond_dim > 0 ? aligned(cond.contiguous()) : Tensor();

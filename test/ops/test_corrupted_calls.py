@@ -68,7 +68,7 @@ def _samples(device):
     yield "parallel_window", Sample((states, table, position, 2))
 
 
-_ON_HOPPER = ("unet1d_batch", "unet1d_batch_film", "unet1d_batch_on_film")
+_IN_LAYERS = ("unet1d_batch", "unet1d_batch_film", "unet1d_batch_on_film")
 
 # What another value of is no mistake: by op and place among its tensors.
 _VALID = {
@@ -92,8 +92,9 @@ NAMES = [name for name, _ in _samples(torch.device("meta"))]
 def _has_kernel(name, device):
     if name == "diffusion_sample_clocks":
         return False  # of networks larger than this one alone
-    if name in ("image_encoder", *_ON_HOPPER) and device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] == 9
+    if device.type == "cuda" and name in ("image_encoder", *_IN_LAYERS):
+        major, _ = torch.cuda.get_device_capability(device)
+        return major >= 8 if name in _IN_LAYERS else major == 9
     key = {"cpu": "CPU", "cuda": "CUDA"}[device.type]
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"dpa::{name}", key)
 
