@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_registration import HOST
 
 import dpa
 from dpa.library import building
@@ -88,8 +89,7 @@ def test_counts_the_compiled_files_on_a_terminal(status, capsys, monkeypatch):
 )
 def test_builds_and_registers_the_same_ops(cuda):
     """The folders stay, so that only the first run of the tests compiles."""
-    host = {"dpa::unet1d_weight_names", "dpa::unet1d_path"}  # of no tensors
-    names = [n for n in dpa.info()["ops"] if "unet1d_pack" not in n and n not in host]
+    names = [n for n in dpa.info()["ops"] if "unet1d_pack" not in n and n not in HOST]
     folder = _ROOT / "build" / f"jit-{cuda}"
     code = f"""
 import dpa, torch

@@ -39,13 +39,13 @@ _WITHOUT_CPU = {
     "dpa::parallel_move_",
 }
 # No tensor among its arguments, so no backend of its own.
-_HOST = {"dpa::unet1d_weight_names", "dpa::unet1d_path"}
+HOST = {"dpa::unet1d_weight_names", "dpa::unet1d_path"}
 _BUILT_WITH_CUDA = dpa.info()["built for"].startswith("the CPU and CUDA")
 
 
 def test_every_op_has_proofs():
     """An op that nothing tests fails here: write test_<op>.py, a subclass of OpProofs."""
-    assert set(_OPS) == _PROVED | _INNER | _INFERENCE | _HOST
+    assert set(_OPS) == _PROVED | _INNER | _INFERENCE | HOST
 
 
 def test_the_contract_is_there():
@@ -61,7 +61,7 @@ def test_the_contract_is_there():
     assert {name.removeprefix("dpa::") for name in _PROVED} >= expected
 
 
-@pytest.mark.parametrize("name", sorted(set(_OPS) - _HOST))
+@pytest.mark.parametrize("name", sorted(set(_OPS) - HOST))
 def test_keys(name):
     keys = {"Meta", "Autograd"}
     if name not in _WITHOUT_CPU:

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import torch
+from fit_lerobot import fit, save
 
 from dpa.eval import Environment
 
@@ -83,22 +84,9 @@ def train(folder, steps=STEPS, episodes=EPISODES, batch_size=BATCH):
     policy, before, after = make_policy(stats)
     data = before(windows(records))
     data = {key: data[key] for key in every}
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=1e-6)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.05)
-    for _ in range(steps):
-        index = torch.randint(len(data["action"]), (batch_size,))
-        batch = {key: value[index] for key, value in data.items()}
-        batch["action_is_pad"] = torch.zeros(batch_size, HORIZON, dtype=torch.bool)
-        loss, _ = policy.forward(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    policy.save_pretrained(folder)
-    before.save_pretrained(folder)
-    after.save_pretrained(folder)
-    return float(loss.detach())
+    loss = fit(policy, data, steps, batch_size, warm_up=0.05)
+    save(folder, policy, before, after)
+    return loss
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python test/support/train_push_t.py FOLDER
 
 gym-pusht simulates and renders. The T lies a little off its goal, on one of two sides, and is to be
-pushed back from there; only the image says which. A script demonstrates it, and a tenth of a GPU's
-hour is not needed: ``train_push_t:PushTBack-v0`` is the environment.
+pushed back from there; only the image says which. A script demonstrates it. The environment is
+``train_push_t:PushTBack-v0``.
 """
 
 import sys
@@ -13,6 +13,7 @@ import time
 import gymnasium
 import numpy as np
 import torch
+from fit_lerobot import fit, save
 from gym_pusht.envs.pusht import PushTEnv
 
 from dpa.eval import Environment
@@ -132,22 +133,10 @@ def train(folder, steps=STEPS, episodes=EPISODES, batch_size=BATCH):
     with torch.no_grad():
         images = data["observation.image"][:, 0].split(batch_size)
         data["observation.image"] = torch.cat(list(map(backbone, images)))[:, None]
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=1e-6)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.1)
-    for _ in range(steps):
-        index = torch.randint(len(data["action"]), (batch_size,))
-        batch = {key: value[index] for key, value in data.items()}
-        batch["action_is_pad"] = torch.zeros(batch_size, HORIZON, dtype=torch.bool)
-        loss, _ = policy.forward(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+    loss = fit(policy, data, steps, batch_size, warm_up=0.1)
     encoder.backbone = backbone
-    for part in (policy, before, after):
-        part.save_pretrained(folder)
-    return float(loss.detach())
+    save(folder, policy, before, after)
+    return loss
 
 
 if __name__ == "__main__":

@@ -350,7 +350,7 @@ class Snapshot:
 class _Glance:
     """Whether containers hold the very objects that they held: then nothing has to be read.
 
-    A check is made of loops without bytecode.
+    A check runs in ``map``, not in Python's own loops, since every call makes it.
     """
 
     def __init__(self) -> None:
