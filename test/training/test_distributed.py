@@ -116,3 +116,11 @@ def test_the_demo_trains_the_policy_of_one_process(device, tmp_path):
         # AdamW divides by the root of tiny second moments, which magnifies rounding.
         assert_close(together.network.state_dict()[name], value, rtol=1e-3, atol=1e-4)
     assert_close(torch.tensor(together.losses), torch.tensor(alone.losses), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="no scheduling class for idle threads")
+def test_processes_end_though_gloo_is_behind():
+    worker, count = _ROOT / "test/support/ending_workers.py", 24
+    command = [sys.executable, str(worker), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
+    assert done.stdout.split() == ["0"] * count, done.stderr

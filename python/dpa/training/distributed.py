@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,6 +132,28 @@ def ranks(device: torch.device | None = None, captured: bool = False) -> Iterato
         if owner and dist.is_initialized():
             release_graphs()  # NCCL waits for the end of every graph that it is part of
             dist.destroy_process_group()
+            _wait_for_gloo()
+
+
+def _wait_for_gloo() -> None:
+    """Wait until Gloo's threads run nothing.
+
+    A DDP keeps its group, and so these threads, to the end of the process. One that has not yet
+    let go of a collective's tensors when the interpreter ends wants its lock, and aborts.
+    """
+    running = True
+    while running:
+        time.sleep(0.001)  # without the lock, for those that have come to it
+        running = any(_runs(each) for each in Path("/proc/self/task").glob("*/stat"))
+
+
+def _runs(thread: Path) -> bool:
+    """Whether a thread is one of Gloo's and runs, or could."""
+    try:
+        name, state = thread.read_text().rsplit(") ", 1)
+    except OSError:  # it has ended
+        return False
+    return name.endswith("(pt_gloo_runloop") and state.startswith("R")
 
 
 def sample_sharded(
