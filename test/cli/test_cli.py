@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import dpa
 from dpa.cli import options
 from dpa.cli.app import app, main
+from dpa.cli.bench import Part
 
 NOTHING_HEAVY = """
 import sys, runpy
@@ -115,6 +116,8 @@ def test_the_deferred_package_has_every_public_name(tmp_path):
         ["explain", "unet.pt", "--prefix", "other"],
         ["bench", "none.pt"],
         ["bench", "--only", "nothing"],
+        ["bench", "--only", "norm"],
+        ["run", "--mode", "fast", "unet.pt"],
         ["bench", "unet.pt", "--device", "tpu"],
         ["export", "unet.pt", "--to", "gguf"],
         ["export", "unet.pt", "--to", "onnx", "--dtype", "bfloat16"],
@@ -153,10 +156,26 @@ def test_a_missing_library_is_a_failure_in_one_line(tmp_path, unet):
     assert err.count("\n") == 1 and "none.so, which does not exist" in err
 
 
-def test_choices_are_listed_in_the_help():
-    result = CliRunner().invoke(app, ["export", "--help"], env={"COLUMNS": "200"})
-    for choices in ("aoti|torchscript|exported-program", "loop|step", "DDIM|DDPM"):
-        assert choices in result.output, result.output
+@pytest.mark.parametrize(
+    ("command", "choices"),
+    [
+        ("export", "aoti|torchscript|exported-program"),
+        ("export", "loop|step"),
+        ("export", "DDIM|DDPM"),
+        ("eval", "loop|step|chain"),
+        ("run", "loop|step|chain"),
+        ("bench", "all|ops|sampler|networks"),
+    ],
+)
+def test_choices_are_listed_in_the_help(command, choices):
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    assert choices in result.output, result.output
+
+
+def test_a_part_of_the_bench_is_one_that_it_measures():
+    from dpa.bench import command
+
+    assert {part.value for part in Part} == {*command.PARTS, *command.TRAIN_PARTS}
 
 
 def test_the_shell_completes_commands():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +41,19 @@ Examples:
 """
 
 
+class Part(str, enum.Enum):
+    """Of what is measured without a checkpoint; those from networks on belong to --train."""
+
+    all = "all"
+    ops = "ops"
+    sampler = "sampler"
+    networks = "networks"
+    norm = "norm"
+    optimizer = "optimizer"
+    ddp = "ddp"
+    curves = "curves"
+
+
 def bench(
     checkpoint: Annotated[
         str | None,
@@ -62,12 +76,9 @@ def bench(
         Path, typer.Option(file_okay=False, help="Folder for the JSON file and the plots.")
     ] = Path("out/bench"),
     only: Annotated[
-        str,
-        typer.Option(
-            help="A part alone: all, ops, sampler; of --train networks, norm, optimizer, ddp, "
-            "curves."
-        ),
-    ] = "all",
+        Part,
+        typer.Option(help="A part alone: ops or sampler; with --train one of the others."),
+    ] = Part.all,
     networks: Annotated[
         str | None, typer.Option(help="Of the sampler, with commas; by default all.")
     ] = None,
@@ -104,7 +115,7 @@ def bench(
     try:
         options = command.Options(
             out,
-            only,
+            only.value,
             names or command.NETWORKS,
             batches and _sizes(batches),
             plain,

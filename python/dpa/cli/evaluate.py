@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpa.cli.options import Checkpoint, Device, Dtype, Json, located
+from dpa.cli.options import Checkpoint, Device, Dtype, Json, Mode, located
 
 HELP = """Run a LeRobot checkpoint in closed loop in a simulator.
 
@@ -23,14 +22,6 @@ Examples:
 
   dpa eval pretrained_model --env FetchReach-v4 --compare --video episodes.mp4
 """
-
-
-class Mode(str, enum.Enum):
-    """As dpa.accelerate takes it."""
-
-    loop = "loop"
-    step = "step"
-    chain = "chain"
 
 
 def evaluate(

@@ -36,6 +36,14 @@ class Dtype(str, enum.Enum):
     bfloat16 = "bfloat16"
 
 
+class Mode(str, enum.Enum):
+    """As dpa.accelerate takes it."""
+
+    loop = "loop"
+    step = "step"
+    chain = "chain"
+
+
 def located(checkpoint: str) -> Path:
     """The path of a CHECKPOINT; one of the Hub, ``user/repo``, is downloaded.
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dpa.cli.options import Dtype
+from dpa.cli.options import Dtype, Mode
 
 HELP = """Run a program of others with its policies accelerated, as `python` would run it.
 
@@ -44,7 +44,7 @@ def run(
     program: Program = None,
     module: Module = False,
     dtype: Annotated[Dtype | None, typer.Option(help="Of packed weights.")] = None,
-    mode: Annotated[str | None, typer.Option(help="loop, step or chain.")] = None,
+    mode: Annotated[Mode | None, typer.Option(help="As dpa.accelerate takes it.")] = None,
     tolerance: Annotated[float | None, typer.Option(help="Largest relative error.")] = None,
     graphs: Annotated[bool | None, typer.Option(help="CUDA graphs of calls.")] = None,
     policy: Policy = None,
@@ -59,7 +59,7 @@ def run(
     if not program:
         raise ValueError("PROGRAM must be a script, or with -m a module, got nothing")
     options = options_from(os.environ)
-    given = {"mode": mode, "tolerance": tolerance, "graphs": graphs}
+    given = {"mode": mode and mode.value, "tolerance": tolerance, "graphs": graphs}
     if dtype is not None:
         given["dtype"] = getattr(torch, dtype.value)
     if options is not None:
