@@ -3,6 +3,7 @@
 
 #include "kernels/plans/unet1d/call.h"
 #include "kernels/plans/unet1d/phases.h"
+#include "kernels/plans/unet1d/teams.h"
 
 namespace dpa::kernels::unet1d {
 namespace {

@@ -119,7 +119,7 @@ TEST(Teams, ALargeBatchIsTakenInParts) {
   EXPECT_EQ(team_parts(plan, 64, 16, 16, kShared).samples, 32);
   EXPECT_EQ(team_parts(plan, 5, 4096, 16, kShared).samples, 0);
   for (const int batch : {17, 28, 45, 256}) {
-    const TeamParts parts = team_parts(plan, batch, 24, 15, kShared);
+    const TeamCall parts = team_parts(plan, batch, 24, 15, kShared);
     const TeamPlan made = make_teams(plan, parts.samples, 24, 15, kShared);
     EXPECT_EQ(made.error, "");
     EXPECT_GE(parts.time, ceil_div(batch, parts.samples) * 0.99 * team_time(made, plan.dtype, 24));

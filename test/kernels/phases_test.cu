@@ -21,8 +21,10 @@ struct Run : dpa::test::LoopBuffers {
   PhaseLoop loop = {};
   int blocks;
 
-  Run(const Case& k, const Network& n, int steps, const PhaseDevice& device)
-      : LoopBuffers(k, n, steps), plan(make_phases(n.plan, k.batch, k.horizon, device)), blocks(device.blocks) {
+  Run(const Case& k, const Network& n, int steps, const Device& device)
+      : LoopBuffers(k, n, steps),
+        plan(make_phases(n.plan, k.batch, k.horizon, device)),
+        blocks(device.multiprocessors) {
     if (!plan.error.empty()) {
       std::printf("%s: %s\n", c.name, plan.error.c_str());
       return;
@@ -67,7 +69,7 @@ struct Run : dpa::test::LoopBuffers {
   }
 };
 
-bool check(const Case& c, DType dtype, const PhaseDevice& device, int loop_steps) {
+bool check(const Case& c, DType dtype, const Device& device, int loop_steps) {
   const auto begin = std::chrono::steady_clock::now();
   const Network net(c.config, dtype);
   Run run(c, net, std::max(loop_steps, 1), device);
@@ -89,18 +91,18 @@ bool check(const Case& c, DType dtype, const PhaseDevice& device, int loop_steps
   stuck = stuck || run.stuck();
   const bool good = e1 < limit_of(dtype) && e2 < limit_of(dtype) && same && !stuck;
   std::printf("%-40s %s, %d blocks: error %.2e, loop %.2e, bits %s%s  %s (%.1f s, %.1f KB shared)\n", c.name,
-              name_of(dtype), device.blocks, e1, e2, same ? "repeat" : "DIFFER", stuck ? ", STUCK" : "",
+              name_of(dtype), device.multiprocessors, e1, e2, same ? "repeat" : "DIFFER", stuck ? ", STUCK" : "",
               good ? "good" : "WRONG", std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(),
               run.plan.shared.bytes / 1024.0);
   std::fflush(stdout);
   return good;
 }
 
-void print_plan(const Case& c, DType dtype, const PhaseDevice& device) {
+void print_plan(const Case& c, DType dtype, const Device& device) {
   const Plan plan = make_plan(c.config, dtype);
   const PhasePlan p = make_phases(plan, c.batch, c.horizon, device);
   std::printf("%s %s, %d blocks: %s %zu phases, %.1f KB shared, workspace %.2f MB, weights %.1f MB\n", c.name,
-              name_of(dtype), device.blocks, p.error.c_str(), p.phases.size(), p.shared.bytes / 1024.0,
+              name_of(dtype), device.multiprocessors, p.error.c_str(), p.phases.size(), p.shared.bytes / 1024.0,
               phase_workspace_bytes(p, device) * 1e-6, plan.tile_bytes * 1e-6);
   for (size_t i = 0; i < p.phases.size(); i++) {
     const Phase& f = p.phases[i];
@@ -113,7 +115,7 @@ void print_plan(const Case& c, DType dtype, const PhaseDevice& device) {
 }
 
 #ifndef DPA_EMULATE
-void bench(const Case& c, DType dtype, const PhaseDevice& device) {
+void bench(const Case& c, DType dtype, const Device& device) {
   const auto begin = std::chrono::steady_clock::now();
   const Network net(c.config, dtype);
   Run run(c, net, 30, device);
@@ -133,18 +135,18 @@ void bench(const Case& c, DType dtype, const PhaseDevice& device) {
     stuck = run.stuck();
   }
   std::printf("%-26s %s %3d blocks | error %.2e %s | bits %s | %8.1f us a step%s | floor %5.1f | %.1f s\n", c.name,
-              name_of(dtype), device.blocks, e, e < limit_of(dtype) ? "good " : "WRONG", same ? "repeat" : "DIFFER", us,
-              stuck ? " STUCK" : "", net.plan.tile_bytes / 4.35e6,
+              name_of(dtype), device.multiprocessors, e, e < limit_of(dtype) ? "good " : "WRONG",
+              same ? "repeat" : "DIFFER", us, stuck ? " STUCK" : "", net.plan.tile_bytes / 4.35e6,
               std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   std::fflush(stdout);
 }
 
 // Mean clocks of the blocks that work, by phase, in the last step of a loop.
-void profile(const Case& c, DType dtype, const PhaseDevice& device) {
+void profile(const Case& c, DType dtype, const Device& device) {
   const Network net(c.config, dtype);
   Run run(c, net, 20, device);
   if (!run.plan.error.empty()) return;
-  const size_t phases = run.plan.phases.size(), count = device.blocks * phases * kPhaseMarks;
+  const size_t phases = run.plan.phases.size(), count = device.multiprocessors * phases * kPhaseMarks;
   run.loop.marks = static_cast<long long*>(allocate(count * 8));
   run.buffers.push_back(run.loop.marks);
   clear(run.loop.marks, count * 8);
@@ -159,7 +161,7 @@ void profile(const Case& c, DType dtype, const PhaseDevice& device) {
   double total[9] = {};
   for (size_t f = 0; f < phases; f++) {
     std::vector<long long> parts[9];
-    for (int b = 0; b < device.blocks; b++) {
+    for (int b = 0; b < device.multiprocessors; b++) {
       const long long* k = marks.data() + (b * phases + f) * kPhaseMarks;
       if (!k[0] || !k[2] || !k[4]) continue;
       const long long m[9] = {k[0], k[1], k[2], k[8], k[3], k[4], k[5], k[6], k[7]};
@@ -189,8 +191,8 @@ void profile(const Case& c, DType dtype, const PhaseDevice& device) {
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "small", filter = argc > 2 ? argv[2] : "";
   const DType types[] = {DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kFloat16};
-  PhaseDevice device;
-  if (what == "plan" && argc > 3) device.shared = std::atoi(argv[3]);
+  Device device = {132, 227 << 10};
+  if (what == "plan" && argc > 3) device.shared_bytes = std::atoi(argv[3]);
   auto wanted = [&](const Case& c, DType d) {
     return filter.empty() || (std::string(name_of(d)) + " " + c.name).find(filter) != std::string::npos;
   };
@@ -201,8 +203,8 @@ int main(int argc, char** argv) {
     return 0;
   }
 #ifdef DPA_EMULATE
-  device.blocks = argc > 3 ? std::atoi(argv[3]) : 6;
-  if (argc > 5) device.shared = std::atoi(argv[5]);
+  device.multiprocessors = argc > 3 ? std::atoi(argv[3]) : 6;
+  if (argc > 5) device.shared_bytes = std::atoi(argv[5]);
   int bad = 0;
   for (const Case& c : kSmall)
     for (DType d : types)
@@ -211,9 +213,9 @@ int main(int argc, char** argv) {
 #else
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
-  device.blocks = properties.multiProcessorCount;
-  device.shared = static_cast<int>(properties.sharedMemPerBlockOptin);
-  if (argc > 3) device.shared = std::atoi(argv[3]);
+  device.multiprocessors = properties.multiProcessorCount;
+  device.shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
+  if (argc > 3) device.shared_bytes = std::atoi(argv[3]);
   if (what == "small")
     for (const Case& c : kSmall)
       for (DType d : types)
@@ -227,7 +229,7 @@ int main(int argc, char** argv) {
       if (wanted(c, DType::kBFloat16)) profile(c, DType::kBFloat16, device);
   if (what == "blocks")
     for (int n : {108, 82, 46, 16}) {
-      device.blocks = n;
+      device.multiprocessors = n;
       bench(kRows[0], DType::kBFloat16, device);
     }
   return 0;

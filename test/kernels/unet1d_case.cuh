@@ -12,6 +12,7 @@
 
 #include "kernels/plans/unet1d/cluster_layout.h"
 #include "kernels/plans/unet1d/resident_layout.h"
+#include "kernels/plans/unet1d/teams.h"
 #include "test/kernels/device.h"
 #include "test/kernels/unet1d_reference.h"
 

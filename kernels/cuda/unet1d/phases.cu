@@ -63,7 +63,7 @@ cudaError_t run_phases(const Plan& plan, const Call& call, const Workspace& at, 
   for (int first = 0; first < call.batch; first += samples) {
     PhaseLoop part = {loop_part(all, first, std::min(samples, call.batch - first))};
     part.noise_stride = int64_t{call.batch} * call.horizon * all.actions;
-    const auto phases = phases_of(plan, part.batch, call.horizon, {device.multiprocessors, device.shared_bytes});
+    const auto phases = phases_of(plan, part.batch, call.horizon, device);
     set_phases(part, plan, *phases, workspace);
     cudaError_t error = cudaMemsetAsync(workspace, 0, phases->workspace_words * sizeof(uint32_t), stream);
     if (error != cudaSuccess) return error;

@@ -14,30 +14,9 @@ const char* name_of(Path path) {
   return kNames[static_cast<int>(path)];
 }
 
-static PhaseDevice phase_device(const Device& device) { return {device.multiprocessors, device.shared_bytes}; }
-static size_t phase_bytes(const Plan& plan, int samples, int horizon, const PhaseDevice& device) {
-  return phase_workspace_bytes(*phases_of(plan, samples, horizon, device), device);
-}
-
-TeamCall team_call(const Plan& plan, int batch, int horizon, const Device& device) {
-  constexpr double kWords = 1.25;  // the time by words, clusters 1
-  TeamCall best;
-  for (const bool clusters : {true, false}) {
-    const int teams = clusters ? device.team_clusters : device.multiprocessors / kTeamBlocks;
-    const TeamParts parts = team_parts(plan, batch, horizon, teams, device.shared_bytes);
-    const double time = parts.time * (clusters ? 1 : kWords);
-    if (parts.samples > 0 && (best.samples == 0 || time < best.time)) best = {clusters, teams, parts.samples, time};
-  }
-  return best;
-}
-
 Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path path, const Device& device) {
   Workspace w = {};
-  auto take = [&](size_t bytes) {
-    const size_t begin = w.bytes;
-    w.bytes += (bytes + 255) / 256 * 256;
-    return begin;
-  };
+  Places<size_t> take = {256};
   auto floats = [&](size_t n) { return take(n * sizeof(float)); };
   const size_t rows = std::max(steps, batch), dim = plan.config.step_dim,
                columns = static_cast<size_t>(batch) * horizon;
@@ -62,7 +41,9 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
   if (path == Path::kPhases) {
     const int samples = std::max(1, phase_samples(plan, batch, horizon, device));
     for (const int n : {samples, batch % samples})
-      if (n > 0) w.message_bytes = std::max(w.message_bytes, phase_bytes(plan, n, horizon, phase_device(device)));
+      if (n > 0)
+        w.message_bytes =
+            std::max(w.message_bytes, phase_workspace_bytes(*phases_of(plan, n, horizon, device), device));
   }
   if (path == Path::kTeams) {
     const TeamCall call = team_call(plan, batch, horizon, device);
@@ -73,6 +54,7 @@ Workspace workspace(const Plan& plan, int batch, int horizon, int steps, Path pa
                                    team_workspace_bytes(make_teams(plan, n, horizon, call.teams, device.shared_bytes)));
   }
   w.messages = take(w.message_bytes);
+  w.bytes = take.at;
   return w;
 }
 
@@ -115,7 +97,7 @@ int phase_samples(const Plan& plan, int batch, int horizon, const Device& device
   const int columns = static_cast<int>(std::clamp<double>(kWeightColumns / weights_of(plan), kLeast, kMost));
   for (int launches = ceil_div(batch, std::max(1, columns / horizon));; launches *= 2) {
     const int samples = ceil_div(batch, launches);
-    if (phases_of(plan, samples, horizon, phase_device(device))->error.empty()) return samples;
+    if (phases_of(plan, samples, horizon, device)->error.empty()) return samples;
     if (samples == 1) return 0;
   }
 }

@@ -15,14 +15,6 @@ namespace dpa::kernels::unet1d {
 enum class Path { kAutomatic, kResident, kClustered, kTeams, kPhases, kLayered };
 const char* name_of(Path path);
 
-/// What decides over the path.
-struct Device {
-  int multiprocessors = 0, shared_bytes = 0;  // shared_bytes: the most of a block
-  bool hopper = false;                        // compute capability 9.0, and kernels built for it
-  bool clusters = false;                      // the clusters of the kernel for several samples fit
-  int team_clusters = 0;                      // clusters of a team's blocks that fit at once; none: teams go by words
-};
-
 /// Bytes of workspace for a call of these sizes that takes `path`.
 size_t workspace_bytes(const Plan& plan, int batch, int horizon, int steps, Path path, const Device& device);
 
@@ -41,15 +33,6 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device);
 
 /// Samples of a launch of the loop in phases, which takes a larger batch in parts; 0 where they do not fit.
 int phase_samples(const Plan& plan, int batch, int horizon, const Device& device);
-
-/// The loop in teams of a call: teams at once, clusters or as many as the multiprocessors make, which hand over by
-/// words; samples of a launch, 0 where they do not fit; microseconds of a step, as estimated.
-struct TeamCall {
-  bool clusters = false;
-  int teams = 0, samples = 0;
-  double time = 0;
-};
-TeamCall team_call(const Plan& plan, int batch, int horizon, const Device& device);
 
 /// Byte offsets.
 struct Workspace {

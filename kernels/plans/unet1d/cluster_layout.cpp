@@ -112,19 +112,15 @@ bool same_output(const ClusterLayer& a, const ClusterLayer& b) {
 }
 
 void place(ClusterLayout& y, const Plan& plan, int horizon) {
-  int activations = 0, at = 0;
+  int activations = 0;
   for (int i = 1; i <= y.count; i++) {
     const ClusterLayer& l = y.layers[i];
     activations = std::max(activations, (l.octets * l.rows + (l.pad << l.samples_log2)) * 16);
     y.sums_bytes = std::max(y.sums_bytes, l.pitch * l.ways);
   }
-  auto take = [&](int bytes) {
-    const int begin = at;
-    at += (bytes + 127) / 128 * 128;
-    return begin;
-  };
+  Places<int> take = {128};
   const bool several = std::any_of(y.layers + 1, y.layers + y.count + 1, [](const auto& l) { return l.passes > 1; });
-  y.activation_bytes = (activations + 127) / 128 * 128;
+  y.activation_bytes = round_up(activations, 128);
   y.activations = take(y.activation_bytes * (several ? 2 : 1));
   y.sums = take(2 * y.sums_bytes);
   y.sample = take(horizon * plan.config.action_dim * 4);
@@ -134,9 +130,9 @@ void place(ClusterLayout& y, const Plan& plan, int horizon) {
   if (head > kMaxHeadBytes) y.head_channels = 0;
   y.head = take(y.head_channels > 0 ? head : 0);
   y.descriptors = take((y.count + 1) * static_cast<int>(sizeof(ClusterLayer)));
-  y.buffer = at;
-  y.stages = std::min(kMaxClusterStages, (kClusterSharedBytes - at) / (kStageSteps * y.step_bytes));
-  y.shared_bytes = at + y.stages * kStageSteps * y.step_bytes;
+  y.buffer = take.at;
+  y.stages = std::min(kMaxClusterStages, (kClusterSharedBytes - y.buffer) / (kStageSteps * y.step_bytes));
+  y.shared_bytes = y.buffer + y.stages * kStageSteps * y.step_bytes;
 }
 
 ClusterForm form_of(const ClusterLayout& y, int horizon) {
@@ -163,11 +159,9 @@ ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max
   const int times_log2 = log2_of(horizon);  // what lies behind the last time is zero
   while (y.chunk_log2 + times_log2 - (c.levels - 1) < 4 && y.chunk_log2 < 4) y.chunk_log2++;  // 16 columns in a tile
   int residual = 0, skips[kMaxLevels] = {};
-  int64_t at = 0;
+  Places<int64_t> take = {1};
   auto message = [&](int channels, int times) {
-    const int64_t begin = at;
-    at += (static_cast<int64_t>(channels) * times << y.chunk_log2) * 2;
-    return begin;
+    return take((static_cast<int64_t>(channels) * times << y.chunk_log2) * 2);
   };
   for (const Conv& conv : plan.convs) {
     const int i = ++y.count;
@@ -207,10 +201,10 @@ ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max
     const ClusterLayer& next = y.layers[i < y.count ? i + 1 : 1];
     y.layers[i].next_by_all = ClusterTile(next, 0, 0).peers > ClusterTile(y.layers[i], 0, 0).peers;
   }
-  y.tail_message = at;
-  y.message_bytes = at + (static_cast<int64_t>(horizon) * c.action_dim * (c.down_dims[0] / 16) << y.chunk_log2) * 4;
-  constexpr int64_t kKept = 16 << 20;
-  y.kept_bytes = kKept;
+  y.tail_message = take.at;
+  y.message_bytes =
+      take.at + (static_cast<int64_t>(horizon) * c.action_dim * (c.down_dims[0] / 16) << y.chunk_log2) * 4;
+  y.kept_bytes = 16 << 20;
   place(y, plan, horizon);
   y.form = form_of(y, horizon);
   y.fits = y.stages >= kMinClusterStages;

@@ -15,14 +15,13 @@ struct Needs {
 
 class PhaseBuilder {
  public:
-  PhaseBuilder(const Plan& p, int n, int t, const PhaseDevice& d, bool few_slots)
+  PhaseBuilder(const Plan& p, int n, int t, const Device& d, bool few_slots)
       : plan(p), batch(n), horizon(t), device(d), tight(few_slots) {}
 
   PhasePlan build() {
     wide = plan.dtype == DType::kFloat32;
     const Config& c = plan.config;
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
-    words = 32;  // the first words: kStuck
     out.sample_words = take(batch * horizon * c.action_dim);
     PhaseSource value, residual;
     value.kind = SourceKind::kHead;
@@ -66,22 +65,16 @@ class PhaseBuilder {
  private:
   const Plan& plan;
   const int batch, horizon;
-  const PhaseDevice device;
+  const Device device;
   const bool tight;  // a small buffer of weights
   PhasePlan out;
   bool wide = false;
-  int words = 0;
+  Places<int> take = {32, 32};  // words; the first ones: kStuck
 
   PhasePlan fail(const char* why) {
     out.error = why;
     return out;
   }
-  int take(int n) {
-    const int at = words;
-    words += round_up(n, 32);
-    return at;
-  }
-
   void input(Phase& f, int channels, int units, int times, int norm, int groups, int film) {
     f.channels_in = channels, f.times_in = times;
     f.norm = norm, f.film = film;
@@ -177,8 +170,8 @@ class PhaseBuilder {
     const double one = f.column_tiles * (wide ? 40.0 : 10.0) + 40;
     const double gemm = rounds * (steps / f.warps_k + f.num_segments) * one;
     const double sums = f.warps_k > 1 ? 150.0 + f.column_tiles * 25 * f.num_segments : 60.0 * rounds;
-    const double next = made * word * f.slices_in / std::min(device.blocks, 8 * f.slices_batch) / 40;
-    const int passes = ceil_div(f.tiles, device.blocks);
+    const double next = made * word * f.slices_in / std::min(device.multiprocessors, 8 * f.slices_batch) / 40;
+    const int passes = ceil_div(f.tiles, device.multiprocessors);
     return passes * (read / 40 + values * (f.norm >= 0 ? 0.35 : 0.1) + weights / 18 * 0.7 + gemm + sums + 900) + next;
   }
 
@@ -204,13 +197,13 @@ class PhaseBuilder {
         if (f.norm >= 0 && f.samples * ceil_div(f.units, in) * (f.unit_channels / f.group_channels) > kPhaseStatistics)
           continue;
         f.slices_in = in, f.slices_batch = slices;
-        const int room = std::max(1, device.blocks / (in * slices));
+        const int room = std::max(1, device.multiprocessors / (in * slices));
         for (int out_slices = std::min(f.row_tiles, room); out_slices >= 1; out_slices--) {
           if (out_slices > 1 && ceil_div(f.row_tiles, out_slices) == ceil_div(f.row_tiles, out_slices - 1)) continue;
           f.slices_out = out_slices;
           f.tiles = f.slices_out * in * slices;
           warps(f);
-          if (fixed() + total(needs(f)) > device.shared) continue;
+          if (fixed() + total(needs(f)) > device.shared_bytes) continue;
           const double time = clocks(f);
           if (best < 0 || time < best) best = time, chosen = f;
         }
@@ -235,9 +228,10 @@ class PhaseBuilder {
     input(f, plan.config.down_dims[0], tail_units(), horizon, norm, kFinalGroups, -1);
     f.slices_in = 1;
     while (f.slices_in < 8 && f.slices_in * 2 <= f.units && whole(f, f.slices_in * 2)) f.slices_in *= 2;
-    f.slices_batch = std::min(batch, std::max(1, device.blocks / f.slices_in));
+    f.slices_batch = std::min(batch, std::max(1, device.multiprocessors / f.slices_in));
     f.samples = ceil_div(batch, f.slices_batch), f.slices_batch = ceil_div(batch, f.samples);
-    while (f.samples > 1 && (f.samples * kFinalGroups > kPhaseStatistics || fixed() + total(needs(f)) > device.shared))
+    while (f.samples > 1 &&
+           (f.samples * kFinalGroups > kPhaseStatistics || fixed() + total(needs(f)) > device.shared_bytes))
       f.samples--, f.slices_batch = ceil_div(batch, f.samples);
     f.tiles = f.slices_in * f.slices_batch;
     out.output_slices = f.slices_in;
@@ -252,56 +246,51 @@ class PhaseBuilder {
   void finish() {
     PhaseShared& s = out.shared;
     out.ring_slots = slots();
-    int at = kPhaseWarps * slots() * phase_slot_bytes(plan.dtype);
-    auto put = [&](int bytes) {
-      const int here = at;
-      at += round_up(bytes, 16);
-      return here;
-    };
+    Places<int> put = {16, kPhaseWarps * slots() * phase_slot_bytes(plan.dtype)};
     s.table = put(static_cast<int>(out.phases.size()) * kPhaseEntry);
     auto layout = [&](int begin, bool kept) {  // kept: every phase's columns and offsets have a place of their own
       s.bytes = 0, s.tables_kept = kept;
       for (Phase& f : out.phases) {
-        at = begin;
-        if (kept && f.kind == PhaseKind::kConv) f.shared.columns = put(needs(f).columns), begin = at;
+        put.at = begin;
+        if (kept && f.kind == PhaseKind::kConv) f.shared.columns = put(needs(f).columns), begin = put.at;
       }
       for (Phase& f : out.phases) {
         if (f.kind == PhaseKind::kSampler) continue;
         const Needs n = needs(f);
-        at = begin;
+        put.at = begin;
         const int columns = kept ? f.shared.columns : put(n.columns);
         f.shared = {columns,      put(n.parameters), put(n.sample),    put(n.slab),
                     put(n.stash), put(n.residual),   put(n.statistics)};
-        s.bytes = std::max(s.bytes, at);
+        s.bytes = std::max(s.bytes, put.at);
       }
     };
-    const int begin = at;
+    const int begin = put.at;
     layout(begin, true);
-    if (s.bytes > device.shared) layout(begin, false);
-    at = s.bytes;
-    if (at > device.shared) out.error = "a tile does not fit into shared memory";
-    out.workspace_words = words;
+    if (s.bytes > device.shared_bytes) layout(begin, false);
+    if (s.bytes > device.shared_bytes) out.error = "a tile does not fit into shared memory";
+    out.workspace_words = take.at;
     for (const Phase& f : out.phases)
-      out.warp_runs += f.num_segments * ceil_div(f.tiles, device.blocks) *
+      out.warp_runs += f.num_segments * ceil_div(f.tiles, device.multiprocessors) *
                        ceil_div(ceil_div(f.row_tiles, f.slices_out), f.warps_rows);
   }
 };
 
 }  // namespace
 
-PhasePlan make_phases(const Plan& plan, int batch, int horizon, const PhaseDevice& device) {
+PhasePlan make_phases(const Plan& plan, int batch, int horizon, const Device& device) {
   PhasePlan made = PhaseBuilder(plan, batch, horizon, device, false).build();
   return made.error.empty() ? made : PhaseBuilder(plan, batch, horizon, device, true).build();
 }
 
-std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int horizon, const PhaseDevice& device) {
+std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int horizon, const Device& device) {
   constexpr size_t kMost = 1024;  // sizes of a process that tries many
   static std::mutex mutex;
   static std::map<std::vector<int>, std::shared_ptr<const PhasePlan>> kept;
   const Config& c = plan.config;
-  std::vector<int> key = {batch,        horizon,  device.blocks, device.shared, static_cast<int>(plan.dtype),
-                          c.action_dim, c.levels, c.kernel_size, c.num_groups,  c.step_dim,
-                          c.film_scale};
+  std::vector<int> key = {
+      batch,        horizon,  device.multiprocessors, device.shared_bytes, static_cast<int>(plan.dtype),
+      c.action_dim, c.levels, c.kernel_size,          c.num_groups,        c.step_dim,
+      c.film_scale};
   key.insert(key.end(), c.down_dims, c.down_dims + c.levels);
   key.insert(key.end(), c.own_dims, c.own_dims + c.levels);
   const std::lock_guard lock(mutex);
@@ -311,9 +300,9 @@ std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int hori
   return entry;
 }
 
-size_t phase_workspace_bytes(const PhasePlan& plan, const PhaseDevice& device) {
+size_t phase_workspace_bytes(const PhasePlan& plan, const Device& device) {
   return plan.workspace_words * sizeof(uint32_t) +
-         static_cast<size_t>(device.blocks) * kPhaseWarps * plan.warp_runs * sizeof(PhaseRun);
+         static_cast<size_t>(device.multiprocessors) * kPhaseWarps * plan.warp_runs * sizeof(PhaseRun);
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -22,12 +22,6 @@ constexpr int kMaxPhases = kMaxConvs + 2;
 constexpr int kPhaseColumnTiles = 8;  // most column tiles (of 8) that a warp accumulates
 constexpr int kPhaseTightSlots = 3;   // of a warp's buffer of weights where a tile needs the room
 
-/// What a loop may use.
-struct PhaseDevice {
-  int blocks = 132;        // co-resident, one a multiprocessor
-  int shared = 227 << 10;  // bytes of shared memory a block
-};
-
 enum class PhaseKind : int { kConv, kTail, kSampler };
 /// kPartials: partial sums of a phase.  kFinished: floats that a phase keeps.  kHead: of the sample, computed on load.
 enum class SourceKind : int { kNone, kPartials, kFinished, kHead };
@@ -98,12 +92,12 @@ struct alignas(8) PhaseRun {
   uint32_t from, tiles;
 };
 
-/// Reads the packed tiles of `plan`. `device.blocks` decides how a phase is cut.
-PhasePlan make_phases(const Plan& plan, int batch, int horizon, const PhaseDevice& device);
+/// Reads the packed tiles of `plan`. There is a block a multiprocessor, all at once.
+PhasePlan make_phases(const Plan& plan, int batch, int horizon, const Device& device);
 /// The same, made once for each of the sizes; for other threads too.
-std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int horizon, const PhaseDevice& device);
+std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int horizon, const Device& device);
 /// Bytes of the workspace of a launch: the messages, then every warp's runs.
-size_t phase_workspace_bytes(const PhasePlan& plan, const PhaseDevice& device);
+size_t phase_workspace_bytes(const PhasePlan& plan, const Device& device);
 
 /// Bytes in a slot of a warp's buffer of weights: two tiles.
 inline int phase_slot_bytes(DType dtype) { return 2 * 256 * element_bytes(dtype); }

@@ -133,6 +133,25 @@ struct Plan {
 /// activations are float16, and so are the weights outside the convolutions.
 Plan make_plan(const Config& config, DType dtype);
 
+/// What decides how a call is run.
+struct Device {
+  int multiprocessors = 0, shared_bytes = 0;  // shared_bytes: the most of a block
+  bool hopper = false;                        // compute capability 9.0, and kernels built for it
+  bool clusters = false;                      // the clusters of the kernel for several samples fit
+  int team_clusters = 0;                      // clusters of a team's blocks that fit at once; none: teams go by words
+};
+
+/// Places one behind another, whose sizes are rounded up to `align`.
+template <class N>
+struct Places {
+  N align, at = 0;
+  N operator()(N size) {
+    const N begin = at;
+    at += (size + align - 1) / align * align;
+    return begin;
+  }
+};
+
 /// Bytes of one weight in a tile.
 inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2; }
 /// The type of the weights outside the tiles: the time embedding's and FiLM's.

@@ -98,12 +98,7 @@ struct Maker {
 
   void place_shared(const Device& device) {
     const Config& c = plan.config;
-    int at = 0;
-    auto take = [&](int bytes) {
-      const int begin = at;
-      at += (bytes + 127) / 128 * 128;
-      return begin;
-    };
+    Places<int> take = {128};
     int input_bytes = 0, units = 0, skip_bytes[kMaxLevels] = {}, skips[kMaxLevels];
     auto units_of = [](int pairs) { return ceil_div(pairs, kThreads) * kThreads; };
     for (int i = 0; i <= r.count; i++) {
@@ -135,9 +130,9 @@ struct Maker {
       s.last_row = s.input + (i ? times(plan.convs[i - 1].level_in) : 0) * s.pitch;
     }
     constexpr int kStatic = 4096;
-    r.buffer = at;
-    r.stages = std::min(kMaxBufferBytes, device.shared_bytes - kStatic - at) / r.stage_bytes;
-    r.shared_bytes = at + r.stages * r.stage_bytes;
+    r.buffer = take.at;
+    r.stages = std::min(kMaxBufferBytes, device.shared_bytes - kStatic - r.buffer) / r.stage_bytes;
+    r.shared_bytes = r.buffer + r.stages * r.stage_bytes;
   }
 };
 

@@ -194,12 +194,7 @@ class TeamBuilder {
       }
     }
     out.sum_segment = sums;
-    int at = 0;
-    auto put = [&](int bytes) {
-      const int here = at;
-      at += round_up(bytes, 16);
-      return here;
-    };
+    Places<int> put = {16};
     s.table = put(static_cast<int>(out.phases.size() * sizeof(TeamPhase)));
     s.loads = put(kPhaseWarps * std::max(1, out.warp_loads) * 4);
     const int first = put(tables);
@@ -210,14 +205,14 @@ class TeamBuilder {
     s.head = put(((c.kernel_size + 2) * c.action_dim) * own * 4);
     s.sums = put(2 * sums * 4);
     s.statistics = put(kTeamEpilogueWarps * 16);
-    at = round_up(at, 128);
+    put.at = round_up(put.at, 128);
     s.slabs = put(out.slab_bytes);
-    s.buffer = at = round_up(at, 128);
+    s.buffer = round_up(put.at, 128);
     const int slot = tiles * tile_bytes * kPhaseWarps;
     const TeamSlots slots = team_slots(tile_bytes);
     for (int n : {slots.most, slots.middle, slots.least})
-      if (out.buffer_slots == 0 && at + n * slot <= room) out.buffer_slots = n;
-    s.bytes = at + out.buffer_slots * slot;
+      if (out.buffer_slots == 0 && s.buffer + n * slot <= room) out.buffer_slots = n;
+    s.bytes = s.buffer + out.buffer_slots * slot;
     if (out.buffer_slots == 0) out.error = "a team's values do not fit into shared memory";
     for (TeamPhase& f : out.phases) f.value += s.slabs, f.skip += s.slabs, f.out += s.slabs;
   }
@@ -249,17 +244,25 @@ double team_time(const TeamPlan& plan, DType dtype, int horizon) {
   return (handovers + megabytes * stream) * (1 + kSample * (plan.samples - 1));
 }
 
-TeamParts team_parts(const Plan& plan, int batch, int horizon, int teams, int shared) {
-  TeamParts best;
+TeamCall team_parts(const Plan& plan, int batch, int horizon, int teams, int shared) {
+  TeamCall best = {true, teams};
   if (batch < 1 || horizon < 1 || teams < 1) return best;
   for (int each = 1; each == 1 || teams * (each - 1) < batch; each++) {  // samples of a team
     const int launches = ceil_div(batch, teams * each), samples = ceil_div(batch, launches);
     const TeamPlan made = make_teams(plan, samples, horizon, teams, shared);
     if (!made.error.empty()) break;
     const double time = launches * team_time(made, plan.dtype, horizon);
-    if (best.samples == 0 || time < best.time) best = {samples, time};
+    if (best.samples == 0 || time < best.time) best.samples = samples, best.time = time;
   }
   return best;
+}
+
+TeamCall team_call(const Plan& plan, int batch, int horizon, const Device& device) {
+  constexpr double kWords = 1.25;  // the time by words, clusters 1
+  const TeamCall clusters = team_parts(plan, batch, horizon, device.team_clusters, device.shared_bytes);
+  TeamCall words = team_parts(plan, batch, horizon, device.multiprocessors / kTeamBlocks, device.shared_bytes);
+  words.clusters = false, words.time *= kWords;
+  return clusters.samples > 0 && (words.samples == 0 || clusters.time <= words.time) ? clusters : words;
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -82,11 +82,15 @@ TeamPlan make_teams(const Plan& plan, int batch, int horizon, int teams, int sha
 size_t team_workspace_bytes(const TeamPlan& plan);
 /// Microseconds of a step on an H200, where a team is a cluster, within a tenth.
 double team_time(const TeamPlan& plan, DType dtype, int horizon);
-/// How a batch is cut into launches of at most `teams` teams, as the time says.
-struct TeamParts {
-  int samples = 0;  // of a launch; 0: the form does not serve the sizes
-  double time = 0;  // of all launches
+/// The loop in teams of a call: teams at once, clusters or as many as the multiprocessors make, which hand over by
+/// words; samples of a launch, 0 where the form does not serve the sizes; microseconds of a step in all launches, as estimated.
+struct TeamCall {
+  bool clusters = false;
+  int teams = 0, samples = 0;
+  double time = 0;
 };
-TeamParts team_parts(const Plan& plan, int batch, int horizon, int teams, int shared);
+/// Cut into launches of at most `teams` clusters, as the time says; and the faster of both kinds.
+TeamCall team_parts(const Plan& plan, int batch, int horizon, int teams, int shared);
+TeamCall team_call(const Plan& plan, int batch, int horizon, const Device& device);
 
 }  // namespace dpa::kernels::unet1d
