@@ -104,7 +104,7 @@ Tensor unet1d_film_cuda(const Tensor& timesteps, const OptionalTensor& global_co
   const c10::cuda::CUDAGuard guard(timesteps.device());
   const auto steps = static_cast<int>(timesteps.size(0));
   const auto times = timesteps.contiguous(), packed = aligned(packed_.contiguous());
-  if (global_cond.defined()) global_cond = global_cond.contiguous();
+  if (global_cond.defined()) global_cond = aligned(global_cond.contiguous());
   auto table = at::empty({steps, plan->film_rows}, timesteps.options());
   const auto bytes = static_cast<int64_t>(kernels::unet1d::film_workspace_bytes(*plan, steps));
   auto workspace = at::empty({bytes}, packed.options());

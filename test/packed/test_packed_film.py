@@ -89,6 +89,15 @@ def test_tables_are_refreshed_as_long_as_somebody_holds_them(monkeypatch):
     assert packed.generation > generation and not packed._films
 
 
+def test_a_condition_may_begin_anywhere(cuda):
+    """At an address that is no multiple of 16 bytes, as a row of a larger tensor's may."""
+    unet = net("one_level", cuda)
+    packed, times = PackedUnet(unet), torch.arange(3.0, device=cuda)
+    cond = torch.randn(5, device=cuda)[1:].view(1, 4)
+    assert cond.data_ptr() % 16
+    assert torch.equal(packed.film(times, cond), packed.film(times, cond.clone()))
+
+
 def test_film_is_checked(cuda):
     unet = net("small", cuda)
     packed, cond, times = PackedUnet(unet), cond_of(unet, 1, cuda), torch.arange(3.0, device=cuda)
