@@ -1,6 +1,8 @@
 // The plan of the loop in phases: what fits where, what its tiles cover, and which calls take which path.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "kernels/plans/unet1d/call.h"
 #include "kernels/plans/unet1d/phases.h"
 #include "kernels/plans/unet1d/teams.h"
@@ -138,6 +140,22 @@ TEST(ChoosePath, ByDeviceAndSize) {
   EXPECT_EQ(choose_path(bf16, 1, 4096, kHopper), Path::kLayered);
   EXPECT_EQ(choose_path(bf16, 1, 64, kHopper), Path::kResident);
   EXPECT_EQ(choose_path(fp32, 1, 64, kHopper), Path::kResident);
+  EXPECT_EQ(choose_path(bf16, 1, 4, kHopper), Path::kResident);
+}
+
+// Of float16 activations the one-sample kernel's norms want more than one warp's values, where the lowest level has one time.
+TEST(Phases, NormsOfFewValuesGoElsewhere) {
+  const Config own = {3, 3, {128, 256, 384}, 5, 8, 16, 4, true};
+  Config filled = own;
+  filled.down_dims[2] = 512;
+  std::copy_n(own.down_dims, 3, filled.own_dims);
+  for (const DType dtype : {DType::kFloat16, DType::kFloat8E4M3}) {
+    EXPECT_EQ(choose_path(make_plan(filled, dtype), 1, 4, kHopper), Path::kPhases);
+    EXPECT_EQ(choose_path(make_plan(filled, dtype), 1, 8, kHopper), Path::kResident);
+  }
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
+    EXPECT_EQ(choose_path(make_plan(filled, dtype), 1, 4, kHopper), Path::kResident);
+  EXPECT_EQ(choose_path(make_plan(own, DType::kFloat16), 1, 4, kHopper), Path::kTeams);
 }
 
 TEST(LayersPay, BySizeAndDevice) {
