@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import dpa
-from dpa.bench import profiling
+from dpa.bench import image_policies, profiling
 from dpa.packed.config import unet_config
 
 _MARKS = 7
@@ -334,3 +334,38 @@ def test_the_bars_follow_from_the_tables():
         "bfloat16, parallel, tolerance 0.001: faster than the loop": (1.6, True, False),
     }
     assert bars({}) == []
+
+
+def test_an_image_policy_is_measured():
+    pytest.importorskip("lerobot")
+    case = image_policies.Case("small", 2, (64, 64), (16, 32), 8, 2, group_norm=False)
+    calls = image_policies.call_rows(case, seconds=0.0)
+    kinds = [("plain", "float32"), ("dpa", "float32"), ("dpa", "bfloat16")]
+    assert [(row["how"], row["weights"]) for row in calls] == kinds
+    assert all(row["ms"] > 0 for row in calls)
+    assert all(row["error"] < bound for row, bound in zip(calls, (1e-6, 1e-4, 5e-2), strict=True))
+    steps = image_policies.step_rows(case, seconds=0.0)
+    kinds = [(how, name) for how in ("plain", "dpa") for name in ("float32", "bfloat16")]
+    assert [(row["how"], row["computes in"]) for row in steps] == kinds
+    assert {row["samples"] for row in steps} == {2}
+
+
+def test_an_image_policys_bars():
+    name = image_policies.CASES[0].name
+    row = lambda how, weights, **found: {"policy": name, "how": how, "weights": weights, **found}  # noqa: E731
+    step = lambda how, ms: {"policy": name, "how": how, "computes in": "bfloat16", "ms": ms}  # noqa: E731
+    found = image_policies.bars(
+        {
+            image_policies.CALLS: [
+                row("plain", "float32", ms=60.0),
+                row("dpa", "bfloat16", ms=2.1),
+            ],
+            image_policies.STEPS: [step("plain", 60.0), step("dpa", 8.0)],
+            image_policies.ENCODERS: [row("dpa", "float32", us=200.0)],
+        }
+    )
+    assert_close([each["value"] for each in found], [200.0, 2.1, 7.5])
+    assert [each["required"] for each in found] == [260.0, 2.0, 6.0]
+    assert [each["holds"] for each in found] == [True, False, True]
+    assert not any(each["reached"] for each in found)
+    assert image_policies.bars({}) == []

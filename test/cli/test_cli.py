@@ -164,7 +164,7 @@ def test_a_missing_library_is_a_failure_in_one_line(tmp_path, unet):
         ("export", "DDIM|DDPM"),
         ("eval", "loop|step|chain"),
         ("run", "loop|step|chain"),
-        ("bench", "all|ops|sampler|networks"),
+        ("bench", "all|ops|sampler|images|networks"),
     ],
 )
 def test_choices_are_listed_in_the_help(command, choices):

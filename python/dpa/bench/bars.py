@@ -39,13 +39,13 @@ def bars(results: dict[str, Any]) -> list[Row]:
     rows = [row for size in LOOPS for row in _steps(size, steps)]
     firsts = [row["first call s"] for row in results.get("loops", []) if row["how"] == "dpa"]
     if firsts:
-        rows.append(_bar("a first call, packing and capture included, s", max(firsts), 1.0, 1.0))
+        rows.append(bar_of("a first call, packing and capture included, s", max(firsts), 1.0, 1.0))
     for row in results.get("parallel", []):
         if row.get("faster") is not None:
             bar = (
                 f"{row['weights']}, parallel, tolerance {row['tolerance']:g}: faster than the loop"
             )
-            rows.append(_bar(bar, row["faster"], 1.5, 3.0))
+            rows.append(bar_of(bar, row["faster"], 1.5, 3.0))
     return rows
 
 
@@ -57,22 +57,23 @@ def _steps(size: Network, steps: Steps) -> Iterator[Row]:
         about = f"{size.name}, {weights}" + (f", batch {batch}" if batch > 1 else "")
         if us is None:
             continue
-        yield _bar(f"{about}, us", us, required, aim)
+        yield bar_of(f"{about}, us", us, required, aim)
         theirs = steps.get((size.name, batch, weights, COMPILED))
         if theirs is not None:
-            yield _bar(f"{about}: faster than torch.compile", theirs / us, 1.0, 10.0)
+            yield bar_of(f"{about}: faster than torch.compile", theirs / us, 1.0, 10.0)
     for batch in (1, size.many):
         e4m3, bf16 = (steps.get((size.name, batch, w, "dpa")) for w in (_E4M3, _BF16))
         if e4m3 and bf16:
             bar = f"{size.name}, batch {batch}: e4m3's time of bfloat16's"
-            yield _bar(bar, e4m3 / bf16, 1.02, 0.8)
+            yield bar_of(bar, e4m3 / bf16, 1.02, 0.8)
     one, many = (steps.get((size.name, batch, _BF16, "dpa")) for batch in (1, size.many))
     if one and many:
         bar = f"{size.name}, batch {size.many}: time of batch 1's"
-        yield _bar(bar, many / one, 2.5 if size.horizon <= 24 else 3.5, 1.5)
+        yield bar_of(bar, many / one, 2.5 if size.horizon <= 24 else 3.5, 1.5)
 
 
-def _bar(bar: str, value: float, required: float, aim: float) -> Row:
+def bar_of(bar: str, value: float, required: float, aim: float) -> Row:
+    """One bar: at most what is required, or at least where it says "faster"."""
     holds = [value >= limit if "faster" in bar else value <= limit for limit in (required, aim)]
     values = {"bar": bar, "value": value, "required": float(required), "holds": holds[0]}
     return values | {"aim": float(aim), "reached": holds[1]}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dpa.library.devices import choose_device, device_name
 from dpa.library.files import replacing
 from dpa.library.progress import progress
 
-PARTS = ("all", "ops", "sampler")
+PARTS = ("all", "ops", "sampler", "images")
 TRAIN_PARTS = ("all", "networks", "norm", "optimizer", "ddp", "curves")
 NETWORKS = tuple(size.name for size in LOOPS)
 Tables = dict[str, Any]
@@ -57,6 +58,8 @@ class Options:
             raise ValueError(f"--networks must be of {quoted(NETWORKS)}, got {unknown[0]!r}")
         if self.profile and not torch.cuda.is_available():
             raise ValueError("--profile needs a GPU")
+        if self.only == "images" and not (torch.cuda.is_available() and find_spec("lerobot")):
+            raise ValueError("--only images needs a GPU, and LeRobot installed")
 
 
 def bench(options: Options) -> tuple[Tables, list[Path]]:
@@ -123,14 +126,19 @@ def _on_gpu(options: Options) -> tuple[Stages, Callable[[Tables], Tables]]:
     """The stages on a GPU, and the function that adds the last tables."""
     if options.only == "ops":
         return {"small ops": small_ops.run}, dict
-    from dpa.bench import sampler
+    from dpa.bench import image_policies, sampler
 
     settings = (options.networks, options.batches, options.plain, options.train_steps)
     if options.only == "sampler":
         return sampler.Run(*settings).stages(), sampler.finished
+    if options.only == "images":
+        return image_policies.stages(), image_policies.finished
     ops = Process(small_ops.__name__)
     run = sampler.Run(*settings, [ops])
-    return run.stages() | {"small ops": ops.answer}, sampler.finished
+    found = run.stages() | {"small ops": ops.answer}
+    if find_spec("lerobot") and not options.quick:
+        found |= image_policies.stages()
+    return found, lambda results: image_policies.finished(sampler.finished(results))
 
 
 def _measured(

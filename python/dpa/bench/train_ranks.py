@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dpa
+from dpa.bench.image_policies import Case
 from dpa.bench.networks import HORIZON, NET_80M, Network
 from dpa.bench.timing import device_us
 from dpa.bench.train import DPA, build
@@ -34,6 +35,7 @@ from dpa.training.distributed import Ranks, ShardedOptimizer, ranks, sample_shar
 Row = dict[str, Any]
 ALONE, DDP, SHARDED = "alone", "DDP", "ShardedOptimizer"
 BESIDE, AFTER, NONE = "beside the backward", "after the backward", "none"
+_SEEN = ("observation.images.0", "observation.state", "action", "action_is_pad")
 _ONE_BUCKET = 1 << 20  # MiB: DDP sends nothing before the last gradient is there
 
 
@@ -57,10 +59,9 @@ class _PolicyLoss(nn.Module):
         super().__init__()
         self.policy = policy
 
-    def forward(self, image: Tensor, state: Tensor, action: Tensor, padded: Tensor) -> Tensor:
-        batch = {"observation.image": image, "observation.state": state, "action": action}
-        with torch.autocast(image.device.type, torch.bfloat16):
-            return self.policy(batch | {"action_is_pad": padded})[0]
+    def forward(self, *seen: Tensor) -> Tensor:
+        with torch.autocast(seen[0].device.type, torch.bfloat16):
+            return self.policy(dict(zip(_SEEN, seen, strict=True)))[0]
 
 
 @dataclass(frozen=True)
@@ -88,28 +89,11 @@ class Policy:
 
     def make(self, team: Ranks) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Its loss, the same weights in every process, and this process's batch."""
-        from lerobot.configs.types import FeatureType, PolicyFeature
-        from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
-        from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
-
-        config = DiffusionConfig(
-            input_features={
-                "observation.image": PolicyFeature(FeatureType.VISUAL, (3, 96, 96)),
-                "observation.state": PolicyFeature(FeatureType.STATE, (2,)),
-            },
-            output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
-            device=team.device.type,
-            down_dims=self.down_dims,
-            pretrained_backbone_weights=None,
-        )
-        torch.manual_seed(0)
-        with torch.device(team.device):
-            policy = DiffusionPolicy(config).to(team.device).train()
-        dpa.accelerate(policy)
+        case = Case("", 1, (96, 96), self.down_dims, HORIZON, self.batch)
+        policy = dpa.accelerate(case.build(team.device).train())
         torch.manual_seed(team.rank)
-        new = lambda *shape: torch.rand(self.batch, *shape, device=team.device)  # noqa: E731
-        padded = torch.zeros(self.batch, config.horizon, dtype=torch.bool, device=team.device)
-        return _PolicyLoss(policy), (new(2, 3, 96, 96), new(2, 2), new(config.horizon, 2), padded)
+        seen = case.batch(self.batch, team.device, 2) | case.actions(self.batch, team.device)
+        return _PolicyLoss(policy), tuple(seen[name] for name in _SEEN)
 
 
 Subject = Unet | Policy

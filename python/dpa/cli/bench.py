@@ -19,7 +19,8 @@ action where LeRobot is installed, the denoising loop of any other checkpoint.
 
 Without: beside torch.compile and the physical floor too. On a GPU the small ops, and the U-Net's
 step and the whole denoising loop in eight policies' sizes, with what the sampler is held to and
-whether it holds: some ten minutes, which --resume spends in parts. On the CPU every op, and the
+whether it holds: some ten minutes, which --resume spends in parts; where LeRobot is installed, its
+policy from images to actions, its training steps and its encoders too. On the CPU every op, and the
 U-Net beside ONNX Runtime and OpenVINO too, where they are installed. Writes OUT/results.json, after
 each part what there is by then, and plots. With --train: training steps eager, compiled and on dpa,
 called and in a CUDA graph, their peak memory, steps and sampling on several GPUs where there are
@@ -47,6 +48,7 @@ class Part(str, enum.Enum):
     all = "all"
     ops = "ops"
     sampler = "sampler"
+    images = "images"
     networks = "networks"
     norm = "norm"
     optimizer = "optimizer"
@@ -77,7 +79,7 @@ def bench(
     ] = Path("out/bench"),
     only: Annotated[
         Part,
-        typer.Option(help="A part alone: ops or sampler; with --train one of the others."),
+        typer.Option(help="A part alone: ops, sampler or images; with --train one of the others."),
     ] = Part.all,
     networks: Annotated[
         str | None, typer.Option(help="Of the sampler, with commas; by default all.")
