@@ -15,6 +15,7 @@ ARM_ARCHS ?= 87;90a;110f
 CASE ?=
 CUDA12 ?= $(lastword $(sort $(wildcard /usr/local/cuda-12*/bin/nvcc)))
 SUITE ?=
+GPU_JOBS ?= 8
 FUZZ_CASES ?= 10000
 
 VENV := .venv
@@ -31,7 +32,7 @@ JOBS ?= $(if $(GPU),1,$(shell nproc))
 PYTEST := $(if $(filter-out 1,$(JOBS)),OMP_WAIT_POLICY=passive) $(BIN)/python -m pytest \
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
-.PHONY: build demo check test test-cpp fuzz op mutations soak test-wheel test-wheels test-wheel-aarch64 test-torch test-threads \
+.PHONY: build demo check test test-gpu test-cpp fuzz op mutations soak test-wheel test-wheels test-wheel-aarch64 test-torch test-threads \
   bench lint docs wheel wheels wheel-cpu wheel-cuda wheel-cuda12 wheel-aarch64 torches cuda12 sdist clean
 
 build: $(BUILD_SETUP)
@@ -90,6 +91,10 @@ else
 test: $(SETUP) build
 	@sh test/scripts/sanitize.sh $(BIN)/python $(SANITIZE) $(TEST_ARGS)
 endif
+
+# What only a GPU runs, in several processes: for a change of a kernel. TEST_ARGS names folders or files.
+test-gpu: $(SETUP) build
+	$(BIN)/python -m pytest -m gpu -n $(GPU_JOBS) --dist load $(TEST_ARGS)
 
 test-cpp: $(SETUP) build
 	@sh test/cpp/run.sh $(BIN)/python

@@ -1,4 +1,4 @@
-"""Fixtures that every test file shares, the mark of slow tests, and the order of files."""
+"""Fixtures that every test file shares, the marks of tests, and the order of files."""
 
 import itertools
 import os
@@ -28,15 +28,28 @@ _THREADS = torch.get_num_threads()
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what ``make check`` leaves out; the files that take longest come first.
+    """Mark what ``make check`` leaves out, and what a GPU alone runs; the longest files come first.
 
     Test processes take file after file: one that came late would leave the others idle.
     """
     for item in items:
         if is_slow(_file(item), getattr(item, "originalname", item.name)):
             item.add_marker(pytest.mark.slow)
+        if _is_for_a_gpu(item):
+            item.add_marker(pytest.mark.gpu)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(_file(item).as_posix(), len(order)))
+
+
+def _is_for_a_gpu(item):
+    """Whether a fixture, a parameter or a condition says so."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif")]
+    return (
+        not {"cuda", "hopper"}.isdisjoint(item.fixturenames)
+        or any(str(each).startswith("cuda") for each in parameters)
+        or any("GPU" in reason or "CUDA" in reason for reason in reasons)
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
