@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpa.tracking import Tracker
-from dpa.tracking.tracker import ModuleState
+from dpa.tracking import ModuleState, Tracker
 
 
 class Scale(nn.Module):

@@ -77,9 +77,9 @@ class FastEncoder(Replacement):
         network = self.prepare()
         if network is None:
             return self.refused
-        if network.hooked():  # whoever watches the layers would see nothing of a fused run
+        if network.tracker.hooked():  # whoever watches the layers would see nothing of a fused run
             return "its layers have hooks"
-        if network.training():
+        if any(network.tracker.modes()):
             return "it, or a layer of it, is in training mode"
         weight = network.first.weight
         return why_not(weight.dtype, weight.device, self._compute(weight))

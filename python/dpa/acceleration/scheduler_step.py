@@ -16,7 +16,7 @@ from dpa.schedulers.conversion import StepTable, from_diffusers
 from dpa.schedulers.probes import OF_STEPS
 from dpa.tracking import Snapshot
 from dpa.tracking.replacing import Replacement
-from dpa.tracking.tracker import version_of
+from dpa.tracking.weights import version_of
 
 _KINDS = ("DDPMScheduler", "DDIMScheduler")
 _OPTIONS = ("eta", "use_clipped_model_output")

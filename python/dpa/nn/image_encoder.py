@@ -25,7 +25,7 @@ from dpa.nn.image_variants import (
 )
 from dpa.tracking import Tracker
 from dpa.tracking.replacing import class_of
-from dpa.tracking.tracker import version_of
+from dpa.tracking.weights import version_of
 
 Slot = tuple[nn.Module, str]
 _GRIDS = ("pos_grid", "pos_x", "pos_y")  # of keypoints
@@ -125,14 +125,6 @@ class Encoder:
         """Whether modules inside were replaced or set up otherwise."""
         present = [layer.present() for layer in self.convolutions()]
         return not self.tracker.unchanged() or present != self._present or self._regridded()
-
-    def hooked(self) -> bool:
-        """Whether a module has hooks, or all modules have."""
-        return self.tracker.hooked()
-
-    def training(self) -> bool:
-        """Whether a module is in training mode."""
-        return any(self.tracker.modes())
 
     def grids(self) -> list[Slot]:
         """Return (module, name) of the places of pixels; dpa's ops have places of their own."""

@@ -5,16 +5,8 @@ What packs, captures or replays asks here: :class:`Tracker` for the modules and 
 :class:`Snapshot` for schedulers and policies.
 """
 
-from .tracker import (
-    ModuleState,
-    OwnMode,
-    Place,
-    Snapshot,
-    Tracker,
-    find,
-    is_dispatched,
-    is_observed,
-)
+from .module_state import ModuleState
+from .tracker import OwnMode, Place, Snapshot, Tracker, find, is_dispatched, is_observed
 from .weights import WeightTracker, stamp_of
 
 __all__ = [

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpa.tracking.replacing import REPLACED, class_of
+from dpa.tracking.weights import version_of
 
 # Packages whose code is known: what it reads is compared as attributes.
 _KNOWN = frozenset({"torch", "dpa", "diffusers", "lerobot", "builtins"})
 _NO_VALUES = (ModuleType, FunctionType, type)
-_PLAIN = (int, float, bool, str, type(None))
+_WORDS = (int, float, bool, str, type(None))
+PLAIN = (*_WORDS, bytes, complex, torch.dtype, torch.device)
 _TENSORS = ("_buffers", "_parameters")
 _DEEPEST, _LONGEST = 4, 1000  # objects in objects, and the values of a container
 
@@ -34,7 +37,6 @@ class Reads:
         owner: whose methods they are. What they call on it, in their file and on what they read is
             followed, but for code of known packages.
         methods: their names.
-        frozen: returns what is compared of a value without attributes, or of a tensor.
         but: names that do not count.
         apart: objects that do not count: they are compared elsewhere.
         shown: whether containers and tensors among the owner's attributes are compared elsewhere,
@@ -48,7 +50,6 @@ class Reads:
         self,
         owner: Any,
         methods: Iterable[str],
-        frozen: Callable[[Any, list[Any]], Any],
         *,
         but: frozenset[str] = frozenset(),
         apart: Iterable[Any] = (),
@@ -56,7 +57,7 @@ class Reads:
         tensors: bool = False,
         modules: bool = False,
     ):
-        self._owner, self._frozen = owner, frozen
+        self._owner = owner
         self._shown, self._modules = shown, modules
         self._apart = {id(one) for one in apart}
         self._names: set[str] = set()
@@ -78,7 +79,7 @@ class Reads:
         """Return the numbers and words that are read, which the owner's tracker compares."""
         own = vars(self._owner) if self._functions else {}
         read = {name: own[name] for name in sorted(self._names & own.keys())}
-        return {name: value for name, value in read.items() if isinstance(value, _PLAIN)}
+        return {name: value for name, value in read.items() if isinstance(value, _WORDS)}
 
     def holds(self) -> bool:
         """Whether all are what they were."""
@@ -156,7 +157,7 @@ class Reads:
         found: dict[str, Any] = {}
         for space in [*map(vars, reversed(_foreign(class_of(value)))), vars(value)]:
             found |= {name: space[name] for name in sorted(self._names & space.keys())}
-        return {n: one for n, one in found.items() if type(one) in _PLAIN or _is_value(one)}
+        return {n: one for n, one in found.items() if type(one) in PLAIN or _is_value(one)}
 
     def _is_object(self, value: Any) -> bool:
         if id(value) in self._apart or isinstance(value, (Tensor, nn.Module)):
@@ -165,7 +166,7 @@ class Reads:
 
     def _value(self, value: Any, held: list[Any], depth: int) -> Any:
         """Return what is compared of a value."""
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             return value
         inner = _inside(value)
         if inner is not None and depth <= _DEEPEST:
@@ -177,7 +178,7 @@ class Reads:
         if isinstance(value, nn.Module) and self._modules:
             return [self._module(one, held, depth) for one in value.modules()]
         if not self._is_object(value):
-            return self._frozen(value, held)
+            return frozen(value, held)
         named = self._named(value).items()
         return id(value), [(name, self._value(one, held, depth + 1)) for name, one in named]
 
@@ -187,6 +188,19 @@ class Reads:
             return id(module)
         own = {n: v for n, v in vars(module).items() if n in _TENSORS or not n.startswith("_")}
         return id(module), [(n, self._value(v, held, depth + 1)) for n, v in own.items()]
+
+
+def frozen(value: Any, held: list[Any]) -> Any:
+    """Return what is compared of a value: tensors count by version, others by what they are."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if isinstance(value, dict):
+        return kind, [(frozen(key, held), frozen(inner, held)) for key, inner in value.items()]
+    if isinstance(value, (list, tuple)):
+        return kind, [frozen(inner, held) for inner in value]
+    held.append(value)
+    return kind, id(value), version_of(value) if isinstance(value, Tensor) else None
 
 
 def _inside(value: Any) -> list[Any] | None:

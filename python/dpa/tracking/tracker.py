@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpa.tracking.reads import Reads
+from dpa.tracking.reads import PLAIN, Reads, frozen
 from dpa.tracking.replacing import REPLACED, class_of
-from dpa.tracking.weights import WeightTracker
+from dpa.tracking.weights import WeightTracker, version_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
@@ -131,15 +131,10 @@ class Tracker:
         called = {id(root): ("forward", *methods)}
         apart = [held[name] for held, name in slots if held.get(name) is not None]
         options = {"tensors": buffers, "apart": apart}
+        but |= {"training"}
         reads = [
-            Reads(
-                module,
-                called.get(id(module), ("forward",)),
-                _frozen,
-                but=but | {"training"} | _written(module),
-                **options,
-            )
-            for module in found
+            Reads(m, called.get(id(m), ("forward",)), but=but | _written(m), **options)
+            for m in found
         ]
         self.read_beside = [read for read in reads if len(read)]
         self.settings_read = [
@@ -184,54 +179,6 @@ class Tracker:
     def modes(self) -> list[bool]:
         """Which modules are in training mode."""
         return list(map(self._mode, self._found))
-
-
-class ModuleState:
-    """What a captured run of a module rests on: its modules, settings, modes, hooks and places.
-
-    ``methods`` of it run besides ``forward``. Where the parameters of ``apart`` lie others watch.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        methods: tuple[str, ...] = (),
-        apart: Iterable[WeightTracker] = (),
-    ):
-        self._tracker = Tracker(root, methods=methods, modes=True)
-        found = [module for module in self._tracker.modules.values() if module is not None]
-        held = [tensors for m in found for tensors in (m._parameters, m._buffers)]
-        watched = {slot for weights in apart for slot in weights.slots()}
-        slots = [(t, n, v) for t in held for n, v in t.items() if (id(t), n) not in watched]
-        self._absent = [(tensors, name) for tensors, name, value in slots if value is None]
-        self._held = [tensors for tensors, _, value in slots if value is not None]
-        self._names = [name for _, name, value in slots if value is not None]
-        self._places = self._read_places()
-        # A scripted module's mode is none of its attributes.
-        self._scripted = [m for m in found if isinstance(m, torch.jit.ScriptModule)]
-        self._modes = list(map(_mode, self._scripted))
-
-    def _read_places(self) -> list[int] | None:
-        """Return where parameters and buffers lie; None where one came or went."""
-        if any(held[name] is not None for held, name in self._absent if name in held):
-            return None
-        try:
-            return list(map(Tensor.data_ptr, map(operator.getitem, self._held, self._names)))
-        except (KeyError, TypeError):
-            return None
-
-    def hooked(self) -> bool:
-        """Whether a module has hooks, or all modules have."""
-        return self._tracker.hooked()
-
-    def holds(self) -> bool:
-        """Whether all are as they were, and nothing hooks them."""
-        return (
-            self._tracker.unchanged()
-            and not self._tracker.hooked()
-            and list(map(_mode, self._scripted)) == self._modes
-            and self._read_places() == self._places
-        )
 
 
 def _mode(module: nn.Module) -> bool:
@@ -307,7 +254,7 @@ class Snapshot:
         self._glance.add(objects)
         for one in objects:
             self._glance.add(vars(one), but)
-        found = Reads(objects[0], methods, _frozen, but=but, shown=True, **reads)
+        found = Reads(objects[0], methods, but=but, shown=True, **reads)
         self.read_beside = [found] if len(found) else []
         self._lock, self._values = threading.Lock(), [] if values is None else self._kept(values)
 
@@ -327,7 +274,7 @@ class Snapshot:
     def _read(self, held: list[Any]) -> list[Any]:
         but = self._but
         return [
-            (class_of(one), [(k, _frozen(v, held)) for k, v in vars(one).items() if k not in but])
+            (class_of(one), [(k, frozen(v, held)) for k, v in vars(one).items() if k not in but])
             for one in self._objects
         ]
 
@@ -368,7 +315,7 @@ class _Glance:
                 self.add(value)
             elif isinstance(value, Tensor):
                 self._tensors.append((value, version_of(value)))
-        self._others += [value for value in values if type(value) not in _PLAIN]
+        self._others += [value for value in values if type(value) not in PLAIN]
         self._types = list(map(type, self._others))
 
     def same(self) -> bool:
@@ -383,29 +330,3 @@ class _Glance:
             return False
         written = any(version_of(tensor) != version for tensor, version in self._tensors)
         return not written and list(map(type, self._others)) == self._types
-
-
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
-
-
-def _frozen(value: Any, held: list[Any]) -> Any:
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if isinstance(value, dict):
-        return kind, [(_frozen(key, held), _frozen(inner, held)) for key, inner in value.items()]
-    if isinstance(value, (list, tuple)):
-        return kind, [_frozen(inner, held) for inner in value]
-    held.append(value)
-    return kind, id(value), version_of(value) if isinstance(value, Tensor) else None
-
-
-def version_of(tensor: Tensor) -> Hashable:
-    """What a write in place changes.
-
-    Tensors made in inference mode count no versions: on the CPU their values are read, on a GPU
-    nobody can read them without waiting.
-    """
-    if not tensor.is_inference():
-        return tensor._version
-    return tuple(tensor.flatten().tolist()) if tensor.device.type == "cpu" else None

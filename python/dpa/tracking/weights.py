@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,17 @@ def stamp_of(tensors: list[Tensor]) -> Stamp:
     except RuntimeError:  # tensors made in inference mode count no versions
         versions = []
     return list(map(Tensor.data_ptr, tensors)), versions
+
+
+def version_of(tensor: Tensor) -> Hashable:
+    """What a write in place changes.
+
+    Tensors made in inference mode count no versions: on the CPU their values are read, on a GPU
+    nobody can read them without waiting.
+    """
+    if not tensor.is_inference():
+        return tensor._version
+    return tuple(tensor.flatten().tolist()) if tensor.device.type == "cpu" else None
 
 
 class WeightTracker:
