@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dpa.nn.family import Network
+from dpa.nn.family import Network, run_network
+from dpa.packed.unet import PackedUnet
 
 # Relative error in the norm of one step beyond which the original runs. 16-bit networks differ by
 # their own rounding, which some 30 layers add up.
@@ -54,3 +55,18 @@ def example(network: Network, like: Tensor) -> tuple[Tensor, Tensor, dict[str, T
     if network.local_cond_dim:
         conditions["local_cond"] = random(horizon, network.local_cond_dim)
     return sample, torch.tensor([1, 50], device=like.device), conditions
+
+
+@torch.no_grad()
+def computes_alike(packed: PackedUnet) -> bool:
+    """Whether a network computes on packed weights what it does itself, on random numbers."""
+    if not packed.network.called_alike:
+        return False
+    packed.follow()
+    device, dtype = packed.weights.placement
+    sample, steps, conditions = example(packed.network, torch.empty((), device=device, dtype=dtype))
+    expected = run_network(lambda: packed.unet(sample, steps, **conditions), sample)
+    cond = conditions["global_cond"].float() if conditions else None
+    got = packed(sample.float(), steps.float(), cond).to(expected.dtype)
+    most = limit(STEP_LIMITS, (dtype, packed.dtype), device)
+    return proves(expected) and relative_error(got, expected) <= most

@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpa.library.checks import require
-from dpa.nn.family import Network, recognise, run_network
+from dpa.nn.family import Network, recognise
 from dpa.nn.parts import film_rows
 from dpa.packed import batch
-from dpa.packed.agreement import STEP_LIMITS, example, limit, proves, relative_error
 from dpa.packed.config import config_of
-from dpa.packed.widths import widened
-from dpa.schedulers.inpainting import Inpainting
-from dpa.schedulers.stepping import loop
-from dpa.schedulers.tables import StepTable
+from dpa.packed.widths import layout_for
+from dpa.schedulers.stepping import loop_of
 from dpa.tracking import WeightTracker
 
 _memories = itertools.count(1)
@@ -45,7 +42,6 @@ class PackedUnet:
             activations are float16, and so are the weights outside the convolutions. The first and
             the last convolution stay float32. It is fast for one sample. Of networks with less than
             32 M weights in convolutions ``scale * q`` is kept in float16, which is faster there.
-
         size: (B, T) of the calls to come, as for :meth:`sized`; None packs the network's own
             widths.
 
@@ -63,8 +59,7 @@ class PackedUnet:
         network: Network | None = None,
         size: tuple[int, int] | None = None,
     ):
-        rule = "be float32, float16, bfloat16 or float8_e4m3fn"
-        require(dtype in _DTYPES, "dtype", rule, dtype)
+        require(dtype in _DTYPES, "dtype", "be float32, float16, bfloat16 or float8_e4m3fn", dtype)
         self.unet, self.dtype, self._mode = unet, dtype, weights
         self._start(network, size)
 
@@ -97,28 +92,22 @@ class PackedUnet:
     def _read(self, network: Network | None = None) -> None:
         self.network = network or recognise(self.unet)
         self.config = config_of(self.network)
-        self._layout = self._layout_for(self._size)  # the config that the weights are packed by
+        # The config that the weights are packed by.
+        self._layout = layout_for(self.network, self.config, self.dtype, self._size)
         self._layers = self.network.layers() if self.network.film_apart else None
         self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._kind = batch.kept_in(self._given(), self.dtype)
-        self._agrees: bool | None = None
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
-
-    def _layout_for(self, size: tuple[int, int] | None) -> list[int]:
-        if size is None or self.network.film_apart:
-            return self.config
-        device = next(iter(self.network.parameters().values())).device
-        return widened(self.config, self.dtype, *size, device)
 
     def sized(self, batch: int, horizon: int) -> PackedUnet:
         """Return the network packed for calls of such a size: this object, or another.
 
-        On a GPU widths that are no powers of two may be widened to such (:func:`widened`), which
+        On a GPU widths that are no powers of two may be widened to such (:func:`layout_for`), which
         does not pay at every size. Both serve every call.
         """
         size = batch, horizon
-        if self._layout_for(size) == self._layout:
+        if layout_for(self.network, self.config, self.dtype, size) == self._layout:
             return self
         if self._other is None:
             same = {"weights": self._mode, "network": self.network}
@@ -139,7 +128,7 @@ class PackedUnet:
 
         """
         with self.lock:
-            if self._changed():
+            if not self.network.tracker.unchanged():
                 self._read()
                 self._packed = None  # of another size, perhaps
             places = [value.data_ptr() for value in self.network.parameters().values()]
@@ -211,10 +200,8 @@ class PackedUnet:
 
     def stale(self) -> bool:
         """Whether modules changed, or weights lie elsewhere or were written, by their versions."""
-        return self._packed is None or self._changed() or self.weights.changed()
-
-    def _changed(self) -> bool:
-        return not self.network.tracker.unchanged()
+        tracker = self.network.tracker
+        return self._packed is None or not tracker.unchanged() or self.weights.changed()
 
     def follow(self, modules: bool = True) -> Tensor:
         """Return the packed weights, made anew if the network's have changed, by their values too.
@@ -239,25 +226,7 @@ class PackedUnet:
         return self._readable()
 
     def _captured(self) -> bool:
-        on_gpu = self.weights.placement[0].type == "cuda"
-        return on_gpu and torch.cuda.is_current_stream_capturing()
-
-    @torch.no_grad()
-    def agrees(self) -> bool:
-        """Whether the network's own forward computes the same, tried once on random numbers."""
-        if not self.network.called_alike:
-            return False
-        if self._agrees is None or (self._changed() if self._agrees else self.stale()):
-            memory, (device, dtype) = self.follow(), self.weights.placement
-            like = torch.empty((), device=device, dtype=dtype)
-            sample, steps, conditions = example(self.network, like)
-            expected = run_network(lambda: self.unet(sample, steps, **conditions), sample)
-            cond = None if not conditions else conditions["global_cond"].float()
-            got = self._forward(sample.float(), steps.float(), cond, memory)
-            error = relative_error(got.to(expected.dtype), expected)
-            most = limit(STEP_LIMITS, (dtype, self.dtype), device)
-            self._agrees = proves(expected) and error <= most
-        return self._agrees
+        return self.weights.placement[0].type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
     def packed(self) -> Tensor:
@@ -342,9 +311,8 @@ class PackedUnet:
         """
         if self._layers is not None:
             return self._rows(timesteps, global_cond)
-        return torch.ops.dpa.unet1d_film(
-            timesteps, global_cond, self.packed, self._layout, self._kind
-        )
+        weights = self.packed, self._layout, self._kind
+        return torch.ops.dpa.unet1d_film(timesteps, global_cond, *weights)
 
     def step_film(self, timesteps: Tensor) -> Tensor | None:
         """FiLM's parameters at many timesteps, but for the observation's part, on a GPU.
@@ -411,13 +379,8 @@ class PackedUnet:
         several = self._layers is not None and len(initial) != 1  # each has FiLM's rows of its own
         in_batch = not several and packed is self._packed and self._in_batch(initial)
         if several or in_batch:
-            noisy = (noise is not None,) * len(timesteps)
-            table, held = StepTable(timesteps, coefficients, clip, noisy), None
-            if condition_data is not None:
-                held = Inpainting(condition_data, condition_mask, "sample", table)
-
-            if in_batch:
-                film, conds = self._batch.film(timesteps, global_cond)
+            given = timesteps, global_cond
+            film, conds = self._batch.film(*given) if in_batch else (None, None)
 
             def predict(sample: Tensor, step: int) -> Tensor:
                 if in_batch:
@@ -425,7 +388,8 @@ class PackedUnet:
                 steps = timesteps[step].expand(len(sample))
                 return self._forward(sample, steps, global_cond, packed)
 
-            return loop(initial, table, predict, lambda step: noise[step], held)
+            steps = timesteps, coefficients, clip, noise
+            return loop_of(steps, initial, predict, condition_data, condition_mask)
         weights = (packed, self._layout, self._kind)
         rest = (coefficients, clip, noise, condition_data, condition_mask)
         if self._layers is not None:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from dpa.nn.family import Network
 from dpa.packed.config import path_of
 
 # Widths of a first level; the most weights for each of the network's own, and of those where a last
 # level is so narrow that reading them takes no time.
 _FIRST, _MOST, _NARROW, _MOST_NARROW = (128, 256, 512), 2.6, 512, 4
+
+
+def layout_for(
+    network: Network, config: list[int], dtype: torch.dtype, size: tuple[int, int] | None
+) -> list[int]:
+    """Return the config to pack a network by for calls of a size, (B, T); None is any."""
+    if size is None or network.film_apart:
+        return config
+    device = next(iter(network.parameters().values())).device
+    return widened(config, dtype, *size, device)
 
 
 def widened(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpa.library.checks import require
+from dpa.sampling.rng import RandomNumbers
 from dpa.schedulers.inpainting import PLACES
+from dpa.schedulers.tables import Generators, Steps
 
 Given = Mapping[str, Tensor | None]
 Inputs = dict[str, Tensor]  # what a loop takes of them
@@ -18,6 +21,58 @@ _OF_EVERY_CALL = ("sample", "timestep", "random", "step_noise")
 # Arguments of a call, and their dimensions; conditions of other names may have any.
 _ACTIONS = ("condition_data", "condition_mask", "noise", "last_chunk")
 _RANKS = {"global_cond": 2, "local_cond": 3, **dict.fromkeys(_ACTIONS, 3)}
+
+
+_OF_THE_NETWORK = ("global_cond", "local_cond")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call came to.
+
+    Attributes:
+        given: its tensors by name; None where there is none.
+        others: further conditions of the network, by name.
+        held: ``condition_data`` and ``condition_mask``, or nothing.
+        device: of the network.
+        dtype: of the sample and the scheduler's arithmetic.
+        weights_dtype: of the network.
+        noise_dtype: what random numbers are sampled in.
+        table: the steps that run.
+        shape: (B, T, Da).
+        generator: of the random stream.
+        inpainting: where given actions hold.
+
+    """
+
+    given: Given
+    others: Inputs
+    held: Inputs
+    device: torch.device
+    dtype: torch.dtype
+    weights_dtype: torch.dtype
+    noise_dtype: torch.dtype
+    table: Steps
+    shape: tuple[int, int, int]
+    generator: Generators
+    inpainting: str
+
+    def conditions(self) -> Inputs:
+        """Return what the network is called with, every tensor of the call's batch."""
+        own = {name: self.given[name] for name in _OF_THE_NETWORK} | self.others
+        batch = self.shape[0]
+        return {n: v.expand(batch, *v.shape[1:]) for n, v in own.items() if v is not None}
+
+    def begin(self) -> Inputs:
+        """Return what the loop begins with and is held to, as far as it was given."""
+        given = {name: self.given[name] for name in ("noise", "last_chunk")}
+        return self.held | {n: v.to(self.dtype) for n, v in given.items() if v is not None}
+
+    def numbers(self) -> RandomNumbers:
+        """Return the random numbers of the loop."""
+        flags = self.given["noise"] is None, self.table.draws_noise
+        kind = self.shape, self.noise_dtype, self.device
+        return RandomNumbers(*flags, *kind, self.table.transposed)
 
 
 def check(holds: object, argument: str, rule: str, got: Any) -> None:

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpa.library.capture import can_capture, no_autocast_cache
 from dpa.library.graphs import GraphCache, captured
-from dpa.packed.config import runs_packed
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.arguments import Given, Inputs
+from dpa.sampling.arguments import Call, Given, Inputs
 from dpa.sampling.rng import Launch, RandomNumbers
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
-from dpa.schedulers.tables import Generators, LiveSteps, MultistepTable, StepTable
+from dpa.schedulers.tables import Generators, MultistepTable, StepTable
 from dpa.tracking import is_dispatched, is_observed
 
 # The tensors that a call of a loop may be given.
@@ -95,28 +94,6 @@ def expanded(given: Given, shape: tuple[int, int, int]) -> Inputs:
     return found
 
 
-def refusal(
-    unet: nn.Module,
-    table: StepTable | LiveSteps,
-    device: torch.device,
-    beside: Sequence[str],
-) -> tuple[str, str] | None:
-    """Why a loop cannot be one op, what ``fused`` must and what was received; None where it can.
-
-    ``beside``: the names of conditions that no op takes.
-    """
-    if not runs_packed(device):
-        return "be left out where no kernel runs packed weights", str(device)
-    if beside:
-        return f"be left out where there is {beside[0]}", "both"
-    if getattr(unet, "local_cond_encoder", None) is not None:
-        return "be left out of a network with local conditioning", type(unet).__name__
-    if isinstance(table, LiveSteps):
-        rule = "be left out of a scheduler that no StepTable expresses"
-        return rule, type(table).__name__
-    return None
-
-
 def is_plain(packed: PackedUnet) -> bool:
     """Whether a call of the network would run its layers, in its own dtype, and nothing else."""
     device = packed.weights.placement[0]
@@ -127,43 +104,31 @@ def is_plain(packed: PackedUnet) -> bool:
 
 
 def run(
-    packed: PackedUnet,
-    graphs: LoopGraphs,
-    table: StepTable,
-    shape: tuple[int, int, int],
-    given: Given,
-    generator: Generators,
-    *,
-    noise_dtype: torch.dtype,
-    capture: bool,
-    inpainting: str = "sample",
+    packed: PackedUnet, graphs: LoopGraphs, call: Call, capture: bool
 ) -> tuple[Tensor, Callable[[Given, Generators], Tensor] | None]:
     """Run the loop on packed weights, in a graph where ``capture`` allows it and one is possible.
 
-    ``given`` holds what the call was given of the loop's inputs; random numbers are sampled in
-    ``noise_dtype``, as the loop of steps samples them; ``inpainting`` is where given actions hold.
     Beside the actions comes what runs further calls of this kind: all that they share is found and
     checked. None on a GPU where they cannot be captured.
     """
-    device, inputs = table.coefficients.device, expanded(given, shape)
-    flags = "noise" not in inputs, table.draws_noise
-    numbers = RandomNumbers(*flags, shape, noise_dtype, device, table.transposed)
+    table, shape, inputs = call.table, call.shape, expanded(call.given, call.shape)
+    device, numbers = table.coefficients.device, call.numbers()
     if not (capture and can_capture(device)):
         with packed.lock:
             packed.follow()
-            body = _body(packed, table, inputs, inpainting, film=False)
-            result = body(inputs | {"random": numbers(generator)})
+            body = _body(packed, table, inputs, call.inpainting, film=False)
+            result = body(inputs | {"random": numbers(call.generator)})
         on_cpu = device.type == "cpu"
         return result, functools.partial(_on_cpu, packed, numbers, body) if on_cpu else None
-    make_body = functools.partial(_body, packed, table, inputs, inpainting, film=True)
-    soft = any(inputs[name].dtype != torch.bool for name in ("condition_mask",) if name in inputs)
-    kind = (shape, table, noise_dtype, frozenset(inputs), soft, inpainting)
+    make_body = functools.partial(_body, packed, table, inputs, call.inpainting, film=True)
+    soft = "condition_mask" in inputs and inputs["condition_mask"].dtype != torch.bool
+    kind = (shape, table, call.noise_dtype, frozenset(inputs), soft, call.inpainting)
 
-    def call(given: Given, generator: Generators) -> Tensor:
+    def again(given: Given, generator: Generators) -> Tensor:
         inputs = expanded(given, shape)
         return run_captured(packed, graphs, kind, numbers, make_body, inputs, generator)
 
-    return call(given, generator), call
+    return again(call.given, call.generator), again
 
 
 def _on_cpu(

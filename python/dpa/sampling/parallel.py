@@ -15,7 +15,7 @@ from dpa.library.graphs import GraphCache, captured
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.arguments import Inputs, check
 from dpa.sampling.fused_loop import Window
-from dpa.schedulers.tables import LiveSteps, MultistepTable, StepTable
+from dpa.schedulers.tables import MultistepTable, Steps, StepTable
 
 _LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's
 
@@ -231,7 +231,7 @@ class Sweeps:
         return states if mask is None else torch.where(mask, self.inputs["condition_data"], states)
 
 
-def check_parallel(options: Parallel, table: StepTable | LiveSteps, device: torch.device) -> None:
+def check_parallel(options: Parallel, table: Steps, device: torch.device) -> None:
     """Refuse loops that have no sweeps."""
     single = isinstance(table, StepTable) and not isinstance(table, MultistepTable)
     rule = "be left out of a scheduler that no StepTable expresses"

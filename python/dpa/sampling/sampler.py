@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,25 +14,16 @@ from dpa.library.capture import can_capture
 from dpa.library.compiling import uncompiled
 from dpa.nn.family import is_of_family
 from dpa.packed.unet import PackedUnet
-from dpa.sampling import fused_loop, stepwise_loop
-from dpa.sampling.arguments import (
-    check,
-    check_conditions,
-    check_dtype,
-    check_generator,
-    check_way,
-    condition_of,
-    last_width,
-    placement,
-    shape_of,
-)
+from dpa.sampling import arguments, fused_loop, stepwise_loop
+from dpa.sampling.arguments import Call, Given, Inputs, check
 from dpa.sampling.module_loops import ModuleLoops, Trace
+from dpa.sampling.packing import Packing
 from dpa.sampling.parallel import Parallel, ParallelReport, SweepGraphs, check_parallel
-from dpa.sampling.rng import RandomNumbers, draw_normal
-from dpa.sampling.step_tables import Steps, Tables
+from dpa.sampling.rng import draw_normal
+from dpa.sampling.step_tables import Tables
 from dpa.sampling.traced import TracedNetwork
-from dpa.schedulers.tables import Generators, StepTable
-from dpa.tracking import Tracker, is_observed
+from dpa.schedulers.tables import Generators, Steps, StepTable
+from dpa.tracking import is_observed
 from dpa.tracking.replacing import replaced
 from dpa.tracking.weights import MODES
 
@@ -123,8 +113,8 @@ class DiffusionSampler:
     ):
         check(callable(unet), "unet", "be a network, or a function like one", type(unet))
         check(weights in MODES, "weights", f"be one of {', '.join(MODES)}", repr(weights))
-        check_dtype("dtype", dtype)
-        check_dtype("noise_dtype", noise_dtype)
+        arguments.check_dtype("dtype", dtype)
+        arguments.check_dtype("noise_dtype", noise_dtype)
         right = isinstance(parallel, Parallel | None)
         check(right, "parallel", "be a dpa.Parallel", type(parallel))
         if fused is None and dtype == torch.float8_e4m3fn:
@@ -145,14 +135,13 @@ class DiffusionSampler:
         # What the last call came to, for others of its kind: they need not find all of it again.
         self.prepared: fused_loop.Prepared | None = None
         self._graphs, self._sweeps = fused_loop.LoopGraphs(), SweepGraphs()
-        self._loops = ModuleLoops()
+        self._loops, self._packing = ModuleLoops(), Packing()
         self._foreign: tuple[Any, bool] = (None, False)
         self._width: tuple[Any, int | None] = (None, None)
         options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
         self._scheduler = copy.deepcopy(scheduler)
         self._tables = Tables(self._scheduler, options)
         self._copy: stepwise_loop.Copy | None = None
-        self._unpackable: tuple[nn.Module, Tracker] | None = None
         self.num_inference_steps = num_inference_steps
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -163,8 +152,7 @@ class DiffusionSampler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy holds: all but what is found or made again."""
-        again = {"prepared": None, "_copy": None, "_unpackable": None, "_foreign": (None, False)}
-        return self.__dict__ | again
+        return self.__dict__ | {"prepared": None, "_copy": None, "_foreign": (None, False)}
 
     @property
     def num_inference_steps(self) -> int:
@@ -250,134 +238,122 @@ class DiffusionSampler:
         known = last is not None and not conditions and not torch.compiler.is_compiling()
         if known and last.serves(given, batch_size, generator, way) and last.stands(self.fused):
             return last.run(given, generator)
-        return self._sample(given, check_conditions(conditions or {}), batch_size, generator, way)
+        others = arguments.check_conditions(conditions or {})
+        return self._sample(given, others, batch_size, generator, way)
 
     @uncompiled(reason="the sampler captures its own graphs")
     @torch.no_grad()
     def _sample(
         self,
-        given: dict[str, Tensor | None],
-        others: dict[str, Tensor],
+        given: Given,
+        others: Inputs,
         batch_size: int | None,
         generator: Generators,
         way: tuple[str, int],
     ) -> Tensor:
         """Sample, with everything found and checked anew."""
         tensors = {name: value for name, value in given.items() if value is not None} | others
-        device, weights_dtype = placement(self.unet, tensors)
+        device, weights_dtype = arguments.placement(self.unet, tensors)
         if self.action_dim is None and self._width[0] is not self.unet:
-            self._width = (self.unet, last_width(self.unet))
+            self._width = (self.unet, arguments.last_width(self.unet))
         action_dim = self._width[1] if self.action_dim is None else self.action_dim
-        shape = shape_of(tensors, batch_size, self.horizon, action_dim)
-        check_generator(generator, shape[0])
-        wide = torch.promote_types(weights_dtype, torch.float32)
-        noise_dtype, (inpainting, first_step) = self.noise_dtype or wide, way
-        condition = condition_of(given, wide)
-        place = self.fallback, device, wide
-        whole = self._tables.find(self._steps, *place)
-        check_way(given, inpainting, first_step, whole, self.parallel)
-        table = self._tables.find(self._steps, *place, first_step) if first_step else whole
-        beside = [name for name in tensors if name == "local_cond" or name in others]
-        packed = self._packed_for(table, device, weights_dtype, beside, shape)
-        if packed is not None and self.parallel is None:
-            loop = packed, self._graphs, table, shape
-            options = {"noise_dtype": noise_dtype, "capture": self.cuda_graph}
-            result, call = fused_loop.run(*loop, given, generator, **options, inpainting=inpainting)
-            kind = fused_loop.kind_of(given, batch_size, generator, way)
-            repeats = call is not None and kind is not None and result.dtype == wide
-            placed = packed.weights.placement
-            self.prepared = fused_loop.Prepared(kind, placed, packed, call) if repeats else None
-            return result.to(wide)
-
-        own = ("noise", "last_chunk", "condition_data", "condition_mask")
-        inputs = {n: v.expand(shape[0], *v.shape[1:]) for n, v in tensors.items() if n not in own}
-        for name in ("noise", "last_chunk"):
-            if (value := given[name]) is not None:
-                condition[name] = value.to(wide)
-        flags = "noise" not in condition, table.draws_noise
-        numbers = RandomNumbers(*flags, shape, noise_dtype, device, table.transposed)
+        shape = arguments.shape_of(tensors, batch_size, self.horizon, action_dim)
+        arguments.check_generator(generator, shape[0])
+        dtype, (inpainting, first_step) = torch.promote_types(weights_dtype, torch.float32), way
+        held = arguments.condition_of(given, dtype)
+        place = self.fallback, device, dtype
+        table = self._tables.find(self._steps, *place)
+        arguments.check_way(given, inpainting, first_step, table, self.parallel)
+        if first_step:
+            table = self._tables.find(self._steps, *place, first_step)
+        dtypes = {"weights_dtype": weights_dtype, "noise_dtype": self.noise_dtype or dtype}
+        loop = {"table": table, "shape": shape, "generator": generator, "inpainting": inpainting}
+        call = Call(given, others, held, device, dtype, **dtypes, **loop)
+        packed = self._packing.find(self, call)
         if self.parallel is not None:
-            check_parallel(self.parallel, table, device)
-            layers = packed or self._layers(device, weights_dtype, others)
-            inputs = inputs if packed is not None else layers.cast(inputs)
-            random = numbers(generator).to(wide)
-            return self._sample_in_sweeps(layers, table, inputs | condition, random)
+            return self._sample_in_sweeps(call, packed)
+        if packed is not None:
+            result, run = fused_loop.run(packed, self._graphs, call, capture=self.cuda_graph)
+            kind = fused_loop.kind_of(given, batch_size, generator, way)
+            repeats = run is not None and kind is not None and result.dtype == call.dtype
+            placed = packed.weights.placement
+            self.prepared = fused_loop.Prepared(kind, placed, packed, run) if repeats else None
+            return result.to(call.dtype)
+        return self._sample_captured(call) if self._is_captured(call) else self._step_by_step(call)
 
-        def loop(layers: stepwise_loop.Layers | TracedNetwork) -> Callable[..., Tensor]:
-            run = stepwise_loop.run
-            return functools.partial(run, layers, table, shape=shape, inpainting=inpainting)
-
-        if self._is_captured(table, device, shape[0]):
-            dtype = self.dtype or weights_dtype
-            rest = dtype, table, noise_dtype, shape, inpainting
-            plain = self._plain_layers(self.unet, weights_dtype, others)
-            trace = Trace(
-                self.unet,
-                (self.unet, *rest),
-                plain.cast(inputs) | condition,
-                lambda inputs: loop(plain.traced(table, inputs, shape, dtype)),
-                loop(plain),
-                dtype,
-            )
-            found = self._loops.replay(trace.kind, trace.inputs, numbers, generator)
-            if found is not None:
-                self._copy = None  # what a trace was compared with
-                return found
-            layers = self._layers(device, weights_dtype, others)
-            kind, inputs = (layers.network, *rest), layers.cast(inputs) | condition
-            call = kind, inputs, loop(layers), numbers, generator, trace
-            return self._loops.run(layers.network, *call)
-
-        def draw(step: int | None) -> Tensor:
-            turned = step is not None and any(table.transposed[step : step + 1])
-            return draw_normal(shape, generator, device, noise_dtype, turned).to(wide)
-
-        layers = self._layers(device, weights_dtype, others)
-        inputs = layers.cast(inputs) | condition
-        return loop(layers)(inputs, draw=draw, generator=generator)
-
-    def _sample_in_sweeps(
-        self,
-        layers: stepwise_loop.Layers | PackedUnet,
-        table: StepTable,
-        inputs: dict[str, Tensor],
-        random: Tensor,
-    ) -> Tensor:
-        """Sample in parallel, by a loop's inputs and all its random numbers."""
+    def _sample_in_sweeps(self, call: Call, packed: PackedUnet | None) -> Tensor:
+        """Sample in parallel."""
+        check_parallel(self.parallel, call.table, call.device)
+        layers = packed or self._layers(call)
+        inputs = call.conditions() if packed is not None else layers.cast(call.conditions())
+        inputs |= call.begin()
+        random = call.numbers()(call.generator).to(call.dtype)
         noise = inputs.pop("noise", None)
         if noise is None:
             noise, random = random[0], random[1:]
         noise = noise.expand(random.shape[1:])
-        inputs["sample"] = table.begin(noise, inputs.pop("last_chunk", None))
+        inputs["sample"] = call.table.begin(noise, inputs.pop("last_chunk", None))
         if len(random):
             inputs["step_noise"] = random
-        capture = self.cuda_graph and can_capture(random.device)
-        loop = self.parallel, table, inputs, layers, capture
+        capture = self.cuda_graph and can_capture(call.device)
+        loop = self.parallel, call.table, inputs, layers, capture
         found, self.last_parallel = self._sweeps.sample(*loop)
         return found
 
-    def _layers(
-        self, device: torch.device, weights_dtype: torch.dtype, others: dict[str, Tensor]
-    ) -> stepwise_loop.Layers:
+    def _sample_captured(self, call: Call) -> Tensor:
+        """Run the loop around a module that dpa does not pack, as one graph."""
+        table, shape, dtype = call.table, call.shape, self.dtype or call.weights_dtype
+        rest = dtype, table, call.noise_dtype, shape, call.inpainting
+        plain, numbers = self._plain_layers(self.unet, call.weights_dtype, call), call.numbers()
+        trace = Trace(
+            self.unet,
+            (self.unet, *rest),
+            plain.cast(call.conditions()) | call.begin(),
+            lambda inputs: _loop(call, plain.traced(table, inputs, shape, dtype)),
+            _loop(call, plain),
+            dtype,
+        )
+        found = self._loops.replay(trace.kind, trace.inputs, numbers, call.generator)
+        if found is not None:
+            self._copy = None  # what a trace was compared with
+            return found
+        layers = self._layers(call)
+        kind, inputs = (layers.network, *rest), layers.cast(call.conditions()) | call.begin()
+        run = kind, inputs, _loop(call, layers), numbers, call.generator, trace
+        return self._loops.run(layers.network, *run)
+
+    def _step_by_step(self, call: Call) -> Tensor:
+        """Run the network and the scheduler's step, one after the other."""
+
+        def draw(step: int | None) -> Tensor:
+            turned = step is not None and any(call.table.transposed[step : step + 1])
+            kind = call.device, call.noise_dtype, turned
+            return draw_normal(call.shape, call.generator, *kind).to(call.dtype)
+
+        layers = self._layers(call)
+        inputs = layers.cast(call.conditions()) | call.begin()
+        return _loop(call, layers)(inputs, draw=draw, generator=call.generator)
+
+    def _layers(self, call: Call) -> stepwise_loop.Layers:
         """Return the network as a loop of steps calls it, in the dtype that it is called in."""
-        network, dtype = self.unet, self.dtype or weights_dtype
-        if dtype != weights_dtype and isinstance(network, nn.Module):
+        network, dtype = self.unet, self.dtype or call.weights_dtype
+        if dtype != call.weights_dtype and isinstance(network, nn.Module):
             if self._copy is None or self._copy.unet is not network:
                 self._copy = stepwise_loop.Copy(network)
-            network = self._copy.to(device, dtype)
-        return self._plain_layers(network, dtype, others)
+            network = self._copy.to(call.device, dtype)
+        return self._plain_layers(network, dtype, call)
 
     def _plain_layers(
-        self, network: Callable[..., Tensor], dtype: torch.dtype, others: dict[str, Tensor]
+        self, network: Callable[..., Tensor], dtype: torch.dtype, call: Call
     ) -> stepwise_loop.Layers:
-        takes = not others and stepwise_loop.takes(network, "global_cond")
+        takes = not call.others and stepwise_loop.takes(network, "global_cond")
         return stepwise_loop.Layers(network, dtype, ("global_cond",) if takes else ())
 
-    def _is_captured(self, table: Steps, device: torch.device, batch: int) -> bool:
+    def _is_captured(self, call: Call) -> bool:
         """Whether the steps of a module that dpa does not pack run as one graph."""
-        unet = self.unet
+        unet, table = self.unet, call.table
         plain = isinstance(unet, nn.Module) and not isinstance(unet, torch.jit.ScriptModule)
-        if not (plain and self.cuda_graph and batch and can_capture(device)):
+        if not (plain and self.cuda_graph and call.shape[0] and can_capture(call.device)):
             return False
         if unet.training or not isinstance(table, StepTable) or is_observed():
             return False
@@ -387,50 +363,8 @@ class DiffusionSampler:
             self._foreign = (unet, not is_of_family(unet))
         return self._foreign[1] and replaced(unet, "forward") is None
 
-    def _packed_for(
-        self,
-        table: Steps,
-        device: torch.device,
-        weights_dtype: torch.dtype,
-        beside: list[str],
-        shape: tuple[int, int, int],
-    ) -> PackedUnet | None:
-        """Return the packed network of a fused call; None where the loop runs step by step."""
-        if self.fused is False:
-            return None
-        unet = getattr(self.unet, "_orig_mod", self.unet)  # inside torch.compile's wrapper
-        reason = fused_loop.refusal(unet, table, device, beside)
-        if self.fused is None and (reason is not None or not self._may_pack(unet, weights_dtype)):
-            return None
-        try:
-            if reason is not None:
-                check(False, "fused", *reason)
-            dtype, last = self.dtype or weights_dtype, self.packed
-            made_of = None if last is None else (last.dtype, last.weights.mode)
-            if made_of != (dtype, self.weights) or last.unet is not unet:
-                packed = PackedUnet(unet, dtype, weights=self.weights)
-                alike, kind = packed.network.called_alike, type(unet).__name__
-                check(alike, "unet", "take global_cond for a loop to be one op", kind)
-                self.packed = packed
-            together = 1 if self.parallel is None else self.parallel.window
-            self.packed = self.packed.sized(together * shape[0], shape[1])
-            if self.fused and not self.packed.network.tracker.unchanged():
-                self.packed.repack()  # or an error that says what was altered
-            free = not (self.fused and self.packed.network.tracker.hooked())
-            check(free, "fused", "be left out where modules have hooks: one op calls none", True)
-            if self.fused or (fused_loop.is_plain(self.packed) and self.packed.agrees()):
-                return self.packed
-        except (RuntimeError, TypeError, ValueError) as error:
-            if self.fused is None:
-                self._unpackable = unet, Tracker(unet)
-            elif self.fallback and isinstance(error, ValueError):
-                warnings.warn(f"{error}: the loop runs step by step instead", stacklevel=2)
-            else:
-                raise
-        return None
 
-    def _may_pack(self, unet: Any, weights_dtype: torch.dtype) -> bool:
-        if not isinstance(unet, nn.Module) or weights_dtype == torch.float64:
-            return False
-        refused = self._unpackable
-        return refused is None or refused[0] is not unet or not refused[1].unchanged()
+def _loop(call: Call, layers: stepwise_loop.Layers | TracedNetwork) -> Callable[..., Tensor]:
+    """Return the loop around a network, of its inputs."""
+    run = stepwise_loop.run
+    return functools.partial(run, layers, call.table, shape=call.shape, inpainting=call.inpainting)

@@ -9,9 +9,8 @@ import torch
 
 from dpa.sampling.arguments import check
 from dpa.schedulers.conversion import from_diffusers
-from dpa.schedulers.tables import LiveSteps, StepTable
+from dpa.schedulers.tables import LiveSteps, Steps, StepTable
 
-Steps = StepTable | LiveSteps
 _CPU = torch.device("cpu")
 
 

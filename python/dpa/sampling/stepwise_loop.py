@@ -14,7 +14,7 @@ from dpa.nn.family import run_network
 from dpa.sampling.traced import TracedNetwork
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
-from dpa.schedulers.tables import Generators, LiveSteps, StepTable
+from dpa.schedulers.tables import Generators, Steps, StepTable
 from dpa.tracking import Snapshot, Tracker, stamp_of
 from dpa.tracking.weights import Stamp
 
@@ -129,7 +129,7 @@ def takes(unet: Callable[..., Tensor], name: str) -> bool:
 
 def run(
     layers: Layers | TracedNetwork,
-    table: StepTable | LiveSteps,
+    table: Steps,
     inputs: Mapping[str, Tensor],
     shape: Shape,
     draw: Callable[[int | None], Tensor] | None = None,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dpa.library.checks import require
-from dpa.schedulers.tables import LiveSteps, StepTable
+from dpa.schedulers.tables import Steps
 
 PLACES = ("sample", "x0")
 
@@ -29,9 +29,7 @@ PLACES = ("sample", "x0")
 class Inpainting:
     """Given actions, (B, T, Da), how much of each holds, and where: in "sample" or "x0"."""
 
-    def __init__(
-        self, data: Tensor, weights: Tensor, place: str, table: StepTable | LiveSteps
-    ) -> None:
+    def __init__(self, data: Tensor, weights: Tensor, place: str, table: Steps) -> None:
         self.data, self.weights, self.place = data, weights, place
         self._scales = getattr(table, "scales", None)
         if place == "x0":
@@ -43,9 +41,7 @@ class Inpainting:
             self._clip = table.clip
 
     @classmethod
-    def of(
-        cls, inputs: Mapping[str, Tensor], place: str, table: StepTable | LiveSteps
-    ) -> Inpainting | None:
+    def of(cls, inputs: Mapping[str, Tensor], place: str, table: Steps) -> Inpainting | None:
         """Return what a loop's inputs say, or None."""
         if "condition_data" not in inputs:
             return None

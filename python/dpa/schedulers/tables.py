@@ -325,3 +325,6 @@ class LiveSteps:
             return out.prev_sample.to(sample.dtype)
 
         return advance
+
+
+Steps = StepTable | LiveSteps
