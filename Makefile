@@ -18,6 +18,9 @@ SUITE ?=
 GPU_JOBS ?= 8
 FUZZ_CASES ?= 10000
 
+# On few cores fewer and larger compilations are quicker: torch's headers take longer to read than the code.
+BATCH := $(if $(filter 1 2 3 4,$(shell nproc)),CMAKE_UNITY_BUILD_BATCH_SIZE=72)
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
@@ -70,7 +73,7 @@ ifeq ($(CUDA)$(GPU),auto)
 demo: $(BUILD_SETUP)
 	@mkdir -p build
 	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B build/demo -G Ninja -DCMAKE_BUILD_TYPE=Release -DDPA_CUDA=off \
-	  $(if $(filter 1 2 3 4,$(shell nproc)),-DCMAKE_UNITY_BUILD_BATCH_SIZE=72) \
+	  $(addprefix -D,$(BATCH)) \
 	  -DPython_EXECUTABLE="$$PWD/$(BIN)/python" >build/demo.log 2>&1 || { cat build/demo.log; exit 1; }
 	@$(BIN)/cmake --build build/demo >build/demo.log 2>&1 || { cat build/demo.log; exit 1; }
 	PYTHONPATH=python DPA_LIBRARY=build/demo/libdpa.so $(BIN)/python -m dpa demo $(DEMO_ARGS)
@@ -141,7 +144,7 @@ $(BIN)/auditwheel: requirements/wheel.txt | $(SETUP)
 own_torch = $(shell $(BIN)/python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
 torch_folders = $(foreach torch,$(TORCHES),$(CURDIR)/$(1)/$(torch)/torch)
 fetch_torches = for torch in $(TORCHES); do $(BIN)/python cmake/fetch.py torch==$$torch $(1)/$$torch $(2) || exit 1; done
-make_wheel = sh cmake/wheel.sh $(BIN) $(1) '$(2)' '$(3)'
+make_wheel = sh cmake/wheel.sh $(BIN) $(1) '$(2)' '$(3)' $(BATCH)
 ARM_CUDART := build/torches-aarch64/cudart
 
 wheel: $(BIN)/auditwheel
