@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ class Packing:
 
     def __init__(self) -> None:
         self._refused: tuple[nn.Module, Tracker] | None = None
-        self._tried: tuple[Network | None, bool] = (None, False)
+        self._tried = WeakKeyDictionary[PackedUnet, tuple[Network, bool]]()
 
     def __reduce__(self) -> tuple[type[Packing], tuple[()]]:
         return type(self), ()  # a copy finds out by itself
@@ -65,11 +66,11 @@ class Packing:
 
     def _agrees(self, packed: PackedUnet) -> bool:
         """Whether the network's own forward computes the same, tried once on random numbers."""
-        tried, agreed = self._tried
+        tried, agreed = self._tried.get(packed, (None, False))
         again = not packed.network.tracker.unchanged() if agreed else packed.stale()
         if tried is not packed.network or again:
             agreed = computes_alike(packed)
-            self._tried = packed.network, agreed
+            self._tried[packed] = packed.network, agreed
         return agreed
 
     def _may_pack(self, unet: object, weights_dtype: torch.dtype) -> bool:
