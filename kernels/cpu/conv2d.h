@@ -116,7 +116,8 @@ inline void conv2d(const Conv2d& c, int64_t begin, int64_t end) {
     case Weights::kFloat16: return conv_of<Weights::kFloat16>(c, begin, end);
     case Weights::kBFloat16: return conv_of<Weights::kBFloat16>(c, begin, end);
     case Weights::kBFloat16Dot:
-    case Weights::kBFloat16AsFloat16: return;
+    case Weights::kBFloat16AsFloat16:
+    case Weights::kBFloat16Tiles: return;
   }
 }
 

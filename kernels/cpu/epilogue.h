@@ -74,6 +74,9 @@ DPA_INLINE void write(const Destination& to, int b, int t, int c, Floats value) 
 #ifdef DPA_FLOAT16
   if (to.dtype == DType::kFloat16) return store_float16(halves, value);
 #endif
+#ifdef DPA_TILES
+  if (to.low) return store_two_bfloat16(halves, halves + to.low, value);
+#endif
   store_halves(halves, to_bfloat16(value));
 }
 

@@ -108,6 +108,12 @@ inline void inside(const Gemm& p, int taps, int begin, int last, int& lo, int& h
   hi = (kept < taps ? kept : taps) * p.steps_per_tap;
 }
 
+}  // namespace dpa::kernels::cpu::DPA_LEVEL
+
+#include "kernels/cpu/gemm_tiles.h"  // where DPA_TILES is defined
+
+namespace dpa::kernels::cpu::DPA_LEVEL {
+
 template <Weights kKind, int P>
 void gemm_task(const Gemm& p, int panel, int row_begin, int row_end) {
   constexpr bool kConverts = kKind == Weights::kBFloat16AsFloat16;
@@ -201,6 +207,12 @@ inline void gemm(const Gemm& p, const Tasks& tasks, int64_t begin, int64_t end) 
     case Weights::kBFloat16AsFloat16:
 #ifdef DPA_FLOAT16
       return gemm_of<Weights::kBFloat16AsFloat16>(p, tasks, begin, end);
+#else
+      return;
+#endif
+    case Weights::kBFloat16Tiles:
+#ifdef DPA_TILES
+      return gemm_in_tiles(p, tasks, begin, end);
 #else
       return;
 #endif

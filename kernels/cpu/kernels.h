@@ -22,6 +22,7 @@ struct Gemm {
   Weights kind;
   const void* input;                 // of the first tap of time 0 of sample 0
   int64_t input_sample, input_time;  // elements from sample to sample, from one output's inputs to the next's
+  int64_t input_low;                 // elements to what rounding to bfloat16 left over, where inputs are sums of two
   const uint32_t* weights;
   int steps;  // words a panel and output: depth, or depth / 2 for 16-bit weights
   int steps_per_tap;
@@ -32,15 +33,32 @@ struct Gemm {
 };
 /// How a GEMM is cut into tasks: groups of panels x ranges of rows (a row is one time of one sample).
 struct Tasks {
-  int panels = 1, rows = 1;
+  int panels = 1, rows = 1;  // rows: row tiles where weights are in tiles
   int64_t count = 0;
 };
+
+/// A GEMM's rows in tiles of at most 16 that are one stride apart: samples of one time, or times of one sample.
+struct RowTiles {
+  bool samples;               // of one time; else times of one sample
+  int lines, per_line, rows;  // so many times (or samples) of so many tiles, of so many rows
+  int count() const { return lines * per_line; }
+};
+constexpr int kTileRows = 16;
+inline RowTiles row_tiles(const Gemm& gemm) {
+  const auto cut = [](bool samples, int lines, int length) {
+    const int tiles = (length + kTileRows - 1) / kTileRows;
+    return RowTiles{samples, lines, tiles, (length + tiles - 1) / tiles};
+  };
+  const RowTiles samples = cut(true, gemm.times, gemm.batch), times = cut(false, gemm.batch, gemm.times);
+  return samples.count() <= times.count() ? samples : times;  // of one time, taps outside of the samples are left out
+}
 
 /// Where a value is written as the input of a GEMM.
 struct Destination {
   void* data = nullptr;  // of time 0 and channel 0 of sample 0; null for none
   DType dtype = DType::kFloat32;
   int64_t sample = 0, time = 0;  // elements
+  int64_t low = 0;  // elements to where the rest of a value is written that rounding to bfloat16 leaves over, or 0
 };
 
 /// What becomes of a GEMM's output, `raw`:
@@ -123,6 +141,9 @@ namespace avx512_bf16 {
 extern const Kernels kKernels;
 }
 namespace avx512_fp16 {
+extern const Kernels kKernels;
+}
+namespace amx {
 extern const Kernels kKernels;
 }
 #endif

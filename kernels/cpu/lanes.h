@@ -91,6 +91,18 @@ DPA_INLINE void store_float16(uint16_t* to, Floats x) {
   std::memcpy(to, &halves, sizeof halves);
 }
 #endif
+#ifdef DPA_TILES
+/// As the sum of two bfloat16, of 16 lanes.
+DPA_INLINE void store_two_bfloat16(uint16_t* high, uint16_t* low, Floats x) {
+  const __m256bh first = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+  std::memcpy(high, &first, sizeof first);
+  Halves bits;
+  std::memcpy(&bits, &first, sizeof first);
+  const __m256bh second =
+      _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x - from_bfloat16(__builtin_convertvector(bits, Words))));
+  std::memcpy(low, &second, sizeof second);
+}
+#endif
 DPA_INLINE Words load_halves(const uint16_t* from) {
   Halves x;
   std::memcpy(&x, from, sizeof x);

@@ -7,6 +7,10 @@
 
 #ifdef DPA_X86
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 #ifdef DPA_ARM
 #include <sys/auxv.h>
@@ -16,11 +20,21 @@ namespace dpa::kernels::cpu {
 namespace {
 
 #ifdef DPA_X86
-/// Arithmetic on vectors of float16, where AVX-512 itself is supported.
-bool has_avx512_fp16() {
-  constexpr unsigned kFloat16 = 1U << 23;  // leaf 7, edx
+/// Whether the bits are set in edx of leaf 7.
+bool has_features(unsigned bits) {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kFloat16) != 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bits) == bits;
+}
+/// Arithmetic on vectors of float16, where AVX-512 itself is supported.
+bool has_avx512_fp16() { return has_features(1U << 23); }
+/// Tiles of bfloat16, which Linux gives to a process that asks: threads then have 8 KB more to save.
+bool has_amx() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return has_features(1U << 22 | 1U << 24) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 #endif
 
@@ -37,6 +51,7 @@ std::vector<Level> find_levels() {
   // Intel's dot products of bfloat16 run at half the rate of its float32, others' at twice the rate.
   const bool slow_dot = dot && __builtin_cpu_is("intel");
   found.push_back({"avx512_fp16", slow_dot && has_avx512_fp16(), &avx512_fp16::kKernels});
+  found.push_back({"amx", dot && has_amx(), &amx::kKernels});
 #endif
 #ifdef DPA_ARM
   constexpr unsigned long kHasBf16 = 1UL << 14;  // HWCAP2_BF16 of the kernel's interface
@@ -68,14 +83,16 @@ const Kernels& choose_kernels(std::string& error) {
 
 Tasks gemm_tasks(const Kernels& kernels, const Gemm& gemm, int team) {
   // Their inputs, one block of depth, stay in L1; or in L2, where more rows repay the conversion of a block of weights.
-  const int most = gemm.kind == Weights::kBFloat16AsFloat16 ? 256 : 64, rows = gemm.batch * gemm.times;
+  const bool tiles = gemm.kind == Weights::kBFloat16Tiles;
+  const int rows = tiles ? row_tiles(gemm).count() : gemm.batch * gemm.times;
+  const int most = tiles ? rows : gemm.kind == Weights::kBFloat16AsFloat16 ? 256 : 64, least = tiles ? 8 : 64;
   Tasks tasks;
-  tasks.panels = rows <= 4 ? kernels.max_panels : (kernels.max_panels + 1) / 2;
+  tasks.panels = rows <= (tiles ? 1 : 4) ? kernels.max_panels : (kernels.max_panels + 1) / 2;
   while (tasks.panels > 1 && gemm.panels < tasks.panels * team) tasks.panels /= 2;
   const int groups = (gemm.panels + tasks.panels - 1) / tasks.panels;
-  for (tasks.rows = std::min(rows, most);; tasks.rows = std::max(tasks.rows / 2, 64)) {
+  for (tasks.rows = std::min(rows, most);; tasks.rows = std::max(tasks.rows / 2, least)) {
     tasks.count = int64_t{1} * groups * ((rows + tasks.rows - 1) / tasks.rows);
-    if (tasks.rows <= 64 || tasks.count >= 4 * team) break;
+    if (tasks.rows <= least || tasks.count >= 4 * team) break;
   }
   return tasks;
 }

@@ -39,11 +39,12 @@ struct Input {
   Weights kind = Weights::kFloat32;  // what it is multiplied with
   int64_t sample = 0;                // elements
   int pitch = 0;
+  int64_t low = 0;  // elements to what rounding left over, where that is kept
 
   int element() const { return input_bytes(kind); }
   /// From a channel on.
   Destination from(int channel) const {
-    return {data ? data + int64_t{1} * channel * element() : nullptr, input_dtype(kind), sample, pitch};
+    return {data ? data + int64_t{1} * channel * element() : nullptr, input_dtype(kind), sample, pitch, low};
   }
 };
 
@@ -87,11 +88,12 @@ class Builder {
   }
 
   Input take(int level, int pitch) {
-    Input input = {nullptr, kind(level), 0, pitch};
+    Input input = {nullptr, kind(level), 0, pitch, 0};
     const int element = input.element();
     // Samples a power of two apart would compete for the same lines of a cache.
     input.sample = static_cast<int64_t>(times(level) + 2 * p_.halo) * pitch + kAlign / element;
-    char* data = space_.bytes(call_.batch * input.sample * element);
+    if (input.kind == Weights::kBFloat16Tiles) input.low = call_.batch * input.sample;
+    char* data = space_.bytes((call_.batch * input.sample + input.low) * element);
     if (data) input.data = data + static_cast<int64_t>(p_.halo) * pitch * element;
     return input;
   }
@@ -190,6 +192,7 @@ class Builder {
     Gemm p = {};
     p.kind = input.kind;
     p.input = input.data ? input.data + static_cast<int64_t>(segment.first) * input.pitch * input.element() : nullptr;
+    p.input_low = input.low;
     p.input_sample = input.sample, p.input_time = static_cast<int64_t>(conv.stride) * input.pitch;
     p.weights = reinterpret_cast<const uint32_t*>(static_cast<const char*>(call_.packed) + segment.weights);
     p.steps_per_tap = input.pitch / words, p.steps = segment.taps * p.steps_per_tap;

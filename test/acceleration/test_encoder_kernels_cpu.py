@@ -57,7 +57,8 @@ def test_features_on_the_cpu(poisoned, name, dtype):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "level", ["portable", "avx2", "avx512", "avx512_bf16", "avx512_fp16", "neon", "neon_bf16"]
+    "level",
+    ["portable", "avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx", "neon", "neon_bf16"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *_LIMITS], ids=str)
 def test_every_level_of_the_cpu(poisoned, monkeypatch, level, dtype):

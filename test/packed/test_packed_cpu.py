@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import dpa
 from dpa.packed.unet import PackedUnet
 
-_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "avx512_fp16")
+_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx")
 _ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -64,8 +64,24 @@ def _has(level, monkeypatch):
 def test_every_level(level, dtype, monkeypatch):
     _has(level, monkeypatch)
     unet = _net(input_dim=3, global_cond_dim=5, down_dims=(24, 48, 40), n_groups=4)
-    for batch, horizon in ((1, 4), (1, 16), (3, 8), (9, 4), (16, 16)):
+    for batch, horizon in ((1, 4), (1, 16), (3, 8), (9, 4), (16, 16), (19, 4), (2, 36)):
         _check(unet, dtype, batch, horizon, 5)
+
+
+@pytest.mark.parametrize("width", [32, 40])
+def test_tiles_multiply_activations_unrounded(width, monkeypatch):
+    """Activations are sums of two bfloat16: of weights that are bfloat16, little error is left."""
+    _has("amx", monkeypatch)
+    unet = _net(input_dim=2, global_cond_dim=5, down_dims=(width, 2 * width))
+    for parameter in unet.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    sample, timestep, cond = _inputs(unet, 5, 16, 5)
+    with torch.no_grad():
+        expected = dpa.reference.plain(unet).double()(
+            sample.double(), timestep, None, cond.double()
+        )
+    got = PackedUnet(unet, torch.bfloat16)(sample, timestep, cond)
+    assert (got.double() - expected).norm() / expected.norm() < 1e-4
 
 
 @pytest.mark.parametrize("what", ["activations", "weights", "sums"])
