@@ -31,6 +31,8 @@ class Space {
   size_t used_ = 0;
 };
 
+using unet1d::ceil_div;
+
 int pitch_of(const unet1d::Conv& conv) { return padded(conv.channels_in) + padded(conv.channels_skip); }
 
 /// The input of GEMMs: `data` is time 0 of sample 0.
@@ -139,9 +141,12 @@ class Builder {
     f.film_sample[1] = plan_.film_rows;
     f.batch = call_.batch, f.times = times(level);
     f.channels = channels, f.pitch = padded(channels), f.groups = groups;
-    // Whole groups and whole vectors; 64 channels at least where there is no norm.
-    f.channels_per_task = groups ? std::lcm(channels / groups, kPanel) : 64;
-    f.channels_per_task = std::min(f.channels_per_task, channels);
+    // Whole groups and whole vectors; 64 channels at least where there is no norm. As many as L1 holds, so that the
+    // latencies of the groups' statistics overlap, but a few tasks a thread.
+    constexpr int kFloats = 4096;
+    const int unit = groups ? std::lcm(channels / groups, kPanel) : 64;
+    const int tasks = std::max(team_ == 1 ? 1 : ceil_div(4 * team_, f.batch), ceil_div(f.times * channels, kFloats));
+    f.channels_per_task = std::min(std::max(channels / tasks / unit, 1) * unit, channels);
     f.scratch = norms_;
     f.overflow = call_.overflow;
     return f;
