@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def fitting(lib: Path) -> Path | None:
     paths = [lib / NAME, *(lib / name / NAME for name in names)]
     if (lib / KERNELS).is_file():
         paths.append(built_here(lib))
-    return next((path for path in paths if path.is_file()), None)
+    # Not Path.is_file, which raises where another user's home may not be searched.
+    return next((path for path in paths if os.path.isfile(path)), None)
 
 
 def built_here(lib: Path) -> Path:
