@@ -351,3 +351,26 @@ def test_a_step_has_gradients_after_one_in_inference_mode(kind, dtype, device):
     for scheduler, output in zip((plain, fast), outputs, strict=True):
         step(scheduler, output).square().sum().backward()
     torch.testing.assert_close(outputs[1].grad, outputs[0].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_subclass_adds_to_a_step(device):
+    """An argument that dpa does not know may change the step: such a call is the original's."""
+
+    class Louder(diffusers.DDIMScheduler):
+        def step(self, model_output, timestep, sample, gain=1.0, **kwargs):
+            return super().step(gain * model_output, timestep, sample, **kwargs)
+
+    plain = Louder(20)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    x = torch.randn(1, 4, 2, device=device)
+    for scheduler in (plain, fast):
+        scheduler.set_timesteps(5)
+    t = plain.timesteps[2]
+    for options in ({}, {}, {"gain": 2.0}, {"eta": 0.0}, {"eta": 0.5}, {"gain": 2.0}, {}):
+        results = []
+        for scheduler in (plain, fast):
+            torch.manual_seed(1)
+            results.append(scheduler.step(x, t, x, **options).prev_sample)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    assert torch.equal(fast.step(x, t, x, 2.0).prev_sample, plain.step(x, t, x, 2.0).prev_sample)
+    assert fast.step.shadow.agreed

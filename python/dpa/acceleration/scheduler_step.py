@@ -15,11 +15,13 @@ from dpa.sampling.rng import draw_normal, generator_on
 from dpa.schedulers.conversion import StepTable, from_diffusers
 from dpa.schedulers.probes import OF_STEPS
 from dpa.tracking import Snapshot
-from dpa.tracking.replacing import Replacement
+from dpa.tracking.replacing import Replacement, class_of
 from dpa.tracking.weights import version_of
 
 _KINDS = ("DDPMScheduler", "DDIMScheduler")
 _OPTIONS = ("eta", "use_clipped_model_output")
+_NEEDS = {"model_output", "timestep", "sample"}
+_KNOWS = _NEEDS | {*_OPTIONS, "generator", "variance_noise", "return_dict"}
 _KEPT = 64  # tables: one for each kind of loop
 # What ``set_timesteps`` and ``step`` of diffusers change themselves.
 _SET_TIMESTEPS = frozenset({"timesteps", "num_inference_steps", "custom_timesteps", "sigmas"})
@@ -34,9 +36,9 @@ def _changes_results(timestep: Tensor, sample: Tensor, alphas: Tensor) -> bool:
     Coefficients that a tensor of dimensions selects have them too, so they take part in
     broadcasting and in type promotion. With more than one DDPM finds another timestep before it.
     """
-    promoted = torch.promote_types(sample.dtype, alphas.dtype)
-    wide = timestep.dim() > min(sample.dim(), 1)
-    return wide or (timestep.dim() == 1 and promoted != sample.dtype)
+    if timestep.dim() == 1 and sample.dim():
+        return torch.promote_types(sample.dtype, alphas.dtype) != sample.dtype
+    return timestep.dim() > 0
 
 
 def why_replaced(scheduler: Any) -> str | None:
@@ -92,7 +94,12 @@ class FastStep(Replacement):
         self._tables: list[_Table] = []
         self._output: Any = None
         self._last: tuple[Any, Any, tuple[int, ...]] = (None, None, ())
-        self._signature = inspect.signature(type(self.scheduler).step)
+        given = list(inspect.signature(class_of(self.scheduler).step).parameters.values())[1:]
+        self._positional = [p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
+        # Whoever calls it must name these, and what a subclass adds is the original's.
+        named = {p.name for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._needs = _NEEDS | {p.name for p in given if p.name in named and p.default is p.empty}
+        self._knows = named & _KNOWS
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step, with the arguments of the method that this one replaces."""
@@ -129,9 +136,7 @@ class FastStep(Replacement):
         def original(own: torch.Generator | None) -> Any:
             if own is None:
                 return self.original(*args, **kwargs)
-            return self.original(
-                **{n: v for n, v in call.items() if n != "self"} | {"generator": own}
-            )
+            return self.original(**call | {"generator": own})
 
         def replacement(own: torch.Generator | None) -> tuple[Tensor, Tensor]:
             return found.run(call["timestep"], call | {"generator": own})
@@ -159,34 +164,32 @@ class FastStep(Replacement):
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by name, or None where the original must run."""
-        try:
-            bound = self._signature.bind(self.scheduler, *args, **kwargs).arguments
-        except TypeError:
+        call = dict(zip(self._positional, args, strict=False), **kwargs)
+        if len(call) != len(args) + len(kwargs) or not self._needs <= call.keys() <= self._knows:
             return None
-        if not {"model_output", "timestep", "sample"} <= bound.keys():  # a subclass names others
-            return None
-        output, sample = bound["model_output"], bound["sample"]
-        generator, noise = bound.get("generator"), bound.get("variance_noise")
-        tensors = [x for x in (output, sample, noise) if x is not None]
+        output, sample = call["model_output"], call["sample"]
+        generator, noise = call.get("generator"), call.get("variance_noise")
+        tensors = [output, sample] if noise is None else [output, sample, noise]
         if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
             return None
         alike = all(x.shape == sample.shape and x.device == sample.device for x in tensors)
-        mixed = torch.promote_types(output.dtype, sample.dtype) != sample.dtype
+        dtypes = output.dtype, sample.dtype
+        mixed = dtypes[0] != dtypes[1] and torch.promote_types(*dtypes) != sample.dtype
         if not alike or mixed or isinstance(generator, Sequence):
             return None
-        timestep = bound["timestep"]
+        timestep = call["timestep"]
         if isinstance(timestep, Tensor) and timestep.numel() == 1:
             # The original selects coefficients by it: one of another dtype masks, or is no index.
             if timestep.dtype not in (torch.int64, torch.int32):
                 return None
             if _changes_results(timestep, sample, self.scheduler.alphas_cumprod):
                 return None
-            bound["timestep"] = timestep.item()
+            call["timestep"] = timestep.item()
         elif type(timestep) is not int:
             return None
-        if (noise is not None and generator is not None) or not bound.get("return_dict", True):
+        if (noise is not None and generator is not None) or not call.get("return_dict", True):
             return None
-        return dict(bound)
+        return call
 
     def _find(self, options: dict[str, Any]) -> _Table | None:
         """Return the table of the scheduler as it is now; None where there is none."""
@@ -238,16 +241,15 @@ class _Table:
         coefficients, x0, rows = self._on(sample.device, sample.dtype)
         step, index = torch.ops.dpa.scheduler_step, rows[row]
         output = output.to(sample.dtype)
-        noise = None if noise is None else noise.to(sample.dtype)
+        noise = noise if noise is None else noise.to(sample.dtype)
         result = step(output, sample, coefficients, index, noise, table.clip)
         return result, step(output, sample, x0, index, None, table.clip)
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Return the coefficients, those that give x0 alone, and the index of each row."""
-        wide = torch.promote_types(dtype, torch.float32)
-        if (device, wide) not in self._placed:
+        if (device, dtype) not in self._placed:
             with torch.inference_mode(False), torch.no_grad():  # later steps may have gradients
-                table = self.table.to(device, wide)
+                table = self.table.to(device, torch.promote_types(dtype, torch.float32))
                 rows = torch.arange(len(table), device=device).unbind()
-                self._placed[device, wide] = (table.coefficients, table.x0_coefficients(), rows)
-        return self._placed[device, wide]
+                self._placed[device, dtype] = (table.coefficients, table.x0_coefficients(), rows)
+        return self._placed[device, dtype]
