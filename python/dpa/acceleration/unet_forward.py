@@ -170,9 +170,12 @@ class FastForward(Replacement, Denoiser):
         network = self.prepare()
         if network is None:
             return self.refused
-        config = getattr(self.unet, "config", None)
-        if self.unet.training and getattr(config, "gradient_checkpointing", False):
-            return "it recomputes activations to save memory, as its gradient_checkpointing says"
+        if self.unet.training:
+            config = getattr(self.unet, "config", None)
+            if getattr(config, "gradient_checkpointing", False):
+                return (
+                    "it recomputes activations to save memory, as its gradient_checkpointing says"
+                )
         if any(layer.training and layer.p > 0 for layer in self._dropouts):
             return "it drops values at random in training"
         if network.tracker.hooked():  # whoever watches the layers would see nothing of a fused run
@@ -192,20 +195,23 @@ class FastForward(Replacement, Denoiser):
 
     def packed(self, dtype: torch.dtype) -> PackedUnet | None:
         """Return the network on packed weights, or None where it cannot be packed."""
-        device = self.weight.device
-        if self.options.mode == "chain" or dtype not in _PACKABLE or not runs_packed(device):
-            return None
-        if self._placed != (placed := (device, self.weight.dtype)):
+        weight = self.weight
+        if self._placed != (placed := (weight.device, weight.dtype)):
             self._packed.clear()  # made of weights that are gone
             self._placed = placed
         if dtype not in self._packed:
-            try:
-                self._packed[dtype] = PackedUnet(
-                    self.unet, dtype, weights=self.options.weights, network=self.network
-                )
-            except ValueError:  # the ops run none like it
-                self._packed[dtype] = None
+            self._packed[dtype] = self._pack(dtype)
         return self._packed[dtype]
+
+    def _pack(self, dtype: torch.dtype) -> PackedUnet | None:
+        free = self.options.mode != "chain" and dtype in _PACKABLE
+        if not free or not runs_packed(self.weight.device):
+            return None
+        try:
+            how = {"weights": self.options.weights, "network": self.network}
+            return PackedUnet(self.unet, dtype, **how)
+        except ValueError:  # the ops run none like it
+            return None
 
     def precision(self) -> torch.dtype:
         """Return the dtype that the original computes in: the weights', autocast's, or lowered."""
@@ -238,19 +244,19 @@ class FastForward(Replacement, Denoiser):
         call = None if self.fallback_reason() is not None else self._arguments(args, kwargs)
         if call is None:
             return self.original(*args, **kwargs)
-        sample, _, conditions = call
-        weight, kind = self.weight, self._kind()
-        precision = kind[2]
-        mixed = sample.dtype != weight.dtype and precision == weight.dtype
-        unknown = "local_cond" in conditions and not self.network.arguments.get("local_cond_dim")
+        sample, _, given = call
+        kind = self._kind()
+        _, own, precision, trains = kind
+        mixed = sample.dtype != own and precision == own
+        unknown = "local_cond" in given and not self.network.arguments.get("local_cond_dim")
         if mixed or unknown or not sample.is_floating_point():
             return self.original(*args, **kwargs)  # which says what is wrong
         passed = self.shadow.passed(kind)
         recorded = passed is None and _is_recorded()
-        if recorded and self._trains():
+        if recorded and trains:
             passed = self._check_apart()
         if passed:
-            return self._run(*call, precision)
+            return self._run(*call, precision, trains)
         if passed is False or recorded:
             return self.original(*args, **kwargs)
         # In the caller's own mode: without gradients the network would keep weights packed for it.
@@ -258,7 +264,7 @@ class FastForward(Replacement, Denoiser):
             kind,
             self.limit(STEP_LIMITS, precision),
             lambda _: self._seen(self.original(*args, **kwargs)),
-            lambda _: self._run(*call, precision),
+            lambda _: self._run(*call, precision, trains),
         )
 
     def _seen(self, result: Tensor) -> Tensor:
@@ -344,8 +350,9 @@ class FastForward(Replacement, Denoiser):
         timestep: Tensor | int,
         conditions: dict[str, Tensor],
         precision: torch.dtype,
+        trains: bool,
     ) -> Tensor:
-        packed = None if self._trains() else self.packed(self.packed_dtype(precision))
+        packed = None if trains else self.packed(self.packed_dtype(precision))
         if packed is None:
             run = self.original if self.layers is None else self.layers
             return run(sample, timestep, **conditions)

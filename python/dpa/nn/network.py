@@ -70,7 +70,7 @@ class Network:
         """What its norms add to a variance."""
         return self.twin.final_conv[0].block[1].eps
 
-    @property
+    @functools.cached_property
     def film_apart(self) -> bool:
         """Whether PyTorch computes FiLM's parameters, or what they are computed of."""
         return any(path.endswith((ENCODER, FILM)) for path in self.parts)

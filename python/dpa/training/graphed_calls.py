@@ -118,7 +118,7 @@ class GraphedForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, by a replay where there is one."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         names, values = (*range(len(args)), *kwargs), (*args, *kwargs.values())
         key = self._key(names, values)
@@ -193,10 +193,9 @@ def _is_compared(forward: Any) -> bool:
 
 
 def _is_special() -> bool:
-    """Whether no gradient is wanted, or a hook or mode observes calls or changes them."""
+    """Whether a hook or mode observes calls or changes them."""
     return (
-        not torch.is_grad_enabled()
-        or is_observed()
+        is_observed()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch.autograd.forward_ad._current_level >= 0
