@@ -5,6 +5,7 @@ import pickle
 import types
 import warnings
 
+import near_copies
 import pytest
 import torch
 from policies import (
@@ -292,6 +293,33 @@ def test_wrong_inputs_raise_as_before(device):
     for wrong in ((data[:, :7], mask[:, :7], None, cond), (data, mask), (data, mask, data, cond)):
         with pytest.raises((RuntimeError, ValueError)):
             fast.conditional_sample(*wrong)
+
+
+@torch.no_grad()
+def test_conditions_of_other_dtypes_are_joined_as_before(device):
+    _, (sample, timestep, _, cond) = unet_and_inputs(device)
+    unet = dpa.accelerate(near_copies.DP3(2, 4).to(device).eval(), fallback=False)
+    unet(sample, timestep, None, cond)
+    for other in (cond.half(), (4 * cond).long(), (4 * cond).int(), cond > 0):
+        assert_follows(unet, (sample, timestep, None, other))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        unet(sample, timestep, None, cond.double())
+
+
+@pytest.mark.parametrize("first", [7, 8])
+@torch.no_grad()
+def test_a_horizon_that_the_levels_do_not_halve(first, device):
+    """The original gives a longer result of it, and says of no other horizon's calls anything."""
+    _, (sample, timestep, _, cond) = unet_and_inputs(device)
+    unet = near_copies.DP3(2, 4).to(device).eval()
+    plain = copy.deepcopy(unet)
+    dpa.accelerate(unet, fallback=False)
+    for horizon in (first, 7, 8, 8, 7):
+        call = sample[:, :horizon], timestep, None, cond
+        got, want = unet(*call), plain(*call)
+        assert want.shape == (3, 8, 2)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert replaced_forward(unet).shadow.agreed
 
 
 @pytest.mark.parametrize("whose", ["all", "one"])
