@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpa.checkpoints.loading import Checkpoint, CheckpointError, read_config
+from dpa.library.checks import require
 from dpa.nn.family import template
 
 
@@ -14,9 +15,8 @@ def described(folder: Path) -> Checkpoint:
     """Return the U-Net of a folder's ``config.json``, with weights of no meaning."""
     path = folder / "config.json"
     config = read_config(path)
-    if config.get("type") != "diffusion":
-        kind = config.get("type")
-        raise CheckpointError(f"{path}: type must be 'diffusion' to describe a U-Net, got {kind!r}")
+    kind, rule = config.get("type"), "be 'diffusion' to describe a U-Net"
+    require(kind == "diffusion", f"{path}: type", rule, repr(kind), CheckpointError)
     try:
         arguments = _arguments(config)
         unet = template(arguments)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.library.checks import require
+from dpa.library.checks import first_line, require
 from dpa.nn.family import (
     NotInFamily,
     arguments_from_shapes,
@@ -158,8 +158,8 @@ def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the U-Net's part of a state dict in the original's names."""
     names = {name.replace("_orig_mod.", ""): name for name in state_dict}
     starts = prefixes(names)
-    if len(starts) > 1:
-        raise CheckpointError(f"state_dict must hold one U-Net, got {', '.join(starts)}")
+    one = len(starts) < 2
+    require(one, "state_dict", "hold one U-Net", ", ".join(starts), CheckpointError)
     start = starts[0] if starts else ""
     weights = {
         original_name(name[len(start) :]): state_dict[full]
@@ -313,7 +313,7 @@ def read_file(path: Path, trust_pickle: bool = False) -> Any:
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{path}: unpickling it needs the package {error.name}") from None
     except Exception as error:  # a damaged file makes pickle raise any exception
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         with path.open("rb") as file:
             begins = file.read(2)
         if begins[:1] != b"\x80" and begins != b"PK":  # a pickle, or the archive of torch.save

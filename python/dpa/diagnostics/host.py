@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dpa.library.checks import first_line
 from dpa.library.files import cache_folder, checkout
 
 PACKAGES = ("diffusers", "lerobot", "huggingface_hub")
@@ -86,7 +87,7 @@ def look() -> Host:
     try:
         import torch
     except Exception as error:  # a torch that is half installed raises any
-        return Host(**facts, torch_error=_line(error))
+        return Host(**facts, torch_error=first_line(error))
     facts |= {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "gpus": _gpus()}
     facts |= _library()
     if facts["library_error"] is None:
@@ -100,10 +101,6 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except Exception:  # metadata that is missing, damaged or unreadable
         return None
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _tool(name: str) -> str | None:
@@ -169,7 +166,7 @@ def _library() -> dict[str, Any]:
     except by_torch.NoOpsForTorch as error:
         facts["library_error"], facts["ops_for"] = str(error), tuple(error.has)
     except Exception as error:  # the loader's own, and whatever a foreign library raises
-        facts["library_error"] = _line(error)
+        facts["library_error"] = first_line(error)
     return facts
 
 
@@ -194,5 +191,5 @@ def _smoke(devices: Iterable[str]) -> dict[str, str]:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
             answers[device] = "ok"
         except Exception as error:  # any failure is reported, not raised
-            answers[device] = f"{type(error).__name__}: {_line(error)}"
+            answers[device] = f"{type(error).__name__}: {first_line(error)}"
     return answers

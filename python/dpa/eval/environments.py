@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpa.library.checks import first_line
+
 # What registers an environment when it is imported, by the beginning of the environment's name.
 _PACKAGES = {"gym_pusht/": "gym_pusht", "gym_aloha/": "gym_aloha", "Fetch": "gymnasium_robotics"}
 _SHORT = {"PushT": "gym_pusht/PushT-v0", "FetchReach": "FetchReach-v4"}
@@ -62,7 +64,7 @@ class Environment:
                 options["obs_type"] = f"{seen}_agent_pos"
             self.gym = gymnasium.make(self.name, **options)
         except gymnasium.error.Error as error:
-            raise ValueError(f"env: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"env: {first_line(error)}") from None
         self.max_steps: int | None = self.gym.spec.max_episode_steps
         self.frame_rate = int(self.gym.metadata.get("render_fps", 10))
 

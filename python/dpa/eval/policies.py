@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpa.library.checks import first_line
+
 
 class LeRobotPolicy:
     """LeRobot's ``DiffusionPolicy`` with its processors: observations in, actions out.
@@ -51,11 +53,8 @@ class LeRobotPolicy:
             with contextlib.redirect_stdout(io.StringIO()):
                 self.policy = DiffusionPolicy.from_pretrained(folder, config=config, strict=True)
             self._before, self._after = _processors(folder, device)
-        except (
-            Exception
-        ) as error:  # configuration, weights and processors raise errors of their own
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{folder}: LeRobot cannot load it: {reason}") from error
+        except Exception as error:  # of any class: configuration, weights and processors raise
+            raise ValueError(f"{folder}: LeRobot cannot load it: {first_line(error)}") from error
         self.device = device
         self.inputs = {name: tuple(f.shape) for name, f in config.input_features.items()}
         if num_inference_steps is not None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from dpa.library.capture import capturing, collecting_later, leaving_failed
+from dpa.library.checks import first_line
 from dpa.library.loader import library_path
 
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads go on using CUDA
@@ -182,7 +183,7 @@ class GraphCache:
                 stacklevel=2,
             )
         except RuntimeError as error:
-            self.refused[key] = why = str(error).partition("\n")[0]
+            self.refused[key] = why = first_line(error)
             why = f"this loop could not be captured and runs kernel by kernel: {why}"
             warnings.warn(f"DiffusionSampler: {why}", RuntimeWarning, stacklevel=2)
         while len(self.kept) > self.capacity:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.tracking.tracker import HOOKS, HOOKS_OF_ALL, Tracker
 
 _OPTIONAL = frozenset({nn.Parameter, type(None)})
@@ -21,11 +22,8 @@ def is_exporting() -> bool:
 
 def scriptable(module: nn.Module, part: str, changed: bool) -> nn.Module:
     """Return a module, or refuse ``torch.jit.script``, which would leave out what was changed."""
-    if changed:
-        raise ValueError(
-            f"{type(module).__name__}: {part} must be as it was made where it is scripted, got "
-            f"{getattr(module, part)}"
-        )
+    whole, rule = f"{type(module).__name__}: {part}", "be as it was made where it is scripted"
+    require(not changed, whole, rule, getattr(module, part))
     return module
 
 

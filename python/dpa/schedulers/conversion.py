@@ -218,26 +218,24 @@ def check_kind(scheduler: Any) -> str:
 def _check_options(kind: str, scheduler: Any, eta: float, use_clipped_model_output: bool) -> None:
     """Raise for what the fused step cannot do."""
 
-    def refuse(option: str, value: Any, rule: str) -> None:
-        raise ValueError(f"from_diffusers: {option} must be {rule} for {kind}, got {value!r}")
+    def check(holds: bool, option: str, value: Any, rule: str) -> None:
+        require(holds, f"from_diffusers: {option}", f"be {rule} for {kind}", repr(value))
 
     defaults = inspect.signature(type(scheduler).__init__).parameters
     for option, value in dict(scheduler.config).items():
         choices = _CHOICES.get(option, {}).get(kind)
         if choices is not None:
-            if value not in choices:
-                listed = ", ".join(map(str, choices))
-                refuse(option, value, f"one of {listed}" if len(choices) > 1 else listed)
-            continue
-        if option.startswith("_") or _MEASURED.fullmatch(option):
-            continue
-        # A later version's new option is harmless at its default, which keeps the old behaviour.
-        if option not in defaults or defaults[option].default != value:
-            refuse(option, value, "left at its default, being unknown here")
-    if kind != _DDIM:
-        if eta != 0:
-            refuse("eta", eta, "0 (the option is DDIM's)")
-        if use_clipped_model_output:
-            refuse("use_clipped_model_output", True, "False (the option is DDIM's)")
-    elif not isinstance(eta, numbers.Real) or not 0 <= eta < math.inf:
-        refuse("eta", eta, "finite and at least 0")
+            listed = ", ".join(map(str, choices))
+            rule = f"one of {listed}" if len(choices) > 1 else listed
+            check(value in choices, option, value, rule)
+        elif not option.startswith("_") and not _MEASURED.fullmatch(option):
+            # A later version's new option is harmless at its default: that is the old behaviour.
+            usual = option in defaults and defaults[option].default == value
+            check(usual, option, value, "left at its default, being unknown here")
+    if kind == _DDIM:
+        finite = isinstance(eta, numbers.Real) and 0 <= eta < math.inf
+        check(finite, "eta", eta, "finite and at least 0")
+        return
+    check(eta == 0, "eta", eta, "0 (the option is DDIM's)")
+    unused, option = not use_clipped_model_output, "use_clipped_model_output"
+    check(unused, option, True, "False (the option is DDIM's)")

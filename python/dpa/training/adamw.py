@@ -38,9 +38,9 @@ class _OneOp(torch.optim.Optimizer):
         fused: bool | None = True,
     ):
         name = type(self).__name__
-        if amsgrad or differentiable:
-            option = "amsgrad" if amsgrad else "differentiable"
-            raise ValueError(f"{name}: {option} must be False, got True; torch.optim has it")
+        options = {"amsgrad": amsgrad, "differentiable": differentiable}
+        for option, value in options.items():
+            require(not value, f"{name}: {option}", "be False", "True; torch.optim has it")
         require(max_norm is None or max_norm > 0, f"{name}: max_norm", "be above 0", max_norm)
         require(isinstance(ema, EMA | None), f"{name}: ema", "be a dpa.training.EMA", type(ema))
         self.max_norm, self.ema, self.clear_grads = max_norm, ema, clear_grads

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.library.capture import can_capture, kernel_settings, no_autocast_cache
-from dpa.library.checks import require
+from dpa.library.checks import first_line, require
 from dpa.library.graphs import captured
 from dpa.tracking import is_observed
 from dpa.tracking.replacing import Replacement, put_back, replace_method, replaced
@@ -172,7 +172,7 @@ class GraphedForward(Replacement):
             known = _is_compared(self.inner)
             capture = _Capture(self.recorded, self._parts, args, kwargs, known)
         except RuntimeError as error:  # calls go on, kernel by kernel
-            self.refused[key] = str(error).partition("\n")[0]
+            self.refused[key] = first_line(error)
             warnings.warn(
                 f"graph_calls: {type(self.module).__name__} runs kernel by kernel, for its call "
                 f"could not be captured: {self.refused[key]}",
