@@ -20,6 +20,7 @@ from dpa.export.images import ImagePolicy
 from dpa.export.onnx_graph import PlainLoop, PlainStep
 from dpa.export.packages import compile_package, open_package
 from dpa.export.policy import NO_CLIP, Around, LayeredLoop, PackedLoop, PackedStep
+from dpa.library.checks import require
 from dpa.library.files import replacing
 
 __all__ = [
@@ -68,11 +69,9 @@ def export_policy(
         ValueError: for another format, or what cannot be written in it.
 
     """
-    if to not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {to}")
-    if (to == "onnx") != isinstance(policy, PlainLoop):
-        kind = type(policy).__name__
-        raise ValueError(f"format must be onnx for PlainLoop and PlainStep alone, got {to}, {kind}")
+    require(to in FORMATS, "format", f"be one of {', '.join(FORMATS)}", to)
+    right, got = (to == "onnx") == isinstance(policy, PlainLoop), f"{to}, {type(policy).__name__}"
+    require(right, "format", "be onnx for PlainLoop and PlainStep alone", got)
     checked: dict[str, Any] = {}
     with _as_it_will_run(policy), torch.no_grad():
         report("compiling")
@@ -136,8 +135,8 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
         names = [entry["name"] for entry in manifest["inputs"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         raise CheckpointError(f"{beside}: is no manifest of an exported policy") from None
-    if not isinstance(to, str) or to not in FORMATS:
-        raise CheckpointError(f"{beside}: format must be one of {', '.join(FORMATS)}, got {to!r}")
+    known, rule = isinstance(to, str) and to in FORMATS, f"be one of {', '.join(FORMATS)}"
+    require(known, f"{beside}: format", rule, repr(to), CheckpointError)
     # PyTorch opens a file whose weights are damaged, and computes with them.
     if (found := _checksum(path)) != expected:
         reason = f"its CRC-32 is {found}, that in {beside.name} {expected}"

@@ -15,6 +15,7 @@ from dpa.checkpoints.loading import Checkpoint, CheckpointError, load_checkpoint
 from dpa.export import settings
 from dpa.export.policy import Affine, Around
 from dpa.export.schedulers import USUAL_SCHEDULER
+from dpa.library.checks import require
 
 
 @dataclass
@@ -67,8 +68,8 @@ def read(path: Path, **options: Any) -> Source:
         raise CheckpointError(f"{path}: its configuration cannot be read: {reason}") from None
     for name in ("horizon", "steps"):
         value = getattr(source, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{path}: {name} must be a positive integer, got {value!r}")
+        right = value is None or (type(value) is int and value > 0)
+        require(right, f"{path}: {name}", "be a positive integer", repr(value), CheckpointError)
     return source
 
 
@@ -216,8 +217,8 @@ def _lerobot_affine(
         return torch.ones(width), torch.zeros(width)
     if mode is None:
         return None
-    if mode not in _MODES:
-        raise ValueError(f"normalization_mapping must be of {', '.join(_MODES)}, got {mode!r}")
+    rule = f"be of {', '.join(_MODES)}"
+    require(mode in _MODES, "normalization_mapping", rule, repr(mode))
     low, high = _MODES[mode]
     if any(f"{name}.{statistic}" not in statistics for statistic in (low, high)):
         return None
@@ -254,8 +255,8 @@ def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
     if settings.switch(policy, "pred_action_steps_only"):
         # The loop is as long as the chunk that is executed.
         horizon = policy.get("n_action_steps", cfg.get("n_action_steps"))
-        if horizon is None:
-            raise ValueError("pred_action_steps_only must have n_action_steps beside it, got none")
+        switch, rule = "pred_action_steps_only", "have n_action_steps beside it"
+        require(horizon is not None, switch, rule, "none")
     if scheduler:
         scheduler["_class_name"] = str(scheduler.pop("_target_", "DDPMScheduler")).rpartition(".")[
             2

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.export.policy import Around, OnPackedWeights
+from dpa.library.checks import require
 from dpa.schedulers.tables import StepTable
 
 
@@ -39,10 +40,10 @@ class ContinuingLoop(OnPackedWeights):
         warm: bool = False,
     ):
         super().__init__(unet, table, dtype, around or Around())
-        if table.x0 is None or (warm and table.levels is None):
-            raise ValueError(f"table must know its x0 and noise levels, got {type(table).__name__}")
-        if not bool((self.action_scale != 0).all()):
-            raise ValueError("around.action must have a scale without zeros, got one")
+        known = table.x0 is not None and not (warm and table.levels is None)
+        require(known, "table", "know its x0 and noise levels", type(table).__name__)
+        invertible = bool((self.action_scale != 0).all())
+        require(invertible, "around.action", "have a scale without zeros", "one")
         self.warm = warm
         to_x0, to_output = table.to_x0_and_back()
         of_output = table.x0[:, 1]
@@ -83,10 +84,5 @@ class ContinuingLoop(OnPackedWeights):
                 blended, sample, self.to_output, index, None, self.clip
             )
             output = torch.where(free | self.without_output[step], output, held)
-            step_noise: Tensor | None = None
-            if self.noise_index[step] > 0:
-                step_noise = noise[self.noise_index[step]]
-            sample = torch.ops.dpa.scheduler_step(
-                output, sample, self.coefficients, index, step_noise, self.clip
-            )
+            sample = self.advance(step, output, sample, noise)
         return torch.where(weights >= 1, last_chunk, self.unnormalised(sample))

@@ -19,7 +19,9 @@ from dpa.export.checkpoint import (
     whole_policy_config,
 )
 from dpa.export.policy import Affine, Exported
+from dpa.library.checks import require
 
+_IMAGES = "have images to be exported with --images"
 _LIMIT = 1e-4  # of the actions of a traced module, relative, beside those of the module
 
 
@@ -134,8 +136,8 @@ class ImagePolicy(nn.Module):
         ]
         expected, got = self(*others), traced(*others)
         error = float((got - expected).norm() / expected.norm())
-        if not error < _LIMIT:
-            raise ValueError(f"the encoder must be traceable, got a relative error of {error:.1e}")
+        got = f"a relative error of {error:.1e}"
+        require(error < _LIMIT, "the encoder", "be traceable", got)
         return traced
 
 
@@ -155,9 +157,8 @@ def encoder_of(source: Source, path: Path, device: torch.device, trusted: bool) 
     """
     if source.kind == "diffusion_policy":
         return _of_diffusion_policy(source, trusted).eval().to(device)
-    if source.kind != "LeRobot" or not path.is_dir():
-        rule = "a folder of LeRobot, or diffusion_policy's, with --images"
-        raise ValueError(f"checkpoint must be {rule}, got {source.kind}")
+    rule = "be a folder of LeRobot, or diffusion_policy's, with --images"
+    require(source.kind == "LeRobot" and path.is_dir(), "checkpoint", rule, source.kind)
     return _of_lerobot(path, device).eval().to(device)
 
 
@@ -169,8 +170,7 @@ def _of_lerobot(path: Path, device: torch.device) -> Encoder:
     names = ["observation.state", "observation.environment_state"]
     names = [*config.image_features, *(n for n in names if n in config.input_features)]
     affines = normalisations_of_lerobot(path, config.input_features)
-    if not config.image_features:
-        raise ValueError("checkpoint must have images to be exported with --images, got none")
+    require(config.image_features, "checkpoint", _IMAGES, "none")
     observed = [
         Observed(name, _shape(config.input_features[name], config.n_obs_steps), affines[name])
         for name in names
@@ -191,11 +191,11 @@ def _of_diffusion_policy(source: Source, trusted: bool) -> Encoder:
     assert source.loaded is not None
     config = whole_policy_config(source.loaded.config["cfg"])
     features = (config.get("shape_meta") or {}).get("obs") or {}
-    if not any(feature.get("type") == "rgb" for feature in features.values()):
-        raise ValueError("checkpoint must have images to be exported with --images, got none")
+    images = any(feature.get("type") == "rgb" for feature in features.values())
+    require(images, "checkpoint", _IMAGES, "none")
     encoder = getattr(_made(config), "obs_encoder", None)
-    if not isinstance(encoder, nn.Module):
-        raise ValueError(f"policy must have an obs_encoder, got {config.get('_target_')}")
+    got = config.get("_target_")
+    require(isinstance(encoder, nn.Module), "policy", "have an obs_encoder", got)
     rest, begin = source.loaded.rest, "obs_encoder."
     encoder.load_state_dict(
         {n.removeprefix(begin): v for n, v in rest.items() if n.startswith(begin)}
@@ -204,8 +204,8 @@ def _of_diffusion_policy(source: Source, trusted: bool) -> Encoder:
     for name, feature in features.items():
         shape = tuple(feature["shape"])
         shape = (*shape[1:], shape[0]) if feature.get("type") == "rgb" else shape
-        if not {"scale", "offset"} <= set(affines.get(name, ())):
-            raise ValueError(f"checkpoint must have a normalizer of {name}, got none")
+        known = {"scale", "offset"} <= set(affines.get(name, ()))
+        require(known, "checkpoint", f"have a normalizer of {name}", "none")
         affine = affines[name]["scale"], affines[name]["offset"]
         observed.append(Observed(name, (frames, *shape), affine))
 

@@ -25,6 +25,7 @@ from dpa.export.checkpoint import Source
 from dpa.export.images import encoder_of
 from dpa.export.policy import Exported
 from dpa.export.schedulers import left_out, make_scheduler
+from dpa.library.checks import require
 from dpa.schedulers.conversion import StepTable, from_diffusers
 
 
@@ -63,17 +64,16 @@ def make(
     """
     if choice.to == "onnx":
         _check_onnx(choice)
-    if choice.images and choice.part != "loop":
-        raise ValueError(f"part must be loop with --images, got {choice.part}")
+    alone = choice.part == "loop" or not choice.images
+    require(alone, "part", "be loop with --images", choice.part)
     report("packing")
     device = _device(choice.device)
     encoder = None
     if choice.images:
         encoder = encoder_of(source, checkpoint, device, choice.trusted)
     around = source.around if encoder is None else Around(action=source.around.action)
-    if source.unet.local_cond_dim:
-        got = source.unet.local_cond_dim
-        raise ValueError(f"U-Net must have no local_cond to be exported, got a width of {got}")
+    width, rule = source.unet.local_cond_dim, "have no local_cond to be exported"
+    require(not width, "U-Net", rule, f"a width of {width}")
     scheduler = make_scheduler(source.scheduler, choice.scheduler)
     table = _table(source, choice, scheduler)
     assumed = [*source.assumed, *left_out(source.scheduler, scheduler)]
@@ -82,8 +82,7 @@ def make(
     if horizon is None:
         horizon = -(-16 // multiple) * multiple
         assumed.append(f"horizon: the file does not name it; assumed {horizon} (--horizon)")
-    if horizon % multiple:
-        raise ValueError(f"horizon must be a multiple of {multiple} here, got {horizon}")
+    require(horizon % multiple == 0, "horizon", f"be a multiple of {multiple} here", horizon)
     policy = _policy(choice, source.unet.to(device), table, around)
     shape = (choice.batch, horizon, source.unet.final_conv[-1].weight.shape[0])
     inputs = {"observation": torch.zeros(choice.batch, source.observation_dim)}
@@ -113,8 +112,8 @@ def _table(source: Source, choice: Choice, scheduler: Any) -> StepTable:
         table = from_diffusers(scheduler, steps, **source.step_options, **loop)
     except (AttributeError, TypeError) as error:  # another class, or options of another type
         raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
-    if type(table) is not StepTable:
-        raise ValueError(f"scheduler must be DDPM or DDIM to be exported, got {type(scheduler)}")
+    rule = "be DDPM or DDIM to be exported"
+    require(type(table) is StepTable, "scheduler", rule, type(scheduler))
     return table
 
 
@@ -143,20 +142,18 @@ def _inputs_of_loop(part: str, table: StepTable, shape: tuple[int, ...]) -> dict
 
 def _check_onnx(choice: Choice) -> None:
     """Refuse what an ONNX file leaves to the runtime that opens it."""
-    if choice.part == "continuing":
-        raise ValueError("part must be loop or step with --to onnx, got continuing")
+    one = choice.part != "continuing"
+    require(one, "part", "be loop or step with --to onnx", choice.part)
     wanted = {"device": "cpu", "dtype": "float32", "layers": False, "images": False}
     for name, value in wanted.items():
-        if (got := getattr(choice, name)) != value:
-            raise ValueError(
-                f"{name} must be left out with --to onnx, whose runtime chooses it, got {got}"
-            )
+        got, rule = getattr(choice, name), "be left out with --to onnx, whose runtime chooses it"
+        require(got == value, name, rule, got)
 
 
 def _device(name: str) -> torch.device:
     kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be cpu here: PyTorch sees no GPU, got {name}")
+    right = kind in ("cpu", "cuda") and (not number or number.isdigit())
+    require(right, "device", "be cpu, cuda or cuda:N", name)
+    here = kind == "cpu" or torch.cuda.is_available()
+    require(here, "device", "be cpu here: PyTorch sees no GPU", name)
     return torch.device(name)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpa.export.policy import NO_CLIP, Around, Exported
+from dpa.library.checks import first_line, require
 from dpa.packed.agreement import relative_error
 from dpa.reference import plain
 from dpa.schedulers.conversion import StepTable
@@ -140,8 +141,8 @@ def graph_of(policy: nn.Module, inputs: dict[str, Tensor], outputs: Sequence[str
                 output_names=list(outputs),
             )
         except Exception as error:  # whatever the exporter makes of a layer that it does not know
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"it cannot be written in ONNX operators: {reason}") from error
+            reason = f"it cannot be written in ONNX operators: {first_line(error)}"
+            raise ValueError(reason) from error
     return buffer.getvalue()
 
 
@@ -167,10 +168,8 @@ def check(
     got = _run(_session(content), random)
     pairs = zip(got, [wanted] if isinstance(wanted, Tensor) else wanted, strict=True)
     error = max(relative_error(ours, theirs) for ours, theirs in pairs)
-    if not error < LIMIT:
-        raise ValueError(
-            f"ONNX Runtime's result must be within {LIMIT:g} of PyTorch's, got {error:.1e}"
-        )
+    rule, got = f"be within {LIMIT:g} of PyTorch's", f"{error:.1e}"
+    require(error < LIMIT, "ONNX Runtime's result", rule, got)
     return {"by": f"ONNX Runtime {onnxruntime.__version__}", "error": error, "limit": LIMIT}
 
 

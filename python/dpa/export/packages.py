@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import io
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.export.policy import LayeredLoop
+from dpa.library.holding import holding
 
 
 def compile_package(policy: nn.Module, arguments: tuple[Tensor, ...]) -> bytes:
@@ -68,15 +68,8 @@ def _shared_libraries() -> list[str]:
     return [f":{name}"] if Path(found).is_absolute() else []
 
 
-@contextmanager
-def _vector_probe(enabled: bool) -> Iterator[None]:
+def _vector_probe(enabled: bool) -> AbstractContextManager[None]:
     """Let PyTorch probe the CPU's vector instructions, or make it assume none."""
     from torch._inductor import cpu_vec_isa
 
-    probe = cpu_vec_isa.valid_vec_isa_list
-    if not enabled:
-        cpu_vec_isa.valid_vec_isa_list = list
-    try:
-        yield
-    finally:
-        cpu_vec_isa.valid_vec_isa_list = probe
+    return nullcontext() if enabled else holding(cpu_vec_isa, valid_vec_isa_list=list)

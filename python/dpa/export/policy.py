@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpa.library.checks import require
 from dpa.packed.unet import PackedUnet
 from dpa.schedulers.conversion import StepTable
 
@@ -37,11 +38,10 @@ class Exported(nn.Module):
 
     def __init__(self, table: StepTable, around: Around):
         super().__init__()
-        if type(table) is not StepTable:
-            raise ValueError(f"table must be a StepTable to be exported, got {type(table)}")
-        if table.init_noise_sigma != 1:
-            rule = "start from unscaled noise to be exported"
-            raise ValueError(f"table must {rule}, got {table.init_noise_sigma} times it")
+        single, sigma = type(table) is StepTable, table.init_noise_sigma
+        require(single, "table", "be a StepTable to be exported", type(table))
+        rule = "start from unscaled noise to be exported"
+        require(sigma == 1, "table", rule, f"{sigma} times it")
         self.conditioned = True
         self.encoder = nn.Identity() if around.encoder is None else around.encoder
         self.steps = len(table)
@@ -50,6 +50,7 @@ class Exported(nn.Module):
         numbers = iter(range(1, self.steps + 1))
         # The index into ``noise`` of each step; 0 is the initial sample and stands for none.
         self.noise_index = [next(numbers) if noisy else 0 for noisy in table.draws_noise]
+        self.noisy = any(table.draws_noise)
         one, zero = torch.ones(1), torch.zeros(1)
         for name in ("observation", "action"):
             scale, offset = getattr(around, name) or (one, zero)
@@ -66,6 +67,15 @@ class Exported(nn.Module):
         if self.conditioned:
             cond = self.encoder(observation * self.observation_scale + self.observation_offset)
         return cond
+
+    def advance(self, step: int, output: Tensor, sample: Tensor, noise: Tensor) -> Tensor:
+        """Return the sample after a step; ``noise`` is that of the whole loop."""
+        step_noise: Tensor | None = None
+        if self.noise_index[step] > 0:
+            step_noise = noise[self.noise_index[step]]
+        return torch.ops.dpa.scheduler_step(
+            output, sample, self.coefficients, self.index[step], step_noise, self.clip
+        )
 
     @torch.jit.unused
     def normalisation(self) -> dict[str, dict[str, list[float]]]:
@@ -114,12 +124,7 @@ class LayeredLoop(Exported):
         for step in range(self.steps):
             timestep = self.timesteps[step].expand(sample.shape[0])
             output = self.unet(sample.to(self.dtype), timestep, None, cond).to(torch.float32)
-            step_noise: Tensor | None = None
-            if self.noise_index[step] > 0:
-                step_noise = noise[self.noise_index[step]]
-            sample = torch.ops.dpa.scheduler_step(
-                output, sample, self.coefficients, self.index[step], step_noise, self.clip
-            )
+            sample = self.advance(step, output, sample, noise)
         return self.unnormalised(sample)
 
 
@@ -135,9 +140,8 @@ class OnPackedWeights(Exported):
     ):
         super().__init__(table, around)
         network = PackedUnet(unet, dtype)
-        if not network.network.called_alike:
-            kind = type(unet).__name__
-            raise ValueError(f"unet must take what the original takes to be exported, got {kind}")
+        alike, rule = network.network.called_alike, "take what the original takes to be exported"
+        require(alike, "unet", rule, type(unet).__name__)
         self.dtype = dtype
         self.config = network.config
         self.conditioned = network.network.arguments.get("global_cond_dim") is not None
@@ -147,11 +151,9 @@ class OnPackedWeights(Exported):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # A GPU could not tell bytes that a CPU packed: reading their mark would stop the stream.
         here, there = self.weights.device.type, fn(self.weights[:0]).device.type
-        if here != there:
-            raise ValueError(
-                f"{type(self).__name__}: weights must stay on the kind of device that packed them, "
-                f"{here}, got {there}: make another of the network there"
-            )
+        rule = f"stay on the kind of device that packed them, {here}"
+        got = f"{there}: make another of the network there"
+        require(here == there, f"{type(self).__name__}: weights", rule, got)
         return super()._apply(fn, recurse)
 
 
@@ -172,20 +174,10 @@ class PackedLoop(OnPackedWeights):
 
     """
 
-    def __init__(
-        self,
-        unet: nn.Module,
-        table: StepTable,
-        dtype: torch.dtype = torch.float32,
-        around: Around = Around(),
-    ):
-        super().__init__(unet, table, dtype, around)
-        self.any_noise = any(index > 0 for index in self.noise_index)
-
     def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
         """Map (B, Do) and (1 + noisy steps, B, T, Da), float32, to actions (B, T, Da), float32."""
         step_noise: Tensor | None = None
-        if self.any_noise:
+        if self.noisy:
             # The coefficient of a step without noise is 0, so any entry will do.
             step_noise = noise.index_select(0, self.entries)
         sample = torch.ops.dpa.diffusion_sample_by_name(

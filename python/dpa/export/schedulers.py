@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpa.library.checks import first_line
+
 # The usual configuration, for checkpoints that hold none.
 USUAL_SCHEDULER = {
     "_class_name": "DDPMScheduler",
@@ -41,8 +43,8 @@ def make_scheduler(config: Mapping[str, Any], kind: str | None) -> Any:
     try:
         return made(**{option: value for option, value in config.items() if option in known})
     except Exception as error:  # whatever diffusers' code makes of these values
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"scheduler must have options that {name} takes, got: {reason}") from None
+        reason = f"scheduler must have options that {name} takes, got: {first_line(error)}"
+        raise ValueError(reason) from None
 
 
 def left_out(config: Mapping[str, Any], scheduler: Any) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from dpa.library.checks import require
+
 # Of diffusion_policy's policies: their loop passes these on to the scheduler's step.
 STEP_OPTIONS = ("eta", "use_clipped_model_output")
 # Settings that are read, and may be expressions of omegaconf.
@@ -69,8 +71,8 @@ def unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> lis
 def switch(given: Mapping[str, Any], name: str) -> bool:
     """Return a setting that is true or false; false where it is missing."""
     value = given.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
+    right = value is None or isinstance(value, bool)
+    require(right, name, "be true or false", repr(value))
     return bool(value)
 
 
