@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from dpa.cli.options import Device, Dtype, Ema, Json, Prefix, TrustPickle, located
+from dpa.cli.options import (
+    Device,
+    Dtype,
+    Ema,
+    Json,
+    Prefix,
+    Steps,
+    TrustPickle,
+    located,
+    torch_dtype,
+)
 
 HELP = """Measure a checkpoint, or this machine, beside eager PyTorch.
 
@@ -56,54 +66,61 @@ class Part(str, enum.Enum):
     curves = "curves"
 
 
+Subject = Annotated[
+    str | None,
+    typer.Argument(metavar="CHECKPOINT", help="As of dpa explain; without it this machine."),
+]
+Weights = Annotated[Dtype | None, typer.Option(help="Of the accelerated checkpoint's weights.")]
+Seconds = Annotated[
+    float, typer.Option(min=0, help="Of measuring the checkpoint, after it is loaded.")
+]
+Out = Annotated[Path, typer.Option(file_okay=False, help="Folder for the JSON file and the plots.")]
+Only = Annotated[
+    Part,
+    typer.Option(help="A part alone: ops, sampler or images; with --train one of the others."),
+]
+Networks = Annotated[str | None, typer.Option(help="Of the sampler, with commas; by default all.")]
+Batches = Annotated[
+    str | None,
+    typer.Option(help="Of the sampler's steps; by default 1 and the policy's many, 16 or 8."),
+]
+Plain = Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")]
+TrainSteps = Annotated[
+    int, typer.Option(help="Of the policy that is sampled in parallel; 0 leaves that out.")
+]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="One network, one sample, fewer rounds: a minute.")
+]
+Training = Annotated[
+    bool, typer.Option("--train", help="Training steps and what they must reach, alone.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the parts that OUT's file does not have.")
+]
+
+
 def bench(
-    checkpoint: Annotated[
-        str | None,
-        typer.Argument(metavar="CHECKPOINT", help="As of dpa explain; without it this machine."),
-    ] = None,
+    checkpoint: Subject = None,
     device: Device = "auto",
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the accelerated checkpoint's weights.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0, help="Of measuring the checkpoint, after it is loaded.")
-    ] = 20.0,
+    dtype: Weights = None,
+    steps: Steps = None,
+    seconds: Seconds = 20.0,
     prefix: Prefix = None,
     ema: Ema = True,
     trust_pickle: TrustPickle = False,
-    out: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the plots.")
-    ] = Path("out/bench"),
-    only: Annotated[
-        Part,
-        typer.Option(help="A part alone: ops, sampler or images; with --train one of the others."),
-    ] = Part.all,
-    networks: Annotated[
-        str | None, typer.Option(help="Of the sampler, with commas; by default all.")
-    ] = None,
-    batches: Annotated[
-        str | None,
-        typer.Option(help="Of the sampler's steps; by default 1 and the policy's many, 16 or 8."),
-    ] = None,
-    plain: Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")] = True,
-    train_steps: Annotated[
-        int, typer.Option(help="Of the policy that is sampled in parallel; 0 leaves that out.")
-    ] = 1000,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One network, one sample, fewer rounds: a minute.")
-    ] = False,
-    training: Annotated[
-        bool, typer.Option("--train", help="Training steps and what they must reach, alone.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the parts that OUT's file does not have.")
-    ] = False,
+    out: Out = Path("out/bench"),
+    only: Only = Part.all,
+    networks: Networks = None,
+    batches: Batches = None,
+    plain: Plain = True,
+    train_steps: TrainSteps = 1000,
+    profile: Profile = False,
+    quick: Quick = False,
+    training: Training = False,
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Measure a checkpoint, or this machine, beside eager PyTorch."""
@@ -114,19 +131,9 @@ def bench(
     from dpa.bench import command
 
     names = networks and [part.strip() for part in networks.split(",")]
+    what = out, only.value, names or command.NETWORKS, batches and _sizes(batches)
     try:
-        options = command.Options(
-            out,
-            only.value,
-            names or command.NETWORKS,
-            batches and _sizes(batches),
-            plain,
-            train_steps,
-            profile,
-            quick,
-            training,
-            resume,
-        )
+        options = command.Options(*what, plain, train_steps, profile, quick, training, resume)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     results, files = command.bench(options)
@@ -154,13 +161,11 @@ def _checkpoint(
     reading: dict[str, Any],
     as_json: bool,
 ) -> None:
-    import torch
     from rich.console import Console
 
     from dpa.bench.checkpoint import Options, measure
 
-    path = located(checkpoint)
-    weights = None if dtype is None else getattr(torch, dtype.value)
+    path, weights = located(checkpoint), torch_dtype(dtype)
     with Console(stderr=True).status("measuring plain and accelerated calls in turns"):
         found = measure(Options(path, device, weights, steps, seconds, reading))
     if as_json:

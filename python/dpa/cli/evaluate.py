@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dpa.cli.options import Checkpoint, Device, Dtype, Json, Mode, located
+from dpa.cli.options import Checkpoint, Device, Dtype, Json, Mode, located, torch_dtype
 
 HELP = """Run a LeRobot checkpoint in closed loop in a simulator.
 
@@ -46,7 +46,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Run a LeRobot checkpoint in closed loop in a simulator."""
-    import torch
     from rich.console import Console
 
     from dpa.eval.pipeline import Options
@@ -56,11 +55,10 @@ def evaluate(
         raise typer.BadParameter("--plain and --compare exclude each other")
     path = located(checkpoint)
     kinds = ("plain", "accelerated") if compare else ("plain" if plain else "accelerated",)
-    weights = None if dtype is None else getattr(torch, dtype.value)
     console = Console(stderr=as_json)
-    options = Options(
-        path, env, episodes, seed, kinds, weights, mode.value, steps, max_steps, device, video
-    )
+    limits = steps, max_steps, device, video
+    kind = kinds, torch_dtype(dtype), mode.value
+    options = Options(path, env, episodes, seed, *kind, *limits)
     results = run(options, console)
     if as_json:
         print(json.dumps(results, indent=2))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpa.cli.options import Checkpoint, Ema, Prefix, TrustPickle, located
+from dpa.cli.options import Checkpoint, Ema, Prefix, Steps, TrustPickle, located
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,53 +71,58 @@ class Scheduler(str, enum.Enum):
     DDPM = "DDPM"
 
 
+To = Annotated[Format, typer.Option(help="What kind of file.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False, help="The file; by default policy.pt, .pt2 or .onnx beside CHECKPOINT."
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")]
+Precision = Annotated[Dtype, typer.Option(help="Of the network.")]
+PartOfIt = Annotated[
+    Part, typer.Option(help="The loop, one step of it, or the loop that continues the last chunk.")
+]
+FirstStep = Annotated[
+    int, typer.Option(min=0, help="The step that begins with the last chunk (--part continuing).")
+]
+Layers = Annotated[
+    bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
+]
+Images = Annotated[bool, typer.Option("--images", help="From camera images: the encoders too.")]
+Kind = Annotated[Scheduler | None, typer.Option(help="By default the checkpoint's.")]
+SchedulerConfig = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="A scheduler_config.json of diffusers, for a bare U-Net."
+    ),
+]
+Horizon = Annotated[
+    int | None, typer.Option(min=1, help="Actions in a chunk; by default the checkpoint's.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Observations of a call.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")]
+
+
 def export(
     checkpoint: Checkpoint,
-    to: Annotated[Format, typer.Option(help="What kind of file.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False, help="The file; by default policy.pt, .pt2 or .onnx beside CHECKPOINT."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")] = "cpu",
-    dtype: Annotated[Dtype, typer.Option(help="Of the network.")] = Dtype.float32,
-    part: Annotated[
-        Part,
-        typer.Option(help="The loop, one step of it, or the loop that continues the last chunk."),
-    ] = Part.loop,
-    first_step: Annotated[
-        int,
-        typer.Option(min=0, help="The step that begins with the last chunk (--part continuing)."),
-    ] = 0,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
-    ] = False,
-    images: Annotated[
-        bool, typer.Option("--images", help="From camera images: the encoders too.")
-    ] = False,
-    scheduler: Annotated[
-        Scheduler | None, typer.Option(help="By default the checkpoint's.")
-    ] = None,
-    scheduler_config: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="A scheduler_config.json of diffusers, for a bare U-Net.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
-    ] = None,
-    horizon: Annotated[
-        int | None, typer.Option(min=1, help="Actions in a chunk; by default the checkpoint's.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Observations of a call.")] = 1,
+    to: To,
+    out: Out = None,
+    device: Device = "cpu",
+    dtype: Precision = Dtype.float32,
+    part: PartOfIt = Part.loop,
+    first_step: FirstStep = 0,
+    layers: Layers = False,
+    images: Images = False,
+    scheduler: Kind = None,
+    scheduler_config: SchedulerConfig = None,
+    steps: Steps = None,
+    horizon: Horizon = None,
+    batch: Batch = 1,
     prefix: Prefix = None,
     ema: Ema = True,
     trust_pickle: TrustPickle = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a policy's denoising loop into one file."""
     from rich.console import Console
@@ -151,11 +156,15 @@ def export(
         console.print(f"[yellow]note[/yellow] {line}", highlight=False)
     if as_json:
         print(json.dumps(manifest))
-        return
+    else:
+        _show(manifest, f"{dtype.value} on {device}", path, console)
+
+
+def _show(manifest: dict[str, Any], runs: str, path: Path, console: Console) -> None:
     shapes = ", ".join(f"{entry['name']} {tuple(entry['shape'])}" for entry in manifest["inputs"])
-    what = f"{manifest['steps']} steps of {manifest['scheduler']}, {dtype.value} on {device}"
+    what = f"{manifest['steps']} steps of {manifest['scheduler']}, {runs}"
     console.print(f"{manifest['checkpoint']}: {what}\ninputs: {shapes}", highlight=False)
-    if to is Format.onnx:
+    if "checked" in manifest:
         console.print(_verdict(manifest["checked"]), highlight=False)
     console.print(f"wrote {path} and {path}.json", highlight=False)
 

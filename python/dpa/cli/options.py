@@ -5,9 +5,14 @@ from __future__ import annotations
 import enum
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from dpa.library.checks import first_line
+
+if TYPE_CHECKING:
+    import torch
 
 Checkpoint = Annotated[
     str,
@@ -24,6 +29,10 @@ TrustPickle = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda or cuda:N.")]
+
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
+]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -42,6 +51,13 @@ class Mode(str, enum.Enum):
     loop = "loop"
     step = "step"
     chain = "chain"
+
+
+def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
+    """The dtype of that name; None of none."""
+    import torch
+
+    return None if dtype is None else getattr(torch, dtype.value)
 
 
 def located(checkpoint: str) -> Path:
@@ -74,8 +90,7 @@ def located(checkpoint: str) -> Path:
             "is private or gated needs `hf auth login`)",
         ) from None
     except Exception as error:  # no network, a proxy's refusal, a full disk: of many types
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RuntimeError(
-            f"{checkpoint}: there is no such file here, and the Hub cannot be reached ({reason}): "
-            "give the path of a folder that is here"
+            f"{checkpoint}: there is no such file here, and the Hub cannot be reached "
+            f"({first_line(error)}): give the path of a folder that is here"
         ) from None

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from dpa.cli.options import Checkpoint, Device, Dtype, Ema, Json, Prefix, TrustPickle, located
+from dpa.cli.options import (
+    Checkpoint,
+    Device,
+    Dtype,
+    Ema,
+    Json,
+    Prefix,
+    Steps,
+    TrustPickle,
+    located,
+    torch_dtype,
+)
 
 HELP = """Show where a call of a policy goes, before and after acceleration.
 
@@ -35,9 +46,7 @@ def profile(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of the accelerated policy's weights.")
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
-    ] = None,
+    steps: Steps = None,
     seconds: Annotated[float, typer.Option(min=0, help="Of measuring.")] = 20.0,
     prefix: Prefix = None,
     ema: Ema = True,
@@ -45,7 +54,6 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Show where a call of a policy goes, before and after acceleration."""
-    import torch
     from rich.console import Console
 
     from dpa.bench.call_profile import picture
@@ -54,8 +62,7 @@ def profile(
 
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"--out must end in .png, .svg or .pdf, got {out.name}")
-    path = located(checkpoint)
-    weights = None if dtype is None else getattr(torch, dtype.value)
+    path, weights = located(checkpoint), torch_dtype(dtype)
     reading = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
     with Console(stderr=True).status("measuring the parts of plain and accelerated calls in turns"):
         found = measure(Options(path, device, weights, steps, seconds, reading))

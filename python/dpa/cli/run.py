@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dpa.cli.options import Dtype, Mode
+from dpa.cli.options import Dtype, Mode, torch_dtype
 
 HELP = """Run a program of others with its policies accelerated, as `python` would run it.
 
@@ -52,18 +52,15 @@ def run(
     """Run a program of others with its policies accelerated."""
     import os
 
-    import torch
-
     from dpa.acceleration.construction import accelerate_new, options_from
 
     if not program:
         raise ValueError("PROGRAM must be a script, or with -m a module, got nothing")
     options = options_from(os.environ)
-    given = {"mode": mode and mode.value, "tolerance": tolerance, "graphs": graphs}
-    if dtype is not None:
-        given["dtype"] = getattr(torch, dtype.value)
+    wanted = {"mode": mode and mode.value, "tolerance": tolerance, "graphs": graphs}
+    wanted["dtype"] = torch_dtype(dtype)
     if options is not None:
-        options |= {name: value for name, value in given.items() if value is not None}
+        options |= {name: value for name, value in wanted.items() if value is not None}
         accelerate_new(_say, tuple(policy or ()), **options)
     name, *arguments = program
     if not module and not Path(name).is_file():
