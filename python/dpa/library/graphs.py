@@ -135,19 +135,21 @@ class GraphCache:
     Calls from several streams or threads are safe: one waits for the other.
 
     Attributes:
+        capacity: how many are kept.
         kept: what is held by its key, the latest used last.
 
     """
 
-    def __init__(self, capacity: int = 8):
-        self.capacity = capacity
+    capacity = 8
+
+    def __init__(self) -> None:
         self.refused: dict[Hashable, str] = {}
         self.kept: OrderedDict[Hashable, Any] = OrderedDict()
         self.lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, or what a pickle brings back, captures anew.
-        return (type(self), (self.capacity,))
+        return type(self), ()
 
     def __len__(self) -> int:
         """Return how many are held."""

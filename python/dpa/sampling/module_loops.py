@@ -52,8 +52,8 @@ class ModuleLoops(LoopGraphs):
 
     """
 
-    def __init__(self, capacity: int = 8):
-        super().__init__(capacity)
+    def __init__(self) -> None:
+        super().__init__()
         self._misses = 0
         self.untraced: dict[Hashable, str] = {}
 
