@@ -254,9 +254,8 @@ class ConditionalUnet1D(nn.Module):
             return False
         time = _TIME_LAYERS.of(self) or []
         linear = [*([weight] for weight in time[::2]), film[0]]
-        layers = [layer for level in self.down_modules for layer in level]
-        layers += [*self.mid_modules, *(layer for level in self.up_modules for layer in level)]
-        pack_ahead.begin(linear, [*layers, *self.final_conv], sample)
+        parts = (*self.down_modules, self.mid_modules, *self.up_modules, self.final_conv)
+        pack_ahead.begin(linear, [layer for part in parts for layer in part], sample)
         return True
 
     @torch.jit.unused

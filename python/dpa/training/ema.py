@@ -71,7 +71,8 @@ class EMA:
         self.power, self.max_decay, self.min_decay = power, max_decay, min_decay
         self.inv_gamma = inv_gamma
         self._updates = 0
-        self._count: Tensor | None = None  # of the updates, where an optimizer makes them
+        # Of the updates, where an optimizer makes them: int64 on the device of the averages.
+        self.count: Tensor | None = None
         self.averages = [self._copy(parameter) for parameter in model.parameters()]
 
     @staticmethod
@@ -83,13 +84,13 @@ class EMA:
     @property
     def updates(self) -> int:
         """How many there have been; where an optimizer makes them, read from the device."""
-        return self._updates if self._count is None else int(self._count)
+        return self._updates if self.count is None else int(self.count)
 
     @updates.setter
     def updates(self, value: int) -> None:
         self._updates = value
-        if self._count is not None:
-            self._count.fill_(value)
+        if self.count is not None:
+            self.count.fill_(value)
 
     @property
     def schedule(self) -> list[float]:
@@ -107,7 +108,7 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the model; call it after the optimizer's step."""
-        if self._count is not None:
+        if self.count is not None:
             raise RuntimeError("EMA: update must be left to the optimizer that these averages have")
         averaged, copied = self._parts()
         if averaged:
@@ -129,14 +130,9 @@ class EMA:
 
     def attach(self) -> None:
         """Count updates on the device: an optimizer's step makes them from now on."""
-        require(self._count is None, "EMA: averages", "have one optimizer", "a second one")
+        require(self.count is None, "EMA: averages", "have one optimizer", "a second one")
         device = self.averages[0].device if self.averages else "cpu"
-        self._count = torch.tensor(self._updates, device=device)
-
-    @property
-    def count(self) -> Tensor:
-        """The number of updates, one int64 on the device of the averages."""
-        return self._count
+        self.count = torch.tensor(self._updates, device=device)
 
     def averaged(self) -> dict[int, Tensor]:
         """The averages that an optimizer's op may move, by the identities of their parameters."""
