@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import expm1
 from typing import Any
 
 import torch
@@ -111,9 +112,8 @@ def _ddpm(agent: Any) -> StepTable:
         row = _row(agent, clip, (math.sqrt(bar), math.sqrt(1 - bar)), weights)
         row[5] = math.sqrt(beta * (1 - before) / (1 - bar)) if t else 0.0
         rows.append(row)
-    moments = torch.arange(agent.diffusion_steps - 1, -1, -1, device="cpu")
-    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    return StepTable(moments, coefficients, clip, (*[True] * (len(rows) - 1), False))
+    steps = list(reversed(range(agent.diffusion_steps)))
+    return table_of(steps, rows, clip, (*[True] * (len(rows) - 1), False))
 
 
 # ----------------------------- DiscreteDiffusionSDE -----------------------------
@@ -155,8 +155,8 @@ def _sde(
     order = [*range(count, 0, -1), *[1] * again]
     for i in order:
         h = float(snr[i - 1] - snr[i])
-        now, after = (float(alphas[i]), float(sigmas[i])), (alphas[i - 1], sigmas[i - 1])
-        *weights, noise = _WEIGHTS[solver](now, tuple(map(float, after)), h)
+        now, after = ((float(alphas[n]), float(sigmas[n])) for n in (i, i - 1))
+        *weights, noise = _WEIGHTS[solver](*now, *after, h)
         ago = 0.0
         if solver.endswith("2M") and i < count:
             ratio = 0.5 * h / float(snr[i] - snr[i + 1])
@@ -167,53 +167,31 @@ def _sde(
         rows.append(row)
         history.append((ago,))
         noisy.append(adds_noise)
-    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    return table_of(places[order], coefficients, clip, tuple(noisy), history)
+    return table_of(places[order], rows, clip, noisy, history)
 
 
-_Levels = tuple[float, float]
-
-
-def _ancestral(now: _Levels, after: _Levels, h: float) -> tuple[float, ...]:
-    (a, s), (a2, s2) = now, after
+def _ancestral(a: float, s: float, a2: float, s2: float, h: float) -> tuple[float, ...]:
     noise = s2 / s * math.sqrt(1 - (a / a2) ** 2)
     return a2 / a, math.sqrt(s2**2 - noise**2 + 1e-8) - a2 / a * s, 0.0, noise
 
 
+def _sde_1(a: float, s: float, a2: float, s2: float, h: float) -> tuple[float, ...]:
+    return a2 / a, -2 * s2 * expm1(h), 0.0, s2 * math.sqrt(expm1(2 * h))
+
+
+def _sde_pp(a: float, s: float, a2: float, s2: float, h: float) -> tuple[float, ...]:
+    return s2 / s * math.exp(-h), 0.0, -a2 * expm1(-2 * h), s2 * math.sqrt(-expm1(-2 * h))
+
+
 # The weights of the sample, of epsilon, of x0 and of noise, from the levels of x0 and of noise now
 # and after the step, and the difference of their logarithms' ratios.
-_WEIGHTS = {
+_WEIGHTS: dict[str, Callable[..., tuple[float, ...]]] = {
     "ddpm": _ancestral,
-    "ddim": lambda now, after, h: (
-        after[0] / now[0],
-        after[1] - after[0] * now[1] / now[0],
-        0.0,
-        0.0,
-    ),
-    "ode_dpmsolver_1": lambda now, after, h: (
-        after[0] / now[0],
-        -after[1] * math.expm1(h),
-        0.0,
-        0.0,
-    ),
-    "ode_dpmsolver++_1": lambda now, after, h: (
-        after[1] / now[1],
-        0.0,
-        -after[0] * math.expm1(-h),
-        0.0,
-    ),
-    "sde_dpmsolver_1": lambda now, after, h: (
-        after[0] / now[0],
-        -2 * after[1] * math.expm1(h),
-        0.0,
-        after[1] * math.sqrt(math.expm1(2 * h)),
-    ),
-    "sde_dpmsolver++_1": lambda now, after, h: (
-        after[1] / now[1] * math.exp(-h),
-        0.0,
-        -after[0] * math.expm1(-2 * h),
-        after[1] * math.sqrt(-math.expm1(-2 * h)),
-    ),
+    "ddim": lambda a, s, a2, s2, h: (a2 / a, s2 - a2 * s / a, 0.0, 0.0),
+    "ode_dpmsolver_1": lambda a, s, a2, s2, h: (a2 / a, -s2 * expm1(h), 0.0, 0.0),
+    "ode_dpmsolver++_1": lambda a, s, a2, s2, h: (s2 / s, 0.0, -a2 * expm1(-h), 0.0),
+    "sde_dpmsolver_1": _sde_1,
+    "sde_dpmsolver++_1": _sde_pp,
 }
 _WEIGHTS["ode_dpmsolver++_2M"] = _WEIGHTS["ode_dpmsolver++_1"]
 _WEIGHTS["sde_dpmsolver++_2M"] = _WEIGHTS["sde_dpmsolver++_1"]
@@ -255,53 +233,45 @@ def _edm(agent: Any, count: int = 5, solver: str = "euler") -> StepTable:
             take(after, half, kept - half, part / 2 - kept * part)
     moments = torch.tensor(passed, dtype=torch.float64, device="cpu")
     scales = 1 / (agent.sigma_data**2 + moments**2).sqrt()
-    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    steps = (0.25 * moments.log()).float(), coefficients, clip, (False,) * len(rows)
-    table = table_of(*steps, history, follows=True)
-    return table.scaled(scales, agent.sigma_max)
+    steps = (0.25 * moments.log()).float(), rows, clip, (False,) * len(rows)
+    return table_of(*steps, history, follows=True).scaled(scales, agent.sigma_max)
 
 
-_KNOWS = _OF_ALL | {"use_ema", "mask_cfg", "temperature", "condition_cg", "w_cg", *_NEUTRAL}
-_UNUSED = ("model",)  # in training; calls that use it are the original's
-_SHARED: dict[str, Any] = {"scheduler": None, "steps": None, "holders": ()}
-CLEAN_DDPM = Loop(
-    "sample",
-    functools.partial(_network, "DDPM"),
-    _begin_ddpm,
-    _end_ddpm,
-    table=_ddpm,
-    needs=_OF_ALL | {"temperature"},
-    knows=_KNOWS | {"kwargs"},
-    changing=_UNUSED,
-    **_SHARED,
+_KNOWS = _OF_ALL | {"use_ema", "mask_cfg", "temperature", "condition_cg", "w_cg", "kwargs"}
+_KNOWS |= _NEUTRAL.keys()
+_OF_SDES = frozenset(
+    {"sample_step_schedule", "diffusion_x_sampling_steps", "warm_start_forward_level"}
 )
-CLEAN_SDE = Loop(
-    "sample",
-    functools.partial(_network, "DiscreteDiffusionSDE"),
-    _begin_sde,
-    _end_sde,
-    table=_sde,
-    needs=_OF_ALL | {"sample_step_schedule"},
-    knows=_KNOWS
-    | {
-        "solver",
-        "sample_step_schedule",
-        "diffusion_x_sampling_steps",
-        "warm_start_forward_level",
-        "kwargs",
-    },
-    changing=_UNUSED,
-    **_SHARED,
-)
-CLEAN_EDM = Loop(
-    "sample",
-    functools.partial(_network, "EDM"),
-    _begin_edm,
-    _end_edm,
-    table=_edm,
-    needs=_OF_ALL | {"solver"},
-    knows=_KNOWS | {"solver", "kwargs"},
-    changing=(*_UNUSED, "sample_steps", "sigma_s", "t_s", "scale_s", "dot_sigma_s", "dot_scale_s")
-    + ("x_weight_s", "D_weight_s"),
-    **_SHARED,
-)
+_OF_SIGMAS = ("sigma_s", "t_s", "scale_s", "dot_sigma_s", "dot_scale_s", "x_weight_s", "D_weight_s")
+
+
+def _loop(
+    kind: str,
+    begin: Callable[..., LoopCall | None],
+    end: Callable[..., Any],
+    table: Callable[..., StepTable],
+    has: str,
+    known: frozenset[str] = frozenset(),
+    changing: tuple[str, ...] = (),
+) -> Loop:
+    """Return the loop of a kind of agents, whose ``sample`` has an argument of that name."""
+    return Loop(
+        "sample",
+        functools.partial(_network, kind),
+        begin,
+        end,
+        table=table,
+        needs=_OF_ALL | {has},
+        knows=_KNOWS | known,
+        changing=("model", *changing),  # in training; calls that use it are the original's
+        scheduler=None,
+        steps=None,
+        holders=(),
+    )
+
+
+CLEAN_DDPM = _loop("DDPM", _begin_ddpm, _end_ddpm, _ddpm, "temperature")
+_SDE = "DiscreteDiffusionSDE", _begin_sde, _end_sde, _sde, "sample_step_schedule"
+CLEAN_SDE = _loop(*_SDE, known=_OF_SDES | {"solver"})
+_EDM = "EDM", _begin_edm, _end_edm, _edm, "solver"
+CLEAN_EDM = _loop(*_EDM, known=frozenset({"solver"}), changing=("sample_steps", *_OF_SIGMAS))

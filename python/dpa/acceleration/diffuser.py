@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpa.acceleration.loops import Loop, LoopCall, rows_of_ddpm
 from dpa.nn.family import resembles
-from dpa.schedulers.tables import StepTable
+from dpa.schedulers.tables import StepTable, table_of
 from dpa.tracking.replacing import class_of
 
 _ARGUMENTS = frozenset({"shape", "cond", "verbose", "return_chain", "return_diffusion"})
@@ -74,14 +74,13 @@ def _table(policy: Any) -> StepTable:
     count = policy.n_timesteps
     means = policy.posterior_mean_coef1, policy.posterior_mean_coef2
     deviations = torch.exp(0.5 * policy.posterior_log_variance_clipped)
-    rows = rows_of_ddpm(policy, count, means, deviations)
-    coefficients = torch.tensor(rows[::-1], dtype=torch.float64, device="cpu")
-    moments = torch.arange(count - 1, -1, -1, device="cpu")
+    rows = rows_of_ddpm(policy, count, means, deviations)[::-1]
     clip = 1.0 if policy.clip_denoised else math.inf
     # Its noise is made like the sample, which after a step lies in memory as x0 does: where that is
     # the network's output, channels before time.
     transposed = (False, *[not policy.predict_epsilon] * (count - 1))
-    return StepTable(moments, coefficients, clip, (True,) * count, transposed=transposed)
+    steps = list(reversed(range(count)))
+    return table_of(steps, rows, clip, (True,) * count, transposed=transposed)
 
 
 DIFFUSER = Loop(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.acceleration.loops import Loop, LoopCall, rows_of_ddpm
-from dpa.schedulers.tables import StepTable
+from dpa.schedulers.tables import StepTable, table_of
 from dpa.tracking.replacing import class_of
 
 _LEAST_STD = 1e-3
@@ -62,9 +62,7 @@ def _table(policy: Any) -> StepTable:
     most = policy.denoised_clip_value
     clip = math.inf if most is None else float(most)
     steps, rows = _ddim(policy, most is not None) if policy.use_ddim else _ddpm(policy)
-    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    moments = torch.tensor(steps, dtype=torch.long, device="cpu")
-    return StepTable(moments, coefficients, clip, (True,) * len(rows))
+    return table_of(steps, rows, clip, (True,) * len(rows))
 
 
 def _ddim(policy: Any, clamps: bool) -> tuple[list[int], list[list[float]]]:

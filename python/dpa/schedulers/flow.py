@@ -69,9 +69,8 @@ def flow_matching(
             earlier = moves[:stage][::-1]
             history.append((*earlier, *[0.0] * (len(stages) - 1 - stage)))
             before = after
-    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
     now = torch.tensor(passed, dtype=torch.float64, device="cpu")
-    steps = ((timestep_scale * now).float(), coefficients, math.inf, (draws_noise,) * len(rows))
+    steps = (timestep_scale * now).float(), rows, math.inf, (draws_noise,) * len(rows)
     whole = times[-1] == 1 and all(0 <= time <= 1 for time in times)
     known = {
         "levels": torch.stack([now, 1 - now], 1) if whole else None,

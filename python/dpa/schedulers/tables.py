@@ -237,16 +237,23 @@ class MultistepTable(StepTable):
 
 
 def table_of(
-    timesteps: Tensor,
-    coefficients: Tensor,
+    timesteps: Tensor | Sequence[int],
+    coefficients: Tensor | Sequence[Sequence[float]],
     clip: float,
-    draws_noise: tuple[bool, ...],
-    history: Sequence[tuple[float, ...]],
+    draws_noise: Sequence[bool],
+    history: Sequence[tuple[float, ...]] = (),
     follows: bool = False,
-    **known: Tensor | None,
+    **known: Any,
 ) -> StepTable:
-    """Return a :class:`MultistepTable`, or a :class:`StepTable` where no step weighs earlier x0."""
-    steps = timesteps, coefficients, clip, draws_noise
+    """Return a :class:`MultistepTable`, or a :class:`StepTable` where no step weighs earlier x0.
+
+    Lists of numbers become tensors on the CPU, coefficients of float64.
+    """
+    if not isinstance(timesteps, Tensor):
+        timesteps = torch.tensor(timesteps, dtype=torch.long, device="cpu")
+    if not isinstance(coefficients, Tensor):
+        coefficients = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
+    steps = timesteps, coefficients, clip, tuple(draws_noise)
     if not any(map(any, history)):
         return StepTable(*steps, **known)
     return MultistepTable(*steps, tuple(map(tuple, history)), follows=follows, **known)
