@@ -159,6 +159,19 @@ def test_tensors_of_clean_diffuser_written_through_data_are_followed(device, nam
     same_results(plain, fast, act)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("solver", ["ode_dpmsolver_1", "sde_dpmsolver_1", "ode_dpmsolver++_2M"])
+def test_few_steps_of_clean_diffuser_from_pure_noise(device, solver, steps):
+    """There alpha is small, and what the agent rounds is large in the result."""
+    options = {"predict_noise": False, "bound": 0.4}
+    plain, fast = both(lambda: planners.DiscreteDiffusionSDE(solver, **options).to(device))
+    for agent in (plain, fast):
+        agent.options["sample_steps"] = steps
+    same_results(plain, fast, lambda agent: agent.act(STATE.to(device)), calls=4)
+    errors = replaced(fast, "sample").shadow.errors.values()
+    assert errors and max(errors) < 1e-4
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", ["GaussianDiffusion", "Maze2dDiffusion"])
 def test_diffuser_that_predicts_x0(device, kind, graphs):

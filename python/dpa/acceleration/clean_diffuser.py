@@ -149,8 +149,8 @@ def _sde(
         raise ValueError(f"its solver is {solver!r}, its schedule {schedule!r}")
     places = of_file["SUPPORTED_SAMPLING_STEP_SCHEDULE"][schedule](agent.diffusion_steps, count)
     places = places.cpu()
-    alphas, sigmas = (v.cpu()[places].double() for v in (agent.alpha, agent.sigma))
-    snr = torch.log(alphas / sigmas)
+    alphas, sigmas = (v.cpu()[places] for v in (agent.alpha, agent.sigma))
+    snr = torch.log(alphas / sigmas)  # rounded as the agent's: where alpha is small that shows
     rows, history, noisy = [], [], []
     order = [*range(count, 0, -1), *[1] * again]
     for i in order:
