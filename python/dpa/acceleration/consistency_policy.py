@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.loops import CONDITIONED, Loop, LoopCall
 from dpa.schedulers.tables import StepTable, table_of
 
-_ARGUMENTS = frozenset(
-    {"condition_data", "condition_mask", "local_cond", "global_cond", "generator"}
-)
 _OF_ODES = ("calc_out", "get_scalings_for_boundary_condition", "timesteps_to_times", "solver")
 
 
@@ -107,9 +104,7 @@ def _student_steps(policy: Any) -> StepTable:
         scale = 1.0 if following is None else _scalings(scheduler, following)[2]
         noise = 0.0 if following is None else following * scale
         rows.append([of_sample / c_in, of_output, scale, 0.0, 0.0, noise])
-    noisy = (*[True] * (len(rows) - 1), False)
-    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    return StepTable(_embedded(times), coefficients, 1.0, noisy)
+    return table_of(_embedded(times), rows, 1.0, (*[True] * (len(rows) - 1), False))
 
 
 def _teacher_steps(policy: Any) -> StepTable:
@@ -139,23 +134,9 @@ def _teacher_steps(policy: Any) -> StepTable:
             passed.append(after)
             history.append((part * end,))
     moments = torch.tensor(passed, dtype=torch.float32, device="cpu")
-    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    return table_of(_embedded(moments), coefficients, 1.0, (False,) * len(rows), history)
+    return table_of(_embedded(moments), rows, 1.0, (False,) * len(rows), history)
 
 
-CONSISTENCY = Loop(
-    "conditional_sample",
-    _student,
-    _begin_student,
-    table=_student_steps,
-    needs=_ARGUMENTS,
-    knows=_ARGUMENTS,
-)
-KARRAS = Loop(
-    "conditional_sample",
-    _teacher,
-    _begin,
-    table=_teacher_steps,
-    needs=_ARGUMENTS,
-    knows=_ARGUMENTS,
-)
+_TAKES: dict[str, Any] = {"needs": CONDITIONED, "knows": CONDITIONED}
+CONSISTENCY = Loop("conditional_sample", _student, _begin_student, table=_student_steps, **_TAKES)
+KARRAS = Loop("conditional_sample", _teacher, _begin, table=_teacher_steps, **_TAKES)

@@ -16,7 +16,7 @@ from dpa.acceleration.clean_diffuser import CLEAN_DDPM, CLEAN_EDM, CLEAN_SDE
 from dpa.acceleration.consistency_policy import CONSISTENCY, KARRAS
 from dpa.acceleration.diffuser import DIFFUSER
 from dpa.acceleration.dppo import DPPO
-from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.loops import CONDITIONED, ORIGINAL, Loop, LoopCall
 from dpa.acceleration.streaming_policy import STREAMING
 from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.flow import flow_matching
@@ -24,8 +24,6 @@ from dpa.schedulers.tables import MultistepTable, StepTable
 from dpa.tracking import find
 
 _STEP_OPTIONS = frozenset({"eta", "use_clipped_model_output"})
-_ORIGINAL = frozenset({"condition_data", "condition_mask", "generator"})
-_CONDITIONS = frozenset({"local_cond", "global_cond"})
 # DP3 has the two of a point cloud, and does not use them.
 _OF_A_CLOUD = frozenset({"condition_data_pc", "condition_mask_pc"})
 
@@ -211,19 +209,28 @@ def _flow_policy_actions(policy: Any, sample: Tensor, obs_dict: Any) -> dict[str
 
 def _flow_policy_steps(policy: Any) -> StepTable:
     count, eps = policy.num_inference_step, policy.eps
-    table = flow_matching(count, timestep_scale=1.0, draws_noise=True)  # of weight zero
+    table = flow_matching(count, draws_noise=True)  # of weight zero
     times = [99 * (step / count * (1 - eps) + eps) for step in range(count)]
     # It is made in the order of the network's output. A GPU's generator moves alike in any order.
     transposed = next(policy.model.parameters()).device.type == "cpu"
-    return StepTable(
-        torch.tensor(times, dtype=torch.float32, device="cpu"),
-        table.coefficients,
-        table.clip,
-        table.draws_noise,
-        transposed=(transposed,) * count,
-    )
+    moments = torch.tensor(times, dtype=torch.float32, device="cpu")
+    steps = moments, table.coefficients, table.clip, table.draws_noise
+    return StepTable(*steps, transposed=(transposed,) * count)
 
 
+_MULTI_TASK_DIT: dict[str, Any] = {
+    "method": "_generate_actions",
+    "begin": _transformer_of_lerobot,
+    "end": _actions_of_lerobot,
+    "changing": ("_queues",),
+    "holders": ("config", "objective"),
+}
+_RTI: dict[str, Any] = {
+    "network": "model",
+    "needs": CONDITIONED,
+    "knows": CONDITIONED | {"kwargs"},
+    "changing": ("guess", "initial_guess"),
+}
 KNOWN = (
     Loop(
         "conditional_sample",
@@ -236,33 +243,23 @@ KNOWN = (
         "conditional_sample",
         _unet_or_model,
         _original,
-        needs=_ORIGINAL | _CONDITIONS,
-        knows=_ORIGINAL | _OF_A_CLOUD | _CONDITIONS | {"kwargs"},
+        needs=CONDITIONED,
+        knows=CONDITIONED | _OF_A_CLOUD | {"kwargs"},
     ),
     Loop(  # diffusion_policy's transformers
         "conditional_sample",
         "model",
         _original,
-        needs=_ORIGINAL | {"cond"},
-        knows=_ORIGINAL | {"cond", "kwargs"},
+        needs=ORIGINAL | {"cond"},
+        knows=ORIGINAL | {"cond", "kwargs"},
     ),
-    Loop(  # RTI-DP
-        "initial_sample",
-        "model",
-        _original,
-        needs=_ORIGINAL | _CONDITIONS,
-        knows=_ORIGINAL | _CONDITIONS | {"kwargs"},
-        changing=("guess", "initial_guess"),
-    ),
+    Loop("initial_sample", begin=_original, **_RTI),
     Loop(
         "rti_sample",
-        "model",
-        _from_last_chunk,
+        begin=_from_last_chunk,
         table=_chosen_steps,
-        needs=_ORIGINAL | _CONDITIONS,
-        knows=_ORIGINAL | _CONDITIONS | {"kwargs"},
-        changing=("guess", "initial_guess"),
         holders=("noise_scheduler",),  # whose timesteps are a setting here
+        **_RTI,
     ),
     Loop("get_action", "noise_pred_net", _maniskill, _maniskill_actions, steps=None),
     Loop(
@@ -274,25 +271,13 @@ KNOWN = (
         changing=("action_queue", "obs_queue", "action_check_done", "_step_counter"),
         needs=frozenset({"obs_dict", "goal_dict"}),
     ),
-    Loop(  # LeRobot's multi_task_dit
-        "_generate_actions",
-        "noise_predictor",
-        _transformer_of_lerobot,
-        _actions_of_lerobot,
+    Loop(
+        **_MULTI_TASK_DIT,
+        network="noise_predictor",
         scheduler="objective.noise_scheduler",
         steps="objective.num_inference_steps",
-        changing=("_queues",),
-        holders=("config", "objective"),
     ),
-    Loop(
-        "_generate_actions",
-        _flow_network,
-        _transformer_of_lerobot,
-        _actions_of_lerobot,
-        table=_flow_of_lerobot,
-        changing=("_queues",),
-        holders=("config", "objective"),
-    ),
+    Loop(**_MULTI_TASK_DIT, network=_flow_network, table=_flow_of_lerobot),
     Loop(
         "predict_action",
         _flow_policy_network,

@@ -55,6 +55,11 @@ class LoopCall:
     finish: Callable[[Tensor, Any], Any] | None = None
 
 
+# What diffusion_policy's conditional_sample, and those made of it, take.
+ORIGINAL = frozenset({"condition_data", "condition_mask", "generator"})
+CONDITIONED = ORIGINAL | {"local_cond", "global_cond"}
+
+
 def rows_of_ddpm(
     policy: Any, count: int, means: tuple[Tensor, Tensor], deviations: Tensor
 ) -> list[list[float]]:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.loops import CONDITIONED, Loop, LoopCall
 from dpa.sampling.rng import draw_normal
 from dpa.schedulers.each_action import EachActionTable, from_each_action
 
 _MOVED = ("alphas_cumprod", "alphas", "betas", "final_alpha_cumprod")  # by the scheduler's step
-_NEEDS = frozenset({"condition_data", "condition_mask", "local_cond", "global_cond", "generator"})
 
 
 def _network(policy: Any) -> nn.Module | None:
@@ -87,6 +86,6 @@ STREAMING = Loop(
     _begin,
     table=_table,
     changing=("action_buffer", "buffer_diff_steps"),
-    needs=_NEEDS,
-    knows=_NEEDS | {"kwargs"},
+    needs=CONDITIONED,
+    knows=CONDITIONED | {"kwargs"},
 )
