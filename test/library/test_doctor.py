@@ -99,7 +99,7 @@ CASES = {
     "kernels that are newer than the driver": (
         replace(WHEEL, torch_cuda="12.8", driver="570.86", built_for=CPU, kernels_cuda=13),
         (WRONG, "driver", "570.86 is too old for the kernels, of CUDA 13, which need 580"),
-        "^update NVIDIA's driver to 580 or later$",
+        r"^update NVIDIA's driver to 580 or later, or install dpa's wheel for CUDA 12 \(\+cu12\)$",
     ),
     "a torch that a wheel has no ops for": (
         replace(WHEEL, library=None, ops_for=("2.9", "2.11"), built_for=None, **NO_OPS),
@@ -136,7 +136,12 @@ CASES = {
     "an old driver": (
         replace(NO_GPU, seen=("RTX 4090",), driver="535.183.01"),
         (WRONG, "driver", "535.183.01 is too old for torch's CUDA 13.0, which needs 580"),
-        "^update NVIDIA's driver to 580 or later",
+        "^update NVIDIA's driver to 580 or later, or take a torch built with CUDA 12$",
+    ),
+    "a driver that is too old for CUDA 12 as well": (
+        replace(NO_GPU, seen=("RTX 3090",), driver="470.223.02"),
+        (WRONG, "driver", "470.223.02 is too old for torch's CUDA 13.0, which needs 580"),
+        "^update NVIDIA's driver to 580 or later$",
     ),
     "a GPU that torch does not see": (
         replace(NO_GPU, seen=("RTX 4090",), driver="580.65"),

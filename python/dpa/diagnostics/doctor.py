@@ -126,12 +126,18 @@ def _gpu(host: Host) -> Iterator[Finding]:
             f"{names}: driver {host.driver} is too old for torch's CUDA {host.torch_cuda}, which "
             f"needs {needed}"
         )
-        mend = f"update NVIDIA's driver to {needed} or later, or take a torch built with CUDA 12"
+        mend = _newer_driver(needed, host.driver, "take a torch built with CUDA 12")
         yield Finding("driver", WRONG, says, mend)
         return
     says = f"{names}, driver {host.driver}: torch sees none of them"
     mend = 'python -c "import torch; torch.zeros(1).cuda()"  # says why'
     yield Finding("GPU", WRONG, says, mend)
+
+
+def _newer_driver(needed: int, driver: str, otherwise: str) -> str:
+    """To update the driver; or what does with this one, where it runs CUDA 12."""
+    mend = f"update NVIDIA's driver to {needed} or later"
+    return f"{mend}, or {otherwise}" if _DRIVERS[12] <= _major(driver) < needed else mend
 
 
 def _library(host: Host) -> Iterator[Finding]:
@@ -167,7 +173,8 @@ def _kernels(host: Host) -> Iterator[Finding]:
             f"{host.driver} is too old for the kernels, of CUDA {host.kernels_cuda}, which need "
             f"{needed}: everything on a GPU runs in PyTorch's layers"
         )
-        yield Finding("driver", WRONG, says, f"update NVIDIA's driver to {needed} or later")
+        mend = _newer_driver(needed, host.driver, "install dpa's wheel for CUDA 12 (+cu12)")
+        yield Finding("driver", WRONG, says, mend)
         return
     if not has_cuda:
         says = "the library has none for GPUs: everything on a GPU runs in PyTorch's layers"
