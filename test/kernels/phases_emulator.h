@@ -114,21 +114,14 @@ DPA_DEVICE int block() { return machine.now->block; }
 DPA_DEVICE int blocks() { return machine.blocks; }
 DPA_DEVICE long long clock_now() { return 0; }
 DPA_DEVICE void pause() { yield(); }
-template <int kBarrier>
-void arrive_threads(int count) {
-  here().meetings[kBarrier].arrive(count);
-}
-DPA_DEVICE void sync_named(int id, int threads) {
+DPA_DEVICE void arrive_threads(int id, int threads) { here().meetings[id].arrive(threads); }
+DPA_DEVICE void sync_threads(int id, int threads) {
   Meeting& m = here().meetings[id];
   const int mine = m.generation;
   m.arrive(threads);
   wait_while(m.generation, mine);
 }
-template <int kBarrier>
-void sync_threads(int count) {
-  sync_named(kBarrier, count);
-}
-DPA_DEVICE void sync_block() { sync_named(0, machine.threads); }
+DPA_DEVICE void sync_block() { sync_threads(0, machine.threads); }
 // The last lane to come computes.
 template <class F>
 void collective(F f) {
@@ -196,8 +189,8 @@ inline void send_any(uint32_t to, const void* words, int bytes, uint32_t barrier
   std::memcpy(s.words, words, bytes);
   machine.stores.push_back(s);
 }
-DPA_DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) { send_any(to, &v, 4, barrier); }
-DPA_DEVICE void send_8(uint32_t to, const uint2& v, uint32_t barrier) { send_any(to, &v, 8, barrier); }
+DPA_DEVICE void send_cluster_4(uint32_t to, uint32_t v, uint32_t barrier) { send_any(to, &v, 4, barrier); }
+DPA_DEVICE void send_cluster_8(uint32_t to, const uint2& v, uint32_t barrier) { send_any(to, &v, 8, barrier); }
 inline void arrive_store(const Store& s) {
   BlockState& b = machine.state[s.block];
   if (s.to + s.bytes > b.memory.size()) std::printf("a store behind the memory\n"), std::abort();
@@ -249,14 +242,14 @@ DPA_DEVICE float exponential(float x) { return std::exp(x); }
 DPA_DEVICE float inverse_root_exact(float x) { return 1.0f / std::sqrt(x); }
 DPA_DEVICE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 
-DPA_DEVICE uint4 load_words(const uint32_t* p) {
+DPA_DEVICE uint4 load_message_16(const uint32_t* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16) std::printf("misaligned load\n"), std::abort();
   return *reinterpret_cast<const uint4*>(p);
 }
-DPA_DEVICE uint32_t load_word(const uint32_t* p) { return *p; }
-DPA_DEVICE void store_word(uint32_t* p, uint32_t v) { *p = v; }
-DPA_DEVICE void store_words(uint32_t* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
-DPA_DEVICE uint4 load_16(const void* p) { return load_words(static_cast<const uint32_t*>(p)); }
+DPA_DEVICE uint32_t load_message_word(const uint32_t* p) { return *p; }
+DPA_DEVICE void store_message_word(uint32_t* p, uint32_t v) { *p = v; }
+DPA_DEVICE void store_message_16(uint32_t* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
+DPA_DEVICE uint4 load_16(const void* p) { return load_message_16(static_cast<const uint32_t*>(p)); }
 DPA_DEVICE void store_16(void* p, const uint4& v) {
   if (reinterpret_cast<uintptr_t>(p) % 16) std::printf("misaligned store\n"), std::abort();
   *static_cast<uint4*>(p) = v;
@@ -266,7 +259,7 @@ DPA_DEVICE uint32_t add_word(uint32_t* p, uint32_t v) {
   *p += v;
   return before;
 }
-DPA_DEVICE uint32_t acquire_word(const uint32_t* p) {
+DPA_DEVICE uint32_t load_acquire_word(const uint32_t* p) {
   yield();
   return *p;
 }
@@ -277,18 +270,19 @@ inline void copy_any(uint32_t to, const void* from, int bytes) {
   if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) std::printf("misaligned copy\n"), std::abort();
   machine.now->open.push_back({to, static_cast<const uint8_t*>(from), bytes});
 }
-DPA_DEVICE void copy_16(uint32_t to, const void* from) { copy_any(to, from, 16); }
-DPA_DEVICE void copy_16_or_zeros(uint32_t to, const void* from, bool there) {
+DPA_DEVICE void copy_async_line_16(uint32_t to, const void* from) { copy_any(to, from, 16); }
+DPA_DEVICE void copy_async_16_or_zeros(uint32_t to, const void* from, bool there) {
   if (to + 16 > here().memory.size()) std::printf("copy out of shared memory\n"), std::abort();
   copy_any(to, there ? from : nullptr, 16);
 }
-DPA_DEVICE void copy_8(uint32_t to, const void* from) { copy_any(to, from, 8); }
-DPA_DEVICE void copies_commit() {
+DPA_DEVICE void copy_async_16_if(uint32_t to, const void* from, bool there) { copy_async_16_or_zeros(to, from, there); }
+DPA_DEVICE void copy_async_8(uint32_t to, const void* from) { copy_any(to, from, 8); }
+DPA_DEVICE void copy_async_commit() {
   machine.now->groups.push_back(machine.now->open);
   machine.now->open.clear();
 }
 template <int kPending>
-void copies_wait() {
+void copy_async_wait() {
   auto& g = machine.now->groups;
   while (g.size() > kPending) {
     for (const Copy& c : g[0]) {
@@ -303,7 +297,7 @@ DPA_DEVICE uint4 load_shared_16(uint32_t at) {
   std::memcpy(&v, shared() + at, 16);
   return v;
 }
-DPA_DEVICE float4 load_shared_4(uint32_t at) {
+DPA_DEVICE float4 load_shared(uint32_t at) {
   float4 v;
   std::memcpy(&v, shared() + at, 16);
   return v;
@@ -338,8 +332,8 @@ inline void load_four_matrices(uint32_t (&b)[4], uint32_t at) {
   for (int m = 0; m < 4; m++) b[m] = w.out[lane][m];
   collective([](WarpState&) {});
 }
-DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) { load_four_matrices<false>(b, at); }
-DPA_DEVICE void load_matrices_transposed(uint32_t (&b)[4], uint32_t at) { load_four_matrices<true>(b, at); }
+DPA_DEVICE void load_matrix_x4(uint32_t (&b)[4], uint32_t at) { load_four_matrices<false>(b, at); }
+DPA_DEVICE void load_matrix_x4_transposed(uint32_t (&b)[4], uint32_t at) { load_four_matrices<true>(b, at); }
 
 struct Half {};
 struct BFloat16 {};

@@ -32,8 +32,11 @@ __device__ __forceinline__ void wait_for(uint32_t loaded) {
 }
 
 // A barrier of `count` arrivals. One thread calls it; the block's barrier is due before it is used.
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+  barrier_init(shared_address(barrier), count);
 }
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -86,7 +89,34 @@ __device__ __forceinline__ void barrier_arrive_async(uint32_t barrier) {
 __device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
+// The same, and L2 reads the line of 128 bytes.
+__device__ __forceinline__ void copy_async_line_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+// 8 bytes, through L1.
+__device__ __forceinline__ void copy_async_8(uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source) : "memory");
+}
+// 16 bytes, or zeros where not `there`: by the number of bytes to read, or by a predicate.
+__device__ __forceinline__ void copy_async_16_or_zeros(uint32_t destination, const void* source, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void copy_async_16_if(uint32_t destination, const void* source, bool there) {
+  asm volatile(
+      "{\n.reg .pred ignore;\nsetp.eq.s32 ignore, %2, 0;\ncp.async.cg.shared.global.L2::128B [%0], [%1], 16, "
+      "ignore;\n}" ::"r"(destination),
+      "l"(source), "r"(static_cast<int>(there))
+      : "memory");
+}
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Copies in groups: ends one; waits until at most kPending of this thread's groups are under way.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // A cache policy: lines read under it are the first to leave L2.
 __device__ __forceinline__ uint64_t evict_first_policy() {
@@ -113,6 +143,13 @@ __device__ __forceinline__ void copy_bulk(uint32_t destination, const void* sour
       : "memory");
 }
 
+__device__ __forceinline__ void copy_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // One thread copies the box at (x, y, z) of a tensor; what lies outside the tensor arrives as zeros. The barrier counts
 // the bytes of the whole box.
 __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, int x, int y, int z,
@@ -130,6 +167,10 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 // A barrier among the first `threads` threads that name the same id; whole warps only.
 __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// Arrives there, and does not wait.
+__device__ __forceinline__ void arrive_threads(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // Moves registers between groups of four warps of a block: every warp of the group calls it, before it needs or after
 // it frees them.
@@ -235,6 +276,11 @@ __device__ __forceinline__ void copy_to_cluster(uint32_t cluster_address, uint32
 }
 
 // Stores into any block of the cluster; that block's barrier counts the bytes.
+__device__ __forceinline__ void send_cluster_4(uint32_t cluster_address, uint32_t v, uint32_t cluster_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(cluster_address),
+               "r"(v), "r"(cluster_barrier)
+               : "memory");
+}
 __device__ __forceinline__ void send_cluster_8(uint32_t cluster_address, uint2 v, uint32_t cluster_barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1,%2}, [%3];" ::"r"(cluster_address),
@@ -248,13 +294,15 @@ __device__ __forceinline__ void send_cluster_16(uint32_t cluster_address, uint4 
                : "memory");
 }
 
-// Message words between blocks of one grid: not cached in L1, not reordered with accesses to the same word.
+// Message words between blocks of one grid: not cached in L1, not reordered with accesses to the same word. The pointer's
+// type is the caller's, or void: the compiler's code for addresses depends on it.
 __device__ __forceinline__ uint2 load_message(const uint32_t* address) {
   uint2 value;
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(address) : "memory");
   return value;
 }
-__device__ __forceinline__ uint4 load_message_16(const void* address) {
+template <class T>
+__device__ __forceinline__ uint4 load_message_16(const T* address) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -262,13 +310,27 @@ __device__ __forceinline__ uint4 load_message_16(const void* address) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ uint32_t load_message_word(const void* address) {
+template <class T>
+__device__ __forceinline__ uint32_t load_message_word(const T* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
-__device__ __forceinline__ void store_message_word(void* address, uint32_t value) {
+// A word behind which data lies that was written before its release.
+__device__ __forceinline__ uint32_t load_acquire_word(const void* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+template <class T>
+__device__ __forceinline__ void store_message_word(T* address, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+template <class T>
+__device__ __forceinline__ void store_message_16(T* address, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 
 // Hardware approximations, to about 2^-22 relative; results below the normal range are zero.
@@ -338,6 +400,14 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t (&words)[2], uint32_t ad
 }
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&words)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Of each matrix a thread receives rows 2 (lane % 4) and the next of column lane / 4.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(address)
                : "memory");

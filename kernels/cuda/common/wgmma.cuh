@@ -29,8 +29,9 @@ __device__ __forceinline__ void wait() {
 // an address name the block. Adding units to a descriptor moves it.
 __device__ __forceinline__ uint32_t units(uint32_t address) { return (address & 0x3FFFF) >> 4; }
 
-// The layout that TMA writes: rows of 128 or 64 bytes, their 16-byte chunks swizzled over 8 rows.
-enum class Swizzle : uint64_t { k128 = 1, k64 = 2 };
+// The layout that TMA writes: rows of 128 or 64 bytes, their 16-byte chunks swizzled over 8 rows; or core matrices of 8
+// rows of 16 bytes.
+enum class Swizzle : uint64_t { kNone = 0, k128 = 1, k64 = 2 };
 
 // An operand at `address`. `leading` is the distance in bytes from one row's width to the next along the rows'
 // direction (used where the rows run along M or N), `stride` that of 8 rows.

@@ -78,7 +78,8 @@ struct BoxCopies {
     const auto* x = static_cast<const uint8_t*>(args.x) + (inside ? chunk * 128 : 0);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      if (from[i] != kNone) device::copy_16_or_zeros(to + i * 4096, inside ? x + uint64_t{from[i]} * 16 : x, inside);
+      if (from[i] != kNone)
+        device::copy_async_16_or_zeros(to + i * 4096, inside ? x + uint64_t{from[i]} * 16 : x, inside);
   }
 };
 
@@ -109,8 +110,8 @@ struct WeightCopies {
       const bool inside = kMajorN ? chunk * 64 + i % 2 * 32 + row < args.contracted
                                   : chunk * 8 + v < static_cast<int>(args.row_vectors);
       const uint32_t further = kMajorN ? i % 2 * 32 * args.row_vectors + i / 2 * 8 : i * 32 * args.row_vectors;
-      device::copy_16_or_zeros(to + i * 4096, inside ? weights + uint64_t{from + step + further} * 16 : weights,
-                               inside);
+      device::copy_async_16_or_zeros(to + i * 4096, inside ? weights + uint64_t{from + step + further} * 16 : weights,
+                                     inside);
     }
   }
 };
@@ -172,16 +173,16 @@ DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4],
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       if constexpr (kMajorN)
-        device::load_matrices_transposed(b[n], (weights ^ n << 5) + slice * 2048);
+        device::load_matrix_x4_transposed(b[n], (weights ^ n << 5) + slice * 2048);
       else
-        device::load_matrices(b[n], (weights ^ slice << 5) + n * 2048);
+        device::load_matrix_x4(b[n], (weights ^ slice << 5) + n * 2048);
 #pragma unroll
       for (int i = 0; i < 4; ++i) round_operand<T>(b[n][i]);
     }
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       uint32_t a[4];
-      device::load_matrices(a, rows[m] ^ slice << 5);
+      device::load_matrix_x4(a, rows[m] ^ slice << 5);
 #pragma unroll
       for (int i = 0; i < 4; ++i) round_operand<T>(a[i]);
       const uint4 rounded = {a[0], a[1], a[2], a[3]};
@@ -243,7 +244,7 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
     if (load_chunk < plan.chunks)
       weight_copies.load(args, plan.tap[tile.phase][load_term], load_chunk,
                          weights + place + stage * Shape::kWeightBytes);
-    device::copies_commit();
+    device::copy_async_commit();
     if (++load_term == terms) load_term = 0, ++load_chunk;
   };
 #pragma unroll 1
@@ -255,7 +256,7 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
   int term = 0, chunk = 0, stage = 0, box = 0;
 #pragma unroll 1
   while (chunk < plan.chunks) {
-    device::copies_wait<Shape::kStages - 2>();
+    device::copy_async_wait<Shape::kStages - 2>();
     device::sync_block();
     if (term == 0 && chunk + boxes - 1 < plan.chunks)
       box_copies.load(args, chunk + boxes - 1, memory + place + (box == 0 ? boxes - 1 : box - 1) * box_bytes);
@@ -271,7 +272,7 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
       if (++box == boxes) box = 0;
     }
   }
-  device::copies_wait<0>();
+  device::copy_async_wait<0>();
   store_groups<Shape>(tile_of_sums(), sums, group, row_warp * 64, column);
 }
 

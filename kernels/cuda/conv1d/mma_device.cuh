@@ -5,23 +5,8 @@
 
 #ifndef DPA_EMULATE
 namespace dpa::kernels::unet1d::device {
-
-// Sixteen bytes, or zeros if not `there`.
-DPA_DEVICE void copy_16_or_zeros(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
+using ptx::copy_async_16_or_zeros;
 }
-// As `load_matrices`: of each matrix a lane gets rows 2 (lane % 4) and the next of column lane / 4.
-DPA_DEVICE void load_matrices_transposed(uint32_t (&b)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-               : "r"(at)
-               : "memory");
-}
-using ptx::held;
-using ptx::load_shared_word;
-
-}  // namespace dpa::kernels::unet1d::device
 #endif
 
 namespace dpa::kernels::conv1d {

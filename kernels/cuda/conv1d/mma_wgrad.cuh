@@ -92,14 +92,14 @@ struct RowLoads {
 #pragma unroll
     for (int row = 0; row < Stage::kRows; row += kYStep) {
       const bool inside = y_row + row < rows_left;
-      device::copy_16_or_zeros(to + y_to + row * Stage::kYPitch, inside ? y + row * y_bytes : args.y, inside);
+      device::copy_async_16_or_zeros(to + y_to + row * Stage::kYPitch, inside ? y + row * y_bytes : args.y, inside);
     }
     const int first_x = first.x > 0 ? first.x : 0, rows = kMmaThreads >> args.plan.x_shift;
     uint32_t at = to + x_to;
 #pragma unroll 1
     for (int row = x_row; row < args.plan.box_rows; row += rows, at += rows * args.plan.x_pitch) {
       const bool inside = first_x + row < args.x_rows;
-      device::copy_16_or_zeros(at, inside ? x + (first_x + row) * (args.x_width * kSize<T>) : x, inside);
+      device::copy_async_16_or_zeros(at, inside ? x + (first_x + row) * (args.x_width * kSize<T>) : x, inside);
     }
     if (device::thread() < Stage::kRows)
       reinterpret_cast<RowPlace*>(stage + Stage::kRows * Stage::kYPitch)[device::thread()] = {
@@ -129,14 +129,14 @@ DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* sta
       uint32_t a[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m)
-        device::load_matrices_transposed(
+        device::load_matrix_x4_transposed(
             a[m], y + (k + lane / 16 * 8 + lane % 8) * Stage::kYPitch + (y_channel + m * 16 + lane / 8 % 2 * 8) * 2);
       const RowPlace place = places[k + lane % 16];
       int tap = 0, channel = x_channel + lane / 16 * 8;
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
         uint32_t b[4];
-        device::load_matrices_transposed(b, row_at(place, tap, x, x_pitch, args.x_length, zeros) + channel * 2);
+        device::load_matrix_x4_transposed(b, row_at(place, tap, x, x_pitch, args.x_length, zeros) + channel * 2);
 #pragma unroll
         for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -239,20 +239,20 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
 #pragma unroll 1
   for (int i = 0; i < Stage::kStages - 1; ++i) {
     if (i < tile.steps) loads.load(args, stages + i * stage_bytes);
-    device::copies_commit();
+    device::copy_async_commit();
   }
   int at = 0, next = Stage::kStages - 1;
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
-    device::copies_wait<Stage::kStages - 2>();
+    device::copy_async_wait<Stage::kStages - 2>();
     device::sync_block();
     if (step + Stage::kStages - 1 < tile.steps) loads.load(args, stages + next * stage_bytes);
-    device::copies_commit();
+    device::copy_async_commit();
     multiply_rows<T, kSlots>(sums, stages + at * stage_bytes, y_channel, x_channel, args, x_pitch, zeros);
     if (++at == Stage::kStages) at = 0;
     if (++next == Stage::kStages) next = 0;
   }
-  device::copies_wait<0>();
+  device::copy_async_wait<0>();
   // The tile of sums takes the stages' place, half of the channels i at a time: rows in the gradient's order.
   float* const tile_sums = reinterpret_cast<float*>(stages);
   const int row_words = args.plan.x_channels * args.taps + 8;

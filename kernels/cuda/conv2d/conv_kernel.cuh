@@ -12,7 +12,7 @@ template <class T>
 cudaError_t launch_stem_of(const Stems& stems, int blocks, bool wgmma, bool dependent, cudaStream_t stream);
 
 // The epoch is read behind the grid dependency, for the call before counts itself at its end.
-DPA_DEVICE uint32_t call_flag(const uint32_t* epoch) { return (device::load_word(epoch) + 1) & 1; }
+DPA_DEVICE uint32_t call_flag(const uint32_t* epoch) { return (device::load_message_word(epoch) + 1) & 1; }
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch_with(void (*kernel)(Parameters...), dim3 blocks, int shared, bool waits, bool dependent,

@@ -9,26 +9,12 @@
 #define DPA_UNIFORM __grid_constant__
 namespace dpa::kernels::unet1d::device {
 
-// Copies 16 bytes, or zeros where not `valid`: `from` is not read then.
-DPA_DEVICE void copy_16_or_zeros(uint32_t to, const void* from, bool valid) {
-  asm volatile(
-      "{\n.reg .pred ignore;\nsetp.eq.s32 ignore, %2, 0;\ncp.async.cg.shared.global.L2::128B [%0], [%1], 16, "
-      "ignore;\n}" ::"r"(to),
-      "l"(from), "r"(static_cast<int>(valid))
-      : "memory");
-}
-// A barrier of the first or any other `threads` threads that name the id: whole warps.
-DPA_DEVICE void sync_named(int id, int threads) { ptx::sync_threads(id, threads); }
+using ptx::copy_async_16_if, ptx::load_acquire_word;
 DPA_DEVICE float shuffle_from(float x, int lane) { return __shfl_sync(~0u, x, lane); }
 // Data that other blocks wrote in this launch: from L2.
 DPA_DEVICE uint4 load_16(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
 DPA_DEVICE void store_16(void* p, const uint4& v) { *static_cast<uint4*>(p) = v; }
 DPA_DEVICE uint32_t add_word(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
-DPA_DEVICE uint32_t acquire_word(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
 DPA_DEVICE void fence() { __threadfence(); }
 DPA_DEVICE float exponential(float x) { return expf(x); }
 DPA_DEVICE float inverse_root_exact(float x) { return 1.0f / sqrtf(x); }
@@ -54,11 +40,12 @@ namespace dpa::kernels::conv2d::device {
 #define DPA_HOPPER(...)
 #endif
 DPA_DEVICE void barrier_init([[maybe_unused]] uint32_t barrier, [[maybe_unused]] int count) {
-  DPA_HOPPER(asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory"));
+  DPA_HOPPER(kernels::ptx::barrier_init(barrier, count));
 }
 // After barrier_init, in the thread that copies: bulk copies see the barrier.
 DPA_DEVICE void barrier_init_fence() {
-  DPA_HOPPER(asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory"));
+  DPA_HOPPER(cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+             cuda::ptx::fence_proxy_async(cuda::ptx::space_shared));
 }
 DPA_DEVICE void barrier_expect([[maybe_unused]] uint32_t barrier, [[maybe_unused]] uint32_t bytes) {
   DPA_HOPPER(kernels::ptx::barrier_expect(barrier, bytes));
@@ -69,13 +56,10 @@ DPA_DEVICE void barrier_wait([[maybe_unused]] uint32_t barrier, [[maybe_unused]]
 // A multiple of 16 bytes, which the barrier counts. One thread calls it.
 DPA_DEVICE void copy_bulk([[maybe_unused]] uint32_t to, [[maybe_unused]] const void* from,
                           [[maybe_unused]] uint32_t bytes, [[maybe_unused]] uint32_t barrier) {
-  DPA_HOPPER(
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                   "l"(from), "r"(bytes), "r"(barrier)
-                   : "memory"));
+  DPA_HOPPER(kernels::ptx::copy_bulk(to, from, bytes, barrier));
 }
 // Shared memory that this thread has read or written goes to a bulk copy behind the next barrier of the block.
-DPA_DEVICE void fence_async() { DPA_HOPPER(asm volatile("fence.proxy.async.shared::cta;" ::: "memory")); }
+DPA_DEVICE void fence_async() { DPA_HOPPER(cuda::ptx::fence_proxy_async(cuda::ptx::space_shared)); }
 DPA_DEVICE void wgmma_fence() { DPA_HOPPER(kernels::wgmma::fence()); }
 DPA_DEVICE void wgmma_commit() { DPA_HOPPER(kernels::wgmma::commit()); }
 template <int kPending>
@@ -84,8 +68,7 @@ DPA_DEVICE void wgmma_wait() {
 }
 // B in core matrices of 8 columns x 16 bytes of K: bytes to the next 16 of K, and to the next 8 columns.
 DPA_DEVICE uint64_t wgmma_operand(uint32_t address, uint32_t along_k, uint32_t along_columns) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(along_k >> 4) << 16 |
-         static_cast<uint64_t>(along_columns >> 4) << 32;
+  return kernels::wgmma::swizzled(address, along_k, along_columns, kernels::wgmma::Swizzle::kNone);
 }
 // d += a b for the rows of the four warps of a warpgroup, 32 bytes of K; a as mma.sync takes it.
 template <int kColumns, class Type>

@@ -36,8 +36,8 @@ DPA_DEVICE bool arrived(const uint4& v, uint32_t flag) {
   return (((v.x ^ flag) | (v.y ^ flag) | (v.z ^ flag) | (v.w ^ flag)) & 1) == 0;
 }
 DPA_DEVICE uint4 poll_words(const uint32_t* from, uint32_t flag) {
-  uint4 v = load_words(from);
-  while (!arrived(v, flag)) pause(), v = load_words(from);
+  uint4 v = load_message_16(from);
+  while (!arrived(v, flag)) pause(), v = load_message_16(from);
   return v;
 }
 
@@ -134,7 +134,7 @@ struct Epilogue {
         add_bias(x, column);
       } else {
         const uint4 words = {flagged(x.x, flag), flagged(x.y, flag), flagged(x.z, flag), flagged(x.w, flag)};
-        store_words(v.partials + (tile + at.split) * kTile + i * 4, words);
+        store_message_16(v.partials + (tile + at.split) * kTile + i * 4, words);
       }
       *here = x;
     }
@@ -147,12 +147,12 @@ struct Epilogue {
       uint4 words[kMaxSplits];
 #pragma unroll
       for (int s = 0; s < kMaxSplits; s++)
-        if (s < v.splits) words[s] = load_words(from + int64_t{s} * kTile);
+        if (s < v.splits) words[s] = load_message_16(from + int64_t{s} * kTile);
       float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
       for (int s = 0; s < kMaxSplits; s++) {
         if (s >= v.splits) continue;
-        while (!arrived(words[s], flag)) pause(), words[s] = load_words(from + int64_t{s} * kTile);
+        while (!arrived(words[s], flag)) pause(), words[s] = load_message_16(from + int64_t{s} * kTile);
         x.x += plain(words[s].x), x.y += plain(words[s].y), x.z += plain(words[s].z), x.w += plain(words[s].w);
       }
       add_bias(x, column);
@@ -182,8 +182,8 @@ struct Epilogue {
         const int64_t all = int64_t{(at.first_sample + slot) * v.groups + group} * v.tiles_per_sample;
         const int column = at.column - group * v.group_channels / kColumns;
         const int64_t to = ((all + at.row % v.tiles_per_sample) * v.span + column) * v.sub + part;
-        store_words(v.moments + to * 4,
-                    {flagged(m.count, flag), flagged(m.mean, flag), flagged(m.squares, flag), flag});
+        store_message_16(v.moments + to * 4,
+                         {flagged(m.count, flag), flagged(m.mean, flag), flagged(m.squares, flag), flag});
       }
     }
   }

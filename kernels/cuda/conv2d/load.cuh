@@ -111,7 +111,7 @@ struct WeightLoader {
         for (int k = 0; k < kCopies; k++) {
           const uint32_t offset = (mine + k * kTeam) * 16;
           if (offset < present)
-            copy_16(to + s * t.weight_bytes() + offset, from + int64_t{first + s * step} * chunk + offset);
+            copy_async_line_16(to + s * t.weight_bytes() + offset, from + int64_t{first + s * step} * chunk + offset);
         }
     }
   }
@@ -193,7 +193,7 @@ struct Loader : Stages<C> {
     const uint32_t wanted = tap_bits(min(kh, kMaxKernel), kw), to = this->address(this->input_slot) + row * kChunkBytes;
 #pragma unroll
     for (int k = 0; k < kRows; k++)
-      copy_16_or_zeros(to + k * kStep * kChunkBytes + ((place ^ ((row + k * kStep) & 7)) << 4),
+      copy_async_16_if(to + k * kStep * kChunkBytes + ((place ^ ((row + k * kStep) & 7)) << 4),
                        x + int64_t{offset[k] + tap} * kPieceBytes, (valid[k] & wanted) == wanted);
     piece += kChunkPieces;
 #pragma unroll 1
@@ -247,7 +247,7 @@ struct PixelLoader : Stages<C> {
     for (int k = 0; k < kCopies; k++)
       if ((k + 1) * kStep <= t.pixels() || pixel + k * kStep < t.pixels()) {
         const int index = at + k * kStep;
-        copy_16_or_zeros(to + k * kTeam * 16, from + int64_t{index} * pieces * kPieceBytes,
+        copy_async_16_if(to + k * kTeam * 16, from + int64_t{index} * pieces * kPieceBytes,
                          static_cast<uint32_t>(index) < static_cast<uint32_t>(pixels));
       }
     if (++slab == slabs) slab = 0, row++;

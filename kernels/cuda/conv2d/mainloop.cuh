@@ -13,7 +13,7 @@ DPA_DEVICE void sync_team() {
   else if constexpr (t.team() == 32)
     sync_warp();
   else
-    sync_named(1 + thread() / t.team(), t.team());
+    sync_threads(1 + thread() / t.team(), t.team());
 }
 
 template <class C>
@@ -26,7 +26,7 @@ DPA_DEVICE void load_a(uint4 (&a)[kTiles], const uint32_t (&rows)[kTiles], uint3
 #pragma unroll
   for (int i = 0; i < kTiles; i++) {
     uint32_t words[4];
-    load_matrices(words, rows[i] ^ flip);
+    load_matrix_x4(words, rows[i] ^ flip);
     if constexpr (T::kElements == 4) {
 #pragma unroll
       for (int k = 0; k < 4; k++) words[k] = to_tf32(as_float(words[k]));
@@ -99,7 +99,7 @@ DPA_DEVICE void multiply_stage(const RowsOf<C>& lanes, uint32_t stage, Accumulat
     load_a<T>(a[step % 2], rows, step % 4 << 5);
 #pragma unroll
     for (int j = 0; j < t.n_tiles; j++)
-      load_matrices(b[step % 2][j], b_at + step / 4 * t.weight_bytes() + step % 4 * 256 + j * 2048);
+      load_matrix_x4(b[step % 2][j], b_at + step / 4 * t.weight_bytes() + step % 4 * 256 + j * 2048);
   };
   load(0);
 #pragma unroll
@@ -163,15 +163,15 @@ DPA_DEVICE void contract(LoaderOf<C>& loader, RowsOf<C> lanes, Barriers<C>& barr
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; i++) {
     loader.load_input();
-    copies_commit();
+    copy_async_commit();
   }
   int slot = 0;
 #pragma unroll 1
   for (int left = loader.count; left > 0; left--) {
-    copies_wait<kStages - 2>();
+    copy_async_wait<kStages - 2>();
     sync_team<C>();
     loader.load_weights(), loader.load_input();
-    copies_commit();
+    copy_async_commit();
     if constexpr (C::kTiling.wgmma) {
       barriers.wait(slot);
       multiply_stage_wgmma<C, T>(lanes, loader.address(slot), sum);
@@ -180,7 +180,7 @@ DPA_DEVICE void contract(LoaderOf<C>& loader, RowsOf<C> lanes, Barriers<C>& barr
     }
     lanes.next(), slot = loader.after(slot);
   }
-  copies_wait<0>();
+  copy_async_wait<0>();
 }
 
 }  // namespace dpa::kernels::conv2d::device

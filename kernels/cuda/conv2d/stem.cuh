@@ -54,7 +54,7 @@ DPA_DEVICE void load_cells(const Stem& v, int tile, int buffer) {
     const bool inside = static_cast<uint32_t>(y) < static_cast<uint32_t>(v.height) &&
                         static_cast<uint32_t>(x) < static_cast<uint32_t>(v.width);
     const int64_t from = (int64_t{at.n * v.height + y} * v.width + x) * S::kPieces + piece;
-    copy_16_or_zeros(to + S::place(cell, piece), static_cast<const uint8_t*>(v.x) + from * kPieceBytes, inside);
+    copy_async_16_if(to + S::place(cell, piece), static_cast<const uint8_t*>(v.x) + from * kPieceBytes, inside);
   }
 }
 
@@ -121,7 +121,7 @@ DPA_DEVICE void multiply_cells(const StemRows<T>& lanes, uint32_t cells, uint32_
 #pragma unroll
       for (int j = 0; j < S::kColumns / 16; j++) {
         uint32_t b[4];
-        load_matrices(b, b_at + step / 4 * S::kColumns * kChunkBytes + step % 4 * 256 + j * 2048);
+        load_matrix_x4(b, b_at + step / 4 * S::kColumns * kChunkBytes + step % 4 * 256 + j * 2048);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           mma(typename T::Math{}, sum[i][2 * j], a[i], b[0], b[1]);
@@ -204,7 +204,7 @@ DPA_DEVICE void stem(const Stem& v, int first, int step, Wait&& wait) {
   } else {
 #pragma unroll 4
     for (int i = thread(); i < S::kWeightBytes / 16; i += kThreads)
-      copy_16(weights + i * 16, static_cast<const uint8_t*>(v.weights) + i * 16);
+      copy_async_line_16(weights + i * 16, static_cast<const uint8_t*>(v.weights) + i * 16);
   }
   if (thread() < S::kColumns) {
     const float scale = v.scale ? v.scale[thread()] : 1.0f;
@@ -214,14 +214,14 @@ DPA_DEVICE void stem(const Stem& v, int first, int step, Wait&& wait) {
   wait();
   const StemRows<T> lanes;
   if (first < v.tiles) load_cells<T>(v, first, 0);
-  copies_commit();
+  copy_async_commit();
   bool waited = !kWgmma;
   int buffer = 0;
 #pragma unroll 1
   for (int i = first; i < v.tiles; i += step, buffer ^= 1) {
     if (i + step < v.tiles) load_cells<T>(v, i + step, buffer ^ 1);
-    copies_commit();
-    copies_wait<1>();
+    copy_async_commit();
+    copy_async_wait<1>();
     sync_block();  // the cells are there; the tile before has been pooled
     if (!waited) barrier_wait(barrier, 0), waited = true;
     StemSums<T> sum = {};
@@ -230,7 +230,7 @@ DPA_DEVICE void stem(const Stem& v, int first, int step, Wait&& wait) {
     sync_block();
     pool_pixels<T>(v, i);
   }
-  copies_wait<0>();
+  copy_async_wait<0>();
 }
 
 }  // namespace dpa::kernels::conv2d::device

@@ -16,24 +16,12 @@ namespace dpa::kernels::unet1d::device {
 
 extern __shared__ __align__(128) uint8_t shared_memory[];
 DPA_DEVICE uint8_t* shared() { return shared_memory; }
-DPA_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 DPA_DEVICE int thread() { return threadIdx.x; }
 DPA_DEVICE int block() { return blockIdx.x; }
 DPA_DEVICE int blocks() { return gridDim.x; }
 DPA_DEVICE void sync_block() { __syncthreads(); }
-// Barrier kBarrier of some of the block's threads, a multiple of 32; `arrive` does not wait.
-template <int kBarrier>
-DPA_DEVICE void sync_threads(int count) {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(count) : "memory");
-}
-template <int kBarrier>
-DPA_DEVICE void arrive_threads(int count) {
-  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "r"(count) : "memory");
-}
 DPA_DEVICE void sync_warp() { __syncwarp(); }
 DPA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
-using ptx::held;
-DPA_DEVICE float4 load_shared_4(uint32_t at) { return ptx::load_shared(at); }
 DPA_DEVICE float shuffle_first(float x) { return __shfl_sync(~0u, x, 0); }
 DPA_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 DPA_DEVICE uint32_t bits(float x) { return __float_as_uint(x); }
@@ -69,48 +57,11 @@ DPA_DEVICE uint32_t widen_e4m3(uint32_t x) {
 DPA_DEVICE long long clock_now() { return clock64(); }
 DPA_DEVICE void pause() { __nanosleep(20); }
 
-// Messages: 32-bit words, each with its flag, that another block writes or reads.
-DPA_DEVICE uint4 load_words(const uint32_t* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-DPA_DEVICE uint32_t load_word(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-DPA_DEVICE void store_word(uint32_t* p, uint32_t v) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-DPA_DEVICE void store_words(uint32_t* p, const uint4& v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-DPA_DEVICE void copy_16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-DPA_DEVICE void copy_8(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-DPA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-DPA_DEVICE void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-using ptx::load_shared_16;
-using ptx::load_shared_word;
-DPA_DEVICE uint2 load_shared_8(uint32_t at) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
-  return v;
-}
-// Lane l gives the address of row l % 8 of matrix l / 8.
-DPA_DEVICE void load_matrices(uint32_t (&b)[4], uint32_t at) { ptx::load_matrix_x4(b, at); }
+using ptx::copy_async_8, ptx::copy_async_line_16, ptx::copy_async_commit, ptx::copy_async_wait;
+using ptx::held, ptx::shared_address, ptx::sync_threads, ptx::arrive_threads;
+using ptx::load_matrix_x4, ptx::load_matrix_x4_transposed, ptx::to_tf32;
+using ptx::load_message_16, ptx::load_message_word, ptx::store_message_16, ptx::store_message_word;
+using ptx::load_shared, ptx::load_shared_16, ptx::load_shared_8, ptx::load_shared_word;
 
 // A value of the type says which one: the host's version has types of its own.
 using Half = __half;
@@ -119,7 +70,6 @@ template <class T>
 DPA_DEVICE void mma(T, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   ptx::mma<T>(c, a, b0, b1);
 }
-using ptx::to_tf32;
 using unet1d::split_pair;
 // Two numbers in a word, the first in the low half.
 template <class T>
@@ -136,12 +86,6 @@ DPA_DEVICE float2 unpack(T, uint32_t v) {
 DPA_DEVICE uint32_t peer_window(int rank) {
   return ptx::cluster_address(shared_address(shared_memory), rank) - shared_address(shared_memory);
 }
-DPA_DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(v),
-               "r"(barrier)
-               : "memory");
-}
-DPA_DEVICE void send_8(uint32_t to, const uint2& v, uint32_t barrier) { ptx::send_cluster_8(to, v, barrier); }
 DPA_DEVICE uint64_t* block_barriers() {
   __shared__ uint64_t barriers[2];
   return barriers;
@@ -151,7 +95,7 @@ DPA_DEVICE void barrier_init(uint64_t* barriers, int count) {
   for (int i = 0; i < count; i++) cuda::ptx::mbarrier_init(barriers + i, 1);
   cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
 }
-using ptx::barrier_expect, ptx::barrier_wait, ptx::cluster_sync;
+using ptx::barrier_expect, ptx::barrier_wait, ptx::cluster_sync, ptx::send_cluster_4, ptx::send_cluster_8;
 #endif
 
 }  // namespace dpa::kernels::unet1d::device

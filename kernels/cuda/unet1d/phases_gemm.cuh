@@ -41,10 +41,10 @@ DPA_DEVICE void publish(const Output& o, int row_tile, int column_tile, int lane
     const float x = (j ? v.y : v.x) * scale[0] + bias[0], y = (j ? v.w : v.z) * scale[1] + bias[1];
     uint32_t* at = o.words + (o.columns[column].out + o.time_first) * o.column_stride;
     if constexpr (Tile::kWide) {
-      store_word(at + row_tile * 16 + row, (bits(x) & ~1u) | o.flag);
-      store_word(at + row_tile * 16 + row + 8, (bits(y) & ~1u) | o.flag);
+      store_message_word(at + row_tile * 16 + row, (bits(x) & ~1u) | o.flag);
+      store_message_word(at + row_tile * 16 + row + 8, (bits(y) & ~1u) | o.flag);
     } else {
-      store_word(at + row_tile * 8 + row, (pack(typename Tile::Math{}, x, y) & ~1u) | o.flag);
+      store_message_word(at + row_tile * 8 + row, (pack(typename Tile::Math{}, x, y) & ~1u) | o.flag);
     }
   }
 }
@@ -100,7 +100,7 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
     if constexpr (kWide) stream.refill();
     if constexpr (kOne) {
       uint32_t b[4];
-      load_matrices(b, rows[0] + (lane < 16 ? offset0 : offset1));
+      load_matrix_x4(b, rows[0] + (lane < 16 ? offset0 : offset1));
       stream.refill();
       sums.multiply_one(a[0], false, b[0], b[1]);
       if (two) sums.multiply_one(a[1], true, b[2], b[3]);
@@ -108,7 +108,7 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
       uint32_t b[kBothSteps ? 2 : 1][kLoads][4];
       auto load = [&](int s, int offset) {
 #pragma unroll
-        for (int i = 0; i < kLoads; i++) load_matrices(b[kBothSteps ? s : 0][i], rows[i] + offset);
+        for (int i = 0; i < kLoads; i++) load_matrix_x4(b[kBothSteps ? s : 0][i], rows[i] + offset);
       };
       auto multiply = [&](int s) {
 #pragma unroll

@@ -16,8 +16,8 @@ struct Watch {
   DPA_DEVICE bool again([[maybe_unused]] int& polls) {
 #ifdef DPA_TEST_POLLS
     if (gave_up) return false;
-    if ((++polls & 255) == 0 && (polls > 400000 || load_word(stuck))) {
-      store_word(stuck, 1);
+    if ((++polls & 255) == 0 && (polls > 400000 || load_message_word(stuck))) {
+      store_message_word(stuck, 1);
       gave_up = true;
     }
 #endif
@@ -94,19 +94,19 @@ DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip,
 #pragma unroll
       for (int i = 0; i < kItems; i++) {
 #pragma unroll
-        for (int k = 0; k < kPartials; k++) v[i][k] = load_words(from[i] + k * s.partial_stride);
+        for (int k = 0; k < kPartials; k++) v[i][k] = load_message_16(from[i] + k * s.partial_stride);
       }
       if (residual.to) {
 #pragma unroll
         for (int i = 0; i < kItems; i++)
 #pragma unroll
-          for (int h = 0; h < kHalves; h++) kept[i][0][h] = load_words(beside[0][i] + h * 8);
+          for (int h = 0; h < kHalves; h++) kept[i][0][h] = load_message_16(beside[0][i] + h * 8);
       }
       if (skip.to) {
 #pragma unroll
         for (int i = 0; i < kItems; i++)
 #pragma unroll
-          for (int h = 0; h < kHalves; h++) kept[i][1][h] = load_words(beside[1][i] + h * 8);
+          for (int h = 0; h < kHalves; h++) kept[i][1][h] = load_message_16(beside[1][i] + h * 8);
       }
 #pragma unroll
       for (int i = 0; i < kItems; i++) {
@@ -182,7 +182,7 @@ DPA_DEVICE void load_sample(const PhaseLoop& a, const Work& w, int step, uint32_
       } else {
         uint32_t v;
         int polls = 0;
-        while (((v = load_word(a.workspace + a.sample_words + at)) ^ flag) & 1) {
+        while (((v = load_message_word(a.workspace + a.sample_words + at)) ^ flag) & 1) {
           if (!watch.again(polls)) break;
         }
         x = as_float(v & ~1u);
@@ -401,9 +401,9 @@ DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch
         v[0] += r.x, v[1] += r.y, v[2] += r.z, v[3] += r.w;
       }
       if (keep)
-        store_words(a.workspace + p.keep + (w.sample0 * p.times_in + row) * p.keep_stride + w.first_channel + c,
-                    make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag, (bits(v[2]) & ~1u) | flag,
-                               (bits(v[3]) & ~1u) | flag));
+        store_message_16(a.workspace + p.keep + (w.sample0 * p.times_in + row) * p.keep_stride + w.first_channel + c,
+                         make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag, (bits(v[2]) & ~1u) | flag,
+                                    (bits(v[3]) & ~1u) | flag));
     }
     if (!slab) {
       *from = make_float4(v[0], v[1], v[2], v[3]);

@@ -169,7 +169,8 @@ struct Loop {
 #pragma unroll 4
       for (int c = part; c < n; c += 8) sum += x[c] * f[c];
       sum += shuffle_xor(sum, 4), sum += shuffle_xor(sum, 2), sum += shuffle_xor(sum, 1);
-      if (part == 0 && i < count) store_word(out + i, (bits(sum + weights[a.actions * n + action]) & ~1u) | flag);
+      if (part == 0 && i < count)
+        store_message_word(out + i, (bits(sum + weights[a.actions * n + action]) & ~1u) | flag);
     }
   }
 
@@ -179,7 +180,7 @@ struct Loop {
     for (int i = thread(); i < count; i += kThreads) {
       const int at = b * count + i;
       uint32_t* state = a.workspace + a.sample_words + at;
-      const float x = step == 0 ? initial_at(a, at) : as_float(load_word(state) & ~1u);
+      const float x = step == 0 ? initial_at(a, at) : as_float(load_message_word(state) & ~1u);
       const float noise = a.table && a.noise ? a.noise[step * a.noise_stride + at] : 0.0f;
       const bool known = a.condition_mask && a.condition_mask[at];
       float r[6] = {};
@@ -195,7 +196,7 @@ struct Loop {
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           v[k] = flag;
-          if (k < a.output_slices) v[k] = load_word(from + k * all);
+          if (k < a.output_slices) v[k] = load_message_word(from + k * all);
         }
 #pragma unroll
         for (int k = 0; k < 8; k++) wrong |= v[k] ^ flag;
@@ -211,7 +212,7 @@ struct Loop {
         if (a.noise) made += r[5] * noise;
         if (known) made = a.condition_data[at];
       }
-      store_word(state, (bits(made) & ~1u) | flag);
+      store_message_word(state, (bits(made) & ~1u) | flag);
       if (step + 1 == a.steps) a.output[at] = made;
     }
   }
@@ -334,7 +335,7 @@ DPA_DEVICE void run_phases(const PhaseLoop& a) {
     Loop<Tile> loop = {a, stream, watch, step, flag, flag ^ 1};
     loop.run();
   }
-  copies_wait<0>();
+  copy_async_wait<0>();
 }
 
 }  // namespace dpa::kernels::unet1d::device

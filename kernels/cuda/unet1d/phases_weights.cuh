@@ -149,10 +149,10 @@ struct WeightStream {
   }
   static DPA_DEVICE void copy(uint32_t to, const uint8_t* tile) {
     if constexpr (kLane == 8) {
-      copy_8(to, tile);
+      copy_async_8(to, tile);
     } else {
-      copy_16(to, tile);
-      if constexpr (Tile::kWide) copy_16(to + 512, tile + 512);
+      copy_async_line_16(to, tile);
+      if constexpr (Tile::kWide) copy_async_line_16(to + 512, tile + 512);
     }
   }
   DPA_DEVICE void issue(uint32_t to) {
@@ -165,14 +165,14 @@ struct WeightStream {
     if (left > 0) copy(to, from);
     if (left > 1) copy(to + Tile::kBytes, from + stride);
     from += 2 * stride, left -= 2;
-    copies_commit();
+    copy_async_commit();
   }
   // The next pair of tiles is in its slot; returns this lane's address there.
   DPA_DEVICE uint32_t wait() {
     if (tight)
-      copies_wait<kPhaseTightSlots - 2>();
+      copy_async_wait<kPhaseTightSlots - 2>();
     else
-      copies_wait<Tile::kSlots - 2>();
+      copy_async_wait<Tile::kSlots - 2>();
     return slot;
   }
   // The slot before it, whose fragments have been multiplied, is filled again.

@@ -200,7 +200,7 @@ struct Block {
 #pragma unroll
           for (int s = 0; s < kSlicesIn; s++)
             word[r][s] = first + r * kThreads < words
-                             ? ptx::load_message_word(messages + (s * words + first + r * kThreads))
+                             ? ptx::load_message_word<void>(messages + (s * words + first + r * kThreads))
                              : phase;
         }
 #pragma unroll
@@ -232,7 +232,7 @@ struct Block {
       }
 #pragma unroll
       for (int s = kLanes / 2; s; s /= 2) sum += __shfl_xor_sync(~0u, sum, s);
-      if (i < words && part == 0) ptx::store_message_word(to + i, (__float_as_uint(sum) & ~1u) | phase);
+      if (i < words && part == 0) ptx::store_message_word<void>(to + i, (__float_as_uint(sum) & ~1u) | phase);
     }
   }
   // The scheduler's step of number i of the sample, from the 8 groups' parts of the network's output.

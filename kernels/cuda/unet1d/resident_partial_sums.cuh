@@ -31,7 +31,7 @@ struct PartialSumMessages {
     if constexpr (kWide)
       return ptx::load_message(at);
     else
-      return ptx::load_message_word(at);
+      return ptx::load_message_word<void>(at);
   }
   __device__ __forceinline__ uint32_t stale(const OutputWord& w) const {  // in the lowest bit
     if constexpr (kWide)

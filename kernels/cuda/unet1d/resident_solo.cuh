@@ -340,7 +340,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
 #pragma unroll
       for (int i = 0; i < kRounds; i++) {
         if ((tid >> kUnitLog2<kRows>)+i * kApart < l.columns)
-          ptx::store_message_word(
+          ptx::store_message_word<void>(
               to + i * apart,
               (message(sums + i * kApart * kPitch<kRows>, s ? held.scale[1] : held.scale[0]) & ~1u) | phase);
       }

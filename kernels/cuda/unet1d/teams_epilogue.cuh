@@ -119,7 +119,7 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
     for (int j = 0; j < kItems; j++) {
       float4 x[kParts];
 #pragma unroll
-      for (int k = 0; k < kParts; k++) x[k] = load_shared_4(from + j * part.item + k * part.share);
+      for (int k = 0; k < kParts; k++) x[k] = load_shared(from + j * part.item + k * part.share);
       float4 sum = x[0];
 #pragma unroll
       for (int k = 1; k < kParts; k++) sum.x += x[k].x, sum.y += x[k].y, sum.z += x[k].z, sum.w += x[k].w;

@@ -47,14 +47,14 @@ struct TeamStream {
     if (at == end) at = begin;
   }
   static DPA_DEVICE void copy(uint32_t to, const uint8_t* tile) {
-    copy_16(to, tile);
-    if constexpr (Tile::kWide) copy_16(to + 512, tile + 512);
+    copy_async_line_16(to, tile);
+    if constexpr (Tile::kWide) copy_async_line_16(to + 512, tile + 512);
   }
   // The next slot is there; returns this lane's address in it.
   DPA_DEVICE uint32_t wait() const {
-    copies_wait<kSlots.most - 2>();
-    if (slots < kSlots.most) copies_wait<kSlots.middle - 2>();
-    if (slots < kSlots.middle) copies_wait<kSlots.least - 2>();
+    copy_async_wait<kSlots.most - 2>();
+    if (slots < kSlots.most) copy_async_wait<kSlots.middle - 2>();
+    if (slots < kSlots.middle) copy_async_wait<kSlots.least - 2>();
     return slot;
   }
   // Goes on to the next slot; the one before is due to be filled again.
@@ -80,7 +80,7 @@ struct TeamStream {
       copy(last + 2 * Tile::kBytes, from);
       copy(last + 3 * Tile::kBytes, from + apart);
     }
-    copies_commit();
+    copy_async_commit();
   }
 };
 
@@ -131,7 +131,7 @@ struct OperandSteps {
 #pragma unroll
     for (int s = 0; s < kLoads; s++) {
 #pragma unroll
-      for (int i = 0; i < Rows::kLoads; i++) load_matrices(b[s][i], rows.at[i] + offsets.at[s]);
+      for (int i = 0; i < Rows::kLoads; i++) load_matrix_x4(b[s][i], rows.at[i] + offsets.at[s]);
     }
   }
   DPA_DEVICE void multiply(RunSums<Tile, kColumnTiles>& sums) const {

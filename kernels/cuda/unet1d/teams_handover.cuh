@@ -44,13 +44,13 @@ struct ClusterHandover {
     for (int d = 0; d < kTeamBlocks; d++) {
 #pragma unroll
       for (int i = 0; i < values.kParts; i++)
-        send_8(peers[d] + at + i * low_halves(pitch), values.part[i], peers[d] + full);
+        send_cluster_8(peers[d] + at + i * low_halves(pitch), values.part[i], peers[d] + full);
     }
   }
   DPA_DEVICE void send_tail(const TeamArguments& a, int at, uint32_t, float v) const {
     const uint32_t to = shared_address(shared()) + a.shared.tail_words + at * 4;
 #pragma unroll
-    for (int d = 0; d < kTeamBlocks; d++) send_4(peers[d] + to, bits(v), peers[d] + barrier(count));
+    for (int d = 0; d < kTeamBlocks; d++) send_cluster_4(peers[d] + to, bits(v), peers[d] + barrier(count));
   }
   // The values of a hand-over are here.
   DPA_DEVICE void wait() {
@@ -80,11 +80,11 @@ struct WordHandover {
   DPA_DEVICE static int pitch(const TeamPhase& p) { return kTeamBlocks * p.channels; }
   DPA_DEVICE void sent() {}
   DPA_DEVICE void send(uint32_t at, int, uint32_t flag, const float (&v)[4]) const {
-    store_words(words + at, make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag, (bits(v[2]) & ~1u) | flag,
-                                       (bits(v[3]) & ~1u) | flag));
+    store_message_16(words + at, make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag,
+                                            (bits(v[2]) & ~1u) | flag, (bits(v[3]) & ~1u) | flag));
   }
   DPA_DEVICE void send_tail(const TeamArguments& a, int at, uint32_t flag, float v) const {
-    store_word(words + a.tail_words + at, (bits(v) & ~1u) | flag);
+    store_message_word(words + a.tail_words + at, (bits(v) & ~1u) | flag);
   }
   // Polls the output of phase `p` and writes it to its slab, by the warps that multiply. A barrier is due before that is
   // read.
@@ -103,7 +103,7 @@ struct WordHandover {
 #pragma unroll
         for (int i = 0; i < kItems; i++) {
           const int at = base + i * kThreads;
-          v[i] = load_words(from + (at < quads ? at : base) * 4);
+          v[i] = load_message_16(from + (at < quads ? at : base) * 4);
         }
 #pragma unroll
         for (int i = 0; i < kItems; i++) pending |= differs(v[i], flag);
@@ -125,7 +125,7 @@ struct WordHandover {
     for (int i = thread() - kThreads; i < count; i += kTeamThreads - kThreads) {
       uint32_t v;
       int polls = 0;
-      while (((v = load_word(words + a.tail_words + i)) ^ flag) & 1) {
+      while (((v = load_message_word(words + a.tail_words + i)) ^ flag) & 1) {
         if (!watch.again(polls)) break;
       }
       to[i] = v & ~1u;

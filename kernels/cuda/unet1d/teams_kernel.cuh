@@ -155,7 +155,7 @@ DPA_DEVICE void run_team(const TeamArguments& a) {
     TeamStream<Tile> stream(a.weights, make_team_loads<Tile>(a, rank), a.shared.buffer, a.slots);
     TeamGemm<Tile, Handover> gemm = {{a, handover, {a.workspace}, rank, samples, sample0}, stream};
     gemm.run();
-    copies_wait<0>();
+    copy_async_wait<0>();
   } else {
     TeamEpilogue<Tile, Handover> epilogue = {{a, handover, {a.workspace}, rank, samples, sample0}};
     epilogue.run();

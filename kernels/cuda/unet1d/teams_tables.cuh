@@ -7,12 +7,12 @@ namespace dpa::kernels::unet1d::device {
 
 // Barriers of some of a team's warps: of those that multiply; of the epilogue's; of all, where one kind waits for the
 // other, which goes on.
-DPA_DEVICE void sync_multiplying() { sync_threads<1>(kThreads); }
-DPA_DEVICE void sync_epilogue() { sync_threads<2>(kTeamThreads - kThreads); }
-DPA_DEVICE void sums_written() { arrive_threads<3>(kTeamThreads); }
-DPA_DEVICE void wait_for_sums() { sync_threads<3>(kTeamThreads); }
-DPA_DEVICE void sample_written() { arrive_threads<4>(kTeamThreads); }
-DPA_DEVICE void wait_for_sample() { sync_threads<4>(kTeamThreads); }
+DPA_DEVICE void sync_multiplying() { sync_threads(1, kThreads); }
+DPA_DEVICE void sync_epilogue() { sync_threads(2, kTeamThreads - kThreads); }
+DPA_DEVICE void sums_written() { arrive_threads(3, kTeamThreads); }
+DPA_DEVICE void wait_for_sums() { sync_threads(3, kTeamThreads); }
+DPA_DEVICE void sample_written() { arrive_threads(4, kTeamThreads); }
+DPA_DEVICE void wait_for_sample() { sync_threads(4, kTeamThreads); }
 
 // The steps' offsets behind a table of columns; they are read in twos.
 template <class T>
