@@ -32,6 +32,18 @@ ROWS = {
         lambda: near_copies.DP3(2, 4, film="mlp_film"),
         lambda: {"timestep": 5, "global_cond": torch.randn(BATCH, 4)},
     ),
+    "DP3's add": (
+        lambda: near_copies.DP3(2, 4, film="add"),
+        lambda: {"timestep": TIMES, "global_cond": torch.randn(BATCH, 4)},
+    ),
+    "DP3, local conditions": (
+        lambda: near_copies.DP3(2, 4, local_cond_dim=3),
+        lambda: {
+            "timestep": TIMES,
+            "local_cond": torch.randn(BATCH, HORIZON, 3),
+            "global_cond": torch.randn(BATCH, 4),
+        },
+    ),
     "FlowPolicy": (
         lambda: near_copies.DP3(2, 4, var_est=True),
         lambda: {"timestep": 0.33 * TIMES, "global_cond": torch.randn(BATCH, 4)},
