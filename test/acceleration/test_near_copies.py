@@ -203,6 +203,36 @@ def test_a_loop_of_dp3s(batch, per_level, film, device):
     assert loop.active and max(loop.errors) < 1e-4
 
 
+@pytest.mark.parametrize("film", ["cross_attention_film", "cross_attention_add"])
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_a_loop_of_dp3s_whose_actions_ask_the_observations(batch, film, device):
+    """The network, of another kind, takes a vector for each frame; the loop is fused around it."""
+    scheduler = diffusers.DDIMScheduler(20, prediction_type="sample")
+    unet = near_copies.DP3(2, 4, film=film)
+    plain = OriginalPolicy(unet, scheduler, 5).to(device).eval()
+    policy, data = copy.deepcopy(plain), torch.randn(batch, 8, 2, device=device)
+    with pytest.warns(RuntimeWarning, match=r"unchanged: .*cond_encoder"):
+        dpa.accelerate(policy)
+    mask = torch.zeros_like(data, dtype=torch.bool)
+    mask[:, 0] = True
+    for seed in range(4):
+        cond = torch.randn(batch, 2 + seed // 2, 4, device=device)
+        if seed == 3:
+            for each in (plain, policy):  # as an optimizer does
+                each.model.mid_modules[0].cond_encoder.key_proj.weight.mul_(1.3)
+        results = []
+        for each in (plain, policy):
+            torch.manual_seed(seed)
+            results.append(each.conditional_sample(data, mask, None, cond))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    loop = next(f for f in dpa.explain(policy).findings if f.part == "loop")
+    assert loop.active and loop.errors and max(loop.errors) < 1e-4
+    dpa.restore(policy)
+    torch.manual_seed(seed)
+    assert torch.equal(policy.conditional_sample(data, mask, None, cond), results[0])
+
+
 @torch.no_grad()
 def test_what_the_original_says_of_wrong_arguments(device):
     unet, sample, call = network_and_call("DPPO", device)

@@ -70,13 +70,19 @@ def translate(forward: FastForward, call: LoopCall) -> None:
 
 
 def is_nested(call: LoopCall) -> bool:
-    """Whether the network takes conditions in dictionaries."""
-    return any(isinstance(value, Mapping) for value in call.conditions.values())
+    """Whether the network takes conditions in dictionaries, or a sequence as ``global_cond``.
+
+    Of a sampler's condition of that name every sample has a vector.
+    """
+    cond = call.conditions.get("global_cond")
+    sequence = isinstance(cond, Tensor) and cond.dim() > 2
+    return sequence or any(isinstance(value, Mapping) for value in call.conditions.values())
 
 
 def sample_of(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor:
     """Sample as a policy does whose parameters have that dtype: it starts and ends in it."""
-    conditions = {name: x for name, x in _flat(call.conditions).items() if x is not None}
+    given = {"": call.conditions} if isinstance(sampler.unet, _Nested) else call.conditions
+    conditions = {name: x for name, x in _flat(given).items() if x is not None}
     named = {name: conditions.pop(name) for name in NAMED if name in conditions}
     batch, noise, scale = call.shape[0], call.noise, call.init_noise_sigma
     if noise is None and (sampler.noise_dtype != dtype or scale != 1.0):
@@ -110,7 +116,7 @@ def _flat(conditions: Mapping[str, Any], begin: str = "") -> dict[str, Any]:
 
 
 class _Nested(nn.Module):
-    """A network that takes dictionaries of conditions, called with what they hold."""
+    """A network called with what nested dictionaries of its conditions hold."""
 
     def __init__(self, network: nn.Module):
         super().__init__()
@@ -126,4 +132,4 @@ class _Nested(nn.Module):
             for part in way:
                 inner = inner.setdefault(part, {})
             inner[name] = value
-        return self.network(sample, timestep, **nested)
+        return self.network(sample, timestep, **nested.get("", {}))
