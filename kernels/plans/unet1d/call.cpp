@@ -127,9 +127,9 @@ static bool teams_beat_clusters(const Plan& plan, const TeamCall& teams) {
 static bool norms_average(const Plan& plan, int horizon) {
   constexpr int kWarpValues = 64;
   const Config& c = plan.config;
-  const int last = c.levels - 1, values = (horizon >> last) * c.own(c.down_dims[last]) / c.num_groups;
+  const int last = std::max(c.levels - 1, 0);
   const bool half = plan.dtype == DType::kFloat16 || plan.dtype == DType::kFloat8E4M3;
-  return !half || horizon >> last > 1 || values > kWarpValues;
+  return !half || horizon >> last > 1 || c.own(c.down_dims[last]) / c.num_groups > kWarpValues;
 }
 // The kernel for wide networks that serves a call, or kAutomatic where none does.
 static Path wide_path(const Plan& plan, int batch, int horizon, const Device& device) {
