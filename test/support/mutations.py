@@ -277,14 +277,14 @@ MUTATIONS = [
     ),
     Mutation(
         "stride: eight rows of weights",
-        "kernels/cuda/conv1d/convolution.cu",
+        "kernels/cuda/conv1d/convolution_kernel.cuh",
         "1024, wgmma::Swizzle::k128);\n#pragma unroll",
         "512, wgmma::Swizzle::k128);\n#pragma unroll",
         _CONVOLUTIONS,
     ),
     Mutation(
         "barrier: weights read before they arrive",
-        "kernels/cuda/conv1d/convolution.cu",
+        "kernels/cuda/conv1d/convolution_kernel.cuh",
         "(full_barrier(pipelines.weights, weight_at), weight_at.phase);\n      if (term",
         "(full_barrier(pipelines.weights, weight_at), weight_at.phase ^ 1);\n      if (term",
         _CONVOLUTIONS,
@@ -298,7 +298,7 @@ MUTATIONS = [
     ),
     Mutation(
         "barrier: sums take the place of what another warpgroup reads",
-        "kernels/cuda/conv1d/convolution.cu",
+        "kernels/cuda/conv1d/convolution_kernel.cuh",
         "trigger_dependent_launch();\n  ptx::sync_threads(1, kConsumerThreads);",
         "trigger_dependent_launch();\n",
         _CONVOLUTIONS,
@@ -312,7 +312,7 @@ MUTATIONS = [
     ),
     Mutation(
         "flag: the convolution reads before the grid dependency resolves",
-        "kernels/cuda/conv1d/convolution.cu",
+        "kernels/cuda/conv1d/convolution_kernel.cuh",
         "grid_dependency_sync();\n    PipelineState box_at;",
         "PipelineState box_at;",
         _CONVOLUTIONS,

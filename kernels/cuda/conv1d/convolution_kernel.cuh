@@ -1,0 +1,249 @@
+// fprop and dgrad: out[b, phases j + p, n] = sum over terms i and channels c of A B,
+//   A = x[b, stride j + shift[p][i], c]
+//   B = weight[tap[p][i]][n, c] (fprop: rows along K) or weight[tap[p][i]][c, n] (dgrad: rows along N). In float32,
+//       which wgmma takes with rows along K alone, dgrad's weights are packed the other way round: [n, c].
+//
+// An output tile is 128 rows (j, sample), times outside, by kColumns channels n. A step contracts 128 bytes of channels
+// of one term. TMA loads a box of A, those channels x times x samples, with zeros where it leaves the sample, which is the
+// padding; no patch matrix exists. Where a tile holds whole samples, one box serves all terms: a term shifts time, and so
+// begins at another row of the box, inside a swizzle atom too: the swizzle follows addresses. Else each term has its own.
+//
+// cluster   one output tile, or the two that share the groups of a normalisation; split-K: a tile's blocks take
+//           consecutive shares of the boxes, and each stores an equal share of rows
+// block     a producer warp issues loads, two consumer warpgroups multiply 64 rows x kColumns each, accumulators in
+//           registers. A warpgroup skips terms that read nothing but padding in its rows
+// epilogue  accumulators go to shared memory; epilogue.cuh adds those of the cluster's blocks and stores them,
+//           epilogue_norm.cuh and epilogue_exchange.cuh store what a normalisation makes of them
+//
+// A shortcut is one more step a box, a weight of one tap, whose accumulators are a tile of their own without a
+// normalisation.
+//
+// Dependent launch. Prefetchable weights (conv1d.h) are read before grid dependency synchronisation, and nothing else
+// is:
+// - the block may run as soon as every block of the previous kernel P has triggered the dependent launch or ended;
+// - P, or the nearest kernel before it that triggers no earlier, called grid dependency synchronisation before that, so
+//   whatever lies before that kernel has ended and is visible;
+// - prefetchable weights were written by a kernel before that one.
+//
+// A grid of no more blocks than multiprocessors triggers the dependent launch when its mainloop is done. Its blocks
+// reserve so much shared memory that no two share a multiprocessor, which would halve their rate: the next kernel's
+// blocks begin on the other half of the device, or each where one of these has ended.
+#pragma once
+#include "kernels/cuda/conv1d/epilogue.cuh"
+#include "kernels/cuda/conv1d/epilogue_exchange.cuh"
+#include "kernels/cuda/conv1d/epilogue_norm.cuh"
+
+namespace dpa::kernels::conv1d {
+
+// What a block contracts: boxes of A, one after the other, each for `terms` steps of B, and one of the shortcut's.
+struct Work {
+  int first, count;  // boxes
+  int terms;         // that a box serves
+  int start, delta;  // where the first term's rows begin in a box, in bytes, and from term to term
+  int shortcut;      // where the shortcut's begin
+
+  __device__ Work(const ConvArgs& args, const TileCoord& coord) {
+    const ConvPlan& plan = args.plan;
+    const int* const shift = plan.shift[0];
+    const int all = plan.terms[coord.phase], bytes = plan.rows.samples * kRowBytes;
+    terms = plan.together ? all : 1;
+    start = plan.together ? (shift[0] - plan.lowest) * bytes : 0;
+    delta = plan.together ? (shift[1] - shift[0]) * bytes : 0;
+    shortcut = -plan.lowest * bytes;
+    const int2 mine = share(plan.together ? plan.chunks : all * plan.chunks, coord.rank, plan.splits);
+    first = mine.x, count = mine.y - mine.x;
+  }
+};
+
+// The producer thread. Prefetchable weights of the first phase are loaded before the grid dependency resolves.
+template <class T, int kColumns, bool kMajorN, bool kShortcut>
+struct Producer {
+  using Shape = ConvShape<kColumns>;
+  const TensorMaps& maps;
+  const ConvArgs& args;
+  const TileCoord& coord;
+  const Work& work;
+  uint32_t memory;
+  Pipelines& pipelines;
+
+  __device__ __forceinline__ int term(int box) const { return args.plan.together ? 0 : box / args.plan.chunks; }
+
+  __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
+    const bool shortcut = kShortcut && i == work.terms;
+    const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
+    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i],
+              channel = box % args.plan.chunks * kStepChannels<T>;
+    const uint32_t full = acquire(pipelines.weights, at, args.weight_bytes);
+    const uint32_t to = memory + Shape::kBoxesBytes + at.stage * Shape::kWeightBytes;
+    if constexpr (kMajorN) {
+#pragma unroll 1
+      for (int n = 0; n < kColumns / 64; ++n)
+        ptx::tma_load(to + n * kChunk * kRowBytes, map, coord.first_column + n * 64, channel, tap, full);
+    } else {
+      ptx::tma_load(to, map, channel, coord.first_column, tap, full);
+    }
+  }
+
+  __device__ __forceinline__ void load_a(const PipelineState& at, int box) const {
+    const int shift = args.plan.together ? args.plan.lowest : args.plan.shift[coord.phase][term(box)];
+    const int chunk = box % args.plan.chunks, more = chunk - args.x_chunks;
+    ptx::tma_load(memory + at.stage * args.box_stage, more < 0 ? &maps.x : &maps.more_x,
+                  (more < 0 ? chunk : more) * kStepChannels<T>, coord.first_sample,
+                  coord.first_time * args.plan.stride + shift, acquire(pipelines.boxes, at, args.box_bytes));
+  }
+
+  __device__ void run() const {
+    const int steps = work.terms + kShortcut;  // of a box
+    PipelineState weight_at;
+    const int prefetched = min(args.prefetched, work.count * steps);
+#pragma unroll 1
+    for (int step = 0; step < prefetched; ++step, weight_at.advance(args.weights))
+      load_b(weight_at, work.first + step / steps, step % steps);
+    grid_dependency_sync();
+    PipelineState box_at;
+    int step = 0;
+#pragma unroll 1
+    for (int box = work.first; box < work.first + work.count; ++box, box_at.advance(args.boxes)) {
+      load_a(box_at, box);
+#pragma unroll 1
+      for (int i = 0; i < steps; ++i, ++step) {
+        if (step < prefetched) continue;
+        load_b(weight_at, box, i);
+        weight_at.advance(args.weights);
+      }
+    }
+  }
+};
+
+// The consumer warpgroups' mainloop: a stage is released once the MMAs of the next step are in flight.
+template <class T, int kColumns, bool kMajorN, bool kShortcut>
+__device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipelines, const ConvArgs& args,
+                                              const Work& work, float* tile) {
+  using Shape = ConvShape<kColumns>;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const uint32_t rows = memory + warpgroup * 64 * kRowBytes, weights = memory + Shape::kBoxesBytes;
+  const int first_term = args.plan.together ? args.plan.first_term[warpgroup] : 0;
+  const int end_term = args.plan.together ? args.plan.end_term[warpgroup] : 1;
+  // A stage that is held while others are skipped may be the one that the producer waits for.
+  const bool drains = first_term + work.terms - end_term > 1;
+  constexpr int kSums = kColumns / 2, kShortcutSums = kShortcut ? kSums : 1;
+  float sums[kSums], shortcut_sums[kShortcutSums];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i] = 0;
+#pragma unroll
+  for (int i = 0; i < kShortcutSums; ++i) shortcut_sums[i] = 0;
+  PipelineState weight_at;
+  PipelineState box_at;
+  int weight_previous = -1, box_previous = -1;
+  const auto release_previous = [&] {
+    if (weight_previous >= 0) release(pipelines.weights, weight_previous);
+    if (box_previous >= 0) release(pipelines.boxes, box_previous);
+    weight_previous = box_previous = -1;
+  };
+  const auto contract = [&](float(&to)[kSums], int start) {
+    wgmma::fence();
+    const uint64_t a = wgmma::swizzled(rows + box_at.stage * args.box_stage + start, 16, 1024, wgmma::Swizzle::k128);
+    const uint64_t b = wgmma::swizzled(weights + weight_at.stage * Shape::kWeightBytes,
+                                       kMajorN ? kChunk * kRowBytes : 16, 1024, wgmma::Swizzle::k128);
+#pragma unroll
+    for (int k = 0; k < kRowBytes / 32; ++k)
+      wgmma::mma_ss<T, kColumns, 0, kMajorN>(to, a + k * 2, b + k * (kMajorN ? 128 : 2), 1);
+    wgmma::commit();
+    wgmma::wait<1>();
+    release_previous();
+    weight_previous = weight_at.stage;
+  };
+#pragma unroll 1
+  for (int box = 0; box < work.count; ++box) {
+    ptx::barrier_wait(full_barrier(pipelines.boxes, box_at), box_at.phase);
+#pragma unroll 1
+    for (int term = 0; term < work.terms; ++term) {
+      ptx::barrier_wait(full_barrier(pipelines.weights, weight_at), weight_at.phase);
+      if (term < first_term || term >= end_term) {
+        if (drains) wgmma::wait<0>(), release_previous();
+        release(pipelines.weights, weight_at.stage);
+      } else {
+        contract(sums, work.start + term * work.delta);
+      }
+      weight_at.advance(args.weights);
+    }
+    if constexpr (kShortcut) {
+      ptx::barrier_wait(full_barrier(pipelines.weights, weight_at), weight_at.phase);
+      contract(shortcut_sums, work.shortcut);
+      weight_at.advance(args.weights);
+    }
+    if (box_previous >= 0) release(pipelines.boxes, box_previous);
+    box_previous = box_at.stage;
+    box_at.advance(args.boxes);
+  }
+  wgmma::wait<0>();
+  if (args.release) trigger_dependent_launch();
+  ptx::sync_threads(1, kConsumerThreads);  // the tile takes the place of what the other warpgroup still read
+  store_sums<kColumns, Shape::kStride>(tile, sums, [](int j) { return 8 * j; });
+  if constexpr (kShortcut)
+    store_sums<kColumns, Shape::kStride>(tile + Shape::kTile, shortcut_sums, [](int j) { return 8 * j; });
+}
+
+constexpr int kExchange = -1;  // the passes of a normalisation whose moments a cluster's blocks exchange
+
+// kMajorN: whether rows of weights run along N. kPasses: of the normalisation, kExchange, or 0 without one. kSplit:
+// the cluster has several blocks; then each has a multiprocessor, as far as the plan goes, and may use all of its
+// registers. kShortcut: with a side.
+template <class T, int kColumns, bool kMajorN, int kPasses, bool kSplit, bool kShortcut>
+__global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<kColumns>::kBlocks)
+    conv_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ ConvArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
+  using Shape = ConvShape<kColumns>;
+  // Alone in the block's shared memory, it begins where that does, at a multiple of 1024.
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& pipelines = *reinterpret_cast<Pipelines*>(memory + Shape::kBoxesBytes + args.weights * Shape::kWeightBytes);
+  float* const tile = reinterpret_cast<float*>(memory);
+  const TileCoord coord(args.plan, args.plan.column_step, blockIdx.x);
+  const Work work(args, coord);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&maps.x);
+    ptx::prefetch_tensor_map(&maps.weights);
+    pipelines.boxes.init();
+    pipelines.weights.init();
+    cuda::ptx::mbarrier_init(&pipelines.sums, 1);
+    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+  }
+  __syncthreads();
+  if (threadIdx.x >= kConsumerThreads) {
+    if (threadIdx.x == kConsumerThreads)
+      Producer<T, kColumns, kMajorN, kShortcut>{maps, args, coord, work, ptx::shared_address(memory), pipelines}.run();
+    __syncwarp();
+    if constexpr (kSplit) {
+      ptx::cluster_sync();
+      if constexpr (kPasses == kExchange) ptx::cluster_sync();
+      ptx::cluster_arrive_relaxed(), ptx::cluster_wait();
+    }
+  } else {
+    bool left = false;
+    grid_dependency_sync();
+    consume_tiles<T, kColumns, kMajorN, kShortcut>(ptx::shared_address(memory), pipelines, args, work, tile);
+    if constexpr (kPasses == kExchange) cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tile
+    if constexpr (kPasses != 0) {
+      kSplit ? ptx::cluster_sync() : ptx::sync_threads(1, kConsumerThreads);
+      if constexpr (kPasses == kExchange)
+        normalise_rows<T, !kShortcut>(args, coord, tile,
+                                      *reinterpret_cast<MomentTables*>(tile + (kShortcut ? 2 : 1) * Shape::kTile),
+                                      ptx::shared_address(&pipelines.sums));
+      else
+        left = normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, tile, kSplit && !kShortcut);
+      if constexpr (kShortcut)
+        store_rows<T, kColumns, kSplit>(args,
+                                        {args.shortcut.addends.bias, args.shortcut.addends.residual, args.shortcut.out},
+                                        coord, tile + Shape::kTile);
+    } else {
+      kSplit ? ptx::cluster_sync() : __syncwarp();  // alone, a warp finishes its own rows
+      store_rows<T, kColumns, kSplit>(args, {args.addends.bias, args.addends.residual, args.out}, coord, tile);
+    }
+    // Nobody leaves while a peer still reads its tile.
+    if (kSplit && !left) ptx::cluster_arrive();
+    if (kSplit) ptx::cluster_wait();
+  }
+#endif
+}
+
+}  // namespace dpa::kernels::conv1d
