@@ -154,12 +154,8 @@ void print_plan(const Case& c, DType dtype, int teams, int shared) {
 
 #ifndef DPA_EMULATE
 int clusters_at_once(int bytes) {
-  int n = 0;
-  const auto kernel = team_kernel<device::TileBf16, true>;
-  CHECK(allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes));
-  TeamLaunch launch(1, bytes, true, nullptr);
-  CHECK(cudaOccupancyMaxActiveClusters(&n, kernel, &launch.config));
-  return n;
+  LaunchConfig one(kTeamBlocks, kTeamThreads, nullptr, bytes);
+  return one.clusters(kTeamBlocks).active_clusters(team_kernel<device::TileBf16, true>);
 }
 
 void bench(const Case& c, DType dtype, int teams, int shared, bool cluster) {

@@ -267,16 +267,8 @@ __global__ void __launch_bounds__(kThreads, kBatchNormActBlocks)
 
 template <class Args>
 cudaError_t launch_clusters(void (*kernel)(Args), const BatchNormActPlan& plan, cudaStream_t stream, const Args& args) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = plan.cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(plan.columns * plan.blocks()));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = plan.cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  const dim3 blocks(static_cast<unsigned>(plan.columns * plan.blocks()));
+  return LaunchConfig(blocks, kThreads, stream).clusters(plan.cluster > 1 ? plan.cluster : 0).launch(kernel, args);
 }
 
 }  // namespace

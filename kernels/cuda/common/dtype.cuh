@@ -83,17 +83,40 @@ struct TypeTag {
   using type = T;
 };
 
-/// Calls `f(TypeTag<T>{})` with the C++ type of `dtype`.
+/// The DType of a C++ type; of e4m3 any type of a byte.
+template <class T>
+constexpr DType kDTypeOf = std::is_same_v<T, double>          ? DType::kFloat64
+                           : std::is_same_v<T, float>         ? DType::kFloat32
+                           : std::is_same_v<T, __half>        ? DType::kFloat16
+                           : std::is_same_v<T, __nv_bfloat16> ? DType::kBFloat16
+                                                              : DType::kFloat8E4M3;
+
+/// Calls `f(TypeTag<T>{})` with the C++ type of `dtype`, which is one of `Types`.
+template <class... Types, class F>
+cudaError_t dispatch_among(DType dtype, F&& f) {
+  cudaError_t error = cudaErrorInvalidValue;
+  ((dtype == kDTypeOf<Types> && (error = f(TypeTag<Types>{}), true)) || ...);
+  return error;
+}
+/// Calls `f(std::integral_constant<int, value>{})`, where `value` is one of `kValues`.
+template <int... kValues, class F>
+cudaError_t dispatch_value(int value, F&& f) {
+  cudaError_t error = cudaErrorInvalidValue;
+  ((value == kValues && (error = f(std::integral_constant<int, kValues>{}), true)) || ...);
+  return error;
+}
+/// The types of arithmetic; those of at most 32 bits; those of 16 bits.
 template <class F>
 cudaError_t dispatch(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat64: return f(TypeTag<double>{});
-    case DType::kFloat32: return f(TypeTag<float>{});
-    case DType::kFloat16: return f(TypeTag<__half>{});
-    case DType::kBFloat16: return f(TypeTag<__nv_bfloat16>{});
-    case DType::kFloat8E4M3: break;
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_among<double, float, __half, __nv_bfloat16>(dtype, f);
+}
+template <class F>
+cudaError_t dispatch_to_32_bits(DType dtype, F&& f) {
+  return dispatch_among<__nv_bfloat16, __half, float>(dtype, f);
+}
+template <class F>
+cudaError_t dispatch_half(DType dtype, F&& f) {
+  return dispatch_among<__nv_bfloat16, __half>(dtype, f);
 }
 
 }  // namespace dpa::kernels

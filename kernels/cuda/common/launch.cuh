@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "kernels/cuda/common/shared_memory.h"
 #include "kernels/plans/grid.h"
 
 namespace dpa::kernels {
@@ -52,16 +53,73 @@ inline bool launches_dependent(const void* kernel) {
   return known[device] == kYes;
 }
 
-/// Launches `kernel`; a grid of no blocks is no launch and no error. Returns the launch's own error.
+/// A launch: grid, block, and its attributes.
+class LaunchConfig {
+ public:
+  LaunchConfig(dim3 blocks, unsigned threads, cudaStream_t stream, size_t shared_bytes = 0) {
+    config_.gridDim = blocks, config_.blockDim = dim3(threads), config_.stream = stream;
+    config_.dynamicSmemBytes = shared_bytes, config_.attrs = attributes_;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+
+  /// All blocks are there at once, or the launch is an error.
+  LaunchConfig& cooperative(bool wanted = true) {
+    if (wanted) add(cudaLaunchAttributeCooperative).cooperative = 1;
+    return *this;
+  }
+  /// Clusters of so many blocks; 0: none.
+  LaunchConfig& clusters(int blocks) {
+    if (blocks > 0) add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+    return *this;
+  }
+  /// A dependent launch of a kernel whose threads call `grid_dependency_sync`.
+  LaunchConfig& dependent(const void* kernel) {
+    if (launches_dependent(kernel))
+      add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+    return *this;
+  }
+  LaunchConfig& priority(int priority) {
+    add(cudaLaunchAttributePriority).priority = priority;
+    return *this;
+  }
+
+  /// A grid of no blocks is no launch and no error. Returns the launch's own error.
+  template <class... Parameters, class... Arguments>
+  cudaError_t launch(void (*kernel)(Parameters...), Arguments&&... arguments) const {
+    if (config_.gridDim.x == 0 || config_.gridDim.y == 0) return cudaSuccess;
+    if (const auto error = allow(reinterpret_cast<const void*>(kernel))) return error;
+    return cudaLaunchKernelEx(&config_, kernel, static_cast<Parameters>(arguments)...);
+  }
+  /// How many of its clusters fit the current device at once.
+  template <class... Parameters>
+  int active_clusters(void (*kernel)(Parameters...)) const {
+    int count = 0;
+    if (allow(reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
+        cudaOccupancyMaxActiveClusters(&count, kernel, &config_) == cudaSuccess)
+      return count;
+    cudaGetLastError();
+    return 0;
+  }
+
+ private:
+  cudaLaunchConfig_t config_ = {};
+  cudaLaunchAttribute attributes_[3] = {};
+
+  cudaLaunchAttributeValue& add(cudaLaunchAttributeID id) {
+    auto& attribute = attributes_[config_.numAttrs++];
+    attribute.id = id;
+    return attribute.val;
+  }
+  cudaError_t allow(const void* kernel) const {
+    const int bytes = static_cast<int>(config_.dynamicSmemBytes);
+    return bytes > 0 ? allow_shared_memory(kernel, bytes) : cudaSuccess;
+  }
+};
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, unsigned threads, cudaStream_t stream,
                    Arguments&&... arguments) {
-  if (blocks.x == 0 || blocks.y == 0) return cudaSuccess;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  return LaunchConfig(blocks, threads, stream).launch(kernel, arguments...);
 }
 
 /// The same for a kernel whose threads call `grid_dependency_sync`.
@@ -69,16 +127,25 @@ template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 blocks, unsigned threads, cudaStream_t stream,
                              Arguments&&... arguments) {
   if (blocks.x == 0 || blocks.y == 0) return cudaSuccess;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = launches_dependent(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  return LaunchConfig(blocks, threads, stream)
+      .dependent(reinterpret_cast<const void*>(kernel))
+      .launch(kernel, arguments...);
 }
+
+/// What `ask` answers for a device, asked once. One static object a question.
+class OncePerDevice {
+ public:
+  template <class Ask>
+  int operator()(int device, Ask ask) {
+    if (device < 0 || device >= static_cast<int>(answers_.size())) return 0;
+    int current = 0;
+    if (answers_[device] == 0)
+      answers_[device] = 1 + (cudaGetDevice(&current) == cudaSuccess && current == device ? ask() : 0);
+    return answers_[device] - 1;
+  }
+
+ private:
+  std::array<std::atomic<int>, 64> answers_{};  // and one; 0: not asked
+};
 
 }  // namespace dpa::kernels

@@ -37,17 +37,6 @@ __device__ __forceinline__ uint4 pack(const float (&from)[kVector<T>]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-/// Calls `f(TypeTag<T>{})` with the C++ type of `dtype`, float32 or one of 16 bits.
-template <class F>
-cudaError_t dispatch_to_32_bits(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kBFloat16: return f(TypeTag<__nv_bfloat16>{});
-    case DType::kFloat16: return f(TypeTag<__half>{});
-    case DType::kFloat32: return f(TypeTag<float>{});
-    default: return cudaErrorInvalidValue;
-  }
-}
-
 /// The float at `address` in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ float load_of_peer(const float* address, int rank) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -26,27 +26,12 @@ cudaError_t launch_conv(const TensorMaps& maps, const ConvArgs& args, cudaStream
 
 template <class T, int kColumns, bool kShortcut = false>
 cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
-  switch (passes) {
-    case kExchange:
-      if constexpr (kColumns == 128) return launch_conv<T, kColumns, false, kExchange, kShortcut>(maps, args, stream);
-      return cudaErrorInvalidValue;
-    case 1: return launch_conv<T, kColumns, false, 1, kShortcut>(maps, args, stream);
-    case 2: return launch_conv<T, kColumns, false, 2, kShortcut>(maps, args, stream);
-    case 4: return launch_conv<T, kColumns, false, 4, kShortcut>(maps, args, stream);
-    case 8: return launch_conv<T, kColumns, false, 8, kShortcut>(maps, args, stream);
-    default: return cudaErrorInvalidValue;
+  if (passes == kExchange) {
+    if constexpr (kColumns == 128) return launch_conv<T, kColumns, false, kExchange, kShortcut>(maps, args, stream);
+    return cudaErrorInvalidValue;
   }
-}
-
-// Calls f with the number of columns of a tile as a constant.
-template <class F>
-cudaError_t dispatch_columns(int columns, F&& f) {
-  switch (columns) {
-    case 64: return f(std::integral_constant<int, 64>{});
-    case 128: return f(std::integral_constant<int, 128>{});
-    case 256: return f(std::integral_constant<int, 256>{});
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_value<1, 2, 4, 8>(
+      passes, [&](auto count) { return launch_conv<T, kColumns, false, count.value, kShortcut>(maps, args, stream); });
 }
 
 // The major number, or 0 where there is no device.
@@ -119,10 +104,10 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
                       box_stage,
                       static_cast<uint32_t>(plan.column_step) * kRowBytes,
                       shortcut};
-  return dispatch_element(conv.dtype, [&](auto tag) {
+  return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr bool kMajorN = kDgrad && sizeof(T) == 2;
-    return dispatch_columns(plan.tile_columns, [&](auto columns) {
+    return dispatch_value<64, 128, 256>(plan.tile_columns, [&](auto columns) {
       constexpr int kColumns = columns.value;
       if constexpr (!kDgrad) {
         if (normalisation.out) {

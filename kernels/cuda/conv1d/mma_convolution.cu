@@ -78,7 +78,7 @@ cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, co
     return cudaErrorInvalidValue;
   const auto args = mma_args(plan, conv, /*is_dgrad=*/false, x, weights);
   const ConvArgs to = epilogue_args(plan, args, addends, y, normalisation);
-  return dispatch_element(conv.dtype, [&](auto tag) {
+  return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, /*kMajorN=*/false, 2>(args, to, stream);
     return dispatch_shape(
@@ -92,7 +92,7 @@ cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, co
   if (!plan.fits()) return cudaErrorInvalidValue;
   const auto args = mma_args(plan, conv, /*is_dgrad=*/true, y, weights);
   const ConvArgs to = epilogue_args(plan, args, addends, x, {});
-  return dispatch_element(conv.dtype, [&](auto tag) {
+  return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return dispatch_shape(plan.conv, [&](auto shape) {
       return launch_mma<T, decltype(shape), /*kMajorN=*/sizeof(T) == 2>(args, to, stream);

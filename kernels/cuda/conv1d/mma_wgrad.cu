@@ -30,19 +30,6 @@ __global__ void add_partials(const float* partials, int splits, int64_t count, G
   }
 }
 
-template <class T>
-cudaError_t launch_slots(const MmaWgradArgs& args, const Launch& launch) {
-  switch (args.plan.slots) {
-    case 4: return launch_cluster(mma_wgrad_kernel<T, 4>, launch, args);
-    case 5: return launch_cluster(mma_wgrad_kernel<T, 5>, launch, args);
-    case 6: return launch_cluster(mma_wgrad_kernel<T, 6>, launch, args);
-    case 7: return launch_cluster(mma_wgrad_kernel<T, 7>, launch, args);
-    case 8: return launch_cluster(mma_wgrad_kernel<T, 8>, launch, args);
-    case 9: return launch_cluster(mma_wgrad_kernel<T, 9>, launch, args);
-    default: return cudaErrorInvalidValue;
-  }
-}
-
 }  // namespace
 
 cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
@@ -70,9 +57,11 @@ cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gr
                           floats};
   const Launch launch{plan.y_tiles * plan.x_tiles * plan.splits, kMmaThreads, /*cluster=*/0,
                       mma_wgrad_bytes(conv, plan), stream};
-  return dispatch_element(conv.dtype, [&](auto tag) {
+  return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (const auto error = launch_slots<T>(args, launch)) return error;
+    const auto error = dispatch_value<4, 5, 6, 7, 8, 9>(
+        args.plan.slots, [&](auto slots) { return launch_cluster(mma_wgrad_kernel<T, slots.value>, launch, args); });
+    if (error != cudaSuccess) return error;
     if (!partials) return cudaSuccess;
     const int64_t count = conv.y_channels * conv.x_channels * conv.taps;
     constexpr int kThreads = 256;

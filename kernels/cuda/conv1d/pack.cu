@@ -268,7 +268,7 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
     }
     pieces.total += pieces.count[n];
   }
-  return dispatch_element(dtype, [&](auto tag) {
+  return dispatch_to_32_bits(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto kernel = source_dtype == DType::kFloat32 ? pack<float, T> : pack<T, T>;
     // As many as are resident at once; few where perhaps nothing is to be done.
@@ -303,7 +303,7 @@ cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* ou
 
 cudaError_t column_sums(DType dtype, const void* rows, int64_t count, int64_t channels, int64_t width, void* sums,
                         DType sums_dtype, cudaStream_t stream) {
-  return dispatch_element(dtype, [&](auto tag) {
+  return dispatch_to_32_bits(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto go = [&](auto* to) {
       using S = std::remove_pointer_t<decltype(to)>;

@@ -1,6 +1,5 @@
 // The kernels of an image encoder's convolutions, for one type: convolution_*.cu compile them apart, beside one another.
 #pragma once
-#include "kernels/cuda/common/shared_memory.h"
 #include "kernels/cuda/conv2d/launch.h"
 #include "kernels/cuda/conv2d/pool.cuh"
 
@@ -18,21 +17,10 @@ template <class... Parameters, class... Arguments>
 cudaError_t launch_with(void (*kernel)(Parameters...), dim3 blocks, int shared, bool waits, bool dependent,
                         cudaStream_t stream, const Arguments&... arguments) {
   if (blocks.x == 0) return cudaSuccess;
-  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared)) return error;
-  cudaLaunchAttribute attributes[2] = {};
-  int count = 0;
-  if (waits) {
-    attributes[count].id = cudaLaunchAttributeCooperative;
-    attributes[count++].val.cooperative = 1;
-  }
-  if (dependent && launches_dependent(reinterpret_cast<const void*>(kernel))) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks, config.blockDim = kThreads, config.stream = stream, config.dynamicSmemBytes = shared;
-  config.attrs = attributes, config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  LaunchConfig config(blocks, kThreads, stream, shared);
+  config.cooperative(waits);
+  if (dependent) config.dependent(reinterpret_cast<const void*>(kernel));
+  return config.launch(kernel, arguments...);
 }
 
 #ifdef DPA_CONV_KERNEL

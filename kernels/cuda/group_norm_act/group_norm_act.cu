@@ -13,7 +13,6 @@
 // another. Rows of larger images are found in L1 or L2 by the passes after the first. Means and squared deviations are
 // merged four vectors at a time, so a mean far from zero costs no digits. Nothing is saved between forward and backward
 // but what both are given.
-#include "kernels/cuda/common/shared_memory.h"
 #include "kernels/cuda/common/vectors.cuh"
 #include "kernels/cuda/group_norm_act/group_norm_act.h"
 #include "kernels/cuda/group_norm_mish/common.cuh"
@@ -324,19 +323,10 @@ template <class Args>
 cudaError_t launch_clusters(void (*kernel)(Args), const GroupNormAct& in, int images, size_t shared,
                             cudaStream_t stream, const Args& args) {
   shared += sizeof(uint4) * images * in.plan.held * kThreads;
-  const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), static_cast<int>(shared));
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = in.plan.cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(in.shape.batch * in.plan.columns * in.plan.cluster));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = in.plan.cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  const dim3 blocks(static_cast<unsigned>(in.shape.batch * in.plan.columns * in.plan.cluster));
+  return LaunchConfig(blocks, kThreads, stream, shared)
+      .clusters(in.plan.cluster > 1 ? in.plan.cluster : 0)
+      .launch(kernel, args);
 }
 
 }  // namespace

@@ -37,17 +37,11 @@ __global__ void __launch_bounds__(kWarpSize* kManyRows) add(const __grid_constan
 }  // namespace
 
 cudaError_t add_slices(const SliceSums& args, cudaStream_t stream) {
-  const auto run = [&](auto tag) {
+  return dispatch_to_32_bits(args.dtype, [&](auto tag) {
     const int rows = args.slices > 16 * kFewRows ? kManyRows : kFewRows;
     return launch_dependent(add<typename decltype(tag)::type>, grid_for(args.gradients * args.channels, kWarpSize),
                             kWarpSize * rows, stream, args);
-  };
-  switch (args.dtype) {
-    case DType::kFloat32: return run(TypeTag<float>{});
-    case DType::kBFloat16: return run(TypeTag<__nv_bfloat16>{});
-    case DType::kFloat16: return run(TypeTag<__half>{});
-    default: return cudaErrorInvalidValue;
-  }
+  });
 }
 
 }  // namespace dpa::kernels::channels_last

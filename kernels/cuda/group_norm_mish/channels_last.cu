@@ -356,17 +356,6 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
   });
 }
 
-/// Calls `f` with the number of vectors a thread holds as a constant.
-template <class F>
-cudaError_t dispatch_vectors(int vectors, F&& f) {
-  switch (vectors) {
-    case 1: return f(std::integral_constant<int, 1>{});
-    case 2: return f(std::integral_constant<int, 2>{});
-    case 4: return f(std::integral_constant<int, 4>{});
-  }
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace
 
 cudaError_t forward(const GroupNormMish& args, cudaStream_t stream) {
@@ -374,7 +363,7 @@ cudaError_t forward(const GroupNormMish& args, cudaStream_t stream) {
   return dispatch_types(args, [&](auto tag, auto parameter) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
-    return dispatch_vectors(args.plan.vectors, [&](auto vectors) {
+    return dispatch_value<1, 2, 4>(args.plan.vectors, [&](auto vectors) {
       return launch_dependent(forward_kernel<T, P, vectors.value>, blocks, args.plan.block, stream, args);
     });
   });
@@ -387,7 +376,7 @@ cudaError_t backward(const GroupNormMishBackward& args, cudaStream_t stream) {
   return dispatch_types(in, [&](auto tag, auto parameter) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
-    return dispatch_vectors(in.plan.vectors, [&](auto vectors) {
+    return dispatch_value<1, 2, 4>(in.plan.vectors, [&](auto vectors) {
       constexpr int V = vectors.value;
       const auto with = [&](auto film, auto sums) {
         return launch_dependent(backward_kernel<T, P, V, film.value, sums.value>, blocks, in.plan.block, stream, args);

@@ -32,12 +32,7 @@ cudaError_t dispatch_types(const Args& args, F&& f) {
     if (args.parameter_dtype == DType::kFloat32) return f(tag, TypeTag<float>{});
     return cudaErrorInvalidValue;
   };
-  switch (args.dtype) {
-    case DType::kBFloat16: return with(TypeTag<__nv_bfloat16>{});
-    case DType::kFloat16: return with(TypeTag<__half>{});
-    case DType::kFloat32: return with(TypeTag<float>{});
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_to_32_bits(args.dtype, with);
 }
 
 }  // namespace dpa::kernels::channels_last

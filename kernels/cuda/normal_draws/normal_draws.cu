@@ -79,29 +79,19 @@ __global__ void __launch_bounds__(kThreads) loop_inputs_kernel(const NormalDraws
     copy<uint8_t>(c, beyond % kCopyBlocks);
 }
 
-// Calls `run` with a value of the output's type.
-template <class Run>
-cudaError_t of_dtype(DType dtype, Run run) {
-  switch (dtype) {
-    case DType::kFloat32: return run(float{});
-    case DType::kFloat16: return run(__half{});
-    case DType::kBFloat16: return run(__nv_bfloat16{});
-    default: return cudaErrorInvalidValue;
-  }
-}
-
 }  // namespace
 
 cudaError_t normal_draws(const NormalDraws& args, cudaStream_t stream) {
   const dim3 blocks(grid_for(args.rows * args.numel, kThreads));
-  return of_dtype(args.dtype,
-                  [&](auto one) { return launch(normal_draws_kernel<decltype(one)>, blocks, kThreads, stream, args); });
+  return dispatch_to_32_bits(args.dtype, [&](auto tag) {
+    return launch(normal_draws_kernel<typename decltype(tag)::type>, blocks, kThreads, stream, args);
+  });
 }
 
 cudaError_t loop_inputs(const NormalDraws& args, const Copies& copies, cudaStream_t stream) {
   const dim3 blocks(grid_for(args.rows * args.numel, kThreads) + copies.count * kCopyBlocks);
-  return of_dtype(args.dtype, [&](auto one) {
-    return launch(loop_inputs_kernel<decltype(one)>, blocks, kThreads, stream, args, copies);
+  return dispatch_to_32_bits(args.dtype, [&](auto tag) {
+    return launch(loop_inputs_kernel<typename decltype(tag)::type>, blocks, kThreads, stream, args, copies);
   });
 }
 

@@ -14,7 +14,6 @@
 //   every sum has one owner and one order.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/reduce.cuh"
-#include "kernels/cuda/common/shared_memory.h"
 #include "kernels/cuda/parallel_sweep/parallel_sweep.h"
 #include "kernels/math/diffusion_step.h"
 
@@ -133,10 +132,7 @@ cudaError_t parallel_window(const ParallelWindow& args, cudaStream_t stream) {
 
 cudaError_t parallel_move(const ParallelMove& args, cudaStream_t stream) {
   const size_t bytes = static_cast<size_t>(args.window) * (3 * 32 + 4) * sizeof(float);
-  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(move_kernel), static_cast<int>(bytes)))
-    return error;
-  move_kernel<<<1, kThreads, bytes, stream>>>(args);
-  return cudaGetLastError();
+  return LaunchConfig(1, kThreads, stream, bytes).launch(move_kernel, args);
 }
 
 }  // namespace dpa::kernels

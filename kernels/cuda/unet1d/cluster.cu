@@ -14,9 +14,8 @@
 //           has, so there is no other flag and no grid barrier. Steps alternate between two buffers; a word of the last
 //           step is reset to unwritten when the same word of this one is written
 #include <algorithm>
-#include <atomic>
 
-#include "kernels/cuda/common/shared_memory.h"
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/unet1d/cluster_epilogue.cuh"
 #include "kernels/cuda/unet1d/cluster_gemm.cuh"
 
@@ -66,79 +65,36 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
 #endif
 }
 
-cudaLaunchConfig_t configure(int shared_bytes, cudaLaunchAttribute (&attributes)[2], cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = kClusters * kClusterBlocks;
-  config.blockDim = kClusterThreads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kClusterBlocks, 1, 1};
-  attributes[1].id = cudaLaunchAttributeCooperative;
-  attributes[1].val.cooperative = 1;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return config;
-}
-
+// 16 blocks a cluster are more than are portable.
 template <class Weight, ClusterForm kForm>
 cudaError_t allow() {
-  const auto kernel = cluster_kernel<Weight, kForm>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error != cudaSuccess) return error;
-  return allow_shared_memory(reinterpret_cast<const void*>(kernel), kClusterSharedBytes);
+  return cudaFuncSetAttribute(cluster_kernel<Weight, kForm>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-template <class Weight, ClusterForm kForm>
-cudaError_t launch_cluster_kernel(const ClusterArguments& a, cudaStream_t stream) {
-  const cudaError_t error = allow<Weight, kForm>();
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2];
-  const auto config = configure(a.layout.shared_bytes, attributes, stream);
-  return cudaLaunchKernelEx(&config, cluster_kernel<Weight, kForm>, a);
-}
-
-template <class Weight>
-cudaError_t launch_form(const ClusterArguments& a, cudaStream_t stream) {
-  switch (a.layout.form) {
-    case ClusterForm::kAlone: return launch_cluster_kernel<Weight, ClusterForm::kAlone>(a, stream);
-    case ClusterForm::kWhole: return launch_cluster_kernel<Weight, ClusterForm::kWhole>(a, stream);
-    case ClusterForm::kPasses: return launch_cluster_kernel<Weight, ClusterForm::kPasses>(a, stream);
-    default: return launch_cluster_kernel<Weight, ClusterForm::kRounds>(a, stream);
-  }
-}
-
-cudaError_t launch_for_weights(DType dtype, const ClusterArguments& a, cudaStream_t stream) {
-  switch (dtype) {
-    case DType::kFloat16: return launch_form<__half>(a, stream);
-    case DType::kFloat8E4M3: return launch_form<__nv_fp8_e4m3>(a, stream);
-    default: return launch_form<__nv_bfloat16>(a, stream);
-  }
-}
-
-bool query_clusters_fit(int device) {
-  int current = 0, clusters = 0;
-  if (cudaGetDevice(&current) != cudaSuccess || current != device ||
-      allow<__half, ClusterForm::kRounds>() != cudaSuccess)
-    return false;
-  cudaLaunchAttribute attributes[2];
-  auto config = configure(kClusterSharedBytes, attributes, nullptr);
-  config.numAttrs = 1;
-  if (cudaOccupancyMaxActiveClusters(&clusters, cluster_kernel<__half, ClusterForm::kRounds>, &config) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
-  }
-  return clusters >= kClusters;
+cudaError_t launch_cluster_kernel(DType dtype, const ClusterArguments& a, cudaStream_t stream) {
+  return dispatch_among<__nv_bfloat16, __half, __nv_fp8_e4m3>(dtype, [&](auto tag) {
+    return dispatch_value<0, 1, 2, 3>(static_cast<int>(a.layout.form), [&](auto form) {
+      using Weight = typename decltype(tag)::type;
+      constexpr auto kForm = static_cast<ClusterForm>(form.value);
+      if (const auto error = allow<Weight, kForm>()) return error;
+      return LaunchConfig(kClusters * kClusterBlocks, kClusterThreads, stream, a.layout.shared_bytes)
+          .clusters(kClusterBlocks)
+          .cooperative()
+          .launch(cluster_kernel<Weight, kForm>, a);
+    });
+  });
 }
 
 }  // namespace
 
 bool clusters_fit(int device) {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> answers[kMaxDevices];  // 0: not asked
-  if (device < 0 || device >= kMaxDevices) return false;
-  if (answers[device] == 0) answers[device] = query_clusters_fit(device) ? 1 : 2;
-  return answers[device] == 1;
+  static OncePerDevice once;
+  return once(device, [] {
+           constexpr auto kForm = ClusterForm::kRounds;
+           if (allow<__half, kForm>() != cudaSuccess) return 0;
+           LaunchConfig all(kClusters * kClusterBlocks, kClusterThreads, nullptr, kClusterSharedBytes);
+           return all.clusters(kClusterBlocks).active_clusters(cluster_kernel<__half, kForm>);
+         }) >= kClusters;
 }
 
 cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream) {
@@ -150,7 +106,7 @@ cudaError_t run_clustered(const Plan& plan, const Call& call, const Workspace& a
     a.samples = std::min(kChunkSamples, call.batch - a.first_sample);
     cudaError_t error = cudaMemsetAsync(a.messages, 0xFF, 2 * a.layout.message_bytes, stream);
     if (error != cudaSuccess) return error;
-    error = launch_for_weights(plan.dtype, a, stream);
+    error = launch_cluster_kernel(plan.dtype, a, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -286,12 +286,9 @@ cudaError_t film_as(const Plan& plan, const Call& call, const FilmBuffers& b, cu
 }  // namespace
 
 cudaError_t film(const Plan& plan, const Call& call, const FilmBuffers& buffers, cudaStream_t stream) {
-  switch (dense_dtype(plan.dtype)) {
-    case DType::kFloat32: return film_as<float>(plan, call, buffers, stream);
-    case DType::kFloat16: return film_as<__half>(plan, call, buffers, stream);
-    case DType::kBFloat16: return film_as<__nv_bfloat16>(plan, call, buffers, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_to_32_bits(dense_dtype(plan.dtype), [&](auto tag) {
+    return film_as<typename decltype(tag)::type>(plan, call, buffers, stream);
+  });
 }
 
 }  // namespace dpa::kernels::unet1d

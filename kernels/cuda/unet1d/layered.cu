@@ -269,8 +269,7 @@ struct Runner {
     c.slices_out = plan.slices_out, c.slices_in = conv.slices_in;
     const dim3 grid(c.slices_out * c.tiling.row_tiles, ceil_div(c.batch * c.columns_per_sample, kColumns),
                     conv.num_segments);
-    conv_kernel<Weight><<<grid, kThreads, 0, stream>>>(c);
-    return cudaGetLastError();
+    return launch(conv_kernel<Weight>, grid, kThreads, stream, c);
   }
 
   cudaError_t step(int index) const {
@@ -319,26 +318,15 @@ struct Runner {
   }
 };
 
-template <class Weight>
-cudaError_t run(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream) {
-  const Runner<Weight> runner = {plan, call, at, stream};
-  for (int i = 0; i < call.steps; i++) {
-    const cudaError_t error = runner.step(i);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
 }  // namespace
 
 cudaError_t run_layered(const Plan& plan, const Call& call, const Workspace& at, cudaStream_t stream) {
-  switch (plan.dtype) {
-    case DType::kFloat32: return run<float>(plan, call, at, stream);
-    case DType::kFloat16: return run<__half>(plan, call, at, stream);
-    case DType::kBFloat16: return run<__nv_bfloat16>(plan, call, at, stream);
-    case DType::kFloat8E4M3: return run<__nv_fp8_e4m3>(plan, call, at, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_weights(plan.dtype, [&](auto tag) {
+    const Runner<typename decltype(tag)::type> runner = {plan, call, at, stream};
+    cudaError_t error = cudaSuccess;
+    for (int i = 0; i < call.steps && error == cudaSuccess; i++) error = runner.step(i);
+    return error;
+  });
 }
 
 }  // namespace dpa::kernels::unet1d

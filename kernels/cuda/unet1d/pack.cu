@@ -8,13 +8,11 @@
 //                  the low ones (math/two_halves.h).
 //   scales_kernel  scale[o] = max over i and taps of |w[o, i, tap]| / 448, the largest e4m3 (1 where all are zero); a
 //                  block an output channel
-#include <cuda_fp8.h>
-
 #include <algorithm>
 
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/launch.cuh"
-#include "kernels/cuda/unet1d/two_halves.cuh"
+#include "kernels/cuda/unet1d/tile.cuh"
 #include "kernels/cuda/unet1d/unet1d.h"
 
 namespace dpa::kernels::unet1d {
@@ -150,27 +148,17 @@ cudaError_t pack_as(const Plan& plan, const void* const* weights, void* packed, 
   return cudaSuccess;
 }
 
-template <class Source>
-cudaError_t pack_from(const Plan& plan, const void* const* weights, void* packed, cudaStream_t stream) {
-  switch (plan.dtype) {
-    case DType::kFloat32: return pack_as<Source, float, float>(plan, weights, packed, stream);
-    case DType::kFloat16: return pack_as<Source, __half, __half>(plan, weights, packed, stream);
-    case DType::kBFloat16: return pack_as<Source, __nv_bfloat16, __nv_bfloat16>(plan, weights, packed, stream);
-    case DType::kFloat8E4M3: return pack_as<Source, __half, __nv_fp8_e4m3>(plan, weights, packed, stream);
-    default: return cudaErrorInvalidValue;
-  }
-}
-
 }  // namespace
 
 cudaError_t pack(const Plan& plan, const void* const* weights, DType source, void* packed, cudaStream_t stream) {
   if (!plan.error.empty()) return cudaErrorInvalidValue;
-  switch (source) {
-    case DType::kFloat32: return pack_from<float>(plan, weights, packed, stream);
-    case DType::kFloat16: return pack_from<__half>(plan, weights, packed, stream);
-    case DType::kBFloat16: return pack_from<__nv_bfloat16>(plan, weights, packed, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_to_32_bits(source, [&](auto from) {
+    return dispatch_weights(plan.dtype, [&](auto to) {
+      using Target = typename decltype(to)::type;
+      using Dense = std::conditional_t<sizeof(Target) == 1, __half, Target>;
+      return pack_as<typename decltype(from)::type, Dense, Target>(plan, weights, packed, stream);
+    });
+  });
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -15,7 +15,7 @@
 // again a step later, when the sample of the next step depends on all that was read before.
 #include <algorithm>
 
-#include "kernels/cuda/common/shared_memory.h"
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/unet1d/paths.h"
 #include "kernels/cuda/unet1d/phases_kernel.cuh"
 
@@ -31,16 +31,9 @@ __global__ void __launch_bounds__(kPhaseWarps * 32, 1) phases_kernel(const __gri
 
 template <class Tile>
 cudaError_t launch_tile(const PhaseLoop& loop, int blocks, cudaStream_t stream) {
-  const auto kernel = phases_kernel<Tile>;
-  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), loop.shared.bytes)) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks, config.blockDim = kPhaseWarps * 32, config.stream = stream;
-  config.dynamicSmemBytes = loop.shared.bytes;
-  cudaLaunchAttribute cooperative = {};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  config.attrs = &cooperative, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, loop);
+  return LaunchConfig(blocks, kPhaseWarps * 32, stream, loop.shared.bytes)
+      .cooperative()
+      .launch(phases_kernel<Tile>, loop);
 }
 
 cudaError_t launch_phases(DType dtype, const PhaseLoop& loop, int blocks, cudaStream_t stream) {

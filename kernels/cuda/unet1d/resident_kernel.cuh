@@ -18,7 +18,7 @@
 //           word is written again one step later, when every reader is past it: a block publishes a GEMM only when its
 //           inputs have arrived, and those depend on every block's GEMM but one before
 #pragma once
-#include "kernels/cuda/common/shared_memory.h"
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/unet1d/resident_solo.cuh"
 
 namespace dpa::kernels::unet1d {
@@ -145,25 +145,18 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
 #endif
 }
 
-template <class Weight, int kPairs, bool kRecord = false>
-cudaError_t launch_pairs(const Arguments& a, cudaStream_t stream) {
-  const auto kernel = resident_kernel<Weight, kPairs, kRecord>;
-  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), a.layout.shared_bytes))
-    return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = a.layout.blocks;
-  config.blockDim = kBlock;
-  config.dynamicSmemBytes = a.layout.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, a);
+/// Launches the kernel for the weights' type and the layout's pairs, which are one of `kPairs`.
+template <bool kRecord, int... kPairs>
+cudaError_t launch_resident(DType dtype, const Arguments& a, cudaStream_t stream) {
+  return dispatch_weights(dtype, [&](auto tag) {
+    LaunchConfig config(a.layout.blocks, kBlock, stream, a.layout.shared_bytes);
+    return dispatch_value<kPairs...>(a.layout.pairs, [&](auto pairs) {
+      return config.cooperative().launch(resident_kernel<typename decltype(tag)::type, pairs.value, kRecord>, a);
+    });
+  });
 }
 
-// Launches the one-sample kernel that records its clocks: a unit of its own, so that it is compiled beside the others.
+/// The kernel that records its clocks: a unit of its own, so that it is compiled beside the others.
 cudaError_t launch_recording(DType dtype, const Arguments& a, cudaStream_t stream);
 
 }  // namespace dpa::kernels::unet1d

@@ -12,9 +12,8 @@
 // blocks, where the next GEMM reads them. Elsewhere, and where clusters do not fit, they are words in L2 with the step's
 // parity as their flag. A phase is all-to-all in its team, so no block is more than one hand-over ahead of another.
 #include <algorithm>
-#include <atomic>
 
-#include "kernels/cuda/common/shared_memory.h"
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/unet1d/paths.h"
 #include "kernels/cuda/unet1d/teams_kernel.cuh"
 
@@ -31,27 +30,13 @@ __global__ void __launch_bounds__(kTeamThreads, 1) team_kernel(const __grid_cons
 #endif
 }
 
-struct TeamLaunch {
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attributes[2];
-  TeamLaunch(int teams, int bytes, bool cluster, cudaStream_t stream) {
-    config.gridDim = teams * kTeamBlocks, config.blockDim = kTeamThreads, config.stream = stream;
-    config.dynamicSmemBytes = bytes;
-    attributes[0].id = cudaLaunchAttributeCooperative;
-    attributes[0].val.cooperative = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {kTeamBlocks, 1, 1};
-    // Blocks of a cluster are placed together, and clusters do not wait for each other.
-    config.attrs = cluster ? attributes + 1 : attributes, config.numAttrs = 1;
-  }
-};
-
+// Blocks of a cluster are placed together, and clusters do not wait for each other.
 template <class Tile, bool kCluster>
 cudaError_t launch_team_kernel(const TeamArguments& a, int teams, cudaStream_t stream) {
-  const auto kernel = team_kernel<Tile, kCluster>;
-  if (const auto error = allow_shared_memory(reinterpret_cast<const void*>(kernel), a.shared.bytes)) return error;
-  const TeamLaunch launch(teams, a.shared.bytes, kCluster, stream);
-  return cudaLaunchKernelEx(&launch.config, kernel, a);
+  return LaunchConfig(teams * kTeamBlocks, kTeamThreads, stream, a.shared.bytes)
+      .cooperative(!kCluster)
+      .clusters(kCluster ? kTeamBlocks : 0)
+      .launch(team_kernel<Tile, kCluster>, a);
 }
 template <class Tile>
 cudaError_t launch_tile(const TeamArguments& a, int teams, bool cluster, cudaStream_t stream) {
@@ -66,28 +51,16 @@ cudaError_t launch_teams(DType dtype, const TeamArguments& a, const TeamPlan& pl
   }
 }
 
-int query_team_clusters(int device) {
-  int current = 0, bytes = 0, clusters = 0;
-  if (cudaGetDevice(&current) != cudaSuccess || current != device) return 0;
-  cudaError_t error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  bytes -= kTeamStatic;
-  const auto kernel = team_kernel<device::TileBf16, true>;
-  if (error == cudaSuccess) error = allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
-  const TeamLaunch launch(1, bytes, true, nullptr);
-  if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
-  if (error == cudaSuccess) return clusters;
-  cudaGetLastError();
-  return 0;
-}
-
 }  // namespace
 
 int team_clusters(int device) {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> answers[kMaxDevices];  // and one; 0: not asked
-  if (device < 0 || device >= kMaxDevices) return 0;
-  if (answers[device] == 0) answers[device] = query_team_clusters(device) + 1;
-  return answers[device] - 1;
+  static OncePerDevice once;
+  return once(device, [&] {
+    int bytes = 0;
+    if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return 0;
+    LaunchConfig one(kTeamBlocks, kTeamThreads, nullptr, bytes - kTeamStatic);
+    return one.clusters(kTeamBlocks).active_clusters(team_kernel<device::TileBf16, true>);
+  });
 }
 
 cudaError_t run_teams(const Plan& plan, const Call& call, const Workspace& at, const Device& device,

@@ -11,6 +11,12 @@
 
 namespace dpa::kernels::unet1d {
 
+/// Calls `f(TypeTag<Weight>{})` with the type of packed weights.
+template <class F>
+cudaError_t dispatch_weights(DType dtype, F&& f) {
+  return dispatch_among<float, __half, __nv_bfloat16, __nv_fp8_e4m3>(dtype, f);
+}
+
 template <int n>
 __device__ __forceinline__ float sum_of(const float (&v)[n]) {
   float sum[n / 2];

@@ -140,8 +140,7 @@ cudaError_t dispatch_types(DType rows, DType input, F&& f) {
     if (input == rows) return f(tag, tag);
     return input == DType::kFloat32 ? f(tag, TypeTag<float>{}) : cudaErrorInvalidValue;
   };
-  if (rows == DType::kBFloat16) return with(TypeTag<__nv_bfloat16>{});
-  return rows == DType::kFloat16 ? with(TypeTag<__half>{}) : cudaErrorInvalidValue;
+  return dispatch_half(rows, with);
 }
 
 unsigned blocks_for(int64_t elements) { return grid_for(std::min(elements, kMaxBlocks * kThreads), kThreads); }
