@@ -86,24 +86,15 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   const int prefetched = !weights.prefetchable || (shortcut.out && !shortcut.weights.prefetchable) ? 0
                          : blocks * 2 <= multiprocessors()                                         ? stages
                                                            : std::min(stages, kFewWeights);
-  const ConvArgs args{plan,
-                      conv.batch,
-                      kDgrad ? conv.x_length : conv.y_length,
-                      kDgrad ? conv.x_channels : conv.y_channels,
-                      addends,
-                      addends.bias_dtype == DType::kFloat32,
-                      out,
-                      normalisation,
-                      prefetched,
-                      alone,
-                      static_cast<unsigned>(blocks),
-                      x.more ? static_cast<int>(x.channels / step_channels) : plan.chunks,
-                      boxes,
-                      stages,
-                      static_cast<uint32_t>(box_rows) * kRowBytes,
-                      box_stage,
-                      static_cast<uint32_t>(plan.column_step) * kRowBytes,
-                      shortcut};
+  ConvArgs args{};
+  args.plan = plan, args.batch = conv.batch, args.out = out, args.blocks = static_cast<unsigned>(blocks);
+  args.out_length = kDgrad ? conv.x_length : conv.y_length, args.outputs = kDgrad ? conv.x_channels : conv.y_channels;
+  args.addends = addends, args.float_bias = addends.bias_dtype == DType::kFloat32;
+  args.normalisation = normalisation, args.shortcut = shortcut;
+  args.prefetched = prefetched, args.release = alone;
+  args.x_chunks = x.more ? static_cast<int>(x.channels / step_channels) : plan.chunks;
+  args.boxes = boxes, args.box_bytes = static_cast<uint32_t>(box_rows) * kRowBytes, args.box_stage = box_stage;
+  args.weights = stages, args.weight_bytes = static_cast<uint32_t>(plan.column_step) * kRowBytes;
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr bool kMajorN = kDgrad && sizeof(T) == 2;

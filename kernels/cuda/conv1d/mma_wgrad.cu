@@ -38,23 +38,14 @@ cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gr
   if (plan.splits > 1 && !workspace) return cudaErrorInvalidValue;
   auto* const partials = plan.splits > 1 ? static_cast<float*>(workspace) : nullptr;
   const bool floats = gradient_dtype == DType::kFloat32;
-  const MmaWgradArgs args{plan,
-                          static_cast<int>(conv.batch * conv.y_length),
-                          static_cast<int>(conv.batch * conv.x_length),
-                          static_cast<int>(conv.y_length),
-                          static_cast<int>(conv.x_length),
-                          static_cast<int>(conv.y_channels),
-                          static_cast<int>(conv.x_channels),
-                          padded(conv.y_channels),
-                          padded(conv.x_channels),
-                          conv.taps,
-                          conv.stride,
-                          conv.padding,
-                          y,
-                          x,
-                          gradient,
-                          partials,
-                          floats};
+  MmaWgradArgs args{};
+  args.plan = plan, args.y = y, args.x = x, args.gradient = gradient, args.partials = partials;
+  args.float_gradient = floats;
+  args.y_rows = static_cast<int>(conv.batch * conv.y_length), args.y_length = static_cast<int>(conv.y_length);
+  args.x_rows = static_cast<int>(conv.batch * conv.x_length), args.x_length = static_cast<int>(conv.x_length);
+  args.y_channels = static_cast<int>(conv.y_channels), args.y_width = padded(conv.y_channels);
+  args.x_channels = static_cast<int>(conv.x_channels), args.x_width = padded(conv.x_channels);
+  args.taps = conv.taps, args.stride = conv.stride, args.padding = conv.padding;
   const Launch launch{plan.y_tiles * plan.x_tiles * plan.splits, kMmaThreads, /*cluster=*/0,
                       mma_wgrad_bytes(conv, plan), stream};
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {

@@ -22,10 +22,6 @@ struct ClusterEnds : ClusterRole {
            (static_cast<int64_t>(sample * (layers[0].channels / 16) + part) * a.horizon * a.actions + i) * 4;
   }
 
-  __device__ __forceinline__ float with_condition(float x, int64_t i) const {
-    return a.condition_mask && a.condition_mask[i] ? a.condition_data[i] : x;
-  }
-
   // Element i of the network's last output, from the parts that others have handed over.
   __device__ __forceinline__ float output_of(int sample, int i) const {
     const uint8_t* messages = messages_of(step - 1);
@@ -66,7 +62,7 @@ struct ClusterEnds : ClusterRole {
     const math::SchedulerStep<float> rule(row, 0, a.clip, a.noise != nullptr);
     for (int i = thread; i < count; i += kGroupThreads) {
       if (step == 0) {
-        x[i] = with_condition(a.initial[first + i], first + i);
+        x[i] = with_condition(a, a.initial[first + i], first + i);
         continue;
       }
       // What there is to load comes before what there is to wait for.

@@ -249,35 +249,22 @@ cudaError_t film_as(const Plan& plan, const Call& call, const FilmBuffers& b, cu
   const auto* packed = static_cast<const uint8_t*>(call.packed);
   const auto* floats = reinterpret_cast<const float*>(packed + plan.floats);
   const auto bias = [&](int i) { return floats + plan.step_bias[i]; };
-  Dense cond = {packed + plan.film_cond,
-                floats + plan.film_bias,
-                call.global_cond,
-                nullptr,
-                b.cond,
-                call.batch,
-                plan.film_rows,
-                plan.config.cond_dim,
-                true,
-                false};
+  Dense cond = {}, hidden = {}, embedding = {}, step = {};
+  cond.weights = packed + plan.film_cond, cond.bias = floats + plan.film_bias, cond.in = call.global_cond;
+  cond.samples = call.batch, cond.rows = plan.film_rows, cond.columns = plan.config.cond_dim;
+  cond.mish_in = true, cond.out = b.cond;
   if (call.step_film) {
     if (joined) cond.out = b.step, cond.part = call.step_film, cond.parts = count;
     return dense<Weight>(cond, {}, stream);
   }
-  const Dense
-      hidden =
-          {packed + plan.step_weights[0], bias(0), nullptr, call.timesteps, b.hidden, count, 4 * dim, dim, false, true},
-      embedding =
-          {packed + plan.step_weights[1], bias(1), b.hidden, nullptr, b.embedding, count, dim, 4 * dim, false, true},
-      step = {packed + plan.film_step,
-              joined ? b.cond : nullptr,
-              b.embedding,
-              nullptr,
-              b.step,
-              count,
-              plan.film_rows,
-              dim,
-              false,
-              false};
+  hidden.weights = packed + plan.step_weights[0], hidden.bias = bias(0), hidden.timesteps = call.timesteps;
+  hidden.samples = count, hidden.rows = 4 * dim, hidden.columns = dim;
+  hidden.mish_out = true, hidden.out = b.hidden;
+  embedding.weights = packed + plan.step_weights[1], embedding.bias = bias(1), embedding.in = b.hidden;
+  embedding.samples = count, embedding.rows = dim, embedding.columns = 4 * dim;
+  embedding.mish_out = true, embedding.out = b.embedding;
+  step.weights = packed + plan.film_step, step.bias = joined ? b.cond : nullptr, step.in = b.embedding;
+  step.samples = count, step.rows = plan.film_rows, step.columns = dim, step.out = b.step;
   cudaError_t error = dense<Weight>(hidden, b.cond ? cond : Dense{}, stream);
   if (error == cudaSuccess) error = dense<Weight>(embedding, {}, stream);
   return error == cudaSuccess ? table<Weight>(step, stream) : error;

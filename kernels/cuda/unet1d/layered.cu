@@ -275,19 +275,12 @@ struct Runner {
   cudaError_t step(int index) const {
     const int dim = plan.config.down_dims[0], actions = plan.config.action_dim, columns = call.batch * call.horizon;
     const float* sample = index == 0 ? call.initial : buffer(at.sample);
-    const HeadArguments head = {sample,
-                                floats + plan.head.weights,
-                                floats + plan.head.bias,
-                                floats + plan.head.residual,
-                                floats + plan.head.residual_bias,
-                                condition(),
-                                buffer(at.raw),
-                                buffer(at.residual),
-                                call.batch,
-                                call.horizon,
-                                actions,
-                                dim,
-                                plan.config.kernel_size};
+    HeadArguments head = {};
+    head.sample = sample, head.condition = condition(), head.raw = buffer(at.raw), head.residual = buffer(at.residual);
+    head.weights = floats + plan.head.weights, head.bias = floats + plan.head.bias;
+    head.residual_weights = floats + plan.head.residual, head.residual_bias = floats + plan.head.residual_bias;
+    head.batch = call.batch, head.times = call.horizon, head.actions = actions, head.channels = dim;
+    head.taps = plan.config.kernel_size;
     cudaError_t error =
         launch(head_kernel, grid_for(static_cast<int64_t>(columns) * dim, kThreads), kThreads, stream, head);
     if (error != cudaSuccess) return error;
@@ -300,20 +293,13 @@ struct Runner {
                        conv.level_out);
     }
     if (error != cudaSuccess) return error;
-    const bool last = index + 1 == call.steps;
-    const TailArguments tail = {buffer(at.value),
-                                floats + plan.tail.weights,
-                                floats + plan.tail.bias,
-                                call.table ? call.table + index * 6 : nullptr,
-                                call.noise ? call.noise + static_cast<int64_t>(index) * columns * actions : nullptr,
-                                condition(),
-                                call.clip,
-                                sample,
-                                last ? call.output : buffer(at.sample),
-                                last,
-                                columns,
-                                actions,
-                                dim};
+    TailArguments tail = {};
+    tail.value = buffer(at.value), tail.sample = sample, tail.condition = condition();
+    tail.weights = floats + plan.tail.weights, tail.bias = floats + plan.tail.bias, tail.clip = call.clip;
+    tail.table = call.table ? call.table + index * 6 : nullptr;
+    tail.noise = call.noise ? call.noise + static_cast<int64_t>(index) * columns * actions : nullptr;
+    tail.last = index + 1 == call.steps, tail.out = tail.last ? call.output : buffer(at.sample);
+    tail.columns = columns, tail.actions = actions, tail.channels = dim;
     return launch(tail_kernel, grid_for(columns, kWarps), kThreads, stream, tail);
   }
 };

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/plans/unet1d/loop.h"
 
 namespace dpa::kernels::unet1d {
 
@@ -16,6 +17,12 @@ __device__ __forceinline__ void inject_test_delay() {
   const uint32_t dice = (now ^ (blockIdx.x * 977 + threadIdx.x / 32) * 2654435761u) * 2246822519u;
   if (__shfl_sync(~0u, dice >> 16, 0) % 97 == 0) __nanosleep(20000);
 #endif
+}
+
+// Value i of the sample, or what is known of it (inpainting).
+template <class Index>
+__device__ __forceinline__ float with_condition(const LoopArguments& a, float x, Index i) {
+  return a.condition_mask && a.condition_mask[i] ? a.condition_data[i] : x;
 }
 
 // Mish where what follows has 16 bits, without the care for values near the ends of the range, which do not come here.

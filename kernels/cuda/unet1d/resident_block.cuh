@@ -160,10 +160,6 @@ struct Block {
     }
   }
 
-  __device__ __forceinline__ float with_condition(float x, int i) const {
-    return a.condition_mask && a.condition_mask[i] ? a.condition_data[i] : x;
-  }
-
   // Actions from the last GEMM's output: partial sums over this group's channels, exchanged among the 8 blocks of
   // slice m, then the scheduler's step. Every block keeps the sample, and computes the same one.
   __device__ __forceinline__ void tail() const {
@@ -242,7 +238,7 @@ struct Block {
     for (int s = 0; s < kSlicesIn; s++) output += __uint_as_float(word[s]);
     if (a.table) {
       float* x = floats_at(a.layout.sample) + i;
-      *x = output = with_condition(rule.step(output, *x, noise), i);
+      *x = output = with_condition(a, rule.step(output, *x, noise), i);
     }
     if (step + 1 == a.steps && blockIdx.x == 0) a.output[i] = output;
   }
