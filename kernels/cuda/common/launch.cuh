@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "kernels/cuda/common/device.h"
 #include "kernels/cuda/common/shared_memory.h"
 #include "kernels/plans/grid.h"
 
@@ -131,21 +132,5 @@ cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 blocks, unsigne
       .dependent(reinterpret_cast<const void*>(kernel))
       .launch(kernel, arguments...);
 }
-
-/// What `ask` answers for a device, asked once. One static object a question.
-class OncePerDevice {
- public:
-  template <class Ask>
-  int operator()(int device, Ask ask) {
-    if (device < 0 || device >= static_cast<int>(answers_.size())) return 0;
-    int current = 0;
-    if (answers_[device] == 0)
-      answers_[device] = 1 + (cudaGetDevice(&current) == cudaSuccess && current == device ? ask() : 0);
-    return answers_[device] - 1;
-  }
-
- private:
-  std::array<std::atomic<int>, 64> answers_{};  // and one; 0: not asked
-};
 
 }  // namespace dpa::kernels

@@ -34,14 +34,6 @@ cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs
       passes, [&](auto count) { return launch_conv<T, kColumns, false, count.value, kShortcut>(maps, args, stream); });
 }
 
-// The major number, or 0 where there is no device.
-int compute_capability() {
-  int device = 0, major = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess;
-  return known ? major : 0;
-}
-
 template <bool kDgrad>
 cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, const Weights& weights,
                 const Addends& addends, void* out, const Normalisation& normalisation, const Shortcut& shortcut,
@@ -115,15 +107,9 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
 
 }  // namespace
 
-bool has_wgmma() {
-#ifdef DPA_SM90A
-  return compute_capability() == 9;
-#else
-  return false;
-#endif
-}
+bool has_wgmma() { return runs_hopper_code(); }
 
-bool supported() { return compute_capability() >= 8; }
+bool supported() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8; }
 
 bool takes(const Conv1d& conv) {
   if (!has_wgmma()) return supported() && mma_serves(conv);

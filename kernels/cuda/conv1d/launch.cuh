@@ -5,12 +5,6 @@
 
 namespace dpa::kernels::conv1d {
 
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 1;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
-}
-
 struct Launch {
   int64_t blocks;
   int threads, cluster, bytes;  // of a block; blocks of a cluster, 0 without; shared memory of a block

@@ -63,15 +63,7 @@ cudaError_t by_type(DType dtype, F&& f) {
 
 }  // namespace
 
-bool has_wgmma() {
-#ifdef DPA_SM90A
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
-#else
-  return false;
-#endif
-}
+bool has_wgmma() { return runs_hopper_code(); }
 
 cudaError_t launch_convs(DType dtype, int tiling, const Launch& launch, bool dependent, cudaStream_t stream) {
   return by_type(dtype, [&](auto type) { return launch_tiling<decltype(type)>(tiling, launch, dependent, stream); });

@@ -3,16 +3,11 @@
 #include <cstdlib>
 #include <utility>
 
+#include "kernels/cuda/common/device.h"
 #include "kernels/cuda/unet1d/paths.h"
 #include "kernels/plans/unet1d/resident_layout.h"
 
 namespace dpa::kernels::unet1d {
-
-#ifdef DPA_SM90A  // the build's architectures include 90a, whose own instructions the resident kernel uses
-constexpr bool kBuiltForHopper = true;
-#else
-constexpr bool kBuiltForHopper = false;
-#endif
 
 FilmView film_view(const Plan& plan, const Call& call, const Workspace& at) {
   const auto* base = static_cast<const uint8_t*>(call.workspace);
@@ -39,39 +34,35 @@ LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace
   return a;
 }
 
-cudaError_t film_table(const Plan& plan, const void* packed, const float* timesteps, int steps,
-                       const float* global_cond, void* workspace, float* table, cudaStream_t stream) {
+// Of one sample; `joined`: with the observation's part.
+static cudaError_t make_film(const Plan& plan, const void* packed, const float* timesteps, int steps, bool joined,
+                             const float* global_cond, void* workspace, float* table, cudaStream_t stream) {
   if (steps == 0) return cudaSuccess;
   const size_t rows = static_cast<size_t>(steps) * plan.config.step_dim;
   auto* floats = static_cast<float*>(workspace);
   Call call = {};
-  call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps;
-  call.global_cond = global_cond;
-  return film(plan, call, {floats, floats + 4 * rows, table, floats + 5 * rows}, stream);
+  call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps, call.global_cond = global_cond;
+  return film(plan, call, {floats, floats + 4 * rows, table, joined ? floats + 5 * rows : nullptr}, stream);
+}
+
+cudaError_t film_table(const Plan& plan, const void* packed, const float* timesteps, int steps,
+                       const float* global_cond, void* workspace, float* table, cudaStream_t stream) {
+  return make_film(plan, packed, timesteps, steps, true, global_cond, workspace, table, stream);
 }
 
 cudaError_t step_film_table(const Plan& plan, const void* packed, const float* timesteps, int steps, void* workspace,
                             float* table, cudaStream_t stream) {
-  if (steps == 0) return cudaSuccess;
-  auto* floats = static_cast<float*>(workspace);
-  Call call = {};
-  call.batch = 1, call.steps = steps, call.packed = packed, call.timesteps = timesteps;
-  return film(plan, call, {floats, floats + static_cast<size_t>(steps) * plan.config.step_dim * 4, table, nullptr},
-              stream);
+  return make_film(plan, packed, timesteps, steps, false, nullptr, workspace, table, stream);
 }
 
 cudaError_t current_device(Device& made) {
-  int device = 0, major = 0, minor = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  for (const auto& [value, attribute] :
-       {std::pair(&made.multiprocessors, cudaDevAttrMultiProcessorCount),
-        std::pair(&made.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin),
-        std::pair(&major, cudaDevAttrComputeCapabilityMajor), std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
-    error = cudaDeviceGetAttribute(value, attribute, device);
-    if (error != cudaSuccess) return error;
-  }
-  made.hopper = kBuiltForHopper && major == 9 && minor == 0;
+  made.multiprocessors = multiprocessors();
+  made.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (made.shared_bytes == 0) return cudaErrorInvalidDevice;
+  made.hopper = runs_hopper_code();
   made.clusters = made.hopper && clusters_fit(device);
   made.team_clusters = made.hopper ? team_clusters(device) : 0;
   for (const auto& [value, name] : {std::pair(&made.multiprocessors, "DPA_TEST_MULTIPROCESSORS"),

@@ -56,8 +56,7 @@ cudaError_t launch_teams(DType dtype, const TeamArguments& a, const TeamPlan& pl
 int team_clusters(int device) {
   static OncePerDevice once;
   return once(device, [&] {
-    int bytes = 0;
-    if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return 0;
+    const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     LaunchConfig one(kTeamBlocks, kTeamThreads, nullptr, bytes - kTeamStatic);
     return one.clusters(kTeamBlocks).active_clusters(team_kernel<device::TileBf16, true>);
   });
