@@ -87,7 +87,7 @@ Tasks gemm_tasks(const Kernels& kernels, const Gemm& gemm, int team) {
   const int rows = tiles ? row_tiles(gemm).count() : gemm.batch * gemm.times;
   const int most = tiles ? rows : gemm.kind == Weights::kBFloat16AsFloat16 ? 256 : 64, least = tiles ? 8 : 64;
   Tasks tasks;
-  tasks.panels = rows <= (tiles ? 1 : 4) ? kernels.max_panels : (kernels.max_panels + 1) / 2;
+  tasks.panels = tiles || rows <= 4 ? kernels.max_panels : (kernels.max_panels + 1) / 2;
   while (tasks.panels > 1 && gemm.panels < tasks.panels * team) tasks.panels /= 2;
   const int groups = (gemm.panels + tasks.panels - 1) / tasks.panels;
   for (tasks.rows = std::min(rows, most);; tasks.rows = std::max(tasks.rows / 2, least)) {
