@@ -176,6 +176,16 @@ def test_single_passes_replay_where_pytorch_makes_film(name, cuda):
     assert_same(sample, further)
 
 
+def sampled_alike(plain, policy, seed, data, mask, cond):
+    """Assert that both sample the same from a seed; return what the plain one does."""
+    results = []
+    for each in (plain, policy):
+        torch.manual_seed(seed)
+        results.append(each.conditional_sample(data, mask, None, cond))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    return results[0]
+
+
 LOOPS = [(1, "film"), (1, "add"), (1, "mlp_film"), (2, "mlp_film")]
 
 
@@ -194,11 +204,7 @@ def test_a_loop_of_dp3s(batch, per_level, film, device):
     mask[:, 0] = True
     for seed in range(3):
         cond = torch.randn(batch, 4, device=device)
-        results = []
-        for each in (plain, policy):
-            torch.manual_seed(seed)
-            results.append(each.conditional_sample(data, mask, None, cond))
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        sampled_alike(plain, policy, seed, data, mask, cond)
     loop = next(f for f in dpa.explain(policy).findings if f.part == "loop")
     assert loop.active and max(loop.errors) < 1e-4
 
@@ -221,16 +227,12 @@ def test_a_loop_of_dp3s_whose_actions_ask_the_observations(batch, film, device):
         if seed == 3:
             for each in (plain, policy):  # as an optimizer does
                 each.model.mid_modules[0].cond_encoder.key_proj.weight.mul_(1.3)
-        results = []
-        for each in (plain, policy):
-            torch.manual_seed(seed)
-            results.append(each.conditional_sample(data, mask, None, cond))
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        expected = sampled_alike(plain, policy, seed, data, mask, cond)
     loop = next(f for f in dpa.explain(policy).findings if f.part == "loop")
     assert loop.active and loop.errors and max(loop.errors) < 1e-4
     dpa.restore(policy)
     torch.manual_seed(seed)
-    assert torch.equal(policy.conditional_sample(data, mask, None, cond), results[0])
+    assert torch.equal(policy.conditional_sample(data, mask, None, cond), expected)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import dpa
-from dpa.bench import image_policies, profiling
+from dpa.bench import command, image_policies, profiling
 from dpa.packed.config import unet_config
 
 _MARKS = 7
@@ -369,3 +369,11 @@ def test_an_image_policys_bars():
     assert [each["holds"] for each in found] == [True, False, True]
     assert not any(each["reached"] for each in found)
     assert image_policies.bars({}) == []
+
+
+def test_a_run_that_goes_on_has_each_bar_once():
+    name = image_policies.CASES[0].name
+    row = {"policy": name, "how": "dpa", "weights": "float32", "us": 200.0}
+    once = command._finished({image_policies.ENCODERS: [row]})
+    assert [bar["value"] for bar in once["bars"]] == [200.0]
+    assert command._finished(once) == once

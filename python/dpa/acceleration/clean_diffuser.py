@@ -270,8 +270,21 @@ def _loop(
     )
 
 
-CLEAN_DDPM = _loop("DDPM", _begin_ddpm, _end_ddpm, _ddpm, "temperature")
-_SDE = "DiscreteDiffusionSDE", _begin_sde, _end_sde, _sde, "sample_step_schedule"
-CLEAN_SDE = _loop(*_SDE, known=_OF_SDES | {"solver"})
-_EDM = "EDM", _begin_edm, _end_edm, _edm, "solver"
-CLEAN_EDM = _loop(*_EDM, known=frozenset({"solver"}), changing=("sample_steps", *_OF_SIGMAS))
+CLEAN_DDPM = _loop("DDPM", _begin_ddpm, _end_ddpm, _ddpm, has="temperature")
+CLEAN_SDE = _loop(
+    "DiscreteDiffusionSDE",
+    _begin_sde,
+    _end_sde,
+    _sde,
+    has="sample_step_schedule",
+    known=_OF_SDES | {"solver"},
+)
+CLEAN_EDM = _loop(
+    "EDM",
+    _begin_edm,
+    _end_edm,
+    _edm,
+    has="solver",
+    known=frozenset({"solver"}),
+    changing=("sample_steps", *_OF_SIGMAS),
+)

@@ -241,7 +241,7 @@ class _Table:
         coefficients, x0, rows = self._on(sample.device, sample.dtype)
         step, index = torch.ops.dpa.scheduler_step, rows[row]
         output = output.to(sample.dtype)
-        noise = noise if noise is None else noise.to(sample.dtype)
+        noise = None if noise is None else noise.to(sample.dtype)
         result = step(output, sample, coefficients, index, noise, table.clip)
         return result, step(output, sample, x0, index, None, table.clip)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from dpa.bench.checkpoint import Options, calls_of, found_of, medians, subjects
+from dpa.bench.checkpoint import Options, calls_of, found_of, subjects
+from dpa.bench.timing import medians
 from dpa.library.devices import choose_device
 
 PARTS = ("preprocessing", "encoder", "loop", "host")

@@ -7,9 +7,7 @@ Plain and accelerated calls take turns, so that a machine that is busier for a w
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dpa
-from dpa.bench.timing import in_turns, latency_us
+from dpa.bench.timing import latency_us, medians
 from dpa.export.checkpoint import read
 from dpa.export.schedulers import make_scheduler
 from dpa.library.devices import choose_device, device_name
@@ -100,20 +98,6 @@ def _parts(times: dict[Any, float], name: str, steps: int) -> dict[str, float]:
         "network": network,
         "rest": max(loop - network, 0.0),
     }
-
-
-def medians(calls: dict[Any, Call], seconds: float) -> dict[Any, float]:
-    """Return the medians in milliseconds, in turns for about ``seconds``, thrice at least."""
-
-    def rounds() -> Iterator[int]:
-        end = time.perf_counter() + seconds
-        for number in range(200):
-            if number >= 4 and time.perf_counter() >= end:
-                return
-            yield number
-
-    times = in_turns(calls, rounds())
-    return {key: statistics.median(values) / 1e3 for key, values in times.items()}
 
 
 def calls_of(plain: Subject, fast: Subject, parts: Sequence[str]) -> dict[tuple[str, str], Call]:

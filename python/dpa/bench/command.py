@@ -130,15 +130,23 @@ def _on_gpu(options: Options) -> tuple[Stages, Callable[[Tables], Tables]]:
 
     settings = (options.networks, options.batches, options.plain, options.train_steps)
     if options.only == "sampler":
-        return sampler.Run(*settings).stages(), sampler.finished
+        return sampler.Run(*settings).stages(), _finished
     if options.only == "images":
-        return image_policies.stages(), image_policies.finished
+        return image_policies.stages(), _finished
     ops = Process(small_ops.__name__)
     run = sampler.Run(*settings, [ops])
     found = run.stages() | {"small ops": ops.answer}
     if find_spec("lerobot") and not options.quick:
         found |= image_policies.stages()
-    return found, lambda results: image_policies.finished(sampler.finished(results))
+    return found, _finished
+
+
+def _finished(results: Tables) -> Tables:
+    """The tables in their order, with the bars of all that they have."""
+    from dpa.bench import image_policies, sampler
+
+    tables = sampler.finished(results)
+    return tables | {"bars": tables["bars"] + image_policies.bars(tables)}
 
 
 def _measured(

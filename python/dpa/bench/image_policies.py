@@ -6,9 +6,7 @@ Beside the plain policy and torch.compile of its parts, all in one run. LeRobot 
 from __future__ import annotations
 
 import copy
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +19,8 @@ from torch import Tensor, nn
 import dpa
 from dpa.bench.ahead import Process, on_request
 from dpa.bench.bars import bar_of
-from dpa.bench.timing import device_us, graphed, in_turns
+from dpa.bench.timing import device_us, graphed, medians
+from dpa.library.devices import choose_device
 from dpa.nn.image_encoder import recognise
 from dpa.packed.encoder_kernels import EncoderKernels
 from dpa.packed.joint_encoders import JointEncoders
@@ -141,15 +140,15 @@ def call_rows(case: Case, seconds: float = 15.0) -> list[Row]:
 
     ``error`` is of the actions from one noise, in the norm, against the plain policy without TF32.
     """
-    device = _device()
+    device = choose_device("auto")
     plain, seen = case.build(device), case.batch(1, device)
     noise = torch.randn(1, case.horizon, 2, device=device)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        expected = _call(plain, seen)(noise=noise)
-    calls = {(PLAIN, "float32"): _call(plain, seen)}
+        expected = (call := _call(plain, seen))(noise=noise)
+    calls = {(PLAIN, "float32"): call}
     for name, dtype in DTYPES.items():
         calls[DPA, name] = _call(dpa.accelerate(copy.deepcopy(plain), dtype), seen)
-    times = _milliseconds(calls, seconds)
+    times = medians(calls, seconds, _WARM_UP)
     errors = {
         key: (call(noise=noise) - expected).norm() / expected.norm() for key, call in calls.items()
     }
@@ -170,7 +169,7 @@ def _call(policy: Any, seen: dict[str, Tensor]) -> Callable[..., Tensor]:
 
 def step_rows(case: Case, seconds: float = 10.0) -> list[Row]:
     """Loss and backward, called, in float32 and under autocast in bfloat16."""
-    device = _device()
+    device = choose_device("auto")
     plain = case.build(device).train()
     batch = case.batch(case.samples, device, 2) | case.actions(case.samples, device)
     policies = {PLAIN: plain, DPA: dpa.accelerate(copy.deepcopy(plain))}
@@ -179,7 +178,7 @@ def step_rows(case: Case, seconds: float = 10.0) -> list[Row]:
         for how, policy in policies.items()
         for name, dtype in DTYPES.items()
     }
-    times = _milliseconds(steps, seconds)
+    times = medians(steps, seconds, _WARM_UP)
     about = {"policy": case.name, "samples": case.samples}
     return [
         about | {"how": how, "computes in": name, "ms": ms} for (how, name), ms in times.items()
@@ -197,7 +196,7 @@ def _step(policy: nn.Module, batch: dict[str, Tensor], autocast: torch.dtype | N
 def encoder_rows(case: Case) -> list[Row]:
     """The encoders alone, of all cameras, in one graph; PyTorch's in TF32."""
     rows = []
-    for how, name, run in _encoders(case, _device()):
+    for how, name, run in _encoders(case, choose_device("auto")):
         us = device_us(graphed(run, 1))
         rows.append({"policy": case.name, "how": how, "weights": name, "us": us})
     return rows
@@ -228,24 +227,6 @@ def _jointly(runs: list[Callable[[Tensor], Tensor]], images: list[Tensor]) -> li
         return _each(runs, images)
 
 
-def _milliseconds(calls: dict[Any, Callable[[], object]], seconds: float) -> dict[Any, float]:
-    """Medians, in turns for some time, twelve rounds at least, half of them to warm up."""
-
-    def rounds() -> Iterator[int]:
-        end = time.perf_counter() + seconds
-        for number in range(200):
-            if number >= 2 * _WARM_UP and time.perf_counter() >= end:
-                return
-            yield number
-
-    times = in_turns(calls, rounds(), warm_up=_WARM_UP)
-    return {key: statistics.median(found) / 1e3 for key, found in times.items()}
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _calls_beside_compiled(case: Case) -> dict[str, list[Row]]:
     """Compile first, so that nothing else runs where something is measured."""
     theirs = [Process(__name__, case.name, name) for name in DTYPES]
@@ -260,7 +241,7 @@ def _calls_beside_compiled(case: Case) -> dict[str, list[Row]]:
 
 def _measure_compiled(case_name: str, name: str) -> None:
     """In a process of its own: the policy with its encoders and network compiled."""
-    case, device = next(case for case in CASES if case.name == case_name), _device()
+    case, device = next(case for case in CASES if case.name == case_name), choose_device("auto")
     policy, half = case.build(device), name != "float32"
     alone = [copy.deepcopy(encoder).to(DTYPES[name]) for encoder in encoders_of(policy)]
     alone = [torch.compile(encoder.to(memory_format=torch.channels_last)) for encoder in alone]
@@ -276,16 +257,11 @@ def _measure_compiled(case_name: str, name: str) -> None:
 
         def measured() -> dict[str, list[Row]]:
             about = {"policy": case.name, "how": COMPILED, "weights": name}
-            found = {CALLS: [about | {"ms": _milliseconds({"": call}, 5.0)[""]}]}
+            found = {CALLS: [about | {"ms": medians({"": call}, 5.0)[""]}]}
             us = device_us(graphed(partial(_each, alone, images), 1))
             return found | {ENCODERS: [about | {"us": us}]}
 
         on_request(measured)
-
-
-def finished(results: dict[str, Any]) -> dict[str, Any]:
-    """The tables, with the bars of the cases that were measured."""
-    return results | {"bars": [*results.get("bars", []), *bars(results)]}
 
 
 def bars(results: dict[str, Any]) -> list[Row]:

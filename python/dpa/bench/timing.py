@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -65,6 +65,22 @@ def in_turns(
             if number >= warm_up:
                 times[key].append(found)
     return times
+
+
+def medians(
+    calls: Mapping[Key, Callable[[], object]], seconds: float, warm_up: int = 1
+) -> dict[Key, float]:
+    """Median milliseconds, in turns for about ``seconds``, thrice at least after the warm-up."""
+
+    def rounds() -> Iterator[int]:
+        end = time.perf_counter() + seconds
+        for number in range(200):
+            if number >= warm_up + 3 and time.perf_counter() >= end:
+                return
+            yield number
+
+    times = in_turns(calls, rounds(), warm_up=warm_up)
+    return {key: statistics.median(found) / 1e3 for key, found in times.items()}
 
 
 @dataclass
