@@ -13,11 +13,8 @@
 #define DPA_LANES 16
 #define DPA_SUMS 16
 #define DPA_PANELS 4
-/// sums + the dot products of the two halves of each word
-#define DPA_DOT(sums, a, b) \
-  reinterpret_cast<Floats>( \
-      _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)))
 
+#include "kernels/cpu/avx512_dot.h"
 #include "kernels/cpu/conv2d.h"
 #include "kernels/cpu/dense.h"
 #include "kernels/cpu/epilogue.h"
