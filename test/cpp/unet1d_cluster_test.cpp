@@ -21,6 +21,15 @@ TEST_P(EveryClusterLayout, FitsTwoBlocksAMultiprocessor) {
   }
 }
 
+TEST_P(EveryClusterLayout, TakesAFormThatHasWhatItNeeds) {
+  for (int i = 0; i <= y.count; ++i) {
+    const ClusterLayer& l = y.layers[i];
+    if (y.form == ClusterForm::kWhole) EXPECT_EQ(l.ways % kWholeWays, 0) << i << ": sums of blocks that are not there";
+    if (y.form == ClusterForm::kWhole || y.form == ClusterForm::kAlone) EXPECT_EQ(l.passes, 1) << i;
+    if (y.form != ClusterForm::kRounds) EXPECT_EQ(l.rounds_log2, 0) << i;
+  }
+}
+
 TEST_P(EveryClusterLayout, WritesEveryOutputOnce) {
   for (int i = 0; i < y.count; ++i) {
     std::set<int64_t> quarters;
@@ -262,6 +271,7 @@ TEST(ClusterLayout, FormsAreAsGeneralAsTheyMustBe) {
   for (const int batch : {2, 4, 5, 16})
     for (const int horizon : {8, 16}) EXPECT_EQ(form(kNarrow, batch, horizon), ClusterForm::kWhole) << batch;
   for (const int horizon : {36, 48, 64}) EXPECT_EQ(form(kWide, 1, horizon), ClusterForm::kAlone) << horizon;
+  for (const int batch : {2, 8}) EXPECT_EQ(form(kWide, batch, 8), ClusterForm::kPasses) << batch;
   EXPECT_EQ(form(kWide, 8, 16), ClusterForm::kPasses);
   EXPECT_EQ(form(kWide, 2, 64), ClusterForm::kPasses);
   EXPECT_EQ(form(kWide, 16, 16), ClusterForm::kRounds);

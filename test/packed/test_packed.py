@@ -51,6 +51,23 @@ def test_forward_of_several_samples(cuda, dtype):
         assert torch.equal(got, packed(sample, timestep, cond))
 
 
+@pytest.mark.parametrize("widths", [(512, 1024, 2048), (1024, 2048), (512, 512, 1024)], ids=str)
+def test_wide_networks_of_several_samples_at_short_horizons(cuda, widths):
+    """At few columns a tile is shared by fewer blocks than there are slices of weights."""
+    sizes = {"global_cond_dim": 5, "down_dims": widths, "cond_predict_scale": True}
+    unet = dpa.nn.ConditionalUnet1D(3, diffusion_step_embed_dim=32, **sizes).to(cuda).eval()
+    exact = dpa.reference.plain(unet).double()
+    for dtype in (torch.bfloat16, torch.float16):
+        packed = PackedUnet(unet, dtype)
+        for batch, horizon in [(2, 8), (3, 8), (8, 8), (16, 8), (2, 4), (7, 16)]:
+            sample = torch.randn(batch, horizon, 3, device=cuda)
+            timestep = torch.randint(100, (batch,), device=cuda)
+            cond = cond_of(unet, batch, cuda)
+            with torch.no_grad():
+                expected = exact(sample.double(), timestep, None, cond.double())
+            assert error(packed(sample, timestep, cond), expected) < ERROR[dtype], (batch, horizon)
+
+
 def _rounded_to_e4m3(unet):
     """The network as e4m3 holds it: q = w / scale rounded, scale = max |w| of a channel / 448."""
     rounded = copy.deepcopy(unet)

@@ -49,14 +49,14 @@ struct ClusterEpilogue : ClusterEnds {
     in_rounds([&](int r) {
       float(&to)[4] = total.v[r];
       const uint8_t* from = sums + r * 8;
-      for (int first = 0; first < ways; first += 8, from += 8 * pitch) {
-        uint2 part[8];
+      for (int first = 0; first < ways; first += kWholeWays, from += kWholeWays * pitch) {
+        uint2 part[kWholeWays];
 #pragma unroll
-        for (int i = 0; i < 8; i++)
+        for (int i = 0; i < kWholeWays; i++)
           part[i] = kForm != ClusterForm::kWhole && i >= ways ? make_uint2(0, 0)
                                                               : *reinterpret_cast<const uint2*>(from + i * pitch);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < kWholeWays; i++) {
           const float2 x = unpack_pair<T>(part[i].x), y = unpack_pair<T>(part[i].y);
           to[0] += x.x, to[1] += x.y, to[2] += y.x, to[3] += y.y;
         }

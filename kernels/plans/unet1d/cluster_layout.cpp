@@ -143,7 +143,7 @@ ClusterForm form_of(const ClusterLayout& y, int horizon) {
       all([](const ClusterLayer& l) { return l.norm < 0 || l.exchange_log2 == kBlocksLog2; }))
     return ClusterForm::kAlone;
   if (at_once && power_of_two(horizon) &&
-      all([](const ClusterLayer& l) { return l.samples_log2 > 0 && l.exchange_log2 == 0; }))
+      all([](const ClusterLayer& l) { return l.samples_log2 > 0 && l.exchange_log2 == 0 && l.ways >= kWholeWays; }))
     return ClusterForm::kWhole;
   return all([](const ClusterLayer& l) { return l.rounds_log2 == 0; }) ? ClusterForm::kPasses : ClusterForm::kRounds;
 }
