@@ -80,7 +80,8 @@ class Scheduled(torch.nn.Module):
     def __init__(self, network, scheduler, steps, **options):
         super().__init__()
         self.model, self.normalizer = others.awake(network), torch.nn.Linear(1, 1)
-        self.noise_scheduler = getattr(diffusers, f"{scheduler}Scheduler")(100, **options)
+        with torch.device("cpu"):  # diffusers makes its tables by NumPy
+            self.noise_scheduler = getattr(diffusers, f"{scheduler}Scheduler")(100, **options)
         self.num_inference_steps = steps
 
     def conditional_sample(
