@@ -4,7 +4,7 @@ namespace dpa {
 namespace {
 
 /// (C), of the input's dtype or float32 beside a 16-bit input.
-void check_parameter(const char* op, const char* name, const OptionalTensor& tensor, const Tensor& input) {
+void check_affine(const char* op, const char* name, const OptionalTensor& tensor, const Tensor& input) {
   if (!tensor.has_value()) return;
   check_same_device(op, name, *tensor, "input", input);
   const auto type = tensor->scalar_type(), given = input.scalar_type();
@@ -27,8 +27,8 @@ void check_group_norm_mish(const char* op, const Tensor& input, int64_t num_grou
   DPA_CHECK(num_groups > 0 && channels % num_groups == 0, op,
             c10::str("num_groups must be positive and divide the ", channels, " channels"), num_groups);
   DPA_CHECK(eps >= 0, op, "eps must be at least 0", eps);
-  check_parameter(op, "weight", weight, input);
-  check_parameter(op, "bias", bias, input);
+  check_affine(op, "weight", weight, input);
+  check_affine(op, "bias", bias, input);
   check_shape(op, "scale", scale, {batch, channels}, "(B, C)", "input", input);
   check_shape(op, "shift", shift, {batch, channels}, "(B, C)", "input", input);
   if (residual.has_value()) check_same(op, "residual", *residual, "input", input);

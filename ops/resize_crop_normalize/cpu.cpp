@@ -23,7 +23,7 @@ struct Window {
 
 /// The windows of output pixels [start, start + count) of a bilinear resize from `from` to `to` pixels: a triangle
 /// around the pixel's centre, as wide as the pixel where that shrinks and `antialias` is set, as in torchvision.
-std::vector<Window> windows(int64_t from, int64_t to, int64_t start, int64_t count, bool antialias) {
+std::vector<Window> windows_along(int64_t from, int64_t to, int64_t start, int64_t count, bool antialias) {
   std::vector<Window> all;
   const double ratio = static_cast<double>(from) / static_cast<double>(to);
   const double support = antialias ? std::max(ratio, 1.0) : 1.0;
@@ -116,8 +116,8 @@ void run(const Tensor& image, const ImageSizes& s, const OptionalTensor& mean, c
                   image.stride(h),
                   image.stride(h + 1),
                   channels,
-                  windows(at(s.height), at(s.resized_height), at(s.top), at(s.out_height), antialias),
-                  windows(at(s.width), at(s.resized_width), at(s.left), at(s.out_width), antialias),
+                  windows_along(at(s.height), at(s.resized_height), at(s.top), at(s.out_height), antialias),
+                  windows_along(at(s.width), at(s.resized_width), at(s.left), at(s.out_width), antialias),
                   each_channel<A>(mean, channels, A(0)),
                   each_channel<A>(std, channels, A(1)),
                   out.mutable_data_ptr<A>()};

@@ -163,10 +163,19 @@ def test_ops_call_what_the_runtimes_of_cuda_12_and_13_have_alike():
     assert "cudaEventRecord" in called and called <= ALIKE
 
 
+FUNCTION = re.compile(r"^(?:[\w:<>*&,]+ )+[*&]?(\w+)\(", re.M)
+
+
+def kept_to_itself(file):
+    """What a source says in namespaces without a name."""
+    return "".join(
+        re.findall(r"^namespace \{$(.*?)^\}  // namespace$", file.read_text(), re.M | re.S)
+    )
+
+
 def types_of_its_own(file):
-    """The classes that a source keeps to itself, in namespaces without a name."""
-    inside = re.findall(r"^namespace \{$(.*?)^\}  // namespace$", file.read_text(), re.M | re.S)
-    return re.findall(r"^(?:class|struct) (\w+)(?= [:{]|;| final)", "".join(inside), re.M)
+    """The classes that a source keeps to itself."""
+    return re.findall(r"^(?:class|struct) (\w+)(?= [:{]|;| final)", kept_to_itself(file), re.M)
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -175,6 +184,12 @@ def test_all_ops_can_be_compiled_as_one_file(cuda):
     files = [f for f in (ROOT / "ops").rglob("*.cpp") if (f.name == "cuda.cpp") == cuda]
     names = [name for file in files for name in types_of_its_own(file)]
     assert len(names) > 5 and len(names) == len(set(names)), sorted(names)
+    # A function without a namespace's name hides those of a header.
+    seen = {header for file in files for header in included(file)[0]}
+    headers = [file for file in seen if file.suffix == ".h" and file.is_relative_to(ROOT / "ops")]
+    shared = {name for file in headers for name in FUNCTION.findall(file.read_text())}
+    own = {name for file in files for name in FUNCTION.findall(kept_to_itself(file))}
+    assert len(shared) > 50 and len(own) > 20 and not own & shared, own & shared
 
 
 def included(file):
