@@ -18,9 +18,6 @@ SUITE ?=
 GPU_JOBS ?= 8
 FUZZ_CASES ?= 10000
 
-# On few cores fewer and larger compilations are quicker: torch's headers take longer to read than the code.
-BATCH := $(if $(filter 1 2 3 4,$(shell nproc)),CMAKE_UNITY_BUILD_BATCH_SIZE=72)
-
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
@@ -28,6 +25,9 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 BUILD_SETUP := $(VENV)/.setup-build-$(CUDA)
 SETUP := $(VENV)/.setup-$(CUDA)
 GPU := $(shell nvidia-smi -L 2>/dev/null)
+
+# Tests start Python hundreds of times: what an import compiles is kept, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Test processes, which must not spin where they wait for threads: they share the cores. One where there is a GPU, whose
 # memory and time some tests measure.
@@ -73,7 +73,6 @@ ifeq ($(CUDA)$(GPU),auto)
 demo: $(BUILD_SETUP)
 	@mkdir -p build
 	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B build/demo -G Ninja -DCMAKE_BUILD_TYPE=Release -DDPA_CUDA=off \
-	  $(addprefix -D,$(BATCH)) \
 	  -DPython_EXECUTABLE="$$PWD/$(BIN)/python" >build/demo.log 2>&1 || { cat build/demo.log; exit 1; }
 	@$(BIN)/cmake --build build/demo >build/demo.log 2>&1 || { cat build/demo.log; exit 1; }
 	PYTHONPATH=python DPA_LIBRARY=build/demo/libdpa.so $(BIN)/python -m dpa demo $(DEMO_ARGS)
@@ -144,7 +143,7 @@ $(BIN)/auditwheel: requirements/wheel.txt | $(SETUP)
 own_torch = $(shell $(BIN)/python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
 torch_folders = $(foreach torch,$(TORCHES),$(CURDIR)/$(1)/$(torch)/torch)
 fetch_torches = for torch in $(TORCHES); do $(BIN)/python cmake/fetch.py torch==$$torch $(1)/$$torch $(2) || exit 1; done
-make_wheel = sh cmake/wheel.sh $(BIN) $(1) '$(2)' '$(3)' $(BATCH)
+make_wheel = sh cmake/wheel.sh $(BIN) $(1) '$(2)' '$(3)'
 ARM_CUDART := build/torches-aarch64/cudart
 
 wheel: $(BIN)/auditwheel

@@ -22,6 +22,12 @@ endif()
 
 include("${CMAKE_CURRENT_LIST_DIR}/DpaCcache.cmake")
 
-# PyTorch's headers take longer to read than our code: several files share one reading.
+# PyTorch's headers take longer to read than our code: several files share one reading, on few cores half of them. Every build
+# has the same size by default, so that a compiler's cache serves them all.
+cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+set(batch 7)
+if(cores LESS_EQUAL 4)
+  set(batch 60)
+endif()
 set(CMAKE_UNITY_BUILD ON CACHE BOOL "Compile several files as one")
-set(CMAKE_UNITY_BUILD_BATCH_SIZE 7 CACHE STRING "How many: fewer and larger ones compile faster on few cores")
+set(CMAKE_UNITY_BUILD_BATCH_SIZE ${batch} CACHE STRING "How many: fewer and larger ones compile faster on few cores")

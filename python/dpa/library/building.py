@@ -16,7 +16,6 @@ from dpa.library import by_torch
 from dpa.library.files import sources
 
 _COUNT = re.compile(r"\[\d+/\d+\]")
-_FEW_CORES = 4  # up to which files are joined to fewer units: what they include is read less often
 
 
 def build_ops(missing: by_torch.NoOpsForTorch) -> Path:
@@ -64,8 +63,6 @@ def build(source: Path, folder: Path, definitions: dict[str, str], verbose: bool
     configure = ["cmake", "-S", source, "-B", folder, "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in definitions.items()]
     configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"]
-    if (os.cpu_count() or 1) <= _FEW_CORES:
-        configure.append("-DCMAKE_UNITY_BUILD_BATCH_SIZE=72")
     library = folder / by_torch.NAME
     with _locked(folder):
         say = not verbose and not library.exists()
