@@ -11,11 +11,13 @@ from slow import LONGEST, is_slow
 
 import dpa  # noqa: F401  (registers the ops)
 
-# PyTorch's compiler tries vector instructions by programs that import PyTorch, for half a minute,
-# and starts processes that compile beside this one. The CPU's flags say enough, and the cores are
-# taken by tests.
+# PyTorch's compiler tries vector instructions by programs that import PyTorch, and starts processes
+# that compile beside this one. The CPU's flags say enough, and the cores are taken by tests. The
+# code that a package runs its kernels from need not be fast.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+import compiler_checks  # noqa: F401
 
 _TESTS = Path(__file__).parent
 

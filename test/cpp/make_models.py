@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import compiler_checks  # noqa: F401
 from everywhere import EveryOp
 
 import dpa

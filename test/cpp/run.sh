@@ -22,7 +22,7 @@ folder=$PWD/build/test-cpp
 models=$folder/models policies=$folder/policies
 mkdir -p "$folder"
 # What the programs read is made while they compile. PyTorch's compiler needs to try no vector instructions for it.
-export TORCHINDUCTOR_VEC_ISA_OK=1 TORCHINDUCTOR_COMPILE_THREADS=1
+export TORCHINDUCTOR_VEC_ISA_OK=1 TORCHINDUCTOR_COMPILE_THREADS=1 AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL=O0
 {
   python "$here/make_models.py" "$models"
   [ -n "${SANITIZE_FLAGS:-}" ] || python "$here/make_policies.py" "$policies"
