@@ -24,6 +24,8 @@ void expect_sound(const NormShape& shape, int element_size) {
   else
     EXPECT_LE(plan.groups * plan.threads, kWarpThreads);
   EXPECT_GE(plan.samples(), 1);
+  EXPECT_GE(plan.sum_places(), plan.groups * plan.width);
+  EXPECT_LE(plan.sum_places(), plan.block);
   const int64_t count = slices(shape, plan);
   EXPECT_LE(count, kMaxSlices);
   EXPECT_EQ(count > 0, shape.batch > 0);

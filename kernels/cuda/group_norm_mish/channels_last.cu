@@ -267,7 +267,8 @@ template <class T, class P, int V, bool kFilm, bool kSums>
 __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBackward args) {
   constexpr int kChannels = kOwned<T>;
   constexpr int kGradients = kSums ? 3 : 2;  // of weight, of bias, and the sums
-  __shared__ float scratch[kMaxTeam / kWarpSize], sums[kGradients * kChannels * kMaxTeam];
+  __shared__ float scratch[kMaxTeam / kWarpSize];
+  extern __shared__ float sums[];  // kGradients * kChannels of each of `plan.sum_places()`
   trigger_dependent_launch();
   bool waits = args.early;
   if (!waits) grid_dependency_sync();
@@ -379,7 +380,10 @@ cudaError_t backward(const GroupNormMishBackward& args, cudaStream_t stream) {
     return dispatch_value<1, 2, 4>(in.plan.vectors, [&](auto vectors) {
       constexpr int V = vectors.value;
       const auto with = [&](auto film, auto sums) {
-        return launch_dependent(backward_kernel<T, P, V, film.value, sums.value>, blocks, in.plan.block, stream, args);
+        const auto kernel = backward_kernel<T, P, V, film.value, sums.value>;
+        const int count = (sums.value ? 3 : 2) * kOwned<T>;
+        LaunchConfig config(blocks, in.plan.block, stream, count * in.plan.sum_places() * sizeof(float));
+        return config.dependent(reinterpret_cast<const void*>(kernel)).launch(kernel, args);
       };
       constexpr std::true_type kYes;
       constexpr std::false_type kNo;

@@ -27,6 +27,11 @@ struct NormPlan {
       samples() const {
     return block / threads / groups;
   }
+  /// Of a block's sums over its rows: what each warp, or part of one that is a team, has of each vector of a row.
+  int sum_places() const {
+    const int within = threads < 32 ? threads : 32, stride = within > width ? within : width;
+    return samples() * (threads / stride) * groups * width;
+  }
 };
 
 constexpr int kWarpThreads = 32, kNormBlock = 128, kMaxTeam = 256, kMaxVectors = 4;
