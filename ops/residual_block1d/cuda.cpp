@@ -86,10 +86,11 @@ class Chain {
   BlockGradients backward(const Tensor& grad_, BlockSaved& saved, const BlockMask& mask, bool fresh, bool later) const {
     BlockGradients to;
     const auto grad = padded_rows(grad_), x = padded_rows(block_[kInput]);
-    const auto scratch = at::empty({3, batch_ * length_ * channels_}, grad.options());
+    const auto scratch = at::empty({2, batch_ * length_ * channels_}, grad.options());
     const auto partials = at::empty({2, 3, slices(shape_, plan_), channels_}, grad.options().dtype(at::kFloat));
     const auto part = [&](int i) { return behind(scratch, i * scratch.size(1)); };
-    void *grad_conv2 = part(0), *grad_activation = part(1), *grad_conv1 = part(2);
+    // The first normalisation's teams have read their groups before they write them.
+    void *grad_conv2 = part(0), *grad_activation = part(1), *grad_conv1 = grad_activation;
     const void* through = grad.const_data_ptr();
     const bool convolves = block_[kResidualWeight].defined() && mask[kInput];
     Tensor residual;
@@ -118,7 +119,8 @@ class Chain {
     if (convolves) beside.join();
     if (fresh) packing.join();
     if (mask[kInput]) {
-      to[kInput] = input_like();
+      // The epilogue adds an element of what the residual convolution makes, and stores the sum in its place.
+      to[kInput] = convolves ? residual : input_like();
       convolve_back(kConv1Weight, !fresh, grad_conv1, through, to[kInput].mutable_data_ptr(), stream_);
     }
     add_slices(partials, mask, to, parameters);
