@@ -163,10 +163,11 @@ TORCH_LIBRARY(dpa, m) {
       "SymInt[]? size=None, SymInt[]? crop=None) -> Tensor[]",
       functional);
 
-  m.def("joint_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? rest=None) -> Tensor", functional);
+  m.def("joint_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? rest=None, bool mish=False) -> Tensor",
+        functional);
   m.def(
       "joint_linear_backward(Tensor grad, Tensor input, Tensor[] weights, Tensor[] biases, Tensor? rest, "
-      "bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      "bool[4] output_mask, bool mish=False) -> (Tensor, Tensor, Tensor, Tensor)",
       functional);
 
   // Inference for many samples; see ops/unet1d_batch/unet1d_batch.h. The out variant packs into the memory of before,

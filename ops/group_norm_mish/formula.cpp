@@ -3,10 +3,8 @@
 #include <ATen/ops/exp.h>
 #include <ATen/ops/mish.h>
 #include <ATen/ops/rsqrt.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/softplus.h>
-#include <ATen/ops/tanh.h>
 
+#include "ops/common/mish.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 
 namespace dpa {
@@ -48,12 +46,6 @@ struct NormTerms {
 Tensor like(const Tensor& tensor, const Tensor& input) {
   const auto shaped = tensor.reshape_symint(input.sym_sizes());
   return is_channels_last(input) ? shaped.transpose(1, 2).contiguous().transpose(1, 2) : shaped;
-}
-
-/// d mish(u) / du in differentiable ops: tanh(softplus(u)) + u * sigmoid(u) * (1 - tanh(softplus(u))^2)
-Tensor mish_derivative(const Tensor& u) {
-  const auto t = at::tanh(at::softplus(u));
-  return t + u * at::sigmoid(u) * (1 - t * t);
 }
 
 }  // namespace

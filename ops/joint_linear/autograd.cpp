@@ -11,10 +11,10 @@ namespace dpa {
 namespace {
 
 /// Saves input, weights, biases and the rest, in this order, which is that of its edges.
-struct JointLinearBackward : SavingNode<JointLinearBackward, 0> {
+struct JointLinearBackward : SavingNode<JointLinearBackward, 0, bool> {
   std::string name() const override { return "JointLinearBackward"; }
 
-  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted) {
+  static variable_list backward(const variable_list& gradients, const Saved& saved, const Wanted& wanted, bool mish) {
     const size_t layers = saved.size() / 2 - 1;
     variable_list result(saved.size());
     if (!gradients[0].defined()) return result;
@@ -28,7 +28,7 @@ struct JointLinearBackward : SavingNode<JointLinearBackward, 0> {
     Tensor weight, bias;
     const LaterJoin later(gradients[0]);
     std::tie(result.front(), weight, bias, result.back()) =
-        joint_linear_backward(gradients[0], saved[0], weights, biases, as_optional(rest), mask);
+        joint_linear_backward(gradients[0], saved[0], weights, biases, as_optional(rest), mask, mish);
     c10::SymInt row = 0;
     for (size_t i = 0; i < layers; ++i) {
       const auto rows = weights[i].sym_size(0);
@@ -41,26 +41,26 @@ struct JointLinearBackward : SavingNode<JointLinearBackward, 0> {
 };
 
 Tensor joint_linear_autograd(const Tensor& input, at::TensorList weights, at::TensorList biases,
-                             const OptionalTensor& rest) {
+                             const OptionalTensor& rest, bool mish) {
   if (any_tangent(input, weights, biases, rest)) {
     check_joint_linear(input, weights, biases, rest);
-    return joint_linear_formula(input, weights, biases, rest);
+    return joint_linear_formula(input, weights, biases, rest, mish);
   }
   const auto node = node_if_wanted<JointLinearBackward>(input, weights, biases, rest);
-  auto out = below_autograd(joint_linear, input, weights, biases, rest);
+  auto out = below_autograd(joint_linear, input, weights, biases, rest, mish);
   if (!node) return out;
   std::vector<Tensor> saved{input};
   saved.insert(saved.end(), weights.begin(), weights.end());
   saved.insert(saved.end(), biases.begin(), biases.end());
   saved.push_back(value_or_undefined(rest));
-  node->save_all(saved);
+  node->save_all(saved), node->constants = {mish};
   return with_history(std::move(out), node);
 }
 
 /// Under autocast the input comes in the region's 16-bit dtype. Parameters that are all float32 stay as they are, as
 /// those of `dpa::conv1d`; others come in the input's dtype, since the op takes one dtype for all of them.
 Tensor joint_linear_autocast(const Autocast& cast, const Tensor& input, at::TensorList weights, at::TensorList biases,
-                             const OptionalTensor& rest) {
+                             const OptionalTensor& rest, bool mish) {
   const auto narrow = cast(input);
   const auto wide = [](const Tensor& tensor) { return tensor.scalar_type() == at::kFloat; };
   const bool stay =
@@ -70,7 +70,7 @@ Tensor joint_linear_autocast(const Autocast& cast, const Tensor& input, at::Tens
     for (const auto& tensor : tensors) result.push_back(stay ? cast.parameter(tensor, narrow) : cast(tensor));
     return result;
   };
-  return joint_linear(narrow, parameters(weights), parameters(biases), cast(rest));
+  return joint_linear(narrow, parameters(weights), parameters(biases), cast(rest), mish);
 }
 
 }  // namespace

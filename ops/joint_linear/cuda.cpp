@@ -70,25 +70,37 @@ void pack(const Tensor& input, at::TensorList weights_, const Channels& channels
   }
 }
 
-/// The whole input as the GEMMs read it. Rows of two parts are written by a kernel of `write`'s stream.
+/// The whole input, or its Mish, as the GEMMs read it. What is not the input itself is written by a kernel of `write`'s
+/// stream.
 struct WholeRows {
   Tensor input, rest, rows;
+  bool mish;
 
-  WholeRows(const Tensor& input_, const OptionalTensor& rest_) {
-    if (!rest_.has_value()) {
+  WholeRows(const Tensor& input_, const OptionalTensor& rest_, bool mish) : mish(mish) {
+    if (!rest_.has_value() && !mish) {
       rows = padded_rows(as_sample(input_));
       return;
     }
-    input = input_.contiguous(), rest = rest_->contiguous();
-    rows = at::empty({input.size(0), gemm::padded(input.size(1) + rest.size(1))}, input.options());
+    input = input_.contiguous();
+    if (rest_.has_value()) rest = rest_->contiguous();
+    rows = at::empty({input.size(0), gemm::padded(input.size(1) + more())}, input.options());
   }
   void write(c10::cuda::CUDAStream stream) const {
-    if (!rest.defined()) return;
+    if (!input.defined()) return;
     C10_CUDA_CHECK(gemm::join_rows(kernel_dtype(input.scalar_type()), input.const_data_ptr(), input.size(1),
-                                   rest.const_data_ptr(), rest.size(1), input.size(0), rows.mutable_data_ptr(),
-                                   stream));
+                                   data_or_null(rest), more(), input.size(0), rows.mutable_data_ptr(), stream, mish));
   }
+
+ private:
+  int64_t more() const { return rest.defined() ? rest.size(1) : 0; }
 };
+
+/// Of mish(x) at `x`, times a gradient, in its place.
+void times_slope(const Tensor& x_, const Tensor& grad) {
+  const auto x = x_.contiguous();
+  C10_CUDA_CHECK(gemm::times_mish_slope(kernel_dtype(grad.scalar_type()), x.const_data_ptr(), grad.numel(),
+                                        grad.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+}
 
 /// One after the other; in a graph beside the kernels of the main stream, until `branch` joins.
 Tensor joined(at::TensorList biases, Branches& branch) {
@@ -102,20 +114,20 @@ Tensor joined(at::TensorList biases, Branches& branch) {
   return out;
 }
 
-Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::TensorList biases,
-                         const OptionalTensor& rest) {
+Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::TensorList biases, const OptionalTensor& rest,
+                         bool mish) {
   check_joint_linear(input, weights, biases, rest);
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t channels = weights[0].size(1), outputs = joint_outputs(weights).expect_int();
   const auto conv = geometry(input, channels, outputs);
   auto packed = packed_ahead(weights, input.scalar_type())[0];
-  if (!serves(input, weights, conv)) return joint_linear_formula(input, weights, biases, rest);
+  if (!serves(input, weights, conv)) return joint_linear_formula(input, weights, biases, rest, mish);
   const Channels all{0, channels};
   if (!packed.defined()) {
     packed = at::empty({packed_bytes(all, outputs)}, input.options().dtype(at::kByte));
     pack(input, weights, all, packed.mutable_data_ptr());
   }
-  const WholeRows x(input, rest);
+  const WholeRows x(input, rest, mish);
   Branches branch;
   const auto bias = joined(biases, branch);
   x.write(branch.main());
@@ -131,15 +143,16 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
 /// for: it comes first, and before the branches that are left are joined. Called, packed weights have gone before the
 /// weights' gradient is allocated: this is the end of a training step, where its memory is fullest.
 JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                                at::TensorList biases, const OptionalTensor& rest,
-                                                JointLinearMask mask) {
+                                                at::TensorList biases, const OptionalTensor& rest, JointLinearMask mask,
+                                                bool mish) {
   check_joint_linear(input, weights, biases, rest);
   check_joint_linear_grad(grad, input, weights);
   const c10::cuda::CUDAGuard guard(input.device());
   const bool later = joins_later(grad, 1, 1 + 2 * weights.size());
   const int64_t channels = weights[0].size(1), own = input.size(1), outputs = joint_outputs(weights).expect_int();
   const auto conv = geometry(input, channels, outputs);
-  if (!serves(input, weights, conv)) return joint_linear_backward_formula(grad, input, weights, biases, rest, mask);
+  if (!serves(input, weights, conv))
+    return joint_linear_backward_formula(grad, input, weights, biases, rest, mask, mish);
   const auto g = padded_rows(as_sample(grad));
   const bool of_rest = mask[3] && rest.has_value();
   const Channels wanted{mask[0] ? 0 : own, (mask[0] ? own : 0) + (of_rest ? channels - own : 0)};
@@ -150,7 +163,7 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
     pack(input, weights, wanted, packed.mutable_data_ptr());
   }
   std::optional<WholeRows> x;
-  if (mask[1]) x.emplace(input, rest);
+  if (mask[1]) x.emplace(input, rest, mish);
   Branches branches;
   branches.fork();
   if (mask[1]) x->write(branches.side());
@@ -158,6 +171,15 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
     input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g,
                    {packed.const_data_ptr(), /*prefetchable=*/false}, grad_whole);
   if (!branches.apart()) packed.reset();
+  const auto part = [&](int64_t first, int64_t count) {
+    return grad_whole.size(1) == count ? grad_whole
+                                       : grad_whole.narrow(1, first, count).clone(at::MemoryFormat::Contiguous);
+  };
+  Tensor grad_input, grad_rest;
+  if (mask[0]) grad_input = part(0, own);
+  if (of_rest) grad_rest = part(wanted.count - (channels - own), channels - own);
+  if (mish && mask[0]) times_slope(input, grad_input);
+  if (mish && of_rest) times_slope(*rest, grad_rest);
   if (weights.size() > 1)
     Unjoined::join(branches.side());  // and give its memory back: this op's is the most of the pass
   const auto grad_weight = mask[1] ? at::empty({outputs, channels}, weights[0].options()) : Tensor();
@@ -166,16 +188,11 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   const auto workspace = parameter_backward(conv, /*transposed=*/false, g, x ? x->rows : Tensor(), grad_weight,
                                             grad_bias, branches.side());
   if (later)
-    Unjoined::hold(branches, {g, x ? x->rows : Tensor(), workspace}, {grad_weight, grad_bias});
+    Unjoined::hold(branches, {g, x ? x->input : Tensor(), x ? x->rest : Tensor(), x ? x->rows : Tensor(), workspace},
+                   {grad_weight, grad_bias});
   else
     branches.join();
-
-  if (!of_rest) return {grad_whole, grad_weight, grad_bias, Tensor()};
-  if (!mask[0]) return {Tensor(), grad_weight, grad_bias, grad_whole};
-  const auto part = [&](int64_t first, int64_t count) {
-    return grad_whole.narrow(1, first, count).clone(at::MemoryFormat::Contiguous);
-  };
-  return {part(0, own), grad_weight, grad_bias, part(own, channels - own)};
+  return {grad_input, grad_weight, grad_bias, grad_rest};
 }
 
 }  // namespace

@@ -2,8 +2,10 @@
 // runs wherever the GEMMs do not.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mish.h>
 #include <ATen/ops/mm.h>
 
+#include "ops/common/mish.h"
 #include "ops/joint_linear/joint_linear.h"
 
 namespace dpa {
@@ -17,32 +19,36 @@ Tensor summable(const Tensor& tensor, const Tensor& input) {
 
 }  // namespace
 
-Tensor whole_input(const Tensor& input, const OptionalTensor& rest) {
-  return rest.has_value() ? at::cat({input, *rest}, 1) : input;
+Tensor whole_input(const Tensor& input, const OptionalTensor& rest, bool mish) {
+  const auto whole = rest.has_value() ? at::cat({input, *rest}, 1) : input;
+  return mish ? at::mish(whole) : whole;
 }
 
 Tensor joint_linear_formula(const Tensor& input, at::TensorList weights, at::TensorList biases,
-                            const OptionalTensor& rest) {
-  const auto out = at::linear(summable(whole_input(input, rest), input), summable(at::cat(weights), input),
+                            const OptionalTensor& rest, bool mish) {
+  const auto out = at::linear(summable(whole_input(input, rest, mish), input), summable(at::cat(weights), input),
                               summable(at::cat(biases), input));
   return out.to(input.scalar_type());
 }
 
 JointLinearGradients joint_linear_backward_formula(const Tensor& grad_, const Tensor& input, at::TensorList weights,
                                                    at::TensorList biases, const OptionalTensor& rest,
-                                                   JointLinearMask mask) {
+                                                   JointLinearMask mask, bool mish) {
   const auto grad = summable(grad_, input);
-  const auto of_columns = [&](const c10::SymInt& first, const c10::SymInt& count) {
+  const auto of_part = [&](const Tensor& part, const c10::SymInt& first) {
     std::vector<Tensor> columns;
-    for (const auto& weight : weights) columns.push_back(weight.narrow_symint(1, first, count));
-    return at::mm(grad, summable(at::cat(columns), input)).to(input.scalar_type());
+    for (const auto& weight : weights) columns.push_back(weight.narrow_symint(1, first, part.sym_size(1)));
+    const auto sums = at::mm(grad, summable(at::cat(columns), input)).to(input.scalar_type());
+    if (!mish) return sums;
+    const auto type = accumulate_type(input.scalar_type());
+    return (sums.to(type) * mish_derivative(part.to(type))).to(input.scalar_type());
   };
-  const auto channels = input.sym_size(1);
   Tensor grad_input, grad_weight, grad_bias, grad_rest;
-  if (mask[0]) grad_input = of_columns(0, channels);
-  if (mask[1]) grad_weight = at::mm(grad.t(), summable(whole_input(input, rest), input)).to(weights[0].scalar_type());
+  if (mask[0]) grad_input = of_part(input, 0);
+  if (mask[1])
+    grad_weight = at::mm(grad.t(), summable(whole_input(input, rest, mish), input)).to(weights[0].scalar_type());
   if (mask[2]) grad_bias = grad.sum(0).to(biases[0].scalar_type());
-  if (mask[3] && rest.has_value()) grad_rest = of_columns(channels, rest->sym_size(1));
+  if (mask[3] && rest.has_value()) grad_rest = of_part(*rest, input.sym_size(1));
   return {grad_input, grad_weight, grad_bias, grad_rest};
 }
 

@@ -6,15 +6,15 @@
 namespace dpa {
 namespace {
 
-Tensor joint_linear_meta(const Tensor& input, at::TensorList weights, at::TensorList biases,
-                         const OptionalTensor& rest) {
+Tensor joint_linear_meta(const Tensor& input, at::TensorList weights, at::TensorList biases, const OptionalTensor& rest,
+                         bool /*mish*/) {
   check_joint_linear(input, weights, biases, rest);
   return at::empty_symint({input.sym_size(0), joint_outputs(weights)}, input.options());
 }
 
 JointLinearGradients joint_linear_backward_meta(const Tensor& grad, const Tensor& input, at::TensorList weights,
-                                                at::TensorList biases, const OptionalTensor& rest,
-                                                JointLinearMask mask) {
+                                                at::TensorList biases, const OptionalTensor& rest, JointLinearMask mask,
+                                                bool /*mish*/) {
   check_joint_linear(input, weights, biases, rest);
   check_joint_linear_grad(grad, input, weights);
   const auto outputs = joint_outputs(weights);

@@ -10,10 +10,12 @@ from tolerances import gradient_tolerance, tolerance
 import dpa
 
 
-def _sample(device, dtype, batch, c_in, *outs, rest=0):
+def _sample(device, dtype, batch, c_in, *outs, rest=0, mish=False):
     new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
     weights = [new(n, c_in + rest) / 3 for n in outs]
     args = (new(batch, c_in), weights, [new(n) for n in outs])
+    if mish:
+        return Sample((*args, new(batch, rest) if rest else None, True))
     return Sample((*args, new(batch, rest)) if rest else args)
 
 
@@ -27,6 +29,8 @@ class TestJointLinear(OpProofs):
         yield _sample(device, dtype, 2, 8, 16)
         yield _sample(device, dtype, 1, 3, 2, 2, 2, 2)
         yield _sample(device, dtype, 2, 8, 4, 16, rest=5)
+        yield _sample(device, dtype, 3, 5, 4, 1, mish=True)
+        yield _sample(device, dtype, 2, 8, 16, 8, rest=8, mish=True)
 
     @staticmethod
     def rejected(device):
@@ -73,7 +77,7 @@ class TestJointLinear(OpProofs):
         weights = [d.tensor(count, inputs + others, **limits) for count in outputs]
         rest = d.tensor(batch, others, **limits) if others else None
         input, biases = d.tensor(batch, inputs, **limits), [d.tensor(count) for count in outputs]
-        return Sample((input, weights, biases, rest))
+        return Sample((input, weights, biases, rest, d(st.booleans(), "mish")))
 
 
 # batch, channels in, channels out of each layer
@@ -130,7 +134,8 @@ def _replayed(run):
 @pytest.mark.parametrize("wanted", ["first", "rest", "both"])
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("captured", [False, True])
-def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, captured):
+@pytest.mark.parametrize("mish", [False, True])
+def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, captured, mish):
     """Whichever part wants a gradient gets that of the input in one piece, and only that part."""
     if captured and device.type != "cuda":
         pytest.skip("the CPU has no graphs")
@@ -142,7 +147,7 @@ def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, capture
     weights, biases = [held(n, own + others) / 64 for n in outs], [held(n) for n in outs]
     grad = torch.randn(batch, sum(outs), device=device, dtype=dtype)
     whole, *exact = (t.double().requires_grad_() for t in (x, *weights))
-    expected = dpa.reference.joint_linear(whole, exact, [b.double() for b in biases])
+    expected = dpa.reference.joint_linear(whole, exact, [b.double() for b in biases], None, mish)
     of_whole, *of_weights = torch.autograd.grad(expected, [whole, *exact], grad.double())
     references = dict(zip(("first", "rest"), of_whole.split([own, others], 1), strict=True))
 
@@ -151,7 +156,7 @@ def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, capture
         parts = dict(zip(("first", "rest"), x.split([own, others], 1), strict=True))
         leaves = [parts[name].requires_grad_() for name in names]
         trained = [w.detach().requires_grad_() for w in weights]
-        out = torch.ops.dpa.joint_linear(parts["first"], trained, biases, parts["rest"])
+        out = torch.ops.dpa.joint_linear(parts["first"], trained, biases, parts["rest"], mish)
         return out, *torch.autograd.grad(out, [*leaves, *trained], grad)
 
     out, *got = _replayed(run) if captured else run()
@@ -159,7 +164,8 @@ def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, capture
     with torch.no_grad():
         parts = x.split([own, others], 1)
         mask = ["first" in names, False, False, "rest" in names]
-        made = torch.ops.dpa.joint_linear_backward(grad, parts[0], weights, biases, parts[1], mask)
+        given = grad, parts[0], weights, biases, parts[1], mask, mish
+        made = torch.ops.dpa.joint_linear_backward(*given)
     assert [d is not None for d in made] == mask
     for d, reference in zip(got, [references[n] for n in names] + of_weights, strict=True):
         assert d.is_contiguous()

@@ -118,8 +118,10 @@ cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_
 // `count` rows of `channels` elements of 16 bits, or of float32, to rows of padded(channels).
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream,
                      DType dtype = DType::kFloat16);
-// The same of two tensors' rows, one beside the other.
+// The same of two tensors' rows, one beside the other, or of their Mish.
 cudaError_t join_rows(DType dtype, const void* rows, int64_t channels, const void* more, int64_t more_channels,
-                      int64_t count, void* out, cudaStream_t stream);
+                      int64_t count, void* out, cudaStream_t stream, bool mish = false);
+// grad[i] *= mish'(x[i]), of 16 bits. In a captured graph it goes before what other branches have waiting.
+cudaError_t times_mish_slope(DType dtype, const void* x, int64_t count, void* grad, cudaStream_t stream);
 
 }  // namespace dpa::kernels::conv1d

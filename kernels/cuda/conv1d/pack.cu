@@ -8,6 +8,7 @@
 // detect_changes  a block compares elements of a weight (plans/conv1d/changes.h) with what they were, a thread every
 //                 1024th
 // join_rows       a thread an element of the padded rows
+// slope           a thread an element
 // column_sums     a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
 //                 partial sums are added in pairs
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/conv1d/launch.cuh"
+#include "kernels/math/mish.h"
 #include "kernels/plans/conv1d/changes.h"
 
 namespace dpa::kernels::conv1d {
@@ -222,18 +224,28 @@ __global__ void __launch_bounds__(kSumThreads)
     sums[first + threadIdx.x] = narrow<S>(part[0][threadIdx.x]);
 }
 
-template <class Bits>
-__global__ void join(const Bits* rows, int64_t channels, const Bits* more, int64_t more_channels, int64_t count,
-                     int64_t width, Bits* out) {
+template <class T, bool kMish>
+__global__ void join(const T* rows, int64_t channels, const T* more, int64_t more_channels, int64_t count,
+                     int64_t width, T* out) {
   grid_dependency_sync();
   for (int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; e < count * width;
        e += int64_t{gridDim.x} * blockDim.x) {
     const int64_t row = e / width, column = e - row * width, beyond = column - channels;
-    out[e] = beyond < 0               ? rows[row * channels + column]
-             : beyond < more_channels ? more[row * more_channels + beyond]
-                                      : Bits{0};
+    const T x = beyond < 0               ? rows[row * channels + column]
+                : beyond < more_channels ? more[row * more_channels + beyond]
+                                         : narrow<T>(0);
+    out[e] = kMish ? narrow<T>(math::mish(widen(x))) : x;
   }
 }
+
+template <class T>
+__global__ void slope(const T* x, int64_t count, T* grad) {
+  grid_dependency_sync();
+  const int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (e < count) grad[e] = narrow<T>(widen(grad[e]) * math::mish_derivative(widen(x[e])));
+}
+
+constexpr int kRowThreads = 256;  // of the kernels of an element a thread
 
 }  // namespace
 
@@ -285,16 +297,24 @@ cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_
 }
 
 cudaError_t join_rows(DType dtype, const void* rows, int64_t channels, const void* more, int64_t more_channels,
-                      int64_t count, void* out, cudaStream_t stream) {
-  constexpr int kJoinThreads = 256;
+                      int64_t count, void* out, cudaStream_t stream, bool mish) {
   const int64_t width = padded(channels + more_channels);
-  const auto go = [&](auto* to) {
-    using Bits = std::remove_pointer_t<decltype(to)>;
-    return launch_dependent(join<Bits>, grid_for(count * width, kJoinThreads), kJoinThreads, stream,
-                            static_cast<const Bits*>(rows), channels, static_cast<const Bits*>(more), more_channels,
-                            count, width, to);
-  };
-  return dtype == DType::kFloat32 ? go(static_cast<uint32_t*>(out)) : go(static_cast<uint16_t*>(out));
+  return dispatch_to_32_bits(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch_dependent(mish ? join<T, true> : join<T, false>, grid_for(count * width, kRowThreads), kRowThreads,
+                            stream, static_cast<const T*>(rows), channels, static_cast<const T*>(more), more_channels,
+                            count, width, static_cast<T*>(out));
+  });
+}
+
+cudaError_t times_mish_slope(DType dtype, const void* x, int64_t count, void* grad, cudaStream_t stream) {
+  return dispatch_to_32_bits(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    LaunchConfig config(grid_for(count, kRowThreads), kRowThreads, stream);
+    config.dependent(reinterpret_cast<const void*>(slope<T>));
+    if (has_branches(stream)) config.priority(-1);
+    return config.launch(slope<T>, static_cast<const T*>(x), count, static_cast<T*>(grad));
+  });
 }
 
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream, DType dtype) {

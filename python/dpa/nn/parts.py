@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpa.nn.unet1d import ConditionalUnet1D
@@ -91,7 +90,7 @@ def film_rows(unet: ConditionalUnet1D, timesteps: Tensor, global_cond: Tensor | 
     films = [getattr(block, "cond_encoder", None) for block in blocks]
     if all(type(film) is nn.Sequential for film in films):
         weights, biases = zip(*((film[1].weight, film[1].bias) for film in films), strict=True)
-        return torch.ops.dpa.joint_linear(F.mish(cond), weights, biases)
+        return torch.ops.dpa.joint_linear(cond, weights, biases, mish=True)
     return torch.cat(
         [
             cond.new_zeros(len(cond), block.width) if film is None else film(cond)

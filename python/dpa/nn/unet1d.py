@@ -14,7 +14,6 @@ Everything here compiles with ``torch.jit.script``, ``torch.export`` and
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpa.library.checks import require
@@ -228,8 +227,7 @@ class ConditionalUnet1D(nn.Module):
         if found is None:
             return []
         weights, biases, widths = found
-        rest = None if global_cond is None else F.mish(global_cond)
-        film = torch.ops.dpa.joint_linear(F.mish(embedding), weights, biases, rest)
+        film = torch.ops.dpa.joint_linear(embedding, weights, biases, global_cond, mish=True)
         return list(film.split(widths, dim=1))[::-1]
 
     @torch.jit.unused
@@ -323,7 +321,7 @@ class ConditionalUnet1D(nn.Module):
         dtype = torch.get_autocast_dtype(steps.device.type) if lower else first.dtype
         sinusoid = self.diffusion_step_encoder[0].rounded(steps, dtype)
         hidden = torch.ops.dpa.joint_linear(sinusoid, [first], [first_bias])
-        return torch.ops.dpa.joint_linear(F.mish(hidden), [second], [second_bias])
+        return torch.ops.dpa.joint_linear(hidden, [second], [second_bias], mish=True)
 
     def _steps(self, sample: Tensor, timestep: Tensor | float | int) -> Tensor:
         """Return the timestep as a tensor on the sample's device, (1,) or (B,)."""

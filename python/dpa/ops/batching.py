@@ -80,22 +80,34 @@ def _apart(n: int, tensors: Sequence[Tensor | None], at: int = 0) -> Tensor:
     return torch.cat(parts, at + 1).movedim(at, 0)
 
 
-def _joint_linear(n, input, weights, biases, rest=None):
+def _mish_slope(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    t = F.softplus(wide).tanh()
+    return (t + wide * wide.sigmoid() * (1 - t * t)).to(x.dtype)
+
+
+def _joint_linear(n, input, weights, biases, rest=None, mish=False):
     weight, bias = (_apart(n, t).to(input.dtype) for t in (weights, biases))
     x = _apart(n, [input, rest], 1)
+    x = F.mish(x) if mish else x
     return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2)).movedim(0, 1).flatten(1)
 
 
-def _joint_linear_backward(n, grad, input, weights, biases, rest, mask):
+def _joint_linear_backward(n, grad, input, weights, biases, rest, mask, mish=False):
     g, x, weight = _apart(n, [grad], 1), _apart(n, [input, rest], 1), _apart(n, weights)
+    x = F.mish(x) if mish else x
     widths = input.shape[1] // n, 0 if rest is None else rest.shape[1] // n
-    of_columns = lambda w: (g @ w.to(g.dtype)).movedim(0, 1).flatten(1)  # noqa: E731
+
+    def of_part(w, part):
+        sums = (g @ w.to(g.dtype)).movedim(0, 1).flatten(1)
+        return sums * _mish_slope(part) if mish else sums
+
     own, others = weight.split(widths, 2)
     makes = (
-        lambda: of_columns(own),
+        lambda: of_part(own, input),
         lambda: (g.transpose(1, 2) @ x).to(weights[0].dtype).flatten(0, 1),
         lambda: g.sum(1).to(biases[0].dtype).flatten(),
-        lambda: None if rest is None else of_columns(others),
+        lambda: None if rest is None else of_part(others, rest),
     )
     return tuple(make() if wanted else None for make, wanted in zip(makes, mask, strict=True))
 
@@ -125,8 +137,8 @@ _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "conv2d_norm_act": ("sccccs-----", "s", _conv2d_norm_act),
     "spatial_softmax": ("sc", "s"),
     "resize_crop_normalize": ("s--cc---", "s"),
-    "joint_linear": ("sccs", "s", _joint_linear),
-    "joint_linear_backward": ("ssccs-", "sccs", _joint_linear_backward),
+    "joint_linear": ("sccs-", "s", _joint_linear),
+    "joint_linear_backward": ("ssccs--", "sccs", _joint_linear_backward),
     "residual_block1d": (_BLOCK, "s"),
     "residual_block1d_forward": (_BLOCK, "ssss--"),
     "residual_block1d_backward": (f"s{_BLOCK}ssscc-", "s" + "c" * 10 + "ss"),
@@ -209,7 +221,8 @@ def _rule(op: _Op, takes: str, gives: str, on_channels: _Op | None = None):
         }
         of_batch = "b" in takes
         if "c" in gives and not of_batch:  # one gradient of a parameter for each example
-            mapped |= {kind for kind, wanted in zip(gives, args[-1], strict=True) if wanted}
+            mask = next(x for x in reversed(args) if isinstance(x, list | tuple))
+            mapped |= {kind for kind, wanted in zip(gives, mask, strict=True) if wanted}
         places: list[int | None] = [0] * len(gives)
         if n == 0:
             new = lambda x: torch.empty(0, *x.shape, dtype=x.dtype, device=args[0].device)  # noqa: E731

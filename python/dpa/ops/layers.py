@@ -218,7 +218,11 @@ def residual_block1d(
 
 
 def joint_linear(
-    input: Tensor, weights: list[Tensor], biases: list[Tensor], rest: Tensor | None = None
+    input: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    rest: Tensor | None = None,
+    mish: bool = False,
 ) -> Tensor:
     """Run linear layers of one input as one GEMM, their outputs side by side.
 
@@ -226,13 +230,14 @@ def joint_linear(
     U-Net, say, without a copy of the weights in one piece. The backward keeps nothing but the
     arguments; the weights' gradients are parts of one tensor. An input whose first columns alone
     want a gradient comes in two parts, so that the backward need not make the others': with
-    ``rest`` the input is ``cat([input, rest], dim=1)``.
+    ``rest`` the input is ``cat([input, rest], dim=1)``. With ``mish`` the layers read its Mish.
 
     Args:
         input: (B, C_in), or its first columns.
         weights: at least one, each (C_i, C_in), all of one dtype.
         biases: as many, each (C_i,), in the weights' dtype.
         rest: the other columns of the input, in its dtype, or None.
+        mish: whether the layers read ``F.mish`` of the input, rounded to its dtype.
 
     The parameters are in the input's dtype, or float32 beside a 16-bit input.
 
@@ -241,4 +246,4 @@ def joint_linear(
         its tensor's dtype. Under autocast the input is cast, ``rest`` too, and no parameter.
 
     """
-    return torch.ops.dpa.joint_linear(input, weights, biases, rest)
+    return torch.ops.dpa.joint_linear(input, weights, biases, rest, mish)

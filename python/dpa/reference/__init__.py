@@ -325,15 +325,21 @@ def resize_crop_normalize(
 
 
 def joint_linear(
-    input: Tensor, weights: list[Tensor], biases: list[Tensor], rest: Tensor | None = None
+    input: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    rest: Tensor | None = None,
+    mish: bool = False,
 ) -> Tensor:
     """Compute ``input @ w.T + b`` of every layer, side by side: (B, C_in) to (B, sum of C_i).
 
-    The columns of ``rest`` follow the input's.
+    The columns of ``rest`` follow the input's. With ``mish`` it is their Mish.
     """
     wide = _wide(input.dtype)
     if rest is not None:
         input = torch.cat([input, rest], dim=1)
+    if mish:
+        input = F.mish(input.to(wide)).to(input.dtype)
     layers = zip(weights, biases, strict=True)
     outs = [F.linear(input.to(wide), weight.to(wide), bias.to(wide)) for weight, bias in layers]
     return torch.cat(outs, dim=1).to(input.dtype)
