@@ -2,7 +2,7 @@
 //
 // pack_weights    (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
 //                 of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
-//                 thread
+//                 thread; without padding, of as many pairs (i, j) as fit (pack_pairs)
 //                 or to (taps, d1, d0 padded): a block takes all taps of some columns j of 32 rows i, and writes each
 //                 (k, j)'s rows side by side, one a lane
 // detect_changes  a block compares elements of a weight (plans/conv1d/changes.h) with what they were, a thread every
@@ -125,6 +125,79 @@ __global__ void __launch_bounds__(kPackThreads)
           ? pack_piece<S, T>(packings.each[w], pieces.row_length[w], pieces.channels[w], index, piece)
           : pack_flat<S, T>(packings.each[w], pieces.row_length[w], index);
     index -= pieces.count[w];
+  }
+}
+
+// Weights whose packed rows have no padding are pairs (i, j) by taps, and become taps by pairs, whatever the rows. A piece
+// is some pairs, all taps of them.
+//
+// Convolutions and normalisations run beside this kernel. A convolution's block leaves 19 KB of a multiprocessor's shared
+// memory, and what is launched after it finds no place where blocks of this kernel hold all. So there are as few blocks
+// as find a place beside any of them, and each has the loads of its next kPiecesAhead pieces under way, which is as much
+// in flight as memory takes.
+constexpr int kPairBlocks = 3;  // a multiprocessor
+constexpr int kPiecesAhead = 2, kPieceLoads = kPackElements / 4 / kPackThreads;
+
+template <class S, class T>
+__global__ void __launch_bounds__(kPackThreads, 8)
+    pack_pairs(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
+  struct alignas(4 * sizeof(S)) Four {
+    S element[4];
+  };
+  struct Piece {
+    int weight;  // packings.count behind the last one
+    int64_t index;
+  };
+  __shared__ alignas(16) T memory[kPackElements];
+  grid_dependency_sync();
+  Piece next{0, blockIdx.x}, at[kPiecesAhead];
+  Four held[kPiecesAhead][kPieceLoads];
+  const auto pairs_of = [&](const Piece& piece) {
+    const int64_t first = piece.index * pieces.channels[piece.weight];
+    return static_cast<int>(min(int64_t{pieces.channels[piece.weight]}, pieces.row_length[piece.weight] - first));
+  };
+  const auto load = [&](int slot) {
+    while (next.weight < packings.count && next.index >= pieces.count[next.weight])
+      next.index -= pieces.count[next.weight++];
+    at[slot] = next;
+    if (next.weight == packings.count) return;
+    const Packing& packing = packings.each[next.weight];
+    const int elements = pairs_of(next) * packing.taps;
+    const S* from = static_cast<const S*>(packing.weight) + next.index * pieces.channels[next.weight] * packing.taps;
+#pragma unroll
+    for (int u = 0; u < kPieceLoads; ++u) {
+      const int e = (u * kPackThreads + static_cast<int>(threadIdx.x)) * 4;
+      if (e < elements) held[slot][u] = *reinterpret_cast<const Four*>(from + e);
+    }
+    next.index += gridDim.x;
+  };
+#pragma unroll
+  for (int slot = 0; slot < kPiecesAhead; ++slot) load(slot);
+  for (;;) {
+#pragma unroll
+    for (int slot = 0; slot < kPiecesAhead; ++slot) {
+      const Piece piece = at[slot];
+      if (piece.weight == packings.count) return;
+#pragma unroll
+      for (int u = 0; u < kPieceLoads; ++u) {
+        const int e = (u * kPackThreads + static_cast<int>(threadIdx.x)) * 4;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) memory[e + n] = narrow<T>(widen(held[slot][u].element[n]));
+      }
+      load(slot);
+      __syncthreads();
+      const Packing& packing = packings.each[piece.weight];
+      const int taps = packing.taps, eights = pairs_of(piece) / 8;
+      T* const to = static_cast<T*>(packing.packed) + piece.index * pieces.channels[piece.weight];
+      for (int n = threadIdx.x; n < eights * taps; n += kPackThreads) {
+        const int k = n / eights, j = n % eights * 8;
+        Eight<T> eight;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) eight.element[e] = memory[(j + e) * taps + k];
+        *reinterpret_cast<Eight<T>*>(to + k * pieces.row_length[piece.weight] + j) = eight;
+      }
+      __syncthreads();
+    }
   }
 }
 
@@ -265,7 +338,39 @@ cudaError_t pack_weights_transposed(const Packings& packings, cudaStream_t strea
                           packings, pieces);
 }
 
+namespace {
+
+// Whether pack_pairs takes it: packed rows are as long as the weight's, and vectors are aligned.
+bool is_even(const Packing& packing) {
+  return packing.d1 % 8 == 0 && (packing.of == 0 || packing.of == packing.d1) && packing.width <= packing.d1 &&
+         reinterpret_cast<uintptr_t>(packing.weight) % 16 == 0;
+}
+
+cudaError_t pack_even(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream) {
+  Pieces pieces{};
+  for (int n = 0; n < packings.count; ++n) {
+    const Packing& packing = packings.each[n];
+    if (packing.taps > kMaxTaps) return cudaErrorInvalidValue;
+    pieces.row_length[n] = packing.d0 * packing.d1;
+    pieces.channels[n] = kPackElements / packing.taps / 8 * 8;
+    pieces.count[n] = (pieces.row_length[n] + pieces.channels[n] - 1) / pieces.channels[n];
+    pieces.total += pieces.count[n];
+  }
+  return dispatch_half(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto kernel = source_dtype == DType::kFloat32 ? pack_pairs<float, T> : pack_pairs<T, T>;
+    const int64_t blocks = multiprocessors() * kPairBlocks;
+    return launch_dependent(kernel, grid_for(std::min(pieces.total, blocks), 1), kPackThreads, stream, packings,
+                            pieces);
+  });
+}
+
+}  // namespace
+
 cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packings, cudaStream_t stream) {
+  if (dtype != DType::kFloat32 && !packings.wanted &&
+      std::all_of(packings.each, packings.each + packings.count, is_even))
+    return pack_even(source_dtype, dtype, packings, stream);
   Pieces pieces{};
   for (int n = 0; n < packings.count; ++n) {
     const Packing& packing = packings.each[n];
@@ -283,8 +388,9 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
   return dispatch_to_32_bits(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto kernel = source_dtype == DType::kFloat32 ? pack<float, T> : pack<T, T>;
-    // As many as are resident at once; few where perhaps nothing is to be done.
-    const int64_t blocks = multiprocessors() * (packings.wanted ? 8 : 16);
+    // As many as are resident at once; few where perhaps nothing is to be done, and where others begin meanwhile: of 16
+    // bits these are the weights of FiLM, beside which the timestep is embedded.
+    const int64_t blocks = multiprocessors() * (packings.wanted ? 8 : dtype == DType::kFloat32 ? 16 : 4);
     return launch_dependent(kernel, grid_for(std::min(pieces.total, blocks), 1), kPackThreads, stream, packings,
                             pieces);
   });
