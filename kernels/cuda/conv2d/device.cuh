@@ -10,7 +10,6 @@
 namespace dpa::kernels::unet1d::device {
 
 using ptx::copy_async_16_if, ptx::load_acquire_word;
-DPA_DEVICE float shuffle_from(float x, int lane) { return __shfl_sync(~0u, x, lane); }
 // Data that other blocks wrote in this launch: from L2.
 DPA_DEVICE uint4 load_16(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
 DPA_DEVICE void store_16(void* p, const uint4& v) { *static_cast<uint4*>(p) = v; }

@@ -19,14 +19,11 @@ DPA_DEVICE float sum_of_warp(float x) {
   for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
   return x;
 }
-// Of all lanes, in one order.
-DPA_DEVICE Moments moments_of_warp(Moments m) {
-#pragma unroll 1
-  for (int mask = 1; mask < 32; mask *= 2) {
-    const Moments o = {shuffle_xor(m.count, mask), shuffle_xor(m.mean, mask), shuffle_xor(m.squares, mask)};
-    m.add(o);
-  }
-  return {shuffle_from(m.count, 0), shuffle_from(m.mean, 0), shuffle_from(m.squares, 0)};
+// Of all lanes, in one order: their mean, then what they deviate from it.
+DPA_DEVICE Moments moments_of_warp(const Moments& m) {
+  const float count = sum_of_warp(m.count), sum = sum_of_warp(m.count * m.mean);
+  const float mean = count > 0 ? sum / count : 0.0f, difference = m.mean - mean;
+  return {count, mean, sum_of_warp(m.squares + m.count * difference * difference)};
 }
 
 // Words of messages carry the call's parity in the lowest bit, so that who reads knows whether they are of this call.
@@ -52,7 +49,11 @@ DPA_DEVICE Moments moments_of_parts(const Conv& v, int sample, int group, int fi
   for (int i = lane; i < v.tiles_per_sample * span * v.sub; i += 32) {
     const int tile = i / (span * v.sub), rest = i - tile * span * v.sub;
     const uint4 words = poll_words(from + (tile * v.span * v.sub + rest) * 4, flag);
-    m.add({plain(words.x), plain(words.y), plain(words.z)});
+    const Moments part = {plain(words.x), plain(words.y), plain(words.z)};
+    if (i == lane)
+      m = part;
+    else
+      m.add(part);
   }
   return moments_of_warp(m);
 }
@@ -217,10 +218,11 @@ struct Epilogue {
         const int slot = pair / groups, group = first_group + pair - slot * groups;
         m = moments_of_parts(v, at.first_sample + slot, group, group * v.group_channels / kColumns, kColumns, flag);
       } else {
-        for (int i = 0; i < v.sub; i++) {
-          const float4 part = parameters.moments[pair * v.sub + i];
-          m.add({part.x, part.y, part.z});
+        if (lane < v.sub) {
+          const float4 part = parameters.moments[pair * v.sub + lane];
+          m = {part.x, part.y, part.z};
         }
+        if (v.sub > 1) m = moments_of_warp(m);
       }
       if (lane == 0) parameters.factors[pair] = {m.mean, inverse_root_exact(m.squares / m.count + v.eps)};
     }
@@ -293,7 +295,7 @@ struct Epilogue {
     sync_block();
     if (v.groups) {
       take_moments(flag);
-      sync_block();
+      if (!v.exchange) sync_block();  // messages say themselves that they are there
       if (!v.deferred) make_factors(flag);
       sync_block();
     }
@@ -312,38 +314,5 @@ struct Epilogue {
     }
   }
 };
-
-template <int kIndex>
-struct Config {
-  static constexpr Tiling kTiling = kTilings[kIndex];
-};
-
-// All tiles of a launch that this block has. `wait` returns the call's flag when what this launch reads is complete.
-template <class C, class T, class Wait>
-DPA_DEVICE void convolve(const Conv* convs, int count, int total, Wait&& wait) {
-  bool waited = false;
-  uint32_t flag = 0;
-  Barriers<C> barriers;
-#pragma unroll 1
-  for (int index = block(); index < total; index += blocks()) {
-    int which = 0;
-    while (which + 1 < count && index >= convs[which + 1].first_block) which++;
-    const Conv& v = convs[which];
-    const Tile at = tile_at<C>(v, index - v.first_block);
-    const Epilogue<C, T> epilogue(v, at);
-    if (waited) {  // the tile before has been stored
-      if (C::kTiling.wgmma) fence_async();
-      sync_block();
-    }
-    LoaderOf<C> loader(v, at, shared_address(shared()) + sizeof(Parameters<C>));
-    prefetch_weights(loader);
-    epilogue.load_parameters();
-    if (!waited) flag = wait(), waited = true;
-    Accumulators<C> sum = {};
-    contract<C, T>(loader, {v, at, loader}, barriers, sum);
-    epilogue.run(sum, flag);
-  }
-  if (!waited) wait();
-}
 
 }  // namespace dpa::kernels::conv2d::device

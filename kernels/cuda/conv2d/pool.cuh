@@ -1,6 +1,6 @@
 // What is not a GEMM: pooling, keypoints, and the second pass of a GroupNorm. Work is spread over all blocks of a grid.
 #pragma once
-#include "kernels/cuda/conv2d/epilogue.cuh"
+#include "kernels/cuda/conv2d/convolve.cuh"
 #include "kernels/cuda/conv2d/stem.cuh"
 
 namespace dpa::kernels::conv2d::device {
