@@ -7,6 +7,8 @@
 //            skip each padded to multiples of 16 by zeros: a task each panel.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <vector>
 
 #include "kernels/cpu/unet1d.h"
 
@@ -29,8 +31,20 @@ struct Stamp {
 };
 static_assert(sizeof(Stamp) == unet1d::kStampBytes, "the plan keeps this place for it");
 
+// Biases as they differ from their mean over a group.
+void copy_beside_groups(const unet1d::CopyItem& item, const float* from, char* to) {
+  const int width = item.n[0] / item.groups;
+  std::vector<float> values(from, from + item.n[0]);
+  for (auto group = values.begin(); group != values.end(); group += width) {
+    const float mean = std::accumulate(group, group + item.counted, 0.0f) / static_cast<float>(item.counted);
+    for (int c = 0; c < item.counted; c++) group[c] -= mean;
+  }
+  std::memcpy(to, values.data(), values.size() * 4);
+}
+
 void copy(const Plan& plan, const unet1d::CopyItem& item, const Sources& sources, char* packed) {
   constexpr int kIdentity = -2;
+  if (item.groups > 0) return copy_beside_groups(item, sources.floats[item.weight], packed + item.destination);
   const bool wide = item.to_float || plan.dtype == DType::kFloat32;
   char* to = packed + item.destination;
   for (int i = 0; i < item.n[0]; i++) {

@@ -143,19 +143,13 @@ TEST(ChoosePath, ByDeviceAndSize) {
   EXPECT_EQ(choose_path(bf16, 1, 4, kHopper), Path::kResident);
 }
 
-// Of float16 activations the one-sample kernel's norms want more than one warp's values, where the lowest level has one time.
-TEST(Phases, NormsOfFewValuesGoElsewhere) {
-  const Config own = {3, 3, {128, 256, 384}, 5, 8, 16, 4, true};
-  Config filled = own;
-  filled.down_dims[2] = 512;
-  std::copy_n(own.down_dims, 3, filled.own_dims);
-  for (const DType dtype : {DType::kFloat16, DType::kFloat8E4M3}) {
-    EXPECT_EQ(choose_path(make_plan(filled, dtype), 1, 4, kHopper), Path::kPhases);
-    EXPECT_EQ(choose_path(make_plan(filled, dtype), 1, 8, kHopper), Path::kResident);
+// Filled up, also where a group has a single time's values.
+TEST(ChoosePath, FilledUpForOneSample) {
+  const Config filled = {3, 3, {128, 256, 512}, 5, 8, 16, 4, true, {128, 256, 384}};
+  for (const DType dtype : {DType::kFloat16, DType::kFloat8E4M3, DType::kFloat32, DType::kBFloat16}) {
+    for (const int horizon : {4, 8})
+      EXPECT_EQ(choose_path(make_plan(filled, dtype), 1, horizon, kHopper), Path::kResident);
   }
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
-    EXPECT_EQ(choose_path(make_plan(filled, dtype), 1, 4, kHopper), Path::kResident);
-  EXPECT_EQ(choose_path(make_plan(own, DType::kFloat16), 1, 4, kHopper), Path::kTeams);
 }
 
 TEST(LayersPay, BySizeAndDevice) {

@@ -105,6 +105,22 @@ void for_each_source(const Conv& conv, const TileItem& item, const std::function
         read(out * item.stride_out + in * item.stride_in + (item.tap_first + tap * item.tap_step) * item.stride_tap);
 }
 
+// A norm does not see what a group's biases share; a residual's bias, or one in front of none, is as it is.
+TEST_P(EveryPlan, BiasesInFrontOfANormAreCopiedBesideTheirGroup) {
+  auto groups_of = [&](int64_t bias) {
+    for (const CopyItem& item : plan.copies)
+      if (item.destination == plan.floats + 4 * bias) return std::pair(item.groups, item.counted);
+    return std::pair(-1, -1);
+  };
+  const Config& c = plan.config;
+  EXPECT_EQ(groups_of(plan.head.bias), std::pair(c.num_groups, c.own(c.down_dims[0]) / c.num_groups));
+  for (const Conv& conv : plan.convs) {
+    const auto normed = conv.norm < 0 ? std::pair(0, 0) : std::pair(conv.groups, conv.counted / conv.groups);
+    EXPECT_EQ(groups_of(conv.bias[0]), normed);
+    if (conv.num_segments == 2) EXPECT_EQ(groups_of(conv.bias[1]), std::pair(0, 0));
+  }
+}
+
 TEST_P(EveryPlan, ReadsEveryWeightOnce) {
   std::vector<std::vector<int>> reads;
   for (const auto& weight : plan.weights)

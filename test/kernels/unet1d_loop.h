@@ -174,6 +174,16 @@ struct Network {
             *to = c.weight >= 0 ? v[c.weight][c.offset + i * c.stride[0] + j * c.stride[1] + l * c.stride[2]]
                   : c.weight == -2 && i == j ? 1.0f
                                              : 0.0f;
+      if (c.groups > 0) centre(to - c.n[0], c);
+    }
+  }
+  // Biases in front of a norm, less the mean of each group.
+  static void centre(float* to, const CopyItem& c) {
+    const int width = c.n[0] / c.groups;
+    for (int g = 0; g < c.groups; g++, to += width) {
+      double mean = 0;
+      for (int i = 0; i < c.counted; i++) mean += to[i] / c.counted;
+      for (int i = 0; i < c.counted; i++) to[i] -= static_cast<float>(mean);
     }
   }
   // The convolutions' weights as the tiles hold them.

@@ -1,7 +1,7 @@
 // Packing: the original tensors into one buffer, once per set of weights.
 //
 //   copy_kernel    dst[(i n1 + j) n2 + l] = src[offset + i s0 + j s1 + l s2]; a thread an element, striding over the
-//                  grid
+//                  grid; of biases in front of a norm less the mean of their group
 //   tiles_kernel   a convolution's weights as 16 x 16 tiles in the order that matrix instructions hold them:
 //                  (slice_out, slice_in, tap, channel step, row tile, element); a thread an element of the destination.
 //                  Rows and channels that only fill a tile up are zero. Of float32 the high halves come first, then
@@ -29,6 +29,16 @@ struct Tiles {
   bool identity;
 };
 
+// Channel i of a bias as it differs from its group.
+template <class Source>
+__device__ float beside_group(const Source* source, const CopyItem& item, int i) {
+  const int width = item.n[0] / item.groups, first = i / width * width;
+  if (i - first >= item.counted) return static_cast<float>(widen(source[i]));
+  float sum = 0.0f;
+  for (int c = first; c < first + item.counted; c++) sum += static_cast<float>(widen(source[c]));
+  return static_cast<float>(widen(source[i])) - sum / static_cast<float>(item.counted);
+}
+
 template <class Source, class Target>
 __global__ void copy_kernel(const Source* source, Target* target, CopyItem item) {
   const int64_t count = static_cast<int64_t>(item.n[0]) * item.n[1] * item.n[2];
@@ -36,7 +46,9 @@ __global__ void copy_kernel(const Source* source, Target* target, CopyItem item)
        e += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t l = e % item.n[2], j = e / item.n[2] % item.n[1], i = e / item.n[2] / item.n[1];
     float value = item.weight == kIdentity && i == j ? 1.0f : 0.0f;
-    if (item.weight >= 0)
+    if (item.groups > 0)
+      value = beside_group(source, item, static_cast<int>(e));
+    else if (item.weight >= 0)
       value =
           static_cast<float>(widen(source[item.offset + i * item.stride[0] + j * item.stride[1] + l * item.stride[2]]));
     target[e] = narrow<Target>(value);

@@ -120,22 +120,10 @@ static bool teams_beat_clusters(const Plan& plan, const TeamCall& teams) {
   constexpr double kLayer = 2.9;  // us on an H200
   return teams.samples > 0 && teams.time < kLayer * static_cast<double>(plan.convs.size() + 1);
 }
-// Whether the one-sample kernel's norms are as exact as its activations. In 16 bits it rounds their sums to 11 bits in each
-// warp. At a single time a convolution's other taps see zeros, so a bias is large beside the deviation; and where a group
-// lies in one warp, too few sums are added for that to average away: of float16 4e-3 behind the network instead of 1e-3,
-// which bfloat16's own rounding hides.
-static bool norms_average(const Plan& plan, int horizon) {
-  constexpr int kWarpValues = 64;
-  const Config& c = plan.config;
-  const int last = std::max(c.levels - 1, 0);
-  const bool half = plan.dtype == DType::kFloat16 || plan.dtype == DType::kFloat8E4M3;
-  return !half || horizon >> last > 1 || c.own(c.down_dims[last]) / c.num_groups > kWarpValues;
-}
 // The kernel for wide networks that serves a call, or kAutomatic where none does.
 static Path wide_path(const Plan& plan, int batch, int horizon, const Device& device) {
   if (device.hopper && device.clusters && cluster_serves(plan, batch, horizon)) return Path::kClustered;
-  const bool alone = batch == 1 && norms_average(plan, horizon) && resident_fits(plan, horizon, device);
-  return alone ? Path::kResident : Path::kAutomatic;
+  return batch == 1 && resident_fits(plan, horizon, device) ? Path::kResident : Path::kAutomatic;
 }
 
 Path choose_path(const Plan& plan, int batch, int horizon, const Device& device) {

@@ -120,6 +120,12 @@ class Builder {
     float_count += (static_cast<int64_t>(n0) * n1 * n2 + 3) / 4 * 4;
     return at;
   }
+  // A convolution's bias; `groups`: of the norm behind it, or 0.
+  int64_t bias(const std::string& name, int channels, int groups = 0) {
+    const int64_t at = floats(weight(name + "bias", {channels}), channels);
+    if (groups > 0) p.copies.back().groups = groups, p.copies.back().counted = c.own(channels) / groups;
+    return at;
+  }
   int64_t zeros(int n) {
     const int64_t at = float_count;
     p.copies.push_back({-1, true, at * 4, 0, {n, 1, 1}, {1, 0, 0}});
@@ -172,15 +178,15 @@ class Builder {
     const int tap_count = w < 0 ? 1 : p.weights[w].shape[2];
     p.tiles.push_back({w, static_cast<int>(p.convs.size()) - 1, segment, so, si, st, tap_first, tap_step, tap_count});
   }
-  void plain_tiles(int segment, const std::string& name, int in, int out, int k) {
+  void plain_tiles(int segment, const std::string& name, int in, int out, int k, int groups = 0) {
     const int w = weight(name + "weight", {out, in, k}, 1, p.convs.back().channels_skip > 0 ? 2 : 1);
     tiles(segment, w, k, -(k / 2), static_cast<int64_t>(in) * k, k, 1);
-    p.convs.back().bias[segment] = floats(weight(name + "bias", {out}), out);
+    p.convs.back().bias[segment] = bias(name, out, groups);
   }
 
   void second_conv(const std::string& name, int dim, int level) {
     add_conv(dim, 0, dim, level);
-    plain_tiles(0, name + "blocks.1.block.0.", dim, dim, c.kernel_size);
+    plain_tiles(0, name + "blocks.1.block.0.", dim, dim, c.kernel_size, c.num_groups);
     Conv& conv = p.convs.back();
     conv.norm = norm(name + "blocks.1.block.1.", dim);
     conv.groups = c.num_groups;
@@ -191,7 +197,7 @@ class Builder {
     const int a = c.action_dim, dim = c.down_dims[0], k = c.kernel_size;
     const int w = weight(name + "blocks.0.block.0.weight", {dim, a, k});
     p.head.weights = floats(w, k, a, dim, 1, k, static_cast<int64_t>(a) * k);
-    p.head.bias = floats(weight(name + "blocks.0.block.0.bias", {dim}), dim);
+    p.head.bias = bias(name + "blocks.0.block.0.", dim, c.num_groups);
     p.head.norm = norm(name + "blocks.0.block.1.", dim);
     p.head.film = film(name, dim);
     if (a == dim) {
@@ -201,7 +207,7 @@ class Builder {
       p.head.residual_bias = zeros(dim);
     } else {
       p.head.residual = floats(weight(name + "residual_conv.weight", {dim, a, 1}), a, dim, 1, 1, a);
-      p.head.residual_bias = floats(weight(name + "residual_conv.bias", {dim}), dim);
+      p.head.residual_bias = bias(name + "residual_conv.", dim);
     }
     second_conv(name, dim, 0);
   }
@@ -213,7 +219,7 @@ class Builder {
     if (!convolve && !joined) p.convs.back().keep = true;
     add_conv(in, joined, out, level);
     p.convs.back().skip_in = skip;
-    plain_tiles(0, name + "blocks.0.block.0.", in + joined, out, c.kernel_size);
+    plain_tiles(0, name + "blocks.0.block.0.", in + joined, out, c.kernel_size, c.num_groups);
     p.convs.back().norm = norm(name + "blocks.0.block.1.", out);
     p.convs.back().groups = c.num_groups;
     p.convs.back().film = film(name, out);
@@ -241,14 +247,13 @@ class Builder {
     const int w = weight(name + "weight", {dim, dim, 4}, 1, 1);
     tiles(0, w, 2, -1, 4, static_cast<int64_t>(dim) * 4, 1, 3, -2);
     tiles(1, w, 2, 0, 4, static_cast<int64_t>(dim) * 4, 1, 2, -2);
-    const int64_t bias = floats(weight(name + "bias", {dim}), dim);
-    p.convs.back().bias[0] = p.convs.back().bias[1] = bias;
+    p.convs.back().bias[0] = p.convs.back().bias[1] = bias(name, dim);
   }
 
   void last_block() {
     const int dim = c.down_dims[0];
     add_conv(dim, 0, dim, 0);
-    plain_tiles(0, "final_conv.0.block.0.", dim, dim, c.kernel_size);
+    plain_tiles(0, "final_conv.0.block.0.", dim, dim, c.kernel_size, kFinalGroups);
     p.convs.back().norm = norm("final_conv.0.block.1.", dim);
     p.convs.back().groups = kFinalGroups;
     p.tail.weights = floats(weight("final_conv.1.weight", {c.action_dim, dim, 1}, 0, 1), c.action_dim, dim, 1, dim, 1);

@@ -89,7 +89,9 @@ struct WeightInfo {
   Fill fill[2];
 };
 
-/// dst[(i * n1 + j) * n2 + l] = src[offset + i * s0 + j * s1 + l * s2], into floats or into the weights' type.
+/// dst[(i * n1 + j) * n2 + l] = src[offset + i * s0 + j * s1 + l * s2], into floats or into the weights' type. Biases
+/// in front of a norm are copied as they differ from their mean over a group, of its first `counted` channels: the norm
+/// does not see the rest, and 16-bit sums and moments of what is left cancel less. The others of a group stay.
 struct CopyItem {
   int weight;
   bool to_float;
@@ -97,6 +99,7 @@ struct CopyItem {
   int64_t offset;
   int n[3];
   int64_t stride[3];
+  int groups = 0, counted = 0;  // of a vector; 0: as it is
 };
 /// The tiles of a segment; `weight` -1 is the identity. Tap i reads the original's tap_first + i * tap_step.
 struct TileItem {
