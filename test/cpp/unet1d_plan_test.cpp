@@ -209,6 +209,8 @@ TEST(Resident, ItsPartsFitTheDevice) {
           EXPECT_EQ(y.blocks << y.merged_log2, plan.slices_out * plan.slices_in) << where;
           EXPECT_LE(y.shared_bytes, d.shared_bytes) << where;
           EXPECT_LE(y.stages, kMaxStages) << where;
+          EXPECT_GE(y.at_once, 1) << where;
+          EXPECT_LE(y.at_once, y.stages) << where;
           const int64_t tail = int64_t{y.blocks} * horizon * config.action_dim;
           EXPECT_LE(y.tail_message + tail, y.message_words) << where;
           for (int l = 1; l <= y.count; l++) {

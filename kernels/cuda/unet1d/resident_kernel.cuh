@@ -82,10 +82,14 @@ __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint3
         for (int at = 0; at < bytes; at += kStageBytes) {
           const int size = min(kStageBytes, bytes - at);
           if (kBulk || turn == 0) {
-            if constexpr (kBulk)
+            if constexpr (kBulk) {
               ptx::barrier_wait(empty + stage * 8, phase);
-            else  // the consumers need the issue slots
+              // What polls read queues behind copies under way.
+              const int before = stage - y.at_once;
+              ptx::barrier_wait(full + (before < 0 ? before + y.stages : before) * 8, before < 0 ? phase : phase ^ 1);
+            } else {  // the consumers need the issue slots
               while (!ptx::barrier_test(empty + stage * 8, phase)) __nanosleep(40);
+            }
             fill_stage(source, at, size, ptx::shared_address(buffer + stage * kStageBytes), full + stage * 8,
                        some_kept && until_kept == 0 ? keep : pass);
           }

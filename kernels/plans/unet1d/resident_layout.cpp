@@ -136,12 +136,22 @@ struct Maker {
   }
 };
 
+// Weights of which a step is hardly longer than reading them: all that keeps memory busy helps.
+constexpr int64_t kMemoryBound = 256 << 20;
+
+// Stages under way at a time. What polls read queues behind them, so as few as keep memory busy: of 16 KB two, and one
+// where a network of three pairs a thread leaves most of a step to other things.
+int stages_at_once(const ResidentLayout& r, const Plan& plan) {
+  if (plan.tile_bytes >= kMemoryBound) return r.stages;
+  return r.pairs == 3 && plan.dtype != DType::kFloat32 ? 1 : 2;
+}
+
 // Which weights are asked to stay in L2 from step to step. Where memory's bandwidth decides, which it does in the wide
 // layers, a part of every wide layer, but for those that the circular buffers hold when a step comes to them. Otherwise
 // the first ones. A larger network gains nothing by it.
 void keep_weights(ResidentLayout& r, const Plan& plan) {
-  constexpr int64_t kKept = 14 << 20, kKeepBelow = 256 << 20;
-  if (plan.tile_bytes >= kKeepBelow) return;
+  constexpr int64_t kKept = 14 << 20;
+  if (plan.tile_bytes >= kMemoryBound) return;
   r.kept_end = 16 << 20;
   if (plan.dtype == DType::kFloat8E4M3) return;
   auto bytes = [&](const StreamedWeights& w) {
@@ -193,6 +203,7 @@ ResidentLayout resident_layout(const Plan& plan, int horizon, const Device& devi
   if (r.pairs == 0) return r;
   make.place_shared(device);
   make.place_messages();
+  r.at_once = stages_at_once(r, plan);
   keep_weights(r, plan);
   const int least =
       std::max(bulk ? solo_stages(r.pairs) * kBulkStageBytes : kMinAsyncBuffer, kConsumerWarps * rows * r.tile_bytes);

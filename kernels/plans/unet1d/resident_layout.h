@@ -80,7 +80,8 @@ struct ResidentLayout {
   int blocks = 0, halo = 0;
   int merged_log2 = 0;  // slices of the packed tiles' output channels that a block owns, where there are fewer blocks
   int stage_bytes = 0;
-  int share = 0;  // floats of a warp's partial sums, not on Hopper
+  int at_once = 0;  // stages that bulk copies fill at a time, at most
+  int share = 0;    // floats of a warp's partial sums, not on Hopper
   int tile_bytes = 0;
   // Of the packed tiles between these offsets, one stage in `kept_every` of a block's slice is asked to stay in L2.
   int64_t kept_begin = 0, kept_end = 0;
