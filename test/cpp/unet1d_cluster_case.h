@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <map>
 #include <set>
 #include <utility>
 #include <vector>
@@ -11,6 +10,12 @@
 #include "kernels/plans/unet1d/cluster_layout.h"
 
 namespace dpa::kernels::unet1d {
+
+/// How many different numbers there are.
+inline size_t count_distinct(std::vector<int64_t> numbers) {
+  std::sort(numbers.begin(), numbers.end());
+  return std::unique(numbers.begin(), numbers.end()) - numbers.begin();
+}
 
 inline constexpr int kBlocks = kClusters * kClusterBlocks;
 
@@ -88,28 +93,21 @@ class EveryClusterLayout : public testing::TestWithParam<Sizes> {
     }
     return words;
   }
-  // The block that writes a word, of every layer's message.
-  std::vector<std::map<int64_t, int>> writers() const {
-    std::vector<std::map<int64_t, int>> of(y.count + 1);
-    for (int j = 0; j < y.count; ++j)
-      for (int block = 0; block < kBlocks; ++block)
-        for (const int64_t quarter : written(j, block)) of[j][quarter / 4] = block;
-    return of;
-  }
   // The layers and blocks from which a block receives a GEMM's input: (layer, writer).
   using Sources = std::set<std::pair<int, int>>;
   std::vector<std::vector<Sources>> sources() const {
-    std::vector<int> layer, writer;  // of a word
-    const auto of = writers();
+    std::vector<std::pair<int, int>> from_whom;  // of a word
     for (int j = 0; j < y.count; ++j) {
       const size_t end = (y.layers[j].message + message_bytes(y.layers[j])) / 16;
-      if (layer.size() < end) layer.resize(end, -1), writer.resize(end, -1);
-      for (const auto& [word, block] : of[j]) layer[word] = j, writer[word] = block;
+      if (from_whom.size() < end) from_whom.resize(end, {-1, -1});
+      for (int block = 0; block < kBlocks; ++block)
+        for (const int64_t quarter : written(j, block)) from_whom.at(quarter / 4) = {j, block};
     }
     std::vector<std::vector<Sources>> from(y.count + 1, std::vector<Sources>(kBlocks));
     for (int i = 1; i <= y.count; ++i)
       for (int block = 0; block < kBlocks; ++block)
-        for (const int64_t word : received(i, block)) from[i][block].insert({layer.at(word), writer.at(word)});
+        for (std::pair<int, int> last = {-2, -2}; const int64_t word : received(i, block))
+          if (from_whom.at(word) != last) from[i][block].insert(last = from_whom[word]);  // neighbours have one writer
     return from;
   }
   // Where a cluster's blocks exchange moments, each knows what any of them knew.
