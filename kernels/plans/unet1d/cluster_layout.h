@@ -17,7 +17,7 @@ constexpr int kMaxWords = 8 * kGroupThreads;           // of 16 bytes, that a bl
 constexpr int kMaxInputs = 48, kMaxSecondInputs = 16;  // of a pass, by segment: ClusterLayer::inputs
 constexpr int kMaxRoundsLog2 = 2;                      // shares of a thread
 constexpr int kMaxClusterConvs = 28;
-constexpr int kWholeWays = 8;                          // blocks whose sums are added at once
+constexpr int kWholeWays = 8;                // blocks whose sums are added at once
 constexpr int kClusterSharedBytes = 114944;  // two blocks a multiprocessor, with what they have besides
 
 /// What a layout needs of the kernel, which is compiled for each of these.

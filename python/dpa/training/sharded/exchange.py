@@ -153,7 +153,8 @@ class _Peers(Exchange):
     def send(self, chunk: Chunk, pieces: list[Tensor]) -> None:
         transfers = list(zip(chunk.pieces, self._targets[chunk.start], pieces, strict=True))
         theirs = [t for t in transfers if t[0].owner != self.rank]
-        theirs.sort(key=lambda t: (t[0].owner - self.rank) % self.ranks)  # one writer a peer at a time
+        # The next process's first, as each does: a peer has one writer at a time.
+        theirs.sort(key=lambda t: (t[0].owner - self.rank) % self.ranks)
         small = [t for t in theirs if t[0].count < _LARGE]
         self._gradients.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._gradients):
