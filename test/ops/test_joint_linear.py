@@ -78,7 +78,7 @@ class TestJointLinear(OpProofs):
         weights = [d.tensor(count, inputs + others, **limits) for count in outputs]
         rest = d.tensor(batch, others, **limits) if others else None
         input, biases = d.tensor(batch, inputs, **limits), [d.tensor(count) for count in outputs]
-        mish = inputs > 0 and d(st.booleans(), "mish")  # or no rounding is asked for, below
+        mish = inputs > 0 and d(st.booleans(), "mish")  # or no rounding to count, below
         return Sample((input, weights, biases, rest, mish))
 
     @staticmethod
