@@ -124,6 +124,7 @@ _MIXED = {
     "conv1d-transposed-5": (1, 2),
     "conv1d_gnm-5": (1, 2, 3, 4),
     "joint_linear": (1, 2, 3, 4),
+    "joint_linear-mish": (1, 2, 3, 4),
     "residual_block1d-3": tuple(range(1, 11)),
 }
 
