@@ -101,9 +101,11 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
     grad_input = empty_in_order(input.size(0), input.size(1), input.size(2), /*channels_last=*/true, input.options());
   if (mask[1]) grad_weight = at::empty(weight.sizes(), weight.options());
   if (mask[2]) grad_bias = at::empty({weight.size(transposed ? 1 : 0)}, (bias.has_value() ? *bias : weight).options());
+  // It lives until the end: a copy's memory could else go to what the side stream writes while it is packed.
+  const auto plain = tf32 && mask[0] ? weight.contiguous() : Tensor();
   Branches branches;
   branches.fork();
-  const auto weights = tf32 && mask[0] ? pack(weight, input.scalar_type(), !transposed) : packed;
+  const auto weights = plain.defined() ? pack(plain, input.scalar_type(), !transposed) : packed;
   if (mask[0]) input_backward(conv, transposed, g, {weights.const_data_ptr(), /*prefetchable=*/!tf32}, grad_input);
   const auto workspace = parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches.side());
   if (later)
