@@ -155,10 +155,9 @@ class Chain {
     C10_CUDA_CHECK(
         gemm::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_), packings, stream));
   }
-  /// Of float32, as dgrad reads it.
+  /// Of float32, contiguous, as dgrad reads it.
   void pack_transposed(BlockSlot slot, c10::cuda::CUDAStream stream) const {
-    const auto weight = block_[slot].contiguous();
-    C10_CUDA_CHECK(gemm::pack_weights_transposed({{packing(weight, packed_[slot])}, 1}, stream));
+    C10_CUDA_CHECK(gemm::pack_weights_transposed({{packing(block_[slot], packed_[slot])}, 1}, stream));
   }
   /// In a graph the second convolution's weights are packed while the first one runs: memory limits one, latency and
   /// the tensor cores the other. Launched one by one, a launch less is worth more.
@@ -369,7 +368,7 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
                           .backward(grad, saved, mask, /*fresh=*/false, later));
     }
   } else if (packed1.numel() == 0 && block_in_tf32(block)) {
-    const auto plain = with_plain_vectors(block);
+    const auto plain = with_contiguous_weights(with_plain_vectors(block));
     const auto size = [&](BlockSlot weight) { return plain[weight].defined() ? transposed_size(plain[weight]) : 0; };
     const auto packed = [&](int64_t elements) { return at::empty({elements}, input.options()); };
     saved.packed1 = packed(size(kConv1Weight) + size(kResidualWeight)), saved.packed2 = packed(size(kConv2Weight));

@@ -47,6 +47,12 @@ inline ResidualBlock with_plain_vectors(ResidualBlock block) {
     if (block[slot].defined()) block.tensors[slot] = aligned(block[slot].contiguous());
   return block;
 }
+/// The block with contiguous weights. Branches that pack them have yet to fork.
+inline ResidualBlock with_contiguous_weights(ResidualBlock block) {
+  for (const auto slot : kBlockWeights)
+    if (block[slot].defined()) block.tensors[slot] = block[slot].contiguous();
+  return block;
+}
 
 /// Packs all weights, of any strides.
 inline void pack_weights(const ResidualBlock& block, const WeightPlaces& packed) {

@@ -144,6 +144,33 @@ def test_residual_block(c_in, tf32):
     assert ("wgrad_tf32" in _kernels(lambda: run(block, torch.float32))) == tf32
 
 
+def test_a_captured_backward_reads_strided_weights():
+    """What a branch packs has been copied before the branch begins."""
+    torch.manual_seed(0)
+    new = lambda *size: torch.randn(size, device="cuda")  # noqa: E731
+    weight = lambda *size: _channels_last(new(*size) / 20)  # noqa: E731
+    conv2 = weight(256, 256, 5), *(new(256) for _ in range(3))
+    tensors = _channels_last(new(40, 128, 16)), weight(256, 128, 5), *(new(256) for _ in range(3))
+    tensors = *tensors, *conv2, weight(256, 128, 1), new(256)
+    grad = _channels_last(new(40, 256, 16))
+
+    def run():
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = torch.ops.dpa.residual_block1d(*leaves, 8, 1e-5)
+        return torch.autograd.grad(out, leaves, grad)
+
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        expected = run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run()
+        for x in got:
+            x.fill_(torch.nan)
+        graph.replay()
+    for a, b in zip(got, expected, strict=True):
+        assert _error(a, b.double()) < 1e-5
+
+
 def test_norms(tf32):
     torch.manual_seed(0)
     new = lambda *size: torch.randn(size, device="cuda")  # noqa: E731
