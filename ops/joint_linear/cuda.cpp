@@ -95,9 +95,8 @@ struct WholeRows {
   int64_t more() const { return rest.defined() ? rest.size(1) : 0; }
 };
 
-/// Of mish(x) at `x`, times a gradient, in its place.
-void times_slope(const Tensor& x_, const Tensor& grad) {
-  const auto x = x_.contiguous();
+/// Of mish(x) at `x`, which is contiguous, times a gradient, in its place.
+void times_slope(const Tensor& x, const Tensor& grad) {
   C10_CUDA_CHECK(gemm::times_mish_slope(kernel_dtype(grad.scalar_type()), x.const_data_ptr(), grad.numel(),
                                         grad.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
 }
@@ -164,6 +163,9 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   }
   std::optional<WholeRows> x;
   if (mask[1]) x.emplace(input, rest, mish);
+  // Of any strides, unlike the input. A copy lives until the end: its memory could else go to what the side stream writes
+  // while the slopes are read.
+  const auto others = mish && of_rest ? rest->contiguous() : Tensor();
   Branches branches;
   branches.fork();
   if (mask[1]) x->write(branches.side());
@@ -179,7 +181,7 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   if (mask[0]) grad_input = part(0, own);
   if (of_rest) grad_rest = part(wanted.count - (channels - own), channels - own);
   if (mish && mask[0]) times_slope(input, grad_input);
-  if (mish && of_rest) times_slope(*rest, grad_rest);
+  if (mish && of_rest) times_slope(others, grad_rest);
   if (weights.size() > 1)
     Unjoined::join(branches.side());  // and give its memory back: this op's is the most of the pass
   const auto grad_weight = mask[1] ? at::empty({outputs, channels}, weights[0].options()) : Tensor();

@@ -165,8 +165,11 @@ def test_an_input_in_two_parts(device, dtype, own, others, wanted, same, capture
 
     def run():
         # Leaves of its own: a capture's backward must not lead to those of another stream.
-        parts = dict(zip(("first", "rest"), x.split([own, others], 1), strict=True))
-        leaves = [parts[name].requires_grad_() for name in names]
+        # GEMMs take a first part without gaps, and a rest of any strides.
+        first, rest = x.split([own, others], 1)
+        parts = {"first": first.clone(), "rest": rest.clone() if same else rest}
+        leaves = [parts[name].detach().requires_grad_() for name in names]
+        parts |= dict(zip(names, leaves, strict=True))
         trained = [w.detach().requires_grad_() for w in weights]
         out = torch.ops.dpa.joint_linear(parts["first"], trained, biases, parts["rest"], mish)
         return out, *torch.autograd.grad(out, [*leaves, *trained], grad)
