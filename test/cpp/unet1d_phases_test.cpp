@@ -123,6 +123,27 @@ TEST(Phases, LargeBatchesHaveTheMemory) {
       }
 }
 
+// Places of messages are ints. The most that a launch has are those of eight GEMMs of 1408 channels, of one tap: a wider
+// network has fewer columns a launch, and of 31 K channels no tile fits. With more shared memory than any device has,
+// a batch of too many is refused, and so taken in parts.
+TEST(Phases, PlacesOfMessagesAreInts) {
+  const auto alone = [](int width) { return make_plan({2, 1, {width}, 1, 8, 16, 0, true}, DType::kFloat32); };
+  int most = 0;
+  for (int width = 1024; width <= 4096; width += 128)
+    for (const int horizon : {1, 16}) {
+      const Plan plan = alone(width);
+      const int samples = phase_samples(plan, 16384 / horizon, horizon, kHopper);
+      most = std::max(most, make_phases(plan, samples, horizon, kHopper).workspace_words);
+    }
+  EXPECT_GT(most, 1'500'000'000);
+  EXPECT_LT(most, 1'600'000'000);
+  EXPECT_EQ(phase_samples(alone(32768), 512, 2, kHopper), 0);
+  const Device roomy = {132, 1 << 20};
+  EXPECT_EQ(make_phases(alone(32768), 512, 2, roomy).error, "the messages must be fewer than 2^31 words");
+  EXPECT_EQ(phase_samples(alone(32768), 512, 2, roomy), 256);
+  EXPECT_GT(make_phases(alone(32768), 256, 2, roomy).workspace_words, 1 << 30);
+}
+
 TEST(ChoosePath, ByDeviceAndSize) {
   const Plan bf16 = make_plan(kHeadline, DType::kBFloat16), fp32 = make_plan(kHeadline, DType::kFloat32),
              large = make_plan(kLeRobot, DType::kBFloat16), uneven = make_plan(kUneven, DType::kBFloat16);

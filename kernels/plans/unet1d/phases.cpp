@@ -2,6 +2,7 @@
 #include "kernels/plans/unet1d/phases.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <mutex>
 
@@ -22,7 +23,7 @@ class PhaseBuilder {
     wide = plan.dtype == DType::kFloat32;
     const Config& c = plan.config;
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
-    out.sample_words = take(batch * horizon * c.action_dim);
+    out.sample_words = take(int64_t{batch} * horizon * c.action_dim);
     PhaseSource value, residual;
     value.kind = SourceKind::kHead;
     int norm = static_cast<int>(plan.head.norm), groups = c.num_groups, film = static_cast<int>(plan.head.film);
@@ -39,7 +40,7 @@ class PhaseBuilder {
       if (conv.skip_in >= 0) f.joined = 1, f.skip = skips[conv.skip_in];
       if (keep || skip >= 0) {
         f.keep_stride = round_up(conv.channels_in, 16);
-        f.keep = take(batch * f.times_in * f.keep_stride);
+        f.keep = take(int64_t{batch} * f.times_in * f.keep_stride);
         PhaseSource kept = {SourceKind::kFinished, f.keep, 1, 0, f.keep_stride};
         if (keep) next_residual = kept;
         if (skip >= 0) skips[skip] = kept;
@@ -58,6 +59,7 @@ class PhaseBuilder {
       out.phases.push_back(f);
     }
     tail(value, norm);
+    if (words.at > kMostWords) return fail("the messages must be fewer than 2^31 words");
     finish();
     return out;
   }
@@ -69,8 +71,11 @@ class PhaseBuilder {
   const bool tight;  // a small buffer of weights
   PhasePlan out;
   bool wide = false;
-  Places<int> take = {32, 32};  // words; the first ones: kStuck
+  static constexpr int64_t kMostWords = std::numeric_limits<int>::max();
+  Places<int64_t> words = {32, 32};  // the first ones: kStuck
 
+  // Places of a plan are ints: one whose words are too many for them is refused in the end.
+  int take(int64_t count) { return static_cast<int>(words(count)); }
   PhasePlan fail(const char* why) {
     out.error = why;
     return out;
@@ -91,7 +96,7 @@ class PhaseBuilder {
     f.columns = conv.upsample ? f.times_in : f.times_out;
     f.time_stride = conv.stride, f.num_segments = conv.num_segments;
     f.column_stride = f.row_tiles * (wide ? 16 : 8);
-    f.partial_stride = batch * f.times_out * f.column_stride;
+    f.partial_stride = static_cast<int>(slice_words(f));
     for (int s = 0; s < conv.num_segments; s++) {
       PhaseSegment& g = f.segments[s];
       g.taps = conv.segments[s].taps, g.first = conv.segments[s].first;
@@ -102,6 +107,9 @@ class PhaseBuilder {
       g.weights = conv.segments[s].weights;
     }
   }
+
+  // Words of the partial sums of a slice of the input channels.
+  int64_t slice_words(const Phase& f) const { return int64_t{batch} * f.times_out * f.column_stride; }
 
   Needs needs(const Phase& f) const {
     const int slice_units = ceil_div(f.units, f.slices_in) * (1 + f.joined);
@@ -214,9 +222,9 @@ class PhaseBuilder {
   }
 
   void place(Phase& f, const Conv& conv) {
-    f.segments[0].out = take(f.slices_in * f.partial_stride);
-    if (f.num_segments == 2)
-      f.segments[1].out = conv.upsample ? f.segments[0].out : take(f.slices_in * f.partial_stride);
+    const int64_t count = f.slices_in * slice_words(f);
+    f.segments[0].out = take(count);
+    if (f.num_segments == 2) f.segments[1].out = conv.upsample ? f.segments[0].out : take(count);
   }
 
   int tail_units() const { return plan.config.down_dims[0] % 32 == 0 ? kFinalGroups : 1; }
@@ -235,7 +243,7 @@ class PhaseBuilder {
       f.samples--, f.slices_batch = ceil_div(batch, f.samples);
     f.tiles = f.slices_in * f.slices_batch;
     out.output_slices = f.slices_in;
-    out.output_words = take(f.slices_in * batch * horizon * plan.config.action_dim);
+    out.output_words = take(int64_t{f.slices_in} * batch * horizon * plan.config.action_dim);
     out.phases.push_back(f);
     Phase g;
     g.kind = PhaseKind::kSampler;
@@ -268,7 +276,7 @@ class PhaseBuilder {
     layout(begin, true);
     if (s.bytes > device.shared_bytes) layout(begin, false);
     if (s.bytes > device.shared_bytes) out.error = "a tile does not fit into shared memory";
-    out.workspace_words = take.at;
+    out.workspace_words = static_cast<int>(words.at);
     for (const Phase& f : out.phases)
       out.warp_runs += f.num_segments * ceil_div(f.tiles, device.multiprocessors) *
                        ceil_div(ceil_div(f.row_tiles, f.slices_out), f.warps_rows);
