@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import dpa
 from dpa.bench import command, image_policies, profiling
+from dpa.bench.networks import Network
 from dpa.packed.config import unet_config
 
 _MARKS = 7
@@ -135,15 +136,17 @@ def test_pictures_are_drawn(tmp_path):
 def test_the_cpu_measures_a_network_in_turns():
     from dpa.bench import cpu_unet
 
-    network = cpu_unet.NETWORK | {"down_dims": (16, 32), "diffusion_step_embed_dim": 16}
-    unet = dpa.nn.ConditionalUnet1D(**network).eval()
-    rows = cpu_unet.forward_rows(unet, 2, rounds=1, compiled=False)
+    network = Network("tiny", (16, 32), 16, cond_dim=4)
+    rows = cpu_unet.forward_rows(network, 2, rounds=1, wanted=("eager", "dpa"))
     found = {(row["engine"], row["precision"]): row for row in rows}
     assert {"eager", "dpa", "reading"} <= {engine for engine, _ in found}
     assert all(0 < row["p10 ms"] <= row["median ms"] <= row["p90 ms"] for row in rows)
     for (engine, precision), row in found.items():
         if engine != "reading":
             assert row["error"] < {"float32": 1e-5, "bfloat16": 5e-2}[precision]
+    steps = cpu_unet.loop_rows(network, 2, rounds=1)
+    assert [row["precision"] for row in steps] == ["float32", "bfloat16"]
+    assert all(row["network"] == "tiny" and row["a step, ms"] > 0 for row in steps)
 
 
 def test_every_op_is_measured_beside_the_same_arithmetic():

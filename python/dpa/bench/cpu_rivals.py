@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,39 +37,44 @@ def installed() -> dict[str, bool]:
     return {"ONNX Runtime": runtime and found["onnx"], "OpenVINO": all(found.values())}
 
 
-def engines(
-    unet: nn.Module, inputs: Inputs, compiled: bool = True
-) -> Iterator[tuple[str, str, Call]]:
-    """Yield (engine, precision, call) of every engine that is here; a call returns (B, T, Da).
+ENGINES = ("eager", "torch.compile", "ONNX Runtime", "OpenVINO", "dpa")
 
-    All use PyTorch's number of threads. torch.compile, which takes a minute, is one of them where
-    ``compiled``. The caller turns gradients off.
+
+def engines(
+    unet: nn.Module, inputs: Inputs, wanted: Collection[str] = ENGINES
+) -> Iterator[tuple[str, str, Call]]:
+    """Yield (engine, precision, call) of every wanted engine that is here.
+
+    A call returns (B, T, Da). All use PyTorch's number of threads. torch.compile takes a minute.
+    The caller turns gradients off.
     """
     plain = _Positional(unet).eval()
-    yield "eager", "float32", lambda: plain(*inputs)
 
     def autocast() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return plain(*inputs)
 
-    yield "eager", "bfloat16", autocast
-    if compiled:
+    if "eager" in wanted:
+        yield "eager", "float32", lambda: plain(*inputs)
+        yield "eager", "bfloat16", autocast
+    if "torch.compile" in wanted:
         fused = torch.compile(plain, dynamic=False)
         yield "torch.compile", "float32", lambda: fused(*inputs)
-    here = installed()
-    if any(here.values()):
+    here = {name for name, is_here in installed().items() if is_here and name in wanted}
+    if here:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "unet.onnx"
             torch.onnx.export(plain, inputs, path, dynamo=False, input_names=list(_NAMES))
             arrays = dict(zip(_NAMES, (x.numpy() for x in inputs), strict=True))
-            if here["ONNX Runtime"]:
+            if "ONNX Runtime" in here:
                 yield "ONNX Runtime", "float32", _onnx_runtime(path, arrays)
-            if here["OpenVINO"]:
+            if "OpenVINO" in here:
                 for precision, hint in (("float32", "f32"), ("bfloat16", "bf16")):
                     yield "OpenVINO", precision, _openvino(path, arrays, hint)
-    for dtype in (torch.float32, torch.bfloat16):
-        packed = PackedUnet(unet, dtype)
-        yield "dpa", str(dtype).removeprefix("torch."), lambda packed=packed: packed(*inputs)
+    if "dpa" in wanted:
+        for dtype in (torch.float32, torch.bfloat16):
+            packed = PackedUnet(unet, dtype)
+            yield "dpa", str(dtype).removeprefix("torch."), lambda packed=packed: packed(*inputs)
 
 
 def _onnx_runtime(path: Path, arrays: dict[str, Any]) -> Call:

@@ -1,4 +1,4 @@
-"""One forward pass of the U-Net on the CPU in every engine, side by side; and a denoising loop.
+"""One forward pass of the U-Net on the CPU in every engine, side by side; a step of the sampler.
 
 A measurement is one call from Python, inputs ready, to the result: the same for every engine. Their
 calls take turns in short rounds, so that a machine that is busier for a while is so for all.
@@ -7,25 +7,20 @@ calls take turns in short rounds, so that a machine that is busier for a while i
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 import dpa
-from dpa.bench.cpu_rivals import Call, engines
+from dpa.bench.cpu_rivals import ENGINES, Call, Inputs, engines
+from dpa.bench.networks import Network
 from dpa.bench.timing import in_turns, wall_us
 
 #: The network of diffusion_policy's low-dimensional tasks, 67 M parameters with this conditioning.
-NETWORK = {
-    "input_dim": 2,
-    "global_cond_dim": 132,
-    "down_dims": (256, 512, 1024),
-    "cond_predict_scale": True,
-}
-_HORIZON = 16
+NETWORK = Network("67 M", (256, 512, 1024), 256)
 _DDIM_STEPS = 10
-
 
 _EACH = 5  # calls of an engine in a round
 
@@ -49,6 +44,12 @@ def _summary(times: list[float]) -> dict[str, float]:
     return {"median ms": statistics.median(times), "p10 ms": tenths[0], "p90 ms": tenths[-1]}
 
 
+def _network(network: Network, batch: int) -> tuple[nn.Module, Inputs]:
+    """A network of these sizes, and its inputs."""
+    sample, _, cond, _ = network.batch(batch, torch.device("cpu"))
+    return network.build("cpu").eval(), (sample, torch.full((batch,), 5.0), cond)
+
+
 def _reader(packed: torch.Tensor) -> Call:
     """Reads every byte of the packed weights once, with all threads: no step can be faster."""
     words = packed[: packed.numel() // 8 * 8].view(torch.int64)
@@ -56,19 +57,15 @@ def _reader(packed: torch.Tensor) -> Call:
 
 
 def forward_rows(
-    unet: nn.Module, batch: int, rounds: int = 6, compiled: bool = True
+    network: Network, batch: int, rounds: int = 6, wanted: Collection[str] = ENGINES
 ) -> list[dict[str, Any]]:
     """A row for each engine and precision: times, eager's over them, error against float64."""
-    cond_dim, actions = NETWORK["global_cond_dim"], NETWORK["input_dim"]
-    inputs = torch.randn(batch, _HORIZON, actions), torch.full((batch,), 5.0)
-    inputs += (torch.randn(batch, cond_dim),)
+    unet, inputs = _network(network, batch)
     with torch.no_grad():
         exact = dpa.reference.plain(unet).double()(
             inputs[0].double(), inputs[1], None, inputs[2].double()
         )
-        calls = {
-            (name, precision): call for name, precision, call in engines(unet, inputs, compiled)
-        }
+        calls = {(name, precision): call for name, precision, call in engines(unet, inputs, wanted)}
         errors = {
             key: float((call().double() - exact).norm() / exact.norm())
             for key, call in calls.items()
@@ -90,31 +87,34 @@ def forward_rows(
     ]
 
 
-def loop_rows(unet: nn.Module, rounds: int = 4) -> list[dict[str, Any]]:
-    """Ten DDIM steps from call to result, beside one forward pass of the same packed network."""
+def loop_rows(network: Network, batch: int, rounds: int = 4) -> list[dict[str, Any]]:
+    """A step of the default sampler's loop, in each precision, beside OpenVINO's forward pass.
+
+    Ten DDIM steps from call to result, a tenth of them a step. OpenVINO's column is empty where it
+    is not installed.
+    """
     from diffusers import DDIMScheduler
 
     scheduler = DDIMScheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
-    cond = torch.randn(1, NETWORK["global_cond_dim"])
-    sample, timestep = torch.randn(1, _HORIZON, NETWORK["input_dim"]), torch.full((1,), 5.0)
+    unet, inputs = _network(network, batch)
     calls: dict[Any, Call] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        precision = str(dtype).removeprefix("torch.")
-        sampler = dpa.DiffusionSampler(
-            unet, scheduler, _DDIM_STEPS, horizon=_HORIZON, dtype=dtype, fused=True
-        )
-        packed = dpa.packed.PackedUnet(unet, dtype)
-        calls["step", precision] = lambda packed=packed: packed(sample, timestep, cond)
-        calls["loop", precision] = lambda sampler=sampler: sampler(global_cond=cond)
     with torch.no_grad():
+        for name, precision, call in engines(unet, inputs, ("OpenVINO",)):
+            calls[name, precision] = call
+        for dtype in (torch.float32, torch.bfloat16):
+            sampler = dpa.DiffusionSampler(
+                unet, scheduler, _DDIM_STEPS, horizon=network.horizon, dtype=dtype
+            )
+            calls["loop", str(dtype).removeprefix("torch.")] = lambda sampler=sampler: sampler(
+                global_cond=inputs[2]
+            )
         times = _milliseconds(calls, rounds)
     rows = []
     for precision in ("float32", "bfloat16"):
-        step, loop = (statistics.median(times[what, precision]) for what in ("step", "loop"))
-        row = {
-            "precision": precision,
-            "one forward pass, ms": step,
-            f"{_DDIM_STEPS} DDIM steps, ms": loop,
-        }
-        rows.append(row | {"loop / pass": loop / step})
+        step = statistics.median(times["loop", precision]) / _DDIM_STEPS
+        row = {"network": network.name, "batch": batch, "precision": precision, "a step, ms": step}
+        if ("OpenVINO", precision) in times:
+            rival = statistics.median(times["OpenVINO", precision])
+            row |= {"OpenVINO's pass, ms": rival, "OpenVINO / this": rival / step}
+        rows.append(row)
     return rows
