@@ -1,10 +1,10 @@
 // PTX instructions that neither `cuda::ptx` nor cooperative groups has in the form that these kernels need: on 32-bit
 // shared-memory addresses that are computed once, `.aligned`, with a cache policy, or without a returned state. What
 // `cuda::ptx` generates alike is called by its own name (mbarrier_init, fence_proxy_async, cp_async_bulk, ...). Every
-// function is one instruction, or one loop around one, and says who calls it.
+// function is one instruction, or one loop around one, and says who calls it. Here: registers, memory, arithmetic;
+// ptx_copy.cuh: barriers in shared memory and copies that they count; ptx_cluster.cuh: other blocks' shared memory.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -29,139 +29,6 @@ __device__ __forceinline__ uint32_t held(uint32_t value) {
 // Goes on when a load's value is there: an instruction reads it.
 __device__ __forceinline__ void wait_for(uint32_t loaded) {
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0x9e3779b9;\n@p nanosleep.u32 0;\n}" ::"r"(loaded) : "memory");
-}
-
-// A barrier of `count` arrivals. One thread calls it; the block's barrier is due before it is used.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t count) {
-  barrier_init(shared_address(barrier), count);
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and announces `bytes` that bulk copies will write.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Waits for the end of the phase with that parity. Any number of threads may call it.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\nbra "
-      "wait;\nready:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-#else
-  asm volatile(
-      "{\n.reg .pred done;\nwait:\nmbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\nbra "
-      "wait;\nready:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-#endif
-}
-
-// Whether that phase has ended.
-__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
-}
-
-// Copies 16 bytes into shared memory, and arrives at a barrier of the block once this thread's copies so far are there.
-__device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "l"(policy)
-               : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_async(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// Copies 16 bytes from global to shared memory, past L1; they are there when this thread has waited.
-__device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
-}
-// The same, and L2 reads the line of 128 bytes.
-__device__ __forceinline__ void copy_async_line_16(uint32_t destination, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
-}
-// 8 bytes, through L1.
-__device__ __forceinline__ void copy_async_8(uint32_t destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source) : "memory");
-}
-// 16 bytes, or zeros where not `there`: by the number of bytes to read, or by a predicate.
-__device__ __forceinline__ void copy_async_16_or_zeros(uint32_t destination, const void* source, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "r"(there ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void copy_async_16_if(uint32_t destination, const void* source, bool there) {
-  asm volatile(
-      "{\n.reg .pred ignore;\nsetp.eq.s32 ignore, %2, 0;\ncp.async.cg.shared.global.L2::128B [%0], [%1], 16, "
-      "ignore;\n}" ::"r"(destination),
-      "l"(source), "r"(static_cast<int>(there))
-      : "memory");
-}
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Copies in groups: ends one; waits until at most kPending of this thread's groups are under way.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// A cache policy: lines read under it are the first to leave L2.
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// The same: the last to leave.
-__device__ __forceinline__ uint64_t evict_last_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// Copies `bytes` (a multiple of 16, both ends aligned to 16) into shared memory; the barrier counts them. One thread
-// calls it.
-__device__ __forceinline__ void copy_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
-                                          uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
-// One thread copies the box at (x, y, z) of a tensor; what lies outside the tensor arrives as zeros. The barrier counts
-// the bytes of the whole box.
-__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, int x, int y, int z,
-                                         uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];" ::"r"(destination),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // A barrier among the first `threads` threads that name the same id; whole warps only.
@@ -206,92 +73,12 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-
-// The address, in the cluster's shared window, of what block `rank` has at `address`.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-// Every thread of every block of the cluster calls it; what was written to shared memory before is visible after.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The two halves of that barrier. A relaxed arrival orders no memory. (cuda::ptx and cooperative groups have the forms
-// that are not .aligned.)
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// Arrives at a barrier of any block of the cluster. It says that what this thread's block barrier has collected has
-// been read or written in shared memory, before which no cache stands; for anything else it promises nothing. An
-// arrival that did would wait for the thread's stores to global memory.
-__device__ __forceinline__ void barrier_arrive_cluster(uint32_t cluster_barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
-}
-// Where `address` of one's own shared memory lies in that of block `rank` of the cluster, as a generic address.
-__device__ __forceinline__ uint64_t peer_address(uint32_t address, uint32_t rank) {
-  uint64_t there;
-  asm("{\n.reg .u64 here;\ncvt.u64.u32 here, %1;\ncvta.shared.u64 here, here;\nmapa.u64 %0, here, %2;\n}"
-      : "=l"(there)
-      : "r"(address), "r"(rank));
-  return there;
-}
-// Zeros unless `wanted`.
-__device__ __forceinline__ float4 load_peer(uint64_t there, bool wanted) {
-  float4 value = {};
-  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n@wanted ld.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
-               : "l"(there), "r"(static_cast<int>(wanted)));
-  return value;
-}
-// Nothing that uses the value moves before this call.
-__device__ __forceinline__ void arrived(float4& value) {
-  asm volatile("" : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w));
-}
-__device__ __forceinline__ float load_peer_word(uint64_t there) {
-  float value;
-  asm volatile("ld.f32 %0, [%1];" : "=f"(value) : "l"(there));
-  return value;
-}
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 value;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
                : "r"(address));
   return value;
-}
-
-// Copies shared memory to a place in the cluster, whose barrier there counts the bytes. Addresses and bytes are multiples
-// of 16.
-__device__ __forceinline__ void copy_to_cluster(uint32_t cluster_address, uint32_t from, uint32_t bytes,
-                                                uint32_t cluster_barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   cluster_address),
-               "r"(from), "r"(bytes), "r"(cluster_barrier)
-               : "memory");
-}
-
-// Stores into any block of the cluster; that block's barrier counts the bytes.
-__device__ __forceinline__ void send_cluster_4(uint32_t cluster_address, uint32_t v, uint32_t cluster_barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(cluster_address),
-               "r"(v), "r"(cluster_barrier)
-               : "memory");
-}
-__device__ __forceinline__ void send_cluster_8(uint32_t cluster_address, uint2 v, uint32_t cluster_barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1,%2}, [%3];" ::"r"(cluster_address),
-      "r"(v.x), "r"(v.y), "r"(cluster_barrier)
-      : "memory");
-}
-__device__ __forceinline__ void send_cluster_16(uint32_t cluster_address, uint4 v, uint32_t cluster_barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
-                   cluster_address),
-               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(cluster_barrier)
-               : "memory");
 }
 
 // Message words between blocks of one grid: not cached in L1, not reordered with accesses to the same word. The pointer's

@@ -1,7 +1,7 @@
 // Vectors of 16 bytes as floats, and moments of sets that are merged.
 #pragma once
 #include "kernels/cuda/common/dtype.cuh"
-#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/ptx_cluster.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 
 namespace dpa::kernels {

@@ -75,18 +75,14 @@ struct TileCoord {
   }
 };
 
-// Four neighbouring elements.
-template <class T>
-struct alignas(4 * sizeof(T)) Four {
-  T element[4];
-};
+// Four neighbouring elements, as they move.
 template <class T>
 using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
 template <class T>
 __device__ __forceinline__ float4 widen_four(FourBits<T> bits) {
-  const auto& four = reinterpret_cast<const Four<T>&>(bits);
-  return make_float4(widen(four.element[0]), widen(four.element[1]), widen(four.element[2]), widen(four.element[3]));
+  const auto& four = reinterpret_cast<const Vector<T, 4>&>(bits);
+  return make_float4(widen(four.data[0]), widen(four.data[1]), widen(four.data[2]), widen(four.data[3]));
 }
 
 // Four neighbouring elements of a tensor that may be null, as loaded. Nothing waits for them before `values`, so that
@@ -126,10 +122,10 @@ struct ParameterBits {
 
 template <class T>
 __device__ __forceinline__ void store_four(void* values, int64_t n, const float (&x)[4]) {
-  Four<T> four;
+  Vector<T, 4> four;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) four.element[e] = narrow<T>(x[e]);
-  *reinterpret_cast<Four<T>*>(static_cast<T*>(values) + n) = four;
+  for (int e = 0; e < 4; ++e) four.data[e] = narrow<T>(x[e]);
+  *reinterpret_cast<Vector<T, 4>*>(static_cast<T*>(values) + n) = four;
 }
 
 // A block may exit once no peer reads its sums any more: each warp arrives after its last reads, and waits for the

@@ -1,4 +1,4 @@
-// Weights and rows in the layout that the convolutions read, and the sums of rows.
+// Weights in the layout that the convolutions read.
 //
 // pack_weights    (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
 //                 of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
@@ -7,16 +7,11 @@
 //                 (k, j)'s rows side by side, one a lane
 // detect_changes  a block compares elements of a weight (plans/conv1d/changes.h) with what they were, a thread every
 //                 1024th
-// join_rows       a thread an element of the padded rows
-// slope           a thread an element
-// column_sums     a block takes 16 columns of all rows, two threads a row, eight columns each; then each column's 128
-//                 partial sums are added in pairs
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/conv1d/launch.cuh"
-#include "kernels/math/mish.h"
 #include "kernels/plans/conv1d/changes.h"
 
 namespace dpa::kernels::conv1d {
@@ -25,28 +20,20 @@ namespace {
 constexpr int kPackThreads = 128;
 constexpr int kPackElements = 2048;  // of a block's piece: all taps of as many channels j as fit, a multiple of 8
 
-template <class T>
-struct alignas(16) Eight {
-  T element[8];
-};
-
 template <class S, class T>
 __device__ void pack_piece(const Packing& packing, int64_t row_length, int channels, int64_t index, T* piece) {
-  struct alignas(4 * sizeof(S)) Four {
-    S element[4];
-  };
   const int64_t d0 = packing.d0, d1 = packing.d1, columns = max(packing.of, d1);
   const int taps = packing.taps;
   const int64_t pieces = (row_length + channels - 1) / channels;
   const int64_t i = index / pieces, first = index % pieces * channels;
   const int read = static_cast<int>(min(int64_t{channels}, d1 - first)) * taps;
   const S* from = static_cast<const S*>(packing.weight) + (i * columns + first) * taps;
-  if (d1 % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(packing.weight) % sizeof(Four) == 0) {
+  if (d1 % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(packing.weight) % sizeof(Vector<S, 4>) == 0) {
 #pragma unroll 4
     for (int e = threadIdx.x * 4; e < read; e += kPackThreads * 4) {
-      const Four four = *reinterpret_cast<const Four*>(from + e);
+      const Vector<S, 4> four = *reinterpret_cast<const Vector<S, 4>*>(from + e);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) piece[e + n] = narrow<T>(widen(four.element[n]));
+      for (int n = 0; n < 4; ++n) piece[e + n] = narrow<T>(widen(four.data[n]));
     }
   } else {
     for (int e = threadIdx.x; e < read; e += kPackThreads) piece[e] = narrow<T>(widen(from[e]));
@@ -55,10 +42,10 @@ __device__ void pack_piece(const Packing& packing, int64_t row_length, int chann
   const int eights = static_cast<int>(min(int64_t{channels}, row_length - first)) / 8;
   for (int n = threadIdx.x; n < eights * taps; n += kPackThreads) {
     const int k = n / eights, j = n % eights * 8;
-    Eight<T> eight;
+    Vector<T, 8> eight;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) eight.element[e] = (j + e) * taps < read ? piece[(j + e) * taps + k] : narrow<T>(0);
-    *reinterpret_cast<Eight<T>*>(static_cast<T*>(packing.packed) + (k * d0 + i) * row_length + first + j) = eight;
+    for (int e = 0; e < 8; ++e) eight.data[e] = (j + e) * taps < read ? piece[(j + e) * taps + k] : narrow<T>(0);
+    *reinterpret_cast<Vector<T, 8>*>(static_cast<T*>(packing.packed) + (k * d0 + i) * row_length + first + j) = eight;
   }
   __syncthreads();
 }
@@ -68,14 +55,11 @@ constexpr int kFlatVectors = 2;  // of eight elements, a thread of a piece of on
 // One tap: rows are copied as they lie, whatever their length.
 template <class S, class T>
 __device__ void pack_flat(const Packing& packing, int64_t row_length, int64_t index) {
-  struct alignas(4 * sizeof(S)) Four {
-    S element[4];
-  };
   const unsigned eights = static_cast<unsigned>(row_length / 8);
   const int64_t d1 = packing.d1, columns = max(packing.of, d1), count = packing.d0 * eights;
   const S* const weight = static_cast<const S*>(packing.weight);
-  const bool fours = d1 % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(weight) % sizeof(Four) == 0;
-  Four from[kFlatVectors][2] = {};
+  const bool fours = d1 % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(weight) % sizeof(Vector<S, 4>) == 0;
+  Vector<S, 4> from[kFlatVectors][2] = {};
 #pragma unroll
   for (int u = 0; u < kFlatVectors; ++u) {
     const int64_t n = (index * kFlatVectors + u) * kPackThreads + threadIdx.x;
@@ -85,21 +69,21 @@ __device__ void pack_flat(const Packing& packing, int64_t row_length, int64_t in
     for (int half = 0; half < 2; ++half) {
       const int64_t first = j + half * 4;
       if (fours) {
-        if (first < d1) from[u][half] = *reinterpret_cast<const Four*>(weight + i * columns + first);
+        if (first < d1) from[u][half] = *reinterpret_cast<const Vector<S, 4>*>(weight + i * columns + first);
       } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (first + e < d1) from[u][half].element[e] = weight[i * columns + first + e];
+          if (first + e < d1) from[u][half].data[e] = weight[i * columns + first + e];
       }
     }
   }
 #pragma unroll
   for (int u = 0; u < kFlatVectors; ++u) {
     const int64_t n = (index * kFlatVectors + u) * kPackThreads + threadIdx.x;
-    Eight<T> eight;
+    Vector<T, 8> eight;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) eight.element[e] = narrow<T>(widen(from[u][e / 4].element[e % 4]));
-    if (n < count) static_cast<Eight<T>*>(packing.packed)[n] = eight;
+    for (int e = 0; e < 8; ++e) eight.data[e] = narrow<T>(widen(from[u][e / 4].data[e % 4]));
+    if (n < count) static_cast<Vector<T, 8>*>(packing.packed)[n] = eight;
   }
 }
 
@@ -141,9 +125,6 @@ constexpr int kPiecesAhead = 2, kPieceLoads = kPackElements / 4 / kPackThreads;
 template <class S, class T>
 __global__ void __launch_bounds__(kPackThreads, 8)
     pack_pairs(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
-  struct alignas(4 * sizeof(S)) Four {
-    S element[4];
-  };
   struct Piece {
     int weight;  // packings.count behind the last one
     int64_t index;
@@ -151,7 +132,7 @@ __global__ void __launch_bounds__(kPackThreads, 8)
   __shared__ alignas(16) T memory[kPackElements];
   grid_dependency_sync();
   Piece next{0, blockIdx.x}, at[kPiecesAhead];
-  Four held[kPiecesAhead][kPieceLoads];
+  Vector<S, 4> held[kPiecesAhead][kPieceLoads];
   const auto pairs_of = [&](const Piece& piece) {
     const int64_t first = piece.index * pieces.channels[piece.weight];
     return static_cast<int>(min(int64_t{pieces.channels[piece.weight]}, pieces.row_length[piece.weight] - first));
@@ -167,7 +148,7 @@ __global__ void __launch_bounds__(kPackThreads, 8)
 #pragma unroll
     for (int u = 0; u < kPieceLoads; ++u) {
       const int e = (u * kPackThreads + static_cast<int>(threadIdx.x)) * 4;
-      if (e < elements) held[slot][u] = *reinterpret_cast<const Four*>(from + e);
+      if (e < elements) held[slot][u] = *reinterpret_cast<const Vector<S, 4>*>(from + e);
     }
     next.index += gridDim.x;
   };
@@ -182,7 +163,7 @@ __global__ void __launch_bounds__(kPackThreads, 8)
       for (int u = 0; u < kPieceLoads; ++u) {
         const int e = (u * kPackThreads + static_cast<int>(threadIdx.x)) * 4;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) memory[e + n] = narrow<T>(widen(held[slot][u].element[n]));
+        for (int n = 0; n < 4; ++n) memory[e + n] = narrow<T>(widen(held[slot][u].data[n]));
       }
       load(slot);
       __syncthreads();
@@ -191,10 +172,10 @@ __global__ void __launch_bounds__(kPackThreads, 8)
       T* const to = static_cast<T*>(packing.packed) + piece.index * pieces.channels[piece.weight];
       for (int n = threadIdx.x; n < eights * taps; n += kPackThreads) {
         const int k = n / eights, j = n % eights * 8;
-        Eight<T> eight;
+        Vector<T, 8> eight;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) eight.element[e] = memory[(j + e) * taps + k];
-        *reinterpret_cast<Eight<T>*>(to + k * pieces.row_length[piece.weight] + j) = eight;
+        for (int e = 0; e < 8; ++e) eight.data[e] = memory[(j + e) * taps + k];
+        *reinterpret_cast<Vector<T, 8>*>(to + k * pieces.row_length[piece.weight] + j) = eight;
       }
       __syncthreads();
     }
@@ -266,59 +247,6 @@ __global__ void __launch_bounds__(kCompareThreads)
   const int any = __syncthreads_or(differs);
   if (threadIdx.x == 0) wanted[blockIdx.x] = any;
 }
-
-constexpr int kSumThreads = 256, kSumRows = kSumThreads / 2, kSumColumns = 16;
-
-template <class T, class S>
-__global__ void __launch_bounds__(kSumThreads)
-    column_sums_kernel(const T* rows, int64_t count, int64_t channels, int64_t width, S* sums) {
-  __shared__ float part[kSumRows][kSumColumns + 1];
-  const int64_t first = int64_t{blockIdx.x} * kSumColumns;
-  const int lane = threadIdx.x / 2, column = threadIdx.x % 2 * 8;
-  float sum[8] = {};
-  grid_dependency_sync();
-  if (first + column < width) {
-#pragma unroll 8
-    for (int64_t row = lane; row < count; row += kSumRows) {
-      const auto eight = *reinterpret_cast<const Eight<T>*>(rows + row * width + first + column);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) sum[e] += widen(eight.element[e]);
-    }
-  }
-#pragma unroll
-  for (int e = 0; e < 8; ++e) part[lane][column + e] = sum[e];
-  for (int half = kSumRows / 2; half > 0; half /= 2) {
-    __syncthreads();
-    for (int n = threadIdx.x; n < half * kSumColumns; n += kSumThreads)
-      part[n / kSumColumns][n % kSumColumns] += part[n / kSumColumns + half][n % kSumColumns];
-  }
-  // The thread that made the last addition of a column stores it.
-  if (threadIdx.x < kSumColumns && first + threadIdx.x < channels)
-    sums[first + threadIdx.x] = narrow<S>(part[0][threadIdx.x]);
-}
-
-template <class T, bool kMish>
-__global__ void join(const T* rows, int64_t channels, const T* more, int64_t more_channels, int64_t count,
-                     int64_t width, T* out) {
-  grid_dependency_sync();
-  for (int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; e < count * width;
-       e += int64_t{gridDim.x} * blockDim.x) {
-    const int64_t row = e / width, column = e - row * width, beyond = column - channels;
-    const T x = beyond < 0               ? rows[row * channels + column]
-                : beyond < more_channels ? more[row * more_channels + beyond]
-                                         : narrow<T>(0);
-    out[e] = kMish ? narrow<T>(math::mish(widen(x))) : x;
-  }
-}
-
-template <class T>
-__global__ void slope(const T* x, int64_t count, T* grad) {
-  grid_dependency_sync();
-  const int64_t e = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (e < count) grad[e] = narrow<T>(widen(grad[e]) * math::mish_derivative(widen(x[e])));
-}
-
-constexpr int kRowThreads = 256;  // of the kernels of an element a thread
 
 }  // namespace
 
@@ -400,44 +328,6 @@ cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_
                            cudaStream_t stream) {
   const auto kernel = source_dtype == DType::kFloat32 ? compare<uint32_t> : compare<uint16_t>;
   return launch_dependent(kernel, packings.count, kCompareThreads, stream, packings, seen, wanted);
-}
-
-cudaError_t join_rows(DType dtype, const void* rows, int64_t channels, const void* more, int64_t more_channels,
-                      int64_t count, void* out, cudaStream_t stream, bool mish) {
-  const int64_t width = padded(channels + more_channels);
-  return dispatch_to_32_bits(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return launch_dependent(mish ? join<T, true> : join<T, false>, grid_for(count * width, kRowThreads), kRowThreads,
-                            stream, static_cast<const T*>(rows), channels, static_cast<const T*>(more), more_channels,
-                            count, width, static_cast<T*>(out));
-  });
-}
-
-cudaError_t times_mish_slope(DType dtype, const void* x, int64_t count, void* grad, cudaStream_t stream) {
-  return dispatch_to_32_bits(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    LaunchConfig config(grid_for(count, kRowThreads), kRowThreads, stream);
-    config.dependent(reinterpret_cast<const void*>(slope<T>));
-    if (has_branches(stream)) config.priority(-1);
-    return config.launch(slope<T>, static_cast<const T*>(x), count, static_cast<T*>(grad));
-  });
-}
-
-cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream, DType dtype) {
-  return join_rows(dtype, rows, channels, nullptr, 0, count, out, stream);
-}
-
-cudaError_t column_sums(DType dtype, const void* rows, int64_t count, int64_t channels, int64_t width, void* sums,
-                        DType sums_dtype, cudaStream_t stream) {
-  return dispatch_to_32_bits(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto go = [&](auto* to) {
-      using S = std::remove_pointer_t<decltype(to)>;
-      return launch_dependent(column_sums_kernel<T, S>, grid_for(channels, kSumColumns), kSumThreads, stream,
-                              static_cast<const T*>(rows), count, channels, width, to);
-    };
-    return sums_dtype == DType::kFloat32 ? go(static_cast<float*>(sums)) : go(static_cast<T*>(sums));
-  });
 }
 
 }  // namespace dpa::kernels::conv1d

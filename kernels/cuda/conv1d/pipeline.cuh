@@ -6,7 +6,8 @@
 #pragma once
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/pipeline.cuh"
-#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/ptx_cluster.cuh"
+#include "kernels/cuda/common/ptx_copy.cuh"
 #include "kernels/cuda/common/wgmma.cuh"
 #include "kernels/plans/conv1d/plan.h"
 

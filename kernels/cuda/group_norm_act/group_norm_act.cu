@@ -13,6 +13,7 @@
 // another. Rows of larger images are found in L1 or L2 by the passes after the first. Means and squared deviations are
 // merged four vectors at a time, so a mean far from zero costs no digits. Nothing is saved between forward and backward
 // but what both are given.
+#include "kernels/cuda/common/ptx_copy.cuh"
 #include "kernels/cuda/common/vectors.cuh"
 #include "kernels/cuda/group_norm_act/group_norm_act.h"
 #include "kernels/cuda/group_norm_mish/common.cuh"

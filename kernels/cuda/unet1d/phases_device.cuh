@@ -7,7 +7,8 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/dtype.cuh"
-#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/ptx_cluster.cuh"
+#include "kernels/cuda/common/ptx_copy.cuh"
 #include "kernels/cuda/unet1d/two_halves.cuh"
 
 #define DPA_DEVICE __device__ __forceinline__

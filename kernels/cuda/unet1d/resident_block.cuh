@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "kernels/cuda/common/ptx_copy.cuh"
 #include "kernels/cuda/unet1d/loop.cuh"
 #include "kernels/cuda/unet1d/paths.h"
 #include "kernels/cuda/unet1d/tile.cuh"
