@@ -94,9 +94,9 @@ class Network:
 
     def changed_in_trace(self, module: nn.Module) -> bool:
         """Whether modules changed, in what compilers trace; what they read here they watch."""
-        layers = list(module.modules())
+        layers, eps = list(module.modules()), self.eps
         pairs = zip(layers[1:], list(self.tracker.modules.values())[1:], strict=True)
-        if any(layer is not then or _is_odd(layer, self.eps) for layer, then in pairs):
+        if any(layer is not then or _is_odd(layer, eps) for layer, then in pairs):
             return True
         return any(getattr(layers[i], n) != then for i, n, then in self.tracker.settings_read)
 

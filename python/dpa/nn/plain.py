@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from dpa.library.checks import require
-from dpa.tracking.tracker import HOOKS, HOOKS_OF_ALL, Tracker
+from dpa.tracking.tracker import HOOKS_OF_ALL, Tracker
 
 _OPTIONAL = frozenset({nn.Parameter, type(None)})
 
@@ -50,8 +51,14 @@ class PlainLayers:
     ):
         self._types, self._required = types, 2 * len(layers)
         self._slots = [(path, n) for path in (*layers, *optional) for n in ("weight", "bias")]
+        # Each layer stands after the one that holds it: the place of that one, and its own name.
+        places = {"": 0} | {path: i for i, path in enumerate(types, 1)}
         parents = [path.rpartition(".")[0] for path in types]
-        self._children = [parents.count(path) for path in types]
+        self._walk = [
+            (places[parent], path.rpartition(".")[2], kinds, parents.count(path))
+            for (path, kinds), parent in zip(types.items(), parents, strict=True)
+        ]
+        self._slot_places = [(places[path], name) for path, name in self._slots]
         self._found: WeakKeyDictionary[nn.Module, FoundLayers] = WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> list[Tensor | None] | None:
@@ -70,19 +77,26 @@ class PlainLayers:
         return found.parameters() if found.alike else None
 
     def _traced(self, module: nn.Module) -> list[Tensor | None] | None:
-        """The same in what compilers can trace, where checks cost nothing at run time."""
-        norms = []
-        # Each layer stands after the one that holds it: what is read is there.
-        for (path, kinds), count in zip(self._types.items(), self._children, strict=True):
-            layer = module.get_submodule(path)
-            if type(layer) not in kinds or is_changed(layer) or len(layer._modules) != count:
+        """The same in what compilers can trace, where checks cost nothing at run time.
+
+        Nor much while they are traced: a compiler interprets each line for each layer of a network.
+        """
+        if _all_are_hooked():
+            return None
+        found: list[Any] = [module]
+        norm = None
+        for parent, name, kinds, count in self._walk:
+            layer = found[parent]._modules.get(name)
+            if type(layer) not in kinds or _is_changed(layer) or len(layer._modules) != count:
                 return None
             if isinstance(layer, nn.GroupNorm):
-                norms.append((layer.eps, layer.num_groups))
-        if any(norm != norms[0] for norm in norms):
-            return None
-        found = [getattr(module.get_submodule(path), name, None) for path, name in self._slots]
-        return _present(found, self._required)
+                norm = layer if norm is None else norm
+                if layer.eps != norm.eps or layer.num_groups != norm.num_groups:
+                    return None
+            found.append(layer)
+        return _present(
+            [getattr(found[i], name, None) for i, name in self._slot_places], self._required
+        )
 
 
 def _present(found: list[Tensor | None], required: int) -> list[Tensor | None] | None:
@@ -93,8 +107,18 @@ def _present(found: list[Tensor | None], required: int) -> list[Tensor | None] |
 
 def is_changed(layer: nn.Module) -> bool:
     """Whether a layer has hooks, a forward of its own, or settings that change the length."""
-    hooks = (*[getattr(layer, name) for name in HOOKS], *HOOKS_OF_ALL)
-    if any(len(those) > 0 for those in hooks) or "forward" in vars(layer):
+    return _all_are_hooked() or _is_changed(layer)
+
+
+def _all_are_hooked() -> bool:
+    return any(len(those) > 0 for those in HOOKS_OF_ALL)
+
+
+def _is_changed(layer: nn.Module) -> bool:
+    # HOOKS, without a loop: see _traced().
+    hooks = len(layer._forward_hooks) + len(layer._forward_pre_hooks)
+    hooks += len(layer._backward_hooks) + len(layer._backward_pre_hooks)
+    if hooks > 0 or "forward" in layer.__dict__:
         return True
     return isinstance(layer, nn.Conv1d) and not _keeps_length(layer)
 
