@@ -80,10 +80,12 @@ def _apart(n: int, tensors: Sequence[Tensor | None], at: int = 0) -> Tensor:
     return torch.cat(parts, at + 1).movedim(at, 0)
 
 
-def _mish_slope(x: Tensor) -> Tensor:
+def _times_mish_slope(grad: Tensor, x: Tensor) -> Tensor:
+    """Rounded once, as in ops/joint_linear/formula.cpp."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     t = F.softplus(wide).tanh()
-    return (t + wide * wide.sigmoid() * (1 - t * t)).to(x.dtype)
+    slope = t + wide * wide.sigmoid() * (1 - t * t)
+    return (grad.to(slope.dtype) * slope).to(grad.dtype)
 
 
 def _joint_linear(n, input, weights, biases, rest=None, mish=False):
@@ -100,7 +102,7 @@ def _joint_linear_backward(n, grad, input, weights, biases, rest, mask, mish=Fal
 
     def of_part(w, part):
         sums = (g @ w.to(g.dtype)).movedim(0, 1).flatten(1)
-        return sums * _mish_slope(part) if mish else sums
+        return _times_mish_slope(sums, part) if mish else sums
 
     own, others = weight.split(widths, 2)
     makes = (
