@@ -1,6 +1,7 @@
 """The U-Net and the whole loop on packed weights, against the network in float64."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -176,6 +177,20 @@ def test_changed_weights_are_packed_again(device):
     other = net("small", device)
     unet.load_state_dict(other.state_dict())
     assert torch.equal(packed(sample, t, cond), PackedUnet(other)(sample, t, cond))
+
+
+def test_weights_that_cannot_be_packed_leave_none_of_before(device):
+    """A layer in another dtype raises in every call, and its new values count once it fits."""
+    unet = net("small", device)
+    packed, sample = PackedUnet(unet), torch.randn(1, 16, 2, device=device)
+    call = functools.partial(packed, sample, 3, cond_of(unet, 1, device))
+    call()
+    unet.final_conv[1].double().weight.data.mul_(2.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must have the dtype of the first weight"):
+            call()
+    unet.float()
+    assert torch.equal(call(), PackedUnet(unet)(*call.args))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -94,8 +94,8 @@ class EncoderOnCpu(_OneOp):
         """Return the encoder's output."""
         with self.lock:
             if not self.current():
-                self.weights.remember()  # first: a write while this packs counts as a later one
-                self._packed = self._pack()
+                with self.weights.remembered():
+                    self._packed = self._pack()
             held = self._packed  # which a call keeps
         (result,) = run_alike([self._call(images, *held)])
         return result
@@ -122,8 +122,8 @@ class EncoderKernels(_OneOp):
         The host waits for the device: other streams may read what is written over.
         """
         with self.lock:
-            self.weights.remember()  # first: a write while this packs counts as a later one
-            packed, constants = made = self._pack()
+            with self.weights.remembered():
+                packed, constants = made = self._pack()
             torch.cuda.synchronize(packed.device)
             kept, then = self._packed or (None, None)
             same = constants == then and not self.encoder.changed()

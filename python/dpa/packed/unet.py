@@ -135,29 +135,29 @@ class PackedUnet:
             if (self._layers or self._batch) is not None and places != self._places:
                 self._packed = None  # a captured graph reads layers where they lay
             self._places = places
-            self.weights.remember()  # first: a write while this packs counts as one that came later
-            packed = self._pack()
-            self._wait_for_readers()
-            with torch.inference_mode(False), torch.no_grad():
-                if self._packed is not None and self._packed.device == packed.device:
-                    self._packed.copy_(packed)
-                else:
-                    self._packed, self.generation = packed, next(_memories)
-                    self._films.clear()
-                    self._batch = None
-                for film, timesteps in self._films.items():
-                    film.copy_(self._step_film(timesteps))
-                if self._batch is not None:
-                    self._batch.update(self._given())
-                elif self._batch_wanted:
-                    self._batch = batch.BatchWeights(self._given(), self.config, self.dtype)
-            self.operands = self._packed, self._layout, self._kind
-            self._stream = None
-            if packed.is_cuda:
-                self._stream = torch.cuda.current_stream(packed.device)
-                self.packed_on = self._stream.cuda_stream
-                self._read_by(self._stream)
-                self._ready = self._stream.record_event()
+            with self.weights.remembered():
+                packed = self._pack()
+                self._wait_for_readers()
+                with torch.inference_mode(False), torch.no_grad():
+                    if self._packed is not None and self._packed.device == packed.device:
+                        self._packed.copy_(packed)
+                    else:
+                        self._packed, self.generation = packed, next(_memories)
+                        self._films.clear()
+                        self._batch = None
+                    for film, timesteps in self._films.items():
+                        film.copy_(self._step_film(timesteps))
+                    if self._batch is not None:
+                        self._batch.update(self._given())
+                    elif self._batch_wanted:
+                        self._batch = batch.BatchWeights(self._given(), self.config, self.dtype)
+                self.operands = self._packed, self._layout, self._kind
+                self._stream = None
+                if packed.is_cuda:
+                    self._stream = torch.cuda.current_stream(packed.device)
+                    self.packed_on = self._stream.cuda_stream
+                    self._read_by(self._stream)
+                    self._ready = self._stream.record_event()
             return self._packed
 
     def _pack(self) -> Tensor:

@@ -117,10 +117,7 @@ class WeightTracker:
     @torch.inference_mode(False)
     @torch.no_grad()
     def remember(self) -> None:
-        """Remember what the weights are now; call it *before* reading them.
-
-        A write that comes in between then counts as one that came after, and is noticed.
-        """
+        """Remember what the weights are now."""
         self._stamp = self._read()
         self.counts = bool(self._stamp[1])
         if self.mode == "frozen":
@@ -140,6 +137,20 @@ class WeightTracker:
             with torch.device("cpu"):
                 self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
             self._capture(self._values.device)
+
+    @contextlib.contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Remember what the weights are now, for what is made of them inside.
+
+        A write that comes in between counts as one that came after, and is noticed. Where something
+        is raised nothing was made: they count as changed.
+        """
+        self.remember()
+        try:
+            yield
+        except BaseException:
+            self._stamp = None
+            raise
 
     def _capture(self, device: torch.device) -> None:
         """Capture the comparison; where that fails it runs kernel by kernel."""
