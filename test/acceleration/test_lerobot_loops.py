@@ -45,6 +45,23 @@ OPTIONS = {"dp3": {"prediction_type": "sample"}}
 STEPS_ON_CPU = 8
 
 
+@pytest.fixture(scope="module", params=ROWS)
+def row(request):
+    """A row's name, and what gives copies of one policy: its random weights take longest."""
+    name, made = request.param, {}
+
+    def policy(device):
+        if device.type == "cpu" and ROWS[name][2] == WIDE:
+            pytest.skip("a network of 250 M parameters is for a GPU")
+        if device not in made:
+            made[device] = row_policy(name, device), torch.get_rng_state()
+        found, state = made[device]
+        torch.set_rng_state(state)  # what is drawn next is the same, whichever test made it
+        return copy.deepcopy(found)
+
+    return name, policy
+
+
 def row_policy(name, device):
     actions, _, dims, kernel, embedding, cond, kind, steps = ROWS[name]
     arguments = {
@@ -81,11 +98,9 @@ def sample(policy, call, seed=0):
     return result, torch.randn(2, generator=generator, device=result.device)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_in_float32(name, device):
-    if device.type == "cpu" and ROWS[name][2] == WIDE:
-        pytest.skip("a network of 250 M parameters is for a GPU")
-    policy, call = row_policy(name, device), call_of(name, device, 2)
+def test_rows_in_float32(row, device):
+    name, policy_on = row
+    policy, call = policy_on(device), call_of(name, device, 2)
     expected, behind = sample(policy, call)
     dpa.accelerate(policy)
     for _ in range(2):
@@ -121,14 +136,10 @@ def assert_as_near_as_autocast(policy, call, dtype, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_in_sixteen_bits(name, dtype, device):
-    cpu = device.type == "cpu"
-    if cpu and ROWS[name][2] == WIDE:
-        pytest.skip("a network of 250 M parameters is for a GPU")
-    policy = row_policy(name, device)
-    batch = 8
-    if cpu:  # which computes 16 bits slowly where it has no instructions for them
+def test_rows_in_sixteen_bits(row, dtype, device):
+    name, policy_on = row
+    policy, batch = policy_on(device), 8
+    if device.type == "cpu":  # which computes 16 bits slowly where it has no instructions for them
         batch, most = (2, 16) if ROWS[name][2] == NARROW else (1, 4)
         policy.num_inference_steps = min(policy.num_inference_steps, most)
     assert_as_near_as_autocast(policy, call_of(name, device, batch), dtype)
