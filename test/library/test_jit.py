@@ -89,9 +89,13 @@ def test_counts_the_compiled_files_on_a_terminal(status, capsys, monkeypatch):
     ],
 )
 def test_builds_and_registers_the_same_ops(cuda):
-    """The folders stay, so that only the first run of the tests compiles."""
+    """The folders stay, so that only the first run of the tests compiles.
+
+    One for each compiler: CMake would go on with the one that it began with.
+    """
     names = [n for n in dpa.info()["ops"] if "unet1d_pack" not in n and n not in HOST]
-    folder = _ROOT / "build" / f"jit-{cuda}"
+    ccache = shutil.which("ccache")
+    folder = _ROOT / "build" / f"jit-{cuda}{'-ccache' if ccache else ''}"
     code = f"""
 import dpa, torch
 path = dpa.jit.load(cuda={cuda!r}, folder={str(folder)!r})
@@ -107,7 +111,7 @@ for device in ["cpu"] + ["cuda"] * ({cuda!r} == "on"):
 print("works")
 """
     environment = {}
-    if not shutil.which("ccache"):  # which would have what `make build` has compiled
+    if not ccache:  # which would have what `make build` has compiled
         # Not optimised, the sources compile in half the time.
         compiler = folder.parent / "jit-compiler" / "c++"
         compiler.parent.mkdir(parents=True, exist_ok=True)
