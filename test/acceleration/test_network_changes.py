@@ -10,9 +10,11 @@ import pytest
 import torch
 from policies import (
     ONE_LEVEL,
+    SMALL,
     assert_follows,
     call_of,
     diffusers,
+    lerobot_unet,
     original_policy,
     sampled,
     unet_and_inputs,
@@ -293,6 +295,24 @@ def test_wrong_inputs_raise_as_before(device):
     for wrong in ((data[:, :7], mask[:, :7], None, cond), (data, mask), (data, mask, data, cond)):
         with pytest.raises((RuntimeError, ValueError)):
             fast.conditional_sample(*wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["LeRobot", "CleanDiffuser"])
+def test_timesteps_raise_as_before(kind, device):
+    """These networks take a timestep for each sample; no layer takes wider numbers than it has."""
+    sample, cond = torch.randn(3, 8, 2, device=device), torch.randn(3, 4, device=device)
+    timestep = torch.arange(3, device=device)
+    if kind == "LeRobot":
+        unet = lerobot_unet({"input_dim": 2, "global_cond_dim": 4, **SMALL})
+    else:
+        unet = near_copies.ChiUnet(2, 2, 2)
+    unet = dpa.accelerate(unet.to(device).eval())
+    for _ in range(2):
+        unet(sample, timestep, cond)
+    for wrong in (3, timestep[1], timestep[1:2], timestep.double(), timestep + 0j):
+        with pytest.raises((AttributeError, IndexError, RuntimeError, TypeError)):
+            unet(sample, wrong, cond)
 
 
 @torch.no_grad()

@@ -299,7 +299,12 @@ class FastForward(Replacement, Denoiser):
         # Subclasses trace or distribute; a timestep that is a float, the original may truncate.
         if type(sample) is not Tensor or not isinstance(timestep, (Tensor, int)):
             return None
-        return sample, timestep, conditions
+        one_each = isinstance(timestep, Tensor) and timestep.shape == sample.shape[:1]
+        right = one_each or variant.one_for_all
+        if isinstance(timestep, Tensor):  # no layer takes an embedding that is wider than it is
+            kinds = torch.float32, sample.dtype
+            right = right and promote_types(timestep.dtype, torch.float32) in kinds
+        return (sample, timestep, conditions) if right else None
 
     def _kind(self) -> tuple[Any, ...]:
         """Return what calls have in common that one comparison stands for."""

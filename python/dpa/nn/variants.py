@@ -51,6 +51,7 @@ class Variant:
             it is an argument of its own.
         embedding: names of the modules that make the timestep's embedding, one after the other.
         each_action: whether each action has a timestep of its own.
+        one_for_all: whether its forward takes one timestep for all samples, too.
         extra: beginnings of the original names of what ``condition`` reads.
         unused: beginnings of names that the forward never reads.
 
@@ -65,6 +66,7 @@ class Variant:
     condition: Callable[[nn.Module, Call], Tensor | None] | None = None
     embedding: tuple[str, ...] = ("diffusion_step_encoder",)
     each_action: bool = False
+    one_for_all: bool = True
     extra: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
@@ -103,6 +105,7 @@ LEROBOT = Variant(
         (r"\bconv2\.block\.", "blocks.1.block."),
         (r"((?:down|up)_modules\.\d+\.2)(?=\.weight$|\.bias$|$)", r"\1.conv"),
     ),
+    one_for_all=False,
 )
 VARIANTS = (
     LEROBOT,
@@ -148,6 +151,7 @@ VARIANTS = (
         norms=("GroupNorm1d",),
         condition=_observations,
         embedding=("map_noise", "map_emb"),
+        one_for_all=False,
         extra=("map_noise.", "global_cond_encoder."),
     ),
     Variant(
@@ -160,6 +164,7 @@ VARIANTS = (
             *_RESHAPED,
         ),
         inputs={"cond": "unread", "time": "timestep"},
+        one_for_all=False,
     ),
     ORIGINAL,
 )
