@@ -1,7 +1,14 @@
 """dpa eval: real simulators, a policy trained on a script's demonstrations, clear errors."""
 
+import hashlib
+import inspect
 import json
+import os
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
 
+import fit_lerobot
 import numpy as np
 import pytest
 import torch
@@ -28,14 +35,29 @@ def error(*arguments):
     return str(result.exception) if result.exit_code == 1 else result.output
 
 
+def kept(train, **options):
+    """A folder with what ``train`` trains, in the build folder: the first run of the tests trains.
+
+    Another one for other options, scripts, or versions of what trains.
+    """
+    scripts = (Path(inspect.getfile(code)).read_text() for code in (train, fit_lerobot))
+    made_of = (*scripts, repr(options), torch.__version__, version("lerobot"), version("numpy"))
+    digest = hashlib.sha256("".join(made_of).encode()).hexdigest()[:16]
+    folder = Path(__file__).parents[2] / "build" / "trained" / f"{train.__module__}-{digest}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            train(Path(made, "policy"), **options)
+            os.replace(Path(made, "policy"), folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained():
     pytest.importorskip("gymnasium_robotics", reason="gymnasium-robotics is not installed")
     from train_fetch_reach import train
 
-    folder = tmp_path_factory.mktemp("fetch_reach")
-    train(folder, steps=400, episodes=40, batch_size=32)  # 9 of the 12 episodes below succeed
-    return folder
+    return kept(train, steps=400, episodes=40, batch_size=32)  # 9 of the 12 episodes below succeed
 
 
 def test_the_same_episodes_succeed_when_accelerated(trained):
@@ -52,13 +74,11 @@ def test_the_same_episodes_succeed_when_accelerated(trained):
 
 
 @pytest.fixture(scope="module")
-def trained_on_images(tmp_path_factory):
+def trained_on_images():
     pytest.importorskip("gym_pusht", reason="gym-pusht is not installed")
     from train_push_t import train
 
-    folder = tmp_path_factory.mktemp("push_t")
-    train(folder)
-    return folder
+    return kept(train)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
