@@ -292,7 +292,8 @@ def test_wrong_inputs_raise_as_before(device):
     fast, (data, mask, _, cond) = dpa.accelerate(original_policy(device)), call_of(device)
     for _ in range(2):
         fast.conditional_sample(data, mask, None, cond)
-    for wrong in ((data[:, :7], mask[:, :7], None, cond), (data, mask), (data, mask, data, cond)):
+    calls = (data[:, :7], mask[:, :7], None, cond), (data, mask), (data, mask, None, cond[:1])
+    for wrong in (*calls, (data, mask, data, cond)):
         with pytest.raises((RuntimeError, ValueError)):
             fast.conditional_sample(*wrong)
 

@@ -367,7 +367,10 @@ class FastLoop(Replacement):
                 translate(forward, call)
             except RuntimeError as error:
                 raise ValueError(str(error)) from None
-        return call
+        given = call.conditions.values() if isinstance(forward, FastForward) else ()
+        batches = [len(x) for x in given if isinstance(x, Tensor) and x.dim() > 1]
+        # A condition of one sample serves a batch of a sampler, and none of an original.
+        return call if all(call.shape[0] in (None, batch) for batch in batches) else None
 
 
 def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:
