@@ -90,6 +90,8 @@ def test_what_is_refused():
     unet, _ = unet_and_inputs()
     with pytest.raises(ValueError, match="mode must be one of loop, step, chain, got 'fast'"):
         dpa.accelerate(unet, mode="fast")
+    with pytest.raises(ValueError, match="tolerance must be positive and finite, got high"):
+        dpa.accelerate(unet, tolerance="high")
     with pytest.raises(ValueError, match="dtype must be float32, float16 or bfloat16"):
         dpa.accelerate(unet, torch.float64)
     unet.final_conv[0] = nn.Identity()

@@ -29,6 +29,8 @@ REFUSED = [
     ({"batch_size": "3"}, "batch_size must be an integer of at least 0, got '3'"),
     ({"generator": 7}, "generator must be a torch.Generator, or a sequence of them, got int"),
     ({"generator": []}, "generator must be one, or a sequence of 3, got 0"),
+    ({"conditions": torch.zeros(3, 4)}, "conditions must map names to tensors, got Tensor"),
+    ({"conditions": []}, "conditions must map names to tensors, got list"),
 ]
 
 
@@ -41,12 +43,14 @@ def test_arguments_that_are_refused(change, message):
         sampler(**{"global_cond": torch.zeros(3, 4), **change})
 
 
-@pytest.mark.parametrize("change", [{"global_cond": [[0.0] * 4]}, {"generator": []}])
+@pytest.mark.parametrize(
+    "change", [{"global_cond": [[0.0] * 4]}, {"generator": []}, {"conditions": torch.zeros(1, 4)}]
+)
 def test_a_call_after_a_good_one_is_checked_too(change):
     scheduler, steps, _ = make_scheduler("ddim")
     sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps, horizon=8, fused=True)
     sampler(torch.zeros(1, 4))
-    with pytest.raises(ValueError, match=f"DiffusionSampler: {next(iter(change))} must be"):
+    with pytest.raises(ValueError, match=f"DiffusionSampler: {next(iter(change))} must"):
         sampler(**{"global_cond": torch.zeros(1, 4), **change})
 
 
@@ -56,6 +60,9 @@ def test_constructors_that_are_refused():
         for name in ("dtype", "noise_dtype"):
             with pytest.raises(ValueError, match=rf" {name} must be a floating dtype, got {dtype}"):
                 dpa.DiffusionSampler(make_unet("cpu"), scheduler, 4, **{name: dtype})
+    for steps in ([8, 4], 2.5):
+        with pytest.raises(ValueError, match=r"num_inference_steps must be an integer, or None"):
+            dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps)
     with pytest.raises(ValueError, match="unet must be a network, or a function like one"):
         dpa.DiffusionSampler(None, scheduler, 4)
     with pytest.raises(ValueError, match=r"parallel must be a dpa.Parallel, got <class 'int'>"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Options:
         require(right, "accelerate: training_dtype", "be bfloat16", self.training_dtype)
         right = self.weights in MODES
         require(right, "accelerate: weights", _one_of(MODES), repr(self.weights))
-        right = self.tolerance is None or 0 < self.tolerance < float("inf")
+        number = isinstance(self.tolerance, numbers.Real) and 0 < self.tolerance < float("inf")
+        right = self.tolerance is None or number
         require(right, "accelerate: tolerance", "be positive and finite", self.tolerance)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -161,6 +162,8 @@ class DiffusionSampler:
 
     @num_inference_steps.setter
     def num_inference_steps(self, steps: int | None) -> None:
+        whole, rule = isinstance(steps, numbers.Integral | None), "be an integer, or None"
+        check(whole, "num_inference_steps", rule, repr(steps))
         # Builds the table now: a count that the scheduler cannot do is refused where it is set.
         self._tables.find(steps, self.fallback)
         self._steps = steps
@@ -235,10 +238,10 @@ class DiffusionSampler:
         }
         way = inpainting, first_step
         last = self.prepared  # read once: another thread's call may replace it
-        known = last is not None and not conditions and not torch.compiler.is_compiling()
+        known = last is not None and conditions is None and not torch.compiler.is_compiling()
         if known and last.serves(given, batch_size, generator, way) and last.stands(self.fused):
             return last.run(given, generator)
-        others = arguments.check_conditions(conditions or {})
+        others = arguments.check_conditions({} if conditions is None else conditions)
         return self._sample(given, others, batch_size, generator, way)
 
     @uncompiled(reason="the sampler captures its own graphs")
