@@ -8,9 +8,10 @@ namespace {
 
 constexpr int kMaxHeadBytes = 12 << 10;  // of the first convolution's weights in shared memory
 
-// The tiles of a GEMM: as many samples a tile as there are columns for, but a tile for every cluster.
-bool choose_tiles(ClusterLayer& l, int chunk_log2) {
-  l.samples_log2 = std::min(chunk_log2, log2_of(kTileColumns) - l.times_log2);
+// The tiles of a GEMM: as many samples a tile as there are columns for, and at most 1 << most_log2, but a tile for every
+// cluster.
+bool choose_tiles(ClusterLayer& l, int chunk_log2, int most_log2) {
+  l.samples_log2 = std::min(most_log2, log2_of(kTileColumns) - l.times_log2);
   if (l.samples_log2 < 0) return false;
   auto tiles_log2 = [&] { return l.upsample + l.row_tiles_log2 + chunk_log2 - l.samples_log2; };
   while (1 << tiles_log2() < kClusters && l.samples_log2 > 0) l.samples_log2--;
@@ -18,6 +19,20 @@ bool choose_tiles(ClusterLayer& l, int chunk_log2) {
   l.tiles_log2 = tiles_log2() - log2_of(kClusters);
   l.ways = l.tiles_log2 < 0 ? 0 : kClusterBlocks >> l.tiles_log2;
   return l.ways >= 2;
+}
+
+// The most samples that a tile has but for upsampling GEMMs, which have twice as many tiles, and so could do with more
+// samples a tile than any other. A block would then read words of blocks of which no other GEMM tells it that they have
+// made those of the last step unwritten.
+int most_samples_log2(const Plan& plan, int chunk_log2, int times_log2) {
+  int most = 0;
+  for (const Conv& conv : plan.convs) {
+    if (conv.upsample) continue;
+    ClusterLayer l = {};
+    l.times_log2 = times_log2 - conv.level_out, l.row_tiles_log2 = log2_of(conv.channels_out / kTileRows);
+    if (choose_tiles(l, chunk_log2, chunk_log2)) most = std::max<int>(most, l.samples_log2);
+  }
+  return most;
 }
 
 // Who finishes what of a tile, or of neighbouring ones.
@@ -158,6 +173,7 @@ ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max
   y.step_bytes = kTileRows * 16 * element_bytes(plan.dtype);
   const int times_log2 = log2_of(horizon);  // what lies behind the last time is zero
   while (y.chunk_log2 + times_log2 - (c.levels - 1) < 4 && y.chunk_log2 < 4) y.chunk_log2++;  // 16 columns in a tile
+  const int most_log2 = most_samples_log2(plan, y.chunk_log2, times_log2);
   int residual = 0, skips[kMaxLevels] = {};
   Places<int64_t> take = {1};
   auto message = [&](int channels, int times) {
@@ -174,7 +190,8 @@ ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max
     l.times = horizon >> conv.level_out;
     l.times_log2 = conv.upsample ? l.times_in_log2 : l.times_out_log2;
     l.channels = conv.channels_out, l.row_tiles_log2 = log2_of(conv.channels_out / kTileRows);
-    if (!choose_tiles(l, y.chunk_log2) || !choose_units(l, conv, horizon) || !choose_gemm(l, plan, conv, max_words))
+    if (!choose_tiles(l, y.chunk_log2, most_log2) || !choose_units(l, conv, horizon) ||
+        !choose_gemm(l, plan, conv, max_words))
       return y;
     for (int s = 0; s < 2; s++) {
       l.bias[s] = static_cast<int>(conv.bias[s]);
