@@ -119,6 +119,7 @@ def test_the_deferred_package_has_every_public_name(tmp_path):
         ["bench", "--only", "nothing"],
         ["bench", "--only", "norm"],
         ["run", "--mode", "fast", "unet.pt"],
+        ["run", "-m", "nothing.main"],
         ["bench", "unet.pt", "--device", "tpu"],
         ["export", "unet.pt", "--to", "gguf"],
         ["export", "unet.pt", "--to", "onnx", "--dtype", "bfloat16"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -67,6 +68,8 @@ def run(
         raise FileNotFoundError(f"{name}: there is no such file")
     sys.argv = [name, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(name).resolve().parent))
+    if module and find_spec(name.partition(".")[0]) is None:
+        raise FileNotFoundError(f"{name}: there is no such module")
     try:
         if module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
