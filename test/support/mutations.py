@@ -305,7 +305,7 @@ MUTATIONS = [
     ),
     Mutation(
         "barrier: a cluster's blocks do not wait for one another",
-        "kernels/cuda/common/ptx.cuh",
+        "kernels/cuda/common/ptx_cluster.cuh",
         '"barrier.cluster.arrive.release.aligned;\\nbarrier.cluster.wait.acquire.aligned;"',
         '""',
         _CONVOLUTIONS,

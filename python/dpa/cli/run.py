@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import traceback
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -57,19 +58,21 @@ def run(
 
     if not program:
         raise ValueError("PROGRAM must be a script, or with -m a module, got nothing")
+    name, *arguments = program
+    where = os.getcwd() if module else str(Path(name).resolve().parent)
+    if not module and not Path(name).is_file():
+        raise FileNotFoundError(f"{name}: there is no such file")
+    package = name.partition(".")[0]
+    if module and not (PathFinder.find_spec(package, [where]) or find_spec(package)):
+        raise FileNotFoundError(f"{name}: there is no such module")
     options = options_from(os.environ)
     wanted = {"mode": mode and mode.value, "tolerance": tolerance, "graphs": graphs}
     wanted["dtype"] = torch_dtype(dtype)
     if options is not None:
         options |= {name: value for name, value in wanted.items() if value is not None}
         accelerate_new(_say, tuple(policy or ()), **options)
-    name, *arguments = program
-    if not module and not Path(name).is_file():
-        raise FileNotFoundError(f"{name}: there is no such file")
     sys.argv = [name, *arguments]
-    sys.path.insert(0, os.getcwd() if module else str(Path(name).resolve().parent))
-    if module and find_spec(name.partition(".")[0]) is None:
-        raise FileNotFoundError(f"{name}: there is no such module")
+    sys.path.insert(0, where)
     try:
         if module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
