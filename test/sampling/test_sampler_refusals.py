@@ -54,6 +54,16 @@ def test_a_call_after_a_good_one_is_checked_too(change):
         sampler(**{"global_cond": torch.zeros(1, 4), **change})
 
 
+@pytest.mark.parametrize("conditions", [None, {}])
+def test_a_call_like_the_last_one_is_not_prepared_again(conditions, monkeypatch):
+    """Accelerated policies give an empty dictionary where there are no other conditions."""
+    scheduler, steps, _ = make_scheduler("ddim")
+    sampler = dpa.DiffusionSampler(make_unet("cpu"), scheduler, steps, horizon=8, fused=True)
+    sampler(torch.zeros(1, 4), conditions=conditions)
+    monkeypatch.setattr(sampler, "_sample", None)
+    assert sampler(torch.zeros(1, 4), conditions=conditions).shape == (1, 8, 2)
+
+
 def test_constructors_that_are_refused():
     scheduler, _, _ = make_scheduler("ddim")
     for dtype in (torch.int32, "float32"):
