@@ -37,15 +37,20 @@ struct WeightPipeline {
     if (s >= stages) s -= stages, p ^= 1;
     ptx::barrier_wait(full + s * 8, p);
   }
-  // Gives back the next `count` stages: lane i the i-th of them. The whole warp calls, when it has read them.
-  __device__ __forceinline__ void release(int lane, int count) {
-    __syncwarp();
-    if (lane < count) {
-      const int s = stage + lane;
-      ptx::barrier_arrive(empty + (s >= stages ? s - stages : s) * 8);
-    }
+  // Goes past the next `count` stages, and returns the barrier at which lane i gives back the i-th of them, if it is one,
+  // by an arrival when the whole warp has read them.
+  __device__ __forceinline__ uint32_t take(int lane, int count) {
+    const int s = stage + lane;
+    const uint32_t barrier = empty + (s >= stages ? s - stages : s) * 8;
     stage += count;
     if (stage >= stages) stage -= stages, phase ^= 1;
+    return barrier;
+  }
+  // Gives back the next `count` stages. The whole warp calls, when it has read them.
+  __device__ __forceinline__ void release(int lane, int count) {
+    __syncwarp();
+    const uint32_t barrier = take(lane, count);
+    if (lane < count) ptx::barrier_arrive(barrier);
   }
 };
 
@@ -65,15 +70,11 @@ struct Block {
   uint32_t phase = 1;
   __device__ __forceinline__ float* floats_at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
 
+  // Mish of float32.
   __device__ __forceinline__ static float activate(float x) {
-    if constexpr (kWide) {
-      // A Newton step of the approximate reciprocal is a division without its branch.
-      const float e = math::exponential(fminf(x, 20.0f)), n = e * (e + 2.0f), d = n + 2.0f,
-                  r = ptx::reciprocal_approx(d);
-      return x * (n * fmaf(fmaf(-d, r, 1.0f), r, r));
-    } else {
-      return quick_mish(x);
-    }
+    // A Newton step of the approximate reciprocal is a division without its branch.
+    const float e = math::exponential(fminf(x, 20.0f)), n = e * (e + 2.0f), d = n + 2.0f, r = ptx::reciprocal_approx(d);
+    return x * (n * fmaf(fmaf(-d, r, 1.0f), r, r));
   }
 
   // The first convolution's output, for all of a thread's pairs, which are of the same channels, and its residual's,

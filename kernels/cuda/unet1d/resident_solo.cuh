@@ -42,6 +42,7 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
   // The steps of short segments, which take no time for others.
   template <int kRows>
   static constexpr int kShort = kRows == 1 ? 2 : 3;
+  static constexpr uint32_t kNoBarrier = 1;  // 0 may be one: on chips before Hopper shared memory begins there
   struct HeldWeights {
     typename Math::Raw tiles[kHeldTiles + 1];  // e4m3 is widened when it multiplies
     uint32_t inputs[5];                        // offsets of the steps' activations, two a word
@@ -49,7 +50,11 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     // Where the lane's column of activations begins, and where the thread's partial sums go, where it reads those of all
     // warps: addresses in shared memory; where it publishes: a word of a layer's messages.
     uint32_t row, mine, sums, to;
+    uint32_t empty = kNoBarrier;  // the lane's stage to give back once they have multiplied: a barrier
   };
+  // Whether their stages are given back so late: a stream that waits for no memory gains nothing by it sooner, and
+  // nothing waits for the loads of weights before the messages are added up.
+  static constexpr bool kReleaseLater = kBulk && kScaled && kPairs == 1;
   // Of all warps' steps those that are held.
   template <int kRows>
   static __device__ __forceinline__ int held_of(int steps) {
@@ -106,9 +111,15 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
       const uint32_t offset = input + real * kStepBytes + (real * l.steps_inverse >> 16) * l.tap_bytes;
       held.inputs[i / 2] = i % 2 ? held.inputs[i / 2] | offset << 16 : offset;
       s += kConsumerWarps, at += kRound;
-      if (at >= buffer_bytes) at -= buffer_bytes;
+      // Less the buffer's length where it is behind its end: else that is a huge number.
+      at = static_cast<int>(min(static_cast<uint32_t>(at), static_cast<uint32_t>(at - buffer_bytes)));
     }
     inject_test_delay();
+    if constexpr (kReleaseLater) {
+      const uint32_t barrier = pipeline.take(lane, stages);
+      if (lane < stages) held.empty = barrier;
+      return;
+    }
     // The stages may be written again as soon as they are given back, and an arrival overtakes loads that nothing waits
     // for: each held tile is used first.
     if constexpr (kHeldTiles > 0) {
@@ -325,6 +336,10 @@ struct Solo : SoloInputs<Weight, kPairs, kRecord> {
     Sums<kRows, kColumns> sum = {};
     int steps = l.steps[0], done = held_of<kRows>(steps);
     multiply_held<kRows, kColumns>(held, done, rows, sum);
+    if constexpr (kReleaseLater) {
+      __syncwarp();
+      if (held.empty != kNoBarrier) ptx::barrier_arrive(held.empty);
+    }
     // A second segment that is a residual's is not needed before the next layer but one: the first one's sums go ahead.
 #pragma unroll 1
     for (int s = 0; steps; s++) {

@@ -20,7 +20,8 @@ struct SoloInputs : Block<Weight> {
   // Whether messages are polled before held weights are waited for, or last of all. A failed poll costs a read through
   // L2, so sooner is not better; where registers are short, or float32's weights take the memory, last is.
   static constexpr bool kPollAhead = !kWide && (kPairs == 1 || (kPairs == 2 && sizeof(Weight) == 2));
-  static constexpr int kElement = 2;  // bytes of a GEMM's input, of float32 twice
+  static constexpr float kEpsilon = 1e-5f;  // of the norms
+  static constexpr int kElement = 2;        // bytes of a GEMM's input, of float32 twice
 
   const float* film = nullptr;  // of this step
   float2 v[kPairs];             // of the layer: what it makes of the messages
@@ -86,8 +87,8 @@ struct SoloInputs : Block<Weight> {
     for (int i = 0; i < kPairs; i++) {
       const bool valid = i < own;
       const float x = valid ? v[i].x - pivot : 0.0f, y = valid ? v[i].y - pivot : 0.0f;
-      sum += x + y;
-      squares = fmaf(x, x, fmaf(y, y, squares));
+      sum = i ? sum + (x + y) : x + y;
+      squares = i ? fmaf(x, x, fmaf(y, y, squares)) : fmaf(x, x, y * y);
       if constexpr (kWide) pairs += __popc(__ballot_sync(~0u, valid));
     }
     float x[kConsumerWarps], y[kConsumerWarps];
@@ -107,7 +108,7 @@ struct SoloInputs : Block<Weight> {
       const float all = sum_of(x) * inverse;
 #pragma unroll
       for (int w = 0; w < kConsumerWarps; w++) y[w] = fmaf(part[w].w * (part[w].z - all), part[w].z - all, part[w].y);
-      return make_float2(all, rsqrtf(sum_of(y) * inverse + 1e-5f));
+      return make_float2(all, rsqrtf(sum_of(y) * inverse + kEpsilon));
     } else {
       sum_of_warp(sum, squares);
       float2* parts = reinterpret_cast<float2*>(shared + a.layout.sums);
@@ -118,9 +119,21 @@ struct SoloInputs : Block<Weight> {
         const float4 two = *reinterpret_cast<const float4*>(parts + w);
         x[w] = two.x, y[w] = two.y, x[w + 1] = two.z, y[w + 1] = two.w;
       }
-      const float mean = sum_of(x) * inverse;
-      return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, sum_of(y) * inverse), 0.0f) + 1e-5f));
+      const float mean = sum_of(x) * inverse, square = fmaf(sum_of(y), inverse, kEpsilon);
+      return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, square), kEpsilon)));
     }
+  }
+
+  // mish(centred * inverse_deviation * gamma + beta) * scale + shift. In 16 bits few instructions one after another: with
+  // d = (1 + e^x)^2 + 1 Mish is x - 2 x / d, also where d overflows.
+  static __device__ __forceinline__ float finished(float centred, float inverse_deviation, float gamma, float beta,
+                                                   float scale, float shift) {
+    if constexpr (kWide) return fmaf(Base::activate(fmaf(centred, inverse_deviation * gamma, beta)), scale, shift);
+    constexpr float kLog2E = 1.44269504f;
+    centred *= gamma;
+    const float x = fmaf(centred, inverse_deviation, beta),
+                e = ptx::exp2_approx(fmaf(centred * kLog2E, inverse_deviation, beta * kLog2E)) + 1.0f;
+    return fmaf(x * (-2.0f * scale), ptx::reciprocal_approx(fmaf(e, e, 1.0f)), fmaf(x, scale, shift));
   }
 
   // The output of `from` becomes the input of `to`, or, for the last layer, the tail's values. `hold` takes weights, while
@@ -188,16 +201,18 @@ struct SoloInputs : Block<Weight> {
     if (from.norm >= 0) {
       const float2 moment = moments(v, count, from);
       mark(layer, kNormalised);
-      const float2 gain = make_float2(moment.y * p.gamma.x, moment.y * p.gamma.y);
 #pragma unroll
       for (int i = 0; i < kPairs; i++) {
-        v[i].x = Base::activate(fmaf(v[i].x - moment.x, gain.x, p.beta.x));
-        v[i].y = Base::activate(fmaf(v[i].y - moment.x, gain.y, p.beta.y));
+        v[i].x = finished(v[i].x - moment.x, moment.y, p.gamma.x, p.beta.x, p.scale.x, r[i].x);
+        v[i].y = finished(v[i].y - moment.x, moment.y, p.gamma.y, p.beta.y, p.scale.y, r[i].y);
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; i++)
+        v[i] = make_float2(fmaf(v[i].x, p.scale.x, r[i].x), fmaf(v[i].y, p.scale.y, r[i].y));
     }
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
-      v[i] = make_float2(fmaf(v[i].x, p.scale.x, r[i].x), fmaf(v[i].y, p.scale.y, r[i].y));
       if (i >= count) continue;
       if (tail)
         reinterpret_cast<float2*>(shared + a.layout.stash)[tid + i * kThreads] = v[i];

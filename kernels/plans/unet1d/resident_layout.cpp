@@ -140,10 +140,12 @@ struct Maker {
 constexpr int64_t kMemoryBound = 256 << 20;
 
 // Stages under way at a time. What polls read queues behind them, so as few as keep memory busy: of 16 KB two, and one
-// where a network of three pairs a thread leaves most of a step to other things.
+// where weights are few beside a step.
 int stages_at_once(const ResidentLayout& r, const Plan& plan) {
   if (plan.tile_bytes >= kMemoryBound) return r.stages;
-  return r.pairs == 3 && plan.dtype != DType::kFloat32 ? 1 : 2;
+  const bool few =
+      plan.dtype == DType::kFloat8E4M3 ? r.pairs == 1 || r.pairs == 3 : plan.dtype != DType::kFloat32 && r.pairs == 3;
+  return few ? 1 : 2;
 }
 
 // Which weights are asked to stay in L2 from step to step. Where memory's bandwidth decides, which it does in the wide
