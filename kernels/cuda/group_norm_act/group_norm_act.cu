@@ -87,10 +87,19 @@ struct Rows {
       for (int row = place.row; row < place.rows; row += place.step, ++slot) {
 #pragma unroll
         for (int i = 0; i < kImages; ++i)
-          if (images[i]) ptx::copy_async_16(ptx::shared_address(at(i, slot)), images[i] + place.offset(row));
+          if (images[i]) copy(at(i, slot), images[i] + place.offset(row));
       }
+#if __CUDA_ARCH__ >= 800
       ptx::copy_async_wait();
+#endif
     }
+  }
+  __device__ __forceinline__ static void copy(uint4* to, const uint4* from) {
+#if __CUDA_ARCH__ >= 800
+    ptx::copy_async_16(ptx::shared_address(to), from);
+#else
+    *to = *from;
+#endif
   }
   __device__ __forceinline__ uint4* at(int image, int slot) const { return slots + (image * held + slot) * kThreads; }
   /// The vector of the thread's row number `slot`, which is at `offset`.
