@@ -23,10 +23,11 @@ Tensor conv2d_norm_act_formula(const Tensor& input, const Tensor& weight, const 
   const auto along = [&](const Tensor& channels) { return channels.to(wide).unsqueeze(-1).unsqueeze(-1); };
   // Of ops that take what they saved in any order: the backward of ATen's group_norm does not.
   if (num_groups > 0 && y.sym_numel() != 0) {
-    auto groups = y.reshape_symint({y.sym_size(0), num_groups, -1});
-    groups = groups - groups.mean({-1}, /*keepdim=*/true);
-    const auto variance = (groups * groups).mean({-1}, /*keepdim=*/true);
-    y = (groups * (variance + eps).rsqrt()).reshape_symint(y.sym_sizes());
+    // Dimensions stay as they are: a compiler takes seconds to join those whose sizes are formulas of others.
+    auto groups = y.unflatten_symint(1, {num_groups, -1});
+    groups = groups - groups.mean({2, 3, 4}, /*keepdim=*/true);
+    const auto variance = (groups * groups).mean({2, 3, 4}, /*keepdim=*/true);
+    y = (groups * (variance + eps).rsqrt()).flatten(1, 2);
   }
   if (scale.has_value()) y = y * along(*scale);
   if (shift.has_value()) y = y + along(*shift);
