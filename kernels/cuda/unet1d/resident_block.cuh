@@ -70,13 +70,6 @@ struct Block {
   uint32_t phase = 1;
   __device__ __forceinline__ float* floats_at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
 
-  // Mish of float32.
-  __device__ __forceinline__ static float activate(float x) {
-    // A Newton step of the approximate reciprocal is a division without its branch.
-    const float e = math::exponential(fminf(x, 20.0f)), n = e * (e + 2.0f), d = n + 2.0f, r = ptx::reciprocal_approx(d);
-    return x * (n * fmaf(fmaf(-d, r, 1.0f), r, r));
-  }
-
   // The first convolution's output, for all of a thread's pairs, which are of the same channels, and its residual's,
   // from the sample itself. Taps and actions are one axis, in the weights as in the sample, which has zeros around it.
   template <int kPairs>

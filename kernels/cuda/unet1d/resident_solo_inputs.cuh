@@ -128,12 +128,18 @@ struct SoloInputs : Block<Weight> {
   // d = (1 + e^x)^2 + 1 Mish is x - 2 x / d, also where d overflows.
   static __device__ __forceinline__ float finished(float centred, float inverse_deviation, float gamma, float beta,
                                                    float scale, float shift) {
-    if constexpr (kWide) return fmaf(Base::activate(fmaf(centred, inverse_deviation * gamma, beta)), scale, shift);
-    constexpr float kLog2E = 1.44269504f;
-    centred *= gamma;
-    const float x = fmaf(centred, inverse_deviation, beta),
-                e = ptx::exp2_approx(fmaf(centred * kLog2E, inverse_deviation, beta * kLog2E)) + 1.0f;
-    return fmaf(x * (-2.0f * scale), ptx::reciprocal_approx(fmaf(e, e, 1.0f)), fmaf(x, scale, shift));
+    if constexpr (kWide) {
+      // A Newton step of the approximate reciprocal is a division without its branch.
+      const float x = fmaf(centred, inverse_deviation * gamma, beta), e = math::exponential(fminf(x, 20.0f)),
+                  n = e * (e + 2.0f), d = n + 2.0f, r = ptx::reciprocal_approx(d);
+      return fmaf(x * (n * fmaf(fmaf(-d, r, 1.0f), r, r)), scale, shift);
+    } else {
+      constexpr float kLog2E = 1.44269504f;
+      centred *= gamma;
+      const float x = fmaf(centred, inverse_deviation, beta),
+                  e = ptx::exp2_approx(fmaf(centred * kLog2E, inverse_deviation, beta * kLog2E)) + 1.0f;
+      return fmaf(x * (-2.0f * scale), ptx::reciprocal_approx(fmaf(e, e, 1.0f)), fmaf(x, scale, shift));
+    }
   }
 
   // The output of `from` becomes the input of `to`, or, for the last layer, the tail's values. `hold` takes weights, while

@@ -143,9 +143,8 @@ constexpr int64_t kMemoryBound = 256 << 20;
 // where weights are few beside a step.
 int stages_at_once(const ResidentLayout& r, const Plan& plan) {
   if (plan.tile_bytes >= kMemoryBound) return r.stages;
-  const bool few =
-      plan.dtype == DType::kFloat8E4M3 ? r.pairs == 1 || r.pairs == 3 : plan.dtype != DType::kFloat32 && r.pairs == 3;
-  return few ? 1 : 2;
+  if (plan.dtype == DType::kFloat32) return 2;
+  return r.pairs == 3 || (r.pairs == 1 && plan.dtype == DType::kFloat8E4M3) ? 1 : 2;
 }
 
 // Which weights are asked to stay in L2 from step to step. Where memory's bandwidth decides, which it does in the wide
