@@ -2,11 +2,14 @@
 
 import inspect
 
+import other_policies as others
 import pytest
 import torch
 from policies import lerobot_policy, observations
+from policy_cases import images
 
 import dpa
+from dpa.tracking.replacing import replaced
 
 
 @pytest.fixture
@@ -45,6 +48,20 @@ def test_the_first_action_after_an_example_is_compared_with_nothing(policy, loop
     assert len(loops) == 1
 
 
+def test_an_example_of_a_policy_that_acts_by_get_action():
+    """As robomimic's and ManiSkill's, which is here the one that changes its observation."""
+    policy, observation = others.ManiSkillAgent(images=True).eval(), images("cpu")
+    shape = observation["rgb"].shape
+    torch.manual_seed(3)
+    expected = policy.get_action(dict(observation))
+    dpa.accelerate(policy, example=observation)
+    compared = replaced(policy, "get_action").shadow.errors
+    assert len(compared) == 1 and observation["rgb"].shape == shape
+    torch.manual_seed(3)
+    torch.testing.assert_close(policy.get_action(observation), expected, rtol=1e-4, atol=1e-4)
+    assert len(compared) == 1
+
+
 def test_an_example_leaves_random_numbers_and_empty_queues(policy):
     (observation,) = observations(1, "cpu")
     state = torch.get_rng_state()
@@ -60,7 +77,7 @@ def test_an_example_that_the_policy_refuses_leaves_it_as_it_was(policy):
 
 
 def test_who_takes_no_example(policy):
-    with pytest.raises(TypeError, match="example needs a model with select_action or predict_ac"):
+    with pytest.raises(TypeError, match=r"example needs a model with .* or get_action, got"):
         dpa.accelerate(policy.diffusion.unet, example={})
     with pytest.raises(TypeError, match=r"policy in evaluation mode: call policy\.eval\(\)"):
         dpa.accelerate(policy.train(), example={})

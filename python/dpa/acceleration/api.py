@@ -98,10 +98,10 @@ def accelerate(
             call, by where parameters lie, their versions and samples of their values;
             :class:`dpa.tracking.WeightTracker` says which writes that shows. "checked" compares a
             checksum of every element besides. "frozen" promises that nothing is written.
-        example: an observation, as ``select_action`` or ``predict_action`` of the policy takes it.
-            The policy is called on it at once, so that no call of a control loop pays for
-            comparing and capturing what is of the same shapes. Its queues are empty afterwards;
-            the generators of random numbers are as they were.
+        example: an observation, as the policy's ``select_action``, ``predict_action`` or
+            ``get_action`` takes it. The policy is called on it at once, so that no call of a
+            control loop pays for comparing and capturing what is of the same shapes. Its queues are
+            empty afterwards; the generators of random numbers are as they were.
         loop: where the policy has its denoising loop, as :class:`dpa.Loop` says, or several;
             instead of those that are looked for. The network may be of any kind: of one that dpa
             has no kernels for PyTorch's run, on a GPU in one CUDA graph of the whole loop.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dpa.acceleration.api import accelerate, explain
+from dpa.acceleration.example import ACTS
 from dpa.acceleration.shadow_run import Options
 from dpa.library.checks import require
 
@@ -29,7 +30,6 @@ KNOWN = (
     (r"(\w+\.)*\w+_policy(_\w+)?\.policy\.\w+", r"\w+"),
     (r"robomimic\.algo\.diffusion_policy", r"DiffusionPolicyUNet"),
 )
-_ACTS = ("select_action", "predict_action", "get_action")  # what makes a class a policy
 _SWITCH = "DPA_ACCELERATE"
 _OFF, _ON = ("0", "off", "no", "false"), ("", "1", "on", "yes", "true")
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
@@ -169,7 +169,7 @@ class _Hook:
 
     def _wrap(self, kind: type) -> None:
         made = [wrapped for wrapped, _ in self._wrapped]
-        if kind in made or not any(hasattr(kind, method) for method in _ACTS):
+        if kind in made or not any(hasattr(kind, method) for method in ACTS):
             return
         self._wrapped.append((kind, vars(kind).get("__init__")))
         construct = kind.__init__

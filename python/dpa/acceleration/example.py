@@ -9,13 +9,15 @@ from torch import nn
 
 # A call that is compared with the original, one that is captured and compared, one that replays.
 CALLS = 3
-_METHODS = ("select_action", "predict_action")  # LeRobot's policies; diffusion_policy's
+# What policies act by: LeRobot's; diffusion_policy's; robomimic's and ManiSkill's.
+ACTS = ("select_action", "predict_action", "get_action")
 
 
 def why_no_example(model: Any) -> str | None:
     """Why a model cannot be called on an example, or None where it can."""
-    if not any(hasattr(model, method) for method in _METHODS):
-        return f"a model with {' or '.join(_METHODS)}, got a {type(model).__name__}"
+    if not any(hasattr(model, method) for method in ACTS):
+        *methods, last = ACTS
+        return f"a model with {', '.join(methods)} or {last}, got a {type(model).__name__}"
     if isinstance(model, nn.Module) and model.training:
         return "a policy in evaluation mode: call policy.eval() first"
     return None
@@ -26,7 +28,7 @@ def call_on(policy: Any, observation: Any) -> None:
 
     A policy with ``reset`` answers from a queue between its predictions, so it is reset each time.
     """
-    method = next(getattr(policy, name) for name in _METHODS if hasattr(policy, name))
+    method = next(getattr(policy, name) for name in ACTS if hasattr(policy, name))
     reset = getattr(policy, "reset", lambda: None)
     with torch.random.fork_rng(), torch.no_grad():
         for _ in range(CALLS):
