@@ -25,6 +25,9 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 BUILD_SETUP := $(VENV)/.setup-build-$(CUDA)
 SETUP := $(VENV)/.setup-$(CUDA)
 GPU := $(shell nvidia-smi -L 2>/dev/null)
+# CUDA's compiler, where one is installed; else PyPI's will do.
+NVCC := $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard $(addsuffix /bin/nvcc,$(CUDA_HOME) /usr/local/cuda)))
+fetch_nvcc = $(if $(NVCC),,echo "no nvcc here: taking the compiler from PyPI"; $(PIP) install -r requirements/nvcc.txt)
 
 # Tests start Python hundreds of times: what an import compiles is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
@@ -50,8 +53,7 @@ $(BUILD_SETUP): requirements/build.txt requirements/demo.txt requirements/nvcc.t
 	@echo "setting up $(VENV) with the pinned dependencies (torch is 3 GB: the first time takes minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --no-compile -r requirements/build.txt -r requirements/demo.txt
-	@if [ "$(CUDA)" = on ] && ! command -v nvcc >/dev/null && ! [ -x /usr/local/cuda/bin/nvcc ]; then \
-	  echo "no nvcc here: taking the compiler from PyPI"; $(PIP) install -r requirements/nvcc.txt; fi
+	@$(if $(filter on,$(CUDA)),$(fetch_nvcc))
 	@touch $@
 
 $(SETUP): $(BUILD_SETUP) requirements/dev.txt requirements/lerobot.txt requirements/robomimic.txt \
@@ -149,7 +151,12 @@ ARM_CUDART := build/torches-aarch64/cudart
 wheel: $(BIN)/auditwheel
 	@$(call make_wheel,dist,,$(own_torch)) DPA_CUDA=$(CUDA) 'DPA_CUDA_ARCHS=$(CUDA_ARCHS)'
 
-wheels: wheel-cpu $(if $(filter off,$(CUDA)),,wheel-cuda wheel-cuda12) wheel-aarch64
+wheels:
+	@mkdir -p build dist
+	@touch build/wheels-begun
+	@$(MAKE) --no-print-directory wheel-cpu $(if $(filter off,$(CUDA)),,wheel-cuda wheel-cuda12) wheel-aarch64
+	@echo "made:"
+	@find dist -name '*.whl' -newer build/wheels-begun | sort | sed 's/^/  /'
 
 torches: $(SETUP)
 	@$(call fetch_torches,build/torches)
@@ -158,6 +165,7 @@ wheel-cpu: torches $(BIN)/auditwheel
 	@$(call make_wheel,dist/cpu,cpu,$(call torch_folders,build/torches)) DPA_CUDA=off
 
 wheel-cuda: torches $(BIN)/auditwheel
+	@$(fetch_nvcc)
 	@$(call make_wheel,dist,,$(call torch_folders,build/torches)) DPA_CUDA=on 'DPA_CUDA_ARCHS=$(WHEEL_ARCHS)'
 
 # CUDA 12's nvcc, for machines that have none.
@@ -169,8 +177,11 @@ build/cuda12/complete: requirements/cuda12.txt cmake/cuda12.sh cmake/fetch.py | 
 	@$(BIN)/python cmake/fetch.py nvidia-cuda-cccl-cu12==12.9.27 build/cuda12/cccl
 	@touch $@
 
-wheel-cuda12: torches $(BIN)/auditwheel $(if $(CUDA12),,build/cuda12/complete)
-	@export CUDACXX=$(or $(CUDA12),$(CURDIR)/build/cuda12/bin/nvcc); \
+wheel-cuda12: torches $(BIN)/auditwheel
+	@mkdir -p build
+	@$(if $(CUDA12),,$(MAKE) --no-print-directory build/cuda12/complete 2>build/cuda12.log || \
+	  { echo "no CUDA 12 wheel: $$(grep -v '^make' build/cuda12.log | tail -n 1) (CUDA12= names an nvcc)"; exit 0; };) \
+	  export CUDACXX=$(or $(CUDA12),$(CURDIR)/build/cuda12/bin/nvcc); \
 	  $(call make_wheel,dist/cu12,cu12,$(call torch_folders,build/torches)) DPA_CUDA=on 'DPA_CUDA_ARCHS=$(CUDA12_ARCHS)'
 
 wheel-aarch64: $(BIN)/auditwheel

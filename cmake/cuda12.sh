@@ -7,13 +7,14 @@ rm -rf "$1"
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 packages=$(grep -v '^#' requirements/cuda12.txt)
-grep -qs '^ID=debian' /etc/os-release || { echo "CUDA 12's compiler can be fetched on Debian alone"; exit 1; }
+no() { echo "$1" >&2; exit 1; }
+grep -qs '^ID=debian' /etc/os-release || no "CUDA 12's compiler can be fetched on Debian alone"
 
 # apt with lists and a cache in a folder that is removed at the end.
 work=$(mktemp -d "$folder/apt.XXXX")
 trap 'rm -rf "$work"' EXIT
 mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | grep '/debian/$' | head -n 1)
-[ -n "$mirror" ] || { echo "apt has no source for Debian's packages here"; exit 1; }
+[ -n "$mirror" ] || no "apt has no source for Debian's packages here"
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
 echo "deb [signed-by=$keys] $mirror trixie non-free" >"$work/sources.list"
 mkdir -p "$work/lists/partial" "$work/archives/partial"
