@@ -13,6 +13,7 @@ WHEEL_ARCHS ?= 75;80;86;89;90a;100f;120f
 CUDA12_ARCHS ?= 75;80;86;89;90a
 ARM_ARCHS ?= 87;90a;110f
 CASE ?=
+ALLOW_MISSING ?=
 CUDA12 ?= $(lastword $(sort $(wildcard /usr/local/cuda-12*/bin/nvcc)))
 SUITE ?=
 GPU_JOBS ?= 8
@@ -207,9 +208,10 @@ test-wheel: $(SETUP) build wheel sdist
 	@sh test/scripts/wheel.sh $(BIN)/python dist/*.whl
 
 # The wheels for this machine in new environments with torch 2.9, LeRobot 0.4, LeRobot 0.6 and torch 2.15, 3 to 8 GB each, which
-# are made one after another and removed. CASE="3.11 torch==2.10.*" names another.
+# are made one after another and removed. CASE="3.11 torch==2.10.*" names another. Without python3.12 LeRobot 0.6 is not run and the
+# target fails, unless ALLOW_MISSING=1.
 test-wheels: $(SETUP)
-	@sh test/scripts/wheels.sh "$(wildcard dist/*.whl dist/cpu/*.whl dist/cu12/*.whl)" $(if $(CASE),"$(CASE)")
+	@sh test/scripts/wheels.sh $(if $(ALLOW_MISSING),--allow-missing )"$(wildcard dist/*.whl dist/cpu/*.whl dist/cu12/*.whl)" $(if $(CASE),"$(CASE)")
 
 # The one for 64-bit ARM under emulation.
 test-wheel-aarch64: $(SETUP)

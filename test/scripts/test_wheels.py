@@ -82,3 +82,47 @@ def test_wheels_for_the_cpu_alone(checkout):
         write(checkout / ".venv" / name, "")
     said, _ = make(checkout, "wheels", "CUDA=off", "NVCC=")
     assert "PyPI" not in said and "dist/torch_dpa.whl" not in said.split()
+
+
+PIP = SAYS + 'case "$*" in *list*) echo torch==2.16.0 ;; esac\n'
+OPS = 'case "$*" in *"import dpa"*) touch ops ;; esac\necho "a call 9.0 ms, accelerated 1.0"\n'
+DOCTOR = SAYS + "[ -e ops ]\n"  # something is wrong until an import has built the ops
+
+
+@pytest.fixture
+def python(tmp_path):
+    """A python3.99, in whose environments the first import of dpa builds the ops."""
+    for program, text in (("python", SAYS + OPS), ("pip", PIP), ("dpa", DOCTOR)):
+        write(tmp_path / "venv/bin" / program, text)
+    copies = f"[ $2 != venv ] || cp -r '{tmp_path}/venv' .\n"
+    write(tmp_path / "bin/python3.99", f"#!/bin/sh\n[ $1 != -m ] || {{ {copies.strip()}; }}\n")
+    write(tmp_path / "torch_dpa-0.1.0-py3-none-any.whl", "")
+    return tmp_path
+
+
+def try_wheels(folder, *arguments):
+    """The status of wheels.sh, what it prints, and what it called."""
+    environment = {**os.environ, "LOG": str(folder / "log")}
+    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
+    allow, cases = [a for a in arguments if a[0] == "-"], [a for a in arguments if a[0] != "-"]
+    (wheel,) = folder.glob("*.whl")
+    command = ["sh", ROOT / "test/scripts/wheels.sh", *allow, wheel, *cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    log = folder / "log"
+    return done.returncode, done.stdout, log.read_text() if log.exists() else done.stderr
+
+
+def test_a_torch_that_the_wheel_has_no_ops_for_is_tried(python):
+    status, said, called = try_wheels(python, "3.99 torch==2.16.* cmake ninja")
+    assert status == 0 and "pip --disable-pip-version-check install -q --no-compile" in called
+    assert "torch==2.16.* cmake ninja diffusers" in called
+    row = "0.1.0 | torch==2.16.* cmake ninja | clean | as before | a call 9.0 ms, accelerated 1.0"
+    assert said.splitlines()[-1] == row
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_python_that_is_not_here_is_said_last_and_fails(python, allowed):
+    cases = ["3.98 lerobot[diffusion]==0.6.1", "3.99 torch==2.16.*"]
+    status, said, _ = try_wheels(python, *["--allow-missing"] * allowed, *cases)
+    assert said.splitlines()[-1] == "not run, no python3.98: lerobot[diffusion]==0.6.1"
+    assert "0.1.0 | torch==2.16.* | clean" in said and (status == 0) == allowed
