@@ -1,5 +1,6 @@
 """dpa.jit.load: the library built at run time, each time in a process of its own."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -76,6 +77,18 @@ def test_counts_the_compiled_files_on_a_terminal(status, capsys, monkeypatch):
     assert building._run(command, dict(os.environ), verbose=False, say=True) == (status, lines)
     err = capsys.readouterr().err
     assert "\rdpa.jit.load: [1/2]\rdpa.jit.load: [2/2]" in err and err.endswith("\r\033[K")
+
+
+def test_says_now_and_then_where_it_is_without_a_terminal(capsys, monkeypatch):
+    """As in a container's log, where minutes without a word are taken for a hang."""
+    clock = itertools.count(step=building._SECONDS / 2)
+    monkeypatch.setattr(building.time, "monotonic", lambda: next(clock))
+    command = ["sh", "-c", 'for n in 1 2 3 4; do echo "[$n/4] a.cpp"; done']
+    building._run(command, dict(os.environ), verbose=False, say=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["dpa.jit.load: [2/4]", "dpa.jit.load: [4/4]"]
+    building._run(command, dict(os.environ), verbose=False, say=False)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dpa.library import by_torch
 from dpa.library.files import sources
 
 _COUNT = re.compile(r"\[\d+/\d+\]")
+_SECONDS = 20.0  # between lines of progress where no terminal is
 
 
 def build_ops(missing: by_torch.NoOpsForTorch) -> Path:
@@ -106,19 +108,24 @@ def _run(
 ) -> tuple[int, str]:
     """Run a command; return its status and output, which ``verbose`` shows instead.
 
-    With ``say`` one line on a terminal counts the files that Ninja has compiled: ``[12/80]``.
+    With ``say`` the files that Ninja has compiled are counted, ``[12/80]``: on a terminal in one
+    line, elsewhere in a line now and then.
     """
     if verbose:
         return subprocess.run(command, env=environment).returncode, ""
     lines = []
-    terminal = say and sys.stderr.isatty()
+    terminal, said = say and sys.stderr.isatty(), time.monotonic()
     with subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         for line in process.stdout:
             lines.append(line)
-            if terminal and (done := _COUNT.match(line)):
+            done = _COUNT.match(line) if say else None
+            if done and terminal:
                 print(f"\rdpa.jit.load: {done[0]}", end="", file=sys.stderr, flush=True)
+            elif done and time.monotonic() - said >= _SECONDS:
+                print(f"dpa.jit.load: {done[0]}", file=sys.stderr, flush=True)
+                said = time.monotonic()
     if terminal:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     return process.returncode, "".join(lines)
