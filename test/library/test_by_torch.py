@@ -21,6 +21,7 @@ def lib(tmp_path, monkeypatch):
     (folder / "built-for.txt").write_text("the CPU and CUDA 13.0.88 for architectures 90a\n")
     monkeypatch.delenv("DPA_LIBRARY", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(building, "lerobot_bound", lambda: None)
     monkeypatch.setattr(loader, "_loaded", None)
     monkeypatch.setattr(loader, "is_loaded", lambda: False)
     monkeypatch.setattr(loader, "folders", lambda: [folder])
@@ -101,6 +102,14 @@ def test_without_a_compiler_the_import_says_what_to_install(lib, monkeypatch, tm
     assert "has ops for torch 1.10, and this is torch" in line
     assert "pip install cmake ninja, sudo apt install g++" in line
     assert line.endswith('or pip install "torch==1.10.*"')
+
+
+def test_without_a_compiler_the_import_names_a_torch_that_lerobot_allows(lib, monkeypatch):
+    add(lib, "torch1.9-cpu", "torch1.10-cpu", "torch1.11-cpu")
+    monkeypatch.setattr(building, "lerobot_bound", lambda: "<1.11,>=1.2")
+    monkeypatch.setattr(building, "_tool", lambda name: None)
+    with pytest.raises(ImportError, match=r'or pip install "torch==1\.10\.\*"$'):
+        loader.load()
 
 
 def test_builds_the_ops_beside_the_kernels_once(lib, monkeypatch, capsys):

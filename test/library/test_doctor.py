@@ -16,10 +16,15 @@ from processes import run_python
 
 import dpa
 from dpa.diagnostics.doctor import NOTE, OK, WRONG, advice, examine, form, is_healthy
-from dpa.diagnostics.host import Host, look
+from dpa.diagnostics.host import Host, cpu_levels, look
+from dpa.packed.unet import PackedUnet
 
 HOPPER = "the CPU and CUDA 13.0.88 for architectures 90a with PTX 80 (as asked)"
 CPU = "the CPU alone: DPA_CUDA is off"
+OF_12 = "the CPU and CUDA 12.4.131 for architectures 75;80;86;89;90a with PTX 80 (as asked)"
+OF_13 = (
+    "the CPU and CUDA 13.0.88 for architectures 75;80;86;89;90a;100f;120f with PTX 80 (as asked)"
+)
 WELL = Host(
     dpa="0.1.0",
     checkout=Path("/sources"),
@@ -32,6 +37,7 @@ WELL = Host(
     library="/sources/libdpa.so",
     library_torch="2.11.0+cu130",
     built_for=HOPPER,
+    cpu_levels=("portable", "avx2", "avx512", "avx512_bf16"),
     compilers={"c++": "/usr/bin/c++"},
     cache="/home/me/.cache/dpa",
     packages={"diffusers": "0.35.2", "lerobot": "0.4.4"},
@@ -39,6 +45,9 @@ WELL = Host(
 )
 WHEEL = replace(WELL, checkout=None)
 NO_GPU = replace(WELL, gpus=(), seen=(), driver=None, smoke={"cpu": "ok"})
+V100 = {"gpus": (("Tesla V100", (7, 0)),)}
+OF_CUDA_12 = {"torch_cuda": "12.8", "driver": "535.183.01", "built_for": OF_12}
+CU12 = replace(WHEEL, kernels_cuda=12, **OF_CUDA_12)
 OTHER_TORCH = {"torch": "2.9.1+cu128", "torch_cuda": "12.8", "smoke": {}}
 TOOLS = {tool: f"/usr/bin/{tool}" for tool in ("c++", "cmake", "ninja")}
 SAYS = "this wheel has ops for torch 2.9, 2.11, and this is torch 2.16.0"
@@ -48,7 +57,8 @@ CANNOT = {"library_error": "cannot open shared object file", "smoke": {}}
 
 def test_a_machine_where_all_is_well():
     older = replace(WHEEL, torch="2.10.0+cu128", torch_cuda="12.8", kernels_cuda=13)
-    for host in (WELL, WHEEL, older, NO_GPU, replace(NO_GPU, built_for=CPU)):
+    ptx = replace(CU12, gpus=(("RTX 5090", (12, 0)),), driver="550.54.14")
+    for host in (WELL, WHEEL, older, CU12, ptx, NO_GPU, replace(NO_GPU, built_for=CPU)):
         found = examine(host)
         assert {f.state for f in found} == {OK} and not any(f.mend for f in found), found
     says = {f.name: f.says for f in examine(WELL)}
@@ -59,7 +69,10 @@ def test_a_machine_where_all_is_well():
     ("gpu", "expected"),
     [
         (("NVIDIA H200", (9, 0)), "100 DDPM steps take {} ms in bfloat16"),
-        (("NVIDIA GeForce RTX 4090", (8, 9)), "measured on an H200 alone: `dpa bench CHECKPOINT`"),
+        (
+            ("NVIDIA GeForce RTX 4090", (8, 9)),
+            "measured on an H100 and an H200 alone: `dpa bench CHECKPOINT`",
+        ),
     ],
 )
 def test_how_fast_it_should_be(gpu, expected):
@@ -67,6 +80,71 @@ def test_how_fast_it_should_be(gpu, expected):
     rows = {label: value for label, value, _ in figures["loop-gpu"]["rows"]}
     (finding,) = [f for f in examine(replace(WELL, gpus=(gpu,))) if f.name == "kernels 0"]
     assert expected.format(rows["DDPM 100 steps, dpa bfloat16"]) in finding.says
+
+
+@pytest.mark.parametrize(
+    ("level", "row"),
+    [
+        # Columns of docs/cpu-log.md: one thread at batch 1, and two.
+        ("avx512_fp16", r"80 M, T 16 \| 1 \| 34\.1 \| (\S+) \| 22\.7 \| (\S+) \|"),
+        ("amx", r"80 M \| 20\.4 / (\S+) = 2\.0x \| 15\.7 / (\S+) ="),
+        ("avx512_bf16", None),  # of the chart
+    ],
+)
+def test_what_runs_on_a_cpu_and_how_fast(level, row):
+    docs = Path(__file__).parents[2] / "docs"
+    rows = {k: v for k, v, _ in json.loads((docs / "figures.json").read_text())["call-cpu"]["rows"]}
+    figures = [rows[f"batch 1, {dtype}, dpa"] for dtype in ("float32", "bfloat16")]
+    if row:
+        figures = re.search(row, (docs / "cpu-log.md").read_text()).groups()
+    finding = of_cpu(cpu_levels=("portable", level))
+    assert "takes {} ms in float32 and {} in bfloat16".format(*figures) in finding.says
+
+
+def of_cpu(**facts):
+    (finding,) = [f for f in examine(replace(NO_GPU, **facts)) if f.name == "kernels cpu"]
+    return finding
+
+
+def test_a_cpu_that_was_never_timed():
+    finding = of_cpu(cpu_levels=("portable", "neon"))
+    assert "by NEON; never timed on a U-Net: `dpa bench CHECKPOINT` measures" in finding.says
+    assert "by AVX2; " in of_cpu(cpu_level="avx2").says
+    assert not [f for f in examine(WELL) if f.name == "kernels cpu"]  # there is a GPU
+
+
+def test_the_levels_of_this_cpu_are_those_of_the_library(monkeypatch):
+    packed = PackedUnet(dpa.nn.ConditionalUnet1D(2, down_dims=(16,), diffusion_step_embed_dim=32))
+    _ = packed.packed
+    monkeypatch.setenv("DPA_CPU_LEVEL", "none")
+    with pytest.raises(RuntimeError) as caught:
+        packed(torch.zeros(1, 4, 2), torch.zeros(1))
+    names = re.search(r"that the machine has \((.*?)\)", str(caught.value))[1]
+    assert look().cpu_levels == tuple(names.split(", ")) and look().cpu_level == "none"
+
+
+XEON = "fpu avx avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16"
+
+
+@pytest.mark.parametrize(
+    ("machine", "vendor", "flags", "best"),
+    [
+        ("x86_64", "GenuineIntel", "fpu sse2", "portable"),
+        ("x86_64", "GenuineIntel", "fpu avx2", "portable"),
+        ("x86_64", "AuthenticAMD", "fpu avx2 fma", "avx2"),
+        ("x86_64", "GenuineIntel", XEON.replace(" avx512_bf16", ""), "avx512"),
+        ("x86_64", "AuthenticAMD", XEON + " avx512_fp16", "avx512_bf16"),
+        ("x86_64", "GenuineIntel", XEON + " avx512_fp16", "avx512_fp16"),
+        ("x86_64", "GenuineIntel", XEON + " avx512_fp16 amx_bf16 amx_tile", "amx"),
+        ("aarch64", "", "fp asimd", "neon"),
+        ("aarch64", "", "fp asimd bf16", "neon_bf16"),
+        ("riscv64", "", "", "portable"),
+    ],
+)
+def test_the_best_level_by_what_linux_says(machine, vendor, flags, best):
+    name = "Features" if machine == "aarch64" else "flags"
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\n{name}\t\t: {flags}\n\nprocessor\t: 1\n"
+    assert cpu_levels(machine, text)[-1] == best
 
 
 # Each case: what differs, the state, the thing that is named, what is said, what mends it.
@@ -105,6 +183,73 @@ CASES = {
         replace(WHEEL, library=None, ops_for=("2.9", "2.11"), built_for=None, **NO_OPS),
         (WRONG, "library", "has ops for torch 2.9, 2.11, and this is torch 2.16.0"),
         r'^pip install "torch==2\.11\.\*"$',
+    ),
+    "a torch that a wheel has no ops for, beside LeRobot 0.4": (
+        replace(
+            WHEEL,
+            library=None,
+            ops_for=("2.9", "2.10", "2.11"),
+            built_for=None,
+            torch_bound="<2.11.0,>=2.2.1",
+            **NO_OPS,
+        ),
+        (WRONG, "library", "has ops for torch 2.9"),
+        r'^pip install "torch==2\.10\.\*"$',
+    ),
+    "another torch, from a wheel for one that LeRobot does not allow": (
+        replace(WHEEL, library_error="built against", torch_bound="<2.11", **OTHER_TORCH),
+        (WRONG, "library", "built against torch 2.11.0+cu130"),
+        r"^take a dpa wheel with ops for a torch that LeRobot allows \(<2\.11\)$",
+    ),
+    "no torch beside LeRobot": (
+        replace(
+            WHEEL,
+            torch=None,
+            torch_error="No module named 'torch'",
+            library_torch=None,
+            torch_bound="<2.11.0,>=2.2.1",
+        ),
+        (WRONG, "torch", "No module named"),
+        r'^pip install "torch<2\.11\.0,>=2\.2\.1"$',
+    ),
+    "a GPU that no wheel has code for": (
+        replace(WHEEL, built_for=OF_13, **V100),
+        (WRONG, "kernels 0", "no code for this GPU (70)"),
+        r"^let policies run on the CPU: no wheel has code for GPUs below 7\.5",
+    ),
+    "a GPU that CUDA 13's compiler makes no code for, in a checkout": (
+        replace(WELL, **V100),
+        (WRONG, "kernels 0", "no code for this GPU (70)"),
+        "^let policies run on the CPU: .* CUDA 13's compiler makes none",
+    ),
+    "a GPU that CUDA 12's compiler makes code for, in a checkout": (
+        replace(WELL, **OF_CUDA_12, **V100),
+        (WRONG, "kernels 0", "no code for this GPU (70)"),
+        "^make build CUDA_ARCHS=70$",
+    ),
+    "a wheel for another GPU": (
+        replace(WHEEL, gpus=(("RTX 2080", (7, 5)),)),
+        (WRONG, "kernels 0", "no code for this GPU (75)"),
+        "^install dpa's wheel of `make wheel-cuda`",
+    ),
+    "PTX of CUDA 12 under a driver that is too old for it": (
+        replace(CU12, gpus=(("RTX 5090", (12, 0)),)),
+        (
+            WRONG,
+            "kernels 0",
+            "capability 12.0, of CUDA 12.4, and driver 535.183.01 is too old",
+        ),
+        "^update NVIDIA's driver to 550 or later$",
+    ),
+    "the same on a Jetson, for which code of 8.6 is none": (
+        replace(CU12, gpus=(("Orin", (8, 7)),)),
+        (WRONG, "kernels 0", "PTX alone for compute capability 8.7"),
+        "^update NVIDIA's driver to 550 or later$",
+    ),
+    "a level of instructions that the CPU has not": (
+        replace(NO_GPU, cpu_level="amx"),
+        (WRONG, "kernels cpu", "DPA_CPU_LEVEL is amx, and this CPU has portable, avx2, avx512"),
+        "^unset DPA_CPU_LEVEL$",
     ),
     "a torch that a wheel has no ops for, where they can be built": (
         replace(
@@ -195,7 +340,10 @@ def test_what_is_wrong_and_what_mends_it(case):
         ((12, 0), "90a with PTX 80", "phases"),
         ((8, 6), "86 with PTX 80", "phases"),
         ((8, 9), "90a", None),
-        ((10, 3), "100f", None),
+        ((10, 3), "100f", "phases"),
+        ((10, 3), "100a", None),
+        ((8, 9), "80", "phases"),
+        ((8, 7), "80;86", None),
         ((7, 5), "90a with PTX 80", None),
         ((7, 5), "75;80 with PTX 80", "layers"),
     ],

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dpa.diagnostics.host import Host, look
+from dpa.library.torches import install
 
 OK: Literal["ok"] = "ok"
 NOTE: Literal["note"] = "note"  # works, with less than could be
@@ -15,6 +16,13 @@ WRONG: Literal["wrong"] = "wrong"
 
 # The oldest driver of each CUDA, as NVIDIA's table of minor-version compatibility has it.
 _DRIVERS = {12: 525, 13: 580}
+# The oldest driver that compiles the PTX of each release of CUDA, as their release notes have it.
+_PTX_DRIVERS = {
+    **{"12.0": 525, "12.1": 530, "12.2": 535, "12.3": 545, "12.4": 550, "12.5": 555, "12.6": 560},
+    **{"12.8": 570, "12.9": 575, "13.0": 580, "13.1": 590},
+}
+_OLDEST = (7, 5)  # that a wheel has code for, and that CUDA 13's compiler makes code for
+_TEGRA = {(7, 2), (8, 7)}  # Jetson's, which run no other GPU's machine code
 _FORMS = {
     "hopper": "resident kernels: the whole denoising loop is one kernel",
     "phases": "the whole denoising loop is one kernel, without Hopper's instructions",
@@ -23,8 +31,28 @@ _FORMS = {
 # What is known of a form's speed: docs/figures.json has the figure.
 _SPEEDS = {
     "hopper": "on an H200, channels 256/512/1024, 100 DDPM steps take 8.3 ms in bfloat16",
-    "phases": "measured on an H200 alone: `dpa bench CHECKPOINT` measures it here",
+    "phases": "measured on an H100 and an H200 alone: `dpa bench CHECKPOINT` measures it here",
 }
+# The same of the levels of kernels/cpu: docs/figures.json and docs/cpu-log.md have the figures.
+_CPU_LEVELS = {
+    "portable": "vectors of 4, without AVX2",
+    "avx2": "AVX2",
+    "avx512": "AVX-512",
+    "avx512_bf16": "AVX-512 with bfloat16 dot products",
+    "avx512_fp16": "AVX-512 with float16 arithmetic",
+    "amx": "AVX-512 and AMX",
+    "neon": "NEON",
+    "neon_bf16": "NEON with bfloat16 dot products",
+}
+_CPU_SPEEDS = {
+    "avx512_bf16": "on two cores of an EPYC, channels 256/512/1024, one forward pass takes 4.62 ms "
+    "in float32 and 2.4 in bfloat16",
+    "avx512_fp16": "on one core of a Xeon, channels 256/512/1024, a step takes 17.4 ms in float32 "
+    "and 9.66 in bfloat16",
+    "amx": "on two cores of a Xeon, channels 256/512/1024, a step takes 10.4 ms in float32 and 9.8 "
+    "in bfloat16",
+}
+_CPU_UNTIMED = "never timed on a U-Net: `dpa bench CHECKPOINT` measures it here"
 
 
 @dataclass(frozen=True)
@@ -50,7 +78,7 @@ def examine(host: Host | None = None) -> list[Finding]:
     host = host or look()
     found = [_package(host), *_torch(host)]
     if host.torch is not None:
-        found += [*_gpu(host), *_library(host), *_kernels(host), *_smoke(host)]
+        found += [*_gpu(host), *_library(host), *_kernels(host), *_cpu(host), *_smoke(host)]
     return [*found, *_packages(host), *_tools(host)]
 
 
@@ -72,19 +100,33 @@ def is_healthy(found: list[Finding]) -> bool:
 
 def form(capability: tuple[int, int], built_for: str) -> str | None:
     """Which form of the kernels runs on a GPU, or None where the library has no code for it."""
-    listed, _, with_ptx = built_for.partition("(")[0].partition("architectures")[2].partition("PTX")
-    archs = re.findall(r"\d+[af]?", listed)
+    archs, ptx = _code(built_for)
     if not archs:
         return None
     major, minor = capability
-    own = f"{major}{minor}"
     if capability == (9, 0) and "90a" in archs:
         return "hopper"
-    exact = own in archs or any(a.rstrip("af") == own for a in archs)
-    ptx = [int(base) for base in re.findall(r"\d+", with_ptx)]
-    if not exact and not any(base <= major * 10 + minor for base in ptx):
+    if not _runs(archs, capability) and not any(base <= major * 10 + minor for base in ptx):
         return None
     return "phases" if major >= 8 else "layers"
+
+
+def _code(built_for: str) -> tuple[list[str], list[int]]:
+    """The architectures that a library has machine code for, and those of its PTX."""
+    listed, _, with_ptx = built_for.partition("(")[0].partition("architectures")[2].partition("PTX")
+    return re.findall(r"\d+[af]?", listed), [int(base) for base in re.findall(r"\d+", with_ptx)]
+
+
+def _runs(archs: list[str], capability: tuple[int, int]) -> bool:
+    """Whether a GPU runs machine code of one of these: its own, or one of the same major version
+    that is older, but for what is of one architecture alone (90a)."""
+    major, minor = capability
+    for arch in archs:
+        of, than = divmod(int(arch.rstrip("af")), 10)
+        own = (of, than) == capability
+        if own or (of == major and than < minor and arch[-1] != "a" and capability not in _TEGRA):
+            return True
+    return False
 
 
 def _package(host: Host) -> Finding:
@@ -99,7 +141,8 @@ def _package(host: Host) -> Finding:
 def _torch(host: Host) -> Iterator[Finding]:
     if host.torch is None:
         minor = _minor(host.library_torch)
-        mend = f'pip install "torch=={minor}.*"' if minor else "pip install torch"
+        mend = f'pip install "torch{host.torch_bound}"' if host.torch_bound else "pip install torch"
+        mend = install([minor], None, host.torch_bound) if minor else mend
         yield Finding("torch", WRONG, f"cannot be imported: {host.torch_error}", mend)
     else:
         cuda = f"built with CUDA {host.torch_cuda}" if host.torch_cuda else "a build for the CPU"
@@ -148,11 +191,12 @@ def _library(host: Host) -> Iterator[Finding]:
     elif host.ops_for:
         builds = {"c++", "cmake", "ninja"} <= host.compilers.keys()
         mend = 'python -c "import dpa"  # builds them, in minutes'
-        mend = mend if builds else f'pip install "torch=={host.ops_for[-1]}.*"'
+        mend = mend if builds else install(host.ops_for, host.torch, host.torch_bound)
         yield Finding("library", WRONG, host.library_error, mend)
     elif built and built != has:
         says = f"built against torch {host.library_torch}, and this is torch {host.torch}"
-        yield Finding("library", WRONG, says, _rebuild(host, f'pip install "torch=={built}.*"'))
+        mend = _rebuild(host, install([built], None, host.torch_bound))
+        yield Finding("library", WRONG, says, mend)
     else:
         reinstall = "pip install --force-reinstall --no-deps DPA_WHEEL  # the file you installed"
         yield Finding("library", WRONG, host.library_error, _rebuild(host, reinstall))
@@ -185,15 +229,60 @@ def _kernels(host: Host) -> Iterator[Finding]:
         name = f"kernels {number}"
         runs = form(capability, host.built_for)
         arch = "{}{}".format(*capability) + ("a" if capability == (9, 0) else "")
-        mend = f"make build CUDA_ARCHS={arch}" if host.checkout else "install a dpa wheel with CUDA"
         if runs is None:
-            yield Finding(name, WRONG, f"the library has no code for this GPU ({arch})", mend)
+            says = f"the library has no code for this GPU ({arch})"
+            yield Finding(name, WRONG, says, _code_for(host, capability, arch))
+        elif too_old := _too_old_for_ptx(host, capability):
+            says, mend = too_old
+            yield Finding(name, WRONG, says, mend)
         elif capability == (9, 0) and runs != "hopper":
-            yield Finding(name, NOTE, f"{_FORMS[runs]}; those for 9.0a are not built", mend)
+            says = f"{_FORMS[runs]}; those for 9.0a are not built"
+            yield Finding(name, NOTE, says, _code_for(host, capability, arch))
         elif runs == "layers":
             yield Finding(name, NOTE, f"older than 8.0: {_FORMS[runs]}")
         else:
             yield Finding(name, OK, f"{_FORMS[runs]}; {_SPEEDS[runs]}")
+
+
+def _code_for(host: Host, capability: tuple[int, int], arch: str) -> str:
+    """What brings machine code for a GPU, where anything does."""
+    makes = capability >= _OLDEST or (host.torch_cuda and _major(host.torch_cuda) < 13)
+    if host.checkout and makes:
+        return f"make build CUDA_ARCHS={arch}"
+    if capability >= _OLDEST:
+        return "install dpa's wheel of `make wheel-cuda`, which has code for every GPU from 7.5 on"
+    return (
+        "let policies run on the CPU: no wheel has code for GPUs below 7.5, and CUDA 13's compiler "
+        "makes none. With a torch and an nvcc of CUDA 12 a build from the sources that names "
+        f"CUDA_ARCHS={arch} may have the small ops; nobody has tried it"
+    )
+
+
+def _too_old_for_ptx(host: Host, capability: tuple[int, int]) -> tuple[str, str] | None:
+    """What is wrong, and its mend, where the driver cannot compile the PTX that a GPU needs."""
+    release = re.search(r"CUDA (\d+\.\d+)", host.built_for or "")
+    needed = _PTX_DRIVERS.get(release[1]) if release else None
+    archs, _ = _code(host.built_for or "")
+    if _runs(archs, capability) or not needed or not host.driver or _major(host.driver) >= needed:
+        return None
+    says = (
+        "the library has PTX alone for compute capability {}.{}, ".format(*capability)
+        + f"of CUDA {release[1]}, and driver {host.driver} is too old to compile it"
+    )
+    return says, f"update NVIDIA's driver to {needed} or later"
+
+
+def _cpu(host: Host) -> Iterator[Finding]:
+    """Which kernels run on the CPU; beside a GPU it is not what policies run on."""
+    if host.library_error is not None or host.gpus or not host.cpu_levels:
+        return
+    level = host.cpu_level or host.cpu_levels[-1]
+    if level not in host.cpu_levels:
+        says = f"DPA_CPU_LEVEL is {level}, and this CPU has {', '.join(host.cpu_levels)}"
+        yield Finding("kernels cpu", WRONG, says, "unset DPA_CPU_LEVEL")
+        return
+    says = f"loop and ResNet encoders on packed weights, by {_CPU_LEVELS[level]}"
+    yield Finding("kernels cpu", OK, f"{says}; {_CPU_SPEEDS.get(level, _CPU_UNTIMED)}")
 
 
 def _smoke(host: Host) -> Iterator[Finding]:

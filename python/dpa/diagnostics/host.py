@@ -15,6 +15,7 @@ from typing import Any
 
 from dpa.library.checks import first_line
 from dpa.library.files import cache_folder, checkout
+from dpa.library.torches import lerobot_bound
 
 PACKAGES = ("diffusers", "lerobot", "huggingface_hub")
 
@@ -30,6 +31,7 @@ class Host:
         torch: the version, or None where it cannot be imported.
         torch_error: why it cannot.
         torch_cuda: the CUDA that torch is built with, such as ``13.0``.
+        torch_bound: what LeRobot requires of torch, such as ``<2.11.0,>=2.2.1``.
         gpus: name and compute capability of each GPU that torch sees.
         seen: names of the GPUs that the driver has, whatever torch sees.
         driver: version of the driver.
@@ -39,6 +41,8 @@ class Host:
         ops_for: the versions of torch that a wheel has ops for, where this one is none of them.
         built_for: as the build wrote it, such as ``the CPU alone: ...``.
         kernels_cuda: the major version of CUDA that a wheel's kernels are built with.
+        cpu_levels: instruction sets of the CPU's kernels that it has, from the least to the best.
+        cpu_level: the one that ``DPA_CPU_LEVEL`` names.
         compilers: paths of c++, nvcc, cmake and ninja, where they are.
         cache: the folder of built libraries.
         cache_writable: whether files can be made there.
@@ -53,6 +57,7 @@ class Host:
     torch: str | None = None
     torch_error: str | None = None
     torch_cuda: str | None = None
+    torch_bound: str | None = None
     gpus: tuple[tuple[str, tuple[int, int]], ...] = ()
     seen: tuple[str, ...] = ()
     driver: str | None = None
@@ -62,6 +67,8 @@ class Host:
     ops_for: tuple[str, ...] = ()
     built_for: str | None = None
     kernels_cuda: int | None = None
+    cpu_levels: tuple[str, ...] = ()
+    cpu_level: str | None = None
     compilers: dict[str, str] = field(default_factory=dict)
     cache: str = ""
     cache_writable: bool = True
@@ -78,9 +85,12 @@ def look() -> Host:
         "python": platform.python_version(),
         "seen": seen,
         "driver": driver,
+        "cpu_levels": cpu_levels(platform.machine(), _text(Path("/proc/cpuinfo")) or ""),
+        "cpu_level": os.environ.get("DPA_CPU_LEVEL") or None,
         "compilers": {
             tool: path for tool in ("c++", "nvcc", "cmake", "ninja") if (path := _tool(tool))
         },
+        "torch_bound": lerobot_bound(),
         "packages": {name: found for name in PACKAGES if (found := version(name))},
     }
     facts["cache"], facts["cache_writable"] = _cache()
@@ -101,6 +111,25 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except Exception:  # metadata that is missing, damaged or unreadable
         return None
+
+
+def cpu_levels(machine: str, cpuinfo: str) -> tuple[str, ...]:
+    """The levels that ``kernels/cpu/level.cpp`` finds, by what Linux says of the processor."""
+    lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
+    if machine == "aarch64":
+        return ("portable", "neon", *(["neon_bf16"] if "bf16" in flags else []))
+    if machine != "x86_64":
+        return ("portable",)
+    avx2 = {"avx2", "fma"}
+    avx512 = avx2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    dot = avx512 | {"avx512_bf16"}
+    needs = {"avx2": avx2, "avx512": avx512, "avx512_bf16": dot}
+    if facts.get("vendor_id") == "GenuineIntel":  # whose dot products are slow
+        needs["avx512_fp16"] = dot | {"avx512_fp16"}
+    needs["amx"] = dot | {"amx_bf16", "amx_tile"}
+    return ("portable", *(level for level, needed in needs.items() if needed <= flags))
 
 
 def _tool(name: str) -> str | None:

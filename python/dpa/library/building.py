@@ -13,8 +13,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from dpa.library import by_torch
 from dpa.library.files import sources
+from dpa.library.torches import install, lerobot_bound
 
 _COUNT = re.compile(r"\[\d+/\d+\]")
 _SECONDS = 20.0  # between lines of progress where no terminal is
@@ -26,7 +29,7 @@ def build_ops(missing: by_torch.NoOpsForTorch) -> Path:
     ImportError says which compiler or tool is not here, or how the build has failed.
     """
     lib = missing.lib
-    newest = f'pip install "torch=={missing.has[-1]}.*"'
+    other = install(missing.has, torch.__version__, lerobot_bound())
     packages = [tool for tool in ("cmake", "ninja") if not _tool(tool)]
     wants = [f"pip install {' '.join(packages)}"] if packages else []
     if not _tool(os.environ.get("CXX", "c++")):
@@ -34,7 +37,7 @@ def build_ops(missing: by_torch.NoOpsForTorch) -> Path:
     if wants:
         raise ImportError(
             f"dpa: {missing}: {', '.join(wants)}, and the next import builds them, once, in "
-            f"minutes; or {newest}"
+            f"minutes; or {other}"
         )
     print(f"dpa: {missing}: building them, once, in minutes", file=sys.stderr)
     definitions = {
@@ -45,7 +48,7 @@ def build_ops(missing: by_torch.NoOpsForTorch) -> Path:
         return build(source(), by_torch.built_here(lib).parent, definitions, verbose=False)
     except (RuntimeError, FileNotFoundError) as error:
         raise ImportError(
-            f"dpa: {missing}, and they cannot be built: {error}\nOr {newest}"
+            f"dpa: {missing}, and they cannot be built: {error}\nOr {other}"
         ) from None
 
 
