@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from dpa.library.capture import MaskAnswers
+from dpa.nn import blocks1d
 from dpa.sampling import traced
 from dpa.sampling.traced import TracedNetwork
 
@@ -44,7 +45,30 @@ class Encoder(nn.Module):
         return self.head(self.encoder(torch.cat(tokens, 1))[:, -sample.shape[1] :])
 
 
+class Convolutions(nn.Module):
+    """Convolutions that keep, halve and double the length, as PyTorch's layers or as dpa's."""
+
+    def __init__(self, ours):
+        super().__init__()
+        self.time = nn.Embedding(20, 16)
+        if ours:
+            self.first = blocks1d.ConditionalResidualBlock1D(2, 16, 16, 5, n_groups=4)
+            self.middle = nn.Sequential(blocks1d.Downsample1d(16), blocks1d.Upsample1d(16))
+        else:
+            self.first = nn.Conv1d(2, 16, 5, padding=2)
+            halving = nn.Conv1d(16, 16, 3, stride=2, padding=1)
+            self.middle = nn.Sequential(halving, nn.ConvTranspose1d(16, 16, 4, stride=2, padding=1))
+        self.last, self.ours = nn.Conv1d(16, 2, 1), ours
+
+    def forward(self, sample, timestep, cond=None):
+        x, time = sample.transpose(1, 2), self.time(timestep)
+        x = self.first(x, time) if self.ours else self.first(x) + time[:, :, None]
+        return self.last(self.middle(x) + x).transpose(1, 2)
+
+
 NETWORKS = {
+    "convolutions": functools.partial(Convolutions, False),
+    "dpa's blocks": functools.partial(Convolutions, True),
     "rotary": functools.partial(others.DiT, vector=6),
     "decoder": functools.partial(others.Transformer, horizon=8),
     "encoder": functools.partial(Encoder, False),
@@ -148,6 +172,40 @@ def test_what_no_sample_reaches_is_computed_in_front(device):
     assert not [op for op in step if "neg" in op or "sin" in op or "aten.add." in op]
     assert any("sin" in op for op in ops(trace._each))
     assert not ops(trace._each)[0].startswith("aten.t.")  # weights serve all steps
+
+
+class ChannelNorm(nn.Module):
+    """A norm over channels written out, as Diffuser's is; or something near to one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(2, 8)
+        self.g, self.b = (nn.Parameter(torch.randn(1, 8, 1)) for _ in range(2))
+
+    def forward(self, sample, timestep, cond=None):
+        x, dim = self.layer(sample).transpose(1, 2), 2 if self.kind == "of times" else 1
+        if self.kind == "together":
+            var, mean = torch.var_mean(x, dim=1, unbiased=False, keepdim=True)
+        else:
+            var = torch.var(x, dim=dim, unbiased=self.kind == "unbiased", keepdim=True)
+            mean = torch.mean(x + 1 if self.kind == "of another" else x, dim=dim, keepdim=True)
+        root = (
+            (var + 1e-3).sqrt() if self.kind != "scaled" else torch.add(var, 1e-3, alpha=2).sqrt()
+        )
+        return ((x - mean) / root * self.g + self.b).transpose(1, 2)[..., :2]
+
+
+@pytest.mark.parametrize(
+    "kind", ["together", "apart", "unbiased", "of times", "of another", "scaled"]
+)
+@torch.no_grad()
+def test_norms_over_channels_are_layer_norms(kind, device):
+    network = ChannelNorm(kind).to(device).eval()
+    sample, conditions = inputs_of(network, 2, device)
+    trace, ahead = traced_of(network, sample, conditions)
+    found = sum("native_layer_norm" in op for op in ops(trace._step))
+    assert found == (kind in ("together", "apart"))
+    assert max(errors(network, ahead(), conditions, sample)) < 2e-6
 
 
 @torch.no_grad()

@@ -23,7 +23,8 @@ _RESHAPE, _MUL, _CAT, _NEG = (
 
 def rewrite(graph: fx.Graph, reached: set[fx.Node]) -> None:
     """Rewrite what there is to rewrite in these nodes of a graph, those that a sample reaches."""
-    for rule in (_view, _clone, _sign, _add_scaled, _modulation, _bias, _gelu_of_linear):
+    rules = _view, _clone, _sign, _add_scaled, _modulation, _channel_norm, _bias, _gelu_of_linear
+    for rule in rules:
         for node in list(graph.nodes):
             if node.op == "call_function" and node in reached:
                 new = rule(graph, node, reached)
@@ -123,6 +124,46 @@ def _modulation(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Nod
         affine = [_made(graph, _RESHAPE, (term, shape), term, reached) for term in (scale, shift)]
         made = _made(graph, norm.target, (x, shape, *affine, eps), norm, reached)
         return _made(graph, operator.getitem, (made, 0), node, reached)
+
+
+def _channel_norm(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | None:
+    """``(x - mean) / sqrt(variance + eps) * scale + shift``, over channels: LayerNorm's kernel."""
+    if not _is(node, _aten.addcmul.default):
+        return None
+    shift, *factors = node.args
+    quotient, scale = factors if _is(factors[0], _aten.div.Tensor) else factors[::-1]
+    centred, root = quotient.args if _is(quotient, _aten.div.Tensor) else (None, None)
+    inner = root.args[0] if _is(root, _aten.sqrt.default) else None
+    variance, eps = inner.args if _is(inner, _aten.add.Tensor) else (None, None)
+    x, mean = centred.args if _is(centred, _aten.sub.Tensor) else (None, None)
+    if not isinstance(eps, float) or not _are_moments(x, variance, mean):
+        return None
+    if inner.kwargs or centred.kwargs:
+        return None
+    channels = _value(x).shape[1]
+    per_channel = all(tuple(_value(n).shape) == (1, channels, 1) for n in (scale, shift))
+    if not per_channel or not _alike(node, x, scale, shift):
+        return None
+    with graph.inserting_before(node):
+        rows = _made(graph, _aten.transpose.int, (x, 1, 2), x, reached)
+        affine = [_made(graph, _RESHAPE, (n, [channels]), n, reached) for n in (scale, shift)]
+        given = rows, [channels], *affine, eps
+        made = _made(graph, _aten.native_layer_norm.default, given, x, reached)
+        found = _made(graph, operator.getitem, (made, 0), x, reached)
+        return _made(graph, _aten.transpose.int, (found, 1, 2), node, reached)
+
+
+def _are_moments(x: Any, variance: Any, mean: Any) -> bool:
+    """Whether these are the biased variance and the mean of (B, C, T) over its channels."""
+    if _is(variance, operator.getitem) and _is(mean, operator.getitem):
+        both, places = variance.args[0], (variance.args[1], mean.args[1])
+        over = _is(both, _aten.var_mean.correction) and both is mean.args[0] and places == (0, 1)
+    else:
+        both = variance
+        over = _is(variance, _aten.var.correction) and _is(mean, _aten.mean.dim)
+        over = over and mean.args == (x, [1], True) and not mean.kwargs
+    biased = over and both.kwargs == {"correction": 0, "keepdim": True}
+    return biased and both.args == (x, [1]) and _value(x).dim() == 3
 
 
 def _bias(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from dpa.sampling import rows
 from dpa.sampling.rewrites import rewrite
 from dpa.sampling.siblings import join, unify
 
@@ -121,7 +122,7 @@ def _trace(
     try:
         with _TRACING, _in_parts():
             functional = torch.func.functionalize(run)  # one that writes to no tensor
-            traced = make_fx(functional)(sample, timesteps, *conditions.values())
+            traced = make_fx(functional, rows.parts())(sample, timesteps, *conditions.values())
     except Exception as error:
         raise RuntimeError(f"its network cannot be traced: {error}") from error
     traced.graph.eliminate_dead_code()
