@@ -142,8 +142,8 @@ APART = ["DP3's mlp_film", "Streaming Diffusion Policy", "DPPO", "CleanDiffuser"
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", APART)
-def test_single_passes_replay_where_pytorch_makes_film(name, cuda):
+@pytest.mark.parametrize("name", [*APART, "Simple DP3", "ManiSkill"])
+def test_single_passes_replay(name, cuda):
     """A loop that dpa does not know calls the network alone; nothing of it is missed."""
     plain, sample, call = network_and_call(name, cuda)
     fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)

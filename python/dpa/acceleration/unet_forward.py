@@ -370,17 +370,12 @@ class FastForward(Replacement, Denoiser):
         if isinstance(timestep, int) or (timestep.device.type == "cpu" and timestep.dim() == 0):
             steps = torch.full((batch,), float(timestep), dtype=torch.float32, device=sample.device)
         else:
-            # Layers of its own may tell integers from floats.
-            dtype = timestep.dtype if packed.network.film_apart else torch.float32
-            steps = timestep.to(sample.device, dtype)
+            steps = timestep.to(sample.device)
             steps = steps.expand(batch) if steps.dim() < 2 else steps
-        out = self._forwards.run(packed, sample, steps, conditions.get("global_cond"))
-        if not self._channels_first:
-            return out.to(precision)
-        # ``torch.randn_like`` of it takes random numbers in that order, and views need it.
-        batch, horizon, channels = out.shape
-        laid_out = out.new_empty((batch, channels, horizon), dtype=precision).transpose(1, 2)
-        return laid_out.copy_(out)
+        cond = conditions.get("global_cond")
+        # ``torch.randn_like`` of it takes random numbers in the original's order; views need it.
+        out = self._forwards.run(packed, sample, steps, cond, self._channels_first)
+        return out.to(precision)
 
     def _trains(self) -> bool:
         """Whether gradients may be needed, or weights are about to change again."""

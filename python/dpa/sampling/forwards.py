@@ -1,7 +1,7 @@
-"""Single forward passes of a packed network, where PyTorch makes FiLM's parameters: in CUDA graphs.
+"""Single forward passes of a packed network, in CUDA graphs.
 
-One pass of such a network launches a dozen kernels of PyTorch's before the packed network's. In a
-loop that dpa does not know these cost the host more than the pass costs the GPU.
+In a loop that dpa does not know, the ten launches of a pass cost the host more than the pass costs
+the GPU.
 """
 
 from __future__ import annotations
@@ -28,22 +28,30 @@ class Forwards:
         self._last = threading.local()  # a thread's last kind of pass
 
     def run(
-        self, packed: PackedUnet, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None
+        self,
+        packed: PackedUnet,
+        sample: Tensor,
+        timesteps: Tensor,
+        global_cond: Tensor | None,
+        channels_first: bool,
     ) -> Tensor:
-        """Return the network's output, float32; the caller has checked the modules."""
+        """Return the network's output, float32; the caller has checked the modules.
+
+        ``channels_first``: whether it is (B, Da, T) in memory.
+        """
         inputs = {"sample": sample, "timesteps": timesteps}
         if global_cond is not None:
             inputs["global_cond"] = global_cond
-        if not packed.network.film_apart or not can_capture(sample.device) or is_dispatched():
-            return packed.run(*_floats(inputs))
-        kind = _kind(inputs)
+        if not can_capture(sample.device) or is_dispatched():
+            return _ordered(packed.run(*_floats(packed, inputs)), channels_first)
+        kind = _kind(inputs), channels_first
         if kind != getattr(self._last, "kind", None):  # a batch of its own is not worth a capture
             self._last.kind = kind
-            return packed.run(*_floats(inputs))
+            return _ordered(packed.run(*_floats(packed, inputs)), channels_first)
         none = RandomNumbers(False, (), tuple(sample.shape), torch.float32, sample.device)
 
         def body(given: Inputs) -> Tensor:
-            return packed(*_floats(given))
+            return _ordered(packed(*_floats(packed, given)), channels_first)
 
         return run_captured(packed, self._graphs, kind, none, lambda: body, inputs, None)
 
@@ -53,8 +61,13 @@ def _kind(inputs: Inputs) -> Hashable:
     return shapes, kernel_settings()
 
 
-def _floats(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a network's arguments; its own layers may tell integers of timesteps from floats."""
+def _ordered(out: Tensor, channels_first: bool) -> Tensor:
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if channels_first else out
+
+
+def _floats(packed: PackedUnet, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the arguments; a network's own layers may tell integers of timesteps from floats."""
+    sample, timesteps = inputs["sample"].float(), inputs["timesteps"]
     cond = inputs.get("global_cond")
-    sample = inputs["sample"].float()
-    return sample, inputs["timesteps"], None if cond is None else cond.float()
+    timesteps = timesteps if packed.network.film_apart else timesteps.float()
+    return sample, timesteps, None if cond is None else cond.float()
