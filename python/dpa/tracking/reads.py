@@ -176,11 +176,20 @@ class Reads:
         if depth > _DEEPEST or id(value) in self._apart:
             return id(value)
         if isinstance(value, nn.Module) and self._modules:
-            return [self._module(one, held, depth) for one in value.modules()]
+            return [self._module(one, held, depth) for one in self._inner(value, {})]
         if not self._is_object(value):
             return frozen(value, held)
         named = self._named(value).items()
         return id(value), [(name, self._value(one, held, depth + 1)) for name, one in named]
+
+    def _inner(self, module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, None]:
+        """Add a module and those in it to what was ``found``, but for those in ones apart."""
+        if module not in found:
+            found[module] = None
+            for one in () if id(module) in self._apart else module._modules.values():
+                if one is not None:
+                    self._inner(one, found)
+        return found
 
     def _module(self, module: nn.Module, held: list[Any], depth: int) -> Any:
         held.append(module)
