@@ -25,6 +25,11 @@ FILES = (
 PROOFS = ("test_compiled_autograd", "test_opcheck")
 TESTS = {
     "acceleration/test_real_time.py": ("test_a_loop_continues_the_chunk",),
+    "acceleration/test_real_time_loops.py": (
+        "test_a_loop_begins_at_a_step",
+        "test_what_cannot_continue_says_so",
+        "test_x0_is_held",
+    ),
     "acceleration/test_writes_and_threads.py": ("test_writes_through_data",),
     "acceleration/test_policy_changes.py": ("test_a_scheduler_that_changes",),
     "acceleration/test_default_dtype.py": (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.acceleration.loops import Loop, LoopCall
-from dpa.schedulers.tables import StepTable, table_of
+from dpa.schedulers.tables import StepTable, known_of, table_of
 from dpa.tracking.replacing import class_of
 
 # What an agent calls beside these is left to it.
@@ -100,7 +100,8 @@ def _end_ddpm(agent: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Te
 
 
 def _ddpm(agent: Any) -> StepTable:
-    clip, rows, bars = _bound(agent), [], agent.bar_alpha.double().cpu()
+    clip, rows, levels = _bound(agent), [], []
+    bars = agent.bar_alpha.double().cpu()
     for t in reversed(range(agent.diffusion_steps)):
         bar, before = float(bars[t]), float(bars[t - 1]) if t else 1.0
         alpha, beta = float(agent.alpha[t]), float(agent.beta[t])
@@ -109,11 +110,13 @@ def _ddpm(agent: Any) -> StepTable:
         else:
             past = math.sqrt(alpha) * (1 - before) / (1 - bar)
             weights = past, 0.0, beta * math.sqrt(before) / (1 - bar)
-        row = _row(agent, clip, (math.sqrt(bar), math.sqrt(1 - bar)), weights)
+        levels.append((math.sqrt(bar), math.sqrt(1 - bar)))
+        row = _row(agent, clip, levels[-1], weights)
         row[5] = math.sqrt(beta * (1 - before) / (1 - bar)) if t else 0.0
         rows.append(row)
     steps = list(reversed(range(agent.diffusion_steps)))
-    return table_of(steps, rows, clip, (*[True] * (len(rows) - 1), False))
+    noisy = (*[True] * (len(rows) - 1), False)
+    return table_of(steps, rows, clip, noisy, **known_of(rows, levels))
 
 
 # ----------------------------- DiscreteDiffusionSDE -----------------------------
@@ -167,7 +170,10 @@ def _sde(
         rows.append(row)
         history.append((ago,))
         noisy.append(adds_noise)
-    return table_of(places[order], rows, clip, noisy, history)
+    # Steps that are taken again begin where the last one has ended.
+    reached = [*range(count, 0, -1), *[0] * again]
+    levels = torch.stack([alphas, sigmas], 1)[reached].tolist()
+    return table_of(places[order], rows, clip, noisy, history, **known_of(rows, levels))
 
 
 def _ancestral(a: float, s: float, a2: float, s2: float, h: float) -> tuple[float, ...]:
@@ -234,7 +240,8 @@ def _edm(agent: Any, count: int = 5, solver: str = "euler") -> StepTable:
     moments = torch.tensor(passed, dtype=torch.float64, device="cpu")
     scales = 1 / (agent.sigma_data**2 + moments**2).sqrt()
     steps = (0.25 * moments.log()).float(), rows, clip, (False,) * len(rows)
-    return table_of(*steps, history, follows=True).scaled(scales, agent.sigma_max)
+    known = known_of(rows, [(1.0, time) for time in passed])
+    return table_of(*steps, history, follows=True, **known).scaled(scales, agent.sigma_max)
 
 
 _KNOWS = _OF_ALL | {"use_ema", "mask_cfg", "temperature", "condition_cg", "w_cg", "kwargs"}

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.loops import Loop, LoopCall, rows_of_ddpm
+from dpa.acceleration.loops import Loop, LoopCall, levels_of_ddpm, rows_of_ddpm
 from dpa.acceleration.unet_forward import FastForward
 from dpa.nn.family import resembles
-from dpa.schedulers.tables import StepTable, table_of
+from dpa.schedulers.tables import StepTable, known_of, table_of
 from dpa.tracking.replacing import class_of
 from dpa.training.graphed_calls import replaced_forward
 
@@ -86,7 +86,8 @@ def _table(policy: Any) -> StepTable:
     # the network's output, channels before time.
     transposed = (False, *[not policy.predict_epsilon] * (count - 1))
     steps = list(reversed(range(count)))
-    return table_of(steps, rows, clip, (True,) * count, transposed=transposed)
+    known = known_of(rows, levels_of_ddpm(policy)[::-1])
+    return table_of(steps, rows, clip, (True,) * count, transposed=transposed, **known)
 
 
 DIFFUSER = Loop(

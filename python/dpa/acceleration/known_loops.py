@@ -7,6 +7,7 @@ one that fits a policy is its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,7 +98,10 @@ def _chosen_steps(policy: Any, **options: Any) -> StepTable:
         raise ValueError(f"its steps {missing} are none of its scheduler's timesteps")
     chosen = [rows[step] for step in wanted]
     noisy = tuple(whole.draws_noise[row] for row in chosen)
-    return StepTable(whole.timesteps[chosen], whole.coefficients[chosen], whole.clip, noisy)
+    # No levels: the loop starts from a chunk without noise.
+    x0 = None if whole.x0 is None else whole.x0[chosen]
+    steps = whole.timesteps[chosen], whole.coefficients[chosen], whole.clip, noisy
+    return StepTable(*steps, x0=x0)
 
 
 def _maniskill(policy: Any, obs_seq: Any) -> LoopCall:
@@ -214,8 +218,7 @@ def _flow_policy_steps(policy: Any) -> StepTable:
     # It is made in the order of the network's output. A GPU's generator moves alike in any order.
     transposed = next(policy.model.parameters()).device.type == "cpu"
     moments = torch.tensor(times, dtype=torch.float32, device="cpu")
-    steps = moments, table.coefficients, table.clip, table.draws_noise
-    return StepTable(*steps, transposed=(transposed,) * count)
+    return replace(table, timesteps=moments, transposed=(transposed,) * count)
 
 
 _MULTI_TASK_DIT: dict[str, Any] = {

@@ -12,6 +12,7 @@ from dpa.acceleration.any_network import AnyNetwork
 from dpa.acceleration.loops import Loop, LoopCall
 from dpa.acceleration.unet_forward import FastForward
 from dpa.nn.family import is_of_family
+from dpa.sampling.arguments import check_way
 from dpa.sampling.each_action import EachActionSampler
 from dpa.sampling.rng import draw_normal
 from dpa.sampling.sampler import DiffusionSampler
@@ -77,6 +78,21 @@ def is_nested(call: LoopCall) -> bool:
     cond = call.conditions.get("global_cond")
     sequence = isinstance(cond, Tensor) and cond.dim() > 2
     return sequence or any(isinstance(value, Mapping) for value in call.conditions.values())
+
+
+def refusal(sampler: Sampler, held: Mapping[str, Any]) -> str | None:
+    """Return why a sampler cannot continue a chunk by these fields of its call, or None."""
+    if not isinstance(sampler, DiffusionSampler):
+        return "its actions have a timestep each"
+    table, first = sampler.table, held.get("first_step", 0)
+    given = {name: held.get(name) for name in ("last_chunk", "condition_mask")}
+    try:
+        check_way(given, held.get("inpainting", "sample"), first, table, None)
+        if 0 < first < len(table):  # the sampler says that there is no such step
+            table.after(first)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def sample_of(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor:

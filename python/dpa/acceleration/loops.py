@@ -76,6 +76,13 @@ def rows_of_ddpm(
     return [[a, b, x0, x, 0.0, std] for a, b, x0, x, std in columns]
 
 
+def levels_of_ddpm(policy: Any) -> list[list[float]]:
+    """Return how much of x0 and of noise is in the samples that DDPM's steps take, as its rows."""
+    of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
+    of_noise = policy.sqrt_recipm1_alphas_cumprod.tolist()
+    return [[1 / a, b / a] for a, b in zip(of_sample, of_noise, strict=True)]
+
+
 def sample_itself(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the sample: what a loop ends with that does nothing after it."""
     return sample

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpa.acceleration.any_network import AnyNetwork
-from dpa.acceleration.loop_samplers import NAMED, Sampler, is_nested, sample_of, translate
+from dpa.acceleration.loop_samplers import NAMED, Sampler, is_nested, refusal, sample_of, translate
 from dpa.acceleration.loops import Loop, LoopCall, sample_itself
 from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback, tensors_of
@@ -86,6 +86,8 @@ class FastLoop(Replacement):
         passed = agreed or self.shadow.passed(route)
         if held is not None and (call.finish is not None or call.init_noise_sigma != 1.0):
             return self._run_original("its loop starts otherwise", args, kwargs)
+        if held is not None and (why := refusal(route.sampler, held)) is not None:
+            return self._run_original(why, args, kwargs)
         if passed is None:
             with self._rewound(route, call, held is not None):
                 result = self._run_both(route, call, bound, args, kwargs)
@@ -98,8 +100,9 @@ class FastLoop(Replacement):
             if call.condition_mask is not None and bool(call.condition_mask.any()):
                 return self._run_original("it has inpainting of its own", args, kwargs)
             dtype = _arithmetic(forward)[1]
-            wide = {n: v.to(dtype) if isinstance(v, Tensor) else v for n, v in held.items()}
-            call = replace(call, **wide)
+            floats = {n: x for n, x in held.items() if isinstance(x, Tensor)}
+            floats = {n: x.to(dtype) for n, x in floats.items() if x.dtype != torch.bool}
+            call = replace(call, **held | floats)
         self.leave_timesteps(route)
         self._thread.route = route
         return self._run(route, call, bound)

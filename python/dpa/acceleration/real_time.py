@@ -18,7 +18,7 @@ from torch import Tensor
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.survey import owners_of, replacements
 from dpa.library.checks import require
-from dpa.schedulers.inpainting import prefix_weights
+from dpa.schedulers.inpainting import PLACES, prefix_weights
 from dpa.tracking import find
 from dpa.tracking.replacing import Replacement, class_of, replace_method, replaced
 
@@ -53,8 +53,13 @@ def continuing(
 
     Raises:
         TypeError: the policy has no accelerated loop.
+        ValueError: another ``inpainting``, or a negative step; in a call, a chunk of another shape
+            than the loop's or a step that it does not have.
 
     """
+    rule, way = f"be one of {', '.join(PLACES)}", repr(inpainting)
+    require(inpainting in PLACES, "continuing: inpainting", rule, way)
+    require(first_step >= 0, "continuing: first_step", "be at least 0", first_step)
     found = [fast for _, owner in owners_of(policy) for fast in replacements(owner).values()]
     loops = [fast for fast in found if isinstance(fast, FastLoop)]
     kind = type(policy).__name__

@@ -259,6 +259,14 @@ def table_of(
     return MultistepTable(*steps, tuple(map(tuple, history)), follows=follows, **known)
 
 
+def known_of(
+    rows: Sequence[Sequence[float]], levels: Sequence[Sequence[float]]
+) -> dict[str, Tensor]:
+    """Return ``levels`` and ``x0`` of steps whose first two columns predict x0."""
+    known = {"levels": levels, "x0": [row[:2] for row in rows]}
+    return {n: torch.tensor(v, dtype=torch.float64, device="cpu") for n, v in known.items()}
+
+
 class LiveSteps:
     """A diffusers scheduler's own ``step`` where a table cannot express it: nothing is fused.
 
