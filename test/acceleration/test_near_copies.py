@@ -11,6 +11,7 @@ from torch import nn
 
 import dpa
 from dpa.acceleration.policy_loop import FastLoop
+from dpa.packed.agreement import LOOP_LIMITS, relative_error
 from dpa.training.graphed_calls import replaced_forward
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -207,6 +208,39 @@ def test_a_loop_of_dp3s(batch, per_level, film, device):
         sampled_alike(plain, policy, seed, data, mask, cond)
     loop = next(f for f in dpa.explain(policy).findings if f.part == "loop")
     assert loop.active and max(loop.errors) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("per_level", "film"), LOOPS)
+@torch.no_grad()
+def test_a_loop_of_dp3s_in_sixteen_bits(per_level, film, dtype, device):
+    """On packed weights. What the network predicts is the sample, so rounding grows little."""
+    if device.type == "cpu" and dtype == torch.float16:
+        pytest.skip("on a CPU networks in float16 are as those in bfloat16, which are tried")
+    torch.manual_seed(0)
+    scheduler = diffusers.DDIMScheduler(20, prediction_type="sample")
+    unet = near_copies.DP3(2, 4, film=film, per_level=per_level)
+    plain = OriginalPolicy(unet, scheduler, 5).to(device).eval()
+    policy = copy.deepcopy(plain)
+    dpa.accelerate(policy, dtype=dtype, fallback=False)
+    data = torch.zeros(2, 8, 2, device=device)
+    mask, cond = torch.zeros_like(data, dtype=torch.bool), torch.randn(2, 4, device=device)
+
+    def sampled(one, seed):
+        torch.manual_seed(seed)
+        return one.conditional_sample(data, mask, None, cond)
+
+    found = []
+    for seed in range(4):
+        expected, got = sampled(plain, seed), sampled(policy, seed)
+        found.append(relative_error(got, expected))
+    assert found[0] < 1e-3 and min(found[1:]) > 0  # the first call is the original's
+    assert max(found) < LOOP_LIMITS[dtype], found
+    loop = vars(policy)["conditional_sample"]
+    assert 0 < max(loop.shadow.errors.values()) < LOOP_LIMITS[dtype]
+    [route] = loop._routes
+    apart = film == "mlp_film" and device.type == "cpu"  # layer by layer, in the policy's dtype
+    assert route.sampler.dtype == (None if apart else dtype)
 
 
 @pytest.mark.parametrize("film", ["cross_attention_film", "cross_attention_add"])

@@ -9,6 +9,7 @@ import torch
 import dpa
 from dpa.acceleration.scheduler_step import FastStep
 from dpa.acceleration.unet_forward import FastForward
+from dpa.packed.agreement import LOOP_LIMITS, relative_error
 from dpa.tracking.replacing import replaced
 from dpa.training.graphed_calls import replaced_forward
 
@@ -71,6 +72,23 @@ def test_an_episode(algorithm, device):
     assert "accelerated: the whole loop" in str(dpa.explain(algorithm))
     dpa.restore(algorithm)
     assert torch.equal(episode(algorithm, device), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_an_episode_in_sixteen_bits(algorithm, dtype, device):
+    """Whole loops; the observations are those of an episode, whatever the actions."""
+    if device.type == "cpu" and dtype == torch.float16:
+        pytest.skip("on a CPU networks in float16 are as those in bfloat16, which are tried")
+    want = episode(algorithm, device)
+    dpa.accelerate(algorithm, dtype=dtype, fallback=False)
+    loop = replaced(algorithm, "_get_action_trajectory")
+    for _ in range(2):
+        got = episode(algorithm, device)
+        assert torch.equal(got[-1], want[-1])  # random numbers
+        assert 0 < relative_error(got[:-1], want[:-1]) < LOOP_LIMITS[dtype]
+    assert 0 < max(loop.shadow.errors.values()) < LOOP_LIMITS[dtype]
+    [route] = loop._routes
+    assert route.sampler.dtype == dtype
 
 
 def test_an_episode_step_by_step(algorithm, device):
