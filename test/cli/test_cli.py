@@ -2,19 +2,25 @@
 
 import json
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import near_copies
 import pytest
 import torch
+from lerobot_names import lerobot_name
 from typer.testing import CliRunner
 
 import dpa
+from dpa.checkpoints.loading import CheckpointError
 from dpa.cli import options
 from dpa.cli.app import app, main
 from dpa.cli.bench import Part
+from dpa.nn import family
 
 NOTHING_HEAVY = """
 import sys, runpy
@@ -192,20 +198,26 @@ def test_the_shell_completes_commands():
 
 
 class Hub:
-    """The Hub, as far as the command uses it."""
+    """The Hub, as far as the command uses it; only what matches the patterns is given."""
 
     def __init__(self, monkeypatch, answer):
-        self.asked = []
+        self.asked, self.patterns = [], []
         self.answer = answer
         hub = pytest.importorskip("huggingface_hub")
         monkeypatch.setattr(hub, "snapshot_download", self._download)
 
     def _download(self, name, allow_patterns):
         self.asked.append(name)
-        assert set(allow_patterns) == {"*.safetensors", "*.json"}  # no pickle comes from there
+        self.patterns.append(allow_patterns)
+        assert {*allow_patterns} <= {"*.safetensors", "*.json", "config.json"}  # no pickle
         if isinstance(self.answer, Exception):
             raise self.answer
-        return str(self.answer)
+        given = self.answer.with_name("of the Hub")
+        for pattern in allow_patterns:
+            for path in self.answer.glob(pattern):
+                given.mkdir(exist_ok=True)
+                shutil.copy(path, given)
+        return str(given)
 
 
 def test_a_checkpoint_of_the_hub(tmp_path, unet, monkeypatch):
@@ -216,8 +228,9 @@ def test_a_checkpoint_of_the_hub(tmp_path, unet, monkeypatch):
     hub = Hub(monkeypatch, folder)
     result = CliRunner().invoke(app, ["explain", "someone/policy", "--json"])
     assert result.exit_code == 0, result.output
-    assert hub.asked == ["someone/policy"]
-    assert json.loads(result.stdout)["checkpoint"] == "someone/policy"
+    assert hub.patterns == [["config.json"], ["*.safetensors", "*.json"]]
+    said = json.loads(result.stdout)
+    assert said["checkpoint"] == "someone/policy" and said["weights"] == "(the file itself)"
 
 
 @pytest.mark.parametrize("cameras", [0, 2])
@@ -240,12 +253,12 @@ def test_a_configuration_without_weights(tmp_path, cameras, monkeypatch):
         device="cpu",
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / "model.safetensors").write_text("never read")
     hub = Hub(monkeypatch, tmp_path)
     result = CliRunner().invoke(app, ["explain", "someone/policy", "--json"])
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
-    assert hub.asked and said["weights"].startswith("none: ")
+    assert hub.patterns == [["config.json"]] and said["weights"].startswith("not read: ")
     unet = modeling.DiffusionModel(config).unet
     assert said["parameters"] == sum(parameter.numel() for parameter in unet.parameters())
     assert said["arguments"]["cond_predict_scale"] is False
@@ -255,7 +268,7 @@ def test_a_configuration_without_weights(tmp_path, cameras, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"type": "act"}, "type must be 'diffusion' to describe a U-Net, got 'act'"),
+        ({"type": "mine"}, "type must be 'diffusion' to describe a U-Net, got 'mine'"),
         ({"type": "diffusion"}, "lacks 'input_features'"),
         ({"type": "diffusion", "input_features": 3}, "describes no U-Net of the family"),
     ],
@@ -266,11 +279,141 @@ def test_a_configuration_of_no_unet(tmp_path, config, message, monkeypatch, caps
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_policy_around_another_network(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"type": "multi_task_dit"}))
-    result = CliRunner().invoke(app, ["explain", str(tmp_path), "--json"])
-    said = json.loads(result.output)
-    assert said["policy"] == "multi_task_dit" and "the whole loop" in said["accelerated"]
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [("multi_task_dit", "the whole loop"), ("act", "no: it has no denoising loop"), ("pi0", "no")],
+)
+@pytest.mark.parametrize("on_hub", [False, True], ids=["folder", "Hub"])
+def test_a_policy_without_a_unet(kind, answer, on_hub, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"type": kind}))
+    (tmp_path / "model.safetensors").write_text("never read")
+    hub = Hub(monkeypatch, tmp_path)
+    given = "someone/policy" if on_hub else tmp_path
+    result = CliRunner().invoke(app, ["explain", str(given), "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["policy"] == kind and said["accelerated"].startswith(answer)
+    assert hub.patterns == [["config.json"]] * on_hub
+
+
+@pytest.mark.parametrize("unets", [0, 1])
+def test_a_policy_of_somebody_elses_is_read(unets, unet, tmp_path, monkeypatch):
+    """Only its weights say whether it has a U-Net."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    weights = torch.load(unet) if unets else {"layer.weight": torch.ones(2)}
+    safetensors.save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"type": "mine"}))
+    Hub(monkeypatch, folder)
+    for given in (str(folder), "someone/policy"):
+        result = CliRunner().invoke(app, ["explain", given, "--json"])
+        assert result.exit_code == 0, result.output
+        said = json.loads(result.stdout)
+        assert ("parameters" in said) == bool(unets)
+        assert unets or said["accelerated"].startswith("no: ")
+
+
+NEAR_COPIES = [
+    ("Simple DP3", lambda: near_copies.DP3(2, 4, per_level=1)),
+    ("DP3, with mlp_film", lambda: near_copies.DP3(2, 4, film="mlp_film")),
+    ("FlowPolicy", lambda: near_copies.DP3(2, 4, var_est=True)),
+    ("Streaming Diffusion Policy", lambda: near_copies.StreamingPolicy(2, 4, dims=(16, 32, 64))),
+    ("DPPO", lambda: near_copies.DPPO(2, 6)),
+    ("DPPO", lambda: near_copies.DPPO(2, 6, film="film", cond_mlp_dims=(8, 12))),
+    ("CleanDiffuser's ChiUNet1d", lambda: near_copies.ChiUnet(2, 3, 2)),
+    ("CleanDiffuser's ChiUNet1d", lambda: near_copies.ChiUnet(2, 3, 2, scale=False)),
+    ("Diffuser's TemporalUnet", lambda: near_copies.TemporalUnet(2)),
+    ("Diffuser's TemporalUnet", lambda: near_copies.TemporalUnet(2, attention=True)),
+]
+OWN_CLASS = "an object of its own class, which dpa.accelerate takes"
+
+
+def explained(content, path):
+    torch.save(content, path)
+    result = CliRunner().invoke(app, ["explain", str(path), "--json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(("whose", "make"), NEAR_COPIES)
+@pytest.mark.parametrize("prefix", ["", "policy.model."])
+def test_a_near_copy_is_described(whose, make, prefix, tmp_path):
+    """By its state dict as dpa.accelerate recognises the network itself."""
+    network = family.recognise(unet := make())
+    weights = {prefix + name: value for name, value in unet.state_dict().items()}
+    said = explained({"epoch": 1, "state_dict": weights}, tmp_path / "a.ckpt")
+    assert said["network of"].startswith(whose)
+    assert said["arguments"] == json.loads(json.dumps(network.arguments))
+    assert said["parameters"] == sum(p.numel() for p in unet.parameters())
+    assert said["weights"] == f"state_dict: {prefix}" and said["dtype"] == "float32"
+    assert said["horizon"] == f"a multiple of {2 ** (len(said['arguments']['down_dims']) - 1)}"
+    parts = network.parts_in_words()
+    runs = f"; PyTorch runs {', '.join(parts)}" if parts else ""
+    assert said["accelerated"] == OWN_CLASS + runs
+    shown = CliRunner().invoke(app, ["explain", str(tmp_path / "a.ckpt")], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0 and OWN_CLASS in shown.output
+
+
+@pytest.mark.parametrize("film", ["cross_attention_film", "cross_attention_add"])
+def test_a_network_whose_loop_alone_is_taken(film, tmp_path):
+    said = explained(near_copies.DP3(2, 4, film=film).state_dict(), tmp_path / "a.pt")
+    assert said["network of"] == "DP3, with cross_attention"
+    assert said["arguments"]["global_cond_dim"] == 4
+    assert said["arguments"]["cond_predict_scale"] == film.endswith("film")
+    assert said["accelerated"].startswith(f"{OWN_CLASS}; dpa runs the loop around")
+
+
+@pytest.mark.parametrize("make", [make for _, make in NEAR_COPIES])
+def test_a_damaged_near_copy_is_an_error(make, tmp_path):
+    """Its names alone do not make it one."""
+    for index in (-1, 5):
+        weights = dict(make().state_dict())
+        name = [n for n in weights if re.search(r"^(up|mid|final).*(conv|block)", n)][index]
+        torch.save(weights | {name: weights[name][:-1]}, tmp_path / "a.pt")
+        result = CliRunner().invoke(app, ["explain", str(tmp_path / "a.pt")])
+        assert result.exit_code == 1 and isinstance(result.exception, CheckpointError), name
+
+
+def test_consistency_policy_by_what_is_certain(tmp_path):
+    """Its student's names are the original's; its first widths are the wider."""
+    student = near_copies.ConsistencyPolicy(2, 20).state_dict()
+    expected = {"network of": "Consistency Policy", "horizon": "a multiple of 2"}
+    policy = {"policy": {"_target_": "consistency_policy.student.ctm_policy.CTMPP"}}
+    teacher = prefixed(near_copies.DP3(2, 20).state_dict(), "teacher.")
+    of_both = prefixed(student, "model.") | prefixed(student, "model_ema.") | teacher
+    for content in ({"cfg": policy, "state_dicts": {"model": student}}, of_both):
+        said = explained(content, tmp_path / "a.ckpt")
+        assert expected.items() <= said.items()
+        assert said["arguments"]["global_cond_dim"] == 20
+        assert said["accelerated"] == f"{OWN_CLASS}; PyTorch runs the conditioning"
+        with pytest.raises(CheckpointError, match="Consistency Policy: its own class loads it"):
+            dpa.load_checkpoint(tmp_path / "a.ckpt")
+    whole = dpa.load_checkpoint(tmp_path / "a.ckpt", prefix="teacher.")
+    assert whole.arguments["global_cond_dim"] == 20 and not whole.perhaps
+
+
+def test_consistency_policy_where_nothing_tells(tmp_path):
+    student = near_copies.ConsistencyPolicy(2, 20).state_dict()
+    said = explained(student, tmp_path / "a.pt")
+    assert said["perhaps"].startswith("Consistency Policy's student")
+    assert "its global_cond_dim is 20," in said["perhaps"] and OWN_CLASS in said["perhaps"]
+    assert said["arguments"]["global_cond_dim"] == 36 and said["accelerated"][0]["how"]
+    # The original for certain: a configuration that says so, or no place for a second timestep.
+    original = {"policy": {"_target_": "diffusion_policy.policy.x.Policy"}}
+    for cfg in (original, {"global_cond_dim": 36}, {"algo_name": "diffusion_policy"}):
+        said = explained({"cfg": cfg, "state_dict": student}, tmp_path / "a.ckpt")
+        assert "perhaps" not in said and said["arguments"]["global_cond_dim"] == 36
+    named = {lerobot_name(name): value for name, value in student.items()}
+    assert "perhaps" not in explained(named, tmp_path / "lerobot.pt")
+    narrow = near_copies.DP3(2, 15).state_dict()
+    assert "perhaps" not in explained(narrow, tmp_path / "narrow.pt")
+    least = near_copies.ConsistencyPolicy(2, 0, dims=(16, 32)).state_dict()
+    assert "its global_cond_dim is None," in explained(least, tmp_path / "least.pt")["perhaps"]
+
+
+def prefixed(state, prefix):
+    return {prefix + name: value for name, value in state.items()}
 
 
 def test_a_folder_that_is_here_is_no_name_of_the_hub(tmp_path, monkeypatch):

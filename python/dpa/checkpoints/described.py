@@ -25,7 +25,7 @@ def described(folder: Path) -> Checkpoint:
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: describes no U-Net of the family: {error}") from None
     unet = unet.to_empty(device="cpu").eval()
-    return Checkpoint(unet, arguments, "none: the sizes are those of config.json", config)
+    return Checkpoint(unet, arguments, "not read: the sizes are those of config.json", config)
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,20 @@ import json
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpa.checkpoints.near_copies import (
+    CONSISTENCY,
+    NearCopy,
+    is_of_consistency_policy,
+    near_copy,
+    of_consistency_policy,
+)
 from dpa.library.checks import first_line, require
 from dpa.nn.family import (
     NotInFamily,
@@ -41,6 +48,18 @@ class CheckpointError(ValueError):
     """The file cannot be read, or lacks the requested U-Net; the message gives the reason."""
 
 
+class NoUnetError(CheckpointError):
+    """The file is whole, and holds no U-Net of the family."""
+
+
+class NearCopyError(CheckpointError):
+    """The network is a near-copy of the family's, which its own class loads."""
+
+    def __init__(self, path: Path, found: NearCopy):
+        super().__init__(f"{path}: holds a network of another class{_advice(found.policies)}")
+        self.found = found
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A U-Net read from a file.
@@ -53,6 +72,7 @@ class Checkpoint:
             weights, such as the ``cfg`` of diffusion_policy. May be empty.
         rest: the other tensors of the state dict that the U-Net lay in, by their names.
         others: the further U-Nets in the file, as in ``source``.
+        perhaps: whose near-copy it may be as well, by names and shapes: "" or "Consistency Policy".
 
     """
 
@@ -62,6 +82,7 @@ class Checkpoint:
     config: dict[str, Any] = field(default_factory=dict)
     rest: dict[str, Tensor] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    perhaps: str = ""
 
 
 def load_checkpoint(
@@ -86,7 +107,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, needs ``trust_pickle``, or holds no such U-Net.
+        CheckpointError: the file is damaged, needs ``trust_pickle``, or holds no such U-Net;
+            ``NearCopyError`` where it holds a near-copy, whose own class loads it.
 
     """
     path = Path(path)
@@ -99,25 +121,33 @@ def load_checkpoint(
     found = [entry for entry in _unets(content) if prefix in (None, entry[1])]
     if not found:
         wanted = "" if prefix is None else f" under the prefix {prefix!r}"
-        raise CheckpointError(f"{path}: holds no conditional U-Net of the family{wanted}")
+        raise NoUnetError(f"{path}: holds no conditional U-Net of the family{wanted}")
     averaged = [bool(_AVERAGED.search(f"{where}.{start}".lower())) for where, start, _ in found]
     chosen = found[averaged.index(ema) if ema in averaged else 0]
     if not config and isinstance(content, Mapping):
         config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
     settings = _settings(config, path, {} if n_groups is None else {"n_groups": n_groups})
     groups = settings.get("n_groups", 8)
+    names = [f"{where}: {start}".removeprefix(": ") for where, start, _ in (chosen, *found)]
+    others = tuple(name for name in names[1:] if name != names[0])
+    weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
+    own = {n[len(chosen[1]) :]: v for n, v in weights.items()}
+    if (copy := near_copy(own, groups)) is not None:
+        raise NearCopyError(path, replace(copy, source=names[0], others=others))
     try:
-        weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
         unet = unet_from_state_dict(weights, groups)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    names = [f"{where}: {start}".removeprefix(": ") for where, start, _ in (chosen, *found)]
-    others = tuple(name for name in names[1:] if name != names[0])
     arguments = arguments_from_shapes(unet.state_dict(), groups)
+    students = is_of_consistency_policy(chosen[1], chosen[2], arguments, _entries(config))
+    if students:
+        copy = of_consistency_policy(own, arguments)
+        raise NearCopyError(path, replace(copy, source=names[0], others=others))
     bare, scale = switched_off(settings), arguments["cond_predict_scale"]
     unet.load_state_dict(without_film(unet.state_dict(), bare, scale))
     rest = {n: v for n, v in chosen[2].items() if n not in weights}
-    return Checkpoint(unet, arguments, names[0], config, rest, others)
+    perhaps = CONSISTENCY.policies if students is None else ""
+    return Checkpoint(unet, arguments, names[0], config, rest, others, perhaps)
 
 
 def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) -> ConditionalUnet1D:
@@ -150,8 +180,12 @@ def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) ->
 def _whose(names: Iterable[str]) -> str:
     """Say whose network has these names, where it is a near-copy of the original."""
     fitting = [v for v in VARIANTS if v not in (LEROBOT, ORIGINAL) and v.fits(list(names))]
+    return _advice(fitting[0].policies) if fitting else ""
+
+
+def _advice(policies: str) -> str:
     advice = "its own class loads it, and dpa.accelerate takes that"
-    return f" (it is that of {fitting[0].policies}: {advice})" if fitting else ""
+    return f" (it is that of {policies}: {advice})"
 
 
 def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -235,15 +269,10 @@ _WANTED = ("n_groups", "use_down_condition", "use_mid_condition", "use_up_condit
 def _settings(config: Mapping[str, Any], path: Path, given: dict[str, Any]) -> dict[str, Any]:
     """Return a value that no shape shows: as given, else from a configuration, at any depth."""
     found: dict[str, list[Any]] = {}
-    seen: list[Any] = [config]
-    for level in seen:
-        for name, value in _items(level):
-            wanted = name in _WANTED and name not in given
-            if wanted and value not in found.setdefault(name, []):
-                found[name].append(value)
-            value = _parsed(value)
-            if isinstance(value, Mapping) and not any(value is other for other in seen):
-                seen.append(value)
+    for name, value in _entries(config):
+        wanted = name in _WANTED and name not in given
+        if wanted and value not in found.setdefault(name, []):
+            found[name].append(value)
     groups = found.get("n_groups", [8])[0]
     check = functools.partial(require, error=CheckpointError)
     right = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
@@ -255,6 +284,17 @@ def _settings(config: Mapping[str, Any], path: Path, given: dict[str, Any]) -> d
         listed = ", ".join(map(repr, values))
         check(len(values) == 1, f"{path}: the configuration", f"have one {name}", listed)
     return {name: values[0] for name, values in found.items()} | given
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the entries of a configuration, at any depth, each mapping's once."""
+    seen: list[Any] = [config]
+    for level in seen:
+        for name, value in _items(level):
+            yield name, value
+            value = _parsed(value)
+            if isinstance(value, Mapping) and not any(value is other for other in seen):
+                seen.append(value)
 
 
 def _items(content: Any) -> Iterable[tuple[Any, Any]]:

@@ -60,8 +60,13 @@ def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype.value)
 
 
-def located(checkpoint: str) -> Path:
+def located(checkpoint: str, only: str | None = None) -> Path:
     """The path of a CHECKPOINT; one of the Hub, ``user/repo``, is downloaded.
+
+    Args:
+        checkpoint: a path, or the repository.
+        only: the one file of a repository to download; its folder is returned, whether the
+            repository has it or not. None downloads weights and configurations.
 
     Raises:
         FileNotFoundError: there is no such file, and no such repository.
@@ -82,7 +87,7 @@ def located(checkpoint: str) -> Path:
             "pip install huggingface_hub"
         ) from None
     try:
-        patterns = ["*.safetensors", "*.json"]
+        patterns = ["*.safetensors", "*.json"] if only is None else [only]
         return Path(huggingface_hub.snapshot_download(checkpoint, allow_patterns=patterns))
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise FileNotFoundError(

@@ -28,7 +28,10 @@ from dpa.nn.variants import LEROBOT, ORIGINAL, VARIANTS, Variant
 from dpa.tracking import Tracker
 from dpa.tracking.replacing import class_of
 
-_FIRST_CONV = re.compile(r"down_modules\.0\.0\.(?:blocks\.0|conv1)\.block\.0\.weight$")
+# The original's, LeRobot's, and those of the near-copies that name it otherwise.
+_FIRST_CONV = re.compile(
+    r"(?:down_modules|downs)\.0\.0\.(?:(?:blocks\.0|conv1)\.block|conv1)\.0\.weight$"
+)
 _PARTS = (ENCODER, "down_modules", "mid_modules", "up_modules", "final_conv")
 _LAYERS = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm, nn.Mish)
 # What a network of somebody else's has where ours has its own convolutions.
