@@ -4,9 +4,10 @@
 //
 // Shapes, device and checksum are those of the policy's manifest, POLICY.pt.json. `read_observation` and `send_actions`
 // stand for the robot. A policy from images (dpa export --images) takes the newest frames of each camera and of the
-// state, which the program keeps. A cycle misses its deadline where the actions are not there when the next cycle is
-// due. A policy of `--part continuing` acts while it samples: a cycle sends one action, and misses its deadline where
-// it has none, or sends it after the next cycle is due. With the variable DPA_CHECK set to the file of a scripted
+// state, which the program keeps. A cycle is late where its actions are not sent when the next cycle is due. A policy
+// of `--part continuing` acts while it samples: a cycle sends one action, or none where no chunk has one. Of every
+// cycle that sends, the program notes when it was due, when it sent, and the age of the observation behind its actions;
+// the variable DPA_STEPS names a file to write these to. With the variable DPA_CHECK set to the file of a scripted
 // module that has the tensors observation (or observation_0, observation_1, ...), noise, actions and, where the policy
 // takes them, last_chunk and weights, the program first compares and fails on a difference.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -22,6 +23,7 @@
 #include <exception>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <regex>
@@ -171,9 +173,67 @@ void print_histogram(std::vector<double> ms) {
                 std::string(60 * counts[bin] / ms.size(), '#').c_str());
 }
 
-void print_deadlines(int64_t cycles, int64_t hz, int64_t missed) {
-  std::printf("%lld cycles at %lld Hz, %lld deadlines missed\n", static_cast<long long>(cycles),
-              static_cast<long long>(hz), static_cast<long long>(missed));
+// What happened in the cycles.
+class Report {
+ public:
+  explicit Report(Clock::duration period) : period_(period), start_(Clock::now()) {}
+
+  // A cycle's actions, from an observation of that time, were sent just now. Returns when the next cycle is due.
+  Clock::time_point sent(int64_t cycle, Clock::time_point due, Clock::time_point observed) {
+    const auto now = Clock::now();
+    sent_.push_back({cycle, due - start_, now - start_, now - observed});
+    return next(due, now);
+  }
+  // A cycle had no action: the robot holds its place.
+  Clock::time_point without_action(Clock::time_point due) {
+    ++without_;
+    return next(due, Clock::now());
+  }
+
+  void print(int64_t hz) const {
+    std::printf("%lld cycles at %lld Hz, %lld without an action, %lld late\n",
+                static_cast<long long>(std::ssize(sent_) + without_), static_cast<long long>(hz),
+                static_cast<long long>(without_), static_cast<long long>(late_));
+    std::vector<double> ages;
+    for (const auto& step : sent_) ages.push_back(std::chrono::duration<double, std::milli>(step.age).count());
+    if (ages.empty()) return;
+    std::sort(ages.begin(), ages.end());
+    std::printf("age of the observation ms: median %.2f, worst %.2f\n", ages[(ages.size() - 1) / 2], ages.back());
+  }
+
+  // One line a cycle that sent, times in nanoseconds.
+  void write(const char* path) const {
+    std::ofstream file(path);
+    file << "cycle,due,sent,age\n";
+    const auto ns = [](Clock::duration time) { return std::chrono::nanoseconds(time).count(); };
+    for (const auto& step : sent_)
+      file << step.cycle << ',' << ns(step.due) << ',' << ns(step.sent) << ',' << ns(step.age) << '\n';
+    TORCH_CHECK(file.flush(), "cannot write ", path);
+  }
+
+ private:
+  struct Step {
+    int64_t cycle;
+    Clock::duration due, sent, age;
+  };
+
+  Clock::time_point next(Clock::time_point due, Clock::time_point now) {
+    due += period_;
+    if (now <= due) return due;
+    ++late_;
+    return now;  // a late cycle does not make the next ones late
+  }
+
+  const Clock::duration period_;
+  const Clock::time_point start_;
+  std::vector<Step> sent_;
+  int64_t without_ = 0, late_ = 0;
+};
+
+void finish(const Report& report, int64_t hz, const std::vector<double>& latency) {
+  if (!latency.empty()) print_histogram(latency);
+  report.print(hz);
+  if (const char* path = std::getenv("DPA_STEPS")) report.write(path);
 }
 
 // A chunk is computed from the newest observation each time, and the actions that come next wait for it.
@@ -188,25 +248,23 @@ int act_in_turn(const Policy& policy, const Manifest& manifest, int64_t hz, int6
 
   const auto period = std::chrono::nanoseconds(1'000'000'000 / hz);
   std::vector<double> latency;
-  int64_t missed = 0;
+  Report report(period);
   auto due = Clock::now();
   for (int cycle = 0; cycle < cycles; ++cycle) {
     const auto start = Clock::now();
     send_actions(plan(cycle));
-    const auto done = Clock::now();
-    latency.push_back(std::chrono::duration<double, std::milli>(done - start).count());
-    due += period;
-    if (done > due) ++missed, due = done;  // a late cycle does not make the next ones late
+    latency.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+    due = report.sent(cycle, due, start);
     std::this_thread::sleep_until(due);
   }
-  print_histogram(latency);
-  print_deadlines(cycles, hz, missed);
+  finish(report, hz, latency);
   return 0;
 }
 
-// Actions (T, Da), on the CPU, for the cycles from `first` on.
+// Actions (T, Da), on the CPU, for the cycles from `first` on, and the time of their observation.
 struct Chunk {
   int64_t first;
+  Clock::time_point observed;
   at::Tensor actions;
 };
 
@@ -229,7 +287,7 @@ class Sampler {
   Sampler(Policy policy, const Manifest& manifest, const Tensors& observation)
       : policy_(std::move(policy)),
         manifest_(manifest),
-        chunk_{0, first_chunk(observation)},
+        chunk_{0, Clock::now(), first_chunk(observation)},
         thread_([this] { run(); }) {}
   ~Sampler() {
     {
@@ -240,14 +298,15 @@ class Sampler {
     thread_.join();
   }
 
-  // Hands over the observation of a cycle; returns its action, undefined where there is none.
-  at::Tensor exchange(int64_t cycle, Tensors observation) {
+  // Hands over the observation of a cycle; returns its action, undefined where there is none, and the time of the
+  // observation behind that.
+  std::pair<at::Tensor, Clock::time_point> exchange(int64_t cycle, Tensors observation) {
     const std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
-    cycle_ = cycle, observation_ = std::move(observation);
+    cycle_ = cycle, observed_ = Clock::now(), observation_ = std::move(observation);
     changed_.notify_one();
     const int64_t place = cycle - chunk_.first;
-    return place < chunk_.actions.size(0) ? chunk_.actions[place] : at::Tensor();
+    return {place < chunk_.actions.size(0) ? chunk_.actions[place] : at::Tensor(), chunk_.observed};
   }
   std::vector<double> latency() const {
     const std::lock_guard lock(mutex_);
@@ -277,6 +336,7 @@ class Sampler {
       changed_.wait(lock, [&] { return stop_ || cycle_ > chunk_.first; });
       if (stop_) return;
       const int64_t cycle = cycle_;
+      const auto observed = observed_;
       const auto observation = observation_;
       const Chunk last = chunk_;
       lock.unlock();
@@ -285,7 +345,7 @@ class Sampler {
       const auto actions = sample(observation, rest, weights);
       lock.lock();
       latency_.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
-      chunk_ = {cycle, actions};
+      chunk_ = {cycle, observed, actions};
       delays.push_back(cycle_ + 1 - cycle);  // the next cycle is the first to take of it
       if (delays.size() > 8) delays.pop_front();
     }
@@ -300,6 +360,7 @@ class Sampler {
   std::condition_variable changed_;
   Chunk chunk_;
   int64_t cycle_ = 0;
+  Clock::time_point observed_;
   Tensors observation_;
   std::vector<double> latency_;
   std::exception_ptr error_;
@@ -311,20 +372,15 @@ int act_while_sampling(const Policy& policy, const Manifest& manifest, int64_t h
   Frames frames(manifest);
   Sampler sampler(policy, manifest, frames.read(0));
   const auto period = std::chrono::nanoseconds(1'000'000'000 / hz);
-  int64_t missed = 0;
+  Report report(period);
   auto due = Clock::now();
   for (int64_t cycle = 0; cycle < cycles; ++cycle) {
-    const auto action = sampler.exchange(cycle, frames.read(static_cast<int>(cycle)));
-    if (action.defined()) send_actions(action);  // else the robot holds its place
-    due += period;
-    if (const auto done = Clock::now(); done > due)
-      ++missed, due = done;
-    else if (!action.defined())
-      ++missed;
+    const auto [action, observed] = sampler.exchange(cycle, frames.read(static_cast<int>(cycle)));
+    if (action.defined()) send_actions(action);
+    due = action.defined() ? report.sent(cycle, due, observed) : report.without_action(due);
     std::this_thread::sleep_until(due);
   }
-  if (const auto latency = sampler.latency(); !latency.empty()) print_histogram(latency);
-  print_deadlines(cycles, hz, missed);
+  finish(report, hz, sampler.latency());
   return 0;
 }
 

@@ -52,10 +52,18 @@ print(block.replace("policy.pt", policy))
 EOF
 rm -f build/robot/CMakeCache.txt # of a build with another generator, perhaps
 sh -e build/robot.sh
+check_robot() { # POLICY HZ CYCLES [short]: the counts, the notes of each cycle, the ages
+  echo "robot: $(basename "$1") at $2 Hz" >build/robot.out
+  DPA_CHECK=$1.data DPA_STEPS=build/robot.csv build/robot/robot "$1" "$2" "$3" >>build/robot.out || { cat build/robot.out; exit 1; }
+  cat build/robot.out
+  python "$here/check_robot.py" build/robot.out build/robot.csv "$3" "$2" ${4:-}
+}
 for policy in "$policies"/*.pt "$policies"/*.pt2; do
-  echo "robot: $(basename "$policy")"
-  DPA_CHECK=$policy.data build/robot/robot "$policy" 100 20
+  check_robot "$policy" 100 20
 done
+# Faster than the policies are: cycles are late in the one, and without an action in the other.
+check_robot "$policies/float32.pt" 1000000 20
+check_robot "$policies/continuing.pt" 1000000 2000 short
 echo "robot: a file that is cut short"
 damaged=build/test-cpp/damaged.pt
 head -c -1 "$policies/float32.pt" >"$damaged"
