@@ -1,8 +1,12 @@
 """LeRobot's commands that drive robots, and its server of policies, with a robot that has none."""
 
 import logging
+import os
 import pickle
+import socket
+import subprocess
 import sys
+import time
 import types
 from concurrent import futures
 
@@ -26,6 +30,7 @@ for needed in ("lerobot.policies.diffusion.modeling_diffusion", "yamlinclude"):
     pytest.importorskip(needed, reason="requirements/lerobot.txt", exc_type=ImportError)
 
 
+SERVER = "lerobot.async_inference.policy_server"
 pytestmark = pytest.mark.usefixtures("unloaded")
 
 
@@ -184,27 +189,17 @@ class Context:
         return "test"
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["as it is", "accelerated"])
-def test_the_server_of_policies(fast, checkpoint, made, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # for its logs
-    server_module = pytest.importorskip(
-        "lerobot.async_inference.policy_server", reason="grpc", exc_type=ImportError
-    )
+def chunks_of(address, checkpoint, prepared=lambda: None):
+    """Three chunks that a server makes of a checkpoint, None for each that it fails to make."""
     import grpc
-    from lerobot.async_inference.configs import PolicyServerConfig
     from lerobot.async_inference.helpers import RemotePolicyConfig, TimedObservation
     from lerobot.transport import services_pb2, services_pb2_grpc
     from lerobot.transport.utils import send_bytes_in_chunks
 
-    if fast:
-        construction.accelerate_new(logging.info)  # as `dpa run` does
-    own = server_module.PolicyServer(PolicyServerConfig(obs_queue_timeout=HANGS))
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    services_pb2_grpc.add_AsyncInferenceServicer_to_server(own, server)
-    port = server.add_insecure_port("localhost:0")
-    server.start()
-    try:
-        client = services_pb2_grpc.AsyncInferenceStub(grpc.insecure_channel(f"localhost:{port}"))
+    chunks = []
+    with grpc.insecure_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(HANGS)
+        client = services_pb2_grpc.AsyncInferenceStub(channel)
         client.Ready(services_pb2.Empty())
         features = {
             "observation.state": {"dtype": "float32", "shape": (2,), "names": ["x.pos", "y.pos"]},
@@ -216,8 +211,7 @@ def test_the_server_of_policies(fast, checkpoint, made, tmp_path, monkeypatch):
         }
         specs = RemotePolicyConfig("diffusion", str(checkpoint), features, 6, "cpu")
         client.SendPolicyInstructions(services_pb2.PolicySetup(data=pickle.dumps(specs)))
-        assert is_fast(made[-1]) == fast
-        chunks = []
+        prepared()
         for number in range(3):
             seen = {"x.pos": 0.1 * number, "y.pos": 0.0, "task": "stay"}
             seen["front"] = torch.full((32, 32, 3), 9, dtype=torch.uint8).numpy()
@@ -227,11 +221,75 @@ def test_the_server_of_policies(fast, checkpoint, made, tmp_path, monkeypatch):
             )
             data = client.GetActions(services_pb2.Empty()).data
             chunks.append(pickle.loads(data) if data else None)
-    finally:
-        server.stop(None).wait()
+    return chunks
+
+
+def check_chunks(chunks, fast):
     if not fast:  # LeRobot's own policy wants the history that select_action keeps
         assert chunks == [None] * 3
         return
     assert [len(chunk) for chunk in chunks] == [6] * 3
     assert all(torch.isfinite(one.get_action()).all() for chunk in chunks for one in chunk)
-    assert largest_error(made[-1]) < 1e-4
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["as it is", "accelerated"])
+def test_the_server_of_policies(fast, checkpoint, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for its logs
+    server_module = pytest.importorskip(SERVER, reason="grpc", exc_type=ImportError)
+    import grpc
+    from lerobot.async_inference.configs import PolicyServerConfig
+    from lerobot.transport import services_pb2_grpc
+
+    if fast:
+        construction.accelerate_new(logging.info)  # as `dpa run` does
+    own = server_module.PolicyServer(PolicyServerConfig(obs_queue_timeout=HANGS))
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    services_pb2_grpc.add_AsyncInferenceServicer_to_server(own, server)
+    port = server.add_insecure_port("localhost:0")
+    server.start()
+
+    def prepared():
+        assert is_fast(made[-1]) == fast
+
+    try:
+        chunks = chunks_of(f"localhost:{port}", checkpoint, prepared)
+    finally:
+        server.stop(None).wait()
+    check_chunks(chunks, fast)
+    assert not fast or largest_error(made[-1]) < 1e-4
+
+
+def is_listening(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["plugin alone", "dpa run"])
+def test_the_server_in_a_process_of_its_own(fast, checkpoint, plugin, tmp_path, monkeypatch):
+    """It imports no plugins: one that is installed changes nothing, and `dpa run` does."""
+    pytest.importorskip(SERVER, reason="grpc", exc_type=ImportError)
+    plugin()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    by = ["-m", "dpa", "run"] if fast else []
+    options = [f"--port={port}", "--host=localhost", f"--obs_queue_timeout={HANGS}"]
+    with (tmp_path / "printed").open("w") as printed:
+        server = subprocess.Popen(
+            [sys.executable, *by, "-m", SERVER, *options],
+            cwd=tmp_path,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while server.poll() is None and not is_listening(port):
+                time.sleep(0.1)
+            assert server.poll() is None, (tmp_path / "printed").read_text()
+            chunks = chunks_of(f"localhost:{port}", checkpoint)
+        finally:
+            server.kill()
+            server.wait()
+    said = (tmp_path / "printed").read_text()
+    assert said.count("DiffusionPolicy runs accelerated: loop, U-Net") == fast, said
+    check_chunks(chunks, fast)
