@@ -58,6 +58,19 @@ def test_many_threads_find_one_element(device):
         kept = _kept(values)
 
 
+def test_each_of_many_views_shows(device):
+    """More views than one launch takes."""
+    rows = torch.randn(300, 40, device=device)
+    values, kept = [row[::3] for row in rows], _kept([row[::3] for row in rows])
+    assert not _OP(values, kept)
+    for number in range(0, 300, 7):
+        before = rows[number, 39].clone()
+        rows[number, 39] += 1
+        assert _OP(values, kept), number
+        rows[number, 39] = before
+    assert not _OP(values, kept)
+
+
 def test_no_values(device):
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     assert not _OP([], nothing)
