@@ -3,14 +3,18 @@
 A hook of MkDocs, which also shows the pages that lie beside the README. Nothing is written down
 twice: the schema is read from ops/library.cpp, the errors from the test that provokes them, the
 rest of a page is the docstring of ``dpa.ops`` and, where it was measured, what
-docs/reference/measured.json says of its speed.
+docs/reference/measured.json says of its speed. The page of the command line ends with what
+``--help`` prints.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -161,6 +165,24 @@ def on_files(files: Files, config) -> Files:
             text = text.replace(f"]({other}", f"]({other.lower()}")
         files.append(File.generated(config, name.lower(), content=text))
     return files
+
+
+def _help(*words: str) -> str:
+    """What ``dpa WORDS --help`` prints, without frames and colours."""
+    environment = os.environ | {"PYTHONPATH": str(_ROOT / "python"), "TYPER_USE_RICH": "0"}
+    command = [sys.executable, "-m", "dpa", *words, "--help"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return run.stdout.replace("python -m dpa", "dpa").strip()
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    """Add every command's help to the page of the command line."""
+    if page.file.src_uri != "reference/cli.md":
+        return markdown
+    listed = _help().partition("\nCommands:\n")[2]
+    for name in re.findall(r"^  (\w+)", listed, re.M):
+        markdown += f"\n### dpa {name}\n\n```text\n{_help(name)}\n```\n"
+    return markdown
 
 
 def on_page_content(html: str, page, config, files) -> str:
