@@ -34,6 +34,27 @@ def test_block_runs(code, tmp_path, monkeypatch):
     exec(compile(code, "block", "exec"), {"__name__": "block"})
 
 
+def _messages(path):
+    """The strings of a Python file, a line each, without what f-strings fill in."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+            yield "".join(parts)
+
+
+def test_messages_that_troubleshooting_explains_are_those_of_the_code():
+    said = "\n".join(s for path in (_ROOT / "python").rglob("*.py") for s in _messages(path))
+    page = (_ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"\*\*`([^`]+)`\*\*", page)
+    assert len(messages) > 20
+    for message in messages:
+        for part in re.split(r"\.\.\.| must |, got ", message):
+            assert part.strip(" ,:()") in said, message
+
+
 def _outside_fences(page):
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
 
