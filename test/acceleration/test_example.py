@@ -50,7 +50,7 @@ def test_the_first_action_after_an_example_is_compared_with_nothing(policy, loop
 
 def test_an_example_of_a_policy_that_acts_by_get_action():
     """As robomimic's and ManiSkill's, which is here the one that changes its observation."""
-    policy, observation = others.ManiSkillAgent(images=True).eval(), images("cpu")
+    policy, observation = others.ManiSkillAgent(images=("rgb",)).eval(), images("cpu")
     shape = observation["rgb"].shape
     torch.manual_seed(3)
     expected = policy.get_action(dict(observation))

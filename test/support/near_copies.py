@@ -1,8 +1,8 @@
 """Fakes of published networks of the family that are on no package index.
 
 Each has the modules, names and mathematics of its original, checked against the original's own code
-on 2026-11-23 (equal outputs and gradients with one state dict, strictly loaded; ManiSkill's by
-reading), at these commits:
+on 2026-11-23 (ManiSkill's on 2026-11-27), with equal outputs and gradients with one state dict,
+strictly loaded, at these commits:
 
     DP3, Simple DP3              YanjieZe/3D-Diffusion-Policy 47385d9
     FlowPolicy                   zql-kk/FlowPolicy ff3b3fe
@@ -11,7 +11,7 @@ reading), at these commits:
     DPPO                         irom-princeton/dppo cc7234a
     CleanDiffuser                CleanDiffuserTeam/CleanDiffuser 05f17fc
     Diffuser                     jannerm/diffuser 7ea4228
-    ManiSkill                    haosulab/ManiSkill 0e9204e
+    ManiSkill                    haosulab/ManiSkill f565bc1, b75e188
 """
 
 import itertools

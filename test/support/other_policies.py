@@ -2,18 +2,22 @@
 
 Each has the attributes, arguments, order of random numbers and arithmetic of the project's class
 that its docstring names, with small networks. The projects' own classes were accelerated by hand,
-on a CPU, with results equal to 5e-6; ManiSkill's loop was compared by reading.
+on a CPU, with results equal to 5e-6. The fake of ManiSkill's was also run beside its original, on
+2026-11-27: equal actions with one state dict and one seed, and the same random numbers after them.
 
     DiffusionTransformerLowdimPolicy   real-stanford/diffusion_policy 5ba07ac, beside its lowdim
                                        policy on a U-Net, with and without inpainting
     DiffusionUnetLowdimRTIPolicy       RTI-DP/rti-dp 6e51ec9
     FlowPolicy                         zql-kk/FlowPolicy ff3b3fe: film, add and mlp_film
     MultiTaskDiTPolicy                 LeRobot 0.6.2; 0.6.1 on a GPU
-    Agent                              haosulab/ManiSkill 0e9204e
+    Agent                              haosulab/ManiSkill: train.py at f565bc1, which has
+                                       get_eval_action, and at b75e188, which has none;
+                                       train_rgbd.py at b75e188: images, depth and both
 """
 
 from types import SimpleNamespace
 
+import near_copies
 import torch
 from policies import SMALL, diffusers
 from torch import nn
@@ -171,29 +175,37 @@ class RtiPolicy(nn.Module):
 
 
 class ManiSkillAgent(nn.Module):
-    """ManiSkill's Agent: the loop is in get_action, on all timesteps of the scheduler."""
+    """ManiSkill's Agent: the loop is in get_action, on all timesteps of the scheduler.
 
-    def __init__(self, images=False):
+    ``images`` are the names of those that it observes, as train_rgbd.py's does.
+    """
+
+    def __init__(self, images=()):
         super().__init__()
         self.obs_horizon, self.act_horizon, self.pred_horizon, self.act_dim = 2, 4, 8, 2
         self.images = images
         if images:
-            self.visual_encoder = nn.Conv2d(3, 4, 3, 2)
-        self.noise_pred_net = unet(2 * (3 + 4 * images))
+            channels = sum({"rgb": 3, "depth": 1}[name] for name in images)
+            self.visual_encoder = nn.Conv2d(channels, 4, 3, 2)
+        self.noise_pred_net = near_copies.ManiSkill(2, 2 * (3 + 4 * bool(images)))
         self.num_diffusion_iters = 10
         self.noise_scheduler = diffusers.DDPMScheduler(10, beta_schedule="squaredcos_cap_v2")
-        self.get_eval_action = self.get_action
+        if not images:
+            self.get_eval_action = self.get_action
 
     def encode_obs(self, obs_seq, eval_mode):
-        rgb = obs_seq["rgb"].float() / 255.0
-        features = self.visual_encoder(rgb.flatten(end_dim=1)).amax((2, 3))
-        features = features.unflatten(0, rgb.shape[:2])
+        scales = {"rgb": 255.0, "depth": 1024.0}
+        seen, *more = (obs_seq[name].float() / scales[name] for name in self.images)
+        seen = torch.cat([seen, *more], 2) if more else seen
+        features = self.visual_encoder(seen.flatten(end_dim=1)).amax((2, 3))
+        features = features.unflatten(0, seen.shape[:2])
         return torch.cat([features, obs_seq["state"]], -1).flatten(1)
 
     def get_action(self, obs_seq):
         with torch.no_grad():
             if self.images:
-                obs_seq["rgb"] = obs_seq["rgb"].permute(0, 1, 4, 2, 3)
+                for name in self.images:
+                    obs_seq[name] = obs_seq[name].permute(0, 1, 4, 2, 3)
                 cond = self.encode_obs(obs_seq, eval_mode=True)
             else:
                 cond = obs_seq.flatten(start_dim=1)

@@ -18,6 +18,11 @@ def images(device, batch=2):
     return {"rgb": rgb.to(device), "state": torch.randn(batch, 2, 3).to(device)}
 
 
+def images_and_depth(device, batch=2):
+    depth = torch.randint(0, 2000, (batch, 2, 8, 8, 1), dtype=torch.int16)
+    return images(device, batch) | {"depth": depth.to(device)}
+
+
 def state(device, batch=2):
     return torch.randn(batch, 2, 3).to(device)
 
@@ -83,9 +88,15 @@ CASES = {
     ),
     "maniskill": (others.ManiSkillAgent, "get_action", state, ["get_action"]),
     "maniskill_images": (
-        lambda: others.ManiSkillAgent(images=True),
+        lambda: others.ManiSkillAgent(images=("rgb",)),
         "get_action",
         images,
+        ["get_action"],
+    ),
+    "maniskill_depth": (
+        lambda: others.ManiSkillAgent(images=("rgb", "depth")),
+        "get_action",
+        images_and_depth,
         ["get_action"],
     ),
     "flow_policy": (others.FlowPolicy, "predict_action", cloud, ["predict_action"]),
