@@ -193,6 +193,22 @@ def test_a_loop_by_another_name(device):
     assert vars(fast).keys() == vars(plain).keys()
 
 
+@pytest.mark.parametrize("name", ["maniskill", "maniskill_images", "maniskill_depth"])
+def test_a_loop_that_turns_gradients_off_itself(name, device):
+    """ManiSkill's get_action does, and scripts call it with gradients enabled."""
+    make, method, observe, _ = CASES[name]
+    plain = make().to(device).eval()
+    fast, seen = dpa.accelerate(copy.deepcopy(plain), fallback=False), observe(device)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = getattr(plain, method)(copy.copy(seen))
+        torch.manual_seed(seed)
+        got = getattr(fast, method)(copy.copy(seen))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert not got.requires_grad and not expected.requires_grad
+    assert len(replaced(fast, method).shadow.errors) == 1
+
+
 def test_explain_says_where_no_comparison_came_to_a_verdict(device):
     """A loop that takes more random numbers than its entry says."""
 

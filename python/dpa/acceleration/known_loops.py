@@ -264,7 +264,14 @@ KNOWN = (
         holders=("noise_scheduler",),  # whose timesteps are a setting here
         **_RTI,
     ),
-    Loop("get_action", "noise_pred_net", _maniskill, _maniskill_actions, steps=None),
+    Loop(
+        "get_action",
+        "noise_pred_net",
+        _maniskill,
+        _maniskill_actions,
+        steps=None,
+        no_grad=True,
+    ),
     Loop(
         "_get_action_trajectory",
         _robomimic_network,
