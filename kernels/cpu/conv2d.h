@@ -33,8 +33,6 @@ DPA_INLINE void find_pixels(const Conv2d& c, int row, int channel, Pixels<R>& p)
   }
 }
 
-DPA_INLINE Floats rectified(Floats x) { return x < 0.0f ? Floats{} : x; }  // NaN stays
-
 template <Weights kKind, int R, int P, bool kFetch>
 void conv_block(const Conv2d& c, int row, int panel) {
   const int channel = panel * kPanel;

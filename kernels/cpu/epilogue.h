@@ -103,7 +103,7 @@ inline void epilogue_channels(const Epilogue& f, const EpilogueTask& task, int c
   for (int t = 0; t < f.times; t++) {
     const int64_t at = static_cast<int64_t>(task.b * static_cast<int64_t>(f.times) + t) * f.pitch + c;
     Floats value = (load(f.raw + at) + offset) * factor + beta;
-    if (f.norm) value = mish(value) * scale + shift;
+    if (f.norm) value = (f.relu ? rectified(value) : mish(value)) * scale + shift;
     if (f.residual) value += load(f.residual + at) + residual_bias;
     if (valid < kLanes) value = keep_first(value, valid);
     if (f.keep) store(f.keep + at, value);

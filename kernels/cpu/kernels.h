@@ -62,7 +62,7 @@ struct Destination {
 };
 
 /// What becomes of a GEMM's output, `raw`:
-///   value = raw + bias;  norm: value = mish(group_norm(value) * gamma + beta) * scale + shift;  add: value += residual
+///   value = raw + bias;  norm: value = mish, or relu, (group_norm(value) * gamma + beta) * scale + shift;  add: value += residual
 /// A task is a range of whole groups of one sample.
 struct Epilogue {
   const float* raw;        // (B, T, pitch)
@@ -70,7 +70,7 @@ struct Epilogue {
   const float* norm;       // gamma (C), beta (C), or null
   const float* film[2];    // two terms of scale (C, where film_scale) and shift (C); null: no FiLM, no term
   int64_t film_sample[2];  // floats from sample to sample
-  bool film_scale;
+  bool film_scale, relu;
   const float* residual;       // (B, T, pitch), or null
   const float* residual_bias;  // (C), or null
   int batch, times, channels, pitch, groups, channels_per_task;

@@ -136,7 +136,7 @@ class Builder {
   Epilogue epilogue(int channels, int level, int groups) const {
     Epilogue f = {};
     f.raw = p_.raw;
-    f.film_scale = plan_.config.film_scale;
+    f.film_scale = plan_.config.film_scale, f.relu = plan_.config.relu;
     f.film_sample[0] = call_.per_sample_timesteps ? plan_.film_rows : 0;
     f.film_sample[1] = plan_.film_rows;
     f.batch = call_.batch, f.times = times(level);

@@ -14,19 +14,19 @@ Plan make_checked_plan(const char* op, at::IntArrayRef config, at::ScalarType dt
   const auto* const split = std::find(config.begin() + std::min<size_t>(kFixed, config.size()), config.end(), 0);
   const bool widened = split != config.end();
   const int64_t levels = split - config.begin() - kFixed;
-  DPA_CHECK(
-      levels >= 1 && levels <= kernels::unet1d::kMaxLevels, op,
-      "config must be [action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims] with 1 to 5 "
-      "down_dims",
-      config);
+  DPA_CHECK(levels >= 1 && levels <= kernels::unet1d::kMaxLevels, op,
+            "config must be [action_dim, kernel_size, n_groups, step_dim, cond_dim, flags, *down_dims] with 1 to 5 "
+            "down_dims",
+            config);
   DPA_CHECK(!widened || config.end() - split - 1 == levels, op,
             "config must have as many widths behind the 0 as down_dims, which they become", config);
   for (const int64_t value : config)
     DPA_CHECK(value >= 0 && value <= 65536, op, "config must hold numbers in 0..65536", value);
+  DPA_CHECK(config[5] <= 3, op, "config must have flags of 0 to 3: 1 for FiLM with a scale, 2 for ReLU", config[5]);
   kernels::unet1d::Config c;
   c.action_dim = static_cast<int>(config[0]), c.kernel_size = static_cast<int>(config[1]);
   c.num_groups = static_cast<int>(config[2]), c.step_dim = static_cast<int>(config[3]);
-  c.cond_dim = static_cast<int>(config[4]), c.film_scale = config[5] != 0;
+  c.cond_dim = static_cast<int>(config[4]), c.film_scale = config[5] & 1, c.relu = config[5] & 2;
   c.levels = static_cast<int>(levels);
   for (int i = 0; i < c.levels; ++i) {
     c.down_dims[i] = static_cast<int>(config[kFixed + i]);
@@ -57,9 +57,9 @@ int64_t unet1d_fingerprint(const kernels::unet1d::Config& config, int64_t varian
   constexpr uint64_t kPrime = 65521, kFactor = 0x100000001b3;
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, a number a step
   const auto add = [&](int64_t number) { hash = (hash ^ static_cast<uint64_t>(number)) * kFactor; };
-  for (const int64_t number :
-       {variant, int64_t{config.action_dim}, int64_t{config.kernel_size}, int64_t{config.num_groups},
-        int64_t{config.step_dim}, int64_t{config.cond_dim}, int64_t{config.film_scale}, int64_t{config.levels}})
+  for (const int64_t number : {variant, int64_t{config.action_dim}, int64_t{config.kernel_size},
+                               int64_t{config.num_groups}, int64_t{config.step_dim}, int64_t{config.cond_dim},
+                               config.film_scale + 2 * int64_t{config.relu}, int64_t{config.levels}})
     add(number);
   for (int i = 0; i < config.levels; ++i) add(config.down_dims[i]);
   for (int i = 0; config.widened() && i < config.levels; ++i) add(config.own_dims[i]);

@@ -121,6 +121,7 @@ std::shared_ptr<const BatchPlan> unet1d_batch_plan(const char* op, at::IntArrayR
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = plans.find(config.vec()); found != plans.end()) return found->second;
   const auto unet = unet1d_plan(op, config, at::kBFloat16);
+  DPA_CHECK(!unet->config.relu, op, "config must have Mish behind the norms, got the flag of ReLU", config);
   for (int i = 0; i < unet->config.levels; ++i)
     DPA_CHECK(unet->config.down_dims[i] % 8 == 0, op, "config must have down_dims that are multiples of 8", config);
   auto plan = std::make_shared<const BatchPlan>(BatchBuilder(*unet).build());

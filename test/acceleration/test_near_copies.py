@@ -76,6 +76,10 @@ ROWS = {
         lambda: near_copies.DPPO(2, 6, film="film", eps=1e-4, cond_mlp_dims=[24, 12]),
         lambda: {"time": TIMES, "cond": state(BATCH, 2, 3)},
     ),
+    "DPPO with ReLU": (
+        lambda: near_copies.DPPO(2, 6, film="film", eps=1e-4, act=nn.ReLU),
+        lambda: {"time": TIMES, "cond": state(BATCH, 2, 3)},
+    ),
     "CleanDiffuser": (
         lambda: near_copies.ChiUnet(2, 3, 2),
         lambda: {"noise": 1.0 * TIMES, "condition": torch.randn(BATCH, 2, 3)},
@@ -139,7 +143,7 @@ def test_a_near_copy(name, device):
         assert torch.equal(unet(sample, **call), plain(sample, **call))
 
 
-APART = ["DP3's mlp_film", "Streaming Diffusion Policy", "DPPO", "CleanDiffuser"]
+APART = ["DP3's mlp_film", "Streaming Diffusion Policy", "DPPO", "DPPO with ReLU", "CleanDiffuser"]
 
 
 @torch.no_grad()

@@ -58,7 +58,8 @@ struct Case {
     const auto given = file.read<int32_t>(head[3]);
     unet1d::Config config;
     config.action_dim = given[0], config.kernel_size = given[1], config.num_groups = given[2];
-    config.step_dim = given[3], config.cond_dim = given[4], config.film_scale = given[5] != 0;
+    config.step_dim = given[3], config.cond_dim = given[4], config.film_scale = given[5] & 1;
+    config.relu = given[5] & 2;
     config.levels = head[3] - 6;
     for (int i = 0; i < config.levels; i++) config.down_dims[i] = given[6 + i];
     plan = unet1d::make_plan(config, kTypes[head[0]]);

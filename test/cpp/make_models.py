@@ -35,7 +35,11 @@ def write_unets(path: Path) -> None:
     tolerances = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
     with path.open("wb") as file:
         for number, (dtype, tolerance) in enumerate(tolerances.items()):
-            for batch, horizon, cond_dim, scale in ((1, 16, 7, True), (5, 8, 0, False)):
+            for batch, horizon, cond_dim, scale in (
+                (1, 16, 7, True),
+                (5, 8, 0, False),
+                (2, 8, 7, True),
+            ):
                 unet = dpa.nn.ConditionalUnet1D(
                     3,
                     global_cond_dim=cond_dim or None,
@@ -44,6 +48,9 @@ def write_unets(path: Path) -> None:
                     n_groups=4,
                     cond_predict_scale=scale,
                 ).eval()
+                for block in unet.modules():
+                    if batch == 2 and isinstance(block, dpa.nn.Conv1dBlock):
+                        block.block[2] = torch.nn.ReLU()
                 packed = PackedUnet(unet, dtype)
                 weights = packed.network.weights()
                 names = torch.ops.dpa.unet1d_weight_names(packed.config)

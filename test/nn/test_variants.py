@@ -25,6 +25,7 @@ ROWS = [
     ("Streaming", lambda: near_copies.StreamingPolicy(2, 4), [EMBEDDING], False),
     ("DPPO", lambda: near_copies.DPPO(2, 6), [CONDITION, FILM], False),
     ("DPPO", lambda: near_copies.DPPO(2, 6, film="film", eps=1e-4), [CONDITION], True),
+    ("DPPO", lambda: near_copies.DPPO(2, 6, film="film", act=nn.ReLU), [CONDITION, FILM], False),
     ("CleanDiffuser", lambda: near_copies.ChiUnet(2, 3, 2), [CONDITION, EMBEDDING], False),
     ("Diffuser", lambda: near_copies.TemporalUnet(2), [], True),
     ("Diffuser", lambda: near_copies.TemporalUnet(2, attention=True), ["attention"], False),
@@ -90,8 +91,13 @@ def test_another_eps_becomes_a_factor():
 
 
 def test_what_is_none_says_why():
-    unet = near_copies.DPPO(2, 6, act=nn.ReLU)
+    unet = near_copies.DPPO(2, 6)
+    unet.mid_modules[0].blocks[1].block[4] = nn.ReLU()
     with pytest.raises(NotInFamily, match=r"must be Mish\(\), got ReLU"):
+        family.recognise(unet)
+    unet = near_copies.DPPO(2, 6, act=nn.ReLU)
+    unet.final_conv[0].block[4] = nn.Mish()
+    with pytest.raises(NotInFamily, match=r"must be ReLU\(\), got Mish"):
         family.recognise(unet)
     unet = near_copies.DP3(2, 4, film="cross_attention_film")
     with pytest.raises(NotInFamily, match=r"must have a .*cond_encoder\.1\.weight"):

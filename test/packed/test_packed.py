@@ -10,7 +10,7 @@ from proofs import poisoned_memory
 from torch import nn
 
 import dpa
-from dpa.packed.config import unet_config
+from dpa.packed.config import path_of, unet_config
 from dpa.packed.unet import PackedUnet
 
 diffusers = pytest.importorskip("diffusers")
@@ -50,6 +50,43 @@ def test_forward_of_several_samples(cuda, dtype):
         got = packed(sample, timestep, cond)
         assert error(got, expected) < ERROR[dtype]
         assert torch.equal(got, packed(sample, timestep, cond))
+
+
+RELU_SIZES = [
+    ((40, 80), 1, 4),
+    ((64, 128, 256), 3, 8),
+    ((24, 40, 32), 2, 8),
+    ((256, 512, 1024), 1, 16),
+]
+
+
+@pytest.mark.parametrize("dtype", [*ERROR, torch.float8_e4m3fn], ids=str)
+def test_relu_behind_the_norms(device, dtype):
+    """In all kernels that serve it: no kernel for wide networks alone does."""
+    on_gpu = torch.device(device).type == "cuda"
+    if not on_gpu and dtype == torch.float8_e4m3fn:
+        pytest.skip("e4m3 is the GPU's")
+    paths = set()
+    long = [((16, 32), 1, 16384)] if on_gpu else []
+    for widths, batch, horizon in RELU_SIZES + long:
+        sizes = {"global_cond_dim": 5, "down_dims": widths, "cond_predict_scale": batch != 2}
+        unet = dpa.nn.ConditionalUnet1D(3, diffusion_step_embed_dim=32, **sizes).to(device).eval()
+        for block in unet.modules():
+            if isinstance(block, dpa.nn.Conv1dBlock):
+                block.block[2] = nn.ReLU()
+        packed, exact = PackedUnet(unet, dtype), dpa.reference.plain(unet).double()
+        sample = torch.randn(batch, horizon, 3, device=device)
+        timestep = torch.randint(100, (batch,), device=device)
+        cond = cond_of(unet, batch, device)
+        with torch.no_grad():
+            expected = exact(sample.double(), timestep, None, cond.double())
+        got = packed(sample, timestep, cond)
+        assert error(got, expected) < ERROR.get(dtype, 0.1), (widths, batch, horizon)
+        assert torch.equal(got, packed(sample, timestep, cond))
+        if on_gpu:
+            paths.add(path_of(tuple(packed.config), dtype, batch, horizon, sample.device))
+    few = {"teams"} if dtype == torch.float8_e4m3fn else set()  # which is faster in phases here
+    assert not on_gpu or {"teams", "phases", "layered"} - few == paths
 
 
 @pytest.mark.parametrize("widths", [(512, 1024, 2048), (1024, 2048), (512, 512, 1024)], ids=str)

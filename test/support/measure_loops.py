@@ -311,6 +311,7 @@ def dppo_alone():
 
 DTYPES = torch.float32, torch.bfloat16
 KARRAS = {"use_karras_sigmas": True}
+RELU = {"film": "film", "act": torch.nn.ReLU, **SIZE}
 LARGE = {"film": "large", "cond_mlp_dims": None, **SIZE}
 # Name: the policy, how it is called.
 ROWS = {
@@ -347,6 +348,10 @@ ROWS = {
     ),
     "DPPO, DDIM 5, three MLPs": (
         lambda: diffusing(copies.DPPO(2, 6, **LARGE), steps=20, ddim_steps=5),
+        _acts,
+    ),
+    "DPPO, DDIM 10, ReLU": (
+        lambda: diffusing(copies.DPPO(2, 6, **RELU), steps=20, ddim_steps=10),
         _acts,
     ),
     "DPPO, DDPM 20, an MLP": (lambda: near.DiffusionModel(20, network=near.ActorMlp()), _acts),

@@ -2,10 +2,12 @@
 
 import functools
 
+import near_copies as copies
 import near_policies as near
 import other_policies as others
 import planners
 import torch
+from torch import nn
 
 
 def cloud(device, batch=2):
@@ -117,6 +119,7 @@ CASES = {
     "dppo": _diffuses(),
     "dppo_ddim": _diffuses(steps=20, ddim_steps=5, randn_clip_value=3, final_action_clip_value=0.5),
     "dppo_tuned": _diffuses(steps=20, ddim_steps=5, tuned=5, denoised_clip_value=None),
+    "dppo_relu": _diffuses(network=copies.DPPO(2, 6, act=nn.ReLU), ddim_steps=5),
     "dppo_mlp": _diffuses(network=near.ActorMlp(), predict_epsilon=False),
     "diffuser": _plans("GaussianDiffusion"),
     "diffuser_x0": _plans("GaussianDiffusion", predict_epsilon=False),

@@ -6,7 +6,7 @@
 //   conv_kernel      raw[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i] + bias
 //                    a block owns 16 output channels (a row tile) and 32 columns n; split-K over its 8 warps, which
 //                    read weights once, straight from memory, in the packed order; partial sums meet in shared memory
-//   epilogue_kernel  value = mish(group_norm(raw)) scale + shift + residual, kept where a later layer needs it
+//   epilogue_kernel  value = mish (or relu) (group_norm(raw)) scale + shift + residual, kept where a later layer needs it
 //                    a block owns a sample's group; without a norm a group is all channels
 //   tail_kernel      eps = W value + bias and the scheduler's step; a warp owns one (b, t)
 #include "kernels/cuda/common/launch.cuh"
@@ -132,7 +132,7 @@ struct EpilogueArguments {
   int64_t film_step_stride, film_cond_stride;
   int film_scale;
   float *value, *residual, *skip;
-  bool add, keep;
+  bool relu, add, keep;
   int times, channels, groups;
   int counted;  // channels of a group that the norm counts: the first ones
 };
@@ -171,7 +171,10 @@ __global__ void __launch_bounds__(kThreads) epilogue_kernel(const EpilogueArgume
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const int c = group * width + i % width;
     float y = f.raw[at(i)];
-    if (f.norm) y = math::mish(fmaf((y - mean) * inverse, f.norm[c], f.norm[f.channels + c]));
+    if (f.norm) {
+      y = fmaf((y - mean) * inverse, f.norm[c], f.norm[f.channels + c]);
+      y = !f.relu ? math::mish(y) : y < 0.0f ? 0.0f : y;
+    }
     if (f.film_step) {
       auto parameter = [&](int j) { return f.film_cond ? step[j] + cond[j] : step[j]; };
       if (f.film_scale) y *= parameter(c);
@@ -244,7 +247,8 @@ struct Runner {
       f.film_cond_stride = plan.film_rows;
       f.film_scale = plan.config.film_scale;
     }
-    f.add = add, f.keep = keep, f.times = times(level), f.channels = channels, f.groups = norm >= 0 ? groups : 1;
+    f.relu = plan.config.relu, f.add = add, f.keep = keep, f.times = times(level), f.channels = channels,
+    f.groups = norm >= 0 ? groups : 1;
     f.counted = plan.config.own(channels) / f.groups;
     return launch(epilogue_kernel, call.batch * f.groups, kThreads, stream, f);
   }

@@ -223,15 +223,16 @@ DPA_DEVICE void convolve_sample(const PhaseLoop& a, const Work& w, const float* 
   }
 }
 
+// Mish, or ReLU, by LoopArguments::steepness: without a branch where few instructions matter.
 template <bool kExact>
-DPA_DEVICE float mish_of(float x) {
-  if constexpr (kExact) return math::mish(x);
-  const float e = exponential_fast(x < 20.0f ? x : 20.0f), n = e * (e + 2.0f);
+DPA_DEVICE float activated(float x, float steepness) {
+  if constexpr (kExact) return steepness == 1.0f ? math::mish(x) : x < 0.0f ? 0.0f : x;
+  const float steep = x * steepness, e = exponential_fast(steep < 20.0f ? steep : 20.0f), n = e * (e + 2.0f);
   return x * quotient(n, n + 2.0f);
 }
 
 // The stash becomes the slab (or, where slab is null, stays in place with its values finished): four channels of a row
-// at a time, norm, Mish, FiLM, residual.
+// at a time, norm, Mish or ReLU, FiLM, residual.
 template <class Tile>
 DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch, const float* residual,
                       const float* parameters, uint8_t* slab, int slab_pitch, uint32_t flag) {
@@ -251,10 +252,10 @@ DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch
         const float4 factor = *reinterpret_cast<const float4*>(f), term = *reinterpret_cast<const float4*>(f + n),
                      scale = *reinterpret_cast<const float4*>(f + 2 * n),
                      shift = *reinterpret_cast<const float4*>(f + 3 * n);
-        v[0] = mish_of<Tile::kWide>(v[0] * factor.x + term.x) * scale.x + shift.x;
-        v[1] = mish_of<Tile::kWide>(v[1] * factor.y + term.y) * scale.y + shift.y;
-        v[2] = mish_of<Tile::kWide>(v[2] * factor.z + term.z) * scale.z + shift.z;
-        v[3] = mish_of<Tile::kWide>(v[3] * factor.w + term.w) * scale.w + shift.w;
+        v[0] = activated<Tile::kWide>(v[0] * factor.x + term.x, a.steepness) * scale.x + shift.x;
+        v[1] = activated<Tile::kWide>(v[1] * factor.y + term.y, a.steepness) * scale.y + shift.y;
+        v[2] = activated<Tile::kWide>(v[2] * factor.z + term.z, a.steepness) * scale.z + shift.z;
+        v[3] = activated<Tile::kWide>(v[3] * factor.w + term.w, a.steepness) * scale.w + shift.w;
       }
       if (add) {
         const float4 r = *reinterpret_cast<const float4*>(residual + row * residual_pitch + c);

@@ -229,7 +229,7 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
         for (int i = 0; i < 4; i++) {
           const float factor = moment.y * f.gamma[i], term = f.beta[i] - moment.x * factor;
 #pragma unroll
-          for (int j = 0; j < kItems; j++) v[j][i] = mish_of<Tile::kWide>(v[j][i] * factor + term);
+          for (int j = 0; j < kItems; j++) v[j][i] = activated<Tile::kWide>(v[j][i] * factor + term, a.steepness);
         }
       }
       if (todo.film) {

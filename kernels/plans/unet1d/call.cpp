@@ -122,6 +122,7 @@ static bool teams_beat_clusters(const Plan& plan, const TeamCall& teams) {
 }
 // The kernel for wide networks that serves a call, or kAutomatic where none does.
 static Path wide_path(const Plan& plan, int batch, int horizon, const Device& device) {
+  if (plan.config.relu) return Path::kAutomatic;
   if (device.hopper && device.clusters && cluster_serves(plan, batch, horizon)) return Path::kClustered;
   return batch == 1 && resident_fits(plan, horizon, device) ? Path::kResident : Path::kAutomatic;
 }
@@ -137,6 +138,7 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
   const Config& c = plan.config;
+  if (c.relu) return false;
   int narrowest = c.own(c.down_dims[0]);
   for (int i = 0; i < c.levels; i++) {
     const int width = c.own(c.down_dims[i]);

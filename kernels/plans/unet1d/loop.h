@@ -8,6 +8,7 @@ namespace dpa::kernels::unet1d {
 
 struct LoopArguments {
   int batch, horizon, steps, actions, taps, film_scale;
+  float steepness = 1.0f;  // what follows norms is x tanh(softplus(steepness x)): Mish with 1, with a huge one ReLU
   const uint8_t* weights;
   const float* floats;
   const float *film_step, *film_cond;            // film_cond: null for one sample, where it is in film_step already

@@ -15,7 +15,8 @@ constexpr int kMaxConvs = 10 * kMaxLevels - 2;
 constexpr int kStampBytes = 128;
 constexpr int kFinalGroups = 8;  // of the last Conv1dBlock, whatever num_groups is
 
-/// The architecture. global conditioning of width cond_dim (0: none); film_scale: FiLM has a scale besides its shift.
+/// The architecture. global conditioning of width cond_dim (0: none); film_scale: FiLM has a scale besides its shift;
+/// relu: behind the norms is ReLU in place of Mish, which teams, phases, layers and the CPU have.
 struct Config {
   int action_dim = 2;
   int levels = 3;
@@ -24,7 +25,7 @@ struct Config {
   int num_groups = 8;
   int step_dim = 256;
   int cond_dim = 0;
-  bool film_scale = true;
+  bool film_scale = true, relu = false;
   // Where widths that kernels like are down_dims: the network's own, in as many groups. The channels that only fill a
   // group up have zero weights, so they are zero everywhere, and GroupNorm does not count them. All 0: down_dims.
   int own_dims[kMaxLevels] = {};
@@ -46,7 +47,7 @@ struct Segment {
 };
 
 /// One GEMM, and what its consumer does with its raw output:
-///   value = raw + bias;  norm: value = mish(group_norm(value)), then FiLM;  add: value += residual;
+///   value = raw + bias;  norm: value = mish(group_norm(value)), or relu, then FiLM;  add: value += residual;
 ///   keep: residual = value;  skip: skips[skip] = value
 /// A second segment is the 1x1 residual convolution of the same input (its output becomes `residual`), or, in an
 /// upsampling GEMM, the odd output times.

@@ -33,7 +33,7 @@ _FIRST_CONV = re.compile(
     r"(?:down_modules|downs)\.0\.0\.(?:(?:blocks\.0|conv1)\.block|conv1)\.0\.weight$"
 )
 _PARTS = (ENCODER, "down_modules", "mid_modules", "up_modules", "final_conv")
-_LAYERS = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm, nn.Mish)
+_LAYERS = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm, nn.Mish, nn.ReLU)
 # What a network of somebody else's has where ours has its own convolutions.
 _PLAIN = {Conv1d: nn.Conv1d, ConvTranspose1d: nn.ConvTranspose1d}
 # DP3's switches, and which residual blocks each of them conditions.
@@ -186,7 +186,9 @@ def recognise(module: nn.Module) -> Network:
         raise NotInFamily(f"{kind} has no GroupNorm in down_modules")
     arguments = arguments_from_shapes(live, norms[0].num_groups, other_parts=True)
     twin = template(arguments)
-    reduce_to(twin, variant.blocks, norms[0].eps)
+    first = layers.get("down_modules.0.0.blocks.0.block.2")
+    activation = nn.ReLU if type(first) is nn.ReLU else nn.Mish
+    reduce_to(twin, variant.blocks, norms[0].eps, activation)
     parts = _parts(module, variant, layers, live, twin)
     within = tuple(f"{path}." for path in parts)
     live = {key: value for key, value in live.items() if not key.startswith(within)}
@@ -236,6 +238,8 @@ def _parts(
     expected = shapes(twin)
 
     def differs(path: str) -> bool:
+        if path.endswith(FILM) and type(getattr(layers[path], "0", None)) is nn.ReLU:
+            return True
         of_twin = {k: v for k, v in expected.items() if k.startswith(f"{path}.")}
         return {k: v.shape for k, v in live.items() if k.startswith(f"{path}.")} != of_twin
 

@@ -70,6 +70,11 @@ class Network:
         """What its norms add to a variance."""
         return self.twin.final_conv[0].block[1].eps
 
+    @property
+    def relu(self) -> bool:
+        """Whether ReLU follows its norms, in place of Mish."""
+        return isinstance(self.twin.final_conv[0].block[2], nn.ReLU)
+
     @functools.cached_property
     def film_apart(self) -> bool:
         """Whether PyTorch computes FiLM's parameters, or what they are computed of."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dpa.nn.blocks1d import Conv1dBlock
 from dpa.nn.unet1d import ConditionalUnet1D
 
 ENCODER, FILM, ATTENTION = "diffusion_step_encoder", ".cond_encoder", ".attention"
@@ -51,14 +52,21 @@ class _Followed(nn.Module):
         return self.layer(self.block(x, cond))
 
 
-def reduce_to(unet: ConditionalUnet1D, blocks: int, eps: float) -> None:
-    """Leave as many residual blocks in each level and in the middle, with norms of that ``eps``."""
+def reduce_to(
+    unet: ConditionalUnet1D, blocks: int, eps: float, activation: type[nn.Module] = nn.Mish
+) -> None:
+    """Leave as many residual blocks in each level and in the middle, as those given are.
+
+    Their norms have that ``eps``, and that activation follows them.
+    """
     for level in (*unet.down_modules, unet.mid_modules, *unet.up_modules):
         for spare in range(blocks, 2):
             level[spare] = NoBlock(level[spare].cond_encoder[1].out_features)
     for layer in unet.modules():
         if isinstance(layer, nn.GroupNorm):
             layer.eps = eps
+        elif isinstance(layer, Conv1dBlock) and activation is not nn.Mish:
+            layer.block[2] = activation()
 
 
 def place(unet: ConditionalUnet1D, path: str, part: nn.Module) -> None:

@@ -36,7 +36,8 @@ def unet_config(unet: nn.Module) -> list[int]:
     """Read the architecture off a U-Net of the family.
 
     Returns:
-        ``[action_dim, kernel_size, n_groups, step_dim, cond_dim, film_scale, *down_dims]``.
+        ``[action_dim, kernel_size, n_groups, step_dim, cond_dim, flags, *down_dims]``;
+        of the flags 1 is FiLM with a scale, 2 ReLU in place of Mish.
 
     Raises:
         ValueError: the module is not such a network, has local conditioning or attention, more than
@@ -67,7 +68,7 @@ def config_of(network: Network) -> list[int]:
         arguments["n_groups"],
         arguments["diffusion_step_embed_dim"],
         arguments["global_cond_dim"] or 0,
-        int(arguments["cond_predict_scale"]),
+        int(arguments["cond_predict_scale"]) + 2 * int(network.relu),
         *dims,
     ]
     rule = f"have sizes up to {_MAX_SIZE} to be packed"
