@@ -166,7 +166,7 @@ TEST(ChoosePath, ByDeviceAndSize) {
 
 // Filled up, also where a group has a single time's values.
 TEST(ChoosePath, FilledUpForOneSample) {
-  const Config filled = {3, 3, {128, 256, 512}, 5, 8, 16, 4, true, {128, 256, 384}};
+  const Config filled = {3, 3, {128, 256, 512}, 5, 8, 16, 4, true, false, {128, 256, 384}};
   for (const DType dtype : {DType::kFloat16, DType::kFloat8E4M3, DType::kFloat32, DType::kBFloat16}) {
     for (const int horizon : {4, 8})
       EXPECT_EQ(choose_path(make_plan(filled, dtype), 1, horizon, kHopper), Path::kResident);
