@@ -62,7 +62,8 @@ struct Destination {
 };
 
 /// What becomes of a GEMM's output, `raw`:
-///   value = raw + bias;  norm: value = mish, or relu, (group_norm(value) * gamma + beta) * scale + shift;  add: value += residual
+///   value = raw + bias;  norm: value = mish(group_norm(value) * gamma + beta) * scale + shift, or relu(...) likewise;
+///   add: value += residual
 /// A task is a range of whole groups of one sample.
 struct Epilogue {
   const float* raw;        // (B, T, pitch)

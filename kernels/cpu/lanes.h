@@ -110,6 +110,7 @@ DPA_INLINE Words load_halves(const uint16_t* from) {
 }
 
 DPA_INLINE Floats rectified(Floats x) { return x < 0.0f ? Floats{} : x; }  // NaN stays
+
 /// mish(x) as in kernels/math/mish.h.
 DPA_INLINE Floats mish(Floats x) {
   constexpr float kMagic = 12582912.0f;

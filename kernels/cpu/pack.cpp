@@ -24,7 +24,7 @@ struct Stamp {
     const auto& c = plan.config;
     int32_t* to = numbers;
     for (const int number : {static_cast<int>(plan.dtype), c.action_dim, c.kernel_size, c.num_groups, c.step_dim,
-                             c.cond_dim, c.film_scale + 2 * c.relu, c.levels})
+                             c.cond_dim, c.flags(), c.levels})
       *to++ = number;
     std::copy_n(c.down_dims, c.levels, to);
   }

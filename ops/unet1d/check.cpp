@@ -57,9 +57,9 @@ int64_t unet1d_fingerprint(const kernels::unet1d::Config& config, int64_t varian
   constexpr uint64_t kPrime = 65521, kFactor = 0x100000001b3;
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, a number a step
   const auto add = [&](int64_t number) { hash = (hash ^ static_cast<uint64_t>(number)) * kFactor; };
-  for (const int64_t number : {variant, int64_t{config.action_dim}, int64_t{config.kernel_size},
-                               int64_t{config.num_groups}, int64_t{config.step_dim}, int64_t{config.cond_dim},
-                               config.film_scale + 2 * int64_t{config.relu}, int64_t{config.levels}})
+  for (const int64_t number :
+       {variant, int64_t{config.action_dim}, int64_t{config.kernel_size}, int64_t{config.num_groups},
+        int64_t{config.step_dim}, int64_t{config.cond_dim}, int64_t{config.flags()}, int64_t{config.levels}})
     add(number);
   for (int i = 0; i < config.levels; ++i) add(config.down_dims[i]);
   for (int i = 0; config.widened() && i < config.levels; ++i) add(config.own_dims[i]);

@@ -164,6 +164,21 @@ TEST(ChoosePath, ByDeviceAndSize) {
   EXPECT_EQ(choose_path(bf16, 1, 4, kHopper), Path::kResident);
 }
 
+// Kernels for wide networks alone have Mish.
+TEST(ChoosePath, ReluIsForTheOthers) {
+  for (const Config& mish : {kHeadline, kLeRobot}) {
+    Config relu = mish;
+    relu.relu = true;
+    for (const DType dtype : {DType::kFloat16, DType::kFloat8E4M3, DType::kFloat32, DType::kBFloat16}) {
+      for (const int batch : {1, 2, 16, 64}) {
+        const Path path = choose_path(make_plan(relu, dtype), batch, 64, kHopper);
+        EXPECT_TRUE(path == Path::kTeams || path == Path::kPhases || path == Path::kLayered) << name_of(path);
+        EXPECT_FALSE(layers_pay(make_plan(relu, dtype), batch, 64, kHopper));
+      }
+    }
+  }
+}
+
 // Filled up, also where a group has a single time's values.
 TEST(ChoosePath, FilledUpForOneSample) {
   const Config filled = {3, 3, {128, 256, 512}, 5, 8, 16, 4, true, false, {128, 256, 384}};

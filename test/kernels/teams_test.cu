@@ -25,6 +25,7 @@ const Case kNarrow[] = {
     {"64 T64 one level k9", {2, 1, {64}, 9, 8, 16, 3, true}, 1, 64},
     {"160 T16 one level k1", {2, 1, {160}, 1, 8, 16, 3, true}, 1, 16},
     {"32/64 k1 T8 (warps without steps)", {2, 2, {32, 64}, 1, 8, 16, 3, true}, 1, 8},
+    {"relu 32/64 T8 batch 2", {2, 2, {32, 64}, 3, 8, 16, 3, true, true}, 2, 8},
     {"32/32/64/64 T16 (equal widths)", {2, 4, {32, 32, 64, 64}, 3, 8, 16, 3, true}, 2, 16},
 };
 const Case kNarrowRows[] = {

@@ -56,6 +56,7 @@ const Case kSmall[] = {
     {"64 T32 one level k9", {2, 1, {64}, 9, 8, 16, 3, true}, 1, 32},
     {"64/32 T8 (joined width equals output)", {2, 2, {64, 32}, 3, 8, 16, 3, true}, 1, 8},
     {"32/32/64/64 T16 (equal widths)", {2, 4, {32, 32, 64, 64}, 3, 8, 16, 3, true}, 1, 16},
+    {"relu 32/64 T8 batch 2", {2, 2, {32, 64}, 3, 8, 16, 3, true, true}, 2, 8},
     {"128/64 T64 groups 32", {2, 2, {128, 64}, 3, 32, 16, 3, true}, 1, 64},
 };
 const Case kRows[] = {
@@ -359,6 +360,7 @@ struct LoopBuffers {
     loop.film_step = static_cast<float*>(put(step_rows.data(), step_rows.size() * 4));
     loop.film_cond = static_cast<float*>(put(cond_rows.data(), cond_rows.size() * 4));
     loop.film_rows = net.plan.film_rows, loop.film_scale = g.film_scale;
+    loop.steepness = g.steepness();
     loop.initial = static_cast<float*>(put(initial.data(), count * 4));
     loop.table = static_cast<float*>(put(table.data(), table.size() * 4));
     loop.noise = static_cast<float*>(put(noise.data(), noise.size() * 4));

@@ -146,8 +146,10 @@ class Reference {
       for (int k = g * width; k < (g + 1) * width; k++)
         for (int t = 0; t < x.times; t++) variance += (x.at(k, t) - mean) * (x.at(k, t) - mean) / n;
       for (int k = g * width; k < (g + 1) * width; k++) {
-        for (int t = 0; t < x.times; t++)
-          x.at(k, t) = mish((x.at(k, t) - mean) / std::sqrt(variance + 1e-5) * gamma[k] + beta[k]);
+        for (int t = 0; t < x.times; t++) {
+          const double value = (x.at(k, t) - mean) / std::sqrt(variance + 1e-5) * gamma[k] + beta[k];
+          x.at(k, t) = c.relu ? std::max(value, 0.0) : mish(value);
+        }
       }
     }
     return x;

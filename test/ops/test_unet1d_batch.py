@@ -86,6 +86,8 @@ def test_rejected_parameters():
         pack(parameters[1:], CONFIG, torch.bfloat16)
     with pytest.raises(RuntimeError, match=head + "config must have down_dims"):
         pack(parameters, [2, 5, 4, 32, 20, 1, 64, 132], torch.bfloat16)
+    with pytest.raises(RuntimeError, match=head + "config must have Mish behind the norms, got"):
+        pack(parameters, [*CONFIG[:5], CONFIG[5] + 2, *CONFIG[6:]], torch.bfloat16)
     with pytest.raises(RuntimeError, match=head + "parameters must be float32 or BFloat16"):
         pack(_meta(torch.float16), CONFIG, torch.bfloat16)
     parameters[3] = torch.empty(5, device="meta")

@@ -298,6 +298,10 @@ def rejected_unet1d(new, packed, config):
         (sample, t, cond, packed, [2**40, *config[1:]], f32),
     )
     yield (
+        head + r"config must have flags of 0 to 3: 1 for FiLM with a scale, 2 for ReLU, got 4",
+        (sample, t, cond, packed, [*config[:5], 4, *config[6:]], f32),
+    )
+    yield (
         head + r"config is refused: kernel_size must be odd, got 4",
         (sample, t, cond, packed, [2, 4, *config[2:]], f32),
     )

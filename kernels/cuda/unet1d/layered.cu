@@ -6,7 +6,7 @@
 //   conv_kernel      raw[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i] + bias
 //                    a block owns 16 output channels (a row tile) and 32 columns n; split-K over its 8 warps, which
 //                    read weights once, straight from memory, in the packed order; partial sums meet in shared memory
-//   epilogue_kernel  value = mish (or relu) (group_norm(raw)) scale + shift + residual, kept where a later layer needs it
+//   epilogue_kernel  value = mish(group_norm(raw)) scale + shift + residual, or relu(...); kept where a layer needs it
 //                    a block owns a sample's group; without a norm a group is all channels
 //   tail_kernel      eps = W value + bias and the scheduler's step; a warp owns one (b, t)
 #include "kernels/cuda/common/launch.cuh"

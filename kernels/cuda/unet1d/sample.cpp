@@ -1,7 +1,6 @@
 // A call from end to end: the path on this device, what the host gives it, and the order of the launches.
 #include <algorithm>
 #include <cstdlib>
-#include <limits>
 #include <utility>
 
 #include "kernels/cuda/common/device.h"
@@ -23,7 +22,7 @@ LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace
   LoopArguments a = {};
   a.batch = call.batch, a.horizon = call.horizon, a.steps = call.steps;
   a.actions = plan.config.action_dim, a.taps = plan.config.kernel_size, a.film_scale = plan.config.film_scale;
-  a.steepness = plan.config.relu ? std::numeric_limits<float>::max() : 1.0f;
+  a.steepness = plan.config.steepness();
   a.weights = static_cast<const uint8_t*>(call.packed);
   a.floats = reinterpret_cast<const float*>(a.weights + plan.floats);
   const FilmView film = film_view(plan, call, at);

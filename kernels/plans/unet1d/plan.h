@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,10 @@ struct Config {
   int own_dims[kMaxLevels] = {};
 
   bool widened() const { return own_dims[0] > 0; }
+  /// As the ops' configs have them: 1: FiLM has a scale; 2: ReLU.
+  int flags() const { return film_scale + 2 * relu; }
+  /// LoopArguments::steepness.
+  float steepness() const { return relu ? std::numeric_limits<float>::max() : 1.0f; }
   /// Of so many channels, a width of down_dims, those that are the network's.
   int own(int channels) const {
     for (int i = 0; widened() && i < levels; i++)
