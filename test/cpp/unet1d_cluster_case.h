@@ -22,7 +22,7 @@ inline constexpr int kBlocks = kClusters * kClusterBlocks;
 // Of each block, the last GEMM that it has surely received, or whose sums it has surely read, counted on and on.
 using Known = std::vector<int>;
 inline void join(Known& to, const Known& from) {
-  for (int b = 0; b < kBlocks; ++b) to[b] = std::max(to[b], from[b]);
+  for (size_t b = 0; b < to.size(); ++b) to[b] = std::max(to[b], from[b]);
 }
 
 struct Sizes {

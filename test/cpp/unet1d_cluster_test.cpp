@@ -1,6 +1,7 @@
 // How the clustered kernel divides a network: every input is received once for each tile, every output is finished
 // once, no block makes a word unwritten again before it can know that all readers have read it, and none sends sums to
 // a block that may not have read its last ones.
+#include <map>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -185,11 +186,14 @@ TEST_P(EveryClusterLayout, ResetsAWordOnlyAfterAllReadersAndBeforeTheNextPoll) {
 }
 
 // Sums of two GEMMs would mix, in memory and in the barrier's count, where a block sent the second one's to a block
-// that has not read the first one's.
+// that has not read the first one's. And a barrier that completes twice before a warp has looked is as it was: the block
+// that is to see an acknowledgement has seen it before the next one on the same barrier.
 TEST_P(EveryClusterLayout, SendsNoSumsBeforePendingAcknowledgementsArrive) {
-  const std::vector<Known> nothing(kBlocks, Known(kBlocks, -1));
-  std::vector<std::vector<Known>> finished(1, nothing);  // of a GEMM: what those who have finished it know
-  std::vector<Known> sent = nothing, done = nothing;     // what each block's two warpgroups know
+  // Behind what the blocks have finished: the GEMM whose input their other warpgroup waits for, acknowledgements seen.
+  const std::vector<Known> nothing(kBlocks, Known(2 * kBlocks, -1));
+  std::map<std::tuple<int, int, bool>, int> acknowledged;  // by whom, to whom, on which barrier: the last GEMM
+  std::vector<std::vector<Known>> finished(1, nothing);    // of a GEMM: what those who have finished it know
+  std::vector<Known> sent = nothing, done = nothing;       // what each block's two warpgroups know
   std::vector<uint32_t> pending_acks(kBlocks, 0);
   const auto from = sources();
   auto finishes = [&](int i, int block) { return place(i, block).finisher < y.layers[i].finishers; };
@@ -213,6 +217,7 @@ TEST_P(EveryClusterLayout, SendsNoSumsBeforePendingAcknowledgementsArrive) {
       for (const auto& [j, writer] : from[i][block]) join(sent[block], finished[j][writer]);
       for (int rank = 0; rank < kClusterBlocks; ++rank)
         if (pending_acks[block] >> rank & 1) join(sent[block], done[cluster + rank]);
+      sent[block][kBlocks + block] = n;
       const ClusterTile p = place(i, block);
       for (int f = 0; f < y.layers[i].finishers; ++f) {
         const int to = cluster + p.first_peer + f;
@@ -230,6 +235,18 @@ TEST_P(EveryClusterLayout, SendsNoSumsBeforePendingAcknowledgementsArrive) {
     share_moments(i, done);
     for (int block = 0; block < kBlocks; ++block)
       if (finishes(i, block)) finished[i][block] = done[block];
+    for (int block = 0; block < kBlocks; ++block) {
+      if (!finishes(i, block)) continue;
+      const AckTargets acks(y.layers[i], place(i, block));
+      for (int rank = acks.first; rank < acks.first + acks.count; ++rank) {
+        const int to = block / kClusterBlocks * kClusterBlocks + rank;
+        const auto [last, first] = acknowledged.try_emplace({block, to, acks.apart(rank)}, n);
+        if (!first) {
+          ASSERT_GT(done[block][kBlocks + to], last->second) << "GEMM " << n << ", " << block << " to " << to;
+          last->second = n;
+        }
+      }
+    }
     for (int block = 0; block < kBlocks; ++block) pending_acks[block] = AckTargets(y.layers[i], place(i, block)).by;
   }
 }

@@ -180,8 +180,15 @@ MUTATIONS = [
     Mutation(
         "barrier: sums sent before the receiver has read its last ones",
         "kernels/plans/unet1d/cluster_layout.cpp",
-        "next_by_all = ClusterTile(next, 0, 0).peers > ClusterTile(y.layers[i], 0, 0).peers;",
-        "next_by_all = 0;",
+        "next_peers = static_cast<int16_t>(ClusterTile(next, 0, 0).peers);",
+        "next_peers = 0;",
+        _CLUSTERS,
+    ),
+    Mutation(
+        "barrier: two acknowledgements in a row for who shares no units",
+        "kernels/plans/unet1d/cluster_layout.h",
+        "return !(sharers >> peer & 1);",
+        "return false;",
         _CLUSTERS,
     ),
     Mutation(

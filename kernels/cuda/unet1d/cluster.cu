@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
     auto init = [](uint64_t& barrier, int count) { cuda::ptx::mbarrier_init(&barrier, count); };
     for (int i = 0; i < y.stages; i++) init(barriers.full[i], 1), init(barriers.empty[i], kGroupThreads / 32);
     for (auto& barrier : barriers.sums_full) init(barrier, 1);
-    for (auto& barrier : barriers.sums_empty) init(barrier, 1);
+    for (auto& of_blocks : barriers.sums_empty)
+      for (auto& barrier : of_blocks) init(barrier, 1);
     for (auto& barrier : barriers.moments_full) init(barrier, 1);
     cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }

@@ -33,9 +33,10 @@ struct ClusterArguments : LoopArguments {
 
 struct ClusterBarriers {
   uint64_t full[kMaxClusterStages], empty[kMaxClusterStages];
-  uint64_t sums_full[2];                // this block's units have their partial sums: of the GEMM, of the residual
-  uint64_t sums_empty[kClusterBlocks];  // block i has read what this one sent it
-  uint64_t moments_full[2];             // those of the cluster's blocks are there, in turns
+  uint64_t sums_full[2];  // this block's units have their partial sums: of the GEMM, of the residual
+  // Block i has read what it was sent last: where it shares units with this one; where it does not.
+  uint64_t sums_empty[2][kClusterBlocks];
+  uint64_t moments_full[2];  // those of the cluster's blocks are there, in turns
 };
 // Moments of the values that each of the cluster's blocks finishes, of two norms in turns.
 using ClusterMoments = float2[2][kClusterBlocks];

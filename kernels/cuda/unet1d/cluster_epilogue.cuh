@@ -200,9 +200,10 @@ struct ClusterEpilogue : ClusterEnds {
 
   // Acknowledges that the sums have been read. The whole warpgroup has met since.
   __device__ __forceinline__ void acknowledge(const AckTargets& acks, bool now) const {
-    if (now && thread < acks.count)
-      ptx::barrier_arrive_cluster(
-          ptx::cluster_address(ptx::shared_address(&barriers.sums_empty[rank]), acks.first + thread));
+    if (!now || thread >= acks.count) return;
+    const int peer = acks.first + thread;
+    ptx::barrier_arrive_cluster(
+        ptx::cluster_address(ptx::shared_address(&barriers.sums_empty[acks.apart(peer)][rank]), peer));
   }
   // What lies behind a signal's last time is zero, in norms and for the next GEMM.
   __device__ __forceinline__ void clear_beyond(const ClusterLayer& l, const ClusterTile& p, const ThreadShare& s,

@@ -22,8 +22,9 @@ struct ClusterGemm : ClusterRole {
   static constexpr int kStepBytes = 4 * Tile::kBytes, kStageBytes = kStageSteps * kStepBytes;
   const uint32_t full, empty;  // addresses of the circular buffer's first barriers
   PipelineState at;
-  uint32_t ack_phase = 0;     // of barriers.sums_empty[lane]
+  uint32_t ack_phases = 0;    // a bit each of barriers.sums_empty[0][lane], [1][lane]
   uint32_t pending_acks = 0;  // a bit a block: it must acknowledge the last sums before this one sends again
+  uint32_t acks_apart = 0;    // a bit a block: whether on the second barrier
 
   __device__ explicit ClusterGemm(const ClusterRole& role)
       : ClusterRole(role),
@@ -258,8 +259,9 @@ struct ClusterGemm : ClusterRole {
   // next have acknowledged the last sums, or, in a step's first GEMM, before the other warpgroup has begun the step.
   __device__ __forceinline__ void wait_for_acks(bool first_of_step) {
     if (pending_acks >> lane & 1) {
-      ptx::barrier_wait(ptx::shared_address(&barriers.sums_empty[lane]), ack_phase);
-      ack_phase ^= 1;
+      const uint32_t apart = acks_apart >> lane & 1;
+      ptx::barrier_wait(ptx::shared_address(&barriers.sums_empty[apart][lane]), ack_phases >> apart & 1);
+      ack_phases ^= 1u << apart;
     }
     __syncwarp();
     if (first_of_step) ptx::sync_threads(kStepBegun, 2 * kGroupThreads);
@@ -378,7 +380,8 @@ struct ClusterGemm : ClusterRole {
           case 5: gemm<32>(l, p, i == 1); break;
           default: gemm<16>(l, p, i == 1);
         }
-        pending_acks = AckTargets(l, p).by;
+        const AckTargets acks(l, p);
+        pending_acks = acks.by, acks_apart = ~acks.sharers;
       }
     }
   }

@@ -216,7 +216,7 @@ ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max
   if (!same_output(y.layers[y.count], y.layers[0])) return y;
   for (int i = 1; i <= y.count; i++) {
     const ClusterLayer& next = y.layers[i < y.count ? i + 1 : 1];
-    y.layers[i].next_by_all = ClusterTile(next, 0, 0).peers > ClusterTile(y.layers[i], 0, 0).peers;
+    y.layers[i].next_peers = static_cast<int16_t>(ClusterTile(next, 0, 0).peers);
   }
   y.tail_message = take.at;
   y.message_bytes =

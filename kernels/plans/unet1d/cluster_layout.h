@@ -18,7 +18,7 @@ constexpr int kMaxInputs = 48, kMaxSecondInputs = 16;  // of a pass, by segment:
 constexpr int kMaxRoundsLog2 = 2;                      // shares of a thread
 constexpr int kMaxClusterConvs = 28;
 constexpr int kWholeWays = 8;                // blocks whose sums are added at once
-constexpr int kClusterSharedBytes = 114944;  // two blocks a multiprocessor, with what they have besides
+constexpr int kClusterSharedBytes = 114816;  // two blocks a multiprocessor, with what they have besides
 
 /// What a layout needs of the kernel, which is compiled for each of these.
 enum class ClusterForm {
@@ -69,7 +69,7 @@ struct alignas(16) ClusterLayer {
   int16_t rounds_log2;                    // shares of a thread: neighbouring pairs of times
   int16_t exchange_log2;                  // blocks that finish a unit
   int16_t pitch;                          // bytes that a finisher receives from each block
-  int16_t next_by_all;                    // whether all of a cluster share the next GEMM's units
+  int16_t next_peers;                     // blocks that share the next GEMM's units
 };
 
 /// Where a layer's tile and this block's share of it lie.
@@ -105,16 +105,18 @@ struct ClusterPass {
 };
 
 /// A block sends a GEMM's sums when their receivers have read the last ones. Each finisher acknowledges to all that may
-/// send to it next: the blocks that share its units, and the whole cluster where the next GEMM's units are shared by
-/// others. These are the ranks that it acknowledges to, and the finishers from which a block waits for an
-/// acknowledgement, a bit each.
+/// send to it next: the blocks that share its units, or, where those are more, the blocks that share the next GEMM's.
+/// These are the ranks that it acknowledges to, and the finishers from which a block waits for an acknowledgement, a bit
+/// each. Blocks that share no units with the finisher are acknowledged to on a barrier of their own: it waits for no sums
+/// of theirs, so a slow one might find two acknowledgements on one barrier, which look like none. On either barrier an
+/// acknowledgement comes after sums that a block sends when it has seen the last one.
 struct AckTargets {
   int first, count;
-  uint32_t by;
+  uint32_t by, sharers;  // sharers: of the units
+  DPA_HOST_DEVICE bool apart(int peer) const { return !(sharers >> peer & 1); }
   DPA_HOST_DEVICE AckTargets(const ClusterLayer& l, const ClusterTile& p) {
-    const bool all = p.peers == kClusterBlocks || l.next_by_all;
-    first = all ? 0 : p.first_peer, count = all ? kClusterBlocks : p.peers;
-    by = 0;
+    count = p.peers > l.next_peers ? p.peers : l.next_peers, first = p.first_peer & ~(count - 1);
+    by = 0, sharers = ((1u << p.peers) - 1) << p.first_peer;
     for (int peer = first; peer < first + count; peer += p.peers) by |= ((1u << l.finishers) - 1) << peer;
   }
 };
