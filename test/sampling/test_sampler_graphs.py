@@ -68,6 +68,27 @@ def test_changed_weights_and_steps_are_followed(cuda):
     assert len(sampler._graphs) == 2
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["in place", "of another place"])
+def test_values_that_are_written_late_are_followed(cuda, moved):
+    """Behind the version counter, by kernels that are still to run when the loop is called."""
+    sampler = make_sampler(cuda, "DDIM", 5)
+    cond, noise = torch.randn(1, 5, device=cuda), torch.randn(1, 16, 2, device=cuda)
+    before, _ = (sampler(cond, noise=noise) for _ in range(2))
+    if moved:
+        for parameter in sampler.unet.parameters():
+            parameter.data = parameter.data.clone()
+        assert torch.equal(sampler(cond, noise=noise), before)
+    for _ in range(3):
+        torch.cuda._sleep(50_000_000)
+        torch._foreach_mul_([p.data for p in sampler.unet.parameters()], 1.1)
+        after = sampler(cond, noise=noise)
+        assert not torch.allclose(before, after)
+        assert torch.equal(after, without_graph(sampler)(cond, noise=noise))
+        before = sampler(cond, noise=noise)
+        assert torch.equal(before, after)
+    assert len(sampler._graphs) == 1
+
+
 def test_attributes_and_arguments_that_change_are_followed(cuda):
     """A call of the last one's kind goes straight to its graph; any other is looked up."""
     sampler, cond = make_sampler(cuda), torch.randn(2, 5, device=cuda)

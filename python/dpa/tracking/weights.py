@@ -21,8 +21,8 @@ _SPREAD = 256  # elements, spread over all of a larger one
 _GOLDEN = 0.618
 
 Stamp = tuple[list[int], list[int]]
-# The event behind an answer, and what is compared: a graph that compares keeps it.
-Comparison = tuple[torch.cuda.Event, Tensor, list[Tensor]]
+# The event behind an answer, the answer, and what is compared: a graph that compares keeps it.
+Comparison = tuple[torch.cuda.Event, Tensor, Tensor, list[Tensor]]
 
 
 def stamp_of(tensors: list[Tensor]) -> Stamp:
@@ -187,19 +187,22 @@ class WeightTracker:
     def captured_start(self) -> Comparison | None:
         """Put the comparison into the capture of the current stream; None where there is none.
 
-        After a launch of the graph, :meth:`started` stands for :meth:`start`.
+        A launch of the graph, once :meth:`started` agreed, stands for :meth:`start`.
         """
         if self.mode == "frozen" or self._values is None:
             return None
         self._answer.copy_(self._differ(), non_blocking=True)
         answered = torch.cuda.Event(external=True)
         answered.record()
-        return answered, self._values, self._elements
+        return answered, self._answer, self._values, self._elements
 
     def started(self, comparison: Comparison) -> bool:
-        """Say that a graph with this comparison was launched; False where it compares what was."""
-        self._answered, values, elements = comparison
-        return values is self._values and elements is self._elements
+        """Take the answer of a graph with this comparison; False where it compares what was."""
+        answered, answer, values, elements = comparison
+        if values is not self._values or elements is not self._elements:
+            return False
+        self._answered, self._answer = answered, answer
+        return True
 
     def values_changed(self) -> bool:
         """Whether values are others than those remembered, as of the last :meth:`start`."""
