@@ -1,5 +1,7 @@
 """LeRobot's commands that drive robots, and its server of policies, with a robot that has none."""
 
+import importlib
+import itertools
 import logging
 import os
 import pickle
@@ -9,6 +11,7 @@ import sys
 import time
 import types
 from concurrent import futures
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -31,6 +34,7 @@ for needed in ("lerobot.policies.diffusion.modeling_diffusion", "yamlinclude"):
 
 
 SERVER = "lerobot.async_inference.policy_server"
+OURS = "dpa.acceleration.lerobot_server"
 pytestmark = pytest.mark.usefixtures("unloaded")
 
 
@@ -189,8 +193,11 @@ class Context:
         return "test"
 
 
-def chunks_of(address, checkpoint, prepared=lambda: None):
-    """Three chunks that a server makes of a checkpoint, None for each that it fails to make."""
+def chunks_of(address, checkpoint, prepared=lambda: None, timesteps=(0, 1, 2)):
+    """A chunk a timestep that a server makes of a checkpoint, None for each that it fails to make.
+
+    A timestep of None begins an episode: the client connects again.
+    """
     import grpc
     from lerobot.async_inference.helpers import RemotePolicyConfig, TimedObservation
     from lerobot.transport import services_pb2, services_pb2_grpc
@@ -212,7 +219,10 @@ def chunks_of(address, checkpoint, prepared=lambda: None):
         specs = RemotePolicyConfig("diffusion", str(checkpoint), features, 6, "cpu")
         client.SendPolicyInstructions(services_pb2.PolicySetup(data=pickle.dumps(specs)))
         prepared()
-        for number in range(3):
+        for number in timesteps:
+            if number is None:
+                client.Ready(services_pb2.Empty())
+                continue
             seen = {"x.pos": 0.1 * number, "y.pos": 0.0, "task": "stay"}
             seen["front"] = torch.full((32, 32, 3), 9, dtype=torch.uint8).numpy()
             timed = TimedObservation(0.1 * number, number, seen, must_go=True)
@@ -232,31 +242,66 @@ def check_chunks(chunks, fast):
     assert all(torch.isfinite(one.get_action()).all() for chunk in chunks for one in chunk)
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["as it is", "accelerated"])
-def test_the_server_of_policies(fast, checkpoint, made, tmp_path, monkeypatch):
+@pytest.fixture
+def serving(tmp_path, monkeypatch):
+    """Runs a server of policies of a class in this process."""
     monkeypatch.chdir(tmp_path)  # for its logs
-    server_module = pytest.importorskip(SERVER, reason="grpc", exc_type=ImportError)
+    pytest.importorskip(SERVER, reason="grpc", exc_type=ImportError)
     import grpc
     from lerobot.async_inference.configs import PolicyServerConfig
     from lerobot.transport import services_pb2_grpc
 
+    @contextmanager
+    def serve(kind, **options):
+        own = kind(PolicyServerConfig(obs_queue_timeout=HANGS, **options))
+        server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+        services_pb2_grpc.add_AsyncInferenceServicer_to_server(own, server)
+        port = server.add_insecure_port("localhost:0")
+        server.start()
+        try:
+            yield f"localhost:{port}"
+        finally:
+            server.stop(None).wait()
+
+    return serve
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["as it is", "accelerated"])
+def test_the_server_of_policies(fast, checkpoint, made, serving):
     if fast:
         construction.accelerate_new(logging.info)  # as `dpa run` does
-    own = server_module.PolicyServer(PolicyServerConfig(obs_queue_timeout=HANGS))
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    services_pb2_grpc.add_AsyncInferenceServicer_to_server(own, server)
-    port = server.add_insecure_port("localhost:0")
-    server.start()
 
     def prepared():
         assert is_fast(made[-1]) == fast
 
-    try:
-        chunks = chunks_of(f"localhost:{port}", checkpoint, prepared)
-    finally:
-        server.stop(None).wait()
+    with serving(importlib.import_module(SERVER).PolicyServer) as address:
+        chunks = chunks_of(address, checkpoint, prepared)
     check_chunks(chunks, fast)
     assert not fast or largest_error(made[-1]) < 1e-4
+
+
+def check_continued(chunks, moves, held):
+    """Each chunk begins with so many actions of the one before, which moved on meanwhile."""
+    values = [torch.stack([one.get_action() for one in chunk]) for chunk in chunks]
+    for last, chunk, moved, count in zip(values[:-1], values[1:], moves, held, strict=True):
+        assert torch.equal(chunk[:count], last[moved : moved + count])
+        assert not torch.equal(chunk[count], last[moved + count])
+
+
+def test_the_server_continues_chunks(checkpoint, made, serving, monkeypatch):
+    ours = importlib.import_module(OURS)
+    monkeypatch.setattr(ours, "perf_counter", itertools.count().__next__)  # a second a call
+    with serving(ours.ContinuingServer, fps=1) as address:
+        assert chunks_of(address, checkpoint) == [None] * 3  # as LeRobot's own server does
+        construction.accelerate_new(logging.info)
+        chunks = chunks_of(address, checkpoint, timesteps=[0, 2, 3, 4, None, 6, 13])
+    # One was executed before. Meanwhile: no time is known at first, then the chunks took 2 and 3.
+    check_continued(chunks[:4], [2, 1, 1], [1, 3, 4])
+    before, new, late = chunks[3:]  # another episode's; too late for the last one
+    assert not torch.isclose(new[0].get_action(), before[2].get_action()).any()
+    assert not torch.isclose(late[0].get_action(), new[-1].get_action()).any()
+    loop = replaced(made[-1].diffusion, "conditional_sample")
+    assert is_fast(made[-1]) and loop.refused is None and largest_error(made[-1]) < 1e-4
 
 
 def is_listening(port):
@@ -264,8 +309,8 @@ def is_listening(port):
         return probe.connect_ex(("localhost", port)) == 0
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["plugin alone", "dpa run"])
-def test_the_server_in_a_process_of_its_own(fast, checkpoint, plugin, tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", ["plugin alone", "dpa run", "continuing"])
+def test_the_server_in_a_process_of_its_own(by, checkpoint, plugin, tmp_path, monkeypatch):
     """It imports no plugins: one that is installed changes nothing, and `dpa run` does."""
     pytest.importorskip(SERVER, reason="grpc", exc_type=ImportError)
     plugin()
@@ -273,11 +318,12 @@ def test_the_server_in_a_process_of_its_own(fast, checkpoint, plugin, tmp_path, 
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    by = ["-m", "dpa", "run"] if fast else []
+    fast, module = by != "plugin alone", OURS if by == "continuing" else SERVER
+    run = ["-m", "dpa", "run"] if fast else []
     options = [f"--port={port}", "--host=localhost", f"--obs_queue_timeout={HANGS}"]
     with (tmp_path / "printed").open("w") as printed:
         server = subprocess.Popen(
-            [sys.executable, *by, "-m", SERVER, *options],
+            [sys.executable, *run, "-m", module, *options],
             cwd=tmp_path,
             stdout=printed,
             stderr=subprocess.STDOUT,
@@ -286,10 +332,12 @@ def test_the_server_in_a_process_of_its_own(fast, checkpoint, plugin, tmp_path, 
             while server.poll() is None and not is_listening(port):
                 time.sleep(0.1)
             assert server.poll() is None, (tmp_path / "printed").read_text()
-            chunks = chunks_of(f"localhost:{port}", checkpoint)
+            chunks = chunks_of(f"localhost:{port}", checkpoint, timesteps=[0, 2, 3])
         finally:
             server.kill()
             server.wait()
     said = (tmp_path / "printed").read_text()
     assert said.count("DiffusionPolicy runs accelerated: loop, U-Net") == fast, said
     check_chunks(chunks, fast)
+    if by == "continuing":
+        assert torch.equal(chunks[1][0].get_action(), chunks[0][2].get_action())
