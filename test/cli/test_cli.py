@@ -250,7 +250,7 @@ def test_a_configuration_without_weights(tmp_path, cameras, monkeypatch):
         output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))},
         n_obs_steps=3, down_dims=(16, 32), kernel_size=3, diffusion_step_embed_dim=16,
         spatial_softmax_num_keypoints=7, crop_shape=None, use_film_scale_modulation=False,
-        device="cpu",
+        pretrained_backbone_weights=None, device="cpu",
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_text("never read")

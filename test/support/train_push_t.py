@@ -106,6 +106,7 @@ def make_policy(stats):
         pretrained_backbone_weights=None,
         use_group_norm=True,
         crop_shape=None,
+        use_separate_rgb_encoder_per_camera=False,
         horizon=HORIZON,
         n_obs_steps=1,
         n_action_steps=EXECUTED,
