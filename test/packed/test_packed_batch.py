@@ -10,6 +10,7 @@ import dpa
 from dpa.nn import ConditionalUnet1D
 from dpa.packed import batch
 from dpa.packed.unet import PackedUnet
+from dpa.sampling.fused_loop import Window
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -36,13 +37,28 @@ def test_forward(hopper, dtype):
     packed = PackedUnet(unet, dtype)
     kind = torch.float16 if dtype.itemsize == 1 else dtype
     sample, cond = _inputs(hopper, 40)
-    assert packed._in_batch(sample)
+    assert packed.in_layers(sample) is not None
     for steps in (torch.randint(100, (40,), device=hopper), torch.tensor(7, device=hopper)):
         got = packed(sample, steps, cond)
         with torch.no_grad():
             expected = exact(sample.double(), steps, global_cond=cond.double())
         assert got.dtype == torch.float32 and error(got, expected) < ERROR[kind]
         assert torch.equal(got, packed(sample, steps, cond))
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_states_of_one_observation(hopper, dtype):
+    """Those of parallel sampling, whose FiLM is made once for all timesteps, against float64."""
+    unet = _net(hopper)
+    exact = copy.deepcopy(unet if dtype.itemsize > 1 else _rounded_to_e4m3(unet)).double()
+    packed = PackedUnet(unet, dtype)
+    sample, cond = _inputs(hopper, 40)
+    inputs, steps = {"global_cond": cond[:1]}, torch.arange(40.0, device=hopper)
+    window = Window(packed, one=True, layers=packed.in_layers(sample))
+    got = window(inputs, sample, window.begin(inputs, steps))
+    with torch.no_grad():
+        expected = exact(sample.double(), steps, global_cond=cond[:1].double().expand(40, -1))
+    assert error(got, expected) < ERROR[torch.float16 if dtype.itemsize == 1 else dtype]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
@@ -57,7 +73,7 @@ def test_batches_in_clusters(hopper, dtype, dims, kernel, count, horizon):
     packed = PackedUnet(unet, dtype)
     kind = torch.float16 if dtype.itemsize == 1 else dtype
     sample, cond = _inputs(hopper, count, horizon)
-    assert not packed._in_batch(sample)
+    assert packed.in_layers(sample) is None
     steps = torch.randint(100, (count,), device=hopper)
     got = packed(sample, steps, cond)
     with torch.no_grad():

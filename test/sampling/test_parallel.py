@@ -148,6 +148,37 @@ def test_on_packed_weights(device, kind):
     assert not torch.allclose(changed, results[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("conditioned", [True, False], ids=["conditioned", "not"])
+def test_a_window_that_runs_in_layers(hopper, dtype, conditioned):
+    """One sample's loop is one kernel, its window of 16 states an op a layer."""
+    inputs = {"global_cond": torch.randn(1, 4, device=hopper)} if conditioned else {}
+    unet = dpa.nn.ConditionalUnet1D(
+        2, global_cond_dim=4 if conditioned else None, down_dims=(256, 512), kernel_size=5
+    )
+    unet, noise = unet.to(hopper).eval(), torch.randn(1, 64, 2, device=hopper)
+    scheduler = diffusers.DDIMScheduler(_STEPS, beta_schedule="squaredcos_cap_v2")
+
+    def make():
+        options = {"fused": True, "parallel": dpa.Parallel(16, 0.0)}
+        return dpa.DiffusionSampler(unet, scheduler, _STEPS, dtype, **options)
+
+    sampler = make()
+    first = sampler(noise=noise, **inputs)
+    assert torch.equal(sampler(noise=noise, **inputs), first)  # the replay
+    in_layers = sampler.packed.in_layers
+    assert in_layers(noise.expand(16, -1, -1)) is not None and in_layers(noise) is None
+    with torch.no_grad():  # weights that changed are packed again
+        torch._foreach_mul_(list(unet.parameters()), 1.05)
+    changed = sampler(noise=noise, **inputs)
+    assert torch.equal(changed, make()(noise=noise, **inputs))
+    assert not torch.allclose(changed, first)
+    for _ in range(3):  # elsewhere where they lie elsewhere, perhaps where weights were before
+        for parameter in unet.parameters():
+            parameter.data = parameter.data * 1.05
+        assert torch.equal(sampler(noise=noise, **inputs), make()(noise=noise, **inputs))
+
+
 class _Gaussian:
     """The exact network for narrow Gaussian data, conditioned on its timestep alone."""
 

@@ -7,11 +7,9 @@
 //            states[p + j + 1] <- y[j]; p <- p + as many steps as moved by no more than the tolerance, the first always
 //
 // window: a thread four neighbouring numbers where a row divides by four, else one.
-// move: one block, for what a sweep moves is a few thousand numbers and every launch costs more than they do. It takes
-// 32
-//   elements of a sample at a time, an element a lane. Warp w evaluates rows w, w + 8, ... into shared memory; the
-//   first warp carries the moves on from row to row; then warp w stores its rows and sums their squared moves, so that
-//   every sum has one owner and one order.
+// move: a block 32 elements of a sample, an element a lane. Warp w evaluates rows w, w + 8, ... into shared memory; the
+//   first warp carries the moves on from row to row; then warp w stores its rows and sums their squared moves.
+// accept: one block, a thread a row of the window, adds these sums in order and moves p on.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/parallel_sweep/parallel_sweep.h"
@@ -21,6 +19,7 @@ namespace dpa::kernels {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
+static_assert(kMovedTogether == kWarpSize);
 
 // Kept to what there is, whatever the caller's number says.
 __device__ __forceinline__ int64_t position_of(const int64_t* position, int64_t last) {
@@ -36,6 +35,11 @@ __global__ void __launch_bounds__(kThreads) window_kernel(const ParallelWindow a
     reinterpret_cast<T*>(a.samples)[e - rows] =
         reinterpret_cast<const T*>(a.states)[begin * (states / a.window) + e - rows];
   }
+}
+
+// Blocks of a sample.
+__host__ __device__ __forceinline__ int64_t parts_of(const ParallelMove& a) {
+  return (a.inner + kMovedTogether - 1) / kMovedTogether;
 }
 
 // The step f_i of an element, and its slope.
@@ -54,69 +58,71 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const ParallelMove a) {
   extern __shared__ float shared[];
   const int window = static_cast<int>(a.window), lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t begin = position_of(a.position, a.steps), width = a.batch * a.inner;
-  float* gained = shared;                    // (2 window, 32): f_i(x), then y
-  float* before = gained + 2 * window * 32;  // (window, 32): x
-  float* slopes = before + window * 32;      // (2 window)
-  float* squares = slopes + 2 * window;      // (window): of the sample's moves
-  float* moved = squares + window;           // (window): the largest of all samples
-  for (int j = threadIdx.x; j < window; j += kThreads) moved[j] = 0.0f;
-  for (int64_t b = 0; b < a.batch; b++) {
-    for (int j = threadIdx.x; j < window; j += kThreads) squares[j] = 0.0f;
-    for (int64_t first = 0; first < a.inner; first += 32) {
-      const bool valid = first + lane < a.inner;
-      const int64_t at = b * a.inner + (valid ? first + lane : 0);
-      const bool inpainted = a.condition_mask && a.condition_mask[at];
-      const float given = inpainted ? a.condition_data[at] : 0.0f;
-      for (int j = warp; j < 2 * window; j += kWarps) {
-        const int64_t row = begin + j;
-        const Step step(a, row);
-        const int from = min(j, window - 1);
-        const float x = a.states[(begin + from) * width + at];
-        float output = a.output[from * width + at];
-        if (j >= window && !step.silent) {
-          const float* last = a.coefficients + (begin + window - 1) * math::SchedulerStep<float>::kColumns;
-          output = (last[0] * x + last[1] * output) * step.inverse;
-        }
-        const float noise = a.noise ? a.noise[row * width + at] : 0.0f;
-        gained[j * 32 + lane] = step.formula.step(output, j < window ? x : 0.0f, noise);
-        if (j < window) before[j * 32 + lane] = x;
-        if (lane == 0) slopes[j] = step.slope;
-      }
-      __syncthreads();
-      if (warp == 0) {
-        float y = 0.0f;
-        for (int j = 0; j < 2 * window; j++) {
-          const float x = j < window ? before[j * 32 + lane] : 0.0f;
-          y = gained[j * 32 + lane] + (j == 0 ? 0.0f : slopes[j] * (y - x));
-          if (inpainted) y = given;
-          gained[j * 32 + lane] = y;
-        }
-      }
-      __syncthreads();
-      for (int j = warp; j < 2 * window; j += kWarps) {
-        float* state = a.states + (begin + j + 1) * width + at;
-        const float y = gained[j * 32 + lane];
-        const float move = valid && j < window ? y - *state : 0.0f;
-        if (valid) *state = y;
-        const float sum = warp_sum(move * move);
-        if (lane == 0 && j < window) squares[j] += sum;
-      }
-      __syncthreads();  // also: the next elements' steps overwrite what was read here
+  float* gained = shared;                           // (2 window, 32): f_i(x), then y
+  float* before = gained + 2 * window * kWarpSize;  // (window, 32): x
+  float* slopes = before + window * kWarpSize;      // (2 window)
+  const int64_t parts = parts_of(a), element = blockIdx.x % parts * kWarpSize + lane;
+  const bool valid = element < a.inner;
+  const int64_t at = blockIdx.x / parts * a.inner + (valid ? element : 0);
+  const bool inpainted = a.condition_mask && a.condition_mask[at];
+  for (int j = warp; j < 2 * window; j += kWarps) {
+    const int64_t row = begin + j;
+    const Step step(a, row);
+    const int from = min(j, window - 1);
+    const float x = a.states[(begin + from) * width + at];
+    float output = a.output[from * width + at];
+    if (j >= window && !step.silent) {
+      const float* last = a.coefficients + (begin + window - 1) * math::SchedulerStep<float>::kColumns;
+      output = (last[0] * x + last[1] * output) * step.inverse;
     }
-    const float mean = 1.0f / static_cast<float>(a.inner);
-    for (int j = threadIdx.x; j < window; j += kThreads) {
-      const float move = sqrtf(squares[j] * mean);
-      moved[j] = move > moved[j] || move != move ? move : moved[j];  // a NaN stays one: no comparison removes it
+    const float noise = a.noise ? a.noise[row * width + at] : 0.0f;
+    gained[j * kWarpSize + lane] = step.formula.step(output, j < window ? x : 0.0f, noise);
+    if (j < window) before[j * kWarpSize + lane] = x;
+    if (lane == 0) slopes[j] = step.slope;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    float y = 0.0f;
+    for (int j = 0; j < 2 * window; j++) {
+      const float x = j < window ? before[j * kWarpSize + lane] : 0.0f;
+      y = gained[j * kWarpSize + lane] + (j == 0 ? 0.0f : slopes[j] * (y - x));
+      if (inpainted) y = a.condition_data[at];
+      gained[j * kWarpSize + lane] = y;
     }
-    __syncthreads();
   }
-  if (threadIdx.x == 0) {
-    float accepted = 0.0f;
-    int count = 1;  // the first is exact, however far it moved
-    while (count < window && moved[count] <= a.tolerance) accepted = fmaxf(accepted, moved[count++]);
-    *a.position = min(begin + count, a.steps);
-    *a.residual = fmaxf(*a.residual, accepted);
+  __syncthreads();
+  for (int j = warp; j < 2 * window; j += kWarps) {
+    float* state = a.states + (begin + j + 1) * width + at;
+    const float y = gained[j * kWarpSize + lane];
+    const float move = valid && j < window ? y - *state : 0.0f;
+    if (valid) *state = y;
+    const float sum = warp_sum(move * move);
+    if (lane == 0 && j < window) a.squares[int64_t{blockIdx.x} * window + j] = sum;
   }
+}
+
+__global__ void __launch_bounds__(kLargestWindow) accept_kernel(const ParallelMove a) {
+  __shared__ float moved[kLargestWindow];  // the largest of all samples
+  const int window = static_cast<int>(a.window), row = static_cast<int>(threadIdx.x);
+  const int64_t parts = parts_of(a), begin = position_of(a.position, a.steps);
+  const float mean = 1.0f / static_cast<float>(a.inner);
+  if (row < window) {
+    float most = 0.0f;
+    for (int64_t b = 0; b < a.batch; b++) {
+      float sum = 0.0f;
+      for (int64_t i = 0; i < parts; i++) sum += a.squares[(b * parts + i) * window + row];
+      const float move = sqrtf(sum * mean);
+      most = move > most || move != move ? move : most;  // a NaN stays one: no comparison removes it
+    }
+    moved[row] = most;
+  }
+  __syncthreads();
+  if (row > 0) return;
+  float accepted = 0.0f;
+  int count = 1;  // the first is exact, however far it moved
+  while (count < window && moved[count] <= a.tolerance) accepted = fmaxf(accepted, moved[count++]);
+  *a.position = min(begin + count, a.steps);
+  *a.residual = fmaxf(*a.residual, accepted);
 }
 
 }  // namespace
@@ -131,8 +137,10 @@ cudaError_t parallel_window(const ParallelWindow& args, cudaStream_t stream) {
 }
 
 cudaError_t parallel_move(const ParallelMove& args, cudaStream_t stream) {
-  const size_t bytes = static_cast<size_t>(args.window) * (3 * 32 + 4) * sizeof(float);
-  return LaunchConfig(1, kThreads, stream, bytes).launch(move_kernel, args);
+  const size_t bytes = static_cast<size_t>(args.window) * (3 * kWarpSize + 2) * sizeof(float);
+  const dim3 blocks(static_cast<unsigned>(args.batch * parts_of(args)));
+  if (const auto error = LaunchConfig(blocks, kThreads, stream, bytes).launch(move_kernel, args)) return error;
+  return launch(accept_kernel, dim3(1), kLargestWindow, stream, args);
 }
 
 }  // namespace dpa::kernels

@@ -28,9 +28,12 @@ struct ParallelMove {
   const float* noise;             // (rows, batch, inner), or null
   const float* condition_data;    // (batch, inner): inpainted values, or null
   const uint8_t* condition_mask;  // (batch, inner): where `condition_data` holds
+  float* squares;                 // memory for a sum a row of the window and 32 elements of a sample, begun or whole
   int64_t steps, window, batch, inner;
   float clip, tolerance;
 };
+/// Elements of a sample whose moves are summed together.
+constexpr int kMovedTogether = 32;
 cudaError_t parallel_move(const ParallelMove& args, cudaStream_t stream);
 
 }  // namespace dpa::kernels

@@ -156,7 +156,7 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
     return weights_of(plan) * columns > ahead * 1074 * static_cast<double>(plan.convs.size() + 1);
   }
   if (narrowest >= 512) return columns >= 192 || batch >= 16;
-  return columns >= (horizon & (horizon - 1) ? 640 : 512);
+  return columns >= 512;
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -70,7 +70,10 @@ class BatchWeights:
         return torch.ops.dpa.unet1d_batch_film(timesteps, global_cond, *self._weights)
 
     def on_film(self, sample: Tensor, step: Tensor, conds: Tensor) -> Tensor:
-        """One forward pass on a row of a timestep and the rows of the samples."""
+        """One forward pass on a row of a timestep and the rows of the samples, whose sum counts.
+
+        So they may change places: the one row of an observation and the rows of timesteps.
+        """
         return torch.ops.dpa.unet1d_batch_on_film(sample, step, conds, *self._weights)
 
     @property

@@ -257,23 +257,24 @@ class PackedUnet:
     def _forward(
         self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None, packed: Tensor
     ) -> Tensor:
-        if packed is self._packed and self._in_batch(sample):
-            return self._batch.forward(sample, timesteps, global_cond)
+        layers = self.in_layers(sample) if packed is self._packed else None
+        if layers is not None:
+            return layers.forward(sample, timesteps, global_cond)
         weights = packed, self._layout, self._kind
         if self._layers is None:
             return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
         return torch.ops.dpa.unet1d_on_film(sample, self._rows(timesteps, global_cond), *weights)
 
-    def _in_batch(self, sample: Tensor) -> bool:
-        """Whether so many samples run layer by layer; the weights for that are there then."""
+    def in_layers(self, sample: Tensor) -> batch.BatchWeights | None:
+        """Return what runs so many samples layer by layer; None where that is not faster."""
         if torch.compiler.is_compiling() or self._layers is not None:
-            return False
+            return None
         if not batch.served(self._layout, self._kind, sample):
-            return False
+            return None
         if self._batch is None and not self._captured():
             self._batch_wanted = True
             self.repack()
-        return self._batch is not None
+        return self._batch
 
     def _rows(self, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
         """FiLM's parameters as PyTorch makes them, (S, R)."""
@@ -377,14 +378,15 @@ class PackedUnet:
         """
         packed = self.packed
         several = self._layers is not None and len(initial) != 1  # each has FiLM's rows of its own
-        in_batch = not several and packed is self._packed and self._in_batch(initial)
-        if several or in_batch:
+        free = not several and packed is self._packed
+        layers = self.in_layers(initial) if free else None
+        if several or layers is not None:
             given = timesteps, global_cond
-            film, conds = self._batch.film(*given) if in_batch else (None, None)
+            film, conds = (None, None) if layers is None else layers.film(*given)
 
             def predict(sample: Tensor, step: int) -> Tensor:
-                if in_batch:
-                    return self._batch.on_film(sample, film[step], conds)
+                if layers is not None:
+                    return layers.on_film(sample, film[step], conds)
                 steps = timesteps[step].expand(len(sample))
                 return self._forward(sample, steps, global_cond, packed)
 

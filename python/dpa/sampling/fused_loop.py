@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dpa.library.capture import can_capture, no_autocast_cache
 from dpa.library.graphs import GraphCache, captured
+from dpa.packed.batch import BatchWeights
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.arguments import Call, Given, Inputs
 from dpa.sampling.rng import Launch, RandomNumbers
@@ -327,10 +328,16 @@ class Window:
     """The packed network as :class:`Sweeps` calls it, for a window of states at once.
 
     For one sample on a GPU FiLM's parameters at every timestep are computed once a call.
+
+    Args:
+        packed: the network.
+        one: whether there is one sample, on a GPU.
+        layers: what runs a window of its states layer by layer, if that is faster.
+
     """
 
-    def __init__(self, packed: PackedUnet, one: bool):
-        self.packed, self._one = packed, one
+    def __init__(self, packed: PackedUnet, one: bool, layers: BatchWeights | None = None):
+        self.packed, self._one, self._layers = packed, one, layers
 
     def begin(self, inputs: Inputs, timesteps: Tensor) -> Tensor:
         """Return FiLM's parameters of each of the timesteps, or the timesteps, a row each."""
@@ -338,10 +345,17 @@ class Window:
         if not self._one:
             return timesteps[:, None]
         cond = inputs.get("global_cond")
-        return self.packed.film(timesteps, None if cond is None else cond.float())
+        cond = None if cond is None else cond.float()
+        if self._layers is None:
+            return self.packed.film(timesteps, cond)
+        rows, (self._observed,) = self._layers.film(timesteps, cond)
+        return rows.float()
 
     def __call__(self, inputs: Inputs, sample: Tensor, steps: Tensor) -> Tensor:
         """Predict for samples (N * B, T, Da) at timesteps of which these are the rows, (N, R)."""
+        if self._layers is not None:
+            rows = steps.to(self._observed.dtype)
+            return self._layers.on_film(sample.float(), self._observed, rows).to(sample.dtype)
         if self._one:
             return self.packed.on_film(sample.float(), steps).to(sample.dtype)
         cond = inputs.get("global_cond")

@@ -265,13 +265,17 @@ class SweepGraphs(GraphCache):
             return inputs["sample"], ParallelReport(len(table), 0, 0, 0.0)
         if not isinstance(network, PackedUnet):
             return Sweeps(inputs, table, network, options).run()
-        memory = network.follow().data_ptr()  # packed anew where weights changed
-        window = Window(network, device.type == "cuda" and batch == 1)
+        network.follow()  # packed anew where weights changed
+        one, layers = device.type == "cuda" and batch == 1, None
+        if one and "global_cond" in inputs:
+            states = inputs["sample"].expand(min(options.window, len(table)), -1, -1)
+            layers = network.in_layers(states)
+        window = Window(network, one, layers)
         make = functools.partial(Sweeps, table=table, predict=window, options=options)
         if not capture:
             return make(inputs).run()
         shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
-        key = shapes, table, network.dtype, memory, options
+        key = shapes, table, network.generation, options  # of the memory that a graph reads
         with self.lock, torch.cuda.device(device):
             captured = self.find(key) or self.capture(
                 key, device, lambda: _CapturedSweeps(inputs, make)
