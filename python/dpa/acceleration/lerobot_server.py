@@ -35,7 +35,9 @@ class ContinuingServer(policy_server.PolicyServer):
         self._forget()
 
     def _forget(self) -> None:
-        self._chunk: Tensor | None = None  # the last one, normalised
+        self._episode = object()  # a chunk that is made for another one is forgotten
+        self._continued = False  # whether a chunk was: the first one takes a capture
+        self._chunk: Tensor | None = None  # the last one, as it was sent, normalised
         self._first = 0  # the timestep of its first action
         self._arrived: float | None = None  # its observation, where the client has yet to call
         self._took: deque[float] = deque(maxlen=_CHUNKS)  # seconds
@@ -43,6 +45,11 @@ class ContinuingServer(policy_server.PolicyServer):
     def _reset_server(self) -> None:
         super()._reset_server()
         self._forget()
+
+    def SendPolicyInstructions(self, request: Any, context: Any) -> Any:
+        """Load a policy, which continues no other's chunk."""
+        self._forget()
+        return super().SendPolicyInstructions(request, context)
 
     def _enqueue_observation(self, obs: Any) -> bool:
         obs.arrived = perf_counter()
@@ -58,10 +65,11 @@ class ContinuingServer(policy_server.PolicyServer):
     def _get_action_chunk(self, observation: dict[str, Tensor]) -> Tensor:
         if not isinstance(replaced(self.policy, ChunkInTime.METHOD), ChunkInTime):
             return super()._get_action_chunk(observation)
-        last, observed = self._chunk, self.last_processed_obs
+        episode, last, observed = self._episode, self._chunk, self.last_processed_obs
         step, left = observed.get_timestep(), None
-        if last is not None:
+        if self._continued:
             self._arrived = observed.arrived  # the robot acts while this chunk is made
+        if last is not None:
             executed = step - self._first
             left = last[:, executed:] if 0 <= executed < last.shape[1] else None
         # The chunk's first action is at the timestep itself, and executed.
@@ -69,8 +77,11 @@ class ContinuingServer(policy_server.PolicyServer):
         chunk = self.policy.predict_action_chunk(
             observation, inference_delay=delay, prev_chunk_left_over=left
         )
-        self._chunk, self._first = chunk, step
-        return chunk[:, : self.actions_per_chunk]
+        sent = chunk[:, : self.actions_per_chunk]
+        if episode is self._episode:
+            self._chunk, self._first = sent, step
+            self._continued = self._continued or left is not None
+        return sent
 
 
 def serve() -> None:
