@@ -302,8 +302,7 @@ TEST(ClusterLayout, ServesBatchesThatFillFewTiles) {
         EXPECT_EQ(cluster_serves(wide, 1, horizon), horizon > 32 && kernel < 7) << horizon;
         for (int batch = 2; batch < 40; ++batch) {
           const int columns = 1 << (log2_of(batch) + log2_of(horizon));
-          const int twice = horizon == 8 ? 32 : horizon == 16 ? 31 : 16;  // in two launches, below 512 columns
-          const int most = kernel < 7 ? twice : 16;
+          const int most = kernel < 7 && (horizon == 8 || horizon == 16) ? 32 : 16;  // in two launches
           EXPECT_EQ(cluster_serves(narrow, batch, horizon), batch <= most && (batch > 16 || columns <= 512))
               << batch << " " << horizon;
           EXPECT_EQ(cluster_serves(wide, batch, horizon), batch <= 16 && columns <= 256) << batch << " " << horizon;

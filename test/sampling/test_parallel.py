@@ -200,7 +200,7 @@ class _Gaussian:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("batch, times, actions", [(1, 16, 2), (3, 8, 7), (2, 48, 16)])
 @pytest.mark.parametrize("kind", ["ddpm", "ddim", "inpainting", "sample"])
-def test_on_a_gpu_two_launches_are_the_sweep(monkeypatch, kind, batch, times, actions):
+def test_on_a_gpu_three_launches_are_the_sweep(monkeypatch, kind, batch, times, actions):
     """State by state, against the same in PyTorch's ops."""
     cls = diffusers.DDIMScheduler if kind == "ddim" else diffusers.DDPMScheduler
     options = {"prediction_type": "sample"} if kind == "sample" else {}

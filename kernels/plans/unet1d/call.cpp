@@ -146,7 +146,8 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
     narrowest = std::min(narrowest, width);
   }
   const Path path = choose_path(plan, batch, horizon, device);
-  if (!device.hopper || (path != Path::kTeams && path != Path::kPhases && path != Path::kLayered)) return false;
+  const bool twice = path == Path::kClustered && batch > kChunkSamples;  // in two launches
+  if (!device.hopper || path == Path::kResident || (path == Path::kClustered && !twice)) return false;
   // Layers take almost the time of one sample for many. A layer has hand-overs twice as long as a phase, but GEMMs that
   // take no longer for more columns; of more than five taps they are half as fast. Measured on an H200. Without Hopper's
   // instructions they take twice a phase's time at 512 columns (H100).

@@ -241,8 +241,7 @@ ClusterLayout cluster_layout(const Plan& plan, int batch, int horizon) {
 bool cluster_serves(const Plan& plan, int batch, int horizon) {
   constexpr int kLeastWidth = 256;
   constexpr int kMostTiles = 4;    // of a cluster: with 8, layers in launches of their own are faster
-  constexpr int kMostWhole = 32;   // samples, in two launches
-  constexpr int kInLayers = 512;   // columns (sample, time) from which on two launches are slower than layers
+  constexpr int kMostWhole = 32;   // samples: then there are two launches
   constexpr int kLeastAlone = 33;  // times: below, the one-sample resident kernel is faster
   const Config& c = plan.config;
   if (c.levels > 3 || c.kernel_size < 3 || c.kernel_size > 7) return false;
@@ -252,7 +251,6 @@ bool cluster_serves(const Plan& plan, int batch, int horizon) {
   if (!y.fits) return false;
   if (batch == 1) return y.form == ClusterForm::kAlone && horizon >= kLeastAlone;
   const bool whole = y.form == ClusterForm::kWhole && c.down_dims[0] == kLeastWidth && c.kernel_size < 7;
-  if (batch > kChunkSamples && batch * horizon >= kInLayers) return false;
   return batch <= (whole ? kMostWhole : kChunkSamples) &&
          std::all_of(y.layers + 1, y.layers + y.count + 1,
                      [](const ClusterLayer& l) { return 1 << l.tiles_log2 <= kMostTiles; });

@@ -203,7 +203,7 @@ class Sweeps:
         self._position.add_(within.sum()).clamp_(max=self.steps)
 
     def _sweep_on_gpu(self) -> None:
-        """The same in two launches beside the network's: small kernels would take as long as it."""
+        """The same in three launches: small kernels would take as long as the network."""
         samples, conditioning = torch.ops.dpa.parallel_window(
             self._states, self._conditioning, self._position, self.window
         )
