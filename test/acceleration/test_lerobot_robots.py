@@ -304,6 +304,41 @@ def test_the_server_continues_chunks(checkpoint, made, serving, monkeypatch):
     assert is_fast(made[-1]) and loop.refused is None and largest_error(made[-1]) < 1e-4
 
 
+def test_the_server_continues_what_it_sent_to_whom(tmp_path, monkeypatch):
+    """Not what was cut off, nor a chunk that was made for another client or policy."""
+    monkeypatch.chdir(tmp_path)  # for its logs
+    ours = pytest.importorskip(OURS, reason="grpc", exc_type=ImportError)
+    monkeypatch.setattr(ours, "replaced", lambda *_: object.__new__(ours.ChunkInTime))
+    loaded = ours.policy_server.PolicyServer, "SendPolicyInstructions"
+    monkeypatch.setattr(*loaded, lambda self, request, context: request)
+    server, left, meanwhile = object.__new__(ours.ContinuingServer), [], []
+
+    def predict(observation, *, inference_delay, prev_chunk_left_over):
+        left.append(prev_chunk_left_over)
+        for happens in meanwhile:
+            happens()
+        return torch.arange(6.0)[None, :, None]
+
+    def ask(step):
+        observed = types.SimpleNamespace(get_timestep=lambda: step, arrived=0.0)
+        server.last_processed_obs = observed
+        assert server._get_action_chunk({}).flatten().tolist() == [0, 1, 2]
+        return left[-1]
+
+    server._forget()
+    server.config, server.actions_per_chunk = types.SimpleNamespace(environment_dt=1), 3
+    server.policy = types.SimpleNamespace(predict_action_chunk=predict)
+    assert ask(0) is None
+    assert ask(1).flatten().tolist() == [1, 2]
+    assert ask(4) is None  # the client had nothing left
+    meanwhile.append(server._forget)  # another client connects
+    assert ask(5).flatten().tolist() == [1, 2]
+    meanwhile.clear()
+    assert ask(5) is None
+    assert server.SendPolicyInstructions("policy", None) == "policy"
+    assert ask(5) is None
+
+
 def is_listening(port):
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", port)) == 0
