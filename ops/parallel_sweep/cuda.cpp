@@ -44,8 +44,7 @@ void parallel_move_cuda(const Tensor& states, const Tensor& position, const Tens
   args.condition_mask = static_cast<const uint8_t*>(data_or_null(mask));
   args.steps = steps, args.window = output.size(0), args.batch = output.size(1);
   args.inner = output.size(2) * output.size(3);
-  const int64_t parts = (args.inner + kernels::kMovedTogether - 1) / kernels::kMovedTogether;
-  const auto squares = at::empty({args.batch * parts, args.window}, states.options());
+  const auto squares = at::empty({args.batch * kernels::moved_parts(args.inner), args.window}, states.options());
   args.squares = squares.mutable_data_ptr<float>();
   args.clip = static_cast<float>(clip), args.tolerance = static_cast<float>(tolerance);
   C10_CUDA_CHECK(kernels::parallel_move(args, c10::cuda::getCurrentCUDAStream()));

@@ -37,11 +37,6 @@ __global__ void __launch_bounds__(kThreads) window_kernel(const ParallelWindow a
   }
 }
 
-// Blocks of a sample.
-__host__ __device__ __forceinline__ int64_t parts_of(const ParallelMove& a) {
-  return (a.inner + kMovedTogether - 1) / kMovedTogether;
-}
-
 // The step f_i of an element, and its slope.
 struct Step {
   math::SchedulerStep<float> formula;
@@ -61,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const ParallelMove a) {
   float* gained = shared;                           // (2 window, 32): f_i(x), then y
   float* before = gained + 2 * window * kWarpSize;  // (window, 32): x
   float* slopes = before + window * kWarpSize;      // (2 window)
-  const int64_t parts = parts_of(a), element = blockIdx.x % parts * kWarpSize + lane;
+  const int64_t parts = moved_parts(a.inner), element = blockIdx.x % parts * kWarpSize + lane;
   const bool valid = element < a.inner;
   const int64_t at = blockIdx.x / parts * a.inner + (valid ? element : 0);
   const bool inpainted = a.condition_mask && a.condition_mask[at];
@@ -104,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const ParallelMove a) {
 __global__ void __launch_bounds__(kLargestWindow) accept_kernel(const ParallelMove a) {
   __shared__ float moved[kLargestWindow];  // the largest of all samples
   const int window = static_cast<int>(a.window), row = static_cast<int>(threadIdx.x);
-  const int64_t parts = parts_of(a), begin = position_of(a.position, a.steps);
+  const int64_t parts = moved_parts(a.inner), begin = position_of(a.position, a.steps);
   const float mean = 1.0f / static_cast<float>(a.inner);
   if (row < window) {
     float most = 0.0f;
@@ -138,7 +133,7 @@ cudaError_t parallel_window(const ParallelWindow& args, cudaStream_t stream) {
 
 cudaError_t parallel_move(const ParallelMove& args, cudaStream_t stream) {
   const size_t bytes = static_cast<size_t>(args.window) * (3 * kWarpSize + 2) * sizeof(float);
-  const dim3 blocks(static_cast<unsigned>(args.batch * parts_of(args)));
+  const dim3 blocks(static_cast<unsigned>(args.batch * moved_parts(args.inner)));
   if (const auto error = LaunchConfig(blocks, kThreads, stream, bytes).launch(move_kernel, args)) return error;
   return launch(accept_kernel, dim3(1), kLargestWindow, stream, args);
 }

@@ -32,8 +32,11 @@ struct ParallelMove {
   int64_t steps, window, batch, inner;
   float clip, tolerance;
 };
-/// Elements of a sample whose moves are summed together.
+/// Elements of a sample whose moves are summed together, and how many such parts it has.
 constexpr int kMovedTogether = 32;
+__host__ __device__ constexpr int64_t moved_parts(int64_t inner) {
+  return (inner + kMovedTogether - 1) / kMovedTogether;
+}
 cudaError_t parallel_move(const ParallelMove& args, cudaStream_t stream);
 
 }  // namespace dpa::kernels
