@@ -121,6 +121,31 @@ class EveryClusterLayout : public testing::TestWithParam<Sizes> {
       std::fill(first, first + kClusterBlocks, all);
     }
   }
+  // The ranks to which a block sends sums: as ClusterGemm::targets and ::send place them.
+  uint32_t receivers(int layer, int block) const {
+    const ClusterLayer& l = y.layers[layer];
+    const ClusterTile p = place(layer, block);
+    uint32_t ranks = 0;
+    for (int row = 0; row < kTileRows; row += 16) {
+      const int of_unit = row + (p.row_tile & ((1 << l.span_log2) - 1)) * kTileRows;
+      for (int sample = 0; sample < 1 << l.samples_log2; ++sample) {
+        for (int pair = 0; pair < 1 << l.pairs_log2; ++pair) {
+          const int unit = (sample << l.group_log2) + (of_unit >> l.rows_log2);
+          const int share = ThreadShare::share(l, unit, of_unit >> 4 & ((1 << (l.rows_log2 - 4)) - 1), pair);
+          ranks |= 1u << (p.first_peer + (share >> l.shares_log2));
+        }
+      }
+    }
+    return ranks;
+  }
+  // The blocks, itself among them, whose sums a block waits for.
+  std::vector<int> senders_to(int layer, int block) const {
+    std::vector<int> blocks = {block};
+    const int first = block / kClusterBlocks * kClusterBlocks;
+    for (int other = first; other < first + kClusterBlocks; ++other)
+      if (other != block && receivers(layer, other) >> (block - first) & 1) blocks.push_back(other);
+    return blocks;
+  }
   // The quarters of such words that a block writes.
   std::vector<int64_t> written(int layer, int block) const {
     const ClusterLayer& l = y.layers[layer];

@@ -134,7 +134,7 @@ TEST_P(EveryClusterLayout, TilesCoverEveryWeight) {
 }
 
 // Follows what each block can know of the others' progress, through three steps: it has received a GEMM's input when
-// those who wrote it had finished it, and it finishes when all who share its units have received theirs.
+// those who wrote it had finished it, and it finishes when all who send sums to it have received theirs.
 TEST_P(EveryClusterLayout, ResetsAWordOnlyAfterAllReadersAndBeforeTheNextPoll) {
   std::vector<std::vector<Known>> finished(3 * y.count + 1, std::vector<Known>(kBlocks, Known(kBlocks, -1))),
       condition_data = finished;
@@ -165,9 +165,7 @@ TEST_P(EveryClusterLayout, ResetsAWordOnlyAfterAllReadersAndBeforeTheNextPoll) {
       join(condition_data[n][block], received_by[block]);
     }
     for (int block = 0; block < kBlocks; ++block) {
-      const ClusterTile p = place(i, block);
-      for (int peer = 0; peer < p.peers; ++peer)
-        join(finished[n][block], received_by[block / kClusterBlocks * kClusterBlocks + p.first_peer + peer]);
+      for (const int sender : senders_to(i, block)) join(finished[n][block], received_by[sender]);
     }
     share_moments(i, finished[n]);
   }
@@ -226,10 +224,8 @@ TEST_P(EveryClusterLayout, SendsNoSumsBeforePendingAcknowledgementsArrive) {
     }
     finished.push_back(nothing);
     for (int block = 0; block < kBlocks; ++block) {
-      const ClusterTile p = place(i, block);
       if (!finishes(i, block)) continue;
-      for (int peer = 0; peer < p.peers; ++peer)
-        join(done[block], sent[block / kClusterBlocks * kClusterBlocks + p.first_peer + peer]);
+      for (const int sender : senders_to(i, block)) join(done[block], sent[sender]);
       done[block][block] = n;
     }
     share_moments(i, done);

@@ -192,6 +192,13 @@ MUTATIONS = [
         _CLUSTERS,
     ),
     Mutation(
+        "barrier: units without moments that span tiles",
+        "kernels/plans/unet1d/cluster_layout.cpp",
+        "if (conv.norm < 0) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2);",
+        "if (conv.norm < 0) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2 + l.tiles_log2);",
+        _CLUSTERS,
+    ),
+    Mutation(
         "barrier: a wait for a block that sends no acknowledgement",
         "kernels/plans/unet1d/cluster_layout.h",
         "by |= ((1u << l.finishers) - 1) << peer;",

@@ -39,7 +39,9 @@ int most_samples_log2(const Plan& plan, int chunk_log2, int times_log2) {
 bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
   const int tile_log2 = log2_of(kTileRows), ways_log2 = log2_of(l.ways), share_log2 = 5;  // a share has 32 values
   l.rows_log2 = log2_of(conv.channels_out / kSlices);
-  if (conv.norm < 0) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2 + l.tiles_log2);
+  // Without a norm no moments are exchanged: who finishes a part of a unit would hear of its own tile's blocks alone, and
+  // may acknowledge only to those (AckTargets).
+  if (conv.norm < 0) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2);
   if (l.rows_log2 < 4 || l.rows_log2 > tile_log2 + l.tiles_log2) return false;
   if (l.times_log2 < 1 || l.columns_log2 < (l.samples_log2 == 4 ? 5 : 4)) return false;
   l.span_log2 = std::max(0, l.rows_log2 - tile_log2), l.group_log2 = std::max(0, tile_log2 - l.rows_log2);

@@ -109,8 +109,7 @@ struct ClusterPass {
 /// These are the ranks that it acknowledges to, and the finishers from which a block waits for an acknowledgement, a bit
 /// each. Blocks that share no units with the finisher are acknowledged to on a barrier of their own: it waits for no sums
 /// of theirs, so a slow one might find two acknowledgements on one barrier, which look like none. An acknowledgement
-/// comes after sums that a block sends when it has seen the last one on the same barrier, but for convolutions without a
-/// norm whose units span tiles: there a finisher has sums of its own tile's blocks alone (docs/sampler-log.md).
+/// comes after sums, or moments made of them, that a block sends when it has seen the last one on the same barrier.
 struct AckTargets {
   int first, count;
   uint32_t by, sharers;  // sharers: of the units
