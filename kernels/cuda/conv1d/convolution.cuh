@@ -6,6 +6,35 @@
 
 namespace dpa::kernels::conv1d {
 
+// n / divisor of numbers of which the product is below 2^16.
+struct Divisor {
+  uint32_t factor;
+  __host__ __device__ explicit Divisor(int divisor = 1) : factor((65536 + divisor - 1) / divisor) {}
+  __device__ __forceinline__ int operator()(int n) const { return static_cast<int>(n * factor >> 16); }
+};
+
+// What the epilogue with an exchange of moments needs to know of its plan (epilogue_exchange.cuh).
+constexpr int kMostOwned = 32;  // rows of a block
+struct Exchange {
+  int share, count;          // rows of a block; of a warp, four at most
+  int width, groups, lanes;  // of a group: columns in a tile; how many groups; lanes of one
+  bool crosses;  // a sample or a group is not one block's alone, or blocks read each other's tile of the shortcut
+  Divisor by_times, by_samples, by_lanes, by_groups;
+
+  Exchange() = default;
+  Exchange(const ConvPlan& plan, int group, bool shortcut)
+      : share((plan.tile_rows + plan.splits - 1) / plan.splits),
+        count((share + kConsumerThreads / 32 - 1) / (kConsumerThreads / 32)),
+        width(group < plan.column_step ? group : plan.column_step),
+        groups(plan.column_step / width),
+        lanes(width / 4),
+        crosses(plan.exchange > 1 || share % plan.rows.time != 0 || shortcut),
+        by_times(plan.rows.time),
+        by_samples(plan.rows.samples),
+        by_lanes(lanes),
+        by_groups(groups) {}
+};
+
 struct ConvArgs {
   ConvPlan plan;
   int64_t batch, out_length, outputs;
@@ -13,6 +42,7 @@ struct ConvArgs {
   bool float_bias;
   void* out;  // with a normalisation it may be null
   Normalisation normalisation;
+  Exchange exchange;
   int prefetched;  // stages of weights that are loaded before the grid dependency resolves
   bool release;    // trigger the dependent launch once the mainloop is done
   unsigned blocks;

@@ -116,7 +116,7 @@ struct Producer {
 };
 
 // The consumer warpgroups' mainloop: a stage is released once the MMAs of the next step are in flight.
-template <class T, int kColumns, bool kMajorN, bool kShortcut>
+template <class T, int kColumns, bool kMajorN, bool kShortcut, bool kExchanges>
 __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipelines, const ConvArgs& args,
                                               const Work& work, float* tile) {
   using Shape = ConvShape<kColumns>;
@@ -178,8 +178,12 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   }
   wgmma::wait<0>();
   if (args.release) trigger_dependent_launch();
-  ptx::sync_threads(1, kConsumerThreads);  // the tile takes the place of what the other warpgroup still read
-  store_sums<kColumns, Shape::kStride>(tile, sums, [](int j) { return 8 * j; });
+  ptx::sync_threads(1, kConsumerThreads);           // the tile takes the place of what the other warpgroup still read
+  if constexpr (kExchanges) ptx::cluster_arrive();  // and so does what other blocks send
+  if constexpr (kExchanges)
+    store_by_sample(args, tile, sums);
+  else
+    store_sums<kColumns, Shape::kStride>(tile, sums, [](int j) { return 8 * j; });
   if constexpr (kShortcut)
     store_sums<kColumns, Shape::kStride>(tile + Shape::kTile, shortcut_sums, [](int j) { return 8 * j; });
 }
@@ -215,22 +219,24 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     __syncwarp();
     if constexpr (kSplit) {
       ptx::cluster_sync();
-      if constexpr (kPasses == kExchange) ptx::cluster_sync();
+      if (kPasses == kExchange && args.exchange.crosses) ptx::cluster_sync();
       ptx::cluster_arrive_relaxed(), ptx::cluster_wait();
     }
   } else {
     bool left = false;
     grid_dependency_sync();
-    consume_tiles<T, kColumns, kMajorN, kShortcut>(ptx::shared_address(memory), pipelines, args, work, tile);
-    if constexpr (kPasses == kExchange) cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tile
+    consume_tiles<T, kColumns, kMajorN, kShortcut, kPasses == kExchange>(ptx::shared_address(memory), pipelines, args,
+                                                                         work, tile);
     if constexpr (kPasses != 0) {
-      kSplit ? ptx::cluster_sync() : ptx::sync_threads(1, kConsumerThreads);
-      if constexpr (kPasses == kExchange)
+      if constexpr (kPasses == kExchange) {
         normalise_rows<T, !kShortcut>(args, coord, tile,
                                       *reinterpret_cast<MomentTables*>(tile + (kShortcut ? 2 : 1) * Shape::kTile),
                                       ptx::shared_address(&pipelines.sums));
-      else
+        left = !kShortcut;
+      } else {
+        kSplit ? ptx::cluster_sync() : ptx::sync_threads(1, kConsumerThreads);
         left = normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, tile, kSplit && !kShortcut);
+      }
       if constexpr (kShortcut)
         store_rows<T, kColumns, kSplit>(args,
                                         {args.shortcut.addends.bias, args.shortcut.addends.residual, args.shortcut.out},

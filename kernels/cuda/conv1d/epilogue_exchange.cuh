@@ -1,12 +1,16 @@
 // The epilogue with a normalisation of groups that no warp holds alone (plan.h: `exchange`): the values of
-// epilogue_norm.cuh, whose statistics come in three steps.
+// epilogue_norm.cuh.
 //
-//   row      a warp adds up its rows of the tile (epilogue.cuh), rounds them and keeps them there; of each it stores the
-//            mean and the sum of squares about it, group by group
-//   block    a team of threads makes one of the rows of a sample that the block has
-//   cluster  the blocks that share the group exchange theirs; each makes mean and standard deviation of all
+//   block    finishes an equal share of the tile's rows, sample by sample: at most 32. Sums lie in the tile in that order,
+//            so what another block finishes is sent in one copy
+//   warp     four of its block's rows, in registers from the sums to the output; a lane, four neighbouring columns
 //
-// Sums are about the mean of what they are of, so nothing cancels, and are added in an order that the sizes determine.
+//   moments  of a warp's rows of a sample, group by group; then one thread of a team joins those of the warps; then,
+//            where a sample or a group is not the block's alone, blocks read each other's
+//
+// Moments are about the mean of what they are of, so nothing cancels, and are added in an order that the sizes determine.
+// A block waits for its own instructions here more than for memory: what the plan decides comes from the host, and
+// divisions are multiplications.
 #pragma once
 #include "kernels/cuda/conv1d/epilogue.cuh"
 #include "kernels/cuda/group_norm_mish/common.cuh"
@@ -20,189 +24,208 @@ struct alignas(16) Moments {
 
 // Behind the tiles of sums.
 struct MomentTables {
-  float2 rows[kTileRows][16];      // mean and squares of a row's group
+  float2 runs[kMostOwned][16];     // mean and squares of a warp's rows of a sample, at the first of them
   Moments block[kMaxMoments];      // sample by group
   float2 statistics[kMaxMoments];  // mean and 1 / standard deviation
 };
-static_assert(2 * ConvShape<128>::kTile * 4 + sizeof(MomentTables) <=
+
+constexpr int kSumsRow = ConvShape<128>::kStride * 4;  // bytes
+static_assert(2 * ConvShape<128>::kTile * 4 + sizeof(MomentTables) + (kTileRows - kTileRows / kMaxSplits) * kSumsRow <=
                   ConvShape<128>::bytes(kMaxWeights) - sizeof(Pipelines),
-              "the tables find their place behind two tiles");
-static_assert(ConvShape<128>::kTile * 4 + sizeof(MomentTables) <= ConvShape<128>::kBytes - sizeof(Pipelines),
-              "and behind one, with few stages");
+              "tables and others' sums find their place behind two tiles");
 
-// Sums of the tile's other blocks behind the tables, where no second tile takes the place: `blocks` rows of them, those
-// of the next rank first. Each block sends the others their rows in one copy: loads from a peer bring 8 bytes a clock.
-struct SentSums {
-  static constexpr int kRow = ConvShape<128>::kStride * 4;
-  static_assert(ConvShape<128>::kTile * 4 + sizeof(MomentTables) + kTileRows * kRow <=
-                    ConvShape<128>::bytes(kMaxWeights) - sizeof(Pipelines),
-                "fewer than a tile's rows find their place");
-  uint32_t first, bytes;  // address of the first sums; bytes of a block
+// Rows of different samples lie a multiple of four rows apart, in the same banks: their columns change places.
+__device__ __forceinline__ int swizzle(int sample) { return (sample & 3) * 8; }
 
-  __device__ __forceinline__ SentSums(const MomentTables& tables, const WarpRows& rows)
-      : first(ptx::shared_address(&tables + 1)), bytes(rows.count * (kConsumerThreads / 32) * kRow) {}
-  __device__ __forceinline__ void send(const ConvArgs& args, const TileCoord& coord, const float* tile,
+// The warp's accumulators to the tile.
+__device__ __forceinline__ void store_by_sample(const ConvArgs& args, float* tile, const float (&sums)[64]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = threadIdx.x / 32 * 16 + half * 8 + lane / 4;
+    const int time = args.exchange.by_samples(row), sample = row - time * args.plan.rows.samples;
+    if (row >= args.plan.tile_rows) continue;
+    float* const to = tile + (sample * args.plan.rows.time + time) * ConvShape<128>::kStride + lane % 4 * 2;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      float* const eight = to + ((b * 8) ^ swizzle(sample));
+#pragma unroll
+      for (int j = b; j < 16; j += 4)
+        *reinterpret_cast<float2*>(eight + j / 4 * 32) =
+            make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+    }
+  }
+}
+
+// Which rows of the tile a block finishes, and which of them a warp; the warp's first four samples.
+struct OwnedRows {
+  int begin, owned;  // of the block
+  int first, count;  // of the warp, among the block's
+  int sample[4];     // of its rows, in the tile
+
+  __device__ __forceinline__ OwnedRows(const ConvArgs& args, const TileCoord& coord) {
+    const Exchange& e = args.exchange;
+    begin = coord.rank * e.share, owned = max(0, min(e.share, args.plan.tile_rows - begin));
+    first = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) * e.count;
+    count = max(0, min(e.count, owned - first));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sample[i] = e.by_times(begin + first + min(i, max(count - 1, 0)));
+  }
+};
+
+// Sends the other blocks their rows of the sums, and adds theirs to one's own.
+struct SharedSums {
+  uint32_t own, others, bytes;  // addresses of this block's rows; of what the next ranks send, bytes apart
+
+  __device__ __forceinline__ SharedSums(const ConvArgs& args, const OwnedRows& rows, const float* tile,
+                                        const MomentTables& tables)
+      : own(ptx::shared_address(tile) + rows.begin * kSumsRow),
+        others(ptx::shared_address(&tables + 1)),
+        bytes(args.exchange.share * kSumsRow) {}
+  __device__ __forceinline__ void send(const ConvArgs& args, const TileCoord& coord, const OwnedRows& rows,
                                        uint32_t barrier) const {
     const int splits = args.plan.splits, distance = static_cast<int>(threadIdx.x) + 1;
-    if (threadIdx.x == 0) ptx::barrier_expect(barrier, (splits - 1) * bytes);
+    if (threadIdx.x == 0) ptx::barrier_expect(barrier, (splits - 1) * rows.owned * kSumsRow);
     if (distance >= splits) return;
     const int to = coord.rank - distance + (coord.rank < distance ? splits : 0), rank = coord.first_peer + to;
-    ptx::copy_to_cluster(ptx::cluster_address(first + (distance - 1) * bytes, rank),
-                         ptx::shared_address(tile) + to * bytes, bytes, ptx::cluster_address(barrier, rank));
+    const int theirs = min(args.exchange.share, args.plan.tile_rows - to * args.exchange.share);
+    if (theirs <= 0) return;
+    ptx::copy_to_cluster(ptx::cluster_address(others + (distance - 1) * bytes, rank),
+                         own + (to - coord.rank) * static_cast<int>(bytes), theirs * kSumsRow,
+                         ptx::cluster_address(barrier, rank));
   }
-  // The block's own sums of a column of the warp's rows from `r` on, and the others', in the order of add_peers.
-  __device__ __forceinline__ void add(float4 (&sums)[4], const float* tile, const WarpRows& rows, int r, int column,
-                                      int splits) const {
-    const uint32_t own = ptx::shared_address(tile + column) + (rows.first + r) * kRow;
+  __device__ __forceinline__ void add(float4 (&x)[4], const OwnedRows& rows, int column, int splits) const {
+    uint32_t at[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = ptx::load_shared(own + i * kRow);
-    uint32_t from = first + column * 4 + (static_cast<int>(threadIdx.x) / 32 * rows.count + r) * kRow;
+    for (int i = 0; i < 4; ++i) {
+      at[i] = (rows.first + i) * kSumsRow + (column ^ swizzle(rows.sample[i])) * 4;
+      x[i] = ptx::load_shared(own + at[i]);
+    }
+    uint32_t from = others;
 #pragma unroll 1
     for (int next = 1; next < splits; ++next, from += bytes) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float4 v = ptx::load_shared(from + i * kRow);
-        sums[i].x += v.x, sums[i].y += v.y, sums[i].z += v.z, sums[i].w += v.w;
+        const float4 v = ptx::load_shared(from + at[i]);
+        x[i].x += v.x, x[i].y += v.y, x[i].z += v.z, x[i].w += v.w;
       }
     }
   }
 };
 
-// The columns of a tile as groups: those of a larger group are one.
-struct TileGroups {
-  int width, count, lanes;  // columns of a group here, groups, lanes of a group
-  int group, lane;          // of this thread's four columns
-
-  __device__ __forceinline__ explicit TileGroups(const ConvArgs& args) {
-    width = min(args.normalisation.group, args.plan.column_step), count = args.plan.column_step / width;
-    lanes = width / 4;
-    group = static_cast<int>(threadIdx.x) % 32 / lanes, lane = static_cast<int>(threadIdx.x) % 32 % lanes;
+// A lane's four columns as part of a group; those of a group that is larger than the tile are one.
+struct LaneGroup {
+  int group, lane;  // the lane among those of the group
+  __device__ __forceinline__ explicit LaneGroup(const Exchange& e) {
+    const int all = static_cast<int>(threadIdx.x) % 32;
+    group = e.by_lanes(all), lane = all - group * e.lanes;
   }
 };
 
-// The sums over the lanes of a group, in each of them, of four values side by side. The whole warp calls.
-__device__ __forceinline__ void group_sums(float (&values)[4], const TileGroups& groups) {
-#pragma unroll 1
-  for (int offset = 1; offset < groups.lanes; offset *= 2) {
-#pragma unroll
-    for (float& value : values) {
-      const float other = __shfl_down_sync(~0u, value, offset);
-      if (groups.lane + offset < groups.lanes) value += other;
-    }
-  }
-#pragma unroll
-  for (float& value : values) value = __shfl_sync(~0u, value, static_cast<int>(threadIdx.x) % 32 - groups.lane);
-}
-
-// What four rows need beside their sums: loads in flight.
+// What the rows need beside their sums: loads in flight.
 template <class T>
 struct RowNeeds {
-  int64_t at[4];
+  ParameterBits conv_bias, weight, bias;
   Bits<T> residual[4], scale[4], shift[4];
 
-  // Rows r to r + 3 of the warp's.
-  __device__ __forceinline__ void load(const ConvArgs& args, const TileCoord& coord, const WarpRows& rows, int r, int n,
-                                       bool here) {
+  // at: of the first row's columns in the output; there are `count` rows of this lane.
+  __device__ __forceinline__ RowNeeds(const ConvArgs& args, const TileCoord& coord, const OwnedRows& rows, int64_t at,
+                                      int n, int count) {
     const Normalisation& norm = args.normalisation;
+    const bool is_float = norm.parameter_dtype == DType::kFloat32;
+    if (count > 0) {
+      conv_bias.load<T>(args.addends.bias, args.float_bias, n);
+      weight.load<T>(norm.weight, is_float, n), bias.load<T>(norm.bias, is_float, n);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t row = __shfl_sync(~0u, rows.lane_offset, (r + i) & 31);
-      at[i] = row < 0 || !here || r + i >= rows.count ? -1 : row + n;
-      if (at[i] < 0) continue;
-      const int64_t sample = coord.first_sample + (rows.first + r + i) % args.plan.rows.samples;
-      residual[i].load(norm.residual, at[i]);
+      if (i >= count) continue;
+      const int64_t sample = coord.first_sample + rows.sample[i];
+      residual[i].load(norm.residual, at + i * args.outputs);
       scale[i].load(norm.scale, sample * norm.scale_stride + n);
       shift[i].load(norm.shift, sample * norm.shift_stride + n);
     }
   }
 };
 
-// The warp's rows: sums and bias, rounded, in their place in the tile, and moments of each. Four rows side by side: a
-// row waits for shuffles most of its time.
-template <class T, bool kSent>
-__device__ __forceinline__ void finish_rows(const ConvArgs& args, const TileCoord& coord, const WarpRows& rows,
-                                            const TileGroups& groups, float* tile, MomentTables& tables) {
-  constexpr int kStride = ConvShape<128>::kStride;
-  const int column = threadIdx.x % 32 * 4, n = coord.first_column + column;
-  const bool here = n < args.outputs && column < args.plan.column_step;
-  const bool tells = groups.lane == 0 && groups.group < groups.count;
-  const float over = 1.0f / static_cast<float>(groups.width);
-  ParameterBits bias_bits{};
-  if (here) bias_bits.load<T>(args.addends.bias, args.float_bias, n);
-  const float4 bias = bias_bits.values<T>(args.addends.bias, args.float_bias, 0.f);
+// The moments of the warp's rows of each sample, group by group.
+__device__ __forceinline__ void warp_moments(const Exchange& e, const OwnedRows& rows, const float4 (&x)[4],
+                                             const LaneGroup& mine, MomentTables& tables) {
+  int first = 0;  // of a sample's rows
 #pragma unroll 1
-  for (int r = 0; r < rows.count; r += 4) {
-    float4 x[4];
-    float mean[4], squares[4];
-    if constexpr (kSent)
-      SentSums(tables, rows).add(x, tile, rows, r, column, args.plan.splits);
-    else
-      add_peers<4, true>(x, ptx::shared_address(tile + (rows.first + r) * kStride + column), kStride * 4,
-                         args.plan.splits, coord);
-    const int count = min(min(rows.count, args.plan.tile_rows - rows.first) - r, 4);
+  for (int sample = rows.sample[0]; first < rows.count; ++sample) {
+    float sum = 0, squares = 0, count = 0;
+    bool of[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float raw[4] = {x[i].x + bias.x, x[i].y + bias.y, x[i].z + bias.z, x[i].w + bias.w};
-      const int64_t row = __shfl_sync(~0u, rows.lane_offset, (r + i) & 31);
-      if (args.out && row >= 0 && here && i < count) store_four<T>(args.out, row + n, raw);
-      x[i] = make_float4(widen(narrow<T>(raw[0])), widen(narrow<T>(raw[1])), widen(narrow<T>(raw[2])),
-                         widen(narrow<T>(raw[3])));
-      mean[i] = (x[i].x + x[i].y) + (x[i].z + x[i].w);
+      of[i] = i < rows.count && rows.sample[i] == sample;
+      if (of[i]) sum += (x[i].x + x[i].y) + (x[i].z + x[i].w), count += 1;
     }
-    group_sums(mean, groups);
+    float mean = __fdividef(sum, 4 * count);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      mean[i] *= over;
-      const float d[4] = {x[i].x - mean[i], x[i].y - mean[i], x[i].z - mean[i], x[i].w - mean[i]};
-      squares[i] = fmaf(d[0], d[0], d[1] * d[1]) + fmaf(d[2], d[2], d[3] * d[3]);
+      const float d[4] = {x[i].x - mean, x[i].y - mean, x[i].z - mean, x[i].w - mean};
+      if (of[i]) squares += fmaf(d[0], d[0], d[1] * d[1]) + fmaf(d[2], d[2], d[3] * d[3]);
     }
-    group_sums(squares, groups);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i >= count) continue;
-      const int tile_row = rows.first + r + i;
-      if (tells) tables.rows[tile_row][groups.group] = make_float2(mean[i], squares[i]);
-      *reinterpret_cast<float4*>(tile + tile_row * kStride + column) = x[i];
+    // Neighbouring lanes' become one, then those of their neighbours, in the group's first lane.
+#pragma unroll 1
+    for (int offset = 1; offset < e.lanes; offset *= 2) {
+      const int other = min(offset, e.lanes - offset - mine.lane);  // lanes whose moments come
+      const float distance = __shfl_down_sync(~0u, mean, offset) - mean;
+      const float more = __shfl_down_sync(~0u, squares, offset);
+      if (other <= 0) continue;
+      const float part =
+          other == offset ? 0.5f : __fdividef(static_cast<float>(other), static_cast<float>(offset + other));
+      squares += fmaf(distance * distance, 4 * count * static_cast<float>(offset) * part, more);
+      mean = fmaf(distance, part, mean);
     }
+    if (mine.lane == 0 && mine.group < e.groups)
+      tables.runs[rows.first + first][mine.group] = make_float2(mean, squares);
+    first += static_cast<int>(count);
   }
 }
 
-// Moments of the rows of each sample that the block has, by eight threads each: sums about the first row's mean.
-__device__ __forceinline__ void block_moments(const ConvArgs& args, const TileCoord& coord, const WarpRows& rows,
-                                              const TileGroups& groups, MomentTables& tables) {
-  constexpr int kTeam = 8;
-  const int samples = args.plan.rows.samples, of_block = rows.count * (kConsumerThreads / 32);
-  const int begin = coord.rank * of_block, end = min(begin + of_block, args.plan.tile_rows);
-  const int pairs = samples * groups.count, member = threadIdx.x % kTeam;
-  const float width = static_cast<float>(groups.width);
+// The moments of each sample's rows that the block has, a team of eight threads each, a thread a warp's: sums about the
+// first one's mean. Where they do not cross, its statistics.
+__device__ __forceinline__ void block_moments(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables) {
+  constexpr int kTeam = kConsumerThreads / 32;
+  const Exchange& e = args.exchange;
+  const int times = args.plan.rows.time, sample0 = e.by_times(rows.begin), warp = threadIdx.x % kTeam;
+  const int pairs = rows.owned > 0 ? (e.by_times(rows.begin + rows.owned - 1) - sample0 + 1) * e.groups : 0;
 #pragma unroll 1
   for (int base = 0; base < pairs; base += kConsumerThreads / kTeam) {
-    const int pair = base + threadIdx.x / kTeam, group = pair % groups.count, sample = pair / groups.count;
-    const int first = begin + (sample + samples - begin % samples) % samples;  // its first row here
-    const int last = pair < pairs ? end : 0;
-    const float pivot = first < last ? tables.rows[first][group].x : 0.f;
-    float sums[3] = {};  // of the rows' distances from it, their squares, and the squares within rows
-#pragma unroll 1
-    for (int row = first + member * samples; row < last; row += kTeam * samples) {
-      const float2 of_row = tables.rows[row][group];
-      const float distance = of_row.x - pivot;
-      sums[0] += distance, sums[1] = fmaf(distance, distance, sums[1]), sums[2] += of_row.y;
+    const int pair = min(base + static_cast<int>(threadIdx.x) / kTeam, pairs - 1), above = e.by_groups(pair);
+    const int sample = sample0 + above, group = pair - above * e.groups;
+    const int begin = max(sample * times - rows.begin, 0), end = min((sample + 1) * times - rows.begin, rows.owned);
+    const int first = max(begin, warp * e.count), count = min(end, (warp + 1) * e.count) - first;
+    const float pivot = tables.runs[begin][group].x;
+    float sums[3] = {};  // of the rows' distances from it, their squares, and the squares within
+    if (count > 0) {
+      const float2 run = tables.runs[first][group];
+      const float distance = run.x - pivot, weighted = static_cast<float>(count) * distance;
+      sums[0] = weighted, sums[1] = weighted * distance, sums[2] = run.y;
     }
 #pragma unroll
     for (int offset = 1; offset < kTeam; offset *= 2)
 #pragma unroll
       for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (member != 0 || pair >= pairs) continue;
-    const float count = static_cast<float>(max(0, (end - first + samples - 1) / samples));
-    const float mean = sums[0] / fmaxf(count, 1.f);
-    tables.block[pair] = {pivot + mean, sums[2] + width * fmaxf(sums[1] - sums[0] * mean, 0.f), count * width, 0.f};
+    if (warp != 0) continue;
+    const float all = static_cast<float>(end - begin), width = static_cast<float>(e.width), mean = sums[0] / all;
+    const float squares = sums[2] + width * fmaxf(sums[1] - sums[0] * mean, 0.f);
+    const int at = sample * e.groups + group;
+    if (e.crosses)
+      tables.block[at] = {pivot + mean, squares, all * width, 0.f};
+    else
+      tables.statistics[at] =
+          make_float2(pivot + mean, rsqrtf(squares / (all * width) + static_cast<float>(args.normalisation.eps)));
   }
 }
 
-// Mean and standard deviation of each sample and group of the tile, from the moments of the cluster's blocks.
-__device__ __forceinline__ void all_statistics(const ConvArgs& args, const TileGroups& groups, MomentTables& tables) {
-  const int pair = threadIdx.x, peers = args.plan.splits * args.plan.exchange;
-  if (pair >= args.plan.rows.samples * groups.count) return;
+// Mean and standard deviation of the samples and groups of the block, from the moments of the cluster's blocks.
+__device__ __forceinline__ void cluster_statistics(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables) {
+  const Exchange& e = args.exchange;
+  const int pair = e.by_times(rows.begin) * e.groups + threadIdx.x, peers = args.plan.splits * args.plan.exchange;
+  if (rows.owned == 0 || pair >= (e.by_times(rows.begin + rows.owned - 1) + 1) * e.groups) return;
   const uint32_t own = ptx::shared_address(&tables.block[pair]);
   float4 of[kMaxSplits];
 #pragma unroll
@@ -218,57 +241,69 @@ __device__ __forceinline__ void all_statistics(const ConvArgs& args, const TileG
   tables.statistics[pair] = make_float2(mean, rsqrtf(squares / count + static_cast<float>(args.normalisation.eps)));
 }
 
-// The whole of it, by the consumer threads; the cluster's sums are in the tiles. The producer warp of a cluster takes
-// part in the one barrier of it.
-template <class T, bool kSent>
+// The whole of it, by the consumer threads; their accumulators are in the tile, and they have arrived at a barrier of
+// the cluster since their block read its stages. The producer warp takes part in that barrier, and in another one where
+// moments cross. kLeaves: the warp arrives at the cluster's last barrier.
+template <class T, bool kLeaves>
 __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord, float* tile,
                                                MomentTables& tables, uint32_t sums_barrier) {
   const Normalisation& norm = args.normalisation;
-  const WarpRows rows(args, coord);
-  const TileGroups groups(args);
+  const Exchange& e = args.exchange;
+  const OwnedRows rows(args, coord);
+  const SharedSums shared(args, rows, tile, tables);
+  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tile
+  if (e.crosses && threadIdx.x < args.plan.rows.samples * e.groups) tables.block[threadIdx.x] = {};  // others' samples
+  ptx::cluster_wait();
+  ptx::sync_threads(1, kConsumerThreads);
+  shared.send(args, coord, rows, sums_barrier);
   const int column = threadIdx.x % 32 * 4, n = coord.first_column + column;
+  const int row = coord.first_sample * args.plan.rows.time + rows.begin + rows.first;  // of the output
+  const int64_t at = row * args.outputs + n, left = args.batch * args.plan.rows.time - row;
   const bool here = n < args.outputs && column < args.plan.column_step;
-  const bool is_float = norm.parameter_dtype == DType::kFloat32;
-  ParameterBits weight_bits{}, bias_bits{};
-  if (here) weight_bits.load<T>(norm.weight, is_float, n), bias_bits.load<T>(norm.bias, is_float, n);
-  RowNeeds<T> needs;
-  needs.load(args, coord, rows, 0, n, here);
-  if constexpr (kSent) {
-    SentSums(tables, rows).send(args, coord, tile, sums_barrier);
-    ptx::barrier_wait(sums_barrier, 0);
+  const int count = here ? static_cast<int>(max(min(left, int64_t{rows.count}), int64_t{0})) : 0;
+  const RowNeeds<T> needs(args, coord, rows, at, n, count);
+  const LaneGroup mine(e);
+  ptx::barrier_wait(sums_barrier, 0);
+  float4 x[4];
+  shared.add(x, rows, column, args.plan.splits);
+  const float4 conv_bias = needs.conv_bias.template values<T>(args.addends.bias, args.float_bias, 0.f);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float raw[4] = {x[i].x + conv_bias.x, x[i].y + conv_bias.y, x[i].z + conv_bias.z, x[i].w + conv_bias.w};
+    if (args.out && i < count) store_four<T>(args.out, at + i * args.outputs, raw);
+    x[i] = make_float4(widen(narrow<T>(raw[0])), widen(narrow<T>(raw[1])), widen(narrow<T>(raw[2])),
+                       widen(narrow<T>(raw[3])));
   }
-  finish_rows<T, kSent>(args, coord, rows, groups, tile, tables);
+  warp_moments(e, rows, x, mine, tables);
   ptx::sync_threads(1, kConsumerThreads);
-  block_moments(args, coord, rows, groups, tables);
-  ptx::cluster_sync();
-  all_statistics(args, groups, tables);
+  block_moments(args, rows, tables);
+  if (e.crosses) {
+    ptx::cluster_sync();
+    cluster_statistics(args, rows, tables);
+  }
   ptx::sync_threads(1, kConsumerThreads);
-  const float4 weight = weight_bits.values<T>(norm.weight, is_float, 1.f);
-  const float4 bias = bias_bits.values<T>(norm.bias, is_float, 0.f);
+  if (kLeaves) ptx::cluster_arrive_relaxed();  // it has read what others had, and received what they sent
+  const bool is_float = norm.parameter_dtype == DType::kFloat32;
+  const float4 weight = needs.weight.template values<T>(norm.weight, is_float, 1.f);
+  const float4 bias = needs.bias.template values<T>(norm.bias, is_float, 0.f);
   const float slope[4] = {weight.x, weight.y, weight.z, weight.w}, start[4] = {bias.x, bias.y, bias.z, bias.w};
-#pragma unroll 1
-  for (int r = 0; r < rows.count; r += 4) {
-    if (r > 0) needs.load(args, coord, rows, r, n, here);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (needs.at[i] < 0) continue;
-      const int row = rows.first + r + i;
-      const float4 values = ptx::load_shared(ptx::shared_address(tile + row * ConvShape<128>::kStride + column));
-      const float2 statistics = tables.statistics[row % args.plan.rows.samples * groups.count + groups.group];
-      const float4 scale = needs.scale[i].values(norm.scale, 1.f), shift = needs.shift[i].values(norm.shift, 0.f);
-      const float4 residual = needs.residual[i].values(norm.residual, 0.f);
-      const float x[4] = {values.x, values.y, values.z, values.w}, times[4] = {scale.x, scale.y, scale.z, scale.w};
-      const float plus[4] = {shift.x, shift.y, shift.z, shift.w};
-      const float before[4] = {residual.x, residual.y, residual.z, residual.w};
-      float out[4];
+  for (int i = 0; i < 4; ++i) {
+    if (i >= count) continue;
+    const float2 statistics = tables.statistics[rows.sample[i] * e.groups + mine.group];
+    const float4 scale = needs.scale[i].values(norm.scale, 1.f), shift = needs.shift[i].values(norm.shift, 0.f);
+    const float4 residual = needs.residual[i].values(norm.residual, 0.f);
+    const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, times[4] = {scale.x, scale.y, scale.z, scale.w};
+    const float plus[4] = {shift.x, shift.y, shift.z, shift.w};
+    const float before[4] = {residual.x, residual.y, residual.z, residual.w};
+    float out[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float normalised = sizeof(T) == 4 ? (x[e] - statistics.x) * statistics.y
-                                                : fmaf(x[e], statistics.y, -statistics.x * statistics.y);
-        out[e] = channels_last::Mish(normalised * slope[e] + start[e]).value * times[e] + plus[e] + before[e];
-      }
-      store_four<T>(norm.out, needs.at[i], out);
+    for (int c = 0; c < 4; ++c) {
+      const float normalised = sizeof(T) == 4 ? (values[c] - statistics.x) * statistics.y
+                                              : fmaf(values[c], statistics.y, -statistics.x * statistics.y);
+      out[c] = channels_last::Mish(normalised * slope[c] + start[c]).value * times[c] + plus[c] + before[c];
     }
+    store_four<T>(norm.out, at + i * args.outputs, out);
   }
 }
 
