@@ -71,6 +71,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   const int boxes = std::min(kMaxBoxes, static_cast<int>(ConvShape<128>::kBoxesBytes / box_stage));
   const bool alone = blocks <= multiprocessors(), small_tile = plan.tile_columns <= 128;
   if (shortcut.out && !(alone && small_tile && plan.together)) return cudaErrorInvalidValue;
+  if (plan.splits > 1 && !alone) return cudaErrorInvalidValue;  // others' sums would find no place
   const int few_stages = plan.tile_columns == 64 ? ConvShape<64>::kWeights : ConvShape<128>::kWeights;
   const int stages = !small_tile ? ConvShape<256>::kWeights : alone ? kMaxWeights : few_stages;
   // A small grid's blocks start long before the previous kernel ends, and a large one's hardly before: then what is
@@ -83,7 +84,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   args.out_length = kDgrad ? conv.x_length : conv.y_length, args.outputs = kDgrad ? conv.x_channels : conv.y_channels;
   args.addends = addends, args.float_bias = addends.bias_dtype == DType::kFloat32;
   args.normalisation = normalisation, args.shortcut = shortcut;
-  if (plan.exchange) args.exchange = Exchange(plan, normalisation.group, shortcut.out != nullptr);
+  args.shares = Shares(plan, normalisation.out ? normalisation.group : plan.column_step, shortcut.out != nullptr);
   args.prefetched = prefetched, args.release = alone;
   args.x_chunks = x.more ? static_cast<int>(x.channels / step_channels) : plan.chunks;
   args.boxes = boxes, args.box_bytes = static_cast<uint32_t>(box_rows) * kRowBytes, args.box_stage = box_stage;

@@ -13,25 +13,26 @@ struct Divisor {
   __device__ __forceinline__ int operator()(int n) const { return static_cast<int>(n * factor >> 16); }
 };
 
-// What the epilogue with an exchange of moments needs to know of its plan (epilogue_exchange.cuh).
-constexpr int kMostOwned = 32;  // rows of a block
-struct Exchange {
-  int share, count;          // rows of a block; of a warp, four at most
+// What the blocks of a cluster finish of their tile, and what the epilogue with an exchange of moments needs to know
+// (epilogue_exchange.cuh).
+constexpr int kMostOwned = 32;  // rows of a block there
+struct Shares {
+  int rows, of_warp;         // of a block; of a warp
   int width, groups, lanes;  // of a group: columns in a tile; how many groups; lanes of one
-  bool crosses;  // a sample or a group is not one block's alone, or blocks read each other's tile of the shortcut
+  bool crosses;  // a sample or a group is not one block's alone, or the moments' barrier serves a shortcut too
   Divisor by_times, by_samples, by_lanes, by_groups;
 
-  Exchange() = default;
-  Exchange(const ConvPlan& plan, int group, bool shortcut)
-      : share((plan.tile_rows + plan.splits - 1) / plan.splits),
-        count((share + kConsumerThreads / 32 - 1) / (kConsumerThreads / 32)),
+  Shares() = default;
+  Shares(const ConvPlan& plan, int group, bool shortcut)
+      : rows((plan.tile_rows + plan.splits - 1) / plan.splits),
+        of_warp((rows + kConsumerThreads / 32 - 1) / (kConsumerThreads / 32)),
         width(group < plan.column_step ? group : plan.column_step),
         groups(plan.column_step / width),
         lanes(width / 4),
-        crosses(plan.exchange > 1 || share % plan.rows.time != 0 || shortcut),
+        crosses(plan.exchange > 1 || rows % plan.rows.time != 0 || shortcut),
         by_times(plan.rows.time),
         by_samples(plan.rows.samples),
-        by_lanes(lanes),
+        by_lanes(lanes > 0 ? lanes : 1),
         by_groups(groups) {}
 };
 
@@ -42,7 +43,7 @@ struct ConvArgs {
   bool float_bias;
   void* out;  // with a normalisation it may be null
   Normalisation normalisation;
-  Exchange exchange;
+  Shares shares;
   int prefetched;  // stages of weights that are loaded before the grid dependency resolves
   bool release;    // trigger the dependent launch once the mainloop is done
   unsigned blocks;
@@ -156,53 +157,6 @@ __device__ __forceinline__ void store_four(void* values, int64_t n, const float 
 #pragma unroll
   for (int e = 0; e < 4; ++e) four.data[e] = narrow<T>(x[e]);
   *reinterpret_cast<Vector<T, 4>*>(static_cast<T*>(values) + n) = four;
-}
-
-// A block may exit once no peer reads its sums any more: each warp arrives after its last reads, and waits for the
-// others at its end. Values that were read are passed in, so that they have arrived.
-template <int kRows>
-__device__ __forceinline__ void done_reading(const float4 (&read)[kRows]) {
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) asm volatile("" ::"f"(read[i].x), "f"(read[i].y), "f"(read[i].z), "f"(read[i].w));
-  ptx::cluster_arrive_relaxed();
-}
-
-// The place in the cluster of the block `next` ranks behind one's own, modulo `splits`; `next` may be beyond that.
-__device__ __forceinline__ int other_rank(const TileCoord& coord, int next, int splits) {
-  const int other = coord.rank + min(next, splits);
-  return coord.first_peer + (other < splits ? other : other - splits);
-}
-
-// Adds up the cluster's sums of four columns of `kRows` rows, the first at `from`, `distance` bytes apart: the block's
-// own, then those of the next ranks, modulo the cluster, so that no two blocks read the same one's at a time. Loads
-// from several peers are under way at once, since each takes the better part of a microsecond.
-template <int kRows, bool kSplit>
-__device__ __forceinline__ void add_peers(float4 (&sums)[kRows], uint32_t from, uint32_t distance, int splits,
-                                          const TileCoord& coord) {
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) sums[i] = ptx::load_shared(from + i * distance);
-  if constexpr (kSplit) {
-    constexpr int kAtOnce = kRows <= 4 ? 3 : 1;
-#pragma unroll 1
-    for (int next = 1; next < splits; next += kAtOnce) {
-      float4 v[kAtOnce][kRows];
-#pragma unroll
-      for (int p = 0; p < kAtOnce; ++p) {
-        const uint64_t peer = ptx::peer_address(from, other_rank(coord, next + p, splits));
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) v[p][i] = ptx::load_peer(peer + i * distance, next + p < splits);
-      }
-#pragma unroll
-      for (int p = 0; p < kAtOnce; ++p)
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) ptx::arrived(v[p][i]);
-#pragma unroll
-      for (int p = 0; p < kAtOnce; ++p)
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-          sums[i].x += v[p][i].x, sums[i].y += v[p][i].y, sums[i].z += v[p][i].z, sums[i].w += v[p][i].w;
-    }
-  }
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -116,7 +116,7 @@ struct Producer {
 };
 
 // The consumer warpgroups' mainloop: a stage is released once the MMAs of the next step are in flight.
-template <class T, int kColumns, bool kMajorN, bool kShortcut, bool kExchanges>
+template <class T, int kColumns, bool kMajorN, bool kShortcut, bool kSplit, bool kBySample>
 __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipelines, const ConvArgs& args,
                                               const Work& work, float* tile) {
   using Shape = ConvShape<kColumns>;
@@ -178,10 +178,10 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   }
   wgmma::wait<0>();
   if (args.release) trigger_dependent_launch();
-  ptx::sync_threads(1, kConsumerThreads);           // the tile takes the place of what the other warpgroup still read
-  if constexpr (kExchanges) ptx::cluster_arrive();  // and so does what other blocks send
-  if constexpr (kExchanges)
-    store_by_sample(args, tile, sums);
+  ptx::sync_threads(1, kConsumerThreads);       // the tile takes the place of what the other warpgroup still read
+  if constexpr (kSplit) ptx::cluster_arrive();  // and so does what other blocks send
+  if constexpr (kBySample)
+    store_by_sample<kColumns>(args, tile, sums);
   else
     store_sums<kColumns, Shape::kStride>(tile, sums, [](int j) { return 8 * j; });
   if constexpr (kShortcut)
@@ -219,35 +219,47 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     __syncwarp();
     if constexpr (kSplit) {
       ptx::cluster_sync();
-      if (kPasses == kExchange && args.exchange.crosses) ptx::cluster_sync();
+      if (kShortcut || (kPasses == kExchange && args.shares.crosses)) ptx::cluster_sync();
       ptx::cluster_arrive_relaxed(), ptx::cluster_wait();
     }
   } else {
-    bool left = false;
     grid_dependency_sync();
-    consume_tiles<T, kColumns, kMajorN, kShortcut, kPasses == kExchange>(ptx::shared_address(memory), pipelines, args,
-                                                                         work, tile);
-    if constexpr (kPasses != 0) {
-      if constexpr (kPasses == kExchange) {
-        normalise_rows<T, !kShortcut>(args, coord, tile,
-                                      *reinterpret_cast<MomentTables*>(tile + (kShortcut ? 2 : 1) * Shape::kTile),
-                                      ptx::shared_address(&pipelines.sums));
-        left = !kShortcut;
-      } else {
-        kSplit ? ptx::cluster_sync() : ptx::sync_threads(1, kConsumerThreads);
-        left = normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, tile, kSplit && !kShortcut);
-      }
-      if constexpr (kShortcut)
-        store_rows<T, kColumns, kSplit>(args,
-                                        {args.shortcut.addends.bias, args.shortcut.addends.residual, args.shortcut.out},
-                                        coord, tile + Shape::kTile);
+    consume_tiles<T, kColumns, kMajorN, kShortcut, kSplit, kSplit && kPasses != 0>(ptx::shared_address(memory),
+                                                                                   pipelines, args, work, tile);
+    const uint32_t first = ptx::shared_address(tile), second = first + Shape::kTile * 4,
+                   behind = kShortcut ? second + Shape::kTile * 4 : second,
+                   barrier = ptx::shared_address(&pipelines.sums);
+    const SharedSums<kColumns> sums(args, coord, first, behind + (kPasses == kExchange ? sizeof(MomentTables) : 0));
+    if constexpr (kSplit) {
+      cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tiles
+      ptx::cluster_wait();
+      ptx::sync_threads(1, kConsumerThreads);
+      sums.send(args, coord, barrier);
+    } else if constexpr (kPasses != 0) {
+      ptx::sync_threads(1, kConsumerThreads);
     } else {
-      kSplit ? ptx::cluster_sync() : __syncwarp();  // alone, a warp finishes its own rows
-      store_rows<T, kColumns, kSplit>(args, {args.addends.bias, args.addends.residual, args.out}, coord, tile);
+      __syncwarp();  // a warp finishes its own rows
     }
-    // Nobody leaves while a peer still reads its tile.
-    if (kSplit && !left) ptx::cluster_arrive();
-    if (kSplit) ptx::cluster_wait();
+    if constexpr (kPasses == kExchange)
+      normalise_rows<T, !kShortcut>(args, coord, sums, *reinterpret_cast<MomentTables*>(memory + (behind - first)),
+                                    barrier);
+    else if constexpr (kPasses != 0)
+      normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, sums, barrier);
+    // Nobody leaves before all have received what it sent.
+    const auto receive = [&](int phase) { ptx::barrier_wait(barrier, phase), ptx::cluster_arrive_relaxed(); };
+    if constexpr (kShortcut) {
+      if constexpr (kSplit && kPasses != kExchange)
+        ptx::barrier_wait(barrier, 0), ptx::cluster_sync();  // all have received and read the first tile's
+      const SharedSums<kColumns> of_shortcut(args, coord, second, first);
+      if constexpr (kSplit) of_shortcut.send(args, coord, barrier), receive(1);
+      const Addends& addends = args.shortcut.addends;
+      store_rows<T, kColumns>(args, {addends.bias, addends.residual, args.shortcut.out}, coord, of_shortcut);
+    } else if constexpr (kSplit && kPasses != kExchange) {
+      receive(0);
+    }
+    if constexpr (kPasses == 0)
+      store_rows<T, kColumns>(args, {args.addends.bias, args.addends.residual, args.out}, coord, sums);
+    if constexpr (kSplit) ptx::cluster_wait();
   }
 #endif
 }

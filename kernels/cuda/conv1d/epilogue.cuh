@@ -1,5 +1,5 @@
 // The epilogue: a warp takes rows of the tile, a lane four neighbouring columns of each. Accumulators of the cluster's
-// blocks are added in rank order (split-K), then bias and residual.
+// blocks are added, one's own and then those of the next ranks (split-K), then bias and residual.
 //
 // `to` says what is added and where the sums go: the convolution's own, or the shortcut's.
 //
@@ -21,16 +21,61 @@ __device__ __forceinline__ int64_t row_offset(const ConvArgs& args, const TileCo
 
 // The rows of a warp: `count` of them from `first` on, and where each begins in the output, one a lane.
 struct WarpRows {
-  int first, count;
+  int first, count;  // among the block's
   int64_t lane_offset;
 
   __device__ __forceinline__ WarpRows(const ConvArgs& args, const TileCoord& coord) {
-    const int warps = kConsumerThreads / 32 * args.plan.splits;
-    count = (args.plan.tile_rows + warps - 1) / warps;
-    first = (coord.rank * (kConsumerThreads / 32) + static_cast<int>(threadIdx.x) / 32) * count;
-    lane_offset = row_offset(args, coord, first + threadIdx.x % 32);
+    const int of_warp = args.shares.of_warp, begin = coord.rank * args.shares.rows;
+    first = static_cast<int>(threadIdx.x) / 32 * of_warp;
+    count = min(of_warp, min(args.shares.rows, args.plan.tile_rows - begin) - first);
+    lane_offset = row_offset(args, coord, begin + first + threadIdx.x % 32);
   }
 };
+
+// A block's rows of a tile's sums: its own, and what the cluster's other blocks have sent of theirs. Each sends every
+// other its rows in one copy: loads from a peer would bring 8 bytes a clock. A block may exit once all have received.
+template <int kColumns>
+struct SharedSums {
+  static constexpr int kRow = ConvShape<kColumns>::kStride * 4;  // bytes
+  uint32_t own, others, bytes;  // addresses of its first row; of what the next ranks send, `bytes` apart
+
+  // tile: address of the sums; others: of a place for those of as many rows as other blocks' shares have.
+  __device__ __forceinline__ SharedSums(const ConvArgs& args, const TileCoord& coord, uint32_t tile, uint32_t others)
+      : own(tile + coord.rank * args.shares.rows * kRow), others(others), bytes(args.shares.rows * kRow) {}
+  // The tile is there, for copies too, and so is every other block's place. The barrier counts what comes.
+  __device__ __forceinline__ void send(const ConvArgs& args, const TileCoord& coord, uint32_t barrier) const {
+    const int splits = args.plan.splits, share = args.shares.rows, distance = static_cast<int>(threadIdx.x) + 1;
+    const auto rows_of = [&](int rank) { return max(0, min(share, args.plan.tile_rows - rank * share)); };
+    if (threadIdx.x == 0) ptx::barrier_expect(barrier, (splits - 1) * rows_of(coord.rank) * kRow);
+    if (distance >= splits) return;
+    const int to = coord.rank - distance + (coord.rank < distance ? splits : 0), rank = coord.first_peer + to;
+    if (rows_of(to) == 0) return;
+    ptx::copy_to_cluster(ptx::cluster_address(others + (distance - 1) * bytes, rank),
+                         own + (to - coord.rank) * static_cast<int>(bytes), rows_of(to) * kRow,
+                         ptx::cluster_address(barrier, rank));
+  }
+  // Sums of four columns of rows, `at` bytes behind the block's first row: its own, then those of the next ranks.
+  template <int kRows>
+  __device__ __forceinline__ void add(float4 (&sums)[kRows], const uint32_t (&at)[kRows], int splits) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) sums[i] = ptx::load_shared(own + at[i]);
+    uint32_t from = others;
+#pragma unroll 1
+    for (int next = 1; next < splits; ++next, from += bytes) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float4 v = ptx::load_shared(from + at[i]);
+        sums[i].x += v.x, sums[i].y += v.y, sums[i].z += v.z, sums[i].w += v.w;
+      }
+    }
+  }
+};
+static_assert(ConvShape<128>::kTile * 4 + (kTileRows - kTileRows / kMaxSplits) * SharedSums<128>::kRow <=
+                  ConvShape<128>::bytes(kMaxWeights) - sizeof(Pipelines),
+              "others' sums find their place behind the tile");
+static_assert(2 * ConvShape<64>::kTile * 4 + (kTileRows - kTileRows / kMaxSplits) * SharedSums<64>::kRow <=
+                  ConvShape<64>::bytes(kMaxWeights) - sizeof(Pipelines),
+              "and behind two");
 
 struct Destination {
   const void *bias, *residual;
@@ -43,15 +88,15 @@ constexpr int kRowLanes = kColumns < 128 ? kColumns / 4 : 32;
 
 // The lane's four columns from column `column` of the tile on. What a few rows need is loaded before any of them is
 // finished.
-template <class T, int kColumns, bool kSplit>
+template <class T, int kColumns>
 __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destination& to, const TileCoord& coord,
-                                              const float* tile, const WarpRows& rows, int column) {
-  constexpr int kRows = 4, kAtATime = 32 / kRowLanes<kColumns>, kRow = ConvShape<kColumns>::kStride * 4;
+                                              const SharedSums<kColumns>& shared, const WarpRows& rows, int column) {
+  constexpr int kRows = 4, kAtATime = 32 / kRowLanes<kColumns>, kRow = SharedSums<kColumns>::kRow;
   const int n = coord.first_column + column, lane_row = static_cast<int>(threadIdx.x) % 32 / kRowLanes<kColumns>;
   const bool here = n < args.outputs && column < args.plan.column_step;
   ParameterBits bias_bits{};
   if (here) bias_bits.load<T>(to.bias, args.float_bias, n);
-  uint32_t from = ptx::shared_address(tile) + (rows.first + lane_row) * kRow + column * 4;
+  uint32_t from = (rows.first + lane_row) * kRow + column * 4;
 #pragma unroll 1
   for (int r = lane_row; r - lane_row < rows.count; r += kRows * kAtATime, from += kRows * kAtATime * kRow) {
     int64_t at[kRows];
@@ -64,7 +109,10 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
       residual[i].load(at[i] < 0 ? nullptr : to.residual, at[i]);
     }
     if (!__any_sync(~0u, at[0] >= 0 || at[1] >= 0 || at[2] >= 0 || at[3] >= 0)) continue;
-    add_peers<kRows, kSplit>(sums, from, kAtATime * kRow, args.plan.splits, coord);
+    uint32_t places[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) places[i] = from + i * kAtATime * kRow;
+    shared.add(sums, places, args.plan.splits);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float4 bias = bias_bits.values<T>(to.bias, args.float_bias, 0.f);
@@ -78,23 +126,21 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
 
 // The same for a number of columns that is no multiple of four: an element a lane, from row to row, since there may be
 // but two columns.
-template <class T, int kColumns, bool kSplit>
+template <class T, int kColumns>
 __device__ __noinline__ void store_ragged(const ConvArgs& args, const Destination& to, const TileCoord& coord,
-                                          const float* tile, const WarpRows& rows) {
+                                          const SharedSums<kColumns>& shared, const WarpRows& rows) {
   const T* residual = static_cast<const T*>(to.residual);
   const int columns = min(kColumns, static_cast<int>(args.outputs) - coord.first_column);
 #pragma unroll 1
   for (int item = threadIdx.x % 32; item < rows.count * columns; item += 32) {
     const int r = item / columns, column = item - r * columns, n = coord.first_column + column;
-    const int64_t row = row_offset(args, coord, rows.first + r);
+    const int64_t row = row_offset(args, coord, coord.rank * args.shares.rows + rows.first + r);
     if (row < 0) continue;
-    const uint32_t from = ptx::shared_address(tile + (rows.first + r) * ConvShape<kColumns>::kStride + column);
-    float sum = __uint_as_float(ptx::load_shared_word(from));
-    if constexpr (kSplit) {
+    const uint32_t at = (rows.first + r) * SharedSums<kColumns>::kRow + column * 4;
+    float sum = __uint_as_float(ptx::load_shared_word(shared.own + at));
 #pragma unroll 1
-      for (int next = 1; next < args.plan.splits; ++next)
-        sum += ptx::load_peer_word(ptx::peer_address(from, other_rank(coord, next, args.plan.splits)));
-    }
+    for (int next = 1; next < args.plan.splits; ++next)
+      sum += __uint_as_float(ptx::load_shared_word(shared.others + (next - 1) * shared.bytes + at));
     if (to.bias)
       sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);
     if (residual) sum += widen(residual[row + n]);
@@ -102,14 +148,14 @@ __device__ __noinline__ void store_ragged(const ConvArgs& args, const Destinatio
   }
 }
 
-template <class T, int kColumns, bool kSplit>
+template <class T, int kColumns>
 __device__ __forceinline__ void store_rows(const ConvArgs& args, const Destination& to, const TileCoord& coord,
-                                           const float* tile) {
+                                           const SharedSums<kColumns>& shared) {
   const WarpRows rows(args, coord);
-  if (args.outputs % 4 != 0) return store_ragged<T, kColumns, kSplit>(args, to, coord, tile, rows);
+  if (args.outputs % 4 != 0) return store_ragged<T, kColumns>(args, to, coord, shared, rows);
 #pragma unroll 1
   for (int half = 0; half < kColumns; half += 128)
-    store_columns<T, kColumns, kSplit>(args, to, coord, tile, rows, half + threadIdx.x % kRowLanes<kColumns> * 4);
+    store_columns<T, kColumns>(args, to, coord, shared, rows, half + threadIdx.x % kRowLanes<kColumns> * 4);
 }
 
 }  // namespace dpa::kernels::conv1d

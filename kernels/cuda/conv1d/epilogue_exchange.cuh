@@ -12,7 +12,7 @@
 // A block waits for its own instructions here more than for memory: what the plan decides comes from the host, and
 // divisions are multiplications.
 #pragma once
-#include "kernels/cuda/conv1d/epilogue.cuh"
+#include "kernels/cuda/conv1d/epilogue_norm.cuh"
 #include "kernels/cuda/group_norm_mish/common.cuh"
 
 namespace dpa::kernels::conv1d {
@@ -29,33 +29,10 @@ struct MomentTables {
   float2 statistics[kMaxMoments];  // mean and 1 / standard deviation
 };
 
-constexpr int kSumsRow = ConvShape<128>::kStride * 4;  // bytes
-static_assert(2 * ConvShape<128>::kTile * 4 + sizeof(MomentTables) + (kTileRows - kTileRows / kMaxSplits) * kSumsRow <=
+static_assert(2 * ConvShape<128>::kTile * 4 + sizeof(MomentTables) +
+                      (kTileRows - kTileRows / kMaxSplits) * SharedSums<128>::kRow <=
                   ConvShape<128>::bytes(kMaxWeights) - sizeof(Pipelines),
               "tables and others' sums find their place behind two tiles");
-
-// Rows of different samples lie a multiple of four rows apart, in the same banks: their columns change places.
-__device__ __forceinline__ int swizzle(int sample) { return (sample & 3) * 8; }
-
-// The warp's accumulators to the tile.
-__device__ __forceinline__ void store_by_sample(const ConvArgs& args, float* tile, const float (&sums)[64]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = threadIdx.x / 32 * 16 + half * 8 + lane / 4;
-    const int time = args.exchange.by_samples(row), sample = row - time * args.plan.rows.samples;
-    if (row >= args.plan.tile_rows) continue;
-    float* const to = tile + (sample * args.plan.rows.time + time) * ConvShape<128>::kStride + lane % 4 * 2;
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      float* const eight = to + ((b * 8) ^ swizzle(sample));
-#pragma unroll
-      for (int j = b; j < 16; j += 4)
-        *reinterpret_cast<float2*>(eight + j / 4 * 32) =
-            make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
-    }
-  }
-}
 
 // Which rows of the tile a block finishes, and which of them a warp; the warp's first four samples.
 struct OwnedRows {
@@ -64,59 +41,19 @@ struct OwnedRows {
   int sample[4];     // of its rows, in the tile
 
   __device__ __forceinline__ OwnedRows(const ConvArgs& args, const TileCoord& coord) {
-    const Exchange& e = args.exchange;
-    begin = coord.rank * e.share, owned = max(0, min(e.share, args.plan.tile_rows - begin));
-    first = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) * e.count;
-    count = max(0, min(e.count, owned - first));
+    const Shares& e = args.shares;
+    begin = coord.rank * e.rows, owned = max(0, min(e.rows, args.plan.tile_rows - begin));
+    first = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) * e.of_warp;
+    count = max(0, min(e.of_warp, owned - first));
 #pragma unroll
     for (int i = 0; i < 4; ++i) sample[i] = e.by_times(begin + first + min(i, max(count - 1, 0)));
-  }
-};
-
-// Sends the other blocks their rows of the sums, and adds theirs to one's own.
-struct SharedSums {
-  uint32_t own, others, bytes;  // addresses of this block's rows; of what the next ranks send, bytes apart
-
-  __device__ __forceinline__ SharedSums(const ConvArgs& args, const OwnedRows& rows, const float* tile,
-                                        const MomentTables& tables)
-      : own(ptx::shared_address(tile) + rows.begin * kSumsRow),
-        others(ptx::shared_address(&tables + 1)),
-        bytes(args.exchange.share * kSumsRow) {}
-  __device__ __forceinline__ void send(const ConvArgs& args, const TileCoord& coord, const OwnedRows& rows,
-                                       uint32_t barrier) const {
-    const int splits = args.plan.splits, distance = static_cast<int>(threadIdx.x) + 1;
-    if (threadIdx.x == 0) ptx::barrier_expect(barrier, (splits - 1) * rows.owned * kSumsRow);
-    if (distance >= splits) return;
-    const int to = coord.rank - distance + (coord.rank < distance ? splits : 0), rank = coord.first_peer + to;
-    const int theirs = min(args.exchange.share, args.plan.tile_rows - to * args.exchange.share);
-    if (theirs <= 0) return;
-    ptx::copy_to_cluster(ptx::cluster_address(others + (distance - 1) * bytes, rank),
-                         own + (to - coord.rank) * static_cast<int>(bytes), theirs * kSumsRow,
-                         ptx::cluster_address(barrier, rank));
-  }
-  __device__ __forceinline__ void add(float4 (&x)[4], const OwnedRows& rows, int column, int splits) const {
-    uint32_t at[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      at[i] = (rows.first + i) * kSumsRow + (column ^ swizzle(rows.sample[i])) * 4;
-      x[i] = ptx::load_shared(own + at[i]);
-    }
-    uint32_t from = others;
-#pragma unroll 1
-    for (int next = 1; next < splits; ++next, from += bytes) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 v = ptx::load_shared(from + at[i]);
-        x[i].x += v.x, x[i].y += v.y, x[i].z += v.z, x[i].w += v.w;
-      }
-    }
   }
 };
 
 // A lane's four columns as part of a group; those of a group that is larger than the tile are one.
 struct LaneGroup {
   int group, lane;  // the lane among those of the group
-  __device__ __forceinline__ explicit LaneGroup(const Exchange& e) {
+  __device__ __forceinline__ explicit LaneGroup(const Shares& e) {
     const int all = static_cast<int>(threadIdx.x) % 32;
     group = e.by_lanes(all), lane = all - group * e.lanes;
   }
@@ -149,7 +86,7 @@ struct RowNeeds {
 };
 
 // The moments of the warp's rows of each sample, group by group.
-__device__ __forceinline__ void warp_moments(const Exchange& e, const OwnedRows& rows, const float4 (&x)[4],
+__device__ __forceinline__ void warp_moments(const Shares& e, const OwnedRows& rows, const float4 (&x)[4],
                                              const LaneGroup& mine, MomentTables& tables) {
   int first = 0;  // of a sample's rows
 #pragma unroll 1
@@ -189,7 +126,7 @@ __device__ __forceinline__ void warp_moments(const Exchange& e, const OwnedRows&
 // first one's mean. Where they do not cross, its statistics.
 __device__ __forceinline__ void block_moments(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables) {
   constexpr int kTeam = kConsumerThreads / 32;
-  const Exchange& e = args.exchange;
+  const Shares& e = args.shares;
   const int times = args.plan.rows.time, sample0 = e.by_times(rows.begin), warp = threadIdx.x % kTeam;
   const int pairs = rows.owned > 0 ? (e.by_times(rows.begin + rows.owned - 1) - sample0 + 1) * e.groups : 0;
 #pragma unroll 1
@@ -197,7 +134,7 @@ __device__ __forceinline__ void block_moments(const ConvArgs& args, const OwnedR
     const int pair = min(base + static_cast<int>(threadIdx.x) / kTeam, pairs - 1), above = e.by_groups(pair);
     const int sample = sample0 + above, group = pair - above * e.groups;
     const int begin = max(sample * times - rows.begin, 0), end = min((sample + 1) * times - rows.begin, rows.owned);
-    const int first = max(begin, warp * e.count), count = min(end, (warp + 1) * e.count) - first;
+    const int first = max(begin, warp * e.of_warp), count = min(end, (warp + 1) * e.of_warp) - first;
     const float pivot = tables.runs[begin][group].x;
     float sums[3] = {};  // of the rows' distances from it, their squares, and the squares within
     if (count > 0) {
@@ -223,7 +160,7 @@ __device__ __forceinline__ void block_moments(const ConvArgs& args, const OwnedR
 
 // Mean and standard deviation of the samples and groups of the block, from the moments of the cluster's blocks.
 __device__ __forceinline__ void cluster_statistics(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables) {
-  const Exchange& e = args.exchange;
+  const Shares& e = args.shares;
   const int pair = e.by_times(rows.begin) * e.groups + threadIdx.x, peers = args.plan.splits * args.plan.exchange;
   if (rows.owned == 0 || pair >= (e.by_times(rows.begin + rows.owned - 1) + 1) * e.groups) return;
   const uint32_t own = ptx::shared_address(&tables.block[pair]);
@@ -241,21 +178,16 @@ __device__ __forceinline__ void cluster_statistics(const ConvArgs& args, const O
   tables.statistics[pair] = make_float2(mean, rsqrtf(squares / count + static_cast<float>(args.normalisation.eps)));
 }
 
-// The whole of it, by the consumer threads; their accumulators are in the tile, and they have arrived at a barrier of
-// the cluster since their block read its stages. The producer warp takes part in that barrier, and in another one where
-// moments cross. kLeaves: the warp arrives at the cluster's last barrier.
+// The whole of it, by the consumer threads; sums are on their way. Where moments cross, the cluster's blocks meet once.
+// kLeaves: the warp arrives at the cluster's last barrier.
 template <class T, bool kLeaves>
-__device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord, float* tile,
-                                               MomentTables& tables, uint32_t sums_barrier) {
+__device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord,
+                                               const SharedSums<128>& shared, MomentTables& tables,
+                                               uint32_t sums_barrier) {
   const Normalisation& norm = args.normalisation;
-  const Exchange& e = args.exchange;
+  const Shares& e = args.shares;
   const OwnedRows rows(args, coord);
-  const SharedSums shared(args, rows, tile, tables);
-  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tile
   if (e.crosses && threadIdx.x < args.plan.rows.samples * e.groups) tables.block[threadIdx.x] = {};  // others' samples
-  ptx::cluster_wait();
-  ptx::sync_threads(1, kConsumerThreads);
-  shared.send(args, coord, rows, sums_barrier);
   const int column = threadIdx.x % 32 * 4, n = coord.first_column + column;
   const int row = coord.first_sample * args.plan.rows.time + rows.begin + rows.first;  // of the output
   const int64_t at = row * args.outputs + n, left = args.batch * args.plan.rows.time - row;
@@ -265,7 +197,11 @@ __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileC
   const LaneGroup mine(e);
   ptx::barrier_wait(sums_barrier, 0);
   float4 x[4];
-  shared.add(x, rows, column, args.plan.splits);
+  uint32_t places[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    places[i] = (rows.first + i) * SharedSums<128>::kRow + (column ^ swizzle(rows.sample[i])) * 4;
+  shared.add(x, places, args.plan.splits);
   const float4 conv_bias = needs.conv_bias.template values<T>(args.addends.bias, args.float_bias, 0.f);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -9,7 +9,7 @@
 // registers, so its statistics need no other warp. Values, statistics and rounding are those of
 // kernels/cuda/group_norm_mish on the rounded x.
 #pragma once
-#include "kernels/cuda/conv1d/convolution.cuh"
+#include "kernels/cuda/conv1d/epilogue.cuh"
 #include "kernels/cuda/group_norm_mish/common.cuh"
 
 namespace dpa::kernels::conv1d {
@@ -83,12 +83,37 @@ __device__ __forceinline__ void normalise_group(const ConvArgs& args, const Grou
   }
 }
 
-// The block's share of the tile's samples, group by group. Where `leaves`, a warp says when it has read its last sums;
-// returns whether it has. Samples of a share are powers of two, and most often groups are, too: no divisions then.
+// Where a cluster's blocks share a tile, its rows lie sample by sample, so that a block's are neighbours. Rows of different
+// samples are a multiple of four rows apart then, in the same banks: their columns change places.
+__device__ __forceinline__ int swizzle(int sample) { return (sample & 3) * 8; }
+
+// The warp's accumulators to the tile, in that order.
+template <int kColumns>
+__device__ __forceinline__ void store_by_sample(const ConvArgs& args, float* tile, const float (&sums)[kColumns / 2]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = threadIdx.x / 32 * 16 + half * 8 + lane / 4;
+    const int time = args.shares.by_samples(row), sample = row - time * args.plan.rows.samples;
+    if (row >= args.plan.tile_rows) continue;
+    float* const to = tile + (sample * args.plan.rows.time + time) * ConvShape<kColumns>::kStride + lane % 4 * 2;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      float* const eight = to + ((b * 8) ^ swizzle(sample));
+#pragma unroll
+      for (int j = b; j < kColumns / 8; j += 4)
+        *reinterpret_cast<float2*>(eight + j / 4 * 32) =
+            make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+    }
+  }
+}
+
+// The block's share of the tile's samples, group by group. Samples of a share are powers of two, and most often groups
+// are, too: no divisions then.
 template <class T, int kColumns, int kPasses, bool kSplit>
-__device__ __forceinline__ bool normalise_groups(const ConvArgs& args, const TileCoord& coord, const float* tile,
-                                                 bool leaves) {
-  constexpr int kStride = ConvShape<kColumns>::kStride, kWarps = kConsumerThreads / 32;
+__device__ __forceinline__ void normalise_groups(const ConvArgs& args, const TileCoord& coord,
+                                                 const SharedSums<kColumns>& shared, uint32_t sums_barrier) {
+  constexpr int kRow = SharedSums<kColumns>::kRow, kWarps = kConsumerThreads / 32;
   const auto log2 = [](int n) { return __ffs(n) - 1; };
   const int lane = threadIdx.x % 32, group = args.normalisation.group, lanes = group / 4;
   const bool even = (group & (group - 1)) == 0;
@@ -98,7 +123,7 @@ __device__ __forceinline__ bool normalise_groups(const ConvArgs& args, const Til
   const bool counts = row_of_lane < rows_a_pass;
   const int row = counts ? row_of_lane : 0, column = (counts ? lane - row_of_lane * lanes : 0) * 4;
   const float over = 1.0f / static_cast<float>(args.plan.rows.time * group);
-  bool left = false;
+  const int next_row = kSplit ? kRow : samples * kRow;  // a sample's next time
   for (int pair = threadIdx.x / 32; pair < pairs; pair += kWarps) {
     const int of_share = even ? pair >> log2(groups) : pair / groups;
     const int in_tile = coord.rank * share + of_share, first = (pair - of_share * groups) * group;
@@ -113,15 +138,15 @@ __device__ __forceinline__ bool normalise_groups(const ConvArgs& args, const Til
         over};
     const GroupNeeds<T, kPasses> needs(args, at);
     float4 sums[kPasses];
-    add_peers<kPasses, kSplit>(sums, ptx::shared_address(tile + (row * samples + in_tile) * kStride + first + column),
-                               rows_a_pass * samples * kStride * 4, args.plan.splits, coord);
-    if constexpr (kSplit) {
-      left = leaves && pair + kWarps >= pairs;
-      if (left) done_reading(sums);
-    }
+    uint32_t places[kPasses];
+    const int place = kSplit ? of_share * args.plan.rows.time * kRow + ((first + column) ^ swizzle(in_tile)) * 4
+                             : of_share * kRow + (first + column) * 4;
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) places[p] = place + (p * rows_a_pass + row) * next_row;
+    if constexpr (kSplit) ptx::barrier_wait(sums_barrier, 0);
+    shared.add(sums, places, args.plan.splits);
     normalise_group<T, kPasses>(args, at, needs, sums);
   }
-  return left;
 }
 
 }  // namespace dpa::kernels::conv1d

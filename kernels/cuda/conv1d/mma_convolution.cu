@@ -19,9 +19,10 @@ namespace {
 
 // A warp's passes over a group, which have a main loop in common.
 template <class T, class Shape>
-__device__ __forceinline__ void normalise_tile(const ConvArgs& to, const TileCoord& coord, const float* tile) {
+__device__ __forceinline__ void normalise_tile(const ConvArgs& to, const TileCoord& coord,
+                                               const SharedSums<Shape::kColumns>& sums) {
   const auto normalise = [&](auto passes) {
-    normalise_groups<T, Shape::kColumns, decltype(passes)::value, /*kSplit=*/false>(to, coord, tile, /*leaves=*/false);
+    normalise_groups<T, Shape::kColumns, decltype(passes)::value, /*kSplit=*/false>(to, coord, sums, /*barrier=*/0);
   };
   switch (to.out_length * to.normalisation.group / 128) {
     case 1: return normalise(std::integral_constant<int, 1>{});
@@ -39,10 +40,10 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
   grid_dependency_sync();
   sum_tile<T, Shape, kMajorN, kStride>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x));
   const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
-  const float* const tile = tile_of_sums();
+  const SharedSums<Shape::kColumns> sums(to, coord, ptx::shared_address(tile_of_sums()), /*others=*/0);
   if constexpr (!kMajorN && kStride == 1)
-    if (to.normalisation.out) return normalise_tile<T, Shape>(to, coord, tile);
-  store_rows<T, Shape::kColumns, /*kSplit=*/false>(to, {to.addends.bias, to.addends.residual, to.out}, coord, tile);
+    if (to.normalisation.out) return normalise_tile<T, Shape>(to, coord, sums);
+  store_rows<T, Shape::kColumns>(to, {to.addends.bias, to.addends.residual, to.out}, coord, sums);
 #endif
 }
 
@@ -66,6 +67,7 @@ ConvArgs epilogue_args(const MmaPlan& plan, const MmaArgs& args, const Addends& 
   to.plan = plan.conv, to.batch = args.batch, to.out_length = args.out_length, to.outputs = args.outputs;
   to.addends = addends, to.float_bias = addends.bias_dtype == DType::kFloat32, to.out = out;
   to.normalisation = normalisation;
+  to.shares = Shares(plan.conv, normalisation.out ? normalisation.group : plan.conv.column_step, /*shortcut=*/false);
   return to;
 }
 
