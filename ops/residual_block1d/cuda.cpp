@@ -21,11 +21,12 @@ enum PackedWeights { kFresh, kPackedAhead, kPackedBefore };
 /// A block whose layers the kernels all take.
 class Chain {
  public:
-  /// `more`: a tensor whose channels follow the input's.
-  explicit Chain(const ResidualBlock& block, const WeightPlaces& packed, const Tensor& more = {})
+  /// `more`: a tensor whose channels follow the input's. `alone`: nothing runs beside it.
+  explicit Chain(const ResidualBlock& block, const WeightPlaces& packed, const Tensor& more = {}, bool alone = false)
       : block_(block),
         packed_(packed),
         more_(more),
+        alone_(alone),
         stream_(c10::cuda::getCurrentCUDAStream()),
         type_(block[kInput].scalar_type()),
         batch_(block[kInput].size(0)),
@@ -139,7 +140,7 @@ class Chain {
   gemm::Conv1d convolution(BlockSlot weight) const {
     const Tensor& w = block_[weight];
     const int taps = static_cast<int>(w.size(2));
-    return {kernel_dtype(type_), batch_, length_, w.size(0), length_, w.size(1), taps, /*stride=*/1, taps / 2};
+    return {kernel_dtype(type_), batch_, length_, w.size(0), length_, w.size(1), taps, /*stride=*/1, taps / 2, alone_};
   }
   Tensor activation() const {
     return empty_in_order(batch_, channels_, length_, /*channels_last=*/true, block_[kInput].options());
@@ -303,6 +304,7 @@ class Chain {
   const ResidualBlock& block_;
   const WeightPlaces packed_;
   const Tensor more_;
+  const bool alone_;
   c10::cuda::CUDAStream stream_;
   at::ScalarType type_;
   int64_t batch_, length_, channels_;
@@ -385,7 +387,7 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
 }  // namespace
 
 Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed, const Tensor& more) {
-  const Chain chain(block, places(block, packed), more);
+  const Chain chain(block, places(block, packed), more, /*alone=*/true);
   return chain.serves() ? chain.forward(/*keep=*/false, kPackedBefore)[0] : Tensor();
 }
 

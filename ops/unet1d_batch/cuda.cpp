@@ -210,9 +210,10 @@ class Forward {
     const auto& shape = plan_.shapes[layer.weight];
     const int64_t length = x.size(2), other = up ? 2 * length : (length - 1) / 2 + 1;
     const gemm::Conv1d conv{
-        dtype_,       batch_, up ? length : other, shape[0], up ? other : length, shape[1], static_cast<int>(shape[2]),
+        dtype_,        batch_, up ? length : other, shape[0], up ? other : length, shape[1], static_cast<int>(shape[2]),
         /*stride=*/2,
-        /*padding=*/1};
+        /*padding=*/1,
+        /*alone=*/true};
     auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
     const auto convolve = up ? gemm::dgrad : gemm::fprop;
     C10_CUDA_CHECK(convolve(conv, x.const_data_ptr(), weights(layer.packed),
@@ -227,7 +228,8 @@ class Forward {
     const auto &gamma = parameter(plan_.final_norm[0]), &beta = parameter(plan_.final_norm[1]);
     const int64_t channels = weight.size(0);
     const int taps = static_cast<int>(weight.size(2)), group = static_cast<int>(channels / kFinalGroups);
-    const gemm::Conv1d conv{dtype_, batch_, x.size(2), channels, x.size(2), channels, taps, 1, taps / 2};
+    const gemm::Conv1d conv{dtype_,   batch_, x.size(2), channels, x.size(2),
+                            channels, taps,   1,         taps / 2, /*alone=*/true};
     if (!gemm::serves(conv) || !gemm::normalises(conv, group))
       return conv1d_gnm(x, weight, bias, gamma, beta, kFinalGroups, kEps, std::nullopt, std::nullopt, std::nullopt);
     auto out = empty_in_order(batch_, channels, x.size(2), /*channels_last=*/true, packed_.options());
@@ -253,7 +255,7 @@ class Forward {
       return out;
     }
     auto out = empty({batch_, length_, shape[0]});
-    const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0};
+    const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
     C10_CUDA_CHECK(gemm::fprop(conv, x.const_data_ptr(), weights(plan_.last.packed), {bias, parameter_dtype_, nullptr},
                                out.mutable_data_ptr(), stream_));
     return out.to(dtype);

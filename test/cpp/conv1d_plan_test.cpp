@@ -314,13 +314,32 @@ TEST(Normalises, WhereATileHoldsWholeGroups) {
   EXPECT_FALSE(answer(64, 32, 1024, 128));  // more than its registers
 }
 
+TEST(PlanAlone, TilesHaveAsManySamplesAndBlocksHelp) {
+  Conv1d c = convolution(16, 12, 1024, 1024, 5, 1);
+  EXPECT_EQ(plan_fprop(c, 132).rows.samples, 10);  // and six
+  c.alone = true;
+  EXPECT_EQ(plan_fprop(c, 132).rows.samples, 8);
+  Conv1d first = convolution(8, 64, 512, 6, 5, 1);
+  EXPECT_EQ(plan_normalised(first, 64, 132).exchange, 0);
+  first.alone = true;
+  const ConvPlan plan = plan_normalised(first, 64, 132);
+  EXPECT_EQ(plan.chunks, 1);
+  EXPECT_EQ(plan.splits, 4);  // three of them contract nothing
+  EXPECT_EQ(plan.exchange, 1);
+  // Where more blocks would not divide a tile's samples, fewer are taken, so that warps still normalise.
+  Conv1d wide = convolution(4, 32, 384, 1024, 1, 1);
+  wide.alone = true;
+  EXPECT_GT(plan_normalised(wide, 24, 132).passes, 0);
+}
+
 TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
   int64_t exchanged = 0, narrower = 0;
   for (int multiprocessors : {1, 20, 78, 132}) {
     for (int64_t batch : {1, 3, 8, 16, 64, 256}) {
       for (int64_t length : {1, 4, 6, 16, 24, 45, 48, 64, 128, 200}) {
         for (int64_t group : {4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 512}) {
-          const Conv1d c = convolution(batch, length, group * 8, 640, 5, 1);
+          Conv1d c = convolution(batch, length, group * 8, group % 3 ? 640 : 64, 5, 1);
+          c.alone = group % 16 == 0;
           const ConvPlan plain = plan_fprop(c, multiprocessors), plan = plan_normalised(c, group, multiprocessors);
           const bool alike = plain.tile_columns == plan.tile_columns;
           if (plan.tile_columns == 128 && alike) {
@@ -335,6 +354,7 @@ TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
             EXPECT_GE(plan.column_tiles * plan.column_step, c.y_channels);
             EXPECT_LT((plan.column_tiles - 1) * plan.column_step, c.y_channels);
             EXPECT_EQ(length * plan.rows.samples, plan.tile_rows);
+            EXPECT_TRUE(plan.splits == 1 || plan.rows.count * plan.column_tiles * plan.splits <= multiprocessors);
             EXPECT_EQ(length % plan.passes, 0);
             EXPECT_LE(length / plan.passes * group, 128);
             EXPECT_EQ(plan.rows.samples % plan.splits, 0);
@@ -361,7 +381,7 @@ TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
           EXPECT_LT((plan.column_tiles - 1) * plan.column_step, c.y_channels);
           EXPECT_LE(plan.rows.samples * std::max<int64_t>(1, plan.column_step / group), kMaxMoments);
           EXPECT_LE(plan.cluster(), kMaxSplits);
-          EXPECT_LE(plan.splits, plan.together ? plan.chunks : plan.chunks * c.taps);
+          if (!c.alone) EXPECT_LE(plan.splits, plan.together ? plan.chunks : plan.chunks * c.taps);
           const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
           EXPECT_GE(plan.splits, 4);  // at most four rows a warp
           EXPECT_LE(blocks * 5, multiprocessors * 4);

@@ -6,7 +6,7 @@
 
 namespace dpa::kernels::conv1d {
 
-// n / divisor of numbers of which the product is below 2^16.
+// n / divisor, exact where n times the divisor is below 2^16.
 struct Divisor {
   uint32_t factor;
   __host__ __device__ explicit Divisor(int divisor = 1) : factor((65536 + divisor - 1) / divisor) {}

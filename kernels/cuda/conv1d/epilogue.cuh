@@ -32,8 +32,9 @@ struct WarpRows {
   }
 };
 
-// A block's rows of a tile's sums: its own, and what the cluster's other blocks have sent of theirs. Each sends every
-// other its rows in one copy: loads from a peer would bring 8 bytes a clock. A block may exit once all have received.
+// A block's rows of a tile's sums: its own, and what the cluster's other blocks have sent of theirs. Each block sends every
+// other the rows that that one finishes, in one copy: loads from a peer would bring 8 bytes a clock. A block may exit
+// once all have received.
 template <int kColumns>
 struct SharedSums {
   static constexpr int kRow = ConvShape<kColumns>::kStride * 4;  // bytes
@@ -42,7 +43,8 @@ struct SharedSums {
   // tile: address of the sums; others: of a place for those of as many rows as other blocks' shares have.
   __device__ __forceinline__ SharedSums(const ConvArgs& args, const TileCoord& coord, uint32_t tile, uint32_t others)
       : own(tile + coord.rank * args.shares.rows * kRow), others(others), bytes(args.shares.rows * kRow) {}
-  // The tile is there, for copies too, and so is every other block's place. The barrier counts what comes.
+  // Before: the tile is written, fenced for copies and synchronised in the block; every block has left its stages. The
+  // barrier counts the bytes that come.
   __device__ __forceinline__ void send(const ConvArgs& args, const TileCoord& coord, uint32_t barrier) const {
     const int splits = args.plan.splits, share = args.shares.rows, distance = static_cast<int>(threadIdx.x) + 1;
     const auto rows_of = [&](int rank) { return max(0, min(share, args.plan.tile_rows - rank * share)); };
@@ -70,7 +72,8 @@ struct SharedSums {
     }
   }
 };
-static_assert(ConvShape<128>::kTile * 4 + (kTileRows - kTileRows / kMaxSplits) * SharedSums<128>::kRow <=
+// Rows of others, and those behind a share's last that a warp reads and does not use: of its four, or of eight.
+static_assert(ConvShape<128>::kTile * 4 + (kTileRows - kTileRows / kMaxSplits + 4) * SharedSums<128>::kRow <=
                   ConvShape<128>::bytes(kMaxWeights) - sizeof(Pipelines),
               "others' sums find their place behind the tile");
 static_assert(2 * ConvShape<64>::kTile * 4 + (kTileRows - kTileRows / kMaxSplits) * SharedSums<64>::kRow <=

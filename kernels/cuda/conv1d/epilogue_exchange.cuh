@@ -5,8 +5,8 @@
 //            so what another block finishes is sent in one copy
 //   warp     four of its block's rows, in registers from the sums to the output; a lane, four neighbouring columns
 //
-//   moments  of a warp's rows of a sample, group by group; then one thread of a team joins those of the warps; then,
-//            where a sample or a group is not the block's alone, blocks read each other's
+//   moments  of a warp's rows of a sample, group by group; then a team of threads, one a warp, joins those; then, where a
+//            sample or a group is not the block's alone, blocks read each other's
 //
 // Moments are about the mean of what they are of, so nothing cancels, and are added in an order that the sizes determine.
 // A block waits for its own instructions here more than for memory: what the plan decides comes from the host, and
@@ -30,15 +30,15 @@ struct MomentTables {
 };
 
 static_assert(2 * ConvShape<128>::kTile * 4 + sizeof(MomentTables) +
-                      (kTileRows - kTileRows / kMaxSplits) * SharedSums<128>::kRow <=
+                      (kTileRows - kTileRows / kMaxSplits + 2) * SharedSums<128>::kRow <=
                   ConvShape<128>::bytes(kMaxWeights) - sizeof(Pipelines),
               "tables and others' sums find their place behind two tiles");
 
-// Which rows of the tile a block finishes, and which of them a warp; the warp's first four samples.
+// Which rows of the tile a block finishes, and which of them a warp, four at most.
 struct OwnedRows {
   int begin, owned;  // of the block
   int first, count;  // of the warp, among the block's
-  int sample[4];     // of its rows, in the tile
+  int sample[4];     // of each of them, in the tile
 
   __device__ __forceinline__ OwnedRows(const ConvArgs& args, const TileCoord& coord) {
     const Shares& e = args.shares;

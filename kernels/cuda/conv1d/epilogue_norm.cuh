@@ -84,7 +84,7 @@ __device__ __forceinline__ void normalise_group(const ConvArgs& args, const Grou
 }
 
 // Where a cluster's blocks share a tile, its rows lie sample by sample, so that a block's are neighbours. Rows of different
-// samples are a multiple of four rows apart then, in the same banks: their columns change places.
+// samples are most often a multiple of four rows apart then, in the same banks: their columns change places.
 __device__ __forceinline__ int swizzle(int sample) { return (sample & 3) * 8; }
 
 // The warp's accumulators to the tile, in that order.

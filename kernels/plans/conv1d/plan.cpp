@@ -22,25 +22,28 @@ int splits_for(int64_t tiles, int64_t steps, int least, int multiprocessors, int
   return splits;
 }
 
-// Microseconds of a call whose blocks each have a multiprocessor: a fit to measured times (docs/training-log.md).
-double call_us(int columns, int splits, int64_t steps) {
+// Microseconds of a call whose blocks each have a multiprocessor: a fit to measured times (docs/training-log.md). Where
+// nothing runs beside it, four and eight blocks cost what they do since they send each other sums
+// (docs/sampler-log.md).
+double call_us(int columns, int splits, int64_t steps, bool alone) {
   const auto each = static_cast<double>(ceil_div(steps, splits));
-  if (columns == 64) return (splits == 1 ? 3.4 : splits == 2 ? 3.9 : 6.3) + 0.21 * each;
-  return (splits == 1 ? 4.3 : splits == 2 ? 4.9 : splits == 4 ? 6.6 : 8.6) + 0.28 * each;
+  if (columns == 64) return (splits == 1 ? 3.4 : splits == 2 ? 3.9 : alone ? 4.6 : 6.3) + 0.21 * each;
+  const double four = alone ? 5.4 : 6.6, eight = alone ? 6.5 : 8.6;
+  return (splits == 1 ? 4.3 : splits == 2 ? 4.9 : splits == 4 ? four : eight) + 0.28 * each;
 }
 
 // Tiles of 64 columns, `step` of them used, in the place of split tiles of 128, where they take less time with no more
 // blocks, or in half of the device: a block more is a multiprocessor less for what runs beside this kernel.
-void narrow(ConvPlan& plan, int64_t outputs, int step, int64_t steps, int multiprocessors) {
+void narrow(ConvPlan& plan, int64_t outputs, int step, int64_t steps, int multiprocessors, bool alone) {
   if (plan.tile_columns != 128 || plan.splits == 1 || outputs <= step) return;
   const int64_t row_tiles = plan.rows.count * plan.phases, column_tiles = ceil_div(outputs, step);
   const int64_t most = std::max<int64_t>(row_tiles * plan.column_tiles * plan.splits, multiprocessors / 2);
-  double least = call_us(128, plan.splits, steps);
+  double least = call_us(128, plan.splits, steps, alone);
   for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
     const int64_t blocks = row_tiles * column_tiles * splits;
     const bool fits = blocks <= most && (splits < 4 || blocks * 5 <= multiprocessors * 4);
     if (!fits || steps < 2 * splits || (plan.together && splits > plan.chunks)) continue;
-    const double us = call_us(64, splits, steps);
+    const double us = call_us(64, splits, steps, alone);
     if (us >= least) continue;
     least = us;
     plan.tile_columns = 64, plan.column_step = step, plan.column_tiles = column_tiles, plan.splits = splits;
@@ -72,8 +75,11 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
   plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
                   (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
+  // Where no tile is full, all have as many samples: two of eight, not one of ten and one of six.
+  if (conv.alone && plan.together && plan.rows.time * plan.rows.samples != kTileRows)
+    plan.rows.samples = static_cast<int>(ceil_div(conv.batch, plan.rows.count));
   split(plan, multiprocessors);
-  if (step > 0) narrow(plan, outputs, step, steps, multiprocessors);
+  if (step > 0) narrow(plan, outputs, step, steps, multiprocessors, conv.alone);
   if (!plan.together) plan.lowest = plan.reach = 0;
   find_padding(plan, x_length);
 }
@@ -193,6 +199,7 @@ bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group) {
 ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors) {
   ConvPlan plain = plan_fprop_of(conv, multiprocessors, group <= 64 ? static_cast<int>(64 / group * group) : 0);
   if (plain.tile_columns == 64) {
+    while (plain.rows.samples % plain.splits != 0) plain.splits /= 2;  // whole samples of a block
     const bool whole = conv.stride == 1 && conv.y_length * plain.rows.samples == kTileRows && group % 4 == 0 &&
                        conv.y_channels % group == 0 && plain.rows.samples % plain.splits == 0;
     plain.passes = whole ? passes_over(conv.y_length, group) : 0;
@@ -225,11 +232,12 @@ ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors)
     plan.column_step = static_cast<int>(ceil_div(conv.y_channels / group, tiles) * group);
   }
   const int64_t blocks = plan.rows.count * plan.column_tiles;
+  // With little to contract, blocks that contract nothing still finish their rows.
+  while (conv.alone && plan.splits < 4 && blocks * plan.splits * 2 * 5 <= multiprocessors * 4) plan.splits *= 2;
   while (plan.splits > 1 &&
          (plan.cluster() > kMaxSplits || (plan.cluster() >= 4 && blocks * plan.splits * 5 > multiprocessors * 4)))
     plan.splits /= 2;
-  // The epilogue takes the better part of a microsecond a row of a warp. More than four of them take longer than a
-  // kernel of its own.
+  // A warp has four rows in registers (epilogue_exchange.cuh). More of them would take longer than a kernel of its own.
   return plan.splits < 4 ? plain : plan;
 }
 

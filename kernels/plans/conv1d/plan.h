@@ -36,7 +36,7 @@ struct ConvPlan {
   int phases, stride;
   int terms[kMaxPhases];
   int tap[kMaxPhases][kMaxTaps], shift[kMaxPhases][kMaxTaps];
-  RowTiles rows;  // row r of a tile is time r / samples of sample r % samples
+  RowTiles rows;  // row r of a tile is time r / samples of sample r % samples (split and normalised: epilogue_norm.cuh)
   // Whether one box of x serves all terms of a chunk: it holds `reach` more times from `lowest` on, and each term's
   // rows begin at another of them. Else every term has a box.
   bool together;
@@ -44,7 +44,7 @@ struct ConvPlan {
   // Near a sample's ends the outer terms meet nothing but padding: those that do not, in rows 64 w to 64 w + 63 of a
   // tile, are the terms from first_term[w] to before end_term[w]. All of them where each has a box.
   int first_term[2], end_term[2];
-  int tile_rows, tile_columns;  // kTileRows or what is used of them, and 128 or 256
+  int tile_rows, tile_columns;  // kTileRows or what is used of them, and 64, 128 or 256
   int column_step;              // from tile to tile: tile_columns, or fewer, which whole groups fill
   int64_t column_tiles;
   int chunks;  // of the contracted channels

@@ -15,6 +15,9 @@ struct Conv1d {
   int64_t y_length, y_channels;
   int64_t x_length, x_channels;
   int taps, stride, padding;
+  // Nothing runs beside it: a call may take as many multiprocessors as make it fast. In training the weight gradient
+  // would wait for them.
+  bool alone = false;
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -149,15 +149,17 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
   const bool twice = path == Path::kClustered && batch > kChunkSamples;  // in two launches
   if (!device.hopper || path == Path::kResident || (path == Path::kClustered && !twice)) return false;
   // Layers take almost the time of one sample for many. A layer has hand-overs twice as long as a phase, but GEMMs that
-  // take no longer for more columns; of more than five taps they are half as fast. Measured on an H200. Without Hopper's
-  // instructions they take twice a phase's time at 512 columns (H100).
+  // take no longer for more columns; of more than five taps they are half as fast. Measured on an H100. Without Hopper's
+  // instructions they take twice a phase's time at 512 columns.
   const double columns = static_cast<double>(batch) * horizon;
   if (narrowest < 256 || c.kernel_size > 5) {
-    const double ahead = c.kernel_size > 5 ? 1.2 : 0.6;
+    // Where tiles are full, a warp normalises; elsewhere norms are kernels of their own. Measured with powers of two.
+    const bool full = narrowest >= 64 && power_of_two(narrowest) && power_of_two(horizon);
+    const double ahead = c.kernel_size > 5 ? 1.2 : full ? 0.25 : 0.6;
     return weights_of(plan) * columns > ahead * 1074 * static_cast<double>(plan.convs.size() + 1);
   }
   if (narrowest >= 512) return columns >= 192 || batch >= 16;
-  return columns >= 512;
+  return columns >= 320;
 }
 
 }  // namespace dpa::kernels::unet1d
