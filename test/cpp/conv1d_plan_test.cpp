@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kernels/plans/conv1d/changes.h"
@@ -334,57 +335,61 @@ TEST(PlanAlone, TilesHaveAsManySamplesAndBlocksHelp) {
 
 TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
   int64_t exchanged = 0, narrower = 0;
-  for (int multiprocessors : {1, 20, 78, 132}) {
-    for (int64_t batch : {1, 3, 8, 16, 64, 256}) {
-      for (int64_t length : {1, 4, 6, 16, 24, 45, 48, 64, 128, 200}) {
-        for (int64_t group : {4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 512}) {
-          Conv1d c = convolution(batch, length, group * 8, group % 3 ? 640 : 64, 5, 1);
-          c.alone = group % 16 == 0;
-          const ConvPlan plain = plan_fprop(c, multiprocessors), plan = plan_normalised(c, group, multiprocessors);
-          const bool alike = plain.tile_columns == plan.tile_columns;
-          if (plan.tile_columns == 128 && alike) {
-            EXPECT_EQ(plan.passes > 0 && plan.column_step == plan.tile_columns, normalises(c, plain, group));
-          }
-          // By a warp, whose lanes a row need not divide.
-          if (plan.passes > 0 && (plan.tile_columns == 64 || plan.column_step < plan.tile_columns)) {
-            ++narrower;
-            EXPECT_EQ(plan.exchange, 0);
-            EXPECT_EQ(plan.column_step % group, 0);
+  const std::pair<int, bool> contracted[] = {{640, false}, {64, false}, {640, true}, {64, true}};
+  for (const auto& [x_channels, alone] : contracted) {
+    for (int multiprocessors : {1, 20, 78, 132}) {
+      for (int64_t batch : {1, 3, 8, 16, 64, 256}) {
+        for (int64_t length : {1, 4, 6, 16, 24, 45, 48, 64, 128, 200}) {
+          for (int64_t group : {4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 512}) {
+            Conv1d c = convolution(batch, length, group * 8, x_channels, 5, 1);
+            c.alone = alone;
+            const ConvPlan plain = plan_fprop(c, multiprocessors), plan = plan_normalised(c, group, multiprocessors);
+            const bool alike = plain.tile_columns == plan.tile_columns;
+            if (plan.tile_columns == 128 && alike) {
+              EXPECT_EQ(plan.passes > 0 && plan.column_step == plan.tile_columns, normalises(c, plain, group));
+            }
+            // By a warp, whose lanes a row need not divide.
+            if (plan.passes > 0 && (plan.tile_columns == 64 || plan.column_step < plan.tile_columns)) {
+              ++narrower;
+              EXPECT_EQ(plan.exchange, 0);
+              EXPECT_EQ(plan.column_step % group, 0);
+              EXPECT_LE(plan.column_step, plan.tile_columns);
+              EXPECT_GE(plan.column_tiles * plan.column_step, c.y_channels);
+              EXPECT_LT((plan.column_tiles - 1) * plan.column_step, c.y_channels);
+              EXPECT_EQ(length * plan.rows.samples, plan.tile_rows);
+              EXPECT_TRUE(plan.splits == 1 || plan.rows.count * plan.column_tiles * plan.splits <= multiprocessors);
+              EXPECT_EQ(length % plan.passes, 0);
+              EXPECT_LE(length / plan.passes * group, 128);
+              EXPECT_EQ(plan.rows.samples % plan.splits, 0);
+              EXPECT_LE(plan.splits, plan.together ? plan.chunks : plan.chunks * c.taps);
+              continue;
+            }
+            if (plan.exchange == 0) {
+              if (alike) {
+                EXPECT_EQ(plan.splits, plain.splits);
+              }
+              EXPECT_EQ(plan.column_step, plan.tile_columns);
+              continue;
+            }
+            ++exchanged;
+            if (alike) {
+              EXPECT_FALSE(normalises(c, plain, group));  // a warp's own group needs no exchange
+            }
+            EXPECT_LE(length, kTileRows);
+            EXPECT_EQ(plan.tile_rows, plan.rows.samples * length);
+            EXPECT_EQ(group * (plan.exchange > 1 ? 1 : plan.column_step / group), plan.column_step * plan.exchange);
             EXPECT_LE(plan.column_step, plan.tile_columns);
+            EXPECT_EQ(plan.column_tiles % plan.exchange, 0);
             EXPECT_GE(plan.column_tiles * plan.column_step, c.y_channels);
             EXPECT_LT((plan.column_tiles - 1) * plan.column_step, c.y_channels);
-            EXPECT_EQ(length * plan.rows.samples, plan.tile_rows);
-            EXPECT_TRUE(plan.splits == 1 || plan.rows.count * plan.column_tiles * plan.splits <= multiprocessors);
-            EXPECT_EQ(length % plan.passes, 0);
-            EXPECT_LE(length / plan.passes * group, 128);
-            EXPECT_EQ(plan.rows.samples % plan.splits, 0);
-            EXPECT_LE(plan.splits, plan.together ? plan.chunks : plan.chunks * c.taps);
-            continue;
+            EXPECT_LE(plan.rows.samples * std::max<int64_t>(1, plan.column_step / group), kMaxMoments);
+            EXPECT_LE(plan.cluster(), kMaxSplits);
+            const int boxes = plan.together ? plan.chunks : plan.chunks * c.taps;
+            EXPECT_LE(plan.splits, alone ? std::max(boxes, 4) : boxes);  // alone, some contract nothing
+            const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
+            EXPECT_GE(plan.splits, 4);  // at most four rows a warp
+            EXPECT_LE(blocks * 5, multiprocessors * 4);
           }
-          if (plan.exchange == 0) {
-            if (alike) {
-              EXPECT_EQ(plan.splits, plain.splits);
-            }
-            EXPECT_EQ(plan.column_step, plan.tile_columns);
-            continue;
-          }
-          ++exchanged;
-          if (alike) {
-            EXPECT_FALSE(normalises(c, plain, group));  // a warp's own group needs no exchange
-          }
-          EXPECT_LE(length, kTileRows);
-          EXPECT_EQ(plan.tile_rows, plan.rows.samples * length);
-          EXPECT_EQ(group * (plan.exchange > 1 ? 1 : plan.column_step / group), plan.column_step * plan.exchange);
-          EXPECT_LE(plan.column_step, plan.tile_columns);
-          EXPECT_EQ(plan.column_tiles % plan.exchange, 0);
-          EXPECT_GE(plan.column_tiles * plan.column_step, c.y_channels);
-          EXPECT_LT((plan.column_tiles - 1) * plan.column_step, c.y_channels);
-          EXPECT_LE(plan.rows.samples * std::max<int64_t>(1, plan.column_step / group), kMaxMoments);
-          EXPECT_LE(plan.cluster(), kMaxSplits);
-          if (!c.alone) EXPECT_LE(plan.splits, plan.together ? plan.chunks : plan.chunks * c.taps);
-          const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
-          EXPECT_GE(plan.splits, 4);  // at most four rows a warp
-          EXPECT_LE(blocks * 5, multiprocessors * 4);
         }
       }
     }

@@ -199,16 +199,15 @@ def test_a_capture_takes_at_most_a_second(cuda, dtype):
         )
     scheduler = diffusers.DDPMScheduler(100, beta_schedule="squaredcos_cap_v2")
     cond = torch.randn(1, 132, device=cuda)
-    seconds = []
-    for _ in range(4):  # the first loads the kernels; other processes may take the GPU, or the core
+    for _ in range(2):  # the first loads the kernels
         sampler = dpa.DiffusionSampler(unet, scheduler, 100, dtype, horizon=16, fused=True)
         torch.cuda.synchronize()
         begin = time.perf_counter()
         sampler(cond)
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
         assert len(sampler._graphs) == 1
-    assert min(seconds[1:]) <= 1.0, f"calls took {seconds} s"
+    assert seconds <= 1.0, f"the call took {seconds:.2f} s"
 
 
 def test_a_loop_that_cannot_be_captured_still_runs(cuda):

@@ -199,7 +199,7 @@ bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group) {
 ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors) {
   ConvPlan plain = plan_fprop_of(conv, multiprocessors, group <= 64 ? static_cast<int>(64 / group * group) : 0);
   if (plain.tile_columns == 64) {
-    while (plain.rows.samples % plain.splits != 0) plain.splits /= 2;  // whole samples of a block
+    while (conv.alone && plain.rows.samples % plain.splits != 0) plain.splits /= 2;  // whole samples of a block
     const bool whole = conv.stride == 1 && conv.y_length * plain.rows.samples == kTileRows && group % 4 == 0 &&
                        conv.y_channels % group == 0 && plain.rows.samples % plain.splits == 0;
     plain.passes = whole ? passes_over(conv.y_length, group) : 0;

@@ -149,8 +149,8 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
   const bool twice = path == Path::kClustered && batch > kChunkSamples;  // in two launches
   if (!device.hopper || path == Path::kResident || (path == Path::kClustered && !twice)) return false;
   // Layers take almost the time of one sample for many. A layer has hand-overs twice as long as a phase, but GEMMs that
-  // take no longer for more columns; of more than five taps they are half as fast. Measured on an H100. Without Hopper's
-  // instructions they take twice a phase's time at 512 columns.
+  // take no longer for more columns; of more than five taps they are half as fast (H200). Where they begin otherwise was
+  // measured on an H100. Without Hopper's instructions they take twice a phase's time at 512 columns.
   const double columns = static_cast<double>(batch) * horizon;
   if (narrowest < 256 || c.kernel_size > 5) {
     // Where tiles are full, a warp normalises; elsewhere norms are kernels of their own. Measured with powers of two.
