@@ -48,8 +48,8 @@ def _say(device: torch.device) -> None:
     _said.set()
     where = os.environ.get("CUDA_CACHE_PATH", "~/.nv/ComputeCache")
     print(
-        f"dpa: this build has no machine code for {torch.cuda.get_device_name(device)}, so its "
-        f"driver compiles the kernels of the first call and keeps them in {where}",
+        f"dpa: this build has no machine code for {torch.cuda.get_device_name(device)}"
+        f", so its driver compiles the kernels of the first call and keeps them in {where}",
         file=sys.stderr,
         flush=True,
     )
