@@ -19,27 +19,21 @@ constexpr int kMostOwned = 32;  // rows of a block there
 struct Shares {
   int rows, of_warp;         // of a block; of a warp
   int width, groups, lanes;  // of a group: columns in a tile; how many groups; lanes of one
-  bool crosses;              // a sample or a group is not one block's alone
-  int tiles, parts;          // that share a group; most blocks that share a sample's group
-  float over;                // one by the values of a sample's group
-  Divisor by_times, by_samples, by_lanes, by_groups, by_rows;
+  bool crosses;  // a sample or a group is not one block's alone, or the moments' barrier serves a shortcut too
+  Divisor by_times, by_samples, by_lanes, by_groups;
 
   Shares() = default;
-  Shares(const ConvPlan& plan, int group)
+  Shares(const ConvPlan& plan, int group, bool shortcut)
       : rows((plan.tile_rows + plan.splits - 1) / plan.splits),
         of_warp((rows + kConsumerThreads / 32 - 1) / (kConsumerThreads / 32)),
         width(group < plan.column_step ? group : plan.column_step),
         groups(plan.column_step / width),
         lanes(width / 4),
-        crosses(plan.exchange > 1 || rows % plan.rows.time != 0),
-        tiles(plan.exchange > 1 ? plan.exchange : 1),
-        parts(tiles * most_blocks(plan.rows.time, rows, plan.splits)),
-        over(1.0f / static_cast<float>(plan.rows.time * width * tiles)),
+        crosses(plan.exchange > 1 || rows % plan.rows.time != 0 || shortcut),
         by_times(plan.rows.time),
         by_samples(plan.rows.samples),
         by_lanes(lanes > 0 ? lanes : 1),
-        by_groups(groups),
-        by_rows(rows) {}
+        by_groups(groups) {}
 };
 
 struct ConvArgs {
@@ -72,11 +66,11 @@ constexpr int kMaxBoxes = 4, kMaxWeights = 9;
 constexpr int kFewWeights = 4;  // stages that come in the time of a wait
 
 // The barriers of the two circular buffers between the producer and the consumer warpgroups, boxes of A and weights,
-// and of what is sent.
+// and of sums that are sent.
 struct Pipelines {
   Pipeline<kMaxBoxes> boxes;
   Pipeline<kMaxWeights> weights;
-  uint64_t sums, moments;  // the block's own sums and those of the cluster's others are there; all moments are
+  uint64_t sums;  // those of the tile's other blocks are there
 };
 
 template <int kColumns>
@@ -122,12 +116,6 @@ __device__ __forceinline__ float4 widen_four(FourBits<T> bits) {
   return make_float4(widen(four.data[0]), widen(four.data[1]), widen(four.data[2]), widen(four.data[3]));
 }
 
-// The compiler converts what was loaded behind this call, not behind the load, where it would wait for it.
-__device__ __forceinline__ void converted_from_here(uint2& bits) { asm volatile("" : "+r"(bits.x), "+r"(bits.y)); }
-__device__ __forceinline__ void converted_from_here(uint4& bits) {
-  asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
-}
-
 // Four neighbouring elements of a tensor that may be null, as loaded. Nothing waits for them before `values`, so that
 // many loads can be in flight.
 template <class T>
@@ -137,9 +125,7 @@ struct Bits {
     if (tensor) bits = *reinterpret_cast<const FourBits<T>*>(static_cast<const T*>(tensor) + n);
   }
   __device__ __forceinline__ float4 values(const void* tensor, float otherwise) const {
-    FourBits<T> loaded = bits;
-    converted_from_here(loaded);
-    return tensor ? widen_four<T>(loaded) : make_float4(otherwise, otherwise, otherwise, otherwise);
+    return tensor ? widen_four<T>(bits) : make_float4(otherwise, otherwise, otherwise, otherwise);
   }
 };
 // The same of float32, if `is_float`, or T.
@@ -165,18 +151,12 @@ struct ParameterBits {
   }
 };
 
-// Rounded to T, as they move.
-template <class T>
-__device__ __forceinline__ FourBits<T> narrow_four(const float (&x)[4]) {
-  if constexpr (sizeof(T) == 4)
-    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
-  else
-    return make_uint2(pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]));
-}
-
 template <class T>
 __device__ __forceinline__ void store_four(void* values, int64_t n, const float (&x)[4]) {
-  *reinterpret_cast<FourBits<T>*>(static_cast<T*>(values) + n) = narrow_four<T>(x);
+  Vector<T, 4> four;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) four.data[e] = narrow<T>(x[e]);
+  *reinterpret_cast<Vector<T, 4>*>(static_cast<T*>(values) + n) = four;
 }
 
 }  // namespace dpa::kernels::conv1d

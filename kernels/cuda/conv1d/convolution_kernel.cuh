@@ -12,7 +12,7 @@
 //           consecutive shares of the boxes, and each stores an equal share of rows
 // block     a producer warp issues loads, two consumer warpgroups multiply 64 rows x kColumns each, accumulators in
 //           registers. A warpgroup skips terms that read nothing but padding in its rows
-// epilogue  accumulators go to shared memory, the producer warp sends them; epilogue.cuh adds the cluster's and stores them,
+// epilogue  accumulators go to shared memory; epilogue.cuh adds those of the cluster's blocks and stores them,
 //           epilogue_norm.cuh and epilogue_exchange.cuh store what a normalisation makes of them
 //
 // A shortcut is one more step a box, a weight of one tap, whose accumulators are a tile of their own without a
@@ -178,8 +178,8 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   }
   wgmma::wait<0>();
   if (args.release) trigger_dependent_launch();
-  ptx::sync_threads(1, kConsumerThreads);  // the tile takes the place of what the other warpgroup still read
-  if constexpr (kSplit) ptx::cluster_arrive_relaxed();  // and so does what other blocks send
+  ptx::sync_threads(1, kConsumerThreads);       // the tile takes the place of what the other warpgroup still read
+  if constexpr (kSplit) ptx::cluster_arrive();  // and so does what other blocks send
   if constexpr (kBySample)
     store_by_sample<kColumns>(args, tile, sums);
   else
@@ -188,8 +188,7 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
     store_sums<kColumns, Shape::kStride>(tile + Shape::kTile, shortcut_sums, [](int j) { return 8 * j; });
 }
 
-constexpr int kSumsWritten = 2;  // a barrier of the block, at which the producer warp waits for what it sends
-constexpr int kExchange = -1;    // the passes of a normalisation whose moments a cluster's blocks exchange
+constexpr int kExchange = -1;  // the passes of a normalisation whose moments a cluster's blocks exchange
 
 // kMajorN: whether rows of weights run along N. kPasses: of the normalisation, kExchange, or 0 without one. kSplit:
 // the cluster has several blocks; then each has a multiprocessor, as far as the plan goes, and may use all of its
@@ -197,7 +196,6 @@ constexpr int kExchange = -1;    // the passes of a normalisation whose moments 
 template <class T, int kColumns, bool kMajorN, int kPasses, bool kSplit, bool kShortcut>
 __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<kColumns>::kBlocks)
     conv_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ ConvArgs args) {
-  static_assert(!kShortcut || kPasses != 0, "a shortcut's sums replace those of a tile that is finished by then");
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
   using Shape = ConvShape<kColumns>;
   // Alone in the block's shared memory, it begins where that does, at a multiple of 1024.
@@ -212,68 +210,52 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     pipelines.boxes.init();
     pipelines.weights.init();
     cuda::ptx::mbarrier_init(&pipelines.sums, 1);
-    cuda::ptx::mbarrier_init(&pipelines.moments, 1);
     cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   __syncthreads();
-  const uint32_t first = ptx::shared_address(tile), second = first + Shape::kTile * 4,
-                 behind = kShortcut ? second + Shape::kTile * 4 : second,
-                 barrier = ptx::shared_address(&pipelines.sums),
-                 moments_barrier = ptx::shared_address(&pipelines.moments);
-  const SharedSums<kColumns> sums(args, coord, first, behind + (kPasses == kExchange ? sizeof(MomentTables) : 0)),
-      of_shortcut(args, coord, second, first);
   if (threadIdx.x >= kConsumerThreads) {
     if (threadIdx.x == kConsumerThreads)
       Producer<T, kColumns, kMajorN, kShortcut>{maps, args, coord, work, ptx::shared_address(memory), pipelines}.run();
     __syncwarp();
     if constexpr (kSplit) {
-      ptx::cluster_arrive_relaxed();
-      if (kPasses == kExchange && args.shares.crosses && threadIdx.x == kConsumerThreads)
-        ptx::barrier_expect(moments_barrier, moments_to_come(args, coord));
-      __syncwarp();
-      ptx::sync_threads(kSumsWritten, kThreads);
-      ptx::cluster_wait();
-      sums.send(args, coord, barrier);
-      if constexpr (kShortcut) ptx::cluster_meet(), of_shortcut.send(args, coord, barrier);
-      ptx::cluster_meet();
+      ptx::cluster_sync();
+      if (kShortcut || (kPasses == kExchange && args.shares.crosses)) ptx::cluster_sync();
+      ptx::cluster_arrive_relaxed(), ptx::cluster_wait();
     }
   } else {
     grid_dependency_sync();
-    // Loads of what rows need beside sums come before those, but for a shortcut, whose sums take the registers.
-    [[maybe_unused]] const auto early = [&] {
-      if constexpr (kPasses == kExchange && !kShortcut)
-        return LaneRows<T>(args, coord);
-      else
-        return 0;
-    }();
     consume_tiles<T, kColumns, kMajorN, kShortcut, kSplit, kSplit && kPasses != 0>(ptx::shared_address(memory),
                                                                                    pipelines, args, work, tile);
+    const uint32_t first = ptx::shared_address(tile), second = first + Shape::kTile * 4,
+                   behind = kShortcut ? second + Shape::kTile * 4 : second,
+                   barrier = ptx::shared_address(&pipelines.sums);
+    const SharedSums<kColumns> sums(args, coord, first, behind + (kPasses == kExchange ? sizeof(MomentTables) : 0));
     if constexpr (kSplit) {
       cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tiles
-      ptx::arrive_threads(kSumsWritten, kThreads);
+      ptx::cluster_wait();
+      ptx::sync_threads(1, kConsumerThreads);
+      sums.send(args, coord, barrier);
     } else if constexpr (kPasses != 0) {
       ptx::sync_threads(1, kConsumerThreads);
     } else {
       __syncwarp();  // a warp finishes its own rows
     }
-    // A tile's sums are here, and all blocks have come so far; nobody leaves before all have received what it sent.
-    const auto received = [&](int phase) {
-      ptx::barrier_wait(barrier, phase), ptx::cluster_wait(), ptx::cluster_arrive_relaxed();
-    };
-    if constexpr (kPasses == kExchange) {
-      auto& tables = *reinterpret_cast<MomentTables*>(memory + (behind - first));
-      if constexpr (kShortcut)
-        normalise_rows<T, true>(args, coord, LaneRows<T>(args, coord), sums, tables, barrier, moments_barrier);
-      else
-        normalise_rows<T, false>(args, coord, early, sums, tables, barrier, moments_barrier);
-    } else if constexpr (kPasses != 0) {
+    if constexpr (kPasses == kExchange)
+      normalise_rows<T, !kShortcut>(args, coord, sums, *reinterpret_cast<MomentTables*>(memory + (behind - first)),
+                                    barrier);
+    else if constexpr (kPasses != 0)
       normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, sums, barrier);
-    }
-    if constexpr (kSplit && kPasses != kExchange) received(0);
+    // Nobody leaves before all have received what it sent.
+    const auto receive = [&](int phase) { ptx::barrier_wait(barrier, phase), ptx::cluster_arrive_relaxed(); };
     if constexpr (kShortcut) {
-      if constexpr (kSplit) received(1);
+      if constexpr (kSplit && kPasses != kExchange)
+        ptx::barrier_wait(barrier, 0), ptx::cluster_sync();  // all have received and read the first tile's
+      const SharedSums<kColumns> of_shortcut(args, coord, second, first);
+      if constexpr (kSplit) of_shortcut.send(args, coord, barrier), receive(1);
       const Addends& addends = args.shortcut.addends;
       store_rows<T, kColumns>(args, {addends.bias, addends.residual, args.shortcut.out}, coord, of_shortcut);
+    } else if constexpr (kSplit && kPasses != kExchange) {
+      receive(0);
     }
     if constexpr (kPasses == 0)
       store_rows<T, kColumns>(args, {args.addends.bias, args.addends.residual, args.out}, coord, sums);

@@ -5,8 +5,8 @@
 //            so what another block finishes is sent in one copy
 //   warp     four of its block's rows, in registers from the sums to the output; a lane, four neighbouring columns
 //
-//   moments  of a warp's rows of a sample, group by group; then a team of threads, one a warp, joins those and, where a
-//            sample or a group is not the block's alone, sends them to every block that has a part of it
+//   moments  of a warp's rows of a sample, group by group; then a team of threads, one a warp, joins those; then, where a
+//            sample or a group is not the block's alone, blocks read each other's
 //
 // Moments are about the mean of what they are of, so nothing cancels, and are added in an order that the sizes determine.
 // A block waits for its own instructions here more than for memory: what the plan decides comes from the host, and
@@ -17,11 +17,16 @@
 
 namespace dpa::kernels::conv1d {
 
-// Behind the tiles of sums. Moments are a mean, and the sum of the squares of the distances from it.
+// Of `count` values: their mean, and the sum of the squares of their distances from it.
+struct alignas(16) Moments {
+  float mean, squares, count, unused;
+};
+
+// Behind the tiles of sums.
 struct MomentTables {
-  float2 runs[kMostOwned][16];     // of a warp's rows of a sample, at the first of them
-  float2 parts[kMaxParts];         // the block's samples by groups by the blocks that have a part
-  float2 statistics[kMaxMoments];  // the tile's samples by groups: mean and 1 / standard deviation
+  float2 runs[kMostOwned][16];     // mean and squares of a warp's rows of a sample, at the first of them
+  Moments block[kMaxMoments];      // sample by group
+  float2 statistics[kMaxMoments];  // mean and 1 / standard deviation
 };
 
 static_assert(2 * ConvShape<128>::kTile * 4 + sizeof(MomentTables) +
@@ -80,33 +85,6 @@ struct RowNeeds {
   }
 };
 
-// The lane's columns of its warp's rows, and what they need. It can be known before the sums are.
-template <class T>
-struct LaneRows {
-  OwnedRows rows;
-  int column, n, count;  // the first of four columns, in the tile and of the output; of the rows that are there
-  int64_t at;            // of the first row's columns in the output
-  RowNeeds<T> needs;
-
-  __device__ __forceinline__ LaneRows(const ConvArgs& args, const TileCoord& coord)
-      : rows(args, coord),
-        column(threadIdx.x % 32 * 4),
-        n(coord.first_column + column),
-        count(rows_there(args, coord)),
-        at(first_row(args, coord) * args.outputs + n),
-        needs(args, coord, rows, at, n, count) {}
-
- private:
-  __device__ __forceinline__ int64_t first_row(const ConvArgs& args, const TileCoord& coord) const {
-    return coord.first_sample * args.plan.rows.time + rows.begin + rows.first;
-  }
-  __device__ __forceinline__ int rows_there(const ConvArgs& args, const TileCoord& coord) const {
-    const int64_t left = args.batch * args.plan.rows.time - first_row(args, coord);
-    const bool here = n < args.outputs && column < args.plan.column_step;
-    return here ? static_cast<int>(max(min(left, int64_t{rows.count}), int64_t{0})) : 0;
-  }
-};
-
 // The moments of the warp's rows of each sample, group by group.
 __device__ __forceinline__ void warp_moments(const Shares& e, const OwnedRows& rows, const float4 (&x)[4],
                                              const LaneGroup& mine, MomentTables& tables) {
@@ -144,154 +122,116 @@ __device__ __forceinline__ void warp_moments(const Shares& e, const OwnedRows& r
   }
 }
 
-// The blocks that have a part of a sample of the tile, and of each of its groups: `count` from rank `first` on, in every
-// one of the tiles that share it.
-struct Sharers {
-  int first, count;
-  __device__ __forceinline__ Sharers(const Shares& e, int sample, int times)
-      : first(e.by_rows(sample * times)), count(e.by_rows(sample * times + times - 1) - first + 1) {}
-};
-
-// Threads that join moments, and the moments of `all` values: each thread's part of them has `count`, which may be 0.
-// Sums are about `pivot`, which is near the mean.
-constexpr int kTeam = kConsumerThreads / 32;
-static_assert(kTeam >= kMaxSplits, "a thread a warp, a part or a block");
-__device__ __forceinline__ float2 join_moments(float2 part, int count, float pivot, float all) {
-  float sums[3] = {};  // of the distances from the pivot, of their squares, and the squares within
-  if (count > 0) {
-    const float distance = part.x - pivot, weighted = static_cast<float>(count) * distance;
-    sums[0] = weighted, sums[1] = weighted * distance, sums[2] = part.y;
-  }
-#pragma unroll
-  for (int offset = 1; offset < kTeam; offset *= 2)
-#pragma unroll
-    for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, offset);
-  const float mean = __fdividef(sums[0], all);
-  return make_float2(pivot + mean, sums[2] + fmaxf(sums[1] - sums[0] * mean, 0.f));
-}
-
-// The samples by groups of which the block has a part, from the tile's sample `sample` on.
-struct OwnedPairs {
-  int sample, count;
-  __device__ __forceinline__ OwnedPairs(const Shares& e, int begin, int owned)
-      : sample(e.by_times(begin)), count(owned > 0 ? (e.by_times(begin + owned - 1) - sample + 1) * e.groups : 0) {}
-};
-__device__ __forceinline__ float2 statistics_of(const ConvArgs& args, float2 moments) {
-  const Normalisation& norm = args.normalisation;
-  return make_float2(moments.x, rsqrtf(fmaf(moments.y, args.shares.over, static_cast<float>(norm.eps))));
-}
-
-// The moments of each sample's rows that the block has, by a team each, a thread a warp's. Where they cross, a thread
-// sends them to a sharer each; else they are the statistics.
-__device__ __forceinline__ void block_moments(const ConvArgs& args, const TileCoord& coord, const OwnedRows& rows,
-                                              MomentTables& tables, uint32_t barrier) {
+// The moments of each sample's rows that the block has, a team of eight threads each, a thread a warp's: sums about the
+// first one's mean. Where they do not cross, its statistics.
+__device__ __forceinline__ void block_moments(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables) {
+  constexpr int kTeam = kConsumerThreads / 32;
   const Shares& e = args.shares;
-  const int times = args.plan.rows.time, warp = threadIdx.x % kTeam;
-  const OwnedPairs pairs(e, rows.begin, rows.owned);
+  const int times = args.plan.rows.time, sample0 = e.by_times(rows.begin), warp = threadIdx.x % kTeam;
+  const int pairs = rows.owned > 0 ? (e.by_times(rows.begin + rows.owned - 1) - sample0 + 1) * e.groups : 0;
 #pragma unroll 1
-  for (int base = 0; base < pairs.count; base += kConsumerThreads / kTeam) {
-    const int wanted = base + static_cast<int>(threadIdx.x) / kTeam, pair = min(wanted, pairs.count - 1);
-    const int above = e.by_groups(pair), sample = pairs.sample + above, group = pair - above * e.groups;
+  for (int base = 0; base < pairs; base += kConsumerThreads / kTeam) {
+    const int pair = min(base + static_cast<int>(threadIdx.x) / kTeam, pairs - 1), above = e.by_groups(pair);
+    const int sample = sample0 + above, group = pair - above * e.groups;
     const int begin = max(sample * times - rows.begin, 0), end = min((sample + 1) * times - rows.begin, rows.owned);
     const int first = max(begin, warp * e.of_warp), count = min(end, (warp + 1) * e.of_warp) - first;
-    const float2 run = count > 0 ? tables.runs[first][group] : float2{};
-    const float2 joined =
-        join_moments(run, count * e.width, tables.runs[begin][group].x, static_cast<float>((end - begin) * e.width));
-    if (!e.crosses) {
-      if (warp == 0) tables.statistics[sample * e.groups + group] = statistics_of(args, joined);
-      continue;
+    const float pivot = tables.runs[begin][group].x;
+    float sums[3] = {};  // of the rows' distances from it, their squares, and the squares within
+    if (count > 0) {
+      const float2 run = tables.runs[first][group];
+      const float distance = run.x - pivot, weighted = static_cast<float>(count) * distance;
+      sums[0] = weighted, sums[1] = weighted * distance, sums[2] = run.y;
     }
-    const Sharers to(e, sample, times);
-    if (wanted >= pairs.count || warp >= to.count * e.tiles) continue;
-    const int tile = warp >= to.count, rank = to.first + warp - tile * to.count;
-    const int their_pair = (sample - e.by_times(rank * e.rows)) * e.groups + group;
-    const int part = (coord.first_peer > 0 ? to.count : 0) + coord.rank - to.first;
-    const int peer = tile * args.plan.splits + rank;
-    ptx::send_cluster_8(ptx::cluster_address(ptx::shared_address(&tables.parts[their_pair * e.parts + part]), peer),
-                        make_uint2(__float_as_uint(joined.x), __float_as_uint(joined.y)),
-                        ptx::cluster_address(barrier, peer));
+#pragma unroll
+    for (int offset = 1; offset < kTeam; offset *= 2)
+#pragma unroll
+      for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (warp != 0) continue;
+    const float all = static_cast<float>(end - begin), width = static_cast<float>(e.width), mean = sums[0] / all;
+    const float squares = sums[2] + width * fmaxf(sums[1] - sums[0] * mean, 0.f);
+    const int at = sample * e.groups + group;
+    if (e.crosses)
+      tables.block[at] = {pivot + mean, squares, all * width, 0.f};
+    else
+      tables.statistics[at] =
+          make_float2(pivot + mean, rsqrtf(squares / (all * width) + static_cast<float>(args.normalisation.eps)));
   }
 }
 
-// Bytes of moments that come to the block.
-__device__ __forceinline__ int moments_to_come(const ConvArgs& args, const TileCoord& coord) {
+// Mean and standard deviation of the samples and groups of the block, from the moments of the cluster's blocks.
+__device__ __forceinline__ void cluster_statistics(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables) {
   const Shares& e = args.shares;
-  const int times = args.plan.rows.time, begin = coord.rank * e.rows, end = min(begin + e.rows, args.plan.tile_rows);
-  int blocks = 0;
-#pragma unroll 1
-  for (int sample = e.by_times(begin); begin < end && sample * times < end; ++sample)
-    blocks += Sharers(e, sample, times).count;
-  return blocks * e.tiles * e.groups * int{sizeof(float2)};
-}
-
-// The statistics of each sample's group that the block has a part of, from all parts, by a team each, a thread a part.
-__device__ __forceinline__ void cluster_statistics(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables,
-                                                   uint32_t barrier) {
-  const Shares& e = args.shares;
-  const int times = args.plan.rows.time, p = threadIdx.x % kTeam;
-  const OwnedPairs pairs(e, rows.begin, rows.owned);
-  if (pairs.count > 0) ptx::barrier_wait(barrier, 0);
-#pragma unroll 1
-  for (int base = 0; base < pairs.count; base += kConsumerThreads / kTeam) {
-    const int pair = min(base + static_cast<int>(threadIdx.x) / kTeam, pairs.count - 1), above = e.by_groups(pair);
-    const int sample = pairs.sample + above;
-    const Sharers from(e, sample, times);
-    const bool there = p < from.count * e.tiles;
-    const int rank = from.first + (p >= from.count ? p - from.count : p);
-    const int rows_of = min((sample + 1) * times, (rank + 1) * e.rows) - max(sample * times, rank * e.rows);
-    const float2* const parts = tables.parts + pair * e.parts;
-    const float2 joined = join_moments(there ? parts[p] : float2{}, there ? rows_of * e.width : 0, parts[0].x,
-                                       static_cast<float>(times * e.width * e.tiles));
-    if (p == 0) tables.statistics[pairs.sample * e.groups + pair] = statistics_of(args, joined);
+  const int pair = e.by_times(rows.begin) * e.groups + threadIdx.x, peers = args.plan.splits * args.plan.exchange;
+  if (rows.owned == 0 || pair >= (e.by_times(rows.begin + rows.owned - 1) + 1) * e.groups) return;
+  const uint32_t own = ptx::shared_address(&tables.block[pair]);
+  float4 of[kMaxSplits];
+#pragma unroll
+  for (int p = 0; p < kMaxSplits; ++p) {
+    of[p] = ptx::load_peer(ptx::peer_address(own, min(p, peers - 1)), p < peers);
   }
+  float count = 0, mean = 0, squares = 0;
+#pragma unroll
+  for (int p = 0; p < kMaxSplits; ++p) ptx::arrived(of[p]), count += of[p].z, mean += of[p].z * of[p].x;
+  mean /= count;
+#pragma unroll
+  for (int p = 0; p < kMaxSplits; ++p) squares += of[p].y + of[p].z * (of[p].x - mean) * (of[p].x - mean);
+  tables.statistics[pair] = make_float2(mean, rsqrtf(squares / count + static_cast<float>(args.normalisation.eps)));
 }
 
-// The whole of it, by the consumer threads; sums are on their way. The warp arrives at the cluster's next barrier once it
-// has read what others sent: with a shortcut, all that they sent of this tile's sums; else the moments too.
-template <class T, bool kShortcut>
-__device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord, const LaneRows<T>& lane,
+// The whole of it, by the consumer threads; sums are on their way. Where moments cross, the cluster's blocks meet once.
+// kLeaves: the warp arrives at the cluster's last barrier.
+template <class T, bool kLeaves>
+__device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord,
                                                const SharedSums<128>& shared, MomentTables& tables,
-                                               uint32_t sums_barrier, uint32_t moments_barrier) {
+                                               uint32_t sums_barrier) {
   const Normalisation& norm = args.normalisation;
   const Shares& e = args.shares;
-  const OwnedRows& rows = lane.rows;
-  const RowNeeds<T>& needs = lane.needs;
+  const OwnedRows rows(args, coord);
+  if (e.crosses && threadIdx.x < args.plan.rows.samples * e.groups) tables.block[threadIdx.x] = {};  // others' samples
+  const int column = threadIdx.x % 32 * 4, n = coord.first_column + column;
+  const int row = coord.first_sample * args.plan.rows.time + rows.begin + rows.first;  // of the output
+  const int64_t at = row * args.outputs + n, left = args.batch * args.plan.rows.time - row;
+  const bool here = n < args.outputs && column < args.plan.column_step;
+  const int count = here ? static_cast<int>(max(min(left, int64_t{rows.count}), int64_t{0})) : 0;
+  const RowNeeds<T> needs(args, coord, rows, at, n, count);
   const LaneGroup mine(e);
+  ptx::barrier_wait(sums_barrier, 0);
+  float4 x[4];
   uint32_t places[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    places[i] = (rows.first + i) * SharedSums<128>::kRow + (lane.column ^ swizzle(rows.sample[i])) * 4;
-  ptx::barrier_wait(sums_barrier, 0);
-  float4 x[4];
+    places[i] = (rows.first + i) * SharedSums<128>::kRow + (column ^ swizzle(rows.sample[i])) * 4;
   shared.add(x, places, args.plan.splits);
   const float4 conv_bias = needs.conv_bias.template values<T>(args.addends.bias, args.float_bias, 0.f);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    x[i] = widen_four<T>(
-        narrow_four<T>({x[i].x + conv_bias.x, x[i].y + conv_bias.y, x[i].z + conv_bias.z, x[i].w + conv_bias.w}));
+  for (int i = 0; i < 4; ++i) {
+    const float raw[4] = {x[i].x + conv_bias.x, x[i].y + conv_bias.y, x[i].z + conv_bias.z, x[i].w + conv_bias.w};
+    if (args.out && i < count) store_four<T>(args.out, at + i * args.outputs, raw);
+    x[i] = make_float4(widen(narrow<T>(raw[0])), widen(narrow<T>(raw[1])), widen(narrow<T>(raw[2])),
+                       widen(narrow<T>(raw[3])));
+  }
   warp_moments(e, rows, x, mine, tables);
-  // All blocks have left their stages long ago: their sums are here. This says that theirs have been read.
-  const auto arrive_for_others = [] { ptx::cluster_wait(), ptx::cluster_arrive_relaxed(); };
   ptx::sync_threads(1, kConsumerThreads);
-  if (kShortcut) arrive_for_others();
-  block_moments(args, coord, rows, tables, moments_barrier);
-  if (e.crosses) cluster_statistics(args, rows, tables, moments_barrier);
+  block_moments(args, rows, tables);
+  if (e.crosses) {
+    ptx::cluster_sync();
+    cluster_statistics(args, rows, tables);
+  }
   ptx::sync_threads(1, kConsumerThreads);
-  if (!kShortcut) arrive_for_others();
+  if (kLeaves) ptx::cluster_arrive_relaxed();  // it has read what others had, and received what they sent
   const bool is_float = norm.parameter_dtype == DType::kFloat32;
   const float4 weight = needs.weight.template values<T>(norm.weight, is_float, 1.f);
   const float4 bias = needs.bias.template values<T>(norm.bias, is_float, 0.f);
   const float slope[4] = {weight.x, weight.y, weight.z, weight.w}, start[4] = {bias.x, bias.y, bias.z, bias.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (i >= lane.count) continue;
+    if (i >= count) continue;
     const float2 statistics = tables.statistics[rows.sample[i] * e.groups + mine.group];
     const float4 scale = needs.scale[i].values(norm.scale, 1.f), shift = needs.shift[i].values(norm.shift, 0.f);
     const float4 residual = needs.residual[i].values(norm.residual, 0.f);
     const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, times[4] = {scale.x, scale.y, scale.z, scale.w};
     const float plus[4] = {shift.x, shift.y, shift.z, shift.w};
     const float before[4] = {residual.x, residual.y, residual.z, residual.w};
-    if (args.out) store_four<T>(args.out, lane.at + i * args.outputs, values);
     float out[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -299,7 +239,7 @@ __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileC
                                               : fmaf(values[c], statistics.y, -statistics.x * statistics.y);
       out[c] = channels_last::Mish(normalised * slope[c] + start[c]).value * times[c] + plus[c] + before[c];
     }
-    store_four<T>(norm.out, lane.at + i * args.outputs, out);
+    store_four<T>(norm.out, at + i * args.outputs, out);
   }
 }
 
