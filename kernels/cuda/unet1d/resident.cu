@@ -1,5 +1,5 @@
 // The resident path's call: arguments, and the kernel for the weights' type. The kernel: resident_kernel.cuh.
-#include "kernels/cuda/unet1d/resident_kernel.cuh"
+#include "kernels/cuda/unet1d/resident_block.cuh"
 
 namespace dpa::kernels::unet1d {
 cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at, const Device& device,
@@ -11,8 +11,9 @@ cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at
   a.messages = reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(call.workspace) + at.messages);
   const cudaError_t error = cudaMemsetAsync(a.messages, 0, at.message_bytes, stream);
   if (error != cudaSuccess) return error;
-  return call.record ? launch_recording(plan.dtype, a, stream)
-                     : launch_resident<false, 1, 2, 3, 4>(plan.dtype, a, stream);
+  if (call.record) return launch_recording(plan.dtype, a, stream);
+  return dispatch_weights(plan.dtype,
+                          [&](auto tag) { return launch_resident<typename decltype(tag)::type>(a, stream); });
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -27,6 +27,12 @@ struct Arguments : LoopArguments {
   uint32_t* messages;
   uint32_t* record;  // see Call
 };
+/// Launches the kernel. A source for each type of weights: a driver that compiles PTX compiles a source at a time, and
+/// needs one of them.
+template <class Weight>
+cudaError_t launch_resident(const Arguments& a, cudaStream_t stream);
+/// The kernel that records its clocks.
+cudaError_t launch_recording(DType dtype, const Arguments& a, cudaStream_t stream);
 
 // The circular buffer as the arithmetic warps see it.
 struct WeightPipeline {

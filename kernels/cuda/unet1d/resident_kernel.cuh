@@ -149,18 +149,13 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
 #endif
 }
 
-/// Launches the kernel for the weights' type and the layout's pairs, which are one of `kPairs`.
-template <bool kRecord, int... kPairs>
-cudaError_t launch_resident(DType dtype, const Arguments& a, cudaStream_t stream) {
-  return dispatch_weights(dtype, [&](auto tag) {
-    LaunchConfig config(a.layout.blocks, kBlock, stream, a.layout.shared_bytes);
-    return dispatch_value<kPairs...>(a.layout.pairs, [&](auto pairs) {
-      return config.cooperative().launch(resident_kernel<typename decltype(tag)::type, pairs.value, kRecord>, a);
-    });
+/// Launches the kernel for the layout's pairs, which are one of `kPairs`.
+template <class Weight, bool kRecord, int... kPairs>
+cudaError_t launch_pairs(const Arguments& a, cudaStream_t stream) {
+  LaunchConfig config(a.layout.blocks, kBlock, stream, a.layout.shared_bytes);
+  return dispatch_value<kPairs...>(a.layout.pairs, [&](auto pairs) {
+    return config.cooperative().launch(resident_kernel<Weight, pairs.value, kRecord>, a);
   });
 }
-
-/// The kernel that records its clocks: a unit of its own, so that it is compiled beside the others.
-cudaError_t launch_recording(DType dtype, const Arguments& a, cudaStream_t stream);
 
 }  // namespace dpa::kernels::unet1d

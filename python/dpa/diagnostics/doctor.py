@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dpa.diagnostics.host import Host, look
+from dpa.library.machine_code import code_of, runs
 from dpa.library.torches import install
 
 OK: Literal["ok"] = "ok"
@@ -22,7 +23,6 @@ _PTX_DRIVERS = {
     **{"12.8": 570, "12.9": 575, "13.0": 580, "13.1": 590},
 }
 _OLDEST = (7, 5)  # that a wheel has code for, and that CUDA 13's compiler makes code for
-_TEGRA = {(7, 2), (8, 7)}  # Jetson's, which run no other GPU's machine code
 _FORMS = {
     "hopper": "resident kernels: the whole denoising loop is one kernel",
     "phases": "the whole denoising loop is one kernel, without Hopper's instructions",
@@ -100,33 +100,15 @@ def is_healthy(found: list[Finding]) -> bool:
 
 def form(capability: tuple[int, int], built_for: str) -> str | None:
     """Which form of the kernels runs on a GPU, or None where the library has no code for it."""
-    archs, ptx = _code(built_for)
+    archs, ptx = code_of(built_for)
     if not archs:
         return None
     major, minor = capability
     if capability == (9, 0) and "90a" in archs:
         return "hopper"
-    if not _runs(archs, capability) and not any(base <= major * 10 + minor for base in ptx):
+    if not runs(archs, capability) and not any(base <= major * 10 + minor for base in ptx):
         return None
     return "phases" if major >= 8 else "layers"
-
-
-def _code(built_for: str) -> tuple[list[str], list[int]]:
-    """The architectures that a library has machine code for, and those of its PTX."""
-    listed, _, with_ptx = built_for.partition("(")[0].partition("architectures")[2].partition("PTX")
-    return re.findall(r"\d+[af]?", listed), [int(base) for base in re.findall(r"\d+", with_ptx)]
-
-
-def _runs(archs: list[str], capability: tuple[int, int]) -> bool:
-    """Whether a GPU runs machine code of one of these: its own, or one of the same major version
-    that is older, but for what is of one architecture alone (90a)."""
-    major, minor = capability
-    for arch in archs:
-        of, than = divmod(int(arch.rstrip("af")), 10)
-        own = (of, than) == capability
-        if own or (of == major and than < minor and arch[-1] != "a" and capability not in _TEGRA):
-            return True
-    return False
 
 
 def _package(host: Host) -> Finding:
@@ -262,8 +244,8 @@ def _too_old_for_ptx(host: Host, capability: tuple[int, int]) -> tuple[str, str]
     """What is wrong, and its mend, where the driver cannot compile the PTX that a GPU needs."""
     release = re.search(r"CUDA (\d+\.\d+)", host.built_for or "")
     needed = _PTX_DRIVERS.get(release[1]) if release else None
-    archs, _ = _code(host.built_for or "")
-    if _runs(archs, capability) or not needed or not host.driver or _major(host.driver) >= needed:
+    archs, _ = code_of(host.built_for or "")
+    if runs(archs, capability) or not needed or not host.driver or _major(host.driver) >= needed:
         return None
     says = (
         "the library has PTX alone for compute capability {}.{}, ".format(*capability)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpa.library.checks import require
+from dpa.library.first_use import saying_what_takes_long
 from dpa.nn.family import Network, recognise
 from dpa.nn.parts import film_rows
 from dpa.packed import batch
@@ -127,7 +128,7 @@ class PackedUnet:
             ValueError: modules were replaced, and the network can no longer be packed.
 
         """
-        with self.lock:
+        with self.lock, saying_what_takes_long(self.weights.placement[0]):
             if not self.network.tracker.unchanged():
                 self._read()
                 self._packed = None  # of another size, perhaps
