@@ -53,7 +53,7 @@ def test_a_short_call_says_nothing(orin, capfd):
         None,
     ],
 )
-def test_first_use_says_nothing(orin, capfd, built_for):
+def test_machine_code_says_nothing(orin, capfd, built_for):
     if built_for is None:
         (orin / "built-for.txt").unlink()
     else:

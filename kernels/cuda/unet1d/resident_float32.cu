@@ -1,11 +1,4 @@
-// The one-sample kernel for such weights.
+// The one-sample kernel for weights in float32.
 #include "kernels/cuda/unet1d/resident_kernel.cuh"
 
-namespace dpa::kernels::unet1d {
-
-template <>
-cudaError_t launch_resident<float>(const Arguments& a, cudaStream_t stream) {
-  return launch_pairs<float, false, 1, 2, 3, 4>(a, stream);
-}
-
-}  // namespace dpa::kernels::unet1d
+template cudaError_t dpa::kernels::unet1d::launch_resident<float>(const Arguments& a, cudaStream_t stream);

@@ -158,4 +158,9 @@ cudaError_t launch_pairs(const Arguments& a, cudaStream_t stream) {
   });
 }
 
+template <class Weight>
+cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
+  return launch_pairs<Weight, false, 1, 2, 3, 4>(a, stream);
+}
+
 }  // namespace dpa::kernels::unet1d

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dpa.library.capture import can_capture, no_autocast_cache
-from dpa.library.first_use import saying_what_takes_long
 from dpa.library.graphs import GraphCache, captured
 from dpa.packed.batch import BatchWeights
 from dpa.packed.unet import PackedUnet
@@ -130,8 +129,7 @@ def run(
         inputs = expanded(given, shape)
         return run_captured(packed, graphs, kind, numbers, make_body, inputs, generator)
 
-    with saying_what_takes_long(device):
-        return again(call.given, call.generator), again
+    return again(call.given, call.generator), again
 
 
 def _on_cpu(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpa.library.capture import can_capture
 from dpa.library.compiling import uncompiled
+from dpa.library.first_use import saying_what_takes_long
 from dpa.nn.family import is_of_family
 from dpa.packed.unet import PackedUnet
 from dpa.sampling import arguments, fused_loop, stepwise_loop
@@ -277,7 +278,8 @@ class DiffusionSampler:
         if self.parallel is not None:
             return self._sample_in_sweeps(call, packed)
         if packed is not None:
-            result, run = fused_loop.run(packed, self._graphs, call, capture=self.cuda_graph)
+            with saying_what_takes_long(device):
+                result, run = fused_loop.run(packed, self._graphs, call, capture=self.cuda_graph)
             kind = fused_loop.kind_of(given, batch_size, generator, way)
             repeats = run is not None and kind is not None and result.dtype == call.dtype
             placed = packed.weights.placement
