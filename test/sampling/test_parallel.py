@@ -137,7 +137,7 @@ def test_on_packed_weights(device, kind):
     for expected, got in zip(results[:4], results[4:], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-4)
     assert sampler.last_parallel.steps == _STEPS
-    assert len(sampler._sweeps) == (device.type == "cuda")
+    assert len(sampler._graphs) == (device.type == "cuda")
     with torch.no_grad():  # weights that changed are packed again
         unet.final_conv[1].bias.add_(1.0)
     generator = torch.Generator(device).manual_seed(3)
@@ -214,9 +214,10 @@ def test_on_a_gpu_three_launches_are_the_sweep(monkeypatch, kind, batch, times, 
         inputs["condition_data"] = new(1, times, actions)
         inputs["condition_mask"] = new(batch, times, actions) > 0.5
     predict = _Gaussian(scheduler.alphas_cumprod.cuda(), new(times, actions) / 2)
-    pair = [Sweeps(inputs, table, predict, dpa.Parallel(7, 1e-3)) for _ in range(2)]
+    given = (batch, times, actions), table, predict, dpa.Parallel(7, 1e-3)
+    pair = [Sweeps(*given, torch.zeros(4, device="cuda")) for _ in range(2)]
     for sweeps in pair:
-        sweeps.begin()
+        sweeps.begin(inputs)
     for _ in range(_STEPS):
         pair[0].sweep()
         with monkeypatch.context() as plain:
@@ -310,27 +311,80 @@ def test_the_graphs_are_bounded_and_results_do_not_alias():
     noise = [torch.randn(1 + i % 10, 8, 2, device="cuda") for i in range(20)]
     found = [sampler(noise=n) for n in noise]
     kept = [f.clone() for f in found]
-    assert len(sampler._sweeps) == sampler._sweeps.capacity == 8
+    assert len(sampler._graphs) == sampler._graphs.capacity == 8
     for n, before, copy in zip(noise, found, kept, strict=True):
         torch.testing.assert_close(sampler(noise=n), copy, rtol=0, atol=0)
         assert torch.equal(before, copy)
 
 
-def test_sweeps_that_found_no_memory_are_captured_later(cuda, monkeypatch):
-    from dpa.sampling import parallel
+@pytest.mark.parametrize("window", [1, 4, 7, 100])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_device_sweeps_on_as_the_host_does(cuda, window, batch):
+    """Captured, a loop of the graph's own; else the host asks: the same bits and sweeps."""
+    torch.manual_seed(3)
+    noise = torch.randn(2, batch, 8, 2, device=cuda)
+    for tolerance in (0.0, 1e-2, 10.0):
+        results = []
+        for captured in (False, True):
+            torch.manual_seed(4)
+            sampler = _fused(cuda)
+            sampler.cuda_graph, sampler.parallel = captured, dpa.Parallel(window, tolerance)
+            for one in (noise[0], noise[0], noise[1], noise[0]):
+                results.append((sampler(noise=one), sampler.last_parallel))
+            assert len(sampler._graphs) == captured
+        for (found, report), (expected, asked) in zip(results[4:], results[:4], strict=True):
+            assert torch.equal(found, expected)
+            steps = min(window, _STEPS)
+            assert report.residual == asked.residual and report.steps == asked.steps == _STEPS
+            assert -(-_STEPS // steps) <= report.sweeps <= asked.sweeps
+            assert report.evaluations == report.sweeps * steps
 
-    sampler, made = _fused("cuda"), parallel._CapturedSweeps
+
+def test_in_inference_mode_and_out_of_it(device):
+    """Memory that one call leaves serves the next, whichever mode either is in."""
+    torch.manual_seed(3)
+    sampler, noise = _fused(device), torch.randn(1, 8, 2, device=device)
+    with torch.inference_mode():
+        expected = sampler(noise=noise).clone()
+    for inside in (False, True, False):
+        with torch.inference_mode(inside):
+            assert torch.equal(sampler(noise=noise), expected)
+            assert sampler.last_parallel.steps == _STEPS
+    assert sampler(batch_size=0).shape == (0, 8, 2) and sampler.last_parallel.sweeps == 0
+
+
+def test_of_a_float64_network(device):
+    """On packed weights in float32, as the sequential loop."""
+    unet = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=16, down_dims=(32, 64))
+    unet, noise = (
+        unet.to(device, torch.float64).eval(),
+        torch.randn(2, 8, 2, device=device).double(),
+    )
+    scheduler = diffusers.DDIMScheduler(_STEPS)
+    results = []
+    for parallel in (None, dpa.Parallel(4, 0.0)):
+        options = {"horizon": 8, "fused": True, "parallel": parallel}
+        sampler = dpa.DiffusionSampler(unet, scheduler, _STEPS, torch.float32, **options)
+        results += [sampler(noise=noise) for _ in range(2)]
+        assert results[-1].dtype == torch.float64
+    torch.testing.assert_close(results[3], results[1], rtol=1e-3, atol=2e-4)
+
+
+def test_sweeps_that_found_no_memory_are_captured_later(cuda, monkeypatch):
+    from dpa.sampling import fused_loop
+
+    sampler, made = _fused("cuda"), fused_loop.LoopGraph
     noise = torch.randn(1, 8, 2, device="cuda")
 
     def full(*args):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(parallel, "_CapturedSweeps", full)
+    monkeypatch.setattr(fused_loop, "LoopGraph", full)
     with pytest.warns(UserWarning, match="no memory for a CUDA graph"):
         expected = sampler(noise=noise)
-    monkeypatch.setattr(parallel, "_CapturedSweeps", made)
+    monkeypatch.setattr(fused_loop, "LoopGraph", made)
     torch.testing.assert_close(sampler(noise=noise), expected, rtol=0, atol=0)
-    assert len(sampler._sweeps) == 1 and not sampler._sweeps.refused
+    assert len(sampler._graphs) == 1 and not sampler._graphs.refused
 
 
 def test_sweeps_that_cannot_be_captured_leave_nothing_behind(cuda, monkeypatch):
@@ -354,6 +408,6 @@ def test_sweeps_that_cannot_be_captured_leave_nothing_behind(cuda, monkeypatch):
         torch.testing.assert_close(sampler(noise=noise), expected, rtol=0, atol=0)
     for _ in range(2):  # without another warning
         torch.testing.assert_close(sampler(noise=noise), expected, rtol=0, atol=0)
-    assert len(sampler._sweeps.refused) == 1 and len(sampler._sweeps) == 0
+    assert len(sampler._graphs.refused) == 1 and len(sampler._graphs) == 0
     assert len(capture.FAILED) == failed + 1
     assert torch.randn(8, device=cuda).unique().numel() == 8

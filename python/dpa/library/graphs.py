@@ -14,10 +14,11 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from dpa.library.capture import capturing, collecting_later, leaving_failed
 from dpa.library.checks import first_line
@@ -29,10 +30,16 @@ _AUTO_FREE = 1  # cudaGraphInstantiateFlagAutoFreeOnLaunch, as PyTorch's graphs
 # Allocated before a capture, and freed: more than a loop of the published networks takes.
 _ROOM = 64 << 20
 
-# Captures of one device share a stream, since cuBLAS keeps a workspace for every stream.
-_streams: dict[int, tuple[torch.cuda.Stream, threading.Lock]] = {}
+# Captures of one device share a stream, since cuBLAS keeps a workspace for every stream, and so do
+# captures inside them.
+_streams: dict[tuple[int, bool], tuple[torch.cuda.Stream, threading.Lock]] = {}
+_threads = threading.local()  # whose captures take memory on any stream from their pool
 
 Pool = tuple[int, int]
+
+
+class NotRepeatedError(RuntimeError):
+    """A capture that cannot hold a loop of its own."""
 
 
 class Replayed(Protocol):
@@ -69,7 +76,7 @@ def captured(
                 graphs = [Graph(device, pool, differentiates) for _ in works]
                 results = [graph.record(work) for graph, work in zip(graphs, works, strict=True)]
                 return list(graphs), results
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, NotRepeatedError):
             raise
         except (RuntimeError, AttributeError):  # AttributeError: a PyTorch without these pools
             pass
@@ -82,6 +89,36 @@ def captured(
     return list(theirs), results
 
 
+def repeat(body: Callable[[], Any], position: Tensor, end: int, count: Tensor) -> None:
+    """Record ``body`` in the capture under way, to be repeated while ``position < end``.
+
+    The device decides, and the host need not know how often. Memory that ``body`` allocates is the
+    graph's, so the capture must be one of :func:`captured`.
+
+    Args:
+        body: called once; it launches kernels, and copies and fills on the device, and brings
+            ``position`` on.
+        position: int64, of one element.
+        end: where ``position`` ends.
+        count: float32, of one element, which grows by one each time.
+
+    Raises:
+        NotRepeatedError: there is no such capture, or CUDA cannot repeat what ``body`` launched.
+
+    """
+    if not getattr(_threads, "captures", False):
+        raise NotRepeatedError("what is repeated needs a capture with a pool for all streams")
+    outer = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    numbers = ctypes.c_void_p(position.data_ptr()), ctypes.c_int64(end)
+    with (
+        _borrowed(position.device, inside=True) as stream,
+        torch.cuda.stream(stream),
+        _recorded(body) as (graph, _),
+    ):
+        counted = ctypes.c_void_p(count.data_ptr())
+        _check(_runtime().dpa_capture_repeat(outer, graph, *numbers, counted), NotRepeatedError)
+
+
 class Graph:
     """What a capture recorded, to be replayed on the current stream."""
 
@@ -91,33 +128,27 @@ class Graph:
 
     def record(self, work: Callable[[], Any]) -> Any:
         """Capture what ``work`` launches on the current stream, and return what it returns."""
-        cuda, stream = _runtime(), torch.cuda.current_stream(self._device)
-        graph, raw = ctypes.c_void_p(), ctypes.c_void_p(stream.cuda_stream)
-        # Memory of this thread on any stream, or of any thread on this one, comes from the pool.
+        cuda, flags = _runtime(), ctypes.c_ulonglong(_AUTO_FREE)
+        with self._memory(), _recorded(work) as (graph, result):
+            launched = ctypes.byref(self._launched)
+            _check(cuda.cudaGraphInstantiateWithFlags(launched, graph, flags))
+            _at_end(self, cuda.cudaGraphExecDestroy, ctypes.c_void_p(self._launched.value))
+        return result
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        """Memory of this thread on any stream, or of any thread on this one, is the pool's."""
         if self._differentiates:
             torch._C._cuda_beginAllocateCurrentStreamToPool(self._device, self._pool)
         else:
             torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, self._pool)
         _at_end(self, torch._C._cuda_releasePool, self._device, self._pool)
+        _threads.captures = not self._differentiates
         try:
-            _check(cuda.cudaStreamBeginCapture(raw, _THREAD_LOCAL))
-            try:
-                result = work()
-            except BaseException:
-                cuda.cudaStreamEndCapture(raw, ctypes.byref(graph))
-                cuda.cudaGetLastError()  # a capture that was broken off
-                raise
-            _check(cuda.cudaStreamEndCapture(raw, ctypes.byref(graph)))
-            made = cuda.cudaGraphInstantiateWithFlags(
-                ctypes.byref(self._launched), graph, ctypes.c_ulonglong(_AUTO_FREE)
-            )
-            _check(made)
-            _at_end(self, cuda.cudaGraphExecDestroy, ctypes.c_void_p(self._launched.value))
+            yield
         finally:
+            _threads.captures = False
             torch._C._cuda_endAllocateToPool(self._device, self._pool)
-            if graph:
-                cuda.cudaGraphDestroy(graph)
-        return result
 
     def replay(self) -> None:
         """Launch it on the current stream of its device."""
@@ -194,23 +225,48 @@ class GraphCache:
 
 
 @contextmanager
+def _recorded(work: Callable[[], Any]) -> Iterator[tuple[ctypes.c_void_p, Any]]:
+    """Capture what ``work`` launches on the current stream; lend the graph, and what it returns."""
+    cuda, stream = _runtime(), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    graph = ctypes.c_void_p()
+    try:
+        _check(cuda.cudaStreamBeginCapture(stream, _THREAD_LOCAL))
+        try:
+            result = work()
+        except BaseException:
+            cuda.cudaStreamEndCapture(stream, ctypes.byref(graph))
+            cuda.cudaGetLastError()  # a capture that was broken off
+            raise
+        _check(cuda.cudaStreamEndCapture(stream, ctypes.byref(graph)))
+        yield graph, result
+    finally:
+        if graph:
+            cuda.cudaGraphDestroy(graph)
+
+
+@contextmanager
 def _beside(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Let what runs inside use a stream that is no thread's default, after the current one."""
     with torch.cuda.device(device):
         torch.cuda.empty_cache()  # a capture cannot take what the allocator holds unused
-        shared, lock = _streams.setdefault(
-            device.index, (torch.cuda.Stream(device), threading.Lock())
-        )
-        mine = stream is None and lock.acquire(blocking=False)
-        if stream is None:
-            stream = shared if mine else torch.cuda.Stream(device)
-        try:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+        with _borrowed(device) if stream is None else nullcontext(stream) as beside:
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
                 yield
-        finally:
-            if mine:
-                lock.release()
+
+
+@contextmanager
+def _borrowed(device: torch.device, inside: bool = False) -> Iterator[torch.cuda.Stream]:
+    """Lend the stream of the device's captures, or another where a thread has it."""
+    shared, lock = _streams.setdefault(
+        (device.index, inside), (torch.cuda.Stream(device), threading.Lock())
+    )
+    mine = lock.acquire(blocking=False)
+    try:
+        yield shared if mine else torch.cuda.Stream(device)
+    finally:
+        if mine:
+            lock.release()
 
 
 @functools.cache
@@ -221,10 +277,10 @@ def _runtime() -> Any:
     return found
 
 
-def _check(status: int) -> None:
+def _check(status: int, kind: type[RuntimeError] = RuntimeError) -> None:
     if status:
         _runtime().cudaGetLastError()
-        raise RuntimeError(f"CUDA error: {_runtime().cudaGetErrorString(status).decode()}")
+        raise kind(f"CUDA error: {_runtime().cudaGetErrorString(status).decode()}")
 
 
 def _at_end(owner: object, call: Callable[..., Any], *arguments: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,17 @@ NAMES = ("global_cond", "local_cond", "condition_data", "condition_mask", "noise
 _DEFAULT = 0  # the default stream's address
 Body = Callable[[Inputs], Tensor]
 Way = tuple[str, int]  # where given actions hold, and the step to begin at
+
+
+class Sweeping(Protocol):
+    """Makes the body of a loop that is sampled in parallel; a value that tells it from others."""
+
+    def __hash__(self) -> int: ...
+
+    def __call__(
+        self, network: PackedUnet, table: StepTable, shape: tuple[int, int, int], inputs: Inputs
+    ) -> Body:
+        """Return the body, for inputs of these names."""
 
 
 @dataclass(frozen=True)
@@ -105,29 +116,36 @@ def is_plain(packed: PackedUnet) -> bool:
 
 
 def run(
-    packed: PackedUnet, graphs: LoopGraphs, call: Call, capture: bool
+    packed: PackedUnet, graphs: LoopGraphs, call: Call, capture: bool, sweeps: Sweeping | None
 ) -> tuple[Tensor, Callable[[Given, Generators], Tensor] | None]:
     """Run the loop on packed weights, in a graph where ``capture`` allows it and one is possible.
 
     Beside the actions comes what runs further calls of this kind: all that they share is found and
-    checked. None on a GPU where they cannot be captured.
+    checked. None on a GPU where they cannot be captured. ``sweeps`` makes the body of a call that
+    samples in parallel.
     """
     table, shape, inputs = call.table, call.shape, expanded(call.given, call.shape)
     device, numbers = table.coefficients.device, call.numbers()
+
+    def make_body(film: bool) -> Body:
+        if sweeps is not None:
+            return sweeps(packed, table, shape, inputs)
+        return _body(packed, table, inputs, call.inpainting, film)
+
     if not (capture and can_capture(device)):
         with packed.lock:
             packed.follow()
-            body = _body(packed, table, inputs, call.inpainting, film=False)
+            body = make_body(film=False)
             result = body(inputs | {"random": numbers(call.generator)})
         on_cpu = device.type == "cpu"
         return result, functools.partial(_on_cpu, packed, numbers, body) if on_cpu else None
-    make_body = functools.partial(_body, packed, table, inputs, call.inpainting, film=True)
     soft = "condition_mask" in inputs and inputs["condition_mask"].dtype != torch.bool
-    kind = (shape, table, call.noise_dtype, frozenset(inputs), soft, call.inpainting)
+    kind = (shape, table, call.noise_dtype, frozenset(inputs), soft, call.inpainting, sweeps)
+    make = functools.partial(make_body, film=True)
 
     def again(given: Given, generator: Generators) -> Tensor:
-        inputs = expanded(given, shape)
-        return run_captured(packed, graphs, kind, numbers, make_body, inputs, generator)
+        given_now = expanded(given, shape)
+        return run_captured(packed, graphs, kind, numbers, make, given_now, generator)
 
     return again(call.given, call.generator), again
 
@@ -278,7 +296,7 @@ def _body(
     direct = timesteps.device.type == "cpu"
 
     def body(inputs: Inputs) -> Tensor:
-        floats, initial, random = _split(inputs, table)
+        floats, initial, random = split(inputs, table)
         noise = None if random is None or not len(random) else random
         arguments = (initial, timesteps, coefficients, table.clip)
         if not direct:
@@ -297,7 +315,7 @@ def _timesteps(packed: PackedUnet, timesteps: Tensor) -> Tensor:
     return timesteps if packed.network.film_apart else timesteps.float()
 
 
-def _split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | None]:
+def split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | None]:
     """Return the other inputs in float32, what the loop begins with, and the steps' noise."""
     floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
     random = floats.pop("random", None)
@@ -312,7 +330,7 @@ def _split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | N
 
 def _several_steps(packed: PackedUnet, table: StepTable, inpainting: str, inputs: Inputs) -> Tensor:
     """Run the loop step by step, each of them the packed network and a scheduler's step."""
-    floats, sample, random = _split(inputs, table)
+    floats, sample, random = split(inputs, table)
     predict = Window(packed, sample.is_cuda and len(sample) == 1)
     rows = predict.begin(floats, table.timesteps)
     return loop(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dpa.library.checks import require
-from dpa.library.graphs import GraphCache, captured
+from dpa.library.graphs import repeat
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.arguments import Inputs, check
-from dpa.sampling.fused_loop import Window
+from dpa.sampling.fused_loop import Body, Window, split
 from dpa.schedulers.tables import MultistepTable, Steps, StepTable
 
+Shape = tuple[int, int, int]
 _LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's
 
 
@@ -93,25 +92,31 @@ class Sweeps:
     a number on the device, so a sweep is the same kernels every time and can be captured.
 
     Args:
-        inputs: ``sample`` (B, T, Da), the noise to begin with; ``step_noise`` (S, B, T, Da), what
-            each step adds; ``condition_data`` and ``condition_mask`` (B, T, Da), inpainting; and
-            what ``predict`` reads. All but the first may be missing.
+        shape: (B, T, Da).
         table: the steps.
         predict: the network.
         options: window and tolerance.
+        numbers: (4,), float64, where each call leaves what it did (:func:`report_of`).
 
     Source: Shih et al., Parallel Sampling of Diffusion Models (arXiv 2305.16317), but for the
     slope, that of exponential integrators.
 
     """
 
-    def __init__(self, inputs: Inputs, table: StepTable, predict: Predict, options: Parallel):
-        sample = inputs["sample"]
-        self.inputs, self.predict, self.clip = inputs, predict, table.clip
-        self.steps, self.batch = len(table), sample.shape[0]
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        table: StepTable,
+        predict: Predict,
+        options: Parallel,
+        numbers: Tensor,
+    ):
+        self.predict, self.clip = predict, table.clip
+        self.steps, self.batch = len(table), shape[0]
         self.window, self.tolerance = min(options.window, self.steps), options.tolerance
         # Steps past the end keep a state as it is, so that a window may reach there.
         past = 2 * self.window
+        new = table.coefficients.new_zeros
         idle = table.coefficients.new_tensor([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
         self._coefficients = torch.cat([table.coefficients, idle.expand(past, 6)])
         self._timesteps = torch.cat([table.timesteps, table.timesteps[-1:].expand(past)])
@@ -122,53 +127,60 @@ class Sweeps:
         slope = r3 - r4 * r0 * inverse
         self._columns = torch.stack([r0, r1, inverse, slope], 1)[..., None, None, None]
         self._carried = _cumulative(slope)
-        self._ahead = torch.arange(past, device=sample.device)
-        self._states = sample.new_empty(self.steps + past + 1, *sample.shape)
+        self._ahead = torch.arange(past, device=idle.device)
+        self._states = new(self.steps + past + 1, *shape)
         self._still = torch.zeros_like(self._states[: self.window])
-        noise = inputs.get("step_noise")
-        self._noise = None if noise is None else noise.new_zeros(self.steps + past, *sample.shape)
-        self._mean = max(1, sample[0].numel()) ** -0.5 if self.batch else 1.0
-        self._position = torch.zeros((), dtype=torch.int64, device=sample.device)
-        self._residual = sample.new_zeros(())
-        self._conditioning = sample.new_empty(0)
+        self._noise = new(self.steps + past, *shape) if any(table.draws_noise) else None
+        self._mean = max(1, shape[1] * shape[2]) ** -0.5
+        self._position = torch.zeros((), dtype=torch.int64, device=idle.device)
+        self._numbers, self._did = numbers, new(4)
+        self._did[:2] = idle.new_tensor([self.steps, self.window])
+        self._sweeps, self._residual = self._did[2:].unbind()
+        self._conditioning, self._inputs = new(0), Inputs()
 
-    def begin(self) -> None:
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """Return the last state of the loop, a copy, (B, T, Da).
+
+        Args:
+            inputs: ``sample`` (B, T, Da), the noise to begin with; ``step_noise`` (S, B, T, Da),
+                what each step adds; ``condition_data`` and ``condition_mask`` (B, T, Da),
+                inpainting; and what ``predict`` reads. All but the first may be missing.
+
+        """
+        self.begin(inputs)
+        captured = self._states.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured and self.batch:
+            repeat(self.sweep, self._position, self.steps, self._sweeps)
+        elif self.batch:
+            self._sweep_on()
+        self._numbers.copy_(self._did)
+        return self._states[self.steps].clone()
+
+    def begin(self, inputs: Inputs) -> None:
         """Go back to the noise; the states after it begin as where a prediction of 0 leads to."""
+        self._inputs = inputs
         self._position.zero_()
-        self._residual.zero_()
-        self._conditioning = self.predict.begin(self.inputs, self._timesteps)
+        self._did[2:].zero_()
+        self._conditioning = self.predict.begin(inputs, self._timesteps)
         if self._noise is not None:
-            self._noise[: self.steps].copy_(self.inputs["step_noise"])
-        sample = self._apply_condition(self.inputs["sample"])
+            self._noise[: self.steps].copy_(inputs["step_noise"])
+        sample = self._apply_condition(inputs["sample"])
         self._states.copy_(sample.expand_as(self._states))
         rows = self._ahead[: self.window]
         gained = self._step(rows, self._still, self._still)
         gained[0] += self._columns[0, 3] * sample
         self._states[rows + 1] = self._follow(rows, gained)
 
-    def run(
-        self, begin: Callable[[], None] | None = None, sweep: Callable[[], None] | None = None
-    ) -> tuple[Tensor, ParallelReport]:
-        """Sweep until all states are found; the result is the last of them, not a copy.
-
-        Args:
-            begin: what to call instead of :meth:`begin`, such as its captured graph.
-            sweep: the same of :meth:`sweep`.
-
-        """
-        begin, sweep = begin or self.begin, sweep or self.sweep
-        begin()
-        position = sweeps = 0
+    def _sweep_on(self) -> None:
+        """Sweep until all states are found; the host asks now and then whether they are."""
+        position = 0
         while position < self.steps:
             # No sweep takes more than a window of steps: so many are needed at the least.
             needed = -(-(self.steps - position) // self.window)
             for _ in range(needed):
-                sweep()
-            sweeps += needed
+                self.sweep()
+            self._sweeps.add_(needed)
             position = int(self._position.item())
-        evaluations = sweeps * self.window
-        report = ParallelReport(self.steps, sweeps, evaluations, self._residual.item())
-        return self._states[self.steps], report
 
     def sweep(self) -> None:
         """Evaluate the window once, and move it on."""
@@ -180,7 +192,7 @@ class Sweeps:
         rows, size = self._position + self._ahead, self.window
         window, following = rows[:size], rows + 1
         before = self._states[window]
-        output = self.predict(self.inputs, before.flatten(0, 1), conditioning[window])
+        output = self.predict(self._inputs, before.flatten(0, 1), conditioning[window])
         output = output.view_as(before)
         r0, r1, inverse, slope = self._columns[rows].unbind(1)
         # The output that a state of 0 has in the steps ahead if the last x0 stays.
@@ -207,8 +219,8 @@ class Sweeps:
         samples, conditioning = torch.ops.dpa.parallel_window(
             self._states, self._conditioning, self._position, self.window
         )
-        output = self.predict(self.inputs, samples.flatten(0, 1), conditioning).view_as(samples)
-        data, mask = (self.inputs.get(f"condition_{name}") for name in ("data", "mask"))
+        output = self.predict(self._inputs, samples.flatten(0, 1), conditioning).view_as(samples)
+        data, mask = (self._inputs.get(f"condition_{name}") for name in ("data", "mask"))
         held = [None if x is None else x.expand_as(samples[0]) for x in (data, mask)]
         moved, options = (self._states, self._position, self._residual), (self.clip, self.tolerance)
         given = output, self._coefficients, self._noise, *held, self.steps
@@ -227,8 +239,8 @@ class Sweeps:
         return self._apply_condition((carried * gained.flatten(1)).sum(1).view_as(gained))
 
     def _apply_condition(self, states: Tensor) -> Tensor:
-        mask = self.inputs.get("condition_mask")
-        return states if mask is None else torch.where(mask, self.inputs["condition_data"], states)
+        mask = self._inputs.get("condition_mask")
+        return states if mask is None else torch.where(mask, self._inputs["condition_data"], states)
 
 
 def check_parallel(options: Parallel, table: Steps, device: torch.device) -> None:
@@ -248,58 +260,39 @@ def _cumulative(slope: Tensor) -> Tensor:
     return torch.where(after, slope[:, None], 1.0).cumprod(0).tril()
 
 
-class SweepGraphs(GraphCache):
-    """Captured sweeps."""
+@dataclass(frozen=True)
+class PackedSweeps:
+    """Makes the sweeps of a packed network, as the loop's other bodies are made.
 
-    def sample(
-        self,
-        options: Parallel,
-        table: StepTable,
-        inputs: Inputs,
-        network: PackedUnet | Predict,
-        capture: bool,
-    ) -> tuple[Tensor, ParallelReport]:
-        """Find the states of a loop in sweeps, captured where the network is packed."""
-        batch, device = len(inputs["sample"]), inputs["sample"].device
-        if batch == 0:
-            return inputs["sample"], ParallelReport(len(table), 0, 0, 0.0)
-        if not isinstance(network, PackedUnet):
-            return Sweeps(inputs, table, network, options).run()
-        network.follow()  # packed anew where weights changed
-        one, layers = device.type == "cuda" and batch == 1, None
+    Attributes:
+        options: window and tolerance.
+        numbers: as of :class:`Sweeps`.
+
+    """
+
+    options: Parallel
+    numbers: Tensor = field(compare=False)
+
+    def __call__(self, network: PackedUnet, table: StepTable, shape: Shape, inputs: Inputs) -> Body:
+        """Return what samples from inputs of such a kind."""
+        table = table.to(dtype=torch.float32)
+        one, layers = self.numbers.is_cuda and shape[0] == 1, None
         if one and "global_cond" in inputs:
-            states = inputs["sample"].expand(min(options.window, len(table)), -1, -1)
-            layers = network.in_layers(states)
-        window = Window(network, one, layers)
-        make = functools.partial(Sweeps, table=table, predict=window, options=options)
-        if not capture:
-            return make(inputs).run()
-        shapes = tuple((n, v.shape, v.dtype) for n, v in inputs.items())
-        key = shapes, table, network.generation, options  # of the memory that a graph reads
-        with self.lock, torch.cuda.device(device):
-            captured = self.find(key) or self.capture(
-                key, device, lambda: _CapturedSweeps(inputs, make)
-            )
-            return make(inputs).run() if captured is None else captured.run(inputs)
+            together = min(self.options.window, len(table)), *shape[1:]
+            layers = network.in_layers(table.coefficients.new_empty(together))
+        predict = Window(network, one, layers)
+        with torch.inference_mode(False):  # its memory serves calls inside and outside of that mode
+            sweeps = Sweeps(shape, table, predict, self.options, self.numbers)
+
+        def body(inputs: Inputs) -> Tensor:
+            floats, initial, random = split(inputs, table)
+            noise = {} if random is None else {"step_noise": random}
+            return sweeps(floats | {"sample": initial} | noise)
+
+        return body
 
 
-class _CapturedSweeps:
-    def __init__(self, inputs: Inputs, make: Callable[[Inputs], Sweeps]):
-        with torch.inference_mode(False), torch.no_grad():
-            self._inputs = {name: value.clone() for name, value in inputs.items()}
-            self._sweeps = make(self._inputs)
-            graphs = []
-            for work in (self._sweeps.begin, self._sweeps.sweep):
-                work()  # what kernels set up at their first launch is not captured
-                graphs += captured(inputs["sample"].device, work)[0]
-            self._begin, self._sweep = graphs
-        self._done = torch.cuda.Event()
-
-    def run(self, inputs: Inputs) -> tuple[Tensor, ParallelReport]:
-        torch.cuda.current_stream().wait_event(self._done)
-        for name, value in inputs.items():
-            self._inputs[name].copy_(value)
-        found, report = self._sweeps.run(self._begin.replay, self._sweep.replay)
-        found = found.clone()
-        self._done.record()
-        return found, report
+def report_of(numbers: Tensor) -> ParallelReport:
+    """Return what a call did, of the numbers that it left."""
+    steps, window, sweeps, residual = numbers.tolist()
+    return ParallelReport(int(steps), int(sweeps), int(sweeps * window), residual)

@@ -20,7 +20,14 @@ from dpa.sampling import arguments, fused_loop, stepwise_loop
 from dpa.sampling.arguments import Call, Given, Inputs, check
 from dpa.sampling.module_loops import ModuleLoops, Trace
 from dpa.sampling.packing import Packing
-from dpa.sampling.parallel import Parallel, ParallelReport, SweepGraphs, check_parallel
+from dpa.sampling.parallel import (
+    PackedSweeps,
+    Parallel,
+    ParallelReport,
+    Sweeps,
+    check_parallel,
+    report_of,
+)
 from dpa.sampling.rng import draw_normal
 from dpa.sampling.step_tables import Tables
 from dpa.sampling.traced import TracedNetwork
@@ -132,11 +139,12 @@ class DiffusionSampler:
         self.fused, self.fallback, self.cuda_graph = fused, fallback, cuda_graph
         self.weights, self.parallel = weights, parallel
         self.horizon, self.action_dim = horizon, action_dim
-        self.last_parallel: ParallelReport | None = None
         self.packed: PackedUnet | None = None
         # What the last call came to, for others of its kind: they need not find all of it again.
         self.prepared: fused_loop.Prepared | None = None
-        self._graphs, self._sweeps = fused_loop.LoopGraphs(), SweepGraphs()
+        self._graphs = fused_loop.LoopGraphs()
+        self._did: dict[torch.device, Tensor] = {}  # what the last parallel call on each left
+        self._last_did: Tensor | None = None
         self._loops, self._packing = ModuleLoops(), Packing()
         self._foreign: tuple[Any, bool] = (None, False)
         self._width: tuple[Any, int | None] = (None, None)
@@ -178,6 +186,11 @@ class DiffusionSampler:
     def untraced(self) -> tuple[str, str] | None:
         """How loops around a module run of which no trace stands, and why; None where one does."""
         return self._loops.exception
+
+    @property
+    def last_parallel(self) -> ParallelReport | None:
+        """What the last call that sampled in parallel did, once the device has; None before one."""
+        return None if self._last_did is None else report_of(self._last_did)
 
     def __call__(
         self,
@@ -275,36 +288,41 @@ class DiffusionSampler:
         loop = {"table": table, "shape": shape, "generator": generator, "inpainting": inpainting}
         call = Call(given, others, held, device, dtype, **dtypes, **loop)
         packed = self._packing.find(self, call)
-        if self.parallel is not None:
-            return self._sample_in_sweeps(call, packed)
+        sweeps = None if self.parallel is None else self._sweeps(self.parallel, call)
         if packed is not None:
+            run = functools.partial(fused_loop.run, packed, self._graphs, call)
             with saying_what_takes_long(device):
-                result, run = fused_loop.run(packed, self._graphs, call, capture=self.cuda_graph)
+                result, again = run(capture=self.cuda_graph, sweeps=sweeps)
             kind = fused_loop.kind_of(given, batch_size, generator, way)
-            repeats = run is not None and kind is not None and result.dtype == call.dtype
+            repeats = again is not None and kind is not None and result.dtype == call.dtype
             placed = packed.weights.placement
-            self.prepared = fused_loop.Prepared(kind, placed, packed, run) if repeats else None
+            self.prepared = fused_loop.Prepared(kind, placed, packed, again) if repeats else None
             return result.to(call.dtype)
+        if sweeps is not None:
+            return self._sample_in_sweeps(call, sweeps)
         return self._sample_captured(call) if self._is_captured(call) else self._step_by_step(call)
 
-    def _sample_in_sweeps(self, call: Call, packed: PackedUnet | None) -> Tensor:
-        """Sample in parallel."""
-        check_parallel(self.parallel, call.table, call.device)
-        layers = packed or self._layers(call)
-        inputs = call.conditions() if packed is not None else layers.cast(call.conditions())
-        inputs |= call.begin()
+    def _sweeps(self, parallel: Parallel, call: Call) -> PackedSweeps:
+        """Return how a call is sampled in parallel."""
+        check_parallel(parallel, call.table, call.device)
+        with torch.inference_mode(False):
+            new = torch.zeros(4, dtype=torch.float64, device=call.device)
+        self._last_did = self._did.setdefault(call.device, new)
+        return PackedSweeps(parallel, self._last_did)
+
+    def _sample_in_sweeps(self, call: Call, sweeps: PackedSweeps) -> Tensor:
+        """Sample in parallel with a network that is not packed."""
+        layers = self._layers(call)
+        inputs = layers.cast(call.conditions()) | call.begin()
         random = call.numbers()(call.generator).to(call.dtype)
         noise = inputs.pop("noise", None)
         if noise is None:
             noise, random = random[0], random[1:]
-        noise = noise.expand(random.shape[1:])
+        noise = noise.expand(call.shape)
         inputs["sample"] = call.table.begin(noise, inputs.pop("last_chunk", None))
         if len(random):
             inputs["step_noise"] = random
-        capture = self.cuda_graph and can_capture(call.device)
-        loop = self.parallel, call.table, inputs, layers, capture
-        found, self.last_parallel = self._sweeps.sample(*loop)
-        return found
+        return Sweeps(call.shape, call.table, layers, sweeps.options, sweeps.numbers)(inputs)
 
     def _sample_captured(self, call: Call) -> Tensor:
         """Run the loop around a module that dpa does not pack, as one graph."""
