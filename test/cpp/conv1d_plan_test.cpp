@@ -333,6 +333,29 @@ TEST(PlanAlone, TilesHaveAsManySamplesAndBlocksHelp) {
   EXPECT_GT(plan_normalised(wide, 24, 132).passes, 0);
 }
 
+// Of a tile's rows, cut into the blocks' shares, as moments cross from block to block.
+TEST(PlanNormalised, MomentsFindTheirPlaces) {
+  int most_parts = 0;
+  for (int time = 1; time <= kTileRows; ++time) {
+    for (int samples = 1; samples * time <= kTileRows; ++samples) {
+      for (const auto& [splits, tiles] : {std::pair{4, 1}, {4, 2}, {8, 1}}) {
+        const int all = samples * time, rows = static_cast<int>(ceil_div(all, splits));
+        if (tiles == 1 && rows % time == 0) continue;  // nothing crosses
+        int blocks = 0, seen = 0;
+        for (int begin = 0; begin < all; begin += time)
+          blocks = std::max(blocks, (begin + time - 1) / rows - begin / rows + 1);
+        for (int begin = 0; begin < all; begin += rows)
+          seen = std::max(seen, (std::min(begin + rows, all) - 1) / time - begin / time + 1);
+        EXPECT_LE(blocks, most_blocks(time, rows, splits));
+        const int groups = tiles == 2 ? 1 : std::min(16, kMaxMoments / samples);
+        most_parts = std::max(most_parts, seen * groups * tiles * most_blocks(time, rows, splits));
+      }
+    }
+  }
+  EXPECT_LE(most_parts, kMaxParts);
+  EXPECT_GT(most_parts * 2, kMaxParts);
+}
+
 TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
   int64_t exchanged = 0, narrower = 0;
   const std::pair<int, bool> contracted[] = {{640, false}, {64, false}, {640, true}, {64, true}};

@@ -23,6 +23,9 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// Every thread of the cluster has come here, and has what it read before; what it wrote may not be visible. An arrival
+// that releases waits for the thread's stores to global memory too.
+__device__ __forceinline__ void cluster_meet() { cluster_arrive_relaxed(), cluster_wait(); }
 // Arrives at a barrier of any block of the cluster. It says that what this thread's block barrier has collected has
 // been read or written in shared memory, before which no cache stands; for anything else it promises nothing. An
 // arrival that did would wait for the thread's stores to global memory.
@@ -44,10 +47,6 @@ __device__ __forceinline__ float4 load_peer(uint64_t there, bool wanted) {
                : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
                : "l"(there), "r"(static_cast<int>(wanted)));
   return value;
-}
-// Nothing that uses the value moves before this call.
-__device__ __forceinline__ void arrived(float4& value) {
-  asm volatile("" : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w));
 }
 __device__ __forceinline__ float load_peer_word(uint64_t there) {
   float value;

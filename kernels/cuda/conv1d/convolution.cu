@@ -84,7 +84,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   args.out_length = kDgrad ? conv.x_length : conv.y_length, args.outputs = kDgrad ? conv.x_channels : conv.y_channels;
   args.addends = addends, args.float_bias = addends.bias_dtype == DType::kFloat32;
   args.normalisation = normalisation, args.shortcut = shortcut;
-  args.shares = Shares(plan, normalisation.out ? normalisation.group : plan.column_step, shortcut.out != nullptr);
+  args.shares = Shares(plan, normalisation.out ? normalisation.group : plan.column_step);
   args.prefetched = prefetched, args.release = alone;
   args.x_chunks = x.more ? static_cast<int>(x.channels / step_channels) : plan.chunks;
   args.boxes = boxes, args.box_bytes = static_cast<uint32_t>(box_rows) * kRowBytes, args.box_stage = box_stage;

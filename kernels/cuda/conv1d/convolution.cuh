@@ -19,21 +19,25 @@ constexpr int kMostOwned = 32;  // rows of a block there
 struct Shares {
   int rows, of_warp;         // of a block; of a warp
   int width, groups, lanes;  // of a group: columns in a tile; how many groups; lanes of one
-  bool crosses;  // a sample or a group is not one block's alone, or the moments' barrier serves a shortcut too
-  Divisor by_times, by_samples, by_lanes, by_groups;
+  bool crosses;              // a sample or a group is not one block's alone
+  int tiles, parts;          // that share a group; most blocks that share a sample's group
+  Divisor by_times, by_samples, by_lanes, by_groups, by_rows;
 
   Shares() = default;
-  Shares(const ConvPlan& plan, int group, bool shortcut)
+  Shares(const ConvPlan& plan, int group)
       : rows((plan.tile_rows + plan.splits - 1) / plan.splits),
         of_warp((rows + kConsumerThreads / 32 - 1) / (kConsumerThreads / 32)),
         width(group < plan.column_step ? group : plan.column_step),
         groups(plan.column_step / width),
         lanes(width / 4),
-        crosses(plan.exchange > 1 || rows % plan.rows.time != 0 || shortcut),
+        crosses(plan.exchange > 1 || rows % plan.rows.time != 0),
+        tiles(plan.exchange > 1 ? plan.exchange : 1),
+        parts(tiles * most_blocks(plan.rows.time, rows, plan.splits)),
         by_times(plan.rows.time),
         by_samples(plan.rows.samples),
         by_lanes(lanes > 0 ? lanes : 1),
-        by_groups(groups) {}
+        by_groups(groups),
+        by_rows(rows) {}
 };
 
 struct ConvArgs {
@@ -66,11 +70,11 @@ constexpr int kMaxBoxes = 4, kMaxWeights = 9;
 constexpr int kFewWeights = 4;  // stages that come in the time of a wait
 
 // The barriers of the two circular buffers between the producer and the consumer warpgroups, boxes of A and weights,
-// and of sums that are sent.
+// and of what is sent.
 struct Pipelines {
   Pipeline<kMaxBoxes> boxes;
   Pipeline<kMaxWeights> weights;
-  uint64_t sums;  // those of the tile's other blocks are there
+  uint64_t sums, moments;  // those of the cluster's other blocks are there
 };
 
 template <int kColumns>

@@ -178,8 +178,8 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   }
   wgmma::wait<0>();
   if (args.release) trigger_dependent_launch();
-  ptx::sync_threads(1, kConsumerThreads);       // the tile takes the place of what the other warpgroup still read
-  if constexpr (kSplit) ptx::cluster_arrive();  // and so does what other blocks send
+  ptx::sync_threads(1, kConsumerThreads);  // the tile takes the place of what the other warpgroup still read
+  if constexpr (kSplit) ptx::cluster_arrive_relaxed();  // and so does what other blocks send
   if constexpr (kBySample)
     store_by_sample<kColumns>(args, tile, sums);
   else
@@ -210,6 +210,7 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     pipelines.boxes.init();
     pipelines.weights.init();
     cuda::ptx::mbarrier_init(&pipelines.sums, 1);
+    cuda::ptx::mbarrier_init(&pipelines.moments, 1);
     cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   __syncthreads();
@@ -218,9 +219,9 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
       Producer<T, kColumns, kMajorN, kShortcut>{maps, args, coord, work, ptx::shared_address(memory), pipelines}.run();
     __syncwarp();
     if constexpr (kSplit) {
-      ptx::cluster_sync();
-      if (kShortcut || (kPasses == kExchange && args.shares.crosses)) ptx::cluster_sync();
-      ptx::cluster_arrive_relaxed(), ptx::cluster_wait();
+      ptx::cluster_meet();
+      if constexpr (kShortcut) ptx::cluster_meet();
+      ptx::cluster_meet();
     }
   } else {
     grid_dependency_sync();
@@ -241,15 +242,15 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
       __syncwarp();  // a warp finishes its own rows
     }
     if constexpr (kPasses == kExchange)
-      normalise_rows<T, !kShortcut>(args, coord, sums, *reinterpret_cast<MomentTables*>(memory + (behind - first)),
-                                    barrier);
+      normalise_rows<T, kShortcut>(args, coord, sums, *reinterpret_cast<MomentTables*>(memory + (behind - first)),
+                                   barrier, ptx::shared_address(&pipelines.moments));
     else if constexpr (kPasses != 0)
       normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, sums, barrier);
     // Nobody leaves before all have received what it sent.
     const auto receive = [&](int phase) { ptx::barrier_wait(barrier, phase), ptx::cluster_arrive_relaxed(); };
     if constexpr (kShortcut) {
-      if constexpr (kSplit && kPasses != kExchange)
-        ptx::barrier_wait(barrier, 0), ptx::cluster_sync();  // all have received and read the first tile's
+      if constexpr (kSplit && kPasses != kExchange) ptx::barrier_wait(barrier, 0), ptx::cluster_arrive_relaxed();
+      if constexpr (kSplit) ptx::cluster_wait();  // all have received and read the first tile's
       const SharedSums<kColumns> of_shortcut(args, coord, second, first);
       if constexpr (kSplit) of_shortcut.send(args, coord, barrier), receive(1);
       const Addends& addends = args.shortcut.addends;

@@ -5,8 +5,8 @@
 //            so what another block finishes is sent in one copy
 //   warp     four of its block's rows, in registers from the sums to the output; a lane, four neighbouring columns
 //
-//   moments  of a warp's rows of a sample, group by group; then a team of threads, one a warp, joins those; then, where a
-//            sample or a group is not the block's alone, blocks read each other's
+//   moments  of a warp's rows of a sample, group by group; then a team of threads, one a warp, joins those and, where a
+//            sample or a group is not the block's alone, sends them to every block that has a part of it
 //
 // Moments are about the mean of what they are of, so nothing cancels, and are added in an order that the sizes determine.
 // A block waits for its own instructions here more than for memory: what the plan decides comes from the host, and
@@ -17,16 +17,11 @@
 
 namespace dpa::kernels::conv1d {
 
-// Of `count` values: their mean, and the sum of the squares of their distances from it.
-struct alignas(16) Moments {
-  float mean, squares, count, unused;
-};
-
-// Behind the tiles of sums.
+// Behind the tiles of sums. Moments are a mean, and the sum of the squares of the distances from it.
 struct MomentTables {
-  float2 runs[kMostOwned][16];     // mean and squares of a warp's rows of a sample, at the first of them
-  Moments block[kMaxMoments];      // sample by group
-  float2 statistics[kMaxMoments];  // mean and 1 / standard deviation
+  float2 runs[kMostOwned][16];     // of a warp's rows of a sample, at the first of them
+  float2 parts[kMaxParts];         // the block's samples by groups by the blocks that have a part
+  float2 statistics[kMaxMoments];  // the tile's samples by groups: mean and 1 / standard deviation
 };
 
 static_assert(2 * ConvShape<128>::kTile * 4 + sizeof(MomentTables) +
@@ -122,10 +117,20 @@ __device__ __forceinline__ void warp_moments(const Shares& e, const OwnedRows& r
   }
 }
 
+// The blocks that have a part of a sample of the tile, and of each of its groups: `count` from rank `first` on, in every
+// one of the tiles that share it.
+struct Sharers {
+  int first, count;
+  __device__ __forceinline__ Sharers(const Shares& e, int sample, int times)
+      : first(e.by_rows(sample * times)), count(e.by_rows(sample * times + times - 1) - first + 1) {}
+};
+
 // The moments of each sample's rows that the block has, a team of eight threads each, a thread a warp's: sums about the
-// first one's mean. Where they do not cross, its statistics.
-__device__ __forceinline__ void block_moments(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables) {
+// first one's mean. Where they cross, a thread sends them to a sharer each; else they are the statistics.
+__device__ __forceinline__ void block_moments(const ConvArgs& args, const TileCoord& coord, const OwnedRows& rows,
+                                              MomentTables& tables, uint32_t barrier) {
   constexpr int kTeam = kConsumerThreads / 32;
+  static_assert(kTeam >= kMaxSplits, "a thread a sharer");
   const Shares& e = args.shares;
   const int times = args.plan.rows.time, sample0 = e.by_times(rows.begin), warp = threadIdx.x % kTeam;
   const int pairs = rows.owned > 0 ? (e.by_times(rows.begin + rows.owned - 1) - sample0 + 1) * e.groups : 0;
@@ -146,48 +151,76 @@ __device__ __forceinline__ void block_moments(const ConvArgs& args, const OwnedR
     for (int offset = 1; offset < kTeam; offset *= 2)
 #pragma unroll
       for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (warp != 0) continue;
     const float all = static_cast<float>(end - begin), width = static_cast<float>(e.width), mean = sums[0] / all;
     const float squares = sums[2] + width * fmaxf(sums[1] - sums[0] * mean, 0.f);
-    const int at = sample * e.groups + group;
-    if (e.crosses)
-      tables.block[at] = {pivot + mean, squares, all * width, 0.f};
-    else
-      tables.statistics[at] =
-          make_float2(pivot + mean, rsqrtf(squares / (all * width) + static_cast<float>(args.normalisation.eps)));
+    if (!e.crosses) {
+      if (warp == 0)
+        tables.statistics[sample * e.groups + group] =
+            make_float2(pivot + mean, rsqrtf(squares / (all * width) + static_cast<float>(args.normalisation.eps)));
+      continue;
+    }
+    const Sharers to(e, sample, times);
+    if (base + static_cast<int>(threadIdx.x) / kTeam >= pairs || warp >= to.count * e.tiles) continue;
+    const int tile = warp >= to.count, rank = to.first + warp - tile * to.count;
+    const int their_pair = (sample - e.by_times(rank * e.rows)) * e.groups + group;
+    const int part = (coord.first_peer > 0 ? to.count : 0) + coord.rank - to.first,
+              peer = tile * args.plan.splits + rank;
+    ptx::send_cluster_8(ptx::cluster_address(ptx::shared_address(&tables.parts[their_pair * e.parts + part]), peer),
+                        make_uint2(__float_as_uint(pivot + mean), __float_as_uint(squares)),
+                        ptx::cluster_address(barrier, peer));
   }
 }
 
-// Mean and standard deviation of the samples and groups of the block, from the moments of the cluster's blocks.
-__device__ __forceinline__ void cluster_statistics(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables) {
+// Bytes of moments that come to the block.
+__device__ __forceinline__ int moments_to_come(const ConvArgs& args, const OwnedRows& rows) {
   const Shares& e = args.shares;
-  const int pair = e.by_times(rows.begin) * e.groups + threadIdx.x, peers = args.plan.splits * args.plan.exchange;
-  if (rows.owned == 0 || pair >= (e.by_times(rows.begin + rows.owned - 1) + 1) * e.groups) return;
-  const uint32_t own = ptx::shared_address(&tables.block[pair]);
-  float4 of[kMaxSplits];
+  const int times = args.plan.rows.time, end = rows.begin + rows.owned;
+  int blocks = 0;
+#pragma unroll 1
+  for (int sample = e.by_times(rows.begin); rows.owned > 0 && sample * times < end; ++sample)
+    blocks += Sharers(e, sample, times).count;
+  return blocks * e.tiles * e.groups * int{sizeof(float2)};
+}
+
+// Mean and standard deviation of a sample's group that the block has a part of, a thread each, from all parts.
+__device__ __forceinline__ void cluster_statistics(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables,
+                                                   uint32_t barrier) {
+  const Shares& e = args.shares;
+  const int times = args.plan.rows.time, sample0 = e.by_times(rows.begin), above = e.by_groups(threadIdx.x);
+  const int sample = sample0 + above;
+  if (rows.owned == 0 || sample * times >= rows.begin + rows.owned) return;
+  const Sharers from(e, sample, times);
+  const float2* const parts = tables.parts + threadIdx.x * e.parts;
+  ptx::barrier_wait(barrier, 0);
+  float2 of[kMaxSplits];
+  float counts[kMaxSplits], count = 0, mean = 0, squares = 0;
 #pragma unroll
   for (int p = 0; p < kMaxSplits; ++p) {
-    of[p] = ptx::load_peer(ptx::peer_address(own, min(p, peers - 1)), p < peers);
+    const bool there = p < from.count * e.tiles;
+    const int rank = from.first + (p >= from.count ? p - from.count : p);
+    of[p] = there ? parts[p] : float2{};
+    const int rows_of = min((sample + 1) * times, (rank + 1) * e.rows) - max(sample * times, rank * e.rows);
+    counts[p] = there ? static_cast<float>(rows_of * e.width) : 0.f;
   }
-  float count = 0, mean = 0, squares = 0;
 #pragma unroll
-  for (int p = 0; p < kMaxSplits; ++p) ptx::arrived(of[p]), count += of[p].z, mean += of[p].z * of[p].x;
+  for (int p = 0; p < kMaxSplits; ++p) count += counts[p], mean += counts[p] * of[p].x;
   mean /= count;
 #pragma unroll
-  for (int p = 0; p < kMaxSplits; ++p) squares += of[p].y + of[p].z * (of[p].x - mean) * (of[p].x - mean);
-  tables.statistics[pair] = make_float2(mean, rsqrtf(squares / count + static_cast<float>(args.normalisation.eps)));
+  for (int p = 0; p < kMaxSplits; ++p) squares += of[p].y + counts[p] * (of[p].x - mean) * (of[p].x - mean);
+  tables.statistics[sample * e.groups + threadIdx.x - above * e.groups] =
+      make_float2(mean, rsqrtf(squares / count + static_cast<float>(args.normalisation.eps)));
 }
 
-// The whole of it, by the consumer threads; sums are on their way. Where moments cross, the cluster's blocks meet once.
-// kLeaves: the warp arrives at the cluster's last barrier.
-template <class T, bool kLeaves>
+// The whole of it, by the consumer threads; sums are on their way. The warp arrives at the cluster's next barrier once it
+// has read what others sent: with a shortcut, all that they sent of this tile's sums; else the moments too.
+template <class T, bool kShortcut>
 __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord,
                                                const SharedSums<128>& shared, MomentTables& tables,
-                                               uint32_t sums_barrier) {
+                                               uint32_t sums_barrier, uint32_t moments_barrier) {
   const Normalisation& norm = args.normalisation;
   const Shares& e = args.shares;
   const OwnedRows rows(args, coord);
-  if (e.crosses && threadIdx.x < args.plan.rows.samples * e.groups) tables.block[threadIdx.x] = {};  // others' samples
+  if (e.crosses && threadIdx.x == 0) ptx::barrier_expect(moments_barrier, moments_to_come(args, rows));
   const int column = threadIdx.x % 32 * 4, n = coord.first_column + column;
   const int row = coord.first_sample * args.plan.rows.time + rows.begin + rows.first;  // of the output
   const int64_t at = row * args.outputs + n, left = args.batch * args.plan.rows.time - row;
@@ -206,19 +239,16 @@ __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileC
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float raw[4] = {x[i].x + conv_bias.x, x[i].y + conv_bias.y, x[i].z + conv_bias.z, x[i].w + conv_bias.w};
-    if (args.out && i < count) store_four<T>(args.out, at + i * args.outputs, raw);
     x[i] = make_float4(widen(narrow<T>(raw[0])), widen(narrow<T>(raw[1])), widen(narrow<T>(raw[2])),
                        widen(narrow<T>(raw[3])));
   }
   warp_moments(e, rows, x, mine, tables);
   ptx::sync_threads(1, kConsumerThreads);
-  block_moments(args, rows, tables);
-  if (e.crosses) {
-    ptx::cluster_sync();
-    cluster_statistics(args, rows, tables);
-  }
+  if (kShortcut) ptx::cluster_arrive_relaxed();
+  block_moments(args, coord, rows, tables, moments_barrier);
+  if (e.crosses) cluster_statistics(args, rows, tables, moments_barrier);
   ptx::sync_threads(1, kConsumerThreads);
-  if (kLeaves) ptx::cluster_arrive_relaxed();  // it has read what others had, and received what they sent
+  if (!kShortcut) ptx::cluster_arrive_relaxed();
   const bool is_float = norm.parameter_dtype == DType::kFloat32;
   const float4 weight = needs.weight.template values<T>(norm.weight, is_float, 1.f);
   const float4 bias = needs.bias.template values<T>(norm.bias, is_float, 0.f);
@@ -232,6 +262,7 @@ __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileC
     const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, times[4] = {scale.x, scale.y, scale.z, scale.w};
     const float plus[4] = {shift.x, shift.y, shift.z, shift.w};
     const float before[4] = {residual.x, residual.y, residual.z, residual.w};
+    if (args.out) store_four<T>(args.out, at + i * args.outputs, values);
     float out[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {

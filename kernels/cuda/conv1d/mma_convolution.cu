@@ -67,7 +67,7 @@ ConvArgs epilogue_args(const MmaPlan& plan, const MmaArgs& args, const Addends& 
   to.plan = plan.conv, to.batch = args.batch, to.out_length = args.out_length, to.outputs = args.outputs;
   to.addends = addends, to.float_bias = addends.bias_dtype == DType::kFloat32, to.out = out;
   to.normalisation = normalisation;
-  to.shares = Shares(plan.conv, normalisation.out ? normalisation.group : plan.conv.column_step, /*shortcut=*/false);
+  to.shares = Shares(plan.conv, normalisation.out ? normalisation.group : plan.conv.column_step);
   return to;
 }
 

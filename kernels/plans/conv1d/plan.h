@@ -66,6 +66,12 @@ bool normalises(const Conv1d& conv, const ConvPlan& plan, int64_t group);
 // of moments within a cluster, where its tiles hold whole groups of whole samples; else as it is.
 ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors);
 constexpr int kMaxMoments = 256;  // samples by groups of a tile whose moments are exchanged
+constexpr int kMaxParts = 192;    // that a block receives of them: its samples by groups by the blocks that share one
+// Blocks of `rows` neighbouring rows each that the `time` rows of a sample may lie in, of `splits` blocks.
+constexpr int most_blocks(int time, int rows, int splits) {
+  const int most = time == 1 ? 1 : (time - 2) / rows + 2;
+  return most < splits ? most : splits;
+}
 
 struct WgradPlan {
   RowTiles rows;   // pieces of at most kChunk rows; in float32 of kTf32Times times of kTf32Samples samples
