@@ -12,7 +12,7 @@
 //           consecutive shares of the boxes, and each stores an equal share of rows
 // block     a producer warp issues loads, two consumer warpgroups multiply 64 rows x kColumns each, accumulators in
 //           registers. A warpgroup skips terms that read nothing but padding in its rows
-// epilogue  accumulators go to shared memory; epilogue.cuh adds those of the cluster's blocks and stores them,
+// epilogue  accumulators go to shared memory, the producer warp sends them; epilogue.cuh adds the cluster's and stores them,
 //           epilogue_norm.cuh and epilogue_exchange.cuh store what a normalisation makes of them
 //
 // A shortcut is one more step a box, a weight of one tap, whose accumulators are a tile of their own without a
@@ -188,7 +188,8 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
     store_sums<kColumns, Shape::kStride>(tile + Shape::kTile, shortcut_sums, [](int j) { return 8 * j; });
 }
 
-constexpr int kExchange = -1;  // the passes of a normalisation whose moments a cluster's blocks exchange
+constexpr int kSumsWritten = 2;  // a barrier of the block, at which the producer warp waits for what it sends
+constexpr int kExchange = -1;    // the passes of a normalisation whose moments a cluster's blocks exchange
 
 // kMajorN: whether rows of weights run along N. kPasses: of the normalisation, kExchange, or 0 without one. kSplit:
 // the cluster has several blocks; then each has a multiprocessor, as far as the plan goes, and may use all of its
@@ -214,49 +215,50 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   __syncthreads();
+  const uint32_t first = ptx::shared_address(tile), second = first + Shape::kTile * 4,
+                 behind = kShortcut ? second + Shape::kTile * 4 : second,
+                 barrier = ptx::shared_address(&pipelines.sums);
+  const SharedSums<kColumns> sums(args, coord, first, behind + (kPasses == kExchange ? sizeof(MomentTables) : 0)),
+      of_shortcut(args, coord, second, first);
   if (threadIdx.x >= kConsumerThreads) {
     if (threadIdx.x == kConsumerThreads)
       Producer<T, kColumns, kMajorN, kShortcut>{maps, args, coord, work, ptx::shared_address(memory), pipelines}.run();
     __syncwarp();
     if constexpr (kSplit) {
-      ptx::cluster_meet();
-      if constexpr (kShortcut) ptx::cluster_meet();
+      ptx::cluster_arrive_relaxed();
+      ptx::sync_threads(kSumsWritten, kThreads);
+      ptx::cluster_wait();
+      sums.send(args, coord, barrier);
+      if constexpr (kShortcut) ptx::cluster_meet(), of_shortcut.send(args, coord, barrier);
+      __syncwarp();
       ptx::cluster_meet();
     }
   } else {
     grid_dependency_sync();
     consume_tiles<T, kColumns, kMajorN, kShortcut, kSplit, kSplit && kPasses != 0>(ptx::shared_address(memory),
                                                                                    pipelines, args, work, tile);
-    const uint32_t first = ptx::shared_address(tile), second = first + Shape::kTile * 4,
-                   behind = kShortcut ? second + Shape::kTile * 4 : second,
-                   barrier = ptx::shared_address(&pipelines.sums);
-    const SharedSums<kColumns> sums(args, coord, first, behind + (kPasses == kExchange ? sizeof(MomentTables) : 0));
     if constexpr (kSplit) {
       cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tiles
-      ptx::cluster_wait();
-      ptx::sync_threads(1, kConsumerThreads);
-      sums.send(args, coord, barrier);
+      ptx::arrive_threads(kSumsWritten, kThreads);
     } else if constexpr (kPasses != 0) {
       ptx::sync_threads(1, kConsumerThreads);
     } else {
       __syncwarp();  // a warp finishes its own rows
     }
+    // Of a tile and from all others; nobody leaves before all have received what it sent.
+    const auto received = [&](int phase) {
+      ptx::barrier_wait(barrier, phase), ptx::cluster_wait(), ptx::cluster_arrive_relaxed();
+    };
     if constexpr (kPasses == kExchange)
       normalise_rows<T, kShortcut>(args, coord, sums, *reinterpret_cast<MomentTables*>(memory + (behind - first)),
                                    barrier, ptx::shared_address(&pipelines.moments));
     else if constexpr (kPasses != 0)
       normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, sums, barrier);
-    // Nobody leaves before all have received what it sent.
-    const auto receive = [&](int phase) { ptx::barrier_wait(barrier, phase), ptx::cluster_arrive_relaxed(); };
+    if constexpr (kSplit && kPasses != kExchange) received(0);
     if constexpr (kShortcut) {
-      if constexpr (kSplit && kPasses != kExchange) ptx::barrier_wait(barrier, 0), ptx::cluster_arrive_relaxed();
-      if constexpr (kSplit) ptx::cluster_wait();  // all have received and read the first tile's
-      const SharedSums<kColumns> of_shortcut(args, coord, second, first);
-      if constexpr (kSplit) of_shortcut.send(args, coord, barrier), receive(1);
+      if constexpr (kSplit) received(1);
       const Addends& addends = args.shortcut.addends;
       store_rows<T, kColumns>(args, {addends.bias, addends.residual, args.shortcut.out}, coord, of_shortcut);
-    } else if constexpr (kSplit && kPasses != kExchange) {
-      receive(0);
     }
     if constexpr (kPasses == 0)
       store_rows<T, kColumns>(args, {args.addends.bias, args.addends.residual, args.out}, coord, sums);

@@ -43,12 +43,12 @@ struct SharedSums {
   // tile: address of the sums; others: of a place for those of as many rows as other blocks' shares have.
   __device__ __forceinline__ SharedSums(const ConvArgs& args, const TileCoord& coord, uint32_t tile, uint32_t others)
       : own(tile + coord.rank * args.shares.rows * kRow), others(others), bytes(args.shares.rows * kRow) {}
-  // Before: the tile is written, fenced for copies and synchronised in the block; every block has left its stages. The
-  // barrier counts the bytes that come.
+  // A warp calls it. Before: the tile is written, fenced for copies, and this warp has synchronised with who wrote it; every
+  // block has left its stages. The barrier counts the bytes that come, and says that the block's own sums are there too.
   __device__ __forceinline__ void send(const ConvArgs& args, const TileCoord& coord, uint32_t barrier) const {
-    const int splits = args.plan.splits, share = args.shares.rows, distance = static_cast<int>(threadIdx.x) + 1;
+    const int splits = args.plan.splits, share = args.shares.rows, lane = threadIdx.x % 32, distance = lane + 1;
     const auto rows_of = [&](int rank) { return max(0, min(share, args.plan.tile_rows - rank * share)); };
-    if (threadIdx.x == 0) ptx::barrier_expect(barrier, (splits - 1) * rows_of(coord.rank) * kRow);
+    if (lane == 0) ptx::barrier_expect(barrier, (splits - 1) * rows_of(coord.rank) * kRow);
     if (distance >= splits) return;
     const int to = coord.rank - distance + (coord.rank < distance ? splits : 0), rank = coord.first_peer + to;
     if (rows_of(to) == 0) return;

@@ -229,6 +229,7 @@ __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileC
   const RowNeeds<T> needs(args, coord, rows, at, n, count);
   const LaneGroup mine(e);
   ptx::barrier_wait(sums_barrier, 0);
+  ptx::cluster_wait();
   float4 x[4];
   uint32_t places[4];
 #pragma unroll
