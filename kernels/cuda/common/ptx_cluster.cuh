@@ -23,8 +23,8 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// Every thread of the cluster has come here, and has what it read before; what it wrote may not be visible. An arrival
-// that releases waits for the thread's stores to global memory too.
+// Every thread of the cluster has come here, with reads behind it whose values it has used; what it wrote may not be
+// visible. An arrival that releases would wait for the thread's stores to global memory too.
 __device__ __forceinline__ void cluster_meet() { cluster_arrive_relaxed(), cluster_wait(); }
 // Arrives at a barrier of any block of the cluster. It says that what this thread's block barrier has collected has
 // been read or written in shared memory, before which no cache stands; for anything else it promises nothing. An
@@ -40,12 +40,11 @@ __device__ __forceinline__ uint64_t peer_address(uint32_t address, uint32_t rank
       : "r"(address), "r"(rank));
   return there;
 }
-// Zeros unless `wanted`.
-__device__ __forceinline__ float4 load_peer(uint64_t there, bool wanted) {
-  float4 value = {};
-  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n@wanted ld.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
-               : "l"(there), "r"(static_cast<int>(wanted)));
+__device__ __forceinline__ float4 load_peer(uint64_t there) {
+  float4 value;
+  asm volatile("ld.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(there));
   return value;
 }
 __device__ __forceinline__ float load_peer_word(uint64_t there) {

@@ -21,6 +21,7 @@ struct Shares {
   int width, groups, lanes;  // of a group: columns in a tile; how many groups; lanes of one
   bool crosses;              // a sample or a group is not one block's alone
   int tiles, parts;          // that share a group; most blocks that share a sample's group
+  float over;                // one by the values of a sample's group
   Divisor by_times, by_samples, by_lanes, by_groups, by_rows;
 
   Shares() = default;
@@ -33,6 +34,7 @@ struct Shares {
         crosses(plan.exchange > 1 || rows % plan.rows.time != 0),
         tiles(plan.exchange > 1 ? plan.exchange : 1),
         parts(tiles * most_blocks(plan.rows.time, rows, plan.splits)),
+        over(1.0f / static_cast<float>(plan.rows.time * width * tiles)),
         by_times(plan.rows.time),
         by_samples(plan.rows.samples),
         by_lanes(lanes > 0 ? lanes : 1),
@@ -74,7 +76,7 @@ constexpr int kFewWeights = 4;  // stages that come in the time of a wait
 struct Pipelines {
   Pipeline<kMaxBoxes> boxes;
   Pipeline<kMaxWeights> weights;
-  uint64_t sums, moments;  // those of the cluster's other blocks are there
+  uint64_t sums, moments;  // the block's own sums and those of the cluster's others are there; all moments are
 };
 
 template <int kColumns>
@@ -120,6 +122,12 @@ __device__ __forceinline__ float4 widen_four(FourBits<T> bits) {
   return make_float4(widen(four.data[0]), widen(four.data[1]), widen(four.data[2]), widen(four.data[3]));
 }
 
+// The compiler converts what was loaded behind this call, not behind the load, where it would wait for it.
+__device__ __forceinline__ void converted_from_here(uint2& bits) { asm volatile("" : "+r"(bits.x), "+r"(bits.y)); }
+__device__ __forceinline__ void converted_from_here(uint4& bits) {
+  asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
+}
+
 // Four neighbouring elements of a tensor that may be null, as loaded. Nothing waits for them before `values`, so that
 // many loads can be in flight.
 template <class T>
@@ -129,7 +137,9 @@ struct Bits {
     if (tensor) bits = *reinterpret_cast<const FourBits<T>*>(static_cast<const T*>(tensor) + n);
   }
   __device__ __forceinline__ float4 values(const void* tensor, float otherwise) const {
-    return tensor ? widen_four<T>(bits) : make_float4(otherwise, otherwise, otherwise, otherwise);
+    FourBits<T> loaded = bits;
+    converted_from_here(loaded);
+    return tensor ? widen_four<T>(loaded) : make_float4(otherwise, otherwise, otherwise, otherwise);
   }
 };
 // The same of float32, if `is_float`, or T.
@@ -155,12 +165,18 @@ struct ParameterBits {
   }
 };
 
+// Rounded to T, as they move.
+template <class T>
+__device__ __forceinline__ FourBits<T> narrow_four(const float (&x)[4]) {
+  if constexpr (sizeof(T) == 4)
+    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+  else
+    return make_uint2(pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]));
+}
+
 template <class T>
 __device__ __forceinline__ void store_four(void* values, int64_t n, const float (&x)[4]) {
-  Vector<T, 4> four;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) four.data[e] = narrow<T>(x[e]);
-  *reinterpret_cast<Vector<T, 4>*>(static_cast<T*>(values) + n) = four;
+  *reinterpret_cast<FourBits<T>*>(static_cast<T*>(values) + n) = narrow_four<T>(x);
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -197,6 +197,7 @@ constexpr int kExchange = -1;    // the passes of a normalisation whose moments 
 template <class T, int kColumns, bool kMajorN, int kPasses, bool kSplit, bool kShortcut>
 __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<kColumns>::kBlocks)
     conv_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ ConvArgs args) {
+  static_assert(!kShortcut || kPasses != 0, "a shortcut's sums replace those of a tile that is finished by then");
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
   using Shape = ConvShape<kColumns>;
   // Alone in the block's shared memory, it begins where that does, at a multiple of 1024.
@@ -217,7 +218,8 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
   __syncthreads();
   const uint32_t first = ptx::shared_address(tile), second = first + Shape::kTile * 4,
                  behind = kShortcut ? second + Shape::kTile * 4 : second,
-                 barrier = ptx::shared_address(&pipelines.sums);
+                 barrier = ptx::shared_address(&pipelines.sums),
+                 moments_barrier = ptx::shared_address(&pipelines.moments);
   const SharedSums<kColumns> sums(args, coord, first, behind + (kPasses == kExchange ? sizeof(MomentTables) : 0)),
       of_shortcut(args, coord, second, first);
   if (threadIdx.x >= kConsumerThreads) {
@@ -226,15 +228,24 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     __syncwarp();
     if constexpr (kSplit) {
       ptx::cluster_arrive_relaxed();
+      if (kPasses == kExchange && args.shares.crosses && threadIdx.x == kConsumerThreads)
+        ptx::barrier_expect(moments_barrier, moments_to_come(args, coord));
+      __syncwarp();
       ptx::sync_threads(kSumsWritten, kThreads);
       ptx::cluster_wait();
       sums.send(args, coord, barrier);
       if constexpr (kShortcut) ptx::cluster_meet(), of_shortcut.send(args, coord, barrier);
-      __syncwarp();
       ptx::cluster_meet();
     }
   } else {
     grid_dependency_sync();
+    // Loads of what rows need beside sums come before those, but for a shortcut, whose sums take the registers.
+    [[maybe_unused]] const auto early = [&] {
+      if constexpr (kPasses == kExchange && !kShortcut)
+        return LaneRows<T>(args, coord);
+      else
+        return 0;
+    }();
     consume_tiles<T, kColumns, kMajorN, kShortcut, kSplit, kSplit && kPasses != 0>(ptx::shared_address(memory),
                                                                                    pipelines, args, work, tile);
     if constexpr (kSplit) {
@@ -245,15 +256,19 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     } else {
       __syncwarp();  // a warp finishes its own rows
     }
-    // Of a tile and from all others; nobody leaves before all have received what it sent.
+    // A tile's sums are here, and all blocks have come so far; nobody leaves before all have received what it sent.
     const auto received = [&](int phase) {
       ptx::barrier_wait(barrier, phase), ptx::cluster_wait(), ptx::cluster_arrive_relaxed();
     };
-    if constexpr (kPasses == kExchange)
-      normalise_rows<T, kShortcut>(args, coord, sums, *reinterpret_cast<MomentTables*>(memory + (behind - first)),
-                                   barrier, ptx::shared_address(&pipelines.moments));
-    else if constexpr (kPasses != 0)
+    if constexpr (kPasses == kExchange) {
+      auto& tables = *reinterpret_cast<MomentTables*>(memory + (behind - first));
+      if constexpr (kShortcut)
+        normalise_rows<T, true>(args, coord, LaneRows<T>(args, coord), sums, tables, barrier, moments_barrier);
+      else
+        normalise_rows<T, false>(args, coord, early, sums, tables, barrier, moments_barrier);
+    } else if constexpr (kPasses != 0) {
       normalise_groups<T, kColumns, kPasses, kSplit>(args, coord, sums, barrier);
+    }
     if constexpr (kSplit && kPasses != kExchange) received(0);
     if constexpr (kShortcut) {
       if constexpr (kSplit) received(1);

@@ -43,18 +43,18 @@ struct SharedSums {
   // tile: address of the sums; others: of a place for those of as many rows as other blocks' shares have.
   __device__ __forceinline__ SharedSums(const ConvArgs& args, const TileCoord& coord, uint32_t tile, uint32_t others)
       : own(tile + coord.rank * args.shares.rows * kRow), others(others), bytes(args.shares.rows * kRow) {}
-  // A warp calls it. Before: the tile is written, fenced for copies, and this warp has synchronised with who wrote it; every
-  // block has left its stages. The barrier counts the bytes that come, and says that the block's own sums are there too.
+  // A warp calls it. Before: the tile is written, fenced for copies, and this warp has synchronised with who wrote it;
+  // every block has left its stages. The barrier counts the bytes that come, and says that the block's own sums are there.
   __device__ __forceinline__ void send(const ConvArgs& args, const TileCoord& coord, uint32_t barrier) const {
     const int splits = args.plan.splits, share = args.shares.rows, lane = threadIdx.x % 32, distance = lane + 1;
     const auto rows_of = [&](int rank) { return max(0, min(share, args.plan.tile_rows - rank * share)); };
     if (lane == 0) ptx::barrier_expect(barrier, (splits - 1) * rows_of(coord.rank) * kRow);
-    if (distance >= splits) return;
     const int to = coord.rank - distance + (coord.rank < distance ? splits : 0), rank = coord.first_peer + to;
-    if (rows_of(to) == 0) return;
-    ptx::copy_to_cluster(ptx::cluster_address(others + (distance - 1) * bytes, rank),
-                         own + (to - coord.rank) * static_cast<int>(bytes), rows_of(to) * kRow,
-                         ptx::cluster_address(barrier, rank));
+    if (distance < splits && rows_of(to) > 0)
+      ptx::copy_to_cluster(ptx::cluster_address(others + (distance - 1) * bytes, rank),
+                           own + (to - coord.rank) * static_cast<int>(bytes), rows_of(to) * kRow,
+                           ptx::cluster_address(barrier, rank));
+    __syncwarp();
   }
   // Sums of four columns of rows, `at` bytes behind the block's first row: its own, then those of the next ranks.
   template <int kRows>

@@ -80,6 +80,33 @@ struct RowNeeds {
   }
 };
 
+// The lane's columns of its warp's rows, and what they need. It can be known before the sums are.
+template <class T>
+struct LaneRows {
+  OwnedRows rows;
+  int column, n, count;  // the first of four columns, in the tile and of the output; of the rows that are there
+  int64_t at;            // of the first row's columns in the output
+  RowNeeds<T> needs;
+
+  __device__ __forceinline__ LaneRows(const ConvArgs& args, const TileCoord& coord)
+      : rows(args, coord),
+        column(threadIdx.x % 32 * 4),
+        n(coord.first_column + column),
+        count(rows_there(args, coord)),
+        at(first_row(args, coord) * args.outputs + n),
+        needs(args, coord, rows, at, n, count) {}
+
+ private:
+  __device__ __forceinline__ int64_t first_row(const ConvArgs& args, const TileCoord& coord) const {
+    return coord.first_sample * args.plan.rows.time + rows.begin + rows.first;
+  }
+  __device__ __forceinline__ int rows_there(const ConvArgs& args, const TileCoord& coord) const {
+    const int64_t left = args.batch * args.plan.rows.time - first_row(args, coord);
+    const bool here = n < args.outputs && column < args.plan.column_step;
+    return here ? static_cast<int>(max(min(left, int64_t{rows.count}), int64_t{0})) : 0;
+  }
+};
+
 // The moments of the warp's rows of each sample, group by group.
 __device__ __forceinline__ void warp_moments(const Shares& e, const OwnedRows& rows, const float4 (&x)[4],
                                              const LaneGroup& mine, MomentTables& tables) {
@@ -125,145 +152,146 @@ struct Sharers {
       : first(e.by_rows(sample * times)), count(e.by_rows(sample * times + times - 1) - first + 1) {}
 };
 
-// The moments of each sample's rows that the block has, a team of eight threads each, a thread a warp's: sums about the
-// first one's mean. Where they cross, a thread sends them to a sharer each; else they are the statistics.
+// Threads that join moments, and the moments of `all` values: each thread's part of them has `count`, which may be 0.
+// Sums are about `pivot`, which is near the mean.
+constexpr int kTeam = kConsumerThreads / 32;
+static_assert(kTeam >= kMaxSplits, "a thread a warp, a part or a block");
+__device__ __forceinline__ float2 join_moments(float2 part, int count, float pivot, float all) {
+  float sums[3] = {};  // of the distances from the pivot, of their squares, and the squares within
+  if (count > 0) {
+    const float distance = part.x - pivot, weighted = static_cast<float>(count) * distance;
+    sums[0] = weighted, sums[1] = weighted * distance, sums[2] = part.y;
+  }
+#pragma unroll
+  for (int offset = 1; offset < kTeam; offset *= 2)
+#pragma unroll
+    for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, offset);
+  const float mean = __fdividef(sums[0], all);
+  return make_float2(pivot + mean, sums[2] + fmaxf(sums[1] - sums[0] * mean, 0.f));
+}
+
+// The samples by groups of which the block has a part, from the tile's sample `sample` on.
+struct OwnedPairs {
+  int sample, count;
+  __device__ __forceinline__ OwnedPairs(const Shares& e, int begin, int owned)
+      : sample(e.by_times(begin)), count(owned > 0 ? (e.by_times(begin + owned - 1) - sample + 1) * e.groups : 0) {}
+};
+__device__ __forceinline__ float2 statistics_of(const ConvArgs& args, float2 moments) {
+  const Normalisation& norm = args.normalisation;
+  return make_float2(moments.x, rsqrtf(fmaf(moments.y, args.shares.over, static_cast<float>(norm.eps))));
+}
+
+// The moments of each sample's rows that the block has, by a team each, a thread a warp's. Where they cross, a thread
+// sends them to a sharer each; else they are the statistics.
 __device__ __forceinline__ void block_moments(const ConvArgs& args, const TileCoord& coord, const OwnedRows& rows,
                                               MomentTables& tables, uint32_t barrier) {
-  constexpr int kTeam = kConsumerThreads / 32;
-  static_assert(kTeam >= kMaxSplits, "a thread a sharer");
   const Shares& e = args.shares;
-  const int times = args.plan.rows.time, sample0 = e.by_times(rows.begin), warp = threadIdx.x % kTeam;
-  const int pairs = rows.owned > 0 ? (e.by_times(rows.begin + rows.owned - 1) - sample0 + 1) * e.groups : 0;
+  const int times = args.plan.rows.time, warp = threadIdx.x % kTeam;
+  const OwnedPairs pairs(e, rows.begin, rows.owned);
 #pragma unroll 1
-  for (int base = 0; base < pairs; base += kConsumerThreads / kTeam) {
-    const int pair = min(base + static_cast<int>(threadIdx.x) / kTeam, pairs - 1), above = e.by_groups(pair);
-    const int sample = sample0 + above, group = pair - above * e.groups;
+  for (int base = 0; base < pairs.count; base += kConsumerThreads / kTeam) {
+    const int wanted = base + static_cast<int>(threadIdx.x) / kTeam, pair = min(wanted, pairs.count - 1);
+    const int above = e.by_groups(pair), sample = pairs.sample + above, group = pair - above * e.groups;
     const int begin = max(sample * times - rows.begin, 0), end = min((sample + 1) * times - rows.begin, rows.owned);
     const int first = max(begin, warp * e.of_warp), count = min(end, (warp + 1) * e.of_warp) - first;
-    const float pivot = tables.runs[begin][group].x;
-    float sums[3] = {};  // of the rows' distances from it, their squares, and the squares within
-    if (count > 0) {
-      const float2 run = tables.runs[first][group];
-      const float distance = run.x - pivot, weighted = static_cast<float>(count) * distance;
-      sums[0] = weighted, sums[1] = weighted * distance, sums[2] = run.y;
-    }
-#pragma unroll
-    for (int offset = 1; offset < kTeam; offset *= 2)
-#pragma unroll
-      for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, offset);
-    const float all = static_cast<float>(end - begin), width = static_cast<float>(e.width), mean = sums[0] / all;
-    const float squares = sums[2] + width * fmaxf(sums[1] - sums[0] * mean, 0.f);
+    const float2 run = count > 0 ? tables.runs[first][group] : float2{};
+    const float2 joined =
+        join_moments(run, count * e.width, tables.runs[begin][group].x, static_cast<float>((end - begin) * e.width));
     if (!e.crosses) {
-      if (warp == 0)
-        tables.statistics[sample * e.groups + group] =
-            make_float2(pivot + mean, rsqrtf(squares / (all * width) + static_cast<float>(args.normalisation.eps)));
+      if (warp == 0) tables.statistics[sample * e.groups + group] = statistics_of(args, joined);
       continue;
     }
     const Sharers to(e, sample, times);
-    if (base + static_cast<int>(threadIdx.x) / kTeam >= pairs || warp >= to.count * e.tiles) continue;
+    if (wanted >= pairs.count || warp >= to.count * e.tiles) continue;
     const int tile = warp >= to.count, rank = to.first + warp - tile * to.count;
     const int their_pair = (sample - e.by_times(rank * e.rows)) * e.groups + group;
-    const int part = (coord.first_peer > 0 ? to.count : 0) + coord.rank - to.first,
-              peer = tile * args.plan.splits + rank;
+    const int part = (coord.first_peer > 0 ? to.count : 0) + coord.rank - to.first;
+    const int peer = tile * args.plan.splits + rank;
     ptx::send_cluster_8(ptx::cluster_address(ptx::shared_address(&tables.parts[their_pair * e.parts + part]), peer),
-                        make_uint2(__float_as_uint(pivot + mean), __float_as_uint(squares)),
+                        make_uint2(__float_as_uint(joined.x), __float_as_uint(joined.y)),
                         ptx::cluster_address(barrier, peer));
   }
 }
 
 // Bytes of moments that come to the block.
-__device__ __forceinline__ int moments_to_come(const ConvArgs& args, const OwnedRows& rows) {
+__device__ __forceinline__ int moments_to_come(const ConvArgs& args, const TileCoord& coord) {
   const Shares& e = args.shares;
-  const int times = args.plan.rows.time, end = rows.begin + rows.owned;
+  const int times = args.plan.rows.time, begin = coord.rank * e.rows, end = min(begin + e.rows, args.plan.tile_rows);
   int blocks = 0;
 #pragma unroll 1
-  for (int sample = e.by_times(rows.begin); rows.owned > 0 && sample * times < end; ++sample)
+  for (int sample = e.by_times(begin); begin < end && sample * times < end; ++sample)
     blocks += Sharers(e, sample, times).count;
   return blocks * e.tiles * e.groups * int{sizeof(float2)};
 }
 
-// Mean and standard deviation of a sample's group that the block has a part of, a thread each, from all parts.
+// The statistics of each sample's group that the block has a part of, from all parts, by a team each, a thread a part.
 __device__ __forceinline__ void cluster_statistics(const ConvArgs& args, const OwnedRows& rows, MomentTables& tables,
                                                    uint32_t barrier) {
   const Shares& e = args.shares;
-  const int times = args.plan.rows.time, sample0 = e.by_times(rows.begin), above = e.by_groups(threadIdx.x);
-  const int sample = sample0 + above;
-  if (rows.owned == 0 || sample * times >= rows.begin + rows.owned) return;
-  const Sharers from(e, sample, times);
-  const float2* const parts = tables.parts + threadIdx.x * e.parts;
-  ptx::barrier_wait(barrier, 0);
-  float2 of[kMaxSplits];
-  float counts[kMaxSplits], count = 0, mean = 0, squares = 0;
-#pragma unroll
-  for (int p = 0; p < kMaxSplits; ++p) {
+  const int times = args.plan.rows.time, p = threadIdx.x % kTeam;
+  const OwnedPairs pairs(e, rows.begin, rows.owned);
+  if (pairs.count > 0) ptx::barrier_wait(barrier, 0);
+#pragma unroll 1
+  for (int base = 0; base < pairs.count; base += kConsumerThreads / kTeam) {
+    const int pair = min(base + static_cast<int>(threadIdx.x) / kTeam, pairs.count - 1), above = e.by_groups(pair);
+    const int sample = pairs.sample + above;
+    const Sharers from(e, sample, times);
     const bool there = p < from.count * e.tiles;
     const int rank = from.first + (p >= from.count ? p - from.count : p);
-    of[p] = there ? parts[p] : float2{};
     const int rows_of = min((sample + 1) * times, (rank + 1) * e.rows) - max(sample * times, rank * e.rows);
-    counts[p] = there ? static_cast<float>(rows_of * e.width) : 0.f;
+    const float2* const parts = tables.parts + pair * e.parts;
+    const float2 joined = join_moments(there ? parts[p] : float2{}, there ? rows_of * e.width : 0, parts[0].x,
+                                       static_cast<float>(times * e.width * e.tiles));
+    if (p == 0) tables.statistics[pairs.sample * e.groups + pair] = statistics_of(args, joined);
   }
-#pragma unroll
-  for (int p = 0; p < kMaxSplits; ++p) count += counts[p], mean += counts[p] * of[p].x;
-  mean /= count;
-#pragma unroll
-  for (int p = 0; p < kMaxSplits; ++p) squares += of[p].y + counts[p] * (of[p].x - mean) * (of[p].x - mean);
-  tables.statistics[sample * e.groups + threadIdx.x - above * e.groups] =
-      make_float2(mean, rsqrtf(squares / count + static_cast<float>(args.normalisation.eps)));
 }
 
 // The whole of it, by the consumer threads; sums are on their way. The warp arrives at the cluster's next barrier once it
 // has read what others sent: with a shortcut, all that they sent of this tile's sums; else the moments too.
 template <class T, bool kShortcut>
-__device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord,
+__device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileCoord& coord, const LaneRows<T>& lane,
                                                const SharedSums<128>& shared, MomentTables& tables,
                                                uint32_t sums_barrier, uint32_t moments_barrier) {
   const Normalisation& norm = args.normalisation;
   const Shares& e = args.shares;
-  const OwnedRows rows(args, coord);
-  if (e.crosses && threadIdx.x == 0) ptx::barrier_expect(moments_barrier, moments_to_come(args, rows));
-  const int column = threadIdx.x % 32 * 4, n = coord.first_column + column;
-  const int row = coord.first_sample * args.plan.rows.time + rows.begin + rows.first;  // of the output
-  const int64_t at = row * args.outputs + n, left = args.batch * args.plan.rows.time - row;
-  const bool here = n < args.outputs && column < args.plan.column_step;
-  const int count = here ? static_cast<int>(max(min(left, int64_t{rows.count}), int64_t{0})) : 0;
-  const RowNeeds<T> needs(args, coord, rows, at, n, count);
+  const OwnedRows& rows = lane.rows;
+  const RowNeeds<T>& needs = lane.needs;
   const LaneGroup mine(e);
-  ptx::barrier_wait(sums_barrier, 0);
-  ptx::cluster_wait();
-  float4 x[4];
   uint32_t places[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    places[i] = (rows.first + i) * SharedSums<128>::kRow + (column ^ swizzle(rows.sample[i])) * 4;
+    places[i] = (rows.first + i) * SharedSums<128>::kRow + (lane.column ^ swizzle(rows.sample[i])) * 4;
+  ptx::barrier_wait(sums_barrier, 0);
+  float4 x[4];
   shared.add(x, places, args.plan.splits);
   const float4 conv_bias = needs.conv_bias.template values<T>(args.addends.bias, args.float_bias, 0.f);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float raw[4] = {x[i].x + conv_bias.x, x[i].y + conv_bias.y, x[i].z + conv_bias.z, x[i].w + conv_bias.w};
-    x[i] = make_float4(widen(narrow<T>(raw[0])), widen(narrow<T>(raw[1])), widen(narrow<T>(raw[2])),
-                       widen(narrow<T>(raw[3])));
-  }
+  for (int i = 0; i < 4; ++i)
+    x[i] = widen_four<T>(
+        narrow_four<T>({x[i].x + conv_bias.x, x[i].y + conv_bias.y, x[i].z + conv_bias.z, x[i].w + conv_bias.w}));
   warp_moments(e, rows, x, mine, tables);
+  // All blocks have left their stages long ago: their sums are here. They may be told that theirs have been read.
+  const auto arrive_for_others = [] { ptx::cluster_wait(), ptx::cluster_arrive_relaxed(); };
   ptx::sync_threads(1, kConsumerThreads);
-  if (kShortcut) ptx::cluster_arrive_relaxed();
+  if (kShortcut) arrive_for_others();
   block_moments(args, coord, rows, tables, moments_barrier);
   if (e.crosses) cluster_statistics(args, rows, tables, moments_barrier);
   ptx::sync_threads(1, kConsumerThreads);
-  if (!kShortcut) ptx::cluster_arrive_relaxed();
+  if (!kShortcut) arrive_for_others();
   const bool is_float = norm.parameter_dtype == DType::kFloat32;
   const float4 weight = needs.weight.template values<T>(norm.weight, is_float, 1.f);
   const float4 bias = needs.bias.template values<T>(norm.bias, is_float, 0.f);
   const float slope[4] = {weight.x, weight.y, weight.z, weight.w}, start[4] = {bias.x, bias.y, bias.z, bias.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (i >= count) continue;
+    if (i >= lane.count) continue;
     const float2 statistics = tables.statistics[rows.sample[i] * e.groups + mine.group];
     const float4 scale = needs.scale[i].values(norm.scale, 1.f), shift = needs.shift[i].values(norm.shift, 0.f);
     const float4 residual = needs.residual[i].values(norm.residual, 0.f);
     const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, times[4] = {scale.x, scale.y, scale.z, scale.w};
     const float plus[4] = {shift.x, shift.y, shift.z, shift.w};
     const float before[4] = {residual.x, residual.y, residual.z, residual.w};
-    if (args.out) store_four<T>(args.out, at + i * args.outputs, values);
+    if (args.out) store_four<T>(args.out, lane.at + i * args.outputs, values);
     float out[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -271,7 +299,7 @@ __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileC
                                               : fmaf(values[c], statistics.y, -statistics.x * statistics.y);
       out[c] = channels_last::Mish(normalised * slope[c] + start[c]).value * times[c] + plus[c] + before[c];
     }
-    store_four<T>(norm.out, at + i * args.outputs, out);
+    store_four<T>(norm.out, lane.at + i * args.outputs, out);
   }
 }
 

@@ -127,7 +127,7 @@ __device__ __forceinline__ void add_channels(const WgradArgs& args, const Piece&
       for (int next = 0; next < splits;
            ++next) {  // each rank starts at itself: no two blocks read the same one's at a time
         const uint64_t there = ptx::peer_address(from + e * 4, (rank + next) & (splits - 1));
-        const float4 v = quads ? ptx::load_peer(there, true) : make_float4(ptx::load_peer_word(there), 0, 0, 0);
+        const float4 v = quads ? ptx::load_peer(there) : make_float4(ptx::load_peer_word(there), 0, 0, 0);
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
       if (quads)
