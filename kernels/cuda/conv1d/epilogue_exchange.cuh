@@ -270,7 +270,7 @@ __device__ __forceinline__ void normalise_rows(const ConvArgs& args, const TileC
     x[i] = widen_four<T>(
         narrow_four<T>({x[i].x + conv_bias.x, x[i].y + conv_bias.y, x[i].z + conv_bias.z, x[i].w + conv_bias.w}));
   warp_moments(e, rows, x, mine, tables);
-  // All blocks have left their stages long ago: their sums are here. They may be told that theirs have been read.
+  // All blocks have left their stages long ago: their sums are here. This says that theirs have been read.
   const auto arrive_for_others = [] { ptx::cluster_wait(), ptx::cluster_arrive_relaxed(); };
   ptx::sync_threads(1, kConsumerThreads);
   if (kShortcut) arrive_for_others();

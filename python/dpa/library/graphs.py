@@ -110,13 +110,12 @@ def repeat(body: Callable[[], Any], position: Tensor, end: int, count: Tensor) -
         raise NotRepeatedError("what is repeated needs a capture with a pool for all streams")
     outer = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     numbers = ctypes.c_void_p(position.data_ptr()), ctypes.c_int64(end)
-    with (
-        _borrowed(position.device, inside=True) as stream,
-        torch.cuda.stream(stream),
-        _recorded(body) as (graph, _),
-    ):
-        counted = ctypes.c_void_p(count.data_ptr())
-        _check(_runtime().dpa_capture_repeat(outer, graph, *numbers, counted), NotRepeatedError)
+    counted = ctypes.c_void_p(count.data_ptr())
+    with _borrowed(position.device, inside=True) as stream:
+        while stream.cuda_stream == outer.value:  # PyTorch has 32, which it gives out in turns
+            stream = torch.cuda.Stream(position.device)
+        with torch.cuda.stream(stream), _recorded(body) as (graph, _):
+            _check(_runtime().dpa_capture_repeat(outer, graph, *numbers, counted), NotRepeatedError)
 
 
 class Graph:

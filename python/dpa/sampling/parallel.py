@@ -289,6 +289,7 @@ class PackedSweeps:
             noise = {} if random is None else {"step_noise": random}
             return sweeps(floats | {"sample": initial} | noise)
 
+        body.reads = [v for v in vars(sweeps).values() if isinstance(v, Tensor)]
         return body
 
 
