@@ -359,3 +359,5 @@ def test_more_than_2_31_elements(cuda):
     for (all_of_them,), (few,) in zip(big, small, strict=True):
         for part in (slice(4), slice(2**31 - 4, 2**31 + 4), slice(-4, None)):
             assert (all_of_them[part] == few[0]).all()
+    del big, all_of_them
+    torch.cuda.empty_cache()  # other processes' tests want it

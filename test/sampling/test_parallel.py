@@ -1,5 +1,7 @@
 """Parallel sampling against the sequential loop, with the same random stream."""
 
+import threading
+
 import pytest
 import torch
 
@@ -368,6 +370,22 @@ def test_of_a_float64_network(device):
         results += [sampler(noise=noise) for _ in range(2)]
         assert results[-1].dtype == torch.float64
     torch.testing.assert_close(results[3], results[1], rtol=1e-3, atol=2e-4)
+
+
+def test_the_streams_of_two_captures_are_not_one(cuda, monkeypatch):
+    from dpa.library import graphs
+
+    noise = torch.randn(1, 8, 2, device=cuda)
+    torch.manual_seed(3)
+    sampler = _fused(cuda)
+    expected = sampler(noise=noise)
+    outer = graphs._streams[cuda.index, False]
+    monkeypatch.setitem(graphs._streams, (cuda.index, True), (outer[0], threading.Lock()))
+    torch.manual_seed(3)
+    sampler = _fused(cuda)
+    for _ in range(2):  # without a warning
+        assert torch.equal(sampler(noise=noise), expected)
+    assert len(sampler._graphs) == 1
 
 
 def test_sweeps_that_found_no_memory_are_captured_later(cuda, monkeypatch):

@@ -305,6 +305,25 @@ def test_what_a_slow_replay_reads_is_not_given_away(cuda):
         assert torch.equal(result, expected)
 
 
+def test_what_slow_sweeps_read_is_not_given_away(cuda):
+    """The same of parallel sampling, whose states stay from call to call."""
+    noise = torch.randn(1, 16, 2, device=cuda)
+    for _ in range(5):
+        sampler = make_sampler(cuda, "DDIM", 6)
+        sampler.parallel = dpa.Parallel(3, 0.0)
+        cond = torch.randn(1, 5, device=cuda)
+        expected = sampler(cond, noise=noise)
+        assert torch.equal(sampler(cond, noise=noise), expected)
+        with torch.cuda.stream(_slow_stream(cuda)):
+            result = sampler(cond, noise=noise)
+        del sampler
+        states = (6 + 2 * 3 + 1) * noise.numel()
+        for size in [states, 3 * noise.numel(), 4, 1] * 50:
+            torch.full((size,), torch.nan, device=cuda)
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_first_call_inside_a_capture_of_the_users(cuda, changed):
     """The graph packs the weights; calls outside do not take its memory for packed weights."""
