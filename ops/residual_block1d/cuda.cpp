@@ -39,7 +39,7 @@ class Chain {
 
   /// Whether the kernels take such sizes and dtypes, whatever the strides.
   bool fits() const {
-    if (!gemm::supported() || !plan_.fits()) return false;
+    if (!gemm::supported() || !(plan_.fits() || (alone_ && fused()))) return false;
     if (more_.defined() && !takes_more()) return false;
     for (const auto slot : kBlockWeights)
       if (block_[slot].defined() && !gemm::takes(convolution(slot))) return false;
@@ -63,7 +63,7 @@ class Chain {
     Branches packing;
     if (fresh) pack(packing);
     const auto x = padded_rows(block_[kInput]), more = more_.defined() ? padded_rows(more_) : Tensor();
-    const gemm::ConvInput input{x.const_data_ptr(), data_or_null(more), block_[kInput].size(1)};
+    const gemm::ConvInput input{x.const_data_ptr(), data_or_null(more)};
     const auto activated = activation(), out = activation();
     Tensor conv1 = keep ? activation() : Tensor(), conv2 = keep ? activation() : Tensor();
     const bool convolves = block_[kResidualWeight].defined();
@@ -140,7 +140,9 @@ class Chain {
   gemm::Conv1d convolution(BlockSlot weight) const {
     const Tensor& w = block_[weight];
     const int taps = static_cast<int>(w.size(2));
-    return {kernel_dtype(type_), batch_, length_, w.size(0), length_, w.size(1), taps, /*stride=*/1, taps / 2, alone_};
+    const int64_t first = more_.defined() && weight != kConv2Weight ? block_[kInput].size(1) : 0;
+    return {kernel_dtype(type_), batch_,   length_, w.size(0), length_, w.size(1), taps,
+            /*stride=*/1,        taps / 2, alone_,  first};
   }
   Tensor activation() const {
     return empty_in_order(batch_, channels_, length_, /*channels_last=*/true, block_[kInput].options());
@@ -184,6 +186,10 @@ class Chain {
         gemm::fprop(convolution(c.weight), x.rows, weights(c), addends(c.bias), out.mutable_data_ptr(), stream_));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
+  /// Whether no normalisation of a forward is a kernel of its own.
+  bool fused() const {
+    return gemm::normalises(convolution(kConv1Weight), group()) && gemm::normalises(convolution(kConv2Weight), group());
+  }
   /// Whether the residual convolution can run in the launch of the first one.
   bool takes_shortcut() const {
     const auto conv = convolution(kConv1Weight);
@@ -192,7 +198,8 @@ class Chain {
   }
   /// Whether the input can come as two tensors: the first GEMM and its shortcut read them, and nothing else does.
   bool takes_more() const {
-    return block_[kInput].size(1) % gemm::kChunk == 0 && block_[kResidualWeight].defined() && takes_shortcut();
+    return block_[kInput].size(1) % 8 == 0 && more_.size(1) % 8 == 0 && block_[kResidualWeight].defined() &&
+           takes_shortcut();
   }
   /// A convolution and its normalisation, in one kernel where its tiles hold whole groups; `side`: where the residual
   /// convolution goes that runs beside it.

@@ -11,12 +11,18 @@ namespace {
 void expect_sound(const NormShape& shape, int element_size) {
   const NormPlan plan = teams(shape, element_size);
   if (!plan.fits()) return;
-  const int64_t row = shape.channels / shape.groups, vector = 16 / element_size;
+  const int64_t row = shape.channels / shape.groups, whole = 16 / element_size;
   EXPECT_EQ(plan.channels, row);
-  EXPECT_GE(plan.width * vector, row);
+  EXPECT_EQ(row % plan.owned, 0) << "whole vectors";
+  EXPECT_TRUE(plan.owned == whole || (plan.owned < whole && row % (2 * plan.owned) != 0)) << "the largest";
+  EXPECT_EQ(shape.channels % whole, 0) << "rows are aligned";
+  EXPECT_GE(plan.width * plan.owned, row);
   EXPECT_LE(plan.width, plan.threads);
   EXPECT_GE(plan.threads / plan.width * plan.vectors, shape.inner) << "every row has a place";
-  EXPECT_TRUE(plan.vectors == 1 || plan.vectors == 2 || plan.vectors == 4);
+  if (plan.owned == whole)
+    EXPECT_TRUE(plan.vectors == 1 || plan.vectors == 2 || plan.vectors == 4);
+  else
+    EXPECT_TRUE(plan.vectors == 4 || plan.vectors == 8);
   EXPECT_EQ(shape.groups % plan.groups, 0);
   EXPECT_EQ(plan.block % kWarpThreads, 0);
   if (plan.threads > kWarpThreads)
@@ -48,8 +54,18 @@ TEST(NormPlan, TheNetworksRunOnWarps) {
   }
 }
 
-TEST(NormPlan, RowsThatAreNoWholeVectorsAndLongGroupsDoNotFit) {
-  EXPECT_FALSE(teams({64, 36, 16, 8}, 2).fits());
+TEST(NormPlan, GroupsThatAreNoWholeVectorsHaveSmallerOnes) {
+  for (const int64_t inner : {2, 16, 24, 64})
+    for (const auto& [channels, owned] : {std::pair<int64_t, int>{48, 2}, {96, 4}, {160, 4}, {240, 2}, {480, 4}}) {
+      const NormPlan plan = teams({64, channels, inner, 8}, 2);
+      EXPECT_TRUE(plan.fits()) << channels << " channels, " << inner;
+      EXPECT_EQ(plan.owned, owned) << channels;
+    }
+}
+
+TEST(NormPlan, OddAndLongGroupsDoNotFit) {
+  EXPECT_FALSE(teams({64, 40, 16, 8}, 2).fits());
+  EXPECT_FALSE(teams({64, 36, 16, 6}, 2).fits()) << "rows are not aligned";
   EXPECT_FALSE(teams({1, 64, 10000, 8}, 2).fits());
   EXPECT_FALSE(teams({1, 0, 16, 8}, 2).fits());
 }

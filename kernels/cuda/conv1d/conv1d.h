@@ -54,11 +54,10 @@ struct Normalisation {
   void* out;             // of the output's shape
 };
 
-// The rows of x; or those of two tensors, concatenated: the first's channels are a multiple of 64.
+// The rows of x; or those of two tensors side by side (Conv1d::first_channels), whose channels are multiples of 8.
 struct ConvInput {
   const void* rows;
   const void* more = nullptr;
-  int64_t channels = 0;  // of the first of two
 };
 
 // Sizes are such that `takes` accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.

@@ -48,10 +48,10 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
                      step_channels, plan.stride, /*planes_inside=*/true},
                     map);
   };
-  if (const auto error = x_map(x.rows, x.more ? x.channels : x_channels, &maps.x)) return error;
+  if (const auto error = x_map(x.rows, x.more ? conv.first_channels : x_channels, &maps.x)) return error;
   maps.more_x = maps.x;
   if (x.more)
-    if (const auto error = x_map(x.more, x_channels - x.channels, &maps.more_x)) return error;
+    if (const auto error = x_map(x.more, x_channels - conv.first_channels, &maps.more_x)) return error;
   const auto weight_map = [&](const void* packed, int taps, CUtensorMap* map) {
     if (conv.dtype == DType::kFloat32)
       return make_map({conv.dtype, packed, taps, kDgrad ? conv.x_channels : conv.y_channels, padded(x_channels), 1,
@@ -71,6 +71,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   const int boxes = std::min(kMaxBoxes, static_cast<int>(ConvShape<128>::kBoxesBytes / box_stage));
   const bool alone = blocks <= multiprocessors(), small_tile = plan.tile_columns <= 128;
   if (shortcut.out && !(alone && small_tile && plan.together)) return cudaErrorInvalidValue;
+  if (x.more && !shortcut.out) return cudaErrorInvalidValue;
   if (plan.splits > 1 && !alone) return cudaErrorInvalidValue;  // others' sums would find no place
   const int few_stages = plan.tile_columns == 64 ? ConvShape<64>::kWeights : ConvShape<128>::kWeights;
   const int stages = !small_tile ? ConvShape<256>::kWeights : alone ? kMaxWeights : few_stages;
@@ -86,7 +87,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   args.normalisation = normalisation, args.shortcut = shortcut;
   args.shares = Shares(plan, normalisation.out ? normalisation.group : plan.column_step);
   args.prefetched = prefetched, args.release = alone;
-  args.x_chunks = x.more ? static_cast<int>(x.channels / step_channels) : plan.chunks;
+  args.beyond = static_cast<int>(plan.first_chunks * step_channels - conv.first_channels);
   args.boxes = boxes, args.box_bytes = static_cast<uint32_t>(box_rows) * kRowBytes, args.box_stage = box_stage;
   args.weights = stages, args.weight_bytes = static_cast<uint32_t>(plan.column_step) * kRowBytes;
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {

@@ -53,7 +53,7 @@ struct ConvArgs {
   int prefetched;  // stages of weights that are loaded before the grid dependency resolves
   bool release;    // trigger the dependent launch once the mainloop is done
   unsigned blocks;
-  int x_chunks;                   // of the first of two concatenated tensors
+  int beyond;  // channels by which the last chunk of the first of two tensors reaches beyond it: zeros, times whatever
   int boxes, weights;             // stages of the two circular buffers
   uint32_t box_bytes, box_stage;  // what TMA writes, and the distance from stage to stage
   uint32_t weight_bytes;          // of a stage

@@ -67,12 +67,14 @@ struct Producer {
   Pipelines& pipelines;
 
   __device__ __forceinline__ int term(int box) const { return args.plan.together ? 0 : box / args.plan.chunks; }
+  // Whether a chunk is of the first of two tensors; only a block with a shortcut has two.
+  __device__ __forceinline__ bool of_first(int chunk) const { return !kShortcut || chunk < args.plan.first_chunks; }
 
   __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
     const bool shortcut = kShortcut && i == work.terms;
     const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
-    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i],
-              channel = box % args.plan.chunks * kStepChannels<T>;
+    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i], chunk = box % args.plan.chunks,
+              channel = chunk * kStepChannels<T> - (of_first(chunk) ? 0 : args.beyond);
     const uint32_t full = acquire(pipelines.weights, at, args.weight_bytes);
     const uint32_t to = memory + Shape::kBoxesBytes + at.stage * Shape::kWeightBytes;
     if constexpr (kMajorN) {
@@ -86,9 +88,10 @@ struct Producer {
 
   __device__ __forceinline__ void load_a(const PipelineState& at, int box) const {
     const int shift = args.plan.together ? args.plan.lowest : args.plan.shift[coord.phase][term(box)];
-    const int chunk = box % args.plan.chunks, more = chunk - args.x_chunks;
-    ptx::tma_load(memory + at.stage * args.box_stage, more < 0 ? &maps.x : &maps.more_x,
-                  (more < 0 ? chunk : more) * kStepChannels<T>, coord.first_sample,
+    const int chunk = box % args.plan.chunks;
+    const bool first = of_first(chunk);
+    ptx::tma_load(memory + at.stage * args.box_stage, first ? &maps.x : &maps.more_x,
+                  (first ? chunk : chunk - args.plan.first_chunks) * kStepChannels<T>, coord.first_sample,
                   coord.first_time * args.plan.stride + shift, acquire(pipelines.boxes, at, args.box_bytes));
   }
 

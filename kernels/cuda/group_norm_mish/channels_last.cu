@@ -4,7 +4,7 @@
 // channels, C elements apart.
 //
 // team    the threads that own one group of one sample (plan.h): `width` of them side by side along a row, so that a
-//         thread's vector of 16 bytes always belongs to the same channels; the rows are divided among the team. A
+//         thread's vector (16 bytes, or 8 or 4: plan.h) always belongs to the same channels; the rows are divided. A
 //         team is a warp, a part of one, or a block, and holds its group in registers: each element is read once.
 // block   several teams; teams of a warp that is shared by several own neighbouring groups
 // grid    a slice of the samples a block, as many as the processor holds at once. The backward adds the gradients of
@@ -19,12 +19,11 @@
 namespace dpa::kernels::channels_last {
 namespace {
 
-/// 16 bytes of neighbouring values, as they are stored. Sixteen-bit values stay packed: a thread that holds a group
-/// as floats would need twice the registers.
-template <class T>
-struct alignas(16) Vector {
-  static constexpr int kSize = 16 / sizeof(T);
-  uint32_t words[4];
+/// kSize neighbouring values, 4, 8 or 16 bytes, as they are stored. Sixteen-bit values stay packed: a thread that holds a
+/// group as floats would need twice the registers.
+template <class T, int kSize>
+struct alignas(kSize * sizeof(T)) Vector {
+  uint32_t words[kSize * sizeof(T) / 4];
 
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (sizeof(T) == 4) {
@@ -58,26 +57,27 @@ struct alignas(16) Vector {
 };
 
 template <class T>
-constexpr int kOwned = Vector<T>::kSize;  // neighbouring channels of a thread
+constexpr int kWhole = 16 / sizeof(T);  // values of 16 bytes
 
-/// A thread's channels as arithmetic wants them, from an address aligned to 16 bytes; `otherwise` without one.
+/// A thread's channels as arithmetic wants them, from an address aligned as its vectors are; `otherwise` without one.
 template <class T, int kCount>
 __device__ __forceinline__ void load_channels(float (&to)[kCount], const T* from, float otherwise) {
+  constexpr int kSize = kCount < kWhole<T> ? kCount : kWhole<T>;
 #pragma unroll
-  for (int i = 0; i < kCount; i += Vector<T>::kSize) {
-    Vector<T> vector;
-    if (from) vector = *reinterpret_cast<const Vector<T>*>(from + i);
+  for (int i = 0; i < kCount; i += kSize) {
+    Vector<T, kSize> vector;
+    if (from) vector = *reinterpret_cast<const Vector<T, kSize>*>(from + i);
 #pragma unroll
-    for (int j = 0; j < Vector<T>::kSize; ++j) to[i + j] = from ? vector[j] : otherwise;
+    for (int j = 0; j < kSize; ++j) to[i + j] = from ? vector[j] : otherwise;
   }
 }
 
-template <class T>
+template <int kChannels, class T>
 __device__ __forceinline__ void store_channels(T* to, const float* from) {
-  Vector<T> vector;
+  Vector<T, kChannels> vector;
 #pragma unroll
-  for (int i = 0; i < kOwned<T>; i += 2) vector.set_pair(i / 2, from[i], from[i + 1]);
-  *reinterpret_cast<Vector<T>*>(to) = vector;
+  for (int i = 0; i < kChannels; i += 2) vector.set_pair(i / 2, from[i], from[i + 1]);
+  *reinterpret_cast<Vector<T, kChannels>*>(to) = vector;
 }
 
 /// A pointer moved on, or null.
@@ -117,17 +117,17 @@ __device__ __forceinline__ float team_sum(float x, int threads, float* scratch) 
   return x;
 }
 
-/// A thread's vectors of a group, one for each of its rows below `rows`; zeros beyond.
-template <class T, int V>
+/// A thread's vectors of a group, of C channels each, one for each of its rows below `rows`; zeros beyond.
+template <class T, int C, int V>
 struct Held {
-  Vector<T> vectors[V];
+  Vector<T, C> vectors[V];
 
   __device__ __forceinline__ void load(const T* from, const ThreadCoord& coord, int rows, int stride) {
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int row = coord.row + k * coord.step;
       vectors[k] = {};
-      if (row < rows) vectors[k] = *reinterpret_cast<const Vector<T>*>(from + row * stride);
+      if (row < rows) vectors[k] = *reinterpret_cast<const Vector<T, C>*>(from + row * stride);
     }
   }
   __device__ __forceinline__ void keep_packed() {
@@ -142,21 +142,21 @@ struct Statistics {
   float mean, rstd;
 
   /// Every thread of the block must call; `scratch` has one element a warp.
-  template <class T, int V>
-  __device__ __forceinline__ Statistics(Held<T, V>& x, const ThreadCoord& coord, int rows, float over,
+  template <class T, int C, int V>
+  __device__ __forceinline__ Statistics(Held<T, C, V>& x, const ThreadCoord& coord, int rows, float over,
                                         const GroupNormMish& args, float* scratch) {
     float sum = 0, squares = 0;
 #pragma unroll
     for (int k = 0; k < V; ++k)
 #pragma unroll
-      for (int i = 0; i < kOwned<T>; ++i) sum += x.vectors[k][i];
+      for (int i = 0; i < C; ++i) sum += x.vectors[k][i];
     mean = team_sum(sum, args.plan.threads, scratch) * over;
     x.keep_packed();
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       if (coord.row + k * coord.step >= rows) continue;
 #pragma unroll
-      for (int i = 0; i < kOwned<T>; ++i) {
+      for (int i = 0; i < C; ++i) {
         const float centered = x.vectors[k][i] - mean;
         squares += centered * centered;
       }
@@ -171,9 +171,8 @@ struct Statistics {
   }
 };
 
-template <class T, class P, int V>
+template <class T, class P, int kChannels, int V>
 __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args) {
-  constexpr int kChannels = kOwned<T>;
   __shared__ float scratch[kMaxTeam / kWarpSize];
   const int channels = args.shape.channels, inner = args.shape.inner, samples = args.plan.samples();
   const int64_t batch = args.shape.batch, step = int64_t{gridDim.y} * samples;
@@ -184,15 +183,15 @@ __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args
   load_channels(weight, at_or_null<P>(args.weight, coord.channel), 1.0f);
   load_channels(bias, at_or_null<P>(args.bias, coord.channel), 0.0f);
   const auto rows_of = [&](int64_t sample) { return sample < batch && coord.in_row ? inner : 0; };
-  const auto fetch = [&](Held<T, V>& to, int64_t sample) {
+  const auto fetch = [&](Held<T, kChannels, V>& to, int64_t sample) {
     const T* from = static_cast<const T*>(args.input) + sample * (inner * channels) + coord.channel;
     to.load(from, coord, rows_of(sample), channels);
   };
   int64_t sample = int64_t{blockIdx.y} * samples + coord.sample;
-  Held<T, V> x;
+  Held<T, kChannels, V> x;
   fetch(x, sample);
   for (int64_t base = int64_t{blockIdx.y} * samples; base < batch; base += step, sample += step) {
-    Held<T, V> next;  // on its way while this one is worked on
+    Held<T, kChannels, V> next;  // on its way while this one is worked on
     fetch(next, sample + step);
     const int rows = rows_of(sample);
     const int64_t film = rows > 0 ? sample : 0, first = film * (inner * channels) + coord.channel;
@@ -215,7 +214,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args
 #pragma unroll
         for (int i = 0; i < kChannels; ++i) out[i] += residual[i];
       }
-      store_channels(static_cast<T*>(args.out) + at, out);
+      store_channels<kChannels>(static_cast<T*>(args.out) + at, out);
     }
     x = next;
   }
@@ -263,9 +262,8 @@ __device__ __forceinline__ void sum_over_block(float (&values)[kCount], const Th
 }
 
 /// With `kFilm` there are scale and shift, or gradients of them are wanted; with `kSums` those of the input's gradient.
-template <class T, class P, int V, bool kFilm, bool kSums>
+template <class T, class P, int kChannels, int V, bool kFilm, bool kSums>
 __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBackward args) {
-  constexpr int kChannels = kOwned<T>;
   constexpr int kGradients = kSums ? 3 : 2;  // of weight, of bias, and the sums
   __shared__ float scratch[kMaxTeam / kWarpSize];
   extern __shared__ float sums[];  // kGradients * kChannels of each of `plan.sum_places()`
@@ -284,7 +282,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
     const bool here = base + coord.sample < in.shape.batch;
     const int64_t sample = here ? base + coord.sample : 0, first = sample * (inner * channels) + coord.channel;
     const int rows = here && coord.in_row ? inner : 0;
-    Held<T, V> x, grad;
+    Held<T, kChannels, V> x, grad;
     x.load(static_cast<const T*>(in.input) + first, coord, rows, channels);
     if (!waits) grad.load(static_cast<const T*>(args.grad) + first, coord, rows, channels);
     float scale[kChannels], films[2 * kChannels] = {};  // the latter: gradients of scale, then of shift
@@ -330,7 +328,7 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
         out[i] = s.normalized<T>(x.vectors[k][i]) * slant + (normalized_grad[k][i] * s.rstd + mean);
         if constexpr (kSums) parameters[2 * kChannels + i] += out[i];
       }
-      store_channels(static_cast<T*>(args.grad_input) + first + row * channels, out);
+      store_channels<kChannels>(static_cast<T*>(args.grad_input) + first + row * channels, out);
     }
     if constexpr (kFilm) {
       T *grad_scale = static_cast<T*>(args.grad_scale), *grad_shift = static_cast<T*>(args.grad_shift);
@@ -344,8 +342,8 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
         sum_over_rows(films, plan);
         if (rows == 0 || coord.row != 0) continue;
         const int64_t pair = sample * channels + coord.channel;
-        if (grad_scale) store_channels(grad_scale + pair, films);
-        if (grad_shift) store_channels(grad_shift + pair, films + kChannels);
+        if (grad_scale) store_channels<kChannels>(grad_scale + pair, films);
+        if (grad_shift) store_channels<kChannels>(grad_shift + pair, films + kChannels);
       }
     }
   }
@@ -357,6 +355,20 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
   });
 }
 
+/// Calls `f` with a thread's channels and vectors as constants. The smaller vectors have few forms.
+template <class T, class F>
+cudaError_t dispatch_vectors(const NormPlan& plan, F&& f) {
+  return dispatch_value<8, 4, 2>(plan.owned, [&](auto owned) {
+    const auto with = [&](auto vectors) { return f(owned, vectors); };
+    if constexpr (owned.value > kWhole<T>)
+      return cudaErrorInvalidValue;
+    else if constexpr (owned.value == kWhole<T>)
+      return dispatch_value<1, 2, 4>(plan.vectors, with);
+    else
+      return dispatch_value<4, 8>(plan.vectors, with);
+  });
+}
+
 }  // namespace
 
 cudaError_t forward(const GroupNormMish& args, cudaStream_t stream) {
@@ -364,8 +376,8 @@ cudaError_t forward(const GroupNormMish& args, cudaStream_t stream) {
   return dispatch_types(args, [&](auto tag, auto parameter) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
-    return dispatch_value<1, 2, 4>(args.plan.vectors, [&](auto vectors) {
-      return launch_dependent(forward_kernel<T, P, vectors.value>, blocks, args.plan.block, stream, args);
+    return dispatch_vectors<T>(args.plan, [&](auto owned, auto vectors) {
+      return launch_dependent(forward_kernel<T, P, owned.value, vectors.value>, blocks, args.plan.block, stream, args);
     });
   });
 }
@@ -377,18 +389,22 @@ cudaError_t backward(const GroupNormMishBackward& args, cudaStream_t stream) {
   return dispatch_types(in, [&](auto tag, auto parameter) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
-    return dispatch_value<1, 2, 4>(in.plan.vectors, [&](auto vectors) {
-      constexpr int V = vectors.value;
+    return dispatch_vectors<T>(in.plan, [&](auto owned, auto vectors) {
+      constexpr int kChannels = owned.value, V = vectors.value;
       const auto with = [&](auto film, auto sums) {
-        const auto kernel = backward_kernel<T, P, V, film.value, sums.value>;
-        const int count = (sums.value ? 3 : 2) * kOwned<T>;
+        const auto kernel = backward_kernel<T, P, kChannels, V, film.value, sums.value>;
+        const int count = (sums.value ? 3 : 2) * kChannels;
         LaunchConfig config(blocks, in.plan.block, stream, count * in.plan.sum_places() * sizeof(float));
         return config.dependent(reinterpret_cast<const void*>(kernel)).launch(kernel, args);
       };
       constexpr std::true_type kYes;
       constexpr std::false_type kNo;
-      if (args.sums) return film ? with(kYes, kYes) : with(kNo, kYes);
-      return film ? with(kYes, kNo) : with(kNo, kNo);
+      if constexpr (kChannels < kWhole<T>) {
+        return args.sums ? with(kYes, kYes) : with(kYes, kNo);
+      } else {
+        if (args.sums) return film ? with(kYes, kYes) : with(kNo, kYes);
+        return film ? with(kYes, kNo) : with(kNo, kNo);
+      }
     });
   });
 }

@@ -61,7 +61,9 @@ void split(ConvPlan& plan, int multiprocessors) {
 void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
             int64_t outputs, int multiprocessors, int step) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
-  plan.chunks = static_cast<int>(ceil_div(contracted, chunk(conv.dtype)));
+  const int64_t first = conv.first_channels, step_channels = chunk(conv.dtype);
+  plan.first_chunks = static_cast<int>(ceil_div(first, step_channels));
+  plan.chunks = plan.first_chunks + static_cast<int>(ceil_div(contracted - first, step_channels));
   const int64_t row_tiles = plan.rows.count * plan.phases;
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
   const int64_t steps = static_cast<int64_t>(terms) * plan.chunks;
