@@ -113,7 +113,7 @@ TEST_P(EveryPlan, BiasesInFrontOfANormAreCopiedBesideTheirGroup) {
     return std::pair(-1, -1);
   };
   const Config& c = plan.config;
-  EXPECT_EQ(groups_of(plan.head.bias), std::pair(c.num_groups, c.own(c.down_dims[0]) / c.num_groups));
+  EXPECT_EQ(groups_of(plan.head.bias), std::pair(c.num_groups, c.width(0).own / c.num_groups));
   for (const Conv& conv : plan.convs) {
     const auto normed = conv.norm < 0 ? std::pair(0, 0) : std::pair(conv.groups, conv.counted / conv.groups);
     EXPECT_EQ(groups_of(conv.bias[0]), normed);
@@ -253,6 +253,30 @@ TEST(WidenedPlan, IsThatOfItsWidthsWithTheNetworksOwnWeights) {
   }
 }
 
+// Widths of which two become one: the convolutions between them stay.
+TEST(WidenedPlan, HasTheConvolutionsOfTheNetwork) {
+  for (const DType dtype : kDTypes) {
+    const Config narrow{3, 3, {320, 480, 960}, 3, 8, 16, 6, true};
+    Config both{3, 3, {512, 512, 1024}, 3, 8, 16, 6, true};
+    std::copy_n(narrow.down_dims, 3, both.own_dims);
+    const Plan plan = make_plan(both, dtype), own = make_plan(narrow, dtype);
+    ASSERT_EQ(plan.error, "");
+    ASSERT_EQ(plan.convs.size(), own.convs.size());
+    for (size_t i = 0; i < plan.convs.size(); ++i) {
+      const Conv &a = plan.convs[i], &b = own.convs[i];
+      EXPECT_EQ(a.num_segments, b.num_segments) << i;
+      EXPECT_EQ(a.counted, b.channels_out) << i;
+      EXPECT_EQ(a.channels_out, b.channels_out == 960 ? 1024 : 512) << i;
+      EXPECT_EQ(std::tie(a.keep, a.add, a.skip, a.skip_in), std::tie(b.keep, b.add, b.skip, b.skip_in)) << i;
+    }
+    ASSERT_EQ(plan.weights.size(), own.weights.size());
+    for (size_t i = 0; i < plan.weights.size(); ++i) {
+      EXPECT_EQ(plan.weights[i].name, own.weights[i].name);
+      EXPECT_EQ(plan.weights[i].shape, own.weights[i].shape) << plan.weights[i].name;
+    }
+  }
+}
+
 TEST(WidenedPlan, RefusesWhatWouldBeAnotherNetwork) {
   const auto error = [](int actions, std::vector<int> own, std::vector<int> wide, int groups = 8) {
     Config c{actions, static_cast<int>(own.size()), {}, 3, groups, 16, 0, true};
@@ -261,11 +285,12 @@ TEST(WidenedPlan, RefusesWhatWouldBeAnotherNetwork) {
   };
   EXPECT_EQ(error(3, {192, 384}, {256, 512}), "");
   EXPECT_EQ(error(3, {192, 192}, {256, 256}), "");
+  EXPECT_EQ(error(3, {320, 480}, {512, 512}), "");  // a convolution between them, as there was
   const char* refused = "widths that are widened must leave the network's structure as it is";
   EXPECT_EQ(error(192, {192, 384}, {256, 512}), refused);  // no residual convolution at the head
   EXPECT_EQ(error(3, {192, 192}, {256, 512}), refused);    // none between equal levels
-  EXPECT_EQ(error(3, {192, 384}, {512, 512}), refused);
-  EXPECT_EQ(error(3, {384, 192}, {512, 384}), refused);     // none where a skip has as many channels
+  EXPECT_EQ(error(3, {384, 192}, {512, 512}), refused);     // none where a skip has as many channels
+  EXPECT_EQ(error(3, {384, 192}, {512, 384}), refused);
   EXPECT_EQ(error(3, {264, 512}, {256, 512}), refused);     // narrower
   EXPECT_EQ(error(3, {192, 384}, {256, 512}, 4), refused);  // the last block has eight groups
   EXPECT_EQ(error(3, {192, 388}, {256, 512}), refused);

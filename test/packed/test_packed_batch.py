@@ -47,6 +47,27 @@ def test_forward(hopper, dtype):
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("dims", "kernel", "horizon"), [((320, 480), 5, 16), ((96, 160, 240), 3, 24), ((48, 96), 7, 14)]
+)
+def test_groups_of_no_whole_vectors(hopper, dtype, dims, kernel, horizon, monkeypatch):
+    """Groups of 6, 12, 20, 30 and 60 channels, and of two inputs side by side, against float64."""
+    monkeypatch.setattr(batch, "served", lambda *_: True)
+    unet = _net(hopper, dims, kernel_size=kernel)
+    exact = copy.deepcopy(unet if dtype.itemsize > 1 else _rounded_to_e4m3(unet)).double()
+    packed = PackedUnet(unet, dtype)
+    for count in (7, 40):
+        sample, cond = _inputs(hopper, count, horizon)
+        assert packed.in_layers(sample) is not None
+        steps = torch.randint(100, (count,), device=hopper)
+        got = packed(sample, steps, cond)
+        with torch.no_grad():
+            expected = exact(sample.double(), steps, global_cond=cond.double())
+        assert error(got, expected) < ERROR[torch.float16 if dtype.itemsize == 1 else dtype]
+        assert torch.equal(got, packed(sample, steps, cond))
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_states_of_one_observation(hopper, dtype):
     """Those of parallel sampling, whose FiLM is made once for all timesteps, against float64."""
     unet = _net(hopper)
@@ -64,7 +85,14 @@ def test_states_of_one_observation(hopper, dtype):
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize(
     ("dims", "kernel", "count", "horizon"),
-    [((512, 1024, 2048), 5, 16, 16), ((512, 1024), 7, 6, 24), ((256, 512, 1024), 3, 8, 48)],
+    [
+        ((512, 1024, 2048), 5, 16, 16),
+        ((512, 1024), 7, 6, 24),
+        ((256, 512, 1024), 3, 8, 48),
+        ((512, 512), 5, 4, 16),  # a level as wide as the one before it
+        ((512, 512, 1024), 7, 8, 16),
+        ((256, 512, 512), 3, 9, 16),
+    ],
 )
 def test_batches_in_clusters(hopper, dtype, dims, kernel, count, horizon):
     """Batches of wide networks that one kernel runs, against float64."""

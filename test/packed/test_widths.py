@@ -42,6 +42,7 @@ def _inputs(device, count, horizon):
         ((96, 192, 320), (128, 256, 512)),
         ((128, 256, 384), (128, 256, 512)),
         ((384, 384), (512, 512)),
+        ((320, 480, 960), (512, 512, 1024)),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -67,7 +68,7 @@ def test_a_widened_network_takes_the_networks_own_weights(own, wide, dtype):
         ((256, 512, 0, 192, 300), "leave the network's structure"),  # groups of 37.5
         ((256, 512, 0, 264, 512), "leave the network's structure"),  # narrower than it is
         ((256, 512, 0, 192, 192), "leave the network's structure"),  # a convolution more
-        ((256, 256, 0, 192, 384), "leave the network's structure"),  # a convolution less
+        ((512, 512, 0, 384, 192), "leave the network's structure"),  # one more behind the skip
         ((256, 512, 0, 192, 384, 0), "as many widths behind the 0"),
     ],
 )
@@ -93,6 +94,9 @@ _CASES = [  # own widths, kernel, batch, horizon, what is widened
     ((320, 640, 1280), 3, 1, 16, KINDS[1:]),
     ((320, 640, 1280), 3, 1, 64, KINDS[1:]),
     ((384, 768, 1536), 5, 4, 24, KINDS[1:]),
+    ((320, 480, 960), 5, 1, 16, KINDS[1:]),
+    ((320, 480, 960), 3, 6, 32, KINDS[1:]),
+    ((192, 256, 512), 5, 1, 24, KINDS),
     ((128, 256, 384), 5, 1, 16, KINDS),
     ((128, 256, 384), 3, 1, 40, KINDS),
     ((64, 128, 256), 5, 1, 24, KINDS[:1]),

@@ -233,7 +233,7 @@ struct Runner {
   int times(int level) const { return call.horizon >> level; }
   Condition condition() const { return {call.condition_mask ? call.condition_data : nullptr, call.condition_mask}; }
 
-  cudaError_t epilogue(int step, int64_t norm, int groups, int64_t film, bool add, bool keep, int skip, int channels,
+  cudaError_t epilogue(int step, int64_t norm, int groups, int64_t film, bool add, bool keep, int skip, Width dim,
                        int level) const {
     EpilogueArguments f = {};
     f.raw = buffer(at.raw), f.value = buffer(at.value), f.residual = buffer(at.residual);
@@ -247,9 +247,9 @@ struct Runner {
       f.film_cond_stride = plan.film_rows;
       f.film_scale = plan.config.film_scale;
     }
-    f.relu = plan.config.relu, f.add = add, f.keep = keep, f.times = times(level), f.channels = channels,
+    f.relu = plan.config.relu, f.add = add, f.keep = keep, f.times = times(level), f.channels = dim.channels,
     f.groups = norm >= 0 ? groups : 1;
-    f.counted = plan.config.own(channels) / f.groups;
+    f.counted = dim.own / f.groups;
     return launch(epilogue_kernel, call.batch * f.groups, kThreads, stream, f);
   }
 
@@ -288,13 +288,14 @@ struct Runner {
     cudaError_t error =
         launch(head_kernel, grid_for(static_cast<int64_t>(columns) * dim, kThreads), kThreads, stream, head);
     if (error != cudaSuccess) return error;
-    error = epilogue(index, plan.head.norm, plan.config.num_groups, plan.head.film, false, false, -1, dim, 0);
+    error = epilogue(index, plan.head.norm, plan.config.num_groups, plan.head.film, false, false, -1,
+                     plan.config.width(0), 0);
     for (const Conv& conv : plan.convs) {
       if (error != cudaSuccess) return error;
       error = convolve(conv);
       if (error != cudaSuccess) return error;
-      error = epilogue(index, conv.norm, conv.groups, conv.film, conv.add, conv.keep, conv.skip, conv.channels_out,
-                       conv.level_out);
+      error = epilogue(index, conv.norm, conv.groups, conv.film, conv.add, conv.keep, conv.skip,
+                       {conv.channels_out, conv.counted}, conv.level_out);
     }
     if (error != cudaSuccess) return error;
     TailArguments tail = {};

@@ -137,11 +137,12 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 }
 
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
+  constexpr int kFewSlices = 2;  // of outputs: phases then have few tiles for their multiprocessors
   const Config& c = plan.config;
   if (c.relu) return false;
-  int narrowest = c.own(c.down_dims[0]);
+  int narrowest = c.width(0).own;
   for (int i = 0; i < c.levels; i++) {
-    const int width = c.own(c.down_dims[i]);
+    const int width = c.width(i).own;
     if (width % 8) return false;  // the GEMMs of layers do not serve
     narrowest = std::min(narrowest, width);
   }
@@ -149,15 +150,16 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
   const bool twice = path == Path::kClustered && batch > kChunkSamples;  // in two launches
   if (!device.hopper || path == Path::kResident || (path == Path::kClustered && !twice)) return false;
   // Layers take almost the time of one sample for many. A layer has hand-overs twice as long as a phase, but GEMMs that
-  // take no longer for more columns; of more than five taps they are half as fast (H200). Where they begin otherwise was
-  // measured on an H100. Without Hopper's instructions they take twice a phase's time at 512 columns.
+  // take no longer for more columns. Where they begin was measured on an H100. Without Hopper's instructions they take
+  // twice a phase's time at 512 columns.
   const double columns = static_cast<double>(batch) * horizon;
   if (narrowest < 256 || c.kernel_size > 5) {
-    // Where tiles are full, a warp normalises; elsewhere norms are kernels of their own. Measured with powers of two.
-    const bool full = narrowest >= 64 && power_of_two(narrowest) && power_of_two(horizon);
-    const double ahead = c.kernel_size > 5 ? 1.2 : full ? 0.25 : 0.6;
+    // Below 64 channels half of a tile is empty. Where tiles of rows are full, norms take least.
+    const bool full = power_of_two(narrowest) && power_of_two(horizon);
+    const double ahead = narrowest < 64 ? 0.6 : c.kernel_size > 5 ? 0.4 : full ? 0.25 : 0.3;
     return weights_of(plan) * columns > ahead * 1074 * static_cast<double>(plan.convs.size() + 1);
   }
+  if (plan.slices_out <= kFewSlices) return columns >= 64;
   if (narrowest >= 512) return columns >= 192 || batch >= 16;
   return columns >= 320;
 }

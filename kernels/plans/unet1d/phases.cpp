@@ -27,6 +27,7 @@ class PhaseBuilder {
     PhaseSource value, residual;
     value.kind = SourceKind::kHead;
     int norm = static_cast<int>(plan.head.norm), groups = c.num_groups, film = static_cast<int>(plan.head.film);
+    int counted = c.width(0).own;
     bool keep = false;
     int skip = -1;
     PhaseSource skips[kMaxLevels];
@@ -36,7 +37,7 @@ class PhaseBuilder {
     for (const Conv& conv : plan.convs) {
       Phase f;
       f.value = value, f.residual = residual;
-      input(f, conv.channels_in, conv.slices_in, horizon >> conv.level_in, norm, groups, film);
+      input(f, conv.channels_in, conv.slices_in, horizon >> conv.level_in, norm, groups, counted, film);
       if (conv.skip_in >= 0) f.joined = 1, f.skip = skips[conv.skip_in];
       if (keep || skip >= 0) {
         f.keep_stride = round_up(conv.channels_in, 16);
@@ -54,6 +55,7 @@ class PhaseBuilder {
         next_residual.words = f.segments[1].out;
       }
       norm = static_cast<int>(conv.norm), groups = conv.groups, film = static_cast<int>(conv.film);
+      counted = conv.counted;
       keep = conv.keep, skip = conv.skip;
       residual = conv.add ? next_residual : PhaseSource{};
       out.phases.push_back(f);
@@ -80,12 +82,12 @@ class PhaseBuilder {
     out.error = why;
     return out;
   }
-  void input(Phase& f, int channels, int units, int times, int norm, int groups, int film) {
+  void input(Phase& f, int channels, int units, int times, int norm, int groups, int counted, int film) {
     f.channels_in = channels, f.times_in = times;
     f.norm = norm, f.film = film;
     f.units = units, f.unit_channels = channels / units, f.unit_padded = round_up(f.unit_channels, 16);
     f.group_channels = norm >= 0 ? channels / groups : channels;
-    f.counted = norm >= 0 ? plan.config.own(channels) / groups : channels;
+    f.counted = norm >= 0 ? counted / groups : channels;
     f.group_magic = magic_of(f.group_channels), f.counted_magic = magic_of(f.counted);
   }
 
@@ -233,7 +235,8 @@ class PhaseBuilder {
     Phase f;
     f.kind = PhaseKind::kTail;
     f.value = value;
-    input(f, plan.config.down_dims[0], tail_units(), horizon, norm, kFinalGroups, -1);
+    const Width dim = plan.config.width(0);
+    input(f, dim.channels, tail_units(), horizon, norm, kFinalGroups, dim.own, -1);
     f.slices_in = 1;
     while (f.slices_in < 8 && f.slices_in * 2 <= f.units && whole(f, f.slices_in * 2)) f.slices_in *= 2;
     f.slices_batch = std::min(batch, std::max(1, device.multiprocessors / f.slices_in));

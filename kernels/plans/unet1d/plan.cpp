@@ -8,16 +8,15 @@ namespace {
 
 constexpr int kTileElements = 256;
 
-// Whether a network of these widths is the same but for channels that fill groups up: no width becomes another's equal,
-// where the network would do without a convolution.
+// Whether a network of these widths is the same but for channels that fill groups up: where it has no convolution between
+// equal numbers of channels, they stay equal.
 bool widens(const Config& c) {
-  if (c.num_groups != kFinalGroups || c.action_dim == c.own_dims[0] || c.action_dim == c.down_dims[0]) return false;
+  if (c.num_groups != kFinalGroups || c.action_dim == c.own_dims[0]) return false;
   for (int i = 0; i < c.levels; i++) {
-    if (c.own_dims[i] < 1 || c.own_dims[i] > c.down_dims[i] || c.own_dims[i] % c.num_groups) return false;
-    for (int j = 0; j < c.levels; j++) {
-      if ((c.own_dims[i] == c.own_dims[j]) != (c.down_dims[i] == c.down_dims[j])) return false;
-      if (i == j + 1 && (c.own_dims[j] == 2 * c.own_dims[i] || c.down_dims[j] == 2 * c.down_dims[i])) return false;
-    }
+    const Width w = c.width(i), before = c.width(i > 0 ? i - 1 : i);
+    if (w.own < 1 || w.own > w.channels || w.own % c.num_groups) return false;
+    if (w.own == before.own && w.channels != before.channels) return false;
+    if (2 * w.own == before.own && 2 * w.channels != before.channels) return false;
   }
   return true;
 }
@@ -51,23 +50,22 @@ class Builder {
     time_embedding();
     for (int i = 0; i < c.levels; i++) {
       const std::string name = "down_modules." + std::to_string(i) + ".";
-      const int dim = c.down_dims[i];
+      const Width dim = c.width(i);
       if (i == 0)
         first_block(name + "0.");
       else
-        block(name + "0.", c.down_dims[i - 1], -1, dim, i);
+        block(name + "0.", c.width(i - 1), -1, dim, i);
       block(name + "1.", dim, -1, dim, i);
       if (i > 0) p.convs.back().skip = i;
       if (i + 1 < c.levels) downsample(name + "2.conv.", dim, i);
     }
     const int last = c.levels - 1;
-    for (int i = 0; i < 2; i++)
-      block("mid_modules." + std::to_string(i) + ".", c.down_dims[last], -1, c.down_dims[last], last);
+    for (int i = 0; i < 2; i++) block("mid_modules." + std::to_string(i) + ".", c.width(last), -1, c.width(last), last);
     for (int i = last; i > 0; i--) {
       const std::string name = "up_modules." + std::to_string(last - i) + ".";
-      block(name + "0.", c.down_dims[i], i, c.down_dims[i - 1], i);
-      block(name + "1.", c.down_dims[i - 1], -1, c.down_dims[i - 1], i);
-      upsample(name + "2.conv.", c.down_dims[i - 1], i);
+      block(name + "0.", c.width(i), i, c.width(i - 1), i);
+      block(name + "1.", c.width(i - 1), -1, c.width(i - 1), i);
+      upsample(name + "2.conv.", c.width(i - 1), i);
     }
     last_block();
     cut();
@@ -100,15 +98,20 @@ class Builder {
     }
   }
 
-  // `widths`: how many widths side by side the first dimensions are, 0 where they are none.
-  int weight(const std::string& name, std::vector<int> shape, int widths0 = 1, int widths1 = 0) {
-    WeightInfo info{name, std::move(shape), {}};
-    const int widths[2] = {widths0, widths1};
-    for (int d = 0; d < 2 && c.widened(); d++) {
-      if (widths[d] == 0) continue;
-      const int width = info.shape[d] / widths[d], own = c.own(width), groups = widths[d] * c.num_groups;
-      info.fill[d] = {groups, own / c.num_groups, width / c.num_groups};
-      info.shape[d] = widths[d] * own;
+  // A dimension of a weight: so many elements, or `count` widths side by side.
+  struct Dim {
+    Width width;
+    int count = 0;
+    Dim(int n) : width{n, n} {}
+    Dim(Width w, int n = 1) : width(w), count(n) {}
+  };
+  int weight(const std::string& name, const std::vector<Dim>& shape) {
+    WeightInfo info{name, {}, {}};
+    for (size_t d = 0; d < shape.size(); d++) {
+      const auto& [width, count] = shape[d];
+      info.shape.push_back(width.own * std::max(count, 1));
+      if (c.widened() && count > 0)
+        info.fill[d] = {count * c.num_groups, width.own / c.num_groups, width.channels / c.num_groups};
     }
     p.weights.push_back(std::move(info));
     return static_cast<int>(p.weights.size()) - 1;
@@ -121,9 +124,9 @@ class Builder {
     return at;
   }
   // A convolution's bias; `groups`: of the norm behind it, or 0.
-  int64_t bias(const std::string& name, int channels, int groups = 0) {
-    const int64_t at = floats(weight(name + "bias", {channels}), channels);
-    if (groups > 0) p.copies.back().groups = groups, p.copies.back().counted = c.own(channels) / groups;
+  int64_t bias(const std::string& name, Width dim, int groups = 0) {
+    const int64_t at = floats(weight(name + "bias", {dim}), dim.channels);
+    if (groups > 0) p.copies.back().groups = groups, p.copies.back().counted = dim.own / groups;
     return at;
   }
   int64_t zeros(int n) {
@@ -135,16 +138,16 @@ class Builder {
 
   void time_embedding() {
     const int d = c.step_dim;
-    step_weight[0] = weight("diffusion_step_encoder.1.weight", {4 * d, d}, 0);
-    step_weight[1] = weight("diffusion_step_encoder.1.bias", {4 * d}, 0);
-    step_weight[2] = weight("diffusion_step_encoder.3.weight", {d, 4 * d}, 0);
-    step_weight[3] = weight("diffusion_step_encoder.3.bias", {d}, 0);
+    step_weight[0] = weight("diffusion_step_encoder.1.weight", {4 * d, d});
+    step_weight[1] = weight("diffusion_step_encoder.1.bias", {4 * d});
+    step_weight[2] = weight("diffusion_step_encoder.3.weight", {d, 4 * d});
+    step_weight[3] = weight("diffusion_step_encoder.3.bias", {d});
     p.step_bias[0] = floats(step_weight[1], 4 * d);
     p.step_bias[1] = floats(step_weight[3], d);
   }
 
-  int64_t norm(const std::string& name, int channels) {
-    const int gamma = weight(name + "weight", {channels}), beta = weight(name + "bias", {channels});
+  int64_t norm(const std::string& name, Width dim) {
+    const int gamma = weight(name + "weight", {dim}), beta = weight(name + "bias", {dim}), channels = dim.channels;
     float_count = (float_count + 3) / 4 * 4;
     const int64_t at = float_count;
     p.copies.push_back({gamma, true, at * 4, 0, {channels, 1, 1}, {1, 0, 0}});
@@ -153,20 +156,19 @@ class Builder {
     return at;
   }
 
-  int64_t film(const std::string& name, int channels) {
-    const int rows = c.film_scale ? 2 * channels : channels;
-    const int widths = rows / channels;
-    const int w = weight(name + "cond_encoder.1.weight", {rows, c.step_dim + c.cond_dim}, widths);
-    const int b = weight(name + "cond_encoder.1.bias", {rows}, widths);
+  int64_t film(const std::string& name, Width dim) {
+    const int widths = c.film_scale ? 2 : 1, rows = widths * dim.channels;
+    const int w = weight(name + "cond_encoder.1.weight", {{dim, widths}, c.step_dim + c.cond_dim});
+    const int b = weight(name + "cond_encoder.1.bias", {{dim, widths}});
     films.push_back({w, b, rows, p.film_rows});
     p.film_rows += rows;
     return p.film_rows - rows;
   }
 
-  Conv& add_conv(int in, int skip, int out, int level) {
+  Conv& add_conv(int in, int skip, Width out, int level) {
     p.convs.emplace_back();
     Conv& conv = p.convs.back();
-    conv.channels_in = in, conv.channels_skip = skip, conv.channels_out = out, conv.counted = c.own(out);
+    conv.channels_in = in, conv.channels_skip = skip, conv.channels_out = out.channels, conv.counted = out.own;
     conv.level_in = conv.level_out = level;
     return conv;
   }
@@ -178,15 +180,16 @@ class Builder {
     const int tap_count = w < 0 ? 1 : p.weights[w].shape[2];
     p.tiles.push_back({w, static_cast<int>(p.convs.size()) - 1, segment, so, si, st, tap_first, tap_step, tap_count});
   }
-  void plain_tiles(int segment, const std::string& name, int in, int out, int k, int groups = 0) {
-    const int w = weight(name + "weight", {out, in, k}, 1, p.convs.back().channels_skip > 0 ? 2 : 1);
-    tiles(segment, w, k, -(k / 2), static_cast<int64_t>(in) * k, k, 1);
+  // `count`: inputs of width `in` side by side.
+  void plain_tiles(int segment, const std::string& name, Width in, int count, Width out, int k, int groups = 0) {
+    const int w = weight(name + "weight", {out, {in, count}, k});
+    tiles(segment, w, k, -(k / 2), static_cast<int64_t>(in.channels) * count * k, k, 1);
     p.convs.back().bias[segment] = bias(name, out, groups);
   }
 
-  void second_conv(const std::string& name, int dim, int level) {
-    add_conv(dim, 0, dim, level);
-    plain_tiles(0, name + "blocks.1.block.0.", dim, dim, c.kernel_size, c.num_groups);
+  void second_conv(const std::string& name, Width dim, int level) {
+    add_conv(dim.channels, 0, dim, level);
+    plain_tiles(0, name + "blocks.1.block.0.", dim, 1, dim, c.kernel_size, c.num_groups);
     Conv& conv = p.convs.back();
     conv.norm = norm(name + "blocks.1.block.1.", dim);
     conv.groups = c.num_groups;
@@ -194,70 +197,75 @@ class Builder {
   }
 
   void first_block(const std::string& name) {
-    const int a = c.action_dim, dim = c.down_dims[0], k = c.kernel_size;
+    const Width dim = c.width(0);
+    const int a = c.action_dim, channels = dim.channels, k = c.kernel_size;
     const int w = weight(name + "blocks.0.block.0.weight", {dim, a, k});
-    p.head.weights = floats(w, k, a, dim, 1, k, static_cast<int64_t>(a) * k);
+    p.head.weights = floats(w, k, a, channels, 1, k, static_cast<int64_t>(a) * k);
     p.head.bias = bias(name + "blocks.0.block.0.", dim, c.num_groups);
     p.head.norm = norm(name + "blocks.0.block.1.", dim);
     p.head.film = film(name, dim);
-    if (a == dim) {
+    if (a == dim.own) {
       p.head.residual = float_count;
-      p.copies.push_back({-2, true, float_count * 4, 0, {a, dim, 1}, {0, 0, 0}});
-      float_count += static_cast<int64_t>(a) * dim;
-      p.head.residual_bias = zeros(dim);
+      p.copies.push_back({-2, true, float_count * 4, 0, {a, channels, 1}, {0, 0, 0}});
+      float_count += static_cast<int64_t>(a) * channels;
+      p.head.residual_bias = zeros(channels);
     } else {
-      p.head.residual = floats(weight(name + "residual_conv.weight", {dim, a, 1}), a, dim, 1, 1, a);
+      p.head.residual = floats(weight(name + "residual_conv.weight", {dim, a, 1}), a, channels, 1, 1, a);
       p.head.residual_bias = bias(name + "residual_conv.", dim);
     }
     second_conv(name, dim, 0);
   }
 
   // A residual block on cat(value of width `in`, skips[skip] of the same width) or on the value alone.
-  void block(const std::string& name, int in, int skip, int out, int level) {
-    const int joined = skip < 0 ? 0 : in;
-    const bool convolve = in + joined != out;
+  void block(const std::string& name, Width in, int skip, Width out, int level) {
+    const bool joined = skip >= 0;
+    const int inputs = joined ? 2 : 1;
+    const bool convolve = in.own * inputs != out.own;
     if (!convolve && !joined) p.convs.back().keep = true;
-    add_conv(in, joined, out, level);
+    add_conv(in.channels, joined ? in.channels : 0, out, level);
     p.convs.back().skip_in = skip;
-    plain_tiles(0, name + "blocks.0.block.0.", in + joined, out, c.kernel_size, c.num_groups);
+    plain_tiles(0, name + "blocks.0.block.0.", in, inputs, out, c.kernel_size, c.num_groups);
     p.convs.back().norm = norm(name + "blocks.0.block.1.", out);
     p.convs.back().groups = c.num_groups;
     p.convs.back().film = film(name, out);
     if (convolve) {
-      plain_tiles(1, name + "residual_conv.", in + joined, out, 1);
+      plain_tiles(1, name + "residual_conv.", in, inputs, out, 1);
     } else if (joined) {
       tiles(1, -1, 1, 0, 0, 0, 0);
-      p.convs.back().bias[1] = zeros(out);
+      p.convs.back().bias[1] = zeros(out.channels);
     }
     second_conv(name, out, level);
   }
 
-  void downsample(const std::string& name, int dim, int level) {
-    Conv& conv = add_conv(dim, 0, dim, level);
+  void downsample(const std::string& name, Width dim, int level) {
+    Conv& conv = add_conv(dim.channels, 0, dim, level);
     conv.stride = 2;
     conv.level_out = level + 1;
-    plain_tiles(0, name, dim, dim, 3);
+    plain_tiles(0, name, dim, 1, dim, 3);
   }
 
   // out[2 t] = W_3 in[t - 1] + W_1 in[t];  out[2 t + 1] = W_2 in[t] + W_0 in[t + 1]
-  void upsample(const std::string& name, int dim, int level) {
-    Conv& conv = add_conv(dim, 0, dim, level);
+  void upsample(const std::string& name, Width dim, int level) {
+    Conv& conv = add_conv(dim.channels, 0, dim, level);
+    const int64_t channels = dim.channels;
     conv.upsample = true;
     conv.level_out = level - 1;
-    const int w = weight(name + "weight", {dim, dim, 4}, 1, 1);
-    tiles(0, w, 2, -1, 4, static_cast<int64_t>(dim) * 4, 1, 3, -2);
-    tiles(1, w, 2, 0, 4, static_cast<int64_t>(dim) * 4, 1, 2, -2);
+    const int w = weight(name + "weight", {dim, dim, 4});
+    tiles(0, w, 2, -1, 4, channels * 4, 1, 3, -2);
+    tiles(1, w, 2, 0, 4, channels * 4, 1, 2, -2);
     p.convs.back().bias[0] = p.convs.back().bias[1] = bias(name, dim);
   }
 
   void last_block() {
-    const int dim = c.down_dims[0];
-    add_conv(dim, 0, dim, 0);
-    plain_tiles(0, "final_conv.0.block.0.", dim, dim, c.kernel_size, kFinalGroups);
+    const Width dim = c.width(0);
+    const int channels = dim.channels;
+    add_conv(channels, 0, dim, 0);
+    plain_tiles(0, "final_conv.0.block.0.", dim, 1, dim, c.kernel_size, kFinalGroups);
     p.convs.back().norm = norm("final_conv.0.block.1.", dim);
     p.convs.back().groups = kFinalGroups;
-    p.tail.weights = floats(weight("final_conv.1.weight", {c.action_dim, dim, 1}, 0, 1), c.action_dim, dim, 1, dim, 1);
-    p.tail.bias = floats(weight("final_conv.1.bias", {c.action_dim}, 0), c.action_dim);
+    const int w = weight("final_conv.1.weight", {c.action_dim, dim, 1});
+    p.tail.weights = floats(w, c.action_dim, channels, 1, channels, 1);
+    p.tail.bias = floats(weight("final_conv.1.bias", {c.action_dim}), c.action_dim);
   }
 
   // Eight slices of the input, or as many as leave 16 whole channels and whole groups to each.

@@ -16,6 +16,11 @@ constexpr int kMaxConvs = 10 * kMaxLevels - 2;
 constexpr int kStampBytes = 128;
 constexpr int kFinalGroups = 8;  // of the last Conv1dBlock, whatever num_groups is
 
+/// Channels of an activation, and those of them that are the network's (Config::own_dims).
+struct Width {
+  int channels, own;
+};
+
 /// The architecture. global conditioning of width cond_dim (0: none); film_scale: FiLM has a scale besides its shift;
 /// relu: behind the norms is ReLU in place of Mish, which teams, phases, layers and the CPU have.
 struct Config {
@@ -36,12 +41,7 @@ struct Config {
   int flags() const { return film_scale + 2 * relu; }
   /// LoopArguments::steepness.
   float steepness() const { return relu ? std::numeric_limits<float>::max() : 1.0f; }
-  /// Of so many channels, a width of down_dims, those that are the network's.
-  int own(int channels) const {
-    for (int i = 0; widened() && i < levels; i++)
-      if (down_dims[i] == channels) return own_dims[i];
-    return channels;
-  }
+  Width width(int level) const { return {down_dims[level], widened() ? own_dims[level] : down_dims[level]}; }
 };
 
 /// The taps of a GEMM over neighbouring times: out[t] += sum_i W_i in[t * stride + first + i].

@@ -192,7 +192,7 @@ ResidentLayout resident_layout(const Plan& plan, int horizon, const Device& devi
   r.count = static_cast<int>(plan.convs.size());
   Maker make = {plan, horizon, bulk, plan.dtype == DType::kFloat32, r};
   SoloLayer& head = r.solo[0];
-  if (r.halo > kMostHalo || !make.describe_output(head, c.down_dims[0], c.own(c.down_dims[0]), horizon)) return r;
+  if (r.halo > kMostHalo || !make.describe_output(head, c.down_dims[0], c.width(0).own, horizon)) return r;
   head.bias = static_cast<int>(plan.head.bias), head.other_bias = static_cast<int>(plan.head.residual_bias);
   head.norm = static_cast<int>(plan.head.norm), head.film = static_cast<int>(plan.head.film);
   int most = head.pairs, rows = 1;

@@ -45,20 +45,25 @@ def widened(
     if device.type != "cuda" or not _pays(wide, dtype, batch, horizon):
         return config
     wider = [*config[:6], *wide, 0, *own]
-    path = path_of(tuple(wider), dtype, batch, horizon, device)
-    return wider if path in ("resident", "clusters") else config
+    of = lambda layout: path_of(tuple(layout), dtype, batch, horizon, device)  # noqa: E731
+    if of(wider) not in ("resident", "clusters"):
+        return config
+    return wider if _doubling(wide) or batch == 1 or of(config) in ("phases", "layers") else config
+
+
+def _doubling(wide: list[int]) -> bool:
+    return all(width == wide[0] << level for level, width in enumerate(wide))
 
 
 def _pays(wide: list[int], dtype: torch.dtype, batch: int, horizon: int) -> bool:
     """Whether the wider network is faster, as measured on an H200: docs/sampler-log.md."""
-    doubling = all(width == wide[0] << level for level, width in enumerate(wide))
     if wide[0] == 128:
         return batch == 1 and horizon <= 64
     if dtype == torch.float32:
         return batch == 1 and wide[0] == 256 and horizon <= 64
     if batch == 1:
-        return horizon <= (64 if doubling or wide[0] == 256 else 32)
-    return doubling and batch <= 16 and horizon <= 64 and batch * horizon <= 512
+        return horizon <= (64 if _doubling(wide) or wide[0] == 256 else 32)
+    return batch <= 16 and horizon <= 64 and batch * horizon <= 512
 
 
 def _may_widen(config: list[int], own: list[int], wide: list[int]) -> bool:
@@ -66,9 +71,7 @@ def _may_widen(config: list[int], own: list[int], wide: list[int]) -> bool:
     actions, kernel, groups = config[:3]
     if groups != 8 or not 3 <= kernel <= 7 or wide[0] not in _FIRST or len(own) > 3:
         return False
-    if own != sorted(own) or actions in (own[0], wide[0]) or any(n % 16 for n in own):
-        return False
-    if len(set(own)) != len(set(wide)):  # levels of one width have no convolution between them
+    if own != sorted(own) or actions == own[0] or any(n % 16 for n in own):
         return False
     most = _MOST if wide[-1] > _NARROW else _MOST_NARROW
     return sum(n * n for n in wide) <= most * sum(n * n for n in own)
