@@ -91,7 +91,9 @@ TEST(Phases, FewMultiprocessorsAndLittleSharedMemory) {
 
 // The networks that a GPU of that size is measured with fit on it, with the least shared memory of its generation.
 TEST(Phases, TheHeadlineNetworkFitsOnEveryGeneration) {
-  const struct { int blocks, shared; } devices[] = {{108, 163}, {82, 99}, {46, 99}, {16, 163}};
+  const struct {
+    int blocks, shared;
+  } devices[] = {{108, 163}, {82, 99}, {46, 99}, {16, 163}};
   for (const auto& d : devices)
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
       const Plan plan = make_plan(kHeadline, dtype);

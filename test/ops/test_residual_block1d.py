@@ -122,7 +122,7 @@ SHAPES = [
     (17, 32, 128, 8, 3, 2, "both"),
     (9, 128, 128, 4, 5, 1, "shift"),
     (2, 64, 64, 16, 3, 1, "both"),
-    # Groups of no whole vectors, which the channels-last normalisation reads four and two channels at a time.
+    # Groups of no whole vectors: the channels-last normalisation reads four or two channels.
     (37, 96, 160, 12, 5, 8, "both"),
     (6, 80, 96, 48, 3, 8, "shift"),
     (5, 48, 48, 7, 5, 8, "both"),
