@@ -39,6 +39,7 @@ class Chain {
 
   /// Whether the kernels take such sizes and dtypes, whatever the strides.
   bool fits() const {
+    if (channels_ % 8 != 0) return false;  // rows of activations between the kernels
     if (!gemm::supported() || !(plan_.fits() || (alone_ && fused()))) return false;
     if (more_.defined() && !takes_more()) return false;
     for (const auto slot : kBlockWeights)

@@ -433,4 +433,19 @@ TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
   EXPECT_EQ(plan_normalised(convolution(3, 24, 192, 640, 5, 1), 24, 132).column_step, 96);
 }
 
+// Of two tensors side by side each has its own chunks, whether or not the first one fills its last.
+TEST(ConvPlan, TwoInputsHaveChunksOfTheirOwn) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32})
+    for (const int64_t first : {8, 64, 96, 480, 512})
+      for (const int64_t second : {8, 64, 480}) {
+        Conv1d c = convolution(8, 16, 256, first + second, 5, 1);
+        c.dtype = dtype;
+        EXPECT_EQ(plan_fprop(c, 132).first_chunks, plan_fprop(c, 132).chunks) << "one tensor";
+        c.first_channels = first;
+        const ConvPlan plan = plan_fprop(c, 132);
+        EXPECT_EQ(plan.first_chunks, ceil_div(first, chunk(dtype)));
+        EXPECT_EQ(plan.chunks - plan.first_chunks, ceil_div(second, chunk(dtype)));
+      }
+}
+
 }  // namespace dpa::kernels::conv1d

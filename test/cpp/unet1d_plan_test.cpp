@@ -289,7 +289,9 @@ TEST(WidenedPlan, RefusesWhatWouldBeAnotherNetwork) {
   const char* refused = "widths that are widened must leave the network's structure as it is";
   EXPECT_EQ(error(192, {192, 384}, {256, 512}), refused);  // no residual convolution at the head
   EXPECT_EQ(error(3, {192, 192}, {256, 512}), refused);    // none between equal levels
-  EXPECT_EQ(error(3, {384, 192}, {512, 512}), refused);    // none where a skip has as many channels
+  EXPECT_EQ(error(3, {384, 192}, {512, 256}), refused);
+  EXPECT_EQ(error(3, {384, 192}, {384, 192}), "");
+  EXPECT_EQ(error(3, {384, 192}, {512, 512}), refused);  // none where a skip has as many channels
   EXPECT_EQ(error(3, {384, 192}, {512, 384}), refused);
   EXPECT_EQ(error(3, {264, 512}, {256, 512}), refused);     // narrower
   EXPECT_EQ(error(3, {192, 384}, {256, 512}, 4), refused);  // the last block has eight groups

@@ -69,6 +69,7 @@ def test_a_widened_network_takes_the_networks_own_weights(own, wide, dtype):
         ((256, 512, 0, 264, 512), "leave the network's structure"),  # narrower than it is
         ((256, 512, 0, 192, 192), "leave the network's structure"),  # a convolution more
         ((512, 512, 0, 384, 192), "leave the network's structure"),  # one more behind the skip
+        ((512, 256, 0, 384, 192), "leave the network's structure"),  # groups of two inputs
         ((256, 512, 0, 192, 384, 0), "as many widths behind the 0"),
     ],
 )

@@ -87,7 +87,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   args.normalisation = normalisation, args.shortcut = shortcut;
   args.shares = Shares(plan, normalisation.out ? normalisation.group : plan.column_step);
   args.prefetched = prefetched, args.release = alone;
-  args.beyond = static_cast<int>(plan.first_chunks * step_channels - conv.first_channels);
+  args.beyond = x.more ? static_cast<int>(plan.first_chunks * step_channels - conv.first_channels) : 0;
   args.boxes = boxes, args.box_bytes = static_cast<uint32_t>(box_rows) * kRowBytes, args.box_stage = box_stage;
   args.weights = stages, args.weight_bytes = static_cast<uint32_t>(plan.column_step) * kRowBytes;
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {

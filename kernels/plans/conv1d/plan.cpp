@@ -61,7 +61,7 @@ void split(ConvPlan& plan, int multiprocessors) {
 void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
             int64_t outputs, int multiprocessors, int step) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
-  const int64_t first = conv.first_channels, step_channels = chunk(conv.dtype);
+  const int64_t first = conv.first_channels > 0 ? conv.first_channels : contracted, step_channels = chunk(conv.dtype);
   plan.first_chunks = static_cast<int>(ceil_div(first, step_channels));
   plan.chunks = plan.first_chunks + static_cast<int>(ceil_div(contracted - first, step_channels));
   const int64_t row_tiles = plan.rows.count * plan.phases;

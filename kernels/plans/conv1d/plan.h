@@ -47,7 +47,7 @@ struct ConvPlan {
   int tile_rows, tile_columns;  // kTileRows or what is used of them, and 64, 128 or 256
   int column_step;              // from tile to tile: tile_columns, or fewer, which whole groups fill
   int64_t column_tiles;
-  int chunks, first_chunks;  // of the contracted channels; of those of the first of two tensors (Conv1d)
+  int chunks, first_chunks;  // of the contracted channels; of those of the first tensor (Conv1d)
   int splits;
   // Neighbouring tiles of columns in a cluster: 1, or as many as share a group of a normalisation whose moments the
   // cluster's blocks exchange; 0 where none is exchanged.

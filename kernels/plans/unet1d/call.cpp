@@ -137,18 +137,20 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 }
 
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
-  constexpr int kFewSlices = 2;  // of outputs: phases then have few tiles for their multiprocessors
   const Config& c = plan.config;
   if (c.relu) return false;
   int narrowest = c.width(0).own;
+  bool odd = false;  // groups: the layers of a block then run one by one, and pack their weights in each step
   for (int i = 0; i < c.levels; i++) {
     const int width = c.width(i).own;
     if (width % 8) return false;  // the GEMMs of layers do not serve
+    odd = odd || width / c.num_groups % 2;
     narrowest = std::min(narrowest, width);
   }
   const Path path = choose_path(plan, batch, horizon, device);
   const bool twice = path == Path::kClustered && batch > kChunkSamples;  // in two launches
   if (!device.hopper || path == Path::kResident || (path == Path::kClustered && !twice)) return false;
+  if (odd && path != Path::kLayered) return false;
   // Layers take almost the time of one sample for many. A layer has hand-overs twice as long as a phase, but GEMMs that
   // take no longer for more columns. Where they begin was measured on an H100. Without Hopper's instructions they take
   // twice a phase's time at 512 columns.
@@ -159,7 +161,8 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
     const double ahead = narrowest < 64 ? 0.6 : c.kernel_size > 5 ? 0.4 : full ? 0.25 : 0.3;
     return weights_of(plan) * columns > ahead * 1074 * static_cast<double>(plan.convs.size() + 1);
   }
-  if (plan.slices_out <= kFewSlices) return columns >= 64;
+  // 320/480/960 and such, whose channels have few powers of two: phases took 1.2 to 2 times as long.
+  if (c.num_groups == 8 && plan.slices_out <= 2) return columns >= 64;
   if (narrowest >= 512) return columns >= 192 || batch >= 16;
   return columns >= 320;
 }

@@ -54,7 +54,7 @@ bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
   const int units_log2 = l.group_log2 + l.samples_log2, peers_log2 = ways_log2 + l.span_log2;
   const int unit_log2 = l.rows_log2 + l.times_log2 - share_log2;  // shares of a unit
   l.units = 1 << units_log2;
-  // What a norm's blocks add later, they keep: it is finished as that norm's units are.
+  // What a norm's blocks add later, they keep: it is finished as that norm's units are, where those span no tiles.
   const bool alike = conv.norm >= 0 || conv.keep;
   const bool spread = 1 << unit_log2 > kGroupThreads / 8 || (!alike && units_log2 + unit_log2 >= peers_log2 + 2),
              whole = !spread;

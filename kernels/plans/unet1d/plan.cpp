@@ -9,14 +9,14 @@ namespace {
 constexpr int kTileElements = 256;
 
 // Whether a network of these widths is the same but for channels that fill groups up: where it has no convolution between
-// equal numbers of channels, they stay equal.
+// equal numbers of channels, they stay equal, and two inputs side by side are not filled up, whose groups would be others.
 bool widens(const Config& c) {
   if (c.num_groups != kFinalGroups || c.action_dim == c.own_dims[0]) return false;
   for (int i = 0; i < c.levels; i++) {
     const Width w = c.width(i), before = c.width(i > 0 ? i - 1 : i);
     if (w.own < 1 || w.own > w.channels || w.own % c.num_groups) return false;
     if (w.own == before.own && w.channels != before.channels) return false;
-    if (2 * w.own == before.own && 2 * w.channels != before.channels) return false;
+    if (2 * w.own == before.own && (w.own != w.channels || before.own != before.channels)) return false;
   }
   return true;
 }

@@ -71,7 +71,8 @@ def group_norm_mish(
     Returns:
         A tensor in the shape and dtype of ``input``, contiguous, or channels-last (strides
         (C T, 1, C)) where ``input`` is. On the GPU a 16-bit channels-last group of up to
-        8192 elements, of an even number of channels, is read once and written once.
+        8192 elements, in multiples of 8 channels (2304 or more in other even numbers), is read
+        once and written once.
         Differentiable in every floating tensor.
 
     Sources: Wu and He, Group Normalization (2018); Misra, Mish: A Self Regularized Non-Monotonic

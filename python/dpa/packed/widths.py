@@ -56,7 +56,7 @@ def _doubling(wide: list[int]) -> bool:
 
 
 def _pays(wide: list[int], dtype: torch.dtype, batch: int, horizon: int) -> bool:
-    """Whether the wider network is faster, as measured on an H200: docs/sampler-log.md."""
+    """Whether the wider network is faster, as measured on Hopper: docs/sampler-log.md."""
     if wide[0] == 128:
         return batch == 1 and horizon <= 64
     if dtype == torch.float32:
