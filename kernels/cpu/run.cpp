@@ -150,7 +150,7 @@ int64_t useful_threads(const Plan& plan, int batch, int horizon) {
     for (int i = 0; i < conv.num_segments; i++)
       multiply_adds += times * conv.segments[i].taps * (conv.channels_in + conv.channels_skip) * conv.channels_out;
   }
-  return std::max<int64_t>(1, multiply_adds / 8'000'000);
+  return std::max<int64_t>({1, multiply_adds / 8'000'000, plan.tile_bytes / 4'000'000});
 }
 
 void run(const Program& p, Team& team, int thread) {

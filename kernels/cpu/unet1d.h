@@ -92,8 +92,9 @@ struct Program {
   std::vector<Layer> layers;
 };
 
-/// How many threads a pass can use: one for every 8 million multiply-adds, which take it 0.15 ms. With less each,
-/// threads lose more at their barriers, two a layer, than they win; and far more where another program has one's core.
+/// How many threads a pass can use: one for every 8 million multiply-adds, which take it 0.15 ms, or for every 4 MB of
+/// the convolutions' weights, which few samples wait for. With less each, threads lose more at their barriers, two a
+/// layer, than they win; and far more where another program has one's core.
 int64_t useful_threads(const Plan& plan, int batch, int horizon);
 
 /// Fills `program` for a team of this size, with its buffers at `workspace` (aligned to 64); returns their bytes. With
