@@ -231,6 +231,8 @@ TORCH_LIBRARY(dpa, m) {
   // Which kernel runs a batch of such a network fastest on the current GPU, as kernels/plans/unet1d/call.h names them;
   // "layers" is unet1d_batch, "none" that no op takes the sizes.
   m.def("unet1d_path(int[] config, ScalarType dtype, SymInt batch, SymInt horizon) -> str", functional);
+  // The config to pack such a network by for it: the same, or with wider levels (kernels/plans/unet1d/widths.h).
+  m.def("unet1d_layout(int[] config, ScalarType dtype, SymInt batch, SymInt horizon) -> int[]", functional);
   m.def("unet1d_pack(Tensor[] weights, int[] config, ScalarType dtype) -> Tensor", functional);
   m.def(
       "unet1d(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, ScalarType dtype) "

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "kernels/cuda/unet1d/unet1d.h"
+#include "kernels/plans/unet1d/widths.h"
 #include "ops/unet1d/unet1d.h"
 
 namespace dpa {
@@ -172,22 +173,48 @@ Tensor diffusion_sample_clocks_cuda(const Tensor& sample, const Tensor& timestep
   return record;
 }
 
-std::string unet1d_path(at::IntArrayRef config, at::ScalarType dtype, int64_t batch, int64_t horizon) {
-  const auto plan = unet1d_plan("unet1d_path", config, dtype);
+// Whether a call of such sizes is one that the kernels run.
+bool runs(const Plan& plan, int64_t batch, int64_t horizon) {
   const auto most = std::numeric_limits<int>::max();
-  if (batch < 1 || batch > most || horizon < 1 || horizon > most) return "none";
-  const int samples = static_cast<int>(batch), times = static_cast<int>(horizon);
-  if (!kernels::unet1d::reject(*plan, samples, times, /*steps=*/1).empty()) return "none";
+  return batch >= 1 && batch <= most && horizon >= 1 && horizon <= most &&
+         kernels::unet1d::reject(plan, static_cast<int>(batch), static_cast<int>(horizon), /*steps=*/1).empty();
+}
+
+kernels::unet1d::Device current_device() {
   kernels::unet1d::Device device;
   C10_CUDA_CHECK(kernels::unet1d::current_device(device));
+  return device;
+}
+
+std::string unet1d_path(at::IntArrayRef config, at::ScalarType dtype, int64_t batch, int64_t horizon) {
+  const auto plan = unet1d_plan("unet1d_path", config, dtype);
+  if (!runs(*plan, batch, horizon)) return "none";
+  const int samples = static_cast<int>(batch), times = static_cast<int>(horizon);
+  const auto device = current_device();
   if (dtype != at::kFloat && kernels::unet1d::layers_pay(*plan, samples, times, device)) return "layers";
   return name_of(kernels::unet1d::choose_path(*plan, samples, times, device));
+}
+
+std::vector<int64_t> unet1d_layout(at::IntArrayRef config, at::ScalarType dtype, int64_t batch, int64_t horizon) {
+  const auto plan = unet1d_plan("unet1d_layout", config, dtype);
+  if (plan->config.widened() || !runs(*plan, batch, horizon)) return config.vec();
+  const auto best = kernels::unet1d::widths_for(plan->config, plan->dtype, static_cast<int>(batch),
+                                                static_cast<int>(horizon), current_device());
+  if (!best.widened()) return config.vec();
+  std::vector<int64_t> layout(config.begin(), config.end() - best.levels);
+  layout.insert(layout.end(), best.down_dims, best.down_dims + best.levels);
+  layout.push_back(0);
+  layout.insert(layout.end(), best.own_dims, best.own_dims + best.levels);
+  return layout;
 }
 
 }  // namespace
 
 // No tensor among its arguments, so no backend's key finds it.
-TORCH_LIBRARY_IMPL(dpa, CompositeExplicitAutograd, m) { m.impl("unet1d_path", &unet1d_path); }
+TORCH_LIBRARY_IMPL(dpa, CompositeExplicitAutograd, m) {
+  m.impl("unet1d_path", &unet1d_path);
+  m.impl("unet1d_layout", &unet1d_layout);
+}
 
 TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("unet1d_pack", &unet1d_pack_cuda);

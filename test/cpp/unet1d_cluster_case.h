@@ -38,7 +38,7 @@ inline Config with_kernel(Config config, int size) {
 }
 inline std::vector<Sizes> all_sizes() {
   const std::pair<Config, std::vector<std::pair<int, int>>> given[] = {
-      {kNarrow, {{2, 16}, {3, 16}, {64, 16}, {16, 32}, {6, 12}, {5, 24}}},
+      {kNarrow, {{2, 16}, {3, 16}, {64, 16}, {16, 32}, {6, 12}, {5, 24}, {4, 4}}},
       {kActions, {{16, 48}, {2, 64}}},
       {with_kernel(kNarrow, 7), {{16, 16}}},
       {kWide, {{1, 64}, {8, 16}, {8, 64}, {4, 64}, {2, 8}}},
@@ -58,6 +58,9 @@ inline std::vector<Sizes> all_sizes() {
       {{2, 2, {512, 512}, 7, 8, 256, 132, true}, {{4, 16}, {3, 24}}},
       {{2, 3, {256, 512, 512}, 3, 8, 256, 132, true}, {{8, 16}}},
       {{2, 3, {256, 256, 512}, 5, 8, 256, 132, true}, {{8, 16}}},
+      {{2, 4, {256, 512, 1024, 2048}, 5, 8, 256, 132, true}, {{2, 8}, {8, 16}}},
+      {{7, 4, {256, 256, 512, 512}, 3, 8, 64, 20, true}, {{16, 16}, {3, 40}, {1, 64}}},
+      {{7, 5, {256, 256, 256, 512, 512}, 5, 8, 64, 20, true}, {{4, 32}, {16, 16}}},
   };
   std::vector<Sizes> sizes;
   for (const auto& [config, calls] : given)

@@ -6,6 +6,7 @@
 #include "kernels/plans/unet1d/call.h"
 #include "kernels/plans/unet1d/phases.h"
 #include "kernels/plans/unet1d/teams.h"
+#include "kernels/plans/unet1d/widths.h"
 
 namespace dpa::kernels::unet1d {
 namespace {
@@ -194,16 +195,16 @@ TEST(LayersPay, BySizeAndDevice) {
     int kernel, batch, horizon;
     bool hopper;
   } const rows[] = {
-      {{256, 512, 1024}, 5, 1, 16, false},   {{256, 512, 1024}, 5, 19, 16, false},  // clusters
-      {{256, 512, 1024}, 5, 20, 16, true},   {{256, 512, 1024}, 5, 64, 16, true},
+      {{256, 512, 1024}, 5, 1, 16, false},   {{256, 512, 1024}, 5, 16, 16, false},  // clusters
+      {{256, 512, 1024}, 5, 17, 16, true},   {{256, 512, 1024}, 5, 64, 16, true},
       {{256, 512, 1024}, 5, 16, 32, false},  {{256, 512, 1024}, 5, 17, 32, true},
-      {{256, 512, 1024}, 5, 6, 48, false},   {{256, 512, 1024}, 5, 10, 48, true},
+      {{256, 512, 1024}, 5, 4, 48, false},   {{256, 512, 1024}, 5, 10, 48, true},
       {{512, 1024, 2048}, 5, 8, 64, true},   {{512, 1024, 2048}, 5, 4, 64, false},  // clusters
       {{512, 1024, 2048}, 5, 16, 16, false}, {{512, 1024, 2048}, 3, 17, 16, true},
-      {{384, 768, 1536}, 5, 16, 16, false},  {{384, 768, 1536}, 5, 24, 16, true},
+      {{384, 768, 1536}, 5, 16, 16, true},   {{384, 768, 1536}, 5, 24, 16, true},
       {{64, 128, 256}, 5, 64, 16, false},    {{64, 128, 256}, 5, 256, 16, true},
-      {{128, 256, 384}, 5, 32, 16, false},   {{128, 256, 384}, 5, 48, 16, true},
-      {{32, 64}, 3, 256, 128, false},        {{256, 512, 1024}, 7, 16, 16, false},
+      {{128, 256, 384}, 5, 32, 16, false},   {{128, 256, 384}, 5, 64, 16, true},
+      {{32, 64}, 3, 256, 128, true},         {{256, 512, 1024}, 7, 16, 16, false},
       {{256, 512, 1024}, 7, 64, 16, true},   {{96, 192, 320}, 9, 16, 16, false},
       {{256, 512, 1024}, 5, 32, 16, true},   {{256, 512, 1024}, 5, 12, 48, true},
       {{384, 768, 1536}, 5, 32, 16, true},   {{64, 128, 256}, 5, 256, 64, true},
@@ -212,7 +213,7 @@ TEST(LayersPay, BySizeAndDevice) {
       {{96, 192, 384}, 7, 64, 16, true},     {{160}, 7, 64, 27, true},
       {{320, 640, 1280}, 7, 28, 4, true},    {{320, 640, 1280}, 7, 4, 4, false},
       {{256, 512, 1024}, 9, 8, 16, true},    {{48, 96, 192}, 5, 256, 16, false},
-      {{320, 480, 960}, 5, 4, 16, true},     {{320, 480, 960}, 5, 2, 16, false},
+      {{320, 480, 960}, 5, 8, 16, true},     {{320, 480, 960}, 5, 2, 16, false},
       {{328, 656, 1312}, 5, 4, 16, false},   {{200, 400, 800}, 5, 64, 16, false},   // odd groups
       {{252, 504}, 5, 256, 16, false},       {{256, 512, 1024}, 5, 1, 4096, true},  // nothing else fits
   };
@@ -223,6 +224,56 @@ TEST(LayersPay, BySizeAndDevice) {
     EXPECT_EQ(layers_pay(plan, row.batch, row.horizon, kHopper), row.hopper)
         << row.widths[0] << " kernel " << row.kernel << " " << row.batch << " x " << row.horizon;
     EXPECT_FALSE(layers_pay(plan, row.batch, row.horizon, kA100));
+  }
+}
+
+// Which networks are filled up, and to what; nothing: they keep their widths. As measured on an H100.
+TEST(Widths, BySizeAndType) {
+  const Device h100 = {132, 227 << 10, true, true, 15};
+  const DType bf16 = DType::kBFloat16, fp32 = DType::kFloat32;
+  struct {
+    std::vector<int> own;
+    int kernel, batch, horizon;
+    DType dtype;
+    std::vector<int> wide;
+  } const rows[] = {
+      {{192, 384, 640}, 3, 1, 16, bf16, {256, 512, 1024}},
+      {{192, 384, 640}, 5, 1, 48, fp32, {256, 512, 1024}},
+      {{240, 480, 960}, 3, 1, 48, bf16, {256, 512, 1024}},
+      {{48, 96}, 5, 1, 48, bf16, {128, 256}},
+      {{320, 480, 960}, 5, 1, 16, fp32, {512, 512, 1024}},
+      {{80, 160, 320, 640}, 3, 1, 32, bf16, {128, 256, 512, 1024}},
+      {{192, 384, 576, 576}, 3, 1, 16, fp32, {256, 512, 1024, 1024}},
+      {{128, 256, 384}, 5, 1, 16, bf16, {128, 256, 512}},
+      {{128, 256, 384}, 5, 16, 16, bf16, {}},  // teams
+      {{64, 128, 256}, 5, 1, 16, bf16, {}},
+      {{64, 128, 256}, 7, 1, 64, bf16, {128, 256, 512}},
+      {{64, 64}, 5, 1, 32, bf16, {}},
+      {{256, 512, 1024}, 5, 1, 16, bf16, {}},
+      {{320, 640, 1280}, 5, 1, 16, fp32, {}},
+      {{320, 640, 1280}, 5, 1, 16, bf16, {512, 1024, 2048}},
+      {{320, 640, 1280}, 5, 2, 16, bf16, {}},
+      {{320, 640, 1280}, 5, 8, 16, bf16, {512, 1024, 2048}},
+      {{320, 640, 1280}, 5, 16, 16, bf16, {}},  // by layers
+      {{80}, 3, 6, 4, bf16, {256}},
+      {{160, 240, 480}, 5, 6, 16, bf16, {256, 256, 512}},
+      {{192, 192, 384}, 5, 12, 12, bf16, {}},
+      {{128, 256, 512}, 7, 2, 24, bf16, {256, 512, 1024}},
+      {{160, 320, 480, 720}, 3, 8, 8, bf16, {256, 512, 512, 1024}},  // phases with whole slices
+      {{160, 240, 360}, 5, 1, 16, bf16, {256, 256, 512}},            // groups of an odd number of channels: phases
+      {{192, 384, 640}, 3, 0, 16, bf16, {}},
+  };
+  for (const auto& row : rows) {
+    Config c = {7, static_cast<int>(row.own.size()), {}, row.kernel, 8, 128, 132, true};
+    std::copy(row.own.begin(), row.own.end(), c.down_dims);
+    const Config got = widths_for(c, row.dtype, row.batch, row.horizon, h100);
+    const auto& wide = row.wide.empty() ? row.own : row.wide;
+    EXPECT_TRUE(std::equal(wide.begin(), wide.end(), got.down_dims))
+        << row.own[0] << " " << row.batch << " x " << row.horizon;
+    EXPECT_EQ(got.widened(), !row.wide.empty());
+    if (got.widened()) {
+      EXPECT_TRUE(std::equal(row.own.begin(), row.own.end(), got.own_dims));
+    }
   }
 }
 

@@ -124,6 +124,28 @@ def test_exported_steps_make_up_the_loop(to, dtype, device, tmp_path):
     assert [entry["name"] for entry in manifest["outputs"]] == ["sample", "actions"]
 
 
+@pytest.mark.parametrize("to", ["torchscript", "aoti"])
+def test_a_loop_is_packed_for_its_size(to, hopper, tmp_path):
+    """Other widths than powers of two, filled up on a GPU; other sizes run from the same file."""
+    torch.manual_seed(6)
+    unet = dpa.nn.ConditionalUnet1D(2, global_cond_dim=4, down_dims=(96, 192)).to(hopper).eval()
+    scheduler = diffusers.DDIMScheduler(20)
+    table = dpa.schedulers.from_diffusers(scheduler, 3)
+    policy = PackedLoop(unet, table, size=(1, 16)).to(hopper)
+    assert policy.config[6:] == [128, 256, 0, 96, 192]
+    noise, observation = torch.randn(1, 1, 16, 2, device=hopper), torch.randn(1, 4, device=hopper)
+    path = tmp_path / f"policy{FORMATS[to]}"
+    export_policy(policy, path, to, {"observation": observation, "noise": noise})
+    with torch.no_grad():
+        got = load_policy(path)(observation, noise)
+        plain = dpa.DiffusionSampler(unet, scheduler, 3, horizon=16, fused=False)
+        torch.testing.assert_close(got, plain(observation, noise=noise[0]), rtol=1e-4, atol=1e-4)
+        many, conds = torch.randn(1, 5, 32, 2, device=hopper), torch.randn(5, 4, device=hopper)
+        other = dpa.DiffusionSampler(unet, scheduler, 3, horizon=32, fused=False)
+        want = other(conds, noise=many[0])
+        torch.testing.assert_close(policy(conds, many), want, rtol=1e-4, atol=1e-4)
+
+
 def test_packed_weights_stay_on_their_kind_of_device(unet):
     """A GPU's op takes bytes of a CPU's layout for its own: their length is the same."""
     table = dpa.schedulers.from_diffusers(diffusers.DDIMScheduler(20), 3)

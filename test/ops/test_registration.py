@@ -40,7 +40,7 @@ _WITHOUT_CPU = {
     "dpa::parallel_move_",
 }
 # No tensor among its arguments, so no backend of its own.
-HOST = {"dpa::unet1d_weight_names", "dpa::unet1d_path"}
+HOST = {"dpa::unet1d_weight_names", "dpa::unet1d_path", "dpa::unet1d_layout"}
 _BUILT_WITH_CUDA = dpa.info()["built for"].startswith("the CPU and CUDA")
 
 

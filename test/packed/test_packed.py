@@ -89,7 +89,17 @@ def test_relu_behind_the_norms(device, dtype):
     assert not on_gpu or {"teams", "phases", "layered"} - few == paths
 
 
-@pytest.mark.parametrize("widths", [(512, 1024, 2048), (1024, 2048), (512, 512, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "widths",
+    [
+        (512, 1024, 2048),
+        (1024, 2048),
+        (512, 512, 1024),
+        (256, 512, 1024, 2048),
+        (256, 256, 256, 512, 512),
+    ],
+    ids=str,
+)
 def test_wide_networks_of_several_samples_at_short_horizons(cuda, widths):
     """At few columns a tile is shared by fewer blocks than there are slices of weights."""
     sizes = {"global_cond_dim": 5, "down_dims": widths, "cond_predict_scale": True}
@@ -97,7 +107,9 @@ def test_wide_networks_of_several_samples_at_short_horizons(cuda, widths):
     exact = dpa.reference.plain(unet).double()
     for dtype in (torch.bfloat16, torch.float16):
         packed = PackedUnet(unet, dtype)
-        for batch, horizon in [(2, 8), (3, 8), (8, 8), (16, 8), (2, 4), (7, 16)]:
+        for batch, horizon in [(2, 8), (3, 8), (8, 8), (16, 8), (2, 4), (7, 16), (4, 16), (3, 48)]:
+            if horizon % (1 << len(widths) - 1):
+                continue
             sample = torch.randn(batch, horizon, 3, device=cuda)
             timestep = torch.randint(100, (batch,), device=cuda)
             cond = cond_of(unet, batch, cuda)

@@ -1,6 +1,7 @@
 #include "kernels/plans/unet1d/call.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/plans/unet1d/cluster_layout.h"
 #include "kernels/plans/unet1d/phases.h"
@@ -88,6 +89,12 @@ static double weights_of(const Plan& plan) {
   return static_cast<double>(plan.tile_bytes) / element_bytes(plan.dtype) * 1e-6;
 }
 
+// Microseconds to read all weights from memory.
+static double read_time(const Plan& plan) {
+  constexpr double kMegabyte = 0.35;
+  return static_cast<double>(plan.tile_bytes) * 1e-6 * kMegabyte;
+}
+
 int phase_samples(const Plan& plan, int batch, int horizon, const Device& device) {
   // Columns of a launch: a narrow network's step is mostly hand-overs, whatever their size; behind a wide one's, larger
   // launches gain nothing, and only need more memory.
@@ -102,23 +109,10 @@ int phase_samples(const Plan& plan, int batch, int horizon, const Device& device
   }
 }
 
-// Microseconds of a step in phases on an H200, within a tenth up to 1024 columns: of a phase, whatever its size; of a
-// million weights times 1024 columns.
-static double phase_time(const Plan& plan, int batch, int horizon, int samples) {
-  constexpr double kPhase = 5.2, kColumns = 10, kColumnsFloat32 = 15;
-  return ceil_div(batch, samples) * kPhase * static_cast<double>(plan.convs.size() + 1) +
-         batch * horizon / 1024.0 * weights_of(plan) * (plan.dtype == DType::kFloat32 ? kColumnsFloat32 : kColumns);
-}
-
 // Whether teams are faster than all multiprocessors together: each streams all weights, but hands over sooner.
 static bool teams_pay(const Plan& plan, int batch, int horizon, const TeamCall& teams, const Device& device) {
-  const int samples = phase_samples(plan, batch, horizon, device);
-  return teams.samples > 0 && (samples == 0 || teams.time < phase_time(plan, batch, horizon, samples));
-}
-// Whether they are faster than clusters for several samples, of which no layer takes less than that.
-static bool teams_beat_clusters(const Plan& plan, const TeamCall& teams) {
-  constexpr double kLayer = 2.9;  // us on an H200
-  return teams.samples > 0 && teams.time < kLayer * static_cast<double>(plan.convs.size() + 1);
+  return teams.samples > 0 && (phase_samples(plan, batch, horizon, device) == 0 ||
+                               teams.time < path_time(plan, batch, horizon, Path::kPhases, device));
 }
 // The kernel for wide networks that serves a call, or kAutomatic where none does.
 static Path wide_path(const Plan& plan, int batch, int horizon, const Device& device) {
@@ -131,40 +125,90 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
   const Path wide = wide_path(plan, batch, horizon, device);
   if (wide != Path::kAutomatic && batch == 1) return wide;  // teams take long to plan
   const TeamCall teams = team_call(plan, batch, horizon, device);
-  if (wide != Path::kAutomatic) return teams_beat_clusters(plan, teams) ? Path::kTeams : wide;
+  if (wide != Path::kAutomatic) {
+    const bool teams_first = teams.samples > 0 && teams.time < path_time(plan, batch, horizon, wide, device);
+    return teams_first ? Path::kTeams : wide;
+  }
   if (teams_pay(plan, batch, horizon, teams, device)) return Path::kTeams;
   return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;
 }
 
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
   const Config& c = plan.config;
-  if (c.relu) return false;
-  int narrowest = c.width(0).own;
+  if (c.relu || !device.hopper) return false;
   bool odd = false;  // groups: the layers of a block then run one by one, and pack their weights in each step
   for (int i = 0; i < c.levels; i++) {
     const int width = c.width(i).own;
     if (width % 8) return false;  // the GEMMs of layers do not serve
     odd = odd || width / c.num_groups % 2;
-    narrowest = std::min(narrowest, width);
   }
   const Path path = choose_path(plan, batch, horizon, device);
-  const bool twice = path == Path::kClustered && batch > kChunkSamples;  // in two launches
-  if (!device.hopper || path == Path::kResident || (path == Path::kClustered && !twice)) return false;
-  if (odd && path != Path::kLayered) return false;
-  // Layers take almost the time of one sample for many. A layer has hand-overs twice as long as a phase, but GEMMs that
-  // take no longer for more columns. Where they begin was measured on an H100. Without Hopper's instructions they take
-  // twice a phase's time at 512 columns.
-  const double columns = static_cast<double>(batch) * horizon;
-  if (narrowest < 256 || c.kernel_size > 5) {
-    // Below 64 channels half of a tile is empty. Where tiles of rows are full, norms take least.
-    const bool full = power_of_two(narrowest) && power_of_two(horizon);
-    const double ahead = narrowest < 64 ? 0.6 : c.kernel_size > 5 ? 0.4 : full ? 0.25 : 0.3;
-    return weights_of(plan) * columns > ahead * 1074 * static_cast<double>(plan.convs.size() + 1);
+  if (path == Path::kResident) return false;
+  if (odd || (path == Path::kClustered && batch == 1)) return path == Path::kLayered;
+  return layers_time(plan, batch, horizon) < path_time(plan, batch, horizon, path, device);
+}
+
+double path_time(const Plan& plan, int batch, int horizon, Path path, const Device& device) {
+  const double gemms = static_cast<double>(plan.convs.size()), read = read_time(plan);
+  switch (path) {
+    case Path::kResident: {
+      // The latency of a layer grows with the channel pairs of a thread; most of what is read, is read meanwhile.
+      constexpr double kGemm = 1.1, kPairs = 0.55, kColumnTile = 0.25, kBesides = 0.6;
+      const ResidentLayout r = resident_layout(plan, horizon, device);
+      double time = gemms * (kGemm + kPairs * r.pairs) + kBesides * read;
+      for (int i = 1; i <= r.count && plan.dtype == DType::kFloat32; i++) time += kColumnTile * (r.solo[i].shape & 15);
+      return std::max(time, read);
+    }
+    case Path::kClustered: {
+      // kTiles: of a layer, where a cluster has two tiles of the first level, and four; times are filled up.
+      constexpr double kAlone = 4.2, kBesides = 0.4, kGemm = 3.3, kTwoTiles = 0.6, kFourTiles = 4.2;
+      if (batch == 1) return std::max(kAlone * gemms, read) + kBesides * std::min(kAlone * gemms, read);
+      double time = 0;
+      for (int first = 0; first < batch; first += kChunkSamples) {
+        const int columns = 1 << (log2_of(std::min(batch - first, kChunkSamples)) + log2_of(horizon)),
+                  tiles = plan.config.down_dims[0] / kTileRows * columns / kTileColumns / kClusters;
+        time += gemms * (kGemm + (tiles > 2 ? kFourTiles : tiles > 1 ? kTwoTiles : 0)) + read;
+      }
+      return time;
+    }
+    case Path::kTeams: return team_call(plan, batch, horizon, device).time;
+    case Path::kPhases: {
+      // kClocks: of the plan's model in a microsecond. What it misses where tiles are cut into few slices.
+      constexpr double kPhase = 4.5, kClocks = 1540, kNoSlices = 1.15, kFewSlices = 1.1;
+      const int samples = phase_samples(plan, batch, horizon, device);
+      const double clocks = phases_of(plan, samples, horizon, device)->clocks;
+      return ceil_div(batch, samples) * (kPhase * (gemms + 1) + clocks / kClocks) *
+             (plan.slices_in == 1    ? kNoSlices
+              : plan.slices_out <= 2 ? kFewSlices
+                                     : 1);
+    }
+    default: return std::numeric_limits<double>::infinity();
   }
-  // 320/480/960 and such, whose channels have few powers of two: phases took 1.2 to 2 times as long.
-  if (c.num_groups == 8 && plan.slices_out <= 2) return columns >= 64;
-  if (narrowest >= 512) return columns >= 192 || batch >= 16;
-  return columns >= 320;
+}
+
+double layers_time(const Plan& plan, int batch, int horizon) {
+  // Of a layer; of one whose GEMM fills half of a tile, or whose norm is a launch of its own (NormPlan::owned); of its
+  // weights, which fewer blocks read at a time where widths are no powers of two; of its activations, which several
+  // kernels read and write; of its multiplications.
+  constexpr double kLayer = 6.5, kNarrow = 8, kNormApart = 9.5, kMegabyte = 0.35, kOtherMegabyte = 0.6,
+                   kActivations = 5e-6, kGemm = 2.5e-9;
+  const Config& c = plan.config;
+  double layer = c.width(0).own < 64 ? kNarrow : kLayer, megabyte = kMegabyte;
+  for (int i = 0; i < c.levels; i++) {
+    const int width = c.width(i).own;
+    if (width / c.num_groups % 4) layer = kNormApart;
+    if (!power_of_two(width)) megabyte = kOtherMegabyte;
+  }
+  double time = static_cast<double>(plan.tile_bytes) * 1e-6 * megabyte;
+  for (const Conv& conv : plan.convs) {
+    const double columns = static_cast<double>(batch) * (horizon >> conv.level_out);
+    double weights = 0;
+    for (int s = 0; s < conv.num_segments; s++)
+      weights +=
+          static_cast<double>(conv.segments[s].taps) * (conv.channels_in + conv.channels_skip) * conv.channels_out;
+    time += layer + columns * (conv.channels_out * kActivations + weights * kGemm);
+  }
+  return time;
 }
 
 }  // namespace dpa::kernels::unet1d

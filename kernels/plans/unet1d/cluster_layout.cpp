@@ -154,14 +154,15 @@ void place(ClusterLayout& y, const Plan& plan, int horizon) {
   y.shared_bytes = y.buffer + y.stages * kStageSteps * y.step_bytes;
 }
 
-ClusterForm form_of(const ClusterLayout& y, int horizon) {
+// whole: whether every time is one of the signal's.
+ClusterForm form_of(const ClusterLayout& y, bool whole) {
   constexpr int kBlocksLog2 = 4;  // of a cluster
   auto all = [&](auto holds) { return std::all_of(y.layers, y.layers + y.count + 1, holds); };
   const bool at_once = all([](const ClusterLayer& l) { return l.passes == 1 && l.rounds_log2 == 0; });
   if (at_once && y.chunk_log2 == 0 && y.head_channels == 16 &&
       all([](const ClusterLayer& l) { return l.norm < 0 || l.exchange_log2 == kBlocksLog2; }))
     return ClusterForm::kAlone;
-  if (at_once && power_of_two(horizon) &&
+  if (at_once && whole &&
       all([](const ClusterLayer& l) { return l.samples_log2 > 0 && l.exchange_log2 == 0 && l.ways >= kWholeWays; }))
     return ClusterForm::kWhole;
   return all([](const ClusterLayer& l) { return l.rounds_log2 == 0; }) ? ClusterForm::kPasses : ClusterForm::kRounds;
@@ -172,10 +173,11 @@ ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max
   ClusterLayout y;
   const Config& c = plan.config;
   if (plan.dtype == DType::kFloat32 || batch < 1 || horizon < 1) return y;
-  if (plan.slices_in != kSlices || c.num_groups != kSlices || plan.convs.size() > kMaxClusterConvs) return y;
+  if (plan.slices_in != kSlices || c.num_groups != kSlices) return y;
   y.chunk_log2 = log2_of(std::clamp(batch, horizon <= 16 ? kMinSamples : 1, kChunkSamples));
   y.step_bytes = kTileRows * 16 * element_bytes(plan.dtype);
-  const int times_log2 = log2_of(horizon);  // what lies behind the last time is zero
+  // What lies behind the last time is zero; the last level has two times.
+  const int times_log2 = std::max(log2_of(horizon), c.levels);
   while (y.chunk_log2 + times_log2 - (c.levels - 1) < 4 && y.chunk_log2 < 4) y.chunk_log2++;  // 16 columns in a tile
   const int most_log2 = most_samples_log2(plan, y.chunk_log2, times_log2);
   int residual = 0, skips[kMaxLevels] = {};
@@ -227,7 +229,7 @@ ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max
       take.at + (static_cast<int64_t>(horizon) * c.action_dim * (c.down_dims[0] / 16) << y.chunk_log2) * 4;
   y.kept_bytes = 16 << 20;
   place(y, plan, horizon);
-  y.form = form_of(y, horizon);
+  y.form = form_of(y, horizon == 1 << times_log2);
   y.fits = y.stages >= kMinClusterStages;
   return y;
 }
@@ -248,7 +250,7 @@ bool cluster_serves(const Plan& plan, int batch, int horizon) {
   constexpr int kMostWhole = 32;   // samples: then there are two launches
   constexpr int kLeastAlone = 33;  // times: below, the one-sample resident kernel is faster
   const Config& c = plan.config;
-  if (c.levels > 3 || c.kernel_size < 3 || c.kernel_size > 7) return false;
+  if (c.kernel_size < 3 || c.kernel_size > 7) return false;
   for (int i = 0; i < c.levels; i++)
     if (c.down_dims[i] < kLeastWidth) return false;
   const ClusterLayout y = cluster_layout(plan, batch, horizon);

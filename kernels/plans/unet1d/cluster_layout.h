@@ -16,9 +16,8 @@ constexpr int kGroupThreads = 128;                     // a warpgroup
 constexpr int kMaxWords = 8 * kGroupThreads;           // of 16 bytes, that a block receives for a pass
 constexpr int kMaxInputs = 48, kMaxSecondInputs = 16;  // of a pass, by segment: ClusterLayer::inputs
 constexpr int kMaxRoundsLog2 = 2;                      // shares of a thread
-constexpr int kMaxClusterConvs = 28;
-constexpr int kWholeWays = 8;                // blocks whose sums are added at once
-constexpr int kClusterSharedBytes = 114816;  // two blocks a multiprocessor, with what they have besides
+constexpr int kWholeWays = 8;                          // blocks whose sums are added at once
+constexpr int kClusterSharedBytes = 114816;            // two blocks a multiprocessor, with what they have besides
 
 /// What a layout needs of the kernel, which is compiled for each of these.
 enum class ClusterForm {
@@ -180,7 +179,7 @@ struct ClusterLayout {
   int count = 0;  // layers[0]: the first convolution, its output alone
   int chunk_log2 = 0;
   int step_bytes = 0;  // of weights: 64 rows x 16 channels
-  ClusterLayer layers[kMaxClusterConvs + 1] = {};
+  ClusterLayer layers[kMaxConvs + 1] = {};
   int64_t message_bytes = 0, tail_message = 0;  // of a step; there is room for two
   int64_t kept_bytes = 0;                       // of the packed tiles, from the first on: asked to stay in L2
   int sums_bytes = 0;                           // that a finisher receives for a segment, at most

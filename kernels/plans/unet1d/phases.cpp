@@ -48,6 +48,7 @@ class PhaseBuilder {
       }
       gemm(f, conv);
       if (!choose(f)) return fail("a tile does not fit into shared memory");
+      out.clocks += clocks(f);
       place(f, conv);
       value = {SourceKind::kPartials, f.segments[0].out, f.slices_in, f.partial_stride, f.column_stride};
       if (f.num_segments == 2 && !conv.upsample) {

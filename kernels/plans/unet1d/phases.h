@@ -83,6 +83,7 @@ struct PhasePlan {
   int output_words = 0, output_slices = 1;  // offset of the tail's partial sums, and their number
   int workspace_words = 0;                  // zeros before a launch
   int warp_runs = 0;                        // the most runs of a warp in a step
+  double clocks = 0;                        // of a step, as the model has it that chose the tilings
   std::string error;
 };
 

@@ -230,7 +230,7 @@ size_t team_workspace_bytes(const TeamPlan& plan) {
 
 double team_time(const TeamPlan& plan, DType dtype, int horizon) {
   // A hand-over, which grows with the columns, and the stream of a block's weights, which a small buffer slows down.
-  constexpr double kHandover = 0.83, kTime = 0.028, kMegabyte = 10.6, kMegabyteFloat32 = 13.8, kTwoSlots = 8,
+  constexpr double kHandover = 0.95, kTime = 0.026, kMegabyte = 10.8, kMegabyteFloat32 = 15, kTwoSlots = 12,
                    kThreeSlots = 3.5, kSample = 0.2;
   double megabytes = 0;
   for (const TeamPhase& f : plan.phases)

@@ -80,7 +80,7 @@ struct TeamPlan {
 TeamPlan make_teams(const Plan& plan, int batch, int horizon, int teams, int shared);
 /// Bytes of the workspace: a word, then those of every team.
 size_t team_workspace_bytes(const TeamPlan& plan);
-/// Microseconds of a step on an H200, where a team is a cluster, within a tenth.
+/// Microseconds of a step on an H100, where a team is a cluster, within a fifth.
 double team_time(const TeamPlan& plan, DType dtype, int horizon);
 /// The loop in teams of a call: teams at once, clusters or as many as the multiprocessors make, which hand over by
 /// words; samples of a launch, 0 where the form does not serve the sizes; microseconds of a step in all launches, as estimated.

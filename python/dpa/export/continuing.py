@@ -24,6 +24,7 @@ class ContinuingLoop(OnPackedWeights):
         around: encoder and normalisation.
         warm: whether the loop begins with the last chunk, with the noise of the table's first step,
             and not with noise alone. Such a policy needs a last chunk in every call.
+        size: as in :class:`PackedLoop`.
 
     Raises:
         ValueError: a network that cannot be packed, a table that does not know its x0 or, where
@@ -38,8 +39,9 @@ class ContinuingLoop(OnPackedWeights):
         dtype: torch.dtype = torch.float32,
         around: Around | None = None,
         warm: bool = False,
+        size: tuple[int, int] | None = None,
     ):
-        super().__init__(unet, table, dtype, around or Around())
+        super().__init__(unet, table, dtype, around or Around(), size)
         known = table.x0 is not None and not (warm and table.levels is None)
         require(known, "table", "know its x0 and noise levels", type(table).__name__)
         invertible = bool((self.action_scale != 0).all())

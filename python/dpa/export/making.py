@@ -83,8 +83,9 @@ def make(
         horizon = -(-16 // multiple) * multiple
         assumed.append(f"horizon: the file does not name it; assumed {horizon} (--horizon)")
     require(horizon % multiple == 0, "horizon", f"be a multiple of {multiple} here", horizon)
-    policy = _policy(choice, source.unet.to(device), table, around)
-    shape = (choice.batch, horizon, source.unet.final_conv[-1].weight.shape[0])
+    size = choice.batch, horizon
+    policy = _policy(choice, source.unet.to(device), table, around, size)
+    shape = (*size, source.unet.final_conv[-1].weight.shape[0])
     inputs = {"observation": torch.zeros(choice.batch, source.observation_dim)}
     if encoder is not None:
         inputs = {one.name: one.example(choice.batch) for one in encoder.observed}
@@ -117,16 +118,18 @@ def _table(source: Source, choice: Choice, scheduler: Any) -> StepTable:
     return table
 
 
-def _policy(choice: Choice, unet: nn.Module, table: StepTable, around: Around) -> Exported:
+def _policy(
+    choice: Choice, unet: nn.Module, table: StepTable, around: Around, size: tuple[int, int]
+) -> Exported:
     """Return the module that is exported."""
     dtype = getattr(torch, choice.dtype)
     if choice.to == "onnx":
         return (PlainLoop if choice.part == "loop" else PlainStep)(unet, table, around)
     if choice.part == "continuing":
-        return ContinuingLoop(unet, table, dtype, around, choice.first_step > 0)
+        return ContinuingLoop(unet, table, dtype, around, choice.first_step > 0, size)
     if choice.layers:
         return LayeredLoop(unet.to(dtype), table, around)
-    return (PackedLoop if choice.part == "loop" else PackedStep)(unet, table, dtype, around)
+    return (PackedLoop if choice.part == "loop" else PackedStep)(unet, table, dtype, around, size)
 
 
 def _inputs_of_loop(part: str, table: StepTable, shape: tuple[int, ...]) -> dict[str, Tensor]:

@@ -137,16 +137,18 @@ class OnPackedWeights(Exported):
         table: StepTable,
         dtype: torch.dtype = torch.float32,
         around: Around = Around(),
+        size: tuple[int, int] | None = None,
     ):
         super().__init__(table, around)
         network = PackedUnet(unet, dtype)
+        network = network if size is None else network.sized(*size)
         alike, rule = network.network.called_alike, "take what the original takes to be exported"
         require(alike, "unet", rule, type(unet).__name__)
         self.dtype = dtype
-        self.config = network.config
         self.conditioned = network.network.arguments.get("global_cond_dim") is not None
         self.register_buffer("weights", network.repack())
-        self.dtype_name = str(network.operands[2]).removeprefix("torch.")  # as they are packed
+        _, self.config, kind = network.operands
+        self.dtype_name = str(kind).removeprefix("torch.")  # as they are packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # A GPU could not tell bytes that a CPU packed: reading their mark would stop the stream.
@@ -168,6 +170,7 @@ class PackedLoop(OnPackedWeights):
         table: the steps.
         dtype: of the packed weights.
         around: encoder and normalisation.
+        size: B and T of most calls, for which weights are packed; others run too.
 
     Raises:
         ValueError: a multistep table, or a network that cannot be packed.

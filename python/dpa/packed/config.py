@@ -32,6 +32,31 @@ def path_of(
         return torch.ops.dpa.unet1d_path(config, dtype, batch, horizon)
 
 
+def layout_for(
+    network: Network, config: list[int], dtype: torch.dtype, size: tuple[int, int] | None
+) -> list[int]:
+    """Return the config to pack a network by for calls of a size, (B, T); None is any.
+
+    On a GPU the network's own, or ``[*its sizes, *wider widths, 0, *its widths]``, as
+    ``unet1d_pack`` takes it: the kernels of one sample and those in clusters take powers of two
+    alone. Each GroupNorm group is filled up with channels whose weights are zero, which the norms
+    do not count; the network computes what it did, in less time where that is chosen
+    (``kernels/plans/unet1d/widths.h``).
+    """
+    device = next(iter(network.parameters().values())).device
+    if size is None or network.film_apart or device.type != "cuda":
+        return config
+    return list(_layout_of(tuple(config), dtype, *size, device))
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout_of(
+    config: tuple[int, ...], dtype: torch.dtype, batch: int, horizon: int, device: torch.device
+) -> tuple[int, ...]:
+    with torch.cuda.device(device):
+        return tuple(torch.ops.dpa.unet1d_layout(config, dtype, batch, horizon))
+
+
 def unet_config(unet: nn.Module) -> list[int]:
     """Read the architecture off a U-Net of the family.
 

@@ -15,8 +15,7 @@ from dpa.library.first_use import saying_what_takes_long
 from dpa.nn.family import Network, recognise
 from dpa.nn.parts import film_rows
 from dpa.packed import batch
-from dpa.packed.config import config_of
-from dpa.packed.widths import layout_for
+from dpa.packed.config import config_of, layout_for
 from dpa.schedulers.stepping import loop_of
 from dpa.tracking import WeightTracker
 
@@ -93,12 +92,12 @@ class PackedUnet:
     def _read(self, network: Network | None = None) -> None:
         self.network = network or recognise(self.unet)
         self.config = config_of(self.network)
-        # The config that the weights are packed by.
-        self._layout = layout_for(self.network, self.config, self.dtype, self._size)
         self._layers = self.network.layers() if self.network.film_apart else None
         self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._kind = batch.kept_in(self._given(), self.dtype)
+        # The config that the weights are packed by.
+        self._layout = layout_for(self.network, self.config, self._kind, self._size)
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
 
     def sized(self, batch: int, horizon: int) -> PackedUnet:
@@ -108,7 +107,7 @@ class PackedUnet:
         does not pay at every size. Both serve every call.
         """
         size = batch, horizon
-        if layout_for(self.network, self.config, self.dtype, size) == self._layout:
+        if layout_for(self.network, self.config, self._kind, size) == self._layout:
             return self
         if self._other is None:
             same = {"weights": self._mode, "network": self.network}
