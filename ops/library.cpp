@@ -229,10 +229,12 @@ TORCH_LIBRARY(dpa, m) {
   // Inference on packed weights; see ops/unet1d/unet1d.h for `config`.
   m.def("unet1d_weight_names(int[] config) -> str[]", functional);
   // Which kernel runs a batch of such a network fastest on the current GPU, as kernels/plans/unet1d/call.h names them;
-  // "layers" is unet1d_batch, "none" that no op takes the sizes.
-  m.def("unet1d_path(int[] config, ScalarType dtype, SymInt batch, SymInt horizon) -> str", functional);
+  // "layers" is unet1d_batch, if it may be; "none" that no op takes the sizes.
+  m.def("unet1d_path(int[] config, ScalarType dtype, SymInt batch, SymInt horizon, bool layers=True) -> str",
+        functional);
   // The config to pack such a network by for it: the same, or with wider levels (kernels/plans/unet1d/widths.h).
-  m.def("unet1d_layout(int[] config, ScalarType dtype, SymInt batch, SymInt horizon) -> int[]", functional);
+  m.def("unet1d_layout(int[] config, ScalarType dtype, SymInt batch, SymInt horizon, bool layers=True) -> int[]",
+        functional);
   m.def("unet1d_pack(Tensor[] weights, int[] config, ScalarType dtype) -> Tensor", functional);
   m.def(
       "unet1d(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, ScalarType dtype) "

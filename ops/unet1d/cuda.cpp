@@ -186,20 +186,21 @@ kernels::unet1d::Device current_device() {
   return device;
 }
 
-std::string unet1d_path(at::IntArrayRef config, at::ScalarType dtype, int64_t batch, int64_t horizon) {
+std::string unet1d_path(at::IntArrayRef config, at::ScalarType dtype, int64_t batch, int64_t horizon, bool layers) {
   const auto plan = unet1d_plan("unet1d_path", config, dtype);
   if (!runs(*plan, batch, horizon)) return "none";
   const int samples = static_cast<int>(batch), times = static_cast<int>(horizon);
   const auto device = current_device();
-  if (dtype != at::kFloat && kernels::unet1d::layers_pay(*plan, samples, times, device)) return "layers";
+  if (layers && dtype != at::kFloat && kernels::unet1d::layers_pay(*plan, samples, times, device)) return "layers";
   return name_of(kernels::unet1d::choose_path(*plan, samples, times, device));
 }
 
-std::vector<int64_t> unet1d_layout(at::IntArrayRef config, at::ScalarType dtype, int64_t batch, int64_t horizon) {
+std::vector<int64_t> unet1d_layout(at::IntArrayRef config, at::ScalarType dtype, int64_t batch, int64_t horizon,
+                                   bool layers) {
   const auto plan = unet1d_plan("unet1d_layout", config, dtype);
   if (plan->config.widened() || !runs(*plan, batch, horizon)) return config.vec();
   const auto best = kernels::unet1d::widths_for(plan->config, plan->dtype, static_cast<int>(batch),
-                                                static_cast<int>(horizon), current_device());
+                                                static_cast<int>(horizon), layers, current_device());
   if (!best.widened()) return config.vec();
   std::vector<int64_t> layout(config.begin(), config.end() - best.levels);
   layout.insert(layout.end(), best.down_dims, best.down_dims + best.levels);

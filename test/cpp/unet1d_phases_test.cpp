@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/plans/unet1d/call.h"
 #include "kernels/plans/unet1d/phases.h"
@@ -261,12 +262,14 @@ TEST(Widths, BySizeAndType) {
       {{128, 256, 512}, 7, 2, 24, bf16, {256, 512, 1024}},
       {{160, 320, 480, 720}, 3, 8, 8, bf16, {256, 512, 512, 1024}},  // phases with whole slices
       {{160, 240, 360}, 5, 1, 16, bf16, {256, 256, 512}},            // groups of an odd number of channels: phases
+      {{40, 1032, 1032}, 5, 4, 16, fp32, {}},                        // 15 times the weights
+      {{16, 32}, 3, 1, 16, fp32, {}},                                // eight times the channels
       {{192, 384, 640}, 3, 0, 16, bf16, {}},
   };
   for (const auto& row : rows) {
     Config c = {7, static_cast<int>(row.own.size()), {}, row.kernel, 8, 128, 132, true};
     std::copy(row.own.begin(), row.own.end(), c.down_dims);
-    const Config got = widths_for(c, row.dtype, row.batch, row.horizon, h100);
+    const Config got = widths_for(c, row.dtype, row.batch, row.horizon, /*layers=*/true, h100);
     const auto& wide = row.wide.empty() ? row.own : row.wide;
     EXPECT_TRUE(std::equal(wide.begin(), wide.end(), got.down_dims))
         << row.own[0] << " " << row.batch << " x " << row.horizon;
@@ -275,6 +278,22 @@ TEST(Widths, BySizeAndType) {
       EXPECT_TRUE(std::equal(row.own.begin(), row.own.end(), got.own_dims));
     }
   }
+}
+
+// What an exported loop runs, which has no layers.
+TEST(Widths, WithoutLayers) {
+  const Config c = {7, 3, {320, 480, 960}, 5, 8, 128, 132, true};
+  const Device h100 = {132, 227 << 10, true, true, 15};
+  EXPECT_FALSE(widths_for(c, DType::kBFloat16, 12, 16, /*layers=*/true, h100).widened());
+  EXPECT_TRUE(widths_for(c, DType::kBFloat16, 12, 16, /*layers=*/false, h100).widened());
+}
+
+TEST(PathTime, IsInfiniteWhereAPathDoesNotServe) {
+  const Plan plan = make_plan(kHeadline, DType::kBFloat16);
+  EXPECT_TRUE(std::isinf(path_time(plan, 1, 16, Path::kTeams, kHopper)));
+  EXPECT_TRUE(std::isinf(path_time(plan, 1, 1 << 14, Path::kPhases, kHopper)));
+  EXPECT_TRUE(std::isfinite(path_time(plan, 1, 1 << 14, Path::kLayered, kHopper)));
+  EXPECT_LT(layers_time(plan, 64, 16), path_time(plan, 64, 16, Path::kPhases, kHopper));
 }
 
 TEST(ChoosePath, NarrowNetworksRunInTeams) {

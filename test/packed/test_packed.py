@@ -97,6 +97,8 @@ def test_relu_behind_the_norms(device, dtype):
         (512, 512, 1024),
         (256, 512, 1024, 2048),
         (256, 256, 256, 512, 512),
+        (512, 1024, 1024),
+        (1024, 1024),
     ],
     ids=str,
 )
@@ -116,6 +118,8 @@ def test_wide_networks_of_several_samples_at_short_horizons(cuda, widths):
             with torch.no_grad():
                 expected = exact(sample.double(), timestep, None, cond.double())
             assert error(packed(sample, timestep, cond), expected) < ERROR[dtype], (batch, horizon)
+            path = path_of(tuple(packed.config), dtype, batch, horizon, sample.device)
+            assert path == "clusters" or horizon == 48, (batch, horizon)
 
 
 def _rounded_to_e4m3(unet):

@@ -192,10 +192,10 @@ MUTATIONS = [
         _CLUSTERS,
     ),
     Mutation(
-        "barrier: units without moments that span tiles",
+        "barrier: units that are kept, span tiles and exchange nothing",
         "kernels/plans/unet1d/cluster_layout.cpp",
-        "if (conv.norm < 0) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2);",
-        "if (conv.norm < 0) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2 + l.tiles_log2);",
+        "conv.norm >= 0 || l.span_log2 > 0 ? std::max(0, -mine_log2) : 0;",
+        "conv.norm >= 0 ? std::max(0, -mine_log2) : 0;",
         _CLUSTERS,
     ),
     Mutation(

@@ -299,10 +299,14 @@ struct ClusterEpilogue : ClusterEnds {
     add(x, r.bias.x, r.bias.y);
     clear_beyond(l, p, s, x);
     const bool early = !with_residual;
-    if (normed)
+    if (normed) {
       modulate(norm, r, x, acks, early);
-    else
-      sync(), acknowledge(acks, early);
+    } else {
+      sync();
+      if (exchanges(kForm) && norm.exchanged)
+        exchange(norm, {0.0f, 0.0f}), sync();  // to know of the other tiles' blocks
+      acknowledge(acks, early);
+    }
     if (added)
       in_rounds([&](int r) {
 #pragma unroll

@@ -89,6 +89,17 @@ static double weights_of(const Plan& plan) {
   return static_cast<double>(plan.tile_bytes) / element_bytes(plan.dtype) * 1e-6;
 }
 
+// Of all GEMMs.
+static double multiplications(const Plan& plan, int batch, int horizon) {
+  double sum = 0;
+  for (const Conv& conv : plan.convs) {
+    const double columns = static_cast<double>(batch) * (horizon >> conv.level_out);
+    for (int s = 0; s < conv.num_segments; s++)
+      sum += columns * conv.segments[s].taps * (conv.channels_in + conv.channels_skip) * conv.channels_out;
+  }
+  return sum;
+}
+
 // Microseconds to read all weights from memory.
 static double read_time(const Plan& plan) {
   constexpr double kMegabyte = 0.35;
@@ -111,8 +122,7 @@ int phase_samples(const Plan& plan, int batch, int horizon, const Device& device
 
 // Whether teams are faster than all multiprocessors together: each streams all weights, but hands over sooner.
 static bool teams_pay(const Plan& plan, int batch, int horizon, const TeamCall& teams, const Device& device) {
-  return teams.samples > 0 && (phase_samples(plan, batch, horizon, device) == 0 ||
-                               teams.time < path_time(plan, batch, horizon, Path::kPhases, device));
+  return teams.samples > 0 && teams.time < path_time(plan, batch, horizon, Path::kPhases, device);
 }
 // The kernel for wide networks that serves a call, or kAutomatic where none does.
 static Path wide_path(const Plan& plan, int batch, int horizon, const Device& device) {
@@ -149,6 +159,7 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
 }
 
 double path_time(const Plan& plan, int batch, int horizon, Path path, const Device& device) {
+  constexpr double kNever = std::numeric_limits<double>::infinity();
   const double gemms = static_cast<double>(plan.convs.size()), read = read_time(plan);
   switch (path) {
     case Path::kResident: {
@@ -160,7 +171,7 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
       return std::max(time, read);
     }
     case Path::kClustered: {
-      // kTiles: of a layer, where a cluster has two tiles of the first level, and four; times are filled up.
+      // Of a layer; more where a cluster has two tiles of the first level, or four. Times are filled up.
       constexpr double kAlone = 4.2, kBesides = 0.4, kGemm = 3.3, kTwoTiles = 0.6, kFourTiles = 4.2;
       if (batch == 1) return std::max(kAlone * gemms, read) + kBesides * std::min(kAlone * gemms, read);
       double time = 0;
@@ -171,44 +182,47 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
       }
       return time;
     }
-    case Path::kTeams: return team_call(plan, batch, horizon, device).time;
-    case Path::kPhases: {
-      // kClocks: of the plan's model in a microsecond. What it misses where tiles are cut into few slices.
-      constexpr double kPhase = 4.5, kClocks = 1540, kNoSlices = 1.15, kFewSlices = 1.1;
-      const int samples = phase_samples(plan, batch, horizon, device);
-      const double clocks = phases_of(plan, samples, horizon, device)->clocks;
-      return ceil_div(batch, samples) * (kPhase * (gemms + 1) + clocks / kClocks) *
-             (plan.slices_in == 1    ? kNoSlices
-              : plan.slices_out <= 2 ? kFewSlices
-                                     : 1);
+    case Path::kTeams: {
+      const TeamCall call = team_call(plan, batch, horizon, device);
+      return call.samples > 0 ? call.time : kNever;
     }
-    default: return std::numeric_limits<double>::infinity();
+    case Path::kPhases: {
+      // kClocks: of the plan's model in a microsecond. What it misses: few slices, e4m3 that every block widens.
+      constexpr double kPhase = 4.5, kClocks = 1540, kNoSlices = 1.15, kFewSlices = 1.1, kWidened = 1.1;
+      const int samples = phase_samples(plan, batch, horizon, device);
+      if (samples == 0) return kNever;
+      const double clocks = phases_of(plan, samples, horizon, device)->clocks, more = plan.slices_in == 1 ? kNoSlices
+                                                                                      : plan.slices_out <= 2
+                                                                                          ? kFewSlices
+                                                                                          : 1;
+      return ceil_div(batch, samples) * (kPhase * (gemms + 1) + clocks / kClocks) * more *
+             (plan.dtype == DType::kFloat8E4M3 ? kWidened : 1);
+    }
+    case Path::kLayered: {
+      constexpr double kLayer = 8, kGemm = 2e-7;  // two launches; a thread a value
+      return kLayer * gemms + read + kGemm * multiplications(plan, batch, horizon);
+    }
+    default: return kNever;
   }
 }
 
 double layers_time(const Plan& plan, int batch, int horizon) {
   // Of a layer; of one whose GEMM fills half of a tile, or whose norm is a launch of its own (NormPlan::owned); of its
-  // weights, which fewer blocks read at a time where widths are no powers of two; of its activations, which several
-  // kernels read and write; of its multiplications.
-  constexpr double kLayer = 6.5, kNarrow = 8, kNormApart = 9.5, kMegabyte = 0.35, kOtherMegabyte = 0.6,
+  // weights, in 16 bits, which fewer blocks read at a time where widths are no powers of two; of its activations, which
+  // several kernels read and write; of its multiplications.
+  constexpr double kLayer = 6.5, kNarrow = 8, kNormApart = 9.5, kMegaweights = 0.7, kOtherMegaweights = 1.2,
                    kActivations = 5e-6, kGemm = 2.5e-9;
   const Config& c = plan.config;
-  double layer = c.width(0).own < 64 ? kNarrow : kLayer, megabyte = kMegabyte;
+  double layer = c.width(0).own < 64 ? kNarrow : kLayer, read = kMegaweights, values = 0;
   for (int i = 0; i < c.levels; i++) {
     const int width = c.width(i).own;
     if (width / c.num_groups % 4) layer = kNormApart;
-    if (!power_of_two(width)) megabyte = kOtherMegabyte;
+    if (!power_of_two(width)) read = kOtherMegaweights;
   }
-  double time = static_cast<double>(plan.tile_bytes) * 1e-6 * megabyte;
-  for (const Conv& conv : plan.convs) {
-    const double columns = static_cast<double>(batch) * (horizon >> conv.level_out);
-    double weights = 0;
-    for (int s = 0; s < conv.num_segments; s++)
-      weights +=
-          static_cast<double>(conv.segments[s].taps) * (conv.channels_in + conv.channels_skip) * conv.channels_out;
-    time += layer + columns * (conv.channels_out * kActivations + weights * kGemm);
-  }
-  return time;
+  for (const Conv& conv : plan.convs)
+    values += static_cast<double>(batch) * (horizon >> conv.level_out) * conv.channels_out;
+  return layer * static_cast<double>(plan.convs.size()) + read * weights_of(plan) + kActivations * values +
+         kGemm * multiplications(plan, batch, horizon);
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -31,7 +31,8 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 /// Whether a step of `dpa::unet1d_batch`, an op a layer, is faster than one on that path. In 16 bits.
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device);
 
-/// Microseconds of a step, as a model fitted to an H100 has it, within a fifth: on `path`; by layers.
+/// Microseconds of a step, as a model fitted to an H100 has it, within a fifth: on `path`, infinite where it does not
+/// serve the sizes; by layers.
 double path_time(const Plan& plan, int batch, int horizon, Path path, const Device& device);
 double layers_time(const Plan& plan, int batch, int horizon);
 

@@ -39,9 +39,9 @@ int most_samples_log2(const Plan& plan, int chunk_log2, int times_log2) {
 bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
   const int tile_log2 = log2_of(kTileRows), ways_log2 = log2_of(l.ways), share_log2 = 5;  // a share has 32 values
   l.rows_log2 = log2_of(conv.channels_out / kSlices);
-  // Without a norm no moments are exchanged: who finishes a part of a unit would hear of its own tile's blocks alone, and
-  // may acknowledge only to those (AckTargets).
-  if (conv.norm < 0) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2);
+  // Without moments, who finishes a part of a unit hears of its own tile's blocks alone, and may acknowledge only to
+  // those (AckTargets). So a unit spans no tiles without a norm, but where a norm's blocks add the values later.
+  if (conv.norm < 0 && !conv.keep) l.rows_log2 = std::min<int>(l.rows_log2, tile_log2);
   if (l.rows_log2 < 4 || l.rows_log2 > tile_log2 + l.tiles_log2) return false;
   if (l.times_log2 < 1 || l.columns_log2 < (l.samples_log2 == 4 ? 5 : 4)) return false;
   l.span_log2 = std::max(0, l.rows_log2 - tile_log2), l.group_log2 = std::max(0, tile_log2 - l.rows_log2);
@@ -54,14 +54,14 @@ bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
   const int units_log2 = l.group_log2 + l.samples_log2, peers_log2 = ways_log2 + l.span_log2;
   const int unit_log2 = l.rows_log2 + l.times_log2 - share_log2;  // shares of a unit
   l.units = 1 << units_log2;
-  // What a norm's blocks add later, they keep: it is finished as that norm's units are, where those span no tiles.
+  // What a norm's blocks add later, they keep: it is finished as that norm's units are.
   const bool alike = conv.norm >= 0 || conv.keep;
   const bool spread = 1 << unit_log2 > kGroupThreads / 8 || (!alike && units_log2 + unit_log2 >= peers_log2 + 2),
              whole = !spread;
   const int mine_log2 = whole ? std::max(0, units_log2 - peers_log2) : units_log2 - peers_log2;  // units of a finisher
   l.shares_log2 = mine_log2 + unit_log2;
   l.finishers = whole ? l.units >> mine_log2 : 1 << peers_log2;
-  l.exchange_log2 = conv.norm >= 0 ? std::max(0, -mine_log2) : 0;
+  l.exchange_log2 = conv.norm >= 0 || l.span_log2 > 0 ? std::max(0, -mine_log2) : 0;
   l.rounds_log2 = std::max(0, l.shares_log2 - log2_of(kGroupThreads / 8));
   l.inverse_count = 1.0f / static_cast<float>((horizon >> conv.level_out) *
                                               (conv.norm >= 0 ? conv.counted / kSlices : 1 << l.rows_log2));

@@ -13,30 +13,33 @@ static Config filled_up(const Config& config, int least) {
   return wide;
 }
 
-// Whether the calls would run by layers, which have the network's own widths.
-static bool by_layers(const Plan& plan, int batch, int horizon, const Device& device) {
-  return plan.dtype != DType::kFloat32 && layers_pay(plan, batch, horizon, device);
-}
-
-Config widths_for(const Config& config, DType dtype, int batch, int horizon, const Device& device) {
+Config widths_for(const Config& config, DType dtype, int batch, int horizon, bool layers, const Device& device) {
   // The first level's least width for the kernel of one sample, and for clusters; and the most (sample, time) columns
   // beyond which zeros cost more than they save.
   constexpr int kLeast[] = {128, 256}, kMostColumns = 1024;
+  // Memory that is taken for speed: so many times the network's own, or so much; and so many times its channels.
+  constexpr int64_t kMostTimes = 4, kMostBytes = 192 << 20;
+  constexpr int kMostWider = 4, kLeastKernel = 3;
   constexpr double kFaster = 0.95;  // where the model sees no more, the network stays as it is
-  if (config.widened() || config.relu || batch < 1 || int64_t{batch} * horizon > kMostColumns) return config;
+  if (config.widened() || config.relu || config.kernel_size < kLeastKernel) return config;
+  if (batch < 1 || int64_t{batch} * horizon > kMostColumns) return config;
+  const auto by_layers = [&](const Plan& plan) {  // which have the network's own widths
+    return layers && plan.dtype != DType::kFloat32 && layers_pay(plan, batch, horizon, device);
+  };
+  const auto time_of = [&](const Plan& plan) {
+    return path_time(plan, batch, horizon, choose_path(plan, batch, horizon, device), device);
+  };
   const Plan own = make_plan(config, dtype);
-  double best = kFaster;
-  best *= by_layers(own, batch, horizon, device)
-              ? layers_time(own, batch, horizon)
-              : path_time(own, batch, horizon, choose_path(own, batch, horizon, device), device);
+  double best = kFaster * (by_layers(own) ? layers_time(own, batch, horizon) : time_of(own));
   Config chosen = config;
   for (const int least : kLeast) {
     const Config wide = filled_up(config, least);
     if (std::equal(wide.down_dims, wide.down_dims + config.levels, config.down_dims)) continue;
+    if (wide.down_dims[0] > kMostWider * config.down_dims[0]) continue;
     const Plan plan = make_plan(wide, dtype);
-    if (!plan.error.empty() || !reject(plan, batch, horizon, 1).empty() || by_layers(plan, batch, horizon, device))
-      continue;
-    const double time = path_time(plan, batch, horizon, choose_path(plan, batch, horizon, device), device);
+    if (!plan.error.empty() || plan.tile_bytes > std::max(kMostBytes, kMostTimes * own.tile_bytes)) continue;
+    if (!reject(plan, batch, horizon, 1).empty() || by_layers(plan)) continue;
+    const double time = time_of(plan);
     if (time < best) best = time, chosen = wide;
   }
   return chosen;

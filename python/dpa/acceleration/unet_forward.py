@@ -374,6 +374,7 @@ class FastForward(Replacement, Denoiser):
             steps = steps.expand(batch) if steps.dim() < 2 else steps
         cond = conditions.get("global_cond")
         # ``torch.randn_like`` of it takes random numbers in the original's order; views need it.
+        packed = packed.sized(batch, sample.shape[1])
         out = self._forwards.run(packed, sample, steps, cond, self._channels_first)
         return out.to(precision)
 

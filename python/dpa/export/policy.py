@@ -141,7 +141,7 @@ class OnPackedWeights(Exported):
     ):
         super().__init__(table, around)
         network = PackedUnet(unet, dtype)
-        network = network if size is None else network.sized(*size)
+        network = network if size is None else network.sized(*size, layers=False)
         alike, rule = network.network.called_alike, "take what the original takes to be exported"
         require(alike, "unet", rule, type(unet).__name__)
         self.dtype = dtype

@@ -25,36 +25,57 @@ def runs_packed(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def path_of(
-    config: tuple[int, ...], dtype: torch.dtype, batch: int, horizon: int, device: torch.device
+    config: tuple[int, ...],
+    dtype: torch.dtype,
+    batch: int,
+    horizon: int,
+    device: torch.device,
+    layers: bool = True,
 ) -> str:
-    """Return which kernel runs such calls on a GPU, as kernels/plans/unet1d/call.h names them."""
+    """Return which kernel runs such calls on a GPU, as kernels/plans/unet1d/call.h names them.
+
+    "layers" where they may run layer by layer, and that is faster.
+    """
     with torch.cuda.device(device):
-        return torch.ops.dpa.unet1d_path(config, dtype, batch, horizon)
+        return torch.ops.dpa.unet1d_path(config, dtype, batch, horizon, layers)
 
 
-def layout_for(
-    network: Network, config: list[int], dtype: torch.dtype, size: tuple[int, int] | None
-) -> list[int]:
-    """Return the config to pack a network by for calls of a size, (B, T); None is any.
+def packing_for(
+    config: list[int],
+    dtype: torch.dtype,
+    batch: int,
+    horizon: int,
+    device: torch.device,
+    layers: bool,
+) -> tuple[list[int], torch.dtype]:
+    """Return the config and the type to pack a network by for calls of (batch, horizon) samples.
 
-    On a GPU the network's own, or ``[*its sizes, *wider widths, 0, *its widths]``, as
+    On a GPU the network's own config, or ``[*its sizes, *wider widths, 0, *its widths]``, as
     ``unet1d_pack`` takes it: the kernels of one sample and those in clusters take powers of two
     alone. Each GroupNorm group is filled up with channels whose weights are zero, which the norms
     do not count; the network computes what it did, in less time where that is chosen
-    (``kernels/plans/unet1d/widths.h``).
+    (``kernels/plans/unet1d/widths.h``). ``layers``: whether calls may run layer by layer.
     """
-    device = next(iter(network.parameters().values())).device
-    if size is None or network.film_apart or device.type != "cuda":
-        return config
-    return list(_layout_of(tuple(config), dtype, *size, device))
+    if device.type != "cuda":
+        return config, dtype
+    layout = _layout_of(tuple(config), dtype, batch, horizon, device, layers)
+    if dtype.itemsize == 1 and path_of(layout, dtype, batch, horizon, device, layers) == "phases":
+        # Phases widen e4m3 in every block, which takes longer than reading half as much saves.
+        return packing_for(config, torch.float16, batch, horizon, device, layers)
+    return list(layout), dtype
 
 
 @functools.lru_cache(maxsize=1024)
 def _layout_of(
-    config: tuple[int, ...], dtype: torch.dtype, batch: int, horizon: int, device: torch.device
+    config: tuple[int, ...],
+    dtype: torch.dtype,
+    batch: int,
+    horizon: int,
+    device: torch.device,
+    layers: bool,
 ) -> tuple[int, ...]:
     with torch.cuda.device(device):
-        return tuple(torch.ops.dpa.unet1d_layout(config, dtype, batch, horizon))
+        return tuple(torch.ops.dpa.unet1d_layout(config, dtype, batch, horizon, layers))
 
 
 def unet_config(unet: nn.Module) -> list[int]:

@@ -15,7 +15,7 @@ from dpa.library.first_use import saying_what_takes_long
 from dpa.nn.family import Network, recognise
 from dpa.nn.parts import film_rows
 from dpa.packed import batch
-from dpa.packed.config import config_of, layout_for
+from dpa.packed.config import config_of, packing_for
 from dpa.schedulers.stepping import loop_of
 from dpa.tracking import WeightTracker
 
@@ -57,15 +57,18 @@ class PackedUnet:
         *,
         weights: str = "tracked",
         network: Network | None = None,
-        size: tuple[int, int] | None = None,
+        size: tuple[int, int, bool] | None = None,
     ):
         require(dtype in _DTYPES, "dtype", "be float32, float16, bfloat16 or float8_e4m3fn", dtype)
         self.unet, self.dtype, self._mode = unet, dtype, weights
         self._start(network, size)
 
-    def _start(self, network: Network | None = None, size: tuple[int, int] | None = None) -> None:
+    def _start(
+        self, network: Network | None = None, size: tuple[int, int, bool] | None = None
+    ) -> None:
         self._size = size
-        self._other: PackedUnet | None = None  # of the same network, for calls of other sizes
+        # Of the same network, for calls of other sizes too: by their layout and type.
+        self._others: dict[tuple[tuple[int, ...], torch.dtype], PackedUnet] = {}
         self._packed: Tensor | None = None
         # What an op takes of it, as it was packed last.
         self.operands: tuple[Tensor, list[int], torch.dtype] | None = None
@@ -95,25 +98,29 @@ class PackedUnet:
         self._layers = self.network.layers() if self.network.film_apart else None
         self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
-        self._kind = batch.kept_in(self._given(), self.dtype)
-        # The config that the weights are packed by.
-        self._layout = layout_for(self.network, self.config, self._kind, self._size)
+        self._kept_in = batch.kept_in(self._given(), self.dtype)
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
+        # The config and the type that the weights are packed by.
+        self._layout, self._kind = self._packing(self._size)
 
-    def sized(self, batch: int, horizon: int) -> PackedUnet:
+    def sized(self, batch: int, horizon: int, layers: bool = True) -> PackedUnet:
         """Return the network packed for calls of such a size: this object, or another.
 
-        On a GPU widths that are no powers of two may be widened to such (:func:`layout_for`), which
-        does not pay at every size. Both serve every call.
+        On a GPU widths that are no powers of two may be widened to such (:func:`packing_for`),
+        which does not pay at every size. All serve every call. ``layers``: whether calls may run
+        layer by layer.
         """
-        size = batch, horizon
-        if layout_for(self.network, self.config, self._kind, size) == self._layout:
+        layout, kind = self._packing((batch, horizon, layers))
+        if (layout, kind) == (self._layout, self._kind):
             return self
-        if self._other is None:
+        found = self._others.get((tuple(layout), kind))
+        if found is None or (found._layout, found._kind) != (layout, kind):
             same = {"weights": self._mode, "network": self.network}
-            self._other = PackedUnet(self.unet, self.dtype, **same, size=size)
-            self._other._other = self
-        return self._other
+            found = PackedUnet(self.unet, self.dtype, **same, size=(batch, horizon, layers))
+            found._others = self._others
+            self._others[tuple(self._layout), self._kind] = self
+            self._others[tuple(layout), kind] = found
+        return found
 
     def repack(self) -> Tensor:
         """Pack the weights as they are now, in the same memory as before where there is one.
@@ -166,6 +173,13 @@ class PackedUnet:
             if self._kind != self.dtype:
                 given = {n: batch.rounded_to_e4m3(n, w.float()) for n, w in given.items()}
             return torch.ops.dpa.unet1d_pack(list(given.values()), self._layout, self._kind)
+
+    def _packing(self, size: tuple[int, int, bool] | None) -> tuple[list[int], torch.dtype]:
+        if size is None or self._layers is not None:
+            return self.config, self._kept_in
+        batch, horizon, layers = size
+        device = self.weights.placement[0]
+        return packing_for(self.config, self._kept_in, batch, horizon, device, layers)
 
     def _given(self) -> dict[str, Tensor]:
         weights = self.network.weights()
