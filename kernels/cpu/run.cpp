@@ -143,14 +143,7 @@ std::string reject(const Plan& plan, int64_t batch, int64_t horizon) {
 }
 
 int64_t useful_threads(const Plan& plan, int batch, int horizon) {
-  int64_t multiply_adds = 0;
-  for (const auto& conv : plan.convs) {
-    // The two segments of an upsampling GEMM make every other output time each.
-    const int64_t times = int64_t{batch} * (horizon >> conv.level_out) / (conv.upsample ? 2 : 1);
-    for (int i = 0; i < conv.num_segments; i++)
-      multiply_adds += times * conv.segments[i].taps * (conv.channels_in + conv.channels_skip) * conv.channels_out;
-  }
-  return std::max<int64_t>({1, multiply_adds / 8'000'000, plan.tile_bytes / 4'000'000});
+  return std::max<int64_t>({1, multiply_adds(plan, batch, horizon) / 8'000'000, plan.tile_bytes / 4'000'000});
 }
 
 void run(const Program& p, Team& team, int thread) {

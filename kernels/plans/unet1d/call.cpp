@@ -1,6 +1,7 @@
 #include "kernels/plans/unet1d/call.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "kernels/plans/unet1d/cluster_layout.h"
@@ -89,17 +90,6 @@ static double weights_of(const Plan& plan) {
   return static_cast<double>(plan.tile_bytes) / element_bytes(plan.dtype) * 1e-6;
 }
 
-// Of all GEMMs.
-static double multiplications(const Plan& plan, int batch, int horizon) {
-  double sum = 0;
-  for (const Conv& conv : plan.convs) {
-    const double columns = static_cast<double>(batch) * (horizon >> conv.level_out);
-    for (int s = 0; s < conv.num_segments; s++)
-      sum += columns * conv.segments[s].taps * (conv.channels_in + conv.channels_skip) * conv.channels_out;
-  }
-  return sum;
-}
-
 // Microseconds to read all weights from memory.
 static double read_time(const Plan& plan) {
   constexpr double kMegabyte = 0.35;
@@ -120,10 +110,6 @@ int phase_samples(const Plan& plan, int batch, int horizon, const Device& device
   }
 }
 
-// Whether teams are faster than all multiprocessors together: each streams all weights, but hands over sooner.
-static bool teams_pay(const Plan& plan, int batch, int horizon, const TeamCall& teams, const Device& device) {
-  return teams.samples > 0 && teams.time < path_time(plan, batch, horizon, Path::kPhases, device);
-}
 // The kernel for wide networks that serves a call, or kAutomatic where none does.
 static Path wide_path(const Plan& plan, int batch, int horizon, const Device& device) {
   if (plan.config.relu) return Path::kAutomatic;
@@ -134,13 +120,11 @@ static Path wide_path(const Plan& plan, int batch, int horizon, const Device& de
 Path choose_path(const Plan& plan, int batch, int horizon, const Device& device) {
   const Path wide = wide_path(plan, batch, horizon, device);
   if (wide != Path::kAutomatic && batch == 1) return wide;  // teams take long to plan
-  const TeamCall teams = team_call(plan, batch, horizon, device);
-  if (wide != Path::kAutomatic) {
-    const bool teams_first = teams.samples > 0 && teams.time < path_time(plan, batch, horizon, wide, device);
-    return teams_first ? Path::kTeams : wide;
-  }
-  if (teams_pay(plan, batch, horizon, teams, device)) return Path::kTeams;
-  return phase_samples(plan, batch, horizon, device) > 0 ? Path::kPhases : Path::kLayered;
+  const Path other = wide != Path::kAutomatic ? wide : Path::kPhases;
+  const double time = path_time(plan, batch, horizon, other, device);
+  // Each team streams all weights, but hands over sooner.
+  if (path_time(plan, batch, horizon, Path::kTeams, device) < time) return Path::kTeams;
+  return std::isfinite(time) ? other : Path::kLayered;
 }
 
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
@@ -191,16 +175,17 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
       constexpr double kPhase = 4.5, kClocks = 1540, kNoSlices = 1.15, kFewSlices = 1.1, kWidened = 1.1;
       const int samples = phase_samples(plan, batch, horizon, device);
       if (samples == 0) return kNever;
-      const double clocks = phases_of(plan, samples, horizon, device)->clocks, more = plan.slices_in == 1 ? kNoSlices
-                                                                                      : plan.slices_out <= 2
-                                                                                          ? kFewSlices
-                                                                                          : 1;
-      return ceil_div(batch, samples) * (kPhase * (gemms + 1) + clocks / kClocks) * more *
-             (plan.dtype == DType::kFloat8E4M3 ? kWidened : 1);
+      double time = kPhase * (gemms + 1) + phases_of(plan, samples, horizon, device)->clocks / kClocks;
+      if (plan.slices_in == 1)
+        time *= kNoSlices;
+      else if (plan.slices_out <= 2)
+        time *= kFewSlices;
+      if (plan.dtype == DType::kFloat8E4M3) time *= kWidened;
+      return ceil_div(batch, samples) * time;
     }
     case Path::kLayered: {
       constexpr double kLayer = 8, kGemm = 2e-7;  // two launches; a thread a value
-      return kLayer * gemms + read + kGemm * multiplications(plan, batch, horizon);
+      return kLayer * gemms + read + kGemm * static_cast<double>(multiply_adds(plan, batch, horizon));
     }
     default: return kNever;
   }
@@ -222,7 +207,7 @@ double layers_time(const Plan& plan, int batch, int horizon) {
   for (const Conv& conv : plan.convs)
     values += static_cast<double>(batch) * (horizon >> conv.level_out) * conv.channels_out;
   return layer * static_cast<double>(plan.convs.size()) + read * weights_of(plan) + kActivations * values +
-         kGemm * multiplications(plan, batch, horizon);
+         kGemm * static_cast<double>(multiply_adds(plan, batch, horizon));
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -350,6 +350,17 @@ Tiling tiling(const Plan& plan, const Conv& conv) {
   return t;
 }
 
+int64_t multiply_adds(const Plan& plan, int batch, int horizon) {
+  int64_t sum = 0;
+  for (const Conv& conv : plan.convs) {
+    // The two segments of an upsampling GEMM make every other output time each.
+    const int64_t times = int64_t{batch} * (horizon >> conv.level_out) / (conv.upsample ? 2 : 1);
+    for (int i = 0; i < conv.num_segments; i++)
+      sum += times * conv.segments[i].taps * (conv.channels_in + conv.channels_skip) * conv.channels_out;
+  }
+  return sum;
+}
+
 Plan make_plan(const Config& config, DType dtype) {
   Plan plan;
   plan.config = config;

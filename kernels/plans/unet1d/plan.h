@@ -185,6 +185,9 @@ struct Tiling {
 };
 Tiling tiling(const Plan& plan, const Conv& conv);
 
+/// Multiplications, with an addition each, of the GEMMs of a pass.
+int64_t multiply_adds(const Plan& plan, int batch, int horizon);
+
 /// Element (row, channel) of a tile in the order that matrix instructions hold it. A tile of float32 is two of float16:
 /// the high halves, then the low ones (math/two_halves.h).
 inline int tile_index(int row, int channel) {

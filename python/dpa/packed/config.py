@@ -40,14 +40,15 @@ def path_of(
         return torch.ops.dpa.unet1d_path(config, dtype, batch, horizon, layers)
 
 
+@functools.lru_cache(maxsize=1024)
 def packing_for(
-    config: list[int],
+    config: tuple[int, ...],
     dtype: torch.dtype,
     batch: int,
     horizon: int,
     device: torch.device,
     layers: bool,
-) -> tuple[list[int], torch.dtype]:
+) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the config and the type to pack a network by for calls of (batch, horizon) samples.
 
     On a GPU the network's own config, or ``[*its sizes, *wider widths, 0, *its widths]``, as
@@ -58,24 +59,13 @@ def packing_for(
     """
     if device.type != "cuda":
         return config, dtype
-    layout = _layout_of(tuple(config), dtype, batch, horizon, device, layers)
-    if dtype.itemsize == 1 and path_of(layout, dtype, batch, horizon, device, layers) == "phases":
+    call = dtype, batch, horizon
+    with torch.cuda.device(device):
+        layout = tuple(torch.ops.dpa.unet1d_layout(config, *call, layers))
+    if dtype.itemsize == 1 and path_of(layout, *call, device, layers) == "phases":
         # Phases widen e4m3 in every block, which takes longer than reading half as much saves.
         return packing_for(config, torch.float16, batch, horizon, device, layers)
-    return list(layout), dtype
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout_of(
-    config: tuple[int, ...],
-    dtype: torch.dtype,
-    batch: int,
-    horizon: int,
-    device: torch.device,
-    layers: bool,
-) -> tuple[int, ...]:
-    with torch.cuda.device(device):
-        return tuple(torch.ops.dpa.unet1d_layout(config, dtype, batch, horizon, layers))
+    return layout, dtype
 
 
 def unet_config(unet: nn.Module) -> list[int]:

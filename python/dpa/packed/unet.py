@@ -179,7 +179,8 @@ class PackedUnet:
             return self.config, self._kept_in
         batch, horizon, layers = size
         device = self.weights.placement[0]
-        return packing_for(self.config, self._kept_in, batch, horizon, device, layers)
+        found = packing_for(tuple(self.config), self._kept_in, batch, horizon, device, layers)
+        return list(found[0]), found[1]
 
     def _given(self) -> dict[str, Tensor]:
         weights = self.network.weights()
