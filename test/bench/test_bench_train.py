@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ CliRunner = pytest.importorskip("typer.testing").CliRunner
 
 def test_a_small_network_is_measured(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device.type == "cuda")
-    ways = (train.TF32, train.EAGER, train.DPA)
-    small = train.build(train.SMALL[0].network, train.EAGER, torch.device("cpu"))
-    rows = [train.measure(train.SMALL[0], way, repeats=1) for way in ways]
-    assert [row["how"] for row in rows] == [train.TF32, train.EAGER, train.DPA]
+    case = train.SMALL[0]
+    small = train.build(case.network, train.EAGER, torch.device("cpu"))
+    cases = (case, replace(case, tf32=True))
+    runs = [(each, way) for each in cases for way in (train.EAGER, train.DPA)]
+    rows = [train.measure(*run, repeats=1) for run in runs]
+    assert [(row["what"], row["how"]) for row in rows] == [(c.what, way) for c, way in runs]
     for row in rows:
         assert row["called"] > 0
         missing = {row[name] is None for name in ("graph", "step", "peak MiB")}
@@ -52,6 +55,7 @@ def test_the_bars_compare_ratios():
     norm = [{"B, C, T": "1, 2, 3", "torch.compile a": 9.0, "torch.compile b": 8.0, "dpa": 2.0}]
     norm[0]["floor"] = 2.0
     speeds = {"80 M, 256": ((1, 10), (2, 16), (2, 14)), "80 M, 1024": ((1, 10), (2, 3), (2, 19))}
+    speeds |= {"80 M, 4096": ((1, 10), (4, 36.5))}
     speeds |= {"with images": ((1, 10), (4, 37)), "4096 samples": ((1, 10), (4, 37))}
     gpus = [
         {"case": case, "how": "", "GPUs": n, "samples a second": s}
@@ -59,24 +63,27 @@ def test_the_bars_compare_ratios():
         for n, s in measured
     ]
     optimizers = [{"what": "AdamW", "dpa": us, "floor": 100.0} for us in (104.0, 110.0, 120.0)]
-    found = train_bars.bars(_rows(200.0), norm, optimizers, gpus)
-    assert len(found) == 11 + 10 + 1 + 3 + 4
-    assert_close([row["ratio"] for row in found[:11]], [5.0] * 11)
-    assert [row["holds"] for row in found[:11]] == [
-        *("aim", "yes", "aim", "yes", "aim", "aim", "aim", "aim", "yes", "aim", "aim")
+    found = train_bars.bars(_rows(220.0), norm, optimizers, gpus)
+    speed, memory, others = found[:16], found[16:34], found[34:]
+    assert_close([row["ratio"] for row in speed], [1000 / 220] * 16)
+    assert [row["holds"] for row in speed] == [
+        *("aim", "aim", "yes", "yes", "aim", "yes", "NO", "yes", "yes", "yes", "aim"),
+        *("aim", "aim", "yes", "yes", "aim"),
     ]
-    ratios = [*[0.8, 1.1] * 5, 4.0, 1.04, 1.1, 1.2, 1.6, 1.9, 3.7, 3.7]
-    assert_close([row["ratio"] for row in found[11:]], ratios)
-    assert [row["holds"] for row in found[11:]] == [
-        *(*("yes", "NO") * 5, "aim", "aim", "yes", "NO", "NO", "yes", "yes", "NO")
+    assert_close([row["ratio"] for row in memory], [0.8, 1.1] * 9)
+    assert [row["holds"] for row in memory] == ["aim", "NO"] * 9
+    ratios = [4.0, 1.04, 1.1, 1.2, 1.6, 1.9, 3.65, 3.7, 3.7]
+    assert_close([row["ratio"] for row in others], ratios)
+    assert [row["holds"] for row in others] == [
+        *("aim", "aim", "yes", "NO", "NO", "yes", "yes", "yes", "NO")
     ]
-    assert_close(found[21]["aim"], 8.0 / 2.6)
+    assert_close(others[0]["aim"], 8.0 / 2.6)
     # Weights of 16 bits may be the faster rival, forward alone.
-    rows = [r | {"graph": 600.0} if r["how"] == train.HALVES else r for r in _rows(200.0)]
+    rows = [r | {"graph": 660.0} if r["how"] == train.HALVES else r for r in _rows(220.0)]
     forward = [r["ratio"] for r in train_bars.bars(rows, [], [], []) if ", forward, " in r["what"]]
     assert_close(forward, [3.0] * 3)
     slow = train_bars.bars(_rows(500.0), [], [], [])
-    assert {row["holds"] for row in slow[:11]} == {"NO"}
+    assert {row["holds"] for row in slow[:16]} == {"NO"}
     assert train_bars.bars([], [], [], []) == []
 
 
@@ -106,10 +113,10 @@ def test_a_whole_step_trains(device):
     """The pass, AdamW and the averages: the same weights and counts by either way."""
     weights = []
     for way in (train.EAGER, train.DPA):
-        network = train.SMALL[0].network
-        model = train.build(network, train.EAGER, device)
+        case = replace(train.SMALL[0], tf32=True)
+        model = train.build(case.network, train.EAGER, device)
         torch.manual_seed(1)
-        step = train.whole_step(train._work(train.SMALL[0], train.TF32, model), model, way)
+        step = train.whole_step(train._work(case, way, model), model, way)
         for _ in range(3):
             step()
         weights.append([p.detach() for p in model.parameters()])

@@ -167,7 +167,7 @@ def test_every_size_has_its_packing(hopper):
 def test_phases_have_float16_where_weights_are_rounded_to_e4m3(hopper):
     """They would widen e4m3 in every block: slower than to read float16."""
     torch.manual_seed(5)
-    sizes = {"diffusion_step_embed_dim": 16, "down_dims": (256, 512, 1024), "n_groups": 16}
+    sizes = {"diffusion_step_embed_dim": 16, "down_dims": (256, 512, 1024), "kernel_size": 9}
     unet = ConditionalUnet1D(3, global_cond_dim=4, **sizes).to(hopper).eval()
     packed = PackedUnet(unet, torch.float8_e4m3fn).sized(2, 16)
     packed.repack()

@@ -7,7 +7,7 @@ import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dpa
-from dpa.bench.networks import NET_80M, NET_252M, Network
+from dpa.bench.networks import LOOPS, NET_80M, NET_252M, Network
 from dpa.bench.timing import device_us, graphed
 from dpa.training import EMA, AdamW, graph_calls
 
 Row = dict[str, Any]
 Alone = contextlib.AbstractContextManager[None]
 
-TF32, EAGER, COMPILED, DPA = "eager, float32 (TF32)", "eager", "torch.compile", "dpa"
+EAGER, COMPILED, DPA = "eager", "torch.compile", "dpa"
 CALLS = "dpa.accelerate"  # PyTorch's network accelerated in place: its calls replay graphs
 HALVES = "torch.compile, bfloat16 weights"  # forward alone: weights that stay need no autocast
-WAYS = (TF32, EAGER, COMPILED, HALVES, DPA, CALLS)
+WAYS = (EAGER, COMPILED, HALVES, DPA, CALLS)
 
 
 def build(network: Network, way: str, device: torch.device) -> nn.Module:
@@ -45,16 +45,21 @@ def build(network: Network, way: str, device: torch.device) -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """A network at a batch size, trained or run forward alone."""
+    """A network at a batch size, trained or run forward alone.
+
+    Under autocast in bfloat16, or in float32 that is multiplied in TF32.
+    """
 
     network: Network
     batch: int
     backward: bool = True
+    tf32: bool = False
 
     @property
     def what(self) -> str:
         """What is run."""
-        return "forward + backward" if self.backward else "forward"
+        passes = "forward + backward" if self.backward else "forward"
+        return passes + (", float32 (TF32)" if self.tf32 else "")
 
     @property
     def name(self) -> str:
@@ -62,12 +67,16 @@ class Case:
         return f"{self.network.name}, {self.batch}, {self.what}"
 
 
+_SMALL_DP3 = next(each for each in LOOPS if each.name == "Simple DP3's widths")
+_LEROBOT = next(each for each in LOOPS if each.name == "LeRobot, T 64")
 CASES = (
-    Case(NET_80M, 64),
     Case(NET_80M, 128),
-    Case(NET_80M, 256),
-    Case(NET_252M, 64),
     Case(NET_252M, 96),
+    Case(replace(NET_80M, name="80 M, T 32", horizon=32), 64),
+    Case(_SMALL_DP3, 128),
+    Case(_LEROBOT, 64),
+    *(Case(network, 64, tf32=True) for network in (NET_80M, NET_252M, _LEROBOT)),
+    Case(NET_80M, 256, tf32=True),
     *(Case(NET_80M, batch, backward=False) for batch in (64, 256, 1024)),
 )
 SMALL = (Case(Network("0.3 M", (32, 64), 32, 20), 16),)
@@ -93,7 +102,7 @@ def measure(
     row: Row = {"network": case.network.name, "batch": case.batch}
     row |= {"what": case.what, "how": way, "called": None, "graph": None, "step": None}
     row |= {"peak MiB": None, "allocated MiB": None, "replayed MiB": None}
-    with _precision(way):
+    with _allow_tf32(case.tf32):
         model = build(case.network, way, device)
         work = _work(case, way, model)
         work()
@@ -132,7 +141,7 @@ def _work(case: Case, way: str, model: nn.Module) -> Callable[[], None]:
     actions, timestep, cond, noise = case.network.batch(case.batch, device)
     if way == HALVES:
         actions, cond = actions.bfloat16(), cond.bfloat16()
-    enabled = way not in (TF32, HALVES)
+    enabled = not case.tf32 and way != HALVES
 
     def predict() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
@@ -197,12 +206,12 @@ def _peak_of_steps(
 
 
 @contextlib.contextmanager
-def _precision(way: str) -> Iterator[None]:
-    """TF32 for GEMMs and convolutions where ``way`` is TF32, else off."""
+def _allow_tf32(allow: bool) -> Iterator[None]:
+    """Whether GEMMs and convolutions of float32 are multiplied in TF32."""
     backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [backend.allow_tf32 for backend in backends]
     for backend in backends:
-        backend.allow_tf32 = way == TF32
+        backend.allow_tf32 = allow
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ def stages(part: str) -> dict[str, Callable[[], Tables]]:
         return {case.name: _network(case, (train.EAGER, train.DPA)) for case in train.SMALL}
     found: dict[str, Callable[[], Tables]] = {}
     if part in ("all", "networks"):
-        others = (train.TF32, train.EAGER, train.DPA)
+        others = (train.EAGER, train.DPA)
         found["torch.compile"] = lambda: {_TABLES[0]: train.measure_compiled()}
         calls = {case: (train.CALLS,) if case.backward else () for case in train.CASES}
         found |= {case.name: _network(case, others + calls[case]) for case in train.CASES}
