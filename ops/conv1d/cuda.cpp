@@ -64,9 +64,8 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());
   const auto weights = !tf32 ? packed : ahead.defined() && !transposed ? ahead : pack(weight, type, transposed);
-  const auto convolve = transposed ? gemm::dgrad : gemm::fprop;
-  C10_CUDA_CHECK(convolve(conv, x.const_data_ptr(), {weights.const_data_ptr(), /*prefetchable=*/false}, addends,
-                          out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+  const auto own = convolve(/*dgrad=*/transposed, conv, x.const_data_ptr(),
+                            {weights.const_data_ptr(), /*prefetchable=*/false}, addends, out);
   return {out, packed};
 }
 
@@ -106,8 +105,10 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   Branches branches;
   branches.fork();
   const auto weights = plain.defined() ? pack(plain, input.scalar_type(), !transposed) : packed;
-  if (mask[0]) input_backward(conv, transposed, g, {weights.const_data_ptr(), /*prefetchable=*/!tf32}, grad_input);
-  const auto workspace = parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches.side());
+  Tensor own;
+  if (mask[0])
+    own = input_backward(conv, transposed, g, {weights.const_data_ptr(), /*prefetchable=*/!tf32}, grad_input);
+  const auto workspace = parameter_backward(conv, transposed, g, x, grad_weight, grad_bias, branches);
   if (later)
     Unjoined::hold(branches, {g, x, workspace}, {grad_weight, grad_bias});
   else

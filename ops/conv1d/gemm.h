@@ -13,11 +13,19 @@ namespace dpa {
 
 namespace gemm = kernels::conv1d;
 
-/// What a weight gradient's kernels use between them, undefined where that is nothing. It lives until their branch has
-/// joined.
-inline Tensor wgrad_workspace(const gemm::Conv1d& conv, const Tensor& like) {
-  const int64_t bytes = gemm::wgrad_workspace(conv);
+/// What a GEMM's kernels use between them, undefined where that is nothing. It lives until their branch has joined; of
+/// the main stream, as long as a branch that forked before may be given memory.
+inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return bytes == 0 ? Tensor() : at::empty({bytes}, like.options().dtype(at::kByte));
+}
+
+/// fprop, or dgrad, on the current stream. Returns its workspace.
+[[nodiscard]] inline Tensor convolve(bool dgrad, const gemm::Conv1d& conv, const void* in, const gemm::Weights& weights,
+                                     const gemm::Addends& addends, const Tensor& out) {
+  const auto own = workspace(dgrad ? gemm::dgrad_workspace(conv) : gemm::fprop_workspace(conv, /*group=*/0), out);
+  C10_CUDA_CHECK((dgrad ? gemm::dgrad : gemm::fprop)(conv, in, weights, addends, out.mutable_data_ptr(),
+                                                     mutable_data_or_null(own), c10::cuda::getCurrentCUDAStream()));
+  return own;
 }
 
 /// Rows of channels as the GEMMs read them: padded to a multiple of 8 and aligned to 16 bytes.
@@ -38,30 +46,28 @@ inline gemm::Packing packing(const Tensor& weight, void* packed) {
 
 /// The gradients of a layer that is one GEMM, each where it is wanted, of the layer's own sizes. `grad` and `input` are
 /// padded rows; a transposed layer exchanges data and weight gradient's operands. The input's gradient goes first:
-/// others wait for it.
-inline void input_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad, const gemm::Weights& weights,
-                           const Tensor& to) {
-  const auto convolve = transposed ? gemm::fprop : gemm::dgrad;
-  C10_CUDA_CHECK(
-      convolve(conv, grad.const_data_ptr(), weights, {}, to.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+/// others wait for it. Each returns its workspace.
+[[nodiscard]] inline Tensor input_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad,
+                                           const gemm::Weights& weights, const Tensor& to) {
+  return convolve(/*dgrad=*/!transposed, conv, grad.const_data_ptr(), weights, {}, to);
 }
-/// Returns what has to live until the stream has joined.
 [[nodiscard]] inline Tensor parameter_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad,
                                                const Tensor& input, const Tensor& weight, const Tensor& bias,
-                                               c10::cuda::CUDAStream stream) {
-  const auto workspace = weight.defined() ? wgrad_workspace(conv, grad) : Tensor();
+                                               Branches& branches) {
+  const auto own = weight.defined() ? workspace(gemm::wgrad_workspace(conv), grad) : Tensor();
+  branches.fork_for_fills();
+  const auto stream = branches.side();
   const int64_t rows = conv.batch * (transposed ? conv.x_length : conv.y_length);
   const int64_t channels = transposed ? conv.x_channels : conv.y_channels;
   if (weight.defined()) {
     const auto &y = transposed ? input : grad, &x = transposed ? grad : input;
     C10_CUDA_CHECK(gemm::wgrad(conv, y.const_data_ptr(), x.const_data_ptr(), weight.mutable_data_ptr(),
-                               kernel_dtype(weight.scalar_type()),
-                               workspace.defined() ? workspace.mutable_data_ptr() : nullptr, stream));
+                               kernel_dtype(weight.scalar_type()), mutable_data_or_null(own), stream));
   }
   if (bias.defined())
     C10_CUDA_CHECK(gemm::column_sums(conv.dtype, grad.const_data_ptr(), rows, channels, gemm::padded(channels),
                                      bias.mutable_data_ptr(), kernel_dtype(bias.scalar_type()), stream));
-  return workspace;
+  return own;
 }
 
 }  // namespace dpa

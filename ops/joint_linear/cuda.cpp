@@ -132,9 +132,9 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
   x.write(branch.main());
   auto out = at::empty({input.size(0), outputs}, input.options());
   if (biases.size() > 1) branch.join();
-  C10_CUDA_CHECK(gemm::fprop(conv, x.rows.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
-                             {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr}, out.mutable_data_ptr(),
-                             c10::cuda::getCurrentCUDAStream()));
+  const auto own =
+      convolve(/*dgrad=*/false, conv, x.rows.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
+               {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr}, out);
   return out;
 }
 
@@ -155,7 +155,7 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   const auto g = padded_rows(as_sample(grad));
   const bool of_rest = mask[3] && rest.has_value();
   const Channels wanted{mask[0] ? 0 : own, (mask[0] ? own : 0) + (of_rest ? channels - own : 0)};
-  Tensor packed, grad_whole;
+  Tensor packed, between, grad_whole;
   if (mask[0] || of_rest) grad_whole = at::empty({input.size(0), wanted.count}, input.options());
   if (wanted.count > 0) {
     packed = at::empty({packed_bytes(wanted, outputs)}, input.options().dtype(at::kByte));
@@ -170,9 +170,9 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
   branches.fork();
   if (mask[1]) x->write(branches.side());
   if (wanted.count > 0)
-    input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g,
-                   {packed.const_data_ptr(), /*prefetchable=*/false}, grad_whole);
-  if (!branches.apart()) packed.reset();
+    between = input_backward(geometry(input, wanted.count, outputs), /*transposed=*/false, g,
+                             {packed.const_data_ptr(), /*prefetchable=*/false}, grad_whole);
+  if (!branches.apart()) packed.reset(), between.reset();
   const auto part = [&](int64_t first, int64_t count) {
     return grad_whole.size(1) == count ? grad_whole
                                        : grad_whole.narrow(1, first, count).clone(at::MemoryFormat::Contiguous);
@@ -186,9 +186,8 @@ JointLinearGradients joint_linear_backward_cuda(const Tensor& grad, const Tensor
     Unjoined::join(branches.side());  // and give its memory back: this op's is the most of the pass
   const auto grad_weight = mask[1] ? at::empty({outputs, channels}, weights[0].options()) : Tensor();
   const auto grad_bias = mask[2] ? at::empty({outputs}, biases[0].options()) : Tensor();
-  branches.fork_for_fills();
-  const auto workspace = parameter_backward(conv, /*transposed=*/false, g, x ? x->rows : Tensor(), grad_weight,
-                                            grad_bias, branches.side());
+  const auto workspace =
+      parameter_backward(conv, /*transposed=*/false, g, x ? x->rows : Tensor(), grad_weight, grad_bias, branches);
   if (later)
     Unjoined::hold(branches, {g, x ? x->input : Tensor(), x ? x->rest : Tensor(), x ? x->rows : Tensor(), workspace},
                    {grad_weight, grad_bias});

@@ -103,15 +103,16 @@ class Chain {
     normalise_back(second_norm(saved.conv2), through, grad_conv2, kSecond, mask, partials[0], to);
     if (convolves) {
       residual = input_like();
+      void* const between = workspace_back(kResidualWeight);
       beside.fork_for_fills();
       if (fresh) pack_transposed(kResidualWeight, beside.side());
-      convolve_back(kResidualWeight, !fresh, through, nullptr, residual.mutable_data_ptr(), beside.side());
+      convolve_back(kResidualWeight, !fresh, through, nullptr, residual.mutable_data_ptr(), between, beside.side());
       through = residual.const_data_ptr();
     }
     residual_back(grad, x, mask, to, parameters);
     parameters.fork();
     if (fresh) packing.join();
-    convolve_back(kConv2Weight, !fresh, grad_conv2, nullptr, grad_activation, stream_);
+    convolve_back(kConv2Weight, !fresh, grad_conv2, nullptr, grad_activation, workspace_back(kConv2Weight), stream_);
     if (fresh && mask[kInput]) pack_transposed(kConv1Weight, packing.side());
     weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters);
     // What is placed there from here on is written after the GEMM that read it: the next fork follows that.
@@ -123,7 +124,8 @@ class Chain {
     if (mask[kInput]) {
       // The epilogue adds an element of what the residual convolution makes, and stores the sum in its place.
       to[kInput] = convolves ? residual : input_like();
-      convolve_back(kConv1Weight, !fresh, grad_conv1, through, to[kInput].mutable_data_ptr(), stream_);
+      convolve_back(kConv1Weight, !fresh, grad_conv1, through, to[kInput].mutable_data_ptr(),
+                    workspace_back(kConv1Weight), stream_);
     }
     add_slices(partials, mask, to, parameters);
     weight_back(kConv1Weight, grad_conv1, x, mask, to, parameters);
@@ -183,8 +185,7 @@ class Chain {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), nullptr};
   }
   void convolve(const Convolution& c, const gemm::ConvInput& x, const Tensor& out) const {
-    C10_CUDA_CHECK(
-        gemm::fprop(convolution(c.weight), x.rows, weights(c), addends(c.bias), out.mutable_data_ptr(), stream_));
+    own_.push_back(dpa::convolve(/*dgrad=*/false, convolution(c.weight), x.rows, weights(c), addends(c.bias), out));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether no normalisation of a forward is a kernel of its own.
@@ -215,8 +216,10 @@ class Chain {
       if (side.defined())
         beside = {weights({kResidualWeight, kResidualBias, c.prefetchable}), addends(kResidualBias),
                   side.mutable_data_ptr()};
+      own_.push_back(workspace(gemm::fprop_workspace(convolution(c.weight), group()), out));
       C10_CUDA_CHECK(gemm::fprop_normalised(convolution(c.weight), x, weights(c), addends(c.bias),
-                                            mutable_data_or_null(conv), normalisation, beside, stream_));
+                                            mutable_data_or_null(conv), normalisation, beside,
+                                            mutable_data_or_null(own_.back()), stream_));
       return;
     }
     if (!conv.defined()) conv = activation();
@@ -224,10 +227,15 @@ class Chain {
     norm.input = conv.const_data_ptr();
     C10_CUDA_CHECK(norms::forward(norm, stream_));
   }
+  void* workspace_back(BlockSlot weight) const {
+    own_.push_back(workspace(gemm::dgrad_workspace(convolution(weight)), block_[weight]));
+    return mutable_data_or_null(own_.back());
+  }
   void convolve_back(BlockSlot weight, bool prefetchable, const void* grad, const void* residual, void* out,
-                     c10::cuda::CUDAStream stream) const {
+                     void* between, c10::cuda::CUDAStream stream) const {
     const gemm::Addends addends{nullptr, kernel_dtype(type_), residual};
-    C10_CUDA_CHECK(gemm::dgrad(convolution(weight), grad, {packed_[weight], prefetchable}, addends, out, stream));
+    C10_CUDA_CHECK(
+        gemm::dgrad(convolution(weight), grad, {packed_[weight], prefetchable}, addends, out, between, stream));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {
@@ -239,7 +247,7 @@ class Chain {
                    Branches& branch) const {
     if (!mask[weight]) return;
     void* out = gradient(weight, mask, to);
-    kept_.push_back(wgrad_workspace(convolution(weight), x));
+    kept_.push_back(workspace(gemm::wgrad_workspace(convolution(weight)), x));
     branch.fork_for_fills();
     C10_CUDA_CHECK(gemm::wgrad(convolution(weight), grad, x.const_data_ptr(), out,
                                kernel_dtype(block_[weight].scalar_type()), mutable_data_or_null(kept_.back()),
@@ -319,6 +327,7 @@ class Chain {
   kernels::NormShape shape_;
   kernels::NormPlan plan_;
   mutable std::vector<Tensor> kept_;  // until a backward's branches have joined
+  mutable std::vector<Tensor> own_;   // workspaces on the way to the input's gradient, until the op has ended
   Tensor film_[2] = {aligned_rows(block_[kScale]), aligned_rows(block_[kShift])};
 };
 

@@ -148,8 +148,8 @@ class Forward {
     const int64_t n = x.size(0);
     const gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
     auto out = empty({n, out_channels});
-    C10_CUDA_CHECK(gemm::fprop(conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, nullptr},
-                               out.mutable_data_ptr(), stream_));
+    const auto own =
+        convolve(/*dgrad=*/false, conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, nullptr}, out);
     return out;
   }
   Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
@@ -215,10 +215,8 @@ class Forward {
         /*padding=*/1,
         /*alone=*/true};
     auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
-    const auto convolve = up ? gemm::dgrad : gemm::fprop;
-    C10_CUDA_CHECK(convolve(conv, x.const_data_ptr(), weights(layer.packed),
-                            {parameter(layer.bias).const_data_ptr(), parameter_dtype_, nullptr}, out.mutable_data_ptr(),
-                            stream_));
+    const auto own = convolve(/*dgrad=*/up, conv, x.const_data_ptr(), weights(layer.packed),
+                              {parameter(layer.bias).const_data_ptr(), parameter_dtype_, nullptr}, out);
     return out;
   }
 
@@ -236,9 +234,10 @@ class Forward {
     gemm::Normalisation norm{};
     norm.group = group, norm.eps = kEps, norm.parameter_dtype = parameter_dtype_;
     norm.weight = gamma.const_data_ptr(), norm.bias = beta.const_data_ptr(), norm.out = out.mutable_data_ptr();
+    const auto own = workspace(gemm::fprop_workspace(conv, group), out);
     C10_CUDA_CHECK(gemm::fprop_normalised(conv, {x.const_data_ptr()}, weights(layer.packed),
                                           {bias.const_data_ptr(), parameter_dtype_, nullptr}, nullptr, norm, {},
-                                          stream_));
+                                          mutable_data_or_null(own), stream_));
     return out;
   }
 
@@ -256,8 +255,8 @@ class Forward {
     }
     auto out = empty({batch_, length_, shape[0]});
     const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
-    C10_CUDA_CHECK(gemm::fprop(conv, x.const_data_ptr(), weights(plan_.last.packed), {bias, parameter_dtype_, nullptr},
-                               out.mutable_data_ptr(), stream_));
+    const auto own = convolve(/*dgrad=*/false, conv, x.const_data_ptr(), weights(plan_.last.packed),
+                              {bias, parameter_dtype_, nullptr}, out);
     return out.to(dtype);
   }
 

@@ -63,6 +63,11 @@ TEST(Shapes, BlocksStayWithinTheDevicesMemoryAndLimits) {
         EXPECT_LE(plan.box_times * plan.conv.rows.samples, kMaxBoxRows);
         // Before a chunk's terms are all multiplied, the boxes of the chunks after it have had their time.
         EXPECT_GE((plan.boxes - 1) * plan.conv.terms[0], mma_stages(plan.conv.tile_rows, plan.conv.tile_columns) - 1);
+        // Every block has a part of K, and no block waits for a multiprocessor because of it.
+        EXPECT_GE(plan.splits * plan.split_chunks, plan.conv.chunks);
+        EXPECT_LT((plan.splits - 1) * plan.split_chunks, plan.conv.chunks);
+        EXPECT_TRUE(plan.splits == 1 || plan.tiles() * plan.splits <= multiprocessors);
+        EXPECT_EQ(plan.partials_bytes() > 0, plan.splits > 1);
       }
       const auto gradient = plan_mma_wgrad(c, multiprocessors);
       EXPECT_LE(mma_wgrad_bytes(c, gradient), kMmaMemory);
@@ -70,6 +75,19 @@ TEST(Shapes, BlocksStayWithinTheDevicesMemoryAndLimits) {
       EXPECT_EQ(gradient.slots % c.taps, 0);
     }
   });
+}
+
+// A few rows of wide layers: with a tile a block, a deep convolution would have a few blocks only.
+TEST(Shapes, FewTilesAreSharedByBlocks) {
+  const Conv1d wide{DType::kBFloat16, 2, 16, 1024, 16, 1024, 5, 1, 2};
+  for (const auto& plan : {plan_mma_fprop(wide, 132), plan_mma_dgrad(wide, 132)}) {
+    EXPECT_EQ(plan.tiles(), 16);
+    EXPECT_EQ(plan.splits, 8);
+  }
+  const Conv1d many{DType::kBFloat16, 256, 16, 256, 16, 256, 5, 1, 2},
+      shallow{DType::kBFloat16, 1, 64, 64, 64, 64, 1, 1, 0};
+  EXPECT_EQ(plan_mma_fprop(many, 132).splits, 1);
+  EXPECT_EQ(plan_mma_fprop(shallow, 132).splits, 1);
 }
 
 // Normalisations that run in the convolution's epilogue, and those in a kernel of their own.

@@ -224,8 +224,23 @@ TEST(LayersPay, BySizeAndDevice) {
     const Plan plan = make_plan(c, DType::kBFloat16);
     EXPECT_EQ(layers_pay(plan, row.batch, row.horizon, kHopper), row.hopper)
         << row.widths[0] << " kernel " << row.kernel << " " << row.batch << " x " << row.horizon;
-    EXPECT_FALSE(layers_pay(plan, row.batch, row.horizon, kA100));
   }
+}
+
+// As measured with code for 8.0 on an H200: layers begin at several times as many samples.
+TEST(LayersPay, WithoutHoppersInstructions) {
+  Device device = kHopper;
+  device.hopper = device.clusters = false, device.team_clusters = 0;
+  struct {
+    const Config& config;
+    int batch, horizon;
+    bool pay;
+  } const rows[] = {{kHeadline, 16, 16, false}, {kHeadline, 64, 16, false},  {kHeadline, 256, 16, true},
+                    {kLeRobot, 8, 64, false},   {kLeRobot, 64, 64, true},    {kLeRobot, 16, 16, false},
+                    {kLeRobot, 64, 16, true},   {kManiSkill, 64, 16, false}, {kManiSkill, 256, 16, false}};
+  for (const auto& row : rows)
+    EXPECT_EQ(layers_pay(make_plan(row.config, DType::kBFloat16), row.batch, row.horizon, device), row.pay)
+        << row.config.down_dims[0] << " " << row.batch << " x " << row.horizon;
 }
 
 // Which networks are filled up, and to what; nothing: they keep their widths. As measured on an H100.
@@ -293,7 +308,7 @@ TEST(PathTime, IsInfiniteWhereAPathDoesNotServe) {
   EXPECT_TRUE(std::isinf(path_time(plan, 1, 16, Path::kTeams, kHopper)));
   EXPECT_TRUE(std::isinf(path_time(plan, 1, 1 << 14, Path::kPhases, kHopper)));
   EXPECT_TRUE(std::isfinite(path_time(plan, 1, 1 << 14, Path::kLayered, kHopper)));
-  EXPECT_LT(layers_time(plan, 64, 16), path_time(plan, 64, 16, Path::kPhases, kHopper));
+  EXPECT_LT(layers_time(plan, 64, 16, kHopper), path_time(plan, 64, 16, Path::kPhases, kHopper));
 }
 
 TEST(ChoosePath, NarrowNetworksRunInTeams) {

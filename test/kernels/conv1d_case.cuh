@@ -210,7 +210,7 @@ struct Case {
         x_residual(x_out.bytes),
         gradient(weights * 4),
         half_gradient(weights * sizeof(T)),
-        workspace(wgrad_workspace(c)) {
+        workspace(std::max({wgrad_workspace(c), fprop_workspace(c, 0), dgrad_workspace(c)})) {
     put<T>(y, y_rows, c.y_channels, y_width, seed, 1);
     put<T>(x, x_rows, c.x_channels, x_width, seed + 1, 1);
     put<float>(weight, c.y_channels, c.x_channels * c.taps, c.x_channels * c.taps, seed + 2, 0.1f);
@@ -231,11 +231,12 @@ struct Case {
   }
   void run_fprop(bool addends, cudaStream_t stream = 0) {
     const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? y_residual.data : nullptr};
-    CHECK(fprop(c, x.data, {packed.data, prefetchable}, add, y_out.data, stream));
+    CHECK(fprop(c, x.data, {packed.data, prefetchable}, add, y_out.data, workspace.data, stream));
   }
   void run_dgrad(bool addends, cudaStream_t stream = 0) {
     const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? x_residual.data : nullptr};
-    CHECK(dgrad(c, y.data, {kFloat ? transposed.data : packed.data, prefetchable}, add, x_out.data, stream));
+    CHECK(dgrad(c, y.data, {kFloat ? transposed.data : packed.data, prefetchable}, add, x_out.data, workspace.data,
+                stream));
   }
   void run_wgrad(bool half, cudaStream_t stream = 0) {
     CHECK(wgrad(c, y.data, x.data, half ? half_gradient.data : gradient.data, half ? c.dtype : DType::kFloat32,

@@ -72,8 +72,13 @@ template <class T, class Shape, bool kMajorN, int kStride>
 void convolution_block(void* argument) {
   const Run& run = *static_cast<Run*>(argument);
   const ConvPlan& plan = run.args.plan.conv;
-  const MmaTile tile = mma_tile<Shape>(plan, device::block());
-  sum_tile<T, Shape, kMajorN, kStride>(run.args, tile);
+  const int splits = run.args.plan.splits;
+  const MmaTile tile = mma_tile<Shape>(plan, run.args.adds ? device::block() : device::block() / splits);
+  if (run.args.adds)
+    add_partials<Shape>(run.args, device::block());
+  else
+    sum_tile<T, Shape, kMajorN, kStride>(run.args, tile, device::block() % splits);
+  if (run.args.partials && !run.args.adds) return store_partials<Shape>(run.args, device::block());
   const float* sums = tile_of_sums();
   for (int e = device::thread(); e < Shape::kRows * Shape::kColumns; e += kMmaThreads) {
     const int row = e / Shape::kColumns, n = e % Shape::kColumns + tile.first_column;
@@ -89,12 +94,21 @@ void convolution_block(void* argument) {
 template <class T, bool kMajorN>
 void launch_convolution(Run& run) {
   const ConvPlan& plan = run.args.plan.conv;
-  const auto blocks = static_cast<int>(plan.rows.count * plan.phases * plan.column_tiles);
+  const auto tiles = static_cast<int>(run.args.plan.tiles());
   const auto go = [&](auto shape) {
     using Shape = decltype(shape);
-    device::launch(blocks, mma_bytes(run.args.plan),
-                   plan.stride == 2 ? convolution_block<T, Shape, kMajorN, 2> : convolution_block<T, Shape, kMajorN, 1>,
-                   &run, generator());
+    const auto launch = [&](int blocks) {
+      device::launch(
+          blocks, mma_bytes(run.args.plan),
+          plan.stride == 2 ? convolution_block<T, Shape, kMajorN, 2> : convolution_block<T, Shape, kMajorN, 1>, &run,
+          generator());
+    };
+    std::vector<float4> partials(run.args.plan.partials_bytes() / sizeof(float4), float4{NAN, NAN, NAN, NAN});
+    if (!partials.empty()) run.args.partials = &partials[0].x;
+    launch(tiles * run.args.plan.splits);
+    if (partials.empty()) return;
+    run.args.adds = true;
+    launch(tiles);
   };
   if (plan.tile_rows == 128)
     plan.tile_columns == 128 ? go(MmaShape<128, 128>{}) : go(MmaShape<128, 64>{});
@@ -213,13 +227,14 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
       }
   const bool good = fprop.wrong + dgrad.wrong + wgrad.wrong == 0;
   std::printf(
-      "%s B %d x %dx%d y %dx%d k %d s %d: tile %dx%d, %d boxes; fprop %.2f dgrad %.2f wgrad %.2f, %d splits %s\n",
+      "%s B %d x %dx%d y %dx%d k %d s %d: tile %dx%d, %d boxes; fprop %.2f dgrad %.2f wgrad %.2f, splits %d, %d, %d "
+      "%s\n",
       kIsFloat<T>                       ? "tf32"
       : std::is_same_v<T, device::Half> ? "f16 "
                                         : "bf16",
       int(c.batch), int(c.x_length), int(c.x_channels), int(c.y_length), int(c.y_channels), c.taps, c.stride,
       forward.tile_rows, forward.tile_columns, plan_mma_fprop(c, multiprocessors).boxes, fprop.error, dgrad.error,
-      wgrad.error, plan.splits, good ? "ok" : "WRONG");
+      wgrad.error, plan_mma_fprop(c, multiprocessors).splits, run.args.plan.splits, plan.splits, good ? "ok" : "WRONG");
   std::fflush(stdout);
   return good;
 }
@@ -254,6 +269,9 @@ int main(int count, char** arguments) {
     try_one(type, 3, 10, 72, 40, 7, 1, 100);  // small ones
     try_one(type, 9, 64, 40, 24, 5, 1, 100);  // the weight gradient's rows in two parts
     try_one(type, 2, 20, 24, 40, 9, 1, 100);
+    try_one(type, 2, 8, 200, 264, 5, 1, 132);  // several blocks a tile, the last one with less
+    try_one(type, 3, 4, 72, 700, 3, 2, 132);
+    try_one(type, 2, 4, 520, 40, 4, 2, 132);
     try_one(type, 5, 16, 24, 40, 3, 2, 2);   // downsampling
     try_one(type, 5, 8, 24, 20, 4, 2, 100);  // upsampling, as dgrad
   }

@@ -75,9 +75,12 @@ bool test_normalised(Conv1d c, int group, uint64_t seed, bool film, bool residua
   const Addends add{t.bias.data, DType::kFloat32, nullptr}, add_side{s.bias.data, DType::kFloat32, nullptr};
   const Shortcut side{{s.packed.data, true}, add_side, s.y_out.data};
   const ConvInput input = concatenated ? ConvInput{x_first.data, x_more.data} : ConvInput{t.x.data};
+  Buffer workspace(fprop_workspace(c, group));
   const auto run = [&](void* y) {
     CHECK(cudaMemset(out.data, 0xFF, out.bytes));
-    CHECK(fprop_normalised(c, input, {t.packed.data, true}, add, y, norm, beside ? side : Shortcut{}, 0));
+    CHECK(cudaMemset(workspace.data, 0xFF, workspace.bytes));
+    CHECK(
+        fprop_normalised(c, input, {t.packed.data, true}, add, y, norm, beside ? side : Shortcut{}, workspace.data, 0));
     CHECK(cudaDeviceSynchronize());
   };
   run(t.y_out.data);
@@ -100,7 +103,8 @@ bool test_normalised(Conv1d c, int group, uint64_t seed, bool film, bool residua
   const auto once = to_host<uint16_t>(out);
   bool repeats = true;
   for (int i = 0; i < 3; ++i) run(nullptr), repeats = repeats && once == to_host<uint16_t>(out);
-  const bool guards = out.guard_intact() && t.y_out.guard_intact() && s.y_out.guard_intact();
+  const bool guards =
+      out.guard_intact() && t.y_out.guard_intact() && s.y_out.guard_intact() && workspace.guard_intact();
   const bool good = conv <= 1 && normalised <= 1 && shortcut <= 1 && repeats && guards;
   int multiprocessors;
   CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));

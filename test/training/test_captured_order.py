@@ -118,9 +118,15 @@ def _trains(predict, work, *unets):
     _called_and_captured(anew, lambda: [p.grad for p in parameters if p.grad is not None])
 
 
-def test_a_plain_pass(predict):
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_a_plain_pass(predict, deterministic):
+    """PyTorch's deterministic mode fills new memory, on the stream that it is taken from."""
     unet = _unet()
-    _trains(predict, lambda: predict(unet).square().mean().backward(), unet)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        _trains(predict, lambda: predict(unet).square().mean().backward(), unet)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("which", ["all", "one"])

@@ -62,10 +62,14 @@ struct ConvInput {
 
 // Sizes are such that `takes` accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
 // In a captured graph they go before what other branches have waiting.
+// A `workspace` has as many bytes as the function of that name says, and is read and written by the stream's kernels
+// alone; `group`: of the normalisation after fprop, or 0.
+int64_t fprop_workspace(const Conv1d& conv, int group);
+int64_t dgrad_workspace(const Conv1d& conv);
 cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, const Addends& addends, void* y,
-                  cudaStream_t stream);
+                  void* workspace, cudaStream_t stream);
 cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends, void* x,
-                  cudaStream_t stream);
+                  void* workspace, cudaStream_t stream);
 // fprop of stride 1, and what a normalisation makes of it. `y`, which the normalisation's backward reads, may
 // be null; `addends` has no residual. Where `normalises` says that the device's tiles hold whole groups.
 bool normalises(const Conv1d& conv, int group);
@@ -78,10 +82,9 @@ struct Shortcut {
 };
 bool takes_shortcut(const Conv1d& conv, int group);
 cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,
-                             void* y, const Normalisation& normalisation, const Shortcut& shortcut,
+                             void* y, const Normalisation& normalisation, const Shortcut& shortcut, void* workspace,
                              cudaStream_t stream);
-// `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors. `workspace` has
-// `wgrad_workspace` bytes, and is read and written by the stream's kernels alone.
+// `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors.
 int64_t wgrad_workspace(const Conv1d& conv);
 cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
                   void* workspace, cudaStream_t stream);

@@ -119,9 +119,17 @@ bool takes(const Conv1d& conv) {
   return serves(conv) && (wgmma_takes_taps(conv) || plan_mma_wgrad(conv, multiprocessors()).fits());
 }
 
+int64_t fprop_workspace(const Conv1d& conv, int group) {
+  return has_wgmma() ? 0 : plan_mma_fprop(conv, multiprocessors(), group).partials_bytes();
+}
+
+int64_t dgrad_workspace(const Conv1d& conv) {
+  return has_wgmma() ? 0 : plan_mma_dgrad(conv, multiprocessors()).partials_bytes();
+}
+
 cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, const Addends& addends, void* y,
-                  cudaStream_t stream) {
-  if (!has_wgmma()) return mma_fprop(conv, x, weights.packed, addends, y, {}, stream);
+                  void* workspace, cudaStream_t stream) {
+  if (!has_wgmma()) return mma_fprop(conv, x, weights.packed, addends, y, {}, workspace, stream);
   return run<false>(conv, plan_fprop(conv, multiprocessors()), {x}, weights, addends, y, {}, {}, stream);
 }
 
@@ -142,19 +150,19 @@ bool takes_shortcut(const Conv1d& conv, int group) {
 }
 
 cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,
-                             void* y, const Normalisation& normalisation, const Shortcut& shortcut,
+                             void* y, const Normalisation& normalisation, const Shortcut& shortcut, void* workspace,
                              cudaStream_t stream) {
   if (!has_wgmma()) {
     if (shortcut.out || x.more) return cudaErrorInvalidValue;
-    return mma_fprop(conv, x.rows, weights.packed, addends, y, normalisation, stream);
+    return mma_fprop(conv, x.rows, weights.packed, addends, y, normalisation, workspace, stream);
   }
   const auto plan = plan_normalised(conv, normalisation.group, multiprocessors());
   return run<false>(conv, plan, x, weights, addends, y, normalisation, shortcut, stream);
 }
 
 cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends, void* x,
-                  cudaStream_t stream) {
-  if (!has_wgmma()) return mma_dgrad(conv, y, weights.packed, addends, x, stream);
+                  void* workspace, cudaStream_t stream) {
+  if (!has_wgmma()) return mma_dgrad(conv, y, weights.packed, addends, x, workspace, stream);
   return run<true>(conv, plan_dgrad(conv, multiprocessors()), {y}, weights, addends, x, {}, {}, stream);
 }
 

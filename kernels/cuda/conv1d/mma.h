@@ -5,9 +5,9 @@
 namespace dpa::kernels::conv1d {
 
 cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, const Addends& addends, void* y,
-                      const Normalisation& normalisation, cudaStream_t stream);
+                      const Normalisation& normalisation, void* workspace, cudaStream_t stream);
 cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, const Addends& addends, void* x,
-                      cudaStream_t stream);
+                      void* workspace, cudaStream_t stream);
 // `workspace`: of as many bytes as `wgrad_workspace` says.
 cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
                       void* workspace, cudaStream_t stream);

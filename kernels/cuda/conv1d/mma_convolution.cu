@@ -8,6 +8,8 @@
 //
 // block     eight warps, 64 rows x 32 columns each; where the tile has fewer places than that, groups of warps
 //           contract different slices of each step
+// splits    where there are few tiles, several blocks contract a part of K each and store their sums; a second launch
+//           adds those of a tile
 // epilogue  that of convolution.cu, for one block a tile
 #include "kernels/cuda/conv1d/epilogue.cuh"
 #include "kernels/cuda/conv1d/epilogue_norm.cuh"
@@ -38,7 +40,14 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
     mma_kernel(const __grid_constant__ MmaArgs args, const __grid_constant__ ConvArgs to) {
 #if __CUDA_ARCH__ >= 800 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere nobody launches it: see `has_wgmma`
   grid_dependency_sync();
-  sum_tile<T, Shape, kMajorN, kStride>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x));
+  if (args.adds) {
+    add_partials<Shape>(args, blockIdx.x);
+  } else {
+    const unsigned splits = args.plan.splits;
+    sum_tile<T, Shape, kMajorN, kStride>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x / splits),
+                                         static_cast<int>(blockIdx.x % splits));
+    if (args.partials) return store_partials<Shape>(args, blockIdx.x);
+  }
   const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
   const SharedSums<Shape::kColumns> sums(to, coord, ptx::shared_address(tile_of_sums()), /*others=*/0);
   if constexpr (!kMajorN && kStride == 1)
@@ -48,11 +57,15 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
 }
 
 template <class T, class Shape, bool kMajorN, int kStride = 1>
-cudaError_t launch_mma(const MmaArgs& args, const ConvArgs& to, cudaStream_t stream) {
-  const ConvPlan& plan = to.plan;
-  const int64_t blocks = plan.rows.count * plan.phases * plan.column_tiles;
-  const Launch launch{blocks, kMmaThreads, /*cluster=*/0, mma_bytes(args.plan), stream, /*urgent=*/true};
-  return launch_cluster(mma_kernel<T, Shape, kMajorN, kStride>, launch, args, to);
+cudaError_t launch_mma(MmaArgs args, const ConvArgs& to, cudaStream_t stream) {
+  const auto launch = [&](int64_t blocks) {
+    const Launch launch{blocks, kMmaThreads, /*cluster=*/0, mma_bytes(args.plan), stream, /*urgent=*/true};
+    return launch_cluster(mma_kernel<T, Shape, kMajorN, kStride>, launch, args, to);
+  };
+  if (const cudaError_t error = launch(args.plan.tiles() * args.plan.splits); error != cudaSuccess || !args.partials)
+    return error;
+  args.adds = true;
+  return launch(args.plan.tiles());
 }
 
 template <class F>
@@ -71,14 +84,21 @@ ConvArgs epilogue_args(const MmaPlan& plan, const MmaArgs& args, const Addends& 
   return to;
 }
 
+// Whether there is what several blocks a tile need.
+bool take_workspace(MmaArgs& args, void* workspace) {
+  if (args.plan.splits > 1) args.partials = static_cast<float*>(workspace);
+  return args.plan.splits == 1 || workspace;
+}
+
 }  // namespace
 
 cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, const Addends& addends, void* y,
-                      const Normalisation& normalisation, cudaStream_t stream) {
+                      const Normalisation& normalisation, void* workspace, cudaStream_t stream) {
   const auto plan = plan_mma_fprop(conv, multiprocessors(), normalisation.out ? normalisation.group : 0);
   if (!plan.fits() || (normalisation.out && !normalises(conv, plan.conv, normalisation.group)))
     return cudaErrorInvalidValue;
-  const auto args = mma_args(plan, conv, /*is_dgrad=*/false, x, weights);
+  auto args = mma_args(plan, conv, /*is_dgrad=*/false, x, weights);
+  if (!take_workspace(args, workspace)) return cudaErrorInvalidValue;
   const ConvArgs to = epilogue_args(plan, args, addends, y, normalisation);
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -89,10 +109,11 @@ cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, co
 }
 
 cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, const Addends& addends, void* x,
-                      cudaStream_t stream) {
+                      void* workspace, cudaStream_t stream) {
   const auto plan = plan_mma_dgrad(conv, multiprocessors());
   if (!plan.fits()) return cudaErrorInvalidValue;
-  const auto args = mma_args(plan, conv, /*is_dgrad=*/true, y, weights);
+  auto args = mma_args(plan, conv, /*is_dgrad=*/true, y, weights);
+  if (!take_workspace(args, workspace)) return cudaErrorInvalidValue;
   const ConvArgs to = epilogue_args(plan, args, addends, x, {});
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

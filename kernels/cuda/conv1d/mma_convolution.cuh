@@ -14,6 +14,9 @@ struct MmaArgs {
   const void *x, *weights;
   int x_vectors;                      // sixteen bytes of a row of x
   uint32_t tap_vectors, row_vectors;  // of the packed weights: of a tap, and of a row
+  // Where several blocks have a tile: [tile][block][row][column], which a second launch adds.
+  float* partials = nullptr;
+  bool adds = false;  // this is the second one
 };
 
 // dgrad reads 16-bit weights as fprop does, and those of float32 transposed.
@@ -219,8 +222,42 @@ DPA_DEVICE void store_groups(float* tile, const float (&sums)[4][4][4], int grou
 // Every thread of the block calls it. The tile lies at `tile_of_sums`, which begins behind a row of zeros.
 DPA_DEVICE float* tile_of_sums() { return reinterpret_cast<float*>(device::shared() + 128); }
 
+// Four columns at a time of the tile, and of a block's partial sums.
+template <class Shape, class F>
+DPA_DEVICE void each_vector(F&& f) {
+  auto* const tile = reinterpret_cast<float4*>(tile_of_sums());
+  constexpr int kVectors = Shape::kColumns / 4;
+  for (int e = device::thread(); e < Shape::kRows * kVectors; e += kMmaThreads)
+    f(tile[e / kVectors * (Shape::kStride / 4) + e % kVectors], e);
+}
+template <class Shape>
+DPA_DEVICE float4* partials_of(const MmaArgs& args, int64_t block) {
+  return reinterpret_cast<float4*>(args.partials) + block * (Shape::kRows * Shape::kColumns / 4);
+}
+// What `sum_tile` left in the tile, to the partial sums of block `index`.
+template <class Shape>
+DPA_DEVICE void store_partials(const MmaArgs& args, unsigned index) {
+  float4* const to = partials_of<Shape>(args, index);
+  each_vector<Shape>([&](float4& sums, int e) { to[e] = sums; });
+}
+// The tile `index` from the partial sums of all its blocks, in their order.
+template <class Shape>
+DPA_DEVICE void add_partials(const MmaArgs& args, unsigned index) {
+  const float4* const from = partials_of<Shape>(args, int64_t{index} * args.plan.splits);
+  each_vector<Shape>([&](float4& sums, int e) {
+    float4 total = from[e];
+    for (int i = 1; i < args.plan.splits; ++i) {
+      const float4 v = from[i * (Shape::kRows * Shape::kColumns / 4) + e];
+      total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+    }
+    sums = total;
+  });
+  device::sync_block();
+}
+
+// Of the `part`-th of a tile's blocks.
 template <class T, class Shape, bool kMajorN, int kStride = 1>
-DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
+DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   const ConvPlan& plan = args.plan.conv;
   const int thread = device::thread(), warp = thread / 32;
   const int column = warp % Shape::kColumnWarps * 32, row_warp = warp / Shape::kColumnWarps % Shape::kRowWarps;
@@ -228,6 +265,8 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
   const int before = tile.first_time * kStride + plan.lowest, first_time = before > 0 ? before : 0;
   const int terms = plan.terms[tile.phase], boxes = args.plan.boxes;
   const int first_term = plan.first_term[row_warp], end_term = plan.end_term[row_warp];
+  const int first_chunk = part * args.plan.split_chunks, last = first_chunk + args.plan.split_chunks,
+            end_chunk = last < plan.chunks ? last : plan.chunks;
   const uint32_t zeros = device::shared_address(device::shared()), memory = zeros + 128, place = copy_place();
   const uint32_t box_bytes = args.plan.box_bytes, weights = memory + args.plan.weights_at;
   if (thread < 32) reinterpret_cast<uint32_t*>(device::shared())[thread] = 0;
@@ -239,9 +278,9 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
   float sums[4][4][4] = {};
 
   // Which step's weights are loaded next. Their stage is the one before that which is multiplied.
-  int load_term = 0, load_chunk = 0;
+  int load_term = 0, load_chunk = first_chunk;
   const auto load_step = [&](int stage) {
-    if (load_chunk < plan.chunks)
+    if (load_chunk < end_chunk)
       weight_copies.load(args, plan.tap[tile.phase][load_term], load_chunk,
                          weights + place + stage * Shape::kWeightBytes);
     device::copy_async_commit();
@@ -249,16 +288,16 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile) {
   };
 #pragma unroll 1
   for (int i = 0; i < boxes - 1; ++i)
-    if (i < plan.chunks) box_copies.load(args, i, memory + place + i * box_bytes);
+    if (first_chunk + i < end_chunk) box_copies.load(args, first_chunk + i, memory + place + i * box_bytes);
 #pragma unroll 1
   for (int i = 0; i < Shape::kStages - 1; ++i) load_step(i);
 
-  int term = 0, chunk = 0, stage = 0, box = 0;
+  int term = 0, chunk = first_chunk, stage = 0, box = 0;
 #pragma unroll 1
-  while (chunk < plan.chunks) {
+  while (chunk < end_chunk) {
     device::copy_async_wait<Shape::kStages - 2>();
     device::sync_block();
-    if (term == 0 && chunk + boxes - 1 < plan.chunks)
+    if (term == 0 && chunk + boxes - 1 < end_chunk)
       box_copies.load(args, chunk + boxes - 1, memory + place + (box == 0 ? boxes - 1 : box - 1) * box_bytes);
     load_step(stage == 0 ? Shape::kStages - 1 : stage - 1);
     if (term >= first_term && term < end_term) {

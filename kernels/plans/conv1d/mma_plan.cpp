@@ -52,6 +52,7 @@ MmaPlan with_tile(const Conv1d& conv, ConvPlan plan, const Sizes& sizes, int row
   const int stages = mma_stages(rows, columns);
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
   result.conv = plan, result.boxes = 1 + static_cast<int>(ceil_div(stages - 1, terms));
+  result.splits = 1, result.split_chunks = plan.chunks;
   result.box_bytes = result.box_times * plan.rows.samples * 128;
   result.weights_at = result.boxes * result.box_bytes;
   if (mma_bytes(result) > kMmaMemory) result.boxes = 0;
@@ -61,9 +62,22 @@ MmaPlan with_tile(const Conv1d& conv, ConvPlan plan, const Sizes& sizes, int row
 // The multiprocessors' work, in output elements: the small tiles read more for each MMA.
 double cost(const MmaPlan& plan, int multiprocessors) {
   const ConvPlan& conv = plan.conv;
-  const int64_t blocks = conv.rows.count * conv.phases * conv.column_tiles, area = conv.tile_rows * conv.tile_columns;
+  const int64_t area = conv.tile_rows * conv.tile_columns;
   const double rate = area == 128 * 128 ? 1 : area == 64 * 64 ? 0.6 : 0.85;
-  return static_cast<double>(ceil_div(blocks, multiprocessors) * area) / rate;
+  return static_cast<double>(ceil_div(plan.tiles(), multiprocessors) * area) / rate;
+}
+
+// Where tiles leave half of the multiprocessors or more, blocks contract a part of K each, as long as it is several steps.
+void split(MmaPlan& plan, int multiprocessors) {
+  constexpr int kLeastSteps = 8;
+  const ConvPlan& conv = plan.conv;
+  const int terms = conv.phases == 1 ? conv.terms[0] : std::min(conv.terms[0], conv.terms[1]);
+  int splits = 1;
+  while (splits < kMaxMmaSplits && plan.tiles() * splits * 2 <= multiprocessors &&
+         conv.chunks / (splits * 2) * terms >= kLeastSteps)
+    splits *= 2;
+  plan.split_chunks = static_cast<int>(ceil_div(conv.chunks, splits));
+  plan.splits = static_cast<int>(ceil_div(conv.chunks, plan.split_chunks));
 }
 
 MmaPlan cheapest(const Conv1d& conv, bool dgrad, int multiprocessors, int64_t group) {
@@ -79,6 +93,7 @@ MmaPlan cheapest(const Conv1d& conv, bool dgrad, int multiprocessors, int64_t gr
       if (!takes || !plan.fits() || group > columns) continue;
       if (!best.fits() || cost(plan, multiprocessors) < cost(best, multiprocessors)) best = plan;
     }
+  if (best.fits()) split(best, multiprocessors);
   return best;
 }
 

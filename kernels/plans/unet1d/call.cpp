@@ -129,7 +129,7 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
   const Config& c = plan.config;
-  if (c.relu || !device.hopper) return false;
+  if (c.relu) return false;
   bool odd = false;  // groups: the layers of a block then run one by one, and pack their weights in each step
   for (int i = 0; i < c.levels; i++) {
     const int width = c.width(i).own;
@@ -139,7 +139,7 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
   const Path path = choose_path(plan, batch, horizon, device);
   if (path == Path::kResident) return false;
   if (odd || (path == Path::kClustered && batch == 1)) return path == Path::kLayered;
-  return layers_time(plan, batch, horizon) < path_time(plan, batch, horizon, path, device);
+  return layers_time(plan, batch, horizon, device) < path_time(plan, batch, horizon, path, device);
 }
 
 double path_time(const Plan& plan, int batch, int horizon, Path path, const Device& device) {
@@ -191,23 +191,28 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
   }
 }
 
-double layers_time(const Plan& plan, int batch, int horizon) {
+double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
   // Of a layer; of one whose GEMM fills half of a tile, or whose norm is a launch of its own (NormPlan::owned); of its
   // weights, in 16 bits, which fewer blocks read at a time where widths are no powers of two; of its activations, which
-  // several kernels read and write; of its multiplications.
-  constexpr double kLayer = 6.5, kNarrow = 8, kNormApart = 9.5, kMegaweights = 0.7, kOtherMegaweights = 1.2,
-                   kActivations = 5e-6, kGemm = 2.5e-9;
+  // several kernels read and write; of its multiplications. Without wgmma measured on 132 multiprocessors, which share
+  // weights and multiplications.
+  struct Costs {
+    double layer, narrow, norm_apart, megaweights, other_megaweights, activations, gemm;
+  };
+  constexpr Costs kWgmma = {6.5, 8, 9.5, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 16, 17, 1.37, 1.7, 5e-6, 6.4e-9};
+  const Costs& of = device.hopper ? kWgmma : kMma;
   const Config& c = plan.config;
-  double layer = c.width(0).own < 64 ? kNarrow : kLayer, read = kMegaweights, values = 0;
+  double layer = c.width(0).own < 64 ? of.narrow : of.layer, read = of.megaweights, values = 0;
   for (int i = 0; i < c.levels; i++) {
     const int width = c.width(i).own;
-    if (width / c.num_groups % 4) layer = kNormApart;
-    if (!power_of_two(width)) read = kOtherMegaweights;
+    if (width / c.num_groups % 4) layer = of.norm_apart;
+    if (!power_of_two(width)) read = of.other_megaweights;
   }
   for (const Conv& conv : plan.convs)
     values += static_cast<double>(batch) * (horizon >> conv.level_out) * conv.channels_out;
-  return layer * static_cast<double>(plan.convs.size()) + read * weights_of(plan) + kActivations * values +
-         kGemm * static_cast<double>(multiply_adds(plan, batch, horizon));
+  return layer * static_cast<double>(plan.convs.size()) + of.activations * values +
+         (device.hopper ? 1 : 132.0 / device.multiprocessors) *
+             (read * weights_of(plan) + of.gemm * static_cast<double>(multiply_adds(plan, batch, horizon)));
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -32,9 +32,9 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device);
 
 /// Microseconds of a step, as a model fitted to an H100 has it, within a fifth: on `path`, infinite where it does not
-/// serve the sizes; by layers.
+/// serve the sizes; by layers, without Hopper's instructions as fitted to code for 8.0 on an H200.
 double path_time(const Plan& plan, int batch, int horizon, Path path, const Device& device);
-double layers_time(const Plan& plan, int batch, int horizon);
+double layers_time(const Plan& plan, int batch, int horizon, const Device& device);
 
 /// Samples of a launch of the loop in phases, which takes a larger batch in parts; 0 where they do not fit.
 int phase_samples(const Plan& plan, int batch, int horizon, const Device& device);

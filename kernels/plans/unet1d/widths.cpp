@@ -30,7 +30,7 @@ Config widths_for(const Config& config, DType dtype, int batch, int horizon, boo
     return path_time(plan, batch, horizon, choose_path(plan, batch, horizon, device), device);
   };
   const Plan own = make_plan(config, dtype);
-  double best = kFaster * (by_layers(own) ? layers_time(own, batch, horizon) : time_of(own));
+  double best = kFaster * (by_layers(own) ? layers_time(own, batch, horizon, device) : time_of(own));
   Config chosen = config;
   for (const int least : kLeast) {
     const Config wide = filled_up(config, least);
