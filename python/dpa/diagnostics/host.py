@@ -15,6 +15,7 @@ from typing import Any
 
 from dpa.library.checks import first_line
 from dpa.library.files import cache_folder, checkout
+from dpa.library.machine_code import built_for
 from dpa.library.torches import lerobot_bound
 
 PACKAGES = ("diffusers", "lerobot", "huggingface_hub")
@@ -190,7 +191,7 @@ def _library() -> dict[str, Any]:
         path = loader.library_path()
         facts["library"] = str(path)
         facts["library_torch"] = _text(path.with_name("torch-version.txt"))
-        facts["built_for"] = _text(path.with_name("built-for.txt"))
+        facts["built_for"] = built_for(path.parent)
         loader.load(path)
     except by_torch.NoOpsForTorch as error:
         facts["library_error"], facts["ops_for"] = str(error), tuple(error.has)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from dpa.library.files import cache_folder
+from dpa.library.machine_code import built_for
 
 NAME = "libdpa.so"
 KERNELS = "libdpa_kernels.so"
@@ -75,8 +76,7 @@ def driver_cuda() -> int:
 
 def kernels_cuda(lib: Path) -> int | None:
     """The major version of CUDA that a wheel's kernels are built with; None for the CPU alone."""
-    built_for = lib / "built-for.txt"
-    found = re.search(r"CUDA (\d+)", built_for.read_text()) if built_for.is_file() else None
+    found = re.search(r"CUDA (\d+)", built_for(lib) or "")
     return int(found[1]) if found else None
 
 

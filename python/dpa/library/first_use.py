@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from dpa.library.loader import library_path
-from dpa.library.machine_code import code_of, runs
+from dpa.library.machine_code import built_for, code_of, runs
 
 _SOON = 1.0  # seconds: kernels that the driver has kept are there by then
 _said = threading.Event()
@@ -35,10 +35,7 @@ def saying_what_takes_long(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _has_code(device: int) -> bool:
-    built_for = library_path().with_name("built-for.txt")
-    if not built_for.is_file():  # built otherwise: nobody knows
-        return True
-    archs, _ = code_of(built_for.read_text())
+    archs, _ = code_of(built_for(library_path().parent) or "")  # built otherwise: nobody knows
     return not archs or runs(archs, torch.cuda.get_device_capability(device))
 
 

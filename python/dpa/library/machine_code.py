@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 _TEGRA = {(7, 2), (8, 7)}  # Jetson's, which run no other GPU's machine code
+
+
+def built_for(folder: Path) -> str | None:
+    """What the library in a folder was built for, as the build wrote it, if it did."""
+    try:
+        return (folder / "built-for.txt").read_text().strip()
+    except (OSError, ValueError):
+        return None
 
 
 def code_of(built_for: str) -> tuple[list[str], list[int]]:
