@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpa.library.checks import first_line
-from dpa.library.files import cache_folder, checkout
+from dpa.library.files import cache_folder, checkout, text_of
 from dpa.library.machine_code import built_for
 from dpa.library.torches import lerobot_bound
 
@@ -86,7 +86,7 @@ def look() -> Host:
         "python": platform.python_version(),
         "seen": seen,
         "driver": driver,
-        "cpu_levels": cpu_levels(platform.machine(), _text(Path("/proc/cpuinfo")) or ""),
+        "cpu_levels": cpu_levels(platform.machine(), text_of(Path("/proc/cpuinfo")) or ""),
         "cpu_level": os.environ.get("DPA_CPU_LEVEL") or None,
         "compilers": {
             tool: path for tool in ("c++", "nvcc", "cmake", "ninja") if (path := _tool(tool))
@@ -190,7 +190,7 @@ def _library() -> dict[str, Any]:
         )
         path = loader.library_path()
         facts["library"] = str(path)
-        facts["library_torch"] = _text(path.with_name("torch-version.txt"))
+        facts["library_torch"] = text_of(path.with_name("torch-version.txt"))
         facts["built_for"] = built_for(path.parent)
         loader.load(path)
     except by_torch.NoOpsForTorch as error:
@@ -198,13 +198,6 @@ def _library() -> dict[str, Any]:
     except Exception as error:  # the loader's own, and whatever a foreign library raises
         facts["library_error"] = first_line(error)
     return facts
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except (OSError, ValueError):
-        return None
 
 
 def _smoke(devices: Iterable[str]) -> dict[str, str]:

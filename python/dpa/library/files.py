@@ -20,6 +20,14 @@ def sources() -> Path | None:
     return checkout() or (installed if installed.is_dir() else None)
 
 
+def text_of(path: Path) -> str | None:
+    """The text of a file, or None where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return None
+
+
 def cache_folder() -> Path:
     """Where libraries that are built at run time are kept."""
     try:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from dpa.library.files import text_of
+
 _TEGRA = {(7, 2), (8, 7)}  # Jetson's, which run no other GPU's machine code
 
 
 def built_for(folder: Path) -> str | None:
     """What the library in a folder was built for, as the build wrote it, if it did."""
-    try:
-        return (folder / "built-for.txt").read_text().strip()
-    except (OSError, ValueError):
-        return None
+    return text_of(folder / "built-for.txt")
 
 
 def code_of(built_for: str) -> tuple[list[str], list[int]]:
