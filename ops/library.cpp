@@ -126,20 +126,24 @@ TORCH_LIBRARY(dpa, m) {
   m.def(
       "residual_block1d(Tensor input, Tensor conv1_weight, Tensor conv1_bias, Tensor gn1_weight, Tensor gn1_bias, "
       "Tensor conv2_weight, Tensor conv2_bias, Tensor gn2_weight, Tensor gn2_bias, Tensor? residual_weight, "
-      "Tensor? residual_bias, int num_groups, float eps=1e-5, Tensor? scale=None, Tensor? shift=None) -> Tensor",
+      "Tensor? residual_bias, int num_groups, float eps=1e-5, Tensor? scale=None, Tensor? shift=None, "
+      "Tensor? skip=None) -> Tensor",
       functional);
   m.def(
       "residual_block1d_forward(Tensor input, Tensor conv1_weight, Tensor conv1_bias, Tensor gn1_weight, "
       "Tensor gn1_bias, Tensor conv2_weight, Tensor conv2_bias, Tensor gn2_weight, Tensor gn2_bias, "
-      "Tensor? residual_weight, Tensor? residual_bias, int num_groups, float eps, Tensor? scale, Tensor? shift) -> "
+      "Tensor? residual_weight, Tensor? residual_bias, int num_groups, float eps, Tensor? scale, Tensor? shift, "
+      "Tensor? skip) -> "
       "(Tensor out, Tensor conv1, Tensor activation, Tensor conv2, Tensor packed1, Tensor packed2)",
       functional);
   m.def(
       "residual_block1d_backward(Tensor grad, Tensor input, Tensor conv1_weight, Tensor conv1_bias, Tensor gn1_weight, "
       "Tensor gn1_bias, Tensor conv2_weight, Tensor conv2_bias, Tensor gn2_weight, Tensor gn2_bias, "
       "Tensor? residual_weight, Tensor? residual_bias, int num_groups, float eps, Tensor? scale, Tensor? shift, "
-      "Tensor conv1, Tensor activation, Tensor conv2, Tensor packed1, Tensor packed2, bool[13] output_mask) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      "Tensor? skip, Tensor conv1, Tensor activation, Tensor conv2, Tensor packed1, Tensor packed2, bool[14] "
+      "output_mask) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)",
       functional);
 
   // The weights that a captured forward will read, layer by layer; see ops/pack_ahead/pack_ahead.h.

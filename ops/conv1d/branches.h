@@ -1,10 +1,13 @@
 // Branches of a captured graph, for work that not everything behind it waits for.
 #pragma once
 #include <ATen/Context.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <array>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -29,6 +32,25 @@ inline bool is_capturing() {
   return status == cudaStreamCaptureStatusActive;
 }
 
+/// The next stream for a branch. They are not PyTorch's, whose pool gives out 32 in turns: a capture's own stream and that
+/// of an exchange between GPUs are of those too, and a branch that gets one of them runs beside nothing.
+inline c10::cuda::CUDAStream branch_stream(c10::DeviceIndex device) {
+  struct Streams {
+    std::mutex mutex;
+    std::array<cudaStream_t, 128> each{};  // more than most passes have branches
+    size_t given = 0;
+  };
+  static std::array<Streams, C10_COMPILE_TIME_MAX_GPUS> of_devices;
+  Streams& streams = of_devices.at(device);
+  const std::lock_guard lock(streams.mutex);
+  cudaStream_t& stream = streams.each[streams.given++ % streams.each.size()];
+  if (!stream) {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  return c10::cuda::getStreamFromExternal(stream, device);
+}
+
 /// While a graph is captured, work that others need not wait for goes to a second branch of it, such as the gradients
 /// of parameters: neither they nor the input's gradient fill the device at the networks' sizes. Outside of a capture
 /// the host is the limit, and one stream is less work for it. `fork`: what the side stream gets from here on follows
@@ -37,7 +59,7 @@ inline bool is_capturing() {
 class Branches {
  public:
   Branches() : main_(c10::cuda::getCurrentCUDAStream()), side_(main_) {
-    if (is_capturing()) side_ = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, main_.device_index());
+    if (is_capturing()) side_ = branch_stream(main_.device_index());
   }
   void fork() { follow(side_, main_); }
   /// What has been allocated since the fork may be given to the side stream: in PyTorch's deterministic mode the main

@@ -59,7 +59,7 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
         in_order(conv1d_formula(aligned(input), aligned(weight), bias_, stride, padding, transposed), channels_last),
         packed};
   const auto x = padded_rows(input), bias = bias_.has_value() ? aligned(bias_->contiguous()) : Tensor();
-  const gemm::Addends addends{data_or_null(bias), kernel_dtype((bias.defined() ? bias : input).scalar_type()), nullptr};
+  const gemm::Addends addends{data_or_null(bias), kernel_dtype((bias.defined() ? bias : input).scalar_type()), {}};
   const int64_t channels = weight.size(transposed ? 1 : 0);
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());

@@ -19,12 +19,14 @@ inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return bytes == 0 ? Tensor() : at::empty({bytes}, like.options().dtype(at::kByte));
 }
 
-/// fprop, or dgrad, on the current stream. Returns its workspace.
+/// fprop, or dgrad, on the current stream, of whole tensors. Returns its workspace.
 [[nodiscard]] inline Tensor convolve(bool dgrad, const gemm::Conv1d& conv, const void* in, const gemm::Weights& weights,
                                      const gemm::Addends& addends, const Tensor& out) {
   const auto own = workspace(dgrad ? gemm::dgrad_workspace(conv) : gemm::fprop_workspace(conv, /*group=*/0), out);
-  C10_CUDA_CHECK((dgrad ? gemm::dgrad : gemm::fprop)(conv, in, weights, addends, out.mutable_data_ptr(),
-                                                     mutable_data_or_null(own), c10::cuda::getCurrentCUDAStream()));
+  void *const to = out.mutable_data_ptr(), *const between = mutable_data_or_null(own);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  C10_CUDA_CHECK(dgrad ? gemm::dgrad(conv, in, weights, addends, {to}, between, stream)
+                       : gemm::fprop(conv, {in}, weights, addends, to, between, stream));
   return own;
 }
 
@@ -61,7 +63,7 @@ inline gemm::Packing packing(const Tensor& weight, void* packed) {
   const int64_t channels = transposed ? conv.x_channels : conv.y_channels;
   if (weight.defined()) {
     const auto &y = transposed ? input : grad, &x = transposed ? grad : input;
-    C10_CUDA_CHECK(gemm::wgrad(conv, y.const_data_ptr(), x.const_data_ptr(), weight.mutable_data_ptr(),
+    C10_CUDA_CHECK(gemm::wgrad(conv, y.const_data_ptr(), {x.const_data_ptr()}, weight.mutable_data_ptr(),
                                kernel_dtype(weight.scalar_type()), mutable_data_or_null(own), stream));
   }
   if (bias.defined())

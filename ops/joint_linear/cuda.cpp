@@ -134,7 +134,7 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
   if (biases.size() > 1) branch.join();
   const auto own =
       convolve(/*dgrad=*/false, conv, x.rows.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
-               {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), nullptr}, out);
+               {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), {}}, out);
   return out;
 }
 

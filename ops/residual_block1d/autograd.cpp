@@ -26,7 +26,7 @@ struct ResidualBlock1dBackward : SavingNode<ResidualBlock1dBackward, kBlockSlots
     return as_list(residual_block1d_backward(
         gradients[0], saved[kInput], saved[kConv1Weight], saved[kConv1Bias], saved[kGn1Weight], saved[kGn1Bias],
         saved[kConv2Weight], saved[kConv2Bias], saved[kGn2Weight], saved[kGn2Bias], t(kResidualWeight),
-        t(kResidualBias), num_groups, eps, t(kScale), t(kShift), saved[kBlockSlots], saved[kBlockSlots + 1],
+        t(kResidualBias), num_groups, eps, t(kScale), t(kShift), t(kSkip), saved[kBlockSlots], saved[kBlockSlots + 1],
         saved[kBlockSlots + 2], saved[kBlockSlots + 3], packed2, mask));
   }
 };
@@ -64,7 +64,7 @@ Tensor residual_block1d_autocast(const Autocast& cast, DPA_BLOCK_PARAMETERS) {
   const auto keep = [&](const auto& parameter) { return cast.parameter(parameter, x); };
   return residual_block1d(x, keep(conv1_weight), keep(conv1_bias), keep(gn1_weight), keep(gn1_bias), keep(conv2_weight),
                           keep(conv2_bias), keep(gn2_weight), keep(gn2_bias), keep(residual_weight),
-                          keep(residual_bias), num_groups, eps, cast(scale), cast(shift));
+                          keep(residual_bias), num_groups, eps, cast(scale), cast(shift), cast(skip));
 }
 
 }  // namespace

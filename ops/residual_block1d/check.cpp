@@ -25,8 +25,14 @@ void check_residual_block1d(const ResidualBlock& block) {
   const Tensor& input = block[kInput];
   check_floating(kOp, "input", input);
   DPA_CHECK(input.dim() == 3, kOp, "input must have 3 dimensions (B, C_in, T)", "shape ", input.sym_sizes());
-  const auto batch = input.sym_size(0), in = input.sym_size(1);
-  DPA_CHECK(input.sym_size(2) >= 1, kOp, "input must be long enough for one output", "length ", input.sym_size(2));
+  const auto batch = input.sym_size(0), length = input.sym_size(2);
+  auto in = input.sym_size(1);
+  DPA_CHECK(length >= 1, kOp, "input must be long enough for one output", "length ", length);
+  if (const Tensor& skip = block[kSkip]; skip.defined()) {
+    DPA_CHECK(skip.dim() == 3, kOp, "skip must have 3 dimensions (B, C_skip, T)", "shape ", skip.sym_sizes());
+    check_shape(kOp, "skip", skip, {batch, skip.sym_size(1), length}, "(B, C_skip, T)", "input", input);
+    in = in + skip.sym_size(1);
+  }
   check_weight("conv1_weight", block[kConv1Weight], in, input);
   const auto channels = block[kConv1Weight].sym_size(0);
   check_weight("conv2_weight", block[kConv2Weight], channels, input);

@@ -21,11 +21,10 @@ enum PackedWeights { kFresh, kPackedAhead, kPackedBefore };
 /// A block whose layers the kernels all take.
 class Chain {
  public:
-  /// `more`: a tensor whose channels follow the input's. `alone`: nothing runs beside it.
-  explicit Chain(const ResidualBlock& block, const WeightPlaces& packed, const Tensor& more = {}, bool alone = false)
+  /// `alone`: nothing runs beside it.
+  explicit Chain(const ResidualBlock& block, const WeightPlaces& packed, bool alone = false)
       : block_(block),
         packed_(packed),
-        more_(more),
         alone_(alone),
         stream_(c10::cuda::getCurrentCUDAStream()),
         type_(block[kInput].scalar_type()),
@@ -41,12 +40,17 @@ class Chain {
   bool fits() const {
     if (channels_ % 8 != 0) return false;  // rows of activations between the kernels
     if (!gemm::supported() || !(plan_.fits() || (alone_ && fused()))) return false;
-    if (more_.defined() && !takes_more()) return false;
     for (const auto slot : kBlockWeights)
       if (block_[slot].defined() && !gemm::takes(convolution(slot))) return false;
     for (const auto slot : kBlockVectors)
       if (block_[slot].defined() && block_[slot].scalar_type() != block_[kConv1Weight].scalar_type()) return false;
     return true;
+  }
+  /// Whether a skip is read, and in the backward written, beside the input; else the two have to be joined.
+  bool takes_skip(bool backward) const {
+    const int64_t channels = block_[kInput].size(1), others = block_[kSkip].size(1);
+    if (channels % 8 != 0 || others % 8 != 0 || !block_[kResidualWeight].defined()) return false;
+    return !backward || gemm::backward_takes_two(convolution(kConv1Weight));
   }
   /// A forward packs weights and reads the other parameters in place.
   bool serves() const {
@@ -63,8 +67,8 @@ class Chain {
     const bool fresh = weights == kFresh, prefetchable = weights == kPackedBefore;
     Branches packing;
     if (fresh) pack(packing);
-    const auto x = padded_rows(block_[kInput]), more = more_.defined() ? padded_rows(more_) : Tensor();
-    const gemm::ConvInput input{x.const_data_ptr(), data_or_null(more)};
+    const auto x = padded_rows(block_[kInput]), skip = skip_rows();
+    const gemm::Rows input = side_by_side(x, skip);
     const auto activated = activation(), out = activation();
     Tensor conv1 = keep ? activation() : Tensor(), conv2 = keep ? activation() : Tensor();
     const bool convolves = block_[kResidualWeight].defined();
@@ -75,7 +79,7 @@ class Chain {
           beside ? residual : Tensor());
     if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, input, residual);
     if (fresh) packing.join();
-    layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, {activated.const_data_ptr()}, conv2, residual,
+    layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, side_by_side(activated), conv2, residual,
           second_norm(conv2), out);
     return {out, conv1, activated, conv2};
   }
@@ -87,55 +91,57 @@ class Chain {
   /// `later`: the block before joins what is left of the branches.
   BlockGradients backward(const Tensor& grad_, BlockSaved& saved, const BlockMask& mask, bool fresh, bool later) const {
     BlockGradients to;
-    const auto grad = padded_rows(grad_), x = padded_rows(block_[kInput]);
+    const auto grad = padded_rows(grad_), x = padded_rows(block_[kInput]), skip = skip_rows();
+    const gemm::Rows input = side_by_side(x, skip);
+    const bool of_input = mask[kInput] || mask[kSkip];
     const auto scratch = at::empty({2, batch_ * length_ * channels_}, grad.options());
     const auto partials = at::empty({2, 3, slices(shape_, plan_), channels_}, grad.options().dtype(at::kFloat));
     const auto part = [&](int i) { return behind(scratch, i * scratch.size(1)); };
     // The first normalisation's teams have read their groups before they write them.
     void *grad_conv2 = part(0), *grad_activation = part(1), *grad_conv1 = grad_activation;
-    const void* through = grad.const_data_ptr();
-    const bool convolves = block_[kResidualWeight].defined() && mask[kInput];
-    Tensor residual;
+    gemm::Rows through = side_by_side(grad);
+    const bool convolves = block_[kResidualWeight].defined() && of_input;
+    if (of_input) to[kInput] = input_like(kInput);
+    if (of_input && skip.defined()) to[kSkip] = input_like(kSkip);
+    const gemm::OutputRows grad_input{mutable_data_or_null(to[kInput]), mutable_data_or_null(to[kSkip])};
     Branches parameters, beside, packing;
     parameters.fork();
     if (fresh) packing.fork(), pack_transposed(kConv2Weight, packing.side());
     if (convolves) beside.fork();
-    normalise_back(second_norm(saved.conv2), through, grad_conv2, kSecond, mask, partials[0], to);
+    normalise_back(second_norm(saved.conv2), through.rows, grad_conv2, kSecond, mask, partials[0], to);
     if (convolves) {
-      residual = input_like();
       void* const between = workspace_back(kResidualWeight);
       beside.fork_for_fills();
       if (fresh) pack_transposed(kResidualWeight, beside.side());
-      convolve_back(kResidualWeight, !fresh, through, nullptr, residual.mutable_data_ptr(), between, beside.side());
-      through = residual.const_data_ptr();
+      convolve_back(kResidualWeight, !fresh, through.rows, {}, grad_input, between, beside.side());
+      through = {grad_input.rows, grad_input.more};
     }
-    residual_back(grad, x, mask, to, parameters);
+    residual_back(grad, input, mask, to, parameters);
     parameters.fork();
     if (fresh) packing.join();
-    convolve_back(kConv2Weight, !fresh, grad_conv2, nullptr, grad_activation, workspace_back(kConv2Weight), stream_);
-    if (fresh && mask[kInput]) pack_transposed(kConv1Weight, packing.side());
-    weight_back(kConv2Weight, grad_conv2, saved.activation, mask, to, parameters);
+    convolve_back(kConv2Weight, !fresh, grad_conv2, {}, {grad_activation}, workspace_back(kConv2Weight), stream_);
+    if (fresh && of_input) pack_transposed(kConv1Weight, packing.side());
+    weight_back(kConv2Weight, grad_conv2, side_by_side(saved.activation), mask, to, parameters);
     // What is placed there from here on is written after the GEMM that read it: the next fork follows that.
     saved.packed2.reset();
     normalise_back(first_norm(saved.conv1), grad_activation, grad_conv1, kFirst, mask, partials[1], to);
     parameters.fork();
     if (convolves) beside.join();
     if (fresh) packing.join();
-    if (mask[kInput]) {
-      // The epilogue adds an element of what the residual convolution makes, and stores the sum in its place.
-      to[kInput] = convolves ? residual : input_like();
-      convolve_back(kConv1Weight, !fresh, grad_conv1, through, to[kInput].mutable_data_ptr(),
-                    workspace_back(kConv1Weight), stream_);
-    }
+    // The epilogue adds an element of what the residual convolution makes, and stores the sum in its place.
+    if (of_input)
+      convolve_back(kConv1Weight, !fresh, grad_conv1, through, grad_input, workspace_back(kConv1Weight), stream_);
     add_slices(partials, mask, to, parameters);
-    weight_back(kConv1Weight, grad_conv1, x, mask, to, parameters);
+    weight_back(kConv1Weight, grad_conv1, input, mask, to, parameters);
     Unjoined::join();
     if (later) {
-      for (const auto& tensor : {grad, x, scratch, partials, saved.activation}) kept_.push_back(tensor);
+      for (const auto& tensor : {grad, x, skip, scratch, partials, saved.activation}) kept_.push_back(tensor);
       Unjoined::hold(parameters, kept_, at::ArrayRef<Tensor>(to).slice(kConv1Weight, kScale - kConv1Weight));
     } else {
       parameters.join();
     }
+    for (const auto slot : {kInput, kSkip})
+      if (!mask[slot]) to[slot] = Tensor();
     return to;
   }
 
@@ -143,15 +149,19 @@ class Chain {
   gemm::Conv1d convolution(BlockSlot weight) const {
     const Tensor& w = block_[weight];
     const int taps = static_cast<int>(w.size(2));
-    const int64_t first = more_.defined() && weight != kConv2Weight ? block_[kInput].size(1) : 0;
+    const int64_t first = block_[kSkip].defined() && weight != kConv2Weight ? block_[kInput].size(1) : 0;
     return {kernel_dtype(type_), batch_,   length_, w.size(0), length_, w.size(1), taps,
             /*stride=*/1,        taps / 2, alone_,  first};
   }
   Tensor activation() const {
     return empty_in_order(batch_, channels_, length_, /*channels_last=*/true, block_[kInput].options());
   }
-  Tensor input_like() const {
-    return empty_in_order(batch_, block_[kInput].size(1), length_, /*channels_last=*/true, block_[kInput].options());
+  Tensor input_like(BlockSlot slot) const {
+    return empty_in_order(batch_, block_[slot].size(1), length_, /*channels_last=*/true, block_[kInput].options());
+  }
+  Tensor skip_rows() const { return block_[kSkip].defined() ? padded_rows(block_[kSkip]) : Tensor(); }
+  static gemm::Rows side_by_side(const Tensor& x, const Tensor& more = {}) {
+    return {x.const_data_ptr(), data_or_null(more)};
   }
 
   void pack(std::initializer_list<BlockSlot> weights, c10::cuda::CUDAStream stream) const {
@@ -182,10 +192,12 @@ class Chain {
   };
   gemm::Weights weights(const Convolution& c) const { return {packed_[c.weight], c.prefetchable}; }
   gemm::Addends addends(BlockSlot bias) const {
-    return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), nullptr};
+    return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), {}};
   }
-  void convolve(const Convolution& c, const gemm::ConvInput& x, const Tensor& out) const {
-    own_.push_back(dpa::convolve(/*dgrad=*/false, convolution(c.weight), x.rows, weights(c), addends(c.bias), out));
+  void convolve(const Convolution& c, const gemm::Rows& x, const Tensor& out) const {
+    own_.push_back(workspace(gemm::fprop_workspace(convolution(c.weight), /*group=*/0), out));
+    C10_CUDA_CHECK(gemm::fprop(convolution(c.weight), x, weights(c), addends(c.bias), out.mutable_data_ptr(),
+                               mutable_data_or_null(own_.back()), stream_));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether no normalisation of a forward is a kernel of its own.
@@ -198,15 +210,10 @@ class Chain {
     return block_[kResidualWeight].size(2) == 1 && gemm::normalises(conv, group()) &&
            gemm::takes_shortcut(conv, group());
   }
-  /// Whether the input can come as two tensors: the first GEMM and its shortcut read them, and nothing else does.
-  bool takes_more() const {
-    return block_[kInput].size(1) % 8 == 0 && more_.size(1) % 8 == 0 && block_[kResidualWeight].defined() &&
-           takes_shortcut();
-  }
   /// A convolution and its normalisation, in one kernel where its tiles hold whole groups; `side`: where the residual
   /// convolution goes that runs beside it.
-  void layer(const Convolution& c, const gemm::ConvInput& x, Tensor conv, const Tensor& residual,
-             norms::GroupNormMish norm, const Tensor& out, const Tensor& side = {}) const {
+  void layer(const Convolution& c, const gemm::Rows& x, Tensor conv, const Tensor& residual, norms::GroupNormMish norm,
+             const Tensor& out, const Tensor& side = {}) const {
     norm.residual = data_or_null(residual), norm.out = out.mutable_data_ptr();
     if (gemm::normalises(convolution(c.weight), group())) {
       const gemm::Normalisation normalisation{
@@ -231,8 +238,8 @@ class Chain {
     own_.push_back(workspace(gemm::dgrad_workspace(convolution(weight)), block_[weight]));
     return mutable_data_or_null(own_.back());
   }
-  void convolve_back(BlockSlot weight, bool prefetchable, const void* grad, const void* residual, void* out,
-                     void* between, c10::cuda::CUDAStream stream) const {
+  void convolve_back(BlockSlot weight, bool prefetchable, const void* grad, const gemm::Rows& residual,
+                     const gemm::OutputRows& out, void* between, c10::cuda::CUDAStream stream) const {
     const gemm::Addends addends{nullptr, kernel_dtype(type_), residual};
     C10_CUDA_CHECK(
         gemm::dgrad(convolution(weight), grad, {packed_[weight], prefetchable}, addends, out, between, stream));
@@ -243,15 +250,14 @@ class Chain {
     to[slot] = at::empty(block_[slot].sizes(), block_[slot].options());
     return to[slot].mutable_data_ptr();
   }
-  void weight_back(BlockSlot weight, const void* grad, const Tensor& x, const BlockMask& mask, BlockGradients& to,
+  void weight_back(BlockSlot weight, const void* grad, const gemm::Rows& x, const BlockMask& mask, BlockGradients& to,
                    Branches& branch) const {
     if (!mask[weight]) return;
     void* out = gradient(weight, mask, to);
-    kept_.push_back(workspace(gemm::wgrad_workspace(convolution(weight)), x));
+    kept_.push_back(workspace(gemm::wgrad_workspace(convolution(weight)), block_[kInput]));
     branch.fork_for_fills();
-    C10_CUDA_CHECK(gemm::wgrad(convolution(weight), grad, x.const_data_ptr(), out,
-                               kernel_dtype(block_[weight].scalar_type()), mutable_data_or_null(kept_.back()),
-                               branch.side()));
+    C10_CUDA_CHECK(gemm::wgrad(convolution(weight), grad, x, out, kernel_dtype(block_[weight].scalar_type()),
+                               mutable_data_or_null(kept_.back()), branch.side()));
   }
 
   norms::GroupNormMish norm(const Tensor& input, BlockSlot weight, BlockSlot bias) const {
@@ -273,7 +279,7 @@ class Chain {
   norms::GroupNormMish second_norm(const Tensor& conv2) const { return norm(conv2, kGn2Weight, kGn2Bias); }
 
   /// Of the residual convolution, whose gradient is the block's own.
-  void residual_back(const Tensor& grad, const Tensor& x, const BlockMask& mask, BlockGradients& to,
+  void residual_back(const Tensor& grad, const gemm::Rows& x, const BlockMask& mask, BlockGradients& to,
                      Branches& branch) const {
     if (mask[kResidualBias]) {
       void* out = gradient(kResidualBias, mask, to);
@@ -319,7 +325,6 @@ class Chain {
 
   const ResidualBlock& block_;
   const WeightPlaces packed_;
-  const Tensor more_;
   const bool alone_;
   c10::cuda::CUDAStream stream_;
   at::ScalarType type_;
@@ -337,9 +342,16 @@ std::vector<Tensor> weights_of(const ResidualBlock& block) {
   return weights;
 }
 
-BlockForward run(const ResidualBlock& block, bool keep) {
-  check_residual_block1d(block);
-  const c10::cuda::CUDAGuard guard(block[kInput].device());
+/// The block, with its skip as a part of the input where the kernels do not take the two apart.
+ResidualBlock as_taken(const ResidualBlock& block, bool backward, bool alone = false) {
+  if (!block[kSkip].defined() || Chain(block, {}, alone).takes_skip(backward)) return block;
+  return join_skip(block);
+}
+
+BlockForward run(const ResidualBlock& given, bool keep) {
+  check_residual_block1d(given);
+  const c10::cuda::CUDAGuard guard(given[kInput].device());
+  const auto block = as_taken(given, /*backward=*/false);
   const bool tf32 = block_in_tf32(block);
   auto [packed1, packed2] = packed_ahead(weights_of(block), block[kInput].scalar_type());
   if (!tf32 && !block_packs(block)) return residual_block1d_of_ops(block);
@@ -372,10 +384,16 @@ Tensor residual_block1d_cuda(DPA_BLOCK_PARAMETERS) { return std::get<0>(run(DPA_
 BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_PARAMETERS, const Tensor& conv1,
                                                   const Tensor& activation, const Tensor& conv2, const Tensor& packed1,
                                                   const Tensor& packed2, BlockMask mask) {
-  const auto block = DPA_BLOCK;
-  check_residual_block1d(block);
-  check_block_saved(block, grad, {conv1, activation, conv2, packed1, packed2});
+  const auto given = DPA_BLOCK;
+  check_residual_block1d(given);
+  check_block_saved(given, grad, {conv1, activation, conv2, packed1, packed2});
   const c10::cuda::CUDAGuard guard(input.device());
+  const auto block = as_taken(given, /*backward=*/true);
+  const bool apart = block[kSkip].defined() || !given[kSkip].defined();
+  const auto wanted = apart ? mask : join_skip(mask);
+  const auto result = [&](BlockGradients&& gradients) {
+    return as_tuple(apart ? std::move(gradients) : part_skip(std::move(gradients), given, mask));
+  };
   const bool later = joins_later(grad, kConv1Weight, kScale);
   BlockSaved saved{conv1, activation, conv2, packed1, LastUse::take(packed2)};
   // The forward says whether it packed. An earlier try that failed has taken packed2 with it.
@@ -383,8 +401,8 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
     const auto plain = with_plain_vectors(block);
     if (Chain(plain, places(plain, packed1, saved.packed2)).fits()) {
       make_plain(saved);
-      return as_tuple(Chain(plain, places(plain, saved.packed1, saved.packed2))
-                          .backward(grad, saved, mask, /*fresh=*/false, later));
+      return result(Chain(plain, places(plain, saved.packed1, saved.packed2))
+                        .backward(grad, saved, wanted, /*fresh=*/false, later));
     }
   } else if (packed1.numel() == 0 && block_in_tf32(block)) {
     const auto plain = with_contiguous_weights(with_plain_vectors(block));
@@ -394,17 +412,18 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
     const Chain chain(plain, transposed_places(plain, saved.packed1, saved.packed2));
     if (chain.fits()) {
       make_plain(saved);
-      return as_tuple(chain.backward(grad, saved, mask, /*fresh=*/true, later));
+      return result(chain.backward(grad, saved, wanted, /*fresh=*/true, later));
     }
     saved.packed1.reset(), saved.packed2.reset();
   }
-  return as_tuple(residual_block1d_backward_of_ops(grad, block, saved, mask));
+  return result(residual_block1d_backward_of_ops(grad, block, saved, wanted));
 }
 
 }  // namespace
 
-Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed, const Tensor& more) {
-  const Chain chain(block, places(block, packed), more, /*alone=*/true);
+Tensor residual_block1d_on_packed(const ResidualBlock& given, const Tensor& packed) {
+  const auto block = as_taken(given, /*backward=*/false, /*alone=*/true);
+  const Chain chain(block, places(block, packed), /*alone=*/true);
   return chain.serves() ? chain.forward(/*keep=*/false, kPackedBefore)[0] : Tensor();
 }
 

@@ -69,8 +69,9 @@ BlockGradientTuple residual_block1d_backward_meta(const Tensor& grad, DPA_BLOCK_
   BlockGradients to;
   for (size_t i = 0; i < kBlockSlots; ++i)
     if (mask[i]) to[i] = at::empty_symint(block.tensors[i].sym_sizes(), block.tensors[i].options());
-  if (mask[kInput])
-    to[kInput] = empty_in_order(input.sym_size(0), input.sym_size(1), input.sym_size(2), is_channels_last(input),
+  for (const auto slot : {kInput, kSkip})
+    if (mask[slot])
+      to[slot] = empty_in_order(input.sym_size(0), block[slot].sym_size(1), input.sym_size(2), is_channels_last(input),
                                 input.options());
   return as_tuple(std::move(to));
 }

@@ -1,6 +1,7 @@
 // `dpa::residual_block1d`: the residual block of Diffusion Policy's U-Net as one op, since at its sizes the host spends
 // longer on calling a dozen small ops than the GPU on their work.
 //
+//   input      = its own channels, then those of `skip`, if that is given
 //   activation = group_norm_mish(conv1d(input, conv1), gn1) * scale + shift
 //   out        = group_norm_mish(conv1d(activation, conv2), gn2) + (conv1d(input, residual) or input)
 #pragma once
@@ -26,6 +27,7 @@ enum BlockSlot : size_t {
   kResidualBias,
   kScale,
   kShift,
+  kSkip,
   kBlockSlots
 };
 struct ResidualBlock {
@@ -61,6 +63,12 @@ bool block_in_tf32(const ResidualBlock& block);
 c10::SymInt packed_size(const Tensor& weight);
 c10::SymInt packed1_size(const ResidualBlock& block);
 
+/// The same block with input and skip as one tensor, and its backward's mask; the gradients of the two from that of the
+/// one. All are differentiable.
+ResidualBlock join_skip(ResidualBlock block);
+BlockMask join_skip(BlockMask mask);
+BlockGradients part_skip(BlockGradients gradients, const ResidualBlock& block, const BlockMask& mask);
+
 /// The block and its backward made of this library's ops, differentiable where autograd is at work.
 BlockForward residual_block1d_of_ops(const ResidualBlock& block);
 BlockGradients residual_block1d_backward_of_ops(const Tensor& grad, const ResidualBlock& block, const BlockSaved& saved,
@@ -71,10 +79,11 @@ BlockGradients residual_block1d_backward_of_ops(const Tensor& grad, const Residu
   const Tensor &input, const Tensor &conv1_weight, const Tensor &conv1_bias, const Tensor &gn1_weight,        \
       const Tensor &gn1_bias, const Tensor &conv2_weight, const Tensor &conv2_bias, const Tensor &gn2_weight, \
       const Tensor &gn2_bias, const OptionalTensor &residual_weight, const OptionalTensor &residual_bias,     \
-      int64_t num_groups, double eps, const OptionalTensor &scale, const OptionalTensor &shift
+      int64_t num_groups, double eps, const OptionalTensor &scale, const OptionalTensor &shift,               \
+      const OptionalTensor &skip
 #define DPA_BLOCK_ARGUMENTS                                                                              \
   input, conv1_weight, conv1_bias, gn1_weight, gn1_bias, conv2_weight, conv2_bias, gn2_weight, gn2_bias, \
-      residual_weight, residual_bias, num_groups, eps, scale, shift
+      residual_weight, residual_bias, num_groups, eps, scale, shift, skip
 #define DPA_BLOCK                         \
   ResidualBlock {                         \
     {input,                               \
@@ -89,11 +98,12 @@ BlockGradients residual_block1d_backward_of_ops(const Tensor& grad, const Residu
      value_or_undefined(residual_weight), \
      value_or_undefined(residual_bias),   \
      value_or_undefined(scale),           \
-     value_or_undefined(shift)},          \
+     value_or_undefined(shift),           \
+     value_or_undefined(skip)},           \
         num_groups, eps                   \
   }
-using BlockGradientTuple =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using BlockGradientTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                                      Tensor, Tensor, Tensor, Tensor>;
 
 /// Through the dispatcher.
 inline constexpr Op<"residual_block1d", Tensor(DPA_BLOCK_PARAMETERS)> residual_block1d;
@@ -106,9 +116,8 @@ inline constexpr Op<"residual_block1d_backward",
 
 /// The block without gradients, on CUDA, on weights that were packed before, by an earlier kernel than the last, in the
 /// order of its arguments. The caller has checked it; the channels of a channels-last input of 16 bits may be padded to
-/// a multiple of 8. Undefined where the kernels do not take it. `more`, if defined, holds further channels of the
-/// input, behind the first ones.
-Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed, const Tensor& more = {});
+/// a multiple of 8, where there is no skip. Undefined where the kernels do not take it.
+Tensor residual_block1d_on_packed(const ResidualBlock& block, const Tensor& packed);
 
 inline BlockGradientTuple as_tuple(BlockGradients&& gradients) {
   return std::apply([](auto&... tensors) { return BlockGradientTuple(std::move(tensors)...); }, gradients);

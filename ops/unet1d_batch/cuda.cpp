@@ -149,7 +149,7 @@ class Forward {
     const gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
     auto out = empty({n, out_channels});
     const auto own =
-        convolve(/*dgrad=*/false, conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, nullptr}, out);
+        convolve(/*dgrad=*/false, conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, {}}, out);
     return out;
   }
   Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
@@ -192,17 +192,17 @@ class Forward {
     const int64_t shift_at = b.film + (plan_.film_scale ? channels : 0);
     const auto scale = plan_.film_scale ? film_.narrow(1, b.film, channels) : Tensor();
     const ResidualBlock block{{x, get(0), get(1), get(2), get(3), get(4), get(5), get(6), get(7), get(8), get(9), scale,
-                               film_.narrow(1, shift_at, channels)},
+                               film_.narrow(1, shift_at, channels), skip},
                               plan_.num_groups,
                               kEps};
     const auto packed = packed_.narrow(0, b.packed, b.size);
-    if (auto out = residual_block1d_on_packed(block, packed, skip); out.defined()) return ++next_block_, out;
-    if (skip.defined()) return this->block(at::cat({x.transpose(1, 2), skip.transpose(1, 2)}, 2).transpose(1, 2));
     ++next_block_;
-    const auto input = x.narrow(1, 0, plan_.shapes[b.parameters[0]][1]);  // without padded channels
+    if (auto out = residual_block1d_on_packed(block, packed); out.defined()) return out;
+    // Without padded channels.
+    const auto input = skip.defined() ? x : x.narrow(1, 0, plan_.shapes[b.parameters[0]][1]);
     return residual_block1d(in_order(input, /*channels_last=*/true), get(0), get(1), get(2), get(3), get(4), get(5),
                             get(6), get(7), as_optional(get(8)), as_optional(get(9)), plan_.num_groups, kEps,
-                            as_optional(scale), block.tensors[kShift]);
+                            as_optional(scale), block.tensors[kShift], as_optional(skip));
   }
 
   /// Halves the time by a convolution of 3 taps, or doubles it by a transposed one of 4.
@@ -216,7 +216,7 @@ class Forward {
         /*alone=*/true};
     auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
     const auto own = convolve(/*dgrad=*/up, conv, x.const_data_ptr(), weights(layer.packed),
-                              {parameter(layer.bias).const_data_ptr(), parameter_dtype_, nullptr}, out);
+                              {parameter(layer.bias).const_data_ptr(), parameter_dtype_, {}}, out);
     return out;
   }
 
@@ -236,7 +236,7 @@ class Forward {
     norm.weight = gamma.const_data_ptr(), norm.bias = beta.const_data_ptr(), norm.out = out.mutable_data_ptr();
     const auto own = workspace(gemm::fprop_workspace(conv, group), out);
     C10_CUDA_CHECK(gemm::fprop_normalised(conv, {x.const_data_ptr()}, weights(layer.packed),
-                                          {bias.const_data_ptr(), parameter_dtype_, nullptr}, nullptr, norm, {},
+                                          {bias.const_data_ptr(), parameter_dtype_, {}}, nullptr, norm, {},
                                           mutable_data_or_null(own), stream_));
     return out;
   }
@@ -256,7 +256,7 @@ class Forward {
     auto out = empty({batch_, length_, shape[0]});
     const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
     const auto own = convolve(/*dgrad=*/false, conv, x.const_data_ptr(), weights(plan_.last.packed),
-                              {bias, parameter_dtype_, nullptr}, out);
+                              {bias, parameter_dtype_, {}}, out);
     return out.to(dtype);
   }
 

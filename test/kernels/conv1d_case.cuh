@@ -230,17 +230,41 @@ struct Case {
     fill<S><<<1024, 256>>>(reinterpret_cast<S*>(to.data), rows, channels, width, seed, scale);
   }
   void run_fprop(bool addends, cudaStream_t stream = 0) {
-    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? y_residual.data : nullptr};
-    CHECK(fprop(c, x.data, {packed.data, prefetchable}, add, y_out.data, workspace.data, stream));
+    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, {addends ? y_residual.data : nullptr}};
+    CHECK(fprop(c, {x.data}, {packed.data, prefetchable}, add, y_out.data, workspace.data, stream));
   }
   void run_dgrad(bool addends, cudaStream_t stream = 0) {
-    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, addends ? x_residual.data : nullptr};
-    CHECK(dgrad(c, y.data, {kFloat ? transposed.data : packed.data, prefetchable}, add, x_out.data, workspace.data,
+    const Addends add{addends ? bias.data : nullptr, DType::kFloat32, {addends ? x_residual.data : nullptr}};
+    CHECK(dgrad(c, y.data, {kFloat ? transposed.data : packed.data, prefetchable}, add, {x_out.data}, workspace.data,
                 stream));
   }
   void run_wgrad(bool half, cudaStream_t stream = 0) {
-    CHECK(wgrad(c, y.data, x.data, half ? half_gradient.data : gradient.data, half ? c.dtype : DType::kFloat32,
+    CHECK(wgrad(c, y.data, {x.data}, half ? half_gradient.data : gradient.data, half ? c.dtype : DType::kFloat32,
                 workspace.data, stream));
+  }
+};
+
+// Rows of `channels` of T that are whole vectors, in two tensors, or one.
+struct Halves {
+  size_t row, head, tail, rows;  // bytes
+  Buffer first, more;
+
+  Halves(size_t size, int64_t rows, int64_t channels, int64_t of_first)
+      : row(channels * size),
+        head(of_first * size),
+        tail(row - head),
+        rows(rows),
+        first(rows * head),
+        more(rows * tail) {}
+  void take(const Buffer& whole) {
+    CHECK(cudaMemcpy2D(first.data, head, whole.data, row, head, rows, cudaMemcpyDeviceToDevice));
+    if (tail == 0) return;
+    CHECK(cudaMemcpy2D(more.data, tail, whole.data + head, row, tail, rows, cudaMemcpyDeviceToDevice));
+  }
+  void give(Buffer& whole) const {
+    CHECK(cudaMemcpy2D(whole.data, row, first.data, head, head, rows, cudaMemcpyDeviceToDevice));
+    if (tail == 0) return;
+    CHECK(cudaMemcpy2D(whole.data + head, row, more.data, tail, tail, rows, cudaMemcpyDeviceToDevice));
   }
 };
 

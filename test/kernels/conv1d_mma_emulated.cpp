@@ -48,6 +48,20 @@ struct Rows {
   double at(int64_t row, int64_t channel) const { return values[row * channels + channel]; }
 };
 
+// Those of x, whose last channels may be a tensor of their own.
+template <class T>
+struct XRows {
+  Rows<T> first, more;
+
+  XRows(int64_t rows, int64_t channels, int64_t of_first)
+      : first(rows, of_first, padded(of_first)),
+        more(of_first < channels ? rows : 0, channels - of_first, padded(channels - of_first)) {}
+  const uint8_t* more_data() { return more.channels > 0 ? more.data() : nullptr; }
+  double at(int64_t row, int64_t channel) const {
+    return channel < first.channels ? first.at(row, channel) : more.at(row, channel - first.channels);
+  }
+};
+
 struct Worst {
   double error = 0;
   int64_t wrong = 0;
@@ -132,8 +146,10 @@ std::vector<uint8_t> pack(const Conv1d& c, const Rows<T>& weight, Rows<T>& store
 }
 
 template <class T>
-bool test_shape(const Conv1d& c, int multiprocessors) {
-  Rows<T> x(c.batch * c.x_length, c.x_channels, padded(c.x_channels));
+bool test_shape(Conv1d c, int multiprocessors) {
+  c.first_channels = c.x_channels > 8 && generator() % 2 ? 8 * (1 + generator() % ((c.x_channels - 1) / 8)) : 0;
+  const int64_t first = c.first_channels > 0 ? c.first_channels : c.x_channels;
+  XRows<T> x(c.batch * c.x_length, c.x_channels, first);
   Rows<T> y(c.batch * c.y_length, c.y_channels, padded(c.y_channels));
   Rows<T> weight(c.y_channels * c.x_channels, c.taps, c.taps);
   const auto sixteen = [](const std::vector<uint8_t>& v) {
@@ -144,7 +160,8 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
 
   const auto packed = pack(c, weight, weight, false);
   std::vector<float> out(c.batch * c.y_length * c.y_channels, NAN);
-  Run run{mma_args(plan_mma_fprop(c, multiprocessors), c, false, x.data(), sixteen(packed)), out.data()};
+  Run run{mma_args(plan_mma_fprop(c, multiprocessors), c, false, x.first.data(), x.more_data(), sixteen(packed)),
+          out.data()};
   const ConvPlan forward = run.args.plan.conv;
   launch_convolution<T, false>(run);
   Worst fprop, dgrad, wgrad;
@@ -161,7 +178,7 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
 
   const auto turned = pack(c, weight, weight, kIsFloat<T>);
   std::vector<float> back(c.batch * c.x_length * c.x_channels, NAN);
-  run = {mma_args(plan_mma_dgrad(c, multiprocessors), c, true, y.data(), sixteen(turned)), back.data()};
+  run = {mma_args(plan_mma_dgrad(c, multiprocessors), c, true, y.data(), nullptr, sixteen(turned)), back.data()};
   launch_convolution<T, !kIsFloat<T>>(run);
   std::vector<double> exact(back.size(), 0);
   for (int64_t b = 0; b < c.batch; ++b)
@@ -184,13 +201,16 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
                     int(c.x_length),
                     int(c.y_channels),
                     int(c.x_channels),
+                    int(first),
                     padded(c.y_channels),
-                    padded(c.x_channels),
+                    padded(first),
+                    padded(c.x_channels - first),
                     c.taps,
                     c.stride,
                     c.padding,
                     y.data(),
-                    x.data(),
+                    x.first.data(),
+                    x.more_data(),
                     gradient.data(),
                     plan.splits > 1 ? partials.data() : nullptr,
                     true};
@@ -227,14 +247,16 @@ bool test_shape(const Conv1d& c, int multiprocessors) {
       }
   const bool good = fprop.wrong + dgrad.wrong + wgrad.wrong == 0;
   std::printf(
-      "%s B %d x %dx%d y %dx%d k %d s %d: tile %dx%d, %d boxes; fprop %.2f dgrad %.2f wgrad %.2f, splits %d, %d, %d "
+      "%s B %d x %dx%d (%d) y %dx%d k %d s %d: tile %dx%d, %d boxes; fprop %.2f dgrad %.2f wgrad %.2f, splits %d, %d, "
+      "%d "
       "%s\n",
       kIsFloat<T>                       ? "tf32"
       : std::is_same_v<T, device::Half> ? "f16 "
                                         : "bf16",
-      int(c.batch), int(c.x_length), int(c.x_channels), int(c.y_length), int(c.y_channels), c.taps, c.stride,
-      forward.tile_rows, forward.tile_columns, plan_mma_fprop(c, multiprocessors).boxes, fprop.error, dgrad.error,
-      wgrad.error, plan_mma_fprop(c, multiprocessors).splits, run.args.plan.splits, plan.splits, good ? "ok" : "WRONG");
+      int(c.batch), int(c.x_length), int(c.x_channels), int(first), int(c.y_length), int(c.y_channels), c.taps,
+      c.stride, forward.tile_rows, forward.tile_columns, plan_mma_fprop(c, multiprocessors).boxes, fprop.error,
+      dgrad.error, wgrad.error, plan_mma_fprop(c, multiprocessors).splits, run.args.plan.splits, plan.splits,
+      good ? "ok" : "WRONG");
   std::fflush(stdout);
   return good;
 }

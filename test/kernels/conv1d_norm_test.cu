@@ -40,24 +40,20 @@ bool test_normalised(Conv1d c, int group, uint64_t seed, bool film, bool residua
   const bool beside = takes_shortcut(c, group);
   Case<T> t(c, seed);
   const int64_t eights = (c.x_channels - 1) / 8;  // of the first of two tensors, at most
-  concatenated = concatenated && beside && eights > 0 && c.x_channels % 8 == 0;
+  concatenated = concatenated && eights > 0 && c.x_channels % 8 == 0;
   if (concatenated) c.first_channels = 8 * (1 + static_cast<int64_t>(seed / 13) % eights);
-  concatenated = concatenated && takes_shortcut(c, group);
+  concatenated = concatenated && takes_shortcut(c, group) == beside;
   if (!concatenated) c.first_channels = 0;
   Conv1d one = c;
   one.taps = 1, one.padding = 0;
   Case<T> s(one, seed + 100);
   const int64_t channels = c.y_channels, stride = channels + 8, first = concatenated ? c.first_channels : c.x_channels;
   Buffer parameters(channels * 8), films(2 * c.batch * stride * sizeof(T)), out(t.y_out.bytes),
-      exact(t.y_rows * channels * 8), x_first(t.x_rows * padded(first) * sizeof(T)),
-      x_more(t.x_rows * padded(c.x_channels - first) * sizeof(T) + 16);
+      exact(t.y_rows * channels * 8);
+  Halves x(sizeof(T), t.x_rows, t.x_width, first);
   Case<T>::template put<float>(parameters, 2, channels, channels, seed + 6, 1);
   Case<T>::template put<T>(films, 2 * c.batch, stride, stride, seed + 7, 1);
-  if (concatenated) {
-    const size_t row = t.x_width * sizeof(T), head = first * sizeof(T), more = padded(c.x_channels - first) * sizeof(T);
-    CHECK(cudaMemcpy2D(x_first.data, head, t.x.data, row, head, t.x_rows, cudaMemcpyDeviceToDevice));
-    CHECK(cudaMemcpy2D(x_more.data, more, t.x.data + head, row, more, t.x_rows, cudaMemcpyDeviceToDevice));
-  }
+  if (concatenated) x.take(t.x);
   CHECK(cudaDeviceSynchronize());
   const T *scale = as<T>(films), *shift = scale + c.batch * stride;
   const float* weight = as<float>(parameters);
@@ -72,9 +68,9 @@ bool test_normalised(Conv1d c, int group, uint64_t seed, bool film, bool residua
                            stride,
                            residual ? t.y_residual.data : nullptr,
                            out.data};
-  const Addends add{t.bias.data, DType::kFloat32, nullptr}, add_side{s.bias.data, DType::kFloat32, nullptr};
+  const Addends add{t.bias.data, DType::kFloat32, {}}, add_side{s.bias.data, DType::kFloat32, {}};
   const Shortcut side{{s.packed.data, true}, add_side, s.y_out.data};
-  const ConvInput input = concatenated ? ConvInput{x_first.data, x_more.data} : ConvInput{t.x.data};
+  const Rows input = concatenated ? Rows{x.first.data, x.more.data} : Rows{t.x.data};
   Buffer workspace(fprop_workspace(c, group));
   const auto run = [&](void* y) {
     CHECK(cudaMemset(out.data, 0xFF, out.bytes));

@@ -42,6 +42,36 @@ bool waits_for_delayed_input(Case<T>& t, uint64_t seed, bool addends) {
          gradient_once == to_host<uint32_t>(t.gradient);
 }
 
+// Whether an x of two tensors, of which the first has whole chunks, gives the bits of one; for dgrad they have one width.
+template <class T>
+bool in_two(Case<T>& t, uint64_t seed, bool addends) {
+  if (t.c.x_channels <= 64 || t.c.x_channels % 8 != 0) return true;
+  Conv1d c = t.c;
+  c.first_channels = 64 * (1 + static_cast<int64_t>(seed / 7) % ((c.x_channels - 1) / 64));
+  const bool two = c.x_channels % 16 == 0;
+  const int64_t half = two ? c.x_channels / 2 : c.x_channels;
+  Halves x(sizeof(T), t.x_rows, c.x_channels, c.first_channels), out(sizeof(T), t.x_rows, c.x_channels, half),
+      residual(sizeof(T), t.x_rows, c.x_channels, half);
+  x.take(t.x), residual.take(t.x_residual);
+  const auto y_once = to_host<uint16_t>(t.y_out), x_once = to_host<uint16_t>(t.x_out),
+             gradient_once = to_host<uint16_t>(t.gradient);
+  for (auto* buffer : {&t.y_out, &t.x_out, &t.gradient}) CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
+  const Rows both{x.first.data, x.more.data};
+  const Addends add{addends ? t.bias.data : nullptr, DType::kFloat32, {addends ? t.y_residual.data : nullptr}};
+  CHECK(fprop(c, both, {t.packed.data, true}, add, t.y_out.data, t.workspace.data, 0));
+  Addends add_back = add;
+  add_back.residual = addends ? Rows{residual.first.data, residual.more.data} : Rows{};
+  Conv1d back = c;
+  back.first_channels = two ? half : 0;
+  CHECK(dgrad(back, t.y.data, {t.kFloat ? t.transposed.data : t.packed.data, true}, add_back,
+              {out.first.data, two ? out.more.data : nullptr}, t.workspace.data, 0));
+  CHECK(wgrad(c, t.y.data, both, t.gradient.data, DType::kFloat32, t.workspace.data, 0));
+  CHECK(cudaDeviceSynchronize());
+  out.give(t.x_out);
+  return y_once == to_host<uint16_t>(t.y_out) && x_once == to_host<uint16_t>(t.x_out) &&
+         gradient_once == to_host<uint16_t>(t.gradient) && out.first.guard_intact() && out.more.guard_intact();
+}
+
 template <class T>
 bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   Case<T> t(c, seed);
@@ -89,18 +119,18 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   const auto again = to_host<float>(t.gradient);
   const bool repeats =
       std::memcmp(once.data(), again.data(), t.gradient.bytes) == 0 && once_out == to_host<uint16_t>(t.y_out);
-  const bool late = waits_for_delayed_input(t, seed, addends);
-  const bool good = g <= 1 && s <= 1 && w <= 1 && h <= 1 && guards && repeats && late;
+  const bool late = waits_for_delayed_input(t, seed, addends), two = in_two(t, seed, addends);
+  const bool good = g <= 1 && s <= 1 && w <= 1 && h <= 1 && guards && repeats && late && two;
   if (!good || seed < 2000)
     std::printf(
         "%s B %lld y %lldx%lld x %lldx%lld k %d s %d p %d: fprop %.2f dgrad %.2f wgrad %.2f %.2f%s%s "
-        "%s%s\n",
+        "%s%s%s\n",
         kFloat                      ? "tf32"
         : std::is_same_v<T, __half> ? "f16 "
                                     : "bf16",
         (long long)c.batch, (long long)c.y_length, (long long)c.y_channels, (long long)c.x_length,
         (long long)c.x_channels, c.taps, c.stride, c.padding, g, s, w, h, guards ? "" : " GUARD",
-        repeats ? "" : " UNSTEADY", late ? "" : " EARLY", good ? "ok" : "WRONG");
+        repeats ? "" : " UNSTEADY", late ? "" : " EARLY", two ? "" : " TWO", good ? "ok" : "WRONG");
   return good;
 }
 

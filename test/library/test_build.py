@@ -151,6 +151,7 @@ ALIKE = {
     "cudaEventDestroy",
     "cudaEventRecord",
     "cudaGetLastError",
+    "cudaStreamCreateWithFlags",
     "cudaStreamIsCapturing",
     "cudaStreamWaitEvent",
 }

@@ -9,7 +9,7 @@ from strategies import SIZES, magnified, roundoff
 import dpa
 
 
-def _sample(device, dtype, batch, c_in, c_out, length, k, groups, film="both"):
+def _sample(device, dtype, batch, c_in, c_out, length, k, groups, film="both", skip=0):
     new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
     parameters = []
     # The second normalisation's small weight keeps the rounding of the 16-bit activations before it
@@ -18,9 +18,10 @@ def _sample(device, dtype, batch, c_in, c_out, length, k, groups, film="both"):
         weight = new(c_out, inputs, k) / (inputs * k) ** 0.5
         parameters += [weight, new(c_out), unit * (1 + new(c_out) / 4), new(c_out)]
     residual = (None, None) if c_in == c_out else (new(c_out, c_in, 1) / c_in**0.5, new(c_out))
-    args = (new(batch, c_in, length), *parameters, *residual, groups, 1e-5)
+    args = (new(batch, c_in - skip, length), *parameters, *residual, groups, 1e-5)
     films = {"both": (new(batch, c_out), new(batch, c_out)), "shift": (None, new(batch, c_out))}
-    return Sample((*args, *films.get(film, (None, None))))
+    more = new(batch, skip, length) if skip else None
+    return Sample((*args, *films.get(film, (None, None)), more))
 
 
 class TestResidualBlock1d(OpProofs):
@@ -33,6 +34,8 @@ class TestResidualBlock1d(OpProofs):
         yield _sample(device, dtype, 2, 3, 8, 5, 3, 4)
         yield _sample(device, dtype, 3, 6, 6, 4, 5, 3, film="shift")
         yield _sample(device, dtype, 2, 4, 4, 3, 1, 1, film="none")
+        yield _sample(device, dtype, 2, 5, 6, 4, 3, 2, skip=2)
+        yield _sample(device, dtype, 3, 6, 6, 4, 3, 3, film="shift", skip=3)
 
     @staticmethod
     def rejected(device):
@@ -66,13 +69,17 @@ class TestResidualBlock1d(OpProofs):
         yield head + r"num_groups .*8 output channels, got 3", changed(_11=3)
         yield head + r"eps must be at least 0, got -1", changed(_12=-1.0)
         yield head + r"scale must have shape \(B, C_out\) = \[2, 8\]", changed(_13=new(3, 8))
+        yield head + r"skip must have 3 dimensions \(B, C_skip, T\), got", changed(_15=new(2, 1))
+        yield head + r"skip must have shape .* = \[2, 1, 5\], got", changed(_15=new(2, 1, 4))
+        yield head + r"skip must have the dtype", changed(_15=new(2, 1, 5).double())
+        yield head + r"conv1_weight must have .* with C_in = 4, got", changed(_15=new(2, 1, 5))
         if device.type == "cuda":
             yield head + r"conv1_weight must be on the device", changed(_1=new(8, 3, 3).cpu())
 
     @staticmethod
     def batches(device):
         for batch, length in [(2, 5), (3, 7), (5, 16), (6, 11)]:
-            yield _sample(device, torch.float32, batch, 3, 8, length, 3, 4)
+            yield _sample(device, torch.float32, batch, 3, 8, length, 3, 4, skip=1)
 
     @staticmethod
     def drawn(d):
@@ -90,14 +97,17 @@ class TestResidualBlock1d(OpProofs):
         plain = inputs == channels and d(st.booleans())
         parameters += [None, None] if plain else [finite(channels, inputs, 1), finite(channels)]
         film = [finite(batch, channels) if d(st.booleans()) else None for _ in range(2)]
-        return Sample((d.convolved(batch, inputs, length), *parameters, groups, 1e-5, *film))
+        own = d(st.integers(1, inputs))
+        skip = d.convolved(batch, inputs - own, length) if own < inputs else None
+        return Sample((d.convolved(batch, own, length), *parameters, groups, 1e-5, *film, skip))
 
     @staticmethod
     def rounding(sample, finite):
         """Weights of norms are at most 1, and a row of a convolution's sums to at most 2."""
         args, padding = finite.args, finite.args[1].shape[2] // 2
-        first = dpa.reference.conv1d(*args[:3], 1, padding)
-        x = dpa.reference.conv1d_gnm(args[0], *args[1:5], args[11], 1e-5, *args[13:])
+        x = args[0] if args[15] is None else torch.cat([args[0], args[15]], 1)
+        first = dpa.reference.conv1d(x, *args[1:3], 1, padding)
+        x = dpa.reference.conv1d_gnm(x, *args[1:5], args[11], 1e-5, *args[13:15])
         second = dpa.reference.conv1d(x, *args[5:7], 1, padding)
         once = 1 + magnified(first, args[11])
         deviation = second.reshape(len(x) * args[11], -1).var(1, correction=0).add(1e-5).sqrt()
@@ -111,7 +121,7 @@ def in_time_order(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# batch, channels in and out, length, taps, groups, film
+# batch, channels in and out, length, taps, groups, film, channels of the input that are a skip
 SHAPES = [
     (2, 16, 32, 8, 5, 4, "both"),
     (5, 64, 64, 16, 3, 8, "shift"),
@@ -127,6 +137,15 @@ SHAPES = [
     (6, 80, 96, 48, 3, 8, "shift"),
     (5, 48, 48, 7, 5, 8, "both"),
     (2, 24, 20, 6, 5, 4, "both"),  # groups that it does not take
+    # Input and skip: as they are, also where one ends within a chunk; joined for the backward, and
+    # for both.
+    (5, 128, 64, 16, 3, 8, "both", 64),
+    (130, 256, 128, 4, 5, 8, "shift", 128),
+    (6, 136, 96, 48, 3, 8, "both", 40),
+    (9, 256, 64, 8, 7, 4, "both", 128),
+    (37, 96, 160, 12, 5, 8, "both", 48),
+    (3, 20, 16, 7, 3, 4, "none", 9),
+    (4, 64, 64, 8, 5, 8, "both", 32),
 ]
 
 
@@ -134,13 +153,13 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_channels_last_values_gradients_and_order(device, dtype, shape):
     """Against float64, parameters being float32 beside 16-bit inputs."""
-    batch, c_in, c_out, length, k, groups, film = shape
-    sample = _sample(device, torch.float32, batch, c_in, c_out, length, k, groups, film)
+    sample = _sample(device, torch.float32, *shape)
     # Values that the input's dtype can hold: the GEMMs read the weights in it.
     sample = sample.map(lambda x: x.to(dtype).float())
     args = list(sample.args)
     args[0] = in_time_order(args[0].to(dtype))
     args[13:] = [x if x is None else x.to(dtype) for x in args[13:]]
+    args[15] = args[15] if args[15] is None else in_time_order(args[15])
     given = Sample(tuple(args))
     leaf = Sample(
         tuple(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given.args)
@@ -159,7 +178,8 @@ def test_channels_last_values_gradients_and_order(device, dtype, shape):
     assert error < unit, error
     with torch.no_grad():  # the kernels then keep nothing
         torch.testing.assert_close(torch.ops.dpa.residual_block1d(*given.args), out, rtol=0, atol=0)
-    assert leaf.args[0].grad.stride() == given.args[0].stride()
+    for x in (leaf.args[0], leaf.args[15]):
+        assert x is None or x.grad.stride() == in_time_order(x).stride()
     for x, reference in zip(leaf.floating(), exact.floating(), strict=True):
         assert x.grad.dtype == x.dtype
         error = (x.grad.double() - reference.grad).norm() / reference.grad.norm()
@@ -167,12 +187,12 @@ def test_channels_last_values_gradients_and_order(device, dtype, shape):
 
 
 def test_autocast(device):
-    sample = _sample(device, torch.float32, 2, 3, 8, 5, 3, 4)
+    sample = _sample(device, torch.float32, 2, 3, 8, 5, 3, 4, skip=1)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         got = torch.ops.dpa.residual_block1d(*sample.args)
-    x, *parameters, scale, shift = sample.args
+    x, *parameters, scale, shift, skip = sample.args
     expected = torch.ops.dpa.residual_block1d(
-        x.bfloat16(), *parameters, scale.bfloat16(), shift.bfloat16()
+        x.bfloat16(), *parameters, scale.bfloat16(), shift.bfloat16(), skip.bfloat16()
     )
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -170,10 +170,10 @@ def test_kept_tensors_are_checked(device):
     op, args = cases["residual_block1d_backward"]
     for place, name, wrong in (
         (0, "grad", new(2, 8, 8)),
-        (16, "conv1", new(2, 8, 8)),
-        (18, "conv2", new(2, 8, 9).double()),
-        (19, "packed1", new(3)),
-        (20, "packed2", new(2, 0)),
+        (17, "conv1", new(2, 8, 8)),
+        (19, "conv2", new(2, 8, 9).double()),
+        (20, "packed1", new(3)),
+        (21, "packed2", new(2, 0)),
     ):
         given = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
         given[place] = wrong

@@ -132,9 +132,10 @@ def test_convolutions(shape, tf32):
 @pytest.mark.parametrize(
     ("c_in", "c_out", "groups"),
     # Then groups of 6 and 10 channels; the last one's rows are no whole number of 32 bytes.
-    [(64, 64, 8), (48, 64, 8), (2, 64, 8), (80, 48, 8), (24, 20, 2)],
+    [(64, 64, 8), (48, 64, 8), (2, 64, 8), (80, 48, 8), (24, 20, 2), (192, 64, 8), (136, 64, 8)],
 )
 def test_residual_block(c_in, c_out, groups, tf32):
+    """The wide inputs as two tensors: of one width, and of which the second is no whole chunk."""
     torch.manual_seed(0)
     block = dpa.nn.ConditionalResidualBlock1D(
         c_in, c_out, 32, 5, groups, cond_predict_scale=True
@@ -146,7 +147,11 @@ def test_residual_block(c_in, c_out, groups, tf32):
     def run(module, dtype):
         module.zero_grad()
         leaf = x.to(dtype).requires_grad_()
-        module(leaf, cond.to(dtype)).backward(grad.to(dtype))
+        inputs = [leaf]
+        if c_in > 100 and module is block:
+            inputs = map(_channels_last, leaf.split([96, c_in - 96], dim=1))
+        own, *skip = inputs
+        module(own, cond.to(dtype), None, None, *skip).backward(grad.to(dtype))
         return torch.cat([leaf.grad.flatten(), *(p.grad.flatten() for p in module.parameters())])
 
     exact = run(double, torch.float64)

@@ -59,6 +59,7 @@ def test_blocks_are_the_ops(widths, film):
     block, half = torch.ops.dpa.residual_block1d.default, torch.ops.dpa.conv1d_gnm.default
     for op, arguments in (
         (block, (x, *first, *second, *residual, 8, 1e-5, *given)),
+        (block, (x[:, 3:], *first, *second, *residual, 8, 1e-5, *given, x[:, :3])),
         (half, (x, *first, 4, 1e-5, *given, randn(2, out, 6))),
     ):
         expected = op(*arguments)

@@ -109,7 +109,9 @@ class Answers:
         for i, shape in enumerate(test_residual_block1d.SHAPES):
             torch.manual_seed(i)
             sample = test_residual_block1d._sample(self.device, dtype, *shape)
-            sample.args = (test_conv1d.in_time_order(sample.args[0]), *sample.args[1:])
+            x, *parameters, skip = sample.args
+            in_order = test_conv1d.in_time_order
+            sample.args = (in_order(x), *parameters, skip if skip is None else in_order(skip))
             op = torch.ops.dpa.residual_block1d
             self.with_gradients(f"residual-last {dtype} {i}", op, sample)
         for i, (batch, c_in, outs) in enumerate(test_joint_linear.SHAPES):

@@ -62,7 +62,8 @@ def _block(new: _NEW, taps: int) -> tuple:
     ]
     residual = new(_OUT, _IN, 1), new(_OUT)
     film = new(_BATCH, _OUT), new(_BATCH, _OUT)
-    return new(_BATCH, _IN, _LENGTH), *halves[0], *halves[1], *residual, _GROUPS, 1e-5, *film
+    x, skip = new(_BATCH, _IN - 1, _LENGTH), new(_BATCH, 1, _LENGTH)
+    return x, *halves[0], *halves[1], *residual, _GROUPS, 1e-5, *film, skip
 
 
 def _linear(new: _NEW) -> tuple:
@@ -150,7 +151,7 @@ def calls(new: _NEW) -> dict[str, tuple[str, tuple]]:
     }
     block = _block(new, 3)
     cases["residual_block1d_forward"] = block
-    cases["residual_block1d_backward"] = _after("residual_block1d_forward", block, new, 1, 13)
+    cases["residual_block1d_backward"] = _after("residual_block1d_forward", block, new, 1, 14)
     # Its residual has no gradient of its own there.
     cases["group_norm_mish_backward"] = tuple(
         x for i, x in enumerate(cases["group_norm_mish_backward"]) if i != 8

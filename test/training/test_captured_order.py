@@ -129,6 +129,21 @@ def test_a_plain_pass(predict, deterministic):
         torch.use_deterministic_algorithms(False)
 
 
+def test_every_capture_has_the_same_branches(predict, tmp_path):
+    """Whatever streams PyTorch has given out by then: the capture's own is one of its 32."""
+    unet, dump = _unet(), tmp_path / "graph.dot"
+    found = set()
+    for _ in range(12):
+        unet.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        graph.enable_debug_mode()
+        with leaving_failed(torch.device("cuda"), graph), torch.cuda.graph(graph):
+            predict(unet).square().mean().backward()
+        graph.debug_dump(str(dump))
+        found.add(dump.read_text().count("->"))
+    assert len(found) == 1 and found.pop() > 100, found
+
+
 @pytest.mark.parametrize("which", ["all", "one"])
 def test_layers_that_read_nothing_of_what_was_packed(predict, which):
     """PyTorch's own in all places, and a user's in one: the capture has to end all the same."""

@@ -24,8 +24,9 @@ namespace dpa::kernels::conv1d {
 // Whether the current device and this build have the instructions: any of them, or wgmma.
 bool supported();
 bool has_wgmma();
-// Whether they take these sizes.
+// Whether they take these sizes; and whether dgrad and wgrad, too, take an x of two tensors.
 bool takes(const Conv1d& conv);
+bool backward_takes_two(const Conv1d& conv);
 
 // Packed weights. `prefetchable`: they are safe to prefetch before the grid dependency resolves, because between the
 // kernel that wrote them and the convolution lies another kernel of the stream that triggers its dependent launch only
@@ -35,11 +36,21 @@ struct Weights {
   bool prefetchable;
 };
 
+// The rows of x; or those of two tensors side by side (Conv1d::first_channels).
+struct Rows {
+  const void* rows;
+  const void* more = nullptr;
+};
+struct OutputRows {
+  void* rows;
+  void* more = nullptr;
+};
+
 // What the epilogue adds before it rounds; either may be null.
 struct Addends {
-  const void* bias;      // (channels of the output), in `bias_dtype`
-  DType bias_dtype;      // float32 or the dtype of the tensors
-  const void* residual;  // of the output's shape and dtype
+  const void* bias;  // (channels of the output), in `bias_dtype`
+  DType bias_dtype;  // float32 or the dtype of the tensors
+  Rows residual;     // of the output's shape and dtype
 };
 
 // A normalisation by groups of `group` channels, Mish and FiLM after fprop (kernels/cuda/group_norm_mish).
@@ -54,22 +65,16 @@ struct Normalisation {
   void* out;             // of the output's shape
 };
 
-// The rows of x; or those of two tensors side by side (Conv1d::first_channels), whose channels are multiples of 8.
-struct ConvInput {
-  const void* rows;
-  const void* more = nullptr;
-};
-
 // Sizes are such that `takes` accepts them; pointers are aligned to 16 bytes. Errors are the launch's own.
 // In a captured graph they go before what other branches have waiting.
 // A `workspace` has as many bytes as the function of that name says, and is read and written by the stream's kernels
 // alone; `group`: of the normalisation after fprop, or 0.
 int64_t fprop_workspace(const Conv1d& conv, int group);
 int64_t dgrad_workspace(const Conv1d& conv);
-cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, const Addends& addends, void* y,
+cudaError_t fprop(const Conv1d& conv, const Rows& x, const Weights& weights, const Addends& addends, void* y,
                   void* workspace, cudaStream_t stream);
-cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends, void* x,
-                  void* workspace, cudaStream_t stream);
+cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends,
+                  const OutputRows& x, void* workspace, cudaStream_t stream);
 // fprop of stride 1, and what a normalisation makes of it. `y`, which the normalisation's backward reads, may
 // be null; `addends` has no residual. Where `normalises` says that the device's tiles hold whole groups.
 bool normalises(const Conv1d& conv, int group);
@@ -81,12 +86,12 @@ struct Shortcut {
   void* out;  // null for none
 };
 bool takes_shortcut(const Conv1d& conv, int group);
-cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,
-                             void* y, const Normalisation& normalisation, const Shortcut& shortcut, void* workspace,
+cudaError_t fprop_normalised(const Conv1d& conv, const Rows& x, const Weights& weights, const Addends& addends, void* y,
+                             const Normalisation& normalisation, const Shortcut& shortcut, void* workspace,
                              cudaStream_t stream);
 // `gradient` is (d0, d1, taps) in `gradient_dtype`, float32 or the dtype of the tensors.
 int64_t wgrad_workspace(const Conv1d& conv);
-cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
+cudaError_t wgrad(const Conv1d& conv, const void* y, const Rows& x, void* gradient, DType gradient_dtype,
                   void* workspace, cudaStream_t stream);
 
 // sums[c] = sum over `count` rows of rows[r, c], `width` elements apart, in `sums_dtype`, float32 or `dtype`: the

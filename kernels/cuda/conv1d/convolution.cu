@@ -35,8 +35,8 @@ cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs
 }
 
 template <bool kDgrad>
-cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, const Weights& weights,
-                const Addends& addends, void* out, const Normalisation& normalisation, const Shortcut& shortcut,
+cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const Weights& weights, const Addends& addends,
+                const OutputRows& out, const Normalisation& normalisation, const Shortcut& shortcut,
                 cudaStream_t stream) {
   const int64_t x_length = kDgrad ? conv.y_length : conv.x_length;
   const int64_t x_channels = kDgrad ? conv.y_channels : conv.x_channels;
@@ -71,7 +71,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
   const int boxes = std::min(kMaxBoxes, static_cast<int>(ConvShape<128>::kBoxesBytes / box_stage));
   const bool alone = blocks <= multiprocessors(), small_tile = plan.tile_columns <= 128;
   if (shortcut.out && !(alone && small_tile && plan.together)) return cudaErrorInvalidValue;
-  if (x.more && !shortcut.out) return cudaErrorInvalidValue;
+  if (out.more && conv.first_channels * 2 != conv.x_channels) return cudaErrorInvalidValue;
   if (plan.splits > 1 && !alone) return cudaErrorInvalidValue;  // others' sums would find no place
   const int few_stages = plan.tile_columns == 64 ? ConvShape<64>::kWeights : ConvShape<128>::kWeights;
   const int stages = !small_tile ? ConvShape<256>::kWeights : alone ? kMaxWeights : few_stages;
@@ -81,8 +81,9 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const ConvInput& x, co
                          : blocks * 2 <= multiprocessors()                                         ? stages
                                                            : std::min(stages, kFewWeights);
   ConvArgs args{};
-  args.plan = plan, args.batch = conv.batch, args.out = out, args.blocks = static_cast<unsigned>(blocks);
+  args.plan = plan, args.batch = conv.batch, args.out = out.rows, args.blocks = static_cast<unsigned>(blocks);
   args.out_length = kDgrad ? conv.x_length : conv.y_length, args.outputs = kDgrad ? conv.x_channels : conv.y_channels;
+  args.more_out = out.more, args.pitch = out.more ? args.outputs / 2 : args.outputs;
   args.addends = addends, args.float_bias = addends.bias_dtype == DType::kFloat32;
   args.normalisation = normalisation, args.shortcut = shortcut;
   args.shares = Shares(plan, normalisation.out ? normalisation.group : plan.column_step);
@@ -127,10 +128,10 @@ int64_t dgrad_workspace(const Conv1d& conv) {
   return has_wgmma() ? 0 : plan_mma_dgrad(conv, multiprocessors()).partials_bytes();
 }
 
-cudaError_t fprop(const Conv1d& conv, const void* x, const Weights& weights, const Addends& addends, void* y,
+cudaError_t fprop(const Conv1d& conv, const Rows& x, const Weights& weights, const Addends& addends, void* y,
                   void* workspace, cudaStream_t stream) {
   if (!has_wgmma()) return mma_fprop(conv, x, weights.packed, addends, y, {}, workspace, stream);
-  return run<false>(conv, plan_fprop(conv, multiprocessors()), {x}, weights, addends, y, {}, {}, stream);
+  return run<false>(conv, plan_fprop(conv, multiprocessors()), x, weights, addends, {y}, {}, {}, stream);
 }
 
 bool normalises(const Conv1d& conv, int group) {
@@ -149,19 +150,19 @@ bool takes_shortcut(const Conv1d& conv, int group) {
   return plan.together && plan.tile_columns <= 128 && blocks <= multiprocessors();
 }
 
-cudaError_t fprop_normalised(const Conv1d& conv, const ConvInput& x, const Weights& weights, const Addends& addends,
-                             void* y, const Normalisation& normalisation, const Shortcut& shortcut, void* workspace,
+cudaError_t fprop_normalised(const Conv1d& conv, const Rows& x, const Weights& weights, const Addends& addends, void* y,
+                             const Normalisation& normalisation, const Shortcut& shortcut, void* workspace,
                              cudaStream_t stream) {
   if (!has_wgmma()) {
-    if (shortcut.out || x.more) return cudaErrorInvalidValue;
-    return mma_fprop(conv, x.rows, weights.packed, addends, y, normalisation, workspace, stream);
+    if (shortcut.out) return cudaErrorInvalidValue;
+    return mma_fprop(conv, x, weights.packed, addends, y, normalisation, workspace, stream);
   }
   const auto plan = plan_normalised(conv, normalisation.group, multiprocessors());
-  return run<false>(conv, plan, x, weights, addends, y, normalisation, shortcut, stream);
+  return run<false>(conv, plan, x, weights, addends, {y}, normalisation, shortcut, stream);
 }
 
-cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends, void* x,
-                  void* workspace, cudaStream_t stream) {
+cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends,
+                  const OutputRows& x, void* workspace, cudaStream_t stream) {
   if (!has_wgmma()) return mma_dgrad(conv, y, weights.packed, addends, x, workspace, stream);
   return run<true>(conv, plan_dgrad(conv, multiprocessors()), {y}, weights, addends, x, {}, {}, stream);
 }

@@ -45,9 +45,10 @@ struct Shares {
 struct ConvArgs {
   ConvPlan plan;
   int64_t batch, out_length, outputs;
+  int64_t pitch;  // of an output row: `outputs`, or half of them, of which the second goes to `more_out`
   Addends addends;
   bool float_bias;
-  void* out;  // with a normalisation it may be null
+  void *out, *more_out;  // with a normalisation `out` may be null
   Normalisation normalisation;
   Shares shares;
   int prefetched;  // stages of weights that are loaded before the grid dependency resolves

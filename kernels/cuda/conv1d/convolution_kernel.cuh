@@ -67,8 +67,8 @@ struct Producer {
   Pipelines& pipelines;
 
   __device__ __forceinline__ int term(int box) const { return args.plan.together ? 0 : box / args.plan.chunks; }
-  // Whether a chunk is of the first of two tensors; only a block with a shortcut has two.
-  __device__ __forceinline__ bool of_first(int chunk) const { return !kShortcut || chunk < args.plan.first_chunks; }
+  // Whether a chunk is of the first of two tensors.
+  __device__ __forceinline__ bool of_first(int chunk) const { return chunk < args.plan.first_chunks; }
 
   __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
     const bool shortcut = kShortcut && i == work.terms;
@@ -276,10 +276,9 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
     if constexpr (kShortcut) {
       if constexpr (kSplit) received(1);
       const Addends& addends = args.shortcut.addends;
-      store_rows<T, kColumns>(args, {addends.bias, addends.residual, args.shortcut.out}, coord, of_shortcut);
+      store_rows<T, kColumns>(args, {addends.bias, addends.residual, {args.shortcut.out}}, coord, of_shortcut);
     }
-    if constexpr (kPasses == 0)
-      store_rows<T, kColumns>(args, {args.addends.bias, args.addends.residual, args.out}, coord, sums);
+    if constexpr (kPasses == 0) store_rows<T, kColumns>(args, destination(args), coord, sums);
     if constexpr (kSplit) ptx::cluster_wait();
   }
 #endif

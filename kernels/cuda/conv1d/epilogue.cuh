@@ -16,7 +16,7 @@ __device__ __forceinline__ int64_t row_offset(const ConvArgs& args, const TileCo
   const int sample = coord.first_sample + row % samples;
   const int64_t time = static_cast<int64_t>(coord.first_time + row / samples) * plan.phases + coord.phase;
   const bool there = row < samples * plan.rows.time && sample < args.batch && time < args.out_length;
-  return there ? (sample * args.out_length + time) * args.outputs : -1;
+  return there ? (sample * args.out_length + time) * args.pitch : -1;
 }
 
 // The rows of a warp: `count` of them from `first` on, and where each begins in the output, one a lane.
@@ -81,9 +81,14 @@ static_assert(2 * ConvShape<64>::kTile * 4 + (kTileRows - kTileRows / kMaxSplits
               "and behind two");
 
 struct Destination {
-  const void *bias, *residual;
-  void* out;
+  const void* bias;
+  Rows residual;
+  OutputRows out;
 };
+
+__device__ __forceinline__ Destination destination(const ConvArgs& args) {
+  return {args.addends.bias, args.addends.residual, {args.out, args.more_out}};
+}
 
 // Lanes of a row of at most 128 columns, four each; a warp takes 32 / kRowLanes rows at a time.
 template <int kColumns>
@@ -99,6 +104,10 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
   const bool here = n < args.outputs && column < args.plan.column_step;
   ParameterBits bias_bits{};
   if (here) bias_bits.load<T>(to.bias, args.float_bias, n);
+  const bool of_more = n >= args.pitch;  // of the second of two tensors
+  const void* const residual_rows = of_more ? to.residual.more : to.residual.rows;
+  void* const out_rows = of_more ? to.out.more : to.out.rows;
+  const int64_t place = of_more ? n - args.pitch : n;
   uint32_t from = (rows.first + lane_row) * kRow + column * 4;
 #pragma unroll 1
   for (int r = lane_row; r - lane_row < rows.count; r += kRows * kAtATime, from += kRows * kAtATime * kRow) {
@@ -108,8 +117,8 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = __shfl_sync(~0u, rows.lane_offset, r + i * kAtATime);
-      at[i] = row < 0 || !here || r + i * kAtATime >= rows.count ? -1 : row + n;
-      residual[i].load(at[i] < 0 ? nullptr : to.residual, at[i]);
+      at[i] = row < 0 || !here || r + i * kAtATime >= rows.count ? -1 : row + place;
+      residual[i].load(at[i] < 0 ? nullptr : residual_rows, at[i]);
     }
     if (!__any_sync(~0u, at[0] >= 0 || at[1] >= 0 || at[2] >= 0 || at[3] >= 0)) continue;
     uint32_t places[kRows];
@@ -119,20 +128,20 @@ __device__ __forceinline__ void store_columns(const ConvArgs& args, const Destin
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float4 bias = bias_bits.values<T>(to.bias, args.float_bias, 0.f);
-      const float4 before = residual[i].values(at[i] < 0 ? nullptr : to.residual, 0.f);
+      const float4 before = residual[i].values(at[i] < 0 ? nullptr : residual_rows, 0.f);
       const float out[4] = {sums[i].x + bias.x + before.x, sums[i].y + bias.y + before.y, sums[i].z + bias.z + before.z,
                             sums[i].w + bias.w + before.w};
-      if (at[i] >= 0) store_four<T>(to.out, at[i], out);
+      if (at[i] >= 0) store_four<T>(out_rows, at[i], out);
     }
   }
 }
 
-// The same for a number of columns that is no multiple of four: an element a lane, from row to row, since there may be
-// but two columns.
+// The same for a number of columns that is no multiple of four, of one tensor: an element a lane, from row to row, since
+// there may be but two columns.
 template <class T, int kColumns>
 __device__ __noinline__ void store_ragged(const ConvArgs& args, const Destination& to, const TileCoord& coord,
                                           const SharedSums<kColumns>& shared, const WarpRows& rows) {
-  const T* residual = static_cast<const T*>(to.residual);
+  const T* residual = static_cast<const T*>(to.residual.rows);
   const int columns = min(kColumns, static_cast<int>(args.outputs) - coord.first_column);
 #pragma unroll 1
   for (int item = threadIdx.x % 32; item < rows.count * columns; item += 32) {
@@ -147,7 +156,7 @@ __device__ __noinline__ void store_ragged(const ConvArgs& args, const Destinatio
     if (to.bias)
       sum += args.float_bias ? static_cast<const float*>(to.bias)[n] : widen(static_cast<const T*>(to.bias)[n]);
     if (residual) sum += widen(residual[row + n]);
-    static_cast<T*>(to.out)[row + n] = narrow<T>(sum);
+    static_cast<T*>(to.out.rows)[row + n] = narrow<T>(sum);
   }
 }
 

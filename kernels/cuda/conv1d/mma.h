@@ -4,12 +4,12 @@
 
 namespace dpa::kernels::conv1d {
 
-cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, const Addends& addends, void* y,
+cudaError_t mma_fprop(const Conv1d& conv, const Rows& x, const void* weights, const Addends& addends, void* y,
                       const Normalisation& normalisation, void* workspace, cudaStream_t stream);
-cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, const Addends& addends, void* x,
-                      void* workspace, cudaStream_t stream);
+cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, const Addends& addends,
+                      const OutputRows& x, void* workspace, cudaStream_t stream);
 // `workspace`: of as many bytes as `wgrad_workspace` says.
-cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
+cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const Rows& x, void* gradient, DType gradient_dtype,
                       void* workspace, cudaStream_t stream);
 
 }  // namespace dpa::kernels::conv1d

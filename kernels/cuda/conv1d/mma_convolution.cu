@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
   const SharedSums<Shape::kColumns> sums(to, coord, ptx::shared_address(tile_of_sums()), /*others=*/0);
   if constexpr (!kMajorN && kStride == 1)
     if (to.normalisation.out) return normalise_tile<T, Shape>(to, coord, sums);
-  store_rows<T, Shape::kColumns>(to, {to.addends.bias, to.addends.residual, to.out}, coord, sums);
+  store_rows<T, Shape::kColumns>(to, destination(to), coord, sums);
 #endif
 }
 
@@ -74,11 +74,12 @@ cudaError_t dispatch_shape(const ConvPlan& plan, F&& f) {
   return plan.tile_columns == 128 ? f(MmaShape<64, 128>{}) : f(MmaShape<64, 64>{});
 }
 
-ConvArgs epilogue_args(const MmaPlan& plan, const MmaArgs& args, const Addends& addends, void* out,
+ConvArgs epilogue_args(const MmaPlan& plan, const MmaArgs& args, const Addends& addends, const OutputRows& out,
                        const Normalisation& normalisation) {
   ConvArgs to{};
   to.plan = plan.conv, to.batch = args.batch, to.out_length = args.out_length, to.outputs = args.outputs;
-  to.addends = addends, to.float_bias = addends.bias_dtype == DType::kFloat32, to.out = out;
+  to.addends = addends, to.float_bias = addends.bias_dtype == DType::kFloat32;
+  to.out = out.rows, to.more_out = out.more, to.pitch = out.more ? args.outputs / 2 : args.outputs;
   to.normalisation = normalisation;
   to.shares = Shares(plan.conv, normalisation.out ? normalisation.group : plan.conv.column_step);
   return to;
@@ -92,14 +93,14 @@ bool take_workspace(MmaArgs& args, void* workspace) {
 
 }  // namespace
 
-cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, const Addends& addends, void* y,
+cudaError_t mma_fprop(const Conv1d& conv, const Rows& x, const void* weights, const Addends& addends, void* y,
                       const Normalisation& normalisation, void* workspace, cudaStream_t stream) {
   const auto plan = plan_mma_fprop(conv, multiprocessors(), normalisation.out ? normalisation.group : 0);
   if (!plan.fits() || (normalisation.out && !normalises(conv, plan.conv, normalisation.group)))
     return cudaErrorInvalidValue;
-  auto args = mma_args(plan, conv, /*is_dgrad=*/false, x, weights);
+  auto args = mma_args(plan, conv, /*is_dgrad=*/false, x.rows, x.more, weights);
   if (!take_workspace(args, workspace)) return cudaErrorInvalidValue;
-  const ConvArgs to = epilogue_args(plan, args, addends, y, normalisation);
+  const ConvArgs to = epilogue_args(plan, args, addends, {y}, normalisation);
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, /*kMajorN=*/false, 2>(args, to, stream);
@@ -108,11 +109,11 @@ cudaError_t mma_fprop(const Conv1d& conv, const void* x, const void* weights, co
   });
 }
 
-cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, const Addends& addends, void* x,
-                      void* workspace, cudaStream_t stream) {
+cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, const Addends& addends,
+                      const OutputRows& x, void* workspace, cudaStream_t stream) {
   const auto plan = plan_mma_dgrad(conv, multiprocessors());
-  if (!plan.fits()) return cudaErrorInvalidValue;
-  auto args = mma_args(plan, conv, /*is_dgrad=*/true, y, weights);
+  if (!plan.fits() || (x.more && conv.first_channels * 2 != conv.x_channels)) return cudaErrorInvalidValue;
+  auto args = mma_args(plan, conv, /*is_dgrad=*/true, y, nullptr, weights);
   if (!take_workspace(args, workspace)) return cudaErrorInvalidValue;
   const ConvArgs to = epilogue_args(plan, args, addends, x, {});
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {

@@ -11,8 +11,8 @@ namespace dpa::kernels::conv1d {
 struct MmaArgs {
   MmaPlan plan;
   int batch, in_length, out_length, outputs, contracted;
-  const void *x, *weights;
-  int x_vectors;                      // sixteen bytes of a row of x
+  const void *x, *more, *weights;     // `more`: the second of two tensors that x is side by side
+  int x_vectors, first_vectors;       // sixteen bytes of a row of x; of the first tensor's
   uint32_t tap_vectors, row_vectors;  // of the packed weights: of a tap, and of a row
   // Where several blocks have a tile: [tile][block][row][column], which a second launch adds.
   float* partials = nullptr;
@@ -20,10 +20,12 @@ struct MmaArgs {
 };
 
 // dgrad reads 16-bit weights as fprop does, and those of float32 transposed.
-inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, const void* x, const void* weights) {
+inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, const void* x, const void* more,
+                        const void* weights) {
   const int64_t in = is_dgrad ? conv.y_channels : conv.x_channels, out = is_dgrad ? conv.x_channels : conv.y_channels;
   const bool by_out = is_dgrad && conv.dtype != DType::kFloat32;  // rows of the packed weights
-  const int64_t row = padded(by_out ? out : in) / (conv.dtype == DType::kFloat32 ? 4 : 8), rows = by_out ? in : out;
+  const int vector = conv.dtype == DType::kFloat32 ? 4 : 8;
+  const int64_t row = padded(by_out ? out : in) / vector, rows = by_out ? in : out, vectors = padded(in) / vector;
   return {plan,
           static_cast<int>(conv.batch),
           static_cast<int>(is_dgrad ? conv.y_length : conv.x_length),
@@ -31,8 +33,10 @@ inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, 
           static_cast<int>(out),
           static_cast<int>(in),
           x,
+          more,
           weights,
-          static_cast<int>(padded(in) / (conv.dtype == DType::kFloat32 ? 4 : 8)),
+          static_cast<int>(vectors),
+          static_cast<int>(more ? conv.first_channels / vector : vectors),
           static_cast<uint32_t>(rows * row),
           static_cast<uint32_t>(row)};
 }
@@ -58,12 +62,12 @@ DPA_DEVICE uint32_t copy_place() {
   return row * 128 + ((v ^ (row & 7)) << 4);
 }
 
-// A thread's copies of a box of x: where each row begins, in sixteen bytes from the tensor's start.
+// A thread's copies of a box of x: which row each is of.
 template <class T>
 struct BoxCopies {
   static constexpr int kCopies = kMaxBoxRows * 8 / kMmaThreads;
   static constexpr uint32_t kNone = ~0u;
-  uint32_t from[kCopies];
+  uint32_t rows[kCopies];
 
   DPA_DEVICE BoxCopies(const MmaArgs& args, const MmaTile& tile, int first_time) {
     const int samples = args.plan.conv.rows.samples;
@@ -72,17 +76,19 @@ struct BoxCopies {
       const int row = device::thread() / 8 + i * (kMmaThreads / 8);
       const int time = row / samples, sample = tile.first_sample + row - time * samples;
       const bool there = time < args.plan.box_times && sample < args.batch && first_time + time < args.in_length;
-      const uint32_t x_row = sample * args.in_length + first_time + time;
-      from[i] = there ? x_row * args.x_vectors + device::thread() % 8 : kNone;
+      rows[i] = there ? sample * args.in_length + first_time + time : kNone;
     }
   }
   DPA_DEVICE void load(const MmaArgs& args, int chunk, uint32_t to) const {
-    const bool inside = chunk * 8 + device::thread() % 8 < args.x_vectors;
-    const auto* x = static_cast<const uint8_t*>(args.x) + (inside ? chunk * 128 : 0);
+    const int vector = chunk * 8 + device::thread() % 8;
+    const bool inside = vector < args.x_vectors, first = vector < args.first_vectors;
+    const uint32_t width = first ? args.first_vectors : args.x_vectors - args.first_vectors;
+    const auto* x = static_cast<const uint8_t*>(first || !inside ? args.x : args.more);
+    if (inside) x += (first ? vector : vector - args.first_vectors) * 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      if (from[i] != kNone)
-        device::copy_async_16_or_zeros(to + i * 4096, inside ? x + uint64_t{from[i]} * 16 : x, inside);
+      if (rows[i] != kNone)
+        device::copy_async_16_or_zeros(to + i * 4096, inside ? x + uint64_t{rows[i] * width} * 16 : x, inside);
   }
 };
 

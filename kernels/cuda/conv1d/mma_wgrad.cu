@@ -32,19 +32,21 @@ __global__ void add_partials(const float* partials, int splits, int64_t count, G
 
 }  // namespace
 
-cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
+cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const Rows& x, void* gradient, DType gradient_dtype,
                       void* workspace, cudaStream_t stream) {
   const auto plan = plan_mma_wgrad(conv, multiprocessors());
   if (plan.splits > 1 && !workspace) return cudaErrorInvalidValue;
   auto* const partials = plan.splits > 1 ? static_cast<float*>(workspace) : nullptr;
   const bool floats = gradient_dtype == DType::kFloat32;
   MmaWgradArgs args{};
-  args.plan = plan, args.y = y, args.x = x, args.gradient = gradient, args.partials = partials;
+  args.plan = plan, args.y = y, args.x = x.rows, args.more = x.more, args.gradient = gradient, args.partials = partials;
   args.float_gradient = floats;
   args.y_rows = static_cast<int>(conv.batch * conv.y_length), args.y_length = static_cast<int>(conv.y_length);
   args.x_rows = static_cast<int>(conv.batch * conv.x_length), args.x_length = static_cast<int>(conv.x_length);
   args.y_channels = static_cast<int>(conv.y_channels), args.y_width = padded(conv.y_channels);
-  args.x_channels = static_cast<int>(conv.x_channels), args.x_width = padded(conv.x_channels);
+  const int64_t first = x.more ? conv.first_channels : conv.x_channels;
+  args.x_channels = static_cast<int>(conv.x_channels), args.first_channels = static_cast<int>(first);
+  args.x_width = padded(first), args.more_width = padded(conv.x_channels - first);
   args.taps = conv.taps, args.stride = conv.stride, args.padding = conv.padding;
   const Launch launch{plan.y_tiles * plan.x_tiles * plan.splits, kMmaThreads, /*cluster=*/0,
                       mma_wgrad_bytes(conv, plan), stream};

@@ -13,9 +13,10 @@ struct MmaWgradArgs {
   MmaWgradPlan plan;
   int y_rows, x_rows, y_length, x_length;  // rows of all samples, and of one
   int y_channels, x_channels;
-  int64_t y_width, x_width;  // of rows, in elements
+  int first_channels;                    // of x, of the first of two tensors, or all
+  int64_t y_width, x_width, more_width;  // of rows, in elements
   int taps, stride, padding;
-  const void *y, *x;
+  const void *y, *x, *more;
   void* gradient;   // (d0, d1, taps), of float32 or of T
   float* partials;  // with splits (splits, d0, d1, taps) instead
   bool float_gradient;
@@ -66,6 +67,7 @@ struct RowLoads {
   int rows_left;    // of y from the next step on
   XRow first, own;  // the step's first row, and the thread's of the table
   const uint8_t *y, *x;
+  int64_t x_bytes;  // of a row
   uint32_t y_to, x_to;
   int x_row;
 
@@ -79,9 +81,13 @@ struct RowLoads {
     // Channels that are not there are read from the first ones: they meet sums that nobody stores.
     const bool y_inside = y_vector * (16 / kSize<T>) < args.y_channels - tile.first_y;
     const bool x_inside = x_vector * (16 / kSize<T>) < args.x_channels - tile.first_x;
+    const int x_channel = tile.first_x + (x_inside ? x_vector * (16 / kSize<T>) : 0);
+    const bool of_more = x_channel >= args.first_channels;
     y = static_cast<const uint8_t*>(args.y) + (tile.first_y + (y_inside ? y_vector * (16 / kSize<T>) : 0)) * kSize<T> +
         (int64_t{tile.first_step} * Stage::kRows + y_row) * (args.y_width * kSize<T>);
-    x = static_cast<const uint8_t*>(args.x) + (tile.first_x + (x_inside ? x_vector * (16 / kSize<T>) : 0)) * kSize<T>;
+    x = static_cast<const uint8_t*>(of_more ? args.more : args.x) +
+        (of_more ? x_channel - args.first_channels : x_channel) * kSize<T>;
+    x_bytes = (of_more ? args.more_width : args.x_width) * kSize<T>;
     y_to = y_row * Stage::kYPitch + y_vector * 16;
     x_to = Stage::kXAt + x_row * args.plan.x_pitch + x_vector * 16;
   }
@@ -99,7 +105,7 @@ struct RowLoads {
 #pragma unroll 1
     for (int row = x_row; row < args.plan.box_rows; row += rows, at += rows * args.plan.x_pitch) {
       const bool inside = first_x + row < args.x_rows;
-      device::copy_async_16_or_zeros(at, inside ? x + (first_x + row) * (args.x_width * kSize<T>) : x, inside);
+      device::copy_async_16_or_zeros(at, inside ? x + (first_x + row) * x_bytes : x, inside);
     }
     if (device::thread() < Stage::kRows)
       reinterpret_cast<RowPlace*>(stage + Stage::kRows * Stage::kYPitch)[device::thread()] = {

@@ -43,7 +43,7 @@ struct WgradShape {
 };
 
 template <class Shape>
-__device__ void produce_rows(const CUtensorMap* y_map, const CUtensorMap* x_map, const WgradArgs& args, int first_y,
+__device__ void produce_rows(const CUtensorMap* y_map, const XMaps& x_maps, const WgradArgs& args, int first_y,
                              int first_x, uint32_t buffer, Pipeline<Shape::kStages>& pipeline, int2 steps) {
   const RowTiles& rows = args.plan.rows;
   const uint32_t bytes = rows.time * rows.samples * (2 * Shape::kHeight * 128 + Shape::kTaps * Shape::kAtoms * 64);
@@ -55,10 +55,11 @@ __device__ void produce_rows(const CUtensorMap* y_map, const CUtensorMap* x_map,
     for (int i = 0; i < 2 * Shape::kHeight; ++i)
       ptx::tma_load(stage + i * Shape::kYBox, y_map, first_y + i * 64, time, sample, full);
 #pragma unroll
-    for (int k = 0; k < Shape::kTaps; ++k) {
+    for (int i = 0; i < Shape::kAtoms; ++i) {
+      const XBox x(x_maps, first_x + i * 32, args.first_channels);
 #pragma unroll
-      for (int i = 0; i < Shape::kAtoms; ++i)
-        ptx::tma_load(stage + Shape::kXAt + (k * Shape::kAtoms + i) * Shape::kXBox, x_map, first_x + i * 32,
+      for (int k = 0; k < Shape::kTaps; ++k)
+        ptx::tma_load(stage + Shape::kXAt + (k * Shape::kAtoms + i) * Shape::kXBox, x.map, x.channel,
                       time * args.stride + k - args.padding, sample, full);
     }
   }
@@ -97,12 +98,12 @@ __device__ void clear_unused_rows(uint8_t* buffer, int used) {
 
 template <class T, class Shape>
 __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, Shape::kBlocks)
-    wgrad_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap x_map,
+    wgrad_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ XMaps x_maps,
                  const __grid_constant__ WgradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
   __shared__ Pipeline<Shape::kStages> pipeline;
   const WgradPlan& plan = args.plan;
-  const auto block = begin_block<Shape>(y_map, x_map, plan, [&] { pipeline.init(); });
+  const auto block = begin_block<Shape>(y_map, x_maps, plan, [&] { pipeline.init(); });
   clear_unused_rows<Shape>(block.memory, plan.rows.time * plan.rows.samples);
   __syncthreads();
   grid_dependency_sync();
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, Sh
   if (threadIdx.x >= kConsumerThreads) {
     if constexpr (Shape::kHeight == 2) ptx::registers_decrease<40>();
     if (threadIdx.x == kConsumerThreads)
-      produce_rows<Shape>(&y_map, &x_map, args, block.first_y, block.first_x, buffer, pipeline, block.steps);
+      produce_rows<Shape>(&y_map, x_maps, args, block.first_y, block.first_x, buffer, pipeline, block.steps);
     follow_epilogue(plan);
   } else {
     if constexpr (Shape::kHeight == 2) ptx::registers_increase<232>();
@@ -123,22 +124,30 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, Sh
 
 }  // namespace
 
+// dgrad writes two tensors of one width; a box of x, for wgrad, is of 32 channels of one tensor.
+bool backward_takes_two(const Conv1d& conv) {
+  if (conv.first_channels * 2 != conv.x_channels) return false;
+  return !has_wgmma() || !wgmma_takes_taps(conv) || conv.first_channels % 32 == 0;
+}
+
 int64_t wgrad_workspace(const Conv1d& conv) {
   if (has_wgmma() && wgmma_takes_taps(conv)) return 0;
   const auto plan = plan_mma_wgrad(conv, multiprocessors());
   return plan.splits == 1 ? 0 : conv.y_channels * conv.x_channels * conv.taps * plan.splits * int64_t{sizeof(float)};
 }
 
-cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradient, DType gradient_dtype,
+cudaError_t wgrad(const Conv1d& conv, const void* y, const Rows& x, void* gradient, DType gradient_dtype,
                   void* workspace, cudaStream_t stream) {
   if (!has_wgmma() || !wgmma_takes_taps(conv))
     return mma_wgrad(conv, y, x, gradient, gradient_dtype, workspace, stream);
+  if (x.more && conv.first_channels % 32 != 0) return cudaErrorInvalidValue;
   if (conv.dtype == DType::kFloat32) return wgrad_tf32(conv, y, x, gradient, stream);
   if (gradient_dtype == DType::kFloat32 && streams(conv, multiprocessors()))
     return wgrad_stream(conv, y, x, static_cast<float*>(gradient), stream);
   const WgradPlan plan = plan_wgrad(conv, multiprocessors());
   const RowTiles& rows = plan.rows;
-  CUtensorMap y_map, x_map;
+  CUtensorMap y_map;
+  XMaps x_maps;
   const Boxes y_boxes{conv.dtype,
                       y,
                       conv.batch,
@@ -149,16 +158,17 @@ cudaError_t wgrad(const Conv1d& conv, const void* y, const void* x, void* gradie
                       /*box_columns=*/64,
                       /*row_step=*/1,
                       /*planes_inside=*/false};
-  const Boxes x_boxes{conv.dtype,   x,         conv.batch, conv.x_length, padded(conv.x_channels),
-                      rows.samples, rows.time, 32,         conv.stride};
+  const auto x_boxes = [&](const void* data, int64_t channels) {
+    return Boxes{conv.dtype,   data,      conv.batch, conv.x_length, padded(channels),
+                 rows.samples, rows.time, 32,         conv.stride};
+  };
   if (const auto error = make_map(y_boxes, &y_map)) return error;
-  if (const auto error = make_map(x_boxes, &x_map)) return error;
-  const WgradArgs args{
-      plan, conv.y_channels, conv.x_channels, conv.stride, conv.padding, gradient_dtype == DType::kFloat32, gradient};
+  if (const auto error = make_x_maps(conv, x, x_boxes, &x_maps)) return error;
+  const WgradArgs args = wgrad_args(conv, plan, x, gradient_dtype == DType::kFloat32, gradient);
   return dispatch_half(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return dispatch_tile<WgradShape>(conv.taps, plan.height, [&](auto shape) {
-      return launch_wgrad(shape, wgrad_kernel<T, decltype(shape)>, y_map, x_map, args, stream);
+      return launch_wgrad(shape, wgrad_kernel<T, decltype(shape)>, y_map, x_maps, args, stream);
     });
   });
 }

@@ -4,6 +4,8 @@
 // Accumulators go to shared memory in the gradient's order. With one block a tile, bulk copies write them, a channel i
 // at a time; else a warp takes a channel, adds the sums of all the cluster's blocks in rank order and stores them.
 #pragma once
+#include <climits>
+
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/conv1d/launch.cuh"
 #include "kernels/cuda/conv1d/tensor_map.h"
@@ -13,9 +15,23 @@ namespace dpa::kernels::conv1d {
 struct WgradArgs {
   WgradPlan plan;
   int64_t y_channels, x_channels;
+  int first_channels;  // of x, of the first of two tensors, or more than there are
   int stride, padding;
   bool float_gradient;
   void* gradient;
+};
+
+// A map of x, and the same of the second of two tensors.
+struct XMaps {
+  CUtensorMap first, more;
+};
+// A box of x, of the channels from `channel` on.
+struct XBox {
+  const CUtensorMap* map;
+  int channel;
+  __device__ __forceinline__ XBox(const XMaps& maps, int channel_, int first_channels)
+      : map(channel_ < first_channels ? &maps.first : &maps.more),
+        channel(channel_ < first_channels ? channel_ : channel_ - first_channels) {}
 };
 
 // What a block works on: its tile begins at channels (first_y, first_x), and it contracts `steps` of the rows.
@@ -27,8 +43,8 @@ struct WgradBlock {
 
 // Every thread of the block calls it, before it reads what earlier kernels wrote. `init`: of the barriers, by one thread.
 template <class Shape, class F>
-__device__ __forceinline__ WgradBlock begin_block(const CUtensorMap& y_map, const CUtensorMap& x_map,
-                                                  const WgradPlan& plan, F&& init) {
+__device__ __forceinline__ WgradBlock begin_block(const CUtensorMap& y_map, const XMaps& x_maps, const WgradPlan& plan,
+                                                  F&& init) {
   extern __shared__ uint8_t shared[];
   const unsigned splits = plan.splits, x_tiles = static_cast<unsigned>(plan.x_tiles);
   WgradBlock block;
@@ -39,7 +55,7 @@ __device__ __forceinline__ WgradBlock begin_block(const CUtensorMap& y_map, cons
   block.steps = share(static_cast<int>(plan.rows.count), block.rank, plan.splits);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&y_map);
-    ptx::prefetch_tensor_map(&x_map);
+    ptx::prefetch_tensor_map(&x_maps.first);
     init();
   }
   return block;
@@ -65,12 +81,12 @@ cudaError_t dispatch_tile(int taps, int height, F&& f) {
 }
 
 template <class Shape, class Kernel>
-cudaError_t launch_wgrad(Shape, Kernel kernel, const CUtensorMap& y_map, const CUtensorMap& x_map,
-                         const WgradArgs& args, cudaStream_t stream) {
+cudaError_t launch_wgrad(Shape, Kernel kernel, const CUtensorMap& y_map, const XMaps& x_maps, const WgradArgs& args,
+                         cudaStream_t stream) {
   const WgradPlan& plan = args.plan;
   const Launch launch{plan.y_tiles * plan.x_tiles * plan.splits, kConsumerThreads + Shape::kProducerThreads,
                       plan.splits, Shape::kBytes, stream};
-  return launch_cluster(kernel, launch, y_map, x_map, args);
+  return launch_cluster(kernel, launch, y_map, x_maps, args);
 }
 
 // A thread's sums in the tile, rows of kRow words in the gradient's order. The block's warpgroups are done with the
@@ -157,9 +173,23 @@ __device__ __forceinline__ void store_gradient(const WgradArgs& args, int first_
   }
 }
 
+// The maps of x, by a function of rows and channels that says what a map has.
+template <class F>
+cudaError_t make_x_maps(const Conv1d& conv, const Rows& x, F&& boxes, XMaps* maps) {
+  const int64_t first = x.more ? conv.first_channels : conv.x_channels;
+  if (const auto error = make_map(boxes(x.rows, first), &maps->first)) return error;
+  maps->more = maps->first;
+  return x.more ? make_map(boxes(x.more, conv.x_channels - first), &maps->more) : cudaSuccess;
+}
+inline WgradArgs wgrad_args(const Conv1d& conv, const WgradPlan& plan, const Rows& x, bool float_gradient,
+                            void* gradient) {
+  return {plan,        conv.y_channels, conv.x_channels, x.more ? static_cast<int>(conv.first_channels) : INT_MAX,
+          conv.stride, conv.padding,    float_gradient,  gradient};
+}
+
 // wgrad_stream.cu: `wgrad` where plan.h's `streams` says so.
-cudaError_t wgrad_stream(const Conv1d& conv, const void* y, const void* x, float* gradient, cudaStream_t stream);
+cudaError_t wgrad_stream(const Conv1d& conv, const void* y, const Rows& x, float* gradient, cudaStream_t stream);
 // wgrad_tf32.cu: `wgrad` of float32.
-cudaError_t wgrad_tf32(const Conv1d& conv, const void* y, const void* x, void* gradient, cudaStream_t stream);
+cudaError_t wgrad_tf32(const Conv1d& conv, const void* y, const Rows& x, void* gradient, cudaStream_t stream);
 
 }  // namespace dpa::kernels::conv1d

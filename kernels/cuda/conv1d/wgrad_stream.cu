@@ -30,7 +30,7 @@ namespace {
 
 template <class T, class Shape>
 __global__ void __launch_bounds__(kThreads, 1)
-    wgrad_stream_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap x_map,
+    wgrad_stream_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ XMaps x_maps,
                         const __grid_constant__ WgradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __shared__ Pipeline<Shape::kStages> pipeline;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int steps = static_cast<int>(rows.count);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&y_map);
-    ptx::prefetch_tensor_map(&x_map);
+    ptx::prefetch_tensor_map(&x_maps.first);
     pipeline.init();
   }
   // Rows that no copy writes are multiplied with zeros, and must be numbers.
@@ -57,13 +57,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     PipelineState at;
     const uint32_t bytes = used * 2 * 128 + (rows.time + Shape::kTaps - 1) * rows.samples * 64;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const int first_y = tile / x_tiles * Shape::kYChannels, first_x = tile % x_tiles * Shape::kXChannels;
+      const int first_y = tile / x_tiles * Shape::kYChannels;
+      const XBox x(x_maps, tile % x_tiles * Shape::kXChannels, args.first_channels);
       for (int step = 0; step < steps; ++step, at.advance(Shape::kStages)) {
         const int sample = step / rows.per_sample * rows.samples, time = step % rows.per_sample * rows.time;
         const uint32_t full = acquire(pipeline, at, bytes), stage = buffer + at.stage * Shape::kStageBytes;
         ptx::tma_load(stage, &y_map, first_y, sample, time, full);
         ptx::tma_load(stage + Shape::kYBox, &y_map, first_y + 64, sample, time, full);
-        ptx::tma_load(stage + Shape::kXAt, &x_map, first_x, sample, time - args.padding, full);
+        ptx::tma_load(stage + Shape::kXAt, x.map, x.channel, sample, time - args.padding, full);
       }
     }
     return;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-cudaError_t wgrad_stream(const Conv1d& conv, const void* y, const void* x, float* gradient, cudaStream_t stream) {
+cudaError_t wgrad_stream(const Conv1d& conv, const void* y, const Rows& x, float* gradient, cudaStream_t stream) {
   const StreamPlan plan = plan_stream(conv, multiprocessors());
   const RowTiles& rows = plan.tiles.rows;
   const auto boxes = [&](const void* data, int64_t length, int64_t channels, int times, int columns) {
@@ -125,15 +126,18 @@ cudaError_t wgrad_stream(const Conv1d& conv, const void* y, const void* x, float
   };
   const auto launch = [&](auto shape) {
     using Shape = decltype(shape);
-    CUtensorMap y_map, x_map;
+    CUtensorMap y_map;
+    XMaps x_maps;
     if (const auto error = make_map(boxes(y, conv.y_length, conv.y_channels, rows.time, 64), &y_map)) return error;
     const int x_times = rows.time + Shape::kTaps - 1;
-    if (const auto error = make_map(boxes(x, conv.x_length, conv.x_channels, x_times, Shape::kXChannels), &x_map))
-      return error;
-    const WgradArgs args{plan.tiles, conv.y_channels, conv.x_channels, conv.stride, conv.padding, true, gradient};
+    const auto x_boxes = [&](const void* data, int64_t channels) {
+      return boxes(data, conv.x_length, channels, x_times, Shape::kXChannels);
+    };
+    if (const auto error = make_x_maps(conv, x, x_boxes, &x_maps)) return error;
+    const WgradArgs args = wgrad_args(conv, plan.tiles, x, /*float_gradient=*/true, gradient);
     return dispatch_half(conv.dtype, [&](auto tag) {
       const Launch launch{plan.blocks, kThreads, /*cluster=*/0, static_cast<int>(Shape::kBytes), stream};
-      return launch_cluster(wgrad_stream_kernel<typename decltype(tag)::type, Shape>, launch, y_map, x_map, args);
+      return launch_cluster(wgrad_stream_kernel<typename decltype(tag)::type, Shape>, launch, y_map, x_maps, args);
     });
   };
   return conv.taps == 5 ? launch(StreamShape<5>{}) : launch(StreamShape<7>{});

@@ -52,7 +52,7 @@ struct Tf32Pipeline {
 };
 
 template <class Shape>
-__device__ __forceinline__ void produce_rows(const CUtensorMap* y_map, const CUtensorMap* x_map, const WgradArgs& args,
+__device__ __forceinline__ void produce_rows(const CUtensorMap* y_map, const XMaps& x_maps, const WgradArgs& args,
                                              int first_y, int first_x, uint32_t buffer,
                                              Pipeline<Shape::kStages>& pipeline, int2 steps) {
   const RowTiles& rows = args.plan.rows;
@@ -63,9 +63,11 @@ __device__ __forceinline__ void produce_rows(const CUtensorMap* y_map, const CUt
     const int sample = step / rows.per_sample * kSamples, time = step % rows.per_sample * kTimes;
     const uint32_t full = acquire(pipeline, at, bytes), stage = buffer + at.stage * Shape::kStageBytes;
 #pragma unroll
-    for (int i = 0; i < Shape::kAtoms; ++i)
-      ptx::tma_load(stage + Shape::kXAt + i * Shape::kXBox, x_map, first_x + i * 32, sample,
-                    time * args.stride - args.padding, full);
+    for (int i = 0; i < Shape::kAtoms; ++i) {
+      const XBox x(x_maps, first_x + i * 32, args.first_channels);
+      ptx::tma_load(stage + Shape::kXAt + i * Shape::kXBox, x.map, x.channel, sample, time * args.stride - args.padding,
+                    full);
+    }
 #pragma unroll
     for (int i = 0; i < Shape::kYChannels / 32; ++i)
       ptx::tma_load(stage + i * Shape::kYBox, y_map, first_y + i * 32, sample, time, full);
@@ -157,11 +159,11 @@ __device__ __forceinline__ void consume_rows(const WgradArgs& args, uint32_t buf
 
 template <class Shape>
 __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, 1)
-    wgrad_tf32_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap x_map,
+    wgrad_tf32_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ XMaps x_maps,
                       const __grid_constant__ WgradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
   __shared__ Tf32Pipeline<Shape::kStages> pipeline;
-  const auto block = begin_block<Shape>(y_map, x_map, args.plan, [&] {
+  const auto block = begin_block<Shape>(y_map, x_maps, args.plan, [&] {
     for (auto& barrier : pipeline.transposed) cuda::ptx::mbarrier_init(&barrier, Shape::kTransposers);
     pipeline.loads.init();
   });
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, 1)
     if (threadIdx.x >= kConsumerThreads + 32)
       transpose_rows<Shape>(args, buffer, pipeline, steps);
     else if (threadIdx.x == kConsumerThreads)
-      produce_rows<Shape>(&y_map, &x_map, args, block.first_y, block.first_x, buffer, pipeline.loads, block.steps);
+      produce_rows<Shape>(&y_map, x_maps, args, block.first_y, block.first_x, buffer, pipeline.loads, block.steps);
     follow_epilogue(args.plan);
   } else {
     ptx::registers_increase<232>();
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, 1)
 
 }  // namespace
 
-cudaError_t wgrad_tf32(const Conv1d& conv_, const void* y, const void* x, void* gradient, cudaStream_t stream) {
+cudaError_t wgrad_tf32(const Conv1d& conv_, const void* y, const Rows& x, void* gradient, cudaStream_t stream) {
   Conv1d conv = conv_;
   // With one tap rows are rows, wherever a sample ends: whole steps of them.
   if (const int64_t count = conv.batch * conv.y_length; conv.taps == 1 && count % kTimes == 0)
@@ -197,13 +199,17 @@ cudaError_t wgrad_tf32(const Conv1d& conv_, const void* y, const void* x, void* 
     return Boxes{conv.dtype, rows,  conv.batch, length,         padded(channels),
                  kSamples,   times, 32,         /*row_step=*/1, /*planes_inside=*/true};
   };
-  CUtensorMap y_map, x_map;
+  CUtensorMap y_map;
+  XMaps x_maps;
   if (const auto error = make_map(boxes(y, conv.y_length, conv.y_channels, kTimes), &y_map)) return error;
   const int x_times = conv.stride * (kTimes - 1) + conv.taps;
-  if (const auto error = make_map(boxes(x, conv.x_length, conv.x_channels, x_times), &x_map)) return error;
-  const WgradArgs args{plan, conv.y_channels, conv.x_channels, conv.stride, conv.padding, true, gradient};
+  const auto x_boxes = [&](const void* data, int64_t channels) {
+    return boxes(data, conv.x_length, channels, x_times);
+  };
+  if (const auto error = make_x_maps(conv, x, x_boxes, &x_maps)) return error;
+  const WgradArgs args = wgrad_args(conv, plan, x, /*float_gradient=*/true, gradient);
   return dispatch_tile<Tf32Shape>(conv.taps, plan.height, [&](auto shape) {
-    return launch_wgrad(shape, wgrad_tf32_kernel<decltype(shape)>, y_map, x_map, args, stream);
+    return launch_wgrad(shape, wgrad_tf32_kernel<decltype(shape)>, y_map, x_maps, args, stream);
   });
 }
 

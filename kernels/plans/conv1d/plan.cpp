@@ -58,10 +58,11 @@ void split(ConvPlan& plan, int multiprocessors) {
   while (plan.together && plan.splits > plan.chunks) plan.splits /= 2;
 }
 
-void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted,
+// `first`: how many of the contracted channels are of the first of two tensors, or all.
+void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted, int64_t first,
             int64_t outputs, int multiprocessors, int step) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
-  const int64_t first = conv.first_channels > 0 ? conv.first_channels : contracted, step_channels = chunk(conv.dtype);
+  const int64_t step_channels = chunk(conv.dtype);
   plan.first_chunks = static_cast<int>(ceil_div(first, step_channels));
   plan.chunks = plan.first_chunks + static_cast<int>(ceil_div(contracted - first, step_channels));
   const int64_t row_tiles = plan.rows.count * plan.phases;
@@ -165,7 +166,8 @@ ConvPlan plan_fprop_of(const Conv1d& conv, int multiprocessors, int step) {
   plan.stride = conv.stride;
   plan.terms[0] = conv.taps;
   for (int k = 0; k < conv.taps; ++k) plan.tap[0][k] = k, plan.shift[0][k] = k - conv.padding;
-  finish(plan, conv, conv.x_length, conv.y_length, conv.x_channels, conv.y_channels, multiprocessors, step);
+  const int64_t first = conv.first_channels > 0 ? conv.first_channels : conv.x_channels;
+  finish(plan, conv, conv.x_length, conv.y_length, conv.x_channels, first, conv.y_channels, multiprocessors, step);
   return plan;
 }
 
@@ -183,7 +185,8 @@ ConvPlan plan_dgrad(const Conv1d& conv, int multiprocessors) {
       plan.tap[p][i] = k, plan.shift[p][i] = distance / conv.stride;
     }
   }
-  finish(plan, conv, conv.y_length, conv.x_length, conv.y_channels, conv.x_channels, multiprocessors, 64);
+  finish(plan, conv, conv.y_length, conv.x_length, conv.y_channels, conv.y_channels, conv.x_channels, multiprocessors,
+         64);
   return plan;
 }
 

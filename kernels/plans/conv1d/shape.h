@@ -18,7 +18,7 @@ struct Conv1d {
   // Nothing runs beside it: a call may take as many multiprocessors as make it fast. In training the weight gradient
   // would wait for them.
   bool alone = false;
-  int64_t first_channels = 0;  // of the first of two tensors that x is side by side; 0: x is one
+  int64_t first_channels = 0;  // of the first of two tensors that x is side by side, multiples of 8; 0: x is one
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -18,6 +18,7 @@ from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.routes import Route
 from dpa.acceleration.shadow_run import Options, ShadowRun, tensors_of
 from dpa.library.capture import (
+    another_stream,
     can_capture,
     capturing,
     kernel_settings,
@@ -269,7 +270,7 @@ class _Graph:
             no_autocast_cache(),
             capturing(graph),
         ):
-            main, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+            main, beside = torch.cuda.current_stream(), another_stream()
             beside.wait_stream(main)
             with JointEncoders():
                 result, route = loop.watched(lambda: whole.parts(*args, **kwargs))

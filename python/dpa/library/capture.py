@@ -60,6 +60,14 @@ def no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+def another_stream() -> torch.cuda.Stream:
+    """Return a stream that is not the current one: PyTorch gives out 32 in turns."""
+    stream = torch.cuda.Stream()
+    while stream == torch.cuda.current_stream():
+        stream = torch.cuda.Stream()
+    return stream
+
+
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """Capture what runs inside, as ``torch.cuda.graph`` does; the current stream then waits for it.

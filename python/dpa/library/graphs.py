@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpa.library.capture import capturing, collecting_later, leaving_failed
+from dpa.library.capture import another_stream, capturing, collecting_later, leaving_failed
 from dpa.library.checks import first_line
 from dpa.library.loader import library_path
 
@@ -112,8 +112,8 @@ def repeat(body: Callable[[], Any], position: Tensor, end: int, count: Tensor) -
     numbers = ctypes.c_void_p(position.data_ptr()), ctypes.c_int64(end)
     counted = ctypes.c_void_p(count.data_ptr())
     with _borrowed(position.device, inside=True) as stream:
-        while stream.cuda_stream == outer.value:  # PyTorch has 32, which it gives out in turns
-            stream = torch.cuda.Stream(position.device)
+        if stream.cuda_stream == outer.value:
+            stream = another_stream()
         with torch.cuda.stream(stream), _recorded(body) as (graph, _):
             _check(_runtime().dpa_capture_repeat(outer, graph, *numbers, counted), NotRepeatedError)
 

@@ -147,6 +147,13 @@ class Conv1dBlock(nn.Module):
 _BLOCK_KINDS = (nn.Conv1d, nn.GroupNorm, nn.Mish)
 
 
+def join(x: Tensor, skip: Tensor) -> Tensor:
+    """Concatenate the channels of two tensors, in their order in memory."""
+    if x.stride(1) == 1:
+        return torch.cat([x.transpose(1, 2), skip.transpose(1, 2)], dim=2).transpose(1, 2)
+    return torch.cat([x, skip], dim=1)
+
+
 def _modulated(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
     """Apply FiLM to (B, C, T)."""
     if scale is not None:
@@ -196,11 +203,17 @@ class ConditionalResidualBlock1D(nn.Module):
             self.residual_conv = Conv1d(in_channels, out_channels, 1)
 
     def forward(
-        self, x: Tensor, cond: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+        self,
+        x: Tensor,
+        cond: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> Tensor:
         """Map (B, in_channels, T) under ``cond`` (B, cond_dim) to (B, out_channels, T).
 
-        A caller that has ``cond_encoder(cond)`` already gives it as ``scale`` and ``shift``.
+        A caller that has ``cond_encoder(cond)`` already gives it as ``scale`` and ``shift``. With
+        ``skip`` the input is its channels behind those of ``x``.
         """
         if shift is None:
             shift = self.cond_encoder(cond)
@@ -211,10 +224,12 @@ class ConditionalResidualBlock1D(nn.Module):
             if len(parameters) > 0:
                 norm = self.blocks[0].block[1]
                 return torch.ops.dpa.residual_block1d(
-                    x, *parameters, norm.num_groups, norm.eps, scale, shift
+                    x, *parameters, norm.num_groups, norm.eps, scale, shift, skip
                 )
-            if self._has_other_blocks():
-                return self._block_by_block(x, scale, shift)
+        if skip is not None:
+            x = join(x, skip)
+        if not torch.jit.is_scripting() and self._has_other_blocks():
+            return self._block_by_block(x, scale, shift)
         out = self.blocks[0](x, scale, shift)
         return self.blocks[1](out, None, None, self.residual_conv(x))
 

@@ -27,17 +27,11 @@ from dpa.nn.blocks1d import (
     SinusoidalPosEmb,
     Upsample1d,
     channels_last,
+    join,
 )
 from dpa.nn.plain import PlainLayers, is_changed, scriptable, sequential
 
 _MAX_LEVELS = 5  # of the network as one op
-
-
-def _join(x: Tensor, skip: Tensor) -> Tensor:
-    """Concatenate the channels of two tensors, in their order in memory."""
-    if x.stride(1) == 1:
-        return torch.cat([x.transpose(1, 2), skip.transpose(1, 2)], dim=2).transpose(1, 2)
-    return torch.cat([x, skip], dim=1)
 
 
 def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor]:
@@ -189,8 +183,10 @@ class ConditionalUnet1D(nn.Module):
         for block in self.mid_modules:
             x = block(x, cond) if alone else block(x, cond, *_next_film(film, parts))
         for level in self.up_modules:
-            x = _join(x, skips.pop())
-            x = level[0](x, cond) if alone else level[0](x, cond, *_next_film(film, parts))
+            if alone:
+                x = level[0](join(x, skips.pop()), cond)
+            else:
+                x = level[0](x, cond, *_next_film(film, parts), skips.pop())
             x = level[1](x, cond) if alone else level[1](x, cond, *_next_film(film, parts))
             x = level[2](x)
         x = self.final_conv(x)

@@ -118,7 +118,7 @@ def _joint_linear_backward(n, grad, input, weights, biases, rest, mask, mish=Fal
 # (s)amples first, then channels; a (b)atch, samples with statistics of their own, which folds into
 # the channels alone; (c)hannels first: of parameters, which samples share, and their
 # gradients; (i)ntegers, one or one a sample; - what is not mapped.
-_BLOCK = "s" + "c" * 10 + "--ss"
+_BLOCK = "s" + "c" * 10 + "--sss"
 _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "elementwise_mult": ("ss", "s"),
     "fused_relu_add": ("ss-", "s"),
@@ -143,7 +143,7 @@ _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "joint_linear_backward": ("ssccs--", "sccs", _joint_linear_backward),
     "residual_block1d": (_BLOCK, "s"),
     "residual_block1d_forward": (_BLOCK, "ssss--"),
-    "residual_block1d_backward": (f"s{_BLOCK}ssscc-", "s" + "c" * 10 + "ss"),
+    "residual_block1d_backward": (f"s{_BLOCK}ssscc-", "s" + "c" * 10 + "sss"),
     "lltm": ("sccss", "ss"),
     "lltm_forward": ("sccss", "sss"),
     "lltm_backward": ("sssccsss-", "sccss"),

@@ -176,6 +176,7 @@ def residual_block1d(
     eps: float = 1e-5,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> Tensor:
     """Run a residual block of Diffusion Policy's U-Net as one op, forward and backward.
 
@@ -185,7 +186,7 @@ def residual_block1d(
     which is what limits a training step at these sizes.
 
     Args:
-        input: (B, C_in, T).
+        input: (B, C_in, T), or its first channels where there is a ``skip``.
         conv1_weight: (C_out, C_in, k) with k odd.
         conv1_bias: (C_out,).
         gn1_weight: (C_out,) scale of the first normalisation.
@@ -200,6 +201,8 @@ def residual_block1d(
         eps: added to the variances, at least 0.
         scale: (B, C_out) FiLM scale, or None for 1.
         shift: (B, C_out) FiLM shift, or None for 0.
+        skip: (B, C_skip, T), channels of the input behind those of ``input``, or None: the same as
+            ``torch.cat([input, skip], 1)`` for ``input``, without the copy on tensor cores.
 
     The parameters are in the input's dtype, or float32 beside a 16-bit input.
 
@@ -214,7 +217,7 @@ def residual_block1d(
     first = conv1_weight, conv1_bias, gn1_weight, gn1_bias
     second = conv2_weight, conv2_bias, gn2_weight, gn2_bias
     beside = residual_weight, residual_bias
-    given = *first, *second, *beside, num_groups, eps, scale, shift
+    given = *first, *second, *beside, num_groups, eps, scale, shift, skip
     return torch.ops.dpa.residual_block1d(input, *given)
 
 

@@ -203,13 +203,16 @@ def residual_block1d(
     eps: float = 1e-5,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> Tensor:
     """Compute two of :func:`conv1d_gnm`, FiLM after the first, plus the residual branch.
 
-    Intermediate results are rounded to the input's dtype.
+    The channels of ``skip`` follow the input's. Intermediate results are rounded to the input's
+    dtype.
     """
     first = (conv1_weight, conv1_bias, gn1_weight, gn1_bias)
     second = (conv2_weight, conv2_bias, gn2_weight, gn2_bias)
+    input = input if skip is None else torch.cat([input, skip], 1)
     x = conv1d_gnm(input, *first, num_groups, eps, scale, shift)
     residual = input if residual_weight is None else conv1d(input, residual_weight, residual_bias)
     return conv1d_gnm(x, *second, num_groups, eps, residual=residual)

@@ -127,9 +127,12 @@ def _residual_block1d(
     eps: float = 1e-5,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> Any:
     if not _is_short(x):
         return NotImplemented
+    if skip is not None:
+        x = torch.cat([x.transpose(1, 2), skip.transpose(1, 2)], 2).transpose(1, 2)
     norm, film = (gn1_weight, gn1_bias, num_groups, eps), (scale, shift)
     out = _conv1d_gnm(x, conv1_weight, conv1_bias, *norm, *film)
     residual = x if residual_weight is None else _conv1d(x, residual_weight, residual_bias)
