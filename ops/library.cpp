@@ -34,6 +34,8 @@ TORCH_LIBRARY(dpa, m) {
 
   m.def("fused_relu_add(Tensor x, Tensor y, float bias=0.0) -> Tensor", functional);
 
+  m.def("sinusoidal_embedding(Tensor timesteps, SymInt dim, ScalarType? dtype=None) -> Tensor", functional);
+
   m.def(
       "lltm(Tensor input, Tensor weights, Tensor bias, Tensor old_h, Tensor old_cell) -> "
       "(Tensor new_h, Tensor new_cell)",

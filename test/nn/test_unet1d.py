@@ -384,24 +384,6 @@ def test_export_with_a_dynamic_batch(strict, device):
         torch.testing.assert_close(got, net(**inputs), **tolerance(torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sinusoid_rounded_is_the_sinusoid(dtype, device):
-    embedding = make("film_scale", device)[0].diffusion_step_encoder[0]
-    for timestep in (torch.arange(0, 1000, 37, device=device), torch.rand(5, device=device) * 1e3):
-        expected = embedding(timestep).to(dtype)
-        torch.testing.assert_close(embedding.rounded(timestep, dtype), expected, rtol=0, atol=0)
-        mapped = torch.vmap(lambda t: embedding.rounded(t[None], dtype)[0])(timestep)
-        torch.testing.assert_close(mapped, expected, rtol=0, atol=0)
-    wanted = timestep.requires_grad_()
-    assert embedding.rounded(wanted, dtype).requires_grad
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = embedding.rounded(timestep.detach(), dtype)
-        graph.replay()
-        torch.testing.assert_close(captured, expected, rtol=0, atol=0)
-
-
 def test_a_call_never_waits_for_the_gpu(device):
     if device.type == "cpu":
         pytest.skip("there is nothing to wait for on the CPU")

@@ -118,6 +118,7 @@ def calls(new: _NEW) -> dict[str, tuple[str, tuple]]:
     cases = {
         "elementwise_mult": _pair(new),
         "fused_relu_add": (*_pair(new), 0.5),
+        "sinusoidal_embedding": (new(_BATCH, _IN), 10),
         "group_norm_mish": _norm(new),
         "group_norm_mish_backward": _backward("group_norm_mish", _norm(new), new, 5),
         "group_norm_act": _norm_act(new),

@@ -428,3 +428,24 @@ def proofs_by_op() -> dict[str, type[OpProofs]]:
             if is_proofs and getattr(value, "op", None) is getattr(torch.ops.dpa, name):
                 found.setdefault(name, value)
     return found
+
+
+class OneTensorProofs(OpProofs):
+    """Of an op whose only tensor is its first argument."""
+
+    def test_missing_tensor(self, device):
+        """The dispatcher knows no kernel that could refuse it."""
+        sample = next(iter(self.samples(device, torch.float32)))
+        with pytest.raises(RuntimeError, match="no tensor arguments"):
+            type(self).op(None, *sample.args[1:])
+
+    def test_compiled_autograd(self, device):
+        """The whole backward compiled, with ATen nodes before the op's own and behind it."""
+        compiler = torch.compile(backend="aot_eager", fullgraph=True)
+        for sample in self.batches(device):
+            leaves = [sample.args[0].clone().requires_grad_() for _ in range(2)]
+            for x, mode in zip(leaves, (contextlib.nullcontext(), _enable(compiler)), strict=True):
+                total = type(self).op(x * 1.5, *sample.args[1:]).pow(3).sum()
+                with mode:
+                    total.backward()
+            assert_close(leaves[0].grad, leaves[1].grad)

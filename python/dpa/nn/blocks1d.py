@@ -286,9 +286,6 @@ class Upsample1d(_Resample1d):
         super().__init__(ConvTranspose1d(dim, dim, 4, stride=2, padding=1))
 
 
-_FREQUENCIES: dict[tuple[torch.device, int], Tensor] = {}  # on a device, of a width
-
-
 class SinusoidalPosEmb(nn.Module):
     """Sines and cosines of the timestep at ``dim / 2`` frequencies from 1 down to 1e-4.
 
@@ -306,38 +303,3 @@ class SinusoidalPosEmb(nn.Module):
         frequencies = torch.exp(position * (-math.log(10000.0) / (half - 1)))
         angles = timestep.to(torch.float32)[:, None] * frequencies[None, :]
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-    @torch.jit.unused
-    def rounded(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the same, rounded to ``dtype``, in three kernels instead of nine.
-
-        All of them lie on the way to the first convolution, 2 us each in a graph.
-        """
-        frequencies = self._frequencies(timestep)
-        if frequencies is None:
-            return self(timestep).to(dtype)
-        angles = timestep[:, None] * frequencies
-        out = timestep.new_empty((timestep.shape[0], self.dim), dtype=dtype)
-        torch.sin(angles, out=out[:, : self.dim // 2])
-        torch.cos(angles, out=out[:, self.dim // 2 :])
-        return out
-
-    @torch.jit.unused
-    def _frequencies(self, timestep: Tensor) -> Tensor | None:
-        """Return what a call outside of captures has kept, or None where ``forward`` has to run."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return None
-        plain = type(timestep) is Tensor and not timestep.requires_grad
-        if not plain or timestep.dtype not in (torch.float32, torch.int64):
-            return None
-        key = timestep.device, self.dim
-        if key not in _FREQUENCIES:
-            if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
-                return None
-            with torch.inference_mode(False):
-                position = torch.arange(self.dim // 2, dtype=torch.float32, device=timestep.device)
-                kept = torch.exp(position * (-math.log(10000.0) / (self.dim // 2 - 1)))
-            if timestep.is_cuda:  # any stream may read it from here on
-                torch.cuda.current_stream(timestep.device).synchronize()
-            _FREQUENCIES[key] = kept
-        return _FREQUENCIES[key]

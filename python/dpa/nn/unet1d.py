@@ -315,7 +315,8 @@ class ConditionalUnet1D(nn.Module):
         first, first_bias, second, second_bias = parameters
         lower = first.dtype == torch.float32 and torch.is_autocast_enabled(steps.device.type)
         dtype = torch.get_autocast_dtype(steps.device.type) if lower else first.dtype
-        sinusoid = self.diffusion_step_encoder[0].rounded(steps, dtype)
+        dim = self.diffusion_step_encoder[0].dim
+        sinusoid = torch.ops.dpa.sinusoidal_embedding(steps, dim, dtype)
         hidden = torch.ops.dpa.joint_linear(sinusoid, [first], [first_bias])
         return torch.ops.dpa.joint_linear(hidden, [second], [second_bias], mish=True)
 

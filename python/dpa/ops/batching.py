@@ -122,6 +122,7 @@ _BLOCK = "s" + "c" * 10 + "--sss"
 _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "elementwise_mult": ("ss", "s"),
     "fused_relu_add": ("ss-", "s"),
+    "sinusoidal_embedding": ("s--", "s"),
     "group_norm_mish": ("s-cc-sss", "s", _by_groups("group_norm_mish", 1)),
     "group_norm_mish_backward": ("ss-cc-ss-", "sccss", _by_groups("group_norm_mish_backward", 2)),
     "group_norm_act": ("s-cc-s-", "s", _by_groups("group_norm_act", 1)),

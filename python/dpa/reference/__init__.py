@@ -42,6 +42,15 @@ def fused_relu_add(x: Tensor, y: Tensor, bias: float = 0.0) -> Tensor:
     return (torch.relu(x.to(wide)) + y.to(wide) + bias).to(x.dtype)
 
 
+def sinusoidal_embedding(timesteps: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute sines, then cosines, of the timesteps times frequencies from 1 down to 1e-4."""
+    wide = _wide(timesteps.dtype) if timesteps.is_floating_point() else torch.float32
+    place = torch.arange(dim // 2, dtype=wide, device=timesteps.device)
+    angles = timesteps.to(wide)[..., None] * torch.exp(place * -(math.log(1e4) / (dim // 2 - 1)))
+    own = timesteps.dtype if timesteps.is_floating_point() else wide
+    return torch.cat([angles.sin(), angles.cos()], -1).to(dtype or own)
+
+
 def lltm(
     input: Tensor, weights: Tensor, bias: Tensor, old_h: Tensor, old_cell: Tensor
 ) -> tuple[Tensor, Tensor]:
