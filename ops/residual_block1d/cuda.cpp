@@ -101,15 +101,19 @@ class Chain {
     void *grad_conv2 = part(0), *grad_activation = part(1), *grad_conv1 = grad_activation;
     gemm::Rows through = side_by_side(grad);
     const bool convolves = block_[kResidualWeight].defined() && of_input;
-    if (of_input) to[kInput] = input_like(kInput);
-    if (of_input && skip.defined()) to[kSkip] = input_like(kSkip);
-    const gemm::OutputRows grad_input{mutable_data_or_null(to[kInput]), mutable_data_or_null(to[kSkip])};
+    const auto allocate_inputs = [&] {
+      to[kInput] = input_like(kInput);
+      if (skip.defined()) to[kSkip] = input_like(kSkip);
+      return gemm::OutputRows{to[kInput].mutable_data_ptr(), mutable_data_or_null(to[kSkip])};
+    };
+    gemm::OutputRows grad_input{};
     Branches parameters, beside, packing;
     parameters.fork();
     if (fresh) packing.fork(), pack_transposed(kConv2Weight, packing.side());
     if (convolves) beside.fork();
     normalise_back(second_norm(saved.conv2), through.rows, grad_conv2, kSecond, mask, partials[0], to);
     if (convolves) {
+      grad_input = allocate_inputs();
       void* const between = workspace_back(kResidualWeight);
       beside.fork_for_fills();
       if (fresh) pack_transposed(kResidualWeight, beside.side());
@@ -129,6 +133,7 @@ class Chain {
     if (convolves) beside.join();
     if (fresh) packing.join();
     // The epilogue adds an element of what the residual convolution makes, and stores the sum in its place.
+    if (of_input && !convolves) grad_input = allocate_inputs();
     if (of_input)
       convolve_back(kConv1Weight, !fresh, grad_conv1, through, grad_input, workspace_back(kConv1Weight), stream_);
     add_slices(partials, mask, to, parameters);
@@ -351,9 +356,9 @@ ResidualBlock as_taken(const ResidualBlock& block, bool backward, bool alone = f
 BlockForward run(const ResidualBlock& given, bool keep) {
   check_residual_block1d(given);
   const c10::cuda::CUDAGuard guard(given[kInput].device());
+  auto [packed1, packed2] = packed_ahead(weights_of(given), given[kInput].scalar_type());
   const auto block = as_taken(given, /*backward=*/false);
   const bool tf32 = block_in_tf32(block);
-  auto [packed1, packed2] = packed_ahead(weights_of(block), block[kInput].scalar_type());
   if (!tf32 && !block_packs(block)) return residual_block1d_of_ops(block);
   const auto packed = [&](const c10::SymInt& size) { return at::empty({size.expect_int()}, block[kInput].options()); };
   const bool fresh = !packed1.defined();

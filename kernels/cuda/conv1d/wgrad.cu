@@ -124,10 +124,9 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, Sh
 
 }  // namespace
 
-// dgrad writes two tensors of one width; a box of x, for wgrad, is of 32 channels of one tensor.
+// dgrad writes two tensors of one width; a box of x, for wgrad by wgmma, is of 32 channels of one tensor.
 bool backward_takes_two(const Conv1d& conv) {
-  if (conv.first_channels * 2 != conv.x_channels) return false;
-  return !has_wgmma() || !wgmma_takes_taps(conv) || conv.first_channels % 32 == 0;
+  return conv.first_channels * 2 == conv.x_channels && (!has_wgmma() || conv.first_channels % 32 == 0);
 }
 
 int64_t wgrad_workspace(const Conv1d& conv) {

@@ -316,6 +316,8 @@ class ConditionalUnet1D(nn.Module):
         lower = first.dtype == torch.float32 and torch.is_autocast_enabled(steps.device.type)
         dtype = torch.get_autocast_dtype(steps.device.type) if lower else first.dtype
         dim = self.diffusion_step_encoder[0].dim
+        if steps.dtype != torch.int64:  # float32 always, as its forward
+            steps = steps.to(torch.float32)
         sinusoid = torch.ops.dpa.sinusoidal_embedding(steps, dim, dtype)
         hidden = torch.ops.dpa.joint_linear(sinusoid, [first], [first_bias])
         return torch.ops.dpa.joint_linear(hidden, [second], [second_bias], mish=True)
