@@ -64,7 +64,7 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());
   const auto weights = !tf32 ? packed : ahead.defined() && !transposed ? ahead : pack(weight, type, transposed);
-  const auto own = convolve(/*dgrad=*/transposed, conv, x.const_data_ptr(),
+  const auto own = convolve(/*dgrad=*/transposed, conv, {x.const_data_ptr()},
                             {weights.const_data_ptr(), /*prefetchable=*/false}, addends, out);
   return {out, packed};
 }

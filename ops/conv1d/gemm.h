@@ -19,14 +19,14 @@ inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return bytes == 0 ? Tensor() : at::empty({bytes}, like.options().dtype(at::kByte));
 }
 
-/// fprop, or dgrad, on the current stream, of whole tensors. Returns its workspace.
-[[nodiscard]] inline Tensor convolve(bool dgrad, const gemm::Conv1d& conv, const void* in, const gemm::Weights& weights,
-                                     const gemm::Addends& addends, const Tensor& out) {
+/// fprop, or dgrad of one tensor to one, on the current stream. Returns its workspace.
+[[nodiscard]] inline Tensor convolve(bool dgrad, const gemm::Conv1d& conv, const gemm::Rows& in,
+                                     const gemm::Weights& weights, const gemm::Addends& addends, const Tensor& out) {
   const auto own = workspace(dgrad ? gemm::dgrad_workspace(conv) : gemm::fprop_workspace(conv, /*group=*/0), out);
   void *const to = out.mutable_data_ptr(), *const between = mutable_data_or_null(own);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(dgrad ? gemm::dgrad(conv, in, weights, addends, {to}, between, stream)
-                       : gemm::fprop(conv, {in}, weights, addends, to, between, stream));
+  C10_CUDA_CHECK(dgrad ? gemm::dgrad(conv, in.rows, weights, addends, {to}, between, stream)
+                       : gemm::fprop(conv, in, weights, addends, to, between, stream));
   return own;
 }
 
@@ -51,7 +51,7 @@ inline gemm::Packing packing(const Tensor& weight, void* packed) {
 /// others wait for it. Each returns its workspace.
 [[nodiscard]] inline Tensor input_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad,
                                            const gemm::Weights& weights, const Tensor& to) {
-  return convolve(/*dgrad=*/!transposed, conv, grad.const_data_ptr(), weights, {}, to);
+  return convolve(/*dgrad=*/!transposed, conv, {grad.const_data_ptr()}, weights, {}, to);
 }
 [[nodiscard]] inline Tensor parameter_backward(const gemm::Conv1d& conv, bool transposed, const Tensor& grad,
                                                const Tensor& input, const Tensor& weight, const Tensor& bias,

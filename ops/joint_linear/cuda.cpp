@@ -133,7 +133,7 @@ Tensor joint_linear_cuda(const Tensor& input, at::TensorList weights, at::Tensor
   auto out = at::empty({input.size(0), outputs}, input.options());
   if (biases.size() > 1) branch.join();
   const auto own =
-      convolve(/*dgrad=*/false, conv, x.rows.const_data_ptr(), {packed.const_data_ptr(), /*prefetchable=*/false},
+      convolve(/*dgrad=*/false, conv, {x.rows.const_data_ptr()}, {packed.const_data_ptr(), /*prefetchable=*/false},
                {bias.const_data_ptr(), kernel_dtype(bias.scalar_type()), {}}, out);
   return out;
 }

@@ -46,12 +46,6 @@ class Chain {
       if (block_[slot].defined() && block_[slot].scalar_type() != block_[kConv1Weight].scalar_type()) return false;
     return true;
   }
-  /// Whether a skip is read, and in the backward written, beside the input; else the two have to be joined.
-  bool takes_skip(bool backward) const {
-    const int64_t channels = block_[kInput].size(1), others = block_[kSkip].size(1);
-    if (channels % 8 != 0 || others % 8 != 0 || !block_[kResidualWeight].defined()) return false;
-    return !backward || gemm::backward_takes_two(convolution(kConv1Weight));
-  }
   /// A forward packs weights and reads the other parameters in place.
   bool serves() const {
     for (const auto slot : kBlockWeights)
@@ -200,9 +194,7 @@ class Chain {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), {}};
   }
   void convolve(const Convolution& c, const gemm::Rows& x, const Tensor& out) const {
-    own_.push_back(workspace(gemm::fprop_workspace(convolution(c.weight), /*group=*/0), out));
-    C10_CUDA_CHECK(gemm::fprop(convolution(c.weight), x, weights(c), addends(c.bias), out.mutable_data_ptr(),
-                               mutable_data_or_null(own_.back()), stream_));
+    own_.push_back(dpa::convolve(/*dgrad=*/false, convolution(c.weight), x, weights(c), addends(c.bias), out));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether no normalisation of a forward is a kernel of its own.
@@ -347,10 +339,14 @@ std::vector<Tensor> weights_of(const ResidualBlock& block) {
   return weights;
 }
 
-/// The block, with its skip as a part of the input where the kernels do not take the two apart.
-ResidualBlock as_taken(const ResidualBlock& block, bool backward, bool alone = false) {
-  if (!block[kSkip].defined() || Chain(block, {}, alone).takes_skip(backward)) return block;
-  return join_skip(block);
+/// The block, with its skip as a part of the input where the kernels do not read, and in the backward write, two.
+ResidualBlock as_taken(const ResidualBlock& block, bool backward) {
+  if (!block[kSkip].defined()) return block;
+  const int64_t own = block[kInput].size(1), more = block[kSkip].size(1);
+  const bool whole_vectors = own % 8 == 0 && more % 8 == 0;
+  const bool takes_two =
+      block[kResidualWeight].defined() && (backward ? gemm::backward_takes_two(own, more) : whole_vectors);
+  return takes_two ? block : join_skip(block);
 }
 
 BlockForward run(const ResidualBlock& given, bool keep) {
@@ -427,7 +423,7 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
 }  // namespace
 
 Tensor residual_block1d_on_packed(const ResidualBlock& given, const Tensor& packed) {
-  const auto block = as_taken(given, /*backward=*/false, /*alone=*/true);
+  const auto block = as_taken(given, /*backward=*/false);
   const Chain chain(block, places(block, packed), /*alone=*/true);
   return chain.serves() ? chain.forward(/*keep=*/false, kPackedBefore)[0] : Tensor();
 }

@@ -149,7 +149,7 @@ class Forward {
     const gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
     auto out = empty({n, out_channels});
     const auto own =
-        convolve(/*dgrad=*/false, conv, x.const_data_ptr(), weights(packed_at), {bias, bias_dtype, {}}, out);
+        convolve(/*dgrad=*/false, conv, {x.const_data_ptr()}, weights(packed_at), {bias, bias_dtype, {}}, out);
     return out;
   }
   Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
@@ -215,7 +215,7 @@ class Forward {
         /*padding=*/1,
         /*alone=*/true};
     auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
-    const auto own = convolve(/*dgrad=*/up, conv, x.const_data_ptr(), weights(layer.packed),
+    const auto own = convolve(/*dgrad=*/up, conv, {x.const_data_ptr()}, weights(layer.packed),
                               {parameter(layer.bias).const_data_ptr(), parameter_dtype_, {}}, out);
     return out;
   }
@@ -255,7 +255,7 @@ class Forward {
     }
     auto out = empty({batch_, length_, shape[0]});
     const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
-    const auto own = convolve(/*dgrad=*/false, conv, x.const_data_ptr(), weights(plan_.last.packed),
+    const auto own = convolve(/*dgrad=*/false, conv, {x.const_data_ptr()}, weights(plan_.last.packed),
                               {bias, parameter_dtype_, {}}, out);
     return out.to(dtype);
   }

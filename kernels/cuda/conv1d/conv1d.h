@@ -24,9 +24,9 @@ namespace dpa::kernels::conv1d {
 // Whether the current device and this build have the instructions: any of them, or wgmma.
 bool supported();
 bool has_wgmma();
-// Whether they take these sizes; and whether dgrad and wgrad, too, take an x of two tensors.
+// Whether they take these sizes; and whether dgrad and wgrad, too, take an x of two tensors of so many channels.
 bool takes(const Conv1d& conv);
-bool backward_takes_two(const Conv1d& conv);
+bool backward_takes_two(int64_t first, int64_t more);
 
 // Packed weights. `prefetchable`: they are safe to prefetch before the grid dependency resolves, because between the
 // kernel that wrote them and the convolution lies another kernel of the stream that triggers its dependent launch only

@@ -125,9 +125,7 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, Sh
 }  // namespace
 
 // dgrad writes two tensors of one width; a box of x, for wgrad by wgmma, is of 32 channels of one tensor.
-bool backward_takes_two(const Conv1d& conv) {
-  return conv.first_channels * 2 == conv.x_channels && (!has_wgmma() || conv.first_channels % 32 == 0);
-}
+bool backward_takes_two(int64_t first, int64_t more) { return first == more && first % (has_wgmma() ? 32 : 8) == 0; }
 
 int64_t wgrad_workspace(const Conv1d& conv) {
   if (has_wgmma() && wgmma_takes_taps(conv)) return 0;

@@ -12,6 +12,7 @@ __all__ = [
     "joint_linear",
     "lltm",
     "residual_block1d",
+    "sinusoidal_embedding",
 ]
 
 
@@ -251,3 +252,28 @@ def joint_linear(
 
     """
     return torch.ops.dpa.joint_linear(input, weights, biases, rest, mish)
+
+
+def sinusoidal_embedding(timesteps: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Embed timesteps as sines and cosines, in one kernel on a GPU.
+
+    ``out[..., i] = sin(t * f(i))`` and ``out[..., dim / 2 + i] = cos(t * f(i))`` with frequencies
+    ``f(i) = exp(-i * ln(10000) / (dim / 2 - 1))``, from 1 down to 1e-4. Angles are float32, and
+    float64 of float64 timesteps, whatever the ``dtype``: they reach 1000 radians, which 16 bits do
+    not resolve.
+
+    Args:
+        timesteps: any shape, integers or floating numbers.
+        dim: even and at least 4.
+        dtype: of the result, a floating type; None for that of floating timesteps, and float32 of
+            integers.
+
+    Returns:
+        The shape of ``timesteps`` and ``dim`` behind it. Differentiable in floating timesteps to
+        any order, forward and backward. Autocast changes nothing.
+
+    Source: the ``SinusoidalPosEmb`` of Diffusion Policy; Vaswani et al., Attention Is All You Need
+    (2017).
+
+    """
+    return torch.ops.dpa.sinusoidal_embedding(timesteps, dim, dtype)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpa.nn.blocks1d import join
+
 _MOST = 256  # rows of a GEMM; cuDNN's convolutions are as fast beyond
 _VECTOR = 8  # channels a group from which on norms take (B, C, T) in that order
 _aten, _ours = torch.ops.aten, torch.ops.dpa
@@ -132,7 +134,7 @@ def _residual_block1d(
     if not _is_short(x):
         return NotImplemented
     if skip is not None:
-        x = torch.cat([x.transpose(1, 2), skip.transpose(1, 2)], 2).transpose(1, 2)
+        x = join(x, skip)
     norm, film = (gn1_weight, gn1_bias, num_groups, eps), (scale, shift)
     out = _conv1d_gnm(x, conv1_weight, conv1_bias, *norm, *film)
     residual = x if residual_weight is None else _conv1d(x, residual_weight, residual_bias)
