@@ -113,6 +113,18 @@ TEST(Teams, ServesNarrowNetworksAndSaysWhyNotOthers) {
   EXPECT_NE(made(kManiSkill, DType::kBFloat16, 1, 4096).error, "");
 }
 
+TEST(Teams, NormsCountTheNetworksOwnChannels) {
+  const Config c = {3, 2, {64, 160}, 5, 8, 32, 5, true, false, {40, 144}};
+  const TeamPlan t = made(c, DType::kBFloat16, 1, 16);
+  ASSERT_EQ(t.error, "");
+  for (const TeamPhase& f : t.phases) {
+    const bool wide = f.channels == 20;
+    EXPECT_EQ(f.channels, wide ? 20 : 8);
+    EXPECT_EQ(f.counted, wide ? 18 : 5);
+    EXPECT_FLOAT_EQ(f.inverse_count, 1.0f / static_cast<float>(f.times * f.counted));
+  }
+}
+
 TEST(Teams, ALargeBatchIsTakenInParts) {
   const Plan plan = make_plan(kManiSkill, DType::kBFloat16);
   EXPECT_EQ(team_parts(plan, 16, 16, 16, kShared).samples, 16);

@@ -27,6 +27,9 @@ const Case kNarrow[] = {
     {"32/64 k1 T8 (warps without steps)", {2, 2, {32, 64}, 1, 8, 16, 3, true}, 1, 8},
     {"relu 32/64 T8 batch 2", {2, 2, {32, 64}, 3, 8, 16, 3, true, true}, 2, 8},
     {"32/32/64/64 T16 (equal widths)", {2, 4, {32, 32, 64, 64}, 3, 8, 16, 3, true}, 2, 16},
+    // In some quads one channel is counted; a group has one warp, or several.
+    {"40/72 among 64/96 T8", {2, 2, {64, 96}, 3, 8, 16, 3, true, false, {40, 72}}, 1, 8},
+    {"40 among 64 T48", {2, 1, {64}, 3, 8, 16, 3, true, false, {40}}, 1, 48},
 };
 const Case kNarrowRows[] = {
     {"ManiSkill T16", {8, 3, {64, 128, 256}, 5, 8, 64, 84, true}, 1, 16},

@@ -136,6 +136,26 @@ inline size_t element(const TileItem& t, int o, int in, int tap) {
          static_cast<size_t>(t.tap_first + tap * t.tap_step) * t.stride_tap;
 }
 
+// A weight with zeros where a widened network has channels that only fill its groups up, or without them.
+inline std::vector<float> refill(const std::vector<float>& from, const WeightInfo& info, bool fill) {
+  int own[2] = {info.shape[0], info.shape.size() > 1 ? info.shape[1] : 1}, wide[2] = {own[0], own[1]}, inner = 1;
+  for (size_t d = 2; d < info.shape.size(); d++) inner *= info.shape[d];
+  for (int d = 0; d < 2; d++)
+    if (info.fill[d].groups > 0) wide[d] = info.fill[d].groups * info.fill[d].width;
+  auto place = [&](int d, int i) {
+    const auto& f = info.fill[d];
+    return f.groups > 0 ? i / f.own * f.width + i % f.own : i;
+  };
+  std::vector<float> to(static_cast<size_t>(inner) * (fill ? wide[0] * wide[1] : own[0] * own[1]), 0.0f);
+  for (int i = 0; i < own[0]; i++)
+    for (int j = 0; j < own[1]; j++) {
+      const size_t narrow = (static_cast<size_t>(i) * own[1] + j) * inner,
+                   filled = (static_cast<size_t>(place(0, i)) * wide[1] + place(1, j)) * inner;
+      std::copy_n(from.data() + (fill ? narrow : filled), inner, to.data() + (fill ? filled : narrow));
+    }
+  return to;
+}
+
 struct Network {
   Plan plan;
   Weights weights;  // as the arithmetic sees them
@@ -153,10 +173,22 @@ struct Network {
       v[i] = random_values(n, i + 1, matrix ? 1.7f / std::sqrt(fan) : 0.3f);
       if (!matrix && info.name.find(".block.1.weight") != std::string::npos)
         for (float& x : v[i]) x += 1.0f;
+      v[i] = refill(v[i], info, /*fill=*/true);
     });
     make_floats(v);
     round(v);
     for (size_t i = 0; i < v.size(); i++) weights[plan.weights[i].name] = std::move(v[i]);
+  }
+  // The network's own: what the reference computes.
+  Config own_config() const {
+    Config own = plan.config;
+    for (int i = 0; i < own.levels; i++) own.down_dims[i] = plan.config.width(i).own, own.own_dims[i] = 0;
+    return own;
+  }
+  Weights own_weights() const {
+    Weights own;
+    for (const WeightInfo& info : plan.weights) own[info.name] = refill(weights.at(info.name), info, /*fill=*/false);
+    return own;
   }
   void make_floats(const std::vector<std::vector<float>>& v) {
     int64_t end = 0;
@@ -386,7 +418,9 @@ struct LoopBuffers {
   }
   // || got - reference || / || reference || over samples 0 and the last.
   double error(int steps, bool network_alone, const std::vector<float>& got) const {
-    const Reference reference(c.config, net.weights);
+    const Config config = net.own_config();
+    const Weights weights = net.own_weights();
+    const Reference reference(config, weights);
     const int actions = c.config.action_dim;
     double wrong = 0, all = 0;
     for (int b = 0; b < c.batch; b += std::max(1, c.batch - 1)) {

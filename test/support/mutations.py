@@ -227,6 +227,13 @@ MUTATIONS = [
         _TEAMS,
     ),
     Mutation(
+        "count: a norm counts channels that only fill its groups up",
+        "kernels/plans/unet1d/teams.cpp",
+        "f.counted = counted / groups;",
+        "f.counted = channels / groups;",
+        _TEAMS,
+    ),
+    Mutation(
         "stride: a slab written while it is read",
         "kernels/plans/unet1d/teams.cpp",
         "return last = first == last ? at(1) : first;",

@@ -45,6 +45,7 @@ struct TeamBlock {
 struct Part {
   int items;                  // of this thread
   int sample, time, channel;  // of the first item; channel: of the block
+  int counted;                // of the four channels, by the norm; the others are zero
   uint32_t sums;              // where the first item's sums of the first warp are; bytes to the next item's and
   uint32_t item, share;       // to the next warp's along K
   uint32_t out, out_time;     // where its values go, and from a time to the next
@@ -72,12 +73,15 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
     const int row = p.quads == 1 ? index : static_cast<int>(high_product(index, p.quads_magic));
     const int sample = p.groups == 1 ? pair : static_cast<int>(divide(pair, p.groups)),
               group = pair - sample * p.groups;
-    const int channel = (group * p.quads + index - row * p.quads) * 4, pitch = p.row_tiles * 16 + 4;
+    const int of_group = (index - row * p.quads) * 4, channel = group * p.quads * 4 + of_group,
+              pitch = p.row_tiles * 16 + 4;
     const bool active = sample < samples && row < p.pass_times;
     const SlabAt to = {p.out, p.out_pitch, p.out_rows, p.out_padded, a.halo};
     Part part = {};
     part.items = held(active ? (row < p.columns) + (row + p.pass_times < p.columns) : 0);
     part.sample = sample, part.time = row, part.channel = channel;
+    const int counted = p.counted - of_group;
+    part.counted = held(counted < 0 ? 0 : counted < 4 ? counted : 4);
     part.item = held(p.pass_times * pitch * 4), part.share = held(samples * p.columns * pitch * 4);
     const int place = part.items ? (sample * p.columns + row) * pitch + channel : 0;
     part.sums = held(shared_address(shared()) + a.shared.sums + (place + first_row) * 4);
@@ -147,7 +151,7 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
   }
 
   // Mean and 1 / deviation of a pair's values, in float32 around a warp's first one, so that nothing cancels. With
-  // several warps a pair, every thread of the epilogue calls it.
+  // several warps a pair, every thread of the epilogue calls it. Zeros that are not counted add nothing to sums around 0.
   template <int kItems>
   DPA_DEVICE float2 moments(const Part& part, int log_pair_warps, float inverse_count,
                             const float (&v)[kTeamPasses][4]) const {
@@ -157,7 +161,7 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
     for (int j = 0; j < kItems; j++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float d = j < part.items ? v[j][i] - first : 0.0f;
+        const float d = j < part.items && (!Tile::kWide || i < part.counted) ? v[j][i] - first : 0.0f;
         sum += d, squares += d * d;
       }
     }
@@ -165,7 +169,7 @@ struct TeamEpilogue : TeamBlock<Tile, Handover> {
     for (int m = 16; m; m >>= 1) sum += shuffle_xor(sum, m), squares += shuffle_xor(squares, m);
     float mean = first + sum * inverse_count, variance = (squares - sum * sum * inverse_count) * inverse_count;
     if (log_pair_warps > 0) {
-      float count = 4.0f * static_cast<float>(part.items);
+      float count = static_cast<float>(part.items * part.counted);
 #pragma unroll
       for (int m = 16; m; m >>= 1) count += shuffle_xor(count, m);
       const float inverse = count > 0.0f ? quotient(1.0f, count) : 0.0f;

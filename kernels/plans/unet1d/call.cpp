@@ -130,15 +130,10 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
   const Config& c = plan.config;
   if (c.relu) return false;
-  bool odd = false;  // groups: the layers of a block then run one by one, and pack their weights in each step
-  for (int i = 0; i < c.levels; i++) {
-    const int width = c.width(i).own;
-    if (width % 8) return false;  // the GEMMs of layers do not serve
-    odd = odd || width / c.num_groups % 2;
-  }
+  for (int i = 0; i < c.levels; i++)
+    if (c.width(i).own % 8) return false;  // the GEMMs of layers do not serve
   const Path path = choose_path(plan, batch, horizon, device);
-  if (path == Path::kResident) return false;
-  if (odd || (path == Path::kClustered && batch == 1)) return path == Path::kLayered;
+  if (path == Path::kResident || (path == Path::kClustered && batch == 1)) return false;
   return layers_time(plan, batch, horizon, device) < path_time(plan, batch, horizon, path, device);
 }
 
@@ -192,27 +187,29 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
 }
 
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
-  // Of a layer; of one whose GEMM fills half of a tile, or whose norm is a launch of its own (NormPlan::owned); of its
-  // weights, in 16 bits, which fewer blocks read at a time where widths are no powers of two; of its activations, which
-  // several kernels read and write; of its multiplications. Without wgmma measured on 132 multiprocessors, which share
-  // weights and multiplications.
+  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned); of one whose groups have an odd number of
+  // channels, so that its block runs layer by layer, and of the weights that it then packs in each step; of all weights,
+  // in 16 bits, which fewer blocks read at a time where widths are no powers of two; of activations, which several
+  // kernels read and write; of multiplications. Without wgmma measured on 132 multiprocessors, which share weights and
+  // multiplications, and of odd groups not measured.
   struct Costs {
-    double layer, narrow, norm_apart, megaweights, other_megaweights, activations, gemm;
+    double layer, norm_apart, odd, odd_megaweights, megaweights, other_megaweights, activations, gemm;
   };
-  constexpr Costs kWgmma = {6.5, 8, 9.5, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 16, 17, 1.37, 1.7, 5e-6, 6.4e-9};
+  constexpr Costs kWgmma = {6.4, 9.5, 25, 11, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 33, 15, 1.37, 1.7, 5e-6, 6.4e-9};
   const Costs& of = device.hopper ? kWgmma : kMma;
-  const Config& c = plan.config;
-  double layer = c.width(0).own < 64 ? of.narrow : of.layer, read = of.megaweights, values = 0;
-  for (int i = 0; i < c.levels; i++) {
-    const int width = c.width(i).own;
-    if (width / c.num_groups % 4) layer = of.norm_apart;
-    if (!power_of_two(width)) read = of.other_megaweights;
-  }
-  for (const Conv& conv : plan.convs)
+  bool powers = true;
+  for (int i = 0; i < plan.config.levels; i++) powers = powers && power_of_two(plan.config.width(i).own);
+  double layers = 0, values = 0;
+  for (const Conv& conv : plan.convs) {
+    const int group = conv.norm >= 0 ? conv.counted / conv.groups : 0;
+    const double weights = 1e-6 * conv.channels_out * (conv.channels_in + conv.channels_skip) * conv.segments[0].taps;
+    layers += group % 2 ? of.odd + of.odd_megaweights * weights : group % 4 ? of.norm_apart : of.layer;
     values += static_cast<double>(batch) * (horizon >> conv.level_out) * conv.channels_out;
-  return layer * static_cast<double>(plan.convs.size()) + of.activations * values +
+  }
+  return layers + of.activations * values +
          (device.hopper ? 1 : 132.0 / device.multiprocessors) *
-             (read * weights_of(plan) + of.gemm * static_cast<double>(multiply_adds(plan, batch, horizon)));
+             ((powers ? of.megaweights : of.other_megaweights) * weights_of(plan) +
+              of.gemm * static_cast<double>(multiply_adds(plan, batch, horizon)));
 }
 
 }  // namespace dpa::kernels::unet1d

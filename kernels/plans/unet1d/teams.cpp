@@ -18,7 +18,6 @@ class TeamBuilder {
 
   TeamPlan build() {
     const Config& c = plan.config;
-    if (c.widened()) return fail("widened networks have wide kernels");
     if (plan.dtype == DType::kFloat8E4M3) return fail("weights in e4m3 of narrow networks are kept in float16");
     if (c.num_groups % kTeamBlocks) return fail("the groups must be a multiple of 8");
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
@@ -73,12 +72,12 @@ class TeamBuilder {
     return last = first == last ? at(1) : first;
   }
 
-  void output(TeamPhase& f, int times, int channels, int groups, int skip) {
+  void output(TeamPhase& f, int times, int channels, int counted, int groups, int skip) {
     f.times = times;
     f.channels = channels / kTeamBlocks, f.groups = groups / kTeamBlocks;
     f.quads = channels / groups / 4, f.quads_magic = magic_of(f.quads);
-    const int count = times * channels / groups;  // groups divide the channels
-    f.inverse_count = 1.0f / static_cast<float>(count);
+    f.counted = counted / groups;  // groups divide the channels
+    f.inverse_count = 1.0f / static_cast<float>(times * f.counted);
     f.own_magic = magic_of(f.channels / 4), f.times_magic = magic_of(times);
     f.out = place(times, channels, skip);
     f.out_pitch = pitch_of(channels), f.out_rows = times + 2 * out.halo, f.out_padded = padded(channels);
@@ -124,7 +123,7 @@ class TeamBuilder {
     head.num_segments = 2, head.row_tiles = ceil_div(c.down_dims[0] / kTeamBlocks, 16);
     head.segments[0].taps = c.kernel_size, head.segments[0].bias = static_cast<int>(plan.head.bias);
     head.segments[1].taps = 1, head.segments[1].bias = static_cast<int>(plan.head.residual_bias);
-    output(head, horizon, c.down_dims[0], c.num_groups, -1);
+    output(head, horizon, c.down_dims[0], c.width(0).own, c.num_groups, -1);
     value = head.out;
     if (!columns(head) || !pairs(head)) return void(fail("too many values a block"));
     out.phases.push_back(head);
@@ -135,7 +134,8 @@ class TeamBuilder {
       gemm(f, conv);
       f.norm = static_cast<int>(conv.norm), f.film = static_cast<int>(conv.film), f.add = conv.add, f.keep = conv.keep;
       const bool last = &conv == &plan.convs.back();
-      output(f, horizon >> conv.level_out, conv.channels_out, conv.norm >= 0 ? conv.groups : c.num_groups, conv.skip);
+      output(f, horizon >> conv.level_out, conv.channels_out, conv.counted, conv.norm >= 0 ? conv.groups : c.num_groups,
+             conv.skip);
       if (last) out.words = f.words;  // it is handed to the tail
       if (!columns(f) || !pairs(f)) return void(fail("too many values a block"));
       warps(f);
@@ -230,7 +230,7 @@ size_t team_workspace_bytes(const TeamPlan& plan) {
 
 double team_time(const TeamPlan& plan, DType dtype, int horizon) {
   // A hand-over, which grows with the columns, and the stream of a block's weights, which a small buffer slows down.
-  constexpr double kHandover = 0.95, kTime = 0.026, kMegabyte = 10.8, kMegabyteFloat32 = 15, kTwoSlots = 12,
+  constexpr double kHandover = 1.0, kTime = 0.022, kMegabyte = 12, kMegabyteFloat32 = 15, kTwoSlots = 12,
                    kThreeSlots = 3.5, kSample = 0.2;
   double megabytes = 0;
   for (const TeamPhase& f : plan.phases)

@@ -42,6 +42,7 @@ struct TeamPhase {
   TeamSegment segments[2];
   // epilogue
   int channels = 0, groups = 0, quads = 0;  // of a block; quads: four channels of a group
+  int counted = 0;                          // of a group's channels, by the norm: the network's own
   int passes = 1, pass_times = 0,
       log_pair_warps = 0;  // warps of a (sample, group) pair, which take so many times a pass
   uint32_t quads_magic = 0;

@@ -4,24 +4,28 @@
 
 namespace dpa::kernels::unet1d {
 
-// The next powers of two, and as many times two more as make the first level `least` wide.
+// Groups of a multiple of four channels; or, where a `least` width of the first level is given, the next powers of two,
+// and as many times two more as make it so wide.
 static Config filled_up(const Config& config, int least) {
   Config wide = config;
-  for (int i = 0; i < config.levels; i++) wide.down_dims[i] = 1 << log2_of(wide.own_dims[i] = config.down_dims[i]);
+  for (int i = 0; i < config.levels; i++) {
+    wide.own_dims[i] = config.down_dims[i];
+    wide.down_dims[i] = least > 0 ? 1 << log2_of(wide.own_dims[i]) : round_up(wide.own_dims[i], 4 * config.num_groups);
+  }
   while (wide.down_dims[0] < least)
     for (int i = 0; i < config.levels; i++) wide.down_dims[i] *= 2;
   return wide;
 }
 
 Config widths_for(const Config& config, DType dtype, int batch, int horizon, bool layers, const Device& device) {
-  // The first level's least width for the kernel of one sample, and for clusters; and the most (sample, time) columns
-  // beyond which zeros cost more than they save.
-  constexpr int kLeast[] = {128, 256}, kMostColumns = 1024;
+  // The first level's least width for the kernel of one sample, and for clusters; 0: for teams. And the most (sample,
+  // time) columns beyond which zeros cost more than they save.
+  constexpr int kLeast[] = {0, 128, 256}, kMostColumns = 4096;
   // Memory that is taken for speed: so many times the network's own, or so much; and so many times its channels.
   constexpr int64_t kMostTimes = 4, kMostBytes = 192 << 20;
-  constexpr int kMostWider = 4, kLeastKernel = 3;
+  constexpr int kMostWider = 4;
   constexpr double kFaster = 0.95;  // where the model sees no more, the network stays as it is
-  if (config.widened() || config.relu || config.kernel_size < kLeastKernel) return config;
+  if (config.widened()) return config;
   if (batch < 1 || int64_t{batch} * horizon > kMostColumns) return config;
   const auto by_layers = [&](const Plan& plan) {  // which have the network's own widths
     return layers && plan.dtype != DType::kFloat32 && layers_pay(plan, batch, horizon, device);

@@ -52,9 +52,9 @@ def packing_for(
     """Return the config and the type to pack a network by for calls of (batch, horizon) samples.
 
     On a GPU the network's own config, or ``[*its sizes, *wider widths, 0, *its widths]``, as
-    ``unet1d_pack`` takes it: the kernels of one sample and those in clusters take powers of two
-    alone. Each GroupNorm group is filled up with channels whose weights are zero, which the norms
-    do not count; the network computes what it did, in less time where that is chosen
+    ``unet1d_pack`` takes it: some kernels take powers of two alone, others groups of a multiple of
+    four channels. Each GroupNorm group is filled up with channels whose weights are zero, which the
+    norms do not count; the network computes what it did, in less time where that is chosen
     (``kernels/plans/unet1d/widths.h``). ``layers``: whether calls may run layer by layer.
     """
     if device.type != "cuda":

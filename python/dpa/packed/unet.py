@@ -106,8 +106,8 @@ class PackedUnet:
     def sized(self, batch: int, horizon: int, layers: bool = True) -> PackedUnet:
         """Return the network packed for calls of such a size: this object, or another.
 
-        On a GPU widths that are no powers of two may be widened to such (:func:`packing_for`),
-        which does not pay at every size. All serve every call. ``layers``: whether calls may run
+        On a GPU widths may be widened to such as kernels like (:func:`packing_for`), which does not
+        pay at every size. All serve every call. ``layers``: whether calls may run
         layer by layer.
         """
         layout, kind = self._packing((batch, horizon, layers))
