@@ -148,7 +148,7 @@ def test_random_channels_last(device, dtype):
     random = torch.Generator().manual_seed(7)
     draw = lambda low, high: int(torch.randint(low, high, (), generator=random))  # noqa: E731
     for _ in range(60 if device.type == "cuda" else 6):
-        groups, width, length = 2 ** draw(0, 4), 2 ** draw(1, 4) * draw(1, 20), draw(1, 40)
+        groups, width, length = 2 ** draw(0, 4), 2 ** draw(0, 4) * draw(1, 20), draw(1, 40)
         batch = draw(1, 300 if device.type == "cuda" else 4)
         channels = groups * width
         new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731

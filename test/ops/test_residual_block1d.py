@@ -132,11 +132,14 @@ SHAPES = [
     (17, 32, 128, 8, 3, 2, "both"),
     (9, 128, 128, 4, 5, 1, "shift"),
     (2, 64, 64, 16, 3, 1, "both"),
-    # Groups of no whole vectors: the channels-last normalisation reads four or two channels.
+    # Groups of no whole vectors: the channels-last normalisation reads four channels, two or one.
     (37, 96, 160, 12, 5, 8, "both"),
     (6, 80, 96, 48, 3, 8, "shift"),
     (5, 48, 48, 7, 5, 8, "both"),
-    (2, 24, 20, 6, 5, 4, "both"),  # groups that it does not take
+    (9, 40, 72, 16, 5, 8, "both"),
+    (37, 200, 120, 12, 3, 8, "shift"),
+    (2, 64, 1032, 16, 3, 8, "both"),
+    (2, 24, 20, 6, 5, 4, "both"),  # rows that it does not take
     # Input and skip: as they are, also where one ends within a chunk; joined for the backward, and
     # for both.
     (5, 128, 64, 16, 3, 8, "both", 64),

@@ -4,7 +4,7 @@
 // channels, C elements apart.
 //
 // team    the threads that own one group of one sample (plan.h): `width` of them side by side along a row, so that a
-//         thread's vector (16 bytes, or 8 or 4: plan.h) always belongs to the same channels; the rows are divided. A
+//         thread's vector (16 bytes, or less: plan.h) always belongs to the same channels; the rows are divided. A
 //         team is a warp, a part of one, or a block, and holds its group in registers: each element is read once.
 // block   several teams; teams of a warp that is shared by several own neighbouring groups
 // grid    a slice of the samples a block, as many as the processor holds at once. The backward adds the gradients of
@@ -19,19 +19,21 @@
 namespace dpa::kernels::channels_last {
 namespace {
 
-/// kSize neighbouring values, 4, 8 or 16 bytes, as they are stored. Sixteen-bit values stay packed: a thread that holds a
+/// kSize neighbouring values, 2 to 16 bytes, as they are stored. Sixteen-bit values stay packed: a thread that holds a
 /// group as floats would need twice the registers.
 template <class T, int kSize>
 struct alignas(kSize * sizeof(T)) Vector {
-  uint32_t words[kSize * sizeof(T) / 4];
+  static constexpr int kBytes = kSize * sizeof(T);
+  std::conditional_t<kBytes == 2, uint16_t, uint32_t> words[kBytes == 2 ? 1 : kBytes / 4];
 
   __device__ __forceinline__ float operator[](int i) const {
+    const uint32_t word = words[i * static_cast<int>(sizeof(T)) / 4];
     if constexpr (sizeof(T) == 4) {
-      return __uint_as_float(words[i]);
+      return __uint_as_float(word);
     } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+      return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
     } else {
-      return __half2float(__ushort_as_half(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))));
+      return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> (i % 2 * 16))));
     }
   }
 
@@ -52,7 +54,7 @@ struct alignas(kSize * sizeof(T)) Vector {
   /// From here on the compiler unpacks the words again, instead of keeping what it unpacked before.
   __device__ __forceinline__ void keep_packed() {
 #pragma unroll
-    for (uint32_t& word : words) word = ptx::held(word);
+    for (auto& word : words) word = ptx::held(word);
   }
 };
 
@@ -74,10 +76,14 @@ __device__ __forceinline__ void load_channels(float (&to)[kCount], const T* from
 
 template <int kChannels, class T>
 __device__ __forceinline__ void store_channels(T* to, const float* from) {
-  Vector<T, kChannels> vector;
+  if constexpr (kChannels == 1) {
+    *to = narrow<T>(*from);
+  } else {
+    Vector<T, kChannels> vector;
 #pragma unroll
-  for (int i = 0; i < kChannels; i += 2) vector.set_pair(i / 2, from[i], from[i + 1]);
-  *reinterpret_cast<Vector<T, kChannels>*>(to) = vector;
+    for (int i = 0; i < kChannels; i += 2) vector.set_pair(i / 2, from[i], from[i + 1]);
+    *reinterpret_cast<Vector<T, kChannels>*>(to) = vector;
+  }
 }
 
 /// A pointer moved on, or null.
@@ -358,14 +364,16 @@ __global__ void __launch_bounds__(kMaxTeam, 2) backward_kernel(GroupNormMishBack
 /// Calls `f` with a thread's channels and vectors as constants. The smaller vectors have few forms.
 template <class T, class F>
 cudaError_t dispatch_vectors(const NormPlan& plan, F&& f) {
-  return dispatch_value<8, 4, 2>(plan.owned, [&](auto owned) {
+  return dispatch_value<8, 4, 2, 1>(plan.owned, [&](auto owned) {
     const auto with = [&](auto vectors) { return f(owned, vectors); };
     if constexpr (owned.value > kWhole<T>)
       return cudaErrorInvalidValue;
     else if constexpr (owned.value == kWhole<T>)
       return dispatch_value<1, 2, 4>(plan.vectors, with);
-    else
+    else if constexpr (owned.value > 1)
       return dispatch_value<4, 8>(plan.vectors, with);
+    else
+      return dispatch_value<4, 16>(plan.vectors, with);
   });
 }
 

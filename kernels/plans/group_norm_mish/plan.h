@@ -9,15 +9,16 @@ struct NormShape {
   int64_t groups;
 };
 
-/// A team owns one group of one sample: `inner` rows of C / G neighbouring channels, read as vectors of 16 bytes, or of 8
-/// or 4 where a row is no whole number of those.
+/// A team owns one group of one sample: `inner` rows of C / G neighbouring channels, read as vectors of 16 bytes, or of a
+/// half, a quarter and so on where a row is no whole number of those, down to one channel.
 struct NormPlan {
-  int owned = 0;     // channels of a vector
-  int width = 0;     // threads along a row, a power of two; those beyond the row's vectors stay idle
-  int threads = 0;   // of a team: a power of two; one warp or less, or the whole block
-  int vectors = 0;   // that a thread holds, one a pass over threads / width rows: 1, 2 or 4; 4 or 8 of the smaller ones
-  int block = 0;     // threads of a block
-  int groups = 0;    // neighbouring groups a block works on, so that a warp reads whole sectors of narrow groups
+  int owned = 0;    // channels of a vector
+  int width = 0;    // threads along a row, a power of two; those beyond the row's vectors stay idle
+  int threads = 0;  // of a team: a power of two; one warp or less, or the whole block
+  int vectors = 0;  // that a thread holds, one a pass over threads / width rows: 1, 2 or 4; 4 or 8 of the smaller ones,
+                    // 4 or 16 of one channel
+  int block = 0;    // threads of a block
+  int groups = 0;   // neighbouring groups a block works on, so that a warp reads whole sectors of narrow groups
   int channels = 0;  // of a group
 
   bool fits() const { return threads > 0; }
@@ -36,7 +37,8 @@ struct NormPlan {
   }
 };
 
-constexpr int kWarpThreads = 32, kNormBlock = 128, kMaxTeam = 256, kMaxVectors = 4, kMaxSmallVectors = 8;
+constexpr int kWarpThreads = 32, kNormBlock = 128, kMaxTeam = 256, kMaxVectors = 4, kMaxSmallVectors = 8,
+              kMaxSingleChannels = 16;
 /// Blocks of kNormBlock threads that an H100 holds at once with 128 registers a thread: 4 on each of 132
 /// multiprocessors.
 constexpr int64_t kResidentBlocks = 528;
@@ -49,15 +51,15 @@ inline int64_t power_of_two_from(int64_t n) {
 }
 
 /// The teams for channels-last tensors of elements of `element_size` bytes that are aligned to 16; a plan that does not
-/// fit where the channels of a group are odd or a group is too large for the registers of a team.
+/// fit where rows are not aligned or a group is too large for the registers of a team.
 inline NormPlan teams(const NormShape& shape, int element_size) {
   const int64_t whole = 16 / element_size, row = shape.channels / shape.groups;
-  if (row % 2 != 0 || row == 0 || shape.inner == 0) return {};
+  if (row == 0 || shape.inner == 0) return {};
   if (shape.channels % whole != 0 || shape.channels * shape.inner > INT32_MAX)
     return {};  // offsets in a sample are ints
   int64_t vector = whole;
   while (row % vector != 0) vector /= 2;
-  const int64_t most = vector == whole ? kMaxVectors : kMaxSmallVectors;
+  const int64_t most = vector == whole ? kMaxVectors : vector > 1 ? kMaxSmallVectors : kMaxSingleChannels;
   const int64_t width = power_of_two_from(row / vector), passes = shape.inner;
   int64_t threads = power_of_two_from(width * passes);
   if (threads > kWarpThreads) threads = width > kWarpThreads ? width : kWarpThreads;
@@ -69,7 +71,7 @@ inline NormPlan teams(const NormShape& shape, int element_size) {
   plan.width = static_cast<int>(width);
   plan.threads = static_cast<int>(threads);
   plan.vectors = static_cast<int>(power_of_two_from(held()));
-  if (vector < whole && plan.vectors < kMaxVectors) plan.vectors = kMaxVectors;  // few forms are compiled
+  if (vector < whole) plan.vectors = static_cast<int>(plan.vectors <= kMaxVectors ? kMaxVectors : most);  // few forms
   plan.block = threads > kWarpThreads ? plan.threads : kNormBlock;
   plan.channels = static_cast<int>(row);
   plan.groups = 1;

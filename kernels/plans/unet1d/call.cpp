@@ -187,23 +187,19 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
 }
 
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
-  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned); of one whose groups have an odd number of
-  // channels, so that its block runs layer by layer, and of the weights that it then packs in each step; of all weights,
-  // in 16 bits, which fewer blocks read at a time where widths are no powers of two; of activations, which several
-  // kernels read and write; of multiplications. Without wgmma measured on 132 multiprocessors, which share weights and
-  // multiplications, and of odd groups not measured.
+  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned); of weights, in 16 bits, which fewer blocks
+  // read at a time where widths are no powers of two; of activations, which several kernels read and write; of
+  // multiplications. Without wgmma measured on 132 multiprocessors, which share weights and multiplications.
   struct Costs {
-    double layer, norm_apart, odd, odd_megaweights, megaweights, other_megaweights, activations, gemm;
+    double layer, norm_apart, megaweights, other_megaweights, activations, gemm;
   };
-  constexpr Costs kWgmma = {6.4, 9.5, 25, 11, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 33, 15, 1.37, 1.7, 5e-6, 6.4e-9};
+  constexpr Costs kWgmma = {6.4, 9.5, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 1.37, 1.7, 5e-6, 6.4e-9};
   const Costs& of = device.hopper ? kWgmma : kMma;
   bool powers = true;
   for (int i = 0; i < plan.config.levels; i++) powers = powers && power_of_two(plan.config.width(i).own);
   double layers = 0, values = 0;
   for (const Conv& conv : plan.convs) {
-    const int group = conv.norm >= 0 ? conv.counted / conv.groups : 0;
-    const double weights = 1e-6 * conv.channels_out * (conv.channels_in + conv.channels_skip) * conv.segments[0].taps;
-    layers += group % 2 ? of.odd + of.odd_megaweights * weights : group % 4 ? of.norm_apart : of.layer;
+    layers += conv.norm >= 0 && conv.counted / conv.groups % 4 ? of.norm_apart : of.layer;
     values += static_cast<double>(batch) * (horizon >> conv.level_out) * conv.channels_out;
   }
   return layers + of.activations * values +
