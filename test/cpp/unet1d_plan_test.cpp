@@ -225,6 +225,29 @@ TEST(Resident, ItsPartsFitTheDevice) {
   for (const int n : fitting) EXPECT_GT(n, 0);
 }
 
+// Zeros add nothing to sums of 16 bits; float32's are around a first value, and leave out channel pairs.
+TEST(Resident, NormsCountTheNetworksOwnChannels) {
+  const Device hopper = {132, 227 << 10, true};
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3})
+    for (const bool odd : {false, true}) {
+      Config config = {16, 3, {256, 512, 1024}, 5, 8, 16, 6, true};
+      const int own[] = {odd ? 200 : 208, 400, 800};
+      std::copy_n(own, 3, config.own_dims);
+      const Plan plan = make_plan(config, dtype);
+      const ResidentLayout y = resident_layout(plan, 16, hopper);
+      EXPECT_EQ(y.fits, !odd || dtype != DType::kFloat32);
+      if (!y.fits) continue;
+      for (int l = 1; l <= y.count; l++) {
+        const Conv& conv = plan.convs[l - 1];
+        const int times = 16 >> conv.level_out;
+        EXPECT_EQ(y.solo[l].inverse_count, 1.0f / static_cast<float>(times * conv.counted / 8));
+        if (dtype == DType::kFloat32) {
+          EXPECT_EQ(y.solo[l].counted * 16, conv.counted);
+        }
+      }
+    }
+}
+
 // A widened network is the wide one but for what GroupNorm counts, and takes the weights of the narrow one.
 TEST(WidenedPlan, IsThatOfItsWidthsWithTheNetworksOwnWeights) {
   for (const DType dtype : kDTypes) {

@@ -21,10 +21,11 @@ struct Maker {
   // What becomes of an output of `channels`, of which GroupNorm counts `counted`, without its messages.
   bool describe_output(SoloLayer& s, int channels, int counted, int times) const {
     const int width = channels / kSlicesIn;
-    if (!power_of_two(width) || width < 2 || counted % (2 * kSlicesIn)) return false;
+    if (!power_of_two(width) || width < 2) return false;
+    if (wide && counted % (2 * kSlicesIn)) return false;  // float32 leaves pairs out, 16 bits nothing
     s.channels = channels, s.half_log2 = log2_of(width / 2), s.pairs = pairs_of(channels, times);
     s.counted = counted / kSlicesIn / 2;
-    s.inverse_count = 0.5f / static_cast<float>(times * s.counted);
+    s.inverse_count = 1.0f / static_cast<float>(times * (counted / kSlicesIn));
     s.residual_message = s.skip_out = s.skip_in = -1;
     return true;
   }

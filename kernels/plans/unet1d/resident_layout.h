@@ -68,7 +68,7 @@ struct alignas(16) SoloLayer {
   int tap_bytes, shape, out[2];     // bytes from a tap to the next, less its steps; row tiles << 4 | column tiles
   int out_stride, last_row, scale;  // scale: float offset of the segments' scales, where weights are e4m3
   float inverse_count;              // of the values of a group
-  int counted;                      // channel pairs of a group that are values of it: the others are zero
+  int counted;                      // in float32: channel pairs of a group that are values of it, others are zero
 };
 enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
 
