@@ -55,6 +55,7 @@ def test_forward(hopper, dtype):
         ((48, 96), 7, 14),
         ((40, 72, 200), 3, 16),
         ((360, 520), 5, 8),
+        ((264, 528), 3, 96),  # too long for a team's registers
     ],
 )
 def test_groups_of_no_whole_vectors(hopper, dtype, dims, kernel, horizon, monkeypatch):

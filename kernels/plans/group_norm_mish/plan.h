@@ -1,5 +1,6 @@
 // How group_norm_mish on channels-last activations is cut into teams of threads: pure host arithmetic on sizes.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 namespace dpa::kernels {
@@ -63,7 +64,10 @@ inline NormPlan teams(const NormShape& shape, int element_size) {
   const int64_t width = power_of_two_from(row / vector), passes = shape.inner;
   int64_t threads = power_of_two_from(width * passes);
   if (threads > kWarpThreads) threads = width > kWarpThreads ? width : kWarpThreads;
-  const auto held = [&] { return (passes + threads / width - 1) / (threads / width); };
+  const auto held = [&] {
+    const int64_t at_once = std::max<int64_t>(threads / width, 1);  // rows
+    return (passes + at_once - 1) / at_once;
+  };
   while (held() > kMaxVectors && threads < kMaxTeam) threads *= 2;
   if (threads > kMaxTeam || held() > most) return {};
   NormPlan plan;

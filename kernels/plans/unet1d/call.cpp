@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/plans/group_norm_mish/plan.h"
 #include "kernels/plans/unet1d/cluster_layout.h"
 #include "kernels/plans/unet1d/phases.h"
 #include "kernels/plans/unet1d/resident_layout.h"
@@ -187,20 +188,28 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
 }
 
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
-  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned); of weights, in 16 bits, which fewer blocks
-  // read at a time where widths are no powers of two; of activations, which several kernels read and write; of
-  // multiplications. Without wgmma measured on 132 multiprocessors, which share weights and multiplications.
+  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned); of one whose norm has no plan, so that its
+  // block packs its weights in each step, and of those; of all weights, in 16 bits, which fewer blocks read at a time
+  // where widths are no powers of two; of activations, which several kernels read and write; of multiplications.
+  // Without wgmma measured on 132 multiprocessors, which share weights and multiplications, but for norms without a plan.
   struct Costs {
-    double layer, norm_apart, megaweights, other_megaweights, activations, gemm;
+    double layer, norm_apart, unplanned, packed_megaweights, megaweights, other_megaweights, activations, gemm;
   };
-  constexpr Costs kWgmma = {6.4, 9.5, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 1.37, 1.7, 5e-6, 6.4e-9};
+  constexpr Costs kWgmma = {6.4, 9.5, 25, 11, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 33, 15, 1.37, 1.7, 5e-6, 6.4e-9};
   const Costs& of = device.hopper ? kWgmma : kMma;
   bool powers = true;
   for (int i = 0; i < plan.config.levels; i++) powers = powers && power_of_two(plan.config.width(i).own);
   double layers = 0, values = 0;
   for (const Conv& conv : plan.convs) {
-    layers += conv.norm >= 0 && conv.counted / conv.groups % 4 ? of.norm_apart : of.layer;
-    values += static_cast<double>(batch) * (horizon >> conv.level_out) * conv.channels_out;
+    const int times = horizon >> conv.level_out;
+    const double weights = 1e-6 * conv.channels_out * (conv.channels_in + conv.channels_skip) * conv.segments[0].taps;
+    if (conv.norm < 0 || conv.counted / conv.groups % 4 == 0)
+      layers += of.layer;
+    else if (kernels::teams({batch, conv.counted, times, conv.groups}, /*element_size=*/2).fits())
+      layers += of.norm_apart;
+    else
+      layers += of.unplanned + of.packed_megaweights * weights;
+    values += static_cast<double>(batch) * times * conv.channels_out;
   }
   return layers + of.activations * values +
          (device.hopper ? 1 : 132.0 / device.multiprocessors) *

@@ -25,7 +25,8 @@ struct Maker {
     if (wide && counted % (2 * kSlicesIn)) return false;  // float32 leaves pairs out, 16 bits nothing
     s.channels = channels, s.half_log2 = log2_of(width / 2), s.pairs = pairs_of(channels, times);
     s.counted = counted / kSlicesIn / 2;
-    s.inverse_count = 1.0f / static_cast<float>(times * (counted / kSlicesIn));
+    const int values = times * (counted / kSlicesIn);
+    s.inverse_count = 1.0f / static_cast<float>(values);
     s.residual_message = s.skip_out = s.skip_in = -1;
     return true;
   }

@@ -30,11 +30,10 @@ Config widths_for(const Config& config, DType dtype, int batch, int horizon, boo
   const auto by_layers = [&](const Plan& plan) {  // which have the network's own widths
     return layers && plan.dtype != DType::kFloat32 && layers_pay(plan, batch, horizon, device);
   };
-  const auto time_of = [&](const Plan& plan) {
-    return path_time(plan, batch, horizon, choose_path(plan, batch, horizon, device), device);
-  };
   const Plan own = make_plan(config, dtype);
-  double best = kFaster * (by_layers(own) ? layers_time(own, batch, horizon, device) : time_of(own));
+  const Path path = choose_path(own, batch, horizon, device);
+  double best = kFaster * (by_layers(own) ? layers_time(own, batch, horizon, device)
+                                          : path_time(own, batch, horizon, path, device));
   Config chosen = config;
   for (const int least : kLeast) {
     const Config wide = filled_up(config, least);
@@ -43,8 +42,9 @@ Config widths_for(const Config& config, DType dtype, int batch, int horizon, boo
     const Plan plan = make_plan(wide, dtype);
     if (!plan.error.empty() || plan.tile_bytes > std::max(kMostBytes, kMostTimes * own.tile_bytes)) continue;
     if (!reject(plan, batch, horizon, 1).empty() || by_layers(plan)) continue;
-    const double time = time_of(plan);
-    if (time < best) best = time, chosen = wide;
+    const Path wide_path = choose_path(plan, batch, horizon, device);
+    const double time = path_time(plan, batch, horizon, wide_path, device);
+    if (wide_path != Path::kLayered && time < best) best = time, chosen = wide;
   }
   return chosen;
 }
