@@ -107,8 +107,8 @@ TEST(Shapes, NormalisationsOfTheNetworks) {
   EXPECT_FALSE(fused(64, 12, 256) || fused(64, 16, 192));
 }
 
-// Levels of half the length and other widths: each normalisation is one kernel, but for groups of an odd number of
-// channels, which go through contiguous copies.
+// Levels of half the length and other widths: each normalisation is one kernel, but for rows that are not aligned, which
+// go through contiguous copies.
 TEST(Shapes, LevelsNormaliseInOneKernel) {
   for (const int size : {2, 4})
     for (const auto& widths : {std::array<int64_t, 3>{256, 512, 1024},
@@ -117,14 +117,16 @@ TEST(Shapes, LevelsNormaliseInOneKernel) {
                                {192, 320, 640},
                                {64, 128, 256},
                                {96, 160, 480},
-                               {48, 80, 240}})
+                               {48, 80, 240},
+                               {40, 72, 200},
+                               {104, 264, 504}})
       for (const int64_t horizon : {8, 12, 16, 20, 32, 48, 64})
         for (const int64_t batch : {16, 4096})
           for (int level = 0; level < 3; ++level)
             EXPECT_TRUE(teams({batch, widths[level], horizon >> level, kGroups}, size).fits())
                 << size << " " << widths[level] << " " << horizon;
-  EXPECT_FALSE(teams({64, 40, 16, kGroups}, 2).fits());
-  EXPECT_FALSE(teams({64, 40, 16, kGroups}, 4).fits());
+  EXPECT_FALSE(teams({64, 36, 16, 6}, 2).fits());
+  EXPECT_FALSE(teams({64, 30, 16, 6}, 4).fits());
 }
 
 }  // namespace
