@@ -370,10 +370,8 @@ cudaError_t dispatch_vectors(const NormPlan& plan, F&& f) {
       return cudaErrorInvalidValue;
     else if constexpr (owned.value == kWhole<T>)
       return dispatch_value<1, 2, 4>(plan.vectors, with);
-    else if constexpr (owned.value > 1)
-      return dispatch_value<4, 8>(plan.vectors, with);
     else
-      return dispatch_value<4, 16>(plan.vectors, with);
+      return dispatch_value<kMaxVectors, (owned.value > 1 ? kMaxSmallVectors : kMaxSingleChannels)>(plan.vectors, with);
   });
 }
 

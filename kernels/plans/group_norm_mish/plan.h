@@ -11,15 +11,15 @@ struct NormShape {
 };
 
 /// A team owns one group of one sample: `inner` rows of C / G neighbouring channels, read as vectors of 16 bytes, or of a
-/// half, a quarter and so on where a row is no whole number of those, down to one channel.
+/// half, a quarter and so on where a row is no whole number of those, down to one channel. A thread holds 1, 2 or 4
+/// whole ones, 4 or 8 smaller ones, or 4 or 16 of one channel.
 struct NormPlan {
-  int owned = 0;    // channels of a vector
-  int width = 0;    // threads along a row, a power of two; those beyond the row's vectors stay idle
-  int threads = 0;  // of a team: a power of two; one warp or less, or the whole block
-  int vectors = 0;  // that a thread holds, one a pass over threads / width rows: 1, 2 or 4; 4 or 8 of the smaller ones,
-                    // 4 or 16 of one channel
-  int block = 0;    // threads of a block
-  int groups = 0;   // neighbouring groups a block works on, so that a warp reads whole sectors of narrow groups
+  int owned = 0;     // channels of a vector
+  int width = 0;     // threads along a row, a power of two; those beyond the row's vectors stay idle
+  int threads = 0;   // of a team: a power of two; one warp or less, or the whole block
+  int vectors = 0;   // that a thread holds, one a pass over threads / width rows
+  int block = 0;     // threads of a block
+  int groups = 0;    // neighbouring groups a block works on, so that a warp reads whole sectors of narrow groups
   int channels = 0;  // of a group
 
   bool fits() const { return threads > 0; }

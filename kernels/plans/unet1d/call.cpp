@@ -202,13 +202,14 @@ double layers_time(const Plan& plan, int batch, int horizon, const Device& devic
   double layers = 0, values = 0;
   for (const Conv& conv : plan.convs) {
     const int times = horizon >> conv.level_out;
-    const double weights = 1e-6 * conv.channels_out * (conv.channels_in + conv.channels_skip) * conv.segments[0].taps;
-    if (conv.norm < 0 || conv.counted / conv.groups % 4 == 0)
+    if (conv.norm < 0 || conv.counted / conv.groups % 4 == 0) {
       layers += of.layer;
-    else if (kernels::teams({batch, conv.counted, times, conv.groups}, /*element_size=*/2).fits())
+    } else if (kernels::teams({batch, conv.counted, times, conv.groups}, /*element_size=*/2).fits()) {
       layers += of.norm_apart;
-    else
+    } else {
+      const double weights = 1e-6 * conv.channels_out * (conv.channels_in + conv.channels_skip) * conv.segments[0].taps;
       layers += of.unplanned + of.packed_megaweights * weights;
+    }
     values += static_cast<double>(batch) * times * conv.channels_out;
   }
   return layers + of.activations * values +

@@ -107,8 +107,7 @@ class PackedUnet:
         """Return the network packed for calls of such a size: this object, or another.
 
         On a GPU widths may be widened to such as kernels like (:func:`packing_for`), which does not
-        pay at every size. All serve every call. ``layers``: whether calls may run
-        layer by layer.
+        pay at every size. All serve every call. ``layers``: whether calls may run layer by layer.
         """
         layout, kind = self._packing((batch, horizon, layers))
         if (layout, kind) == (self._layout, self._kind):
