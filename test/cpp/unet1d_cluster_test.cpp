@@ -27,7 +27,9 @@ TEST_P(EveryClusterLayout, TakesAFormThatHasWhatItNeeds) {
     const ClusterLayer& l = y.layers[i];
     if (y.form == ClusterForm::kWhole) EXPECT_EQ(l.ways % kWholeWays, 0) << i << ": sums of blocks that are not there";
     if (y.form == ClusterForm::kWhole || y.form == ClusterForm::kAlone) EXPECT_EQ(l.passes, 1) << i;
-    if (y.form != ClusterForm::kRounds) EXPECT_EQ(l.rounds_log2, 0) << i;
+    if (y.form < ClusterForm::kRounds) EXPECT_EQ(l.rounds_log2, 0) << i;
+    if (y.form != ClusterForm::kGroups && l.norm >= 0)
+      EXPECT_EQ(l.group_shares_log2, l.rows_log2 + l.times_log2 - 5) << i;
   }
 }
 
@@ -39,6 +41,42 @@ TEST_P(EveryClusterLayout, WritesEveryOutputOnce) {
     EXPECT_EQ(quarters.size(), count_distinct(quarters)) << "layer " << i << " writes a word twice";
     EXPECT_EQ(static_cast<int64_t>(quarters.size()) * 4, message_bytes(y.layers[i])) << i;
     EXPECT_EQ(*std::min_element(quarters.begin(), quarters.end()) * 4, y.layers[i].message) << i;
+  }
+}
+
+// Whose sums a thread adds to its own, by the kernel's rule (ClusterEpilogue::moments): those of its group and sample.
+TEST_P(EveryClusterLayout, MomentsAreOfOneGroup) {
+  constexpr int kSlots = kGroupThreads / 8;
+  for (int i = 0; i <= y.count; ++i) {
+    const ClusterLayer& l = y.layers[i];
+    if (l.norm < 0) continue;
+    const int groups = i == 0 ? plan.config.num_groups : plan.convs[i - 1].groups, width = l.channels / groups;
+    std::vector<std::pair<int, int>> of(kClusterBlocks * kSlots, {-1, -1});  // a slot's sample and group
+    for (int block = 0; block < kClusterBlocks; ++block) {
+      if (place(i, block).finisher >= l.finishers) continue;
+      for (int slot = 0; slot < kSlots; ++slot) {
+        const ThreadShare s(l, place(i, block), (slot & 3) | slot >> 2 << 5);
+        if (!s.valid) continue;
+        of[block * kSlots + slot] = {s.sample, s.channel / width};
+        EXPECT_EQ((s.channel + 15) / width, s.channel / width) << i;
+      }
+    }
+    const bool several = l.group_shares_log2 < l.shares_log2;
+    const int blocks_log2 = std::max(0, l.group_shares_log2 - l.shares_log2);
+    const int slots_log2 = l.group_shares_log2 - l.rounds_log2;
+    for (int a = 0; a < kClusterBlocks * kSlots; ++a) {
+      if (of[a].first < 0) continue;
+      for (int b = 0; b < kClusterBlocks * kSlots; ++b) {
+        if (of[b].first < 0) continue;
+        const int block = a / kSlots, other = b / kSlots;
+        const bool added = several ? block == other && (a % kSlots ^ b % kSlots) >> slots_log2 == 0
+                                   : block >> blocks_log2 == other >> blocks_log2;
+        ASSERT_EQ(added, of[a] == of[b]) << "layer " << i << ", slots " << a << " and " << b;
+      }
+    }
+    if (blocks_log2 > 0) {
+      EXPECT_GT(l.exchange_log2, 0) << i;
+    }
   }
 }
 
@@ -269,8 +307,8 @@ TEST(ClusterLayout, RefusesWhatItHasNoTilesFor) {
   EXPECT_TRUE(cluster_layout(make_plan(kNarrow, DType::kFloat8E4M3), 16, 16).fits);
   EXPECT_TRUE(cluster_layout(make_plan(kNarrow, DType::kFloat16), 16, 48).fits);
   EXPECT_FALSE(cluster_layout(make_plan(kNarrow, DType::kFloat16), 16, 128).fits);
-  for (const Config& other :
-       {Config{2, 2, {64, 128}}, Config{2, 2, {256, 768}}, Config{2, 2, {256, 512}, 5, 16}, Config{2, 1, {48}, 5, 4}})
+  for (const Config& other : {Config{2, 2, {64, 128}}, Config{2, 2, {256, 768}}, Config{2, 2, {256, 512}, 5, 32},
+                              Config{2, 2, {256, 512}, 5, 24}, Config{2, 1, {48}, 5, 4}})
     EXPECT_FALSE(cluster_layout(make_plan(other, DType::kFloat16), 16, 16).fits);
 }
 

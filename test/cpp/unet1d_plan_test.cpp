@@ -24,6 +24,8 @@ const Config kConfigs[] = {
     {8, 3, {8, 8, 16}, 5, 8, 8, 1, true},      // as many actions as channels: no residual convolution at the head
     {3, 5, {16, 32, 64, 32, 16}, 3, 8, 12, 0, true},  // as deep as it goes; narrow again
     {2, 3, {48, 96, 48}, 7, 3, 10, 5, true},          // three groups
+    {3, 2, {256, 512}, 5, 16, 16, 6, true},           // two groups a slice
+    {3, 2, {32, 96}, 3, 32, 16, 6, true},             // four, of one channel or three
 };
 
 class EveryPlan : public testing::TestWithParam<std::tuple<Config, DType>> {
@@ -76,7 +78,7 @@ TEST_P(EveryPlan, IsAChain) {
 }
 
 TEST_P(EveryPlan, SlicesCoverTheChannels) {
-  EXPECT_TRUE(plan.slices_in == 1 || plan.slices_in == plan.config.num_groups);
+  EXPECT_TRUE(plan.slices_in == 1 || (plan.slices_in == 8 && plan.config.num_groups % 8 == 0));
   for (const Conv& conv : plan.convs) {
     const Tiling t = tiling(plan, conv);
     EXPECT_EQ(t.rows * plan.slices_out, conv.channels_out);
@@ -225,7 +227,7 @@ TEST(Resident, ItsPartsFitTheDevice) {
   for (const int n : fitting) EXPECT_GT(n, 0);
 }
 
-// Zeros add nothing to sums of 16 bits; float32's are around a first value, and leave out channel pairs.
+// What a norm counts: of a group that is filled up, an odd number of channels too; of several groups in a slice, one's.
 TEST(Resident, NormsCountTheNetworksOwnChannels) {
   const Device hopper = {132, 227 << 10, true};
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3})
@@ -235,17 +237,33 @@ TEST(Resident, NormsCountTheNetworksOwnChannels) {
       std::copy_n(own, 3, config.own_dims);
       const Plan plan = make_plan(config, dtype);
       const ResidentLayout y = resident_layout(plan, 16, hopper);
-      EXPECT_EQ(y.fits, !odd || dtype != DType::kFloat32);
-      if (!y.fits) continue;
+      ASSERT_TRUE(y.fits);
       for (int l = 1; l <= y.count; l++) {
         const Conv& conv = plan.convs[l - 1];
         const int times = 16 >> conv.level_out;
         EXPECT_EQ(y.solo[l].inverse_count, 1.0f / static_cast<float>(times * conv.counted / 8));
-        if (dtype == DType::kFloat32) {
-          EXPECT_EQ(y.solo[l].counted * 16, conv.counted);
-        }
+        EXPECT_EQ(2 * y.solo[l].counted - (y.solo[l].flags & kSoloOdd ? 1 : 0), conv.counted / 8);
+        EXPECT_EQ(y.solo[l].flags >> kSoloGroupShift, y.solo[l].half_log2);
       }
+      EXPECT_EQ(y.parts, odd && dtype == DType::kFloat32);
     }
+  for (const int groups : {16, 32}) {
+    const Plan plan = make_plan({16, 3, {256, 512, 1024}, 5, groups, 16, 6, true}, DType::kFloat32);
+    const ResidentLayout y = resident_layout(plan, 16, hopper);
+    ASSERT_TRUE(y.fits);
+    for (int l = 1; l <= y.count; l++) {
+      const Conv& conv = plan.convs[l - 1];
+      if (conv.norm < 0) continue;
+      const int group_log2 = y.solo[l].flags >> kSoloGroupShift;
+      EXPECT_EQ(2 * y.solo[l].counted, conv.channels_out / conv.groups);
+      EXPECT_EQ(2 << group_log2, conv.channels_out / conv.groups);
+      EXPECT_EQ(y.solo[l].half_log2 - group_log2, log2_of(conv.groups / 8));
+    }
+    EXPECT_TRUE(y.parts);
+  }
+  for (const int groups : {4, 24, 64})
+    EXPECT_FALSE(
+        resident_layout(make_plan({16, 2, {384, 768}, 5, groups, 16, 6, true}, DType::kFloat32), 16, hopper).fits);
 }
 
 // A widened network is the wide one but for what GroupNorm counts, and takes the weights of the narrow one.

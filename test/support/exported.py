@@ -25,7 +25,9 @@ def make_policy(name, device, dtype, kind, seed=3, steps=3, **options):
     packed = kind is not LayeredLoop
     sampler = dpa.DiffusionSampler(unet, scheduler, steps, dtype, horizon=T, fused=packed)
     if packed:
-        return kind(unet, sampler.table, dtype, around).to(device), sampler, around
+        # Packed as the sampler packs it, since other widths round sums elsewhere.
+        loop = kind(unet, sampler.table, dtype, around, (B, T)).to(device)
+        return loop, sampler, around
     unet.to(dtype)  # the sampler's too
     return LayeredLoop(unet, sampler.table, around).to(device), sampler, around
 

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __gri
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see sample.cpp
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ClusterBarriers barriers;
-  __shared__ __align__(16) float2 moments[kGroupThreads / 32];
+  __shared__ __align__(16) float2 moments[kForm == ClusterForm::kGroups ? kGroupThreads / 8 : kGroupThreads / 32];
   __shared__ __align__(16) ClusterMoments exchanged;
   const ClusterLayout& y = a.layout;
   const int tid = threadIdx.x, rank = static_cast<int>(cuda::ptx::get_sreg_cluster_ctarank()),
@@ -74,7 +74,7 @@ cudaError_t allow() {
 
 cudaError_t launch_cluster_kernel(DType dtype, const ClusterArguments& a, cudaStream_t stream) {
   return dispatch_among<__nv_bfloat16, __half, __nv_fp8_e4m3>(dtype, [&](auto tag) {
-    return dispatch_value<0, 1, 2, 3>(static_cast<int>(a.layout.form), [&](auto form) {
+    return dispatch_value<0, 1, 2, 3, 4>(static_cast<int>(a.layout.form), [&](auto form) {
       using Weight = typename decltype(tag)::type;
       constexpr auto kForm = static_cast<ClusterForm>(form.value);
       if (const auto error = allow<Weight, kForm>()) return error;

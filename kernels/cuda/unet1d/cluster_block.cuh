@@ -21,7 +21,7 @@ constexpr uint32_t kUnwritten = 0xFFFFFFFF;  // no pair of rounded values, and n
 
 // What the kernel's parts leave out in a form (cluster_layout.h).
 __device__ constexpr bool in_passes(ClusterForm form) {
-  return form == ClusterForm::kPasses || form == ClusterForm::kRounds;
+  return form != ClusterForm::kAlone && form != ClusterForm::kWhole;
 }
 __device__ constexpr bool exchanges(ClusterForm form) { return form != ClusterForm::kWhole; }  // moments
 

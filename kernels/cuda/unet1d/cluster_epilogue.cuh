@@ -8,21 +8,21 @@ namespace dpa::kernels::unet1d {
 
 template <class T, ClusterForm kForm>
 struct ClusterEpilogue : ClusterEnds {
-  static constexpr bool kAlone = kForm == ClusterForm::kAlone;
-  static constexpr int kMaxRounds = kForm == ClusterForm::kRounds ? 1 << kMaxRoundsLog2 : 1;
+  static constexpr bool kAlone = kForm == ClusterForm::kAlone, kGroups = kForm == ClusterForm::kGroups;
+  static constexpr int kMaxRounds = kForm >= ClusterForm::kRounds ? 1 << kMaxRoundsLog2 : 1;
   // The values of a thread: in each round, of the first channel at both times, then of the second.
   struct Values {
     float v[kMaxRounds][4];
   };
 
-  float2 (&partial)[kGroupThreads / 32];  // moments of a warp
+  float2* const partial;  // moments of a warp; of each of its shares, where a block finishes several groups
   ClusterMoments& of_blocks;
   uint32_t phases = 0;  // a bit a barrier of sums
   uint32_t norms = 0;   // that were exchanged
   int rounds = 1;       // of the GEMM
   Values residual;
 
-  __device__ ClusterEpilogue(const ClusterRole& role, float2 (&moments)[kGroupThreads / 32], ClusterMoments& exchanged)
+  __device__ ClusterEpilogue(const ClusterRole& role, float2* moments, ClusterMoments& exchanged)
       : ClusterEnds(role), partial(moments), of_blocks(exchanged) {}
 
   // Calls f(round) for the GEMM's rounds.
@@ -97,19 +97,19 @@ struct ClusterEpilogue : ClusterEnds {
     return r;
   }
 
-  // What the norm needs of a layer; first, last: of the cluster's blocks that finish the unit.
+  // What the norm needs of a layer; first, last: of the cluster's blocks that finish the group. several: groups in a block.
   struct Norm {
-    bool film, exchanged;
+    bool film, exchanged, several = false;
     int first, last;
     float inverse_count;
-    __device__ Norm(const ClusterLayer& l, int rank)
-        : film(l.film >= 0),
-          exchanged(l.exchange_log2 > 0),
-          first(rank >> l.exchange_log2 << l.exchange_log2),
-          last(first + (1 << l.exchange_log2)),
-          inverse_count(l.inverse_count) {}
+    __device__ Norm(const ClusterLayer& l, int rank) : film(l.film >= 0), exchanged(l.exchange_log2 > 0) {
+      const int blocks_log2 = kGroups ? max(0, l.group_shares_log2 - l.shares_log2) : l.exchange_log2;
+      if (kGroups) several = l.group_shares_log2 < l.shares_log2;
+      first = rank >> blocks_log2 << blocks_log2, last = first + (1 << blocks_log2);
+      inverse_count = l.inverse_count;
+    }
   };
-  // The sum, in the order of their ranks, of what the blocks have that finish the unit. All of the cluster's exchange:
+  // The sum, in the order of their ranks, of what the blocks have that finish the group. All of the cluster's exchange:
   // whoever sends those of the norm after next has those of the next from all, who have read these before.
   __device__ __forceinline__ float2 exchange(const Norm& n, const float2& mine) {
     const uint32_t turn = norms & 1, barrier = ptx::shared_address(&barriers.moments_full[turn]);
@@ -131,34 +131,55 @@ struct ClusterEpilogue : ClusterEnds {
     return total;
   }
 
-  // Mean and inverse deviation of the block's unit; threads that finish nothing have zeros. The whole warpgroup calls,
-  // and meets.
-  __device__ __forceinline__ float2 moments(const Norm& n, const Values& x) {
+  // The sums of the thread's group, of several that the block finishes: of the slots, four lanes apart in eights, whose
+  // shares are of it; neighbours finish neighbouring shares.
+  __device__ __forceinline__ float2 sum_of_group(const ClusterLayer& l, const float2& share) {
+    const int slots_log2 = l.group_shares_log2 - l.rounds_log2, slot = warp * 4 + (lane & 3);
+    if (lane < 4) partial[slot] = share;
+    sync();
+    float2 total = {0.0f, 0.0f};
+#pragma unroll 1
+    for (int i = slot >> slots_log2 << slots_log2, end = i + (1 << slots_log2); i < end; i++)
+      total.x += partial[i].x, total.y += partial[i].y;
+    return total;
+  }
+  // Mean and inverse deviation of the group; threads that finish nothing have zeros. The whole warpgroup calls, and meets.
+  __device__ __forceinline__ float2 moments(const ClusterLayer& l, const Norm& n, const Values& x) {
     float sum = 0.0f, squares = 0.0f;
     in_rounds([&](int r) {
       const float(&v)[4] = x.v[r];
       sum += (v[0] + v[1]) + (v[2] + v[3]);
       squares += fmaf(v[0], v[0], v[1] * v[1]) + fmaf(v[2], v[2], v[3] * v[3]);
     });
+    float2 total;
+    const bool several = kGroups && n.several;
 #pragma unroll
     for (int i = 16; i; i >>= 1) {
+      if (i == 2 && several) break;  // a share's lanes are four apart
       sum += __shfl_xor_sync(~0u, sum, i);
       squares += __shfl_xor_sync(~0u, squares, i);
     }
-    if (lane == 0) partial[warp] = make_float2(sum, squares);
-    sync();
-    const float4 first = reinterpret_cast<const float4*>(partial)[0],
-                 second = reinterpret_cast<const float4*>(partial)[1];
-    float2 total = {(first.x + first.z) + (second.x + second.z), (first.y + first.w) + (second.y + second.w)};
-    if (exchanges(kForm) && (kAlone || n.exchanged)) total = exchange(n, total);
+    if (several) {
+      total = sum_of_group(l, make_float2(sum, squares));
+    } else {
+      if (lane == 0) partial[warp] = make_float2(sum, squares);
+      sync();
+      const float4 first = reinterpret_cast<const float4*>(partial)[0],
+                   second = reinterpret_cast<const float4*>(partial)[1];
+      total = {(first.x + first.z) + (second.x + second.z), (first.y + first.w) + (second.y + second.w)};
+    }
+    if (exchanges(kForm) && (kAlone || n.exchanged)) {
+      const float2 all = exchange(n, total);  // a block that finishes whole groups only hears of the others
+      if (!kGroups || n.last - n.first > 1) total = all;
+    }
     const float mean = total.x * n.inverse_count;
     return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, total.y * n.inverse_count), 0.0f) + 1e-5f));
   }
 
   // Bias is in `x` already. The whole warpgroup calls.
-  __device__ __forceinline__ void modulate(const Norm& n, const Parameters& p, Values& x, const AckTargets& acks,
-                                           bool now) {
-    const float2 m = moments(n, x);
+  __device__ __forceinline__ void modulate(const ClusterLayer& l, const Norm& n, const Parameters& p, Values& x,
+                                           const AckTargets& acks, bool now) {
+    const float2 m = moments(l, n, x);
     acknowledge(acks, now);
     in_rounds([&](int r) {
 #pragma unroll
@@ -300,7 +321,7 @@ struct ClusterEpilogue : ClusterEnds {
     clear_beyond(l, p, s, x);
     const bool early = !with_residual;
     if (normed) {
-      modulate(norm, r, x, acks, early);
+      modulate(l, norm, r, x, acks, early);
     } else {
       sync();
       if (exchanges(kForm) && norm.exchanged)
@@ -346,7 +367,7 @@ struct ClusterEpilogue : ClusterEnds {
     Values x = {}, other = {};
     if (s.valid) first_conv(l, s, x, other);
     clear_beyond(l, p, s, x);
-    modulate(Norm(l, rank), r, x, AckTargets(l, p), false);
+    modulate(l, Norm(l, rank), r, x, AckTargets(l, p), false);
     clear_beyond(l, p, s, x);
     residual = other;
     publish(target(l, p), x);

@@ -21,6 +21,10 @@ constexpr bool kBulk = false;
 constexpr int kThreads = kConsumerWarps * 32, kBlock = kThreads + kProducerWarps * 32;
 constexpr int kStageBytes = kBulk ? kBulkStageBytes : kAsyncStageBytes;
 
+/// What the kernel is compiled for: norms whose slice is one group (ResidentLayout::parts); all norms; and all of them, where
+/// the clocks of the last step go to Arguments::record.
+enum class SoloForm { kPlain, kParts, kRecord };
+
 struct Arguments : LoopArguments {
   ResidentLayout layout;
   int channels;

@@ -102,8 +102,8 @@ __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint3
   }
 }
 
-// kPairs: channel pairs that a thread finishes, at most. kRecord: see Solo.
-template <class Weight, int kPairs, bool kRecord>
+// kPairs: channel pairs that a thread finishes, at most.
+template <class Weight, int kPairs, SoloForm kForm>
 __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) uint8_t shared[];
@@ -144,23 +144,24 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
                                  0, 0};
     const Block<Weight> block = {
         a, shared, view, tid, tid / 32, tid % 32, m, k, ptx::held(ptx::shared_address(shared))};
-    if constexpr (kBulk || kPairs != 3) Solo<Weight, kPairs, kRecord>{{block}}.run();
+    if constexpr (kBulk || kPairs != 3) Solo<Weight, kPairs, kForm>{{block}}.run();
   }
 #endif
 }
 
 /// Launches the kernel for the layout's pairs, which are one of `kPairs`.
-template <class Weight, bool kRecord, int... kPairs>
+template <class Weight, SoloForm kForm, int... kPairs>
 cudaError_t launch_pairs(const Arguments& a, cudaStream_t stream) {
   LaunchConfig config(a.layout.blocks, kBlock, stream, a.layout.shared_bytes);
   return dispatch_value<kPairs...>(a.layout.pairs, [&](auto pairs) {
-    return config.cooperative().launch(resident_kernel<Weight, pairs.value, kRecord>, a);
+    return config.cooperative().launch(resident_kernel<Weight, pairs.value, kForm>, a);
   });
 }
 
 template <class Weight>
 cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
-  return launch_pairs<Weight, false, 1, 2, 3, 4>(a, stream);
+  return a.layout.parts ? launch_pairs<Weight, SoloForm::kParts, 1, 2, 3, 4>(a, stream)
+                        : launch_pairs<Weight, SoloForm::kPlain, 1, 2, 3, 4>(a, stream);
 }
 
 }  // namespace dpa::kernels::unet1d

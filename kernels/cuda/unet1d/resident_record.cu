@@ -4,8 +4,8 @@
 namespace dpa::kernels::unet1d {
 // With more pairs a thread there is no room for it.
 cudaError_t launch_recording(DType dtype, const Arguments& a, cudaStream_t stream) {
-  return dispatch_weights(dtype,
-                          [&](auto tag) { return launch_pairs<typename decltype(tag)::type, true, 1, 2>(a, stream); });
+  return dispatch_weights(
+      dtype, [&](auto tag) { return launch_pairs<typename decltype(tag)::type, SoloForm::kRecord, 1, 2>(a, stream); });
 }
 
 }  // namespace dpa::kernels::unet1d

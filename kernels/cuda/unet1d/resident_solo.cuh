@@ -14,9 +14,9 @@
 
 namespace dpa::kernels::unet1d {
 
-template <class Weight, int kPairs, bool kRecord>
-struct Solo : SoloInputs<Weight, kPairs, kRecord> {
-  using Base = SoloInputs<Weight, kPairs, kRecord>;
+template <class Weight, int kPairs, SoloForm kForm>
+struct Solo : SoloInputs<Weight, kPairs, kForm> {
+  using Base = SoloInputs<Weight, kPairs, kForm>;
   using Math = typename Base::Math;
   using PartialSums = typename Base::PartialSums;
   using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::step,

@@ -9,8 +9,7 @@
 
 namespace dpa::kernels::unet1d {
 
-// kRecord: the clocks of the last step go to Arguments::record.
-template <class Weight, int kPairs, bool kRecord>
+template <class Weight, int kPairs, SoloForm kForm>
 struct SoloInputs : Block<Weight> {
   using Base = Block<Weight>;
   using Math = typename Base::Math;
@@ -26,8 +25,12 @@ struct SoloInputs : Block<Weight> {
   const float* film = nullptr;  // of this step
   float2 v[kPairs];             // of the layer: what it makes of the messages
 
+  __device__ __forceinline__ bool of_parts() const {
+    return kForm == SoloForm::kParts || (kForm == SoloForm::kRecord && a.layout.parts);
+  }
+
   __device__ __forceinline__ void mark(int layer, Mark what) const {
-    if constexpr (kRecord) {
+    if constexpr (kForm == SoloForm::kRecord) {
       if (tid == 0 && step + 1 == a.steps)
         a.record[(blockIdx.x * (a.layout.count + 1) + layer) * kMarks + what] = static_cast<uint32_t>(clock());
     }
@@ -75,8 +78,9 @@ struct SoloInputs : Block<Weight> {
     x = all[0], y = all[2];
   }
 
-  // Mean and inverse deviation of the group. 16-bit weights: sums and sums of squares, to which channels that are not
-  // counted, all zeros, add nothing. float32: each warp around its first value, so that nothing cancels.
+  // Mean and inverse deviation of a slice that is one group. 16-bit weights: sums and sums of squares, to which channels that
+  // are not counted, all zeros, add nothing. float32: each warp around its first value, so that nothing cancels; an even
+  // number of channels is counted.
   __device__ __forceinline__ float2 moments(const float2 (&v)[kPairs], int own, const SoloLayer& l) const {
     const float inverse = l.inverse_count;
     if (kWide && (tid & ((1 << l.half_log2) - 1)) >= l.counted) own = 0;
@@ -122,6 +126,50 @@ struct SoloInputs : Block<Weight> {
       const float mean = sum_of(x) * inverse, square = fmaf(sum_of(y), inverse, kEpsilon);
       return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, square), kEpsilon)));
     }
+  }
+
+  // The same where the slice has several groups, or where an odd number of channels is counted: by shuffles among the lanes
+  // of a group. A warp that has nothing of a group leaves its place in the group's row as it was, and nobody adds it.
+  __device__ __forceinline__ float2 moments_of_parts(const float2 (&v)[kPairs], int own, const SoloLayer& l) const {
+    const int pairs = (1 << l.half_log2) - 1, group_log2 = l.flags >> kSoloGroupShift;
+    const int apart = pairs >> group_log2 << group_log2;  // bits in which threads of the slice's groups differ
+    const int counted =
+        2 * (l.counted - (tid & pairs & ~apart)) - (l.flags & kSoloOdd ? 1 : 0);  // channels from here on
+    const float pivot = __shfl_sync(~0u, v[0].x, lane & apart);
+    float sum = 0.0f, squares = 0.0f, n = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      const bool first = i < own && counted > 0, second = i < own && counted > 1;
+      const float x = first ? v[i].x - pivot : 0.0f, y = second ? v[i].y - pivot : 0.0f;
+      sum += x + y, squares = fmaf(x, x, fmaf(y, y, squares)), n += first + second;
+    }
+#pragma unroll
+    for (int i = 16; i; i >>= 1) {
+      const float more[] = {__shfl_xor_sync(~0u, sum, i), __shfl_xor_sync(~0u, squares, i), __shfl_xor_sync(~0u, n, i)};
+      if (!(i & apart)) sum += more[0], squares += more[1], n += more[2];
+    }
+    const float mean = n > 0.0f ? sum * ptx::reciprocal_approx(n) : 0.0f;
+    float4* parts = reinterpret_cast<float4*>(shared + a.layout.sums) + ((tid & pairs) >> group_log2) * kConsumerWarps;
+    // Sum, squares around the mean, mean, count.
+    if ((lane & ~apart) == 0)
+      parts[warp] = make_float4(n * (pivot + mean), fmaxf(squares - sum * mean, 0.0f), pivot + mean, n);
+    sync_consumers();
+    float4 part[kConsumerWarps];
+    float x[kConsumerWarps], y[kConsumerWarps];
+#pragma unroll
+    for (int w = 0; w < kConsumerWarps; w++) part[w] = parts[w];
+#pragma unroll
+    for (int w = 0; w < kConsumerWarps; w++) {
+      const bool others = (w ^ warp) * 32 & apart;
+      part[w].y = others ? 0.0f : part[w].y, part[w].w = others ? 0.0f : part[w].w, x[w] = others ? 0.0f : part[w].x;
+    }
+    const float all = sum_of(x) * l.inverse_count;
+#pragma unroll
+    for (int w = 0; w < kConsumerWarps; w++) {
+      const float apart_by = part[w].z - all;  // of another group: any, perhaps no number
+      y[w] = part[w].w > 0.0f ? fmaf(part[w].w * apart_by, apart_by, part[w].y) : 0.0f;
+    }
+    return make_float2(all, rsqrtf(fmaf(sum_of(y), l.inverse_count, kEpsilon)));
   }
 
   // mish(centred * inverse_deviation * gamma + beta) * scale + shift. In 16 bits few instructions one after another: with
@@ -205,7 +253,7 @@ struct SoloInputs : Block<Weight> {
     }
     mark(layer, kMessagesThere);
     if (from.norm >= 0) {
-      const float2 moment = moments(v, count, from);
+      const float2 moment = of_parts() ? moments_of_parts(v, count, from) : moments(v, count, from);
       mark(layer, kNormalised);
 #pragma unroll
       for (int i = 0; i < kPairs; i++) {

@@ -151,14 +151,16 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
       return std::max(time, read);
     }
     case Path::kClustered: {
-      // Of a layer; more where a cluster has two tiles of the first level, or four. Times are filled up.
-      constexpr double kAlone = 4.2, kBesides = 0.4, kGemm = 3.3, kTwoTiles = 0.6, kFourTiles = 4.2;
-      if (batch == 1) return std::max(kAlone * gemms, read) + kBesides * std::min(kAlone * gemms, read);
+      // Of a layer; more where a cluster has two tiles of the first level, or four, and where a slice has several groups.
+      // Times are filled up.
+      constexpr double kAlone = 4.2, kBesides = 0.4, kGemm = 3.3, kTwoTiles = 0.6, kFourTiles = 4.2, kGroups = 1.2;
+      const double groups = plan.config.num_groups > kSlices ? kGroups : 0, alone = (kAlone + groups) * gemms;
+      if (batch == 1) return std::max(alone, read) + kBesides * std::min(alone, read);
       double time = 0;
       for (int first = 0; first < batch; first += kChunkSamples) {
         const int columns = 1 << (log2_of(std::min(batch - first, kChunkSamples)) + log2_of(horizon)),
                   tiles = plan.config.down_dims[0] / kTileRows * columns / kTileColumns / kClusters;
-        time += gemms * (kGemm + (tiles > 2 ? kFourTiles : tiles > 1 ? kTwoTiles : 0)) + read;
+        time += gemms * (kGemm + groups + (tiles > 2 ? kFourTiles : tiles > 1 ? kTwoTiles : 0)) + read;
       }
       return time;
     }

@@ -7,6 +7,7 @@ namespace dpa::kernels::unet1d {
 namespace {
 
 constexpr int kMaxHeadBytes = 12 << 10;  // of the first convolution's weights in shared memory
+constexpr int kShareLog2 = 5;            // of a share's values
 
 // The tiles of a GEMM: as many samples a tile as there are columns for, and at most 1 << most_log2, but a tile for every
 // cluster.
@@ -37,7 +38,7 @@ int most_samples_log2(const Plan& plan, int chunk_log2, int times_log2) {
 
 // Who finishes what of a tile, or of neighbouring ones.
 bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
-  const int tile_log2 = log2_of(kTileRows), ways_log2 = log2_of(l.ways), share_log2 = 5;  // a share has 32 values
+  const int tile_log2 = log2_of(kTileRows), ways_log2 = log2_of(l.ways);
   l.rows_log2 = log2_of(conv.channels_out / kSlices);
   // Without moments, who finishes a part of a unit hears of its own tile's blocks alone, and may acknowledge only to
   // those (AckTargets). So a unit spans no tiles without a norm, but where a norm's blocks add the values later.
@@ -52,7 +53,7 @@ bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
   l.pair_steps_log2 = one ? l.columns_log2 - 3 : l.pairs_log2 - l.gap_log2;
   l.step_log2 = one ? 3 : l.gap_log2 + 1, l.next_log2 = one ? 1 : 0;
   const int units_log2 = l.group_log2 + l.samples_log2, peers_log2 = ways_log2 + l.span_log2;
-  const int unit_log2 = l.rows_log2 + l.times_log2 - share_log2;  // shares of a unit
+  const int unit_log2 = l.rows_log2 + l.times_log2 - kShareLog2;  // shares of a unit
   l.units = 1 << units_log2;
   // What a norm's blocks add later, they keep: it is finished as that norm's units are.
   const bool alike = conv.norm >= 0 || conv.keep;
@@ -63,8 +64,11 @@ bool choose_units(ClusterLayer& l, const Conv& conv, int horizon) {
   l.finishers = whole ? l.units >> mine_log2 : 1 << peers_log2;
   l.exchange_log2 = conv.norm >= 0 || l.span_log2 > 0 ? std::max(0, -mine_log2) : 0;
   l.rounds_log2 = std::max(0, l.shares_log2 - log2_of(kGroupThreads / 8));
+  const int groups = conv.norm >= 0 ? conv.groups : kSlices, width = conv.channels_out / groups;
+  if (!power_of_two(width) || width < 16 || groups < kSlices) return false;
+  l.group_shares_log2 = log2_of(width) + l.times_log2 - kShareLog2;
   l.inverse_count = 1.0f / static_cast<float>((horizon >> conv.level_out) *
-                                              (conv.norm >= 0 ? conv.counted / kSlices : 1 << l.rows_log2));
+                                              (conv.norm >= 0 ? conv.counted / groups : 1 << l.rows_log2));
   l.pitch = 64 << l.shares_log2;
   if (conv.norm >= 0 && mine_log2 > 0) return false;  // a block has the moments of one unit
   return l.shares_log2 >= 2 && l.rounds_log2 <= std::min<int>(kMaxRoundsLog2, l.pair_steps_log2);
@@ -130,6 +134,13 @@ bool same_output(const ClusterLayer& a, const ClusterLayer& b) {
          a.rows_log2 == b.rows_log2 && a.shares_log2 == b.shares_log2 && a.span_log2 == b.span_log2;
 }
 
+// Whether a slice is several GroupNorm groups anywhere.
+bool several_groups(const ClusterLayout& y) {
+  return std::any_of(y.layers, y.layers + y.count + 1, [](const ClusterLayer& l) {
+    return l.norm >= 0 && l.group_shares_log2 < l.rows_log2 + l.times_log2 - kShareLog2;
+  });
+}
+
 void place(ClusterLayout& y, const Plan& plan, int horizon) {
   int activations = 0;
   for (int i = 1; i <= y.count; i++) {
@@ -150,7 +161,8 @@ void place(ClusterLayout& y, const Plan& plan, int horizon) {
   y.head = take(y.head_channels > 0 ? head : 0);
   y.descriptors = take((y.count + 1) * static_cast<int>(sizeof(ClusterLayer)));
   y.buffer = take.at;
-  y.stages = std::min(kMaxClusterStages, (kClusterSharedBytes - y.buffer) / (kStageSteps * y.step_bytes));
+  y.stages = std::min(kMaxClusterStages, (kClusterSharedBytes - (several_groups(y) ? kMomentBytes : 0) - y.buffer) /
+                                             (kStageSteps * y.step_bytes));
   y.shared_bytes = y.buffer + y.stages * kStageSteps * y.step_bytes;
 }
 
@@ -159,6 +171,7 @@ ClusterForm form_of(const ClusterLayout& y, bool whole) {
   constexpr int kBlocksLog2 = 4;  // of a cluster
   auto all = [&](auto holds) { return std::all_of(y.layers, y.layers + y.count + 1, holds); };
   const bool at_once = all([](const ClusterLayer& l) { return l.passes == 1 && l.rounds_log2 == 0; });
+  if (several_groups(y)) return ClusterForm::kGroups;
   if (at_once && y.chunk_log2 == 0 && y.head_channels == 16 &&
       all([](const ClusterLayer& l) { return l.norm < 0 || l.exchange_log2 == kBlocksLog2; }))
     return ClusterForm::kAlone;
@@ -173,7 +186,7 @@ ClusterLayout layout_of_passes(const Plan& plan, int batch, int horizon, int max
   ClusterLayout y;
   const Config& c = plan.config;
   if (plan.dtype == DType::kFloat32 || batch < 1 || horizon < 1) return y;
-  if (plan.slices_in != kSlices || c.num_groups != kSlices) return y;
+  if (plan.slices_in != kSlices) return y;
   y.chunk_log2 = log2_of(std::clamp(batch, horizon <= 16 ? kMinSamples : 1, kChunkSamples));
   y.step_bytes = kTileRows * 16 * element_bytes(plan.dtype);
   // What lies behind the last time is zero; the last level has two times.
@@ -255,7 +268,7 @@ bool cluster_serves(const Plan& plan, int batch, int horizon) {
     if (c.down_dims[i] < kLeastWidth) return false;
   const ClusterLayout y = cluster_layout(plan, batch, horizon);
   if (!y.fits) return false;
-  if (batch == 1) return y.form == ClusterForm::kAlone && horizon >= kLeastAlone;
+  if (batch == 1) return (y.form == ClusterForm::kAlone || y.form == ClusterForm::kGroups) && horizon >= kLeastAlone;
   const bool whole = y.form == ClusterForm::kWhole && c.down_dims[0] == kLeastWidth && c.kernel_size < 7;
   return batch <= (whole ? kMostWhole : kChunkSamples) &&
          std::all_of(y.layers + 1, y.layers + y.count + 1,

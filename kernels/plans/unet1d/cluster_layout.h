@@ -17,7 +17,8 @@ constexpr int kMaxWords = 8 * kGroupThreads;           // of 16 bytes, that a bl
 constexpr int kMaxInputs = 48, kMaxSecondInputs = 16;  // of a pass, by segment: ClusterLayer::inputs
 constexpr int kMaxRoundsLog2 = 2;                      // shares of a thread
 constexpr int kWholeWays = 8;                          // blocks whose sums are added at once
-constexpr int kClusterSharedBytes = 114816;            // two blocks a multiprocessor, with what they have besides
+constexpr int kClusterSharedBytes = 114816;            // two blocks a multiprocessor, with what they have besides;
+constexpr int kMomentBytes = 128;                      // less where a block has moments of several groups
 
 /// What a layout needs of the kernel, which is compiled for each of these.
 enum class ClusterForm {
@@ -25,15 +26,16 @@ enum class ClusterForm {
   kWhole,   // several samples; K at once, by kWholeWays blocks or twice as many; a group finished by one block, times a
             // power of two
   kPasses,  // all of it, a share a thread
-  kRounds,  // all of it
+  kRounds,  // all of it, where a slice is one GroupNorm group
+  kGroups,  // all of it
 };
 
 /// One GEMM. A tile is 64 output channels times all times of some samples. K is the packed weights' 8 slices of input
 /// channels, of which a pass takes one or two, or a part of one; the blocks that share a tile (`ways` of them) take
 /// `passes` each, so a cluster has 16 / ways tiles, neighbours in their channels.
 ///   samples of a cluster in one GEMM contain its samples in any other with as many tiles or more.
-///   units: (GroupNorm group, sample) pairs of a tile, or of neighbouring tiles where a group spans them. A unit is a row
-///   of shares, 8 rows by two times by two channels each. The blocks that share the tiles (`peers`) finish 1 <<
+///   units: (slice, sample) pairs of a tile, or of neighbouring tiles where a slice spans them; a slice is an eighth of the
+///   channels, and one GroupNorm group, two or four. A unit is a row of shares, 8 rows by two times by two channels each. The blocks that share the tiles (`peers`) finish 1 <<
 ///   shares_log2 of them each: a whole unit where a warpgroup holds it, and then the first blocks alone; else all blocks
 ///   finish as many, a unit or a part of one, and those that have a part exchange moments.
 ///   times are a power of two, of which the last may be none of the signal's: they are zeros.
@@ -69,6 +71,7 @@ struct alignas(16) ClusterLayer {
   int16_t exchange_log2;                  // blocks that finish a unit
   int16_t pitch;                          // bytes that a finisher receives from each block
   int16_t next_peers;                     // blocks that share the next GEMM's units
+  int16_t group_shares_log2;              // of a GroupNorm group: a unit's, or half of them, a quarter
 };
 
 /// Where a layer's tile and this block's share of it lie.

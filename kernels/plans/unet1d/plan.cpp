@@ -83,7 +83,7 @@ class Builder {
   int step_weight[4];
 
   void choose_slices() {
-    bool eight = c.num_groups == 8;
+    bool eight = c.num_groups % 8 == 0;
     for (int i = 0; i < c.levels; i++) eight = eight && c.down_dims[i] % 32 == 0;
     p.slices_in = eight ? 8 : 1;
     p.slices_out = 1;

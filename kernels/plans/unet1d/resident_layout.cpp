@@ -18,15 +18,17 @@ struct Maker {
   int times(int level) const { return horizon >> level; }
   int pairs_of(int channels, int times) const { return times * channels / kSlicesIn / 2; }
 
-  // What becomes of an output of `channels`, of which GroupNorm counts `counted`, without its messages.
-  bool describe_output(SoloLayer& s, int channels, int counted, int times) const {
-    const int width = channels / kSlicesIn;
-    if (!power_of_two(width) || width < 2) return false;
-    if (wide && counted % (2 * kSlicesIn)) return false;  // float32 leaves pairs out, 16 bits nothing
-    s.channels = channels, s.half_log2 = log2_of(width / 2), s.pairs = pairs_of(channels, times);
-    s.counted = counted / kSlicesIn / 2;
-    const int values = times * (counted / kSlicesIn);
-    s.inverse_count = 1.0f / static_cast<float>(values);
+  // What becomes of an output of `channels` in `groups`, of which GroupNorm counts `counted`, without its messages.
+  bool describe_output(SoloLayer& s, int channels, int groups, int counted, int times) const {
+    const int width = channels / groups, slice = channels / kSlicesIn;
+    if (groups > kMostGroups * kSlicesIn || groups % kSlicesIn || !power_of_two(width) || width < 2 ||
+        !power_of_two(slice))
+      return false;
+    s.channels = channels, s.half_log2 = log2_of(slice / 2), s.pairs = pairs_of(channels, times);
+    const int own = counted / groups;
+    s.counted = ceil_div(own, 2), s.flags = log2_of(width / 2) << kSoloGroupShift | (own % 2 ? kSoloOdd : 0);
+    r.parts |= groups > kSlicesIn || (wide && own % 2);
+    s.inverse_count = 1.0f / static_cast<float>(times * own);
     s.residual_message = s.skip_out = s.skip_in = -1;
     return true;
   }
@@ -38,10 +40,12 @@ struct Maker {
     if (t.rows % 16 || !power_of_two(t.row_tiles) || conv.channels_out / kSlicesIn % 16) return false;
     if (t.row_tiles > (bulk ? kConsumerWarps : 2 * kConsumerWarps)) return false;
     SoloLayer& s = r.solo[i];
-    if (!describe_output(s, conv.channels_out, conv.counted, times(conv.level_out))) return false;
+    if (!describe_output(s, conv.channels_out, conv.norm >= 0 ? conv.groups : kSlicesIn, conv.counted,
+                         times(conv.level_out)))
+      return false;
     s.bias = s.other_bias = static_cast<int>(conv.bias[0]);
     s.norm = static_cast<int>(conv.norm), s.film = static_cast<int>(conv.film), s.scale = static_cast<int>(conv.scale);
-    s.flags = (conv.add ? kSoloAdd : 0) | (conv.keep ? kSoloKeep : 0);
+    s.flags |= (conv.add ? kSoloAdd : 0) | (conv.keep ? kSoloKeep : 0);
     s.skip_out = conv.skip, s.skip_in = conv.skip_in;
     s.columns = times(conv.upsample ? conv.level_in : conv.level_out);
     s.steps_per_tap = t.steps_per_tap(), s.steps_inverse = ceil_div(65536, s.steps_per_tap);
@@ -117,7 +121,7 @@ struct Maker {
     r.stash = take(units * 8);
     r.residual = take(units * 8);
     for (int i = 0; i < c.levels; i++) skips[i] = take(skip_bytes[i]);
-    r.sums = take(kConsumerWarps * 16);
+    r.sums = take((r.parts ? kMostGroups : 1) * kConsumerWarps * 16);
     r.partial = take((bulk ? 2 : 1) * kConsumerWarps * r.share * 4);
     r.head = take(taps * width * 4);
     r.head_residual = take(c.action_dim * width * 4);
@@ -183,7 +187,7 @@ ResidentLayout resident_layout(const Plan& plan, int horizon, const Device& devi
   const Config& c = plan.config;
   const bool bulk = device.hopper;
   constexpr int kMostHalo = 4;
-  if (plan.slices_in != kSlicesIn || c.num_groups != kSlicesIn) return r;
+  if (plan.slices_in != kSlicesIn) return r;
   int slices_out = plan.slices_out;
   while (!bulk && slices_out > 1 && slices_out * kSlicesIn > device.multiprocessors) slices_out /= 2, r.merged_log2++;
   if (slices_out << r.merged_log2 != plan.slices_out) return r;
@@ -194,7 +198,8 @@ ResidentLayout resident_layout(const Plan& plan, int horizon, const Device& devi
   r.count = static_cast<int>(plan.convs.size());
   Maker make = {plan, horizon, bulk, plan.dtype == DType::kFloat32, r};
   SoloLayer& head = r.solo[0];
-  if (r.halo > kMostHalo || !make.describe_output(head, c.down_dims[0], c.width(0).own, horizon)) return r;
+  if (r.halo > kMostHalo || !make.describe_output(head, c.down_dims[0], c.num_groups, c.width(0).own, horizon))
+    return r;
   head.bias = static_cast<int>(plan.head.bias), head.other_bias = static_cast<int>(plan.head.residual_bias);
   head.norm = static_cast<int>(plan.head.norm), head.film = static_cast<int>(plan.head.film);
   int most = head.pairs, rows = 1;

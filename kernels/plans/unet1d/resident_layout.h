@@ -11,7 +11,8 @@ constexpr int kMinAsyncBuffer = 6 * kAsyncStageBytes;
 constexpr int kMaxBufferBytes = 13 * kBulkStageBytes;
 constexpr int kMaxStages = kMaxBufferBytes / kAsyncStageBytes;
 constexpr int kProducerWarps = 4;  // of bulk copies a thread would do, but registers move between groups of four warps
-constexpr int kSlicesIn = 8;       // slices of the input channels are GroupNorm groups
+constexpr int kSlicesIn = 8;       // slices of the input channels
+constexpr int kMostGroups = 4;     // GroupNorm groups of a slice: one, two or four
 
 // Of a warp's partial sums in the one-sample kernel, for each channel pair a thread; on Hopper, where a block has one
 // slice of the packed tiles.
@@ -53,13 +54,13 @@ struct StreamedWeights {
   int row_tiles_log2;
 };
 
-/// One GEMM in a block's share, of 16 times its row tiles output channels and one group of input channels, with all sizes
+/// One GEMM in a block's share, of 16 times its row tiles output channels and one slice of input channels, with all sizes
 /// multiplied out: the less a block computes between layers, the faster. Bytes are of shared memory, words of messages,
 /// floats of the packed floats. The 8 warps share K alone.
 struct alignas(16) SoloLayer {
   // What becomes of the layer's output.
   int message, residual_message, channels;
-  int half_log2, pairs, bias, other_bias;  // channel pairs of a group: a power of two; of all times
+  int half_log2, pairs, bias, other_bias;  // channel pairs of a slice: a power of two; of all times
   int norm, film, skip_out, flags;         // offsets or -1
   // The layer's GEMM.
   int pitch, input, skip_in, skip_bytes;  // bytes from row to row, to time 0; of a skip's channels within a row
@@ -68,9 +69,12 @@ struct alignas(16) SoloLayer {
   int tap_bytes, shape, out[2];     // bytes from a tap to the next, less its steps; row tiles << 4 | column tiles
   int out_stride, last_row, scale;  // scale: float offset of the segments' scales, where weights are e4m3
   float inverse_count;              // of the values of a group
-  int counted;                      // in float32: channel pairs of a group that are values of it, others are zero
+  int counted;                      // channel pairs of a group that have values of it: the others are zero
 };
-enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2 };
+/// kSoloOdd: of the last counted pair one channel is a value. Above these, from kSoloGroupShift on: the binary logarithm of
+/// a group's channel pairs.
+enum SoloFlags { kSoloAdd = 1, kSoloKeep = 2, kSoloOdd = 4 };
+constexpr int kSoloGroupShift = 4;
 
 struct ResidentLayout {
   int count = 0;                       // GEMMs
@@ -92,6 +96,7 @@ struct ResidentLayout {
   int buffer = 0, stages = 0, input = 0, input_low = 0, stash = 0, residual = 0, sums = 0, partial = 0, head = 0,
       head_residual = 0, tail = 0, sample = 0, descriptors = 0;
   int shared_bytes = 0;
+  bool parts = false;  // a norm has several groups in a slice; or, in float32, counts an odd number of channels
   bool fits = false;
 };
 
