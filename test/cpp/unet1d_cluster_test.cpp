@@ -347,6 +347,16 @@ TEST(ClusterLayout, ServesBatchesThatFillFewTiles) {
   EXPECT_FALSE(cluster_serves(make_plan(kNarrow, DType::kFloat32), 16, 16));
   EXPECT_FALSE(cluster_serves(make_plan(kNarrow, DType::kFloat16), 1, 16));
   EXPECT_FALSE(cluster_serves(make_plan({2, 3, {384, 768, 1536}}, DType::kFloat16), 16, 16));
+  // One sample of several groups a slice: where samples are not filled up and tiles are few.
+  const auto one = [](std::vector<int> dims, int horizon) {
+    Config config = {2, static_cast<int>(dims.size()), {}, 5, 16};
+    std::copy(dims.begin(), dims.end(), config.down_dims);
+    return cluster_serves(make_plan(config, DType::kBFloat16), 1, horizon);
+  };
+  EXPECT_TRUE(one({512, 1024, 2048}, 64));
+  EXPECT_FALSE(one({512, 1024, 2048}, 16));
+  EXPECT_FALSE(one({256, 256, 512, 512}, 64));
+  EXPECT_FALSE(one({2048, 4096}, 64));
 }
 
 }  // namespace

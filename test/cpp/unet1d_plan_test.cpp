@@ -25,7 +25,7 @@ const Config kConfigs[] = {
     {3, 5, {16, 32, 64, 32, 16}, 3, 8, 12, 0, true},  // as deep as it goes; narrow again
     {2, 3, {48, 96, 48}, 7, 3, 10, 5, true},          // three groups
     {3, 2, {256, 512}, 5, 16, 16, 6, true},           // two groups a slice
-    {3, 2, {32, 96}, 3, 32, 16, 6, true},             // four, of one channel or three
+    {3, 2, {32, 96}, 3, 32, 16, 6, true},             // no slices: of fewer than 16 channels
 };
 
 class EveryPlan : public testing::TestWithParam<std::tuple<Config, DType>> {

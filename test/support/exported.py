@@ -26,7 +26,7 @@ def make_policy(name, device, dtype, kind, seed=3, steps=3, **options):
     sampler = dpa.DiffusionSampler(unet, scheduler, steps, dtype, horizon=T, fused=packed)
     if packed:
         # Packed as the sampler packs it, since other widths round sums elsewhere.
-        loop = kind(unet, sampler.table, dtype, around, (B, T)).to(device)
+        loop = kind(unet, sampler.table, dtype, around, size=(B, T)).to(device)
         return loop, sampler, around
     unet.to(dtype)  # the sampler's too
     return LayeredLoop(unet, sampler.table, around).to(device), sampler, around

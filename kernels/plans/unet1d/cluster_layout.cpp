@@ -268,11 +268,15 @@ bool cluster_serves(const Plan& plan, int batch, int horizon) {
     if (c.down_dims[i] < kLeastWidth) return false;
   const ClusterLayout y = cluster_layout(plan, batch, horizon);
   if (!y.fits) return false;
-  if (batch == 1) return (y.form == ClusterForm::kAlone || y.form == ClusterForm::kGroups) && horizon >= kLeastAlone;
+  const bool few_tiles = std::all_of(y.layers + 1, y.layers + y.count + 1,
+                                     [](const ClusterLayer& l) { return 1 << l.tiles_log2 <= kMostTiles; });
+  if (batch == 1) {
+    const bool alone =
+        y.form == ClusterForm::kAlone || (y.form == ClusterForm::kGroups && y.chunk_log2 == 0 && few_tiles);
+    return alone && horizon >= kLeastAlone;
+  }
   const bool whole = y.form == ClusterForm::kWhole && c.down_dims[0] == kLeastWidth && c.kernel_size < 7;
-  return batch <= (whole ? kMostWhole : kChunkSamples) &&
-         std::all_of(y.layers + 1, y.layers + y.count + 1,
-                     [](const ClusterLayer& l) { return 1 << l.tiles_log2 <= kMostTiles; });
+  return batch <= (whole ? kMostWhole : kChunkSamples) && few_tiles;
 }
 
 }  // namespace dpa::kernels::unet1d

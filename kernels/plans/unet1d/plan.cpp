@@ -83,8 +83,9 @@ class Builder {
   int step_weight[4];
 
   void choose_slices() {
+    // Of several groups, slices that would be filled up to 16 channels serve phases and teams worse than fewer slices.
     bool eight = c.num_groups % 8 == 0;
-    for (int i = 0; i < c.levels; i++) eight = eight && c.down_dims[i] % 32 == 0;
+    for (int i = 0; i < c.levels; i++) eight = eight && c.down_dims[i] % (c.num_groups == 8 ? 32 : 128) == 0;
     p.slices_in = eight ? 8 : 1;
     p.slices_out = 1;
     if (!eight) return;
