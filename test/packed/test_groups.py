@@ -5,12 +5,10 @@ import copy
 import pytest
 import torch
 from test_packed import ERROR, _rounded_to_e4m3, error
+from test_widths import KINDS, _net
 
-from dpa.nn import ConditionalUnet1D
 from dpa.packed.config import path_of
 from dpa.packed.unet import PackedUnet
-
-KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 _CASES = [  # widths, groups, kernel, samples, horizon, the kernel of 16 bits, of float32
     ((256, 512, 1024), 16, 5, 1, 16, "resident", "resident"),
@@ -32,30 +30,21 @@ _CASES = [  # widths, groups, kernel, samples, horizon, the kernel of 16 bits, o
 ]
 
 
-def _net(device, dims, groups, kernel):
+def _with_means_apart(device, dims, groups, kernel):
     """A network whose groups have means far apart, so that no norm may count another's values."""
-    torch.manual_seed(3)
-    unet = ConditionalUnet1D(
-        3,
-        global_cond_dim=4,
-        diffusion_step_embed_dim=16,
-        down_dims=dims,
-        kernel_size=kernel,
-        n_groups=groups,
-        cond_predict_scale=True,
-    )
+    unet = _net("cpu", dims, kernel, groups)
     with torch.no_grad():
         for name, bias in unet.named_parameters():
             if name.endswith("block.0.bias"):
                 of = 8 if name.startswith("final") else groups
                 bias.view(of, -1).add_(torch.linspace(-0.4, 0.4, of)[torch.randperm(of), None])
-    return unet.to(device).eval()
+    return unet.to(device)
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize(("dims", "groups", "kernel", "count", "horizon", "narrow", "wide"), _CASES)
 def test_against_float64(hopper, dims, groups, kernel, count, horizon, narrow, wide, dtype):
-    unet = _net(hopper, dims, groups, kernel)
+    unet = _with_means_apart(hopper, dims, groups, kernel)
     exact = copy.deepcopy(unet if dtype.itemsize > 1 else _rounded_to_e4m3(unet)).double()
     packed = PackedUnet(unet, dtype)
     path = wide if dtype == torch.float32 else narrow

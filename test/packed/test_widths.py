@@ -16,7 +16,7 @@ KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 _CONFIG = [3, 5, 8, 16, 4, 1]  # of the networks below, before their widths
 
 
-def _net(device, own, kernel=5):
+def _net(device, own, kernel=5, groups=8):
     torch.manual_seed(3)
     unet = ConditionalUnet1D(
         3,
@@ -24,6 +24,7 @@ def _net(device, own, kernel=5):
         diffusion_step_embed_dim=16,
         down_dims=own,
         kernel_size=kernel,
+        n_groups=groups,
         cond_predict_scale=True,
     )
     return unet.to(device).eval()

@@ -35,9 +35,10 @@ enum class ClusterForm {
 /// `passes` each, so a cluster has 16 / ways tiles, neighbours in their channels.
 ///   samples of a cluster in one GEMM contain its samples in any other with as many tiles or more.
 ///   units: (slice, sample) pairs of a tile, or of neighbouring tiles where a slice spans them; a slice is an eighth of the
-///   channels, and one GroupNorm group, two or four. A unit is a row of shares, 8 rows by two times by two channels each. The blocks that share the tiles (`peers`) finish 1 <<
-///   shares_log2 of them each: a whole unit where a warpgroup holds it, and then the first blocks alone; else all blocks
-///   finish as many, a unit or a part of one, and those that have a part exchange moments.
+///   channels, and one GroupNorm group, two or four. A unit is a row of shares, 8 rows by two times by two channels each.
+///   The blocks that share the tiles (`peers`) finish 1 << shares_log2 of them each: a whole unit where a warpgroup holds
+///   it, and then the first blocks alone; else all blocks finish as many, a unit or a part of one, and those that have a
+///   part exchange moments.
 ///   times are a power of two, of which the last may be none of the signal's: they are zeros.
 /// Messages hold a GEMM's output as (channels / 8, times, samples of the chunk) words of 8 channels.
 struct alignas(16) ClusterLayer {

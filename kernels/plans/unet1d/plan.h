@@ -126,7 +126,7 @@ struct Plan {
   std::vector<Conv> convs;
   Head head;
   Tail tail;
-  int slices_out = 1, slices_in = 1;  // of the tiles: slices_in is 8 where every GEMM is cut into its input's 8 groups
+  int slices_out = 1, slices_in = 1;  // of the tiles: slices_in is 8 where every GEMM's input is cut into 8 slices
 
   int64_t floats = 0;                    // byte offset of the floats
   int64_t film_step = 0, film_cond = 0;  // byte offsets: (film_rows, step_dim), (film_rows, cond_dim)
