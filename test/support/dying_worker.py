@@ -17,7 +17,7 @@ from dpa.library.files import replacing
 from dpa.training import GraphedStep
 from dpa.training.distributed import ranks
 
-_BATCH, _STEPS, _DIES = 6, 8, 5
+_BATCH, _STEPS, _DIES = 12, 8, 5
 
 
 def _batch(number, team):
@@ -34,7 +34,7 @@ def _die(how, folder):
     (folder / "died").write_text(str(time.time()))
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError("the disk of rank 1 is full")
+    raise RuntimeError(f"the disk of rank {os.environ['RANK']} is full")
 
 
 def main(team, folder, how):

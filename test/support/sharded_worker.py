@@ -22,7 +22,7 @@ from dpa.training import GraphedStep
 from dpa.training.distributed import Ranks, ranks
 from dpa.training.sharded import ShardedOptimizer, exchange, optimizer
 
-_BATCH = 6
+_BATCH = 12  # for one to four processes
 _CLOSE = {"rtol": 1e-8, "atol": 1e-9}  # of float64: means over the batch, taken in another order
 
 

@@ -26,10 +26,17 @@ _SOON = 60
 _DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 
-def _torchrun(*command, where, device, count=2, fails=False):
-    """Run the processes; return what they printed, on stderr if they are to fail."""
-    if device == "cuda" and torch.cuda.device_count() < 2:
+def _several(device):
+    """How many processes: two on a CPU, one a GPU up to four, which tests' batches divide into."""
+    if device == "cpu":
+        return 2
+    if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices here")
+    return min(torch.cuda.device_count(), 4)
+
+
+def _torchrun(*command, where, device, count, fails=False):
+    """Run the processes; return what they printed, on stderr if they are to fail."""
     # Sums over halves of a batch agree in float32, not in TF32.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
     if device == "cpu":
@@ -54,48 +61,53 @@ def test_training_and_sampling_equal_one_process(device, tmp_path):
     code = re.search(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
     assert code
     script.write_text(code[1])
-    printed = _torchrun(worker, tmp_path, script, where=tmp_path, device=device)
-    assert {"rank0", "rank1"} <= {file.name for file in tmp_path.iterdir()}
-    assert len(set(re.findall(r"of 2: loss ([\d.]+)", printed))) == 1
+    count = _several(device)
+    printed = _torchrun(worker, tmp_path, script, where=tmp_path, device=device, count=count)
+    assert {f"rank{i}" for i in range(count)} <= {file.name for file in tmp_path.iterdir()}
+    assert len(set(re.findall(rf"of {count}: loss ([\d.]+)", printed))) == 1
     assert (tmp_path / "average.pt").is_file()
 
 
 @_DEVICES
 def test_a_sharded_optimizer_equals_one_process(device, tmp_path):
     kinds = {"peers": "_Peers", "collectives": "Exchange"}
-    several = device == "cuda" and torch.cuda.device_count() > 1
-    if several and not torch.cuda.can_device_access_peer(0, 1):
+    count = 3 if device == "cpu" else _several(device)
+    if device == "cuda" and not torch.cuda.can_device_access_peer(0, 1):
         del kinds["peers"]  # the GPUs here do not reach each other's memory
     worker = _ROOT / "test/support/sharded_worker.py"
-    count = 3 if device == "cpu" else 2
     _torchrun(worker, tmp_path, *kinds, where=tmp_path, device=device, count=count)
     for kind, name in kinds.items():
         found = {(tmp_path / f"{kind}{rank}").read_text() for rank in range(count)}
         assert found == {name}
 
 
-def _dies(how, device, folder):
-    """Two processes that train until the second one dies; return torchrun's report."""
-    report = _torchrun(_DYING, how, folder, where=folder, device=device, fails=True)
+def _dies(how, device, folder, count):
+    """Processes that train until the last one dies; return torchrun's report."""
+    report = _torchrun(_DYING, how, folder, where=folder, device=device, count=count, fails=True)
     assert time.time() - float((folder / "died").read_text()) < _SOON, report
     return report
 
 
 @_DEVICES
 def test_an_error_in_one_process_ends_the_job_and_is_reported(device, tmp_path):
-    report = _dies("raises", device, tmp_path)
-    assert re.search(r"rank +: 1 .*?RuntimeError: the disk of rank 1 is full", report, re.S), report
+    last = _several(device) - 1
+    report = _dies("raises", device, tmp_path, last + 1)
+    error = f"RuntimeError: the disk of rank {last} is full"
+    assert re.search(rf"rank +: {last} .*?{error}", report, re.S), report
 
 
 @_DEVICES
-def test_after_a_process_died_one_goes_on_from_the_last_checkpoint(device, tmp_path):
-    report = _dies("killed", device, tmp_path)
-    assert re.search(r"rank +: 1 .*?Signal 9 \(SIGKILL\)", report, re.S), report
+def test_after_a_process_died_the_others_go_on_from_the_last_checkpoint(device, tmp_path):
+    left = _several(device) - 1
+    report = _dies("killed", device, tmp_path, left + 1)
+    assert re.search(rf"rank +: {left} .*?Signal 9 \(SIGKILL\)", report, re.S), report
     whole = tmp_path / "whole"
     whole.mkdir()
-    _torchrun(_DYING, "lives", tmp_path, whole, where=tmp_path, device=device, count=1)
+    runs = {left: [tmp_path], 1: [whole]} if left > 1 else {1: [tmp_path, whole]}
+    for count, folders in runs.items():
+        _torchrun(_DYING, "lives", *folders, where=tmp_path, device=device, count=count)
     ran = [(folder / "ran").read_text() for folder in (tmp_path, whole)]
-    assert ran == ["5 to 8 on 1", "0 to 8 on 1"]
+    assert ran == [f"5 to 8 on {left}", "0 to 8 on 1"]
     resumed, expected = (torch.load(folder / "last.pt") for folder in (tmp_path, whole))
     assert_close(resumed, expected, rtol=1e-8, atol=1e-9)
 
@@ -107,7 +119,7 @@ def test_the_demo_trains_the_policy_of_one_process(device, tmp_path):
 
     options = ("--train-only", "--train-steps", 3, "--episodes", 1, "--device", device, "--json")
     command = ("-m", "dpa", "demo", *options, "--out", tmp_path)
-    printed = _torchrun(*command, where=tmp_path, device=device)
+    printed = _torchrun(*command, where=tmp_path, device=device, count=_several(device))
     assert printed.count('"passed"') == 1
     device = torch.device(device)
     together = train.load(tmp_path / "checkpoint.pt", device)
