@@ -235,9 +235,10 @@ bool try_stem(int index) {
   const int batch = pick(1, 2), in_height = pick(20, 40), in_width = pick(20, 40), groups = pick(0, 1) * 2,
             out = groups ? 32 : 64;
   const bool bytes = pick(0, 1), last = pick(0, 1), antialias = pick(0, 1);
-  const int resized_height = pick(12, 30), resized_width = pick(12, 30), height = resized_height - pick(0, 3),
-            width = resized_width - pick(0, 3), top = pick(0, resized_height - height),
-            left = pick(0, resized_width - width);
+  const bool as_it_is = pick(0, 1);
+  const int resized_height = as_it_is ? in_height : pick(12, 30), resized_width = as_it_is ? in_width : pick(12, 30),
+            height = resized_height - pick(0, 3), width = resized_width - pick(0, 3),
+            top = pick(0, resized_height - height), left = pick(0, resized_width - width);
   std::vector<float> image(static_cast<size_t>(batch) * 3 * in_height * in_width);
   std::vector<uint8_t> image_bytes(image.size());
   for (size_t i = 0; i < image.size(); i++) image_bytes[i] = pick(0, 255), image[i] = image_bytes[i] / 255.0f;
@@ -315,10 +316,11 @@ bool try_stem(int index) {
     all.messages = moments.at, all.message_pieces = static_cast<int64_t>(plan.moment_words(cells) * 4 + 15) / 16;
     run(3, 128, [&] {
       device::zero_messages(all, device::block() * kThreads + device::thread(), device::blocks() * kThreads);
+      const bool resized = p.height != p.resized_height || p.width != p.resized_width;
       if (bytes)
-        device::preprocess<T, uint8_t>(p);
+        resized ? device::preprocess<T, uint8_t, true>(p) : device::preprocess<T, uint8_t, false>(p);
       else
-        device::preprocess<T, float>(p);
+        resized ? device::preprocess<T, float, true>(p) : device::preprocess<T, float, false>(p);
     });
     by_tiling(tiling, [&](auto config) {
       run(plan.blocks(), shared_bytes(kTilings[tiling]),

@@ -7,26 +7,29 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpa.packed import joint_encoders
+from dpa.packed.encoder_program import EncoderProgram
 from dpa.packed.joint_encoders import EncoderCall, JointEncoders
 from dpa.tracking import is_dispatched
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """How many calls ran together, each time. Features are means of the images times a weight."""
+    """How many calls ran together, each time. Programs make means of images times a weight."""
     found = []
 
     def run_alike(calls):
         assert len({call.kind for call in calls}) == 1
         found.append(len(calls))
-        return [call.images.mean((2, 3)) * call.packed for call in calls]
+        return [call.images.mean((2, 3)) for call in calls]
 
     monkeypatch.setattr(joint_encoders, "run_alike", run_alike)
     return found
 
 
 def _call(weight, size=4, config=(3, 1), constants=(0.0,), images=None):
-    program = types.SimpleNamespace(config=list(config))
+    program = types.SimpleNamespace(
+        config=list(config), result=lambda x, _, out: out.copy_(x * weight)
+    )
     images = torch.rand(2, 3, size, size) if images is None else images
     packed = torch.tensor(float(weight))
     call = EncoderCall(program, images, packed, list(constants), torch.float32, None, None)
@@ -89,6 +92,20 @@ def test_an_error_leaves_nothing_waiting(runs):
         _put_off(joint, _call(2)[0])
         raise ValueError("mine")
     assert not runs and JointEncoders.entered() is None
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_features_are_written_where_they_are_wanted(hooked):
+    linear, relu, calls = torch.nn.Linear(3, 4), torch.nn.ReLU(), []
+    program = EncoderProgram([3], tail=[linear, relu])
+    if hooked:
+        relu.register_forward_hook(lambda *_: calls.append(1))
+    x, out = torch.randn(5, 3), torch.full((5, 4), torch.nan)
+    with torch.no_grad():
+        assert program.result(x, torch.float32, out) is out
+        assert len(calls) == hooked
+        assert torch.equal(out, program.result(x, torch.float32))
+    assert (out == 0).any() and (out > 0).any()
 
 
 def test_the_mode_is_no_observer():

@@ -10,14 +10,14 @@ namespace {
 
 constexpr int kZerosOfAThread = 8;
 
-template <class T, class S>
+template <class T, class S, bool kResized>
 __global__ void __launch_bounds__(kThreads) preprocess_kernel(const __grid_constant__ Preprocesses a) {
 #if __CUDA_ARCH__ >= 800
   device::dependency_trigger();
   device::dependency_sync();
   device::zero_messages(a, (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kThreads + threadIdx.x,
                         int64_t{gridDim.x} * gridDim.y * kThreads);
-  device::preprocess<T, S>(a.items[blockIdx.y]);
+  device::preprocess<T, S, kResized>(a.items[blockIdx.y]);
 #endif
 }
 
@@ -32,10 +32,14 @@ cudaError_t launch_to(const Preprocesses& a, bool dependent, cudaStream_t stream
     return dependent ? launch_dependent(kernel, blocks, kThreads, stream, a)
                      : launch(kernel, blocks, kThreads, stream, a);
   };
+  const bool resized = p.height != p.resized_height || p.width != p.resized_width;
   switch (p.pixel) {
-    case Pixel::kUint8: return go(preprocess_kernel<T, uint8_t>);
-    case Pixel::kFloat32: return go(preprocess_kernel<T, float>);
-    case Pixel::kBFloat16: return go(preprocess_kernel<T, uint16_t>);
+    case Pixel::kUint8:
+      return resized ? go(preprocess_kernel<T, uint8_t, true>) : go(preprocess_kernel<T, uint8_t, false>);
+    case Pixel::kFloat32:
+      return resized ? go(preprocess_kernel<T, float, true>) : go(preprocess_kernel<T, float, false>);
+    case Pixel::kBFloat16:
+      return resized ? go(preprocess_kernel<T, uint16_t, true>) : go(preprocess_kernel<T, uint16_t, false>);
   }
   return cudaErrorInvalidValue;
 }

@@ -11,7 +11,7 @@ struct Taps {
   int first, count;
   float centre, inverse_scale, factor;
   DPA_DEVICE Taps(int at, int size, int resized, bool antialias) {
-    if (size == resized) {  // most images: no tap of weight zero is loaded
+    if (size == resized) {  // the other side is resized: no tap of weight zero is loaded
       first = at, count = 1, centre = static_cast<float>(at) + 0.5f, inverse_scale = factor = 1.0f;
       return;
     }
@@ -50,12 +50,24 @@ DPA_DEVICE float value_of(const S& x) {
     return unpack(BFloat16{}, x).x;
 }
 
-// All channels of a pixel of the cropped, normalised image.
+// All channels of a pixel that lies at `at`, normalised.
 template <class S, int kChannels>
-DPA_DEVICE void pixel(const Preprocess& p, int n, int y, int x, float (&to)[kChannels]) {
+DPA_DEVICE void pixel_at(const Preprocess& p, const S* at, float (&to)[kChannels]) {
+#pragma unroll
+  for (int c = 0; c < kChannels; c++)
+    to[c] = kChannels == 3 || c < p.channels ? (value_of(at[c * p.stride_c]) - p.mean[c]) * p.inverse_std[c] : 0.0f;
+}
+template <class S>
+DPA_DEVICE const S* place_of(const Preprocess& p, int n, int y, int x) {
+  return static_cast<const S*>(p.image) + n * p.stride_n + (y + p.top) * p.stride_y + (x + p.left) * p.stride_x;
+}
+
+// All channels of a pixel of the resized, cropped, normalised image.
+template <class S, int kChannels>
+DPA_DEVICE void resized_pixel(const Preprocess& p, int n, int y, int x, float (&to)[kChannels]) {
+  const S* base = static_cast<const S*>(p.image) + n * p.stride_n;
   const Taps rows(y + p.top, p.height, p.resized_height, p.antialias),
       columns(x + p.left, p.width, p.resized_width, p.antialias);
-  const S* base = static_cast<const S*>(p.image) + n * p.stride_n;
 #pragma unroll
   for (int c = 0; c < kChannels; c++) to[c] = 0.0f;
 #pragma unroll 1
@@ -84,8 +96,9 @@ DPA_DEVICE void zero_messages(const Preprocesses& a, int64_t first, int64_t step
 }
 
 // A thread: a pixel of the output, or a cell of 2 x 2 pixels (12 channels, in rows of pixels), for a 7 x 7 filter of
-// stride 2 as one of 4 x 4. What of a cell lies outside is zero, as padding is.
-template <class T, class S>
+// stride 2 as one of 4 x 4. What of a cell lies outside is zero, as padding is. Where nothing is resized, the loads of a
+// cell do not wait for one another: outside they are of a pixel inside.
+template <class T, class S, bool kResized>
 DPA_DEVICE void preprocess(const Preprocess& p) {
   const int side = p.cells ? 2 : 1, height = (p.crop_height + side - 1) / side,
             width = (p.crop_width + side - 1) / side;
@@ -95,20 +108,30 @@ DPA_DEVICE void preprocess(const Preprocess& p) {
     uint4* to = static_cast<uint4*>(p.out);
     if (!p.cells) {
       float value[4], padded[T::kElements] = {};
-      pixel<S, 4>(p, n, y, x, value);
+      if constexpr (kResized)
+        resized_pixel<S>(p, n, y, x, value);
+      else
+        pixel_at(p, place_of<S>(p, n, y, x), value);
 #pragma unroll
       for (int c = 0; c < 4; c++) padded[c] = value[c];
       store_16(to + i, narrow<T>(padded));
       continue;
     }
+    const bool below = 2 * y + 1 < p.crop_height, right = 2 * x + 1 < p.crop_width;
     float cell[16] = {};
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       float value[3];
-      if (2 * y + k / 2 >= p.crop_height || 2 * x + k % 2 >= p.crop_width) continue;
-      pixel<S, 3>(p, n, 2 * y + k / 2, 2 * x + k % 2, value);
+      const bool inside = (k < 2 || below) && (k % 2 == 0 || right);
+      if constexpr (kResized) {
+        if (!inside) continue;
+        resized_pixel<S>(p, n, 2 * y + k / 2, 2 * x + k % 2, value);
+      } else {
+        const int64_t down = k >= 2 && below ? p.stride_y : 0, across = k % 2 && right ? p.stride_x : 0;
+        pixel_at(p, place_of<S>(p, n, 2 * y, 2 * x) + down + across, value);
+      }
 #pragma unroll
-      for (int c = 0; c < 3; c++) cell[3 * k + c] = value[c];
+      for (int c = 0; c < 3; c++) cell[3 * k + c] = inside ? value[c] : 0.0f;
     }
     constexpr int kPieces = (12 + T::kElements - 1) / T::kElements;
 #pragma unroll

@@ -77,7 +77,7 @@ bool make_plan(const Shape& s, int tiling, int splits, ConvPlan& plan) {
 // Fitted to 2800 plans measured on an H200, from 6 to 550 us: a typical error of 10 % near the best ones; the layers that it
 // chooses take 1 to 3 % longer than the best ones. L2 delivers 90 bytes a clock to a multiprocessor, 3500 to all; shared
 // memory 68. Tensor cores multiply 1670 pairs of 16 bits a clock by wgmma and 1190 by mma.sync; a block alone, where no
-// other hides its latency, does less of it, the less the smaller its tile is.
+// other hides its latency, does less of it, but for tiles of 128 columns, the less the smaller its tile is.
 double clocks_of(const Shape& s, const ConvPlan& plan, const Device& device, int networks) {
   const Tiling& t = kTilings[plan.tiling];
   const int steps = ceil_div(plan.stages, plan.splits * t.warps_k);  // of a team
@@ -92,7 +92,7 @@ double clocks_of(const Shape& s, const ConvPlan& plan, const Device& device, int
                                                 device.multiprocessors / resident;
   double rate = t.wgmma ? 1670 : 1190;
   if (s.dtype == DType::kFloat32) rate /= t.wgmma ? 2.11 : 2.21;
-  if (together == 1) rate *= t.wgmma ? (t.m_tiles * t.n_tiles > 4 ? 0.81 : 0.65) : 0.4;
+  if (together == 1) rate *= t.wgmma ? (t.n_tiles > 4 ? 1.0 : t.m_tiles > 1 ? 0.81 : 0.65) : 0.4;
   double one = std::max(bytes * together / 90, bytes * std::min(blocks, resident) / 3490);
   const bool large = t.warps_m * t.warps_n * t.warps_k * t.m_tiles * t.n_tiles >= 32;
   if (t.wgmma || large) one = std::max(one, pairs * together / rate);

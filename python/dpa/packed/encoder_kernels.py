@@ -11,7 +11,7 @@ from torch import Tensor
 from dpa.nn.image_encoder import Encoder, NotAnEncoder
 from dpa.packed.encoder import crop_of, padded
 from dpa.packed.encoder_program import EncoderProgram
-from dpa.packed.joint_encoders import EncoderCall, JointEncoders, run_alike
+from dpa.packed.joint_encoders import EncoderCall, JointEncoders
 from dpa.tracking import WeightTracker
 
 _memories = itertools.count(1)
@@ -97,8 +97,7 @@ class EncoderOnCpu(_OneOp):
                 with self.weights.remembered():
                     self._packed = self._pack()
             held = self._packed  # which a call keeps
-        (result,) = run_alike([self._call(images, *held)])
-        return result
+        return self._call(images, *held).run()
 
 
 class EncoderKernels(_OneOp):
@@ -155,14 +154,13 @@ class EncoderKernels(_OneOp):
             return result
 
     def _launch(self, images: Tensor) -> Tensor:
-        (result,) = run_alike([self._call(images, *self._packed)])
-        return result
+        return self._call(images, *self._packed).run()
 
     def _in_capture(self, call: EncoderCall, shape: torch.Size) -> Tensor:
         """Run a call, or leave it to encoders that share its launches."""
         joint, made = JointEncoders.entered(), self._made.get(shape)
         if joint is None or made is None:
-            return run_alike([call])[0]
+            return call.run()
         shape, stride, dtype = made
         return joint.put_off(
             call, torch.empty_strided(shape, stride, dtype=dtype, device=call.images.device)

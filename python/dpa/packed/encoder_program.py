@@ -20,6 +20,7 @@ from dpa.nn.image_encoder import (
     folded,
     name_of,
 )
+from dpa.nn.plain import is_changed
 
 _CONV, _MAX_POOL, _AVERAGE_POOL, _KEYPOINTS = range(4)  # StepKind of kernels/plans/conv2d/network.h
 _MOST_CHANNELS, _MOST_TAPS = 4, 15
@@ -110,16 +111,18 @@ class EncoderProgram:
             found.append(weight.new_zeros(channels) if shift is None else shift)
         return [tensor.detach().float().contiguous() for tensor in found]
 
-    def result(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the encoder's features from the op's result."""
+    def result(self, x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Return the encoder's features from the op's result, in ``out`` where it is given."""
         x = x.to(dtype)
         if self.keypoints is not None:
             self.keypoints.keep(x)
         if self._pooled:
             x = x[:, :, None, None]
-        for layer in self.tail:
+        for i, layer in enumerate(self.tail, 1):
+            if out is not None and i == len(self.tail) and _is_relu(layer):
+                return torch.clamp_min(x, 0.0, out=out)  # a kernel less
             x = layer(x)
-        return x
+        return x if out is None else out.copy_(x)
 
     def _step(self, layer: Any, at: int) -> int | None:
         """Add a layer that reads feature map ``at``; return its output's number, or None."""
@@ -179,6 +182,10 @@ class EncoderProgram:
 
 def _one(size: int | tuple[int, int]) -> int:
     return size if isinstance(size, int) else size[0]
+
+
+def _is_relu(layer: Any) -> bool:
+    return type(layer) is nn.ReLU and not is_changed(layer)
 
 
 def _is_plain(pool: nn.MaxPool2d) -> bool:

@@ -26,6 +26,14 @@ class EncoderCall:
     size: tuple[int, ...] | None
     crop: tuple[int, ...] | None
 
+    def run(self) -> Tensor:
+        """Return the encoder's features."""
+        return self.features(*run_alike([self]))
+
+    def features(self, result: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the encoder's features from the op's result, in ``out`` where it is given."""
+        return self.program.result(result, self.images.dtype, out)
+
     @property
     def kind(self) -> Hashable:
         """What calls have in common that may be one."""
@@ -35,16 +43,12 @@ class EncoderCall:
 
 
 def run_alike(calls: Sequence[EncoderCall]) -> list[Tensor]:
-    """Run calls of one kind by one call of the op; return the encoders' features."""
+    """Run calls of one kind by one call of the op; return what the programs make features of."""
     first = calls[0]
     config, constants = first.program.config, first.constants
     tensors = [call.images for call in calls], [call.packed for call in calls]
     options = config, constants, first.dtype, first.size, first.crop
-    results = torch.ops.dpa.image_encoder(*tensors, *options)
-    return [
-        call.program.result(result, call.images.dtype)
-        for call, result in zip(calls, results, strict=True)
-    ]
+    return torch.ops.dpa.image_encoder(*tensors, *options)
 
 
 class JointEncoders(OwnMode):
@@ -105,8 +109,21 @@ class JointEncoders(OwnMode):
             kinds.setdefault(one[0].kind, []).append(one)
         for alike in kinds.values():
             made = run_alike([call for call, _ in alike])
-            for (_, features), result in zip(alike, made, strict=True):
-                features.copy_(result)
+            streams = [_branch(result) for result in made[1:]]
+            for (call, features), result, stream in zip(alike, made, [None, *streams], strict=True):
+                with torch.cuda.stream(stream):
+                    call.features(result, out=features)
+            for stream in filter(None, streams):
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+def _branch(result: Tensor) -> torch.cuda.Stream | None:
+    """Return a stream behind what is captured so far; None on a CPU."""
+    if not result.is_cuda:
+        return None
+    stream = torch.cuda.Stream(result.device)
+    stream.wait_stream(torch.cuda.current_stream(result.device))
+    return stream
 
 
 def _storage(tensor: Tensor) -> int:
