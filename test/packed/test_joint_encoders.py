@@ -100,12 +100,15 @@ def test_features_are_written_where_they_are_wanted(hooked):
     program = EncoderProgram([3], tail=[linear, relu])
     if hooked:
         relu.register_forward_hook(lambda *_: calls.append(1))
-    x, out = torch.randn(5, 3), torch.full((5, 4), torch.nan)
-    with torch.no_grad():
-        assert program.result(x, torch.float32, out) is out
-        assert len(calls) == hooked
+    x = torch.randn(5, 3)
+    for grads in (False, True):
+        out = torch.full((5, 4), torch.nan)
+        with torch.set_grad_enabled(grads):
+            assert program.result(x, torch.float32, out) is out
+        assert out.requires_grad == grads
         assert torch.equal(out, program.result(x, torch.float32))
-    assert (out == 0).any() and (out > 0).any()
+        assert (out == 0).any() and (out > 0).any()
+    assert len(calls) == 4 * hooked
 
 
 def test_the_mode_is_no_observer():

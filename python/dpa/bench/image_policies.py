@@ -223,7 +223,7 @@ def _each(runs: list[Callable[[Tensor], Tensor]], images: list[Tensor]) -> list[
 
 
 def _jointly(runs: list[Callable[[Tensor], Tensor]], images: list[Tensor]) -> list[Tensor]:
-    with JointEncoders():
+    with torch.no_grad(), JointEncoders():
         return _each(runs, images)
 
 

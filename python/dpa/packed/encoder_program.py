@@ -118,8 +118,9 @@ class EncoderProgram:
             self.keypoints.keep(x)
         if self._pooled:
             x = x[:, :, None, None]
+        writes = out is not None and not torch.is_grad_enabled()
         for i, layer in enumerate(self.tail, 1):
-            if out is not None and i == len(self.tail) and _is_relu(layer):
+            if writes and i == len(self.tail) and _is_relu(layer):
                 return torch.clamp_min(x, 0.0, out=out)  # a kernel less
             x = layer(x)
         return x if out is None else out.copy_(x)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpa.library.capture import another_stream
 from dpa.packed.encoder_program import EncoderProgram
 from dpa.tracking import OwnMode
 
@@ -114,15 +115,15 @@ class JointEncoders(OwnMode):
                 with torch.cuda.stream(stream):
                     call.features(result, out=features)
             for stream in filter(None, streams):
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
+                torch.cuda.current_stream().wait_stream(stream)
 
 
 def _branch(result: Tensor) -> torch.cuda.Stream | None:
     """Return a stream behind what is captured so far; None on a CPU."""
     if not result.is_cuda:
         return None
-    stream = torch.cuda.Stream(result.device)
-    stream.wait_stream(torch.cuda.current_stream(result.device))
+    stream = another_stream()
+    stream.wait_stream(torch.cuda.current_stream())
     return stream
 
 
