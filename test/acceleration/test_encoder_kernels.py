@@ -248,6 +248,8 @@ def test_a_whole_call_on_a_gpu(hopper, tf32, separate, dtype, monkeypatch):
     together, run_alike = [], joint_encoders.run_alike
     count = lambda calls: together.append(len(calls)) or run_alike(calls)  # noqa: E731
     monkeypatch.setattr(joint_encoders, "run_alike", count)
+    alone = lambda call: call.features(*run_alike([call]))  # noqa: E731
+    monkeypatch.setattr(joint_encoders.EncoderCall, "run", alone)
     options = {"cameras": ("left", "right"), "use_separate_rgb_encoder_per_camera": separate}
     policy = _lerobot_policy(**options).to(hopper)
     policy.config.device = "cuda"

@@ -151,20 +151,17 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
       return std::max(time, read);
     }
     case Path::kClustered: {
-      // Of a layer; more where a cluster has two tiles of the first level, or four, which it multiplies by each tap, and
-      // where a slice has several groups. Times are filled up.
-      constexpr double kAlone = 4.2, kBesides = 0.4, kGemm = 3.3, kTwoTiles = 0.6, kFourTiles = 0.85, kGroups = 1.2;
-      const double groups = plan.config.num_groups > kSlices ? kGroups : 0, alone = (kAlone + groups) * gemms;
+      // Of a layer; more where a cluster has two tiles of the first level, or four, which it multiplies by each tap
+      // (measured with three and five), and where a slice has several groups. Times are filled up.
+      constexpr double kAlone = 4.2, kBesides = 0.4, kGemm = 3.3, kTwoTiles = 0.6, kFourTiles = 0.84, kGroups = 1.2;
+      const double groups = plan.config.num_groups > kSlices ? kGroups : 0, alone = (kAlone + groups) * gemms,
+                   four = kFourTiles * std::min(plan.config.kernel_size, 5);
       if (batch == 1) return std::max(alone, read) + kBesides * std::min(alone, read);
       double time = 0;
       for (int first = 0; first < batch; first += kChunkSamples) {
         const int columns = 1 << (log2_of(std::min(batch - first, kChunkSamples)) + log2_of(horizon)),
                   tiles = plan.config.down_dims[0] / kTileRows * columns / kTileColumns / kClusters;
-        time += gemms * (kGemm + groups +
-                         (tiles > 2   ? kFourTiles * plan.config.kernel_size
-                          : tiles > 1 ? kTwoTiles
-                                      : 0)) +
-                read;
+        time += gemms * (kGemm + groups + (tiles > 2 ? four : tiles > 1 ? kTwoTiles : 0)) + read;
       }
       return time;
     }
@@ -196,14 +193,15 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
   // Of a layer; of one whose norm is a launch of its own (NormPlan::owned); of one whose norm has no plan, so that its
   // block packs its weights in each step, and of those; of all weights, in 16 bits, which fewer blocks read at a time
-  // where widths are no powers of two; of activations, which several kernels read and write; of multiplications.
-  // The weights' cost is between an H100's, 0.7, and an H200's. Without wgmma measured on 132 multiprocessors, which share
-  // weights and multiplications, but for norms without a plan.
+  // where widths are no powers of two, and otherwise where a kernel has more than five taps; of activations, which several
+  // kernels read and write; of multiplications. Up to five taps the weights' cost is between an H100's, 0.7, and an H200's.
+  // Without wgmma measured on 132 multiprocessors, which share weights and multiplications, but for norms without a plan.
   struct Costs {
-    double layer, norm_apart, unplanned, packed_megaweights, megaweights, other_megaweights, activations, gemm;
+    double layer, norm_apart, unplanned, packed_megaweights, megaweights, of_more_taps, other_megaweights, activations,
+        gemm;
   };
-  constexpr Costs kWgmma = {6.4, 9.5, 25, 11, 0.55, 1.2, 5e-6, 2.5e-9},
-                  kMma = {14, 17, 33, 15, 1.37, 1.7, 5e-6, 6.4e-9};
+  constexpr Costs kWgmma = {6.4, 9.5, 25, 11, 0.55, 0.7, 1.2, 5e-6, 2.5e-9},
+                  kMma = {14, 17, 33, 15, 1.37, 1.37, 1.7, 5e-6, 6.4e-9};
   const Costs& of = device.hopper ? kWgmma : kMma;
   bool powers = true;
   for (int i = 0; i < plan.config.levels; i++) powers = powers && power_of_two(plan.config.width(i).own);
@@ -220,10 +218,12 @@ double layers_time(const Plan& plan, int batch, int horizon, const Device& devic
     }
     values += static_cast<double>(batch) * times * conv.channels_out;
   }
+  const double megaweights = !powers                       ? of.other_megaweights
+                             : plan.config.kernel_size > 5 ? of.of_more_taps
+                                                           : of.megaweights;
   return layers + of.activations * values +
          (device.hopper ? 1 : 132.0 / device.multiprocessors) *
-             ((powers ? of.megaweights : of.other_megaweights) * weights_of(plan) +
-              of.gemm * static_cast<double>(multiply_adds(plan, batch, horizon)));
+             (megaweights * weights_of(plan) + of.gemm * static_cast<double>(multiply_adds(plan, batch, horizon)));
 }
 
 }  // namespace dpa::kernels::unet1d
