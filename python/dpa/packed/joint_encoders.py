@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,21 +111,28 @@ class JointEncoders(OwnMode):
             kinds.setdefault(one[0].kind, []).append(one)
         for alike in kinds.values():
             made = run_alike([call for call, _ in alike])
-            streams = [_branch(result) for result in made[1:]]
-            for (call, features), result, stream in zip(alike, made, [None, *streams], strict=True):
-                with torch.cuda.stream(stream):
+            branch = _branch(made[0]) if len(made) > 1 else None
+            for i, ((call, features), result) in enumerate(zip(alike, made, strict=True)):
+                with torch.cuda.stream(branch if i % 2 else None):
                     call.features(result, out=features)
-            for stream in filter(None, streams):
-                torch.cuda.current_stream().wait_stream(stream)
+            if branch is not None:
+                torch.cuda.current_stream().wait_stream(branch)
 
 
 def _branch(result: Tensor) -> torch.cuda.Stream | None:
     """Return a stream behind what is captured so far; None on a CPU."""
     if not result.is_cuda:
         return None
-    stream = another_stream()
+    stream = _stream_beside(result.device.index)
     stream.wait_stream(torch.cuda.current_stream())
     return stream
+
+
+@functools.cache
+def _stream_beside(device: int) -> torch.cuda.Stream:
+    """Return a device's branch, one for all captures: cuBLAS keeps a workspace a stream."""
+    with torch.cuda.device(device):
+        return another_stream()
 
 
 def _storage(tensor: Tensor) -> int:
