@@ -1,5 +1,5 @@
 // Preprocessing of images (preprocess.cuh): a thread a pixel or a cell of 2 x 2 pixels, all their taps; no intermediate image.
-// A pixel of a picture that is halved has 16 taps of 3 channels, from L1: one launch of about 2 us at 480 x 640.
+// A pixel of a picture that is halved has 16 taps of 3 channels, from L1.
 #include <algorithm>
 
 #include "kernels/cuda/conv2d/launch.h"

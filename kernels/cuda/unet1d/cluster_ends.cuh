@@ -22,28 +22,30 @@ struct ClusterEnds : ClusterRole {
            (static_cast<int64_t>(sample * (layers[0].channels / 16) + part) * a.horizon * a.actions + i) * 4;
   }
 
-  // Element i of the network's last output, from the parts that others have handed over.
-  __device__ __forceinline__ float output_of(int sample, int i) const {
-    const uint8_t* messages = messages_of(step - 1);
-    constexpr int kTogether = 16;
-    const int parts = layers[0].channels / 16;
-    float output = a.floats[a.tail.bias + i % a.actions];
-    for (int first = 0; first < parts; first += kTogether) {
-      uint32_t word[kTogether];
-      bool missing;
-      do {
-        missing = false;
+  // Some of the parts of an element of the network's last output, that others have handed over.
+  struct TailParts {
+    static constexpr int kMost = 16;
+    const uint8_t* from;
+    int64_t apart;
+    int count;
+    uint32_t word[kMost];
+    __device__ __forceinline__ void request() {
 #pragma unroll
-        for (int g = 0; g < kTogether; g++)
-          word[g] = first + g < parts ? ptx::load_message_word(messages + tail_word(sample, first + g, i)) : 0;
-#pragma unroll
-        for (int g = 0; g < kTogether; g++) missing |= word[g] == kUnwritten;
-      } while (missing);
-#pragma unroll
-      for (int g = 0; g < kTogether; g++) output += __uint_as_float(word[g]);
+      for (int g = 0; g < kMost; g++) word[g] = g < count ? ptx::load_message_word(from + g * apart) : 0;
     }
-    return output;
-  }
+    // Adds them up when they are there.
+    __device__ __forceinline__ void add_to(float& output) {
+      for (;;) {
+        bool missing = false;
+#pragma unroll
+        for (int g = 0; g < kMost; g++) missing |= word[g] == kUnwritten;
+        if (!missing) break;
+        request();
+      }
+#pragma unroll
+      for (int g = 0; g < kMost; g++) output += __uint_as_float(word[g]);
+    }
+  };
 
   // The sample after step `step - 1`, from the parts of its actions; every block that needs a sample computes it.
   __device__ __forceinline__ void advance_sample(const ThreadShare& s) const {
@@ -60,21 +62,48 @@ struct ClusterEnds : ClusterRole {
       for (int c = 0; c < math::SchedulerStep<float>::kColumns; c++)
         row[c] = a.table[(step - 1) * math::SchedulerStep<float>::kColumns + c];
     const math::SchedulerStep<float> rule(row, 0, a.clip, a.noise != nullptr);
-    for (int i = thread; i < count; i += kGroupThreads) {
-      if (step == 0) {
-        x[i] = with_condition(a, a.initial[first + i], first + i);
-        continue;
+    if (step == 0) {
+      for (int i = thread; i < count; i += kGroupThreads) x[i] = with_condition(a, a.initial[first + i], first + i);
+      return;
+    }
+    const int parts = layers[0].channels / 16;
+    int next = thread, next_part = 0;
+    auto request = [&](TailParts& p) {
+      p.from = messages_of(step - 1) + tail_word(s.sample, next_part, next), p.apart = count * 4;
+      p.count = next < count ? min(TailParts::kMost, parts - next_part) : 0;
+      p.request();
+      if ((next_part += TailParts::kMost) >= parts) next_part = 0, next += kGroupThreads;
+    };
+    int i = thread, part = 0;
+    float output = 0.0f, noise = 0.0f, given = 0.0f;
+    bool inpainted = false;
+    auto add = [&](TailParts& p) {
+      if (i >= count) return;
+      if (part == 0) {  // what there is to load comes before what there is to wait for
+        output = a.floats[a.tail.bias + i % a.actions];
+        noise = a.noise ? a.noise[static_cast<int64_t>(step - 1) * a.batch * count + first + i] : 0.0f;
+        inpainted = a.condition_mask && a.condition_mask[first + i];
+        given = inpainted ? a.condition_data[first + i] : 0.0f;
       }
-      // What there is to load comes before what there is to wait for.
-      const float noise = a.noise ? a.noise[static_cast<int64_t>(step - 1) * a.batch * count + first + i] : 0.0f;
-      const bool inpainted = a.condition_mask && a.condition_mask[first + i];
-      const float given = inpainted ? a.condition_data[first + i] : 0.0f;
-      float output = output_of(s.sample, i);
+      p.add_to(output);
+      if ((part += TailParts::kMost) < parts) return;
+      part = 0;
       if (a.table) {
-        const float next = rule.step(output, x[i], noise);
-        x[i] = output = inpainted ? given : next;
+        const float moved = rule.step(output, x[i], noise);
+        x[i] = output = inpainted ? given : moved;
       }
       if (step == a.steps && s.channel == 0) a.output[first + i] = output;
+      i += kGroupThreads;
+    };
+    // While some are added up the next are on their way.
+    TailParts even, odd;
+    request(even);
+#pragma unroll 1
+    while (i < count) {
+      request(odd);
+      add(even);
+      request(even);
+      add(odd);
     }
   }
 

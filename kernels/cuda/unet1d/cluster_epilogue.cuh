@@ -176,11 +176,8 @@ struct ClusterEpilogue : ClusterEnds {
     return make_float2(mean, ptx::rsqrt_approx(fmaxf(fmaf(-mean, mean, total.y * n.inverse_count), 0.0f) + 1e-5f));
   }
 
-  // Bias is in `x` already. The whole warpgroup calls.
-  __device__ __forceinline__ void modulate(const ClusterLayer& l, const Norm& n, const Parameters& p, Values& x,
-                                           const AckTargets& acks, bool now) {
-    const float2 m = moments(l, n, x);
-    acknowledge(acks, now);
+  // Normalised, activated, modulated; m: of moments(). Bias is in `x` already.
+  __device__ __forceinline__ void modulate(const Norm& n, const Parameters& p, const float2& m, Values& x) {
     in_rounds([&](int r) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -220,8 +217,8 @@ struct ClusterEpilogue : ClusterEnds {
   }
 
   // Acknowledges that the sums have been read. The whole warpgroup has met since.
-  __device__ __forceinline__ void acknowledge(const AckTargets& acks, bool now) const {
-    if (!now || thread >= acks.count) return;
+  __device__ __forceinline__ void acknowledge(const AckTargets& acks) const {
+    if (thread >= acks.count) return;
     const int peer = acks.first + thread;
     ptx::barrier_arrive_cluster(
         ptx::cluster_address(ptx::shared_address(&barriers.sums_empty[acks.apart(peer)][rank]), peer));
@@ -319,15 +316,14 @@ struct ClusterEpilogue : ClusterEnds {
     Values x = collect(l, s, place, 0);
     add(x, r.bias.x, r.bias.y);
     clear_beyond(l, p, s, x);
-    const bool early = !with_residual;
-    if (normed) {
-      modulate(l, norm, r, x, acks, early);
-    } else {
+    // Where a unit spans tiles without a norm its blocks exchange moments too, to know of each other.
+    float2 m = {};
+    if (normed || (exchanges(kForm) && norm.exchanged))
+      m = moments(l, norm, x);
+    else
       sync();
-      if (exchanges(kForm) && norm.exchanged)
-        exchange(norm, {0.0f, 0.0f}), sync();  // to know of the other tiles' blocks
-      acknowledge(acks, early);
-    }
+    if (!with_residual) acknowledge(acks);
+    if (normed) modulate(norm, r, m, x);
     if (added)
       in_rounds([&](int r) {
 #pragma unroll
@@ -341,6 +337,8 @@ struct ClusterEpilogue : ClusterEnds {
       publish(to, x);
     if (with_residual) {
       residual = collect(l, s, place, 1);
+      sync();
+      acknowledge(acks);
       if (s.valid) {
         const float2 bias = fetch_two(a.floats + l.bias[1] + s.channel);
         add(residual, bias.x, bias.y);
@@ -348,7 +346,6 @@ struct ClusterEpilogue : ClusterEnds {
     }
     __threadfence();  // whoever receives what follows from the next GEMM finds the other half unwritten
     sync();
-    acknowledge(acks, !early);
   }
 
   // Between two steps, and before the first and after the last one.
@@ -361,13 +358,15 @@ struct ClusterEpilogue : ClusterEnds {
     Parameters r = {};
     if (step < a.steps) r = fetch_parameters(l, s);
     if (a.layout.head_channels == 0 && s.valid && step < a.steps) prefetch_first_conv(l, s);
+    residual = {};  // its registers are free
     advance_sample(ThreadShare(l, p, 0));
     sync();
     if (step == a.steps) return;
     Values x = {}, other = {};
     if (s.valid) first_conv(l, s, x, other);
     clear_beyond(l, p, s, x);
-    modulate(l, Norm(l, rank), r, x, AckTargets(l, p), false);
+    const Norm norm(l, rank);
+    modulate(norm, r, moments(l, norm, x), x);
     clear_beyond(l, p, s, x);
     residual = other;
     publish(target(l, p), x);
