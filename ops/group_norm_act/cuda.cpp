@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "kernels/cuda/common/clusters.h"
 #include "kernels/cuda/group_norm_act/group_norm_act.h"
 #include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "ops/common/strides.h"
@@ -25,8 +26,8 @@ struct NormActLaunch {
     const auto type = input_.scalar_type();
     if (!is_channels_last_image(input_) || input_.numel() == 0 || type == at::kDouble) return;
     args.shape = {input_.size(0), input_.size(1), input_.size(2) * input_.size(3), num_groups};
-    args.plan = kernels::group_norm_act_plan(args.shape, static_cast<int>(input_.element_size()),
-                                             kernels::group_norm_act_clusters());
+    args.plan =
+        kernels::group_norm_act_plan(args.shape, static_cast<int>(input_.element_size()), kernels::has_clusters());
     if (!args.plan.fits()) return;
     const auto narrow = [&](const OptionalTensor& t) { return !t.has_value() || t->scalar_type() == type; };
     parameter = narrow(weight_) && narrow(bias_) ? type : at::kFloat;

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "kernels/cuda/common/clusters.h"
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "kernels/cuda/group_norm_mish/group_norm_mish.h"
@@ -88,7 +89,7 @@ kernels::NormPlan channels_last_plan(const Tensor& input, int64_t num_groups) {
   if (!is_channels_last(input) || input.numel() == 0) return {};
   const bool tf32 = input.scalar_type() == at::kFloat && kernels::conv1d::supported() && convolves_in_tf32();
   if (input.element_size() != 2 && !tf32) return {};
-  return kernels::teams(shape_of(input, num_groups), static_cast<int>(input.element_size()));
+  return kernels::teams(shape_of(input, num_groups), static_cast<int>(input.element_size()), kernels::has_clusters());
 }
 
 /// The arguments of the channels-last kernels, and the tensors that they point into.

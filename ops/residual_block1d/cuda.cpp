@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "kernels/cuda/common/clusters.h"
 #include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "ops/common/last_use.h"
 #include "ops/pack_ahead/pack_ahead.h"
@@ -33,13 +34,13 @@ class Chain {
         channels_(block[kConv1Weight].size(0)) {
     shape_ = {batch_, channels_, length_, block.num_groups};
     const int size = static_cast<int>(block[kInput].element_size());
-    plan_ = block[kInput].numel() > 0 ? kernels::teams(shape_, size) : kernels::NormPlan{};
+    plan_ = block[kInput].numel() > 0 ? kernels::teams(shape_, size, kernels::has_clusters()) : kernels::NormPlan{};
   }
 
   /// Whether the kernels take such sizes and dtypes, whatever the strides.
   bool fits() const {
     if (channels_ % 8 != 0) return false;  // rows of activations between the kernels
-    if (!gemm::supported() || !(plan_.fits() || (alone_ && fused()))) return false;
+    if (!gemm::supported() || !plan_.fits()) return false;
     for (const auto slot : kBlockWeights)
       if (block_[slot].defined() && !gemm::takes(convolution(slot))) return false;
     for (const auto slot : kBlockVectors)
@@ -197,10 +198,6 @@ class Chain {
     own_.push_back(dpa::convolve(/*dgrad=*/false, convolution(c.weight), x, weights(c), addends(c.bias), out));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
-  /// Whether no normalisation of a forward is a kernel of its own.
-  bool fused() const {
-    return gemm::normalises(convolution(kConv1Weight), group()) && gemm::normalises(convolution(kConv2Weight), group());
-  }
   /// Whether the residual convolution can run in the launch of the first one.
   bool takes_shortcut() const {
     const auto conv = convolution(kConv1Weight);

@@ -117,6 +117,19 @@ def test_from_the_third_call_on_a_graph_answers(inference):
     assert finding.active and max(finding.errors) < 1e-3
 
 
+@gpu
+def test_policies_on_two_devices_are_both_captured():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    fast, plain = policies()
+    assert_same(fast, plain)
+    for device in ("cuda:1", "cuda:0"):
+        fast, plain = (dpa.restore(each).to(device) for each in (fast, plain))
+        fast = dpa.accelerate(fast)
+        assert_same(fast, plain, device=device)
+        assert captured(fast)
+
+
 class SpatialSoftmax(nn.Module):
     """Keeps what it has last returned, as robomimic's does."""
 

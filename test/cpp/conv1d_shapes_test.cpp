@@ -123,10 +123,10 @@ TEST(Shapes, LevelsNormaliseInOneKernel) {
       for (const int64_t horizon : {8, 12, 16, 20, 32, 48, 64})
         for (const int64_t batch : {16, 4096})
           for (int level = 0; level < 3; ++level)
-            EXPECT_TRUE(teams({batch, widths[level], horizon >> level, kGroups}, size).fits())
+            EXPECT_TRUE(teams({batch, widths[level], horizon >> level, kGroups}, size, true).fits())
                 << size << " " << widths[level] << " " << horizon;
-  EXPECT_FALSE(teams({64, 36, 16, 6}, 2).fits());
-  EXPECT_FALSE(teams({64, 30, 16, 6}, 4).fits());
+  EXPECT_FALSE(teams({64, 36, 16, 6}, 2, true).fits());
+  EXPECT_FALSE(teams({64, 30, 16, 6}, 4, true).fits());
 }
 
 }  // namespace

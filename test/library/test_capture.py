@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,18 @@ def test_a_failed_capture_is_kept_and_left(monkeypatch):
     with pytest.raises(KeyboardInterrupt), capture.leaving_failed(CPU, 4):
         raise KeyboardInterrupt
     assert failed == [1, 2, 4]
+
+
+@pytest.mark.parametrize("first, current, chosen", [(None, 1, None), (1, 1, None), (0, 1, 1)])
+def test_captures_run_on_a_stream_of_the_current_device(monkeypatch, first, current, chosen):
+    """PyTorch's own is of the device that captured first, and captures nothing on another."""
+    own = None if first is None else SimpleNamespace(device_index=first)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", own)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device_index=device))
+    monkeypatch.setattr(capture, "_stream_of", capture._stream_of.__wrapped__)
+    stream = capture.capture_stream()
+    assert (stream and stream.device_index) == chosen
 
 
 def test_gradients_of_a_failed_capture_are_given_up():

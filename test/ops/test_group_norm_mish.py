@@ -142,14 +142,21 @@ class TestChannelsLast(OpProofs):
             assert out.stride() == ours.args[0].grad.stride() == expected
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_random_channels_last(device, dtype):
-    """Values and all gradients against float64, at random sizes of any plan, parameters float32."""
+def test_random_channels_last(device, dtype, large):
+    """Values and all gradients against float64, at random sizes of any plan, parameters float32.
+
+    Large groups are those that blocks of a GPU share.
+    """
     random = torch.Generator().manual_seed(7)
     draw = lambda low, high: int(torch.randint(low, high, (), generator=random))  # noqa: E731
     for _ in range(60 if device.type == "cuda" else 6):
         groups, width, length = 2 ** draw(0, 4), 2 ** draw(0, 4) * draw(1, 20), draw(1, 40)
         batch = draw(1, 300 if device.type == "cuda" else 4)
+        if large:
+            groups, batch, length = 2 ** draw(0, 3), draw(1, 24), draw(8, 12000) // width + 1
+            batch = batch if device.type == "cuda" else 1
         channels = groups * width
         new = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
         film = new(batch, 2 * channels).requires_grad_()
@@ -173,10 +180,11 @@ def test_random_channels_last(device, dtype):
             torch.testing.assert_close(g, e.to(g.dtype), **gradient_tolerance(g.dtype))
 
 
+@pytest.mark.parametrize("batch, length", [(70, 16), (9, 1500)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_repeats_bit_for_bit(device, dtype):
+def test_repeats_bit_for_bit(device, dtype, batch, length):
     """The gradients of the parameters are sums over the batch, taken in one order."""
-    x = _channels_last(torch.randn(70, 64, 16, device=device, dtype=dtype))
+    x = _channels_last(torch.randn(batch, 64, length, device=device, dtype=dtype))
     weight, grad = torch.randn(64, device=device), torch.randn_like(x)
     run = lambda: torch.ops.dpa.group_norm_mish_backward(  # noqa: E731
         grad, x, 8, weight, weight, 1e-5, None, None, [True, True, True, False, False]
@@ -185,10 +193,11 @@ def test_repeats_bit_for_bit(device, dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("length", [3, 701])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_leaks_from_idle_threads(device, dtype):
+def test_nothing_leaks_from_idle_threads(device, dtype, length):
     """With eps 0 a constant group gives NaN; groups and samples beside it must not notice."""
-    x = _channels_last(torch.randn(5, 48, 3, device=device, dtype=dtype))
+    x = _channels_last(torch.randn(5, 48, length, device=device, dtype=dtype))
     x[2, :24] = 1.0
     weight = torch.full((48,), 2.0, device=device, dtype=dtype)
     scale = torch.full((5, 48), 3.0, device=device, dtype=dtype)

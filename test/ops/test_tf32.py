@@ -188,11 +188,13 @@ def test_a_captured_backward_reads_strided_weights():
         assert _error(a, b.double()) < 1e-5
 
 
-def test_norms(tf32):
+@pytest.mark.parametrize("batch, length", [(40, 16), (3, 1400)])
+def test_norms(tf32, batch, length):
     torch.manual_seed(0)
     new = lambda *size: torch.randn(size, device="cuda")  # noqa: E731
-    x = _channels_last(new(40, 64, 16) + 3)
-    tensors = x, new(64), new(64), new(40, 64), new(40, 64), new(40, 64, 16)
+    x = _channels_last(new(batch, 64, length) + 3)
+    film = new(batch, 64), new(batch, 64)
+    tensors = x, new(64), new(64), *film, new(batch, 64, length)
     ours = lambda x, w, b, scale, shift, residual: torch.ops.dpa.group_norm_mish(  # noqa: E731
         x if x.dtype == torch.float64 else _channels_last(x), 8, w, b, 1e-5, scale, shift, residual
     )

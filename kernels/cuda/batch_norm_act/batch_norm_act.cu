@@ -14,6 +14,7 @@
 // moments are about its first value, a block's about its mean, so no mean or outlier costs digits.
 #include "kernels/cuda/batch_norm_act/batch_norm_act.h"
 #include "kernels/cuda/batch_norm_act/block.cuh"
+#include "kernels/cuda/common/clusters.h"
 
 namespace dpa::kernels {
 namespace {
@@ -276,10 +277,9 @@ cudaError_t launch_clusters(void (*kernel)(Args), const BatchNormActPlan& plan, 
 BatchNormActDevice batch_norm_act_device() {
   BatchNormActDevice found;
   int device = 0;
-  cudaFuncAttributes attributes = {};
   if (cudaGetDevice(&device) != cudaSuccess) return found;  // the launch will report it
   cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  found.clusters = cudaFuncGetAttributes(&attributes, moments<float>) == cudaSuccess && attributes.ptxVersion >= 90;
+  found.clusters = has_clusters();
   return found;
 }
 

@@ -341,12 +341,6 @@ cudaError_t launch_clusters(void (*kernel)(Args), const GroupNormAct& in, int im
 
 }  // namespace
 
-bool group_norm_act_clusters() {
-  cudaFuncAttributes attributes = {};
-  const auto error = cudaFuncGetAttributes(&attributes, forward<float, float, false>);
-  return error == cudaSuccess && attributes.ptxVersion >= 90;
-}
-
 cudaError_t group_norm_act(const GroupNormAct& args, cudaStream_t stream) {
   return channels_last::dispatch_types(args, [&](auto tag, auto parameter) {
     using T = typename decltype(tag)::type;

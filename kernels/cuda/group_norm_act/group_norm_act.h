@@ -31,8 +31,6 @@ struct GroupNormActBackward {
   float* partials;      // (2, B, C): each sample's share in the gradients of weight and bias; or null
 };
 
-/// Whether the code that runs on the current device knows clusters, for the plan.
-bool group_norm_act_clusters();
 cudaError_t group_norm_act(const GroupNormAct& args, cudaStream_t stream);
 cudaError_t group_norm_act_backward(const GroupNormActBackward& args, cudaStream_t stream);
 

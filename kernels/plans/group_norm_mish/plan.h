@@ -12,7 +12,8 @@ struct NormShape {
 
 /// A team owns one group of one sample: `inner` rows of C / G neighbouring channels, read as vectors of 16 bytes, or of a
 /// half, a quarter and so on where a row is no whole number of those, down to one channel. A thread holds 1, 2 or 4
-/// whole ones, 4 or 8 smaller ones, or 4 or 16 of one channel.
+/// whole ones, 4 or 8 smaller ones, or 4 or 16 of one channel. Larger groups are divided among the teams of a cluster of
+/// blocks, which read them once for the statistics and once more for what they write.
 struct NormPlan {
   int owned = 0;     // channels of a vector
   int width = 0;     // threads along a row, a power of two; those beyond the row's vectors stay idle
@@ -21,6 +22,7 @@ struct NormPlan {
   int block = 0;     // threads of a block
   int groups = 0;    // neighbouring groups a block works on, so that a warp reads whole sectors of narrow groups
   int channels = 0;  // of a group
+  int ranks = 0;     // blocks that share a group, a power of two; 0: a team holds it in registers
 
   bool fits() const { return threads > 0; }
   /// Samples a block works on at a time.
@@ -39,7 +41,7 @@ struct NormPlan {
 };
 
 constexpr int kWarpThreads = 32, kNormBlock = 128, kMaxTeam = 256, kMaxVectors = 4, kMaxSmallVectors = 8,
-              kMaxSingleChannels = 16;
+              kMaxSingleChannels = 16, kMaxRanks = 8;
 /// Blocks of kNormBlock threads that an H100 holds at once with 128 registers a thread: 4 on each of 132
 /// multiprocessors.
 constexpr int64_t kResidentBlocks = 528;
@@ -51,9 +53,20 @@ inline int64_t power_of_two_from(int64_t n) {
   return power;
 }
 
+/// Blocks of a group that a team's registers do not hold, where the device has clusters: until each has its rows at once,
+/// or the device is full.
+inline int ranks_of(const NormShape& shape, int64_t rows_at_once) {
+  int ranks = 1;
+  const auto more = [&] {
+    return ranks * rows_at_once < shape.inner && 2 * shape.batch * shape.groups * ranks < kResidentBlocks;
+  };
+  while (ranks < kMaxRanks && more()) ranks *= 2;
+  return ranks;
+}
+
 /// The teams for channels-last tensors of elements of `element_size` bytes that are aligned to 16; a plan that does not
-/// fit where rows are not aligned or a group is too large for the registers of a team.
-inline NormPlan teams(const NormShape& shape, int element_size) {
+/// fit where rows are not aligned, or wider than a block of threads. `clusters`: whether the device has them.
+inline NormPlan teams(const NormShape& shape, int element_size, bool clusters) {
   const int64_t whole = 16 / element_size, row = shape.channels / shape.groups;
   if (row == 0 || shape.inner == 0) return {};
   if (shape.channels % whole != 0 || shape.channels * shape.inner > INT32_MAX)
@@ -69,13 +82,18 @@ inline NormPlan teams(const NormShape& shape, int element_size) {
     return (passes + at_once - 1) / at_once;
   };
   while (held() > kMaxVectors && threads < kMaxTeam) threads *= 2;
-  if (threads > kMaxTeam || held() > most) return {};
+  if (width > kMaxTeam) return {};
   NormPlan plan;
+  if (held() > most) {
+    threads = kMaxTeam;
+    plan.ranks = clusters ? ranks_of(shape, kMaxVectors * (threads / width)) : 1;
+  }
   plan.owned = static_cast<int>(vector);
   plan.width = static_cast<int>(width);
   plan.threads = static_cast<int>(threads);
-  plan.vectors = static_cast<int>(power_of_two_from(held()));
-  if (vector < whole) plan.vectors = static_cast<int>(plan.vectors <= kMaxVectors ? kMaxVectors : most);  // few forms
+  plan.vectors = plan.ranks > 0 ? kMaxVectors : static_cast<int>(power_of_two_from(held()));
+  if (vector < whole && plan.ranks == 0)
+    plan.vectors = static_cast<int>(plan.vectors <= kMaxVectors ? kMaxVectors : most);  // few forms
   plan.block = threads > kWarpThreads ? plan.threads : kNormBlock;
   plan.channels = static_cast<int>(row);
   plan.groups = 1;
@@ -83,13 +101,14 @@ inline NormPlan teams(const NormShape& shape, int element_size) {
   return plan;
 }
 
-/// Slices of the samples, which are divided among the blocks of a group. The gradients of weight and bias are added up
-/// slice by slice, and the number depends on sizes alone, so that results repeat bit for bit.
+/// Slices of the samples, or of their rows where blocks share a group: those of one block. The gradients of weight and bias
+/// are added up slice by slice, and the number depends on sizes alone, so that results repeat bit for bit.
 inline int64_t slices(const NormShape& shape, const NormPlan& plan) {
   if (!plan.fits()) return shape.batch;
   const int64_t useful = (shape.batch + plan.samples() - 1) / plan.samples();
-  const int64_t resident = kResidentBlocks * kNormBlock / plan.block / (shape.groups / plan.groups);
-  return useful < resident ? useful : resident > 0 ? resident : 1;
+  const int64_t ranks = plan.ranks > 0 ? plan.ranks : 1;
+  const int64_t resident = kResidentBlocks * kNormBlock / plan.block / (shape.groups / plan.groups) / ranks;
+  return ranks * std::min(useful, std::max<int64_t>(resident, 1));
 }
 
 }  // namespace dpa::kernels

@@ -191,31 +191,28 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
 }
 
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
-  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned); of one whose norm has no plan, so that its
-  // block packs its weights in each step, and of those; of all weights, in 16 bits, which fewer blocks read at a time
-  // where widths are no powers of two, and otherwise where a kernel has more than five taps; of activations, which several
-  // kernels read and write; of multiplications. Up to five taps the weights' cost is between an H100's, 0.7, and an H200's.
-  // Without wgmma measured on 132 multiprocessors, which share weights and multiplications, but for norms without a plan.
+  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned, NormPlan::ranks); of all weights, in 16 bits,
+  // which fewer blocks read at a time where widths are no powers of two, and otherwise where a kernel has more than five
+  // taps; of activations, which several kernels read and write; of multiplications. Up to five taps the weights' cost is
+  // between an H100's, 0.7, and an H200's. Without wgmma measured on 132 multiprocessors, which share weights and
+  // multiplications.
   struct Costs {
-    double layer, norm_apart, unplanned, packed_megaweights, megaweights, of_more_taps, other_megaweights, activations,
-        gemm;
+    double layer, norm_apart, megaweights, of_more_taps, other_megaweights, activations, gemm;
   };
-  constexpr Costs kWgmma = {6.4, 9.5, 25, 11, 0.55, 0.7, 1.2, 5e-6, 2.5e-9},
-                  kMma = {14, 17, 33, 15, 1.37, 1.37, 1.7, 5e-6, 6.4e-9};
+  constexpr Costs kWgmma = {6.4, 9.5, 0.55, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 1.37, 1.37, 1.7, 5e-6, 6.4e-9};
   const Costs& of = device.hopper ? kWgmma : kMma;
   bool powers = true;
   for (int i = 0; i < plan.config.levels; i++) powers = powers && power_of_two(plan.config.width(i).own);
   double layers = 0, values = 0;
   for (const Conv& conv : plan.convs) {
     const int times = horizon >> conv.level_out;
-    if (conv.norm < 0 || conv.counted / conv.groups % 4 == 0) {
-      layers += of.layer;
-    } else if (kernels::teams({batch, conv.counted, times, conv.groups}, /*element_size=*/2).fits()) {
-      layers += of.norm_apart;
-    } else {
-      const double weights = 1e-6 * conv.channels_out * (conv.channels_in + conv.channels_skip) * conv.segments[0].taps;
-      layers += of.unplanned + of.packed_megaweights * weights;
+    bool apart = false;
+    if (conv.norm >= 0) {
+      const auto norm = kernels::teams({batch, conv.counted, times, conv.groups}, /*element_size=*/2, device.hopper);
+      if (!norm.fits()) return std::numeric_limits<double>::infinity();
+      apart = norm.ranks > 0 || norm.owned < 4;
     }
+    layers += apart ? of.norm_apart : of.layer;
     values += static_cast<double>(batch) * times * conv.channels_out;
   }
   const double megaweights = !powers                       ? of.other_megaweights

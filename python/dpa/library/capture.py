@@ -7,6 +7,7 @@ they found in a call before stands for it (:class:`MaskAnswers`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 from collections.abc import Iterator
@@ -68,16 +69,36 @@ def another_stream() -> torch.cuda.Stream:
     return stream
 
 
+def capture_stream() -> torch.cuda.Stream | None:
+    """Return the stream to capture on; None: PyTorch's own.
+
+    That is one for the process, of the device that captured first. On another device nothing that
+    runs there would be captured.
+    """
+    own, device = torch.cuda.graph.default_capture_stream, torch.cuda.current_device()
+    return None if own is None or own.device_index == device else _stream_of(device)
+
+
+@functools.cache
+def _stream_of(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+def capturing(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None, **options: Any
+) -> Iterator[None]:
     """Capture what runs inside, as ``torch.cuda.graph`` does; the current stream then waits for it.
+
+    ``stream``: None is one of the current device.
 
     A capture first writes the seed and offset of random numbers, on its own stream; a replay writes
     its own, on the current one. Nothing else orders the two, and on a busy GPU the capture's may
     come last.
     """
     # Other threads, such as a camera's or a data loader's, go on using CUDA in the meantime.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+    options |= {"capture_error_mode": "thread_local", "stream": stream or capture_stream()}
+    with torch.cuda.graph(graph, **options):
         beside = torch.cuda.current_stream()
         yield
     torch.cuda.current_stream().wait_stream(beside)
@@ -180,5 +201,7 @@ def leave_capture(spare: Tensor) -> None:
 
     Its one kernel writes to ``spare``: there may be no memory for more.
     """
-    with torch.cuda.device(spare.device), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        spare.zero_()
+    with torch.cuda.device(spare.device):
+        capture = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=capture_stream())
+        with capture:
+            spare.zero_()
