@@ -191,7 +191,7 @@ std::string unet1d_path(at::IntArrayRef config, at::ScalarType dtype, int64_t ba
   if (!runs(*plan, batch, horizon)) return "none";
   const int samples = static_cast<int>(batch), times = static_cast<int>(horizon);
   const auto device = current_device();
-  if (layers && dtype != at::kFloat && kernels::unet1d::layers_pay(*plan, samples, times, device)) return "layers";
+  if (layers && kernels::unet1d::layers_pay(*plan, samples, times, device)) return "layers";
   return name_of(kernels::unet1d::choose_path(*plan, samples, times, device));
 }
 

@@ -39,7 +39,7 @@ class BatchBuilder {
     plan_.final_conv = layer("final_conv.0.block.0.");
     plan_.final_norm[0] = place("final_conv.0.block.1.weight");
     plan_.final_norm[1] = place("final_conv.0.block.1.bias");
-    plan_.last = layer("final_conv.1.");
+    plan_.last = layer("final_conv.1.", /*multiplied=*/false);
     plan_.weights = next_;
     plan_.elements = next_ + unet1d_fingerprint(config_, /*variant=*/-1);
     int64_t row = 0;
@@ -66,20 +66,21 @@ class BatchBuilder {
     return found == places_.end() ? -1 : found->second;
   }
   /// Gives a weight, or a bias as a row, its place among the packed.
-  int64_t pack(int parameter, bool whole_lines = false) {
+  int64_t pack(int parameter, bool whole_lines = false, bool multiplied = true) {
     const auto& shape = plan_.shapes[parameter];
     const bool row = shape.size() == 1;
     const int64_t d0 = row ? 1 : shape[0], d1 = row ? shape[0] : shape[1];
     const int taps = shape.size() == 3 ? static_cast<int>(shape[2]) : 1;
     const int64_t offset = next_;
     const int64_t width = whole_lines ? kernels::conv1d::padded_to_lines(d1) : kernels::conv1d::padded(d1);
-    plan_.items.push_back({parameter, offset, d0, d1, taps, width});
-    next_ += taps * d0 * width;
+    const int64_t size = taps * d0 * width;
+    plan_.items.push_back({parameter, offset, d0, d1, taps, width, offset, multiplied && !row ? size : 0});
+    next_ += size;
     return offset;
   }
-  BatchPlan::Layer layer(const std::string& name) {
+  BatchPlan::Layer layer(const std::string& name, bool multiplied = true) {
     const int weight = place(name + "weight");
-    return {weight, place(name + "bias"), pack(weight)};
+    return {weight, place(name + "bias"), pack(weight, /*whole_lines=*/false, multiplied)};
   }
   void film() {
     plan_.film_packed = next_;
@@ -90,6 +91,9 @@ class BatchBuilder {
       plan_.film_rows += plan_.shapes[weight][0];
     }
     plan_.film_bias = next_;
+    for (auto& item : plan_.items)  // of one GEMM
+      if (item.offset >= plan_.film_packed)
+        item.operand = plan_.film_packed, item.operand_size = plan_.film_bias - plan_.film_packed;
     for (const auto& name : block_names()) pack(place(name + "cond_encoder.1.bias"));
   }
   BatchPlan::Block block(const std::string& name) {
@@ -131,7 +135,8 @@ std::shared_ptr<const BatchPlan> unet1d_batch_plan(const char* op, at::IntArrayR
 
 void check_unet1d_batch_parameters(const char* op, const BatchPlan& plan, at::TensorList parameters,
                                    at::ScalarType dtype) {
-  DPA_CHECK(dtype == at::kHalf || dtype == at::kBFloat16, op, "dtype must be float16 or bfloat16", dtype);
+  DPA_CHECK(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat, op,
+            "dtype must be float32, float16 or bfloat16", dtype);
   DPA_CHECK(parameters.size() == plan.names.size(), op,
             c10::str("parameters must be the ", plan.names.size(), " tensors that unet1d_weight_names lists"),
             parameters.size());
@@ -230,6 +235,7 @@ void check_unet1d_batch_pack_out(const BatchPlan& plan, at::TensorList parameter
             c10::str("out must be ", plan.elements, " contiguous elements of ", dtype), out.scalar_type(), " ",
             out.sym_sizes());
   if (!seen.has_value()) return;
+  DPA_CHECK(dtype != at::kFloat, op, "seen must be left out for weights in float32", "a tensor");
   check_same_device(op, "seen", *seen, "parameters", parameters[0]);
   const int64_t items = static_cast<int64_t>(plan.items.size()), elements = kernels::conv1d::ComparedElements::kMost;
   DPA_CHECK(seen->scalar_type() == at::kInt && seen->dim() == 2 && seen->sym_size(0) == items &&

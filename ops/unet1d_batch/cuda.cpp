@@ -3,9 +3,13 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "kernels/cuda/common/clusters.h"
+#include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "kernels/cuda/unet1d_batch/unet1d_batch.h"
 #include "kernels/plans/conv1d/changes.h"
 #include "ops/conv1d/conv1d.h"
@@ -23,9 +27,29 @@ namespace rows = kernels::unet1d_batch;
 constexpr int kFinalGroups = 8;  // of the last Conv1dBlock, whatever num_groups is
 constexpr double kEps = 1e-5;    // of the GroupNorms
 
+/// Packs all weights in float32: those of GEMMs as planes of high halves, then of low ones.
+void pack_in_halves(const BatchPlan& plan, at::TensorList parameters, const Tensor& out) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  for (const auto& item : plan.items) {
+    const auto weight = parameters[item.parameter].contiguous();
+    const int64_t count = item.taps * item.d0;
+    const auto to = out.narrow(0, item.offset, count * item.width);
+    const auto between = item.operand_size > 0 ? at::empty_like(to) : to;
+    gemm::Packings packings{};
+    packings.each[packings.count++] = {
+        weight.const_data_ptr(), between.mutable_data_ptr(), item.d0, item.d1, item.taps, item.width};
+    C10_CUDA_CHECK(gemm::pack_weights(kernels::DType::kFloat32, kernels::DType::kFloat32, packings, stream));
+    if (item.operand_size == 0) continue;
+    auto* const high = static_cast<uint16_t*>(out.mutable_data_ptr()) + 2 * item.operand + item.offset - item.operand;
+    C10_CUDA_CHECK(
+        gemm::split_weights(between.const_data_ptr(), count, item.width, high, high + item.operand_size, stream));
+  }
+}
+
 /// Packs all weights, or those that have changed as far as `seen` tells.
 void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, const Tensor& out) {
   if (parameters[0].numel() == 0) return;
+  if (out.scalar_type() == at::kFloat) return pack_in_halves(plan, parameters, out);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto source = kernel_dtype(parameters[0].scalar_type()), target = kernel_dtype(out.scalar_type());
   const auto wanted = seen.defined() ? at::empty({static_cast<int64_t>(plan.items.size())}, seen.options()) : Tensor();
@@ -57,7 +81,7 @@ class Forward {
  public:
   Forward(const BatchPlan& plan, at::TensorList parameters, const Tensor& packed)
       : plan_(plan), parameters_(parameters), packed_(packed), stream_(c10::cuda::getCurrentCUDAStream()) {
-    dtype_ = kernel_dtype(packed.scalar_type());
+    dtype_ = kernel_dtype(packed.scalar_type()), halves_ = dtype_ == kernels::DType::kFloat32;
     parameter_dtype_ = kernel_dtype(parameters[0].scalar_type());
   }
 
@@ -105,9 +129,18 @@ class Forward {
 
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, packed_.options()); }
   const Tensor& parameter(int place) const { return parameters_[place]; }
-  const uint16_t* packed(int64_t offset) const {
-    return static_cast<const uint16_t*>(packed_.const_data_ptr()) + offset;
+  const void* packed(int64_t offset) const {
+    return static_cast<const char*>(packed_.const_data_ptr()) + offset * packed_.element_size();
   }
+  /// Rows of so many channels as the GEMMs read them: in float32, planes of halves.
+  Tensor operand(const Tensor& rows, int64_t channels) const {
+    if (!halves_) return rows;
+    const int64_t count = rows.numel() / channels;
+    auto out = at::empty({2, count, gemm::padded(channels)}, packed_.options().dtype(at::kHalf));
+    C10_CUDA_CHECK(gemm::split_rows(rows.const_data_ptr(), count, channels, out.mutable_data_ptr(), stream_));
+    return out;
+  }
+  Tensor operand(const Tensor& x) const { return operand(x, x.size(1)); }
   /// Packed weights are older than the kernel that prepares the inputs, which every GEMM follows.
   gemm::Weights weights(int64_t offset) const { return {packed(offset), /*prefetchable=*/true}; }
 
@@ -146,10 +179,12 @@ class Forward {
   Tensor dense(const Tensor& x, int64_t in, int64_t out_channels, int64_t packed_at, const void* bias,
                kernels::DType bias_dtype) const {
     const int64_t n = x.size(0);
-    const gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
+    gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
+    conv.halves = halves_;
     auto out = empty({n, out_channels});
+    const auto from = operand(x);
     const auto own =
-        convolve(/*dgrad=*/false, conv, {x.const_data_ptr()}, weights(packed_at), {bias, bias_dtype, {}}, out);
+        convolve(/*dgrad=*/false, conv, {from.const_data_ptr()}, weights(packed_at), {bias, bias_dtype, {}}, out);
     return out;
   }
   Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
@@ -197,6 +232,7 @@ class Forward {
                               kEps};
     const auto packed = packed_.narrow(0, b.packed, b.size);
     ++next_block_;
+    if (halves_) return exact_block(block, b);
     if (auto out = residual_block1d_on_packed(block, packed); out.defined()) return out;
     // Without padded channels.
     const auto input = skip.defined() ? x : x.narrow(1, 0, plan_.shapes[b.parameters[0]][1]);
@@ -205,17 +241,68 @@ class Forward {
                             as_optional(scale), block.tensors[kShift], as_optional(skip));
   }
 
+  /// In float32: a launch a convolution, a normalisation, and the halves of what a convolution reads.
+  Tensor exact_block(const ResidualBlock& block, const BatchPlan::Block& b) const {
+    const auto x = operand(block[kInput]), skip = block[kSkip].defined() ? operand(block[kSkip]) : Tensor();
+    const int64_t first = skip.defined() ? block[kInput].size(1) : 0, second = b.packed + packed_size(b.parameters[0]);
+    const auto conv1 = exact_conv(x, skip, first, b.packed, block[kConv1Weight], block[kConv1Bias]);
+    const auto activated =
+        exact_norm(conv1, plan_.num_groups, block[kGn1Weight], block[kGn1Bias], block[kScale], block[kShift], Tensor());
+    auto residual = block[kInput];
+    if (block[kResidualWeight].defined())
+      residual = exact_conv(x, skip, first, second + packed_size(b.parameters[4]), block[kResidualWeight],
+                            block[kResidualBias]);
+    const auto conv2 = exact_conv(operand(activated), Tensor(), 0, second, block[kConv2Weight], block[kConv2Bias]);
+    return exact_norm(conv2, plan_.num_groups, block[kGn2Weight], block[kGn2Bias], Tensor(), Tensor(), residual);
+  }
+  int64_t packed_size(int place) const {
+    const auto& shape = plan_.shapes[place];
+    return shape[2] * shape[0] * gemm::padded(shape[1]);
+  }
+  /// `x` and `more`, which may be undefined, are operands; of the first of both so many channels.
+  Tensor exact_conv(const Tensor& x, const Tensor& more, int64_t first_channels, int64_t packed_at,
+                    const Tensor& weight, const Tensor& bias) const {
+    const int64_t length = x.size(1) / batch_;
+    const int taps = static_cast<int>(weight.size(2));
+    gemm::Conv1d conv{dtype_,         batch_, length, weight.size(0), length,
+                      weight.size(1), taps,   1,      taps / 2,       /*alone=*/true};
+    conv.first_channels = first_channels, conv.halves = true;
+    auto out = empty_in_order(batch_, weight.size(0), length, /*channels_last=*/true, packed_.options());
+    const auto own = convolve(/*dgrad=*/false, conv, {x.const_data_ptr(), data_or_null(more)}, weights(packed_at),
+                              {bias.const_data_ptr(), parameter_dtype_, {}}, out);
+    return out;
+  }
+  Tensor exact_norm(const Tensor& x, int64_t groups, const Tensor& weight, const Tensor& bias, const Tensor& scale,
+                    const Tensor& shift, const Tensor& residual) const {
+    kernels::channels_last::GroupNormMish args{};
+    args.dtype = dtype_, args.parameter_dtype = parameter_dtype_, args.eps = kEps;
+    args.shape = {batch_, x.size(1), x.size(2), groups};
+    args.plan = kernels::teams(args.shape, /*element_size=*/4, kernels::has_clusters());
+    if (!args.plan.fits())
+      return group_norm_mish(x, groups, weight, bias, kEps, as_optional(scale), as_optional(shift),
+                             as_optional(residual));
+    auto out = empty_in_order(batch_, x.size(1), x.size(2), /*channels_last=*/true, packed_.options());
+    args.input = x.const_data_ptr(), args.weight = weight.const_data_ptr(), args.bias = bias.const_data_ptr();
+    args.scale = data_or_null(scale), args.scale_stride = scale.defined() ? scale.stride(0) : 0;
+    args.shift = data_or_null(shift), args.shift_stride = shift.defined() ? shift.stride(0) : 0;
+    args.residual = data_or_null(residual), args.out = out.mutable_data_ptr();
+    C10_CUDA_CHECK(kernels::channels_last::forward(args, stream_));
+    return out;
+  }
+
   /// Halves the time by a convolution of 3 taps, or doubles it by a transposed one of 4.
   Tensor resample(const Tensor& x, const BatchPlan::Layer& layer, bool up) const {
     const auto& shape = plan_.shapes[layer.weight];
     const int64_t length = x.size(2), other = up ? 2 * length : (length - 1) / 2 + 1;
-    const gemm::Conv1d conv{
+    gemm::Conv1d conv{
         dtype_,        batch_, up ? length : other, shape[0], up ? other : length, shape[1], static_cast<int>(shape[2]),
         /*stride=*/2,
         /*padding=*/1,
         /*alone=*/true};
+    conv.halves = halves_;
     auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
-    const auto own = convolve(/*dgrad=*/up, conv, {x.const_data_ptr()}, weights(layer.packed),
+    const auto from = operand(x);
+    const auto own = convolve(/*dgrad=*/up, conv, {from.const_data_ptr()}, weights(layer.packed),
                               {parameter(layer.bias).const_data_ptr(), parameter_dtype_, {}}, out);
     return out;
   }
@@ -226,6 +313,9 @@ class Forward {
     const auto &gamma = parameter(plan_.final_norm[0]), &beta = parameter(plan_.final_norm[1]);
     const int64_t channels = weight.size(0);
     const int taps = static_cast<int>(weight.size(2)), group = static_cast<int>(channels / kFinalGroups);
+    if (halves_)
+      return exact_norm(exact_conv(operand(x), Tensor(), 0, layer.packed, weight, bias), kFinalGroups, gamma, beta,
+                        Tensor(), Tensor(), Tensor());
     const gemm::Conv1d conv{dtype_,   batch_, x.size(2), channels, x.size(2),
                             channels, taps,   1,         taps / 2, /*alone=*/true};
     if (!gemm::serves(conv) || !gemm::normalises(conv, group))
@@ -253,6 +343,8 @@ class Forward {
           stream_));
       return out;
     }
+    if (halves_)
+      return at::linear(x.transpose(1, 2), parameter(plan_.last.weight).squeeze(2), parameter(plan_.last.bias));
     auto out = empty({batch_, length_, shape[0]});
     const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
     const auto own = convolve(/*dgrad=*/false, conv, {x.const_data_ptr()}, weights(plan_.last.packed),
@@ -265,6 +357,7 @@ class Forward {
   const Tensor packed_;
   c10::cuda::CUDAStream stream_;
   kernels::DType dtype_, parameter_dtype_;
+  bool halves_;
   int64_t batch_ = 0, length_ = 0;
   size_t next_block_ = 0;
   Tensor embedding_, film_;
@@ -297,9 +390,11 @@ struct Kept {
   }
 };
 
-void check_gpu(const char* op, const char* name, const Tensor& given) {
+void check_gpu(const char* op, const char* name, const Tensor& given, const Tensor& packed) {
   DPA_CHECK(gemm::supported(), op, c10::str(name, " must be on a GPU of compute capability 8.0 or later"),
             given.device());
+  DPA_CHECK(gemm::has_wgmma() || packed.scalar_type() != at::kFloat, op,
+            "packed must have 16 bits but on a Hopper GPU, with its code in this library", packed.scalar_type());
 }
 
 Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
@@ -307,7 +402,7 @@ Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const Op
   const auto plan = unet1d_batch_plan("unet1d_batch", config);
   check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  check_gpu("unet1d_batch", "sample", sample);
+  check_gpu("unet1d_batch", "sample", sample, packed);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
   const Kept kept(parameters, packed);
   return Forward(*plan, kept.parameters, kept.packed).run(sample, timesteps, value_or_undefined(global_cond));
@@ -319,7 +414,7 @@ std::tuple<Tensor, Tensor> unet1d_batch_film_cuda(const Tensor& timesteps, const
   const auto plan = unet1d_batch_plan("unet1d_batch_film", config);
   check_unet1d_batch_film(*plan, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(timesteps.device());
-  check_gpu("unet1d_batch_film", "timesteps", timesteps);
+  check_gpu("unet1d_batch_film", "timesteps", timesteps, packed);
   const int64_t batch = global_cond.has_value() ? global_cond->size(0) : 0;
   if (timesteps.numel() == 0 || (global_cond.has_value() && batch == 0))
     return {at::zeros({timesteps.size(0), plan->film_rows}, packed.options()),
@@ -334,7 +429,7 @@ Tensor unet1d_batch_on_film_cuda(const Tensor& sample, const Tensor& step, const
   const auto plan = unet1d_batch_plan("unet1d_batch_on_film", config);
   check_unet1d_batch_on_film(*plan, sample, step, cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  check_gpu("unet1d_batch_on_film", "sample", sample);
+  check_gpu("unet1d_batch_on_film", "sample", sample, packed);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options().dtype(at::kFloat));
   const Kept kept(parameters, packed);
   const auto of_samples = plan->cond_dim > 0 ? aligned(cond.contiguous()) : Tensor();

@@ -1,5 +1,5 @@
 // `dpa::unet1d_batch`: one forward pass of the whole U-Net for many samples, without gradients, on the kernels that
-// training runs: GEMMs over (B, T, C) activations of 16 bits. Where `dpa::unet1d` is for few samples and reads
+// training runs: GEMMs over (B, T, C) activations of 16 bits, or of float32 as pairs of float16 numbers. Where `dpa::unet1d` is for few samples and reads
 // weights as fast as memory gives them, here each weight serves many.
 //
 // `parameters` are the original's tensors in the order of `unet1d_weight_names`, float32 or of the activations' dtype:
@@ -19,6 +19,9 @@ struct BatchPlan {
     int64_t offset, d0, d1;
     int taps;
     int64_t width;  // of a packed row
+    // Of the GEMM's operand that it is, or is a part of: where that begins, and its elements, which in float32 are two
+    // planes of halves (kernels/math/two_halves.h). 0: no GEMM multiplies it.
+    int64_t operand = 0, operand_size = 0;
   };
   struct Layer {
     int weight, bias;

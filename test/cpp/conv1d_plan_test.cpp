@@ -255,6 +255,27 @@ TEST(Tf32, StepsCoverWhatIsContracted) {
   }
 }
 
+// Pairs of float16 numbers: chunks as in 16 bits, each multiplied three times, by tiles whose sums fit twice into registers.
+TEST(Halves, ThreeProductsOfTheSameChunks) {
+  int more = 0;
+  for (Conv1d c : convolutions())
+    for (const bool alone : {false, true}) {
+      c.alone = alone, c.dtype = DType::kBFloat16, c.halves = false;
+      const ConvPlan half[] = {plan_fprop(c, 132), plan_dgrad(c, 132)};
+      c.dtype = DType::kFloat32, c.halves = true;
+      const ConvPlan plan[] = {plan_fprop(c, 132), plan_dgrad(c, 132)};
+      for (int i = 0; i < 2; ++i) {
+        EXPECT_EQ(plan[i].chunks, half[i].chunks);
+        EXPECT_LE(plan[i].tile_columns, 128);
+        EXPECT_LE(plan[i].splits, kProducts * plan[i].chunks * (plan[i].together ? 1 : plan[i].terms[0]));
+        const int64_t blocks = plan[i].rows.count * plan[i].phases * plan[i].column_tiles * plan[i].splits;
+        if (plan[i].splits > 1) EXPECT_LE(blocks, 132) << "others' sums find their place";
+        more += plan[i].splits > half[i].splits;
+      }
+    }
+  EXPECT_GT(more, 10) << "more boxes are divided among more blocks";
+}
+
 TEST(Serves, WhatTheKernelsAreCompiledFor) {
   Conv1d c = convolution(2, 16, 8, 8, 5, 1);
   EXPECT_TRUE(serves(c));
@@ -435,16 +456,17 @@ TEST(PlanNormalised, ClustersHoldWholeGroupsOfWholeSamples) {
 
 // Of two tensors side by side each has its own chunks, whether or not the first one fills its last.
 TEST(ConvPlan, TwoInputsHaveChunksOfTheirOwn) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat32})
+  for (const auto& [dtype, halves] :
+       {std::pair{DType::kBFloat16, false}, {DType::kFloat32, false}, {DType::kFloat32, true}})
     for (const int64_t first : {8, 64, 96, 480, 512})
       for (const int64_t second : {8, 64, 480}) {
         Conv1d c = convolution(8, 16, 256, first + second, 5, 1);
-        c.dtype = dtype;
+        c.dtype = dtype, c.halves = halves;
         EXPECT_EQ(plan_fprop(c, 132).first_chunks, plan_fprop(c, 132).chunks) << "one tensor";
         c.first_channels = first;
         const ConvPlan plan = plan_fprop(c, 132);
-        EXPECT_EQ(plan.first_chunks, ceil_div(first, chunk(dtype)));
-        EXPECT_EQ(plan.chunks - plan.first_chunks, ceil_div(second, chunk(dtype)));
+        EXPECT_EQ(plan.first_chunks, ceil_div(first, chunk(c)));
+        EXPECT_EQ(plan.chunks - plan.first_chunks, ceil_div(second, chunk(c)));
       }
 }
 

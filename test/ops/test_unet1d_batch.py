@@ -80,8 +80,12 @@ def test_rejected_parameters():
     pack = torch.ops.dpa.unet1d_batch_pack
     parameters = _meta()
     head = "^dpa::unet1d_batch_pack: "
-    with pytest.raises(RuntimeError, match=head + "dtype must be float16 or bfloat16, got Float"):
-        pack(parameters, CONFIG, torch.float32)
+    message = "dtype must be float32, float16 or bfloat16, got Double"
+    with pytest.raises(RuntimeError, match=head + message):
+        pack(parameters, CONFIG, torch.float64)
+    out, seen = pack(parameters, CONFIG, torch.float32), torch.empty(1, device="meta")
+    with pytest.raises(RuntimeError, match=head + "seen must be left out for weights in float32"):
+        pack.out(parameters, CONFIG, torch.float32, seen, out=out)
     with pytest.raises(RuntimeError, match=head + "parameters must be the .* tensors"):
         pack(parameters[1:], CONFIG, torch.bfloat16)
     with pytest.raises(RuntimeError, match=head + "config must have down_dims"):
@@ -125,7 +129,7 @@ def _drawn_network(data, device):
     return net.to(device).eval(), len(dims)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("actions", [3, 20, 40])
 @pytest.mark.parametrize("cond_dim", [None, 20])
 def test_halves_of_a_loop(hopper, dtype, actions, cond_dim):
@@ -163,7 +167,7 @@ def test_halves_of_a_loop(hopper, dtype, actions, cond_dim):
 @given(data=st.data())
 def test_any_network(hopper, data):
     """Drawn networks, batches and layouts against float64, beside plain PyTorch's rounding."""
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     net, levels = _drawn_network(data, hopper)
     draw = Draw(data, hopper, torch.float32, hostile=False)
     batch = draw(st.sampled_from([0, 1, 2, 3, 7, 16, 33]), "batch")
@@ -181,7 +185,8 @@ def test_any_network(hopper, data):
         got = torch.ops.dpa.unet1d_batch(sample, steps.float(), cond, parameters, packed, config)
     plain = dpa.reference.plain(net)
     with torch.no_grad():
-        with torch.autocast("cuda", dtype):
+        tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        with tf32, torch.autocast("cuda", dtype, enabled=dtype.itemsize == 2):
             rounded = plain(sample, steps, global_cond=cond)
         exact = plain.double()(
             sample.double(), steps, global_cond=None if cond is None else cond.double()

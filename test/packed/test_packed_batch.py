@@ -15,6 +15,7 @@ from dpa.sampling.fused_loop import Window
 diffusers = pytest.importorskip("diffusers")
 
 KINDS = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+ALL = [torch.float32, *KINDS]
 
 
 def _net(device, dims=(256, 512), **more):
@@ -46,7 +47,7 @@ def test_forward(hopper, dtype):
         assert torch.equal(got, packed(sample, steps, cond))
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize(
     ("dims", "kernel", "horizon"),
     [
@@ -75,9 +76,10 @@ def test_groups_of_no_whole_vectors(hopper, dtype, dims, kernel, horizon, monkey
         assert torch.equal(got, packed(sample, steps, cond))
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_states_of_one_observation(hopper, dtype):
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_states_of_one_observation(hopper, dtype, monkeypatch):
     """Those of parallel sampling, whose FiLM is made once for all timesteps, against float64."""
+    monkeypatch.setattr(batch, "served", lambda *_: True)
     unet = _net(hopper)
     exact = copy.deepcopy(unet if dtype.itemsize > 1 else _rounded_to_e4m3(unet)).double()
     packed = PackedUnet(unet, dtype)
@@ -118,10 +120,11 @@ def test_batches_in_clusters(hopper, dtype, dims, kernel, count, horizon):
     assert torch.equal(got, packed(sample, steps, cond))
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("inpainting", [False, True])
 def test_loop(hopper, dtype, inpainting, monkeypatch):
     """Captured or not, the loop of layers is the loop in one kernel up to rounding."""
+    monkeypatch.setattr(batch, "served", lambda *_: True)
     unet = _net(hopper)
     scheduler = diffusers.DDPMScheduler(num_train_timesteps=6, beta_schedule="squaredcos_cap_v2")
     _, cond = _inputs(hopper, 40)

@@ -2,27 +2,13 @@
 // is none: mma_convolution.cu.
 #include <algorithm>
 
-#include "kernels/cuda/conv1d/convolution_kernel.cuh"
+#include "kernels/cuda/conv1d/halves.cuh"
 #include "kernels/cuda/conv1d/mma.h"
 #include "kernels/cuda/conv1d/tensor_map.h"
 #include "kernels/plans/conv1d/mma_plan.h"
 
 namespace dpa::kernels::conv1d {
 namespace {
-
-template <class T, int kColumns, bool kMajorN, int kPasses = 0, bool kShortcut = false>
-cudaError_t launch_conv(const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
-  auto kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/kPasses == kExchange, kShortcut>;
-  if (args.plan.cluster() > 1) {
-    if constexpr (kColumns == 256)
-      return cudaErrorInvalidValue;
-    else
-      kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/true, kShortcut>;
-  }
-  const int bytes = ConvShape<kColumns>::bytes(args.weights);
-  const Launch launch{args.blocks, kThreads, args.plan.cluster(), bytes, stream, /*urgent=*/true};
-  return launch_cluster(kernel, launch, maps, args);
-}
 
 template <class T, int kColumns, bool kShortcut = false>
 cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
@@ -41,10 +27,12 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   const int64_t x_length = kDgrad ? conv.y_length : conv.x_length;
   const int64_t x_channels = kDgrad ? conv.y_channels : conv.x_channels;
   TensorMaps maps;
-  const int step_channels = chunk(conv.dtype);  // of a step
+  const int step_channels = chunk(conv);  // of a step
+  const int planes = conv.halves ? 2 : 1;
+  const DType dtype = conv.halves ? DType::kFloat16 : conv.dtype;
   const int box_times = plan.rows.time + plan.reach, box_rows = box_times * plan.rows.samples;
   const auto x_map = [&](const void* rows, int64_t channels, CUtensorMap* map) {
-    return make_map({conv.dtype, rows, conv.batch, x_length, padded(channels), plan.rows.samples, box_times,
+    return make_map({dtype, rows, planes * conv.batch, x_length, padded(channels), plan.rows.samples, box_times,
                      step_channels, plan.stride, /*planes_inside=*/true},
                     map);
   };
@@ -53,11 +41,11 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   if (x.more)
     if (const auto error = x_map(x.more, x_channels - conv.first_channels, &maps.more_x)) return error;
   const auto weight_map = [&](const void* packed, int taps, CUtensorMap* map) {
-    if (conv.dtype == DType::kFloat32)
-      return make_map({conv.dtype, packed, taps, kDgrad ? conv.x_channels : conv.y_channels, padded(x_channels), 1,
+    if (dtype == DType::kFloat32)
+      return make_map({dtype, packed, taps, kDgrad ? conv.x_channels : conv.y_channels, padded(x_channels), 1,
                        plan.column_step, step_channels, 1},
                       map);
-    return make_map({conv.dtype, packed, taps, conv.y_channels, padded(conv.x_channels), 1,
+    return make_map({dtype, packed, planes * taps, conv.y_channels, padded(conv.x_channels), 1,
                      kDgrad ? kChunk : plan.column_step, 64, 1},
                     map);
   };
@@ -74,7 +62,8 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   if (out.more && conv.first_channels * 2 != conv.x_channels) return cudaErrorInvalidValue;
   if (plan.splits > 1 && !alone) return cudaErrorInvalidValue;  // others' sums would find no place
   const int few_stages = plan.tile_columns == 64 ? ConvShape<64>::kWeights : ConvShape<128>::kWeights;
-  const int stages = !small_tile ? ConvShape<256>::kWeights : alone ? kMaxWeights : few_stages;
+  const bool one_block = alone || (conv.halves && plan.tile_columns > 64);  // a multiprocessor
+  const int stages = !small_tile ? ConvShape<256>::kWeights : one_block ? kMaxWeights : few_stages;
   // A small grid's blocks start long before the previous kernel ends, and a large one's hardly before: then what is
   // read early delays the first box of x.
   const int prefetched = !weights.prefetchable || (shortcut.out && !shortcut.weights.prefetchable) ? 0
@@ -91,6 +80,8 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   args.beyond = x.more ? static_cast<int>(plan.first_chunks * step_channels - conv.first_channels) : 0;
   args.boxes = boxes, args.box_bytes = static_cast<uint32_t>(box_rows) * kRowBytes, args.box_stage = box_stage;
   args.weights = stages, args.weight_bytes = static_cast<uint32_t>(plan.column_step) * kRowBytes;
+  args.taps = conv.taps;
+  if (conv.halves) return launch_halves(kDgrad, plan.tile_columns, maps, args, stream);
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr bool kMajorN = kDgrad && sizeof(T) == 2;

@@ -59,11 +59,21 @@ struct ConvArgs {
   uint32_t box_bytes, box_stage;  // what TMA writes, and the distance from stage to stage
   uint32_t weight_bytes;          // of a stage
   Shortcut shortcut;
+  int taps;  // planes of weights, before as many of their low halves
 };
+
+// Operands that are pairs of float16 numbers: what the MMAs take, and of what type results are.
+struct TwoHalves {};
+template <class T>
+constexpr bool kHalves = std::is_same_v<T, TwoHalves>;
+template <class T>
+using Operand = std::conditional_t<kHalves<T>, __half, T>;
+template <class T>
+using Result = std::conditional_t<kHalves<T>, float, T>;
 
 constexpr int kRowBytes = 128;  // of an operand's row in a stage, swizzled over 8 rows: what a step contracts of it
 template <class T>
-constexpr int kStepChannels = kRowBytes / sizeof(T);
+constexpr int kStepChannels = kRowBytes / sizeof(Operand<T>);
 
 struct TensorMaps {
   CUtensorMap x, more_x, weights, shortcut;

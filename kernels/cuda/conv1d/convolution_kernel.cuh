@@ -15,6 +15,10 @@
 // epilogue  accumulators go to shared memory, the producer warp sends them; epilogue.cuh adds the cluster's and stores them,
 //           epilogue_norm.cuh and epilogue_exchange.cuh store what a normalisation makes of them
 //
+// Of pairs of float16 numbers (TwoHalves) the boxes come three times: high halves of x by low halves of the weights, low by
+// high, then high by high. The sums of the first two are those of low halves. Tensor cores round every sum towards zero: each
+// step of the third product is summed up alone and then added, rounded to the nearest.
+//
 // A shortcut is one more step a box, a weight of one tap, whose accumulators are a tile of their own without a
 // normalisation.
 //
@@ -32,6 +36,7 @@
 #include "kernels/cuda/conv1d/epilogue.cuh"
 #include "kernels/cuda/conv1d/epilogue_exchange.cuh"
 #include "kernels/cuda/conv1d/epilogue_norm.cuh"
+#include "kernels/math/two_halves.h"
 
 namespace dpa::kernels::conv1d {
 
@@ -41,8 +46,9 @@ struct Work {
   int terms;         // that a box serves
   int start, delta;  // where the first term's rows begin in a box, in bytes, and from term to term
   int shortcut;      // where the shortcut's begin
+  int of_product;    // boxes of each of `products`
 
-  __device__ Work(const ConvArgs& args, const TileCoord& coord) {
+  __device__ Work(const ConvArgs& args, const TileCoord& coord, int products) {
     const ConvPlan& plan = args.plan;
     const int* const shift = plan.shift[0];
     const int all = plan.terms[coord.phase], bytes = plan.rows.samples * kRowBytes;
@@ -50,7 +56,8 @@ struct Work {
     start = plan.together ? (shift[0] - plan.lowest) * bytes : 0;
     delta = plan.together ? (shift[1] - shift[0]) * bytes : 0;
     shortcut = -plan.lowest * bytes;
-    const int2 mine = share(plan.together ? plan.chunks : all * plan.chunks, coord.rank, plan.splits);
+    of_product = plan.together ? plan.chunks : all * plan.chunks;
+    const int2 mine = share(of_product * products, coord.rank, plan.splits);
     first = mine.x, count = mine.y - mine.x;
   }
 };
@@ -67,14 +74,21 @@ struct Producer {
   Pipelines& pipelines;
 
   __device__ __forceinline__ int term(int box) const { return args.plan.together ? 0 : box / args.plan.chunks; }
+  // Which product a box is of; takes its place among that one's.
+  __device__ __forceinline__ int product_of(int& box) const {
+    const int product = kHalves<T> ? box / work.of_product : 0;
+    box -= kHalves<T> ? product * work.of_product : 0;
+    return product;
+  }
   // Whether a chunk is of the first of two tensors.
   __device__ __forceinline__ bool of_first(int chunk) const { return chunk < args.plan.first_chunks; }
 
   __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
+    const bool low = product_of(box) == 0 && kHalves<T>;
     const bool shortcut = kShortcut && i == work.terms;
     const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
-    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i], chunk = box % args.plan.chunks,
-              channel = chunk * kStepChannels<T> - (of_first(chunk) ? 0 : args.beyond);
+    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i] + (low ? args.taps : 0),
+              chunk = box % args.plan.chunks, channel = chunk * kStepChannels<T> - (of_first(chunk) ? 0 : args.beyond);
     const uint32_t full = acquire(pipelines.weights, at, args.weight_bytes);
     const uint32_t to = memory + Shape::kBoxesBytes + at.stage * Shape::kWeightBytes;
     if constexpr (kMajorN) {
@@ -87,11 +101,12 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_a(const PipelineState& at, int box) const {
+    const int plane = product_of(box) == 1 ? static_cast<int>(args.batch) : 0;
     const int shift = args.plan.together ? args.plan.lowest : args.plan.shift[coord.phase][term(box)];
     const int chunk = box % args.plan.chunks;
     const bool first = of_first(chunk);
     ptx::tma_load(memory + at.stage * args.box_stage, first ? &maps.x : &maps.more_x,
-                  (first ? chunk : chunk - args.plan.first_chunks) * kStepChannels<T>, coord.first_sample,
+                  (first ? chunk : chunk - args.plan.first_chunks) * kStepChannels<T>, coord.first_sample + plane,
                   coord.first_time * args.plan.stride + shift, acquire(pipelines.boxes, at, args.box_bytes));
   }
 
@@ -138,6 +153,7 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   PipelineState weight_at;
   PipelineState box_at;
   int weight_previous = -1, box_previous = -1;
+  bool high = !kHalves<T>;
   const auto release_previous = [&] {
     if (weight_previous >= 0) release(pipelines.weights, weight_previous);
     if (box_previous >= 0) release(pipelines.boxes, box_previous);
@@ -148,16 +164,41 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
     const uint64_t a = wgmma::swizzled(rows + box_at.stage * args.box_stage + start, 16, 1024, wgmma::Swizzle::k128);
     const uint64_t b = wgmma::swizzled(weights + weight_at.stage * Shape::kWeightBytes,
                                        kMajorN ? kChunk * kRowBytes : 16, 1024, wgmma::Swizzle::k128);
+    const auto multiply = [&](float(&sum)[kSums], bool add) {
 #pragma unroll
-    for (int k = 0; k < kRowBytes / 32; ++k)
-      wgmma::mma_ss<T, kColumns, 0, kMajorN>(to, a + k * 2, b + k * (kMajorN ? 128 : 2), 1);
-    wgmma::commit();
+      for (int k = 0; k < kRowBytes / 32; ++k)
+        wgmma::mma_ss<Operand<T>, kColumns, 0, kMajorN>(sum, a + k * 2, b + k * (kMajorN ? 128 : 2), add || k > 0);
+      wgmma::commit();
+    };
+    if constexpr (kHalves<T>) {
+      if (high) {
+        float step[kSums];
+        multiply(step, false);
+        wgmma::wait<0>();
+        release_previous();
+        release(pipelines.weights, weight_at.stage);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) to[i] += step[i];
+        return;
+      }
+    }
+    multiply(to, true);
     wgmma::wait<1>();
     release_previous();
     weight_previous = weight_at.stage;
   };
+  // What has been summed up is of low halves.
+  const auto scale_low = [&] {
+    wgmma::wait<0>();
+    release_previous();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] *= 1 / math::kLowScale;
+  };
 #pragma unroll 1
   for (int box = 0; box < work.count; ++box) {
+    if constexpr (kHalves<T>) {
+      if (!high && work.first + box >= (kProducts - 1) * work.of_product) scale_low(), high = true;
+    }
     ptx::barrier_wait(full_barrier(pipelines.boxes, box_at), box_at.phase);
 #pragma unroll 1
     for (int term = 0; term < work.terms; ++term) {
@@ -180,6 +221,9 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
     box_at.advance(args.boxes);
   }
   wgmma::wait<0>();
+  if constexpr (kHalves<T>) {
+    if (!high) scale_low();
+  }
   if (args.release) trigger_dependent_launch();
   ptx::sync_threads(1, kConsumerThreads);  // the tile takes the place of what the other warpgroup still read
   if constexpr (kSplit) ptx::cluster_arrive_relaxed();  // and so does what other blocks send
@@ -198,7 +242,9 @@ constexpr int kExchange = -1;    // the passes of a normalisation whose moments 
 // the cluster has several blocks; then each has a multiprocessor, as far as the plan goes, and may use all of its
 // registers. kShortcut: with a side.
 template <class T, int kColumns, bool kMajorN, int kPasses, bool kSplit, bool kShortcut>
-__global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<kColumns>::kBlocks)
+__global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> && kColumns > 64)
+                                                ? 1
+                                                : ConvShape<kColumns>::kBlocks)
     conv_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ ConvArgs args) {
   static_assert(!kShortcut || kPasses != 0, "a shortcut's sums replace those of a tile that is finished by then");
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere nobody launches it: see `supported`
@@ -208,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
   auto& pipelines = *reinterpret_cast<Pipelines*>(memory + Shape::kBoxesBytes + args.weights * Shape::kWeightBytes);
   float* const tile = reinterpret_cast<float*>(memory);
   const TileCoord coord(args.plan, args.plan.column_step, blockIdx.x);
-  const Work work(args, coord);
+  const Work work(args, coord, kHalves<T> ? kProducts : 1);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.x);
     ptx::prefetch_tensor_map(&maps.weights);
@@ -278,10 +324,24 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut ? 1 : ConvShape<
       const Addends& addends = args.shortcut.addends;
       store_rows<T, kColumns>(args, {addends.bias, addends.residual, {args.shortcut.out}}, coord, of_shortcut);
     }
-    if constexpr (kPasses == 0) store_rows<T, kColumns>(args, destination(args), coord, sums);
+    if constexpr (kPasses == 0) store_rows<Result<T>, kColumns>(args, destination(args), coord, sums);
     if constexpr (kSplit) ptx::cluster_wait();
   }
 #endif
+}
+
+template <class T, int kColumns, bool kMajorN, int kPasses = 0, bool kShortcut = false>
+cudaError_t launch_conv(const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
+  auto kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/kPasses == kExchange, kShortcut>;
+  if (args.plan.cluster() > 1) {
+    if constexpr (kColumns == 256)
+      return cudaErrorInvalidValue;
+    else
+      kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/true, kShortcut>;
+  }
+  const int bytes = ConvShape<kColumns>::bytes(args.weights);
+  const Launch launch{args.blocks, kThreads, args.plan.cluster(), bytes, stream, /*urgent=*/true};
+  return launch_cluster(kernel, launch, maps, args);
 }
 
 }  // namespace dpa::kernels::conv1d

@@ -140,7 +140,7 @@ cudaError_t dispatch_types(DType rows, DType input, F&& f) {
     if (input == rows) return f(tag, tag);
     return input == DType::kFloat32 ? f(tag, TypeTag<float>{}) : cudaErrorInvalidValue;
   };
-  return dispatch_half(rows, with);
+  return dispatch_to_32_bits(rows, with);
 }
 
 unsigned blocks_for(int64_t elements) { return grid_for(std::min(elements, kMaxBlocks * kThreads), kThreads); }

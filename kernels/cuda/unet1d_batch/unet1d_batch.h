@@ -1,5 +1,5 @@
 // What `dpa::unet1d_batch` launches beside the convolutions of kernels/cuda/conv1d: their first inputs. Rows are of 16
-// bits, (count, width), zeros behind the last channel.
+// bits or float32, (count, width), zeros behind the last channel.
 #pragma once
 #include <cuda_runtime_api.h>
 

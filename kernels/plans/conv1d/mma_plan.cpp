@@ -45,7 +45,7 @@ MmaPlan with_tile(const Conv1d& conv, ConvPlan plan, const Sizes& sizes, int row
   if (int64_t{result.box_times} * plan.rows.samples > kMaxBoxRows) return {};
   plan.tile_rows = rows, plan.tile_columns = plan.column_step = columns;
   plan.column_tiles = ceil_div(sizes.outputs, columns);
-  plan.chunks = static_cast<int>(ceil_div(sizes.contracted, chunk(conv.dtype)));
+  plan.chunks = static_cast<int>(ceil_div(sizes.contracted, chunk(conv)));
   plan.together = plan.phases == 1 && plan.stride == 1 && plan.rows.per_sample == 1;
   find_padding(plan, sizes.in);
   if (!plan.together) plan.end_term[0] = plan.end_term[1] = kMaxTaps;

@@ -50,27 +50,28 @@ void narrow(ConvPlan& plan, int64_t outputs, int step, int64_t steps, int multip
   }
 }
 
-// Split-K of tiles whose rows and columns are known.
-void split(ConvPlan& plan, int multiprocessors) {
+// Split-K of tiles whose rows and columns are known. `times`: how often each box of x is multiplied.
+void split(ConvPlan& plan, int multiprocessors, int times = 1) {
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
-  plan.splits = splits_for(plan.rows.count * plan.phases * plan.column_tiles, int64_t{terms} * plan.chunks, 2,
+  plan.splits = splits_for(plan.rows.count * plan.phases * plan.column_tiles, int64_t{terms} * plan.chunks * times, 2,
                            multiprocessors, 4);
-  while (plan.together && plan.splits > plan.chunks) plan.splits /= 2;
+  while (plan.together && plan.splits > plan.chunks * times) plan.splits /= 2;
 }
 
 // `first`: how many of the contracted channels are of the first of two tensors, or all.
 void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted, int64_t first,
             int64_t outputs, int multiprocessors, int step) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
-  const int64_t step_channels = chunk(conv.dtype);
+  const int64_t step_channels = chunk(conv);
   plan.first_chunks = static_cast<int>(ceil_div(first, step_channels));
   plan.chunks = plan.first_chunks + static_cast<int>(ceil_div(contracted - first, step_channels));
   const int64_t row_tiles = plan.rows.count * plan.phases;
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
-  const int64_t steps = static_cast<int64_t>(terms) * plan.chunks;
+  const int64_t steps = static_cast<int64_t>(terms) * plan.chunks * products(conv);
   // The wide tile reads less for each MMA, but has a longer epilogue: it is for long sums, and for a grid that
   // fills most of the device.
-  const bool wide = outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
+  const bool wide =
+      !conv.halves && outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
   plan.tile_rows = kTileRows, plan.tile_columns = wide ? 256 : 128;
   plan.column_step = plan.tile_columns, plan.column_tiles = ceil_div(outputs, plan.tile_columns);
   // The swizzle follows addresses, so a term's rows may begin at any row of a box. Split-K is then over chunks.
@@ -81,7 +82,7 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   // Where no tile is full, all have as many samples: two of eight, not one of ten and one of six.
   if (conv.alone && plan.together && plan.rows.time * plan.rows.samples != kTileRows)
     plan.rows.samples = static_cast<int>(ceil_div(conv.batch, plan.rows.count));
-  split(plan, multiprocessors);
+  split(plan, multiprocessors, products(conv));
   if (step > 0) narrow(plan, outputs, step, steps, multiprocessors, conv.alone);
   if (!plan.together) plan.lowest = plan.reach = 0;
   find_padding(plan, x_length);

@@ -130,12 +130,14 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
   const Config& c = plan.config;
-  if (c.relu) return false;
+  if (c.relu || (plan.dtype == DType::kFloat32 && !device.hopper)) return false;
   for (int i = 0; i < c.levels; i++)
     if (c.width(i).own % 8) return false;  // the GEMMs of layers do not serve
   const Path path = choose_path(plan, batch, horizon, device);
   if (path == Path::kResident || (path == Path::kClustered && batch == 1)) return false;
-  return layers_time(plan, batch, horizon, device) < path_time(plan, batch, horizon, path, device);
+  // In float32 phases take 0.55 to 0.95 of their model's time, which is an H100's, on an H200.
+  const double share = plan.dtype == DType::kFloat32 && path != Path::kLayered ? 0.8 : 1;
+  return layers_time(plan, batch, horizon, device) < share * path_time(plan, batch, horizon, path, device);
 }
 
 double path_time(const Plan& plan, int batch, int horizon, Path path, const Device& device) {
@@ -196,11 +198,13 @@ double layers_time(const Plan& plan, int batch, int horizon, const Device& devic
   // taps; of activations, which several kernels read and write; of multiplications. Up to five taps the weights' cost is
   // between an H100's, 0.7, and an H200's. Without wgmma measured on 132 multiprocessors, which share weights and
   // multiplications.
+  // In float32 a layer has a launch more for its norm and one for its halves, and three products.
   struct Costs {
     double layer, norm_apart, megaweights, of_more_taps, other_megaweights, activations, gemm;
   };
-  constexpr Costs kWgmma = {6.4, 9.5, 0.55, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 1.37, 1.37, 1.7, 5e-6, 6.4e-9};
-  const Costs& of = device.hopper ? kWgmma : kMma;
+  constexpr Costs kWgmma = {6.4, 9.5, 0.55, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 1.37, 1.37, 1.7, 5e-6, 6.4e-9},
+                  kHalves = {15.7, 22, 2.1, 2.1, 2.1, 1.3e-5, 7e-9};
+  const Costs& of = plan.dtype == DType::kFloat32 ? kHalves : device.hopper ? kWgmma : kMma;
   bool powers = true;
   for (int i = 0; i < plan.config.levels; i++) powers = powers && power_of_two(plan.config.width(i).own);
   double layers = 0, values = 0;
@@ -208,7 +212,8 @@ double layers_time(const Plan& plan, int batch, int horizon, const Device& devic
     const int times = horizon >> conv.level_out;
     bool apart = false;
     if (conv.norm >= 0) {
-      const auto norm = kernels::teams({batch, conv.counted, times, conv.groups}, /*element_size=*/2, device.hopper);
+      const auto norm = kernels::teams({batch, conv.counted, times, conv.groups}, plan.dtype == DType::kFloat32 ? 4 : 2,
+                                       device.hopper);
       if (!norm.fits()) return std::numeric_limits<double>::infinity();
       apart = norm.ranks > 0 || norm.owned < 4;
     }

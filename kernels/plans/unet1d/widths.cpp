@@ -28,7 +28,7 @@ Config widths_for(const Config& config, DType dtype, int batch, int horizon, boo
   if (config.widened()) return config;
   if (batch < 1 || int64_t{batch} * horizon > kMostColumns) return config;
   const auto by_layers = [&](const Plan& plan) {  // which have the network's own widths
-    return layers && plan.dtype != DType::kFloat32 && layers_pay(plan, batch, horizon, device);
+    return layers && layers_pay(plan, batch, horizon, device);
   };
   const Plan own = make_plan(config, dtype);
   const Path path = choose_path(own, batch, horizon, device);

@@ -8,6 +8,7 @@ from torch import Tensor
 from dpa.packed.config import path_of
 
 _ACTIVATIONS = {
+    torch.float32: torch.float32,
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
     torch.float8_e4m3fn: torch.float16,
