@@ -77,6 +77,12 @@ void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, 
   }
 }
 
+/// Between layers, (B, C, T) in channels-last order. In float32 also as GEMMs read it, in planes of halves, where whoever
+/// made it has written those; `values` may be undefined then.
+struct Activation {
+  Tensor values, halves;
+};
+
 class Forward {
  public:
   Forward(const BatchPlan& plan, at::TensorList parameters, const Tensor& packed)
@@ -89,7 +95,7 @@ class Forward {
     batch_ = sample.size(0), length_ = sample.size(1);
     const auto x = prepare(sample, timesteps, {});
     modulate(global_cond);
-    return last(final_block(walk(x)), packed_.scalar_type());
+    return last(final_block(walk({x, {}})), packed_.scalar_type());
   }
   /// The same in float32, where FiLM's parts are known: of the timestep, (film_rows), and of the samples, (B, film_rows), or
   /// undefined.
@@ -97,7 +103,7 @@ class Forward {
     batch_ = sample.size(0), length_ = sample.size(1);
     film_ = cond.defined() ? empty({batch_, plan_.film_rows}) : step.unsqueeze(0).expand({batch_, -1});
     const auto x = prepare(sample, {}, cond.defined() ? std::array{step, cond} : std::array<Tensor, 2>());
-    return last(final_block(walk(x)), at::kFloat);
+    return last(final_block(walk({x, {}})), at::kFloat);
   }
   /// Those parts, of all timesteps: (S, film_rows) and (B, film_rows).
   std::array<Tensor, 2> film(const Tensor& timesteps, const Tensor& global_cond) {
@@ -111,8 +117,8 @@ class Forward {
   }
 
  private:
-  Tensor walk(Tensor x) {
-    std::vector<Tensor> skips;
+  Activation walk(Activation x) {
+    std::vector<Activation> skips;
     const size_t levels = plan_.levels;
     for (size_t i = 0; i < levels; ++i) {
       x = block(block(x));
@@ -141,6 +147,7 @@ class Forward {
     return out;
   }
   Tensor operand(const Tensor& x) const { return operand(x, x.size(1)); }
+  Tensor operand(const Activation& x) const { return x.halves.defined() ? x.halves : operand(x.values); }
   /// Packed weights are older than the kernel that prepares the inputs, which every GEMM follows.
   gemm::Weights weights(int64_t offset) const { return {packed(offset), /*prefetchable=*/true}; }
 
@@ -220,7 +227,8 @@ class Forward {
   }
 
   /// `skip`: further channels of the input, or undefined.
-  Tensor block(const Tensor& x, const Tensor& skip = {}) {
+  Activation block(const Activation& input, const Activation& more = {}) {
+    const Tensor &x = input.values, &skip = more.values;
     const auto& b = plan_.blocks[next_block_];
     const auto get = [&](int i) { return b.parameters[i] < 0 ? Tensor() : parameter(b.parameters[i]); };
     const int64_t channels = plan_.shapes[b.parameters[0]][0];
@@ -232,28 +240,31 @@ class Forward {
                               kEps};
     const auto packed = packed_.narrow(0, b.packed, b.size);
     ++next_block_;
-    if (halves_) return exact_block(block, b);
-    if (auto out = residual_block1d_on_packed(block, packed); out.defined()) return out;
+    if (halves_) return exact_block(block, b, input, more);
+    if (auto out = residual_block1d_on_packed(block, packed); out.defined()) return {out, {}};
     // Without padded channels.
-    const auto input = skip.defined() ? x : x.narrow(1, 0, plan_.shapes[b.parameters[0]][1]);
-    return residual_block1d(in_order(input, /*channels_last=*/true), get(0), get(1), get(2), get(3), get(4), get(5),
-                            get(6), get(7), as_optional(get(8)), as_optional(get(9)), plan_.num_groups, kEps,
-                            as_optional(scale), block.tensors[kShift], as_optional(skip));
+    const auto own = skip.defined() ? x : x.narrow(1, 0, plan_.shapes[b.parameters[0]][1]);
+    return {residual_block1d(in_order(own, /*channels_last=*/true), get(0), get(1), get(2), get(3), get(4), get(5),
+                             get(6), get(7), as_optional(get(8)), as_optional(get(9)), plan_.num_groups, kEps,
+                             as_optional(scale), block.tensors[kShift], as_optional(skip)),
+            {}};
   }
 
-  /// In float32: a launch a convolution, a normalisation, and the halves of what a convolution reads.
-  Tensor exact_block(const ResidualBlock& block, const BatchPlan::Block& b) const {
-    const auto x = operand(block[kInput]), skip = block[kSkip].defined() ? operand(block[kSkip]) : Tensor();
+  /// In float32: a launch a convolution, and one a normalisation, which writes the halves that the next convolution reads.
+  Activation exact_block(const ResidualBlock& block, const BatchPlan::Block& b, const Activation& input,
+                         const Activation& more) const {
+    const auto x = operand(input), skip = more.values.defined() ? operand(more) : Tensor();
     const int64_t first = skip.defined() ? block[kInput].size(1) : 0, second = b.packed + packed_size(b.parameters[0]);
     const auto conv1 = exact_conv(x, skip, first, b.packed, block[kConv1Weight], block[kConv1Bias]);
-    const auto activated =
-        exact_norm(conv1, plan_.num_groups, block[kGn1Weight], block[kGn1Bias], block[kScale], block[kShift], Tensor());
+    const auto activated = exact_norm(conv1, plan_.num_groups, block[kGn1Weight], block[kGn1Bias], block[kScale],
+                                      block[kShift], Tensor(), /*values=*/false);
     auto residual = block[kInput];
     if (block[kResidualWeight].defined())
       residual = exact_conv(x, skip, first, second + packed_size(b.parameters[4]), block[kResidualWeight],
                             block[kResidualBias]);
     const auto conv2 = exact_conv(operand(activated), Tensor(), 0, second, block[kConv2Weight], block[kConv2Bias]);
-    return exact_norm(conv2, plan_.num_groups, block[kGn2Weight], block[kGn2Bias], Tensor(), Tensor(), residual);
+    return exact_norm(conv2, plan_.num_groups, block[kGn2Weight], block[kGn2Bias], Tensor(), Tensor(), residual,
+                      /*values=*/true);
   }
   int64_t packed_size(int place) const {
     const auto& shape = plan_.shapes[place];
@@ -272,28 +283,33 @@ class Forward {
                               {bias.const_data_ptr(), parameter_dtype_, {}}, out);
     return out;
   }
-  Tensor exact_norm(const Tensor& x, int64_t groups, const Tensor& weight, const Tensor& bias, const Tensor& scale,
-                    const Tensor& shift, const Tensor& residual) const {
+  /// With halves, and with `values` where those are wanted.
+  Activation exact_norm(const Tensor& x, int64_t groups, const Tensor& weight, const Tensor& bias, const Tensor& scale,
+                        const Tensor& shift, const Tensor& residual, bool values) const {
     kernels::channels_last::GroupNormMish args{};
     args.dtype = dtype_, args.parameter_dtype = parameter_dtype_, args.eps = kEps;
     args.shape = {batch_, x.size(1), x.size(2), groups};
     args.plan = kernels::teams(args.shape, /*element_size=*/4, kernels::has_clusters());
     if (!args.plan.fits())
-      return group_norm_mish(x, groups, weight, bias, kEps, as_optional(scale), as_optional(shift),
-                             as_optional(residual));
-    auto out = empty_in_order(batch_, x.size(1), x.size(2), /*channels_last=*/true, packed_.options());
+      return {
+          group_norm_mish(x, groups, weight, bias, kEps, as_optional(scale), as_optional(shift), as_optional(residual)),
+          {}};
+    Activation out;
+    if (values) out.values = empty_in_order(batch_, x.size(1), x.size(2), /*channels_last=*/true, packed_.options());
+    out.halves = at::empty({2, batch_ * x.size(2), x.size(1)}, packed_.options().dtype(at::kHalf));
     args.input = x.const_data_ptr(), args.weight = weight.const_data_ptr(), args.bias = bias.const_data_ptr();
     args.scale = data_or_null(scale), args.scale_stride = scale.defined() ? scale.stride(0) : 0;
     args.shift = data_or_null(shift), args.shift_stride = shift.defined() ? shift.stride(0) : 0;
-    args.residual = data_or_null(residual), args.out = out.mutable_data_ptr();
+    args.residual = data_or_null(residual), args.out = mutable_data_or_null(out.values);
+    args.halves = out.halves.mutable_data_ptr();
     C10_CUDA_CHECK(kernels::channels_last::forward(args, stream_));
     return out;
   }
 
   /// Halves the time by a convolution of 3 taps, or doubles it by a transposed one of 4.
-  Tensor resample(const Tensor& x, const BatchPlan::Layer& layer, bool up) const {
+  Activation resample(const Activation& x, const BatchPlan::Layer& layer, bool up) const {
     const auto& shape = plan_.shapes[layer.weight];
-    const int64_t length = x.size(2), other = up ? 2 * length : (length - 1) / 2 + 1;
+    const int64_t length = x.values.size(2), other = up ? 2 * length : (length - 1) / 2 + 1;
     gemm::Conv1d conv{
         dtype_,        batch_, up ? length : other, shape[0], up ? other : length, shape[1], static_cast<int>(shape[2]),
         /*stride=*/2,
@@ -304,10 +320,11 @@ class Forward {
     const auto from = operand(x);
     const auto own = convolve(/*dgrad=*/up, conv, {from.const_data_ptr()}, weights(layer.packed),
                               {parameter(layer.bias).const_data_ptr(), parameter_dtype_, {}}, out);
-    return out;
+    return {out, {}};
   }
 
-  Tensor final_block(const Tensor& x) const {
+  Tensor final_block(const Activation& input) const {
+    const Tensor& x = input.values;
     const auto& layer = plan_.final_conv;
     const auto &weight = parameter(layer.weight), &bias = parameter(layer.bias);
     const auto &gamma = parameter(plan_.final_norm[0]), &beta = parameter(plan_.final_norm[1]);
@@ -315,7 +332,8 @@ class Forward {
     const int taps = static_cast<int>(weight.size(2)), group = static_cast<int>(channels / kFinalGroups);
     if (halves_)
       return exact_norm(exact_conv(operand(x), Tensor(), 0, layer.packed, weight, bias), kFinalGroups, gamma, beta,
-                        Tensor(), Tensor(), Tensor());
+                        Tensor(), Tensor(), Tensor(), /*values=*/true)
+          .values;
     const gemm::Conv1d conv{dtype_,   batch_, x.size(2), channels, x.size(2),
                             channels, taps,   1,         taps / 2, /*alone=*/true};
     if (!gemm::serves(conv) || !gemm::normalises(conv, group))

@@ -256,7 +256,7 @@ TEST(Tf32, StepsCoverWhatIsContracted) {
 }
 
 // Pairs of float16 numbers: chunks as in 16 bits, each multiplied three times, by tiles whose sums fit twice into registers.
-TEST(Halves, ThreeProductsOfTheSameChunks) {
+TEST(Halves, ThreeRoundsOfTheSameChunks) {
   int more = 0;
   for (Conv1d c : convolutions())
     for (const bool alone : {false, true}) {
@@ -267,7 +267,7 @@ TEST(Halves, ThreeProductsOfTheSameChunks) {
       for (int i = 0; i < 2; ++i) {
         EXPECT_EQ(plan[i].chunks, half[i].chunks);
         EXPECT_LE(plan[i].tile_columns, 128);
-        EXPECT_LE(plan[i].splits, kProducts * plan[i].chunks * (plan[i].together ? 1 : plan[i].terms[0]));
+        EXPECT_LE(plan[i].splits, kRounds * plan[i].chunks * (plan[i].together ? 1 : plan[i].terms[0]));
         const int64_t blocks = plan[i].rows.count * plan[i].phases * plan[i].column_tiles * plan[i].splits;
         if (plan[i].splits > 1) EXPECT_LE(blocks, 132) << "others' sums find their place";
         more += plan[i].splits > half[i].splits;

@@ -1,4 +1,4 @@
-// Whether launches may ask for clusters of blocks. Host code.
+// Whether launches may have clusters of blocks. Host code.
 #pragma once
 
 namespace dpa::kernels {

@@ -17,7 +17,7 @@
 //
 // Of pairs of float16 numbers (TwoHalves) the boxes come three times: high halves of x by low halves of the weights, low by
 // high, then high by high. The sums of the first two are those of low halves. Tensor cores round every sum towards zero: each
-// step of the third product is summed up alone and then added, rounded to the nearest.
+// step of the last round is summed up alone and then added, rounded to the nearest.
 //
 // A shortcut is one more step a box, a weight of one tap, whose accumulators are a tile of their own without a
 // normalisation.
@@ -46,9 +46,9 @@ struct Work {
   int terms;         // that a box serves
   int start, delta;  // where the first term's rows begin in a box, in bytes, and from term to term
   int shortcut;      // where the shortcut's begin
-  int of_product;    // boxes of each of `products`
+  int of_round;    // boxes of each of `rounds`
 
-  __device__ Work(const ConvArgs& args, const TileCoord& coord, int products) {
+  __device__ Work(const ConvArgs& args, const TileCoord& coord, int rounds) {
     const ConvPlan& plan = args.plan;
     const int* const shift = plan.shift[0];
     const int all = plan.terms[coord.phase], bytes = plan.rows.samples * kRowBytes;
@@ -56,8 +56,8 @@ struct Work {
     start = plan.together ? (shift[0] - plan.lowest) * bytes : 0;
     delta = plan.together ? (shift[1] - shift[0]) * bytes : 0;
     shortcut = -plan.lowest * bytes;
-    of_product = plan.together ? plan.chunks : all * plan.chunks;
-    const int2 mine = share(of_product * products, coord.rank, plan.splits);
+    of_round = plan.together ? plan.chunks : all * plan.chunks;
+    const int2 mine = share(of_round * rounds, coord.rank, plan.splits);
     first = mine.x, count = mine.y - mine.x;
   }
 };
@@ -74,17 +74,17 @@ struct Producer {
   Pipelines& pipelines;
 
   __device__ __forceinline__ int term(int box) const { return args.plan.together ? 0 : box / args.plan.chunks; }
-  // Which product a box is of; takes its place among that one's.
-  __device__ __forceinline__ int product_of(int& box) const {
-    const int product = kHalves<T> ? box / work.of_product : 0;
-    box -= kHalves<T> ? product * work.of_product : 0;
-    return product;
+  // Which round a box is of; takes its place in it.
+  __device__ __forceinline__ int round_of(int& box) const {
+    const int round = kHalves<T> ? box / work.of_round : 0;
+    box -= kHalves<T> ? round * work.of_round : 0;
+    return round;
   }
   // Whether a chunk is of the first of two tensors.
   __device__ __forceinline__ bool of_first(int chunk) const { return chunk < args.plan.first_chunks; }
 
   __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
-    const bool low = product_of(box) == 0 && kHalves<T>;
+    const bool low = round_of(box) == 0 && kHalves<T>;
     const bool shortcut = kShortcut && i == work.terms;
     const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
     const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i] + (low ? args.taps : 0),
@@ -101,7 +101,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_a(const PipelineState& at, int box) const {
-    const int plane = product_of(box) == 1 ? static_cast<int>(args.batch) : 0;
+    const int plane = round_of(box) == 1 ? static_cast<int>(args.batch) : 0;
     const int shift = args.plan.together ? args.plan.lowest : args.plan.shift[coord.phase][term(box)];
     const int chunk = box % args.plan.chunks;
     const bool first = of_first(chunk);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
 #pragma unroll 1
   for (int box = 0; box < work.count; ++box) {
     if constexpr (kHalves<T>) {
-      if (!high && work.first + box >= (kProducts - 1) * work.of_product) scale_low(), high = true;
+      if (!high && work.first + box >= (kRounds - 1) * work.of_round) scale_low(), high = true;
     }
     ptx::barrier_wait(full_barrier(pipelines.boxes, box_at), box_at.phase);
 #pragma unroll 1
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> &
   auto& pipelines = *reinterpret_cast<Pipelines*>(memory + Shape::kBoxesBytes + args.weights * Shape::kWeightBytes);
   float* const tile = reinterpret_cast<float*>(memory);
   const TileCoord coord(args.plan, args.plan.column_step, blockIdx.x);
-  const Work work(args, coord, kHalves<T> ? kProducts : 1);
+  const Work work(args, coord, kHalves<T> ? kRounds : 1);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.x);
     ptx::prefetch_tensor_map(&maps.weights);

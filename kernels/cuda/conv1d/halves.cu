@@ -1,6 +1,7 @@
 // fprop and dgrad of float32 to its own accuracy, whose operands are pairs of float16 numbers: the kernel of
 // convolution_kernel.cuh, and the pairs. A thread an element of the padded rows; of weights, eight neighbours.
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/two_halves.cuh"
 #include "kernels/cuda/conv1d/halves.cuh"
 
 namespace dpa::kernels::conv1d {
@@ -8,13 +9,8 @@ namespace {
 
 constexpr int kSplitThreads = 256;
 
-__device__ __forceinline__ void split(float x, float scale, __half& high, __half& low) {
-  x *= scale;
-  high = __float2half_rn(x), low = __float2half_rn((x - __half2float(high)) * math::kLowScale);
-}
-
 __global__ void __launch_bounds__(kSplitThreads)
-    split_kernel(const float* rows, int64_t count, int channels, int width, float scale, __half* highs, __half* lows) {
+    split_kernel(const float* rows, int64_t count, int channels, int width, float scale, uint4* highs, uint4* lows) {
   grid_dependency_sync();
   const int64_t eights = count * width / 8, i = int64_t{blockIdx.x} * kSplitThreads + threadIdx.x;
   if (i >= eights) return;
@@ -33,18 +29,17 @@ __global__ void __launch_bounds__(kSplitThreads)
 #pragma unroll
     for (int e = 0; e < 8; ++e) x[e] = first + e < channels ? from[e] : 0.0f;
   }
-  dpa::kernels::Vector<__half, 8> high, low;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) split(x[e], scale, high.data[e], low.data[e]);
-  reinterpret_cast<dpa::kernels::Vector<__half, 8>*>(highs)[i] = high;
-  reinterpret_cast<dpa::kernels::Vector<__half, 8>*>(lows)[i] = low;
+  uint4 high, low;
+  split_pair(x[0], x[1], scale, high.x, low.x), split_pair(x[2], x[3], scale, high.y, low.y);
+  split_pair(x[4], x[5], scale, high.z, low.z), split_pair(x[6], x[7], scale, high.w, low.w);
+  highs[i] = high, lows[i] = low;
 }
 
 cudaError_t split_to(const void* rows, int64_t count, int64_t channels, int64_t width, float scale, void* high,
                      void* low, cudaStream_t stream) {
   return launch_dependent(split_kernel, grid_for(count * width / 8, kSplitThreads), kSplitThreads, stream,
                           static_cast<const float*>(rows), count, static_cast<int>(channels), static_cast<int>(width),
-                          scale, static_cast<__half*>(high), static_cast<__half*>(low));
+                          scale, static_cast<uint4*>(high), static_cast<uint4*>(low));
 }
 
 }  // namespace

@@ -18,7 +18,8 @@
 namespace dpa::kernels::channels_last {
 namespace {
 
-template <class T, class P, int kChannels, int V>
+/// `kHalves`: the output is wanted in halves, too.
+template <class T, class P, int kChannels, int V, bool kHalves>
 __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args) {
   __shared__ float scratch[kMaxTeam / kWarpSize];
   const int channels = args.shape.channels, inner = args.shape.inner, samples = args.plan.samples();
@@ -60,6 +61,10 @@ __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(GroupNormMish args
         load_channels(residual, static_cast<const T*>(args.residual) + at, 0.0f);
 #pragma unroll
         for (int i = 0; i < kChannels; ++i) out[i] += residual[i];
+      }
+      if constexpr (kHalves) {
+        store_halves<kChannels>(args.halves, at, batch * (inner * channels), out);
+        if (!args.out) continue;
       }
       store_channels<kChannels>(static_cast<T*>(args.out) + at, out);
     }
@@ -184,7 +189,13 @@ cudaError_t forward(const GroupNormMish& args, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(parameter)::type;
     return dispatch_vectors<T>(args.plan, [&](auto owned, auto vectors) {
-      return launch_dependent(forward_kernel<T, P, owned.value, vectors.value>, blocks, args.plan.block, stream, args);
+      const auto with = [&](auto halves) {
+        return launch_dependent(forward_kernel<T, P, owned.value, vectors.value, halves.value>, blocks, args.plan.block,
+                                stream, args);
+      };
+      if constexpr (sizeof(T) == 4)
+        if (args.halves) return with(std::true_type());
+      return with(std::false_type());
     });
   });
 }

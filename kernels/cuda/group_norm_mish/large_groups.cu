@@ -125,7 +125,10 @@ __global__ void __launch_bounds__(kMaxTeam, 2) forward_kernel(const __grid_const
         for (int i = 0; i < C; ++i)
           out[i] = Mish(s.normalized<T>(x.vectors[k][i]) * weight[i] + bias[i]).value * scale[i] + shift[i] +
                    residual.vectors[k][i];
-        store_channels<C>(static_cast<T*>(args.out) + place.offset(sample) + row * place.channels, out);
+        const int64_t to = place.offset(sample) + row * place.channels;
+        if constexpr (sizeof(T) == 4)
+          if (args.halves) store_halves<C>(args.halves, to, place.offset(args.shape.batch) - coord.channel, out);
+        if (args.out) store_channels<C>(static_cast<T*>(args.out) + to, out);
       }
     });
   }

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/two_halves.cuh"
 #include "kernels/cuda/group_norm_mish/common.cuh"
 
 namespace dpa::kernels::channels_last {
@@ -71,6 +72,25 @@ __device__ __forceinline__ void store_channels(T* to, const float* from) {
 #pragma unroll
     for (int i = 0; i < kChannels; i += 2) vector.set_pair(i / 2, from[i], from[i + 1]);
     *reinterpret_cast<Vector<T, kChannels>*>(to) = vector;
+  }
+}
+
+/// Float32 values as two float16 numbers each, in planes `plane` elements apart.
+template <int kChannels>
+__device__ __forceinline__ void store_halves(void* to, int64_t at, int64_t plane, const float* from) {
+  __half* const high = static_cast<__half*>(to) + at;
+  if constexpr (kChannels == 1) {
+    uint32_t highs, lows;
+    split_pair(*from, 0, math::kActivationScale, highs, lows);
+    *reinterpret_cast<uint16_t*>(high) = static_cast<uint16_t>(highs);
+    *reinterpret_cast<uint16_t*>(high + plane) = static_cast<uint16_t>(lows);
+  } else {
+    Vector<__half, kChannels> highs, lows;
+#pragma unroll
+    for (int i = 0; i < kChannels; i += 2)
+      split_pair(from[i], from[i + 1], math::kActivationScale, highs.words[i / 2], lows.words[i / 2]);
+    *reinterpret_cast<Vector<__half, kChannels>*>(high) = highs;
+    *reinterpret_cast<Vector<__half, kChannels>*>(high + plane) = lows;
   }
 }
 

@@ -9,7 +9,7 @@
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/ptx_cluster.cuh"
 #include "kernels/cuda/common/ptx_copy.cuh"
-#include "kernels/cuda/unet1d/two_halves.cuh"
+#include "kernels/cuda/common/two_halves.cuh"
 
 #define DPA_DEVICE __device__ __forceinline__
 #define DPA_OUTLINE __device__ __noinline__ inline
@@ -71,7 +71,7 @@ template <class T>
 DPA_DEVICE void mma(T, float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   ptx::mma<T>(c, a, b0, b1);
 }
-using unet1d::split_pair;
+using kernels::split_pair;
 // Two numbers in a word, the first in the low half.
 template <class T>
 DPA_DEVICE uint32_t pack(T, float low, float high) {

@@ -7,7 +7,7 @@
 
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/cuda/common/ptx.cuh"
-#include "kernels/cuda/unet1d/two_halves.cuh"
+#include "kernels/cuda/common/two_halves.cuh"
 
 namespace dpa::kernels::unet1d {
 

@@ -67,7 +67,7 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   plan.chunks = plan.first_chunks + static_cast<int>(ceil_div(contracted - first, step_channels));
   const int64_t row_tiles = plan.rows.count * plan.phases;
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
-  const int64_t steps = static_cast<int64_t>(terms) * plan.chunks * products(conv);
+  const int64_t steps = static_cast<int64_t>(terms) * plan.chunks * rounds(conv);
   // The wide tile reads less for each MMA, but has a longer epilogue: it is for long sums, and for a grid that
   // fills most of the device.
   const bool wide =
@@ -82,7 +82,7 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   // Where no tile is full, all have as many samples: two of eight, not one of ten and one of six.
   if (conv.alone && plan.together && plan.rows.time * plan.rows.samples != kTileRows)
     plan.rows.samples = static_cast<int>(ceil_div(conv.batch, plan.rows.count));
-  split(plan, multiprocessors, products(conv));
+  split(plan, multiprocessors, rounds(conv));
   if (step > 0) narrow(plan, outputs, step, steps, multiprocessors, conv.alone);
   if (!plan.together) plan.lowest = plan.reach = 0;
   find_padding(plan, x_length);

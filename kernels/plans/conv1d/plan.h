@@ -13,8 +13,8 @@ constexpr int kTf32Samples = 8, kTf32Times = 4;  // of a step of the weight grad
 // Channels that a step of fprop or dgrad contracts: 128 bytes of a row.
 constexpr int chunk(const Conv1d& conv) { return conv.dtype == DType::kFloat32 && !conv.halves ? kChunk / 2 : kChunk; }
 // Boxes of x that are multiplied for each that there is: of pairs of float16 numbers, three.
-constexpr int kProducts = 3;
-constexpr int products(const Conv1d& conv) { return conv.halves ? kProducts : 1; }
+constexpr int kRounds = 3;
+constexpr int rounds(const Conv1d& conv) { return conv.halves ? kRounds : 1; }
 
 // Whether the build has CUDA kernels.
 bool built_with_kernels();

@@ -198,7 +198,7 @@ double layers_time(const Plan& plan, int batch, int horizon, const Device& devic
   // taps; of activations, which several kernels read and write; of multiplications. Up to five taps the weights' cost is
   // between an H100's, 0.7, and an H200's. Without wgmma measured on 132 multiprocessors, which share weights and
   // multiplications.
-  // In float32 a layer has a launch more for its norm and one for its halves, and three products.
+  // In float32 a layer has a launch more for its norm, and three times the GEMM.
   struct Costs {
     double layer, norm_apart, megaweights, of_more_taps, other_megaweights, activations, gemm;
   };

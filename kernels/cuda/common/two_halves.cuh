@@ -3,7 +3,7 @@
 #include "kernels/cuda/common/dtype.cuh"
 #include "kernels/math/two_halves.h"
 
-namespace dpa::kernels::unet1d {
+namespace dpa::kernels {
 
 // Two numbers times `scale`: their high halves in one word, the first in the lower half, their low halves in another.
 __device__ __forceinline__ void split_pair(float x, float y, float scale, uint32_t& high, uint32_t& low) {
@@ -13,4 +13,4 @@ __device__ __forceinline__ void split_pair(float x, float y, float scale, uint32
   low = pack_pair<__half>((x - h.x) * math::kLowScale, (y - h.y) * math::kLowScale);
 }
 
-}  // namespace dpa::kernels::unet1d
+}  // namespace dpa::kernels
