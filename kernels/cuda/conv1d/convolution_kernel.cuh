@@ -46,7 +46,7 @@ struct Work {
   int terms;         // that a box serves
   int start, delta;  // where the first term's rows begin in a box, in bytes, and from term to term
   int shortcut;      // where the shortcut's begin
-  int of_round;    // boxes of each of `rounds`
+  int of_round;      // boxes of each of `rounds`
 
   __device__ Work(const ConvArgs& args, const TileCoord& coord, int rounds) {
     const ConvPlan& plan = args.plan;
