@@ -39,7 +39,7 @@ class BatchBuilder {
     plan_.final_conv = layer("final_conv.0.block.0.");
     plan_.final_norm[0] = place("final_conv.0.block.1.weight");
     plan_.final_norm[1] = place("final_conv.0.block.1.bias");
-    plan_.last = layer("final_conv.1.", /*multiplied=*/false);
+    plan_.last = layer("final_conv.1.", /*multiplied=*/plan_.action_dim > kMostActions);
     plan_.weights = next_;
     plan_.elements = next_ + unet1d_fingerprint(config_, /*variant=*/-1);
     int64_t row = 0;
@@ -137,6 +137,9 @@ void check_unet1d_batch_parameters(const char* op, const BatchPlan& plan, at::Te
                                    at::ScalarType dtype) {
   DPA_CHECK(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat, op,
             "dtype must be float32, float16 or bfloat16", dtype);
+  const int64_t taps = plan.shapes[plan.final_conv.weight][2];
+  DPA_CHECK(dtype != at::kFloat || taps <= kernels::conv1d::kMaxTaps, op,
+            c10::str("config must have a kernel_size of at most ", kernels::conv1d::kMaxTaps, " for float32"), taps);
   DPA_CHECK(parameters.size() == plan.names.size(), op,
             c10::str("parameters must be the ", plan.names.size(), " tensors that unet1d_weight_names lists"),
             parameters.size());

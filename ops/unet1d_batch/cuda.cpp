@@ -4,7 +4,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -291,9 +290,9 @@ class Forward {
     args.shape = {batch_, x.size(1), x.size(2), groups};
     args.plan = kernels::teams(args.shape, /*element_size=*/4, kernels::has_clusters());
     if (!args.plan.fits())
-      return {
-          group_norm_mish(x, groups, weight, bias, kEps, as_optional(scale), as_optional(shift), as_optional(residual)),
-          {}};
+      return {group_norm_mish_cuda(x, groups, weight, bias, kEps, as_optional(scale), as_optional(shift),
+                                   as_optional(residual)),
+              {}};
     Activation out;
     if (values) out.values = empty_in_order(batch_, x.size(1), x.size(2), /*channels_last=*/true, packed_.options());
     out.halves = at::empty({2, batch_ * x.size(2), x.size(1)}, packed_.options().dtype(at::kHalf));
@@ -353,7 +352,8 @@ class Forward {
   Tensor last(const Tensor& x, at::ScalarType dtype) const {
     const auto& shape = plan_.shapes[plan_.last.weight];
     const void* bias = parameter(plan_.last.bias).const_data_ptr();
-    if (shape[0] <= rows::kMaxActions) {
+    static_assert(kMostActions == rows::kMaxActions);
+    if (shape[0] <= kMostActions) {
       auto out = at::empty({batch_, length_, shape[0]}, packed_.options().dtype(dtype));
       C10_CUDA_CHECK(rows::to_actions(
           {dtype_, parameter_dtype_, x.const_data_ptr(), packed(plan_.last.packed), bias, out.mutable_data_ptr(),
@@ -361,11 +361,11 @@ class Forward {
           stream_));
       return out;
     }
-    if (halves_)
-      return at::linear(x.transpose(1, 2), parameter(plan_.last.weight).squeeze(2), parameter(plan_.last.bias));
     auto out = empty({batch_, length_, shape[0]});
-    const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
-    const auto own = convolve(/*dgrad=*/false, conv, {x.const_data_ptr()}, weights(plan_.last.packed),
+    gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
+    conv.halves = halves_;
+    const auto from = operand(x);
+    const auto own = convolve(/*dgrad=*/false, conv, {from.const_data_ptr()}, weights(plan_.last.packed),
                               {bias, parameter_dtype_, {}}, out);
     return out.to(dtype);
   }

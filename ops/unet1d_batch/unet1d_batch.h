@@ -12,6 +12,9 @@
 
 namespace dpa {
 
+/// Beyond so many actions the network's last layer is a GEMM.
+constexpr int kMostActions = 32;
+
 /// Where everything is: parameters by their place in the list, packed weights by their first element.
 struct BatchPlan {
   struct Item {  // a weight (d0, d1, taps), and where its packed form begins
@@ -58,7 +61,7 @@ void check_unet1d_batch_film(const BatchPlan& plan, const Tensor& timesteps, con
                              at::TensorList parameters, const Tensor& packed);
 void check_unet1d_batch_on_film(const BatchPlan& plan, const Tensor& sample, const Tensor& step, const Tensor& cond,
                                 at::TensorList parameters, const Tensor& packed);
-/// `seen`: what the last change detection found, see unet1d_batch_pack.out.
+/// `seen`: what the last change detection found, see unet1d_batch_pack.out. Of weights of 16 bits alone.
 void check_unet1d_batch_pack_out(const BatchPlan& plan, at::TensorList parameters, at::ScalarType dtype,
                                  const OptionalTensor& seen, const Tensor& out);
 

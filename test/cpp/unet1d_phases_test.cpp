@@ -230,6 +230,28 @@ TEST(LayersPay, BySizeAndDevice) {
   }
 }
 
+// In float32, as measured on an H200: three rounds of a GEMM begin to pay at more samples. By warp-level MMAs there are none.
+TEST(LayersPay, InFloat32) {
+  struct {
+    const Config& config;
+    int batch, horizon;
+    bool pay;
+  } const rows[] = {{kHeadline, 1, 16, false},  {kHeadline, 28, 16, false}, {kHeadline, 64, 16, true},
+                    {kHeadline, 256, 16, true}, {kLeRobot, 2, 64, false},   {kLeRobot, 64, 64, true},
+                    {kLeRobot, 64, 16, true},   {kManiSkill, 64, 16, false}};
+  Device other = kHopper;
+  other.hopper = other.clusters = false, other.team_clusters = 0;
+  for (const auto& row : rows) {
+    const Plan plan = make_plan(row.config, DType::kFloat32);
+    EXPECT_EQ(layers_pay(plan, row.batch, row.horizon, kHopper), row.pay)
+        << row.config.down_dims[0] << " " << row.batch << " x " << row.horizon;
+    EXPECT_FALSE(layers_pay(plan, row.batch, row.horizon, other));
+  }
+  Config longer = kHeadline;
+  longer.kernel_size = 11;
+  EXPECT_FALSE(layers_pay(make_plan(longer, DType::kFloat32), 256, 16, kHopper));
+}
+
 // As measured with code for 8.0 on an H200: layers begin at several times as many samples.
 TEST(LayersPay, WithoutHoppersInstructions) {
   Device device = kHopper;

@@ -83,6 +83,14 @@ def test_rejected_parameters():
     message = "dtype must be float32, float16 or bfloat16, got Double"
     with pytest.raises(RuntimeError, match=head + message):
         pack(parameters, CONFIG, torch.float64)
+    with pytest.raises(
+        RuntimeError, match=head + "config must have a kernel_size of at most 9 for"
+    ):
+        with torch.device("meta"):
+            net = ConditionalUnet1D(**CONFIGS["film_scale"][0] | {"kernel_size": 11})
+        named, wide = dict(net.named_parameters()), [2, 11, *CONFIG[2:]]
+        longer = [named[name].detach() for name in torch.ops.dpa.unet1d_weight_names(wide)]
+        pack(longer, wide, torch.float32)
     out, seen = pack(parameters, CONFIG, torch.float32), torch.empty(1, device="meta")
     with pytest.raises(RuntimeError, match=head + "seen must be left out for weights in float32"):
         pack.out(parameters, CONFIG, torch.float32, seen, out=out)
@@ -119,7 +127,7 @@ def _drawn_network(data, device):
         global_cond_dim=pick(st.sampled_from([None, 1, 3, 20]), "global_cond_dim"),
         diffusion_step_embed_dim=pick(st.sampled_from([4, 10, 32]), "diffusion_step_embed_dim"),
         down_dims=dims,
-        kernel_size=pick(st.sampled_from([3, 5]), "kernel_size"),
+        kernel_size=pick(st.sampled_from([1, 3, 5, 9]), "kernel_size"),
         n_groups=groups,
         cond_predict_scale=pick(st.booleans(), "cond_predict_scale"),
     )

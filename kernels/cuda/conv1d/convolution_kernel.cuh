@@ -1,6 +1,6 @@
 // fprop and dgrad: out[b, phases j + p, n] = sum over terms i and channels c of A B,
 //   A = x[b, stride j + shift[p][i], c]
-//   B = weight[tap[p][i]][n, c] (fprop: rows along K) or weight[tap[p][i]][c, n] (dgrad: rows along N). In float32,
+//   B = weight[tap[p][i]][n, c] (fprop: rows along K) or weight[tap[p][i]][c, n] (dgrad: rows along N). In tf32,
 //       which wgmma takes with rows along K alone, dgrad's weights are packed the other way round: [n, c].
 //
 // An output tile is 128 rows (j, sample), times outside, by kColumns channels n. A step contracts 128 bytes of channels

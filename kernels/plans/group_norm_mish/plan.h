@@ -102,7 +102,7 @@ inline NormPlan teams(const NormShape& shape, int element_size, bool clusters) {
 }
 
 /// Slices of the samples, or of their rows where blocks share a group: those of one block. The gradients of weight and bias
-/// are added up slice by slice, and the number depends on sizes alone, so that results repeat bit for bit.
+/// are added up slice by slice, and the number depends on sizes and on the device having clusters alone, so that results repeat bit for bit.
 inline int64_t slices(const NormShape& shape, const NormPlan& plan) {
   if (!plan.fits()) return shape.batch;
   const int64_t useful = (shape.batch + plan.samples() - 1) / plan.samples();

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/plans/conv1d/shape.h"
 #include "kernels/plans/group_norm_mish/plan.h"
 #include "kernels/plans/unet1d/cluster_layout.h"
 #include "kernels/plans/unet1d/phases.h"
@@ -130,7 +131,8 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
   const Config& c = plan.config;
-  if (c.relu || (plan.dtype == DType::kFloat32 && !device.hopper)) return false;
+  if (c.relu) return false;
+  if (plan.dtype == DType::kFloat32 && (!device.hopper || c.kernel_size > conv1d::kMaxTaps)) return false;
   for (int i = 0; i < c.levels; i++)
     if (c.width(i).own % 8) return false;  // the GEMMs of layers do not serve
   const Path path = choose_path(plan, batch, horizon, device);
