@@ -299,8 +299,8 @@ MUTATIONS = [
     Mutation(
         "stride: eight rows of weights",
         "kernels/cuda/conv1d/convolution_kernel.cuh",
-        "1024, wgmma::Swizzle::k128);\n#pragma unroll",
-        "512, wgmma::Swizzle::k128);\n#pragma unroll",
+        "kRowBytes : 16, 1024, wgmma::Swizzle::k128);",
+        "kRowBytes : 16, 512, wgmma::Swizzle::k128);",
         _CONVOLUTIONS,
     ),
     Mutation(
