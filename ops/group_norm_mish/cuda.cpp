@@ -1,5 +1,5 @@
-// Contiguous tensors of every dtype have kernels, and channels-last ones of 16 bits, or of float32 in TF32 (kernels/cuda/group_norm_mish/). The
-// rest, which no network's training meets, goes through contiguous copies.
+// Contiguous tensors of every dtype have kernels, and channels-last ones of 16 bits, or of float32 in TF32
+// (kernels/cuda/group_norm_mish/). The rest, which no network's training meets, goes through contiguous copies.
 #include "ops/common/cuda.h"
 
 #include <ATen/TensorOperators.h>

@@ -76,8 +76,8 @@ void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, 
   }
 }
 
-/// Between layers, (B, C, T) in channels-last order. In float32 also as GEMMs read it, in planes of halves, where whoever
-/// made it has written those; `values` may be undefined then.
+/// Between layers, (B, C, T) in channels-last order. In float32 also as GEMMs read it, in planes of halves, where
+/// whoever made it has written those; `values` may be undefined then.
 struct Activation {
   Tensor values, halves;
 };
@@ -249,7 +249,7 @@ class Forward {
             {}};
   }
 
-  /// In float32: a launch a convolution, and one a normalisation, which writes the halves that the next convolution reads.
+  /// In float32: a launch a convolution, and one a normalisation, which writes the halves that a convolution reads.
   Activation exact_block(const ResidualBlock& block, const BatchPlan::Block& b, const Activation& input,
                          const Activation& more) const {
     const auto x = operand(input), skip = more.values.defined() ? operand(more) : Tensor();

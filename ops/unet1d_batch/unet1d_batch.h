@@ -1,6 +1,6 @@
 // `dpa::unet1d_batch`: one forward pass of the whole U-Net for many samples, without gradients, on the kernels that
-// training runs: GEMMs over (B, T, C) activations of 16 bits, or of float32 as pairs of float16 numbers. Where `dpa::unet1d` is for few samples and reads
-// weights as fast as memory gives them, here each weight serves many.
+// training runs: GEMMs over (B, T, C) activations of 16 bits, or of float32 as pairs of float16 numbers.
+// Where `dpa::unet1d` is for few samples and reads weights as fast as memory gives them, here each weight serves many.
 //
 // `parameters` are the original's tensors in the order of `unet1d_weight_names`, float32 or of the activations' dtype:
 // biases and normalisations are read where they are. `packed` is what `unet1d_batch_pack` makes of the weights; its

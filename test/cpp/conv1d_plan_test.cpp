@@ -255,7 +255,8 @@ TEST(Tf32, StepsCoverWhatIsContracted) {
   }
 }
 
-// Pairs of float16 numbers: chunks as in 16 bits, each multiplied three times, by tiles whose sums fit twice into registers.
+// Pairs of float16 numbers: chunks as in 16 bits, each multiplied three times, by tiles whose sums fit twice into
+// registers.
 TEST(Halves, ThreeRoundsOfTheSameChunks) {
   int more = 0;
   for (Conv1d c : convolutions())

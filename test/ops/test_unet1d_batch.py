@@ -25,15 +25,16 @@ def _meta(dtype=torch.float32):
     return [parameters[name].detach() for name in names]
 
 
-def test_shapes_without_a_gpu():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shapes_without_a_gpu(dtype):
     parameters = _meta()
-    packed = torch.ops.dpa.unet1d_batch_pack(parameters, CONFIG, torch.bfloat16)
-    assert packed.dtype == torch.bfloat16 and packed.dim() == 1
+    packed = torch.ops.dpa.unet1d_batch_pack(parameters, CONFIG, dtype)
+    assert packed.dtype == dtype and packed.dim() == 1
     new = lambda *size: torch.empty(size, device="meta")  # noqa: E731
     out = torch.ops.dpa.unet1d_batch(new(3, 8, 2), new(3), new(3, 20), parameters, packed, CONFIG)
-    assert out.shape == (3, 8, 2) and out.dtype == torch.bfloat16
+    assert out.shape == (3, 8, 2) and out.dtype == dtype
     film, conds = torch.ops.dpa.unet1d_batch_film(new(5), new(3, 20), parameters, packed, CONFIG)
-    assert len(film) == 5 and len(conds) == 3 and film.dtype == torch.bfloat16
+    assert len(film) == 5 and len(conds) == 3 and film.dtype == dtype
     on_film = torch.ops.dpa.unet1d_batch_on_film
     out = on_film(new(3, 8, 2), film[0], conds, parameters, packed, CONFIG)
     assert out.shape == (3, 8, 2) and out.dtype == torch.float32

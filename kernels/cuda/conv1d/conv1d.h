@@ -13,9 +13,9 @@
 // padded to a multiple of 8). Results have rows that are not padded. Accumulators are float32, added in an order that
 // the sizes alone determine.
 //
-// Operands in float32 are rounded to tf32, and dgrad takes weights that are packed (taps, d1, d0 padded). Or they are pairs
-// of float16 numbers (Conv1d::halves, math/two_halves.h): planes of high halves, then of low ones, of rows (2, batch, time,
-// channels padded) and of packed weights (2, taps, d0, d1 padded); addends and results are float32.
+// Operands in float32 are rounded to tf32, and dgrad takes weights that are packed (taps, d1, d0 padded). Or they are
+// pairs of float16 numbers (Conv1d::halves, math/two_halves.h): planes of high halves, then of low ones, of rows
+// (2, batch, time, channels padded) and packed weights (2, taps, d0, d1 padded); addends and results are float32.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -127,8 +127,8 @@ cudaError_t detect_changes(DType source_dtype, const Packings& packings, uint32_
 // `count` rows of `channels` elements of 16 bits, or of float32, to rows of padded(channels).
 cudaError_t pad_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream,
                      DType dtype = DType::kFloat16);
-// Rows of float32 to two planes of halves, (2, count, padded(channels)), and weights to theirs, which begin at `high` and
-// `low`: `count` rows of `width` elements, packed in float32.
+// Rows of float32 to two planes of halves, (2, count, padded(channels)), and weights to theirs, which begin at `high`
+// and `low`: `count` rows of `width` elements, packed in float32.
 cudaError_t split_rows(const void* rows, int64_t count, int64_t channels, void* out, cudaStream_t stream);
 cudaError_t split_weights(const void* packed, int64_t count, int64_t width, void* high, void* low, cudaStream_t stream);
 // The same of two tensors' rows, one beside the other, or of their Mish.

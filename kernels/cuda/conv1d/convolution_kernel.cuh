@@ -15,9 +15,9 @@
 // epilogue  accumulators go to shared memory, the producer warp sends them; epilogue.cuh adds the cluster's and stores them,
 //           epilogue_norm.cuh and epilogue_exchange.cuh store what a normalisation makes of them
 //
-// Of pairs of float16 numbers (TwoHalves) the boxes come three times: high halves of x by low halves of the weights, low by
-// high, then high by high. The sums of the first two are those of low halves. Tensor cores round every sum towards zero: each
-// step of the last round is summed up alone and then added, rounded to the nearest.
+// Of pairs of float16 numbers (TwoHalves) the boxes come three times: high halves of x by low halves of the weights,
+// low by high, then high by high. The sums of the first two are those of low halves. Tensor cores round every sum
+// towards zero: each step of the last round is summed up alone and then added, rounded to the nearest.
 //
 // A shortcut is one more step a box, a weight of one tap, whose accumulators are a tile of their own without a
 // normalisation.

@@ -1,5 +1,5 @@
 // fprop and dgrad of float32 to its own accuracy, whose operands are pairs of float16 numbers: the kernel of
-// convolution_kernel.cuh, and the pairs. A thread an element of the padded rows; of weights, eight neighbours.
+// convolution_kernel.cuh, and the pairs, eight neighbours of the padded rows or of packed weights a thread.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/two_halves.cuh"
 #include "kernels/cuda/conv1d/halves.cuh"

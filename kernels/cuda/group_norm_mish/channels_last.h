@@ -23,7 +23,7 @@ struct GroupNormMish {
   int64_t scale_stride, shift_stride;
   const void* residual;  // (B, C, L), channels-last
   void* out;             // (B, C, L), channels-last
-  // Of float32: the output as convolutions read it (conv1d.h), planes of high and of low halves. `out` may then be null.
+  // Of float32: the output as convolutions read it (conv1d.h), in planes of halves. `out` may then be null.
   void* halves = nullptr;
 };
 

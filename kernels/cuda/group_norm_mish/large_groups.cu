@@ -1,12 +1,12 @@
-// out = mish(group_norm(input)) * scale + shift + residual and its backward, on channels-last tensors, for groups that no
-// team's registers hold (channels_last.cu; dimensions as there).
+// out = mish(group_norm(input)) * scale + shift + residual and its backward, on channels-last tensors, for groups that
+// no team's registers hold (channels_last.cu; dimensions as there).
 //
 // cluster  `ranks` blocks that own one group of one sample at a time (plan.h): its rows are divided among them,
 //          interleaved. They exchange moments and sums through distributed shared memory, in the order of their ranks
 // block    one team, `width` threads along a row
 // thread   one vector of every row that it owns, kMaxVectors rows at a time; the second pass finds them in L1 or L2
-// grid     a cluster a group and slice of the samples. The backward adds the gradients of weight and bias up in registers
-//          from sample to sample, and writes one partial sum a block.
+// grid     a cluster a group and slice of the samples. The backward adds the gradients of weight and bias up in
+//          registers from sample to sample, and writes one partial sum a block.
 //
 // Moments are merged, a thread's rows at a time, so a mean far from zero costs no digits.
 #include "kernels/cuda/common/vectors.cuh"

@@ -12,8 +12,8 @@ struct NormShape {
 
 /// A team owns one group of one sample: `inner` rows of C / G neighbouring channels, read as vectors of 16 bytes, or of a
 /// half, a quarter and so on where a row is no whole number of those, down to one channel. A thread holds 1, 2 or 4
-/// whole ones, 4 or 8 smaller ones, or 4 or 16 of one channel. Larger groups are divided among the teams of a cluster of
-/// blocks, which read them once for the statistics and once more for what they write.
+/// whole ones, 4 or 8 smaller ones, or 4 or 16 of one channel. Larger groups are divided among the teams of a cluster
+/// of blocks, which read them once for the statistics and once more for what they write.
 struct NormPlan {
   int owned = 0;     // channels of a vector
   int width = 0;     // threads along a row, a power of two; those beyond the row's vectors stay idle
@@ -53,8 +53,8 @@ inline int64_t power_of_two_from(int64_t n) {
   return power;
 }
 
-/// Blocks of a group that a team's registers do not hold, where the device has clusters: until each has its rows at once,
-/// or the device is full.
+/// Blocks of a group that a team's registers do not hold, where the device has clusters: until each has its rows at
+/// once, or the device is full.
 inline int ranks_of(const NormShape& shape, int64_t rows_at_once) {
   int ranks = 1;
   const auto more = [&] {
@@ -101,8 +101,8 @@ inline NormPlan teams(const NormShape& shape, int element_size, bool clusters) {
   return plan;
 }
 
-/// Slices of the samples, or of their rows where blocks share a group: those of one block. The gradients of weight and bias
-/// are added up slice by slice, and the number depends on sizes and on the device having clusters alone, so that results repeat bit for bit.
+/// Slices of the samples, or of rows where blocks share a group: those of a block. Gradients of weight and bias are added
+/// up slice by slice. The number depends on sizes and on whether there are clusters alone: results repeat bit for bit.
 inline int64_t slices(const NormShape& shape, const NormPlan& plan) {
   if (!plan.fits()) return shape.batch;
   const int64_t useful = (shape.batch + plan.samples() - 1) / plan.samples();

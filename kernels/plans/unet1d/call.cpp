@@ -195,10 +195,10 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
 }
 
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
-  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned, NormPlan::ranks); of all weights, in 16 bits,
-  // which fewer blocks read at a time where widths are no powers of two, and otherwise where a kernel has more than five
-  // taps; of activations, which several kernels read and write; of multiplications. Up to five taps the weights' cost is
-  // between an H100's, 0.7, and an H200's. Without wgmma measured on 132 multiprocessors, which share weights and
+  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned, NormPlan::ranks); of all weights, in 16
+  // bits, which fewer blocks read at a time where widths are no powers of two, and otherwise where a kernel has more than
+  // five taps; of activations, which several kernels read and write; of multiplications. Up to five taps the weights'
+  // cost is between an H100's, 0.7, and an H200's. Without wgmma measured on 132 multiprocessors, which share weights and
   // multiplications.
   // In float32 a layer has a launch more for its norm, and three times the GEMM.
   struct Costs {

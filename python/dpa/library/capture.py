@@ -201,7 +201,8 @@ def leave_capture(spare: Tensor) -> None:
 
     Its one kernel writes to ``spare``: there may be no memory for more.
     """
-    with torch.cuda.device(spare.device):
-        capture = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=capture_stream())
-        with capture:
-            spare.zero_()
+    with (
+        torch.cuda.device(spare.device),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=capture_stream()),
+    ):
+        spare.zero_()
