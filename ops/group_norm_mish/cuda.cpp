@@ -9,9 +9,9 @@
 
 #include "kernels/cuda/common/clusters.h"
 #include "kernels/cuda/conv1d/conv1d.h"
-#include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "kernels/cuda/group_norm_mish/group_norm_mish.h"
 #include "ops/conv1d/conv1d.h"
+#include "ops/group_norm_mish/channels_last.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 
 namespace dpa {
@@ -104,16 +104,8 @@ struct ChannelsLast {
     input = ordered(input_);
     weight = vector(weight_), bias = vector(bias_), scale = aligned_rows(value_or_undefined(scale_));
     shift = aligned_rows(value_or_undefined(shift_));
-    args.dtype = kernel_dtype(input_.scalar_type());
-    args.parameter_dtype = kernel_dtype(parameter);
-    args.shape = shape_of(input_, num_groups);
-    args.plan = plan;
-    args.eps = eps;
-    args.input = input.const_data_ptr();
-    args.weight = data_or_null(weight), args.bias = data_or_null(bias);
-    args.scale = data_or_null(scale), args.shift = data_or_null(shift);
-    args.scale_stride = scale.defined() ? scale.stride(0) : 0,
-    args.shift_stride = shift.defined() ? shift.stride(0) : 0;
+    args = norm_arguments(kernel_dtype(input_.scalar_type()), kernel_dtype(parameter), shape_of(input_, num_groups),
+                          plan, eps, input, weight, bias, scale, shift);
   }
   /// A tensor of the input's shape as the kernels read it.
   static Tensor ordered(const Tensor& tensor) {

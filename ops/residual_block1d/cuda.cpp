@@ -5,8 +5,8 @@
 #include <torch/library.h>
 
 #include "kernels/cuda/common/clusters.h"
-#include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "ops/common/last_use.h"
+#include "ops/group_norm_mish/channels_last.h"
 #include "ops/pack_ahead/pack_ahead.h"
 #include "ops/residual_block1d/residual_block1d.h"
 #include "ops/residual_block1d/weights_cuda.h"
@@ -254,23 +254,17 @@ class Chain {
                                mutable_data_or_null(kept_.back()), branch.side()));
   }
 
-  norms::GroupNormMish norm(const Tensor& input, BlockSlot weight, BlockSlot bias) const {
-    norms::GroupNormMish args{};
-    args.dtype = kernel_dtype(type_);
-    args.parameter_dtype = kernel_dtype(block_[weight].scalar_type());
-    args.shape = shape_, args.plan = plan_, args.eps = block_.eps;
-    args.input = data_or_null(input);
-    args.weight = block_[weight].const_data_ptr(), args.bias = block_[bias].const_data_ptr();
-    return args;
+  norms::GroupNormMish norm(const Tensor& input, BlockSlot weight, BlockSlot bias, const Tensor& scale,
+                            const Tensor& shift) const {
+    return norm_arguments(kernel_dtype(type_), kernel_dtype(block_[weight].scalar_type()), shape_, plan_, block_.eps,
+                          input, block_[weight], block_[bias], scale, shift);
   }
   norms::GroupNormMish first_norm(const Tensor& conv1) const {
-    auto args = norm(conv1, kGn1Weight, kGn1Bias);
-    args.scale = data_or_null(film_[0]), args.shift = data_or_null(film_[1]);
-    args.scale_stride = film_[0].defined() ? film_[0].stride(0) : 0;
-    args.shift_stride = film_[1].defined() ? film_[1].stride(0) : 0;
-    return args;
+    return norm(conv1, kGn1Weight, kGn1Bias, film_[0], film_[1]);
   }
-  norms::GroupNormMish second_norm(const Tensor& conv2) const { return norm(conv2, kGn2Weight, kGn2Bias); }
+  norms::GroupNormMish second_norm(const Tensor& conv2) const {
+    return norm(conv2, kGn2Weight, kGn2Bias, Tensor(), Tensor());
+  }
 
   /// Of the residual convolution, whose gradient is the block's own.
   void residual_back(const Tensor& grad, const gemm::Rows& x, const BlockMask& mask, BlockGradients& to,

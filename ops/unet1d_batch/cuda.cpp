@@ -8,12 +8,12 @@
 #include <torch/library.h>
 
 #include "kernels/cuda/common/clusters.h"
-#include "kernels/cuda/group_norm_mish/channels_last.h"
 #include "kernels/cuda/unet1d_batch/unet1d_batch.h"
 #include "kernels/plans/conv1d/changes.h"
 #include "ops/conv1d/conv1d.h"
 #include "ops/conv1d/gemm.h"
 #include "ops/conv1d_gnm/conv1d_gnm.h"
+#include "ops/group_norm_mish/channels_last.h"
 #include "ops/group_norm_mish/group_norm_mish.h"
 #include "ops/residual_block1d/residual_block1d.h"
 #include "ops/unet1d_batch/unet1d_batch.h"
@@ -181,16 +181,26 @@ class Forward {
     return out.defined() ? out.transpose(1, 2) : out;
   }
 
+  /// A convolution, or a transposed one (`dgrad`), of operands by packed weights. `more`: the further channels of two
+  /// tensors side by side, or undefined.
+  void multiply(bool dgrad, gemm::Conv1d conv, const Tensor& x, const Tensor& more, int64_t packed_at, const void* bias,
+                kernels::DType bias_dtype, const Tensor& out) const {
+    conv.halves = halves_;
+    const gemm::Rows rows{x.const_data_ptr(), data_or_null(more)};
+    const auto own = convolve(dgrad, conv, rows, weights(packed_at), {bias, bias_dtype, {}}, out);
+  }
+  void multiply(bool dgrad, const gemm::Conv1d& conv, const Tensor& x, const BatchPlan::Layer& layer,
+                const Tensor& out) const {
+    multiply(dgrad, conv, x, Tensor(), layer.packed, parameter(layer.bias).const_data_ptr(), parameter_dtype_, out);
+  }
+
   /// Rows (n, channels padded) times a matrix: the rows are the times of one sample.
   Tensor dense(const Tensor& x, int64_t in, int64_t out_channels, int64_t packed_at, const void* bias,
                kernels::DType bias_dtype) const {
     const int64_t n = x.size(0);
-    gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
-    conv.halves = halves_;
+    const gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
     auto out = empty({n, out_channels});
-    const auto from = operand(x);
-    const auto own =
-        convolve(/*dgrad=*/false, conv, {from.const_data_ptr()}, weights(packed_at), {bias, bias_dtype, {}}, out);
+    multiply(/*dgrad=*/false, conv, operand(x), Tensor(), packed_at, bias, bias_dtype, out);
     return out;
   }
   Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
@@ -256,14 +266,14 @@ class Forward {
     const int64_t first = skip.defined() ? block[kInput].size(1) : 0, second = b.packed + packed_size(b.parameters[0]);
     const auto conv1 = exact_conv(x, skip, first, b.packed, block[kConv1Weight], block[kConv1Bias]);
     const auto activated = exact_norm(conv1, plan_.num_groups, block[kGn1Weight], block[kGn1Bias], block[kScale],
-                                      block[kShift], Tensor(), /*values=*/false);
+                                      block[kShift], Tensor(), Wanted::kHalves);
     auto residual = block[kInput];
     if (block[kResidualWeight].defined())
       residual = exact_conv(x, skip, first, second + packed_size(b.parameters[4]), block[kResidualWeight],
                             block[kResidualBias]);
     const auto conv2 = exact_conv(operand(activated), Tensor(), 0, second, block[kConv2Weight], block[kConv2Bias]);
     return exact_norm(conv2, plan_.num_groups, block[kGn2Weight], block[kGn2Bias], Tensor(), Tensor(), residual,
-                      /*values=*/true);
+                      Wanted::kBoth);
   }
   int64_t packed_size(int place) const {
     const auto& shape = plan_.shapes[place];
@@ -276,31 +286,30 @@ class Forward {
     const int taps = static_cast<int>(weight.size(2));
     gemm::Conv1d conv{dtype_,         batch_, length, weight.size(0), length,
                       weight.size(1), taps,   1,      taps / 2,       /*alone=*/true};
-    conv.first_channels = first_channels, conv.halves = true;
+    conv.first_channels = first_channels;
     auto out = empty_in_order(batch_, weight.size(0), length, /*channels_last=*/true, packed_.options());
-    const auto own = convolve(/*dgrad=*/false, conv, {x.const_data_ptr(), data_or_null(more)}, weights(packed_at),
-                              {bias.const_data_ptr(), parameter_dtype_, {}}, out);
+    multiply(/*dgrad=*/false, conv, x, more, packed_at, bias.const_data_ptr(), parameter_dtype_, out);
     return out;
   }
-  /// With halves, and with `values` where those are wanted.
+  enum class Wanted { kValues, kHalves, kBoth };
+  /// Gives values in any case where no plan fits.
   Activation exact_norm(const Tensor& x, int64_t groups, const Tensor& weight, const Tensor& bias, const Tensor& scale,
-                        const Tensor& shift, const Tensor& residual, bool values) const {
-    kernels::channels_last::GroupNormMish args{};
-    args.dtype = dtype_, args.parameter_dtype = parameter_dtype_, args.eps = kEps;
-    args.shape = {batch_, x.size(1), x.size(2), groups};
-    args.plan = kernels::teams(args.shape, /*element_size=*/4, kernels::has_clusters());
+                        const Tensor& shift, const Tensor& residual, Wanted wanted) const {
+    const kernels::NormShape shape{batch_, x.size(1), x.size(2), groups};
+    auto args = norm_arguments(dtype_, parameter_dtype_, shape,
+                               kernels::teams(shape, /*element_size=*/4, kernels::has_clusters()), kEps, x, weight,
+                               bias, scale, shift);
     if (!args.plan.fits())
       return {group_norm_mish_cuda(x, groups, weight, bias, kEps, as_optional(scale), as_optional(shift),
                                    as_optional(residual)),
               {}};
     Activation out;
-    if (values) out.values = empty_in_order(batch_, x.size(1), x.size(2), /*channels_last=*/true, packed_.options());
-    out.halves = at::empty({2, batch_ * x.size(2), x.size(1)}, packed_.options().dtype(at::kHalf));
-    args.input = x.const_data_ptr(), args.weight = weight.const_data_ptr(), args.bias = bias.const_data_ptr();
-    args.scale = data_or_null(scale), args.scale_stride = scale.defined() ? scale.stride(0) : 0;
-    args.shift = data_or_null(shift), args.shift_stride = shift.defined() ? shift.stride(0) : 0;
+    if (wanted != Wanted::kHalves)
+      out.values = empty_in_order(batch_, x.size(1), x.size(2), /*channels_last=*/true, packed_.options());
+    if (wanted != Wanted::kValues)
+      out.halves = at::empty({2, batch_ * x.size(2), x.size(1)}, packed_.options().dtype(at::kHalf));
     args.residual = data_or_null(residual), args.out = mutable_data_or_null(out.values);
-    args.halves = out.halves.mutable_data_ptr();
+    args.halves = mutable_data_or_null(out.halves);
     C10_CUDA_CHECK(kernels::channels_last::forward(args, stream_));
     return out;
   }
@@ -309,16 +318,13 @@ class Forward {
   Activation resample(const Activation& x, const BatchPlan::Layer& layer, bool up) const {
     const auto& shape = plan_.shapes[layer.weight];
     const int64_t length = x.values.size(2), other = up ? 2 * length : (length - 1) / 2 + 1;
-    gemm::Conv1d conv{
+    const gemm::Conv1d conv{
         dtype_,        batch_, up ? length : other, shape[0], up ? other : length, shape[1], static_cast<int>(shape[2]),
         /*stride=*/2,
         /*padding=*/1,
         /*alone=*/true};
-    conv.halves = halves_;
     auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
-    const auto from = operand(x);
-    const auto own = convolve(/*dgrad=*/up, conv, {from.const_data_ptr()}, weights(layer.packed),
-                              {parameter(layer.bias).const_data_ptr(), parameter_dtype_, {}}, out);
+    multiply(/*dgrad=*/up, conv, operand(x), layer, out);
     return {out, {}};
   }
 
@@ -330,8 +336,8 @@ class Forward {
     const int64_t channels = weight.size(0);
     const int taps = static_cast<int>(weight.size(2)), group = static_cast<int>(channels / kFinalGroups);
     if (halves_)
-      return exact_norm(exact_conv(operand(x), Tensor(), 0, layer.packed, weight, bias), kFinalGroups, gamma, beta,
-                        Tensor(), Tensor(), Tensor(), /*values=*/true)
+      return exact_norm(exact_conv(operand(input), Tensor(), 0, layer.packed, weight, bias), kFinalGroups, gamma, beta,
+                        Tensor(), Tensor(), Tensor(), Wanted::kValues)
           .values;
     const gemm::Conv1d conv{dtype_,   batch_, x.size(2), channels, x.size(2),
                             channels, taps,   1,         taps / 2, /*alone=*/true};
@@ -362,11 +368,8 @@ class Forward {
       return out;
     }
     auto out = empty({batch_, length_, shape[0]});
-    gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
-    conv.halves = halves_;
-    const auto from = operand(x);
-    const auto own = convolve(/*dgrad=*/false, conv, {from.const_data_ptr()}, weights(plan_.last.packed),
-                              {bias, parameter_dtype_, {}}, out);
+    const gemm::Conv1d conv{dtype_, batch_, length_, shape[0], length_, shape[1], 1, 1, 0, /*alone=*/true};
+    multiply(/*dgrad=*/false, conv, operand(x), plan_.last, out);
     return out.to(dtype);
   }
 
@@ -408,11 +411,9 @@ struct Kept {
   }
 };
 
-void check_gpu(const char* op, const char* name, const Tensor& given, const Tensor& packed) {
+void check_gpu(const char* op, const char* name, const Tensor& given) {
   DPA_CHECK(gemm::supported(), op, c10::str(name, " must be on a GPU of compute capability 8.0 or later"),
             given.device());
-  DPA_CHECK(gemm::has_wgmma() || packed.scalar_type() != at::kFloat, op,
-            "packed must have 16 bits but on a Hopper GPU, with its code in this library", packed.scalar_type());
 }
 
 Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
@@ -420,7 +421,7 @@ Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const Op
   const auto plan = unet1d_batch_plan("unet1d_batch", config);
   check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  check_gpu("unet1d_batch", "sample", sample, packed);
+  check_gpu("unet1d_batch", "sample", sample);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
   const Kept kept(parameters, packed);
   return Forward(*plan, kept.parameters, kept.packed).run(sample, timesteps, value_or_undefined(global_cond));
@@ -432,7 +433,7 @@ std::tuple<Tensor, Tensor> unet1d_batch_film_cuda(const Tensor& timesteps, const
   const auto plan = unet1d_batch_plan("unet1d_batch_film", config);
   check_unet1d_batch_film(*plan, timesteps, global_cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(timesteps.device());
-  check_gpu("unet1d_batch_film", "timesteps", timesteps, packed);
+  check_gpu("unet1d_batch_film", "timesteps", timesteps);
   const int64_t batch = global_cond.has_value() ? global_cond->size(0) : 0;
   if (timesteps.numel() == 0 || (global_cond.has_value() && batch == 0))
     return {at::zeros({timesteps.size(0), plan->film_rows}, packed.options()),
@@ -447,7 +448,7 @@ Tensor unet1d_batch_on_film_cuda(const Tensor& sample, const Tensor& step, const
   const auto plan = unet1d_batch_plan("unet1d_batch_on_film", config);
   check_unet1d_batch_on_film(*plan, sample, step, cond, parameters, packed);
   const c10::cuda::CUDAGuard guard(sample.device());
-  check_gpu("unet1d_batch_on_film", "sample", sample, packed);
+  check_gpu("unet1d_batch_on_film", "sample", sample);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options().dtype(at::kFloat));
   const Kept kept(parameters, packed);
   const auto of_samples = plan->cond_dim > 0 ? aligned(cond.contiguous()) : Tensor();

@@ -236,17 +236,20 @@ TEST(LayersPay, InFloat32) {
   struct {
     const Config& config;
     int batch, horizon;
-    bool pay;
-  } const rows[] = {{kHeadline, 1, 16, false},  {kHeadline, 28, 16, false}, {kHeadline, 64, 16, true},
-                    {kHeadline, 256, 16, true}, {kLeRobot, 2, 64, false},   {kLeRobot, 64, 64, true},
-                    {kLeRobot, 64, 16, true},   {kManiSkill, 64, 16, false}};
+    bool pay, without_wgmma;
+  } const rows[] = {{kHeadline, 1, 16, false, false}, {kHeadline, 28, 16, false, false},
+                    {kHeadline, 64, 16, true, false}, {kHeadline, 256, 16, true, false},
+                    {kLeRobot, 2, 64, false, false},  {kLeRobot, 64, 64, true, false},
+                    {kLeRobot, 64, 16, true, false},  {kLeRobot, 256, 16, true, true},
+                    {kHeadline, 1, 256, true, true},  {kManiSkill, 64, 16, false, false}};
   Device other = kHopper;
   other.hopper = other.clusters = false, other.team_clusters = 0;
   for (const auto& row : rows) {
     const Plan plan = make_plan(row.config, DType::kFloat32);
     EXPECT_EQ(layers_pay(plan, row.batch, row.horizon, kHopper), row.pay)
         << row.config.down_dims[0] << " " << row.batch << " x " << row.horizon;
-    EXPECT_FALSE(layers_pay(plan, row.batch, row.horizon, other));
+    EXPECT_EQ(layers_pay(plan, row.batch, row.horizon, other), row.without_wgmma)
+        << row.config.down_dims[0] << " " << row.batch << " x " << row.horizon;
   }
   Config longer = kHeadline;
   longer.kernel_size = 11;

@@ -17,7 +17,17 @@ namespace {
 
 std::mt19937 generator(1);
 
-// Rows of `width` elements of T whose first `channels` are random; NaN before and behind, zeros up to the width.
+// Float32 as pairs of float16 numbers.
+struct TwoHalves {};
+template <class T>
+constexpr bool kHalves = std::is_same_v<T, TwoHalves>;
+template <class T>
+using Operand = std::conditional_t<kHalves<T>, device::Half, T>;
+template <class T>
+constexpr int kPlanes = kHalves<T> ? 2 : 1;
+
+// Rows of `width` elements of T whose first `channels` are random; NaN before and behind, zeros up to the width. Of pairs
+// a plane of all high halves, times `scale`, then one of the low ones.
 template <class T>
 struct Rows {
   std::vector<uint8_t> bytes;
@@ -25,14 +35,19 @@ struct Rows {
   int64_t channels;
   static constexpr int64_t kGuard = 4096;
 
-  Rows(int64_t rows, int64_t channels_, int64_t width) : values(rows * channels_), channels(channels_) {
-    bytes.assign(2 * kGuard + rows * width * kSize<T> + 256, 0xff);
+  Rows(int64_t rows, int64_t channels_, int64_t width, float scale = dpa::math::kActivationScale)
+      : values(rows * channels_), channels(channels_) {
+    bytes.assign(2 * kGuard + kPlanes<T> * rows * width * kSize<T> + 256, 0xff);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < width; ++c) {
         const float value = c < channels ? std::uniform_real_distribution<float>(-1, 1)(generator) : 0.0f;
         uint32_t stored;
         double exact;
-        if constexpr (kIsFloat<T>) {
+        if constexpr (kHalves<T>) {
+          uint32_t low;
+          device::split_pair(value, 0.0f, scale, stored, low), exact = value;
+          std::memcpy(data() + ((rows + r) * width + c) * kSize<T>, &low, kSize<T>);
+        } else if constexpr (kIsFloat<T>) {
           stored = device::bits(value), exact = device::as_float(device::to_tf32(value));
         } else {
           stored = device::pack(T{}, value, 0.0f) & 0xffff, exact = device::unpack(T{}, stored).x;
@@ -91,7 +106,7 @@ void convolution_block(void* argument) {
   if (run.args.adds)
     add_partials<Shape>(run.args, device::block());
   else
-    sum_tile<T, Shape, kMajorN, kStride>(run.args, tile, device::block() % splits);
+    sum_tile<Operand<T>, Shape, kMajorN, kStride, kHalves<T>>(run.args, tile, device::block() % splits);
   if (run.args.partials && !run.args.adds) return store_partials<Shape>(run.args, device::block());
   const float* sums = tile_of_sums();
   for (int e = device::thread(); e < Shape::kRows * Shape::kColumns; e += kMmaThreads) {
@@ -135,14 +150,76 @@ template <class T>
 std::vector<uint8_t> pack(const Conv1d& c, const Rows<T>& weight, Rows<T>& stored, bool transposed) {
   const int64_t rows = transposed ? c.x_channels : c.y_channels, row = transposed ? c.y_channels : c.x_channels;
   const int64_t width = padded(row);
-  std::vector<uint8_t> packed(c.taps * rows * width * kSize<T> + 64, 0);
+  std::vector<uint8_t> packed(kPlanes<T> * c.taps * rows * width * kSize<T> + 64, 0);
   uint8_t* to = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(packed.data()) + 15) / 16 * 16);
-  for (int k = 0; k < c.taps; ++k)
-    for (int64_t i = 0; i < c.y_channels; ++i)
-      for (int64_t j = 0; j < c.x_channels; ++j)
-        std::memcpy(to + ((k * rows + (transposed ? j : i)) * width + (transposed ? i : j)) * kSize<T>,
-                    stored.data() + ((i * c.x_channels + j) * c.taps + k) * kSize<T>, kSize<T>);
+  for (int plane = 0; plane < kPlanes<T>; ++plane)
+    for (int k = 0; k < c.taps; ++k)
+      for (int64_t i = 0; i < c.y_channels; ++i)
+        for (int64_t j = 0; j < c.x_channels; ++j)
+          std::memcpy(
+              to + (((plane * c.taps + k) * rows + (transposed ? j : i)) * width + (transposed ? i : j)) * kSize<T>,
+              stored.data() + (((plane * c.y_channels + i) * c.x_channels + j) * c.taps + k) * kSize<T>, kSize<T>);
   return packed;
+}
+
+// The weight gradient; returns how many blocks share a tile.
+template <class T>
+int test_wgrad(const Conv1d& c, int multiprocessors, XRows<T>& x, Rows<T>& y, Worst& wgrad, double slack) {
+  const auto plan = plan_mma_wgrad(c, multiprocessors);
+  const int64_t weights = c.y_channels * c.x_channels * c.taps;
+  std::vector<float> gradient(weights, NAN), partials(plan.splits > 1 ? weights * plan.splits : 0, NAN);
+  MmaWgradArgs args{plan,
+                    int(c.batch * c.y_length),
+                    int(c.batch * c.x_length),
+                    int(c.y_length),
+                    int(c.x_length),
+                    int(c.y_channels),
+                    int(c.x_channels),
+                    int(x.first.channels),
+                    padded(c.y_channels),
+                    padded(x.first.channels),
+                    padded(c.x_channels - x.first.channels),
+                    c.taps,
+                    c.stride,
+                    c.padding,
+                    y.data(),
+                    x.first.data(),
+                    x.more_data(),
+                    gradient.data(),
+                    plan.splits > 1 ? partials.data() : nullptr,
+                    true};
+  const auto blocks = static_cast<int>(plan.y_tiles * plan.x_tiles * plan.splits);
+  const auto go = [&](auto slots) {
+    device::launch(
+        blocks, mma_wgrad_bytes(c, plan),
+        [](void* argument) {
+          const auto& a = *static_cast<MmaWgradArgs*>(argument);
+          wgrad_block<T, decltype(slots)::value>(a, wgrad_tile(a, device::block()));
+        },
+        &args, generator());
+  };
+  switch (plan.slots) {
+    case 4: go(std::integral_constant<int, 4>{}); break;
+    case 5: go(std::integral_constant<int, 5>{}); break;
+    case 6: go(std::integral_constant<int, 6>{}); break;
+    case 7: go(std::integral_constant<int, 7>{}); break;
+    case 8: go(std::integral_constant<int, 8>{}); break;
+    default: go(std::integral_constant<int, 9>{});
+  }
+  for (int64_t i = 0; i < c.y_channels; ++i)
+    for (int64_t j = 0; j < c.x_channels; ++j)
+      for (int k = 0; k < c.taps; ++k) {
+        double sum = 0;
+        for (int64_t b = 0; b < c.batch; ++b)
+          for (int64_t t = 0; t < c.y_length; ++t)
+            if (const int64_t u = c.stride * t + k - c.padding; u >= 0 && u < c.x_length)
+              sum += y.at(b * c.y_length + t, i) * x.at(b * c.x_length + u, j);
+        const int64_t e = (i * c.x_channels + j) * c.taps + k;
+        double got = plan.splits > 1 ? 0 : gradient[e];
+        for (int s = 0; s < plan.splits && plan.splits > 1; ++s) got += partials[s * weights + e];
+        wgrad.add(got, sum, slack);
+      }
+  return plan.splits;
 }
 
 template <class T>
@@ -151,12 +228,12 @@ bool test_shape(Conv1d c, int multiprocessors) {
   const int64_t first = c.first_channels > 0 ? c.first_channels : c.x_channels;
   XRows<T> x(c.batch * c.x_length, c.x_channels, first);
   Rows<T> y(c.batch * c.y_length, c.y_channels, padded(c.y_channels));
-  Rows<T> weight(c.y_channels * c.x_channels, c.taps, c.taps);
+  Rows<T> weight(c.y_channels * c.x_channels, c.taps, c.taps, dpa::math::kWeightScale);
   const auto sixteen = [](const std::vector<uint8_t>& v) {
     return reinterpret_cast<const uint8_t*>((reinterpret_cast<uintptr_t>(v.data()) + 15) / 16 * 16);
   };
   const auto time_of = [&](int64_t t, int k) { return c.stride * t + k - c.padding; };
-  const double slack = 2e-6 * std::sqrt(c.taps * 512.0) + 1e-5;
+  const double slack = (kHalves<T> ? 5e-7 : 2e-6) * std::sqrt(c.taps * 512.0) + (kHalves<T> ? 2e-6 : 1e-5);
 
   const auto packed = pack(c, weight, weight, false);
   std::vector<float> out(c.batch * c.y_length * c.y_channels, NAN);
@@ -191,83 +268,34 @@ bool test_shape(Conv1d c, int multiprocessors) {
                   y.at(b * c.y_length + t, i) * weight.at(i * c.x_channels + j, k);
   for (size_t e = 0; e < back.size(); ++e) dgrad.add(back[e], exact[e], slack);
 
-  const auto plan = plan_mma_wgrad(c, multiprocessors);
-  const int64_t weights = c.y_channels * c.x_channels * c.taps;
-  std::vector<float> gradient(weights, NAN), partials(plan.splits > 1 ? weights * plan.splits : 0, NAN);
-  MmaWgradArgs args{plan,
-                    int(c.batch * c.y_length),
-                    int(c.batch * c.x_length),
-                    int(c.y_length),
-                    int(c.x_length),
-                    int(c.y_channels),
-                    int(c.x_channels),
-                    int(first),
-                    padded(c.y_channels),
-                    padded(first),
-                    padded(c.x_channels - first),
-                    c.taps,
-                    c.stride,
-                    c.padding,
-                    y.data(),
-                    x.first.data(),
-                    x.more_data(),
-                    gradient.data(),
-                    plan.splits > 1 ? partials.data() : nullptr,
-                    true};
-  const auto blocks = static_cast<int>(plan.y_tiles * plan.x_tiles * plan.splits);
-  const auto go = [&](auto slots) {
-    device::launch(
-        blocks, mma_wgrad_bytes(c, plan),
-        [](void* argument) {
-          const auto& a = *static_cast<MmaWgradArgs*>(argument);
-          wgrad_block<T, decltype(slots)::value>(a, wgrad_tile(a, device::block()));
-        },
-        &args, generator());
-  };
-  switch (plan.slots) {
-    case 4: go(std::integral_constant<int, 4>{}); break;
-    case 5: go(std::integral_constant<int, 5>{}); break;
-    case 6: go(std::integral_constant<int, 6>{}); break;
-    case 7: go(std::integral_constant<int, 7>{}); break;
-    case 8: go(std::integral_constant<int, 8>{}); break;
-    default: go(std::integral_constant<int, 9>{});
-  }
-  for (int64_t i = 0; i < c.y_channels; ++i)
-    for (int64_t j = 0; j < c.x_channels; ++j)
-      for (int k = 0; k < c.taps; ++k) {
-        double sum = 0;
-        for (int64_t b = 0; b < c.batch; ++b)
-          for (int64_t t = 0; t < c.y_length; ++t)
-            if (const int64_t u = time_of(t, k); u >= 0 && u < c.x_length)
-              sum += y.at(b * c.y_length + t, i) * x.at(b * c.x_length + u, j);
-        const int64_t e = (i * c.x_channels + j) * c.taps + k;
-        double got = plan.splits > 1 ? 0 : gradient[e];
-        for (int s = 0; s < plan.splits && plan.splits > 1; ++s) got += partials[s * weights + e];
-        wgrad.add(got, sum, slack);
-      }
+  int splits = 0;
+  if constexpr (!kHalves<T>) splits = test_wgrad<T>(c, multiprocessors, x, y, wgrad, slack);
   const bool good = fprop.wrong + dgrad.wrong + wgrad.wrong == 0;
   std::printf(
       "%s B %d x %dx%d (%d) y %dx%d k %d s %d: tile %dx%d, %d boxes; fprop %.2f dgrad %.2f wgrad %.2f, splits %d, %d, "
       "%d "
       "%s\n",
-      kIsFloat<T>                       ? "tf32"
+      kHalves<T>                        ? "two halves"
+      : kIsFloat<T>                     ? "tf32"
       : std::is_same_v<T, device::Half> ? "f16 "
                                         : "bf16",
       int(c.batch), int(c.x_length), int(c.x_channels), int(first), int(c.y_length), int(c.y_channels), c.taps,
       c.stride, forward.tile_rows, forward.tile_columns, plan_mma_fprop(c, multiprocessors).boxes, fprop.error,
-      dgrad.error, wgrad.error, plan_mma_fprop(c, multiprocessors).splits, run.args.plan.splits, plan.splits,
+      dgrad.error, wgrad.error, plan_mma_fprop(c, multiprocessors).splits, run.args.plan.splits, splits,
       good ? "ok" : "WRONG");
   std::fflush(stdout);
   return good;
 }
 
-bool test(DType dtype, int64_t batch, int64_t length, int64_t y_channels, int64_t x_channels, int taps, int stride,
-          int multiprocessors) {
+bool test(DType dtype, bool halves, int64_t batch, int64_t length, int64_t y_channels, int64_t x_channels, int taps,
+          int stride, int multiprocessors) {
   const int padding = taps == 4 && stride == 2 ? 1 : taps / 2;
   const int64_t y_length = (length + 2 * padding - taps) / stride + 1;
   if (y_length <= 0) return true;
-  const Conv1d c{dtype, batch, y_length, y_channels, length, x_channels, taps, stride, padding};
+  Conv1d c{dtype, batch, y_length, y_channels, length, x_channels, taps, stride, padding};
+  c.halves = halves;
   if (!mma_serves(c)) return std::printf("not served: T %d k %d s %d\n", int(length), taps, stride), false;
+  if (halves) return test_shape<TwoHalves>(c, multiprocessors);
   if (dtype == DType::kFloat32) return test_shape<float>(c, multiprocessors);
   return dtype == DType::kFloat16 ? test_shape<device::Half>(c, multiprocessors)
                                   : test_shape<device::BFloat16>(c, multiprocessors);
@@ -279,10 +307,15 @@ int main(int count, char** arguments) {
   const int random_shapes = count > 1 ? std::atoi(arguments[1]) : 12;
   if (count > 2) generator.seed(std::atoi(arguments[2]));
   int wrong = 0;
-  const auto try_one = [&](DType dtype, int64_t b, int64_t l, int64_t n, int64_t w, int k, int s, int sms) {
-    wrong += !test(dtype, b, l, n, w, k, s, sms);
+  struct Type {
+    DType dtype;
+    bool halves;
   };
-  constexpr DType types[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
+  const auto try_one = [&](Type type, int64_t b, int64_t l, int64_t n, int64_t w, int k, int s, int sms) {
+    wrong += !test(type.dtype, type.halves, b, l, n, w, k, s, sms);
+  };
+  constexpr Type types[] = {
+      {DType::kBFloat16, false}, {DType::kFloat16, false}, {DType::kFloat32, false}, {DType::kFloat32, true}};
   for (const auto type : types) {
     try_one(type, 9, 16, 40, 72, 5, 1, 1);    // one multiprocessor: large tiles
     try_one(type, 8, 16, 128, 72, 3, 1, 1);   // the largest ones
@@ -300,7 +333,7 @@ int main(int count, char** arguments) {
   for (int i = 0; i < random_shapes; ++i) {
     const auto pick = [](int low, int high) { return static_cast<int>(low + generator() % (high - low + 1)); };
     const int taps = pick(1, 9), stride = taps == 3 || taps == 4 ? pick(1, 2) : 1;
-    try_one(types[i % 3], pick(1, 6), i % 5 == 4 ? pick(60, 140) : pick(1, 24), pick(1, 140), pick(1, 140), taps,
+    try_one(types[i % 4], pick(1, 6), i % 5 == 4 ? pick(60, 140) : pick(1, 24), pick(1, 140), pick(1, 140), taps,
             stride, i % 2 ? 2 : 100);
   }
   std::printf("%s: %d wrong\n", wrong ? "FAILED" : "passed", wrong);

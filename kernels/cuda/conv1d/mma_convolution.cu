@@ -44,15 +44,15 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
     add_partials<Shape>(args, blockIdx.x);
   } else {
     const unsigned splits = args.plan.splits;
-    sum_tile<T, Shape, kMajorN, kStride>(args, mma_tile<Shape>(args.plan.conv, blockIdx.x / splits),
-                                         static_cast<int>(blockIdx.x % splits));
+    sum_tile<Operand<T>, Shape, kMajorN, kStride, kHalves<T>>(
+        args, mma_tile<Shape>(args.plan.conv, blockIdx.x / splits), static_cast<int>(blockIdx.x % splits));
     if (args.partials) return store_partials<Shape>(args, blockIdx.x);
   }
   const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
   const SharedSums<Shape::kColumns> sums(to, coord, ptx::shared_address(tile_of_sums()), /*others=*/0);
-  if constexpr (!kMajorN && kStride == 1)
+  if constexpr (!kMajorN && kStride == 1 && !kHalves<T>)
     if (to.normalisation.out) return normalise_tile<T, Shape>(to, coord, sums);
-  store_rows<T, Shape::kColumns>(to, destination(to), coord, sums);
+  store_rows<Result<T>, Shape::kColumns>(to, destination(to), coord, sums);
 #endif
 }
 
@@ -66,6 +66,12 @@ cudaError_t launch_mma(MmaArgs args, const ConvArgs& to, cudaStream_t stream) {
     return error;
   args.adds = true;
   return launch(args.plan.tiles());
+}
+
+template <class F>
+cudaError_t dispatch_operands(const Conv1d& conv, F&& f) {
+  if (conv.halves) return f(TypeTag<TwoHalves>{});
+  return dispatch_to_32_bits(conv.dtype, f);
 }
 
 template <class F>
@@ -96,12 +102,13 @@ bool take_workspace(MmaArgs& args, void* workspace) {
 cudaError_t mma_fprop(const Conv1d& conv, const Rows& x, const void* weights, const Addends& addends, void* y,
                       const Normalisation& normalisation, void* workspace, cudaStream_t stream) {
   const auto plan = plan_mma_fprop(conv, multiprocessors(), normalisation.out ? normalisation.group : 0);
-  if (!plan.fits() || (normalisation.out && !normalises(conv, plan.conv, normalisation.group)))
+  if (!plan.fits() || (normalisation.out && conv.halves) ||
+      (normalisation.out && !normalises(conv, plan.conv, normalisation.group)))
     return cudaErrorInvalidValue;
   auto args = mma_args(plan, conv, /*is_dgrad=*/false, x.rows, x.more, weights);
   if (!take_workspace(args, workspace)) return cudaErrorInvalidValue;
   const ConvArgs to = epilogue_args(plan, args, addends, {y}, normalisation);
-  return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
+  return dispatch_operands(conv, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, /*kMajorN=*/false, 2>(args, to, stream);
     return dispatch_shape(
@@ -116,10 +123,10 @@ cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, co
   auto args = mma_args(plan, conv, /*is_dgrad=*/true, y, nullptr, weights);
   if (!take_workspace(args, workspace)) return cudaErrorInvalidValue;
   const ConvArgs to = epilogue_args(plan, args, addends, x, {});
-  return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
+  return dispatch_operands(conv, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return dispatch_shape(plan.conv, [&](auto shape) {
-      return launch_mma<T, decltype(shape), /*kMajorN=*/sizeof(T) == 2>(args, to, stream);
+      return launch_mma<T, decltype(shape), /*kMajorN=*/sizeof(Operand<T>) == 2>(args, to, stream);
     });
   });
 }

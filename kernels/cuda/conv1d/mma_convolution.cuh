@@ -2,8 +2,13 @@
 //
 // Rows of A and of weights along K lie in a stage as 128 bytes, sixteen at a time at the place that the row's number
 // permutes (swizzle); weights along N as pieces of 64 channels n, a row of K each.
+//
+// Of pairs of float16 numbers (Conv1d::halves) the chunks come three times, as in convolution_kernel.cuh: high halves of
+// x by low halves of the weights, low by high, then high by high, whose slices are summed up alone, two at a time, and
+// then added, rounded to the nearest.
 #pragma once
 #include "kernels/cuda/conv1d/mma_device.cuh"
+#include "kernels/math/two_halves.h"
 #include "kernels/plans/conv1d/mma_plan.h"
 
 namespace dpa::kernels::conv1d {
@@ -14,17 +19,18 @@ struct MmaArgs {
   const void *x, *more, *weights;     // `more`: the second of two tensors that x is side by side
   int x_vectors, first_vectors;       // sixteen bytes of a row of x; of the first tensor's
   uint32_t tap_vectors, row_vectors;  // of the packed weights: of a tap, and of a row
+  int taps;                           // planes of weights, before as many of their low halves
   // Where several blocks have a tile: [tile][block][row][column], which a second launch adds.
   float* partials = nullptr;
   bool adds = false;  // this is the second one
 };
 
-// dgrad reads 16-bit weights as fprop does, and those of float32 transposed.
+// dgrad reads 16-bit weights as fprop does, halves too, and those of tf32 transposed.
 inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, const void* x, const void* more,
                         const void* weights) {
   const int64_t in = is_dgrad ? conv.y_channels : conv.x_channels, out = is_dgrad ? conv.x_channels : conv.y_channels;
-  const bool by_out = is_dgrad && conv.dtype != DType::kFloat32;  // rows of the packed weights
-  const int vector = conv.dtype == DType::kFloat32 ? 4 : 8;
+  const bool tf32 = conv.dtype == DType::kFloat32 && !conv.halves, by_out = is_dgrad && !tf32;  // packed rows
+  const int vector = tf32 ? 4 : 8;
   const int64_t row = padded(by_out ? out : in) / vector, rows = by_out ? in : out, vectors = padded(in) / vector;
   return {plan,
           static_cast<int>(conv.batch),
@@ -38,8 +44,26 @@ inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, 
           static_cast<int>(vectors),
           static_cast<int>(more ? conv.first_channels / vector : vectors),
           static_cast<uint32_t>(rows * row),
-          static_cast<uint32_t>(row)};
+          static_cast<uint32_t>(row),
+          conv.taps};
 }
+
+// What a block contracts: chunks from `first` on, each of as many times as there are rounds.
+template <bool kHalves>
+struct MmaWork {
+  int first, end, chunks;  // of a round
+
+  DPA_DEVICE MmaWork(const MmaArgs& args, int part)
+      : first(part * args.plan.split_chunks), chunks(args.plan.conv.chunks) {
+    const int last = first + args.plan.split_chunks, all = kHalves ? kRounds * chunks : chunks;
+    end = last < all ? last : all;
+  }
+  DPA_DEVICE int last_round() const { return (kRounds - 1) * chunks; }
+  // The channels of chunk `index`, and whether it is of low halves of x, or of the weights.
+  DPA_DEVICE int channels(int index) const { return kHalves ? index % chunks : index; }
+  DPA_DEVICE bool low_x(int index) const { return kHalves && index / chunks == 1; }
+  DPA_DEVICE bool low_weights(int index) const { return kHalves && index < chunks; }
+};
 
 struct MmaTile {
   int phase, first_sample, first_time, first_column;
@@ -79,12 +103,14 @@ struct BoxCopies {
       rows[i] = there ? sample * args.in_length + first_time + time : kNone;
     }
   }
-  DPA_DEVICE void load(const MmaArgs& args, int chunk, uint32_t to) const {
+  // Of high halves, or `low` ones.
+  DPA_DEVICE void load(const MmaArgs& args, int chunk, bool low, uint32_t to) const {
     const int vector = chunk * 8 + device::thread() % 8;
     const bool inside = vector < args.x_vectors, first = vector < args.first_vectors;
     const uint32_t width = first ? args.first_vectors : args.x_vectors - args.first_vectors;
     const auto* x = static_cast<const uint8_t*>(first || !inside ? args.x : args.more);
     if (inside) x += (first ? vector : vector - args.first_vectors) * 16;
+    if (low && inside) x += uint64_t{static_cast<uint32_t>(args.batch * args.in_length) * width} * 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
       if (rows[i] != kNone)
@@ -169,8 +195,22 @@ DPA_DEVICE uint32_t lane_weights(int column) {
   return row * 128 + ((lane / 8 % 2 ^ row & 7) << 4);
 }
 
-// The MMAs of a warp in one step, on its slices of 32 bytes of K. The slice permutes the places of sixteen bytes as the
-// row does.
+// A lane's weights of the warp's 32 columns, of a slice of 32 bytes of K. The slice permutes the places of sixteen bytes
+// as the row does.
+template <class T, bool kMajorN>
+DPA_DEVICE void load_weights(uint32_t (&b)[2][4], uint32_t weights, int slice) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    if constexpr (kMajorN)
+      device::load_matrix_x4_transposed(b[n], (weights ^ n << 5) + slice * 2048);
+    else
+      device::load_matrix_x4(b[n], (weights ^ slice << 5) + n * 2048);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) round_operand<T>(b[n][i]);
+  }
+}
+
+// The MMAs of a warp in one step, on its slices.
 template <class T, class Shape, bool kMajorN>
 DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4], uint32_t weights, int group) {
   // More of them would spill.
@@ -179,15 +219,7 @@ DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4],
   for (int s = 0; s < Shape::kSlices; s += Shape::kGroups) {
     const int slice = s + group;
     uint32_t b[2][4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if constexpr (kMajorN)
-        device::load_matrix_x4_transposed(b[n], (weights ^ n << 5) + slice * 2048);
-      else
-        device::load_matrix_x4(b[n], (weights ^ slice << 5) + n * 2048);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) round_operand<T>(b[n][i]);
-    }
+    load_weights<T, kMajorN>(b, weights, slice);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       uint32_t a[4];
@@ -197,6 +229,38 @@ DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4],
       const uint4 rounded = {a[0], a[1], a[2], a[3]};
 #pragma unroll
       for (int n = 0; n < 4; ++n) device::mma(T{}, sums[m][n], rounded, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+    }
+  }
+}
+
+// The same of high halves: the sum of two slices, or of the one that a warp has, and then that of all.
+template <class T, class Shape, bool kMajorN>
+DPA_DEVICE void add_step(float (&sums)[4][4][4], const uint32_t (&rows)[4], uint32_t weights, int group) {
+  constexpr int kOwn = Shape::kSlices / Shape::kGroups, kTogether = kOwn > 1 ? 2 : 1;
+#pragma unroll 1
+  for (int s = 0; s < kOwn; s += kTogether) {
+    const auto slice = [&](int i) { return (s + i) * Shape::kGroups + group; };
+    uint32_t b[kTogether][2][4];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) load_weights<T, kMajorN>(b[i], weights, slice(i));
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      uint4 a[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        uint32_t v[4];
+        device::load_matrix_x4(v, rows[m] ^ slice(i) << 5);
+        a[i] = {v[0], v[1], v[2], v[3]};
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        float sum[4] = {};
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+          device::mma(T{}, sum, a[i], b[i][n / 2][n % 2 * 2], b[i][n / 2][n % 2 * 2 + 1]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[m][n][e] += sum[e];
+      }
     }
   }
 }
@@ -262,7 +326,7 @@ DPA_DEVICE void add_partials(const MmaArgs& args, unsigned index) {
 }
 
 // Of the `part`-th of a tile's blocks.
-template <class T, class Shape, bool kMajorN, int kStride = 1>
+template <class T, class Shape, bool kMajorN, int kStride = 1, bool kHalves = false>
 DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   const ConvPlan& plan = args.plan.conv;
   const int thread = device::thread(), warp = thread / 32;
@@ -271,8 +335,7 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   const int before = tile.first_time * kStride + plan.lowest, first_time = before > 0 ? before : 0;
   const int terms = plan.terms[tile.phase], boxes = args.plan.boxes;
   const int first_term = plan.first_term[row_warp], end_term = plan.end_term[row_warp];
-  const int first_chunk = part * args.plan.split_chunks, last = first_chunk + args.plan.split_chunks,
-            end_chunk = last < plan.chunks ? last : plan.chunks;
+  const MmaWork<kHalves> work(args, part);
   const uint32_t zeros = device::shared_address(device::shared()), memory = zeros + 128, place = copy_place();
   const uint32_t box_bytes = args.plan.box_bytes, weights = memory + args.plan.weights_at;
   if (thread < 32) reinterpret_cast<uint32_t*>(device::shared())[thread] = 0;
@@ -284,32 +347,46 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   float sums[4][4][4] = {};
 
   // Which step's weights are loaded next. Their stage is the one before that which is multiplied.
-  int load_term = 0, load_chunk = first_chunk;
+  int load_term = 0, load_chunk = work.first;
   const auto load_step = [&](int stage) {
-    if (load_chunk < end_chunk)
-      weight_copies.load(args, plan.tap[tile.phase][load_term], load_chunk,
-                         weights + place + stage * Shape::kWeightBytes);
+    if (load_chunk < work.end)
+      weight_copies.load(args, plan.tap[tile.phase][load_term] + (work.low_weights(load_chunk) ? args.taps : 0),
+                         work.channels(load_chunk), weights + place + stage * Shape::kWeightBytes);
     device::copy_async_commit();
     if (++load_term == terms) load_term = 0, ++load_chunk;
   };
+  const auto load_box = [&](int chunk, int stage) {
+    if (chunk < work.end)
+      box_copies.load(args, work.channels(chunk), work.low_x(chunk), memory + place + stage * box_bytes);
+  };
 #pragma unroll 1
-  for (int i = 0; i < boxes - 1; ++i)
-    if (first_chunk + i < end_chunk) box_copies.load(args, first_chunk + i, memory + place + i * box_bytes);
+  for (int i = 0; i < boxes - 1; ++i) load_box(work.first + i, i);
 #pragma unroll 1
   for (int i = 0; i < Shape::kStages - 1; ++i) load_step(i);
 
-  int term = 0, chunk = first_chunk, stage = 0, box = 0;
+  // What has been summed up is of low halves.
+  [[maybe_unused]] const auto scale_low = [&] {
+#pragma unroll
+    for (int e = 0; e < 64; ++e) sums[e / 16][e / 4 % 4][e % 4] *= 1 / math::kLowScale;
+  };
+  int term = 0, chunk = work.first, stage = 0, box = 0;
 #pragma unroll 1
-  while (chunk < end_chunk) {
+  while (chunk < work.end) {
     device::copy_async_wait<Shape::kStages - 2>();
     device::sync_block();
-    if (term == 0 && chunk + boxes - 1 < end_chunk)
-      box_copies.load(args, chunk + boxes - 1, memory + place + (box == 0 ? boxes - 1 : box - 1) * box_bytes);
+    if (term == 0) load_box(chunk + boxes - 1, box == 0 ? boxes - 1 : box - 1);
     load_step(stage == 0 ? Shape::kStages - 1 : stage - 1);
+    if constexpr (kHalves) {
+      if (term == 0 && chunk == work.last_round()) scale_low();
+    }
     if (term >= first_term && term < end_term) {
       uint32_t rows[4];
       lane_rows.places(rows, memory + box * box_bytes, plan.shift[tile.phase][term] * plan.rows.samples, term, zeros);
-      multiply_step<T, Shape, kMajorN>(sums, rows, lane_weight + stage * Shape::kWeightBytes, group);
+      const uint32_t at = lane_weight + stage * Shape::kWeightBytes;
+      if (kHalves && chunk >= work.last_round())
+        add_step<T, Shape, kMajorN>(sums, rows, at, group);
+      else
+        multiply_step<T, Shape, kMajorN>(sums, rows, at, group);
     }
     if (++stage == Shape::kStages) stage = 0;
     if (++term == terms) {
@@ -318,6 +395,9 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
     }
   }
   device::copy_async_wait<0>();
+  if constexpr (kHalves) {
+    if (work.end <= work.last_round()) scale_low();
+  }
   store_groups<Shape>(tile_of_sums(), sums, group, row_warp * 64, column);
 }
 

@@ -52,7 +52,7 @@ MmaPlan with_tile(const Conv1d& conv, ConvPlan plan, const Sizes& sizes, int row
   const int stages = mma_stages(rows, columns);
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
   result.conv = plan, result.boxes = 1 + static_cast<int>(ceil_div(stages - 1, terms));
-  result.splits = 1, result.split_chunks = plan.chunks;
+  result.splits = 1, result.split_chunks = rounds(conv) * plan.chunks;
   result.box_bytes = result.box_times * plan.rows.samples * 128;
   result.weights_at = result.boxes * result.box_bytes;
   if (mma_bytes(result) > kMmaMemory) result.boxes = 0;
@@ -71,13 +71,14 @@ double cost(const MmaPlan& plan, int multiprocessors) {
 void split(MmaPlan& plan, int multiprocessors) {
   constexpr int kLeastSteps = 8;
   const ConvPlan& conv = plan.conv;
+  const int chunks = plan.split_chunks;  // of one block
   const int terms = conv.phases == 1 ? conv.terms[0] : std::min(conv.terms[0], conv.terms[1]);
   int splits = 1;
   while (splits < kMaxMmaSplits && plan.tiles() * splits * 2 <= multiprocessors &&
-         conv.chunks / (splits * 2) * terms >= kLeastSteps)
+         chunks / (splits * 2) * terms >= kLeastSteps)
     splits *= 2;
-  plan.split_chunks = static_cast<int>(ceil_div(conv.chunks, splits));
-  plan.splits = static_cast<int>(ceil_div(conv.chunks, plan.split_chunks));
+  plan.split_chunks = static_cast<int>(ceil_div(chunks, splits));
+  plan.splits = static_cast<int>(ceil_div(chunks, plan.split_chunks));
 }
 
 MmaPlan cheapest(const Conv1d& conv, bool dgrad, int multiprocessors, int64_t group) {

@@ -17,7 +17,7 @@ struct MmaPlan {
   int box_times;              // of x that a tile reads, at most
   int box_bytes, weights_at;  // of a stage of A; where the weights' stages begin
   int boxes;                  // stages of A: a box is loaded while the terms of those before are multiplied
-  int splits, split_chunks;   // blocks a tile, and chunks of channels that each contracts
+  int splits, split_chunks;   // blocks a tile, and chunks of channels that each contracts, of all rounds
   bool fits() const { return boxes > 0; }
   int64_t tiles() const { return conv.rows.count * conv.phases * conv.column_tiles; }
   // Of the sums of all blocks, where several have a tile: float32, until one adds them.

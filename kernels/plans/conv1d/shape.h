@@ -19,7 +19,7 @@ struct Conv1d {
   // would wait for them.
   bool alone = false;
   int64_t first_channels = 0;  // of the first of two tensors that x is side by side, multiples of 8; 0: x is one
-  // Float32 to its own accuracy: operands are pairs of float16 numbers (conv1d.h), on wgmma, fprop and dgrad alone.
+  // Float32 to its own accuracy: operands are pairs of float16 numbers (conv1d.h), fprop and dgrad alone.
   bool halves = false;
 };
 

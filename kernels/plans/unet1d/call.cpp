@@ -132,13 +132,16 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) {
   const Config& c = plan.config;
   if (c.relu) return false;
-  if (plan.dtype == DType::kFloat32 && (!device.hopper || c.kernel_size > conv1d::kMaxTaps)) return false;
+  if (plan.dtype == DType::kFloat32 && c.kernel_size > conv1d::kMaxTaps) return false;
   for (int i = 0; i < c.levels; i++)
     if (c.width(i).own % 8) return false;  // the GEMMs of layers do not serve
   const Path path = choose_path(plan, batch, horizon, device);
   if (path == Path::kResident || (path == Path::kClustered && batch == 1)) return false;
-  // In float32 phases take 0.55 to 0.95 of their model's time, which is an H100's, on an H200.
-  const double share = plan.dtype == DType::kFloat32 && path != Path::kLayered ? 0.8 : 1;
+  // In float32 phases take 0.55 to 0.95 of their model's time, which is an H100's, on an H200, in code of 8.0 up to 0.75
+  // where they are long. Two launches a layer always took longer.
+  double share = 1;
+  if (plan.dtype == DType::kFloat32)
+    share = path == Path::kLayered ? std::numeric_limits<double>::infinity() : device.hopper ? 0.8 : 0.65;
   return layers_time(plan, batch, horizon, device) < share * path_time(plan, batch, horizon, path, device);
 }
 
@@ -205,8 +208,9 @@ double layers_time(const Plan& plan, int batch, int horizon, const Device& devic
     double layer, norm_apart, megaweights, of_more_taps, other_megaweights, activations, gemm;
   };
   constexpr Costs kWgmma = {6.4, 9.5, 0.55, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 1.37, 1.37, 1.7, 5e-6, 6.4e-9},
-                  kHalves = {15.7, 22, 2.1, 2.1, 2.1, 1.3e-5, 7e-9};
-  const Costs& of = plan.dtype == DType::kFloat32 ? kHalves : device.hopper ? kWgmma : kMma;
+                  kHalves = {15.7, 22, 2.1, 2.1, 2.1, 1.3e-5, 7e-9}, kMmaHalves = {24, 30, 2.6, 2.6, 2.9, 1.3e-5, 3e-8};
+  const bool float32 = plan.dtype == DType::kFloat32;
+  const Costs& of = device.hopper ? (float32 ? kHalves : kWgmma) : float32 ? kMmaHalves : kMma;
   bool powers = true;
   for (int i = 0; i < plan.config.levels; i++) powers = powers && power_of_two(plan.config.width(i).own);
   double layers = 0, values = 0;
@@ -214,8 +218,7 @@ double layers_time(const Plan& plan, int batch, int horizon, const Device& devic
     const int times = horizon >> conv.level_out;
     bool apart = false;
     if (conv.norm >= 0) {
-      const auto norm = kernels::teams({batch, conv.counted, times, conv.groups}, plan.dtype == DType::kFloat32 ? 4 : 2,
-                                       device.hopper);
+      const auto norm = kernels::teams({batch, conv.counted, times, conv.groups}, float32 ? 4 : 2, device.hopper);
       if (!norm.fits()) return std::numeric_limits<double>::infinity();
       apart = norm.ranks > 0 || norm.owned < 4;
     }
