@@ -92,6 +92,14 @@ def cuda():
 
 
 @pytest.fixture
+def sm80():
+    """A GPU of compute capability 8.0 or later."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs a GPU of compute capability 8.0 or later")
+    return torch.device("cuda")
+
+
+@pytest.fixture
 def hopper():
     """A Hopper GPU, for what only its own instructions do."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <utility>
 
+#include "kernels/cuda/common/test_limits.h"
 #include "kernels/cuda/conv2d/launch.h"
 #include "ops/image_encoder/image_encoder.h"
 
@@ -29,8 +30,10 @@ conv2d::Device properties(int index) {
     return value;
   };
   conv2d::Device device;
-  device.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  device.shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  const int reserved = attribute(cudaDevAttrReservedSharedMemoryPerBlock),
+            most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), block = kernels::limited_shared_bytes(most);
+  device.multiprocessors = kernels::limited_multiprocessors(attribute(cudaDevAttrMultiProcessorCount));
+  device.shared = block < most ? block + reserved : attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   device.wgmma = conv2d::has_wgmma();
   return device;
 }

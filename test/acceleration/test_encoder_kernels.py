@@ -148,30 +148,30 @@ def _grouped_of(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", _PUBLISHED)
 @pytest.mark.parametrize("dtype", [torch.float32, *_LIMITS], ids=str)
-def test_features_on_a_gpu(hopper, tf32, name, dtype):
+def test_features_on_a_gpu(sm80, tf32, name, dtype):
     """Against float64, on memory that held NaN; a second call gives the same bits."""
     make, (batch, height, width) = _PUBLISHED[name]
-    encoder = make().to(hopper)
-    images = torch.rand(batch, 3, height, width, device=hopper)
+    encoder = make().to(sm80)
+    images = torch.rand(batch, 3, height, width, device=sm80)
     exact = copy.deepcopy(encoder).double()(images.double())
     kernels = EncoderKernels(recognise(encoder), dtype)
-    _poison(hopper)
+    _poison(sm80)
     got = kernels.run(images)
     assert got.dtype == torch.float32 and got.shape == exact.shape
     limit = _LIMITS[dtype] if dtype in _LIMITS else 1.5 * _error(encoder(images), exact)
     assert _error(got, exact) < limit
-    _poison(hopper)
+    _poison(sm80)
     assert torch.equal(kernels.run(images), got)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["strided", "channels last", "expanded"])
-def test_images_of_any_layout(hopper, layout):
-    encoder = _resnet().to(hopper)
-    images = torch.rand(2, 3, 50, 70, device=hopper)
+def test_images_of_any_layout(sm80, layout):
+    encoder = _resnet().to(sm80)
+    images = torch.rand(2, 3, 50, 70, device=sm80)
     want = (kernels := EncoderKernels(recognise(encoder), torch.float32)).run(images)
     if layout == "strided":
-        images = torch.rand(2, 6, 50, 140, device=hopper)[:, ::2, :, ::2].copy_(images)
+        images = torch.rand(2, 6, 50, 140, device=sm80)[:, ::2, :, ::2].copy_(images)
     elif layout == "channels last":
         images = images.contiguous(memory_format=torch.channels_last)
     else:
@@ -183,9 +183,9 @@ def test_images_of_any_layout(hopper, layout):
 
 @torch.no_grad()
 @pytest.mark.parametrize("write", ["version", "data", "statistic", "replaced"])
-def test_writes_are_noticed_on_a_gpu(hopper, tf32, write):
-    encoder = _resnet().to(hopper)
-    images = torch.rand(2, 3, 84, 84, device=hopper)
+def test_writes_are_noticed_on_a_gpu(sm80, tf32, write):
+    encoder = _resnet().to(sm80)
+    images = torch.rand(2, 3, 84, 84, device=sm80)
     dpa.accelerate(encoder, fallback=False)
     encoder(images)
     before = encoder(images)
@@ -217,14 +217,16 @@ def test_why_an_encoder_runs_as_it_is(monkeypatch):
     assert "weights are torch.float64" in why_not(torch.float64, device)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     assert why_not(torch.float32, device) is None
-    capability[0] = 8
-    assert "Hopper GPUs alone" in why_not(torch.float32, device)
+    for capability[:] in ([8, 0], [8, 6], [12, 0]):
+        assert why_not(torch.float32, device) is None
+    capability[:] = [7, 5]
+    assert "below 8.0" in why_not(torch.float32, device)
 
 
 @torch.no_grad()
-def test_float32_without_tf32_is_the_encoders_own(hopper):
-    encoder = _resnet().to(hopper)
-    images = torch.rand(2, 3, 84, 84, device=hopper)
+def test_float32_without_tf32_is_the_encoders_own(sm80):
+    encoder = _resnet().to(sm80)
+    images = torch.rand(2, 3, 84, 84, device=sm80)
     want = encoder(images)
     dpa.accelerate(encoder, fallback=False)
     for _ in range(2):
@@ -240,7 +242,7 @@ def test_float32_without_tf32_is_the_encoders_own(hopper):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_whole_call_on_a_gpu(hopper, tf32, separate, dtype, monkeypatch):
+def test_a_whole_call_on_a_gpu(sm80, tf32, separate, dtype, monkeypatch):
     """LeRobot's policy in one graph: the plain policy's actions, before and after a write.
 
     A camera's network shares its launches with the other's.
@@ -251,12 +253,12 @@ def test_a_whole_call_on_a_gpu(hopper, tf32, separate, dtype, monkeypatch):
     alone = lambda call: call.features(*run_alike([call]))  # noqa: E731
     monkeypatch.setattr(joint_encoders.EncoderCall, "run", alone)
     options = {"cameras": ("left", "right"), "use_separate_rgb_encoder_per_camera": separate}
-    policy = _lerobot_policy(**options).to(hopper)
+    policy = _lerobot_policy(**options).to(sm80)
     policy.config.device = "cuda"
     fast = dpa.accelerate(copy.deepcopy(policy), dtype, fallback=False)
     batch = {
-        "observation.state": torch.randn(1, 2, 3, device=hopper),
-        "observation.images": torch.rand(1, 2, 2, 3, 48, 64, device=hopper),
+        "observation.state": torch.randn(1, 2, 3, device=sm80),
+        "observation.images": torch.rand(1, 2, 2, 3, 48, 64, device=sm80),
     }
     encoders = [m for m in fast.modules() if isinstance(replaced_forward(m), FastEncoder)]
     assert len(encoders) == (2 if separate else 1)
@@ -340,7 +342,7 @@ print("right")
 """
 
 
-def test_encoders_at_once_end(hopper):
+def test_encoders_at_once_end(sm80):
     """In a process of its own, which ends here where its kernels do not."""
     command = [sys.executable, "-c", _STREAMS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)

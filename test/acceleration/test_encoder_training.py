@@ -105,14 +105,14 @@ def _statistics(module):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["LeRobot, GroupNorm", "LeRobot, BatchNorm", "whole", *_RESNETS])
-def test_training_steps_replay(hopper, name, autocast):
+def test_training_steps_replay(sm80, name, autocast):
     """Gradients and statistics are the plain encoder's; every step has a crop of its own."""
-    plain = {**_ENCODERS, "whole": _whole}[name]().to(hopper).train()
+    plain = {**_ENCODERS, "whole": _whole}[name]().to(sm80).train()
     exact = copy.deepcopy(plain)
     fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
     crops = []
     backbone_of(plain).register_forward_pre_hook(lambda _, args: crops.append(args[0].clone()))
-    images = torch.rand(4, 3, 48, 64, device=hopper)
+    images = torch.rand(4, 3, 48, 64, device=sm80)
     for step in range(7):
         found = []
         for model in (exact, plain, fast):

@@ -64,25 +64,29 @@ TEST(Conv2dNetwork, PackedWeightsDoNotOverlap) {
 }
 
 TEST(Conv2dNetwork, ALaunchHasAPlanOfEachAndWaitsOnlyWhereItIsResident) {
-  const Device device;
   const auto network = network_of(kBlock);
   std::vector<Extent> extents;
-  for (const int size : {33, 84, 216, 640})
-    for (const int batch : {1, 4, 64}) {
-      ASSERT_EQ(extents_of(network, size, size, extents), "");
-      std::vector<Shape> shapes;
-      for (const size_t i : {2, 3}) shapes.push_back(shape_of_step(network, i, DType::kBFloat16, batch, extents));
-      const StepPlan p = plan_step(shapes, device);
-      ASSERT_EQ(p.plans.size(), 2u) << size << " " << batch;
-      int blocks = 0;
-      bool waits = false;
-      for (const auto& plan : p.plans) blocks += plan.blocks(), waits |= plan.waits(p.deferred);
-      EXPECT_EQ(blocks, p.blocks);
-      EXPECT_EQ(waits, p.waits);
-      if (waits) {
-        EXPECT_LE(blocks, resident_blocks(p.tiling, device));
+  // An H100, an A100, an RTX 4090, a 3090, an Orin and less than any: multiprocessors, and shared memory of each.
+  constexpr Device kDevices[] = {{132, 228 << 10, 2, true}, {108, 164 << 10}, {128, 100 << 10},
+                                 {82, 100 << 10},           {16, 164 << 10},  {8, 100 << 10}};
+  for (const Device& device : kDevices)
+    for (const int size : {33, 84, 216, 640})
+      for (const int batch : {1, 4, 64}) {
+        ASSERT_EQ(extents_of(network, size, size, extents), "");
+        for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+          std::vector<Shape> shapes;
+          for (const size_t i : {2, 3}) shapes.push_back(shape_of_step(network, i, dtype, batch, extents));
+          const StepPlan p = plan_step(shapes, device);
+          ASSERT_EQ(p.plans.size(), 2u) << size << " " << batch;
+          int blocks = 0;
+          bool waits = false;
+          for (const auto& plan : p.plans) blocks += plan.blocks(), waits |= plan.waits(p.deferred);
+          EXPECT_EQ(blocks, p.blocks);
+          EXPECT_EQ(waits, p.waits);
+          EXPECT_GT(resident_blocks(p.tiling, device), 0);
+          EXPECT_TRUE(!waits || blocks <= resident_blocks(p.tiling, device)) << device.multiprocessors << " " << size;
+        }
       }
-    }
 }
 
 TEST(Conv2dNetwork, ALaunchOfSeveralNetworksWaitsOnlyWhereItIsResident) {

@@ -1,9 +1,8 @@
 // A call from end to end: the path on this device, what the host gives it, and the order of the launches.
 #include <algorithm>
-#include <cstdlib>
-#include <utility>
 
 #include "kernels/cuda/common/device.h"
+#include "kernels/cuda/common/test_limits.h"
 #include "kernels/cuda/unet1d/paths.h"
 #include "kernels/plans/unet1d/resident_layout.h"
 
@@ -60,17 +59,12 @@ cudaError_t current_device(Device& made) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  made.multiprocessors = multiprocessors();
-  made.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  made.multiprocessors = limited_multiprocessors(multiprocessors());
+  made.shared_bytes = limited_shared_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   if (made.shared_bytes == 0) return cudaErrorInvalidDevice;
   made.hopper = runs_hopper_code();
   made.clusters = made.hopper && clusters_fit(device);
   made.team_clusters = made.hopper ? team_clusters(device) : 0;
-  for (const auto& [value, name] : {std::pair(&made.multiprocessors, "DPA_TEST_MULTIPROCESSORS"),
-                                    std::pair(&made.shared_bytes, "DPA_TEST_SHARED_BYTES")}) {
-    if (const char* limit = std::getenv(name))  // as much as a smaller GPU has
-      *value = std::max(1, std::min(*value, std::atoi(limit)));
-  }
   made.team_clusters = std::min(made.team_clusters, made.multiprocessors / 8);
   return cudaSuccess;
 }

@@ -142,8 +142,8 @@ def _why_not_on_gpu(dtype: torch.dtype, device: torch.device, compute: torch.dty
     held = "; a whole call's graph holds it as it is"
     if not torch._C._dispatch_has_kernel_for_dispatch_key("dpa::image_encoder", "CUDA"):
         return "the library is built for the CPU" + held
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return "its kernels are tried on Hopper GPUs alone" + held
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU's compute capability is below 8.0" + held
     if dtype not in (torch.float32, torch.bfloat16):
         return f"its weights are {dtype}, and packed ones float32 or bfloat16" + held
     if compute == torch.float32 and not torch.backends.cudnn.allow_tf32:
