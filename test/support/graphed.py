@@ -76,7 +76,7 @@ def same_gradients(plain, graphed):
 def count_replays(monkeypatch):
     """Return a list that grows by one item a replay."""
     count = []
-    replay = graphed_calls._Capture.forward
+    replay = graphed_calls._Capture.replayed
     counted = lambda *args: count.append(1) or replay(*args)  # noqa: E731
-    monkeypatch.setattr(graphed_calls._Capture, "forward", counted)
+    monkeypatch.setattr(graphed_calls._Capture, "replayed", counted)
     return count

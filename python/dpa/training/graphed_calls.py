@@ -134,8 +134,7 @@ class GraphedForward(Replacement):
         if capture is None or not capture.is_free():
             return self.original(*args, **kwargs)
         self._captures.move_to_end(key)
-        tensors = tuple(x for x in values if x is not None)
-        return _replayed(capture, tensors, *capture.trained(tensors))
+        return capture.replayed(tuple(x for x in values if x is not None))
 
     def _is_decided(self) -> bool:
         """Whether a later call would run as one does now: not before a comparison has decided."""
@@ -158,12 +157,15 @@ class GraphedForward(Replacement):
         if parts is None or not parts.unchanged():
             self.forget()
             parts = self._parts = Parts(self.module)
-        if not parts.are_plain(device) or any(x is not None and x.device != device for x in values):
+        if not parts.are_plain() or any(x is not None and x.device != device for x in values):
+            return None
+        number = parts.state(device)
+        if number is None:
             return None
         arguments = tuple(
             None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad) for x in values
         )
-        state = kernel_settings(device.type), parts.state(), getattr(inner, "generation", None)
+        state = kernel_settings(device.type), number, getattr(inner, "generation", None)
         return names, arguments, *state
 
     def _capture(self, key: Hashable, args: Any, kwargs: dict[str, Any]) -> _Capture | None:
@@ -283,21 +285,23 @@ class _Capture:
             if parameter.grad is not None and parameter.grad.data_ptr() in written:
                 parameter.grad = parameter.grad.clone()
 
-    def trained(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """The inputs and parameters of a call that get gradients."""
-        return [*(x for x in inputs if x.requires_grad), *self._parameters]
-
-    def forward(self, call: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        self._call = weakref.ref(call)
-        call.versions = self._parts.versions()
+    def replayed(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The output of a call. While the GPU works, autograd gets its node."""
         stream = torch.cuda.current_stream()
         stream.wait_event(self._done)
-        for kept, new in zip(self._inputs, inputs, strict=True):
-            kept.data.copy_(new)  # unseen by autograd: what was captured takes the new values
-        self._forward.replay()
-        result = self._output.clone()
+        with torch.no_grad():
+            for kept, new in zip(self._inputs, inputs, strict=True):
+                kept.data.copy_(new)  # unseen by autograd: what was captured takes the new values
+            self._forward.replay()
+            output = self._output.clone()
         self._done.record(stream)
-        return result
+        trained = [*(x for x in inputs if x.requires_grad), *self._parameters]
+        return _replayed(self, inputs, [output], *trained)
+
+    def begin(self, call: Any) -> None:
+        """Remember the call whose backward may come."""
+        self._call = weakref.ref(call)
+        call.versions = self._parts.versions()
 
     def backward(self, call: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if call.versions != self._parts.versions():
@@ -344,15 +348,18 @@ class _Replay(torch.autograd.Function):
     """A call by replay; what it saves tells whether its backward may still come."""
 
     @staticmethod
-    def forward(ctx: Any, capture: _Capture, inputs: tuple[Tensor, ...], *trained: Tensor) -> Any:
+    def forward(
+        ctx: Any, capture: _Capture, inputs: Any, output: list[Tensor], *trained: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(capture.mark)
         ctx.capture, ctx.inputs, ctx.differentiated = capture, inputs, False
-        return capture.forward(ctx, inputs)
+        capture.begin(ctx)
+        return output.pop()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         _ = ctx.saved_tensors  # PyTorch's own error where they are freed
-        return None, None, *ctx.capture.backward(ctx, grad)
+        return None, None, None, *ctx.capture.backward(ctx, grad)
 
 
 # Without what Function.apply does for torch.func's transforms, an argument after the other: under

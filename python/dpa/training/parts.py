@@ -44,16 +44,16 @@ class Parts:
             return False
         return same and self._tracker.unchanged()
 
-    def are_plain(self, device: torch.device) -> bool:
-        """Whether a graph can replace it: on one device, not sharded, no hooks on inner modules."""
-        return (
-            not self._tracker.hooked(inner=True)
-            and set(map(type, self.parameters)) <= {nn.Parameter}
-            and all(map(device.__eq__, map(_device, self._tensors)))
-        )
+    def are_plain(self) -> bool:
+        """Whether a graph can replace it: not sharded, no hooks on inner modules."""
+        sharded = not set(map(type, self.parameters)) <= {nn.Parameter}
+        return not sharded and not self._tracker.hooked(inner=True)
 
-    def state(self) -> int:
-        """A number for where and how parameters and buffers lie, which train, and modes."""
+    def state(self, device: torch.device) -> int | None:
+        """A number for where and how parameters and buffers lie, which train, and modes.
+
+        None where they are not all on ``device``, which addresses seen before tell without asking.
+        """
         tensors = self._tensors
         state = (
             tuple(map(Tensor.data_ptr, tensors)),
@@ -62,7 +62,11 @@ class Parts:
             tuple(map(_trains, self.parameters)),
             tuple(self._tracker.modes()),
         )
-        return self._states.setdefault(state, len(self._states))
+        if state not in self._states:
+            if not all(map(device.__eq__, map(_device, self._tensors))):
+                return None
+            self._states[state] = len(self._states)
+        return self._states[state]
 
     def versions(self) -> list[int]:
         """How often each parameter has been written."""
