@@ -59,6 +59,9 @@ TEST(Phases, SizesInRealUseFit) {
   }
   EXPECT_TRUE(fits(kLeRobot, DType::kBFloat16, 1, 64, kA100));
   EXPECT_TRUE(fits(kLeRobot, DType::kBFloat16, 1, 16, kRtx3090));
+  // With two slots of weights a warp.
+  EXPECT_TRUE(fits(kLeRobot, DType::kFloat32, 1, 16, kRtx3090));
+  EXPECT_TRUE(fits(kHeadline, DType::kFloat32, 1, 48, kRtx3090));
 }
 
 // What DPA_TEST_MULTIPROCESSORS limits a GPU to (an A100's, a 3090's, a 4070's, an Orin's) or more, with the shared memory
@@ -74,7 +77,7 @@ TEST(Phases, FewMultiprocessorsAndLittleSharedMemory) {
           if (!made.error.empty()) continue;
           made_plans++;
           EXPECT_LE(made.shared.bytes, shared << 10);
-          EXPECT_GE(made.ring_slots, kPhaseTightSlots);
+          EXPECT_GE(made.ring_slots, kPhaseLeastSlots);
           int runs = 0;
           for (const Phase& f : made.phases) {
             if (f.kind != PhaseKind::kConv) continue;
@@ -237,11 +240,11 @@ TEST(LayersPay, InFloat32) {
     const Config& config;
     int batch, horizon;
     bool pay, without_wgmma;
-  } const rows[] = {{kHeadline, 1, 16, false, false}, {kHeadline, 28, 16, false, false},
-                    {kHeadline, 64, 16, true, false}, {kHeadline, 256, 16, true, false},
-                    {kLeRobot, 2, 64, false, false},  {kLeRobot, 64, 64, true, false},
-                    {kLeRobot, 64, 16, true, false},  {kLeRobot, 256, 16, true, true},
-                    {kHeadline, 1, 256, true, true},  {kManiSkill, 64, 16, false, false}};
+  } const rows[] = {
+      {kHeadline, 1, 16, false, false},  {kHeadline, 28, 16, false, false}, {kHeadline, 64, 16, true, false},
+      {kHeadline, 256, 16, true, false}, {kLeRobot, 2, 64, false, false},   {kLeRobot, 64, 64, true, false},
+      {kLeRobot, 64, 16, true, false},   {kLeRobot, 256, 16, true, true},   {kLeRobot, 1, 128, true, true},
+      {kHeadline, 1, 256, false, false}, {kManiSkill, 64, 16, false, false}};
   Device other = kHopper;
   other.hopper = other.clusters = false, other.team_clusters = 0;
   for (const auto& row : rows) {

@@ -123,7 +123,7 @@ struct WeightStream {
   const uint8_t* weights;       // this lane's place
   const PhaseRun *begin, *end;  // this warp's runs of a step
   int steps;                    // left, with the one that `at` is in
-  bool tight;                   // kPhaseTightSlots instead of Tile::kSlots
+  int slots;                    // Tile::kSlots, or few, or the least
   const PhaseRun* at = nullptr;
   PhaseRun next = {0, 0};  // *at, loaded a run ahead
   const uint8_t* from = nullptr;
@@ -134,12 +134,12 @@ struct WeightStream {
 
   static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kPair = 2 * Tile::kBytes;
 
-  DPA_DEVICE WeightStream(const uint8_t* tiles, const Runs& runs, int steps_, int slots)
+  DPA_DEVICE WeightStream(const uint8_t* tiles, const Runs& runs, int steps_, int slots_)
       : weights(tiles + (thread() & 31) * kLane),
         begin(runs.begin),
         end(runs.begin + runs.count),
         steps(runs.count ? steps_ : 0),
-        tight(slots < Tile::kSlots),
+        slots(slots_),
         at(runs.begin) {
     if (steps > 0) next = *at;
     buffer = shared_address(shared()) + (thread() >> 5) * slots * kPair + (thread() & 31) * kLane;
@@ -169,10 +169,9 @@ struct WeightStream {
   }
   // The next pair of tiles is in its slot; returns this lane's address there.
   DPA_DEVICE uint32_t wait() {
-    if (tight)
-      copy_async_wait<kPhaseTightSlots - 2>();
-    else
-      copy_async_wait<Tile::kSlots - 2>();
+    copy_async_wait<Tile::kSlots - 2>();
+    if (slots < Tile::kSlots) copy_async_wait<kPhaseFewSlots - 2>();
+    if (slots < kPhaseFewSlots) copy_async_wait<kPhaseLeastSlots - 2>();
     return slot;
   }
   // The slot before it, whose fragments have been multiplied, is filled again.

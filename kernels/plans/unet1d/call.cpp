@@ -137,12 +137,12 @@ bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device) 
     if (c.width(i).own % 8) return false;  // the GEMMs of layers do not serve
   const Path path = choose_path(plan, batch, horizon, device);
   if (path == Path::kResident || (path == Path::kClustered && batch == 1)) return false;
+  const double time = layers_time(plan, batch, horizon, device);
+  if (path == Path::kLayered) return std::isfinite(time);  // it took longer, but for one call of 22
   // In float32 phases take 0.55 to 0.95 of their model's time, which is an H100's, on an H200, in code of 8.0 up to 0.75
-  // where they are long. Two launches a layer always took longer.
-  double share = 1;
-  if (plan.dtype == DType::kFloat32)
-    share = path == Path::kLayered ? std::numeric_limits<double>::infinity() : device.hopper ? 0.8 : 0.65;
-  return layers_time(plan, batch, horizon, device) < share * path_time(plan, batch, horizon, path, device);
+  // where they are long.
+  const double share = plan.dtype != DType::kFloat32 ? 1 : device.hopper ? 0.8 : 0.65;
+  return time < share * path_time(plan, batch, horizon, path, device);
 }
 
 double path_time(const Plan& plan, int batch, int horizon, Path path, const Device& device) {

@@ -16,8 +16,8 @@ struct Needs {
 
 class PhaseBuilder {
  public:
-  PhaseBuilder(const Plan& p, int n, int t, const Device& d, bool few_slots)
-      : plan(p), batch(n), horizon(t), device(d), tight(few_slots) {}
+  PhaseBuilder(const Plan& p, int n, int t, const Device& d, int buffer_slots)
+      : plan(p), batch(n), horizon(t), device(d), slots(buffer_slots) {}
 
   PhasePlan build() {
     wide = plan.dtype == DType::kFloat32;
@@ -71,7 +71,7 @@ class PhaseBuilder {
   const Plan& plan;
   const int batch, horizon;
   const Device device;
-  const bool tight;  // a small buffer of weights
+  const int slots;  // of the buffer of weights
   PhasePlan out;
   bool wide = false;
   static constexpr int64_t kMostWords = std::numeric_limits<int>::max();
@@ -144,11 +144,7 @@ class PhaseBuilder {
   }
   int fixed() const {  // the buffer, the table of phases
     const int table = static_cast<int>(plan.convs.size() + 2) * kPhaseEntry;
-    return kPhaseWarps * slots() * phase_slot_bytes(plan.dtype) + table;
-  }
-  int slots() const {
-    const int roomy = plan.dtype == DType::kFloat32 ? 6 : plan.dtype == DType::kFloat8E4M3 ? 16 : 12;
-    return tight ? kPhaseTightSlots : roomy;
+    return kPhaseWarps * slots * phase_slot_bytes(plan.dtype) + table;
   }
 
   // The warps of a block over its row tiles, columns and K.
@@ -163,8 +159,10 @@ class PhaseBuilder {
   }
 
   // Clocks of a phase: a model, to compare tilings with. Rates of one multiprocessor: L2 40 bytes a clock, its share of
-  // the stream of weights 18, an activation of a channel at a time 0.25 (30 instructions on 128 lanes).
+  // the stream of weights 18, or what is under way in the 900 clocks that a pair of tiles takes, an activation of a channel
+  // at a time 0.25 (30 instructions on 128 lanes).
   double clocks(const Phase& f) const {
+    const double stream = std::min(18.0, (slots - 1) * kPhaseWarps * phase_slot_bytes(plan.dtype) / 900.0);
     const int value_units = ceil_div(f.units, f.slices_in), channels = value_units * f.unit_padded;
     const double values = static_cast<double>(f.samples) * f.times_in * channels, word = wide ? 4 : 2;
     const int rows = ceil_div(f.row_tiles, f.slices_out), rounds = ceil_div(rows, f.warps_rows);
@@ -183,7 +181,8 @@ class PhaseBuilder {
     const double sums = f.warps_k > 1 ? 150.0 + f.column_tiles * 25 * f.num_segments : 60.0 * rounds;
     const double next = made * word * f.slices_in / std::min(device.multiprocessors, 8 * f.slices_batch) / 40;
     const int passes = ceil_div(f.tiles, device.multiprocessors);
-    return passes * (read / 40 + values * (f.norm >= 0 ? 0.35 : 0.1) + weights / 18 * 0.7 + gemm + sums + 900) + next;
+    return passes * (read / 40 + values * (f.norm >= 0 ? 0.35 : 0.1) + weights / stream * 0.7 + gemm + sums + 900) +
+           next;
   }
 
   // Whether slices of the input begin at multiples of 16 channels, as messages do.
@@ -257,8 +256,8 @@ class PhaseBuilder {
 
   void finish() {
     PhaseShared& s = out.shared;
-    out.ring_slots = slots();
-    Places<int> put = {16, kPhaseWarps * slots() * phase_slot_bytes(plan.dtype)};
+    out.ring_slots = slots;
+    Places<int> put = {16, kPhaseWarps * slots * phase_slot_bytes(plan.dtype)};
     s.table = put(static_cast<int>(out.phases.size()) * kPhaseEntry);
     auto layout = [&](int begin, bool kept) {  // kept: every phase's columns and offsets have a place of their own
       s.bytes = 0, s.tables_kept = kept;
@@ -290,8 +289,13 @@ class PhaseBuilder {
 }  // namespace
 
 PhasePlan make_phases(const Plan& plan, int batch, int horizon, const Device& device) {
-  PhasePlan made = PhaseBuilder(plan, batch, horizon, device, false).build();
-  return made.error.empty() ? made : PhaseBuilder(plan, batch, horizon, device, true).build();
+  const auto with = [&](int slots) { return PhaseBuilder(plan, batch, horizon, device, slots).build(); };
+  PhasePlan made = with(plan.dtype == DType::kFloat32 ? 6 : plan.dtype == DType::kFloat8E4M3 ? 16 : 12);
+  if (made.error.empty()) return made;
+  // The fewer, the larger the tiles that fit, but weights come late more often than the model knows.
+  constexpr double kWorth = 0.8;
+  PhasePlan few = with(kPhaseFewSlots), least = with(kPhaseLeastSlots);
+  return !least.error.empty() || (few.error.empty() && few.clocks * kWorth < least.clocks) ? few : least;
 }
 
 std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int horizon, const Device& device) {

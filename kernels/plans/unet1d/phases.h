@@ -20,7 +20,9 @@ constexpr int kPhaseStatistics = 512;  // most (sample, group) pairs of a tile
 constexpr int kPhaseEntry = 672;       // bytes of a phase in a block's table
 constexpr int kMaxPhases = kMaxConvs + 2;
 constexpr int kPhaseColumnTiles = 8;  // most column tiles (of 8) that a warp accumulates
-constexpr int kPhaseTightSlots = 3;   // of a warp's buffer of weights where a tile needs the room
+// Slots of a warp's buffer of weights where tiles need the room: the next pair of tiles comes while one is multiplied, or
+// the next two.
+constexpr int kPhaseLeastSlots = 2, kPhaseFewSlots = 3;
 
 enum class PhaseKind : int { kConv, kTail, kSampler };
 /// kPartials: partial sums of a phase.  kFinished: floats that a phase keeps.  kHead: of the sample, computed on load.
