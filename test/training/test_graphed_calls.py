@@ -1,6 +1,8 @@
 """Calls by replay give the gradients of calls as they are, whatever a training loop does."""
 
 import copy
+import threading
+import types
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from dpa.training import graph_calls, ungraph_calls
+from dpa.training.parts import Parts
 
 
 class _Small(nn.Module):
@@ -338,3 +341,52 @@ def test_bad_arguments_are_named():
         graph_calls(None)
     with pytest.raises(ValueError, match=r"graph_calls: warmup and capacity .* got 0, 2"):
         graph_calls(_Small(), warmup=0)
+
+
+@pytest.mark.parametrize("when", ["_forward", "_backward"])
+def test_another_thread_calls_during_a_replay(device, when):
+    """It runs as it is, and neither sees the other's values."""
+    plain, graphed = _pair(device)
+    capture = next(iter(graphed.forward._captures.values()))
+    graph, x, y, others = getattr(capture, when), _x(device), _x(device), []
+
+    def meanwhile():
+        setattr(capture, when, graph)
+        thread = threading.Thread(target=lambda: others.append(graphed(y).detach()))
+        thread.start(), thread.join()
+        graph.replay()
+
+    setattr(capture, when, types.SimpleNamespace(replay=meanwhile))
+    got, expected = graphed(x), plain(x)
+    for output in (got, expected):
+        output.square().sum().backward()
+    assert_close(got, expected)
+    assert_close(others, [plain(y).detach()])
+    same_gradients(plain, graphed)
+
+
+def test_a_call_that_fails_leaves_the_capture_free(device, monkeypatch):
+    plain, graphed = _pair(device)
+    capture = next(iter(graphed.forward._captures.values()))
+    graph, x = capture._forward, _x(device)
+
+    def fail():
+        raise MemoryError
+
+    capture._forward = types.SimpleNamespace(replay=fail)
+    with pytest.raises(MemoryError):
+        graphed(x)
+    capture._forward = graph
+    replays = count_replays(monkeypatch)
+    assert_close(graphed(x), plain(x))
+    assert len(replays) == 1
+
+
+def test_parts_elsewhere_or_without_an_address():
+    parts = Parts(nn.Linear(3, 3))
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    assert parts.state(cpu) == parts.state(cpu) is not None
+    assert parts.state(other) is None
+    sparse = nn.Linear(3, 3)
+    sparse.register_buffer("mask", torch.eye(3).to_sparse())
+    assert Parts(sparse).state(cpu) is None

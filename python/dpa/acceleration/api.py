@@ -109,10 +109,10 @@ def accelerate(
             under autocast, and give float32. Parameters, gradients and the optimizer's state stay
             float32; calls in evaluation, without gradients or under an autocast of the trainer's
             are as without it. None leaves the precision to the trainer.
-        encoders: whether known image encoders run on packed weights too: on the CPU and on Hopper
-            GPUs, there in ``dtype``, in evaluation and without gradients. In training their
-            residual networks replay; random crops stay outside. :func:`explain` says why another
-            one does not.
+        encoders: whether known image encoders run on packed weights too: on the CPU and on GPUs
+            from compute capability 8.0 on, there in ``dtype``, in evaluation and without gradients.
+            In training their residual networks replay; random crops stay outside. :func:`explain`
+            says why another one does not.
 
     Returns:
         ``model``.

@@ -22,8 +22,9 @@ from dpa.tracking.replacing import Replacement, class_of
 class FastEncoder(Replacement):
     """Replaces the forward of one image encoder: equal features, by dpa's ops on packed weights.
 
-    In evaluation, without gradients, on the CPU or a Hopper GPU; everywhere else the encoder's own
-    forward runs. The first call of each kind runs both and returns the original's result.
+    In evaluation, without gradients, on the CPU or a GPU from compute capability 8.0 on; everywhere
+    else the encoder's own forward runs. The first call of each kind runs both and returns the
+    original's result.
 
     Attributes:
         network: what the encoder was recognised as; None where dpa knows none like it any more.

@@ -6,6 +6,7 @@ than the GPU to run them, a step then takes as long as the GPU.
 
 from __future__ import annotations
 
+import types
 import warnings
 import weakref
 from collections import Counter, OrderedDict
@@ -205,6 +206,9 @@ def _is_special() -> bool:
     )
 
 
+_TAKEN = types.SimpleNamespace(differentiated=False, saved_tensors=())  # a call without a node yet
+
+
 class _Capture:
     """One kind of call: its graphs, and the memory that they read and write.
 
@@ -287,16 +291,21 @@ class _Capture:
 
     def replayed(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """The output of a call. While the GPU works, autograd gets its node."""
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self._done)
-        with torch.no_grad():
-            for kept, new in zip(self._inputs, inputs, strict=True):
-                kept.data.copy_(new)  # unseen by autograd: what was captured takes the new values
-            self._forward.replay()
-            output = self._output.clone()
-        self._done.record(stream)
-        trained = [*(x for x in inputs if x.requires_grad), *self._parameters]
-        return _replayed(self, inputs, [output], *trained)
+        self._call = lambda: _TAKEN  # before the first launch, where another thread may run
+        try:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._done)
+            with torch.no_grad():
+                for kept, new in zip(self._inputs, inputs, strict=True):
+                    kept.data.copy_(new)  # unseen by autograd: what was captured takes the values
+                self._forward.replay()
+                output = self._output.clone()
+            self._done.record(stream)
+            trained = [*(x for x in inputs if x.requires_grad), *self._parameters]
+            return _replayed(self, inputs, [output], *trained)
+        except BaseException:
+            self._call = lambda: None
+            raise
 
     def begin(self, call: Any) -> None:
         """Remember the call whose backward may come."""
@@ -313,13 +322,14 @@ class _Capture:
         # them where the activations were.
         if torch.is_grad_enabled() or call.differentiated:
             return self._call_again(call.inputs, grad)
-        call.differentiated = True
         stream = torch.cuda.current_stream()
         stream.wait_event(self._done)
         self._grad.copy_(grad)
         self._backward.replay()
         self._done.record(stream)
-        return tuple(g if g is None else g.detach() for g in self._gradients)
+        gradients = tuple(g if g is None else g.detach() for g in self._gradients)
+        call.differentiated = True  # not before they are held: another thread's call may replay
+        return gradients
 
     def _call_again(self, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
         """Without graphs, on views, since hooks of the parameters run behind this backward."""

@@ -52,12 +52,17 @@ class Parts:
     def state(self, device: torch.device) -> int | None:
         """A number for where and how parameters and buffers lie, which train, and modes.
 
-        None where they are not all on ``device``, which addresses seen before tell without asking.
+        None where they are not all on ``device``, which addresses seen before tell without asking,
+        or have no addresses.
         """
         tensors = self._tensors
+        try:
+            places = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.stride, tensors))
+        except RuntimeError:  # sparse or nested
+            return None
         state = (
-            tuple(map(Tensor.data_ptr, tensors)),
-            tuple(map(Tensor.stride, tensors)),
+            device,
+            places,
             tuple(map(_kind, tensors)),
             tuple(map(_trains, self.parameters)),
             tuple(self._tracker.modes()),
