@@ -5,7 +5,7 @@
 
 namespace dpa {
 
-/// But for the residual and what the kernels write. Tensors are as those read them; weight, bias, scale and shift may be
+/// But for the residual and what the kernels write. Tensors are as the kernels read them; weight, bias, scale and shift may be
 /// undefined, and the input, where the caller knows it later.
 inline kernels::channels_last::GroupNormMish norm_arguments(kernels::DType dtype, kernels::DType parameter_dtype,
                                                             const kernels::NormShape& shape,

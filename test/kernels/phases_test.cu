@@ -90,10 +90,10 @@ bool check(const Case& c, DType dtype, const Device& device, int loop_steps) {
   }
   stuck = stuck || run.stuck();
   const bool good = e1 < limit_of(dtype) && e2 < limit_of(dtype) && same && !stuck;
-  std::printf("%-40s %s, %d blocks: error %.2e, loop %.2e, bits %s%s  %s (%.1f s, %.1f KB shared)\n", c.name,
+  std::printf("%-40s %s, %d blocks: error %.2e, loop %.2e, bits %s%s  %s (%.1f s, %.1f KB shared, %d slots)\n", c.name,
               name_of(dtype), device.multiprocessors, e1, e2, same ? "repeat" : "DIFFER", stuck ? ", STUCK" : "",
               good ? "good" : "WRONG", std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(),
-              run.plan.shared.bytes / 1024.0);
+              run.plan.shared.bytes / 1024.0, run.plan.ring_slots);
   std::fflush(stdout);
   return good;
 }

@@ -1,4 +1,4 @@
-// For tests, a GPU as small as others are. Host code.
+// For tests, a GPU as small as others are; set before a process makes its first plan. Host code.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -11,7 +11,7 @@ inline int limited(int value, const char* name) {
   return limit ? std::max(1, std::min(value, std::atoi(limit))) : value;
 }
 inline int limited_multiprocessors(int value) { return limited(value, "DPA_TEST_MULTIPROCESSORS"); }
-/// Of a block.
+/// Shared memory of a block.
 inline int limited_shared_bytes(int value) { return limited(value, "DPA_TEST_SHARED_BYTES"); }
 
 }  // namespace dpa::kernels

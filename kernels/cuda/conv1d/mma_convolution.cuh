@@ -48,10 +48,11 @@ inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, 
           conv.taps};
 }
 
-// What a block contracts: chunks from `first` on, each of as many times as there are rounds.
+// What a block contracts: from `first` to before `end` of the chunks of all rounds, one round's behind the other's.
 template <bool kHalves>
 struct MmaWork {
-  int first, end, chunks;  // of a round
+  int first, end;
+  int chunks;  // of a round
 
   DPA_DEVICE MmaWork(const MmaArgs& args, int part)
       : first(part * args.plan.split_chunks), chunks(args.plan.conv.chunks) {

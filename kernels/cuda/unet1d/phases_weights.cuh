@@ -123,7 +123,7 @@ struct WeightStream {
   const uint8_t* weights;       // this lane's place
   const PhaseRun *begin, *end;  // this warp's runs of a step
   int steps;                    // left, with the one that `at` is in
-  int slots;                    // Tile::kSlots, or few, or the least
+  int slots;                    // Tile::kSlots, kPhaseFewSlots or kPhaseLeastSlots
   const PhaseRun* at = nullptr;
   PhaseRun next = {0, 0};  // *at, loaded a run ahead
   const uint8_t* from = nullptr;

@@ -60,8 +60,9 @@ cudaError_t current_device(Device& made) {
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   made.multiprocessors = limited_multiprocessors(multiprocessors());
-  made.shared_bytes = limited_shared_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-  if (made.shared_bytes == 0) return cudaErrorInvalidDevice;
+  const int shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (shared == 0) return cudaErrorInvalidDevice;
+  made.shared_bytes = limited_shared_bytes(shared);
   made.hopper = runs_hopper_code();
   made.clusters = made.hopper && clusters_fit(device);
   made.team_clusters = made.hopper ? team_clusters(device) : 0;

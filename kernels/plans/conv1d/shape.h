@@ -10,7 +10,7 @@ constexpr int kMaxTaps = 9;
 
 // The tensors x and y in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
 struct Conv1d {
-  DType dtype;  // of the tensors: float16, bfloat16, or float32, which is multiplied in tf32
+  DType dtype;  // of the tensors: float16, bfloat16, or float32, multiplied in tf32 but for `halves`
   int64_t batch;
   int64_t y_length, y_channels;
   int64_t x_length, x_channels;

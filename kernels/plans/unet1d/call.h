@@ -28,7 +28,7 @@ std::string reject(const Plan& plan, int batch, int horizon, int steps);
 /// The path that kAutomatic takes.
 Path choose_path(const Plan& plan, int batch, int horizon, const Device& device);
 
-/// Whether a step of `dpa::unet1d_batch`, an op a layer, is faster than one on that path. In 16 bits.
+/// Whether a step of `dpa::unet1d_batch`, an op a layer, is to take the place of that path.
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device);
 
 /// Microseconds of a step, as a model fitted to an H100 has it, within a fifth: on `path`, infinite where it does not

@@ -159,10 +159,11 @@ class PhaseBuilder {
   }
 
   // Clocks of a phase: a model, to compare tilings with. Rates of one multiprocessor: L2 40 bytes a clock, its share of
-  // the stream of weights 18, or what is under way in the 900 clocks that a pair of tiles takes, an activation of a channel
-  // at a time 0.25 (30 instructions on 128 lanes).
+  // the stream of weights 18, or, with the least slots, what is under way in the 900 clocks that a pair of tiles takes, an
+  // activation of a channel at a time 0.25 (30 instructions on 128 lanes).
   double clocks(const Phase& f) const {
-    const double stream = std::min(18.0, (slots - 1) * kPhaseWarps * phase_slot_bytes(plan.dtype) / 900.0);
+    const double under_way = (slots - 1) * kPhaseWarps * phase_slot_bytes(plan.dtype) / 900.0;
+    const double stream = slots > kPhaseLeastSlots ? 18 : std::min(18.0, under_way);
     const int value_units = ceil_div(f.units, f.slices_in), channels = value_units * f.unit_padded;
     const double values = static_cast<double>(f.samples) * f.times_in * channels, word = wide ? 4 : 2;
     const int rows = ceil_div(f.row_tiles, f.slices_out), rounds = ceil_div(rows, f.warps_rows);
