@@ -67,11 +67,10 @@ class Parts:
             tuple(map(_trains, self.parameters)),
             tuple(self._tracker.modes()),
         )
-        if state not in self._states:
-            if not all(map(device.__eq__, map(_device, self._tensors))):
-                return None
-            self._states[state] = len(self._states)
-        return self._states[state]
+        number = self._states.get(state)
+        if number is None and all(map(device.__eq__, map(_device, tensors))):
+            number = self._states[state] = len(self._states)
+        return number
 
     def versions(self) -> list[int]:
         """How often each parameter has been written."""
