@@ -27,7 +27,7 @@ TEST(Phases, TilesCoverEveryGemmOfEverySize) {
           const Plan plan = make_plan(config, dtype);
           const PhasePlan made = make_phases(plan, batch, 16, {d.multiprocessors, d.shared_bytes});
           if (!made.error.empty()) continue;  // which sizes must fit: below
-          ASSERT_EQ(made.phases.size(), plan.convs.size() + 2);
+          ASSERT_EQ(made.phases.size(), plan.convs.size() + made.finishes + 2);
           EXPECT_LE(made.shared.bytes, d.shared_bytes);
           for (const Phase& f : made.phases) {
             EXPECT_EQ(f.tiles, f.slices_out * f.slices_in * f.slices_batch);
@@ -44,6 +44,82 @@ TEST(Phases, TilesCoverEveryGemmOfEverySize) {
             if (f.norm >= 0) {
               EXPECT_EQ(f.unit_channels % f.group_channels, 0);
             }
+          }
+        }
+}
+
+// A phase that finishes an input has all of it, keeps it, and the convolution behind it reads just that.
+TEST(Phases, FinishedInputs) {
+  for (const Config& config : {kHeadline, kLeRobot, kUneven, kOne})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      const Plan plan = make_plan(config, dtype);
+      const PhasePlan made = make_phases(plan, 4, 16, kHopper, Finish::kAlways);
+      ASSERT_EQ(made.error, "");
+      ASSERT_EQ(made.finishes, static_cast<int>(plan.convs.size()));
+      for (size_t i = 0; i < plan.convs.size(); i++) {
+        const Phase &first = made.phases[2 * i], &then = made.phases[2 * i + 1];
+        ASSERT_EQ(first.kind, PhaseKind::kFinish);
+        ASSERT_EQ(then.kind, PhaseKind::kConv);
+        EXPECT_EQ(first.slices_out, 1);
+        EXPECT_EQ(first.tiles, first.slices_in * first.slices_batch);
+        EXPECT_GE(first.samples * first.slices_batch, 4);
+        EXPECT_LE(first.slices_in, first.units);
+        EXPECT_EQ(first.value.kind, i == 0 ? SourceKind::kHead : SourceKind::kPartials);
+        EXPECT_EQ(first.norm, i == 0 ? plan.head.norm : plan.convs[i - 1].norm);
+        if (i > 0) {
+          EXPECT_EQ(first.value.words, made.phases[2 * i - 1].segments[0].out);
+          EXPECT_EQ(first.value.partials, made.phases[2 * i - 1].slices_in);
+          EXPECT_EQ(first.residual.kind != SourceKind::kNone, plan.convs[i - 1].add);
+        }
+        EXPECT_EQ(then.skip.kind == SourceKind::kFinished, plan.convs[i].skip_in >= 0);
+        EXPECT_EQ(first.num_segments, 0);
+        EXPECT_EQ(then.value.kind, SourceKind::kFinished);
+        EXPECT_EQ(then.value.words, first.keep);
+        EXPECT_EQ(then.value.column_stride, first.keep_stride);
+        EXPECT_EQ(then.channels_in, first.channels_in);
+        EXPECT_EQ(then.times_in, first.times_in);
+        EXPECT_EQ(then.norm, -1);
+        EXPECT_EQ(then.residual.kind, SourceKind::kNone);
+        EXPECT_EQ(then.joined, plan.convs[i].skip_in >= 0);
+        EXPECT_EQ(first.joined, 0);
+      }
+    }
+}
+
+// Where no room would do, sizes are refused before they are multiplied.
+TEST(Phases, LongHorizonsAreRefused) {
+  for (const int horizon : {1 << 16, 1 << 20})
+    EXPECT_EQ(make_phases(make_plan(kLeRobot, DType::kFloat32), 1, horizon, kHopper).error,
+              "a tile does not fit into shared memory");
+}
+
+// They pay where many tiles would finish the same values.
+TEST(Phases, WhichInputsAreFinished) {
+  const auto finishes = [](const Config& c, DType dtype, int batch, int horizon) {
+    return make_phases(make_plan(c, dtype), batch, horizon, kHopper).finishes;
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3}) {
+    EXPECT_EQ(finishes(kHeadline, dtype, 1, 16), 0);
+    EXPECT_EQ(finishes(kManiSkill, dtype, 16, 16), 0);
+    EXPECT_GE(finishes(kHeadline, dtype, 16, 16), 8);
+    EXPECT_GE(finishes(kLeRobot, dtype, 8, 64), 16);
+  }
+}
+
+// The rows of eight neighbouring times, which are columns of a GEMM of stride one, lie in eight different sixteens of a
+// line of shared memory's banks, whichever samples they are of.
+TEST(Phases, ColumnsLieInDifferentBanks) {
+  for (const int element : {2, 4})
+    for (const int channels : {16, 48, 128, 256})
+      for (const int pad : {0, 1, 2, 4})
+        for (const int times : {1, 2, 3, 4, 6, 8, 12, 16}) {
+          const int row = slab_row(channels, element), sample = slab_sample(times, pad, row);
+          EXPECT_GE(sample, (times + pad) * row);
+          EXPECT_EQ(sample % 16, 0);
+          for (int first = 0; first < 3 * times; first++) {
+            unsigned banks = 0;
+            for (int i = first; i < first + 8; i++) banks |= 1u << (i / times * sample + i % times * row) / 16 % 8;
+            EXPECT_EQ(banks, 0xffu) << channels << " " << pad << " " << times << " from " << first;
           }
         }
 }
@@ -128,7 +204,7 @@ TEST(Phases, LargeBatchesHaveTheMemory) {
       }
 }
 
-// Places of messages are ints. The most that a launch has are those of eight GEMMs of 1408 channels, of one tap: a wider
+// Places of messages are ints. The most that a launch has are those of eight GEMMs of 2432 channels, of one tap: a wider
 // network has fewer columns a launch, and of 31 K channels no tile fits. With more shared memory than any device has,
 // a batch of too many is refused, and so taken in parts.
 TEST(Phases, PlacesOfMessagesAreInts) {
@@ -140,8 +216,8 @@ TEST(Phases, PlacesOfMessagesAreInts) {
       const int samples = phase_samples(plan, 16384 / horizon, horizon, kHopper);
       most = std::max(most, make_phases(plan, samples, horizon, kHopper).workspace_words);
     }
-  EXPECT_GT(most, 1'500'000'000);
-  EXPECT_LT(most, 1'600'000'000);
+  EXPECT_GT(most, 900'000'000);
+  EXPECT_LT(most, 1'000'000'000);
   EXPECT_EQ(phase_samples(alone(32768), 512, 2, kHopper), 0);
   const Device roomy = {132, 1 << 20};
   EXPECT_EQ(make_phases(alone(32768), 512, 2, roomy).error, "the messages must be fewer than 2^31 words");
@@ -216,7 +292,7 @@ TEST(LayersPay, BySizeAndDevice) {
       {{128, 256, 384}, 5, 256, 16, true},  {{96, 192, 384}, 5, 64, 16, true},
       {{96, 192, 384}, 5, 32, 16, false},   {{128, 256, 384}, 5, 32, 24, false},  // teams
       {{96, 192, 384}, 7, 64, 16, true},    {{160}, 7, 64, 27, true},
-      {{320, 640, 1280}, 7, 28, 4, true},   {{320, 640, 1280}, 7, 4, 4, false},
+      {{320, 640, 1280}, 7, 28, 4, false},  {{320, 640, 1280}, 7, 4, 4, false},  // within 4 %; phases
       {{256, 512, 1024}, 9, 8, 16, true},   {{48, 96, 192}, 5, 256, 16, true},
       {{320, 480, 960}, 5, 8, 16, true},    {{320, 480, 960}, 5, 2, 16, false},
       {{264, 528, 1056}, 5, 128, 16, true}, {{200, 400, 800}, 5, 64, 16, true},  // odd groups
@@ -241,10 +317,10 @@ TEST(LayersPay, InFloat32) {
     int batch, horizon;
     bool pay, without_wgmma;
   } const rows[] = {
-      {kHeadline, 1, 16, false, false},  {kHeadline, 28, 16, false, false}, {kHeadline, 64, 16, true, false},
-      {kHeadline, 256, 16, true, false}, {kLeRobot, 2, 64, false, false},   {kLeRobot, 64, 64, true, false},
-      {kLeRobot, 64, 16, true, false},   {kLeRobot, 256, 16, true, true},   {kLeRobot, 1, 128, true, true},
-      {kHeadline, 1, 256, false, false}, {kManiSkill, 64, 16, false, false}};
+      {kHeadline, 1, 16, false, false},  {kHeadline, 28, 16, false, false},  {kHeadline, 64, 16, false, false},
+      {kHeadline, 256, 16, true, false}, {kLeRobot, 2, 64, false, false},    {kLeRobot, 64, 64, true, false},
+      {kLeRobot, 64, 16, true, false},   {kLeRobot, 256, 16, true, false},   {kLeRobot, 1, 128, false, false},
+      {kHeadline, 1, 256, false, false}, {kManiSkill, 64, 16, false, false}, {kLeRobot, 1, 512, true, true}};
   Device other = kHopper;
   other.hopper = other.clusters = false, other.team_clusters = 0;
   for (const auto& row : rows) {
@@ -267,9 +343,9 @@ TEST(LayersPay, WithoutHoppersInstructions) {
     const Config& config;
     int batch, horizon;
     bool pay;
-  } const rows[] = {{kHeadline, 16, 16, false}, {kHeadline, 64, 16, false},  {kHeadline, 256, 16, true},
+  } const rows[] = {{kHeadline, 16, 16, false}, {kHeadline, 64, 16, false},  {kHeadline, 256, 16, false},
                     {kLeRobot, 8, 64, false},   {kLeRobot, 64, 64, true},    {kLeRobot, 16, 16, false},
-                    {kLeRobot, 64, 16, true},   {kManiSkill, 64, 16, false}, {kManiSkill, 256, 16, false}};
+                    {kLeRobot, 64, 16, false},  {kManiSkill, 64, 16, false}, {kManiSkill, 256, 16, false}};
   for (const auto& row : rows)
     EXPECT_EQ(layers_pay(make_plan(row.config, DType::kBFloat16), row.batch, row.horizon, device), row.pay)
         << row.config.down_dims[0] << " " << row.batch << " x " << row.horizon;

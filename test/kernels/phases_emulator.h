@@ -237,6 +237,8 @@ DPA_DEVICE uint32_t widen_e4m3(uint32_t x) {
   return (w & 0x80008000u) | ((w & 0x7f007f00u) >> 1);
 }
 DPA_DEVICE float quotient(float a, float b) { return a / b; }
+DPA_DEVICE uint32_t or_xor(uint32_t a, uint32_t b, uint32_t c) { return a | (b ^ c); }
+DPA_DEVICE float quotient_exact(float a, float b) { return a / b; }
 DPA_DEVICE float exponential_fast(float x) { return std::exp(x); }
 DPA_DEVICE float exponential(float x) { return std::exp(x); }
 DPA_DEVICE float inverse_root_exact(float x) { return 1.0f / std::sqrt(x); }

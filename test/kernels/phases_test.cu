@@ -1,9 +1,11 @@
 // The loop in phases against the float64 reference, and its time.
 //   phases_test small          small networks, every type: one evaluation, a loop of 4 steps, repeated bits
 //   phases_test bench [type]   the published rows: one evaluation compared, repeated bits, us a step
+//   phases_test time [type]    the same without the comparison
 //   phases_test blocks         the 80 M network with fewer blocks
 //   phases_test plan           what the plan chose for the rows (no GPU)
-//   phases_test profile        clocks by phase, bf16
+//   phases_test profile [type] clocks by phase
+// small-finished and the like: every input has a phase of its own; small-direct: none has.
 // Compiled for the host with DPA_EMULATE, `small` runs the kernel in an emulator (phases_emulator.h).
 #ifdef DPA_EMULATE
 #include "kernels/cuda/unet1d/phases_kernel.cuh"
@@ -15,6 +17,8 @@
 using namespace dpa::test;
 
 namespace {
+Finish finish = Finish::kByTime;
+
 // One loop on the device.
 struct Run : dpa::test::LoopBuffers {
   PhasePlan plan;
@@ -23,7 +27,7 @@ struct Run : dpa::test::LoopBuffers {
 
   Run(const Case& k, const Network& n, int steps, const Device& device)
       : LoopBuffers(k, n, steps),
-        plan(make_phases(n.plan, k.batch, k.horizon, device)),
+        plan(make_phases(n.plan, k.batch, k.horizon, device, finish)),
         blocks(device.multiprocessors) {
     if (!plan.error.empty()) {
       std::printf("%s: %s\n", c.name, plan.error.c_str());
@@ -100,22 +104,23 @@ bool check(const Case& c, DType dtype, const Device& device, int loop_steps) {
 
 void print_plan(const Case& c, DType dtype, const Device& device) {
   const Plan plan = make_plan(c.config, dtype);
-  const PhasePlan p = make_phases(plan, c.batch, c.horizon, device);
+  const PhasePlan p = make_phases(plan, c.batch, c.horizon, device, finish);
   std::printf("%s %s, %d blocks: %s %zu phases, %.1f KB shared, workspace %.2f MB, weights %.1f MB\n", c.name,
               name_of(dtype), device.multiprocessors, p.error.c_str(), p.phases.size(), p.shared.bytes / 1024.0,
               phase_workspace_bytes(p, device) * 1e-6, plan.tile_bytes * 1e-6);
   for (size_t i = 0; i < p.phases.size(); i++) {
     const Phase& f = p.phases[i];
     std::printf(
-        "  %2zu: %4d%s -> %4d, T %3d -> %3d  out %2d in %d batch %2d = %3d tiles; warps %d rows %d columns %d k, %d "
+        "  %2zu: %s%4d%s -> %4d, T %3d -> %3d  out %2d in %d batch %2d = %3d tiles; warps %d rows %d columns %d k, %d "
         "column tiles\n",
-        i, f.channels_in, f.joined ? "*2" : "  ", f.channels_out, f.times_in, f.times_out, f.slices_out, f.slices_in,
-        f.slices_batch, f.tiles, f.warps_rows, f.warps_columns, f.warps_k, f.column_tiles);
+        i, f.kind == PhaseKind::kFinish ? "finish " : "", f.channels_in, f.joined ? "*2" : "  ", f.channels_out,
+        f.times_in, f.times_out, f.slices_out, f.slices_in, f.slices_batch, f.tiles, f.warps_rows, f.warps_columns,
+        f.warps_k, f.column_tiles);
   }
 }
 
 #ifndef DPA_EMULATE
-void bench(const Case& c, DType dtype, const Device& device) {
+void bench(const Case& c, DType dtype, const Device& device, bool compare) {
   const auto begin = std::chrono::steady_clock::now();
   const Network net(c.config, dtype);
   Run run(c, net, 30, device);
@@ -123,7 +128,7 @@ void bench(const Case& c, DType dtype, const Device& device) {
   run.launch(1, true);
   const std::vector<float> one = run.result();
   bool stuck = run.stuck();
-  const double e = stuck ? 0 : run.error(1, true, one);
+  const double e = stuck || !compare ? 0 : run.error(1, true, one);
   bool same = true;
   float us = 0;
   if (!stuck) {
@@ -189,8 +194,11 @@ void profile(const Case& c, DType dtype, const Device& device) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "small", filter = argc > 2 ? argv[2] : "";
+  std::string what = argc > 1 ? argv[1] : "small";
+  const std::string filter = argc > 2 ? argv[2] : "";
   const DType types[] = {DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kFloat16};
+  for (const auto& [name, way] : {std::pair{"-finished", Finish::kAlways}, {"-direct", Finish::kNever}})
+    if (what.ends_with(name)) finish = way, what.resize(what.size() - std::strlen(name));
   Device device = {132, 227 << 10};
   if (what == "plan" && argc > 3) device.shared_bytes = std::atoi(argv[3]);
   auto wanted = [&](const Case& c, DType d) {
@@ -220,17 +228,18 @@ int main(int argc, char** argv) {
     for (const Case& c : kSmall)
       for (DType d : types)
         if (wanted(c, d)) check(c, d, device, 4);
-  if (what == "bench")
+  if (what == "bench" || what == "time")
     for (const Case& c : kRows)
       for (DType d : types)
-        if (d != DType::kFloat16 && wanted(c, d)) bench(c, d, device);
+        if (d != DType::kFloat16 && wanted(c, d)) bench(c, d, device, what == "bench");
   if (what == "profile")
     for (const Case& c : kRows)
-      if (wanted(c, DType::kBFloat16)) profile(c, DType::kBFloat16, device);
+      for (DType d : types)
+        if (d != DType::kFloat16 && wanted(c, d)) profile(c, d, device);
   if (what == "blocks")
     for (int n : {108, 82, 46, 16}) {
       device.multiprocessors = n;
-      bench(kRows[0], DType::kBFloat16, device);
+      bench(kRows[0], DType::kBFloat16, device, true);
     }
   return 0;
 #endif

@@ -87,7 +87,7 @@ _CASES = [  # own widths, kernel, batch, horizon, what is widened
     ((192, 384, 640), 3, 1, 16, KINDS),
     ((192, 384, 640), 5, 1, 48, KINDS),
     ((192, 384, 640), 5, 16, 16, KINDS[1:]),
-    ((320, 640, 1280), 3, 1, 16, KINDS),
+    ((320, 640, 1280), 3, 1, 16, KINDS[1:]),  # in float32 the model sees no gain of 5 %
     ((320, 640, 1280), 3, 1, 64, KINDS[1:]),
     ((384, 768, 1536), 5, 4, 24, KINDS[1:]),
     ((320, 480, 960), 5, 1, 16, KINDS),

@@ -1,13 +1,13 @@
 // The loop in phases: the whole denoising loop in one persistent kernel, for compute capability 8.0 and later, any
 // number of multiprocessors, any sizes of the family.
 //
-// Dimensions: a network is a list of phases (kernels/plans/unet1d/phases.h), one a convolution; a phase has tiles of
-// (slice of the output channels) x (slice of the input channels: whole GroupNorm groups) x (slice of the batch: whole
-// samples).
+// Dimensions: a network is a list of phases (kernels/plans/unet1d/phases.h), one a convolution, or two, where the first
+// one finishes the input; a phase has tiles of (slice of the output channels) x (slice of the input channels: whole
+// GroupNorm groups) x (slice of the batch: whole samples).
 //   grid    one block a multiprocessor, all resident (a cooperative launch); block i owns tiles i, i + blocks, ...
 //   block   8 warps: polls and adds the partial sums of its input slice, normalises them (the groups are whole, so no
-//           statistics travel), multiplies, stores its partial sums
-//   warp    a row tile of 16 output channels, a part of K, up to 64 columns; its own stream of weights through shared
+//           statistics travel), multiplies, stores its partial sums; or keeps finished values; or multiplies those
+//   warp    a row tile of 16 output channels, a part of K, up to 128 columns; its own stream of weights through shared
 //           memory, which runs ahead over phases and steps, for weights wait for nobody
 //   thread  of a poll: 16-byte words of partial sums, each word with its flag in the lowest bit (the step's parity)
 //

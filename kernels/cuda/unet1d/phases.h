@@ -13,7 +13,7 @@ struct PhaseLoop : LoopArguments {
   int sample_words, output_words, output_slices;
   PhaseShared shared;
   uint32_t* workspace;   // words of the messages, zeros before a launch
-  PhaseRun* runs;        // behind them: warp_runs a warp
+  PhaseRun* runs;        // behind them: warp_runs a warp; then num_phases entries of the table a block
   int64_t noise_stride;  // from step to step
   long long* marks;      // clocks of the last step, (block, phase, kPhaseMarks), or null
 };

@@ -28,6 +28,11 @@ DPA_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return __umulhi(a, b)
 DPA_DEVICE uint32_t bits(float x) { return __float_as_uint(x); }
 DPA_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
 DPA_DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
+// To one unit in the last place or so, without the branches of a division: 1 < b, both finite.
+DPA_DEVICE float quotient_exact(float a, float b) {
+  const float inverse = __fdividef(1.0f, b), q = a * inverse;
+  return __fmaf_rn(__fmaf_rn(-q, b, a), inverse, q);
+}
 DPA_DEVICE float exponential_fast(float x) { return __expf(x); }
 DPA_DEVICE float inverse_root(float x) { return rsqrtf(x); }
 // Bytes of x, or zeros (selectors from 4), by the four selectors.
@@ -55,6 +60,12 @@ DPA_DEVICE uint32_t widen_e4m3(uint32_t x) {
   return (w & 0x80008000u) | ((w & 0x7f007f00u) >> 1);
 }
 #endif
+// a | (b ^ c), as an instruction that the compiler does not take apart.
+DPA_DEVICE uint32_t or_xor(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t made;
+  asm("lop3.b32 %0, %1, %2, %3, 0xf6;" : "=r"(made) : "r"(a), "r"(b), "r"(c));
+  return made;
+}
 DPA_DEVICE long long clock_now() { return clock64(); }
 DPA_DEVICE void pause() { __nanosleep(20); }
 

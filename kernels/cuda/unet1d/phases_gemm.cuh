@@ -1,21 +1,21 @@
-// The GEMM of a tile: 16 output channels times up to 64 columns (samples' times) a warp, warps over row tiles, columns
+// The GEMM of a tile: 16 output channels times up to 128 columns (samples' times) a warp, warps over row tiles, columns
 // and K. Partial sums of the warps that share an output meet in shared memory; the tile's sums go to the workspace.
 #pragma once
 #include "kernels/cuda/unet1d/phases_input.cuh"
 
 namespace dpa::kernels::unet1d::device {
 
-// Of each column: byte offset of its row in the slab at tap 0 of a segment that begins at time -pad; its output column.
+// Of each column: byte offset of its row from the slab's first row of zeros, tap 0 of a segment that begins at time
+// -pad; its output column.
 struct ColumnAt {
   int slab, out;
 };
-DPA_DEVICE void fill_columns(const Work& w, ColumnAt* to, int slab_pitch) {
+DPA_DEVICE void fill_columns(const Work& w, ColumnAt* to) {
   const Phase& p = w.p;
   const int scale = p.num_segments ? p.segments[0].time_stride : 1;
   for (int i = thread(); i < w.samples * p.columns; i += kThreads) {
     const int b = w.by_columns(i), t = i - b * p.columns;
-    to[i] = {(b * (p.times_in + 2 * p.pad) + t * p.time_stride) * slab_pitch,
-             (w.sample0 + b) * p.times_out + t * scale};
+    to[i] = {b * w.sample_pitch + t * p.time_stride * w.slab_pitch, (w.sample0 + b) * p.times_out + t * scale};
   }
 }
 
@@ -54,7 +54,7 @@ DPA_DEVICE void publish(const Output& o, int row_tile, int column_tile, int lane
 DPA_DEVICE int* offsets_of(const Work& w, ColumnAt* columns) {
   return reinterpret_cast<int*>(columns + w.samples * w.p.columns);
 }
-DPA_DEVICE void fill_offsets(const Work& w, int* to, int pitch) {
+DPA_DEVICE void fill_offsets(const Work& w, int* to) {
   const int per_tap = w.by_per_tap.by, per_value = w.p.unit_padded >> 4, unit_bytes = w.p.unit_padded * 2,
             value_bytes = w.slab_value * 2;
 #pragma unroll 1
@@ -64,7 +64,7 @@ DPA_DEVICE void fill_offsets(const Work& w, int* to, int pitch) {
       const int before = w.by_per_tap(i), unit = taps(before), tap = before - unit * taps.by;
       const int part = i - before * per_tap, skip = part >= per_value;
       to[s * w.all_steps[0] + i] =
-          unit * unit_bytes + skip * value_bytes + tap * pitch + (part - skip * per_value) * 32;
+          unit * unit_bytes + skip * value_bytes + tap * w.slab_pitch + (part - skip * per_value) * 32;
     }
   }
 }
@@ -131,13 +131,13 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
 // One segment of a tile. Every thread of the block calls it; the slab is complete. `sums` may be overwritten by the
 // caller after a barrier.
 template <class Tile, int kColumnTiles>
-DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int segment, uint32_t slab, int slab_pitch,
-                              float4* sums, const Output& out) {
+DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int segment, uint32_t slab, float4* sums,
+                              const Output& out) {
   const Phase& p = w.p;
   const PhaseSegment& g = p.segments[segment];
   const int warp = thread() >> 5, lane = thread() & 31, column = w.warp_column[warp];
   const WarpSteps mine = w.steps[segment][warp];
-  const uint32_t first_tap = slab + (g.first + p.pad) * slab_pitch;
+  const uint32_t first_tap = slab + (g.first + p.pad) * w.slab_pitch;
   const int* offsets = offsets_of(w, const_cast<ColumnAt*>(out.columns));
   int row = w.warp_row[warp];
 #pragma unroll 1
@@ -146,7 +146,7 @@ DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int seg
     float sum[kColumnTiles][4] = {};
     if (works)
       multiply_run<Tile, kColumnTiles>(stream, offsets + segment * w.all_steps[0] + mine.begin, mine.count, first_tap,
-                                       slab_pitch, out.columns, column * kColumnTiles * 8, out.count, sum);
+                                       w.slab_pitch, out.columns, column * kColumnTiles * 8, out.count, sum);
     if (p.warps_k > 1) {
 #pragma unroll
       for (int i = 0; i < kColumnTiles; i++)

@@ -1,5 +1,6 @@
 // The input of a tile: partial sums and kept values are polled, added, normalised and written to the slab, the operand
-// of the GEMM: (sample, time with zeros around it, channel), value channels first, then those of the skip connection.
+// of the GEMM: (sample, time, channel) with times of zeros around and between samples, value channels first, then those
+// of the skip connection.
 #pragma once
 #include "kernels/cuda/unet1d/phases_norm.cuh"
 #include "kernels/math/mish.h"
@@ -52,9 +53,17 @@ struct Kept {
   float* to;
   int pitch;
 };
-DPA_DEVICE uint32_t differs(const uint4& v, uint32_t flag) {
-  return ((v.x ^ flag) | (v.y ^ flag)) | ((v.z ^ flag) | (v.w ^ flag));
-}
+// Whether words lack the flag. All loads of a poll are under way before the first of them is waited for only if what
+// they brought is checked in the order of the last load to the first: otherwise the compiler may put a check between
+// loads.
+struct Missing {
+  uint4 any = make_uint4(0, 0, 0, 0);
+  DPA_DEVICE void check(const uint4& v, uint32_t flag) {
+    any.x = or_xor(any.x, v.x, flag), any.y = or_xor(any.y, v.y, flag);
+    any.z = or_xor(any.z, v.z, flag), any.w = or_xor(any.w, v.w, flag);
+  }
+  DPA_DEVICE bool some() const { return ((any.x | any.y) | (any.z | any.w)) & 1; }
+};
 DPA_DEVICE float4 floats_of(const uint4& v) {
   return make_float4(as_float(v.x & ~1u), as_float(v.y & ~1u), as_float(v.z & ~1u), as_float(v.w & ~1u));
 }
@@ -84,10 +93,10 @@ DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip,
       for (int h = 0; h < kHalves; h++) kept[i][0][h] = kept[i][1][h] = make_uint4(flag, flag, flag, flag);
       walk.next();
     }
-    uint32_t pending;
+    Missing missing;
     int polls = 0;
     do {
-      pending = 0;
+      missing = {};
 #pragma unroll
       for (int i = 0; i < kItems; i++) {
 #pragma unroll
@@ -106,13 +115,16 @@ DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip,
           for (int h = 0; h < kHalves; h++) kept[i][1][h] = load_message_16(beside[1][i] + h * 8);
       }
 #pragma unroll
-      for (int i = 0; i < kItems; i++) {
+      for (int from_skip = 1; from_skip >= 0; from_skip--)
 #pragma unroll
-        for (int k = 0; k < kPartials; k++) pending |= differs(v[i][k], flag);
+        for (int i = kItems - 1; i >= 0; i--)
 #pragma unroll
-        for (int h = 0; h < kHalves; h++) pending |= differs(kept[i][0][h], flag) | differs(kept[i][1][h], flag);
-      }
-    } while ((pending & 1) && watch.again(polls));
+          for (int h = kHalves - 1; h >= 0; h--) missing.check(kept[i][from_skip][h], flag);
+#pragma unroll
+      for (int i = kItems - 1; i >= 0; i--)
+#pragma unroll
+        for (int k = kPartials - 1; k >= 0; k--) missing.check(v[i][k], flag);
+    } while (missing.some() && watch.again(polls));
 #pragma unroll
     for (int i = 0; i < kItems; i++) {
       float low[4] = {}, high[4] = {};
@@ -223,26 +235,104 @@ DPA_DEVICE void convolve_sample(const PhaseLoop& a, const Work& w, const float* 
   }
 }
 
+// Where four channels of a row lie in the slab. Its numbers are the caller's own: those of Work are read again behind
+// each store to shared memory.
+struct SlabPlace {
+  Divisor by_times, by_unit;
+  int pitch, sample, before, spread, value_channels, slab_value, unit_padded, unit_channels;
+  explicit DPA_DEVICE SlabPlace(const Work& w)
+      : by_times(w.by_times),
+        by_unit(w.by_unit),
+        pitch(w.slab_pitch),
+        sample(w.sample_pitch - w.p.times_in * w.slab_pitch),
+        before(w.p.pad * w.slab_pitch),
+        spread(w.spread),
+        value_channels(w.value_channels),
+        slab_value(w.slab_value),
+        unit_padded(w.p.unit_padded),
+        unit_channels(w.p.unit_channels) {}
+  // Byte offset. `channel` counts value and skip as Work::channels does.
+  DPA_DEVICE int operator()(int row, int channel) const {
+    int column = channel;
+    if (spread) {
+      const int half = channel < value_channels ? 0 : 1, c = channel - half * value_channels, unit = by_unit(c);
+      column = half * slab_value + unit * unit_padded + c - unit * unit_channels;
+    }
+    return before + by_times(row) * sample + row * pitch + column * 2;
+  }
+};
+
+// Finished values, of the skip beside them too, go straight to the slab. All loads of kItems are in flight together.
+template <class Tile>
+DPA_DEVICE void load_finished(const PhaseLoop& a, const Work& w, uint8_t* slab, uint32_t flag, Watch& watch) {
+  constexpr int kItems = 8;
+  const Phase& p = w.p;
+  const SlabPlace place(w);
+  const int n = w.value_channels, rows = w.rows, column0 = w.sample0 * p.times_in, value_stride = p.value.column_stride,
+            skip_stride = p.skip.column_stride;
+  const uint32_t *value = a.workspace + p.value.words + column0 * value_stride + w.first_channel,
+                 *skip = a.workspace + p.skip.words + column0 * skip_stride + w.first_channel - n;
+  Walk walk(thread(), w.by_quads);
+#pragma unroll 1
+  while (walk.row < rows) {
+    const uint32_t* from[kItems];
+    uint4 v[kItems];
+    int to[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; i++) {
+      const bool inside = walk.row < rows;
+      const int c = walk.column * 4;
+      const uint32_t* at = c < n ? value + walk.row * value_stride : skip + walk.row * skip_stride;
+      from[i] = inside ? at + c : from[0];
+      to[i] = inside ? place(walk.row, c) : -1;
+      walk.next();
+    }
+    Missing missing;
+    int polls = 0;
+    do {
+      missing = {};
+#pragma unroll
+      for (int i = 0; i < kItems; i++) v[i] = load_message_16(from[i]);
+#pragma unroll
+      for (int i = kItems - 1; i >= 0; i--) missing.check(v[i], flag);
+    } while (missing.some() && watch.again(polls));
+#pragma unroll
+    for (int i = 0; i < kItems; i++) {
+      if (to[i] < 0) continue;
+      const float4 x = floats_of(v[i]);
+      const float four[4] = {x.x, x.y, x.z, x.w};
+      FourActivations<Tile>(four).store(slab + to[i], place.pitch);
+    }
+  }
+}
+
 // Mish, or ReLU, by LoopArguments::steepness: without a branch where few instructions matter.
 template <bool kExact>
 DPA_DEVICE float activated(float x, float steepness) {
-  if constexpr (kExact) return steepness == 1.0f ? math::mish(x) : x < 0.0f ? 0.0f : x;
+  if constexpr (kExact) {
+    const float e = math::exponential(x < 20.0f ? x : 20.0f), n = e * (e + 2.0f);
+    return steepness == 1.0f ? x * quotient_exact(n, n + 2.0f) : x < 0.0f ? 0.0f : x;
+  }
   const float steep = x * steepness, e = exponential_fast(steep < 20.0f ? steep : 20.0f), n = e * (e + 2.0f);
   return x * quotient(n, n + 2.0f);
 }
 
-// The stash becomes the slab (or, where slab is null, stays in place with its values finished): four channels of a row
-// at a time, norm, Mish or ReLU, FiLM, residual.
+// The stash becomes the slab: four channels of a row at a time, norm, Mish or ReLU, FiLM, residual. Where slab is null,
+// the finished values are kept in the workspace or else stay in place.
 template <class Tile>
 DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch, const float* residual,
-                      const float* parameters, uint8_t* slab, int slab_pitch, uint32_t flag) {
+                      const float* parameters, uint8_t* slab, uint32_t flag) {
   const Phase& p = w.p;
-  const int n = w.value_channels, residual_pitch = n + 4;
-  const bool norm = p.norm >= 0, add = p.residual.kind != SourceKind::kNone, keep = p.keep >= 0 && w.at.out == 0;
+  const SlabPlace place(w);
+  const int n = w.value_channels, residual_pitch = n + 4, rows = w.rows, keep_stride = p.keep_stride;
+  const bool norm = p.norm >= 0, add = p.residual.kind != SourceKind::kNone, keep = p.keep >= 0 && w.at.out == 0,
+             stays = !slab && p.keep < 0;
+  uint32_t* kept = a.workspace + p.keep + w.sample0 * p.times_in * keep_stride + w.first_channel;
+  const float steepness = a.steepness;
   Walk walk(thread(), w.by_quads);
 #pragma unroll 1
-  for (; walk.row < w.rows; walk.next()) {
-    const int row = walk.row, c = walk.column * 4, b = w.by_times(row);
+  for (; walk.row < rows; walk.next()) {
+    const int row = walk.row, c = walk.column * 4, b = place.by_times(row);
     float4* from = reinterpret_cast<float4*>(stash + row * pitch + c);
     const float4 x = *from;
     float v[4] = {x.x, x.y, x.z, x.w};
@@ -252,30 +342,24 @@ DPA_DEVICE void apply(const PhaseLoop& a, const Work& w, float* stash, int pitch
         const float4 factor = *reinterpret_cast<const float4*>(f), term = *reinterpret_cast<const float4*>(f + n),
                      scale = *reinterpret_cast<const float4*>(f + 2 * n),
                      shift = *reinterpret_cast<const float4*>(f + 3 * n);
-        v[0] = activated<Tile::kWide>(v[0] * factor.x + term.x, a.steepness) * scale.x + shift.x;
-        v[1] = activated<Tile::kWide>(v[1] * factor.y + term.y, a.steepness) * scale.y + shift.y;
-        v[2] = activated<Tile::kWide>(v[2] * factor.z + term.z, a.steepness) * scale.z + shift.z;
-        v[3] = activated<Tile::kWide>(v[3] * factor.w + term.w, a.steepness) * scale.w + shift.w;
+        v[0] = activated<Tile::kWide>(v[0] * factor.x + term.x, steepness) * scale.x + shift.x;
+        v[1] = activated<Tile::kWide>(v[1] * factor.y + term.y, steepness) * scale.y + shift.y;
+        v[2] = activated<Tile::kWide>(v[2] * factor.z + term.z, steepness) * scale.z + shift.z;
+        v[3] = activated<Tile::kWide>(v[3] * factor.w + term.w, steepness) * scale.w + shift.w;
       }
       if (add) {
         const float4 r = *reinterpret_cast<const float4*>(residual + row * residual_pitch + c);
         v[0] += r.x, v[1] += r.y, v[2] += r.z, v[3] += r.w;
       }
       if (keep)
-        store_message_16(a.workspace + p.keep + (w.sample0 * p.times_in + row) * p.keep_stride + w.first_channel + c,
+        store_message_16(kept + row * keep_stride + c,
                          make_uint4((bits(v[0]) & ~1u) | flag, (bits(v[1]) & ~1u) | flag, (bits(v[2]) & ~1u) | flag,
                                     (bits(v[3]) & ~1u) | flag));
     }
-    if (!slab) {
+    if (slab)
+      FourActivations<Tile>(v).store(slab + place(row, c), place.pitch);
+    else if (stays)
       *from = make_float4(v[0], v[1], v[2], v[3]);
-      continue;
-    }
-    int column = c;
-    if (w.spread) {
-      const int half = c < n ? 0 : 1, unit = w.by_unit(c - half * n);
-      column = half * w.slab_value + unit * p.unit_padded + c - half * n - unit * p.unit_channels;
-    }
-    FourActivations<Tile>(v).store(slab + (row + (2 * b + 1) * p.pad) * slab_pitch + column * 2, slab_pitch);
   }
 }
 

@@ -4,6 +4,27 @@
 
 namespace dpa::kernels::unet1d::device {
 
+// The table of a block's phases lies in the workspace; the entries of this phase and the next are in shared memory. A
+// thread moves 16 bytes of an entry.
+DPA_DEVICE uint8_t* table_of(const PhaseLoop& a) {
+  return reinterpret_cast<uint8_t*>(a.runs + blocks() * kPhaseWarps * a.warp_runs) +
+         block() * a.num_phases * kPhaseEntry;
+}
+DPA_DEVICE Work& entry(const PhaseLoop& a, int at) {
+  return *reinterpret_cast<Work*>(shared() + a.shared.table + at * kPhaseEntry);
+}
+struct EntryPart {
+  uint4 part;
+  static DPA_DEVICE EntryPart load(const PhaseLoop& a, int f) {
+    const uint8_t* from = table_of(a) + f * kPhaseEntry;
+    return {thread() < kPhaseEntry / 16 ? reinterpret_cast<const uint4*>(from)[thread()] : make_uint4(0, 0, 0, 0)};
+  }
+  DPA_DEVICE void store(const PhaseLoop& a, int at) const {
+    if (thread() < kPhaseEntry / 16)
+      reinterpret_cast<uint4*>(shared() + a.shared.table + at * kPhaseEntry)[thread()] = part;
+  }
+};
+
 template <class Tile>
 struct Loop {
   const PhaseLoop& a;
@@ -24,7 +45,7 @@ struct Loop {
   }
 
   // Loads, normalises and applies the input of a tile. slab null: the values stay in the stash.
-  DPA_DEVICE void input(const Work& w, uint8_t* slab, int slab_pitch, const Early& early, float* bias) {
+  DPA_DEVICE void input(const Work& w, uint8_t* slab, const Early& early, float* bias) {
     const Phase& p = w.p;
     float *stash = at<float>(p.shared.stash), *residual = at<float>(p.shared.residual),
           *parameters = at<float>(p.shared.parameters);
@@ -40,11 +61,12 @@ struct Loop {
       load_sample(a, w, step, previous, sample, watch);
       sync_block();
       convolve_sample(a, w, sample, weights, taps, head ? stash : residual, head ? pitch : residual_pitch);
-    } else if (!slab) {
+    } else if (p.kind == PhaseKind::kTail) {
       stage_tail(w, at<float>(p.shared.sample));
     }
     mark(1);
-    const int column0 = w.sample0 * p.times_in, times = a.marks && step + 1 == a.steps && slab ? 2 : 1;
+    const int column0 = w.sample0 * p.times_in;
+    const int times = a.marks && step + 1 == a.steps && p.kind != PhaseKind::kTail ? 2 : 1;
 #pragma unroll 1
     for (int i = 0; i < 1 + times; i++) {  // partial sums; what is older first; for a profile the value again
       if (i == 2) mark(2);
@@ -72,14 +94,13 @@ struct Loop {
 #pragma unroll 1
     for (int i = 0; i < times; i++) {  // for a profile again, with warm instructions
       mark(3 + i);
-      apply<Tile>(a, w, stash, pitch, residual, parameters, slab, slab_pitch, flag);
+      apply<Tile>(a, w, stash, pitch, residual, parameters, slab, flag);
       if (times > 1) sync_block();
     }
   }
 
   template <int kColumnTiles>
-  DPA_DEVICE void multiply(const Work& w, const uint8_t* slab, int slab_pitch, const ColumnAt* columns,
-                           const float* bias) {
+  DPA_DEVICE void multiply(const Work& w, const uint8_t* slab, const ColumnAt* columns, const float* bias) {
     const Phase& p = w.p;
     const int rows = w.row_tiles * 16;
 #pragma unroll 1
@@ -96,7 +117,7 @@ struct Loop {
                           flag};
       float4* sums = at<float4>(p.shared.stash);
       if (s > 0) sync_block();
-      multiply_tile<Tile, kColumnTiles>(stream, w, s, shared_address(slab), slab_pitch, sums, out);
+      multiply_tile<Tile, kColumnTiles>(stream, w, s, shared_address(slab), sums, out);
       mark(6);
       if (p.warps_k == 1) continue;
       sync_block();
@@ -104,40 +125,62 @@ struct Loop {
     }
   }
 
+  // The rows of zeros before the first sample and behind each one.
+  DPA_DEVICE static void zero_edges(const Work& w, uint8_t* slab) {
+    const Divisor by_edges = w.by_edges;
+    const int before = w.p.pad * w.slab_pitch, rows = w.p.times_in * w.slab_pitch, gap = w.sample_pitch - rows,
+              count = (before + w.samples * gap) / 16;
+    for (int i = thread(); i < count; i += kThreads) {
+      const int from = i * 16 - before, b = from < 0 ? 0 : by_edges(from / 16);
+      const int at = from < 0 ? i * 16 : before + (b + 1) * rows + from;
+      *reinterpret_cast<uint4*>(slab + at) = make_uint4(0, 0, 0, 0);
+    }
+  }
+
   DPA_DEVICE static void fill_tables(const Work& w) {
-    const int pitch = row_pitch<Tile>(w.slab_channels);
     ColumnAt* columns = reinterpret_cast<ColumnAt*>(shared() + w.p.shared.columns);
-    fill_columns(w, columns, pitch), fill_offsets(w, offsets_of(w, columns), pitch);
+    fill_columns(w, columns), fill_offsets(w, offsets_of(w, columns));
   }
   DPA_DEVICE void convolve(const Work& w) {
     const Phase& p = w.p;
-    const bool tail = p.kind == PhaseKind::kTail;
+    const PhaseKind kind = static_cast<PhaseKind>(loaded(static_cast<int>(p.kind)));
+    const bool conv = kind == PhaseKind::kConv, spread = loaded(w.spread),
+               finished = loaded(static_cast<int>(p.value.kind)) == static_cast<int>(SourceKind::kFinished);
+    const int pad = loaded(p.pad), tiles = loaded(p.tiles),
+              parameters = loaded(p.norm) >= 0 ? loaded(w.value_channels) * (2 + 4 * loaded(w.samples)) : 0;
     Early early;
     fetch_early<Tile>(a, w, step, early);
     uint8_t* slab = at<uint8_t>(p.shared.slab);
-    const int slab_pitch = row_pitch<Tile>(w.slab_channels);
     ColumnAt* columns = at<ColumnAt>(p.shared.columns);
-    float* bias = at<float>(p.shared.parameters) + w.value_channels * (2 + 4 * w.samples);
-    if (!tail && (!a.shared.tables_kept || p.tiles > blocks())) fill_tables(w);
-    const int edge = p.pad * slab_pitch / 16;
-    if (!tail && w.spread) {
-      for (int i = thread(); i < w.samples * (p.times_in + 2 * p.pad) * slab_pitch / 16; i += kThreads)
+    float* bias = at<float>(p.shared.parameters) + parameters;
+    if (conv && (!a.shared.tables_kept || tiles > blocks())) fill_tables(w);
+    if (conv && spread) {
+      for (int i = thread(); i < (p.pad * w.slab_pitch + w.samples * w.sample_pitch) / 16; i += kThreads)
         reinterpret_cast<uint4*>(slab)[i] = make_uint4(0, 0, 0, 0);
+    } else if (pad > 0) {
+      zero_edges(w, slab);
     }
-    for (int i = thread(); i < w.samples * 2 * edge; i += kThreads) {
-      const int b = w.by_edges(i), rest = i - b * 2 * edge;
-      const int row = b * (p.times_in + 2 * p.pad) + (rest < edge ? 0 : p.times_in);
-      *reinterpret_cast<uint4*>(slab + row * slab_pitch + rest * 16) = make_uint4(0, 0, 0, 0);
+    if (conv && finished) {
+      if (spread) sync_block();
+      mark(1);
+      load_finished<Tile>(a, w, slab, flag, watch);
+      mark(2), mark(8), mark(3), mark(4);
+      store_early<Tile>(a, w, step, early, nullptr, bias);
+    } else {
+      input(w, conv ? slab : nullptr, early, bias);
     }
-    input(w, tail ? nullptr : slab, slab_pitch, early, bias);
     sync_block();
     mark(5);
-    if (tail) return actions(w);
+    mark(6);
+    if (kind == PhaseKind::kTail) return actions(w);
+    if (!conv) return;
     switch (p.column_tiles) {
-      case 1: multiply<1>(w, slab, slab_pitch, columns, bias); break;
-      case 2: multiply<2>(w, slab, slab_pitch, columns, bias); break;
-      case 4: multiply<4>(w, slab, slab_pitch, columns, bias); break;
-      default: multiply<8>(w, slab, slab_pitch, columns, bias);
+      case 1: multiply<1>(w, slab, columns, bias); break;
+      case 2: multiply<2>(w, slab, columns, bias); break;
+      case 4: multiply<4>(w, slab, columns, bias); break;
+      case 8: multiply<8>(w, slab, columns, bias); break;
+      default:
+        if constexpr (!Tile::kWide) multiply<kPhaseColumnTiles>(w, slab, columns, bias);
     }
   }
 
@@ -217,17 +260,18 @@ struct Loop {
     }
   }
 
-  DPA_DEVICE Work& work(int f) const { return *reinterpret_cast<Work*>(shared() + a.shared.table + f * kPhaseEntry); }
-
   DPA_DEVICE void run() {
 #pragma unroll 1
     for (int f = 0; f < a.num_phases; f++) {
-      Work& w = work(f);
+      sync_block();  // the phase's entry is there, and nobody reads the one before it
+      const int at = (step * a.num_phases + f) & 1;
+      const EntryPart next = EntryPart::load(a, f + 1 < a.num_phases ? f + 1 : 0);
+      Work& w = entry(a, at);
       phase = f;
       const int tiles = w.p.tiles;
 #pragma unroll 1
       for (int tile = block(); tile < tiles; tile += blocks()) {
-        sync_block();  // the tile before has been read
+        if (tile != block()) sync_block();  // the tile before has been read
         mark(0);
         if (w.p.kind == PhaseKind::kSampler) {
           sample(tile);
@@ -237,6 +281,7 @@ struct Loop {
         }
         mark(7);
       }
+      next.store(a, 1 - at);
     }
   }
   DPA_OUTLINE static void fill(Work& w, int tile, int batch) {
@@ -249,33 +294,44 @@ struct Loop {
   DPA_DEVICE void fill(Work& w, int tile) const { fill(w, tile, a.batch); }
 };
 
-// The table of the phases, each with the block's first tile.
+// The table of the phases, each with the block's first tile, made where the loop has its other data later, behind
+// kPhaseCounts, and copied to the workspace.
+DPA_DEVICE Work& prepared(int f) { return *reinterpret_cast<Work*>(shared() + kPhaseCounts + f * kPhaseEntry); }
 template <class Tile>
 DPA_DEVICE void fill_table(const PhaseLoop& a) {
-  uint8_t* table = shared() + a.shared.table;
   static_assert(sizeof(Phase) % 4 == 0, "the table is copied in words");
   constexpr int kWords = static_cast<int>(sizeof(Phase) / 4);
-  auto work = [&](int f) -> Work& { return *reinterpret_cast<Work*>(table + f * kPhaseEntry); };
   for (int i = thread(); i < a.num_phases * kWords; i += kThreads) {
     const int f = i / kWords;
-    reinterpret_cast<uint32_t*>(&work(f))[i - f * kWords] = reinterpret_cast<const uint32_t*>(a.phases)[i];
+    reinterpret_cast<uint32_t*>(&prepared(f))[i - f * kWords] = reinterpret_cast<const uint32_t*>(a.phases)[i];
   }
   sync_block();
 #pragma unroll 1
   for (int f = thread(); f < a.num_phases; f += kThreads)
-    if (work(f).p.kind != PhaseKind::kSampler) work(f).fill_tile(block(), a.batch, kActivationBytes<Tile>);
+    if (prepared(f).p.kind != PhaseKind::kSampler) prepared(f).fill_tile(block(), a.batch, kActivationBytes<Tile>);
   sync_block();
 #pragma unroll 1
   for (int i = thread(); i < a.num_phases * 2 * kPhaseWarps; i += kThreads) {
-    Work& w = work(i / (2 * kPhaseWarps));
+    Work& w = prepared(i / (2 * kPhaseWarps));
     const int segment = i / kPhaseWarps % 2;
     if (segment < w.p.num_segments) w.fill_warp(segment, i % kPhaseWarps);
   }
   sync_block();
-  if (!a.shared.tables_kept) return;
+  for (int i = thread(); i < a.num_phases * kPhaseEntry / 16; i += kThreads)
+    reinterpret_cast<uint4*>(table_of(a))[i] = reinterpret_cast<const uint4*>(shared() + kPhaseCounts)[i];
+}
+
+// Every phase's columns and offsets, where they have places of their own; the first phase's entry.
+template <class Tile>
+DPA_DEVICE void keep_tables(const PhaseLoop& a) {
 #pragma unroll 1
-  for (int f = 0; f < a.num_phases; f++)
-    if (work(f).p.kind == PhaseKind::kConv && block() < work(f).p.tiles) Loop<Tile>::fill_tables(work(f));
+  for (int f = a.shared.tables_kept ? a.num_phases - 1 : 0; f >= 0; f--) {
+    EntryPart::load(a, f).store(a, 0);
+    sync_block();
+    const Work& w = entry(a, 0);
+    if (a.shared.tables_kept && w.p.kind == PhaseKind::kConv && block() < w.p.tiles) Loop<Tile>::fill_tables(w);
+    sync_block();
+  }
 }
 
 // The runs of this warp, in order of phase, tile, segment and row tile. A lane makes those of every 32nd phase, behind
@@ -289,7 +345,7 @@ DPA_DEVICE Runs make_runs(const PhaseLoop& a) {
   for (int pass = 0; pass < 2; pass++) {
 #pragma unroll 1
     for (int f = lane; f < a.num_phases; f += 32) {
-      const Phase& p = reinterpret_cast<const Work*>(shared() + a.shared.table + f * kPhaseEntry)->p;
+      const Phase& p = prepared(f).p;
       int at = 0, made = 0;
       for (int i = 0; pass && i < f; i++) at += counts[i];
       const int k = warp % p.warps_k, row = warp / p.warps_k % p.warps_rows, column = warp / p.warps_k / p.warps_rows;
@@ -328,6 +384,7 @@ template <class Tile>
 DPA_DEVICE void run_phases(const PhaseLoop& a) {
   fill_table<Tile>(a);
   WeightStream<Tile> stream(a.weights, make_runs<Tile>(a), a.steps, a.slots);
+  keep_tables<Tile>(a);
   Watch watch = {a.workspace + kStuck};
 #pragma unroll 1
   for (int step = 0; step < a.steps; step++) {

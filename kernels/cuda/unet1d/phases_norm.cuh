@@ -8,25 +8,41 @@ namespace dpa::kernels::unet1d::device {
 constexpr int kThreads = kPhaseWarps * 32;
 
 // Sums of (sample, group) pairs about their first value: float4 (sum, sum of squares, first value, -), `parts` a pair.
-// A warp owns a part.
+// A warp owns a part; a lane adds kVector channels of a row at a time.
+template <int kVector>
 DPA_DEVICE void statistics(const Work& w, const float* stash, int pitch, float4* to) {
-  const int groups = w.groups, pairs = w.samples * groups, parts = w.parts;
-  const int width = w.p.group_channels, counted = w.p.counted, count = counted * w.p.times_in, lane = thread() & 31;
-  for (int i = thread() >> 5; i < pairs * parts; i += kPhaseWarps) {
-    const int pair = w.by_parts(i), b = w.by_groups(pair);
-    const float* from = stash + b * w.p.times_in * pitch + (pair - b * groups) * width;
+  const Divisor by_parts = w.by_parts, by_groups = w.by_groups;
+  const uint32_t magic = w.p.counted_magic;
+  const int groups = w.groups, parts = w.parts, all = w.samples * groups * parts, times = w.p.times_in,
+            width = w.p.group_channels, counted = w.p.counted, count = counted * times, lane = thread() & 31;
+  for (int i = thread() >> 5; i < all; i += kPhaseWarps) {
+    const int pair = by_parts(i), b = by_groups(pair);
+    const float* from = stash + b * times * pitch + (pair - b * groups) * width;
     const float first = from[0];
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll 4
-    for (int e = (i - pair * parts) * 32 + lane; e < count; e += parts * 32) {
-      const int row = counted == 1 ? e : static_cast<int>(high_product(e, w.p.counted_magic));
-      const float d = from[row * pitch + e - row * counted] - first;
-      sum += d, squares += d * d;
+    for (int e = ((i - pair * parts) * 32 + lane) * kVector; e < count; e += parts * 32 * kVector) {
+      const int row = counted == 1 ? e : static_cast<int>(high_product(e, magic));
+      const float* at = from + row * (pitch - counted) + e;
+      if constexpr (kVector == 4) {
+        const float4 v = *reinterpret_cast<const float4*>(at);
+        const float x = v.x - first, y = v.y - first, z = v.z - first, u = v.w - first;
+        sum += (x + y) + (z + u), squares += (x * x + y * y) + (z * z + u * u);
+      } else {
+        const float d = *at - first;
+        sum += d, squares += d * d;
+      }
     }
 #pragma unroll
     for (int m = 16; m; m >>= 1) sum += shuffle_xor(sum, m), squares += shuffle_xor(squares, m);
     if (lane == 0) to[i] = make_float4(sum, squares, first, 0.0f);
   }
+}
+DPA_DEVICE void statistics(const Work& w, const float* stash, int pitch, float4* to) {
+  if (w.p.counted % 4 == 0 && w.p.group_channels % 4 == 0)
+    statistics<4>(w, stash, pitch, to);
+  else
+    statistics<1>(w, stash, pitch, to);
 }
 
 // Norm and FiLM parameters in shared memory: (sample, kind, channel) with the kinds factor and term of the norm, scale
@@ -36,10 +52,10 @@ struct Film {
                                                                            // that would wait for the loads
   DPA_DEVICE float2 sums() const { return make_float2(scale + more_scale, shift + more_shift); }
 };
-DPA_DEVICE Film film_of(const PhaseLoop& a, const Phase& p, int step, int sample, int channel) {
+DPA_DEVICE Film film_of(const PhaseLoop& a, int film, int channels, int step, int sample, int channel) {
   Film f;
-  if (p.film < 0) return f;
-  const int at = p.film + channel, shift_at = a.film_scale ? at + p.channels_in : at;
+  if (film < 0) return f;
+  const int at = film + channel, shift_at = a.film_scale ? at + channels : at;
   const float* row = a.film_step + step * a.film_step_stride + sample * a.film_sample_stride;
   f.shift = row[shift_at];
   if (a.film_scale) f.scale = row[at];
@@ -56,64 +72,80 @@ struct Early {
   Film film = {0.0f, 0.0f, 0.0f, 0.0f};
   float bias[2], scale[2];
 };
-template <class Tile>
-DPA_DEVICE float2 bias_of(const PhaseLoop& a, const Work& w, int segment, int i) {
-  const int row = w.first_tile * 16 + i;
-  float2 r = make_float2(0.0f, 0.0f);
-  if (row >= w.p.channels_out) return r;
-  if (w.at.in == 0) r.x = a.floats[w.p.segments[segment].bias + row];
-  if constexpr (Tile::kScaled) r.y = a.floats[w.p.segments[segment].scale + row];
-  return r;
-}
+// The bias of an output channel, which the first slice of the input adds, and its scale.
+struct BiasOf {
+  int first, channels, slice, bias, scale;
+  DPA_DEVICE BiasOf(const Work& w, int segment)
+      : first(loaded(w.first_tile) * 16),
+        channels(loaded(w.p.channels_out)),
+        slice(loaded(w.at.in)),
+        bias(loaded(w.p.segments[segment].bias)),
+        scale(loaded(w.p.segments[segment].scale)) {}
+  template <class Tile>
+  DPA_DEVICE float2 at(const PhaseLoop& a, int i) const {
+    float2 r = make_float2(0.0f, 0.0f);
+    if (first + i >= channels) return r;
+    if (slice == 0) r.x = a.floats[bias + first + i];
+    if constexpr (Tile::kScaled) r.y = a.floats[scale + first + i];
+    return r;
+  }
+};
 template <class Tile>
 DPA_DEVICE void fetch_early(const PhaseLoop& a, const Work& w, int step, Early& e) {
-  const int i = thread();
-  if (w.p.norm >= 0 && i < w.real_channels) {
-    const int c = w.first_channel + i;
-    e.gamma = a.floats[w.p.norm + c], e.beta = a.floats[w.p.norm + w.p.channels_in + c];
-    e.film = film_of(a, w.p, step, w.sample0, c);
+  const int i = thread(), norm = loaded(w.p.norm), real_channels = loaded(w.real_channels),
+            first_channel = loaded(w.first_channel), channels = loaded(w.p.channels_in), film = loaded(w.p.film),
+            sample0 = loaded(w.sample0), segments = loaded(w.p.num_segments), rows = loaded(w.row_tiles) * 16;
+  const BiasOf bias[2] = {{w, 0}, {w, 1}};
+  if (norm >= 0 && i < real_channels) {
+    const int c = first_channel + i;
+    e.gamma = a.floats[norm + c], e.beta = a.floats[norm + channels + c];
+    e.film = film_of(a, film, channels, step, sample0, c);
   }
 #pragma unroll
   for (int s = 0; s < 2; s++) {
-    if (s >= w.p.num_segments || i >= w.row_tiles * 16) continue;
-    const float2 b = bias_of<Tile>(a, w, s, i);
+    if (s >= segments || i >= rows) continue;
+    const float2 b = bias[s].template at<Tile>(a, i);
     e.bias[s] = b.x, e.scale[s] = b.y;
   }
 }
 // Stores what fetch_early brought, and fetches what it left: further channels and samples.
 template <class Tile>
 DPA_DEVICE void store_early(const PhaseLoop& a, const Work& w, int step, const Early& e, float* to, float* bias) {
-  const int n = w.value_channels, samples = w.samples, count = w.row_tiles * 16;
-  if (w.p.norm >= 0) {
+  const int n = loaded(w.value_channels), samples = loaded(w.samples), count = loaded(w.row_tiles) * 16,
+            norm = loaded(w.p.norm), segments = loaded(w.p.num_segments);
+  if (norm >= 0) {
+    const Divisor by_value = w.by_value;
+    const int channels = w.p.channels_in, first_channel = w.first_channel, real_channels = w.real_channels,
+              film = w.p.film, sample0 = w.sample0;
     float *gamma = to + 4 * samples * n, *beta = gamma + n;
     const int i = thread();
     const float2 own = e.film.sums();
+    const auto store_film = [&](int b, int c) {
+      const float2 sums = c < real_channels ? film_of(a, film, channels, step, sample0 + b, first_channel + c).sums()
+                                            : make_float2(0.0f, 0.0f);
+      to[(4 * b + 2) * n + c] = sums.x, to[(4 * b + 3) * n + c] = sums.y;
+    };
     if (i < n) gamma[i] = e.gamma, beta[i] = e.beta, to[2 * n + i] = own.x, to[3 * n + i] = own.y;
 #pragma unroll 1
     for (int j = i + kThreads; j < samples * n; j += kThreads) {
-      const int b = w.by_value(j), c = j - b * n, channel = w.first_channel + c;
-      const bool real = c < w.real_channels;
+      const int b = by_value(j), c = j - b * n, channel = first_channel + c;
       if (b == 0) {
-        gamma[c] = real ? a.floats[w.p.norm + channel] : 0.0f;
-        beta[c] = real ? a.floats[w.p.norm + w.p.channels_in + channel] : 0.0f;
+        gamma[c] = c < real_channels ? a.floats[norm + channel] : 0.0f;
+        beta[c] = c < real_channels ? a.floats[norm + channels + channel] : 0.0f;
       }
-      const float2 film = real ? film_of(a, w.p, step, w.sample0 + b, channel).sums() : make_float2(0.0f, 0.0f);
-      to[(4 * b + 2) * n + c] = film.x, to[(4 * b + 3) * n + c] = film.y;
+      store_film(b, c);
     }
     // what lies between a short first sample and thread 256 belongs to the samples after it
     if (i >= n && i < samples * n) {
-      const int b = w.by_value(i), c = i - b * n;
-      const bool real = c < w.real_channels;
-      const float2 film =
-          real ? film_of(a, w.p, step, w.sample0 + b, w.first_channel + c).sums() : make_float2(0.0f, 0.0f);
-      to[(4 * b + 2) * n + c] = film.x, to[(4 * b + 3) * n + c] = film.y;
+      const int b = by_value(i);
+      store_film(b, i - b * n);
     }
   }
 #pragma unroll
   for (int s = 0; s < 2; s++) {
-    if (s >= w.p.num_segments) continue;
+    if (s >= segments) continue;
     for (int i = thread(); i < count; i += kThreads) {
-      const float2 b = i < kThreads ? make_float2(e.bias[s], e.scale[s]) : bias_of<Tile>(a, w, s, i);
+      const float2 b = i < kThreads ? make_float2(e.bias[s], e.scale[s]) : BiasOf(w, s).template at<Tile>(a, i);
       bias[2 * s * count + i] = b.x;
       if constexpr (Tile::kScaled) bias[(2 * s + 1) * count + i] = b.y * kWidenedE4m3;
     }
@@ -122,21 +154,23 @@ DPA_DEVICE void store_early(const PhaseLoop& a, const Work& w, int step, const E
 
 // The norm as x * factor + term, by sample and channel.
 DPA_DEVICE void make_factors(const Work& w, const float4* statistics, float* to) {
-  const int n = w.value_channels, parts = w.parts;
-  const float *gamma = to + 4 * w.samples * n, *beta = gamma + n;
+  const Divisor by_value = w.by_value;
+  const uint32_t magic = w.p.group_magic;
+  const int n = w.value_channels, parts = w.parts, groups = w.groups, count = w.samples * n, width = w.p.group_channels;
+  const float inverse_count = w.inverse_count, *gamma = to + 4 * count, *beta = gamma + n;
 #pragma unroll 1
-  for (int i = thread(); i < w.samples * n; i += kThreads) {
-    const int b = w.by_value(i), c = i - b * n, width = w.p.group_channels;
-    const int group = width == 1 ? c : static_cast<int>(high_product(c, w.p.group_magic));
+  for (int i = thread(); i < count; i += kThreads) {
+    const int b = by_value(i), c = i - b * n;
+    const int group = width == 1 ? c : static_cast<int>(high_product(c, magic));
     float factor = 0.0f, term = 0.0f;
-    if (group < w.groups) {
-      const float4* from = statistics + (b * w.groups + group) * parts;
+    if (group < groups) {
+      const float4* from = statistics + (b * groups + group) * parts;
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int k = 0; k < kPhaseWarps; k++) {
         if (k < parts) sum += from[k].x, squares += from[k].y;
       }
-      const float shift = sum * w.inverse_count, variance = squares * w.inverse_count - shift * shift;
+      const float shift = sum * inverse_count, variance = squares * inverse_count - shift * shift;
       factor = inverse_root((variance > 0.0f ? variance : 0.0f) + 1e-5f) * gamma[c];
       term = beta[c] - (from[0].z + shift) * factor;
     }

@@ -30,10 +30,6 @@ struct Fragments<TileFp32> {
 // The activations of a GEMM: a row of channels, 16 bytes behind it; of float32 the high halves, then the low ones.
 template <class Tile>
 constexpr int kActivationBytes = Tile::kWide ? 4 : 2;
-template <class Tile>
-DPA_DEVICE int row_pitch(int channels) {
-  return channels * kActivationBytes<Tile> + 16;
-}
 DPA_DEVICE int low_halves(int pitch) { return (pitch - 16) / 2; }
 // Four channels of a row: of float32 the high halves and the low ones.
 template <class Tile>

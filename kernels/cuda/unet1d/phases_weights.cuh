@@ -10,7 +10,7 @@ namespace dpa::kernels::unet1d::device {
 // Element types: of a tile's weights, of the fragments that they become.
 struct TileBf16 {
   using Math = BFloat16;
-  static constexpr int kBytes = 512, kSlots = 12;
+  static constexpr int kBytes = 512, kSlots = kPhaseSlots;
   static constexpr bool kWide = false, kScaled = false;
 };
 struct TileFp16 : TileBf16 {
@@ -18,14 +18,18 @@ struct TileFp16 : TileBf16 {
 };
 struct TileE4m3 {
   using Math = Half;
-  static constexpr int kBytes = 256, kSlots = 16;
+  static constexpr int kBytes = 256, kSlots = kPhaseE4m3Slots;
   static constexpr bool kWide = false, kScaled = true;
 };
 struct TileFp32 {
   using Math = float;
-  static constexpr int kBytes = 1024, kSlots = 6;
+  static constexpr int kBytes = 1024, kSlots = kPhaseWideSlots;
   static constexpr bool kWide = true, kScaled = false;
 };
+
+// A number of a phase, loaded here: without it the compiler moves the load behind the branch that needs it, and a chain
+// of such loads and branches is most of what a phase begins with.
+DPA_DEVICE int loaded(int x) { return static_cast<int>(held(static_cast<uint32_t>(x))); }
 
 // x / d for 0 <= x < 2^20, d > 0: five instructions. x + 1/2 is at least 1 / (2 d) away from a multiple, relative to d.
 DPA_DEVICE int divide(int x, int d) {
@@ -52,8 +56,8 @@ struct WarpSteps {
 struct TileAt {
   int in, out, batch;
 };
-// A phase and the tile of it that the block works at, in the numbers that its parts need. In shared memory, made before
-// the loop (again for each tile where a block has several), for divisions take long.
+// A phase and the tile of it that the block works at, in the numbers that its parts need. Made before the loop, for
+// divisions take long (again for each tile where a block has several), and in shared memory while the phase runs.
 struct Work {
   Phase p;
   TileAt at;
@@ -61,6 +65,7 @@ struct Work {
   int unit0, units, value_channels, channels;  // of the slice; channels: of value and skip, each in steps of 16
   int slab_value, slab_channels;               // the same in the slab, where every unit is padded to 16
   int spread;                                  // whether that makes a difference
+  int slab_pitch, sample_pitch;                // bytes from row to row, from sample to sample (slab_row, slab_sample)
   int first_channel, real_channels;            // absolute; without padding
   int groups, parts;                           // of the slice; warps that share a (sample, group) pair's statistics
   int first_tile, row_tiles, rounds;           // row tiles of the output slice
@@ -99,7 +104,8 @@ struct Work {
       by_taps[s].set(p.segments[s].taps);
       all_steps[s] = s < p.num_segments ? units * (1 + p.joined) * p.segments[s].taps * (p.unit_padded >> 4) : 0;
     }
-    by_edges.set(2 * p.pad * ((slab_channels * element + 16) / 16));
+    slab_pitch = slab_row(slab_channels, element), sample_pitch = slab_sample(p.times_in, p.pad, slab_pitch);
+    by_edges.set((sample_pitch - p.times_in * slab_pitch) / 16);
   }
   // After fill_tile: a warp's part of a segment.
   DPA_DEVICE void fill_warp(int segment, int warp) {
@@ -110,7 +116,7 @@ struct Work {
     steps[segment][warp] = {begin, column < p.warps_columns ? divide(all * (k + 1), p.warps_k) - begin : 0};
   }
 };
-static_assert(sizeof(Work) <= kPhaseEntry, "the plan leaves room for a table of these");
+static_assert(sizeof(Work) <= kPhaseEntry && kPhaseEntry % 16 == 0, "the plan leaves room for a table of these");
 
 // A warp's runs of a step, made before the loop.
 struct Runs {
@@ -123,7 +129,7 @@ struct WeightStream {
   const uint8_t* weights;       // this lane's place
   const PhaseRun *begin, *end;  // this warp's runs of a step
   int steps;                    // left, with the one that `at` is in
-  int slots;                    // Tile::kSlots, kPhaseFewSlots or kPhaseLeastSlots
+  int slots;                    // Tile::kSlots, fewer_slots of it, kPhaseFewSlots or kPhaseLeastSlots
   const PhaseRun* at = nullptr;
   PhaseRun next = {0, 0};  // *at, loaded a run ahead
   const uint8_t* from = nullptr;
@@ -170,7 +176,8 @@ struct WeightStream {
   // The next pair of tiles is in its slot; returns this lane's address there.
   DPA_DEVICE uint32_t wait() {
     copy_async_wait<Tile::kSlots - 2>();
-    if (slots < Tile::kSlots) copy_async_wait<kPhaseFewSlots - 2>();
+    if (slots < Tile::kSlots) copy_async_wait<fewer_slots(Tile::kSlots) - 2>();
+    if (slots < fewer_slots(Tile::kSlots)) copy_async_wait<kPhaseFewSlots - 2>();
     if (slots < kPhaseFewSlots) copy_async_wait<kPhaseLeastSlots - 2>();
     return slot;
   }

@@ -96,18 +96,18 @@ struct WordHandover {
 #pragma unroll 1
     for (int base = thread(); base < quads; base += kItems * kThreads) {
       uint4 v[kItems];
-      uint32_t pending;
+      Missing missing;
       int polls = 0;
       do {
-        pending = 0;
+        missing = {};
 #pragma unroll
         for (int i = 0; i < kItems; i++) {
           const int at = base + i * kThreads;
           v[i] = load_message_16(from + (at < quads ? at : base) * 4);
         }
 #pragma unroll
-        for (int i = 0; i < kItems; i++) pending |= differs(v[i], flag);
-      } while ((pending & 1) && watch.again(polls));
+        for (int i = kItems - 1; i >= 0; i--) missing.check(v[i], flag);
+      } while (missing.some() && watch.again(polls));
 #pragma unroll
       for (int i = 0; i < kItems; i++) {
         const int at = base + i * kThreads;

@@ -19,7 +19,9 @@ class PhaseBuilder {
   PhaseBuilder(const Plan& p, int n, int t, const Device& d, int buffer_slots)
       : plan(p), batch(n), horizon(t), device(d), slots(buffer_slots) {}
 
-  PhasePlan build() {
+  /// `reserve`: bytes of shared memory that tiles leave free, so that the phases' tables may stay there.
+  PhasePlan build(Finish finish, int reserve) {
+    reserved = reserve;
     wide = plan.dtype == DType::kFloat32;
     const Config& c = plan.config;
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
@@ -38,16 +40,31 @@ class PhaseBuilder {
       Phase f;
       f.value = value, f.residual = residual;
       input(f, conv.channels_in, conv.slices_in, horizon >> conv.level_in, norm, groups, counted, film);
+      Phase finishing = f;  // a phase for the input of f alone
+      finishing.kind = PhaseKind::kFinish;
       if (conv.skip_in >= 0) f.joined = 1, f.skip = skips[conv.skip_in];
-      if (keep || skip >= 0) {
-        f.keep_stride = round_up(conv.channels_in, 16);
-        f.keep = take(int64_t{batch} * f.times_in * f.keep_stride);
-        PhaseSource kept = {SourceKind::kFinished, f.keep, 1, 0, f.keep_stride};
+      gemm(f, conv);
+      Phase behind = f;  // f behind it
+      behind.value.kind = SourceKind::kFinished, behind.residual = {};
+      input(behind, conv.channels_in, conv.slices_in, f.times_in, -1, groups, counted, -1);
+      const bool direct = finish != Finish::kAlways && choose(f),
+                 finishes = finish != Finish::kNever && choose_finishing(finishing) && choose(behind) &&
+                            (!direct || clocks(finishing) + clocks(behind) < clocks(f));
+      if (!direct && !finishes) return fail("a tile does not fit into shared memory");
+      if (finishes || keep || skip >= 0) {
+        Phase& keeper = finishes ? finishing : f;
+        keeper.keep_stride = round_up(conv.channels_in, 16);
+        keeper.keep = take(int64_t{batch} * f.times_in * keeper.keep_stride);
+        const PhaseSource kept = {SourceKind::kFinished, keeper.keep, 1, 0, keeper.keep_stride};
+        behind.value = kept;
         if (keep) next_residual = kept;
         if (skip >= 0) skips[skip] = kept;
       }
-      gemm(f, conv);
-      if (!choose(f)) return fail("a tile does not fit into shared memory");
+      if (finishes) {
+        out.phases.push_back(finishing), out.finishes++;
+        out.clocks += clocks(finishing);
+        f = behind;
+      }
       out.clocks += clocks(f);
       place(f, conv);
       value = {SourceKind::kPartials, f.segments[0].out, f.slices_in, f.partial_stride, f.column_stride};
@@ -63,7 +80,7 @@ class PhaseBuilder {
     }
     tail(value, norm);
     if (words.at > kMostWords) return fail("the messages must be fewer than 2^31 words");
-    finish();
+    lay_out();
     return out;
   }
 
@@ -71,7 +88,8 @@ class PhaseBuilder {
   const Plan& plan;
   const int batch, horizon;
   const Device device;
-  const int slots;  // of the buffer of weights
+  const int slots;   // of the buffer of weights
+  int reserved = 0;  // bytes
   PhasePlan out;
   bool wide = false;
   static constexpr int64_t kMostWords = std::numeric_limits<int>::max();
@@ -121,7 +139,9 @@ class PhaseBuilder {
     Needs n = {};
     n.columns = f.samples * f.columns * 8;
     for (int s = 0; s < f.num_segments; s++) n.columns += slice_units * f.segments[s].taps * f.unit_padded / 16 * 4;
-    n.parameters = value_channels * 4 * (2 + 4 * f.samples) + 2 * 2 * ceil_div(f.row_tiles, f.slices_out) * 16 * 4;
+    const bool finished = f.kind == PhaseKind::kConv && f.value.kind == SourceKind::kFinished;
+    n.parameters = (f.norm < 0 ? 0 : value_channels * 4 * (2 + 4 * f.samples)) +
+                   2 * 2 * ceil_div(f.row_tiles, f.slices_out) * 16 * 4;
     const bool head = f.value.kind == SourceKind::kHead || f.residual.kind == SourceKind::kHead;
     if (head) {
       const int taps = f.value.kind == SourceKind::kHead ? plan.config.kernel_size : 1;
@@ -129,10 +149,9 @@ class PhaseBuilder {
                  f.samples * (horizon + plan.config.kernel_size) * plan.config.action_dim * 4;
     }
     if (f.kind == PhaseKind::kTail) n.sample = plan.config.action_dim * (value_channels + 1) * 4;
-    n.slab = f.kind != PhaseKind::kConv
-                 ? 0
-                 : f.samples * (f.times_in + 2 * f.pad) * (slice_units * f.unit_padded * (wide ? 4 : 2) + 16);
-    n.stash = rows * (channels + 4) * 4;
+    const int row = slab_row(slice_units * f.unit_padded, wide ? 4 : 2);
+    n.slab = f.kind == PhaseKind::kConv ? f.pad * row + f.samples * slab_sample(f.times_in, f.pad, row) : 0;
+    n.stash = finished ? 0 : rows * (channels + 4) * 4;
     if (f.warps_k > 1) n.stash = std::max(n.stash, kPhaseWarps * f.column_tiles * 512);
     n.residual = f.residual.kind == SourceKind::kNone ? 0 : rows * (value_channels + 4) * 4;
     n.statistics = f.norm < 0 ? 0 : 16 * std::max(kPhaseWarps, f.samples * ceil_div(value_channels, f.group_channels));
@@ -142,34 +161,35 @@ class PhaseBuilder {
     return round_up(n.columns, 16) + round_up(n.parameters, 16) + round_up(n.sample, 16) + round_up(n.slab, 16) +
            round_up(n.stash, 16) + round_up(n.residual, 16) + round_up(n.statistics, 16);
   }
-  int fixed() const {  // the buffer, the table of phases
-    const int table = static_cast<int>(plan.convs.size() + 2) * kPhaseEntry;
-    return kPhaseWarps * slots * phase_slot_bytes(plan.dtype) + table;
+  int fixed() const {  // the buffer, entries of the table
+    return kPhaseWarps * slots * phase_slot_bytes(plan.dtype) + 2 * kPhaseEntry + reserved;
   }
 
   // The warps of a block over its row tiles, columns and K.
   void warps(Phase& f) const {
     const int column_tiles = ceil_div(f.samples * f.columns, 8), rows = ceil_div(f.row_tiles, f.slices_out);
     f.warps_columns = 1;
-    while (f.warps_columns * kPhaseColumnTiles < column_tiles) f.warps_columns *= 2;
+    while (f.warps_columns * (wide ? kPhaseWideColumnTiles : kPhaseColumnTiles) < column_tiles) f.warps_columns *= 2;
     f.column_tiles = 1;
     while (f.column_tiles * f.warps_columns < column_tiles) f.column_tiles *= 2;
     f.warps_rows = std::min(kPhaseWarps / f.warps_columns, rows);
     f.warps_k = kPhaseWarps / f.warps_columns / f.warps_rows;
   }
 
-  // Clocks of a phase: a model, to compare tilings with. Rates of one multiprocessor: L2 40 bytes a clock, its share of
-  // the stream of weights 18, or, with the least slots, what is under way in the 900 clocks that a pair of tiles takes, an
-  // activation of a channel at a time 0.25 (30 instructions on 128 lanes).
-  double clocks(const Phase& f) const {
-    const double under_way = (slots - 1) * kPhaseWarps * phase_slot_bytes(plan.dtype) / 900.0;
-    const double stream = slots > kPhaseLeastSlots ? 18 : std::min(18.0, under_way);
+  // Clocks of a tiling: a model, to compare tilings of one phase with. Rates of one multiprocessor: L2 40 bytes a
+  // clock; its share of the stream of weights 18, or, with few slots, what is under way in the 1300 clocks that a pair
+  // of tiles takes; an activation of a channel at a time 0.25 (30 instructions on 128 lanes); a partial sum stored 0.2.
+  // A further tile of a block costs more than the first, whose preparation every phase has.
+  double tiling_clocks(const Phase& f) const {
+    constexpr double kFurther = 5000;
+    const double under_way = (slots - 1) * kPhaseWarps * phase_slot_bytes(plan.dtype) / 1300.0;
+    const double stream = std::min(18.0, under_way);
     const int value_units = ceil_div(f.units, f.slices_in), channels = value_units * f.unit_padded;
     const double values = static_cast<double>(f.samples) * f.times_in * channels, word = wide ? 4 : 2;
     const int rows = ceil_div(f.row_tiles, f.slices_out), rounds = ceil_div(rows, f.warps_rows);
     double read = values * word * (f.value.kind == SourceKind::kPartials ? f.value.partials : 1);
     if (f.residual.kind == SourceKind::kPartials) read += values * word * f.residual.partials;
-    if (f.residual.kind == SourceKind::kFinished) read += values * 4;
+    if (f.residual.kind == SourceKind::kFinished || f.value.kind == SourceKind::kFinished) read += values * 4;
     if (f.joined) read += values * 4;
     double steps = 0, made = 0;
     for (int s = 0; s < f.num_segments; s++) {
@@ -180,10 +200,20 @@ class PhaseBuilder {
     const double one = f.column_tiles * (wide ? 40.0 : 10.0) + 40;
     const double gemm = rounds * (steps / f.warps_k + f.num_segments) * one;
     const double sums = f.warps_k > 1 ? 150.0 + f.column_tiles * 25 * f.num_segments : 60.0 * rounds;
-    const double next = made * word * f.slices_in / std::min(device.multiprocessors, 8 * f.slices_batch) / 40;
+    const double next = made * word * f.slices_in / std::min(device.multiprocessors, 8 * f.slices_batch) / 40,
+                 published = made * f.slices_in / device.multiprocessors * 0.2;
     const int passes = ceil_div(f.tiles, device.multiprocessors);
+    if (f.kind == PhaseKind::kFinish) return passes * (read / 40 + values * (f.norm >= 0 ? 1.35 : 0.7) + 4000);
     return passes * (read / 40 + values * (f.norm >= 0 ? 0.35 : 0.1) + weights / stream * 0.7 + gemm + sums + 900) +
-           next;
+           (passes - 1) * kFurther + next + published;
+  }
+
+  // Clocks of a phase: where it finishes its own input, norms take longer than the model above says.
+  double clocks(const Phase& f) const {
+    if (f.kind == PhaseKind::kFinish || f.value.kind == SourceKind::kFinished) return tiling_clocks(f);
+    const double values =
+        static_cast<double>(f.samples) * f.times_in * ceil_div(f.units, f.slices_in) * f.unit_padded * (1 + f.joined);
+    return tiling_clocks(f) + ceil_div(f.tiles, device.multiprocessors) * values * (f.norm >= 0 ? 1.0 : 0.6);
   }
 
   // Whether slices of the input begin at multiples of 16 channels, as messages do.
@@ -193,7 +223,7 @@ class PhaseBuilder {
   }
 
   bool choose(Phase& f) {
-    constexpr int kMost = 0xffff;  // of a run's numbers
+    constexpr int kMost = 0xffff, kMostColumns = 256;  // of a run's numbers; of a tile
     if (f.slice_tiles > kMost) return false;
     for (const PhaseSegment& g : f.segments)
       if (int64_t{f.units} * (1 + f.joined) * g.taps * (f.unit_padded / 16) > kMost) return false;
@@ -204,7 +234,7 @@ class PhaseBuilder {
         f.samples = ceil_div(batch, slices);
         if (!whole(f, in)) break;
         if (ceil_div(batch, f.samples) != slices) continue;
-        if (f.samples * f.columns > kPhaseColumnTiles * 32) continue;
+        if (f.samples * f.columns > kMostColumns) continue;
         if (f.norm >= 0 && f.samples * ceil_div(f.units, in) * (f.unit_channels / f.group_channels) > kPhaseStatistics)
           continue;
         f.slices_in = in, f.slices_batch = slices;
@@ -215,9 +245,30 @@ class PhaseBuilder {
           f.tiles = f.slices_out * in * slices;
           warps(f);
           if (fixed() + total(needs(f)) > device.shared_bytes) continue;
-          const double time = clocks(f);
+          const double time = tiling_clocks(f);
           if (best < 0 || time < best) best = time, chosen = f;
         }
+      }
+    }
+    f = chosen;
+    return best >= 0;
+  }
+
+  // The tiling of a phase that finishes an input: few values a tile, but no more tiles than multiprocessors.
+  bool choose_finishing(Phase& f) {
+    double best = -1;
+    Phase chosen = f;
+    for (int in = 1; in <= f.units && whole(f, in); in *= 2) {
+      for (int slices = 1; slices <= batch; slices++) {
+        f.samples = ceil_div(batch, slices);
+        if (ceil_div(batch, f.samples) != slices) continue;
+        if (f.norm >= 0 && f.samples * ceil_div(f.units, in) * (f.unit_channels / f.group_channels) > kPhaseStatistics)
+          continue;
+        if (int64_t{f.samples} * f.times_in * ceil_div(f.channels_in, in) > device.shared_bytes / 4) continue;
+        f.slices_in = in, f.slices_batch = slices, f.tiles = in * slices;
+        if (fixed() + total(needs(f)) > device.shared_bytes) continue;
+        const double time = tiling_clocks(f);
+        if (best < 0 || time < best) best = time, chosen = f;
       }
     }
     f = chosen;
@@ -255,13 +306,14 @@ class PhaseBuilder {
     out.phases.push_back(g);
   }
 
-  void finish() {
+  void lay_out() {
     PhaseShared& s = out.shared;
     out.ring_slots = slots;
     Places<int> put = {16, kPhaseWarps * slots * phase_slot_bytes(plan.dtype)};
-    s.table = put(static_cast<int>(out.phases.size()) * kPhaseEntry);
+    s.table = put(2 * kPhaseEntry);
+    const int prepared = kPhaseCounts + static_cast<int>(out.phases.size()) * kPhaseEntry;  // before the loop
     auto layout = [&](int begin, bool kept) {  // kept: every phase's columns and offsets have a place of their own
-      s.bytes = 0, s.tables_kept = kept;
+      s.bytes = prepared, s.tables_kept = kept;
       for (Phase& f : out.phases) {
         put.at = begin;
         if (kept && f.kind == PhaseKind::kConv) f.shared.columns = put(needs(f).columns), begin = put.at;
@@ -277,6 +329,8 @@ class PhaseBuilder {
       }
     };
     const int begin = put.at;
+    for (const Phase& f : out.phases)
+      if (f.kind == PhaseKind::kConv) out.table_bytes += round_up(needs(f).columns, 16);
     layout(begin, true);
     if (s.bytes > device.shared_bytes) layout(begin, false);
     if (s.bytes > device.shared_bytes) out.error = "a tile does not fit into shared memory";
@@ -289,12 +343,23 @@ class PhaseBuilder {
 
 }  // namespace
 
-PhasePlan make_phases(const Plan& plan, int batch, int horizon, const Device& device) {
-  const auto with = [&](int slots) { return PhaseBuilder(plan, batch, horizon, device, slots).build(); };
-  PhasePlan made = with(plan.dtype == DType::kFloat32 ? 6 : plan.dtype == DType::kFloat8E4M3 ? 16 : 12);
-  if (made.error.empty()) return made;
+PhasePlan make_phases(const Plan& plan, int batch, int horizon, const Device& device, Finish finish) {
+  constexpr double kTables = 700;  // clocks of a phase that makes its tables
+  const auto with = [&](int slots) {
+    PhasePlan made = PhaseBuilder(plan, batch, horizon, device, slots).build(finish, 0);
+    if (!made.error.empty() || made.shared.tables_kept) return made;
+    PhasePlan kept = PhaseBuilder(plan, batch, horizon, device, slots).build(finish, made.table_bytes);
+    made.clocks += kTables * static_cast<double>(plan.convs.size());
+    return kept.error.empty() && kept.shared.tables_kept && kept.clocks < made.clocks ? kept : made;
+  };
   // The fewer, the larger the tiles that fit, but weights come late more often than the model knows.
-  constexpr double kWorth = 0.8;
+  constexpr double kMostWorth = 0.95, kWorth = 0.8;
+  const int slots = plan.dtype == DType::kFloat32      ? kPhaseWideSlots
+                    : plan.dtype == DType::kFloat8E4M3 ? kPhaseE4m3Slots
+                                                       : kPhaseSlots;
+  PhasePlan made = with(slots), most = with(fewer_slots(slots));
+  if (most.error.empty() && (!made.error.empty() || most.clocks < kMostWorth * made.clocks)) return most;
+  if (made.error.empty()) return made;
   PhasePlan few = with(kPhaseFewSlots), least = with(kPhaseLeastSlots);
   return !least.error.empty() || (few.error.empty() && few.clocks * kWorth < least.clocks) ? few : least;
 }
@@ -319,7 +384,8 @@ std::shared_ptr<const PhasePlan> phases_of(const Plan& plan, int batch, int hori
 
 size_t phase_workspace_bytes(const PhasePlan& plan, const Device& device) {
   return plan.workspace_words * sizeof(uint32_t) +
-         static_cast<size_t>(device.multiprocessors) * kPhaseWarps * plan.warp_runs * sizeof(PhaseRun);
+         static_cast<size_t>(device.multiprocessors) *
+             (kPhaseWarps * plan.warp_runs * sizeof(PhaseRun) + plan.phases.size() * kPhaseEntry);
 }
 
 }  // namespace dpa::kernels::unet1d
