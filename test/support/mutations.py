@@ -213,6 +213,20 @@ MUTATIONS = [
         _PHASES,
     ),
     Mutation(
+        "stride: samples of a phase whose rows share a bank",
+        "kernels/plans/unet1d/phases.h",
+        "(times + pad) * row + (-pad * (row / 16) & 7) * 16;",
+        "(times + pad) * row;",
+        _PHASES,
+    ),
+    Mutation(
+        "source: a finished input that keeps its residual",
+        "kernels/plans/unet1d/phases.cpp",
+        "behind.residual = {};",
+        "behind.joined = f.joined;",
+        _PHASES,
+    ),
+    Mutation(
         "bound: the last samples of a batch in parts",
         "kernels/plans/unet1d/call.cpp",
         "samples = ceil_div(batch, launches);",
