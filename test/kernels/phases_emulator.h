@@ -169,7 +169,10 @@ DPA_DEVICE float shuffle_from(float x, int from) {
   collective([](WarpState&) {});
   return r;
 }
-DPA_DEVICE uint32_t held(uint32_t x) { return x; }
+template <class T>
+DPA_DEVICE T held(T x) {
+  return x;
+}
 DPA_DEVICE float shuffle_first(float x) {
   WarpState& w = here().warps[thread() >> 5];
   w.in[thread() & 31][0] = bits(x);
@@ -249,7 +252,9 @@ DPA_DEVICE uint4 load_message_16(const uint32_t* p) {
   return *reinterpret_cast<const uint4*>(p);
 }
 DPA_DEVICE uint32_t load_message_word(const uint32_t* p) { return *p; }
-DPA_DEVICE void store_message_word(uint32_t* p, uint32_t v) { *p = v; }
+DPA_DEVICE void store_message_word(uint32_t* p, uint32_t v, bool wanted = true) {
+  if (wanted) *p = v;
+}
 DPA_DEVICE void store_message_16(uint32_t* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
 DPA_DEVICE uint4 load_16(const void* p) { return load_message_16(static_cast<const uint32_t*>(p)); }
 DPA_DEVICE void store_16(void* p, const uint4& v) {

@@ -25,6 +25,11 @@ __device__ __forceinline__ uint32_t held(uint32_t value) {
   asm volatile("mov.u32 %0, %0;" : "+r"(value));
   return value;
 }
+template <class T>
+__device__ __forceinline__ T* held(T* pointer) {
+  asm volatile("mov.u64 %0, %0;" : "+l"(pointer));
+  return pointer;
+}
 
 // Goes on when a load's value is there: an instruction reads it.
 __device__ __forceinline__ void wait_for(uint32_t loaded) {
@@ -112,6 +117,13 @@ __device__ __forceinline__ uint32_t load_acquire_word(const void* address) {
 template <class T>
 __device__ __forceinline__ void store_message_word(T* address, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+// The same if `wanted`, without a branch.
+template <class T>
+__device__ __forceinline__ void store_message_word(T* address, uint32_t value, bool wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.relaxed.gpu.global.u32 [%0], %1;\n}" ::"l"(address),
+               "r"(value), "r"(static_cast<uint32_t>(wanted))
+               : "memory");
 }
 template <class T>
 __device__ __forceinline__ void store_message_16(T* address, const uint4& v) {

@@ -6,48 +6,58 @@
 namespace dpa::kernels::unet1d::device {
 
 // Of each column: byte offset of its row from the slab's first row of zeros, tap 0 of a segment that begins at time
-// -pad; its output column.
-struct ColumnAt {
+// -pad; words to its output column. A lane stores two side by side, and reads both at once.
+struct alignas(8) ColumnAt {
   int slab, out;
 };
 DPA_DEVICE void fill_columns(const Work& w, ColumnAt* to) {
   const Phase& p = w.p;
-  const int scale = p.num_segments ? p.segments[0].time_stride : 1;
+  const int scale = p.num_segments ? p.segments[0].time_stride : 1, stride = p.column_stride;
   for (int i = thread(); i < w.samples * p.columns; i += kThreads) {
     const int b = w.by_columns(i), t = i - b * p.columns;
-    to[i] = {b * w.sample_pitch + t * p.time_stride * w.slab_pitch, (w.sample0 + b) * p.times_out + t * scale};
+    to[i] = {b * w.sample_pitch + t * p.time_stride * w.slab_pitch,
+             ((w.sample0 + b) * p.times_out + t * scale) * stride};
   }
 }
 
 struct Output {
-  uint32_t* words;  // of this segment and slice of the input
+  uint32_t* words;  // of this segment, slice of the input and the tile's first row
   const ColumnAt* columns;
   const float* bias;  // of the tile's first row
   int rows;           // channels of the tile: from bias to scale
-  int count, time_first, column_stride, first_tile;
+  int count;          // columns
   uint32_t flag;
 };
-// Stores a lane's sums of a row tile and column tile: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+// Where a lane stores its sums of a row tile: rows l / 4 and l / 4 + 8, of a column tile columns 2 (l % 4) and the next.
 template <class Tile>
-DPA_DEVICE void publish(const Output& o, int row_tile, int column_tile, int lane, const float4& v) {
-  const int row = lane >> 2, local = (row_tile - o.first_tile) * 16 + row;
-  const float bias[2] = {o.bias[local], o.bias[local + 8]};
-  float scale[2] = {1.0f, 1.0f};
-  if constexpr (Tile::kScaled) scale[0] = o.bias[o.rows + local], scale[1] = o.bias[o.rows + local + 8];
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    const int column = column_tile * 8 + (lane & 3) * 2 + j;
-    if (column >= o.count) continue;
-    const float x = (j ? v.y : v.x) * scale[0] + bias[0], y = (j ? v.w : v.z) * scale[1] + bias[1];
-    uint32_t* at = o.words + (o.columns[column].out + o.time_first) * o.column_stride;
+struct RowOutput {
+  int first;
+  float bias[2], scale[2] = {1.0f, 1.0f};
+  DPA_DEVICE RowOutput(const Output& o, int row_tile, int lane)
+      : first(row_tile * (Tile::kWide ? 16 : 8) + (lane >> 2)) {
+    const float* from = o.bias + row_tile * 16 + (lane >> 2);
+    bias[0] = from[0], bias[1] = from[8];
+    if constexpr (Tile::kScaled) scale[0] = from[o.rows], scale[1] = from[o.rows + 8];
+  }
+  static DPA_DEVICE int first_column(int column_tile, int lane) { return column_tile * 8 + (lane & 3) * 2; }
+  static DPA_DEVICE int2 places(const Output& o, int column) {
+    const int4 two = *reinterpret_cast<const int4*>(o.columns + column);
+    return make_int2(two.y, two.w);
+  }
+  DPA_DEVICE void store(const Output& o, bool inside, int at, float x, float y) const {
+    uint32_t* to = o.words + (first + at);
+    x = x * scale[0] + bias[0], y = y * scale[1] + bias[1];
     if constexpr (Tile::kWide) {
-      store_message_word(at + row_tile * 16 + row, (bits(x) & ~1u) | o.flag);
-      store_message_word(at + row_tile * 16 + row + 8, (bits(y) & ~1u) | o.flag);
+      store_message_word(to, (bits(x) & ~1u) | o.flag, inside);
+      store_message_word(to + 8, (bits(y) & ~1u) | o.flag, inside);
     } else {
-      store_message_word(at + row_tile * 8 + row, (pack(typename Tile::Math{}, x, y) & ~1u) | o.flag);
+      store_message_word(to, (pack(typename Tile::Math{}, x, y) & ~1u) | o.flag, inside);
     }
   }
-}
+  DPA_DEVICE void publish(const Output& o, int column, const int2& at, const float4& v) const {
+    store(o, column < o.count, at.x, v.x, v.z), store(o, column + 1 < o.count, at.y, v.y, v.w);
+  }
+};
 
 // Byte offsets into the slab of the steps along K, (unit, tap, 16 channels of value, then of skip), segment by segment,
 // behind the columns.
@@ -69,13 +79,15 @@ DPA_DEVICE void fill_offsets(const Work& w, int* to) {
   }
 }
 
+// A warp's steps along K, two at a time as their weights come. What is multiplied next, up to four loads of a step, is
+// loaded while the last is multiplied; of a single column tile a load brings two steps.
 template <class Tile, int kColumnTiles>
 DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int count, uint32_t slab, int slab_pitch,
                              const ColumnAt* columns, int first_column, int num_columns,
                              float (&sum)[kColumnTiles][4]) {
   constexpr bool kWide = Tile::kWide, kOne = !kWide && kColumnTiles == 1;
   constexpr int kLoads = kWide || kOne ? kColumnTiles : kColumnTiles / 2;  // of four matrices, a step
-  constexpr bool kBothSteps = !kWide && kLoads <= 4;  // are loaded before the first is multiplied, where registers are
+  constexpr int kAtOnce = kLoads < 4 ? kLoads : 4, kParts = kLoads / kAtOnce;
   const int lane = thread() & 31;
   uint32_t rows[kLoads];
 #pragma unroll
@@ -85,45 +97,61 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
     rows[i] = slab + columns[column].slab + lane_part<Tile>(slab_pitch);
   }
   RunSums<Tile, kColumnTiles> sums = {sum};
-  int next0 = offsets[0], next1 = offsets[count > 1];
-#pragma unroll 1
-  for (int left = count; left > 0; left -= 2) {
-    const bool two = left > 1;
-    const uint32_t at = stream.wait();
-    Fragments<Tile> a[2];
-    a[0].load(at);
-    if (two) a[1].load(at + Tile::kBytes);
-    const int offset0 = next0, offset1 = next1;
+  Fragments<Tile> a[2];
+  int offset0 = offsets[0], offset1 = offsets[count > 1];
+  const auto read_offsets = [&](int left) {
     offsets += 2;
-    if (left > 2) next0 = offsets[0], next1 = offsets[left > 3];
-    // The stream's bookkeeping runs while the loads are under way; of float32 before, where that is faster.
-    if constexpr (kWide) stream.refill();
-    if constexpr (kOne) {
+    if (left > 2) offset0 = offsets[0], offset1 = offsets[left > 3];
+  };
+  if constexpr (kOne) {
+#pragma unroll 1
+    for (int left = count; left > 0; left -= 2) {
+      const uint32_t at = stream.wait();
       uint32_t b[4];
+      a[0].load(at);
+      if (left > 1) a[1].load(at + Tile::kBytes);
       load_matrix_x4(b, rows[0] + (lane < 16 ? offset0 : offset1));
+      read_offsets(left);
       stream.refill();
       sums.multiply_one(a[0], false, b[0], b[1]);
-      if (two) sums.multiply_one(a[1], true, b[2], b[3]);
-    } else {
-      uint32_t b[kBothSteps ? 2 : 1][kLoads][4];
-      auto load = [&](int s, int offset) {
+      if (left > 1) sums.multiply_one(a[1], true, b[2], b[3]);
+      stream.advance();
+    }
+  } else {
+    uint32_t b[2][kAtOnce][4];
+    const auto load = [&](int set, int part, int offset) {
 #pragma unroll
-        for (int i = 0; i < kLoads; i++) load_matrix_x4(b[kBothSteps ? s : 0][i], rows[i] + offset);
-      };
-      auto multiply = [&](int s) {
+      for (int i = 0; i < kAtOnce; i++) load_matrix_x4(b[set & 1][i], rows[part * kAtOnce + i] + offset);
+    };
+    const auto multiply = [&](int step, int set, int part) {
 #pragma unroll
-        for (int i = 0; i < kLoads; i++) sums.multiply(a[s], i, b[kBothSteps ? s : 0][i]);
-      };
-      load(0, offset0);
-      if constexpr (kBothSteps) load(1, offset1);  // of an odd run's last pair the first step again
-      if constexpr (!kWide) stream.refill();
-      multiply(0);
-      if (two) {
-        if constexpr (!kBothSteps) load(1, offset1);
-        multiply(1);
+      for (int i = 0; i < kAtOnce; i++) sums.multiply(a[step], part * kAtOnce + i, b[set & 1][i]);
+    };
+    a[0].load(stream.wait()), load(0, 0, offset0);
+#pragma unroll 1
+    for (int left = count; left > 0; left -= 2) {
+      const bool two = left > 1, more = left > 2;
+      const int second = offset1;
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        if (part + 1 < kParts)
+          load(part + 1, part + 1, offset0);
+        else if (two)
+          a[1].load(stream.slot + Tile::kBytes), load(kParts, 0, second);
+        multiply(0, part, part);
+      }
+      read_offsets(left);
+      stream.refill(), stream.advance();
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        if (part + 1 < kParts) {
+          if (two) load(kParts + part + 1, part + 1, second);
+        } else if (more) {
+          a[0].load(stream.wait()), load(0, 0, offset0);
+        }
+        if (two) multiply(1, kParts + part, part);
       }
     }
-    stream.advance();
   }
   sums.finish();
 }
@@ -152,10 +180,21 @@ DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int seg
       for (int i = 0; i < kColumnTiles; i++)
         sums[(warp * kColumnTiles + i) * 32 + lane] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
     } else if (works) {
+      // What several stores need is read ahead of them: behind a store the compiler reads nothing early.
+      constexpr int kAtOnce = kColumnTiles < 4 ? kColumnTiles : 4;
+      const RowOutput<Tile> to(out, row, lane);
 #pragma unroll
-      for (int i = 0; i < kColumnTiles; i++)
-        publish<Tile>(out, w.first_tile + row, column * kColumnTiles + i, lane,
-                      make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]));
+      for (int first = 0; first < kColumnTiles; first += kAtOnce) {
+        const int at = to.first_column(column * kColumnTiles + first, lane);
+        int2 places[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) places[i] = to.places(out, at + i * 8);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+          const float(&v)[4] = sum[first + i];
+          to.publish(out, at + i * 8, places[i], make_float4(v[0], v[1], v[2], v[3]));
+        }
+      }
     }
   }
 }
@@ -163,21 +202,31 @@ DPA_DEVICE void multiply_tile(WeightStream<Tile>& stream, const Work& w, int seg
 // Adds the warps' sums over K, in order, and stores them.
 template <class Tile, int kColumnTiles>
 DPA_DEVICE void reduce_tile(const Work& w, const float4* sums, const Output& out) {
-  const Phase& p = w.p;
-  const int warp = thread() >> 5, lane = thread() & 31, parts = p.warps_k;
+  const int warp = thread() >> 5, lane = thread() & 31, parts = w.p.warps_k, rows = w.row_tiles,
+            warps_rows = w.p.warps_rows;
+  const unsigned count = rows * w.p.warps_columns * kColumnTiles;
+  const Divisor by_rows = w.by_rows;
 #pragma unroll 1
-  for (int i = warp; i < w.row_tiles * p.warps_columns * kColumnTiles; i += kPhaseWarps) {
-    const int column_tile = i % kColumnTiles, rest = i / kColumnTiles, column = w.by_rows(rest),
-              row = rest - column * w.row_tiles;
-    const float4* from = sums + ((column * p.warps_rows + row) * parts * kColumnTiles + column_tile) * 32 + lane;
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int k = 0; k < kPhaseWarps; k++) {
-      if (k >= parts) continue;
+  for (unsigned i = warp; i < count; i += kPhaseWarps) {
+    const int column_tile = i % kColumnTiles, rest = i / kColumnTiles, column = by_rows(rest),
+              row = rest - column * rows;
+    const float4* from = sums + ((column * warps_rows + row) * parts * kColumnTiles + column_tile) * 32 + lane;
+    const RowOutput<Tile> to(out, row, lane);
+    const int at = to.first_column(column * kColumnTiles + column_tile, lane);
+    const int2 places = to.places(out, at);
+    float4 v = *from;
+    const auto add = [&](int k) {
+      if (k >= parts) return;
       const float4 more = from[k * kColumnTiles * 32];
       v.x += more.x, v.y += more.y, v.z += more.z, v.w += more.w;
+    };
+#pragma unroll
+    for (int k = 1; k < 4; k++) add(k);
+    if (parts > 4) {
+#pragma unroll
+      for (int k = 4; k < kPhaseWarps; k++) add(k);
     }
-    publish<Tile>(out, out.first_tile + row, column * kColumnTiles + column_tile, lane, v);
+    to.publish(out, at, places, v);
   }
 }
 

@@ -32,6 +32,7 @@ struct Loop {
   Watch& watch;
   int step;
   uint32_t flag, previous;  // of this step, of the sample that the last one made
+  bool marking;             // whether this step's clocks are kept
   int phase = 0;
 
   template <class T>
@@ -40,8 +41,7 @@ struct Loop {
   }
 
   DPA_DEVICE void mark(int what) const {
-    if (a.marks && step + 1 == a.steps && thread() == 0)
-      a.marks[(block() * a.num_phases + phase) * kPhaseMarks + what] = clock_now();
+    if (marking && thread() == 0) a.marks[(block() * a.num_phases + phase) * kPhaseMarks + what] = clock_now();
   }
 
   // Loads, normalises and applies the input of a tile. slab null: the values stay in the stash.
@@ -66,7 +66,7 @@ struct Loop {
     }
     mark(1);
     const int column0 = w.sample0 * p.times_in;
-    const int times = a.marks && step + 1 == a.steps && p.kind != PhaseKind::kTail ? 2 : 1;
+    const int times = marking && p.kind != PhaseKind::kTail ? 2 : 1;
 #pragma unroll 1
     for (int i = 0; i < 1 + times; i++) {  // partial sums; what is older first; for a profile the value again
       if (i == 2) mark(2);
@@ -106,14 +106,12 @@ struct Loop {
 #pragma unroll 1
     for (int s = 0; s < p.num_segments; s++) {
       const PhaseSegment& g = p.segments[s];
-      const Output out = {a.workspace + g.out + w.at.in * p.partial_stride,
+      const Output out = {a.workspace + g.out + w.at.in * p.partial_stride + g.time_first * p.column_stride +
+                              w.first_tile * (Tile::kWide ? 16 : 8),
                           columns,
                           bias + 2 * s * rows,
                           rows,
                           w.samples * p.columns,
-                          g.time_first,
-                          p.column_stride,
-                          w.first_tile,
                           flag};
       float4* sums = at<float4>(p.shared.stash);
       if (s > 0) sync_block();
@@ -389,7 +387,7 @@ DPA_DEVICE void run_phases(const PhaseLoop& a) {
 #pragma unroll 1
   for (int step = 0; step < a.steps; step++) {
     const uint32_t flag = (step + 1) & 1;
-    Loop<Tile> loop = {a, stream, watch, step, flag, flag ^ 1};
+    Loop<Tile> loop = {a, stream, watch, step, flag, flag ^ 1, a.marks && step + 1 == a.steps};
     loop.run();
   }
   copy_async_wait<0>();

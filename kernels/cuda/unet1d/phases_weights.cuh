@@ -141,7 +141,7 @@ struct WeightStream {
   static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kPair = 2 * Tile::kBytes;
 
   DPA_DEVICE WeightStream(const uint8_t* tiles, const Runs& runs, int steps_, int slots_)
-      : weights(tiles + (thread() & 31) * kLane),
+      : weights(held(tiles + (thread() & 31) * kLane)),
         begin(runs.begin),
         end(runs.begin + runs.count),
         steps(runs.count ? steps_ : 0),
@@ -175,10 +175,14 @@ struct WeightStream {
   }
   // The next pair of tiles is in its slot; returns this lane's address there.
   DPA_DEVICE uint32_t wait() {
-    copy_async_wait<Tile::kSlots - 2>();
-    if (slots < Tile::kSlots) copy_async_wait<fewer_slots(Tile::kSlots) - 2>();
-    if (slots < fewer_slots(Tile::kSlots)) copy_async_wait<kPhaseFewSlots - 2>();
-    if (slots < kPhaseFewSlots) copy_async_wait<kPhaseLeastSlots - 2>();
+    if (slots == Tile::kSlots)
+      copy_async_wait<Tile::kSlots - 2>();
+    else if (slots == fewer_slots(Tile::kSlots))
+      copy_async_wait<fewer_slots(Tile::kSlots) - 2>();
+    else if (slots == kPhaseFewSlots)
+      copy_async_wait<kPhaseFewSlots - 2>();
+    else
+      copy_async_wait<kPhaseLeastSlots - 2>();
     return slot;
   }
   // The slot before it, whose fragments have been multiplied, is filled again.
