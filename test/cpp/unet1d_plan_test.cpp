@@ -227,6 +227,16 @@ TEST(Resident, ItsPartsFitTheDevice) {
   for (const int n : fitting) EXPECT_GT(n, 0);
 }
 
+// A thread has no more channel pairs than the horizon needs, with bulk copies and without.
+TEST(Resident, AThreadHasAsManyPairsAsAHorizonNeeds) {
+  for (const bool bulk : {true, false})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3})
+      for (int pairs = 1; pairs <= 4; pairs++) {
+        const Plan plan = make_plan({16, 3, {256, 512, 1024}, 5, 8, 16, 6, true}, dtype);
+        EXPECT_EQ(resident_layout(plan, 16 * pairs, {132, 227 << 10, bulk}).pairs, pairs) << bulk;
+      }
+}
+
 // What a norm counts: of a group that is filled up, an odd number of channels too; of several groups in a slice, one's.
 TEST(Resident, NormsCountTheNetworksOwnChannels) {
   const Device hopper = {132, 227 << 10, true};

@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
                                  0, 0};
     const Block<Weight> block = {
         a, shared, view, tid, tid / 32, tid % 32, m, k, ptx::held(ptx::shared_address(shared))};
-    if constexpr (kBulk || kPairs != 3) Solo<Weight, kPairs, kForm>{{block}}.run();
+    Solo<Weight, kPairs, kForm>{{block}}.run();
   }
 #endif
 }

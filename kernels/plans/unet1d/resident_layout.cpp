@@ -77,7 +77,7 @@ struct Maker {
     };
     // The columns of a narrow network may need the code of more pairs a thread than there are.
     for (int pairs = most; pairs <= 4; pairs++)
-      if ((bulk || pairs != 3) && all(pairs)) return pairs;
+      if (all(pairs)) return pairs;
     return 0;
   }
 
