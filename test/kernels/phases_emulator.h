@@ -273,13 +273,15 @@ DPA_DEVICE uint32_t load_acquire_word(const uint32_t* p) {
 DPA_DEVICE void fence() {}
 DPA_DEVICE void dependency_sync() {}
 DPA_DEVICE void dependency_trigger() {}
+// What a copy is to write is no number until it has been waited for.
 inline void copy_any(uint32_t to, const void* from, int bytes) {
   if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) std::printf("misaligned copy\n"), std::abort();
+  if (to + bytes > here().memory.size()) std::printf("a copy beyond shared memory\n"), std::abort();
+  std::memset(shared() + to, 0xff, bytes);
   machine.now->open.push_back({to, static_cast<const uint8_t*>(from), bytes});
 }
 DPA_DEVICE void copy_async_line_16(uint32_t to, const void* from) { copy_any(to, from, 16); }
 DPA_DEVICE void copy_async_16_or_zeros(uint32_t to, const void* from, bool there) {
-  if (to + 16 > here().memory.size()) std::printf("copy out of shared memory\n"), std::abort();
   copy_any(to, there ? from : nullptr, 16);
 }
 DPA_DEVICE void copy_async_16_if(uint32_t to, const void* from, bool there) { copy_async_16_or_zeros(to, from, there); }
@@ -292,10 +294,8 @@ template <int kPending>
 void copy_async_wait() {
   auto& g = machine.now->groups;
   while (g.size() > kPending) {
-    for (const Copy& c : g[0]) {
-      if (c.to + c.bytes > here().memory.size()) std::printf("a copy beyond shared memory\n"), std::abort();
+    for (const Copy& c : g[0])
       c.from ? std::memcpy(shared() + c.to, c.from, c.bytes) : std::memset(shared() + c.to, 0, c.bytes);
-    }
     g.erase(g.begin());
   }
 }

@@ -6,6 +6,7 @@
 //   phases_test plan           what the plan chose for the rows (no GPU)
 //   phases_test profile [type] clocks by phase
 // small-finished and the like: every input has a phase of its own; small-direct: none has.
+// Behind what to do: a part of the rows' names, bytes of shared memory a block, multiprocessors.
 // Compiled for the host with DPA_EMULATE, `small` runs the kernel in an emulator (phases_emulator.h).
 #ifdef DPA_EMULATE
 #include "kernels/cuda/unet1d/phases_kernel.cuh"
@@ -224,6 +225,7 @@ int main(int argc, char** argv) {
   device.multiprocessors = properties.multiProcessorCount;
   device.shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
   if (argc > 3) device.shared_bytes = std::atoi(argv[3]);
+  if (argc > 4) device.multiprocessors = std::min(device.multiprocessors, std::atoi(argv[4]));
   if (what == "small")
     for (const Case& c : kSmall)
       for (DType d : types)

@@ -115,7 +115,6 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
       stream.refill();
       sums.multiply_one(a[0], false, b[0], b[1]);
       if (left > 1) sums.multiply_one(a[1], true, b[2], b[3]);
-      stream.advance();
     }
   } else {
     uint32_t b[2][kAtOnce][4];
@@ -141,7 +140,7 @@ DPA_DEVICE void multiply_run(WeightStream<Tile>& stream, const int* offsets, int
         multiply(0, part, part);
       }
       read_offsets(left);
-      stream.refill(), stream.advance();
+      stream.refill();
 #pragma unroll
       for (int part = 0; part < kParts; part++) {
         if (part + 1 < kParts) {

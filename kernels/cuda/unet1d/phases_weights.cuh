@@ -133,10 +133,9 @@ struct WeightStream {
   const PhaseRun* at = nullptr;
   PhaseRun next = {0, 0};  // *at, loaded a run ahead
   const uint8_t* from = nullptr;
-  int left = 0, stride = 0;     // tiles of the current run; bytes from one to the next
-  uint32_t buffer = 0;          // this lane's place in slot 0
-  uint32_t slot = 0, last = 0;  // the same of the next pair to consume and of the pair before
-  uint32_t buffer_end = 0;
+  int left = 0, stride = 0;           // tiles of the current run; bytes from one to the next
+  uint32_t buffer = 0;                // this lane's place in slot 0
+  uint32_t slot = 0, buffer_end = 0;  // in that of the next pair to consume, and behind all slots
 
   static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kPair = 2 * Tile::kBytes;
 
@@ -149,9 +148,9 @@ struct WeightStream {
         at(runs.begin) {
     if (steps > 0) next = *at;
     buffer = shared_address(shared()) + (thread() >> 5) * slots * kPair + (thread() & 31) * kLane;
-    slot = buffer, last = buffer + (slots - 1) * kPair, buffer_end = last + kPair;
+    slot = buffer, buffer_end = buffer + slots * kPair;
 #pragma unroll 1
-    for (int i = 0; i < slots - 1; i++) issue(buffer + i * kPair);
+    for (int i = 0; i < slots; i++) refill();
   }
   static DPA_DEVICE void copy(uint32_t to, const uint8_t* tile) {
     if constexpr (kLane == 8) {
@@ -161,36 +160,32 @@ struct WeightStream {
       if constexpr (Tile::kWide) copy_async_line_16(to + 512, tile + 512);
     }
   }
-  DPA_DEVICE void issue(uint32_t to) {
+  // This lane has loaded its bytes of the pair, which no other lane reads: the slot is filled again.
+  DPA_DEVICE void refill() {
     if (left <= 0 && steps > 0) {
       from = weights + static_cast<size_t>(next.from) * 16;
       left = static_cast<int>(next.tiles & 0xffff), stride = static_cast<int>(next.tiles >> 16) * Tile::kBytes;
       if (++at == end) at = begin, steps--;
       next = *at;
     }
-    if (left > 0) copy(to, from);
-    if (left > 1) copy(to + Tile::kBytes, from + stride);
+    if (left > 0) copy(slot, from);
+    if (left > 1) copy(slot + Tile::kBytes, from + stride);
     from += 2 * stride, left -= 2;
     copy_async_commit();
-  }
-  // The next pair of tiles is in its slot; returns this lane's address there.
-  DPA_DEVICE uint32_t wait() {
-    if (slots == Tile::kSlots)
-      copy_async_wait<Tile::kSlots - 2>();
-    else if (slots == fewer_slots(Tile::kSlots))
-      copy_async_wait<fewer_slots(Tile::kSlots) - 2>();
-    else if (slots == kPhaseFewSlots)
-      copy_async_wait<kPhaseFewSlots - 2>();
-    else
-      copy_async_wait<kPhaseLeastSlots - 2>();
-    return slot;
-  }
-  // The slot before it, whose fragments have been multiplied, is filled again.
-  DPA_DEVICE void refill() { issue(last); }
-  DPA_DEVICE void advance() {
-    last = slot;
     slot += kPair;
     if (slot == buffer_end) slot = buffer;
+  }
+  // The next pair of tiles is in its slot; returns this lane's address there.
+  DPA_DEVICE uint32_t wait() const {
+    if (slots == Tile::kSlots)
+      copy_async_wait<Tile::kSlots - 1>();
+    else if (slots == fewer_slots(Tile::kSlots))
+      copy_async_wait<fewer_slots(Tile::kSlots) - 1>();
+    else if (slots == kPhaseFewSlots)
+      copy_async_wait<kPhaseFewSlots - 1>();
+    else
+      copy_async_wait<kPhaseLeastSlots - 1>();
+    return slot;
   }
 };
 

@@ -27,7 +27,7 @@ constexpr int kPhaseCounts = kPhaseWarps * kMaxPhases * 4;  // bytes of the warp
 // Most column tiles (of 8) that a warp accumulates; of float32, which has two accumulators for each.
 constexpr int kPhaseColumnTiles = 16, kPhaseWideColumnTiles = 8;
 // Slots of a warp's buffer of weights, a pair of tiles each. Fewer where tiles need the room: two thirds of all, three or
-// two. A pair is waited for before the second step of the one before is multiplied.
+// two. A slot is filled again once its pair is in registers.
 constexpr int kPhaseSlots = 12, kPhaseE4m3Slots = 16, kPhaseWideSlots = 6, kPhaseFewSlots = 3, kPhaseLeastSlots = 2;
 DPA_HOST_DEVICE constexpr int fewer_slots(int all) { return all * 2 / 3; }
 
