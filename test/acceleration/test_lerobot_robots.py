@@ -51,10 +51,11 @@ def robot(monkeypatch):
         import rerun  # noqa: F401
     except ImportError:
         monkeypatch.setitem(sys.modules, "rerun", types.ModuleType("rerun"))
-    import fake_robot
-
-    fake_robot.StillRobot.sent.clear()
-    return fake_robot.StillRobot
+    found = pytest.importorskip(
+        "fake_robot", reason="requirements/lerobot.txt", exc_type=ImportError
+    )
+    found.StillRobot.sent.clear()
+    return found.StillRobot
 
 
 @pytest.fixture

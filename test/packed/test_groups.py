@@ -15,6 +15,9 @@ _CASES = [  # widths, groups, kernel, samples, horizon, the kernel of 16 bits, o
     ((256, 512, 1024), 32, 3, 1, 24, "resident", "resident"),
     ((512, 1024, 2048), 16, 5, 1, 16, "resident", "resident"),
     ((128, 256), 32, 5, 1, 16, "resident", "resident"),  # groups of 4 channels
+    ((256, 512, 1024), 8, 5, 1, 36, "resident", "resident"),  # a part of a third pair
+    ((256, 512, 1024), 16, 3, 1, 44, "resident", "resident"),
+    ((256, 512), 8, 5, 1, 40, "resident", "resident"),
     ((64, 128, 256), 16, 7, 1, 32, None, None),
     ((64, 64, 128), 32, 5, 1, 16, None, None),  # groups of 2
     ((256, 512, 1024), 16, 5, 2, 16, "clusters", None),

@@ -101,10 +101,9 @@ bool take_workspace(MmaArgs& args, void* workspace) {
 
 cudaError_t mma_fprop(const Conv1d& conv, const Rows& x, const void* weights, const Addends& addends, void* y,
                       const Normalisation& normalisation, void* workspace, cudaStream_t stream) {
-  const auto plan = plan_mma_fprop(conv, multiprocessors(), normalisation.out ? normalisation.group : 0);
-  if (!plan.fits() || (normalisation.out && conv.halves) ||
-      (normalisation.out && !normalises(conv, plan.conv, normalisation.group)))
-    return cudaErrorInvalidValue;
+  const int group = normalisation.out ? normalisation.group : 0;
+  const auto plan = plan_mma_fprop(conv, multiprocessors(), group);
+  if (!plan.fits() || (group && (conv.halves || !normalises(conv, plan.conv, group)))) return cudaErrorInvalidValue;
   auto args = mma_args(plan, conv, /*is_dgrad=*/false, x.rows, x.more, weights);
   if (!take_workspace(args, workspace)) return cudaErrorInvalidValue;
   const ConvArgs to = epilogue_args(plan, args, addends, {y}, normalisation);

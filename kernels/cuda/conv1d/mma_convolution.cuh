@@ -49,21 +49,21 @@ inline MmaArgs mma_args(const MmaPlan& plan, const Conv1d& conv, bool is_dgrad, 
 }
 
 // What a block contracts: from `first` to before `end` of the chunks of all rounds, one round's behind the other's.
-template <bool kHalves>
+template <bool kTwoHalves>
 struct MmaWork {
   int first, end;
   int chunks;  // of a round
 
   DPA_DEVICE MmaWork(const MmaArgs& args, int part)
       : first(part * args.plan.split_chunks), chunks(args.plan.conv.chunks) {
-    const int last = first + args.plan.split_chunks, all = kHalves ? kRounds * chunks : chunks;
+    const int last = first + args.plan.split_chunks, all = kTwoHalves ? kRounds * chunks : chunks;
     end = last < all ? last : all;
   }
   DPA_DEVICE int last_round() const { return (kRounds - 1) * chunks; }
   // The channels of chunk `index`, and whether it is of low halves of x, or of the weights.
-  DPA_DEVICE int channels(int index) const { return kHalves ? index % chunks : index; }
-  DPA_DEVICE bool low_x(int index) const { return kHalves && index / chunks == 1; }
-  DPA_DEVICE bool low_weights(int index) const { return kHalves && index < chunks; }
+  DPA_DEVICE int channels(int index) const { return kTwoHalves ? index % chunks : index; }
+  DPA_DEVICE bool low_x(int index) const { return kTwoHalves && index / chunks == 1; }
+  DPA_DEVICE bool low_weights(int index) const { return kTwoHalves && index < chunks; }
 };
 
 struct MmaTile {
@@ -327,7 +327,7 @@ DPA_DEVICE void add_partials(const MmaArgs& args, unsigned index) {
 }
 
 // Of the `part`-th of a tile's blocks.
-template <class T, class Shape, bool kMajorN, int kStride = 1, bool kHalves = false>
+template <class T, class Shape, bool kMajorN, int kStride = 1, bool kTwoHalves = false>
 DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   const ConvPlan& plan = args.plan.conv;
   const int thread = device::thread(), warp = thread / 32;
@@ -336,7 +336,7 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   const int before = tile.first_time * kStride + plan.lowest, first_time = before > 0 ? before : 0;
   const int terms = plan.terms[tile.phase], boxes = args.plan.boxes;
   const int first_term = plan.first_term[row_warp], end_term = plan.end_term[row_warp];
-  const MmaWork<kHalves> work(args, part);
+  const MmaWork<kTwoHalves> work(args, part);
   const uint32_t zeros = device::shared_address(device::shared()), memory = zeros + 128, place = copy_place();
   const uint32_t box_bytes = args.plan.box_bytes, weights = memory + args.plan.weights_at;
   if (thread < 32) reinterpret_cast<uint32_t*>(device::shared())[thread] = 0;
@@ -377,14 +377,14 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
     device::sync_block();
     if (term == 0) load_box(chunk + boxes - 1, box == 0 ? boxes - 1 : box - 1);
     load_step(stage == 0 ? Shape::kStages - 1 : stage - 1);
-    if constexpr (kHalves) {
+    if constexpr (kTwoHalves) {
       if (term == 0 && chunk == work.last_round()) scale_low();
     }
     if (term >= first_term && term < end_term) {
       uint32_t rows[4];
       lane_rows.places(rows, memory + box * box_bytes, plan.shift[tile.phase][term] * plan.rows.samples, term, zeros);
       const uint32_t at = lane_weight + stage * Shape::kWeightBytes;
-      if (kHalves && chunk >= work.last_round())
+      if (kTwoHalves && chunk >= work.last_round())
         add_step<T, Shape, kMajorN>(sums, rows, at, group);
       else
         multiply_step<T, Shape, kMajorN>(sums, rows, at, group);
@@ -396,7 +396,7 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
     }
   }
   device::copy_async_wait<0>();
-  if constexpr (kHalves) {
+  if constexpr (kTwoHalves) {
     if (work.end <= work.last_round()) scale_low();
   }
   store_groups<Shape>(tile_of_sums(), sums, group, row_warp * 64, column);

@@ -64,6 +64,28 @@ struct Missing {
   }
   DPA_DEVICE bool some() const { return ((any.x | any.y) | (any.z | any.w)) & 1; }
 };
+// Messages of 16 bytes, until all of their words have the flag.
+template <int kItems>
+DPA_DEVICE void poll(const uint32_t* const (&from)[kItems], uint4 (&v)[kItems], uint32_t flag, Watch& watch) {
+  Missing missing;
+  int polls = 0;
+  do {
+    missing = {};
+#pragma unroll
+    for (int i = 0; i < kItems; i++) v[i] = load_message_16(from[i]);
+#pragma unroll
+    for (int i = kItems - 1; i >= 0; i--) missing.check(v[i], flag);
+  } while (missing.some() && watch.again(polls));
+}
+// A word, until it has the flag; without it.
+DPA_DEVICE uint32_t poll_word(const uint32_t* from, uint32_t flag, Watch& watch) {
+  uint32_t v;
+  int polls = 0;
+  while (((v = load_message_word(from)) ^ flag) & 1) {
+    if (!watch.again(polls)) break;
+  }
+  return v & ~1u;
+}
 DPA_DEVICE float4 floats_of(const uint4& v) {
   return make_float4(as_float(v.x & ~1u), as_float(v.y & ~1u), as_float(v.z & ~1u), as_float(v.w & ~1u));
 }
@@ -73,13 +95,13 @@ DPA_DEVICE float4 floats_of(const uint4& v) {
 template <class Math, bool kFloats, int kPartials>
 DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip, int rows, const Divisor& by,
                           uint32_t flag, Watch& watch) {
-  constexpr int kItems = kPartials >= 4 ? 1 : 2, kHalves = kFloats ? 1 : 2;
+  constexpr int kItems = kPartials >= 4 ? 1 : 2, kQuads = kFloats ? 1 : 2;
   Walk walk(thread(), by);
 #pragma unroll 1
   while (walk.row < rows) {
     int row[kItems], channel[kItems];
     const uint32_t *from[kItems], *beside[2][kItems];
-    uint4 v[kItems][kPartials], kept[kItems][2][kHalves];
+    uint4 v[kItems][kPartials], kept[kItems][2][kQuads];
     bool inside[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; i++) {
@@ -90,7 +112,7 @@ DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip,
       beside[0][i] = inside[i] ? residual.words + (row[i] * residual.stride + channel[i]) : beside[0][0];
       beside[1][i] = inside[i] ? skip.words + (row[i] * skip.stride + channel[i]) : beside[1][0];
 #pragma unroll
-      for (int h = 0; h < kHalves; h++) kept[i][0][h] = kept[i][1][h] = make_uint4(flag, flag, flag, flag);
+      for (int h = 0; h < kQuads; h++) kept[i][0][h] = kept[i][1][h] = make_uint4(flag, flag, flag, flag);
       walk.next();
     }
     Missing missing;
@@ -106,20 +128,20 @@ DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip,
 #pragma unroll
         for (int i = 0; i < kItems; i++)
 #pragma unroll
-          for (int h = 0; h < kHalves; h++) kept[i][0][h] = load_message_16(beside[0][i] + h * 8);
+          for (int h = 0; h < kQuads; h++) kept[i][0][h] = load_message_16(beside[0][i] + h * 8);
       }
       if (skip.to) {
 #pragma unroll
         for (int i = 0; i < kItems; i++)
 #pragma unroll
-          for (int h = 0; h < kHalves; h++) kept[i][1][h] = load_message_16(beside[1][i] + h * 8);
+          for (int h = 0; h < kQuads; h++) kept[i][1][h] = load_message_16(beside[1][i] + h * 8);
       }
 #pragma unroll
       for (int from_skip = 1; from_skip >= 0; from_skip--)
 #pragma unroll
         for (int i = kItems - 1; i >= 0; i--)
 #pragma unroll
-          for (int h = kHalves - 1; h >= 0; h--) missing.check(kept[i][from_skip][h], flag);
+          for (int h = kQuads - 1; h >= 0; h--) missing.check(kept[i][from_skip][h], flag);
 #pragma unroll
       for (int i = kItems - 1; i >= 0; i--)
 #pragma unroll
@@ -146,7 +168,7 @@ DPA_DEVICE void load_sums(const Sums& s, const Kept& residual, const Kept& skip,
       *reinterpret_cast<float4*>(to) = make_float4(low[0], low[1], low[2], low[3]);
       if constexpr (!kFloats) *reinterpret_cast<float4*>(to + 8) = make_float4(high[0], high[1], high[2], high[3]);
 #pragma unroll
-      for (int h = 0; h < kHalves; h++) {
+      for (int h = 0; h < kQuads; h++) {
         if (residual.to)
           *reinterpret_cast<float4*>(residual.to + row[i] * residual.pitch + channel[i] + h * 8) =
               floats_of(kept[i][0][h]);
@@ -186,16 +208,7 @@ DPA_DEVICE void load_sample(const PhaseLoop& a, const Work& w, int step, uint32_
     float x = 0.0f;
     if (time >= 0 && time < a.horizon) {
       const int at = (sample * a.horizon + time) * a.actions + action;
-      if (step == 0) {
-        x = initial_at(a, at);
-      } else {
-        uint32_t v;
-        int polls = 0;
-        while (((v = load_message_word(a.workspace + a.sample_words + at)) ^ flag) & 1) {
-          if (!watch.again(polls)) break;
-        }
-        x = as_float(v & ~1u);
-      }
+      x = step == 0 ? initial_at(a, at) : as_float(poll_word(a.workspace + a.sample_words + at, flag, watch));
     }
     to[i] = x;
   }
@@ -287,15 +300,7 @@ DPA_DEVICE void load_finished(const PhaseLoop& a, const Work& w, uint8_t* slab, 
       to[i] = inside ? place(walk.row, c) : -1;
       walk.next();
     }
-    Missing missing;
-    int polls = 0;
-    do {
-      missing = {};
-#pragma unroll
-      for (int i = 0; i < kItems; i++) v[i] = load_message_16(from[i]);
-#pragma unroll
-      for (int i = kItems - 1; i >= 0; i--) missing.check(v[i], flag);
-    } while (missing.some() && watch.again(polls));
+    poll(from, v, flag, watch);
 #pragma unroll
     for (int i = 0; i < kItems; i++) {
       if (to[i] < 0) continue;
@@ -306,7 +311,7 @@ DPA_DEVICE void load_finished(const PhaseLoop& a, const Work& w, uint8_t* slab, 
   }
 }
 
-// Mish, or ReLU, by LoopArguments::steepness: without a branch where few instructions matter.
+// math::mish, or ReLU, by LoopArguments::steepness: without a branch where few instructions matter.
 template <bool kExact>
 DPA_DEVICE float activated(float x, float steepness) {
   if constexpr (kExact) {

@@ -92,22 +92,16 @@ struct WordHandover {
     constexpr int kItems = 2;
     const int own = p.channels, quads = samples * p.times * own * kTeamBlocks / 4;
     const Divisor by_own = {own / 4, p.own_magic}, by_times = {p.times, p.times_magic};
-    const uint32_t* from = words + p.words;
 #pragma unroll 1
     for (int base = thread(); base < quads; base += kItems * kThreads) {
       uint4 v[kItems];
-      Missing missing;
-      int polls = 0;
-      do {
-        missing = {};
+      const uint32_t* from[kItems];
 #pragma unroll
-        for (int i = 0; i < kItems; i++) {
-          const int at = base + i * kThreads;
-          v[i] = load_message_16(from + (at < quads ? at : base) * 4);
-        }
-#pragma unroll
-        for (int i = kItems - 1; i >= 0; i--) missing.check(v[i], flag);
-      } while (missing.some() && watch.again(polls));
+      for (int i = 0; i < kItems; i++) {
+        const int at = base + i * kThreads;
+        from[i] = words + p.words + (at < quads ? at : base) * 4;
+      }
+      poll(from, v, flag, watch);
 #pragma unroll
       for (int i = 0; i < kItems; i++) {
         const int at = base + i * kThreads;
@@ -122,14 +116,8 @@ struct WordHandover {
   }
   DPA_DEVICE void receive_tail(const TeamArguments& a, int count, uint32_t flag, Watch& watch) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(shared() + a.shared.tail_words);
-    for (int i = thread() - kThreads; i < count; i += kTeamThreads - kThreads) {
-      uint32_t v;
-      int polls = 0;
-      while (((v = load_message_word(words + a.tail_words + i)) ^ flag) & 1) {
-        if (!watch.again(polls)) break;
-      }
-      to[i] = v & ~1u;
-    }
+    for (int i = thread() - kThreads; i < count; i += kTeamThreads - kThreads)
+      to[i] = poll_word(words + a.tail_words + i, flag, watch);
   }
 };
 

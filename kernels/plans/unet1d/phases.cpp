@@ -26,65 +26,74 @@ class PhaseBuilder {
     const Config& c = plan.config;
     if (horizon % (1 << (c.levels - 1))) return fail("the horizon must be a multiple of 2^(levels - 1)");
     out.sample_words = take(int64_t{batch} * horizon * c.action_dim);
-    PhaseSource value, residual;
-    value.kind = SourceKind::kHead;
-    int norm = static_cast<int>(plan.head.norm), groups = c.num_groups, film = static_cast<int>(plan.head.film);
-    int counted = c.width(0).own;
-    bool keep = false;
-    int skip = -1;
-    PhaseSource skips[kMaxLevels];
-    PhaseSource next_residual;
-    next_residual.kind = SourceKind::kHead;
-    residual.kind = SourceKind::kNone;
-    for (const Conv& conv : plan.convs) {
-      Phase f;
-      f.value = value, f.residual = residual;
-      input(f, conv.channels_in, conv.slices_in, horizon >> conv.level_in, norm, groups, counted, film);
-      Phase finishing = f;  // a phase for the input of f alone
-      finishing.kind = PhaseKind::kFinish;
-      if (conv.skip_in >= 0) f.joined = 1, f.skip = skips[conv.skip_in];
-      gemm(f, conv);
-      Phase behind = f;  // f behind it
-      behind.value.kind = SourceKind::kFinished, behind.residual = {};
-      input(behind, conv.channels_in, conv.slices_in, f.times_in, -1, groups, counted, -1);
-      const bool direct = finish != Finish::kAlways && choose(f),
-                 finishes = finish != Finish::kNever && choose_finishing(finishing) && choose(behind) &&
-                            (!direct || clocks(finishing) + clocks(behind) < clocks(f));
-      if (!direct && !finishes) return fail("a tile does not fit into shared memory");
-      if (finishes || keep || skip >= 0) {
-        Phase& keeper = finishes ? finishing : f;
-        keeper.keep_stride = round_up(conv.channels_in, 16);
-        keeper.keep = take(int64_t{batch} * f.times_in * keeper.keep_stride);
-        const PhaseSource kept = {SourceKind::kFinished, keeper.keep, 1, 0, keeper.keep_stride};
-        behind.value = kept;
-        if (keep) next_residual = kept;
-        if (skip >= 0) skips[skip] = kept;
-      }
-      if (finishes) {
-        out.phases.push_back(finishing), out.finishes++;
-        out.clocks += clocks(finishing);
-        f = behind;
-      }
-      out.clocks += clocks(f);
-      place(f, conv);
-      value = {SourceKind::kPartials, f.segments[0].out, f.slices_in, f.partial_stride, f.column_stride};
-      if (f.num_segments == 2 && !conv.upsample) {
-        next_residual = value;
-        next_residual.words = f.segments[1].out;
-      }
-      norm = static_cast<int>(conv.norm), groups = conv.groups, film = static_cast<int>(conv.film);
-      counted = conv.counted;
-      keep = conv.keep, skip = conv.skip;
-      residual = conv.add ? next_residual : PhaseSource{};
-      out.phases.push_back(f);
-    }
-    tail(value, norm);
+    flow.value.kind = flow.next_residual.kind = SourceKind::kHead;
+    flow.norm = static_cast<int>(plan.head.norm), flow.film = static_cast<int>(plan.head.film);
+    flow.groups = c.num_groups, flow.counted = c.width(0).own;
+    for (const Conv& conv : plan.convs)
+      if (!add(conv, finish)) return fail("a tile does not fit into shared memory");
+    tail(flow.value, flow.norm);
     if (words.at > kMostWords) return fail("the messages must be fewer than 2^31 words");
     lay_out();
     return out;
   }
 
  private:
+  // What a convolution finds of those before it.
+  struct Flow {
+    PhaseSource value, residual, next_residual;  // its input; what is added to it; what the block's last one is to add
+    int norm = -1, groups = 0, film = -1, counted = 0;
+    bool keep = false;  // the finished input is the block's residual
+    int skip = -1;      // and a skip connection's
+    PhaseSource skips[kMaxLevels];
+  } flow;
+
+  // A convolution's phases: it finishes its own input, or reads what a phase of its own finishes, whichever takes less.
+  bool add(const Conv& conv, Finish finish) {
+    Phase f;
+    f.value = flow.value, f.residual = flow.residual;
+    input(f, conv.channels_in, conv.slices_in, horizon >> conv.level_in, flow.norm, flow.groups, flow.counted,
+          flow.film);
+    Phase finishing = f;  // a phase for the input of f alone
+    finishing.kind = PhaseKind::kFinish;
+    if (conv.skip_in >= 0) f.joined = 1, f.skip = flow.skips[conv.skip_in];
+    gemm(f, conv);
+    Phase behind = f;  // f behind it
+    behind.value.kind = SourceKind::kFinished, behind.residual = {};
+    input(behind, conv.channels_in, conv.slices_in, f.times_in, -1, flow.groups, flow.counted, -1);
+    const bool direct = finish != Finish::kAlways && choose(f),
+               finishes = finish != Finish::kNever && choose_finishing(finishing) && choose(behind) &&
+                          (!direct || clocks(finishing) + clocks(behind) < clocks(f));
+    if (!direct && !finishes) return false;
+    if (finishes || flow.keep || flow.skip >= 0) behind.value = keep_input(finishes ? finishing : f, conv);
+    if (finishes) push(finishing), out.finishes++;
+    Phase& made = finishes ? behind : f;
+    place(made, conv);
+    push(made);
+    follow(made, conv);
+    return true;
+  }
+  // The phase keeps its finished input.
+  PhaseSource keep_input(Phase& f, const Conv& conv) {
+    f.keep_stride = round_up(conv.channels_in, 16);
+    f.keep = take(int64_t{batch} * f.times_in * f.keep_stride);
+    const PhaseSource kept = {SourceKind::kFinished, f.keep, 1, 0, f.keep_stride};
+    if (flow.keep) flow.next_residual = kept;
+    if (flow.skip >= 0) flow.skips[flow.skip] = kept;
+    return kept;
+  }
+  void follow(const Phase& f, const Conv& conv) {
+    flow.value = {SourceKind::kPartials, f.segments[0].out, f.slices_in, f.partial_stride, f.column_stride};
+    if (f.num_segments == 2 && !conv.upsample)
+      flow.next_residual = flow.value, flow.next_residual.words = f.segments[1].out;
+    flow.norm = static_cast<int>(conv.norm), flow.groups = conv.groups, flow.film = static_cast<int>(conv.film);
+    flow.counted = conv.counted, flow.keep = conv.keep, flow.skip = conv.skip;
+    flow.residual = conv.add ? flow.next_residual : PhaseSource{};
+  }
+  void push(const Phase& f) {
+    out.phases.push_back(f);
+    out.clocks += clocks(f);
+  }
+
   const Plan& plan;
   const int batch, horizon;
   const Device device;
@@ -182,7 +191,7 @@ class PhaseBuilder {
   // A further tile of a block costs more than the first, whose preparation every phase has.
   double tiling_clocks(const Phase& f) const {
     constexpr double kFurther = 5000;
-    const double under_way = (slots - 1) * kPhaseWarps * phase_slot_bytes(plan.dtype) / 1300.0;
+    const double under_way = slots * kPhaseWarps * phase_slot_bytes(plan.dtype) / 1300.0;
     const double stream = std::min(18.0, under_way);
     const int value_units = ceil_div(f.units, f.slices_in), channels = value_units * f.unit_padded;
     const double values = static_cast<double>(f.samples) * f.times_in * channels, word = wide ? 4 : 2;
